@@ -1,0 +1,102 @@
+"""``@ranks(4)``: run a test body on every rank of a fresh gloo group, from plain pytest.
+
+The first failing rank fails the test with its traceback; ranks still running at the timeout are named; whatever was
+started is killed.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed"])  # import them once per session, not once per test
+
+
+def _run_rank(module: str, name: str, rank: int, world_size: int, store: str, args: tuple, kwargs: dict, errors) -> None:
+    os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        getattr(importlib.import_module(module), name).__wrapped__(*args, **kwargs)
+    except BaseException:
+        errors.put((rank, traceback.format_exc()))
+        os._exit(1)  # a failed rank must not hang in teardown
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+def ranks(
+    world_size: int, *, timeout: float = 120, killed: frozenset[int] = frozenset()
+) -> Callable[[Callable], Callable]:
+    """Decorate a test so that its body runs on every rank of a fresh process group.
+
+    Args:
+        world_size: number of processes.
+        timeout: seconds for the whole test; then the ranks still running are named and killed.
+        killed: ranks that the test kills on purpose.
+    """
+
+    def decorate(body: Callable) -> Callable:
+        @functools.wraps(body)
+        def test(*args: Any, **kwargs: Any) -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                errors = _context.SimpleQueue()
+                processes = [
+                    _context.Process(
+                        target=_run_rank,
+                        daemon=False,  # Megatron's checkpoint writer starts processes of its own
+                        args=(
+                            body.__module__,
+                            body.__name__,
+                            rank,
+                            world_size,
+                            f"{folder}/store",
+                            args,
+                            kwargs,
+                            errors,
+                        ),
+                    )
+                    for rank in range(world_size)
+                ]
+                for process in processes:
+                    process.start()
+                deadline = time.monotonic() + timeout
+                try:
+                    while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
+                        if any(p.exitcode not in (None, 0) for r, p in enumerate(processes) if r not in killed):
+                            break
+                        time.sleep(0.01)
+                    hung = [rank for rank, p in enumerate(processes) if p.is_alive()]
+                finally:
+                    for process in processes:
+                        process.kill()
+                        process.join()
+            codes = [p.exitcode for rank, p in enumerate(processes) if rank not in killed]
+            if not errors.empty():
+                rank, text = errors.get()
+                raise AssertionError(f"rank {rank} of {world_size} failed:\n{text}")
+            assert not hung, f"ranks {hung} of {world_size} still running after {timeout} s, exit codes {codes}"
+            assert not any(codes), f"exit codes {codes}"
+
+        return test
+
+    return decorate
