@@ -1,0 +1,337 @@
+"""Megatron on a CPU, over gloo: our ground for tests and the demo. Never for a GPU run.
+
+Megatron calls ``torch.cuda`` whether or not there is a GPU. `install` puts a stand-in behind every such call that
+training makes, and each stand-in says why it is there. Call `install()` before the first import of megatron, and
+`after_import()` after it; `for_training()` replaces the latter when ``megatron.training`` is used.
+
+Works with megatron-core 0.16.1 to 0.20. What it cannot do: TransformerEngine, DeepEP, CUDA graphs, any timing of a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import time
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+
+def install() -> None:
+    """Put the CPU behind ``torch.cuda``.
+
+    Raises:
+        RuntimeError: on a machine with a GPU: there it would silently train on the CPU.
+    """
+    if getattr(torch.cuda, "_hecate_stand_in", False):
+        return
+    if torch.cuda.is_available():
+        raise RuntimeError("megatron_on_cpu is for machines without a GPU, and torch.cuda.is_available() is True here")
+    torch.cuda._hecate_stand_in = True
+    for stand_in in (_rng, _device, _streams, _factories, _type_names, _uneven_all_gather, _no_compile):
+        stand_in()
+
+
+def after_import() -> None:
+    """Stand-ins inside Megatron's own modules; call once they are imported."""
+    for stand_in in (_te_names, _splits, _keep_sent_tensors, _load_without_grad, _fused_adam):
+        stand_in()
+
+
+def for_training() -> None:
+    """`after_import`, and what ``megatron.training`` asks for on top."""
+    after_import()
+    for stand_in in (_claim_gpu, _no_build_at_start):
+        stand_in()
+
+
+class _Stream:
+    """All streams are one: the CPU runs in program order. Equal to each other, so that none counts as a side stream."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, stream: Any) -> None: ...
+    def wait_event(self, event: Any) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: Any = None) -> Any:
+        return event or _Event()
+
+    def query(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+class _Event:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.record()
+
+    def record(self, stream: Any = None) -> None:
+        self.seconds = time.perf_counter()
+
+    def wait(self, stream: Any = None) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: _Event) -> float:
+        return (end.seconds - self.seconds) * 1e3
+
+
+@contextlib.contextmanager
+def _nothing(*args: Any, **kwargs: Any):
+    yield
+
+
+def _rng() -> None:
+    """tensor_parallel.random keeps per-region generator states of the device: give it the CPU generator's."""
+    cuda = torch.cuda
+    cuda.get_rng_state = lambda device=None: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
+    cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
+
+    def seed(value: int) -> None:
+        torch.default_generator.manual_seed(value)
+
+    cuda.manual_seed = cuda.manual_seed_all = cuda.random.manual_seed = cuda.random.manual_seed_all = seed
+    cuda.default_generators = _OneGenerator()
+    # torch would queue the call until CUDA starts, that is for ever: the RNG fork becomes a silent no-op
+    cuda._lazy_call = lambda call, **kwargs: call()
+    cuda._lazy_init = lambda: None
+    # forking the device's generator moves the CPU's, which is the same one here, and Megatron warns each time
+    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
+        lambda record: "CPU RNG state changed" not in record.getMessage()
+    )
+
+
+class _OneGenerator:
+    def __getitem__(self, index: int) -> torch.Generator:
+        return torch.default_generator
+
+    def __len__(self) -> int:
+        return 1
+
+
+def _device() -> None:
+    """Layers ask for the current device when they make parameters and buffers."""
+    cuda = torch.cuda
+    cuda.current_device = lambda: torch.device("cpu")
+    cuda.set_device = lambda device: None
+    cuda.device = _nothing
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.empty_cache = lambda: None
+    cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    cuda.is_initialized = lambda: True
+
+
+def _streams() -> None:
+    """The dispatcher, shared experts and DDP make side streams in their constructors."""
+    cuda = torch.cuda
+    cuda.Stream, cuda.Event, cuda.stream = _Stream, _Event, _nothing
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
+    cuda.nvtx = types.SimpleNamespace(range_push=lambda *args: None, range_pop=lambda: None, range=_nothing)
+    torch.Tensor.record_stream = lambda self, stream: None
+
+
+def _is_cuda(device: Any) -> bool:
+    return (isinstance(device, str) and device.startswith("cuda")) or (
+        isinstance(device, torch.device) and device.type == "cuda"
+    )
+
+
+class _CudaIsCpu(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types_: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        if func is torch.Tensor.to:
+            args = tuple("cpu" if _is_cuda(value) else value for value in args)
+        return func(*args, **kwargs)
+
+
+def _factories() -> None:
+    """device="cuda" is a literal in the optimizer, gradient clipping and the schedules."""
+    _CudaIsCpu().__enter__()
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+
+
+def _type_names() -> None:
+    """The optimizer tells dtypes apart by the string "torch.cuda.FloatTensor"."""
+    original = torch.Tensor.type
+
+    def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if dtype is not None:
+            return original(self, dtype, *args, **kwargs)
+        name = original(self)
+        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+
+    torch.Tensor.type = torch.nn.Parameter.type = type_
+
+
+def _uneven_all_gather() -> None:
+    """gloo refuses an all-gather of unequal tensors, which NCCL emulates and expert tensor parallelism needs."""
+    original = dist.all_gather
+
+    def all_gather(tensors: list, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if len({t.shape for t in tensors}) <= 1:
+            return original(tensors, tensor, group=group, async_op=async_op)
+        assert not async_op
+        rows = [t.shape[0] for t in tensors]
+        out = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+        copies = torch.cat([tensor] * len(tensors)).contiguous()
+        dist.all_to_all_single(out, copies, rows, [tensor.shape[0]] * len(tensors), group=group)
+        for t, part in zip(tensors, out.split(rows), strict=True):
+            t.copy_(part)
+        return None
+
+    dist.all_gather = dist.distributed_c10d.all_gather = all_gather
+
+
+def _no_compile() -> None:
+    """jit_fuser is torch.compile, whose inductor asks torch.cuda for device properties once it seems to be there."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    import torch._dynamo.config
+
+    torch._dynamo.config.disable = True
+
+
+def _te_names() -> None:
+    """megatron-core 0.16 uses a TransformerEngine name in the router without having it (NameError)."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None
+
+
+def _splits() -> None:
+    """The dispatcher turns only CUDA tensors into the integer lists that all_to_all_single wants."""
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    original = moe_utils.maybe_move_tensor_to_cpu
+
+    @functools.wraps(original)
+    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        if torch.is_tensor(tensor) and not tensor.is_cuda:
+            return tensor.numpy() if as_numpy else tensor
+        return original(tensor, as_numpy, record_stream)
+
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+
+
+def _keep_sent_tensors() -> None:
+    """gloo reads a sent tensor later; the pipeline frees it at once, which is right for NCCL, and garbage arrives."""
+    import megatron.core.pipeline_parallel.schedules as schedules
+
+    original = schedules.custom_backward
+    schedules.deallocate_output_tensor = lambda out, deallocate_pipeline_outputs=False: None
+
+    def custom_backward(output: torch.Tensor, grad_output: torch.Tensor | None) -> None:
+        if output.numel() == 1:
+            return original(output, grad_output)
+        return torch.autograd.backward(output, grad_tensors=grad_output)
+
+    schedules.custom_backward = custom_backward
+
+
+def _load_without_grad() -> None:
+    """fp32 with the distributed optimizer: loading writes into views of leaves outside no_grad (a Megatron bug)."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """apex's FusedAdam in plain torch: ``step`` lives in the parameter group, as Megatron's checkpoints expect."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        **ignored: Any,
+    ) -> None:
+        assert bias_correction and adam_w_mode, "only AdamW with bias correction"
+        super().__init__(params, dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            beta1, beta2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
+                    state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
+                grad = p.grad.float()
+                state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
+                state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+                scale = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
+                update = state["exp_avg"] / (1 - beta1 ** group["step"]) / scale
+                p.add_(update + group["weight_decay"] * p, alpha=-group["lr"])
+
+
+def _fused_adam() -> None:
+    """Without apex or TransformerEngine the distributed optimizer cannot load a checkpoint."""
+    import megatron.core.optimizer as optimizer
+    import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    distrib_optimizer.Adam = FusedAdam
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
+
+
+def _claim_gpu() -> None:
+    """megatron.training refuses to start without a GPU and prints its properties. After the imports, which probe it."""
+    cuda = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.get_device_capability = lambda *args: (9, 0)
+    cuda.get_device_name = lambda *args: "cpu"
+    properties = types.SimpleNamespace(major=9, minor=0, name="cpu", total_memory=8 << 30, multi_processor_count=1)
+    cuda.get_device_properties = lambda *args: properties
+    cuda.set_stream = lambda stream: None
+    cuda.memory_stats = lambda *args: {}
+    cuda.mem_get_info = lambda *args: (8 << 30, 8 << 30)
+    cuda.reset_peak_memory_stats = lambda *args: None
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+        setattr(cuda, name, lambda *args: 0)
+    cuda.device_memory_used = lambda *args: 0
+
+
+def _no_build_at_start() -> None:
+    """Training builds C++ and CUDA helpers when it starts: the wheel ships the first built, the second need nvcc."""
+    import megatron.core.datasets.utils as dataset_utils
+
+    dataset_utils.compile_helpers = lambda: None
+    with contextlib.suppress(ImportError):  # gone from 0.18 on
+        import megatron.legacy.fused_kernels as fused_kernels
+
+        fused_kernels.load = lambda args: None

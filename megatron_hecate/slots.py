@@ -1,0 +1,180 @@
+"""Guests in memory: fetched weights, gathered gradients, and the autograd node that joins them to their homes.
+
+One `Guests` holds one layer's guests of one iteration (lifetime ``iteration``):
+
+    weights  sharded home --sparse_all_gather--> [slots, chunk]        once, before the first microbatch
+    grads    every microbatch's backward adds to [slots, chunk] fp32
+             --sparse_reduce_scatter--> home                            once, in the last microbatch's backward
+
+Guests are plain tensors, no ``nn.Parameter``: DDP, the optimizer, checkpoints and parameter counts see homes only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_hecate.collectives import Route, sparse_all_gather, sparse_reduce_scatter
+from megatron_hecate.plan.placement import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkLayout:
+    """How one expert's parameters lie end to end in a chunk.
+
+    Args:
+        shapes: shape of every parameter, in the order of the expert's module.
+        fused: whether a GEMM adds this parameter's gradient straight into ``main_grad``
+            (Megatron's ``gradient_accumulation_fusion``), and what autograd then carries is a placeholder.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    fused: tuple[bool, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        return [shape.numel() for shape in self.shapes]
+
+    def views(self, chunk: Tensor) -> list[Tensor]:
+        """The parameters in one ``chunk`` [elements], as views."""
+        return [part.view(shape) for part, shape in zip(chunk.split(self.sizes), self.shapes, strict=True)]
+
+
+class Guests:
+    """The guests of one layer for one iteration, on this rank.
+
+    Args:
+        homes: the parameters of this rank's own experts, expert by expert.
+        layout: how they form a chunk.
+        placement: who is where; some rank has a guest.
+        group: the FSSDP group.
+        microbatches: backward passes after which the gradients go home; 1 sends them home with each.
+        label: name of the layer in errors.
+        timeout: seconds to wait for a peer.
+
+    Raises:
+        TransferError: when a peer dies or does not answer in time.
+        ValueError: when some parameters of an expert are frozen and others are trained.
+    """
+
+    def __init__(
+        self,
+        homes: Sequence[Sequence[Parameter]],
+        layout: ChunkLayout,
+        placement: Placement,
+        group: dist.ProcessGroup,
+        *,
+        microbatches: int,
+        label: str,
+        timeout: float,
+    ) -> None:
+        trained = {p.requires_grad for expert in homes for p in expert}
+        if len(trained) > 1:
+            raise ValueError(f"{label}: some expert parameters are frozen and others are not; freeze all or none")
+        self.homes, self.layout, self.placement, self.group = homes, layout, placement, group
+        self.route = Route.of(placement, group.rank())
+        self.microbatches, self.label, self.timeout = microbatches, label, timeout
+        self.backwards = 0
+        fetched = sparse_all_gather(
+            [[p.detach() for p in expert] for expert in homes], self.route, group, label=label, timeout=timeout
+        )
+        # Slots without a guest compute on zero rows; they get memory so that every rank runs the same graph.
+        self.num_slots = placement.slots_per_rank - len(homes)
+        self.weights = fetched.new_zeros(self.num_slots, fetched.shape[1])
+        self.weights[: len(fetched)] = fetched
+        self.grads: Tensor | None = None
+
+    @property
+    def unsent(self) -> int:
+        """Microbatches whose gradients wait on this rank."""
+        return self.backwards % self.microbatches
+
+    def materialize(self) -> list[list[Tensor]]:
+        """The weights this rank computes with in one microbatch: homes first, then guests, each a list of parameters.
+
+        All come out of one autograd node, so each home parameter gets exactly one gradient, and gets it after its
+        guests' gradients arrived: DDP may reduce it at once.
+        """
+        flat = [p for expert in self.homes for p in expert]
+        weights = list(_Materialize.apply(self, *flat))
+        if any(self.layout.fused) and torch.is_grad_enabled():
+            grads = self._main_grads()
+            for weight, main_grad in zip(weights, grads, strict=True):
+                if main_grad is not None:
+                    weight.main_grad, weight.grad_added_to_main_grad = main_grad, False
+        parts = len(self.layout.shapes)
+        return [weights[i : i + parts] for i in range(0, len(weights), parts)]
+
+    def _main_grads(self) -> list[Tensor | None]:
+        """Where a fused GEMM adds each weight's gradient: the home's own main_grad, or the guest's fp32 slot."""
+        own = [p.main_grad if f else None for e in self.homes for p, f in zip(e, self.layout.fused, strict=True)]
+        slots = [self.layout.views(chunk) for chunk in self._grad_memory()]
+        return own + [g if f else None for s in slots for g, f in zip(s, self.layout.fused, strict=True)]
+
+    def _grad_memory(self) -> Tensor:
+        if self.grads is None:
+            wide = torch.promote_types(self.weights.dtype, torch.float32)
+            self.grads = torch.zeros_like(self.weights, dtype=wide)
+        return self.grads
+
+    def backward(self, home_grads: list[Tensor | None], guest_grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Take one microbatch's gradients; returns the gradients of the homes, complete after the last microbatch."""
+        parts = len(self.layout.shapes)
+        for slot, chunk in enumerate(self._grad_memory()):
+            for part, total in enumerate(self.layout.views(chunk)):
+                grad = guest_grads[slot * parts + part]
+                if grad is not None and not self.layout.fused[part]:
+                    total += grad
+        if any(self.layout.fused):
+            for expert in self.homes:
+                for p, fused in zip(expert, self.layout.fused, strict=True):
+                    p.grad_added_to_main_grad |= fused
+        self.backwards += 1
+        return home_grads if self.unsent else self._send_home(home_grads)
+
+    def _send_home(self, home_grads: list[Tensor | None]) -> list[Tensor | None]:
+        sums = sparse_reduce_scatter(
+            self._grad_memory()[: len(self.route.experts)],
+            self.route,
+            self.group,
+            label=self.label,
+            timeout=self.timeout,
+        )
+        if any(self.layout.fused):  # a microbatch in flight may still add here
+            self._grad_memory().zero_()
+        else:
+            self.grads = None
+        parts = len(self.layout.shapes)
+        for home, chunk in zip(self.route.lent, sums, strict=True):
+            for part, total in enumerate(self.layout.views(chunk)):
+                at, param = home * parts + part, self.homes[home][part]
+                grad = home_grads[at]
+                main_grad = getattr(param, "main_grad", None)
+                if main_grad is not None:  # fp32 as a rule: the sum would lose bits on its way through a bf16 .grad
+                    main_grad += total
+                    home_grads[at] = torch.zeros_like(param) if grad is None else grad
+                else:
+                    home_grads[at] = (total if grad is None else total + grad).to(param.dtype)
+        return home_grads
+
+
+class _Materialize(torch.autograd.Function):
+    """Home parameters in, all physical experts' weights out; the backward takes guest gradients home."""
+
+    @staticmethod
+    def forward(ctx: Any, guests: Guests, *homes: Parameter) -> tuple[Tensor, ...]:
+        ctx.guests, ctx.num_homes = guests, len(homes)
+        ctx.set_materialize_grads(False)  # a weight without gradient gives None, not a tensor of zeros
+        hosted = [view for chunk in guests.weights for view in guests.layout.views(chunk)]
+        return (*(p.view_as(p) for p in homes), *hosted)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        home_grads = ctx.guests.backward(list(grads[: ctx.num_homes]), list(grads[ctx.num_homes :]))
+        return (None, *home_grads)

@@ -1,0 +1,151 @@
+"""FSSDP trains the model stock Megatron trains. Oracle: the same model, not converted, on the same ranks and data.
+
+Each case trains the tiny GPT twice in one set of processes and compares losses, every parameter's main gradient of the
+last step, and every parameter. Without guests they must agree bit for bit; with guests only summation order differs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from ranks import ranks
+
+
+def _compare(case, *, slots: int, loss_tolerance: float = 1e-5, grad_tolerance: float = 1e-5) -> None:
+    import tiny_gpt
+
+    from megatron_hecate import HecateConfig, fssdp
+
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case)
+    ours = tiny_gpt.train(case, hook=fssdp(HecateConfig(slots=slots, timeout=60)))
+    worst = _largest_difference(stock, ours)
+    print(f"parity {case} slots={slots} guests={ours.guests}: {worst}", flush=True)
+    if slots == 0:
+        assert worst == {"loss": 0.0, "grad": 0.0, "param": 0.0}, worst
+        return
+    assert ours.guests > 0, "no guest was placed: nothing was tested"
+    assert worst["loss"] <= loss_tolerance and worst["grad"] <= grad_tolerance, worst
+    again = tiny_gpt.train(case, hook=fssdp(HecateConfig(slots=slots, timeout=60)))
+    assert _largest_difference(ours, again) == {"loss": 0.0, "grad": 0.0, "param": 0.0}, "two runs differ"
+
+
+def _largest_difference(a, b) -> dict[str, float]:
+    assert a.grads.keys() == b.grads.keys() and a.params.keys() == b.params.keys()
+    largest = max(float(g.abs().max()) for g in a.grads.values())
+    assert largest > 0
+    return {
+        "loss": max(abs(x - y) / abs(x) for x, y in zip(a.losses, b.losses, strict=True)),
+        "grad": max(float((a.grads[n].double() - b.grads[n].double()).abs().max()) for n in a.grads) / largest,
+        "param": max(float((a.params[n].double() - b.params[n].double()).abs().max()) for n in a.params),
+    }
+
+
+
+# name: (ranks, fields of tiny_gpt.Case, fields of TransformerConfig). "core" ones run on megatron-core 0.16.1 too.
+LAYOUTS: dict[str, tuple[int, dict, dict]] = {
+    "core-ep2": (2, {}, {}),
+    "core-ep4": (4, dict(ep=4), {}),
+    "core-ep2-accumulate4": (2, dict(accumulate=4), {}),
+    "core-ep2-distopt-overlap-accumulate4": (2, dict(distributed_optimizer=True, overlap=True, accumulate=4), {}),
+    "core-ep2-edp2-distopt-overlap": (4, dict(distributed_optimizer=True, overlap=True, accumulate=2), {}),
+    "core-tp2-sp-etp1-ep2": (2, dict(tp=2), {}),
+    "core-tp2-sp-etp2-ep2": (4, dict(tp=2, etp=2), {}),
+    "core-pp2-ep2-accumulate4": (4, dict(pp=2, accumulate=4), {}),
+    "core-pp2-vpp2-ep2-accumulate4": (4, dict(pp=2, vpp=2, accumulate=4), {}),
+    "core-allgather": (2, {}, dict(moe_token_dispatcher_type="allgather")),
+    "ep2-edp2": (4, dict(accumulate=2), {}),
+    "ep2-edp2-overlap": (4, dict(overlap=True, accumulate=4), {}),
+    "ep2-edp2-distopt": (4, dict(distributed_optimizer=True), {}),
+    "ep4-distopt-overlap-accumulate4": (4, dict(ep=4, distributed_optimizer=True, overlap=True, accumulate=4), {}),
+    "tp2-sp-etp1-ep4": (4, dict(tp=2, ep=4), {}),
+    "tp2-sp-etp2-ep2-distopt-overlap": (4, dict(tp=2, etp=2, distributed_optimizer=True, overlap=True), {}),
+    "tp2-sp-etp2-allgather": (4, dict(tp=2, etp=2), dict(moe_token_dispatcher_type="allgather")),
+    "pp2-ep2": (4, dict(pp=2), {}),
+    "pp2-ep2-distopt-overlap": (4, dict(pp=2, accumulate=4, distributed_optimizer=True, overlap=True), {}),
+    "pp2-vpp2-ep2-distopt-overlap": (4, dict(pp=2, vpp=2, accumulate=4, distributed_optimizer=True, overlap=True), {}),
+    "cp2-ep2": (2, dict(cp=2), {}),
+    "cp2-tp2-ep4": (4, dict(cp=2, tp=2, ep=4), {}),
+    "recompute-full": (
+        2,
+        dict(accumulate=2),
+        dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    ),
+    "core-recompute-moe": (
+        2,
+        dict(accumulate=2),
+        dict(recompute_granularity="selective", recompute_modules=["moe"]),
+    ),
+    "recompute-full-edp2-distopt-overlap": (
+        4,
+        dict(accumulate=2, distributed_optimizer=True, overlap=True),
+        dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    ),
+    "core-shared-experts": (2, {}, dict(moe_shared_expert_intermediate_size=32)),
+    "shared-experts-overlap": (
+        2,
+        {},
+        dict(moe_shared_expert_intermediate_size=32, moe_shared_expert_overlap=True),
+    ),
+    "core-aux-loss": (
+        2,
+        dict(accumulate=2),
+        dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2),
+    ),
+    "seq-aux-loss": (2, {}, dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=1e-2)),
+    "z-loss": (2, {}, dict(moe_z_loss_coeff=1e-3)),
+    "core-expert-bias": (
+        2,
+        dict(accumulate=2),
+        dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"),
+    ),
+    "capacity": (2, {}, dict(moe_expert_capacity_factor=1.0, moe_router_load_balancing_type="aux_loss")),
+    "capacity-position": (
+        2,
+        {},
+        dict(
+            moe_expert_capacity_factor=1.0,
+            moe_token_drop_policy="position",
+            moe_router_load_balancing_type="aux_loss",
+        ),
+    ),
+    "group-limited-topk": (
+        2,
+        {},
+        dict(moe_router_num_groups=4, moe_router_group_topk=2, moe_router_score_function="sigmoid"),
+    ),
+    "biases": (2, {}, dict(add_bias_linear=True)),
+    "core-one-expert": (2, dict(one_expert=True), {}),
+    "one-expert-ep4": (4, dict(one_expert=True, ep=4, experts=4, accumulate=2), {}),
+    "one-home-per-rank": (4, dict(ep=4, experts=4), {}),
+    "many-experts": (2, dict(experts=32, skew=3.0), {}),
+    "calculate-per-token-loss": (2, dict(accumulate=2), dict(calculate_per_token_loss=True)),
+    "moe-every-second-layer": (2, {}, dict(moe_layer_freq=2)),
+}
+
+
+def _case(name: str):
+    import tiny_gpt
+
+    _, fields, settings = LAYOUTS[name]
+    return tiny_gpt.Case(**fields, settings=tuple(settings.items()))
+
+
+def _names(num_ranks: int) -> list[str]:
+    return [name for name, (ranks_, *_) in LAYOUTS.items() if ranks_ == num_ranks]
+
+
+@pytest.mark.parametrize("slots", [0, 2])
+@pytest.mark.parametrize("name", _names(2))
+@ranks(2)
+def test_two_ranks(name: str, slots: int) -> None:
+    _compare(_case(name), slots=slots)
+
+
+@pytest.mark.parametrize("slots", [0, 2])
+@pytest.mark.parametrize("name", _names(4))
+@ranks(4)
+def test_four_ranks(name: str, slots: int) -> None:
+    _compare(_case(name), slots=slots)

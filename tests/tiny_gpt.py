@@ -1,0 +1,319 @@
+"""A tiny MoE GPT on the CPU, made of Megatron-Core's own classes and trained by its own schedules.
+
+`train` builds one model and trains it; tests call it with and without a hook and compare. Import this module inside the
+ranks only: it puts the CPU behind ``torch.cuda``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import megatron_on_cpu
+
+megatron_on_cpu.install()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from cpu_spec import for_cpu  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core import num_microbatches_calculator as microbatches  # noqa: E402
+from megatron.core.distributed import (  # noqa: E402
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
+from megatron.core.transformer.module import Float16Module  # noqa: E402
+from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+megatron_on_cpu.after_import()
+
+VOCAB, SEQ = 64, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A parallel layout and the settings that matter to FSSDP."""
+
+    ep: int = 2
+    tp: int = 1
+    etp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    cp: int = 1
+    accumulate: int = 1  # microbatches per step
+    distributed_optimizer: bool = False
+    overlap: bool = False  # gradient reduction and, with the distributed optimizer, parameter gathering
+    bf16: bool = False
+    experts: int = 8
+    skew: float = 1.5  # added to the router's logits of the first experts: see `_skew`
+    one_expert: bool = False  # every token goes to expert 0
+    settings: tuple[tuple[str, Any], ...] = ()  # further fields of TransformerConfig
+
+    @property
+    def layers(self) -> int:
+        return 4 if self.vpp else 2
+
+
+@dataclasses.dataclass
+class Trained:
+    """What a run leaves behind on this rank, by parameter name."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    grads: dict[str, torch.Tensor]
+    params: dict[str, torch.Tensor]
+    guests: int  # most guests any layer had in any step, over the group
+    chunks: list
+    optimizer: Any
+    step: Callable[[int], float]
+
+
+def initialize(case: Case) -> None:
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=case.tp,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        context_parallel_size=case.cp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+    )
+    replicas = parallel_state.get_data_parallel_world_size()
+    microbatches.unset_num_microbatches_calculator()
+    microbatches.init_num_microbatches_calculator(dist.get_rank(), None, 2 * case.accumulate * replicas, 2, replicas)
+
+
+def transformer_config(case: Case) -> TransformerConfig:
+    fields: dict[str, Any] = dict(
+        num_layers=case.layers,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        moe_ffn_hidden_size=64,
+        num_moe_experts=case.experts,
+        moe_router_topk=1 if case.one_expert else 2,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="none",
+        moe_aux_loss_coeff=0.0,
+        moe_router_dtype="fp32",
+        tensor_model_parallel_size=case.tp,
+        sequence_parallel=case.tp > 1,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        context_parallel_size=case.cp,
+        expert_model_parallel_size=case.ep,
+        expert_tensor_parallel_size=case.etp,
+        params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
+        pipeline_dtype=torch.bfloat16 if case.bf16 else torch.float32,
+        bf16=case.bf16,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        add_bias_linear=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        masked_softmax_fusion=False,
+        attention_softmax_in_fp32=True,
+    )
+    if case.vpp:  # interleaving over two stages needs it, as Megatron's own arguments set it
+        fields.update(overlap_p2p_comm=True, batch_p2p_comm=False)
+    if case.cp > 1:
+        fields.update(cp_comm_type="p2p")
+    fields.update(case.settings)
+    return TransformerConfig(**fields)
+
+
+def build(case: Case, hook: Callable[[list], list] | None = None) -> tuple[list, TransformerConfig]:
+    """The model chunks of this rank, converted by ``hook``, before DDP."""
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+    torch.manual_seed(1234)
+    config = transformer_config(case)
+    chunks = []
+    for stage in range(case.vpp or 1):
+        where = {"vp_stage": stage} if case.vpp else {}
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **where)
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where)
+        chunk = GPTModel(
+            config,
+            for_cpu(spec),
+            vocab_size=VOCAB,
+            max_sequence_length=SEQ,
+            pre_process=first,
+            post_process=last,
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            **where,
+        )
+        chunks.append(chunk)
+    for layer in moe_layers(chunks):
+        _skew(layer, case)
+    if hook is not None:
+        chunks = hook(chunks)
+    return chunks, config
+
+
+def moe_layers(chunks: list) -> list[MoELayer]:
+    return [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
+
+
+def _skew(layer: MoELayer, case: Case) -> None:
+    """Make some experts hot, differently in every layer, so that guests are worth having."""
+    bias = torch.zeros(case.experts)
+    if case.one_expert:
+        bias[0] = 1e4
+    else:
+        hot = (layer.layer_number - 1) % case.experts
+        bias[hot], bias[(hot + 1) % case.experts] = case.skew, case.skew / 2
+    gating = layer.router.gating
+    layer.router.gating = lambda hidden: gating(hidden) + bias
+
+
+def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any]:
+    """DDP and the optimizer, as ``megatron.training`` sets them up."""
+    if case.bf16:
+        chunks = [Float16Module(config, chunk) for chunk in chunks]
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=case.overlap,
+        overlap_param_gather=case.overlap and case.distributed_optimizer,
+        use_distributed_optimizer=case.distributed_optimizer,
+        bucket_size=4000 if case.overlap else None,
+        check_for_nan_in_grad=not case.bf16,
+    )
+    chunks = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
+    for chunk in chunks:
+        chunk.broadcast_params()
+    if case.overlap:
+        config.no_sync_func = [c.no_sync for c in chunks] if len(chunks) > 1 else chunks[0].no_sync
+        if case.distributed_optimizer:
+            starts = [c.start_param_sync for c in chunks]
+            config.param_sync_func = starts if len(chunks) > 1 else starts[0]
+    config.finalize_model_grads_func = finalize_model_grads
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=3e-3,
+            weight_decay=0.01,
+            clip_grad=1.0,
+            bf16=case.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=case.distributed_optimizer,
+            overlap_param_gather=case.overlap and case.distributed_optimizer,
+        ),
+        chunks,
+    )
+    config.grad_scale_func = optimizer.scale_loss
+    return chunks, optimizer
+
+
+def batch(case: Case, step: int, index: int) -> torch.Tensor:
+    """[2, SEQ + 1] tokens of this replica's microbatch: t' = 5 t + 7, with noise, so that there is something to learn."""
+    replica = parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(1_000_000 * step + 1_000 * index + replica)
+    tokens = torch.randint(VOCAB, (2, 1), generator=generator)
+    rows = [tokens]
+    for _ in range(SEQ):
+        noise = torch.rand((2, 1), generator=generator) < 0.1
+        tokens = torch.where(noise, torch.randint(VOCAB, (2, 1), generator=generator), (5 * tokens + 7) % VOCAB)
+        rows.append(tokens)
+    return torch.cat(rows, dim=1)
+
+
+def forward_step(iterator: Any, model: Any, case: Case) -> tuple[torch.Tensor, Callable]:
+    data = next(iterator)
+    tokens, labels = data[:, :-1].contiguous(), data[:, 1:].contiguous()
+    positions = torch.arange(SEQ).expand(2, -1)
+    mask = None
+    if case.cp > 1:  # rank r takes slices r and 2 * cp - 1 - r
+        rank, slices = parallel_state.get_context_parallel_rank(), SEQ // (2 * case.cp)
+
+        def own(x: torch.Tensor) -> torch.Tensor:
+            parts = x.reshape(2, 2 * case.cp, slices)
+            return torch.cat([parts[:, rank], parts[:, 2 * case.cp - 1 - rank]], dim=1).contiguous()
+
+        tokens, labels, positions = own(tokens), own(labels), own(positions)
+    else:
+        mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)
+
+    def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
+        loss, count = output.float().sum(), torch.tensor(output.numel(), dtype=torch.int)
+        report = torch.stack([loss.detach(), count.float()])
+        dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        return loss, count, {"lm loss": report}
+
+    return model(tokens, positions, mask, labels=labels), loss_func
+
+
+def run(case: Case, chunks: list, step: int, *, num_microbatches: int, forward_only: bool = False) -> float:
+    """One pass of Megatron's schedule; the mean loss, on every rank."""
+    iterators = [iter([batch(case, step, i) for i in range(num_microbatches)]) for _ in chunks]
+    reports = get_forward_backward_func()(
+        forward_step_func=partial(forward_step, case=case),
+        data_iterator=iterators if len(chunks) > 1 else iterators[0],
+        model=chunks if len(chunks) > 1 else chunks[0],
+        num_microbatches=num_microbatches,
+        seq_length=SEQ,
+        micro_batch_size=2,
+        forward_only=forward_only,
+    )
+    total = torch.zeros(2)
+    for report in reports:
+        total += report["lm loss"]
+    dist.all_reduce(total)
+    return float(total[0] / total[1])
+
+
+def train(
+    case: Case,
+    *,
+    steps: int = 3,
+    hook: Callable[[list], list] | None = None,
+    before_step: Callable[[list, int], None] | None = None,
+) -> Trained:
+    """Build, convert and train. `initialize` must have run."""
+    chunks, config = build(case, hook)
+    chunks, optimizer = wrap(case, chunks, config)
+    trained = Trained([], [], {}, {}, 0, chunks, optimizer, step=lambda index: one_step(index))
+
+    def one_step(index: int) -> float:
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        loss = run(case, chunks, index, num_microbatches=case.accumulate)
+        for name, p in _named(chunks):
+            trained.grads[name] = p.main_grad.detach().clone()
+        if before_step is not None:
+            before_step(chunks, index)
+        updated, norm, _ = optimizer.step()
+        assert updated
+        for layer in moe_layers(chunks):
+            if hasattr(layer, "fssdp"):
+                trained.guests = max(trained.guests, layer.fssdp.placement.num_guests)
+        trained.losses.append(loss)
+        trained.grad_norms.append(float(norm))
+        return loss
+
+    for index in range(steps):
+        one_step(index)
+    if case.overlap and case.distributed_optimizer:
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
+    trained.params = {name: p.detach().clone() for name, p in _named(chunks)}
+    return trained
+
+
+def _named(chunks: list) -> list[tuple[str, torch.nn.Parameter]]:
+    return [(f"{i}.{name}", p) for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()]
