@@ -6,28 +6,30 @@ last step, and every parameter. Without guests they must agree bit for bit; with
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
-import torch
 from ranks import ranks
 
 
-def _compare(case, *, slots: int, loss_tolerance: float = 1e-5, grad_tolerance: float = 1e-5) -> None:
+def _compare(name: str, slots: int) -> None:
     import tiny_gpt
+    import torch.distributed as dist
 
     from megatron_hecate import HecateConfig, fssdp
 
+    _, fields, settings = LAYOUTS[name]
+    case = tiny_gpt.Case(**fields, settings=tuple(settings.items()))
+    tolerance = BF16_TOLERANCE if case.bf16 else 1e-5
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case)
     ours = tiny_gpt.train(case, hook=fssdp(HecateConfig(slots=slots, timeout=60)))
     worst = _largest_difference(stock, ours)
-    print(f"parity {case} slots={slots} guests={ours.guests}: {worst}", flush=True)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        print(f"parity {name} slots={slots} guests={ours.guests} {worst}", flush=True)
     if slots == 0:
         assert worst == {"loss": 0.0, "grad": 0.0, "param": 0.0}, worst
         return
     assert ours.guests > 0, "no guest was placed: nothing was tested"
-    assert worst["loss"] <= loss_tolerance and worst["grad"] <= grad_tolerance, worst
+    assert worst["loss"] <= tolerance and worst["grad"] <= tolerance, worst
     again = tiny_gpt.train(case, hook=fssdp(HecateConfig(slots=slots, timeout=60)))
     assert _largest_difference(ours, again) == {"loss": 0.0, "grad": 0.0, "param": 0.0}, "two runs differ"
 
@@ -45,6 +47,7 @@ def _largest_difference(a, b) -> dict[str, float]:
 
 
 # name: (ranks, fields of tiny_gpt.Case, fields of TransformerConfig). "core" ones run on megatron-core 0.16.1 too.
+BF16_TOLERANCE = 1e-2  # activations are rounded to 8 bits, and GEMMs over fewer rows may round differently
 LAYOUTS: dict[str, tuple[int, dict, dict]] = {
     "core-ep2": (2, {}, {}),
     "core-ep4": (4, dict(ep=4), {}),
@@ -123,14 +126,9 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
     "many-experts": (2, dict(experts=32, skew=3.0), {}),
     "calculate-per-token-loss": (2, dict(accumulate=2), dict(calculate_per_token_loss=True)),
     "moe-every-second-layer": (2, {}, dict(moe_layer_freq=2)),
+    "core-bf16": (2, dict(bf16=True, accumulate=4), {}),
+    "bf16-distopt-overlap-edp2": (4, dict(bf16=True, distributed_optimizer=True, overlap=True, accumulate=4), {}),
 }
-
-
-def _case(name: str):
-    import tiny_gpt
-
-    _, fields, settings = LAYOUTS[name]
-    return tiny_gpt.Case(**fields, settings=tuple(settings.items()))
 
 
 def _names(num_ranks: int) -> list[str]:
@@ -141,11 +139,11 @@ def _names(num_ranks: int) -> list[str]:
 @pytest.mark.parametrize("name", _names(2))
 @ranks(2)
 def test_two_ranks(name: str, slots: int) -> None:
-    _compare(_case(name), slots=slots)
+    _compare(name, slots)
 
 
 @pytest.mark.parametrize("slots", [0, 2])
 @pytest.mark.parametrize("name", _names(4))
 @ranks(4)
 def test_four_ranks(name: str, slots: int) -> None:
-    _compare(_case(name), slots=slots)
+    _compare(name, slots)

@@ -131,6 +131,8 @@ def transformer_config(case: Case) -> TransformerConfig:
         fields.update(overlap_p2p_comm=True, batch_p2p_comm=False)
     if case.cp > 1:
         fields.update(cp_comm_type="p2p")
+    if case.one_expert:  # Megatron's rule for top-1
+        fields.update(moe_router_pre_softmax=True)
     fields.update(case.settings)
     return TransformerConfig(**fields)
 
@@ -175,7 +177,7 @@ def _skew(layer: MoELayer, case: Case) -> None:
     if case.one_expert:
         bias[0] = 1e4
     else:
-        hot = (layer.layer_number - 1) % case.experts
+        hot = 5 * (layer.layer_number - 1) % case.experts
         bias[hot], bias[(hot + 1) % case.experts] = case.skew, case.skew / 2
     gating = layer.router.gating
     layer.router.gating = lambda hidden: gating(hidden) + bias
