@@ -2,7 +2,11 @@
 
 Megatron calls ``torch.cuda`` whether or not there is a GPU. `install` puts a stand-in behind every such call that
 training makes, and each stand-in says why it is there. Call `install()` before the first import of megatron, and
-`after_import()` after it; `for_training()` replaces the latter when ``megatron.training`` is used.
+`after_import()` after it; `for_training()` replaces the latter when ``megatron.training`` is used. Or let this file do it
+for a script that knows nothing of it::
+
+    torchrun ... megatron_on_cpu.py pretrain_gpt.py ...                      stock Megatron
+    torchrun ... megatron_on_cpu.py -m megatron_hecate pretrain_gpt.py ...   with our launcher
 
 Works with megatron-core 0.16.1 to 0.20. What it cannot do: TransformerEngine, DeepEP, CUDA graphs, any timing of a GPU.
 """
@@ -13,6 +17,8 @@ import contextlib
 import functools
 import logging
 import os
+import runpy
+import sys
 import time
 import types
 from typing import Any
@@ -335,3 +341,23 @@ def _no_build_at_start() -> None:
         import megatron.legacy.fused_kernels as fused_kernels
 
         fused_kernels.load = lambda args: None
+
+
+def main() -> None:
+    """Install everything, then run the script or ``-m module`` on the command line as ``__main__``."""
+    install()
+    torch.set_num_threads(1)
+    import megatron.training.training  # noqa: F401
+
+    for_training()
+    if sys.argv[1] == "-m":
+        sys.argv = sys.argv[2:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = sys.argv[1:]
+        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -81,14 +81,19 @@ class Guests:
         self.route = Route.of(placement, group.rank())
         self.microbatches, self.label, self.timeout = microbatches, label, timeout
         self.backwards = 0
-        fetched = sparse_all_gather(
+        self.num_guests = len(self.route.experts)
+        self.weights = sparse_all_gather(
             [[p.detach() for p in expert] for expert in homes], self.route, group, label=label, timeout=timeout
         )
-        # Slots without a guest compute on zero rows; they get memory so that every rank runs the same graph.
+        # A slot without a guest computes on zero rows, so that every rank runs the same graph: any memory will do.
         self.num_slots = placement.slots_per_rank - len(homes)
-        self.weights = fetched.new_zeros(self.num_slots, fetched.shape[1])
-        self.weights[: len(fetched)] = fetched
+        self.vacant = self.weights.new_empty(self.weights.shape[1]) if self.num_guests < self.num_slots else None
         self.grads: Tensor | None = None
+
+    @property
+    def chunks(self) -> list[Tensor]:
+        """The weights in every slot: guests first, as their slots are filled from the lowest."""
+        return [*self.weights, *[self.vacant] * (self.num_slots - self.num_guests)]
 
     @property
     def unsent(self) -> int:
@@ -112,25 +117,36 @@ class Guests:
         return [weights[i : i + parts] for i in range(0, len(weights), parts)]
 
     def _main_grads(self) -> list[Tensor | None]:
-        """Where a fused GEMM adds each weight's gradient: the home's own main_grad, or the guest's fp32 slot."""
-        own = [p.main_grad if f else None for e in self.homes for p, f in zip(e, self.layout.fused, strict=True)]
-        slots = [self.layout.views(chunk) for chunk in self._grad_memory()]
-        return own + [g if f else None for s in slots for g, f in zip(s, self.layout.fused, strict=True)]
-
-    def _grad_memory(self) -> Tensor:
+        """Where a fused GEMM adds each weight's gradient: the home's own main_grad, or the guest's fp32 memory."""
         if self.grads is None:
-            wide = torch.promote_types(self.weights.dtype, torch.float32)
-            self.grads = torch.zeros_like(self.weights, dtype=wide)
-        return self.grads
+            self.grads = self._wide_memory(self.num_slots).zero_()
+        memory = [p.main_grad for expert in self.homes for p in expert]
+        memory += [part for chunk in self.grads for part in self.layout.views(chunk)]
+        fused = self.layout.fused * (len(self.homes) + self.num_slots)
+        return [grad if f else None for grad, f in zip(memory, fused, strict=True)]
+
+    def _wide_memory(self, num_chunks: int) -> Tensor:
+        """Uninitialized [num_chunks, chunk], fp32 for bf16 weights: gradients are summed in it."""
+        wide = torch.promote_types(self.weights.dtype, torch.float32)
+        return self.weights.new_empty(num_chunks, self.weights.shape[1], dtype=wide)
 
     def backward(self, home_grads: list[Tensor | None], guest_grads: list[Tensor | None]) -> list[Tensor | None]:
         """Take one microbatch's gradients; returns the gradients of the homes, complete after the last microbatch."""
+        first = self.grads is None
+        if first:
+            self.grads = self._wide_memory(self.num_guests)
         parts = len(self.layout.shapes)
-        for slot, chunk in enumerate(self._grad_memory()):
-            for part, total in enumerate(self.layout.views(chunk)):
-                grad = guest_grads[slot * parts + part]
-                if grad is not None and not self.layout.fused[part]:
-                    total += grad
+        for guest in range(self.num_guests):
+            for part, total in enumerate(self.layout.views(self.grads[guest])):
+                grad = guest_grads[guest * parts + part]
+                if self.layout.fused[part]:
+                    continue
+                if not first:
+                    total += 0 if grad is None else grad
+                elif grad is None:
+                    total.zero_()
+                else:
+                    total.copy_(grad)
         if any(self.layout.fused):
             for expert in self.homes:
                 for p, fused in zip(expert, self.layout.fused, strict=True):
@@ -140,14 +156,14 @@ class Guests:
 
     def _send_home(self, home_grads: list[Tensor | None]) -> list[Tensor | None]:
         sums = sparse_reduce_scatter(
-            self._grad_memory()[: len(self.route.experts)],
+            self.grads[: self.num_guests],
             self.route,
             self.group,
             label=self.label,
             timeout=self.timeout,
         )
         if any(self.layout.fused):  # a microbatch in flight may still add here
-            self._grad_memory().zero_()
+            self.grads.zero_()
         else:
             self.grads = None
         parts = len(self.layout.shapes)
@@ -171,7 +187,9 @@ class _Materialize(torch.autograd.Function):
     def forward(ctx: Any, guests: Guests, *homes: Parameter) -> tuple[Tensor, ...]:
         ctx.guests, ctx.num_homes = guests, len(homes)
         ctx.set_materialize_grads(False)  # a weight without gradient gives None, not a tensor of zeros
-        hosted = [view for chunk in guests.weights for view in guests.layout.views(chunk)]
+        hosted = [view for chunk in guests.chunks for view in guests.layout.views(chunk)]
+        if not any(guests.layout.fused):  # no gradient for nobody; a fused grouped GEMM wants one for every weight
+            ctx.mark_non_differentiable(*hosted[guests.num_guests * len(guests.layout.shapes) :])
         return (*(p.view_as(p) for p in homes), *hosted)
 
     @staticmethod

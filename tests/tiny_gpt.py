@@ -35,7 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 megatron_on_cpu.after_import()
 
-VOCAB, SEQ = 64, 16
+VOCAB = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Case:
     overlap: bool = False  # gradient reduction and, with the distributed optimizer, parameter gathering
     bf16: bool = False
     experts: int = 8
+    seq: int = 16
+    micro_batch: int = 2  # sequences
     skew: float = 1.5  # added to the router's logits of the first experts: see `_skew`
     one_expert: bool = False  # every token goes to expert 0
     settings: tuple[tuple[str, Any], ...] = ()  # further fields of TransformerConfig
@@ -87,7 +89,9 @@ def initialize(case: Case) -> None:
     )
     replicas = parallel_state.get_data_parallel_world_size()
     microbatches.unset_num_microbatches_calculator()
-    microbatches.init_num_microbatches_calculator(dist.get_rank(), None, 2 * case.accumulate * replicas, 2, replicas)
+    microbatches.init_num_microbatches_calculator(
+        dist.get_rank(), None, case.micro_batch * case.accumulate * replicas, case.micro_batch, replicas
+    )
 
 
 def transformer_config(case: Case) -> TransformerConfig:
@@ -152,7 +156,7 @@ def build(case: Case, hook: Callable[[list], list] | None = None) -> tuple[list,
             config,
             for_cpu(spec),
             vocab_size=VOCAB,
-            max_sequence_length=SEQ,
+            max_sequence_length=case.seq,
             pre_process=first,
             post_process=last,
             position_embedding_type="rope",
@@ -222,14 +226,15 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
 
 
 def batch(case: Case, step: int, index: int) -> torch.Tensor:
-    """[2, SEQ + 1] tokens of this replica's microbatch: t' = 5 t + 7, with noise, so that there is something to learn."""
+    """[micro_batch, seq + 1] tokens of this replica's microbatch: t' = 5 t + 7, with noise, so that there is something to learn."""
     replica = parallel_state.get_data_parallel_rank()
     generator = torch.Generator().manual_seed(1_000_000 * step + 1_000 * index + replica)
-    tokens = torch.randint(VOCAB, (2, 1), generator=generator)
+    shape = (case.micro_batch, 1)
+    tokens = torch.randint(VOCAB, shape, generator=generator)
     rows = [tokens]
-    for _ in range(SEQ):
-        noise = torch.rand((2, 1), generator=generator) < 0.1
-        tokens = torch.where(noise, torch.randint(VOCAB, (2, 1), generator=generator), (5 * tokens + 7) % VOCAB)
+    for _ in range(case.seq):
+        noise = torch.rand(shape, generator=generator) < 0.1
+        tokens = torch.where(noise, torch.randint(VOCAB, shape, generator=generator), (5 * tokens + 7) % VOCAB)
         rows.append(tokens)
     return torch.cat(rows, dim=1)
 
@@ -237,18 +242,18 @@ def batch(case: Case, step: int, index: int) -> torch.Tensor:
 def forward_step(iterator: Any, model: Any, case: Case) -> tuple[torch.Tensor, Callable]:
     data = next(iterator)
     tokens, labels = data[:, :-1].contiguous(), data[:, 1:].contiguous()
-    positions = torch.arange(SEQ).expand(2, -1)
+    positions = torch.arange(case.seq).expand(case.micro_batch, -1)
     mask = None
     if case.cp > 1:  # rank r takes slices r and 2 * cp - 1 - r
-        rank, slices = parallel_state.get_context_parallel_rank(), SEQ // (2 * case.cp)
+        rank, slices = parallel_state.get_context_parallel_rank(), case.seq // (2 * case.cp)
 
         def own(x: torch.Tensor) -> torch.Tensor:
-            parts = x.reshape(2, 2 * case.cp, slices)
+            parts = x.reshape(case.micro_batch, 2 * case.cp, slices)
             return torch.cat([parts[:, rank], parts[:, 2 * case.cp - 1 - rank]], dim=1).contiguous()
 
         tokens, labels, positions = own(tokens), own(labels), own(positions)
     else:
-        mask = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)
+        mask = torch.ones(1, 1, case.seq, case.seq, dtype=torch.bool).triu(1)
 
     def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
         loss, count = output.float().sum(), torch.tensor(output.numel(), dtype=torch.int)
@@ -267,8 +272,8 @@ def run(case: Case, chunks: list, step: int, *, num_microbatches: int, forward_o
         data_iterator=iterators if len(chunks) > 1 else iterators[0],
         model=chunks if len(chunks) > 1 else chunks[0],
         num_microbatches=num_microbatches,
-        seq_length=SEQ,
-        micro_batch_size=2,
+        seq_length=case.seq,
+        micro_batch_size=case.micro_batch,
         forward_only=forward_only,
     )
     total = torch.zeros(2)

@@ -1,0 +1,85 @@
+"""Pretrain a GPT with ``megatron.training`` from the megatron-core wheel, which ships no pretraining script of its own.
+
+A small version of Megatron-LM's ``pretrain_gpt.py``, which knows nothing of FSSDP: tensor and context parallel size 1,
+text from ``--data-path``. With ``HECATE_PROBE=FOLDER`` it records losses, loads and step times there (see probe.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.enums import ModelType
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import get_blend_and_blend_per_split
+from torch import Tensor
+
+KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+
+
+def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Summed loss of a microbatch, its number of tokens, and what Megatron logs."""
+    mask = loss_mask.reshape(-1).float()
+    loss = torch.sum(output.reshape(-1).float() * mask)
+    num_tokens = mask.sum().to(torch.int)
+    return loss, num_tokens, {"lm loss": torch.cat([loss.detach().view(1), num_tokens.detach().view(1)])}
+
+
+def forward_step(data_iterator: Iterator[dict], model: Any, record: Callable | None = None) -> tuple[Tensor, Callable]:
+    """One microbatch through ``model``."""
+    batch = next(data_iterator)
+    tokens, labels, loss_mask, attention_mask, position_ids = (batch[key].cuda(non_blocking=True) for key in KEYS)
+    if record is None:
+        return model(tokens, position_ids, attention_mask, labels=labels), partial(loss_func, loss_mask)
+    record.microbatch_begins(training=model.training)
+    output = model(tokens, position_ids, attention_mask, labels=labels)
+    return output, record.losses(partial(loss_func, loss_mask), training=model.training)
+
+
+def datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple:
+    """Train, validation and test dataset."""
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+    )
+    return BlendedMegatronDatasetBuilder(GPTDataset, num_samples, lambda: True, config).build()
+
+
+def main() -> None:
+    args = parse_and_validate_args()
+    model_config = gpt_config_from_args(args)
+    step = forward_step
+    if folder := os.environ.get("HECATE_PROBE"):
+        from probe import Probe
+
+        probe = Probe(folder)
+        model_config.pre_wrap_hooks.append(probe.watch)
+        step = partial(forward_step, record=probe)
+    datasets.is_distributed = True
+    config = pretrain_cfg_container_from_args(args, model_config)
+    pretrain(config, datasets, ModelType.encoder_or_decoder, step)
+    if folder:
+        probe.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What really happens in a run, stock or FSSDP alike: losses, tokens per expert, tokens per rank, seconds per step.
+
+It watches from outside: forward hooks on Megatron's routers and expert modules, and a clock around the microbatches.
+Nothing here uses what FSSDP says about itself, but for the bytes its guests occupy.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch import Tensor
+from torch.nn import Module
+
+
+class Probe:
+    """Writes one JSON line per training step to ``FOLDER/rank<r>.jsonl``.
+
+    A line has: ``loss`` and ``tokens`` (sums over this rank's microbatches), ``seconds`` (of the whole step),
+    ``experts`` [L][E] tokens of this rank routed to each expert, ``computed`` [L] tokens this rank's expert modules
+    computed, and ``guest_bytes`` held when the step's last forward ended.
+    """
+
+    def __init__(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.folder, self.file = Path(folder), None
+        self.layers: list[MoELayer] = []
+        self.microbatch, self.began = 0, 0.0
+        self.step: dict[str, Any] | None = None
+
+    def watch(self, chunks: list[Module]) -> list[Module]:
+        """A pre-wrap hook: attach to every MoE layer of this rank."""
+        self.layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
+        for index, layer in enumerate(self.layers):
+            layer.router.register_forward_hook(lambda module, args, out, i=index: self._routed(module, i, out[1]))
+            layer.experts.register_forward_pre_hook(lambda module, args, i=index: self._computed(module, i, args[1]))
+        self.file = open(self.folder / f"rank{dist.get_rank()}.jsonl", "w")  # noqa: SIM115 (closed in close)
+        return chunks
+
+    def _routed(self, router: Module, layer: int, routing_map: Tensor) -> None:
+        if router.training and self.step is not None:
+            counts = routing_map.sum(dim=0).tolist()
+            rows = self.step["experts"]
+            rows[layer] = [a + b for a, b in zip(rows[layer] or [0] * len(counts), counts, strict=True)]
+
+    def _computed(self, experts: Module, layer: int, tokens_per_expert: Tensor) -> None:
+        if experts.training and self.step is not None:
+            self.step["computed"][layer] += int(tokens_per_expert.sum())
+
+    def microbatch_begins(self, *, training: bool) -> None:
+        if not training:
+            return
+        if self.microbatch % get_num_microbatches() == 0:
+            self._finish_step()
+            num = len(self.layers)
+            self.step = {"loss": 0.0, "tokens": 0, "experts": [None] * num, "computed": [0] * num, "guest_bytes": 0}
+            self.began = time.perf_counter()
+        self.microbatch += 1
+
+    def losses(self, loss_func: Callable, *, training: bool) -> Callable:
+        """``loss_func``, its result recorded."""
+
+        def recorded(output: Tensor) -> tuple:
+            loss, tokens, report = loss_func(output)
+            if training:
+                self.step["loss"] += float(loss)
+                self.step["tokens"] += int(tokens)
+                self.step["guest_bytes"] = sum(_guest_bytes(layer) for layer in self.layers)
+            return loss, tokens, report
+
+        return recorded
+
+    def _finish_step(self) -> None:
+        if self.step is not None:
+            self.step["seconds"] = time.perf_counter() - self.began
+            self.file.write(json.dumps(self.step) + "\n")
+            self.file.flush()
+
+    def close(self) -> None:
+        """Write the last step and the process's peak memory. Call it when training is over."""
+        if self.file is None:
+            return
+        self._finish_step()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        homes = sum(p.numel() * p.element_size() for layer in self.layers for p in layer.experts.parameters())
+        self.file.write(json.dumps({"peak_rss": peak, "home_bytes": homes}) + "\n")
+        self.file.close()
+
+
+def _guest_bytes(layer: MoELayer) -> int:
+    """Bytes of guest weights and of the fp32 memory for their gradients."""
+    guests = getattr(getattr(layer, "fssdp", None), "guests", None)
+    if guests is None:
+        return 0
+    grad_bytes = guests.weights.numel() * max(guests.weights.element_size(), torch.float32.itemsize)
+    return guests.weights.numel() * guests.weights.element_size() + grad_bytes

@@ -1,0 +1,63 @@
+"""``torchrun ... -m megatron_hecate --moe-fssdp pretrain_gpt.py <Megatron's arguments>``: any script, unmodified.
+
+``python -m megatron_hecate --check`` prints what FSSDP finds here and would use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import runpy
+import sys
+
+from megatron_hecate import __version__, config
+
+USAGE = "python -m megatron_hecate [--moe-fssdp ...] SCRIPT.py [Megatron's arguments] | --check"
+
+
+def main(argv: list[str]) -> int:
+    """Run ``SCRIPT.py`` with the flags known to Megatron's parser; returns the exit status of ``--check``."""
+    if argv == ["--check"]:
+        return check()
+    at = next((i for i, argument in enumerate(argv) if argument.endswith(".py")), None)
+    parser = argparse.ArgumentParser(prog="python -m megatron_hecate", usage=USAGE, allow_abbrev=False)
+    config.add_arguments(parser)
+    parser.parse_args(argv if at is None else argv[:at])  # -h, and flags of others before the script, end here
+    if at is None:
+        parser.error("no SCRIPT.py given")
+    script = argv[at]
+    if not os.path.exists(script):
+        parser.error(f"{script} does not exist")
+    sys.path[0] = os.path.dirname(os.path.abspath(script))  # as if the script had been started by itself
+    import megatron_hecate.enable  # noqa: F401
+
+    sys.argv = [script, *argv[:at], *argv[at + 1 :]]
+    runpy.run_path(script, run_name="__main__")
+    return 0
+
+
+def check() -> int:
+    """Print versions and what would be used; 1 when FSSDP cannot be switched on."""
+    import torch
+
+    print(f"megatron-hecate {__version__}, torch {torch.__version__}, {torch.cuda.device_count()} GPUs")
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        print("megatron-core is not installed: pip install 'megatron-hecate[megatron]', or put your checkout on the path")
+        return 1
+    import megatron.core
+
+    from megatron_hecate import seams
+
+    problems = seams.changed_seams()
+    print(f"megatron-core {megatron.core.__version__}: {'fits' if not problems else 'does not fit'}")
+    for problem in problems:
+        print(f"  - {problem}")
+    training = importlib.util.find_spec("megatron.training") is not None
+    print(f"megatron.training: {'found, --moe-fssdp flags work' if training else 'not found; use the hook'}")
+    print("transports: p2p (torch.distributed point-to-point; gloo or NCCL)")
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

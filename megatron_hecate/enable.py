@@ -1,0 +1,85 @@
+"""``import megatron_hecate.enable``: the one line that gives a Megatron pretraining script the ``--moe-fssdp`` flags.
+
+It may stand anywhere before ``pretrain`` is called. Two functions of ``megatron.training`` are wrapped, because no
+object exists yet that could be converted; without ``--moe-fssdp`` both do what they did.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from megatron.training import arguments, training
+
+from megatron_hecate import config, fssdp, seams
+
+TRAINING_SEAMS = (
+    seams.Seam("training.arguments:add_megatron_arguments", ("parser",), "wrapped: the flags are added here"),
+    seams.Seam(
+        "training.training:setup_model_and_optimizer",
+        ("model_type", "model_provider_func"),
+        "wrapped: the hook runs when the model is built",
+    ),
+)
+
+
+def _wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+    """Replace ``module.name`` once, however often this module is imported or reloaded."""
+    original = getattr(module, name)
+    if not hasattr(original, "_megatron_hecate"):
+        wrapped = functools.wraps(original)(wrapper(original))
+        wrapped._megatron_hecate = True
+        setattr(module, name, wrapped)
+
+
+def _with_flags(add_megatron_arguments: Callable) -> Callable:
+    return lambda parser: config.add_arguments(add_megatron_arguments(parser))
+
+
+def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
+    def setup(*args: Any, **kwargs: Any) -> Any:
+        megatron_args = training.get_args()
+        settings = config.from_arguments(megatron_args)
+        if settings is None:
+            return setup_model_and_optimizer(*args, **kwargs)
+        problems = seams.refusals(megatron_args, seams.REFUSED_ARGUMENTS)
+        if problems:
+            raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        call = inspect.signature(setup_model_and_optimizer).bind(*args, **kwargs)
+        model_config = getattr(call.arguments.get("cfg_container"), "model", None)
+        if model_config is not None:  # megatron.training builds the model from a config (0.19 on)
+            model_config.pre_wrap_hooks.append(fssdp(settings))
+        else:
+            chunks = 1
+            if megatron_args.pipeline_model_parallel_size > 1:
+                chunks = megatron_args.virtual_pipeline_model_parallel_size or 1
+            provider = call.arguments["model_provider_func"]
+            call.arguments["model_provider_func"] = _convert_when_built(provider, fssdp(settings), num_chunks=chunks)
+        return setup_model_and_optimizer(*call.args, **call.kwargs)
+
+    return setup
+
+
+def _convert_when_built(provider: Callable, hook: Callable[[list], list], *, num_chunks: int) -> Callable:
+    """``provider`` that runs ``hook`` on the first ``num_chunks`` models it made; later ones (upcycling) stay stock."""
+    built: list = []
+
+    @functools.wraps(provider)
+    def provide(*args: Any, **kwargs: Any) -> Any:
+        chunk = provider(*args, **kwargs)
+        if len(built) < num_chunks:
+            built.append(chunk)
+            if len(built) == num_chunks:
+                hook(built)
+        return chunk
+
+    return provide
+
+
+_problems = seams.changed_seams(TRAINING_SEAMS)
+if _problems:
+    raise ImportError("megatron_hecate.enable does not fit this Megatron:\n" + "\n".join(f"  - {p}" for p in _problems))
+_wrap(arguments, "add_megatron_arguments", _with_flags)
+_wrap(training, "setup_model_and_optimizer", _with_hook)
