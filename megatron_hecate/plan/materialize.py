@@ -38,7 +38,8 @@ def plan_guests(
         ``placement`` with this plan's guests; without any when copies would not pay.
 
     Raises:
-        ValueError: for a forecast of the wrong length, with NaN, infinite or negative entries.
+        ValueError: for a forecast of the wrong length, with NaN, infinite or negative entries, and for a world that
+            does not fit the placement's ranks.
     """
     forecast = np.asarray(forecast, dtype=np.float64)
     if forecast.shape != placement.home.shape:
@@ -47,6 +48,8 @@ def plan_guests(
         raise ValueError(f"forecast must be finite and >= 0, got {forecast.tolist()}")
 
     num_ranks = placement.num_ranks
+    if world.num_ranks != num_ranks:
+        raise ValueError(f"world has {world.num_ranks} ranks, the placement {num_ranks}")
     bare = placement.with_guests(())
     free = (bare.table == EMPTY).sum(axis=1)  # [R] slots left
     degree = placement.num_experts if overlap_degree is None else min(overlap_degree, placement.num_experts)

@@ -31,7 +31,8 @@ class Placement:
         table: [R, P] int, the expert in each physical slot, or ``EMPTY``.
 
     Raises:
-        ValueError: if an expert is not held exactly once by its home, or a rank holds an expert twice.
+        ValueError: if an expert is not held exactly once by its home, a rank holds an expert twice, or an expert or
+            rank does not exist.
     """
 
     home: np.ndarray
@@ -39,6 +40,10 @@ class Placement:
 
     def __post_init__(self) -> None:
         num_ranks, _ = self.table.shape
+        if not ((self.home >= 0) & (self.home < num_ranks)).all():
+            raise ValueError(f"home must name ranks 0 to {num_ranks - 1}, got {self.home.tolist()}")
+        if not ((self.table == EMPTY) | ((self.table >= 0) & (self.table < len(self.home)))).all():
+            raise ValueError(f"table must name experts 0 to {len(self.home) - 1} or {EMPTY}, got {self.table.tolist()}")
         for rank in range(num_ranks):
             held = self.table[rank][self.table[rank] != EMPTY]
             if len(set(held.tolist())) != len(held):
@@ -81,10 +86,14 @@ class Placement:
             guests: (expert, rank) pairs; each takes the rank's lowest free slot, in the given order.
 
         Raises:
-            ValueError: if a rank has no slot left, or already holds the expert.
+            ValueError: if a rank has no slot left, already holds the expert, or there is no such expert or rank.
         """
         table = np.where(self.is_guest, EMPTY, self.table)
         for expert, rank in guests:
+            if not (0 <= expert < self.num_experts and 0 <= rank < self.num_ranks):
+                raise ValueError(
+                    f"no expert {expert} or no rank {rank}: there are {self.num_experts} experts, {self.num_ranks} ranks"
+                )
             free = np.flatnonzero(table[rank] == EMPTY)
             if not len(free):
                 raise ValueError(f"no slot left on rank {rank} for a guest of expert {expert}: {table[rank].tolist()}")
@@ -108,7 +117,9 @@ class Placement:
     def is_guest(self) -> np.ndarray:
         """[R, P] bool: the slot holds a guest."""
         held_by = np.arange(self.num_ranks)[:, None]
-        return (self.table != EMPTY) & (self.home[self.table] != held_by)
+        is_guest = (self.table != EMPTY) & (self.home[self.table] != held_by)
+        is_guest.setflags(write=False)
+        return is_guest
 
     @cached_property
     def holders(self) -> np.ndarray:
@@ -116,6 +127,7 @@ class Placement:
         holders = np.zeros((self.num_experts, self.num_ranks), dtype=bool)
         rank, slot = np.nonzero(self.table != EMPTY)
         holders[self.table[rank, slot], rank] = True
+        holders.setflags(write=False)
         return holders
 
     @cached_property

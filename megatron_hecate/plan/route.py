@@ -54,14 +54,21 @@ def split_quotas(
         Quotas whose largest rank load is minimal for this placement.
 
     Raises:
-        ValueError: for loads of the wrong shape, negative or not integral.
+        ValueError: for loads of the wrong shape, negative or not integral, and for sources or a world that do not fit
+            the placement's ranks.
     """
     load = np.asarray(load)
-    source = np.arange(len(load)) if source_rank is None else np.asarray(source_rank)
-    if load.ndim != 2 or load.shape[1] != placement.num_experts or len(source) != len(load):
+    num_ranks = placement.num_ranks
+    source = np.arange(num_ranks) if source_rank is None else np.asarray(source_rank)
+    if load.shape != (len(source), placement.num_experts):
         raise ValueError(f"load has shape {load.shape}, expected [{len(source)}, {placement.num_experts}]")
     if not np.issubdtype(load.dtype, np.integer) or (load < 0).any():
         raise ValueError(f"load must be integers >= 0, got dtype {load.dtype} and minimum {load.min()}")
+    if not ((source >= 0) & (source < num_ranks)).all():
+        raise ValueError(f"source_rank must name ranks 0 to {num_ranks - 1}, got {source.tolist()}")
+    if world.num_ranks != num_ranks:
+        raise ValueError(f"world has {world.num_ranks} ranks, the placement {num_ranks}")
+    load = load.astype(np.int64)  # sums of narrow or unsigned counts stay exact
     node = np.asarray(world.node)
     expert, rank = np.nonzero(placement.holders)
     tokens = np.zeros((len(source), len(expert)), dtype=np.int64)

@@ -1,0 +1,225 @@
+"""The main job: train a small MoE GPT on real text, with stock Megatron and with FSSDP, and compare.
+
+    make demo                      text: the standard library of the running Python
+    make demo DATA=~/some/folder   any folder with text or source code
+
+Everything goes through ``megatron.training.pretrain`` on 2 processes (a CPU is enough). The FSSDP run differs from the
+stock run by the launcher and a flag: ``-m megatron_hecate --moe-fssdp``. Its checkpoint is then loaded by stock Megatron.
+Tables go to the screen, plots, checkpoint and logs to ``--out``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+RANKS = 2
+MODEL = """
+    --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
+    --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 512 --swiglu --disable-bias-linear
+    --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
+    --attention-dropout 0 --hidden-dropout 0 --moe-router-load-balancing-type none --moe-router-dtype fp32
+    --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2
+"""
+TRAINING = """
+    --micro-batch-size 8 --global-batch-size 32 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 5
+    --weight-decay 0.01 --clip-grad 1.0 --use-distributed-optimizer --seed 1234
+    --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 64 --split 98,1,1
+    --eval-iters 0 --eval-interval 1000000 --log-interval 1 --num-workers 0
+"""
+CPU = """
+    --distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-rope-fusion
+    --attention-softmax-in-fp32
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one run recorded, over both ranks. S steps, L layers."""
+
+    loss: np.ndarray  # [S] mean over the step's tokens
+    routed: np.ndarray  # [S, L] max / mean tokens per home rank, as the router chose
+    computed: np.ndarray  # [S, L] max / mean tokens per rank, as really computed
+    seconds: np.ndarray  # [S]
+    guest_bytes: int  # most held by any rank
+    home_bytes: int  # expert weights of a rank
+    peak_rss: int  # of any rank's process
+
+
+def launch(name: str, arguments: list[str], out: Path, *, fssdp: list[str] | None = None) -> Run:
+    """Train on `RANKS` processes, showing progress; ``fssdp`` are our launcher's flags, ``None`` is stock Megatron.
+
+    Raises:
+        SystemExit: when training fails; the end of its log is shown.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", f"--master-port={port}"]
+    command += [str(HERE / "megatron_on_cpu.py")]
+    command += [] if fssdp is None else ["-m", "megatron_hecate", *fssdp]
+    command += [str(HERE / "pretrain_gpt.py"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HECATE_PROBE": str(out / name)}
+    print(f"\n{name}: {' '.join(command[command.index(str(HERE / 'megatron_on_cpu.py')) :][:6])} ...", flush=True)
+    log = out / f"{name}.log"
+    with log.open("w") as file, subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            for line in process.stdout:
+                file.write(line)
+                _show(line)
+        finally:
+            process.terminate()
+    if process.returncode:
+        tail = "".join(log.read_text().splitlines(keepends=True)[-40:])
+        raise SystemExit(f"{name} failed with {process.returncode}; the end of {log}:\n{tail}")
+    return _read(out / name)
+
+
+def _show(line: str) -> None:
+    """Print what a person wants to see of Megatron's log: switched-on lines and every fifth iteration."""
+    found = re.search(r"iteration +(\d+)/ +(\d+) .*per iteration \(ms\): ([\d.]+) .* lm loss: ([\d.E+-]+)", line)
+    if found and int(found[1]) % 5 == 0:
+        print(f"  step {found[1]}/{found[2]}  loss {float(found[4]):.4f}  {float(found[3]) / 1e3:.2f} s", flush=True)
+    elif "FSSDP on" in line or "successfully saved" in line or "successfully loaded" in line:
+        print("  " + line.strip(), flush=True)
+
+
+def _read(folder: Path) -> Run:
+    lines = [[json.loads(x) for x in (folder / f"rank{r}.jsonl").open()] for r in range(RANKS)]
+    ends = [rank.pop() for rank in lines]
+    experts = np.array([[step["experts"] for step in rank] for rank in lines]).sum(axis=0)  # [S, L, E]
+    routed = experts.reshape(*experts.shape[:2], RANKS, -1).sum(axis=3)  # homes are Megatron's contiguous partition
+    computed = np.array([[step["computed"] for step in rank] for rank in lines])  # [R, S, L]
+    totals = np.array([[(step["loss"], step["tokens"]) for step in rank] for rank in lines]).sum(axis=0)
+    return Run(
+        loss=totals[:, 0] / totals[:, 1],
+        routed=routed.max(axis=2) / routed.mean(axis=2),
+        computed=computed.max(axis=0) / computed.mean(axis=0),
+        seconds=np.array([step["seconds"] for step in lines[0]]),
+        guest_bytes=max(step["guest_bytes"] for rank in lines for step in rank),
+        home_bytes=max(end["home_bytes"] for end in ends),
+        peak_rss=max(end["peak_rss"] for end in ends),
+    )
+
+
+def report(stock: Run, ours: Run, resumed: Run, *, saved_at: int, out: Path) -> bool:
+    """Print the tables and write the plots; whether FSSDP trained the model stock Megatron trained."""
+    difference = np.abs(stock.loss - ours.loss) / stock.loss
+    print("\n| step | loss, stock | loss, FSSDP | relative difference |\n|---|---|---|---|")
+    for step, (a, b, d) in enumerate(zip(stock.loss, ours.loss, difference, strict=True), start=1):
+        print(f"| {step} | {a:.6f} | {b:.6f} | {d:.1e} |")
+    steady = slice(5, None)  # the first iterations have no forecast, or warm caches
+    print("\n| layer | imbalance routed | computed, stock | computed, FSSDP |\n|---|---|---|---|")
+    for layer in range(stock.routed.shape[1]):
+        values = (ours.routed, stock.computed, ours.computed)
+        print(f"| {layer + 1} | " + " | ".join(f"{v[steady, layer].mean():.3f}" for v in values) + " |")
+    a, b = np.median(stock.seconds[steady]), np.median(ours.seconds[steady])
+    again = np.abs(resumed.loss - ours.loss[saved_at:]) / ours.loss[saved_at:]
+    mib = 2**20
+    same = difference[:20].max() <= 1e-5 and again.max() <= 1e-4
+    print(f"""
+| | stock | FSSDP |
+|---|---|---|
+| median step time | {a:.3f} s | {b:.3f} s (stock/FSSDP {a / b:.2f}) |
+| largest relative loss difference, first 20 steps; all {len(difference)} | | {difference[:20].max():.1e}; {difference.max():.1e} |
+| expert weights of a rank | {stock.home_bytes / mib:.1f} MiB | same |
+| guests of a rank, weights and fp32 gradients, at most | 0 | {ours.guest_bytes / mib:.1f} MiB |
+| peak memory of a process | {stock.peak_rss / mib:.0f} MiB | {ours.peak_rss / mib:.0f} MiB |
+| checkpoint of FSSDP at step {saved_at}, loaded by stock Megatron: loss difference of the next {len(again)} steps | | {again.max():.1e} |
+""")
+    with (out / "steps.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["step", "stock_loss", "fssdp_loss", "stock_seconds", "fssdp_seconds"])
+        writer.writerows(zip(range(1, len(a_ := stock.loss) + 1), a_, ours.loss, stock.seconds, ours.seconds, strict=True))
+    plot(stock, ours, out)
+    print(f"Plots, steps.csv, logs and the checkpoint are in {out}/")
+    print("FSSDP trained the same model as stock Megatron." if same else "THE RUNS DIFFER: see the table above.")
+    return bool(same)
+
+
+def plot(stock: Run, ours: Run, out: Path) -> None:
+    """``loss.png``: both losses and their difference. ``imbalance.png``: per layer over steps, before and after."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps = np.arange(1, len(stock.loss) + 1)
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1))
+    top.plot(steps, stock.loss, color="tab:blue", linewidth=5, alpha=0.35, label="stock Megatron")
+    top.plot(steps, ours.loss, color="tab:red", linewidth=1.2, label="FSSDP")
+    top.set_ylabel("loss (nats per byte)")
+    top.legend()
+    bottom.semilogy(steps, np.maximum(np.abs(stock.loss - ours.loss) / stock.loss, 1e-9), color="black")
+    bottom.set_ylabel("relative difference")
+    bottom.set_xlabel("step")
+    figure.tight_layout()
+    figure.savefig(out / "loss.png", dpi=120)
+
+    layers = stock.computed.shape[1]
+    figure, axes = plt.subplots(1, layers, figsize=(3.4 * layers, 3.2), sharey=True)
+    for layer, axis in enumerate(axes):
+        axis.plot(steps, stock.computed[:, layer], color="tab:blue", label="stock Megatron")
+        axis.plot(steps, ours.computed[:, layer], color="tab:red", label="FSSDP")
+        axis.set_title(f"layer {layer + 1}")
+        axis.set_xlabel("step")
+    axes[0].set_ylabel("max / mean tokens computed per rank")
+    axes[0].legend()
+    figure.tight_layout()
+    figure.savefig(out / "imbalance.png", dpi=120)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder of text")
+    parser.add_argument("--out", type=Path, default=Path("demo-out"))
+    parser.add_argument("--steps", type=int, default=50, help="optimizer steps before the checkpoint")
+    parser.add_argument("--slots", type=int, default=2)
+    arguments = parser.parse_args()
+    if sys.version_info < (3, 12):
+        raise SystemExit(
+            "The demo trains through megatron.training, which the megatron-core wheel holds from 0.17 on, for Python 3.12 "
+            f"or newer; this is Python {sys.version.split()[0]}. Install Python 3.12, or use the hook with your checkout."
+        )
+    from prepare_bytes import prepare
+
+    began = time.monotonic()
+    out = arguments.out.resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    documents, tokens = prepare(arguments.data.expanduser(), out / "text")
+    print(f"{documents} documents, {tokens / 1e6:.1f} M tokens (bytes) from {arguments.data}")
+    last = arguments.steps + 5
+    common = [*MODEL.split(), *TRAINING.split(), *CPU.split(), "--data-path", str(out / "text")]
+    common += ["--data-cache-path", str(out / "cache"), "--train-iters", str(last)]
+    save = ["--save", str(out / "checkpoint"), "--save-interval", str(arguments.steps)]
+    load = ["--load", str(out / "checkpoint"), "--ckpt-step", str(arguments.steps)]
+
+    stock = launch("stock", common, out)
+    flags = ["--moe-fssdp", "--moe-fssdp-slots", str(arguments.slots)]
+    ours = launch("fssdp", [*common, *save], out, fssdp=flags)
+    resumed = launch("stock-from-fssdp-checkpoint", [*common, *load], out)
+    same = report(stock, ours, resumed, saved_at=arguments.steps, out=out)
+    print(f"{time.monotonic() - began:.0f} s in all")
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
