@@ -26,7 +26,7 @@ def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoEToke
     """
     config = copy.copy(stock.config)
     config.num_moe_experts = stock.ep_size * num_physical
-    first = stock.ep_rank * num_physical
+    first = stock.ep_group.rank() * num_physical
     groups = ProcessGroupCollection(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
     dispatcher = type(stock)(
         num_physical, list(range(first, first + num_physical)), config=config, pg_collection=groups

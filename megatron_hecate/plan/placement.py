@@ -92,7 +92,7 @@ class Placement:
         for expert, rank in guests:
             if not (0 <= expert < self.num_experts and 0 <= rank < self.num_ranks):
                 raise ValueError(
-                    f"no expert {expert} or no rank {rank}: there are {self.num_experts} experts, {self.num_ranks} ranks"
+                    f"no expert {expert} or no rank {rank}: there are {self.num_experts} and {self.num_ranks}"
                 )
             free = np.flatnonzero(table[rank] == EMPTY)
             if not len(free):
