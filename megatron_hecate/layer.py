@@ -10,9 +10,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -192,20 +194,29 @@ def _prepare(layers: list[MoELayer], config: HecateConfig) -> tuple[list[LayerSt
 
 
 def _convert(layers: list[MoELayer], states: list[LayerState]) -> None:
+    """Turn all layers at once; an exception undoes what was done."""
     model = ModelState(layers, states)
-    before = [(layer, type(layer), type(layer.experts)) for layer in layers]
-    try:
+    with contextlib.ExitStack() as undo:
         for layer, state in zip(layers, states, strict=True):
+            experts = layer.experts
             state.attach(model)
-            layer.fssdp = state
-            layer.experts.physical, layer.experts.guests = state.experts, None
-            layer.experts.__class__ = _subclass(FSSDPExperts, type(layer.experts))
-            layer.__class__ = _subclass(FSSDPLayer, type(layer))
-            layer.experts.register_load_state_dict_post_hook(lambda *_: model.clock.weights_changed())
-    except Exception:
-        for layer, layer_class, experts_class in before:
-            layer.__class__, layer.experts.__class__ = layer_class, experts_class
-        raise
+            _assign(undo, layer, fssdp=state, __class__=_subclass(FSSDPLayer, type(layer)))
+            _assign(
+                undo, experts, physical=state.experts, guests=None, __class__=_subclass(FSSDPExperts, type(experts))
+            )
+            loaded = experts.register_load_state_dict_post_hook(lambda *_: model.clock.weights_changed())
+            undo.callback(loaded.remove)
+        undo.pop_all()
+
+
+def _assign(undo: contextlib.ExitStack, module: Module, **attributes: Any) -> None:
+    """Set attributes of ``module``, and have ``undo`` put back what was there."""
+    for name, value in attributes.items():
+        if name == "__class__":
+            undo.callback(setattr, module, name, module.__class__)
+        else:
+            undo.callback(delattr, module, name)
+        setattr(module, name, value)
 
 
 def _subclass(mixin: type, base: type) -> type:

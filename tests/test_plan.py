@@ -251,13 +251,13 @@ def test_slots_are_shared_by_load_and_the_leftover_goes_to_the_highest_load_per_
 
 
 def test_an_experts_copies_spread_over_nodes_then_over_the_least_loaded_ranks() -> None:
-    # experts 0 and 1 (40 tokens each) live on rank 0; ranks 1-7 forecast 1 3 2 | 4 1 2 3; 8 slots make 4 copies each.
-    # expert 0: node 1 -> rank 5 (1); both nodes hold one now -> rank 1 (1); node 1 -> rank 6 (2); even -> rank 3 (2)
-    # expert 1 gets what is left: node 1 -> rank 7 (3); even -> rank 2 (3); node 1 -> rank 4; rank 0 is its home
-    forecast = np.array([40, 40, 1, 0, 3, 0, 2, 0, 4, 0, 1, 0, 2, 0, 3, 0])
+    # experts 0 and 1 (40 tokens each) live on rank 0; ranks 1-7 forecast 1 2 3 | 4 5 6 7; 8 slots make 4 copies each.
+    # expert 0: node 1 -> rank 4 (4); one copy on each node now -> rank 1 (1); node 1 -> rank 5 (5); even -> rank 2 (2)
+    # expert 1 gets what is left: ranks 6, 3 and 7; rank 0 is its home
+    forecast = np.array([40, 40, 1, 0, 2, 0, 3, 0, 4, 0, 5, 0, 6, 0, 7, 0])
     world = World(node=(0, 0, 0, 0, 1, 1, 1, 1))
     planned = plan_guests(forecast, Placement.initial(16, 8, num_slots=1), world, overlap_degree=2)
-    assert _pairs(planned) == [(0, 1), (0, 3), (0, 5), (0, 6), (1, 2), (1, 4), (1, 7)]
+    assert _pairs(planned) == [(0, 1), (0, 2), (0, 4), (0, 5), (1, 3), (1, 6), (1, 7)]
 
 
 def test_a_rank_with_more_free_slots_goes_before_a_less_loaded_one() -> None:
@@ -269,6 +269,24 @@ def test_a_rank_with_more_free_slots_goes_before_a_less_loaded_one() -> None:
     forecast = np.array([10, 10, 10, 1, 0, 2, 1, 0])
     planned = plan_guests(forecast, Placement(home=home, table=table), _one_node(4), overlap_degree=3)
     assert _pairs(planned) == [(0, 1), (0, 2), (1, 3), (2, 2)]
+
+
+def test_a_home_that_shares_its_expert_counts_as_less_loaded() -> None:
+    # rank loads 0 25 28 22, mean 18.75; the four slots go to experts 5 (19 x 4 / 75), 2, 3 and 6, by load per copy.
+    # expert 5: rank 0, which leaves 9.5 of its 19 on rank 2; so expert 2 prefers rank 2 (18.5) to rank 3 (22)
+    forecast = np.array([0, 0, 13, 12, 9, 19, 11, 11])
+    planned = plan_guests(forecast, Placement.initial(8, 4, num_slots=1), _one_node(4))
+    assert _pairs(planned) == [(2, 2), (3, 3), (5, 0), (6, 1)]
+
+
+def test_slots_beyond_the_overlap_degree_are_not_shared_out() -> None:
+    # free 0 3 1 1, but t = 2 fetches use 0 2 1 1: four slots, two copies for each of experts 0 and 1 on rank 0.
+    # expert 0: rank 1 (2 free), then rank 2 (1 token) before rank 3 (2); expert 1: ranks 1 and 3
+    home = np.array([0, 0, 0, 0, 1, 2, 2, 2, 3, 3, 3])
+    table = np.array([[0, 1, 2, 3], [4, -1, -1, -1], [5, 6, 7, -1], [8, 9, 10, -1]])
+    forecast = np.array([10, 10, 0, 0, 1, 1, 0, 0, 2, 0, 0])
+    planned = plan_guests(forecast, Placement(home=home, table=table), _one_node(4), overlap_degree=2)
+    assert _pairs(planned) == [(0, 1), (0, 2), (1, 1), (1, 3)]
 
 
 @pytest.mark.parametrize("node", [(0, 0, 0, 0), (5, 5, -1, -1), (3, 2, 1, 0)])

@@ -187,6 +187,24 @@ def test_balanced_choices_stay_on_their_node() -> None:
     assert quotas.tokens.tolist() == [[4, 0, 8, 0, 0], [4, 0, 0, 0, 0], [0, 4, 0, 8, 0], [0, 4, 0, 0, 0]]
 
 
+@pytest.mark.parametrize(
+    ("guests", "tokens"),
+    [
+        ([(0, 3)], [[4, 0], [4, 0], [0, 4], [0, 4]]),  # nodes 0 0 1 1: the home for its node, the guest for the other
+        ([(0, 1)], [[4, 0], [0, 4], [4, 0], [4, 0]]),  # rank 1 serves itself, node 1 goes home
+        ([(0, 1), (0, 2), (0, 3)], [[4, 0, 0, 0], [0, 4, 0, 0], [0, 0, 4, 0], [0, 0, 0, 4]]),
+    ],
+)
+def test_tokens_take_the_nearest_holder_where_balance_leaves_a_choice(
+    guests: list[tuple[int, int]], tokens: list[list[int]]
+) -> None:
+    # 100 tokens stay on rank 4 whatever the others do, so nothing has to move
+    placement = Placement.initial(5, 5, num_slots=1).with_guests(guests)
+    load = np.array([[4, 0, 0, 0, 100], [4, 0, 0, 0, 0], [4, 0, 0, 0, 0], [4, 0, 0, 0, 0], [0, 0, 0, 0, 0]])
+    quotas = split_quotas(load, placement, World(node=(0, 0, 1, 1, 2)))
+    assert quotas.tokens[:4, quotas.expert == 0].tolist() == tokens
+
+
 def test_a_source_without_a_holder_on_its_node_goes_home() -> None:
     placement = Placement.initial(3, 3, num_slots=1).with_guests([(0, 1)])
     load = np.array([[3, 0, 0], [0, 4, 0], [1, 0, 4]])  # one node each: rank 2's token finds 3 tokens at home, 4 there

@@ -1,0 +1,61 @@
+"""Settings and flags. Oracle: literal lists; a new flag must be added here on purpose (8 are the limit for the project)."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from megatron_hecate import HecateConfig
+from megatron_hecate.config import add_arguments, from_arguments
+
+FLAGS = {
+    "--moe-fssdp",
+    "--moe-fssdp-slots",
+    "--moe-fssdp-lifetime",
+    "--moe-fssdp-transport",
+    "--moe-fssdp-overlap-degree",
+    "--moe-fssdp-timeout",
+}
+
+
+def _parse(*argv: str) -> HecateConfig | None:
+    return from_arguments(add_arguments(argparse.ArgumentParser()).parse_args(argv))
+
+
+def test_the_flags_are_these() -> None:
+    parser = add_arguments(argparse.ArgumentParser(add_help=False))
+    assert {option for action in parser._actions for option in action.option_strings} == FLAGS
+    assert len(FLAGS) <= 8
+
+
+def test_flags_become_settings() -> None:
+    assert _parse() is None
+    assert _parse("--moe-fssdp-slots", "4") is None  # a setting alone does not switch it on
+    assert _parse("--moe-fssdp") == HecateConfig()
+    assert _parse(
+        *"--moe-fssdp --moe-fssdp-slots 4 --moe-fssdp-overlap-degree 3 --moe-fssdp-timeout 7.5".split(),
+        *"--moe-fssdp-lifetime iteration --moe-fssdp-transport p2p".split(),
+    ) == HecateConfig(slots=4, overlap_degree=3, timeout=7.5, lifetime="iteration", transport="p2p")
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(AttributeError):
+        HecateConfig().slots = 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        (dict(slots=-1), ValueError, "slots=-1 must be 0 or more"),
+        (dict(overlap_degree=-2), ValueError, "overlap_degree=-2 must be 0 or more"),
+        (dict(timeout=0.0), ValueError, "timeout=0.0 must be more than 0"),
+        (dict(lifetime="epoch"), ValueError, "lifetime='epoch' is none of iteration, microbatch, layer"),
+        (dict(transport="pigeon"), ValueError, "transport='pigeon' is none of auto, p2p, sm, ce"),
+        (dict(lifetime="layer"), NotImplementedError, "lifetime='layer' is not built yet; use 'iteration'"),
+        (dict(transport="sm"), NotImplementedError, "transport='sm' is not built yet; use 'auto' or 'p2p'"),
+    ],
+)
+def test_bad_settings_say_what_to_do(settings: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        HecateConfig(**settings)
