@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 _context = multiprocessing.get_context("forkserver")
@@ -24,6 +25,7 @@ _context.set_forkserver_preload(["torch", "torch.distributed"])  # import them o
 def _run_rank(module: str, name: str, rank: int, world_size: int, store: str, args: tuple, kwargs: dict, errors) -> None:
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
+    os.environ["TEST_FOLDER"] = str(Path(store).parent)  # the same for all ranks, removed after the test
     import torch
     import torch.distributed as dist
 

@@ -301,7 +301,8 @@ def train(
         optimizer.zero_grad()
         loss = run(case, chunks, index, num_microbatches=case.accumulate)
         for name, p in _named(chunks):
-            trained.grads[name] = p.main_grad.detach().clone()
+            if p.requires_grad:
+                trained.grads[name] = p.main_grad.detach().clone()
         if before_step is not None:
             before_step(chunks, index)
         updated, norm, _ = optimizer.step()
