@@ -1,16 +1,29 @@
 """Packaging. Nothing is compiled; Megatron-Core is an extra, because users run their own checkout."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 MEGATRON = "megatron-core>=0.16.1,<0.21"
 PINNED = ["megatron-core==0.19.2; python_version>='3.12'", "megatron-core==0.16.1; python_version<'3.12'"]
-TRAINING = ["einops", "omegaconf", "psutil", "pybind11", "pydantic", "pyyaml", "regex", "sentencepiece", "six", "tiktoken"]
+TRAINING = [
+    "einops",
+    "omegaconf",
+    "psutil",
+    "pybind11",
+    "pydantic",
+    "pyyaml",
+    "regex",
+    "sentencepiece",
+    "six",
+    "tiktoken",
+]
 
 setup(
     name="megatron-hecate",
     version="0.1.0",
     description="Fully sharded sparse data parallelism (FSSDP) for Megatron-LM's mixture-of-experts models",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],

@@ -67,7 +67,11 @@ def measure(steps: int, warmup: int, accumulate: int) -> None:
                 f"| {routing} | {stock:.3f} | {ours:.3f} | {stock / ours:.3f} | {stock / ideal:.3f} | "
                 f"{ours / ideal:.3f} | {guests} |"
             )
-        print("ideal: stock Megatron with forced balance. Medians of", steps, f"steps of {accumulate} microbatches, in turn, 2 ranks.")
+        print(
+            "ideal: stock Megatron with forced balance. Medians of",
+            steps,
+            f"steps of {accumulate} microbatches, in turn, 2 ranks.",
+        )
     dist.barrier()
     dist.destroy_process_group()
 

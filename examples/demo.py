@@ -4,7 +4,7 @@
     make demo DATA=~/some/folder   any folder with text or source code
 
 Everything goes through ``megatron.training.pretrain`` on 2 processes (a CPU is enough). The FSSDP run differs from the
-stock run by the launcher and a flag: ``-m megatron_hecate --moe-fssdp``. Its checkpoint is then loaded by stock Megatron.
+stock run by the launcher and a flag: ``-m megatron_hecate --moe-fssdp``. Stock Megatron then loads its checkpoint.
 Tables go to the screen, plots, checkpoint and logs to ``--out``.
 """
 
@@ -71,15 +71,19 @@ def launch(name: str, arguments: list[str], out: Path, *, fssdp: list[str] | Non
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", f"--master-port={port}"]
-    command += [str(HERE / "megatron_on_cpu.py")]
+    command += [str(HERE / "run_on_cpu.py")]
     command += [] if fssdp is None else ["-m", "megatron_hecate", *fssdp]
     command += [str(HERE / "pretrain_gpt.py"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HECATE_PROBE": str(out / name)}
-    print(f"\n{name}: {' '.join(command[command.index(str(HERE / 'megatron_on_cpu.py')) :][:6])} ...", flush=True)
+    shown = " ".join(Path(word).name if "/" in word else word for word in command[5 : command.index(arguments[0])])
+    print(f"\n{name}: torchrun --nproc-per-node={RANKS} {shown} ...", flush=True)
     log = out / f"{name}.log"
-    with log.open("w") as file, subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
+    with (
+        log.open("w") as file,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ) as process,
+    ):
         try:
             for line in process.stdout:
                 file.write(line)
@@ -134,20 +138,23 @@ def report(stock: Run, ours: Run, resumed: Run, *, saved_at: int, out: Path) -> 
     again = np.abs(resumed.loss - ours.loss[saved_at:]) / ours.loss[saved_at:]
     mib = 2**20
     same = difference[:20].max() <= 1e-5 and again.max() <= 1e-4
-    print(f"""
-| | stock | FSSDP |
-|---|---|---|
-| median step time | {a:.3f} s | {b:.3f} s (stock/FSSDP {a / b:.2f}) |
-| largest relative loss difference, first 20 steps; all {len(difference)} | | {difference[:20].max():.1e}; {difference.max():.1e} |
-| expert weights of a rank | {stock.home_bytes / mib:.1f} MiB | same |
-| guests of a rank, weights and fp32 gradients, at most | 0 | {ours.guest_bytes / mib:.1f} MiB |
-| peak memory of a process | {stock.peak_rss / mib:.0f} MiB | {ours.peak_rss / mib:.0f} MiB |
-| checkpoint of FSSDP at step {saved_at}, loaded by stock Megatron: loss difference of the next {len(again)} steps | | {again.max():.1e} |
-""")
+    rows = [
+        ("", "stock", "FSSDP"),
+        ("---", "---", "---"),
+        ("median step time", f"{a:.3f} s", f"{b:.3f} s (stock/FSSDP {a / b:.2f})"),
+        ("largest relative loss difference, first 20 steps", "", f"{difference[:20].max():.1e}"),
+        (f"the same, all {len(difference)} steps", "", f"{difference.max():.1e}"),
+        ("expert weights of a rank", f"{stock.home_bytes / mib:.1f} MiB", "the same"),
+        ("guests of a rank, weights and fp32 gradients, at most", "0", f"{ours.guest_bytes / mib:.1f} MiB"),
+        ("peak memory of a process", f"{stock.peak_rss / mib:.0f} MiB", f"{ours.peak_rss / mib:.0f} MiB"),
+        (f"loss of the {len(again)} steps after FSSDP's checkpoint, stock against FSSDP", "", f"{again.max():.1e}"),
+    ]
+    print("\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
+    columns = (range(1, len(stock.loss) + 1), stock.loss, ours.loss, stock.seconds, ours.seconds)
     with (out / "steps.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", "stock_loss", "fssdp_loss", "stock_seconds", "fssdp_seconds"])
-        writer.writerows(zip(range(1, len(a_ := stock.loss) + 1), a_, ours.loss, stock.seconds, ours.seconds, strict=True))
+        writer.writerows(zip(*columns, strict=True))
     plot(stock, ours, out)
     print(f"Plots, steps.csv, logs and the checkpoint are in {out}/")
     print("FSSDP trained the same model as stock Megatron." if same else "THE RUNS DIFFER: see the table above.")
@@ -195,8 +202,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if sys.version_info < (3, 12):
         raise SystemExit(
-            "The demo trains through megatron.training, which the megatron-core wheel holds from 0.17 on, for Python 3.12 "
-            f"or newer; this is Python {sys.version.split()[0]}. Install Python 3.12, or use the hook with your checkout."
+            "The demo trains through megatron.training, which the megatron-core wheel holds from 0.17 on, for Python "
+            f"3.12 or newer; this is Python {sys.version.split()[0]}. Install Python 3.12 and run make demo again."
         )
     from prepare_bytes import prepare
 

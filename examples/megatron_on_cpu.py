@@ -2,11 +2,8 @@
 
 Megatron calls ``torch.cuda`` whether or not there is a GPU. `install` puts a stand-in behind every such call that
 training makes, and each stand-in says why it is there. Call `install()` before the first import of megatron, and
-`after_import()` after it; `for_training()` replaces the latter when ``megatron.training`` is used. Or let this file do it
-for a script that knows nothing of it::
-
-    torchrun ... megatron_on_cpu.py pretrain_gpt.py ...                      stock Megatron
-    torchrun ... megatron_on_cpu.py -m megatron_hecate pretrain_gpt.py ...   with our launcher
+`after_import()` after it; `for_training()` replaces the latter when ``megatron.training`` is used. ``run_on_cpu.py``
+does it for scripts that know nothing of it.
 
 Works with megatron-core 0.16.1 to 0.20. What it cannot do: TransformerEngine, DeepEP, CUDA graphs, any timing of a GPU.
 """
@@ -17,14 +14,14 @@ import contextlib
 import functools
 import logging
 import os
-import runpy
-import sys
 import time
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from cpu_adam import FusedAdam
 from torch.overrides import TorchFunctionMode
 
 
@@ -100,7 +97,7 @@ class _Event:
 
 
 @contextlib.contextmanager
-def _nothing(*args: Any, **kwargs: Any):
+def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
@@ -266,45 +263,6 @@ def _load_without_grad() -> None:
     DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
 
 
-class FusedAdam(torch.optim.Optimizer):
-    """apex's FusedAdam in plain torch: ``step`` lives in the parameter group, as Megatron's checkpoints expect."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        **ignored: Any,
-    ) -> None:
-        assert bias_correction and adam_w_mode, "only AdamW with bias correction"
-        super().__init__(params, dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay))
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            if not group["params"]:
-                continue
-            group["step"] = group.get("step", 0) + 1
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["exp_avg"] = torch.zeros_like(p, dtype=torch.float32)
-                    state["exp_avg_sq"] = torch.zeros_like(p, dtype=torch.float32)
-                grad = p.grad.float()
-                state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
-                state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                scale = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
-                update = state["exp_avg"] / (1 - beta1 ** group["step"]) / scale
-                p.add_(update + group["weight_decay"] * p, alpha=-group["lr"])
-
-
 def _fused_adam() -> None:
     """Without apex or TransformerEngine the distributed optimizer cannot load a checkpoint."""
     import megatron.core.optimizer as optimizer
@@ -341,23 +299,3 @@ def _no_build_at_start() -> None:
         import megatron.legacy.fused_kernels as fused_kernels
 
         fused_kernels.load = lambda args: None
-
-
-def main() -> None:
-    """Install everything, then run the script or ``-m module`` on the command line as ``__main__``."""
-    install()
-    torch.set_num_threads(1)
-    import megatron.training.training  # noqa: F401
-
-    for_training()
-    if sys.argv[1] == "-m":
-        sys.argv = sys.argv[2:]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = sys.argv[1:]
-        sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))
-        runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    main()

@@ -42,7 +42,7 @@ class Probe:
         for index, layer in enumerate(self.layers):
             layer.router.register_forward_hook(lambda module, args, out, i=index: self._routed(module, i, out[1]))
             layer.experts.register_forward_pre_hook(lambda module, args, i=index: self._computed(module, i, args[1]))
-        self.file = open(self.folder / f"rank{dist.get_rank()}.jsonl", "w")  # noqa: SIM115 (closed in close)
+        self.file = (self.folder / f"rank{dist.get_rank()}.jsonl").open("w")
         return chunks
 
     def _routed(self, router: Module, layer: int, routing_map: Tensor) -> None:

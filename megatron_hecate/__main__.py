@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import runpy
 import sys
+from pathlib import Path
 
 from megatron_hecate import __version__, config
 
@@ -27,9 +27,9 @@ def main(argv: list[str]) -> int:
     if at is None:
         parser.error("no SCRIPT.py given")
     script = argv[at]
-    if not os.path.exists(script):
+    if not Path(script).exists():
         parser.error(f"{script} does not exist")
-    sys.path[0] = os.path.dirname(os.path.abspath(script))  # as if the script had been started by itself
+    sys.path[0] = str(Path(script).resolve().parent)  # as if the script had been started by itself
     import megatron_hecate.enable  # noqa: F401
 
     sys.argv = [script, *argv[:at], *argv[at + 1 :]]
@@ -43,7 +43,9 @@ def check() -> int:
 
     print(f"megatron-hecate {__version__}, torch {torch.__version__}, {torch.cuda.device_count()} GPUs")
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        print("megatron-core is not installed: pip install 'megatron-hecate[megatron]', or put your checkout on the path")
+        print(
+            "megatron-core is not installed: pip install 'megatron-hecate[megatron]', or put your checkout on the path"
+        )
         return 1
     import megatron.core
 

@@ -1,8 +1,8 @@
 """Guests in Megatron's own expert modules.
 
-The module that holds the homes stays what it is: same class for ``isinstance``, same parameters, same checkpoint. Beside
-it stands a *physical* twin, the same Megatron class with room for P experts and no parameters, which is called with the
-weights of homes and guests for one microbatch (``torch.func.functional_call``). Without guests the twin is not used.
+The module that holds the homes stays what it is: same class for ``isinstance``, same parameters, same checkpoint.
+Beside it stands a *physical* twin, the same Megatron class with room for P experts and no parameters, which is called
+with the weights of homes and guests for one microbatch (``torch.func.functional_call``). Without guests it is not used.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class FSSDPExperts:
     physical: PhysicalExperts
     guests: Guests | None  # of the running forward; set by the layer
 
-    def forward(self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any
+    ) -> Any:
         if self.guests is None:
             return super().forward(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
         wait_for_params(self)
@@ -99,7 +101,9 @@ def _sequential_names(experts: SequentialMLP) -> tuple[list[str], list[Module]]:
 
 def _sequential_twin(experts: SequentialMLP, num_physical: int) -> SequentialMLP:
     twin = _bare_copy(experts)
-    hosts = [_copy_without_parameters(experts.local_experts[0]) for _ in range(num_physical - experts.num_local_experts)]
+    hosts = [
+        _copy_without_parameters(experts.local_experts[0]) for _ in range(num_physical - experts.num_local_experts)
+    ]
     twin.num_local_experts = num_physical
     twin.local_experts = ModuleList([*experts.local_experts, *hosts])
     return twin
@@ -115,8 +119,8 @@ def _grouped_names(experts: TEGroupedMLP) -> tuple[list[str], list[Module]]:
                 linears.append(module)
         if f"{linear}.weight{{}}" not in names or not hasattr(module, "num_gemms"):
             raise ValueError(
-                f"TEGroupedMLP.{linear} is a {type(module).__name__} without num_gemms and one weight0, weight1, ... per "
-                "expert; FSSDP needs TransformerEngine's GroupedLinear (TransformerEngine 1.9 or newer)"
+                f"TEGroupedMLP.{linear} is a {type(module).__name__} without num_gemms and one weight0, weight1, ... "
+                "per expert; FSSDP needs TransformerEngine's GroupedLinear (TransformerEngine 1.9 or newer)"
             )
     return names, linears
 
@@ -141,7 +145,7 @@ def _bare_copy(module: Module) -> Module:
 def _copy_without_parameters(module: Module) -> Module:
     """A shallow copy of a module tree in which every parameter is missing, to be given in each call."""
     twin = _bare_copy(module)
-    twin._parameters = {name: None for name in module._parameters}
+    twin._parameters = dict.fromkeys(module._parameters)
     twin._modules = {
         name: None if child is None else _copy_without_parameters(child) for name, child in module._modules.items()
     }

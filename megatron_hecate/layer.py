@@ -1,11 +1,11 @@
 """The hook that turns MoE layers into FSSDP layers, and the layer: one iteration on one screen.
 
-    observe      route()        count this microbatch's tokens per expert
-    materialize  route()        first forward of an iteration: plan from the forecast, fetch guests
-    route        preprocess()   true loads -> quotas -> every token gets a holder
-    dispatch, experts, combine  Megatron's own, over physical experts
-    backward     slots.Guests   the last microbatch takes the guests' gradients home
-    step         Megatron's own, on homes
+observe      route()        count this microbatch's tokens per expert
+materialize  route()        first forward of an iteration: plan from the forecast, fetch guests
+route        preprocess()   true loads -> quotas -> every token gets a holder
+dispatch, experts, combine  Megatron's own, over physical experts
+backward     slots.Guests   the last microbatch takes the guests' gradients home
+step         Megatron's own, on homes
 """
 
 from __future__ import annotations
@@ -74,9 +74,7 @@ class LayerState:
         self.index, self.config = index, config
         self.name = f"layer {layer.layer_number}"
         self.group: dist.ProcessGroup = layer.ep_group
-        self.homes_only = Placement.initial(
-            layer.config.num_moe_experts, self.group.size(), num_slots=config.slots
-        )
+        self.homes_only = Placement.initial(layer.config.num_moe_experts, self.group.size(), num_slots=config.slots)
         self.world = World.from_ranks(dist.get_process_group_ranks(self.group), ranks_per_node=_ranks_per_node())
         self.stock_dispatcher = layer.token_dispatcher
         self.physical_dispatcher = physical_dispatcher(layer.token_dispatcher, self.homes_only.slots_per_rank)

@@ -89,7 +89,7 @@ class IterationClock:
             raise RuntimeError(
                 f"FSSDP: the optimizer steps while gradients of guests wait for the last of {self.microbatches} "
                 f"microbatches; backward passes seen: {layers}. Megatron's microbatch calculator says "
-                f"{self.microbatches}, the training loop ran fewer: let get_num_microbatches() return the loop's number."
+                f"{self.microbatches}, the loop ran fewer: let get_num_microbatches() return the loop's number."
             )
         self.weights_changed()
 

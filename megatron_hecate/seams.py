@@ -1,7 +1,7 @@
 """Everything we assume about Megatron, in one place, checked when FSSDP is switched on.
 
-`SEAMS` lists the names and parameters we use or override, `REFUSED` the settings we cannot combine with yet. What cannot
-be converted as an object, and is patched instead, stands in `enable`: two functions of ``megatron.training``.
+`SEAMS` lists the names and parameters we use or override, `REFUSED` the settings we cannot combine with yet. What
+cannot be converted as an object, and is patched instead, stands in `enable`: two functions of ``megatron.training``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,12 @@ SEAMS = (
     ),
     Seam("core.transformer.moe.experts:SequentialMLP.forward", _EXPERTS, "overridden: guests join here"),
     Seam("core.transformer.moe.experts:TEGroupedMLP.forward", _EXPERTS, "overridden: guests join here"),
-    Seam("core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher", _DISPATCHER, "built over physical experts"),
-    Seam("core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher", _DISPATCHER, "built over physical experts"),
+    Seam(
+        "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher", _DISPATCHER, "built over physical experts"
+    ),
+    Seam(
+        "core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher", _DISPATCHER, "built over physical experts"
+    ),
     Seam("core.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher", _DISPATCHER, "built over physical experts"),
     Seam("core.process_groups_config:ProcessGroupCollection", ("ep", "expt_tp", "tp_ep"), "the dispatcher's groups"),
     Seam("core.tensor_parallel.random:is_checkpointing", (), "tells a checkpointed forward from evaluation"),

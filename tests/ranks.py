@@ -22,7 +22,9 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed"])  # import them once per session, not once per test
 
 
-def _run_rank(module: str, name: str, rank: int, world_size: int, store: str, args: tuple, kwargs: dict, errors) -> None:
+def _run_rank(
+    module: str, name: str, rank: int, world_size: int, store: str, args: tuple, kwargs: dict, errors
+) -> None:
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     os.environ["TEST_FOLDER"] = str(Path(store).parent)  # the same for all ranks, removed after the test

@@ -1,4 +1,4 @@
-"""Megatron's distributed checkpoints, model and optimizer: FSSDP to stock and back, bit for bit, and to another EP size.
+"""Megatron's distributed checkpoints, model and optimizer: FSSDP to stock and back, bitwise, and to another EP size.
 
 Oracle: the values that were saved, gathered from all ranks by global expert, and the stock model that continues.
 """

@@ -1,4 +1,4 @@
-"""Settings and flags. Oracle: literal lists; a new flag must be added here on purpose (8 are the limit for the project)."""
+"""Settings and flags. Oracle: literal lists; a new flag is added here on purpose (8 are the limit for the project)."""
 
 from __future__ import annotations
 

@@ -1,18 +1,15 @@
-"""Switching on: what the hook changes, what it leaves alone, and what it says when it cannot.
+"""Switching on: what the hook changes, what it leaves alone.
 
-Oracle: the model before the hook (classes, parameters, state dict), and literal messages.
+Oracle: the model before the hook (classes, parameters, state dict).
 """
 
 from __future__ import annotations
-
-import re
-import time
 
 import pytest
 from ranks import ranks
 
 
-def _snapshot(chunks: list) -> list:
+def snapshot(chunks: list) -> list:
     modules = [(name, module) for chunk in chunks for name, module in chunk.named_modules()]
     return [
         (name, id(m), type(m), sorted(k for k in vars(m) if k not in ("training",)), len(m._load_state_dict_post_hooks))
@@ -47,9 +44,9 @@ def test_converts_in_place_and_once() -> None:
     assert list(chunks[0].state_dict()) == names
     assert [name for name, _ in chunks[0].named_modules()] == modules, "no module may be added"
 
-    after = _snapshot(chunks)
-    assert hook(chunks) is chunks and _snapshot(chunks) == after, "idempotent"
-    with pytest.raises(ValueError, match="runs FSSDP already, with .*slots=2.* asked for .*slots=3"):
+    after = snapshot(chunks)
+    assert hook(chunks) is chunks and snapshot(chunks) == after, "idempotent"
+    with pytest.raises(ValueError, match=r"runs FSSDP already, with .*slots=2.* asked for .*slots=3"):
         fssdp(HecateConfig(slots=3))(chunks)
     assert torch.is_grad_enabled()
 
@@ -63,7 +60,7 @@ def test_an_exception_leaves_the_model_as_it_was() -> None:
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     chunks, _ = tiny_gpt.build(case)
-    before = _snapshot(chunks)
+    before = snapshot(chunks)
     original = layer._subclass
     calls = []
 
@@ -76,7 +73,7 @@ def test_an_exception_leaves_the_model_as_it_was() -> None:
     layer._subclass = fails_at_the_third
     with pytest.raises(RuntimeError, match="planted"):
         fssdp(HecateConfig(timeout=30))(chunks)
-    assert _snapshot(chunks) == before
+    assert snapshot(chunks) == before
     layer._subclass = original
     fssdp(HecateConfig(timeout=30))(chunks)  # and it can still be switched on
     assert all(hasattr(m, "fssdp") for m in tiny_gpt.moe_layers(chunks))
@@ -130,186 +127,3 @@ def test_a_model_without_moe_layers_is_an_error() -> None:
 
     with pytest.raises(ValueError, match="the model has no MoE layer; set --num-experts"):
         fssdp(HecateConfig(timeout=30))([torch.nn.Linear(2, 2)])
-
-
-@ranks(2)
-def test_ep_of_one_is_refused() -> None:
-    import tiny_gpt
-
-    from megatron_hecate import HecateConfig, fssdp
-
-    case = tiny_gpt.Case(ep=1)
-    tiny_gpt.initialize(case)
-    chunks, _ = tiny_gpt.build(case)
-    before = _snapshot(chunks)
-    with pytest.raises(ValueError, match="expert_model_parallel_size=1: .* set --expert-model-parallel-size to 2"):
-        fssdp(HecateConfig(timeout=30))(chunks)
-    assert _snapshot(chunks) == before
-
-
-@ranks(2)
-def test_too_many_slots_are_refused() -> None:
-    import tiny_gpt
-
-    from megatron_hecate import HecateConfig, fssdp
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    chunks, _ = tiny_gpt.build(case)
-    with pytest.raises(ValueError, match=r"layer 1: slots=5 is out of range: .* 4 of 8 experts can host 0 to 4 guests"):
-        fssdp(HecateConfig(slots=5, timeout=30))(chunks)
-
-
-@ranks(2)
-def test_every_refused_setting_is_listed_at_once() -> None:
-    import tiny_gpt
-
-    from megatron_hecate import HecateConfig, fssdp
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    chunks, config = tiny_gpt.build(case)
-    planted = dict(
-        fp8="hybrid",
-        fp4="e2m1",
-        moe_pad_expert_input_to_capacity=True,
-        moe_expert_rank_capacity_factor=1.5,
-        moe_paged_stash=True,
-        cuda_graph_impl="local",
-        enable_cuda_graph=True,
-        external_cuda_graph=True,
-        delay_wgrad_compute=True,
-        overlap_dispatch_backward_with_experts_wgrad=True,
-        overlap_moe_expert_parallel_comm=True,
-        use_transformer_engine_op_fuser=True,
-        moe_single_grouped_weight=True,
-        moe_single_grouped_bias=True,
-        moe_use_legacy_grouped_gemm=True,
-        moe_ncclep_zero_copy=True,
-        moe_router_padding_for_quantization=True,
-        moe_router_padding_for_fp8=True,
-        mtp_use_repeated_layer=True,
-        cpu_offloading=True,
-        fine_grained_activation_offloading=True,
-        gtp_weight_remat_size=2,
-        expert_gtp_weight_remat_size=2,
-        transformer_impl="inference_optimized",
-    )
-    for name, value in planted.items():
-        setattr(config, name, value)
-    with pytest.raises(ValueError) as error:
-        fssdp(HecateConfig(timeout=30))(chunks)
-    for name, value in planted.items():
-        assert f"  - --moe-fssdp with {name}={value!r}: " in str(error.value)
-    assert str(error.value).count("\n") == len(planted)
-    from megatron_hecate import seams
-
-    assert {rule.setting for rule in seams.REFUSED} == {*planted, "expert_model_parallel_size"}, "untested refusal"
-
-
-@ranks(2)
-def test_ranks_with_other_settings_are_named() -> None:
-    import tiny_gpt
-    import torch.distributed as dist
-
-    from megatron_hecate import HecateConfig, fssdp
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    chunks, _ = tiny_gpt.build(case)
-    with pytest.raises(ValueError, match="rank 1 has slots=3, rank 0 has slots=2"):
-        fssdp(HecateConfig(slots=2 + dist.get_rank(), timeout=30))(chunks)
-
-
-@ranks(2)
-def test_a_rank_without_the_flag_is_named_in_time() -> None:
-    import tiny_gpt
-    import torch.distributed as dist
-
-    from megatron_hecate import HecateConfig, fssdp
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    chunks, _ = tiny_gpt.build(case)
-    if dist.get_rank() == 0:
-        start = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"rank 0 waited 2 s for ranks \[1\] to switch FSSDP on; is --moe-fssdp"):
-            fssdp(HecateConfig(timeout=2))(chunks)
-        assert time.monotonic() - start < 10
-    else:
-        time.sleep(4)  # this rank never runs the hook
-
-
-@ranks(2)
-def test_a_problem_of_one_rank_stops_all() -> None:
-    import tiny_gpt
-    import torch.distributed as dist
-
-    from megatron_hecate import HecateConfig, fssdp
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    chunks, config = tiny_gpt.build(case)
-    before = _snapshot(chunks)
-    if dist.get_rank() == 1:
-        config.fp8 = "hybrid"
-    with pytest.raises(ValueError, match="with fp8='hybrid'"):
-        fssdp(HecateConfig(timeout=30))(chunks)
-    assert _snapshot(chunks) == before
-
-
-@ranks(2)
-def test_another_megatron_is_refused_with_a_list() -> None:
-    import megatron.core
-    import tiny_gpt
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    from megatron_hecate import HecateConfig, fssdp, seams
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    chunks, _ = tiny_gpt.build(case)
-    version, route = megatron.core.__version__, MoELayer.route
-    assert seams.changed_seams() == []
-    megatron.core.__version__ = "0.15.3"
-    MoELayer.route = lambda self, x: None
-    del MoELayer.preprocess
-    with pytest.raises(ValueError) as error:
-        fssdp(HecateConfig(timeout=30))(chunks)
-    text = str(error.value)
-    assert "megatron-core 0.15.3 is outside 0.16.1 to 0.20" in text
-    assert re.search(r"MoELayer.route \(overridden.*\) no longer takes hidden_states", text)
-    assert re.search(r"MoELayer.preprocess \(overridden.*\) is gone", text)
-    megatron.core.__version__, MoELayer.route = version, route
-    for number, fits in (("0.16.1", True), ("0.20.0rc0", True), ("0.20.3", True), ("0.21.0", False), ("0.16.0", False)):
-        megatron.core.__version__ = number
-        assert not any("outside" in line for line in seams.changed_seams()) == fits, number
-
-
-@ranks(2)
-def test_unknown_expert_module_is_refused() -> None:
-    import tiny_gpt
-    import torch
-
-    from megatron_hecate import HecateConfig, fssdp
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    chunks, _ = tiny_gpt.build(case)
-
-    class OtherExperts(torch.nn.Module):
-        num_local_experts = 4
-
-    tiny_gpt.moe_layers(chunks)[0].experts = OtherExperts()
-    with pytest.raises(ValueError, match="layer 1: experts are a OtherExperts; FSSDP knows SequentialMLP and TEGrouped"):
-        fssdp(HecateConfig(timeout=30))(chunks)
-
-
-@ranks(2)
-def test_megatron_refuses_experts_that_do_not_divide() -> None:
-    import tiny_gpt
-
-    case = tiny_gpt.Case(experts=7)
-    tiny_gpt.initialize(case)
-    with pytest.raises((AssertionError, ValueError)):  # Megatron's own rule, before our hook could run
-        tiny_gpt.build(case)

@@ -45,7 +45,6 @@ def _largest_difference(a, b) -> dict[str, float]:
     }
 
 
-
 # name: (ranks, fields of tiny_gpt.Case, fields of TransformerConfig). "core" ones run on megatron-core 0.16.1 too.
 BF16_TOLERANCE = 1e-2  # activations are rounded to 8 bits, and GEMMs over fewer rows may round differently
 LAYOUTS: dict[str, tuple[int, dict, dict]] = {

@@ -18,8 +18,8 @@ megatron_on_cpu.install()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cpu_spec import for_cpu  # noqa: E402
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core import num_microbatches_calculator as microbatches  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -226,7 +226,7 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
 
 
 def batch(case: Case, step: int, index: int) -> torch.Tensor:
-    """[micro_batch, seq + 1] tokens of this replica's microbatch: t' = 5 t + 7, with noise, so that there is something to learn."""
+    """[micro_batch, seq + 1] tokens of this replica's microbatch: t' = 5 t + 7 with some noise."""
     replica = parallel_state.get_data_parallel_rank()
     generator = torch.Generator().manual_seed(1_000_000 * step + 1_000 * index + replica)
     shape = (case.micro_batch, 1)

@@ -65,7 +65,7 @@ def plan_guests(
     if not candidates:
         return bare
     if degree <= free.min():  # they all fit: every candidate everywhere
-        copies = {e: num_ranks - 1 for e in candidates}
+        copies = dict.fromkeys(candidates, num_ranks - 1)
     else:
         copies = _share_slots(forecast, candidates, total=int(free.sum()), most=num_ranks - 1)
     return bare.with_guests(_spread(forecast, copies, placement=bare, world=world, free=free, load=load))

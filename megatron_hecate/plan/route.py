@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -87,7 +88,7 @@ def split_quotas(
 
 
 def _most_local(load: np.ndarray, placement: Placement, *, source: np.ndarray, node: np.ndarray) -> np.ndarray:
-    """[E, R] tokens served if every source takes the nearest holder: itself, the home or first guest on its node, home."""
+    """[E, R] tokens served if every source takes the nearest holder: itself, one on its node (home first), the home."""
     served = np.zeros((placement.num_experts, placement.num_ranks), dtype=np.int64)
     served[np.arange(placement.num_experts), placement.home] = load.sum(axis=0)
     for e in np.flatnonzero(placement.holders.sum(axis=1) > 1).tolist():
@@ -132,7 +133,7 @@ def _balance(served: np.ndarray, holders: np.ndarray, shared: np.ndarray) -> Non
         while path[-1] != start:
             path.append(parent[path[-1]])
         path.reverse()
-        hops = list(zip(path, path[1:], strict=False))
+        hops = list(pairwise(path))
         amount = min(amount, *(served[experts[holders[experts, b]], a].sum() for a, b in hops))
         for a, b in hops:
             left = amount
@@ -164,7 +165,7 @@ def _reach(start: int, served: np.ndarray, holders: np.ndarray, experts: np.ndar
 def _assign_sources(
     supply: np.ndarray, demand: np.ndarray, *, source: np.ndarray, holder: np.ndarray, node: np.ndarray
 ) -> np.ndarray:
-    """[N, H] split of one expert: sources' ``supply`` [N] onto holders' ``demand`` [H], own rank, own node, the rest."""
+    """[N, H] split of one expert: sources' ``supply`` [N] onto holders' ``demand`` [H], the nearest first."""
     tokens = np.zeros((len(supply), len(demand)), dtype=np.int64)
     supply, demand = supply.astype(np.int64), demand.copy()
     own_rank = source[:, None] == holder[None, :]

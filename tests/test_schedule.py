@@ -1,0 +1,125 @@
+"""Iterations and load history. Oracle: literal sequences of calls, as training loops make them."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks
+
+from megatron_hecate.observe import LoadHistory, LoadMonitor
+from megatron_hecate.schedule import IterationClock
+
+
+class _Log:
+    def __init__(self, num_layers: int, microbatches: int | None) -> None:
+        self.microbatches, self.waiting, self.events = microbatches, [], []
+        self.clock = IterationClock(
+            num_layers,
+            num_microbatches=lambda: self.microbatches,
+            on_begin=lambda: self.events.append("begin"),
+            on_forwards_done=lambda: self.events.append("done"),
+            unsent=lambda: self.waiting,
+        )
+
+    def forward(self, layer: int, *, counts: bool = True) -> bool:
+        begins = self.clock.enter(layer, counts=counts)
+        if counts:
+            self.clock.forwarded(layer)
+        return begins
+
+
+def test_an_optimizer_step_begins_an_iteration() -> None:
+    log = _Log(num_layers=2, microbatches=2)
+    assert [log.forward(layer) for layer in (0, 1, 0, 1)] == [True, True, False, False]
+    assert log.events == ["begin", "done"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.step()
+    assert [log.forward(layer) for layer in (0, 1, 0, 1)] == [True, True, False, False]
+    assert log.events == ["begin", "done", "begin", "done"]
+
+
+def test_a_skipped_step_is_noticed_by_counting() -> None:
+    log = _Log(num_layers=2, microbatches=2)
+    firsts = [log.forward(layer) for layer in (0, 1, 0, 1, 0, 1, 0, 1)]
+    assert firsts == [True, True, False, False, True, True, False, False]
+    assert log.events == ["begin", "done", "begin", "done"]
+
+
+def test_evaluation_and_recomputation_do_not_count() -> None:
+    log = _Log(num_layers=1, microbatches=2)
+    assert log.forward(0)
+    assert not log.forward(0, counts=False)  # recomputed in the backward
+    assert not log.forward(0)
+    log.clock.weights_changed()
+    assert log.forward(0, counts=False)  # evaluation comes first and brings the guests
+    assert not log.forward(0, counts=False)
+    assert not log.forward(0) and not log.forward(0)
+    assert log.events == ["begin", "done", "begin", "done"]
+
+
+def test_interleaved_chunks_and_ramp_up() -> None:
+    log = _Log(num_layers=2, microbatches=2)
+    # chunk 0 runs both microbatches before chunk 1, as interleaved pipelines do
+    assert [log.forward(layer) for layer in (0, 0, 1, 1)] == [True, False, True, False]
+    assert log.events == ["begin", "done"]
+    log.microbatches = 3  # the global batch grows
+    log.clock.weights_changed()
+    assert [log.forward(0) for _ in range(3)] == [True, False, False]
+    assert [log.forward(1) for _ in range(3)] == [True, False, False]
+    assert log.events == ["begin", "done", "begin", "done"]
+
+
+def test_unknown_number_of_microbatches() -> None:
+    log = _Log(num_layers=1, microbatches=None)
+    assert [log.forward(0) for _ in range(5)] == [True, False, False, False, False]
+    log.clock.weights_changed()
+    assert log.forward(0)
+    assert log.events == ["begin", "begin"]
+
+
+def test_a_step_with_gradients_away_from_home_is_an_error() -> None:
+    log = _Log(num_layers=1, microbatches=4)
+    log.forward(0)
+    log.waiting = [("layer 3", 1)]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(RuntimeError, match=r"last of 4 microbatches; backward passes seen: layer 3 \(1 of 4\)"):
+        optimizer.step()
+
+
+def test_a_dead_clock_leaves_optimizers_alone() -> None:
+    log = _Log(num_layers=1, microbatches=1)
+    log.waiting = [("layer 1", 1)]
+    del log
+    gc.collect()
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+
+
+def test_forecast_is_the_mean_of_five() -> None:
+    history = LoadHistory()
+    assert history.forecast() is None
+    for value in (100, 1, 2, 3, 4, 5):
+        history.append(np.full((2, 3), value))
+    assert (history.forecast() == 3.0).all()
+
+
+@ranks(3)
+def test_counts_are_summed_over_the_group() -> None:
+    rank = dist.get_rank()
+    monitor = LoadMonitor(2, 4, dist.group.WORLD)
+    monitor.finish_reduce()  # nothing counted: no message
+    assert monitor.history.forecast() is None
+    for _ in range(2):
+        routing_map = torch.zeros(5, 4, dtype=torch.bool)
+        routing_map[: rank + 1, 2] = True
+        monitor.count(1, routing_map)
+    monitor.count(0, torch.ones(1, 3, dtype=torch.bool))  # a layer with fewer experts
+    monitor.start_reduce()
+    monitor.start_reduce()  # once per iteration
+    monitor.finish_reduce()
+    assert monitor.history.forecast().tolist() == [[3, 3, 3, 0], [0, 0, 2 * (1 + 2 + 3), 0]]
+    monitor.finish_reduce()
+    assert monitor.history.forecast().tolist() == [[3, 3, 3, 0], [0, 0, 12, 0]]
