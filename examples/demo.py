@@ -38,7 +38,7 @@ MODEL = """
 TRAINING = """
     --micro-batch-size 8 --global-batch-size 32 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 5
     --weight-decay 0.01 --clip-grad 1.0 --use-distributed-optimizer --seed 1234
-    --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 64 --split 98,1,1
+    --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 64 --split 100,0,0
     --eval-iters 0 --eval-interval 1000000 --log-interval 1 --num-workers 0
 """
 CPU = """

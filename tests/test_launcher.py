@@ -58,18 +58,15 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _pretrain(text: Path, *arguments: str, launcher: list[str], script: Path = SCRIPT, settings: str = "") -> str:
     """Train the demo's model, smaller, on 2 processes; returns the log, or raises with it."""
-    process, log = _start(text, *arguments, launcher=launcher, script=script, settings=settings)
-    try:
-        log, _ = process.communicate(timeout=150)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
-    assert process.returncode == 0, log[-6000:]
+    code, log = _run(text, *arguments, launcher=launcher, script=script, settings=settings)
+    assert code == 0, log[-6000:]
     return log
 
 
-def _start(
+def _run(
     text: Path, *arguments: str, launcher: list[str], script: Path = SCRIPT, settings: str = ""
-) -> tuple[subprocess.Popen, str]:
+) -> tuple[int, str]:
+    """Exit status and log of a run, after which none of its processes lives."""
     import demo
 
     with socket.socket() as probe:
@@ -83,7 +80,7 @@ def _start(
     command += [*settings.split(), *arguments]
     path = os.pathsep.join([str(ROOT / "examples"), str(ROOT / "tests")])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
-    process = subprocess.Popen(
+    with subprocess.Popen(
         command,
         cwd=ROOT,
         env=environment,
@@ -91,8 +88,21 @@ def _start(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-    )
-    return process, ""
+    ) as process:
+        try:
+            log, _ = process.communicate(timeout=150)
+        except subprocess.TimeoutExpired:
+            for pid in _descendants(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+            raise
+    return process.returncode, log
+
+
+def _descendants(pid: int) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 def _losses(log: str) -> list[float]:
@@ -126,22 +136,22 @@ def test_flags_that_cannot_be_combined_stop_the_run_with_a_list(text: Path) -> N
 
 @pytest.mark.newest
 def test_a_rank_that_dies_leaves_nothing_behind(text: Path, tmp_path: Path) -> None:
-    shared_memory = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
+    shm = Path("/dev/shm")
+    before = set(shm.iterdir()) if shm.exists() else set()
     save = tmp_path / "checkpoint"
     start = time.monotonic()
-    process, _ = _start(
+    code, log = _run(
         text,
-        "--save",
-        str(save),
-        "--save-interval",
-        "3",
+        *f"--save {save} --save-interval 3".split(),
         launcher=["-m", "megatron_hecate", "--moe-fssdp", "--moe-fssdp-timeout", "10"],
         script=ROOT / "tests" / "dying_pretrain.py",
     )
-    log, _ = process.communicate(timeout=120)
-    assert process.returncode != 0 and time.monotonic() - start < 110, log[-3000:]
-    with pytest.raises(ProcessLookupError):  # every process of the run's session is gone
-        os.killpg(process.pid, 0)
-    left = {p for p in Path("/dev/shm").iterdir()} - shared_memory if Path("/dev/shm").exists() else set()
+    assert code != 0 and time.monotonic() - start < 110, log[-3000:]
+    assert "FSSDP on" in log and "rank      : 1" in log, log[-3000:]  # the launcher names the rank that died first
+    import psutil
+
+    alive = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if str(save) in (p.info["cmdline"] or [])]
+    assert not alive, alive
+    left = set(shm.iterdir()) - before if shm.exists() else set()
     assert not [p for p in left if "torch" in p.name or "hecate" in p.name], left
     assert not list(save.rglob("*.distcp")), "a checkpoint was begun"
