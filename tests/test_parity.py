@@ -124,6 +124,7 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
     "one-home-per-rank": (4, dict(ep=4, experts=4), {}),
     "many-experts": (2, dict(experts=32, skew=3.0), {}),
     "calculate-per-token-loss": (2, dict(accumulate=2), dict(calculate_per_token_loss=True)),
+    "mtp": (2, dict(accumulate=2), dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.1)),
     "moe-every-second-layer": (2, {}, dict(moe_layer_freq=2)),
     "core-bf16": (2, dict(bf16=True, accumulate=4), {}),
     "bf16-distopt-overlap-edp2": (4, dict(bf16=True, distributed_optimizer=True, overlap=True, accumulate=4), {}),

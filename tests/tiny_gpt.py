@@ -25,7 +25,10 @@ from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_mtp_block_spec,
+)
 from megatron.core.models.gpt.gpt_model import GPTModel  # noqa: E402
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer  # noqa: E402
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func  # noqa: E402
@@ -152,16 +155,20 @@ def build(case: Case, hook: Callable[[list], list] | None = None) -> tuple[list,
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **where)
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where)
+        spec = for_cpu(spec)
+        extra = dict(where)
+        if config.mtp_num_layers:
+            extra["mtp_block_spec"] = for_cpu(get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **where))
         chunk = GPTModel(
             config,
-            for_cpu(spec),
+            spec,
             vocab_size=VOCAB,
             max_sequence_length=case.seq,
             pre_process=first,
             post_process=last,
             position_embedding_type="rope",
             share_embeddings_and_output_weights=False,
-            **where,
+            **extra,
         )
         chunks.append(chunk)
     for layer in moe_layers(chunks):
@@ -261,7 +268,8 @@ def forward_step(iterator: Any, model: Any, case: Case) -> tuple[torch.Tensor, C
         dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return loss, count, {"lm loss": report}
 
-    return model(tokens, positions, mask, labels=labels), loss_func
+    loss_mask = torch.ones(labels.shape)  # multi-token prediction wants one
+    return model(tokens, positions, mask, labels=labels, loss_mask=loss_mask), loss_func
 
 
 def run(case: Case, chunks: list, step: int, *, num_microbatches: int, forward_only: bool = False) -> float:
