@@ -105,11 +105,6 @@ REFUSED = (
         _set,
         "gradients of guests must exist when their layer's backward ends",
     ),
-    Refusal(
-        "overlap_moe_expert_parallel_comm",
-        _set,
-        "the combined forward-backward schedule interleaves microbatches inside a layer, which is not tested",
-    ),
     Refusal("use_transformer_engine_op_fuser", _set, "fused operators keep their own references to the weights"),
     Refusal("moe_single_grouped_weight", _set, "one tensor for all experts has no room for guests"),
     Refusal("moe_single_grouped_bias", _set, "one tensor for all experts has no room for guests"),

@@ -124,6 +124,17 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
     "one-home-per-rank": (4, dict(ep=4, experts=4), {}),
     "many-experts": (2, dict(experts=32, skew=3.0), {}),
     "calculate-per-token-loss": (2, dict(accumulate=2), dict(calculate_per_token_loss=True)),
+    "ep-comm-overlap": (2, dict(accumulate=4), dict(overlap_moe_expert_parallel_comm=True)),
+    "ep-comm-overlap-distopt": (
+        2,
+        dict(accumulate=4, distributed_optimizer=True, overlap=True),
+        dict(overlap_moe_expert_parallel_comm=True),
+    ),
+    "ep-comm-overlap-pp2-vpp2": (
+        4,
+        dict(pp=2, vpp=2, accumulate=4, distributed_optimizer=True, overlap=True),
+        dict(overlap_moe_expert_parallel_comm=True),
+    ),
     "mtp": (2, dict(accumulate=2), dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.1)),
     "moe-every-second-layer": (2, {}, dict(moe_layer_freq=2)),
     "core-bf16": (2, dict(bf16=True, accumulate=4), {}),

@@ -58,7 +58,6 @@ def test_every_refused_setting_is_listed_at_once() -> None:
         external_cuda_graph=True,
         delay_wgrad_compute=True,
         overlap_dispatch_backward_with_experts_wgrad=True,
-        overlap_moe_expert_parallel_comm=True,
         use_transformer_engine_op_fuser=True,
         moe_single_grouped_weight=True,
         moe_single_grouped_bias=True,

@@ -141,7 +141,11 @@ def transformer_config(case: Case) -> TransformerConfig:
     if case.one_expert:  # Megatron's rule for top-1
         fields.update(moe_router_pre_softmax=True)
     fields.update(case.settings)
-    return TransformerConfig(**fields)
+    # Megatron allows the combined schedule in bf16 only; fp32 takes it too, and tells right from nearly right
+    combined = fields.pop("overlap_moe_expert_parallel_comm", False)
+    config = TransformerConfig(**fields)
+    config.overlap_moe_expert_parallel_comm = combined
+    return config
 
 
 def build(case: Case, hook: Callable[[list], list] | None = None) -> tuple[list, TransformerConfig]:
@@ -158,7 +162,9 @@ def build(case: Case, hook: Callable[[list], list] | None = None) -> tuple[list,
         spec = for_cpu(spec)
         extra = dict(where)
         if config.mtp_num_layers:
-            extra["mtp_block_spec"] = for_cpu(get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **where))
+            extra["mtp_block_spec"] = for_cpu(
+                get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **where)
+            )
         chunk = GPTModel(
             config,
             spec,
@@ -246,7 +252,7 @@ def batch(case: Case, step: int, index: int) -> torch.Tensor:
     return torch.cat(rows, dim=1)
 
 
-def forward_step(iterator: Any, model: Any, case: Case) -> tuple[torch.Tensor, Callable]:
+def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False, *, case: Case) -> tuple[Any, Callable]:
     data = next(iterator)
     tokens, labels = data[:, :-1].contiguous(), data[:, 1:].contiguous()
     positions = torch.arange(case.seq).expand(case.micro_batch, -1)
@@ -268,6 +274,10 @@ def forward_step(iterator: Any, model: Any, case: Case) -> tuple[torch.Tensor, C
         dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return loss, count, {"lm loss": report}
 
+    if return_schedule_plan:  # overlap_moe_expert_parallel_comm: the schedule runs the layers' parts itself
+        while not hasattr(model, "build_schedule_plan"):
+            model = model.module
+        return model.build_schedule_plan(tokens, positions, mask, labels=labels), loss_func
     loss_mask = torch.ones(labels.shape)  # multi-token prediction wants one
     return model(tokens, positions, mask, labels=labels, loss_mask=loss_mask), loss_func
 
