@@ -80,3 +80,23 @@ assert not torch.cuda.is_initialized()
 assert dict(os.environ) == before
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=PACKAGE.parent)
+
+
+def test_the_cpu_stand_in_refuses_a_gpu() -> None:
+    code = """
+import torch
+torch.cuda.is_available = lambda: True
+import megatron_on_cpu
+current_device = torch.cuda.current_device
+try:
+    megatron_on_cpu.install()
+except RuntimeError as error:
+    assert "for machines without a GPU" in str(error)
+else:
+    raise SystemExit("it loaded")
+assert torch.cuda.current_device is current_device, "something was replaced"
+"""
+    examples = PACKAGE.parent / "examples"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=examples)
+    for path in FILES:
+        assert "megatron_on_cpu" not in path.read_text(), f"{path} must not know of the stand-in"
