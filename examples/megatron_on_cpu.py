@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import os
 import time
@@ -291,10 +292,11 @@ def _claim_gpu() -> None:
 
 
 def _no_build_at_start() -> None:
-    """Training builds C++ and CUDA helpers when it starts: the wheel ships the first built, the second need nvcc."""
+    """Training builds C++ and CUDA helpers when it starts: a wheel has the first, but no Makefile; CUDA needs nvcc."""
     import megatron.core.datasets.utils as dataset_utils
 
-    dataset_utils.compile_helpers = lambda: None
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        dataset_utils.compile_helpers = lambda: None
     with contextlib.suppress(ImportError):  # gone from 0.18 on
         import megatron.legacy.fused_kernels as fused_kernels
 
