@@ -8,50 +8,71 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_hecate.config import HecateConfig
-
 _round = 0  # how often this process has agreed: every model has keys of its own
 
 
-def agree(config: HecateConfig, *, num_layers: int, problems: list[str]) -> None:
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """What a rank tells the others.
+
+    Args:
+        settings: its `HecateConfig`, field by field.
+        layers: names of the MoE layers it has; none is fine for a pipeline stage, not for a whole model.
+        problems: what stops it.
+        node: name of the machine it runs on.
+        summary: what the line that says FSSDP is on tells of its layers.
+    """
+
+    settings: dict[str, Any]
+    layers: list[str]
+    problems: list[str]
+    node: str = dataclasses.field(default_factory=socket.gethostname)
+    summary: str = ""
+
+
+def agree(note: Note, *, timeout: float) -> list[Note]:
     """Wait for all ranks of the job and compare notes.
 
     Args:
-        config: this rank's settings.
-        num_layers: MoE layers on this rank; none is fine for a pipeline stage, not for a whole model.
-        problems: what stops this rank.
+        note: this rank's.
+        timeout: seconds to wait for the others.
+
+    Returns:
+        The notes of all ranks, by rank.
 
     Raises:
         ValueError: when any rank has a problem or other settings, or no rank has a MoE layer.
-        TimeoutError: naming the ranks that did not come within ``config.timeout``.
+        TimeoutError: naming the ranks that did not come in time.
     """
     global _round
     _round += 1
     store, rank, size = _get_default_store(), dist.get_rank(), dist.get_world_size()
     keys = [f"megatron_hecate/agree/{_round}/{r}" for r in range(size)]
-    settings = dataclasses.asdict(config)
-    store.set(keys[rank], json.dumps({"settings": settings, "layers": num_layers, "problems": problems}))
+    store.set(keys[rank], json.dumps(dataclasses.asdict(note)))
     try:
-        store.wait(keys, timedelta(seconds=config.timeout))
+        store.wait(keys, timedelta(seconds=timeout))
     except RuntimeError as error:  # DistStoreError is one
         missing = [r for r, key in enumerate(keys) if not store.check([key])]
         raise TimeoutError(
-            f"FSSDP: rank {rank} waited {config.timeout:g} s for ranks {missing} to switch FSSDP on; is --moe-fssdp "
+            f"FSSDP: rank {rank} waited {timeout:g} s for ranks {missing} to switch FSSDP on; is --moe-fssdp "
             "given on every rank, and do all of them build the model?"
         ) from error
-    notes = [json.loads(store.get(key)) for key in keys]
+    notes = [Note(**json.loads(store.get(key))) for key in keys]
 
-    found = dict.fromkeys(problem for note in notes for problem in note["problems"])
-    for other, note in enumerate(notes):
-        for name, value in note["settings"].items():
-            if value != notes[0]["settings"][name]:
-                found[f"rank {other} has {name}={value!r}, rank 0 has {name}={notes[0]['settings'][name]!r}"] = None
-    if not any(note["layers"] for note in notes):
+    found = dict.fromkeys(problem for other in notes for problem in other.problems)
+    for r, other in enumerate(notes):
+        for name, value in other.settings.items():
+            if value != notes[0].settings[name]:
+                found[f"rank {r} has {name}={value!r}, rank 0 has {name}={notes[0].settings[name]!r}"] = None
+    if not any(other.layers for other in notes):
         found["the model has no MoE layer; set --num-experts, or leave --moe-fssdp off"] = None
     if found:
         raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in found))
+    return notes

@@ -188,11 +188,10 @@ class _PointToPoint:
         if not self.ops:
             return
         start, done = time.monotonic(), 0
-        host_wait = {} if self.ops[0].tensor.is_cuda else {"timeout": timedelta(seconds=self.timeout)}
         try:
             works = dist.batch_isend_irecv(self.ops)
             for work in works:
-                work.wait(**host_wait)
+                _wait(work, self.ops[0].tensor, self.timeout)
                 done += 1
         except RuntimeError as error:
             what, peer, size = self.peers[min(done, len(self.peers) - 1)]
@@ -202,6 +201,31 @@ class _PointToPoint:
                 f"({size} bytes): expected {len(self.peers)} transfers, {done} were seen. Rank {peer} died, hangs, or "
                 f"did not take part. Cause: {error}"
             ) from error
+
+
+def _wait(work: dist.Work, tensor: Tensor, timeout: float) -> None:
+    """On a GPU the stream waits and the process group's own timeout holds; the host must run ahead."""
+    if tensor.is_cuda:
+        work.wait()
+    else:
+        work.wait(timeout=timedelta(seconds=timeout))
+
+
+def finish(work: dist.Work, tensor: Tensor, group: dist.ProcessGroup, *, what: str, label: str, timeout: float) -> None:
+    """Wait for a collective of the whole ``group`` over ``tensor``.
+
+    Raises:
+        TransferError: naming ``label`` and the ranks of the group, when one dies or does not take part in time.
+    """
+    start = time.monotonic()
+    try:
+        _wait(work, tensor, timeout)
+    except RuntimeError as error:
+        raise TransferError(
+            f"{label}: {what} failed on rank {group.rank()} of {group.size()} after {time.monotonic() - start:.1f} s "
+            f"(timeout {timeout:g} s): expected all of ranks {dist.get_process_group_ranks(group)} (in the job), one "
+            f"died, hangs, or did not take part. Cause: {error}"
+        ) from error
 
 
 def _save_gather(ctx: Any, inputs: tuple, output: Tensor) -> None:

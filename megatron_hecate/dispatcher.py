@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
+from megatron_hecate.collectives import finish
 from megatron_hecate.plan import Placement, Quotas
 
 
@@ -36,11 +37,16 @@ def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoEToke
     return dispatcher
 
 
-def gather_loads(routing_map: Tensor, group: dist.ProcessGroup) -> np.ndarray:
-    """[N, E] tokens of every source rank of ``group`` for every expert, from this rank's ``routing_map`` [T, E]."""
+def gather_loads(routing_map: Tensor, group: dist.ProcessGroup, *, label: str, timeout: float) -> np.ndarray:
+    """[N, E] tokens of every source rank of ``group`` for every expert, from this rank's ``routing_map`` [T, E].
+
+    Raises:
+        TransferError: naming ``label``, when a rank dies or does not answer within ``timeout`` seconds.
+    """
     own = routing_map.sum(dim=0)
     loads = own.new_empty(group.size() * len(own))
-    dist.all_gather_into_tensor(loads, own, group=group)
+    work = dist.all_gather_into_tensor(loads, own, group=group, async_op=True)
+    finish(work, loads, group, what="gathering the loads", label=label, timeout=timeout)
     return loads.view(group.size(), -1).cpu().numpy()
 
 

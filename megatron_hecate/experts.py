@@ -34,7 +34,6 @@ class PhysicalExperts:
     def __init__(self, experts: Module, num_physical: int) -> None:
         self.num_homes = experts.num_local_experts
         self.num_physical = num_physical
-        self.stock_class = type(experts)
         if isinstance(experts, TEGroupedMLP):
             self._names, linears = _grouped_names(experts)
             self.twin = _grouped_twin(experts, num_physical)
@@ -46,21 +45,23 @@ class PhysicalExperts:
                 f"experts are a {type(experts).__name__}; FSSDP knows SequentialMLP and TEGroupedMLP "
                 "(--moe-grouped-gemm with TransformerEngine)"
             )
-        self.homes: list[list[Parameter]] = [
-            [experts.get_parameter(name.format(i)) for name in self._names] for i in range(self.num_homes)
-        ]
+        self._experts = experts
         # a fused GEMM writes weights' gradients only; biases go through autograd
         self.layout = ChunkLayout(
-            shapes=tuple(p.shape for p in self.homes[0]),
+            shapes=tuple(p.shape for p in self.homes()[0]),
             fused=tuple(
                 "weight" in name and _fuses_wgrad(linear) for name, linear in zip(self._names, linears, strict=True)
             ),
         )
 
+    def homes(self) -> list[list[Parameter]]:
+        """The parameters of this rank's own experts. Looked up each time: loading or moving a model replaces them."""
+        return [[self._experts.get_parameter(name.format(i)) for name in self._names] for i in range(self.num_homes)]
+
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one guest's weights."""
-        return sum(p.numel() * p.element_size() for p in self.homes[0])
+        return sum(p.numel() * p.element_size() for p in self.homes()[0])
 
     def named(self, weights: list[list[Tensor]]) -> dict[str, Tensor]:
         """The weights of all physical experts under the twin's parameter names."""
@@ -136,9 +137,13 @@ def _grouped_twin(experts: TEGroupedMLP, num_physical: int) -> TEGroupedMLP:
 
 
 def _bare_copy(module: Module) -> Module:
-    """A shallow copy that shares submodules, hooks and settings, and can get submodules of its own."""
+    """A shallow copy that shares submodules and settings, can get submodules of its own, and has no hooks: a user's
+    hook on ``module`` fires there, once per forward."""
     twin = copy.copy(module)
     twin._parameters, twin._modules = dict(module._parameters), dict(module._modules)
+    for name, value in vars(module).items():
+        if "_hooks" in name and isinstance(value, dict):
+            setattr(twin, name, type(value)())
     return twin
 
 

@@ -11,19 +11,19 @@ step         Megatron's own, on homes
 from __future__ import annotations
 
 import contextlib
-import os
+import dataclasses
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 from torch.nn import Module
 
 from megatron_hecate import seams
-from megatron_hecate.agreement import agree
+from megatron_hecate.agreement import Note, agree
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.dispatcher import gather_loads, physical_dispatcher, to_physical
 from megatron_hecate.experts import FSSDPExperts, PhysicalExperts
@@ -41,20 +41,18 @@ class FSSDPLayer:
     fssdp: LayerState
 
     def route(self, hidden_states: Tensor, *args: Tensor | None, **kwargs: Tensor | None) -> tuple[Tensor, Tensor]:
-        counted = seams.is_counted_forward(self)
-        self.fssdp.materialize(counted=counted)
+        purpose = seams.purpose_of_forward(self)
+        self.experts.guests = self.fssdp.materialize(purpose)
         probs, routing_map = super().route(hidden_states, *args, **kwargs)
-        if counted:
+        if purpose is seams.Forward.MICROBATCH:
             self.fssdp.observe(routing_map)
         return probs, routing_map
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
-        state = self.fssdp
-        self.experts.guests = state.guests
-        self.token_dispatcher = state.stock_dispatcher
-        if state.guests is not None:
-            self.token_dispatcher = state.physical_dispatcher
-            routing_map, probs = state.to_holders(routing_map, probs)
+        self.token_dispatcher = self.fssdp.stock_dispatcher
+        if self.experts.guests is not None:
+            self.token_dispatcher = self.fssdp.physical_dispatcher
+            routing_map, probs = self.fssdp.to_holders(routing_map, probs)
         return super().preprocess(hidden_states, probs, routing_map)
 
 
@@ -75,7 +73,6 @@ class LayerState:
         self.name = f"layer {layer.layer_number}"
         self.group: dist.ProcessGroup = layer.ep_group
         self.homes_only = Placement.initial(layer.config.num_moe_experts, self.group.size(), num_slots=config.slots)
-        self.world = World.from_ranks(dist.get_process_group_ranks(self.group), ranks_per_node=_ranks_per_node())
         self.stock_dispatcher = layer.token_dispatcher
         self.physical_dispatcher = physical_dispatcher(layer.token_dispatcher, self.homes_only.slots_per_rank)
         self.experts = PhysicalExperts(layer.experts, self.homes_only.slots_per_rank)
@@ -85,33 +82,46 @@ class LayerState:
         self.placement = self.homes_only
         self.guests: Guests | None = None
 
-    def attach(self, model: ModelState) -> None:
+    def attach(self, model: ModelState, nodes: list[str]) -> None:
+        """Join the model's layers; ``nodes`` names the machine of every rank of the job."""
         self.model = model
+        self.world = World.from_names([nodes[rank] for rank in dist.get_process_group_ranks(self.group)])
 
     def observe(self, routing_map: Tensor) -> None:
         """Count one microbatch's ``routing_map`` [T, E]."""
         self.model.monitor.count(self.index, routing_map.detach())
         self.model.clock.forwarded(self.index)
 
-    def materialize(self, *, counted: bool) -> None:
-        """On the first forward of an iteration, plan this layer's guests and fetch them."""
+    def materialize(self, purpose: seams.Forward) -> Guests | None:
+        """The guests this forward computes with; on the first of an iteration, planned and fetched.
+
+        Evaluation runs without guests: its weights may be others (averages, for example) than those of training.
+        """
         clock = self.model.clock
-        if not clock.enter(self.index, counts=counted):
-            return
-        self.guests = None  # before the new ones are allocated
-        self.placement = self._plan()
-        if self.placement.num_guests:
-            seams.wait_for_params(self.model.layers[self.index].experts)
-            self.guests = Guests(
-                self.experts.homes,
-                self.experts.layout,
-                self.placement,
-                self.group,
-                microbatches=clock.microbatches or 1,
-                label=self.name,
-                timeout=self.config.timeout,
-            )
-            self.model.guests.add(self.guests)
+        if purpose is seams.Forward.OTHER:
+            return None
+        if purpose is seams.Forward.RECOMPUTED:
+            if not clock.is_in(self.index):
+                raise NotImplementedError(
+                    f"{self.name} is recomputed in the backward, but its forward ran without gradients, where it looks "
+                    "like evaluation; use Megatron's --recompute-granularity, or checkpoint(..., use_reentrant=False)"
+                )
+        elif clock.enter(self.index):
+            self.guests = None  # before the new ones are allocated
+            self.placement = self._plan()
+            if self.placement.num_guests:
+                seams.wait_for_params(self.model.layers[self.index].experts)
+                self.guests = Guests(
+                    self.experts.homes(),
+                    self.experts.layout,
+                    self.placement,
+                    self.group,
+                    microbatches=clock.microbatches or 1,
+                    label=self.name,
+                    timeout=self.config.timeout,
+                )
+                self.model.guests.add(self.guests)
+        return self.guests
 
     def _plan(self) -> Placement:
         forecast = self.model.monitor.history.forecast()
@@ -122,7 +132,7 @@ class LayerState:
 
     def to_holders(self, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Logical to physical experts, by quotas that every rank computes alike from the true loads."""
-        loads = gather_loads(routing_map, self.sources)
+        loads = gather_loads(routing_map, self.sources, label=self.name, timeout=self.config.timeout)
         quotas = split_quotas(loads, self.placement, self.world, source_rank=self.source_rank)
         return to_physical(routing_map, probs, quotas, self.placement, source=self.sources.rank())
 
@@ -134,17 +144,21 @@ class ModelState:
         self.layers = layers
         self.guests: weakref.WeakSet[Guests] = weakref.WeakSet()  # of any layer, as long as some backward may need them
         num_experts = max(state.homes_only.num_experts for state in states)
-        self.monitor = LoadMonitor(len(layers), num_experts, states[0].sources)
+        self.monitor = LoadMonitor(len(layers), num_experts, states[0].sources, timeout=states[0].config.timeout)
         self.clock = IterationClock(
             len(layers),
             num_microbatches=seams.num_microbatches,
             on_begin=self.monitor.finish_reduce,
             on_forwards_done=self.monitor.start_reduce,
-            unsent=self._unsent,
+            drop_unsent=self._drop_unsent,
         )
 
-    def _unsent(self) -> list[tuple[str, int]]:
-        return sorted((guests.label, guests.unsent) for guests in self.guests if guests.unsent)
+    def _drop_unsent(self) -> list[tuple[str, int]]:
+        waiting = [guests for guests in self.guests if guests.unsent]
+        found = sorted((guests.label, guests.unsent) for guests in waiting)
+        for guests in waiting:
+            guests.drop_unsent()
+        return found
 
 
 def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
@@ -160,16 +174,28 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
 
     def hook(chunks: Chunks) -> Chunks:
         layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
-        if layers and all(isinstance(layer, FSSDPLayer) for layer in layers):
-            other = layers[0].fssdp.config
+        converted = [layer for layer in layers if isinstance(layer, FSSDPLayer)]
+        if converted and len(converted) == len(layers):
+            other = converted[0].fssdp.config
             if other != config:
                 raise ValueError(f"this model runs FSSDP already, with {other}; asked for {config}")
             return chunks
         states, problems = _prepare(layers, config)
-        agree(config, num_layers=len(layers), problems=problems)
+        if converted:
+            names = [layer.fssdp.name for layer in converted]
+            problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
+        note = Note(
+            settings=dataclasses.asdict(config),
+            layers=[_layer_key(layer) for layer in layers],
+            problems=problems,
+            summary=_summary(states, config),
+        )
+        notes = agree(note, timeout=config.timeout)
         if layers:
-            _convert(layers, states)
-            _announce(states, config)
+            _convert(layers, states, [note.node for note in notes])
+        if dist.get_rank() == 0:
+            num_layers = len({key for note in notes for key in note.layers})
+            print(f"FSSDP on: {num_layers} MoE layers, {next(n.summary for n in notes if n.summary)}", flush=True)
         return chunks
 
     return hook
@@ -188,16 +214,33 @@ def _prepare(layers: list[MoELayer], config: HecateConfig) -> tuple[list[LayerSt
                 states.append(LayerState(layer, index, config))
             except (TypeError, ValueError) as error:
                 problems.append(f"layer {layer.layer_number}: {error}")
+            except Exception as error:  # every rank must hear of it, whatever it is
+                problems.append(f"layer {layer.layer_number}: {type(error).__name__}: {error}")
     return states, problems
 
 
-def _convert(layers: list[MoELayer], states: list[LayerState]) -> None:
+def _layer_key(layer: MoELayer) -> str:
+    """Tells a model's layers apart: multi-token prediction numbers its own from 1."""
+    return f"{'mtp ' if getattr(layer, 'is_mtp_layer', False) else ''}{layer.layer_number}"
+
+
+def _summary(states: list[LayerState], config: HecateConfig) -> str:
+    if not states:
+        return ""
+    guests = sum(state.experts.chunk_bytes * config.slots for state in states) / 2**20
+    return (
+        f"{states[0].homes_only.num_experts} experts over {states[0].group.size()} ranks, {config.slots} slots per "
+        f"rank and layer ({guests:.1f} MiB of guest weights on a rank), lifetime {config.lifetime}, transport p2p"
+    )
+
+
+def _convert(layers: list[MoELayer], states: list[LayerState], nodes: list[str]) -> None:
     """Turn all layers at once; an exception undoes what was done."""
     model = ModelState(layers, states)
     with contextlib.ExitStack() as undo:
         for layer, state in zip(layers, states, strict=True):
             experts = layer.experts
-            state.attach(model)
+            state.attach(model, nodes)
             _assign(undo, layer, fssdp=state, __class__=_subclass(FSSDPLayer, type(layer)))
             _assign(
                 undo, experts, physical=state.experts, guests=None, __class__=_subclass(FSSDPExperts, type(experts))
@@ -217,22 +260,6 @@ def _assign(undo: contextlib.ExitStack, module: Module, **attributes: Any) -> No
         setattr(module, name, value)
 
 
+@functools.cache
 def _subclass(mixin: type, base: type) -> type:
     return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})
-
-
-def _ranks_per_node() -> int:
-    """As the launcher says; without one, as many as this machine has GPUs."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(torch.cuda.device_count(), 1)
-
-
-def _announce(states: list[LayerState], config: HecateConfig) -> None:
-    first = states[0]
-    if dist.get_rank() == 0:
-        slots = sum(state.experts.chunk_bytes * config.slots for state in states)
-        print(
-            f"FSSDP on: {len(states)} MoE layers on this rank, {first.homes_only.num_experts} experts over "
-            f"{first.group.size()} ranks, {config.slots} slots per rank and layer ({slots / 2**20:.1f} MiB of guest "
-            f"weights), lifetime {config.lifetime}, transport p2p",
-            flush=True,
-        )

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron_hecate.collectives import finish
 
 WINDOW: int = 5  # iterations; the paper's sliding window
 
@@ -44,10 +47,11 @@ class LoadMonitor:
         num_layers: layers on this rank, L.
         num_experts: E, the largest of any layer.
         group: the ranks whose tokens the layers' experts share.
+        timeout: seconds to wait for them.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, group: dist.ProcessGroup) -> None:
-        self._shape, self._group = (num_layers, num_experts), group
+    def __init__(self, num_layers: int, num_experts: int, group: dist.ProcessGroup, *, timeout: float) -> None:
+        self._shape, self._group, self._timeout = (num_layers, num_experts), group, timeout
         self._counts: Tensor | None = None  # [L, E] int64, made on the device of the first routing map
         self._reduced: tuple[Tensor, Callable[[], Any]] | None = None  # counts on the host, and how to wait for them
         self._stream: torch.cuda.Stream | None = None
@@ -66,7 +70,8 @@ class LoadMonitor:
         counts, self._counts = self._counts, None
         work = dist.all_reduce(counts, group=self._group, async_op=True)
         if not counts.is_cuda:
-            self._reduced = (counts, work.wait)
+            what = dict(what="sum of the loads", label="load history", timeout=self._timeout)
+            self._reduced = (counts, partial(finish, work, counts, self._group, **what))
             return
         self._stream = self._stream or torch.cuda.Stream()  # its own, so that reading waits for this sum alone
         host = torch.empty(self._shape, dtype=torch.int64, pin_memory=True)

@@ -23,8 +23,8 @@ class IterationClock:
         num_layers: converted layers on this rank.
         num_microbatches: M of the current iteration, or ``None`` where the training loop does not say.
         on_begin: called when the first layer enters a new iteration.
-        on_forwards_done: called when the last layer starts the forward of its last microbatch.
-        unsent: (layer name, microbatches) of every layer with gradients that wait to be sent home.
+        on_forwards_done: called when the last layer has routed its last microbatch.
+        drop_unsent: forgets gradients that wait to be sent home; returns (layer name, microbatches) of those.
     """
 
     def __init__(
@@ -34,10 +34,10 @@ class IterationClock:
         num_microbatches: Callable[[], int | None],
         on_begin: Callable[[], None],
         on_forwards_done: Callable[[], None],
-        unsent: Callable[[], list[tuple[str, int]]],
+        drop_unsent: Callable[[], list[tuple[str, int]]],
     ) -> None:
         self._read_num_microbatches = num_microbatches
-        self._on_begin, self._on_forwards_done, self._unsent = on_begin, on_forwards_done, unsent
+        self._on_begin, self._on_forwards_done, self._drop_unsent = on_begin, on_forwards_done, drop_unsent
         self.microbatches: int | None = None
         self._iteration = 0  # the one that is running
         self._begun = -1  # the last one that some layer entered
@@ -45,30 +45,33 @@ class IterationClock:
         self._forwards = [0] * num_layers  # microbatches each layer forwarded in it
         _call_before_step(self)
 
-    def enter(self, layer: int, *, counts: bool) -> bool:
-        """A forward of ``layer`` starts.
-
-        Args:
-            layer: index on this rank.
-            counts: whether it is a microbatch's own training forward: no evaluation, no recomputation.
+    def enter(self, layer: int) -> bool:
+        """The forward of a microbatch starts in ``layer``; evaluation and recomputation do not count.
 
         Returns:
-            Whether this is the layer's first forward in a new iteration.
+            Whether it is the layer's first in a new iteration.
+
+        Raises:
+            RuntimeError: when a new iteration begins while gradients of guests have not come home.
         """
-        current = self._entered[layer] == self._iteration
-        if counts and current and self._forwards[layer] == self.microbatches:
+        if self.is_in(layer) and self._forwards[layer] == self.microbatches:
             self.weights_changed()
-        begins = self._entered[layer] != self._iteration
-        if begins:
-            self._entered[layer], self._forwards[layer] = self._iteration, 0
-            if self._begun != self._iteration:
-                self._begun = self._iteration
-                self.microbatches = self._read_num_microbatches()
-                self._on_begin()
-        return begins
+        if self.is_in(layer):
+            return False
+        if self._begun != self._iteration:
+            self._check_all_sent("a new iteration begins")
+            self._begun = self._iteration
+            self.microbatches = self._read_num_microbatches()
+            self._on_begin()
+        self._entered[layer], self._forwards[layer] = self._iteration, 0
+        return True
+
+    def is_in(self, layer: int) -> bool:
+        """Whether ``layer`` has entered the running iteration."""
+        return self._entered[layer] == self._iteration
 
     def forwarded(self, layer: int) -> None:
-        """A counted forward of ``layer`` has routed its tokens."""
+        """``layer`` has routed the tokens of a microbatch."""
         self._forwards[layer] += 1
         if all(n == self.microbatches for n in self._forwards) and set(self._entered) == {self._iteration}:
             self._on_forwards_done()
@@ -77,21 +80,26 @@ class IterationClock:
         """What guests hold is out of date."""
         self._iteration += 1
 
-    def before_step(self) -> None:
-        """An optimizer is about to step.
+    def before_step(self, optimizer: Optimizer) -> None:
+        """``optimizer`` is about to step; whose it is cannot be told, so any counts.
 
         Raises:
             RuntimeError: when gradients of guests have not come home.
         """
-        waiting = self._unsent()
+        self.weights_changed()
+        self._check_all_sent(f"{type(optimizer).__name__} steps")
+
+    def _check_all_sent(self, event: str) -> None:
+        waiting = self._drop_unsent()  # forgotten, so that a loop which catches the error can go on
         if waiting:
             layers = ", ".join(f"{name} ({count} of {self.microbatches})" for name, count in waiting)
+            self.weights_changed()
             raise RuntimeError(
-                f"FSSDP: the optimizer steps while gradients of guests wait for the last of {self.microbatches} "
-                f"microbatches; backward passes seen: {layers}. Megatron's microbatch calculator says "
-                f"{self.microbatches}, the loop ran fewer: let get_num_microbatches() return the loop's number."
+                f"FSSDP: {event} while gradients of guests wait for the last of {self.microbatches} microbatches; "
+                f"backward passes seen: {layers}. Megatron's get_num_microbatches() said {self.microbatches}: every "
+                "iteration must run that many training forwards, each with its backward, and nothing else may step or "
+                "run a training forward in between."
             )
-        self.weights_changed()
 
 
 def _call_before_step(clock: IterationClock) -> None:
@@ -99,7 +107,7 @@ def _call_before_step(clock: IterationClock) -> None:
 
     def hook(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
         if (alive := reference()) is not None:
-            alive.before_step()
+            alive.before_step(optimizer)
 
     handle = register_optimizer_step_pre_hook(hook)
     weakref.finalize(clock, handle.remove)

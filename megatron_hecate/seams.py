@@ -7,6 +7,7 @@ cannot be converted as an object, and is patched instead, stands in `enable`: tw
 from __future__ import annotations
 
 import dataclasses
+import enum
 import importlib
 import inspect
 from collections.abc import Callable
@@ -55,6 +56,12 @@ SEAMS = (
     Seam("core.process_groups_config:ProcessGroupCollection", ("ep", "expt_tp", "tp_ep"), "the dispatcher's groups"),
     Seam("core.tensor_parallel.random:is_checkpointing", (), "tells a checkpointed forward from evaluation"),
     Seam("core.num_microbatches_calculator:get_num_microbatches", (), "which backward is the iteration's last"),
+    Seam("core.num_microbatches_calculator:_GLOBAL_NUM_MICROBATCHES_CALCULATOR", (), "None: the loop does not say"),
+    Seam(
+        "core.distributed.distributed_data_parallel:DistributedDataParallel._make_forward_pre_hook",
+        ("self",),
+        "the hooks it makes are told by this name, and run before parameters are read",
+    ),
 )
 
 
@@ -143,7 +150,8 @@ def changed_seams(seams: tuple[Seam, ...] = SEAMS) -> list[str]:
             found: Any = importlib.import_module(f"megatron.{module}")
             for part in path.split("."):
                 found = getattr(found, part)
-            known = {*inspect.signature(found).parameters, *getattr(found, "__dataclass_fields__", ())}
+            known = set(inspect.signature(found).parameters) if callable(found) else set()
+            known |= set(getattr(found, "__dataclass_fields__", ()))
         except (ImportError, AttributeError) as error:
             problems.append(f"megatron.{seam.name} ({seam.why}) is gone: {error}")
             continue
@@ -171,12 +179,22 @@ def num_microbatches() -> int | None:
     return calculator.get_num_microbatches()
 
 
-def is_counted_forward(layer: Module) -> bool:
-    """Whether the running forward is a microbatch's own: not evaluation, and not a recomputation in the backward."""
+class Forward(enum.Enum):
+    """What a layer's forward is for."""
+
+    MICROBATCH = "a microbatch's own training forward"
+    RECOMPUTED = "one more time, inside the backward"
+    OTHER = "evaluation, or without gradients"
+
+
+def purpose_of_forward(layer: Module) -> Forward:
+    """What the running forward of ``layer`` is for; under Megatron's checkpointing the first pass has no gradients."""
     from megatron.core.tensor_parallel.random import is_checkpointing
 
-    in_backward = torch._C._current_graph_task_id() != -1
-    return layer.training and not in_backward and (torch.is_grad_enabled() or is_checkpointing())
+    if torch._C._current_graph_task_id() != -1:
+        return Forward.RECOMPUTED
+    trains = layer.training and (torch.is_grad_enabled() or is_checkpointing())
+    return Forward.MICROBATCH if trains else Forward.OTHER
 
 
 def wait_for_params(module: Module) -> None:
@@ -187,5 +205,5 @@ def wait_for_params(module: Module) -> None:
     """
     for submodule in module.modules():
         for hook in list(submodule._forward_pre_hooks.values()):
-            if "DistributedDataParallel" in getattr(hook, "__qualname__", ""):
+            if "DistributedDataParallel._make_forward_pre_hook" in getattr(hook, "__qualname__", ""):
                 hook(submodule, ())

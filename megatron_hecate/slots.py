@@ -60,7 +60,7 @@ class Guests:
 
     Raises:
         TransferError: when a peer dies or does not answer in time.
-        ValueError: when some parameters of an expert are frozen and others are trained.
+        ValueError: when some parameters of an expert are frozen and others are trained, or their dtypes differ.
     """
 
     def __init__(
@@ -77,6 +77,9 @@ class Guests:
         trained = {p.requires_grad for expert in homes for p in expert}
         if len(trained) > 1:
             raise ValueError(f"{label}: some expert parameters are frozen and others are not; freeze all or none")
+        dtypes = {p.dtype for expert in homes for p in expert}
+        if len(dtypes) > 1:
+            raise ValueError(f"{label}: expert parameters have dtypes {sorted(map(str, dtypes))}; FSSDP needs one")
         self.homes, self.layout, self.placement, self.group = homes, layout, placement, group
         self.route = Route.of(placement, group.rank())
         self.microbatches, self.label, self.timeout = microbatches, label, timeout
@@ -99,6 +102,10 @@ class Guests:
     def unsent(self) -> int:
         """Microbatches whose gradients wait on this rank."""
         return self.backwards % self.microbatches
+
+    def drop_unsent(self) -> None:
+        """Forget gradients that wait: their iteration was given up."""
+        self.backwards, self.grads = 0, None
 
     def materialize(self) -> list[list[Tensor]]:
         """The weights this rank computes with in one microbatch: homes first, then guests, each a list of parameters.

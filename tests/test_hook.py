@@ -97,8 +97,8 @@ def test_the_line_that_says_what_is_on() -> None:
         fssdp(HecateConfig(slots=3, timeout=30))(chunks)
     # 3 slots x 2 layers x (64 * 32 * 2 + 32 * 64) fp32 parameters
     expected = (
-        "FSSDP on: 2 MoE layers on this rank, 8 experts over 2 ranks, 3 slots per rank and layer "
-        f"({3 * 2 * 3 * 64 * 32 * 4 / 2**20:.1f} MiB of guest weights), lifetime iteration, transport p2p\n"
+        "FSSDP on: 2 MoE layers, 8 experts over 2 ranks, 3 slots per rank and layer "
+        f"({3 * 2 * 3 * 64 * 32 * 4 / 2**20:.1f} MiB of guest weights on a rank), lifetime iteration, transport p2p\n"
     )
     assert said.getvalue() == (expected if dist.get_rank() == 0 else "")
 

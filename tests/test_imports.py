@@ -15,8 +15,8 @@ PACKAGE = Path(megatron_hecate.__file__).parent
 # Who may import whom: a module may import those of earlier rows only (and, inside plan/, each other).
 LAYERS = [
     {"config", "plan"},
-    {"observe", "collectives", "agreement"},
-    {"slots", "schedule", "seams"},
+    {"collectives", "agreement"},
+    {"observe", "slots", "schedule", "seams"},
     {"dispatcher", "experts"},
     {"layer"},
     {"__init__"},

@@ -43,32 +43,22 @@ def _pairs(placement: Placement) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("global_ranks", "ranks_per_node", "node"),
+    ("names", "node"),
     [
-        (range(8), 4, (0, 0, 0, 0, 1, 1, 1, 1)),
-        ([0, 4, 8, 12], 8, (0, 0, 1, 1)),
-        ([9, 1, 8], 8, (1, 0, 1)),
-        ([3], 1, (3,)),
-        (range(3), 100, (0, 0, 0)),
+        (["a"] * 4 + ["b"] * 4, (0, 0, 0, 0, 1, 1, 1, 1)),
+        (["b", "a", "b"], (0, 1, 0)),
+        (["x"], (0,)),
     ],
 )
-def test_nodes_hold_consecutive_global_ranks(
-    global_ranks: list[int], ranks_per_node: int, node: tuple[int, ...]
-) -> None:
-    world = World.from_ranks(global_ranks, ranks_per_node=ranks_per_node)
+def test_ranks_of_one_machine_share_a_node(names: list[str], node: tuple[int, ...]) -> None:
+    world = World.from_names(names)
     assert world.node == node
     assert world.num_ranks == len(node)
 
 
-@pytest.mark.parametrize("ranks_per_node", [0, -8])
-def test_a_node_holds_at_least_one_rank(ranks_per_node: int) -> None:
-    with pytest.raises(ValueError, match=f"ranks_per_node={ranks_per_node} must be at least 1"):
-        World.from_ranks([0, 1], ranks_per_node=ranks_per_node)
-
-
 def test_a_world_has_at_least_one_rank() -> None:
     with pytest.raises(ValueError, match=r"node=\(\)"):
-        World.from_ranks([], ranks_per_node=8)
+        World.from_names([])
 
 
 def test_a_world_is_frozen() -> None:
@@ -488,8 +478,8 @@ def test_a_good_forecast_and_a_few_slots_take_most_of_the_imbalance(num_slots: i
     for _ in range(20):
         forecast = rng.multinomial(8 * 4096, rng.dirichlet(np.full(64, 0.5)))
         placement = Placement.initial(64, 8, num_slots=num_slots)
-        planned = plan_guests(forecast, placement, World.from_ranks(range(8), ranks_per_node=4))
+        planned = plan_guests(forecast, placement, World((0, 0, 0, 0, 1, 1, 1, 1)))
         loads = np.vstack([forecast, np.zeros((7, 64), dtype=forecast.dtype)])
         before = np.bincount(placement.home, weights=forecast).max() - forecast.sum() / 8
-        after = split_quotas(loads, planned, World.from_ranks(range(8), ranks_per_node=4)).rank_load(8).max()
+        after = split_quotas(loads, planned, World((0, 0, 0, 0, 1, 1, 1, 1))).rank_load(8).max()
         assert after - forecast.sum() / 8 <= before / 2

@@ -192,3 +192,65 @@ def test_megatron_refuses_experts_that_do_not_divide() -> None:
     tiny_gpt.initialize(case)
     with pytest.raises((AssertionError, ValueError)):  # Megatron's own rule, before our hook could run
         tiny_gpt.build(case)
+
+
+@ranks(2)
+def test_any_exception_of_one_rank_is_heard_by_all() -> None:
+    import tiny_gpt
+    import torch.distributed as dist
+
+    from megatron_hecate import HecateConfig, fssdp, layer
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    chunks, _ = tiny_gpt.build(case)
+    if dist.get_rank() == 1:
+
+        def fails(*args: object) -> None:
+            raise AttributeError("planted")
+
+        layer.physical_dispatcher = fails
+    with pytest.raises(ValueError, match="layer 1: AttributeError: planted"):
+        fssdp(HecateConfig(timeout=30))(chunks)
+
+
+@ranks(2)
+def test_a_half_converted_model_is_refused() -> None:
+    import tiny_gpt
+
+    from megatron_hecate import HecateConfig, fssdp
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    one, _ = tiny_gpt.build(case)
+    two, _ = tiny_gpt.build(case)
+    hook = fssdp(HecateConfig(timeout=30))
+    hook(one)
+    with pytest.raises(ValueError, match="some layers run FSSDP already and others do not: layer 1, layer 2 of 4"):
+        hook([*one, *two])
+
+
+@ranks(2)
+def test_experts_of_mixed_dtypes_are_refused() -> None:
+    import tiny_gpt
+    import torch
+
+    from megatron_hecate import HecateConfig, fssdp, seams
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+
+    def half_double(chunks: list) -> list:
+        for layer in tiny_gpt.moe_layers(chunks):
+            for expert in layer.experts.local_experts:
+                expert.linear_fc1.weight.data = expert.linear_fc1.weight.data.bfloat16()
+        return fssdp(HecateConfig(timeout=30))(chunks)
+
+    chunks, _ = tiny_gpt.build(case, half_double)
+    state = tiny_gpt.moe_layers(chunks)[0].fssdp
+    state._plan = lambda: state.homes_only.with_guests([(0, 1)])
+    with pytest.raises(
+        ValueError, match=r"layer 1: expert parameters have dtypes \['torch.bfloat16', 'torch.float32'\]"
+    ):
+        state.materialize(seams.Forward.MICROBATCH)
+    assert torch.is_grad_enabled()

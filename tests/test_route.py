@@ -80,7 +80,7 @@ def _skewed(num_ranks: int, num_experts: int, *, seed: int, slots: int) -> Case:
     share = rng.dirichlet(np.full(num_experts, 0.3))
     drift = share * rng.lognormal(0, 0.3, num_experts)
     load = rng.multinomial(2000, drift / drift.sum(), size=num_ranks)
-    world = World.from_ranks(range(num_ranks), ranks_per_node=4)
+    world = World(tuple(rank // 4 for rank in range(num_ranks)))
     placement = plan_guests(share, Placement.initial(num_experts, num_ranks, num_slots=slots), world)
     return Case(load, placement, world, tuple(range(num_ranks)))
 

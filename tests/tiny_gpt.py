@@ -55,12 +55,17 @@ class Case:
     distributed_optimizer: bool = False
     overlap: bool = False  # gradient reduction and, with the distributed optimizer, parameter gathering
     bf16: bool = False
+    fp16: bool = False
     experts: int = 8
     seq: int = 16
     micro_batch: int = 2  # sequences
     skew: float = 1.5  # added to the router's logits of the first experts: see `_skew`
     one_expert: bool = False  # every token goes to expert 0
     settings: tuple[tuple[str, Any], ...] = ()  # further fields of TransformerConfig
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
 
     @property
     def layers(self) -> int:
@@ -117,9 +122,10 @@ def transformer_config(case: Case) -> TransformerConfig:
         context_parallel_size=case.cp,
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
-        params_dtype=torch.bfloat16 if case.bf16 else torch.float32,
-        pipeline_dtype=torch.bfloat16 if case.bf16 else torch.float32,
+        params_dtype=case.dtype,
+        pipeline_dtype=case.dtype,
         bf16=case.bf16,
+        fp16=case.fp16,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
@@ -202,7 +208,7 @@ def _skew(layer: MoELayer, case: Case) -> None:
 
 def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any]:
     """DDP and the optimizer, as ``megatron.training`` sets them up."""
-    if case.bf16:
+    if case.bf16 or case.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -210,7 +216,7 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
         overlap_param_gather=case.overlap and case.distributed_optimizer,
         use_distributed_optimizer=case.distributed_optimizer,
         bucket_size=4000 if case.overlap else None,
-        check_for_nan_in_grad=not case.bf16,
+        check_for_nan_in_grad=case.dtype is torch.float32,
     )
     chunks = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
     for chunk in chunks:
@@ -228,6 +234,8 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
             weight_decay=0.01,
             clip_grad=1.0,
             bf16=case.bf16,
+            fp16=case.fp16,
+            initial_loss_scale=2.0**10,
             params_dtype=config.params_dtype,
             use_distributed_optimizer=case.distributed_optimizer,
             overlap_param_gather=case.overlap and case.distributed_optimizer,

@@ -24,11 +24,10 @@ class World:
             raise ValueError("an FSSDP group needs at least one rank, got node=()")
 
     @classmethod
-    def from_ranks(cls, global_ranks: Sequence[int], *, ranks_per_node: int) -> World:
-        """Nodes hold ``ranks_per_node`` consecutive global ranks each, as every Megatron launcher numbers them."""
-        if ranks_per_node < 1:
-            raise ValueError(f"ranks_per_node={ranks_per_node} must be at least 1")
-        return cls(node=tuple(rank // ranks_per_node for rank in global_ranks))
+    def from_names(cls, names: Sequence[str]) -> World:
+        """[R] the name of the machine each rank runs on."""
+        order = list(dict.fromkeys(names))
+        return cls(node=tuple(order.index(name) for name in names))
 
     @property
     def num_ranks(self) -> int:
