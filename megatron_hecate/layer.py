@@ -42,6 +42,7 @@ class FSSDPLayer:
 
     def route(self, hidden_states: Tensor, *args: Tensor | None, **kwargs: Tensor | None) -> tuple[Tensor, Tensor]:
         purpose = seams.purpose_of_forward(self)
+        self.experts.guests = None  # nobody holds the last iteration's guests while the next are fetched
         self.experts.guests = self.fssdp.materialize(purpose)
         probs, routing_map = super().route(hidden_states, *args, **kwargs)
         if purpose is seams.Forward.MICROBATCH:
@@ -107,7 +108,7 @@ class LayerState:
                     "like evaluation; use Megatron's --recompute-granularity, or checkpoint(..., use_reentrant=False)"
                 )
         elif clock.enter(self.index):
-            self.guests = None  # before the new ones are allocated
+            self.guests = None
             self.placement = self._plan()
             if self.placement.num_guests:
                 seams.wait_for_params(self.model.layers[self.index].experts)

@@ -338,6 +338,8 @@ def test_guests_come_and_go_and_are_fetched_once_per_iteration() -> None:
             expected = ["sparse_all_gather layer 1", "sparse_all_gather layer 2"]
             expected += ["sparse_reduce_scatter layer 2", "sparse_reduce_scatter layer 1"]
         assert calls == expected, step
+        alive = {guests.label for guests in layers[0].fssdp.model.guests}
+        assert len(layers[0].fssdp.model.guests) == len(alive) == len(expected) // 2, "old guests keep their memory"
     assert run.losses == pytest.approx(stock.losses, rel=1e-5)
     assert run.grad_norms == pytest.approx(stock.grad_norms, rel=1e-5)
 
