@@ -201,5 +201,7 @@ class _Materialize(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        home_grads = ctx.guests.backward(list(grads[: ctx.num_homes]), list(grads[ctx.num_homes :]))
+        # Dispatchers keep tensors of the last forward, and with them this node: it must not keep the guests.
+        guests, ctx.guests = ctx.guests, None
+        home_grads = guests.backward(list(grads[: ctx.num_homes]), list(grads[ctx.num_homes :]))
         return (None, *home_grads)
