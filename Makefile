@@ -11,7 +11,7 @@ export OMP_NUM_THREADS = 1
 .PHONY: demo test test-oldest bench format clean
 
 demo: .venv
-	.venv/bin/python examples/demo.py --out $(OUT) $(if $(DATA),--data $(DATA))
+	.venv/bin/python examples/demo.py --out "$(OUT)" $(if $(DATA),--data "$(DATA)")
 
 test: .venv
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .

@@ -90,6 +90,7 @@ def main() -> int:
         port = probe.getsockname()[1]
     path = os.pathsep.join(str(ROOT / folder) for folder in ("", "tests", "examples"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}", __file__]
     command += [f"--{name}={value}" for name, value in vars(arguments).items()]
     return subprocess.run(command, env=environment, timeout=1800).returncode

@@ -28,6 +28,7 @@ import numpy as np
 
 HERE = Path(__file__).resolve().parent
 RANKS = 2
+MARK = "megatron-hecate-demo.txt"  # tells a demo's folder from any other
 MODEL = """
     --num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 128
     --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 512 --swiglu --disable-bias-linear
@@ -74,7 +75,8 @@ def launch(name: str, arguments: list[str], out: Path, *, fssdp: list[str] | Non
     command += [str(HERE / "run_on_cpu.py")]
     command += [] if fssdp is None else ["-m", "megatron_hecate", *fssdp]
     command += [str(HERE / "pretrain_gpt.py"), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HECATE_PROBE": str(out / name)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+    environment["HECATE_PROBE"] = str(out / name)
     shown = " ".join(Path(word).name if "/" in word else word for word in command[5 : command.index(arguments[0])])
     print(f"\n{name}: torchrun --nproc-per-node={RANKS} {shown} ...", flush=True)
     log = out / f"{name}.log"
@@ -205,14 +207,22 @@ def main() -> int:
             "The demo trains through megatron.training, which the megatron-core wheel holds from 0.17 on, for Python "
             f"3.12 or newer; this is Python {sys.version.split()[0]}. Install Python 3.12 and run make demo again."
         )
-    from prepare_bytes import prepare
+    from prepare_bytes import prepare, text_files
 
     began = time.monotonic()
-    out = arguments.out.resolve()
-    shutil.rmtree(out, ignore_errors=True)
+    out, data = arguments.out.expanduser().resolve(), arguments.data.expanduser()
+    if not text_files(data):
+        raise SystemExit(
+            f"{data} {'holds no text' if data.is_dir() else 'is not a folder'}; set DATA to a folder with text"
+        )
+    if out.exists():
+        if not (out / MARK).exists():
+            raise SystemExit(f"{out} exists and is not of an earlier demo; choose another folder with OUT=")
+        shutil.rmtree(out)
     out.mkdir(parents=True)
-    documents, tokens = prepare(arguments.data.expanduser(), out / "text")
-    print(f"{documents} documents, {tokens / 1e6:.1f} M tokens (bytes) from {arguments.data}")
+    (out / MARK).write_text("Written by make demo, which may delete this folder when it runs again.\n")
+    documents, tokens = prepare(data, out / "text")
+    print(f"{documents} documents, {tokens:,} tokens (bytes) from {data}")
     last = arguments.steps + 5
     common = [*MODEL.split(), *TRAINING.split(), *CPU.split(), "--data-path", str(out / "text")]
     common += ["--data-cache-path", str(out / "cache"), "--train-iters", str(last)]

@@ -1,7 +1,7 @@
 """Text files to a Megatron indexed dataset, a token a byte: ``python prepare_bytes.py FOLDER PREFIX``.
 
 Writes ``PREFIX.bin`` and ``PREFIX.idx`` with one document per file, each ended by token 256, for ``--tokenizer-type
-NullTokenizer --vocab-size 256``.
+NullTokenizer --vocab-size 257``.
 """
 
 from __future__ import annotations

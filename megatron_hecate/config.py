@@ -6,9 +6,14 @@ import argparse
 import dataclasses
 import types
 import typing
-from typing import Literal
+from typing import Any, Literal
 
 PREFIX = "moe_fssdp"
+
+
+def _flag(default: Any, text: str) -> Any:
+    """A field with what its flag says in ``--help``."""
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,18 +25,21 @@ class HecateConfig:
         NotImplementedError: for a lifetime or transport that does not exist yet.
     """
 
-    # Guests a rank can host per MoE layer. 0 trains exactly as without FSSDP.
-    slots: int = 2
-    # How long guests live: fetched once per iteration, per microbatch, or before forward and again before backward.
-    lifetime: Literal["iteration", "microbatch", "layer"] = "iteration"
-    # How expert weights and gradients travel; auto picks the fastest that works here.
-    transport: Literal["auto", "p2p", "sm", "ce"] = "auto"
-    # Experts per rank whose fetch hides behind compute (t in the paper); default: as many as the slots hold.
-    overlap_degree: int | None = None
-    # Seconds before a wait for another rank becomes an error that names it.
-    timeout: float = 600.0
+    slots: int = _flag(2, "Guests a rank can host per MoE layer; 0 trains exactly as without FSSDP.")
+    lifetime: Literal["iteration", "microbatch", "layer"] = _flag(
+        "iteration", "How long guests live; only iteration (fetched once per iteration) is built."
+    )
+    transport: Literal["auto", "p2p", "sm", "ce"] = _flag(
+        "auto", "How expert weights and gradients travel; only p2p is built, and auto picks it."
+    )
+    overlap_degree: int | None = _flag(None, "Experts per rank whose fetch hides behind compute; None is no limit.")
+    timeout: float = _flag(600.0, "Seconds before a wait for another rank becomes an error that names it.")
 
     def __post_init__(self) -> None:
+        for name, optional in (("slots", False), ("overlap_degree", True)):
+            value = getattr(self, name)
+            if type(value) is not int and not (optional and value is None):
+                raise ValueError(f"{name}={value!r} must be a whole number{' or None' if optional else ''}")
         if self.slots < 0:
             raise ValueError(f"slots={self.slots} must be 0 or more")
         if self.overlap_degree is not None and self.overlap_degree < 0:
@@ -62,7 +70,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             options["type"] = typing.get_args(hint)[0]
         else:
             options["type"] = hint
-        group.add_argument(name, default=field.default, help=f"HecateConfig.{field.name}.", **options)
+        group.add_argument(
+            name, default=field.default, help=field.metadata["help"] + " (default: %(default)s)", **options
+        )
     return parser
 
 

@@ -6,10 +6,12 @@ started is killed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -18,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests stand in for a GPU, also where there is one
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed"])  # import them once per session, not once per test
 
@@ -25,6 +28,7 @@ _context.set_forkserver_preload(["torch", "torch.distributed"])  # import them o
 def _run_rank(
     module: str, name: str, rank: int, world_size: int, store: str, args: tuple, kwargs: dict, errors
 ) -> None:
+    os.setsid()  # whatever the rank starts (Megatron's checkpoint writer has helpers) can be killed with it
     os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
     os.environ["TEST_FOLDER"] = str(Path(store).parent)  # the same for all ranks, removed after the test
@@ -94,6 +98,8 @@ def ranks(
                     for process in processes:
                         process.kill()
                         process.join()
+                        with contextlib.suppress(ProcessLookupError):
+                            os.killpg(process.pid, signal.SIGKILL)
             codes = [p.exitcode for rank, p in enumerate(processes) if rank not in killed]
             if not errors.empty():
                 rank, text = errors.get()

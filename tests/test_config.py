@@ -49,6 +49,9 @@ def test_settings_cannot_be_changed() -> None:
     [
         (dict(slots=-1), ValueError, "slots=-1 must be 0 or more"),
         (dict(overlap_degree=-2), ValueError, "overlap_degree=-2 must be 0 or more"),
+        (dict(slots="2"), ValueError, "slots='2' must be a whole number"),
+        (dict(slots=True), ValueError, "slots=True must be a whole number"),
+        (dict(overlap_degree=1.5), ValueError, "overlap_degree=1.5 must be a whole number or None"),
         (dict(timeout=0.0), ValueError, "timeout=0.0 must be more than 0"),
         (dict(lifetime="epoch"), ValueError, "lifetime='epoch' is none of iteration, microbatch, layer"),
         (dict(transport="pigeon"), ValueError, "transport='pigeon' is none of auto, p2p, sm, ce"),
