@@ -33,7 +33,6 @@ class PhysicalExperts:
 
     def __init__(self, experts: Module, num_physical: int) -> None:
         self.num_homes = experts.num_local_experts
-        self.num_physical = num_physical
         if isinstance(experts, TEGroupedMLP):
             self._names, linears = _grouped_names(experts)
             self.twin = _grouped_twin(experts, num_physical)

@@ -80,7 +80,7 @@ class Guests:
         dtypes = {p.dtype for expert in homes for p in expert}
         if len(dtypes) > 1:
             raise ValueError(f"{label}: expert parameters have dtypes {sorted(map(str, dtypes))}; FSSDP needs one")
-        self.homes, self.layout, self.placement, self.group = homes, layout, placement, group
+        self.homes, self.layout, self.group = homes, layout, group
         self.route = Route.of(placement, group.rank())
         self.microbatches, self.label, self.timeout = microbatches, label, timeout
         self.backwards = 0
