@@ -29,7 +29,7 @@ setup(
     license_files=["LICENSE"],
     packages=find_packages(include=["megatron_hecate", "megatron_hecate.*"]),
     python_requires=">=3.11",
-    install_requires=["torch>=2.11", "numpy", "packaging"],
+    install_requires=["torch>=2.11", "numba", "numpy", "packaging"],
     extras_require={
         "megatron": [MEGATRON],
         "demo": [*PINNED, *TRAINING, "matplotlib", "tqdm", "transformers"],

@@ -1,6 +1,7 @@
 """``torchrun ... -m megatron_hecate --moe-fssdp pretrain_gpt.py <Megatron's arguments>``: any script, unmodified.
 
-``python -m megatron_hecate --check`` prints what FSSDP finds here and would use.
+``python -m megatron_hecate --check`` prints what FSSDP finds here and would use. ``torchrun ... -m megatron_hecate
+--measure FILE`` writes what links and cores do, for ``--moe-fssdp-costs FILE``.
 """
 
 from __future__ import annotations
@@ -13,13 +14,21 @@ from pathlib import Path
 
 from megatron_hecate import __version__, config
 
-USAGE = "python -m megatron_hecate [--moe-fssdp ...] SCRIPT.py [Megatron's arguments] | --check"
+USAGE = "python -m megatron_hecate [--moe-fssdp ...] SCRIPT.py [Megatron's arguments] | --check | --measure FILE"
 
 
 def main(argv: list[str]) -> int:
     """Run ``SCRIPT.py`` with the flags known to Megatron's parser; returns the exit status of ``--check``."""
     if argv == ["--check"]:
         return check()
+    if argv[:1] == ["--measure"]:
+        if len(argv) != 2:
+            print(f"--measure takes one file, got {argv[1:]}", file=sys.stderr)
+            return 2
+        from megatron_hecate.measure import measure
+
+        measure(argv[1])
+        return 0
     at = next((i for i, argument in enumerate(argv) if argument.endswith(".py")), None)
     parser = argparse.ArgumentParser(prog="python -m megatron_hecate", usage=USAGE, allow_abbrev=False)
     config.add_arguments(parser)

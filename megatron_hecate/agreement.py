@@ -12,6 +12,7 @@ import socket
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -76,3 +77,21 @@ def agree(note: Note, *, timeout: float) -> list[Note]:
     if found:
         raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in found))
     return notes
+
+
+def assert_same(number: int, group: dist.ProcessGroup, *, label: str, timeout: float) -> None:
+    """All ranks of ``group`` hold the same 64-bit ``number``, the fingerprint of what they all should have computed.
+
+    Raises:
+        AssertionError: naming ``label`` and every rank's number.
+        RuntimeError: when a rank does not take part within ``timeout`` seconds.
+    """
+    own = torch.tensor([number], dtype=torch.int64)
+    if dist.get_backend(group) == "nccl":
+        own = own.cuda()
+    numbers = own.new_empty(group.size())
+    work = dist.all_gather_into_tensor(numbers, own, group=group, async_op=True)
+    work.wait(timeout=timedelta(seconds=timeout))
+    seen = numbers.tolist()
+    if len(set(seen)) > 1:
+        raise AssertionError(f"{label}: ranks of {dist.get_process_group_ranks(group)} planned differently: {seen}")

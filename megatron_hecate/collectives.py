@@ -47,10 +47,15 @@ class Route:
     experts: tuple[int, ...]
 
     @classmethod
-    def of(cls, placement: Placement, rank: int) -> Route:
-        """The route of ``rank``; all ranks derive theirs from the same placement, so sends and receives pair up."""
+    def of(cls, placement: Placement, rank: int, *, beyond: Placement | None = None) -> Route:
+        """The route of ``rank``; all ranks derive theirs from the same placement, so sends and receives pair up.
+
+        With ``beyond``, only of those guests that this placement does not have.
+        """
         homes = [int(e) for e in placement.table[rank] if e >= 0 and placement.home[e] == rank]
         guests = placement.guests
+        if beyond is not None:
+            guests = tuple(g for g in guests if not beyond.holders[g[0], g[1]])
         mine = sorted((slot, expert) for expert, host, slot in guests if host == rank)
         experts = tuple(expert for _, expert in mine)
         return cls(

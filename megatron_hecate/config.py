@@ -33,15 +33,26 @@ class HecateConfig:
         "auto", "How expert weights and gradients travel; only p2p is built, and auto picks it."
     )
     overlap_degree: int | None = _flag(None, "Experts per rank whose fetch hides behind compute; None is no limit.")
+    late: int = _flag(
+        0, "Guests a layer may fetch after the gate, on all ranks together, where the true loads make it pay."
+    )
+    costs: str | None = _flag(
+        None,
+        "File with measured speeds (python -m megatron_hecate --measure FILE) by which copies are judged to pay; None "
+        "takes those of an H100 node, or of CPU cores without GPUs.",
+    )
     timeout: float = _flag(600.0, "Seconds before a wait for another rank becomes an error that names it.")
 
     def __post_init__(self) -> None:
-        for name, optional in (("slots", False), ("overlap_degree", True)):
+        for name, optional in (("slots", False), ("overlap_degree", True), ("late", False)):
             value = getattr(self, name)
             if type(value) is not int and not (optional and value is None):
                 raise ValueError(f"{name}={value!r} must be a whole number{' or None' if optional else ''}")
-        if self.slots < 0:
-            raise ValueError(f"slots={self.slots} must be 0 or more")
+        for name in ("slots", "late"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 or more")
+        if self.late and not self.slots:
+            raise ValueError(f"late={self.late} needs slots for the late guests, got slots=0")
         if self.overlap_degree is not None and self.overlap_degree < 0:
             raise ValueError(f"overlap_degree={self.overlap_degree} must be 0 or more, or None for no limit")
         if not self.timeout > 0:

@@ -8,6 +8,7 @@ first so many go to the first holder, the next to the second.
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import numpy as np
 import torch
@@ -17,7 +18,8 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 from megatron_hecate.collectives import finish
-from megatron_hecate.plan import Placement, Quotas
+from megatron_hecate.plan import Placement
+from megatron_hecate.plan.placement import EMPTY
 
 
 def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoETokenDispatcher:
@@ -37,8 +39,10 @@ def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoEToke
     return dispatcher
 
 
-def gather_loads(routing_map: Tensor, group: dist.ProcessGroup, *, label: str, timeout: float) -> np.ndarray:
-    """[N, E] tokens of every source rank of ``group`` for every expert, from this rank's ``routing_map`` [T, E].
+def gather_loads(routing_map: Tensor, group: dist.ProcessGroup, *, label: str, timeout: float) -> Tensor:
+    """[N, E] int64 tokens of every source rank of ``group`` for every expert, from this rank's ``routing_map`` [T, E].
+
+    On a GPU the stream waits for it, not the host.
 
     Raises:
         TransferError: naming ``label``, when a rank dies or does not answer within ``timeout`` seconds.
@@ -47,39 +51,61 @@ def gather_loads(routing_map: Tensor, group: dist.ProcessGroup, *, label: str, t
     loads = own.new_empty(group.size() * len(own))
     work = dist.all_gather_into_tensor(loads, own, group=group, async_op=True)
     finish(work, loads, group, what="gathering the loads", label=label, timeout=timeout)
-    return loads.view(group.size(), -1).cpu().numpy()
+    return loads.view(group.size(), -1)
 
 
-def to_physical(
-    routing_map: Tensor, probs: Tensor, quotas: Quotas, placement: Placement, *, source: int
-) -> tuple[Tensor, Tensor]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Columns:
+    """Where the columns of a quota row lie, for one placement, on the device. All [C] int64.
+
+    Args:
+        expert: expert of the column; columns of one expert lie side by side.
+        first: the first column of the same expert.
+        physical: physical expert of the column, ``rank * P + slot``.
+        num_physical: R * P.
+    """
+
+    expert: Tensor
+    first: Tensor
+    physical: Tensor
+    num_physical: int
+
+    @classmethod
+    def of(cls, placement: Placement, device: torch.device) -> Columns:
+        """One upload, which the host does not wait for; columns by expert, then rank, as in ``Quotas``."""
+        expert, rank = np.nonzero(placement.holders)
+        slot_of = np.zeros(placement.holders.shape, dtype=np.int64)
+        held_on, slot = np.nonzero(placement.table != EMPTY)
+        slot_of[placement.table[held_on, slot], held_on] = slot
+        physical = rank * placement.slots_per_rank + slot_of[expert, rank]
+        columns = torch.from_numpy(np.stack([expert, np.searchsorted(expert, expert), physical]))
+        if device.type == "cuda":
+            columns = columns.pin_memory()
+        return cls(*columns.to(device, non_blocking=True).unbind(), num_physical=placement.table.size)
+
+
+def to_physical(routing_map: Tensor, probs: Tensor, quotas: Tensor, columns: Columns) -> tuple[Tensor, Tensor]:
     """Send every token of this source to a holder of its expert.
 
     Args:
         routing_map: [T, E] bool.
         probs: [T, E] routing probabilities, differentiable.
-        quotas: who serves how many of whose tokens.
-        placement: where the holders' copies lie.
-        source: this rank's row in ``quotas.tokens``.
+        quotas: [C] int64, this source's tokens for each column; over an expert's columns they sum to its tokens.
+        columns: where the holders' copies lie.
 
     Returns:
         [T, R * P] bool routing map and [T, R * P] probabilities over physical experts.
     """
-    device = routing_map.device
-    slot = [placement.slot_of(e, r) for e, r in zip(quotas.expert.tolist(), quotas.rank.tolist(), strict=True)]
-    physical = torch.from_numpy(quotas.rank * placement.slots_per_rank + slot).to(device)  # [C]
-    expert = torch.from_numpy(quotas.expert).to(device)  # [C]
-    tokens = quotas.tokens[source]
-    # columns of one expert lie side by side: a running sum that restarts with each expert
-    total = np.cumsum(tokens)
-    first = np.searchsorted(quotas.expert, quotas.expert)  # [C] first column of the same expert
-    before_expert = np.concatenate([[0], total])[first]
-    end = torch.from_numpy(total - before_expert).to(device)
-    begin = end - torch.from_numpy(tokens).to(device)
-
-    position = (torch.cumsum(routing_map, dim=0) - 1)[:, expert]  # [T, C] of the token among those for its expert
-    taken = routing_map[:, expert] & (position >= begin) & (position < end)
-    num_physical = placement.num_ranks * placement.slots_per_rank
-    physical_map = routing_map.new_zeros(len(routing_map), num_physical).index_copy_(1, physical, taken)
-    physical_probs = probs.new_zeros(len(probs), num_physical).index_copy(1, physical, probs[:, expert] * taken)
+    total = torch.cumsum(quotas, dim=0)
+    before = total - quotas
+    # a running sum that restarts with each expert
+    begin = before - before[columns.first]
+    end = begin + quotas
+    # position of a token among those for its expert, from 1
+    position = torch.cumsum(routing_map, dim=0, dtype=torch.int32)[:, columns.expert]  # [T, C]
+    taken = routing_map[:, columns.expert] & (position > begin) & (position <= end)
+    physical_map = routing_map.new_zeros(len(routing_map), columns.num_physical).index_copy_(1, columns.physical, taken)
+    physical_probs = probs.new_zeros(len(probs), columns.num_physical).index_copy(
+        1, columns.physical, probs[:, columns.expert] * taken
+    )
     return physical_map, physical_probs

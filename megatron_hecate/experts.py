@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
+from megatron_hecate.plan import LayerShape
 from megatron_hecate.seams import wait_for_params
 from megatron_hecate.slots import ChunkLayout, Guests
 
@@ -61,6 +62,17 @@ class PhysicalExperts:
     def chunk_bytes(self) -> int:
         """Bytes of one guest's weights."""
         return sum(p.numel() * p.element_size() for p in self.homes()[0])
+
+    def shape(self, token_bytes: int, *, microbatches: int) -> LayerShape:
+        """Sizes of the layer for the cost model. Gradients travel in fp32; a matrix costs 2 FLOPs per element."""
+        expert = self.homes()[0]
+        return LayerShape(
+            expert_bytes=self.chunk_bytes,
+            grad_bytes=sum(p.numel() * max(4, p.element_size()) for p in expert),
+            token_bytes=token_bytes,
+            token_flops=sum(2.0 * p.numel() for p in expert if p.dim() > 1),
+            microbatches=microbatches,
+        )
 
     def named(self, weights: list[list[Tensor]]) -> dict[str, Tensor]:
         """The weights of all physical experts under the twin's parameter names."""

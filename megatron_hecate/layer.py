@@ -2,6 +2,7 @@
 
 observe      route()        count this microbatch's tokens per expert
 materialize  route()        first forward of an iteration: plan from the forecast, fetch guests
+calibrate    preprocess()   the same forward, where asked for: true loads -> late guests where they pay
 route        preprocess()   true loads -> quotas -> every token gets a holder
 dispatch, experts, combine  Megatron's own, over physical experts
 backward     slots.Guests   the last microbatch takes the guests' gradients home
@@ -13,10 +14,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
@@ -25,12 +26,11 @@ from torch.nn import Module
 from megatron_hecate import seams
 from megatron_hecate.agreement import Note, agree
 from megatron_hecate.config import HecateConfig
-from megatron_hecate.dispatcher import gather_loads, physical_dispatcher, to_physical
-from megatron_hecate.experts import FSSDPExperts, PhysicalExperts
-from megatron_hecate.observe import LoadMonitor
-from megatron_hecate.plan import Placement, World, plan_guests, split_quotas
-from megatron_hecate.schedule import IterationClock
-from megatron_hecate.slots import Guests
+from megatron_hecate.dispatcher import to_physical
+from megatron_hecate.experts import FSSDPExperts
+from megatron_hecate.plan import Speeds, compile_planning
+from megatron_hecate.plan.world import CPU, H100
+from megatron_hecate.state import LayerState, ModelState
 
 Chunks = list[Module]
 
@@ -51,115 +51,13 @@ class FSSDPLayer:
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         self.token_dispatcher = self.fssdp.stock_dispatcher
-        if self.experts.guests is not None:
-            self.token_dispatcher = self.fssdp.physical_dispatcher
-            routing_map, probs = self.fssdp.to_holders(routing_map, probs)
+        if self.experts.guests is not None or self.fssdp.calibrates:
+            loads = self.fssdp.gather_loads(routing_map)
+            self.experts.guests = self.fssdp.calibrate(loads)
+            if self.experts.guests is not None:
+                self.token_dispatcher = self.fssdp.physical_dispatcher
+                routing_map, probs = to_physical(routing_map, probs, *self.fssdp.quotas(loads))
         return super().preprocess(hidden_states, probs, routing_map)
-
-
-class LayerState:
-    """What FSSDP knows of one converted layer on this rank.
-
-    Args:
-        layer: Megatron's layer, not yet converted.
-        index: of the layer among this rank's.
-        config: the settings.
-
-    Raises:
-        TypeError, ValueError: for a layer that cannot be converted.
-    """
-
-    def __init__(self, layer: MoELayer, index: int, config: HecateConfig) -> None:
-        self.index, self.config = index, config
-        self.name = f"layer {layer.layer_number}"
-        self.group: dist.ProcessGroup = layer.ep_group
-        self.homes_only = Placement.initial(layer.config.num_moe_experts, self.group.size(), num_slots=config.slots)
-        self.stock_dispatcher = layer.token_dispatcher
-        self.physical_dispatcher = physical_dispatcher(layer.token_dispatcher, self.homes_only.slots_per_rank)
-        self.experts = PhysicalExperts(layer.experts, self.homes_only.slots_per_rank)
-        # all ranks whose tokens these experts see; with expert tensor parallelism, several per rank of the group
-        self.sources: dist.ProcessGroup = self.stock_dispatcher.tp_ep_group
-        self.source_rank = [n // self.stock_dispatcher.tp_size for n in range(self.sources.size())]
-        self.placement = self.homes_only
-        self.guests: Guests | None = None
-
-    def attach(self, model: ModelState, nodes: list[str]) -> None:
-        """Join the model's layers; ``nodes`` names the machine of every rank of the job."""
-        self.model = model
-        self.world = World.from_names([nodes[rank] for rank in dist.get_process_group_ranks(self.group)])
-
-    def observe(self, routing_map: Tensor) -> None:
-        """Count one microbatch's ``routing_map`` [T, E]."""
-        self.model.monitor.count(self.index, routing_map.detach())
-        self.model.clock.forwarded(self.index)
-
-    def materialize(self, purpose: seams.Forward) -> Guests | None:
-        """The guests this forward computes with; on the first of an iteration, planned and fetched.
-
-        Evaluation runs without guests: its weights may be others (averages, for example) than those of training.
-        """
-        clock = self.model.clock
-        if purpose is seams.Forward.OTHER:
-            return None
-        if purpose is seams.Forward.RECOMPUTED:
-            if not clock.is_in(self.index):
-                raise NotImplementedError(
-                    f"{self.name} is recomputed in the backward, but its forward ran without gradients, where it looks "
-                    "like evaluation; use Megatron's --recompute-granularity, or checkpoint(..., use_reentrant=False)"
-                )
-        elif clock.enter(self.index):
-            self.guests = None
-            self.placement = self._plan()
-            if self.placement.num_guests:
-                seams.wait_for_params(self.model.layers[self.index].experts)
-                self.guests = Guests(
-                    self.experts.homes(),
-                    self.experts.layout,
-                    self.placement,
-                    self.group,
-                    microbatches=clock.microbatches or 1,
-                    label=self.name,
-                    timeout=self.config.timeout,
-                )
-                self.model.guests.add(self.guests)
-        return self.guests
-
-    def _plan(self) -> Placement:
-        forecast = self.model.monitor.history.forecast()
-        if forecast is None or not self.config.slots:
-            return self.homes_only
-        load = forecast[self.index, : self.homes_only.num_experts]
-        return plan_guests(load, self.homes_only, self.world, overlap_degree=self.config.overlap_degree)
-
-    def to_holders(self, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Logical to physical experts, by quotas that every rank computes alike from the true loads."""
-        loads = gather_loads(routing_map, self.sources, label=self.name, timeout=self.config.timeout)
-        quotas = split_quotas(loads, self.placement, self.world, source_rank=self.source_rank)
-        return to_physical(routing_map, probs, quotas, self.placement, source=self.sources.rank())
-
-
-class ModelState:
-    """What the converted layers of one model share on this rank: the load monitor and the iteration clock."""
-
-    def __init__(self, layers: list[MoELayer], states: list[LayerState]) -> None:
-        self.layers = layers
-        self.guests: weakref.WeakSet[Guests] = weakref.WeakSet()  # of any layer, as long as some backward may need them
-        num_experts = max(state.homes_only.num_experts for state in states)
-        self.monitor = LoadMonitor(len(layers), num_experts, states[0].sources, timeout=states[0].config.timeout)
-        self.clock = IterationClock(
-            len(layers),
-            num_microbatches=seams.num_microbatches,
-            on_begin=self.monitor.finish_reduce,
-            on_forwards_done=self.monitor.start_reduce,
-            drop_unsent=self._drop_unsent,
-        )
-
-    def _drop_unsent(self) -> list[tuple[str, int]]:
-        waiting = [guests for guests in self.guests if guests.unsent]
-        found = sorted((guests.label, guests.unsent) for guests in waiting)
-        for guests in waiting:
-            guests.drop_unsent()
-        return found
 
 
 def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
@@ -182,18 +80,19 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
                 raise ValueError(f"this model runs FSSDP already, with {other}; asked for {config}")
             return chunks
         states, problems = _prepare(layers, config)
+        speeds = _speeds(config, problems)
         if converted:
             names = [layer.fssdp.name for layer in converted]
             problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
         note = Note(
-            settings=dataclasses.asdict(config),
+            settings={**dataclasses.asdict(config), "speeds": dataclasses.asdict(speeds)},
             layers=[_layer_key(layer) for layer in layers],
             problems=problems,
             summary=_summary(states, config),
         )
         notes = agree(note, timeout=config.timeout)
         if layers:
-            _convert(layers, states, [note.node for note in notes])
+            _convert(layers, states, [note.node for note in notes], speeds)
         if dist.get_rank() == 0:
             num_layers = len({key for note in notes for key in note.layers})
             print(f"FSSDP on: {num_layers} MoE layers, {next(n.summary for n in notes if n.summary)}", flush=True)
@@ -210,6 +109,7 @@ def _prepare(layers: list[MoELayer], config: HecateConfig) -> tuple[list[LayerSt
         for layer in layers:
             problems += [p for p in seams.refusals(layer.config) if p not in problems]
     if not problems:
+        compile_planning()
         for index, layer in enumerate(layers):
             try:
                 states.append(LayerState(layer, index, config))
@@ -218,6 +118,18 @@ def _prepare(layers: list[MoELayer], config: HecateConfig) -> tuple[list[LayerSt
             except Exception as error:  # every rank must hear of it, whatever it is
                 problems.append(f"layer {layer.layer_number}: {type(error).__name__}: {error}")
     return states, problems
+
+
+def _speeds(config: HecateConfig, problems: list[str]) -> Speeds:
+    """What copies are judged by: measured, or those of an H100 node, or of CPU ranks."""
+    usual = H100 if torch.cuda.is_available() else CPU
+    if config.costs is None:
+        return usual
+    try:
+        return Speeds.load(config.costs)
+    except ValueError as error:
+        problems.append(f"costs: {error}")
+        return usual
 
 
 def _layer_key(layer: MoELayer) -> str:
@@ -232,12 +144,13 @@ def _summary(states: list[LayerState], config: HecateConfig) -> str:
     return (
         f"{states[0].homes_only.num_experts} experts over {states[0].group.size()} ranks, {config.slots} slots per "
         f"rank and layer ({guests:.1f} MiB of guest weights on a rank), lifetime {config.lifetime}, transport p2p"
+        + (f", at most {config.late} late guests per layer" if config.late else "")
     )
 
 
-def _convert(layers: list[MoELayer], states: list[LayerState], nodes: list[str]) -> None:
+def _convert(layers: list[MoELayer], states: list[LayerState], nodes: list[str], speeds: Speeds) -> None:
     """Turn all layers at once; an exception undoes what was done."""
-    model = ModelState(layers, states)
+    model = ModelState(layers, states, speeds)
     with contextlib.ExitStack() as undo:
         for layer, state in zip(layers, states, strict=True):
             experts = layer.experts

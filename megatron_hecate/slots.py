@@ -80,23 +80,50 @@ class Guests:
         dtypes = {p.dtype for expert in homes for p in expert}
         if len(dtypes) > 1:
             raise ValueError(f"{label}: expert parameters have dtypes {sorted(map(str, dtypes))}; FSSDP needs one")
-        self.homes, self.layout, self.group = homes, layout, group
+        self.homes, self.layout, self.group, self.placement = homes, layout, group, placement
         self.route = Route.of(placement, group.rank())
         self.microbatches, self.label, self.timeout = microbatches, label, timeout
-        self.backwards = 0
-        self.num_guests = len(self.route.experts)
-        self.weights = sparse_all_gather(
-            [[p.detach() for p in expert] for expert in homes], self.route, group, label=label, timeout=timeout
-        )
-        # A slot without a guest computes on zero rows, so that every rank runs the same graph: any memory will do.
+        self.backwards, self.computed = 0, False
         self.num_slots = placement.slots_per_rank - len(homes)
-        self.vacant = self.weights.new_empty(self.weights.shape[1]) if self.num_guests < self.num_slots else None
+        self.weights = self._fetch(self.route)
         self.grads: Tensor | None = None
+
+    def _fetch(self, route: Route) -> Tensor:
+        """[guests, chunk] the weights that ``route`` brings here."""
+        weights = [[p.detach() for p in expert] for expert in self.homes]
+        return sparse_all_gather(weights, route, self.group, label=self.label, timeout=self.timeout)
+
+    def add_late(self, placement: Placement) -> None:
+        """Tier 2: become the guests of ``placement``, fetching only those that are new. Before any of them computes.
+
+        Raises:
+            TransferError: when a peer dies or does not answer in time.
+        """
+        assert not self.computed, f"{self.label}: guests cannot be replaced once they have computed"
+        route = Route.of(placement, self.group.rank())
+        late = Route.of(placement, self.group.rank(), beyond=self.placement)
+        arrived = self._fetch(late)
+        rows = [
+            arrived[late.experts.index(e)] if e in late.experts else self.weights[self.route.experts.index(e)]
+            for e in route.experts
+        ]
+        if late.experts:
+            self.weights = torch.stack(rows)
+        self.placement, self.route = placement, route
+
+    @property
+    def num_guests(self) -> int:
+        """Guests on this rank."""
+        return len(self.route.experts)
 
     @property
     def chunks(self) -> list[Tensor]:
-        """The weights in every slot: guests first, as their slots are filled from the lowest."""
-        return [*self.weights, *[self.vacant] * (self.num_slots - self.num_guests)]
+        """The weights in every slot: guests first, as their slots are filled from the lowest.
+
+        A slot without a guest computes on zero rows, so that every rank runs the same graph: any memory will do.
+        """
+        empty = self.num_slots - self.num_guests
+        return [*self.weights, *([self.weights.new_empty(self.weights.shape[1])] * empty if empty else [])]
 
     @property
     def unsent(self) -> int:
@@ -113,6 +140,7 @@ class Guests:
         All come out of one autograd node, so each home parameter gets exactly one gradient, and gets it after its
         guests' gradients arrived: DDP may reduce it at once.
         """
+        self.computed = True
         flat = [p for expert in self.homes for p in expert]
         weights = list(_Materialize.apply(self, *flat))
         if any(self.layout.fused) and torch.is_grad_enabled():

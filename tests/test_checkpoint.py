@@ -87,7 +87,7 @@ def test_bitwise_between_stock_and_fssdp(direction: str, distributed_optimizer: 
 
     from megatron_hecate import HecateConfig, fssdp
 
-    hook = fssdp(HecateConfig(timeout=30))
+    hook = fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30))
     writer, reader = (hook, None) if direction == "to stock" else (None, hook)
     case = tiny_gpt.Case(distributed_optimizer=distributed_optimizer)
     tiny_gpt.initialize(case)
@@ -112,7 +112,7 @@ def test_into_another_ep_size() -> None:
 
     from megatron_hecate import HecateConfig, fssdp
 
-    hook = fssdp(HecateConfig(timeout=30))
+    hook = fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30))
     wide = tiny_gpt.Case(ep=4, distributed_optimizer=True)
     tiny_gpt.initialize(wide)
     written = tiny_gpt.train(wide, steps=3, hook=hook)

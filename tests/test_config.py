@@ -15,6 +15,8 @@ FLAGS = {
     "--moe-fssdp-lifetime",
     "--moe-fssdp-transport",
     "--moe-fssdp-overlap-degree",
+    "--moe-fssdp-late",
+    "--moe-fssdp-costs",
     "--moe-fssdp-timeout",
 }
 
@@ -36,7 +38,10 @@ def test_flags_become_settings() -> None:
     assert _parse(
         *"--moe-fssdp --moe-fssdp-slots 4 --moe-fssdp-overlap-degree 3 --moe-fssdp-timeout 7.5".split(),
         *"--moe-fssdp-lifetime iteration --moe-fssdp-transport p2p".split(),
-    ) == HecateConfig(slots=4, overlap_degree=3, timeout=7.5, lifetime="iteration", transport="p2p")
+        *"--moe-fssdp-late 6 --moe-fssdp-costs speeds.json".split(),
+    ) == HecateConfig(
+        slots=4, overlap_degree=3, timeout=7.5, lifetime="iteration", transport="p2p", late=6, costs="speeds.json"
+    )
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -52,6 +57,9 @@ def test_settings_cannot_be_changed() -> None:
         (dict(slots="2"), ValueError, "slots='2' must be a whole number"),
         (dict(slots=True), ValueError, "slots=True must be a whole number"),
         (dict(overlap_degree=1.5), ValueError, "overlap_degree=1.5 must be a whole number or None"),
+        (dict(late=-1), ValueError, "late=-1 must be 0 or more"),
+        (dict(late=1.5), ValueError, "late=1.5 must be a whole number"),
+        (dict(late=2, slots=0), ValueError, "late=2 needs slots for the late guests, got slots=0"),
         (dict(timeout=0.0), ValueError, "timeout=0.0 must be more than 0"),
         (dict(lifetime="epoch"), ValueError, "lifetime='epoch' is none of iteration, microbatch, layer"),
         (dict(transport="pigeon"), ValueError, "transport='pigeon' is none of auto, p2p, sm, ce"),

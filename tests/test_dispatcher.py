@@ -14,7 +14,7 @@ def test_every_token_gets_a_holder_by_quota(seed: int) -> None:
     import megatron_on_cpu
 
     megatron_on_cpu.install()
-    from megatron_hecate.dispatcher import to_physical
+    from megatron_hecate.dispatcher import Columns, to_physical
     from megatron_hecate.plan import Placement, World, split_quotas
 
     rng = np.random.default_rng(seed)
@@ -43,7 +43,9 @@ def test_every_token_gets_a_holder_by_quota(seed: int) -> None:
         routing_map = torch.from_numpy(maps[source])
         probs = torch.rand(num_tokens, num_experts, dtype=torch.float64) * routing_map
         probs.requires_grad_()
-        physical_map, physical_probs = to_physical(routing_map, probs, quotas, placement, source=source)
+        columns = Columns.of(placement, torch.device("cpu"))
+        row = torch.from_numpy(quotas.tokens[source])
+        physical_map, physical_probs = to_physical(routing_map, probs, row, columns)
 
         left = {
             (int(e), int(r)): int(n) for e, r, n in zip(quotas.expert, quotas.rank, quotas.tokens[source], strict=True)

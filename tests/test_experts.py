@@ -78,7 +78,9 @@ def test_grouped_mlp(slots: int, bias: bool) -> None:
         return chunks
 
     stock = tiny_gpt.train(case, hook=grouped)
-    ours = tiny_gpt.train(case, hook=lambda c: grouped(c, fssdp(HecateConfig(slots=slots, timeout=30))))
+    ours = tiny_gpt.train(
+        case, hook=lambda c: grouped(c, fssdp(HecateConfig(costs=tiny_gpt.FREE, slots=slots, timeout=30)))
+    )
     assert ours.params.keys() == stock.params.keys()
     worst = max(float((stock.grads[n] - ours.grads[n]).abs().max()) for n in stock.grads)
     largest = max(float(g.abs().max()) for g in stock.grads.values())
@@ -109,7 +111,7 @@ def test_grouped_mlp_without_grouped_weights_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"TEGroupedMLP.linear_fc1 is a OneWeight without num_gemms .*TransformerEngine"
     ):
-        fssdp(HecateConfig(timeout=30))(chunks)
+        fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30))(chunks)
 
 
 def _install_fused_wgrad() -> None:
@@ -140,7 +142,7 @@ def test_gradient_accumulation_fusion(overlap: bool, calculator: bool) -> None:
     if not calculator:
         num_microbatches_calculator.unset_num_microbatches_calculator()
     stock = tiny_gpt.train(case)
-    ours = tiny_gpt.train(case, hook=fssdp(HecateConfig(timeout=30)))
+    ours = tiny_gpt.train(case, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
     assert all(any(layer.fssdp.experts.layout.fused) for layer in tiny_gpt.moe_layers(ours.chunks))
     largest = max(float(g.abs().max()) for g in stock.grads.values())
     worst = max(float((stock.grads[n] - ours.grads[n]).abs().max()) for n in stock.grads)

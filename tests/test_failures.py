@@ -23,7 +23,7 @@ def test_fewer_microbatches_than_announced_is_an_error() -> None:
 
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)
-    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(timeout=30)))
+    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
     replicas = parallel_state.get_data_parallel_world_size()
     calculator.unset_num_microbatches_calculator()
     calculator.init_num_microbatches_calculator(0, None, 2 * 4 * replicas, 2, replicas)  # says 4; the loop runs 2
@@ -44,7 +44,7 @@ def test_bad_gradients_of_a_guest_reach_megatrons_own_check(value: float) -> Non
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
-    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(timeout=30)))
+    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
     layers = tiny_gpt.moe_layers(run.chunks)
     hosts = [layer for layer in layers if layer.fssdp.placement.is_guest[dist.get_rank()].any()]
     counts = [None, None]
@@ -81,7 +81,7 @@ def test_overflow_in_a_guest_skips_the_step_as_in_stock() -> None:
 
     case = tiny_gpt.Case(fp16=True, accumulate=2)
     tiny_gpt.initialize(case)
-    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(timeout=30)))
+    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
     backward, planted = slots.Guests.backward, []
 
     def plant(self, home_grads, guest_grads):
@@ -120,7 +120,7 @@ def test_partly_frozen_experts_are_refused() -> None:
         for layer in tiny_gpt.moe_layers(chunks):
             for expert in layer.experts.local_experts:
                 expert.linear_fc1.weight.requires_grad_(False)
-        return fssdp(HecateConfig(timeout=30))(chunks)
+        return fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30))(chunks)
 
     with pytest.raises(ValueError, match="layer 1: some expert parameters are frozen and others are not"):
         tiny_gpt.train(case, steps=2, hook=freeze_half)
@@ -141,7 +141,7 @@ def test_frozen_experts_train_the_rest() -> None:
         return chunks
 
     stock = tiny_gpt.train(case, hook=freeze)
-    ours = tiny_gpt.train(case, hook=lambda c: fssdp(HecateConfig(timeout=30))(freeze(c)))
+    ours = tiny_gpt.train(case, hook=lambda c: fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30))(freeze(c)))
     assert ours.guests > 0 and ours.losses == pytest.approx(stock.losses, rel=1e-5)
 
 
@@ -155,7 +155,7 @@ def test_a_peer_that_dies_in_training_is_named() -> None:
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
-    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(timeout=10)))
+    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=10)))
     assert run.guests > 0
 
     def die() -> None:
@@ -177,15 +177,15 @@ def test_a_peer_that_sleeps_in_training_is_named() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate import HecateConfig, dispatcher, fssdp, layer
+    from megatron_hecate import HecateConfig, dispatcher, fssdp, state
     from megatron_hecate.collectives import TransferError
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
-    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(timeout=3)))
+    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=3)))
     assert run.guests > 0
     if dist.get_rank() == 1:
-        layer.gather_loads = lambda *args, **kwargs: (time.sleep(8), dispatcher.gather_loads(*args, **kwargs))[1]
+        state.gather_loads = lambda *args, **kwargs: (time.sleep(8), dispatcher.gather_loads(*args, **kwargs))[1]
     start = time.monotonic()
     with pytest.raises((TransferError, RuntimeError)) as error:
         run.step(2)
@@ -205,7 +205,7 @@ def test_a_given_up_step_does_not_spoil_the_next() -> None:
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=4)
-    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(timeout=30)))
+    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
     tiny_gpt.run(case, run.chunks, 2, num_microbatches=1)
     # the counts have shifted by one, so the optimizer finds an iteration that is not complete
     with pytest.raises(RuntimeError, match=r"FusedAdam steps while .* layer 1 \(1 of 2\), layer 2 \(1 of 2\)"):
@@ -232,4 +232,4 @@ def test_checkpointing_that_hides_forwards_is_refused() -> None:
 
     assert torch.is_grad_enabled()
     with pytest.raises(NotImplementedError, match=r"layer \d is recomputed in the backward, .* use_reentrant=False"):
-        tiny_gpt.train(case, hook=lambda c: reentrant(fssdp(HecateConfig(timeout=30))(c)))
+        tiny_gpt.train(case, hook=lambda c: reentrant(fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30))(c)))

@@ -113,7 +113,8 @@ def _losses(log: str) -> list[float]:
 def test_flags_hook_and_launcher_train_the_stock_model(text: Path) -> None:
     stock = _losses(_pretrain(text, launcher=[]))
     assert len(stock) == 6
-    flags = ["--moe-fssdp", "--moe-fssdp-slots", "3"]
+    free = str(ROOT / "tests" / "free_copies.json")  # else no copy pays on so small a model
+    flags = ["--moe-fssdp", "--moe-fssdp-slots", "3", "--moe-fssdp-costs", free]
     for how, log in {
         "flags before the script": _pretrain(text, launcher=["-m", "megatron_hecate", *flags]),
         "flags among Megatron's": _pretrain(text, *flags, launcher=["-m", "megatron_hecate"]),

@@ -22,15 +22,15 @@ def _compare(name: str) -> None:
     tolerance = BF16_TOLERANCE if case.bf16 else 1e-5
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case)
-    without = tiny_gpt.train(case, hook=fssdp(HecateConfig(slots=0, timeout=60)))
+    without = tiny_gpt.train(case, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, slots=0, timeout=60)))
     assert _largest_difference(stock, without) == SAME, "no guests: bitwise"
-    ours = tiny_gpt.train(case, hook=fssdp(HecateConfig(slots=2, timeout=60)))
+    ours = tiny_gpt.train(case, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, slots=2, timeout=60)))
     worst = _largest_difference(stock, ours)
     if dist.get_rank() == 0:
         print(f"\nparity | {name} | {ours.guests} | {worst['loss']:.1e} | {worst['grad']:.1e} |", flush=True)
     assert ours.guests > 0, "no guest was placed: nothing was tested"
     assert worst["loss"] <= tolerance and worst["grad"] <= tolerance, worst
-    again = tiny_gpt.train(case, hook=fssdp(HecateConfig(slots=2, timeout=60)))
+    again = tiny_gpt.train(case, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, slots=2, timeout=60)))
     assert _largest_difference(ours, again) == SAME, "two runs differ"
 
 
@@ -173,6 +173,6 @@ def test_twenty_steps() -> None:
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=20)
-    ours = tiny_gpt.train(case, steps=20, hook=fssdp(HecateConfig(slots=2)))
+    ours = tiny_gpt.train(case, steps=20, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, slots=2)))
     assert ours.guests > 0 and stock.losses[0] - stock.losses[-1] > 0.3, "the model does not learn"
     assert _largest_difference(stock, ours)["loss"] <= 1e-5

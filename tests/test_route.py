@@ -10,79 +10,27 @@ sent across nodes without need, the numbers differ; if balancing did not end, th
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from scipy.optimize import linprog
+from hypothesis import example, given
+from random_plans import (
+    PROPERTY,
+    SMALL,
+    Case,
+    cases,
+    counting_bound,
+    enumerated,
+    lp_largest,
+    lp_least,
+    one_node,
+    placement_of,
+    skewed,
+)
 
-from megatron_hecate.plan import Placement, Quotas, World, plan_guests, split_quotas
-
-PROPERTY = settings(max_examples=150, deadline=None, derandomize=True, database=None)
-SMALL = settings(PROPERTY, max_examples=60)  # for oracles that take milliseconds
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Case:
-    """Arguments of one `split_quotas`: N sources, E experts, R ranks."""
-
-    load: np.ndarray  # [N, E]
-    placement: Placement
-    world: World
-    source_rank: tuple[int, ...]  # [N]
-
-    def split(self) -> Quotas:
-        return split_quotas(self.load, self.placement, self.world, source_rank=self.source_rank)
-
-    def __repr__(self) -> str:  # what hypothesis prints for a failing case
-        return (
-            f"Case(load={self.load.tolist()}, home={self.placement.home.tolist()}, "
-            f"table={self.placement.table.tolist()}, node={self.world.node}, source_rank={self.source_rank})"
-        )
-
-
-def _placement(holders: Sequence[Sequence[int]], num_ranks: int) -> Placement:
-    """``holders[e]`` lists the ranks that hold expert e, its home first."""
-    held = [[e for e, ranks in enumerate(holders) if r in ranks] for r in range(num_ranks)]
-    table = np.full((num_ranks, max(map(len, held))), -1)
-    for r, experts in enumerate(held):
-        table[r, : len(experts)] = experts
-    return Placement(home=np.array([ranks[0] for ranks in holders]), table=table)
-
-
-def _one_node(num_ranks: int) -> World:
-    return World(node=(0,) * num_ranks)
-
-
-@st.composite
-def _cases(draw: st.DrawFn, *, ranks: int = 6, experts: int = 8, most: int = 10**12) -> Case:
-    """Any homes (also none on a rank), any guests, any nodes; several, one or no sources per rank; bumpy loads."""
-    num_ranks = draw(st.integers(1, ranks))
-    rank = st.integers(0, num_ranks - 1)
-    holders = draw(st.lists(st.lists(rank, min_size=1, max_size=num_ranks, unique=True), min_size=1, max_size=experts))
-    node = draw(st.lists(st.integers(0, 2), min_size=num_ranks, max_size=num_ranks))
-    source_rank = draw(st.lists(rank, min_size=1, max_size=8))
-    tokens = st.one_of(st.just(0), st.integers(0, 3), st.integers(0, 50), st.integers(0, most))
-    row = st.lists(tokens, min_size=len(holders), max_size=len(holders))
-    load = draw(st.lists(row, min_size=len(source_rank), max_size=len(source_rank)))
-    return Case(np.array(load), _placement(holders, num_ranks), World(node=tuple(node)), tuple(source_rank))
-
-
-def _skewed(num_ranks: int, num_experts: int, *, seed: int, slots: int) -> Case:
-    """A layer as training sees it: few hot experts, guests planned from a forecast that is a little off."""
-    rng = np.random.default_rng(seed)
-    share = rng.dirichlet(np.full(num_experts, 0.3))
-    drift = share * rng.lognormal(0, 0.3, num_experts)
-    load = rng.multinomial(2000, drift / drift.sum(), size=num_ranks)
-    world = World(tuple(rank // 4 for rank in range(num_ranks)))
-    placement = plan_guests(share, Placement.initial(num_experts, num_ranks, num_slots=slots), world)
-    return Case(load, placement, world, tuple(range(num_ranks)))
+from megatron_hecate.plan import Placement, Quotas, World, largest_load, split_quotas
 
 
 def _largest(case: Case, quotas: Quotas) -> int:
@@ -93,74 +41,12 @@ def _largest(case: Case, quotas: Quotas) -> int:
     return max(load)
 
 
-def _counting_bound(load: np.ndarray, holders: np.ndarray) -> int:
-    """Best lower bound of any set of ranks: the tokens nobody else can serve, shared evenly within the set."""
-    totals = load.sum(axis=0).tolist()
-    only = [frozenset(np.flatnonzero(holds).tolist()) for holds in holders]
-    num_ranks = holders.shape[1]
-    sets = itertools.chain.from_iterable(itertools.combinations(range(num_ranks), k) for k in range(1, num_ranks + 1))
-    return max(-(-sum(t for t, ranks in zip(totals, only, strict=True) if ranks <= set(s)) // len(s)) for s in sets)
-
-
-def _every_split(total: int, parts: int) -> list[tuple[int, ...]]:
-    if parts == 1:
-        return [(total,)]
-    return [(k, *rest) for k in range(total + 1) for rest in _every_split(total - k, parts - 1)]
-
-
-def _enumerated(load: np.ndarray, holders: np.ndarray) -> int:
-    """Smallest largest rank load over every way to split every expert's tokens over its holders."""
-    ranks = [np.flatnonzero(holds) for holds in holders]
-    splits = [_every_split(total, len(r)) for total, r in zip(load.sum(axis=0).tolist(), ranks, strict=True)]
-    best = math.inf
-    for choice in itertools.product(*splits):
-        served = np.zeros(holders.shape[1], dtype=int)
-        for r, tokens in zip(ranks, choice, strict=True):
-            served[r] += tokens
-        best = min(best, served.max())
-    return int(best)
-
-
-def _lp_largest(load: np.ndarray, holders: np.ndarray) -> int:
-    """Linear program: minimize T over x[e, r] >= 0, expert e's tokens sum to its load, rank r's to at most T.
-
-    For integer loads this is a flow problem, so the best integer T is the best real T rounded up.
-    """
-    expert, rank = np.nonzero(holders)
-    num_experts, num_ranks = holders.shape
-    sums = np.hstack([np.eye(num_experts)[:, expert], np.zeros((num_experts, 1))])
-    loads = np.hstack([np.eye(num_ranks)[:, rank], -np.ones((num_ranks, 1))])
-    cost = np.zeros(len(expert) + 1)
-    cost[-1] = 1
-    result = linprog(cost, A_ub=loads, b_ub=np.zeros(num_ranks), A_eq=sums, b_eq=load.sum(axis=0), method="highs")
-    assert result.status == 0, result.message
-    return math.ceil(result.fun - 1e-6)
-
-
-def _lp_least(case: Case, quotas: Quotas, cost: np.ndarray) -> int:
-    """Linear program: least sum of ``cost[source rank, holder]`` over all splits with these loads and column sums."""
-    num_sources, num_columns = quotas.tokens.shape
-    experts = case.load.shape[1]
-    index = np.arange(num_sources * num_columns).reshape(num_sources, num_columns)
-    rows, targets = [], []
-    for n, e in itertools.product(range(num_sources), range(experts)):
-        rows.append(np.isin(np.arange(index.size), index[n, quotas.expert == e]))
-        targets.append(case.load[n, e])
-    for c in range(num_columns):
-        rows.append(np.isin(np.arange(index.size), index[:, c]))
-        targets.append(quotas.tokens[:, c].sum())
-    weights = cost[np.asarray(case.source_rank)[:, None], quotas.rank[None, :]]
-    result = linprog(weights.ravel(), A_eq=np.array(rows, dtype=float), b_eq=np.array(targets), method="highs")
-    assert result.status == 0, result.message
-    return round(result.fun)
-
-
 # hand-written tables
 
 
 def test_without_guests_every_token_goes_home() -> None:
     load = np.array([[5, 0, 2, 1], [1, 1, 9, 0]])
-    quotas = split_quotas(load, Placement.initial(4, 2, num_slots=1), _one_node(2))
+    quotas = split_quotas(load, Placement.initial(4, 2, num_slots=1), one_node(2))
     assert quotas.expert.tolist() == [0, 1, 2, 3]
     assert quotas.rank.tolist() == [0, 0, 1, 1]
     assert quotas.tokens.tolist() == load.tolist()
@@ -170,7 +56,7 @@ def test_without_guests_every_token_goes_home() -> None:
 def test_a_guest_takes_what_its_home_has_too_much_and_own_tokens_stay() -> None:
     # rank 0 would serve 9, rank 1 five: two tokens of expert 0 move, and they are rank 0's own surplus
     placement = Placement.initial(4, 2, num_slots=1).with_guests([(0, 1)])
-    quotas = split_quotas(np.array([[8, 1, 1, 0], [2, 0, 1, 1]]), placement, _one_node(2))
+    quotas = split_quotas(np.array([[8, 1, 1, 0], [2, 0, 1, 1]]), placement, one_node(2))
     assert quotas.expert.tolist() == [0, 0, 1, 2, 3]
     assert quotas.rank.tolist() == [0, 1, 0, 1, 1]
     assert quotas.tokens.tolist() == [[6, 2, 1, 1, 0], [0, 2, 0, 1, 1]]
@@ -215,7 +101,7 @@ def test_a_source_without_a_holder_on_its_node_goes_home() -> None:
 def test_tokens_move_along_a_chain_of_five_ranks() -> None:
     # expert i is shared by ranks i and i + 1 only; 16 tokens per rank is possible in exactly one way
     placement = Placement.initial(5, 5, num_slots=1).with_guests([(i, i + 1) for i in range(4)])
-    quotas = split_quotas(np.diag([20, 20, 20, 20, 0]), placement, _one_node(5))
+    quotas = split_quotas(np.diag([20, 20, 20, 20, 0]), placement, one_node(5))
     assert quotas.expert.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4]
     assert quotas.rank.tolist() == [0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert quotas.tokens.sum(axis=0).tolist() == [16, 4, 12, 8, 8, 12, 4, 16, 0]
@@ -230,26 +116,26 @@ def test_one_surplus_token_travels_the_whole_chain(backwards: bool) -> None:
     placement = placement.with_guests(list(itertools.pairwise(order)))
     load = np.eye(num_ranks, dtype=int)
     load[order[0], order[0]], load[order[-1], order[-1]] = 2, 0
-    assert split_quotas(load, placement, _one_node(num_ranks)).rank_load(num_ranks).tolist() == [1] * num_ranks
+    assert split_quotas(load, placement, one_node(num_ranks)).rank_load(num_ranks).tolist() == [1] * num_ranks
 
 
 def test_a_thin_link_in_the_chain_limits_what_passes() -> None:
     # 100 tokens at ranks 0 and 1; only the 7 tokens of expert 1 can go on to rank 2, where 3 are already
-    placement = _placement([[0, 1], [1, 2], [2]], 3)
-    quotas = split_quotas(np.array([[93, 0, 0], [0, 7, 0], [0, 0, 3]]), placement, _one_node(3))
-    assert quotas.rank_load(3).tolist() in ([46, 47, 10], [47, 46, 10])
+    placement = placement_of([[0, 1], [1, 2], [2]], 3)
+    quotas = split_quotas(np.array([[93, 0, 0], [0, 7, 0], [0, 0, 3]]), placement, one_node(3))
+    assert quotas.rank_load(3).tolist() == [47, 47, 9]  # the 47th token may stay: the largest load is 47 in any case
 
 
 def test_a_full_pair_does_not_stop_others_from_levelling() -> None:
     # ranks 0 and 1 share only with each other and stay at 50; no rank may pass them
-    placement = _placement([[0, 1], [2, 3], [3, 4]], 5)
-    quotas = split_quotas(np.array([[100, 90, 30]]), placement, _one_node(5), source_rank=[2])
+    placement = placement_of([[0, 1], [2, 3], [3, 4]], 5)
+    quotas = split_quotas(np.array([[100, 90, 30]]), placement, one_node(5), source_rank=[2])
     assert quotas.rank_load(5).tolist()[:2] == [50, 50]
     assert max(quotas.rank_load(5)) == 50
 
 
 def test_an_uneven_number_of_tokens_rounds_up_once() -> None:
-    quotas = split_quotas(np.array([[10], [0], [0]]), _placement([[0, 1, 2]], 3), _one_node(3))
+    quotas = split_quotas(np.array([[10], [0], [0]]), placement_of([[0, 1, 2]], 3), one_node(3))
     assert max(quotas.rank_load(3)) == 4
 
 
@@ -257,19 +143,19 @@ def test_several_sources_share_a_rank() -> None:
     # rank 0 serves 6, and those are the tokens of its own two sources, before any of rank 1's
     placement = Placement.initial(2, 2, num_slots=1).with_guests([(0, 1)])
     load = np.array([[4, 0], [2, 0], [3, 0], [3, 0]])
-    quotas = split_quotas(load, placement, _one_node(2), source_rank=[0, 0, 1, 1])
+    quotas = split_quotas(load, placement, one_node(2), source_rank=[0, 0, 1, 1])
     assert quotas.tokens.tolist() == [[4, 0, 0], [2, 0, 0], [0, 3, 0], [0, 3, 0]]
 
 
 def test_no_tokens_at_all() -> None:
     placement = Placement.initial(4, 2, num_slots=1).with_guests([(0, 1), (3, 0)])
-    quotas = split_quotas(np.zeros((2, 4), dtype=int), placement, _one_node(2))
+    quotas = split_quotas(np.zeros((2, 4), dtype=int), placement, one_node(2))
     assert quotas.tokens.shape == (2, 6)
     assert not quotas.tokens.any()
 
 
 def test_a_rank_that_holds_nothing_serves_nothing() -> None:
-    quotas = split_quotas(np.array([[3], [4], [5]]), _placement([[0, 2]], 3), _one_node(3))
+    quotas = split_quotas(np.array([[3], [4], [5]]), placement_of([[0, 2]], 3), one_node(3))
     assert quotas.rank_load(3).tolist() == [6, 0, 6]
 
 
@@ -277,7 +163,7 @@ def test_a_rank_that_holds_nothing_serves_nothing() -> None:
 
 
 @PROPERTY
-@given(_cases())
+@given(cases())
 def test_every_token_gets_a_holder_of_its_expert(case: Case) -> None:
     quotas = case.split()
     assert quotas.tokens.dtype == np.int64
@@ -290,29 +176,31 @@ def test_every_token_gets_a_holder_of_its_expert(case: Case) -> None:
 
 
 @PROPERTY
-@given(_cases())
-@example(Case(np.full((1, 2), 10**15), _placement([[0, 1, 2], [2, 3]], 5), _one_node(5), (4,)))
+@given(cases())
+@example(Case(np.full((1, 2), 10**15), placement_of([[0, 1, 2], [2, 3]], 5), one_node(5), (4,)))
 def test_the_largest_rank_load_is_the_counting_bound(case: Case) -> None:
-    assert _largest(case, case.split()) == _counting_bound(case.load, case.placement.holders)
+    bound = counting_bound(case.load.sum(axis=0), case.placement.holders)
+    assert _largest(case, case.split()) == bound
+    assert largest_load(case.load.sum(axis=0), case.placement, case.world) == bound
 
 
 @SMALL
-@given(_cases(ranks=3, experts=3, most=4).filter(lambda case: case.load.sum(axis=0).max() <= 7))
+@given(cases(ranks=3, experts=3, most=4).filter(lambda case: case.load.sum(axis=0).max() <= 7))
 def test_no_other_split_has_a_smaller_largest_rank_load(case: Case) -> None:
-    assert _largest(case, case.split()) == _enumerated(case.load, case.placement.holders)
+    assert _largest(case, case.split()) == enumerated(case.load.sum(axis=0), case.placement.holders)
 
 
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("num_ranks", "num_experts"), [(4, 16), (8, 32), (16, 64)])
 def test_the_largest_rank_load_is_the_linear_programs(num_ranks: int, num_experts: int, seed: int, slots: int) -> None:
-    case = _skewed(num_ranks, num_experts, seed=seed, slots=slots)
+    case = skewed(num_ranks, num_experts, seed=seed, slots=slots)
     assert case.placement.num_guests > 0
-    assert _largest(case, case.split()) == _lp_largest(case.load, case.placement.holders)
+    assert _largest(case, case.split()) == lp_largest(case.load.sum(axis=0), case.placement.holders)
 
 
 @SMALL
-@given(_cases(ranks=5, experts=5, most=2000))
+@given(cases(ranks=5, experts=5, most=2000))
 def test_no_assignment_of_sources_crosses_nodes_less_or_stays_home_more(case: Case) -> None:
     quotas = case.split()
     node, ranks = np.array(case.world.node), np.arange(case.placement.num_ranks)
@@ -320,11 +208,11 @@ def test_no_assignment_of_sources_crosses_nodes_less_or_stays_home_more(case: Ca
     leaves = (ranks[:, None] != ranks[None, :]).astype(float)
     for cost in (crosses, leaves):
         paid = (quotas.tokens * cost[np.asarray(case.source_rank)][:, quotas.rank]).sum()
-        assert paid == _lp_least(case, quotas, cost)
+        assert paid == lp_least(case, quotas, cost)
 
 
 @PROPERTY
-@given(_cases())
+@given(cases())
 def test_same_input_same_quotas_and_the_input_is_left_alone(case: Case) -> None:
     first = case.split()
     copy = case.load.copy()
@@ -337,7 +225,7 @@ def test_same_input_same_quotas_and_the_input_is_left_alone(case: Case) -> None:
 
 
 @PROPERTY
-@given(_cases(most=200))
+@given(cases(most=200))
 def test_rank_load_counts_the_columns_of_each_rank(case: Case) -> None:
     quotas = case.split()
     counted = [0] * case.placement.num_ranks
@@ -350,15 +238,15 @@ def test_rank_load_counts_the_columns_of_each_rank(case: Case) -> None:
 def test_any_integer_type_counts_without_overflow(dtype: type[np.integer]) -> None:
     most = min(int(np.iinfo(dtype).max), 2**60 + 1)  # 2**60 + 1 has no float64
     load = np.array([[most, 0], [most, 0], [most, 1]], dtype=dtype)
-    quotas = split_quotas(load, _placement([[0, 1], [2]], 3), _one_node(3))
+    quotas = split_quotas(load, placement_of([[0, 1], [2]], 3), one_node(3))
     assert [sum(row) for row in quotas.tokens[:, :2].tolist()] == [most] * 3
     served = quotas.tokens.sum(axis=0).tolist()
     assert sorted(served[:2]) == [3 * most // 2, 3 * most - 3 * most // 2]
 
 
 def test_a_group_of_64_ranks_and_256_experts() -> None:
-    case = _skewed(64, 256, seed=0, slots=2)
-    assert _largest(case, case.split()) == _lp_largest(case.load, case.placement.holders)
+    case = skewed(64, 256, seed=0, slots=2)
+    assert _largest(case, case.split()) == lp_largest(case.load.sum(axis=0), case.placement.holders)
 
 
 # errors
@@ -386,11 +274,17 @@ def test_bad_loads_and_sources_say_what_they_are(
 ) -> None:
     placement = Placement.initial(4, 2, num_slots=1).with_guests(guests)
     with pytest.raises(ValueError, match=message):
-        split_quotas(load, placement, _one_node(2), source_rank=source_rank)
+        split_quotas(load, placement, one_node(2), source_rank=source_rank)
+
+
+@pytest.mark.parametrize("only", [-1, 2])
+def test_an_unknown_source_is_refused(only: int) -> None:
+    with pytest.raises(ValueError, match=f"only={only} names no source; there are 2"):
+        split_quotas(np.zeros((2, 4), dtype=int), Placement.initial(4, 2, num_slots=1), one_node(2), only=only)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_world_of_another_size_is_refused(num_ranks: int) -> None:
     placement = Placement.initial(4, 2, num_slots=1)
     with pytest.raises(ValueError, match=f"world has {num_ranks} ranks, the placement 2"):
-        split_quotas(np.zeros((2, 4), dtype=int), placement, _one_node(num_ranks))
+        split_quotas(np.zeros((2, 4), dtype=int), placement, one_node(num_ranks))

@@ -35,7 +35,7 @@ def test_evaluation_between_steps_changes_nothing() -> None:
                     chunk.train()
         return run.losses, evaluated
 
-    hook = fssdp(HecateConfig(timeout=30))
+    hook = fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30))
     stock_losses, stock_evaluated = train(None, True)
     losses, evaluated = train(hook, True)
     assert losses == pytest.approx(stock_losses, rel=1e-5)
@@ -68,7 +68,7 @@ def test_skipped_steps_and_replanning() -> None:
         return run.losses, seen
 
     stock, _ = train(None)
-    losses, seen = train(fssdp(HecateConfig(timeout=30)))
+    losses, seen = train(fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
     assert losses == pytest.approx(stock, rel=1e-5)
     for before, after in pairwise(seen[1:]):
         for a, b in zip(before, after, strict=True):
@@ -89,7 +89,7 @@ def test_a_loop_without_the_microbatch_calculator() -> None:
     tiny_gpt.initialize(case)
     calculator.unset_num_microbatches_calculator()
     stock = tiny_gpt.train(case, steps=4)
-    ours = tiny_gpt.train(case, steps=4, hook=fssdp(HecateConfig(timeout=30)))
+    ours = tiny_gpt.train(case, steps=4, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
     assert ours.guests > 0
     assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
     assert ours.grad_norms == pytest.approx(stock.grad_norms, rel=1e-5)
@@ -105,7 +105,7 @@ def test_loaded_weights_replace_guests() -> None:
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
-    hook = fssdp(HecateConfig(timeout=30))
+    hook = fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30))
 
     def evaluate(run) -> float:
         with torch.no_grad():
@@ -139,7 +139,7 @@ def test_guests_come_and_go_and_are_fetched_once_per_iteration() -> None:
     for name in ("sparse_all_gather", "sparse_reduce_scatter"):
         original = getattr(slots, name)
         setattr(slots, name, lambda *a, _f=original, _n=name, **k: (calls.append(f"{_n} {k['label']}"), _f(*a, **k))[1])
-    run = tiny_gpt.train(case, steps=0, hook=fssdp(HecateConfig(timeout=30)))
+    run = tiny_gpt.train(case, steps=0, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
     layers = tiny_gpt.moe_layers(run.chunks)
     for step in range(6):
         for layer in layers:
@@ -168,10 +168,10 @@ def test_every_layer_lends_its_own_hottest_expert() -> None:
 
     case = tiny_gpt.Case(accumulate=4, skew=4.0, settings=(("num_layers", 3),))
     tiny_gpt.initialize(case)
-    run = tiny_gpt.train(case, hook=fssdp(HecateConfig(slots=1, timeout=30)))
+    run = tiny_gpt.train(case, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, slots=1, timeout=30)))
     lent = [[e for e, _, _ in layer.fssdp.placement.guests] for layer in tiny_gpt.moe_layers(run.chunks)]
     assert lent == [[0], [5], [2]], lent
-    none = tiny_gpt.train(case, hook=fssdp(HecateConfig(slots=1, overlap_degree=0, timeout=30)))
+    none = tiny_gpt.train(case, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, slots=1, overlap_degree=0, timeout=30)))
     assert none.guests == 0
 
 
@@ -186,7 +186,10 @@ def test_only_training_forwards_make_the_forecast() -> None:
     settings = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
     case = tiny_gpt.Case(accumulate=2, settings=settings)
     tiny_gpt.initialize(case)
-    run = tiny_gpt.train(case, steps=0, hook=fssdp(HecateConfig(timeout=30)))
+    run = tiny_gpt.train(case, steps=0, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
+    monitor = tiny_gpt.moe_layers(run.chunks)[0].fssdp.model.monitor
+    append, loads = monitor.history.append, []
+    monitor.history.append = lambda load: (loads.append(load.sum(axis=1).tolist()), append(load))[1]
     for step in range(3):
         run.step(step)
         for chunk in run.chunks:
@@ -195,10 +198,9 @@ def test_only_training_forwards_make_the_forecast() -> None:
             tiny_gpt.run(case, run.chunks, 100 + step, num_microbatches=2, forward_only=True)
         for chunk in run.chunks:
             chunk.train()
-    monitor = tiny_gpt.moe_layers(run.chunks)[0].fssdp.model.monitor
     monitor.finish_reduce()
     tokens = 2 * 2 * case.micro_batch * case.seq  # ranks, microbatches
-    assert [load.sum(axis=1).tolist() for load in monitor.history._loads] == [[2.0 * tokens] * 2] * 3
+    assert loads == [[2 * tokens] * 2] * 3
 
 
 @ranks(2)
@@ -213,7 +215,7 @@ def test_gradients_of_bf16_guests_are_summed_in_fp32() -> None:
     seen = []
     original = slots.sparse_reduce_scatter
     slots.sparse_reduce_scatter = lambda grads, *a, **k: (seen.append(grads.dtype), original(grads, *a, **k))[1]
-    run = tiny_gpt.train(case, hook=fssdp(HecateConfig(timeout=30)))
+    run = tiny_gpt.train(case, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
     assert run.guests > 0 and set(seen) == {torch.float32}
 
 
@@ -249,7 +251,7 @@ def test_batch_size_ramp_up_after_an_evaluation() -> None:
                 chunk.train()
         return losses
 
-    assert train(fssdp(HecateConfig(timeout=30))) == pytest.approx(train(None), rel=1e-5)
+    assert train(fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30))) == pytest.approx(train(None), rel=1e-5)
 
 
 @ranks(2)
@@ -273,7 +275,9 @@ def test_parameters_replaced_after_the_hook() -> None:
         return chunks
 
     stock = tiny_gpt.train(case, hook=replace, steps=4)
-    ours = tiny_gpt.train(case, hook=lambda c: replace(fssdp(HecateConfig(timeout=30))(c)), steps=4)
+    ours = tiny_gpt.train(
+        case, hook=lambda c: replace(fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30))(c)), steps=4
+    )
     assert ours.guests > 0 and ours.losses == pytest.approx(stock.losses, rel=1e-5)
 
 
@@ -285,7 +289,7 @@ def test_hooks_of_users_fire_once() -> None:
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
-    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(timeout=30)))
+    run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
     fired: list[str] = []
     layer = tiny_gpt.moe_layers(run.chunks)[0]
     layer.experts.register_forward_hook(lambda *_: fired.append("experts"))

@@ -5,15 +5,45 @@ and a plan can be tested, replayed and printed without a cluster.
 
 | module | decides |
 |---|---|
-| `world` | which ranks share a node |
+| `world` | which ranks share a node, and how fast links and cores are |
 | `placement` | what a placement is: homes, guests and physical slots |
+| `shard` | which rank is home to which expert, over all layers of a pipeline stage (rarely) |
 | `materialize` | which experts become guests, and where (tier 1, from a forecast) |
+| `calibrate` | which guests to add or replace after the gate (tier 2, from the true loads) |
 | `route` | how many tokens of each source go to each holder (from the true loads) |
+| `cost` | what all that costs, in seconds |
+| `valid` | what every plan must satisfy |
+
+The rest is the compiled core: tokens as a flow through the graph of holders (`graph`, `flow`, `origin`, `nearest`,
+`assign`) and the search for guests through which they can flow (`search`, `pair`, `swap`).
 """
 
-from megatron_hecate.plan.materialize import plan_guests
+from megatron_hecate.plan.calibrate import calibrate
+from megatron_hecate.plan.cost import LayerShape
+from megatron_hecate.plan.materialize import algorithm1, plan_guests
 from megatron_hecate.plan.placement import Placement
-from megatron_hecate.plan.route import Quotas, split_quotas
-from megatron_hecate.plan.world import World
+from megatron_hecate.plan.ready import compile_planning
+from megatron_hecate.plan.route import Quotas, largest_load, split_quotas
+from megatron_hecate.plan.shard import moves, place_homes, plan_homes
+from megatron_hecate.plan.valid import assert_valid, fingerprint
+from megatron_hecate.plan.world import Link, Speeds, World
 
-__all__ = ["Placement", "Quotas", "World", "plan_guests", "split_quotas"]
+__all__ = [
+    "LayerShape",
+    "Link",
+    "Placement",
+    "Quotas",
+    "Speeds",
+    "World",
+    "algorithm1",
+    "assert_valid",
+    "calibrate",
+    "compile_planning",
+    "fingerprint",
+    "largest_load",
+    "moves",
+    "place_homes",
+    "plan_guests",
+    "plan_homes",
+    "split_quotas",
+]

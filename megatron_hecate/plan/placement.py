@@ -19,6 +19,9 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_hecate.plan.graph import Graph, graph_of
+from megatron_hecate.plan.world import World
+
 EMPTY = -1  # a physical slot that holds nothing
 
 
@@ -100,6 +103,31 @@ class Placement:
             table[rank, free[0]] = expert
         return Placement(home=self.home.copy(), table=table)
 
+    @classmethod
+    def trusted(cls, home: np.ndarray, table: np.ndarray) -> Placement:
+        """A placement that a planner built by rules which keep it valid: not checked, because planning is timed.
+
+        `valid.assert_valid` checks it in tests and in debug mode.
+        """
+        placement = object.__new__(cls)
+        object.__setattr__(placement, "home", home)
+        object.__setattr__(placement, "table", table)
+        home.setflags(write=False)
+        table.setflags(write=False)
+        return placement
+
+    @cached_property
+    def without_guests(self) -> Placement:
+        """The homes alone."""
+        return self.with_guests(())
+
+    @cached_property
+    def free_slots(self) -> np.ndarray:
+        """[R] slots that hold nothing."""
+        free_slots = (self.table == EMPTY).sum(axis=1)
+        free_slots.setflags(write=False)
+        return free_slots
+
     @property
     def num_experts(self) -> int:
         return len(self.home)
@@ -129,6 +157,15 @@ class Placement:
         holders[self.table[rank, slot], rank] = True
         holders.setflags(write=False)
         return holders
+
+    def graph(self, world: World) -> Graph:
+        """The graph of holders on these nodes, computed once."""
+        graphs = self.__dict__.setdefault("_graphs", [])
+        for node, graph in graphs:
+            if node is world.node or node == world.node:
+                return graph
+        graphs.append((world.node, graph_of(self.table.ravel(), self.home, world.node_index, world.order)))
+        return graphs[-1][1]
 
     @cached_property
     def num_guests(self) -> int:

@@ -1,34 +1,157 @@
-"""Where the ranks of an FSSDP group sit."""
+"""The machine as planning sees it: where ranks sit, what links and cores do per second.
+
+Speeds are an H100 node's unless said otherwise; ``python -m megatron_hecate --measure FILE`` writes measured ones.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """What one rank can send, and at the same time receive.
+
+    Args:
+        bandwidth: bytes/s in each direction.
+        latency: seconds from posting a message to its first byte.
+
+    Raises:
+        ValueError: for a bandwidth that is not above 0 or a latency below 0.
+    """
+
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
+            raise ValueError(f"bandwidth={self.bandwidth} bytes/s must be finite and more than 0")
+        if not (math.isfinite(self.latency) and self.latency >= 0):
+            raise ValueError(f"latency={self.latency} s must be finite and 0 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class Speeds:
+    """What links and cores do.
+
+    Args:
+        intra: the link between ranks of one node.
+        inter: a rank's share of its node's network.
+        flops: FLOP/s one rank reaches in expert GEMMs.
+        routing: seconds that routing to guests adds to one microbatch of a layer, whatever it wins: the exchange of
+            loads, quotas, more physical experts.
+
+    Raises:
+        ValueError: when a rank computes nothing, or routing takes negative time.
+    """
+
+    intra: Link
+    inter: Link
+    flops: float
+    routing: float
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.flops) and self.flops > 0):
+            raise ValueError(f"flops={self.flops} FLOP/s must be finite and more than 0")
+        if not (math.isfinite(self.routing) and self.routing >= 0):
+            raise ValueError(f"routing={self.routing} s must be finite and 0 or more")
+
+    @classmethod
+    def load(cls, path: Path | str) -> Speeds:
+        """Read a file that `save` wrote.
+
+        Raises:
+            ValueError: for a file that is no such file, naming it and what is wrong.
+        """
+        try:
+            values = json.loads(Path(path).read_text())
+            return cls(
+                intra=Link(**values["intra"]),
+                inter=Link(**values["inter"]),
+                flops=float(values["flops"]),
+                routing=float(values["routing"]),
+            )
+        except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} does not hold measured speeds ({type(error).__name__}: {error}); write it with "
+                "torchrun ... -m megatron_hecate --measure FILE"
+            ) from error
+
+    def save(self, path: Path | str, *, origin: str) -> None:
+        """Write JSON; ``origin`` says what was measured, where and how."""
+        units = "bandwidth: bytes/s, latency: s, flops: FLOP/s, routing: s"
+        text = json.dumps(dict(origin=origin, units=units, **dataclasses.asdict(self)), indent=2)
+        Path(path).write_text(text + "\n")
+
+
+H100 = Speeds(
+    # NVLink 4 does 900 GB/s both ways (H100 SXM datasheet); NCCL reaches 460-480 GB/s bus bandwidth on 8 GPUs, so 80 %
+    # of one way is a cautious point-to-point rate. Latency: that of one small NCCL kernel.
+    intra=Link(bandwidth=0.8 * 450e9, latency=5e-6),
+    # One ConnectX-7 of 400 Gbit/s per rank (DGX H100), 90 % of it; latency as above plus the fabric's.
+    inter=Link(bandwidth=0.9 * 50e9, latency=10e-6),
+    # 989 TFLOP/s dense bf16 (datasheet), of which grouped expert GEMMs reach about 45 %. (Megatron-Bridge's published
+    # 299 TFLOP/s of a whole Qwen3-30B step is 30 %, attention and all-to-all included.)
+    flops=0.45 * 989e12,
+    # Not measured yet: 130 small kernels of 2 to 3 microseconds and one all-gather.
+    routing=0.35e-3,
+)
+# Two CPU ranks of one thread each under gloo, fp32, as `--measure` found them on the machine of docs/results.md.
+CPU = Speeds(
+    intra=Link(bandwidth=0.9e9, latency=350e-6),
+    inter=Link(bandwidth=0.9e9, latency=350e-6),
+    flops=90e9,
+    routing=0.6e-3,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The ranks of one FSSDP group and the node each of them runs on.
+    """The ranks of one FSSDP group, the node each of them runs on, and how fast they are.
 
     Args:
-        node: [R] node index of each rank; ranks of one node share a fast link. Any integers, any order.
+        node: [R] node index of each rank; ranks of one node share a fast link. Any integers, any order; nodes may hold
+            different numbers of ranks.
+        speeds: of links and cores.
 
     Raises:
         ValueError: if there is no rank.
     """
 
     node: tuple[int, ...]
+    speeds: Speeds = H100
 
     def __post_init__(self) -> None:
         if not self.node:
             raise ValueError("an FSSDP group needs at least one rank, got node=()")
 
     @classmethod
-    def from_names(cls, names: Sequence[str]) -> World:
+    def from_names(cls, names: Sequence[str], speeds: Speeds = H100) -> World:
         """[R] the name of the machine each rank runs on."""
         order = list(dict.fromkeys(names))
-        return cls(node=tuple(order.index(name) for name in names))
+        return cls(node=tuple(order.index(name) for name in names), speeds=speeds)
 
     @property
     def num_ranks(self) -> int:
         return len(self.node)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(set(self.node))
+
+    @cached_property
+    def node_index(self) -> np.ndarray:
+        """[R] the nodes, numbered from 0."""
+        return np.unique(self.node, return_inverse=True)[1].astype(np.int64)
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """[R] the ranks, by node, then rank."""
+        return np.argsort(self.node_index, kind="stable")

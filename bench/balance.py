@@ -1,0 +1,291 @@
+"""Imbalance left, traffic and modelled step time of every planner, on recorded and synthetic loads.
+
+    python bench/balance.py                                     all loads, 8 to 64 ranks, all planners; minutes
+    python bench/balance.py --trace FILE.npz --ranks 32 --slots 2 --planner all --csv out.csv --dump plans.npz
+    python bench/balance.py --curve --trace FILE.npz --ranks 32       copies per rank -> imbalance left
+
+A load is replayed step by step, every layer on its own, from the first step, when no planner knows anything. Figures
+are means over steps and layers if not named otherwise; only the columns marked * depend on the machine. Rivals are our
+own implementations of published descriptions (`bench/rivals/`), so their figures are not their authors'.
+
+| column | what |
+|---|---|
+| imbalance | max / mean rank load after routing |
+| copies, late | weights of experts received per rank, before and after the gate |
+| most extra experts | experts on the fullest rank beyond its even share: memory |
+| GB | sent per layer and step by all ranks together: weights, gradients, optimizer state |
+| tokens crossing | share of (token, expert) pairs computed on another node than their own |
+| step time | modelled time of the layer with the compute around it, forced balance = 1 |
+| place us, split us | median of planning before, and of planning and splitting after the gate, in Python, per layer |
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+from loads import DATA, Trace, synthetic, synthetic_names
+from rivals import find_planners
+from rivals.planner import Planner, Setting
+from rivals.report import COLUMNS, CURVE, Dump, Row, load_pyplot, markdown, plot_curve, plot_rows, write_csv
+from rivals.score import Score, check_plan, score
+
+from megatron_hecate.plan import World
+from megatron_hecate.plan.cost import LayerShape
+from megatron_hecate.plan.world import H100, Speeds
+
+SYNTHETIC_STEPS: int = 40
+CURVE_STEP: float = 0.25  # copies per rank between two points of the curve
+ENOUGH: float = 1.02  # mean imbalance that the curve's summary asks for
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One load on one group: ``counts`` [T, L, R, E]."""
+
+    load: str
+    counts: np.ndarray
+    setting: Setting
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Result:
+    """``figures``: a [T, L] array for every field of `Score`; planning times in us, medians."""
+
+    figures: dict[str, np.ndarray]
+    place_us: float
+    split_us: float
+
+    def row(self, case: Case, planner: type[Planner], *, skip: int, forced_seconds: float) -> Row:
+        of = {name: value[skip:] for name, value in self.figures.items()}
+        imbalance = of["imbalance"]
+        return dict(
+            load=case.load,
+            ranks=case.setting.num_ranks,
+            planner=planner.name,
+            when=planner.when,
+            imbalance_mean=float(imbalance.mean()),
+            imbalance_p95=float(np.percentile(imbalance, 95)),
+            imbalance_p99=float(np.percentile(imbalance, 99)),
+            **{name: float(of[name].mean()) for name in ("copies", "late", "intra_gb", "inter_gb", "crossing")},
+            extra=int(of["extra"].max()),
+            time=float(of["seconds"].sum() / forced_seconds),
+            place_us=self.place_us,
+            split_us=self.split_us,
+        )
+
+
+def replay(planner: type[Planner], case: Case, *, record: Callable[..., None] | None = None) -> Result:
+    """Let one planner plan every step and layer of a load, and check and count every plan."""
+    steps, layers, _, _ = case.counts.shape
+    setting = case.setting
+    plans = [planner(setting) for _ in range(layers)]
+    history: list[list[np.ndarray]] = [[] for _ in range(layers)]
+    scores: list[Score] = []
+    place_s, split_s = [], []
+    for t in range(steps):
+        for layer, plan in enumerate(plans):
+            start = time.perf_counter()
+            placed = plan.place(history[layer])
+            place_s.append(time.perf_counter() - start)
+            load = plan.gate(case.counts[t, layer])
+            start = time.perf_counter()
+            final = plan.correct(load, placed)
+            quotas = plan.split(load, final)
+            split_s.append(time.perf_counter() - start)
+            check_plan(quotas, final, load)
+            scores.append(score(quotas, final, plan.moves(placed, final), setting))
+            if record:
+                record(placed, final, quotas)
+            history[layer].append(case.counts[t, layer])
+    figures = {
+        field.name: np.reshape([getattr(s, field.name) for s in scores], (steps, layers))
+        for field in dataclasses.fields(Score)
+    }
+    return Result(figures, float(np.median(place_s)) * 1e6, float(np.median(split_s)) * 1e6)
+
+
+def compare(case: Case, planners: Sequence[type[Planner]], *, skip: int, dump: Path | None = None) -> list[Row]:
+    """A row per planner."""
+    forced = replay(find_planners()["forced"], case)
+    forced_seconds = float(forced.figures["seconds"][skip:].sum())
+    rows = []
+    world = case.setting.world
+    with Dump(dump, load=case.counts, node=world.node) if dump else nullcontext() as archive:
+        for planner in planners:
+            start = time.perf_counter()
+            with archive.planner(planner.name) if archive else nullcontext() as record:
+                result = replay(planner, case, record=record)
+            rows.append(result.row(case, planner, skip=skip, forced_seconds=forced_seconds))
+            seconds = time.perf_counter() - start
+            print(f"{case.load}, {world.num_ranks} ranks, {planner.name}: {seconds:.1f} s", file=sys.stderr)
+    return rows
+
+
+def trace_curve(case: Case, planners: Sequence[type[Planner]], *, skip: int) -> list[Row]:
+    """A row per planner that knows a cap on copies, and cap."""
+    rows = []
+    for planner in planners:
+        for allowed in np.arange(0, case.setting.slots + CURVE_STEP / 2, CURVE_STEP):
+            copies = round(float(allowed) * case.setting.num_ranks)
+            capped = dataclasses.replace(case, setting=dataclasses.replace(case.setting, copies=copies))
+            row = replay(planner, capped).row(case, planner, skip=skip, forced_seconds=1.0)
+            rows.append({name: row[name] for name in CURVE if name in row} | {"allowed": float(allowed)})
+            print(f"{case.load}, {case.setting.num_ranks} ranks, {planner.name}: {copies} copies", file=sys.stderr)
+    return rows
+
+
+def needed(rows: Sequence[Row], enough: float = ENOUGH) -> float | None:
+    """Copies per rank used where one planner's curve first reaches ``enough``, between points linear; or ``None``."""
+    x = [float(row["copies"]) for row in rows]
+    y = [float(row["imbalance_mean"]) for row in rows]
+    for i, left in enumerate(y):
+        if left <= enough:
+            return x[i] if i == 0 else float(np.interp(enough, [left, y[i - 1]], [x[i], x[i - 1]]))
+    return None
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Every load on every group size asked for."""
+    traces = [Trace.read(path) for path in args.trace or (() if args.load else sorted(DATA.glob("*.npz")))]
+    names = args.load.split(",") if args.load else () if args.trace else synthetic_names()
+    for load in (*traces, *names):
+        for num_ranks in args.ranks:
+            if isinstance(load, Trace):
+                steps = slice(0, args.steps, args.stride)
+                counts = Trace(load.name, load.counts[steps]).to_ranks(num_ranks, seed=args.seed)
+                name = load.name
+            else:
+                counts = synthetic(load, num_ranks, steps=args.steps or SYNTHETIC_STEPS, seed=args.seed)[:: args.stride]
+                name = load
+            yield Case(name, counts, _setting(args, counts, num_ranks))
+
+
+def _setting(args: argparse.Namespace, counts: np.ndarray, num_ranks: int) -> Setting:
+    steps, _, _, num_experts = counts.shape
+    if num_experts % num_ranks:
+        raise ValueError(f"{num_experts} experts do not divide among {num_ranks} ranks")
+    if args.skip >= steps:
+        raise ValueError(f"--skip {args.skip} leaves none of {steps} steps")
+    per_node = min(args.per_node, num_ranks)
+    if num_ranks % per_node:
+        raise ValueError(f"{num_ranks} ranks do not divide into nodes of {per_node}; set --per-node")
+    if not counts.any():
+        raise ValueError("the load has no tokens at all")
+    speeds = Speeds.load(args.measured) if args.measured else H100
+    world = World(node=tuple(rank // per_node for rank in range(num_ranks)), speeds=speeds)
+    per_count = args.pairs / float(counts.sum(axis=(2, 3)).mean() / num_ranks)
+    shape = LayerShape.swiglu(
+        args.hidden, args.ffn, microbatches=args.microbatches, hidden_seconds=args.hidden_us * 1e-6
+    )
+    shape = dataclasses.replace(
+        shape, token_bytes=shape.token_bytes * per_count, token_flops=shape.token_flops * per_count
+    )
+    setting = Setting(num_experts, world=world, shape=shape, slots=args.slots, tokens_per_count=per_count)
+    _ = setting.homes  # refuses slots that are out of range
+    return setting
+
+
+def _planners(names: str) -> list[type[Planner]]:
+    found = find_planners()
+    wanted = list(found) if names == "all" else names.split(",")
+    if unknown := [name for name in wanted if name not in found]:
+        raise ValueError(f"no planner is named {', '.join(unknown)}; there are {', '.join(found)}")
+    return [found[name] for name in wanted]
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trace", action="append", metavar="FILE.npz", help="a recorded load; may be repeated")
+    parser.add_argument("--load", metavar="NAME,...", help=f"synthetic loads: {', '.join(synthetic_names())}")
+    parser.add_argument("--ranks", default="8,16,32,64", metavar="R,...", help="group sizes")
+    parser.add_argument("--per-node", type=int, default=8, help="ranks per node (a smaller group is one node)")
+    parser.add_argument("--slots", type=int, default=2, help="copies a rank may host")
+    parser.add_argument("--planner", default="all", metavar="NAME,...", help=f"of {', '.join(find_planners())}")
+    parser.add_argument("--steps", type=int, help=f"first steps only (synthetic loads: {SYNTHETIC_STEPS})")
+    parser.add_argument("--stride", type=int, default=1, help="replay every n-th step only, as if there were no others")
+    parser.add_argument("--skip", type=int, default=0, help="replay, but do not count, the first steps")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--curve", action="store_true", help="copies per rank -> imbalance left, instead of the table")
+    parser.add_argument("--csv", type=Path, metavar="FILE")
+    parser.add_argument("--dump", type=Path, metavar="FILE.npz", help="all plans of one load on one group size")
+    parser.add_argument("--plot", type=Path, metavar="DIR")
+    shape = parser.add_argument_group("the layer that is priced (default: Qwen3-30B-A3B on H100)")
+    shape.add_argument("--hidden", type=int, default=2048, help="hidden size")
+    shape.add_argument("--ffn", type=int, default=768, help="an expert's ffn size")
+    shape.add_argument("--pairs", type=float, default=16384, help="(token, expert) pairs per rank and microbatch")
+    shape.add_argument("--microbatches", type=int, default=1, help="microbatches per iteration")
+    # attention of 4,096 tokens: 0.16 TFLOP of projections and 0.14 of causal scores at 45 % of 989 TFLOP/s
+    shape.add_argument("--hidden-us", type=float, default=650, help="compute before the layer, per iteration, us")
+    shape.add_argument("--measured", type=Path, metavar="FILE", help="links and speed from a measurement file")
+    args = parser.parse_args(argv)
+    for name in (
+        "per_node",
+        "stride",
+        "hidden",
+        "ffn",
+        "pairs",
+        "microbatches",
+        *(["steps"] if args.steps is not None else []),
+    ):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    for name in ("slots", "skip", "seed", "hidden_us"):
+        if getattr(args, name) < 0:
+            parser.error(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
+    try:
+        args.ranks = [int(size) for size in args.ranks.split(",")]
+        assert min(args.ranks) > 0
+    except (ValueError, AssertionError):
+        parser.error(f"--ranks takes numbers of ranks, as in 8,16,32, got {args.ranks!r}")
+    try:
+        if args.plot:
+            load_pyplot()
+        for path in (args.csv, args.dump):
+            if path and not path.resolve().parent.is_dir():
+                raise ValueError(f"{path}: the folder {path.parent} does not exist")
+        args.planners = _planners(args.planner)
+        args.cases = list(cases(args))
+        if args.dump and len(args.cases) != 1:
+            raise ValueError(
+                f"--dump takes one load on one group size, got {len(args.cases)} of them; name them with "
+                "--trace or --load, and --ranks"
+            )
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> list[Row]:
+    """Run the benchmark as the command line says; returns the rows."""
+    args = _arguments(argv)
+    if args.curve:
+        planners = [planner for planner in args.planners if planner.capped]
+        rows = [row for case in args.cases for row in trace_curve(case, planners, skip=args.skip)]
+        columns = CURVE
+    else:
+        rows = [row for case in args.cases for row in compare(case, args.planners, skip=args.skip, dump=args.dump)]
+        columns = COLUMNS
+    print(markdown(rows, columns))
+    if args.curve:
+        print(f"\nCopies per rank for a mean imbalance of {ENOUGH}:\n")
+        for key in dict.fromkeys((row["load"], row["ranks"], row["planner"]) for row in rows):
+            copies = needed([row for row in rows if (row["load"], row["ranks"], row["planner"]) == key])
+            print(f"- {key[0]}, {key[1]} ranks, {key[2]}: " + ("not reached" if copies is None else f"{copies:.2f}"))
+    else:
+        print("\n* on this machine; all other columns are the same everywhere")
+    if args.csv:
+        write_csv(args.csv, rows, columns)
+    if args.plot:
+        (plot_curve if args.curve else plot_rows)(args.plot, rows)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""How far forecasts of the next iteration's loads are off, on recorded routing.
+
+    python bench/forecast.py
+
+Error = tokens forecast on the wrong expert / tokens, mean and 99th percentile over all steps but the first and all
+layers. Baseline: the mean of 5 iterations (the Hecate paper's); the ratio is its error over the method's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from megatron_hecate.observe import LoadHistory
+
+DATA = Path(__file__).resolve().parent / "data"
+
+
+def _mean(window: int) -> Callable[[list[np.ndarray]], np.ndarray]:
+    return lambda past: np.mean(past[-window:], axis=0)
+
+
+def _exponential(weight: float) -> Callable[[list[np.ndarray]], np.ndarray]:
+    def forecast(past: list[np.ndarray]) -> np.ndarray:
+        weights = weight * (1 - weight) ** np.arange(len(past))[::-1]
+        return np.tensordot(weights / weights.sum(), np.array(past), axes=1)
+
+    return forecast
+
+
+def _trend(share: float) -> Callable[[list[np.ndarray]], np.ndarray]:
+    return lambda past: np.maximum(0, past[-1] + share * (past[-1] - past[max(-2, -len(past))]))
+
+
+METHODS = {
+    "mean of 5 iterations": _mean(5),
+    "mean of 2": _mean(2),
+    "exponential, weight 0.7": _exponential(0.7),
+    "last iteration": _mean(1),
+    "trend, half of the last change": _trend(0.5),
+    "trend, all of the last change": _trend(1.0),
+}
+
+
+def errors(loads: np.ndarray) -> dict[str, np.ndarray]:
+    """Error of every method at every step and layer; ``loads`` is [steps, L, E]."""
+    found: dict[str, list[np.ndarray]] = {name: [] for name in [*METHODS, "LoadHistory (measured trend)"]}
+    history = LoadHistory()
+    for step in range(1, len(loads)):
+        history.append(loads[step - 1])
+        forecasts = {name: method(list(loads[max(0, step - 12) : step])) for name, method in METHODS.items()}
+        forecasts["LoadHistory (measured trend)"] = history.forecast()
+        for name, forecast in forecasts.items():
+            wrong = np.abs(forecast - loads[step]).sum(axis=-1) / 2
+            found[name].append(wrong / loads[step].sum(axis=-1))
+    return {name: np.array(values) for name, values in found.items()}
+
+
+def main() -> None:
+    for path in sorted(DATA.glob("*.npz")):
+        loads = np.load(path)["counts"].sum(axis=2).astype(np.float64)
+        found = errors(loads)
+        baseline = found["mean of 5 iterations"].mean()
+        print(f"\n`python bench/forecast.py`, {path.name}: {len(loads)} steps, {loads.shape[1]} layers\n")
+        print("| forecast | mean error | p99 | baseline / error |\n|---|---|---|---|")
+        for name, error in found.items():
+            print(f"| {name} | {error.mean():.4f} | {np.percentile(error, 99):.4f} | {baseline / error.mean():.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,134 @@
+"""Time that planning one layer takes, on one CPU core.
+
+    python bench/planner_speed.py
+
+Tier 1 chooses guests from a forecast (`plan_guests`); after the gate, `split_quotas` gives this rank's row of quotas
+from the true loads; both together are the whole plan of a layer, graph of the holders included. `largest_load` is what
+tier 2 asks for. Loads drift from call to call, so no call repeats the one before; everything is drawn from a seed,
+compiled before it is timed, and timed by the wall clock. Sizes are experts/ranks, 8 ranks per node; with 256 experts on
+1,024 ranks three of four ranks are home to none. The last line times the same code without its compiler, at the
+smallest size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from megatron_hecate.plan import Placement, World, plan_guests, split_quotas  # noqa: E402
+from megatron_hecate.plan.route import largest_load  # noqa: E402
+
+SIZES: tuple[tuple[int, int], ...] = ((64, 8), (64, 32), (256, 64), (1024, 1024), (256, 1024))  # experts, ranks
+TARGET: float = 100e-6  # seconds per call
+TARGET_LARGE: float = 1e-3  # at 1,024 ranks
+PAIRS: int = 8192  # (token, expert) pairs of each source
+COLUMNS: tuple[str, ...] = ("plan_guests", "largest_load", "split_quotas (own row)", "whole plan")
+
+
+def bare(num_experts: int, num_ranks: int, num_slots: int) -> Placement:
+    """Homes spread evenly, on every few ranks where there are fewer experts than ranks."""
+    if num_experts >= num_ranks:
+        return Placement.initial(num_experts, num_ranks, num_slots=num_slots)
+    home = np.arange(num_experts) * (num_ranks // num_experts)
+    table = np.full((num_ranks, 1 + num_slots), -1)
+    table[home, 0] = np.arange(num_experts)
+    return Placement(home=home, table=table)
+
+
+def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.ndarray:
+    """[4, calls] seconds, in the order of ``COLUMNS``."""
+    rng = np.random.default_rng(0)
+    world = World(tuple(rank // 8 for rank in range(num_ranks)))
+    homes = bare(num_experts, num_ranks, num_slots)
+    popularity = rng.normal(0, 1, num_experts)
+    taste = rng.normal(0, 0.3, (num_ranks, num_experts))  # of the sources
+    seconds = np.empty((4, calls))
+    for call in range(-2, calls):  # the first two compile, or load what was compiled
+        forecast = np.exp(popularity)
+        popularity += rng.normal(0, 0.1, num_experts)
+        share = np.exp(popularity + taste)
+        load = rng.poisson(share / share.sum(axis=1, keepdims=True) * PAIRS)
+        total = load.sum(axis=0)
+        start = time.perf_counter()
+        placement = plan_guests(forecast, homes, world)
+        planned = time.perf_counter()
+        split_quotas(load, placement, world, only=num_ranks // 2)
+        whole = time.perf_counter()
+        again = _seconds(lambda: split_quotas(load, placement, world, only=num_ranks // 2))  # noqa: B023
+        largest = _seconds(lambda: largest_load(total, placement, world))  # noqa: B023
+        if call >= 0:
+            seconds[:, call] = planned - start, largest, again, whole - start
+    return seconds
+
+
+def _seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
+
+
+def _interpreted(calls: int) -> np.ndarray:
+    """[4] median seconds at the smallest size, in a process in which nothing is compiled."""
+    command = [sys.executable, __file__, "--reference", f"--calls={calls}"]
+    environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    result = subprocess.run(command, env=environment, timeout=120, check=True, capture_output=True, text=True)
+    return np.array([float(word) for word in result.stdout.split()])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--calls", type=int, default=200, help="calls per size; a tenth of them at 1,024 ranks")
+    parser.add_argument("--reference", action="store_true", help="print medians of the smallest size, and nothing else")
+    arguments = parser.parse_args()
+    if arguments.calls < 1:
+        parser.error(f"--calls={arguments.calls} must be 1 or more")
+    if arguments.reference:
+        print(*np.median(measure(*SIZES[0], 2, arguments.calls), axis=1))
+        return 0
+    print(
+        "`python bench/planner_speed.py" + (f" --calls {arguments.calls}`" if arguments.calls != 200 else "`"), end=""
+    )
+    print(f" on one core of {_cpu()}. Median (90th percentile) in microseconds.\n")
+    print("| experts/ranks | slots | " + " | ".join(COLUMNS) + " | target |")
+    print("|---|---|" + "---|" * (len(COLUMNS) + 1))
+    compiled = None
+    for num_experts, num_ranks in SIZES:
+        large = num_ranks >= 1024
+        for num_slots in (1, 2):
+            calls = max(1, arguments.calls // 10) if large else arguments.calls
+            seconds = measure(num_experts, num_ranks, num_slots, calls)
+            middle, slow = np.median(seconds, axis=1), np.percentile(seconds, 90, axis=1)
+            cells = [f"{m * 1e6:,.0f} ({s * 1e6:,.0f})" for m, s in zip(middle, slow, strict=True)]
+            target = TARGET_LARGE if large else TARGET
+            print(
+                f"| {num_experts}/{num_ranks} | {num_slots} | {' | '.join(cells)} | {target * 1e6:,.0f} |", flush=True
+            )
+            if (num_experts, num_ranks, num_slots) == (*SIZES[0], 2):
+                compiled = middle
+    ratios = _interpreted(max(1, arguments.calls // 20)) / compiled
+    listed = ", ".join(f"{name} {ratio:,.0f}" for name, ratio in zip(COLUMNS, ratios, strict=True))
+    print(f"\nTimes as long without the compiler, at {SIZES[0][0]}/{SIZES[0][1]} and 2 slots: {listed}.")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

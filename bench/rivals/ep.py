@@ -1,0 +1,19 @@
+"""Plain expert parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_hecate.plan import Placement
+from rivals.planner import Planner
+
+
+class ExpertParallel(Planner):
+    """Every expert on one rank, for good: what Megatron does."""
+
+    name, when = "ep", "never"
+
+    def place(self, history: Sequence[np.ndarray]) -> Placement:
+        return self.setting.homes

@@ -1,0 +1,52 @@
+"""FasterMoE's dynamic shadowing (He et al., PPoPP 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_hecate.plan import Placement, Quotas
+from rivals.planner import Planner, from_holders
+from rivals.split import even_split
+
+
+class FasterMoE(Planner):
+    """After the gate, broadcast the hottest experts to all ranks as long as the performance model says that it pays.
+
+    The model is the paper's, as its public policy uses it: hottest first, ``3 x compute + 4 x features + shadows``,
+    where a shadow costs one transfer of the parameters; stop at the first expert that does not pay. Every rank then
+    computes its own tokens of a shadowed expert. Decided here: one expert per worker is assumed there, with several
+    we take the most loaded rank; constants are the world's and the layer's own.
+
+    Ignores the slots: a shadowed expert is on every rank.
+    """
+
+    name, when = "fastermoe", "gate"
+
+    def place(self, history: Sequence[np.ndarray]) -> Placement:
+        return self.setting.homes
+
+    def correct(self, load: np.ndarray, placement: Placement) -> Placement:
+        world, shape = self.setting.world, self.setting.shape
+        bandwidth = (world.speeds.inter if world.num_nodes > 1 else world.speeds.intra).bandwidth
+        compute, feature = shape.token_flops / world.speeds.flops, shape.token_bytes / bandwidth
+        total, home = load.sum(axis=0), placement.home
+        native = np.bincount(home, weights=total, minlength=len(load))
+        local = np.zeros(len(load))
+        holders = placement.holders.copy()
+        best = (3 * compute + 4 * feature) * native.max()
+        shadows = 0.0
+        for e in np.argsort(-total, kind="stable"):
+            native[home[e]] -= total[e]
+            local += load[:, e]
+            shadows += shape.expert_bytes / bandwidth
+            seconds = 3 * compute * (native + local).max() + 4 * feature * native.max() + shadows
+            if seconds >= best:
+                break
+            best = seconds
+            holders[e] = True
+        return placement if holders.sum() == len(home) else from_holders(holders, home)
+
+    def split(self, load: np.ndarray, placement: Placement) -> Quotas:
+        return even_split(load, placement, self.setting.world, nearest="rank")

@@ -1,0 +1,95 @@
+"""FlexMoE's expand, shrink and migrate (Nie et al., SIGMOD 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_hecate.plan import Placement, Quotas
+from rivals.planner import Resident, from_holders
+from rivals.split import even_split
+
+TRIGGER: float = 1.1  # max / mean rank load above which the placement is adjusted; the paper tunes it
+OPERATIONS: int = 4  # at most so many per step: adjustments run beside training, a few at a time
+
+
+class FlexMoE(Resident):
+    """Each expert has a number of vExperts that changes by a few operations a step while the load is off balance.
+
+    Watches the last step's load, split evenly among an expert's vExperts. While max / mean is above the trigger, the
+    best of three operations is taken if it lowers the largest rank load: *expand* (the expert of highest load per
+    vExpert gets one more), making room where necessary by *shrink* (the lowest load per vExpert loses one, never its
+    last); *migrate* (a vExpert of the most loaded rank changes places with one of the least loaded). Decided here: the
+    trigger's threshold, the number of operations, that migration is judged by balance (the paper: by the cost of
+    keeping replicas in step), and that this cost does not stand against an expansion.
+    """
+
+    name, when = "flexmoe", "every step"
+
+    def replan(self, history: Sequence[np.ndarray], now: Placement) -> Placement:
+        if not history:
+            return now
+        load = history[-1].sum(axis=0).astype(float)
+        holders, capacity = now.holders.copy(), self.setting.homes_per_rank + self.setting.slots
+        for _ in range(OPERATIONS):
+            rank_load = _rank_load(load, holders)
+            if rank_load.max() <= TRIGGER * rank_load.mean():
+                break
+            options = [*_expansions(load, holders, capacity), *_migrations(load, holders)]
+            peaks = [_rank_load(load, option).max() for option in options]
+            if not peaks or min(peaks) >= rank_load.max():
+                break
+            holders = options[int(np.argmin(peaks))]
+        return now if (holders == now.holders).all() else from_holders(holders, now.home)
+
+    def split(self, load: np.ndarray, placement: Placement) -> Quotas:
+        return even_split(load, placement, self.setting.world, nearest="any")
+
+
+def _rank_load(load: np.ndarray, holders: np.ndarray) -> np.ndarray:
+    """[R] expected load when every expert is shared evenly by its holders."""
+    return (load / holders.sum(axis=1)) @ holders
+
+
+def _expansions(load: np.ndarray, holders: np.ndarray, capacity: int) -> list[np.ndarray]:
+    """One more vExpert of the hottest: on the least loaded rank with room, or in place of the coldest's."""
+    count, rank_load = holders.sum(axis=1), _rank_load(load, holders)
+    possible = ~holders.all(axis=1)
+    if not possible.any():
+        return []
+    hot = int(np.where(possible, load / count, -1).argmax())
+    room = ~holders[hot] & (holders.sum(axis=0) < capacity)
+    options = []
+    if room.any():
+        grown = holders.copy()
+        grown[hot, np.where(room, rank_load, np.inf).argmin()] = True
+        options.append(grown)
+    spare = count > 1
+    spare[hot] = False
+    if spare.any():
+        cold = int(np.where(spare, load / count, np.inf).argmin())
+        gives_up = holders[cold] & ~holders[hot]
+        if gives_up.any():
+            rank = np.where(gives_up, rank_load, np.inf).argmin()
+            grown = holders.copy()
+            grown[cold, rank], grown[hot, rank] = False, True
+            options.append(grown)
+    return options
+
+
+def _migrations(load: np.ndarray, holders: np.ndarray) -> list[np.ndarray]:
+    """The hottest vExpert of the most loaded rank changes places with each one of the least loaded rank."""
+    per_holder, rank_load = load / holders.sum(axis=1), _rank_load(load, holders)
+    high, low = int(rank_load.argmax()), int(rank_load.argmin())
+    leaves = holders[:, high] & ~holders[:, low]
+    if not leaves.any():
+        return []
+    hot = int(np.where(leaves, per_holder, -1).argmax())
+    options = []
+    for other in np.flatnonzero(holders[:, low] & ~holders[:, high]):
+        swapped = holders.copy()
+        swapped[hot, [high, low]] = False, True
+        swapped[other, [high, low]] = True, False
+        options.append(swapped)
+    return options

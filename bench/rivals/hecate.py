@@ -1,0 +1,68 @@
+"""Ours: guests from history, exact quotas, and on request late guests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_hecate.observe import LoadHistory
+from megatron_hecate.plan import Placement, World, calibrate, plan_guests
+from rivals.planner import Planner, Setting
+
+# Late guests of a layer on all ranks together, per rank: the most `hecate-late` may add.
+MOST_LATE: float = 1.0
+# What a late guest must win for `hecate-late`, in mean rank loads: less than its fetch costs, to show what is left.
+PRICE: float = 0.005
+
+
+class Hecate(Planner):
+    """Tier 1: guests from the forecast, fetched before the gate; exact quotas after it.
+
+    Its copies are taken to be hidden, so all slots are filled, as in every planner here. Before the first step nothing
+    is known, and all experts count alike.
+    """
+
+    name, when, capped = "hecate", "history", True
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._observed, self._steps = LoadHistory(), 0
+
+    def place(self, history: Sequence[np.ndarray]) -> Placement:
+        for load in history[self._steps :]:
+            self._observed.append(load.sum(axis=0, keepdims=True))
+        self._steps = len(history)
+        forecast = self._observed.forecast()
+        even = np.ones(self.setting.num_experts)
+        forecast = even if forecast is None else forecast[0]
+        return plan_guests(forecast, self.setting.homes, self.setting.world, copies=self.setting.copies)
+
+
+class HecateLate(Hecate):
+    """Both tiers: what the forecast missed is corrected after the gate, inside the node, down to small gains."""
+
+    name, when, capped = "hecate-late", "history, gate", False
+
+    def correct(self, load: np.ndarray, placement: Placement) -> Placement:
+        return calibrate(
+            load.sum(axis=0),
+            placement,
+            self.setting.world,
+            copy_tokens=self.price(load),
+            most_late=int(MOST_LATE * self.setting.num_ranks),
+        )
+
+    def price(self, load: np.ndarray) -> float:
+        """Counts of the load that a late guest must win."""
+        return PRICE * load.sum() / self.setting.num_ranks
+
+
+class HecatePriced(HecateLate):
+    """Both tiers, as the plugin runs them: a late guest must win what its fetch costs by the cost model."""
+
+    name = "hecate-late-priced"
+
+    def price(self, load: np.ndarray) -> float:
+        one_node = World(node=(0,), speeds=self.setting.world.speeds)
+        return self.setting.shape.copy_tokens(one_node) / self.setting.tokens_per_count

@@ -1,0 +1,90 @@
+"""One step of one planner in figures.
+
+Its layer lasts
+
+    other compute + experts + all-to-all + routing + exposed copies, state and gradients + late copies
+
+where other compute is three times `LayerShape.hidden_seconds` (forward, and twice that backward). Copies and state
+hide behind the compute before the layer, gradients behind as much; late copies hide behind nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from megatron_hecate.plan import Placement, Quotas
+from megatron_hecate.plan.cost import layer_seconds
+from rivals.planner import Moves, Setting
+from rivals.traffic import add
+
+STATE_PER_GRAD: int = 3  # fp32 values per fp32 gradient value: master weight and Adam's two moments
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Figures of one layer in one step.
+
+    Args:
+        imbalance: max / mean rank load.
+        crossing: share of tokens that are computed on another node than the one they start on.
+        copies: chunks received before the gate, per rank.
+        late: chunks received after the gate, per rank.
+        intra_gb: GB sent on links inside nodes for weights, gradients and optimizer state, all ranks together.
+        inter_gb: the same between nodes.
+        extra: experts that the fullest rank holds beyond its even share.
+        seconds: modelled time of the layer.
+    """
+
+    imbalance: float
+    crossing: float
+    copies: float
+    late: float
+    intra_gb: float
+    inter_gb: float
+    extra: int
+    seconds: float
+
+
+def score(quotas: Quotas, placement: Placement, moves: Moves, setting: Setting) -> Score:
+    """Count one step."""
+    world, shape = setting.world, setting.shape
+    load = quotas.rank_load(setting.num_ranks)
+    node = np.asarray(world.node)
+    crosses = node[:, None] != node[quotas.rank][None, :]
+    state_bytes = STATE_PER_GRAD * shape.grad_bytes
+    early = add((moves.early, shape.expert_bytes), (moves.state, state_bytes))
+    late, grads = add((moves.late, shape.expert_bytes)), add((moves.grads, shape.grad_bytes))
+    moved = add((early, 1), (late, 1), (grads, 1))
+    layer = layer_seconds(quotas, setting.homes, world, shape)  # homes alone: copies are priced here, by `moves`
+    # whoever holds copies pays for sending tokens to them; the cost model's price, the same for all
+    routing = world.speeds.routing * shape.microbatches if placement.holders.sum() > setting.num_experts else 0.0
+    exposed = sum(max(0.0, part.seconds(1, world) - shape.hidden_seconds) for part in (early, grads))
+    return Score(
+        imbalance=float(load.max() / load.mean()) if load.any() else 1.0,
+        crossing=float((quotas.tokens * crosses).sum() / max(1, quotas.tokens.sum())),
+        copies=(moves.early.intra_in.sum() + moves.early.inter_in.sum()) / setting.num_ranks,
+        late=(moves.late.intra_in.sum() + moves.late.inter_in.sum()) / setting.num_ranks,
+        intra_gb=moved.intra / 1e9,
+        inter_gb=moved.inter / 1e9,
+        extra=int(placement.holders.sum(axis=0).max()) - setting.homes_per_rank,
+        seconds=3 * shape.hidden_seconds
+        + layer.total
+        + routing
+        + exposed
+        + late.seconds(1, world) * shape.microbatches,
+    )
+
+
+def check_plan(quotas: Quotas, placement: Placement, load: np.ndarray) -> None:
+    """Raise AssertionError unless quotas are integers >= 0 that sum to the load [R, E] and only name holders."""
+    expert, rank, tokens = quotas.expert, quotas.rank, quotas.tokens
+    assert np.issubdtype(tokens.dtype, np.integer), f"quotas are {tokens.dtype}"
+    assert tokens.min() >= 0, f"a quota is {tokens.min()}"
+    assert placement.holders[expert, rank].all(), "a quota names a rank that does not hold the expert"
+    assert (np.diff(expert * placement.num_ranks + rank) > 0).all(), "columns repeat or are out of order"
+    first = np.flatnonzero(np.diff(expert, prepend=-1))
+    assert len(first) == load.shape[1], "an expert has no holder"
+    assert (np.add.reduceat(tokens, first, axis=1) == load).all(), "quotas do not sum to the load"
+    assert placement.holders[np.arange(load.shape[1]), placement.home].all(), "a home does not hold its expert"

@@ -1,0 +1,37 @@
+"""SmartMoE's dynamic expert placement (Zhai et al., ATC 2023)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_hecate.plan import Placement
+from rivals.planner import Resident, from_holders
+
+INTERVAL: int = 25  # steps between two placements
+
+
+class SmartMoE(Resident):
+    """No copies: every 25 steps experts swap places, with their optimizer state.
+
+    Greedy, hottest first onto the least loaded rank with room, from the mean load since the last placement. Decided
+    here: a new placement is taken only if it lowers the largest rank load of that mean.
+    """
+
+    name, when = "smartmoe", f"every {INTERVAL}"
+
+    def replan(self, history: Sequence[np.ndarray], now: Placement) -> Placement:
+        if not history or len(history) % INTERVAL:
+            return now
+        load = np.mean([step.sum(axis=0) for step in history[-INTERVAL:]], axis=0)
+        num_ranks = self.setting.num_ranks
+        rank_load, room = np.zeros(num_ranks), np.full(num_ranks, self.setting.homes_per_rank)
+        home = np.empty(len(load), dtype=np.int64)
+        for e in np.argsort(-load, kind="stable"):
+            home[e] = np.where(room > 0, rank_load, np.inf).argmin()
+            rank_load[home[e]] += load[e]
+            room[home[e]] -= 1
+        if rank_load.max() >= np.bincount(now.home, weights=load, minlength=num_ranks).max():
+            return now
+        return from_holders(home[:, None] == np.arange(num_ranks), home)

@@ -1,0 +1,142 @@
+"""``torchrun ... -m megatron_hecate --measure FILE``: what links and cores really do, for planning.
+
+Run it as the job will run: same nodes, same ranks per node. Every number is the slowest rank's median.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hecate.device_quotas import Source
+from megatron_hecate.plan import Placement, World, split_quotas
+from megatron_hecate.plan.world import Link, Speeds
+
+REPEATS: int = 7
+CHUNK: int = 16 << 20  # bytes, about one expert
+GEMM: tuple[int, int, int] = (512, 512, 512)  # tokens, hidden, ffn on a CPU; a GPU gets 8 times as much of each
+
+
+def measure(path: str) -> None:
+    """Measure and, on rank 0, write ``path``. Starts ``torch.distributed`` from torchrun's environment.
+
+    Raises:
+        ValueError: for a single rank, which has no links.
+    """
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if dist.get_world_size() < 2:
+        raise ValueError(
+            "--measure needs at least 2 ranks: torchrun --nproc-per-node 2 -m megatron_hecate --measure FILE"
+        )
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    world = World.from_names(names)
+    speeds = Speeds(
+        intra=_link(world, device, same_node=True) or _link(world, device, same_node=False),
+        inter=_link(world, device, same_node=False) or _link(world, device, same_node=True),
+        flops=_flops(device),
+        routing=_routing(world, device),
+    )
+    if dist.get_rank() == 0:
+        kind = (
+            torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads a rank"
+        )
+        origin = (
+            f"{len(names)} ranks on {world.num_nodes} nodes, {kind}, {dist.get_backend()}, torch {torch.__version__}"
+        )
+        speeds.save(path, origin=origin)
+        print(f"wrote {path}: {origin}\n{speeds}", flush=True)
+    dist.barrier()
+
+
+def _slowest(seconds: float) -> float:
+    """The largest of all ranks."""
+    times: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(times, seconds)
+    return max(times)
+
+
+def _time(action: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of ``action`` on the slowest rank."""
+    times = []
+    for repeat in range(REPEATS + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        if repeat >= 2:
+            times.append(time.perf_counter() - start)
+    return _slowest(median(times))
+
+
+def _link(world: World, device: torch.device, *, same_node: bool) -> Link | None:
+    """Every rank sends to the next and receives from the last of its node, or of its place on other nodes, at once.
+
+    ``None`` where there are no two such ranks.
+    """
+    rank, node = dist.get_rank(), world.node
+    place = sum(node[r] == node[rank] for r in range(rank))
+    if same_node:
+        ring = [r for r in range(len(node)) if node[r] == node[rank]]
+    else:
+        ring = [r for r in range(len(node)) if sum(node[q] == node[r] for q in range(r)) == place]
+    if _slowest(-len(ring)) > -2:  # some rank has no peer
+        return None
+    at = ring.index(rank)
+    ahead, behind = ring[(at + 1) % len(ring)], ring[at - 1]
+
+    def exchange(size: int) -> Callable[[], None]:
+        out = torch.ones(size, dtype=torch.uint8, device=device)
+        into = torch.empty_like(out)
+
+        def run() -> None:
+            ops = [dist.P2POp(dist.isend, out, ahead), dist.P2POp(dist.irecv, into, behind)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+
+        return run
+
+    latency = _time(exchange(8), device)
+    seconds = _time(exchange(CHUNK), device)
+    return Link(bandwidth=CHUNK / max(seconds - latency, 1e-9), latency=latency)
+
+
+def _flops(device: torch.device) -> float:
+    scale = 8 if device.type == "cuda" else 1
+    tokens, hidden, ffn = (scale * size for size in GEMM)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x, w = torch.randn(tokens, hidden, device=device, dtype=dtype), torch.randn(hidden, ffn, device=device, dtype=dtype)
+    return 2.0 * tokens * hidden * ffn / _time(lambda: x @ w, device)
+
+
+def _routing(world: World, device: torch.device) -> float:
+    """Loads exchanged and quotas computed for one layer with two experts per rank, one of them lent."""
+    num_ranks = world.num_ranks
+    homes = Placement.initial(2 * num_ranks, num_ranks, num_slots=1)
+    lent = homes.with_guests((2 * rank, (rank + 1) % num_ranks) for rank in range(num_ranks))
+    own = torch.randint(0, 1000, (2 * num_ranks,), device=device)
+    loads: Tensor = own.new_empty(num_ranks * len(own))
+    quotas = Source.on(device, world, own=dist.get_rank()).quotas(lent)
+
+    def route() -> None:
+        dist.all_gather_into_tensor(loads, own)
+        table = loads.view(num_ranks, -1)
+        if device.type == "cuda":  # as in training, see `state.splits_on_device`
+            quotas.row(table)
+        else:
+            split_quotas(table.numpy(), lent, world, only=dist.get_rank())
+
+    return _time(route, device)

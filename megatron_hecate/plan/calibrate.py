@@ -1,0 +1,285 @@
+"""Tier 2: after the gate, with the true loads, correct the guests where that pays.
+
+The loads are known now, so what blocks the largest rank load from falling is known exactly: a set of ranks whose tokens
+cannot leave it (`flow.level`). A late guest opens a way out. It is fetched on the critical path, so it must win more
+tokens than its fetch costs; doing nothing is the normal answer.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.flow import NO_LIMIT, holders, level
+from megatron_hecate.plan.materialize import plan_guests
+from megatron_hecate.plan.placement import Placement
+from megatron_hecate.plan.route import largest_load
+from megatron_hecate.plan.world import World
+
+AGAIN: float = 2.0  # planning all guests again is tried where more than so many copies' worth is left
+TRIED: int = 24  # swaps solved exactly for each late guest, the most promising first
+
+
+def calibrate(
+    total: np.ndarray,
+    placement: Placement,
+    world: World,
+    *,
+    copy_tokens: float,
+    most_late: int,
+    routing_tokens: float = 0.0,
+    across_nodes: bool = False,
+) -> Placement:
+    """Add guests, or overwrite some, as far as the late fetch pays.
+
+    One late guest after another, or, where that leaves much, all guests planned again: whatever minimizes
+
+        largest rank load + ``copy_tokens`` x late guests that the busiest rank receives or sends
+        (+ ``routing_tokens`` where there were no guests)
+
+    with at most ``most_late`` of them.
+
+    Args:
+        total: [E] int, true tokens per expert in this microbatch, summed over all sources.
+        placement: homes and guests of tier 1. Any guest may be overwritten: none has computed yet.
+        world: node of every rank.
+        copy_tokens: tokens the slowest rank must be spared for one late fetch to pay (`LayerShape.copy_tokens`).
+        most_late: late guests of this layer on all ranks together, at most.
+        routing_tokens: what routing to guests costs when there are none yet (`LayerShape.routing_tokens`).
+        across_nodes: whether a guest may be fetched from another node.
+
+    Returns:
+        The corrected placement; ``placement`` itself when nothing pays.
+
+    Raises:
+        ValueError: for loads of the wrong length, negative or not integral, a price or limit below 0, and a world that
+            does not fit.
+    """
+    total = np.asarray(total)
+    if total.shape != placement.home.shape:
+        raise ValueError(f"total has shape {total.shape}, expected [{placement.num_experts}]")
+    if not np.issubdtype(total.dtype, np.integer) or (total < 0).any():
+        raise ValueError(f"total must be integers >= 0, got dtype {total.dtype} and minimum {total.min()}")
+    if not (copy_tokens >= 0 and routing_tokens >= 0) or most_late < 0:
+        raise ValueError(f"{copy_tokens=}, {routing_tokens=} and {most_late=} must be 0 or more")
+    if world.num_ranks != placement.num_ranks:
+        raise ValueError(f"world has {world.num_ranks} ranks, the placement {placement.num_ranks}")
+    num_ranks, slots = placement.table.shape
+    table = placement.table.ravel().copy()
+    swaps = np.empty((most_late, 2), np.int64)
+    largest = np.empty(most_late + 1, np.int64)
+    node = world.node_index if not across_nodes else np.zeros(num_ranks, np.int64)
+    found = _search(
+        total.astype(np.int64),
+        placement.home,
+        node,
+        world.order,
+        table,
+        num_ranks,
+        int(min(copy_tokens, NO_LIMIT)),
+        swaps,
+        largest,
+    )
+    best, best_cost = 0, float(largest[0])
+    received, sent = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    for k in range(found):
+        slot, expert = swaps[k]
+        received[slot // slots] += 1
+        sent[placement.home[expert]] += 1
+        cost = largest[k + 1] + routing_tokens + copy_tokens * max(received.max(), sent.max())
+        if cost < best_cost:
+            best, best_cost = k + 1, cost
+    if best_cost - total.sum() / num_ranks > AGAIN * copy_tokens + routing_tokens:
+        again = plan_guests(total, placement, world)
+        cost = _cost(again, placement, total, world, node, copy_tokens=copy_tokens, most_late=most_late)
+        if cost + routing_tokens < best_cost:
+            return again
+    if not best:
+        return placement
+    table = placement.table.copy()
+    for slot, expert in swaps[:best]:
+        table.flat[slot] = expert
+    return Placement.trusted(placement.home, table)
+
+
+def _cost(
+    plan: Placement,
+    before: Placement,
+    total: np.ndarray,
+    world: World,
+    node: np.ndarray,
+    *,
+    copy_tokens: float,
+    most_late: int,
+) -> float:
+    """What `calibrate` minimizes, of any plan; infinite when it breaks a limit."""
+    expert, rank = np.nonzero(plan.holders & ~before.holders)
+    source = plan.home[expert]
+    if not len(expert) or len(expert) > most_late or (node[rank] != node[source]).any():
+        return float("inf")
+    busiest = max(np.bincount(rank).max(), np.bincount(source).max())
+    return largest_load(total, plan, world) + copy_tokens * float(busiest)
+
+
+@compiled
+def _search(
+    total: np.ndarray,
+    home: np.ndarray,
+    node: np.ndarray,
+    order: np.ndarray,
+    table: np.ndarray,
+    num_ranks: int,
+    price: int,
+    swaps: np.ndarray,
+    largest: np.ndarray,
+) -> int:
+    """One late guest after another, each the best of `TRIED`, while the largest load or what exceeds the mean falls.
+
+    Args:
+        table: [R * P] changed in place.
+        price: a way to win less than this is not looked for.
+        swaps: [most, 2] slot and expert of each late guest; filled in.
+        largest: [most + 1] largest rank load before any and after each; filled in.
+
+    Returns:
+        How many late guests were found.
+    """
+    slots = len(table) // num_ranks
+    count, where = holders(table, order, len(home), len(swaps))
+    least = np.zeros(len(home), np.int64)
+    served = np.zeros(len(table), np.int64)
+    load = np.zeros(num_ranks, np.int64)
+    for e in range(len(home)):
+        for k in range(count[e]):
+            if where[e, k] // slots == home[e]:
+                served[where[e, k]] = total[e]
+                load[home[e]] += total[e]
+    mean = load.sum() // num_ranks
+    inside = np.empty(num_ranks, np.bool_)
+    seen = np.empty(num_ranks, np.bool_)
+    cap = level(table, count, where, served, load, least, 0, NO_LIMIT, inside)
+    excess = _above(load, mean)
+    largest[0] = cap
+    late = np.zeros(len(table), np.bool_)
+    slot_of, expert_of = np.empty(TRIED, np.int64), np.empty(TRIED, np.int64)
+    for found in range(len(swaps)):
+        if cap - mean <= price:
+            return found
+        candidates = _candidates(
+            home, node, table, count, where, served, load, inside, mean, late, slot_of, expert_of
+        )  # fmt: skip
+        best, best_cap, best_excess = -1, cap, excess
+        for i in range(candidates):
+            new_table, new_count, new_where = table.copy(), count.copy(), where.copy()
+            new_served, new_load = served.copy(), load.copy()
+            _put(slot_of[i], expert_of[i], home, new_table, new_count, new_where, new_served, new_load)
+            new_cap = level(new_table, new_count, new_where, new_served, new_load, least, 0, best_cap, seen)
+            if new_cap > best_cap:
+                continue
+            new_excess = _above(new_load, mean)
+            if new_cap < best_cap or new_excess < best_excess:
+                best, best_cap, best_excess = i, new_cap, new_excess
+        if best < 0:
+            return found
+        swaps[found, 0], swaps[found, 1] = slot_of[best], expert_of[best]
+        late[slot_of[best]] = True
+        _put(slot_of[best], expert_of[best], home, table, count, where, served, load)
+        cap = level(table, count, where, served, load, least, 0, NO_LIMIT, inside)
+        excess = _above(load, mean)
+        largest[found + 1] = cap
+    return len(swaps)
+
+
+@compiled
+def _above(load: np.ndarray, mean: int) -> int:
+    """Tokens above the mean, over all ranks."""
+    excess = 0
+    for tokens in load:
+        excess += max(0, tokens - mean)
+    return excess
+
+
+@compiled
+def _put(
+    slot: int,
+    expert: int,
+    home: np.ndarray,
+    table: np.ndarray,
+    count: np.ndarray,
+    where: np.ndarray,
+    served: np.ndarray,
+    load: np.ndarray,
+) -> None:
+    """``expert`` takes ``slot``; tokens that a guest served there go back to its home."""
+    slots = len(table) // len(load)
+    old = table[slot]
+    if old >= 0:
+        for k in range(count[old]):
+            c = where[old, k]
+            if c // slots == home[old]:
+                served[c] += served[slot]
+        load[home[old]] += served[slot]
+        load[slot // slots] -= served[slot]
+        served[slot] = 0
+        for k in range(count[old]):
+            if where[old, k] == slot:
+                count[old] -= 1
+                where[old, k] = where[old, count[old]]
+                break
+    where[expert, count[expert]] = slot
+    count[expert] += 1
+    table[slot] = expert
+
+
+@compiled
+def _candidates(
+    home: np.ndarray,
+    node: np.ndarray,
+    table: np.ndarray,
+    count: np.ndarray,
+    where: np.ndarray,
+    served: np.ndarray,
+    load: np.ndarray,
+    inside: np.ndarray,
+    mean: int,
+    late: np.ndarray,
+    slot_of: np.ndarray,
+    expert_of: np.ndarray,
+) -> int:
+    """Late guests that open a way out of the blocked set, those that can take most tokens from it first."""
+    num_ranks = len(load)
+    slots = len(table) // num_ranks
+    score = np.empty(TRIED, np.int64)
+    found = 0
+    for e in range(len(home)):
+        movable = 0
+        for k in range(count[e]):
+            if inside[where[e, k] // slots]:
+                movable += served[where[e, k]]
+        if movable == 0:
+            continue
+        for r in range(num_ranks):
+            if inside[r] or node[r] != node[home[e]]:
+                continue
+            slot, held = -1, False
+            for c in range(r * slots, (r + 1) * slots):
+                held |= table[c] == e
+                free = table[c] < 0 or (home[table[c]] != r and not late[c])
+                # an empty slot, else that of the guest who serves least; neither serves less than an empty one
+                if free and (slot < 0 or (table[slot] >= 0 and (table[c] < 0 or served[c] < served[slot]))):
+                    slot = c
+            if held or slot < 0:
+                continue
+            # the rank loses what its guest served and has that room, too
+            won = min(movable, mean - load[r] + served[slot]) - served[slot]
+            at = found
+            if found == TRIED:
+                at -= 1
+                if won <= score[at]:
+                    continue
+            while at > 0 and score[at - 1] < won:
+                slot_of[at], expert_of[at], score[at] = slot_of[at - 1], expert_of[at - 1], score[at - 1]
+                at -= 1
+            slot_of[at], expert_of[at], score[at] = slot, e, won
+            found = min(found + 1, TRIED)
+    return found

@@ -1,0 +1,151 @@
+"""The graph of holders: a placement as the compiled functions see it, computed once per placement."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.flow import holders
+
+CROSSING: int = 1 << 20  # what a token pays to cross nodes: dearer than any path inside them
+
+
+class Graph(NamedTuple):
+    """Experts, their holders and the ways that tokens can take between them.
+
+    Holders of an expert on one node are a *group*. For `nearest`, ranks, groups and experts are the vertices of a
+    network, as far as experts have several holders; a *joint* is what two of them are joined by: slot c joins its rank
+    and its group, joint ``R * P + g`` joins group g and its expert.
+
+    Args:
+        table: [R * P] expert in each slot, or -1.
+        node: [R] node of each rank, 0 to K - 1.
+        order: [R] ranks, by node, then rank.
+        rank_of: [R * P] rank of each slot.
+        count: [E] holders of each expert.
+        where: [E, W] their slots, by node, then rank.
+        home_slot: [E] the slot that is an expert's home.
+        column_of: [R * P] column of each slot when (expert, holder) pairs are sorted by expert, then rank; or -1.
+        rank: [C] rank of each column.
+        expert: [C] expert of each column.
+        first: [E + 1] first group of each expert; experts with one holder have no group.
+        group_expert: [G] the group's expert.
+        group_begin, group_end: [G] the group's holders in its expert's row of ``where``.
+        group_of: [R * P] group of each slot, or -1.
+        leaves: [V + 1] where the arcs of each vertex begin in the next two.
+        to: [A] the vertex an arc leads to.
+        joint: [A] its joint j when tokens leave a holder by it, ``~j`` when they come to a holder.
+    """
+
+    table: np.ndarray
+    node: np.ndarray
+    order: np.ndarray
+    rank_of: np.ndarray
+    count: np.ndarray
+    where: np.ndarray
+    home_slot: np.ndarray
+    column_of: np.ndarray
+    rank: np.ndarray
+    expert: np.ndarray
+    first: np.ndarray
+    group_expert: np.ndarray
+    group_begin: np.ndarray
+    group_end: np.ndarray
+    group_of: np.ndarray
+    leaves: np.ndarray
+    to: np.ndarray
+    joint: np.ndarray
+
+
+@compiled
+def graph_of(table: np.ndarray, home: np.ndarray, node: np.ndarray, order: np.ndarray) -> Graph:
+    """The graph of ``table`` [R * P] with ``home`` [E]; ``node`` and ``order`` [R] as in `Graph`."""
+    num_ranks, num_experts = len(node), len(home)
+    slots = len(table) // num_ranks
+    count, where = holders(table, order, num_experts, 0)
+    rank_of = np.empty(len(table), np.int64)
+    home_slot = np.empty(num_experts, np.int64)
+    column_of = np.full(len(table), -1, np.int64)
+    rank, expert = np.empty(count.sum(), np.int64), np.empty(count.sum(), np.int64)
+    used = np.cumsum(count) - count
+    for r in range(num_ranks):
+        for c in range(r * slots, (r + 1) * slots):
+            e = table[c]
+            rank_of[c] = r
+            if e >= 0:
+                column_of[c] = used[e]
+                rank[used[e]] = r
+                expert[used[e]] = e
+                used[e] += 1
+                if home[e] == r:
+                    home_slot[e] = c
+    first, group_expert, group_begin, group_end, group_of = _groups(count, where, rank_of, node)
+    leaves, to, joint = _arcs(group_of, first, num_ranks)
+    return Graph(
+        table, node, order, rank_of, count, where, home_slot, column_of, rank, expert,
+        first, group_expert, group_begin, group_end, group_of, leaves, to, joint,
+    )  # fmt: skip
+
+
+@compiled
+def _groups(
+    count: np.ndarray, where: np.ndarray, rank_of: np.ndarray, node: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """``first``, ``group_expert``, ``group_begin``, ``group_end`` and ``group_of``."""
+    first = np.empty(len(count) + 1, np.int64)
+    most = count.sum()
+    expert, begin, end = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    group_of = np.full(len(rank_of), -1, np.int64)
+    g = 0
+    for e in range(len(count)):
+        first[e] = g
+        if count[e] < 2:
+            continue
+        for k in range(count[e]):
+            if k == 0 or node[rank_of[where[e, k]]] != node[rank_of[where[e, k - 1]]]:
+                expert[g], begin[g] = e, k
+                g += 1
+            end[g - 1] = k + 1
+            group_of[where[e, k]] = g - 1
+    first[len(count)] = g
+    return first, expert[:g], begin[:g], end[:g], group_of
+
+
+@compiled
+def _arcs(group_of: np.ndarray, first: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``leaves``, ``to`` and ``joint``; an expert on one node needs no vertex, its tokens pass through the group."""
+    num_slots, num_groups, num_experts = len(group_of), first[-1], len(first) - 1
+    slots = num_slots // num_ranks
+    size = num_ranks + num_groups + num_experts
+    leaves = np.zeros(size + 1, np.int64)
+    for c in range(num_slots):
+        if group_of[c] >= 0:
+            leaves[c // slots + 1] += 1
+            leaves[num_ranks + group_of[c] + 1] += 1
+    for e in range(num_experts):
+        for g in range(first[e], first[e + 1]):
+            if first[e + 1] - first[e] > 1:
+                leaves[num_ranks + g + 1] += 1
+                leaves[num_ranks + num_groups + e + 1] += 1
+    for v in range(size):
+        leaves[v + 1] += leaves[v]
+    used = leaves[:-1].copy()
+    to, joint = np.empty(leaves[-1], np.int64), np.empty(leaves[-1], np.int64)
+    for c in range(num_slots):
+        if group_of[c] >= 0:
+            low, high = c // slots, num_ranks + group_of[c]
+            to[used[low]], joint[used[low]] = high, c
+            to[used[high]], joint[used[high]] = low, ~c
+            used[low] += 1
+            used[high] += 1
+    for e in range(num_experts):
+        for g in range(first[e], first[e + 1]):
+            if first[e + 1] - first[e] > 1:
+                low, high, j = num_ranks + g, num_ranks + num_groups + e, num_slots + g
+                to[used[low]], joint[used[low]] = high, j
+                to[used[high]], joint[used[high]] = low, ~j
+                used[low] += 1
+                used[high] += 1
+    return leaves, to, joint

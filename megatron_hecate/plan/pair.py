@@ -1,0 +1,150 @@
+"""Another way to choose guests: pair ranks that have too much with ranks that have too little. Compiled.
+
+Walker's alias method, in Vose's form (IEEE Transactions on Software Engineering 17(9), 1991), with ranks for columns:
+the most loaded rank fills one cold rank exactly and may fall below the mean by it; then it is a cold rank itself and
+some other fills it. One guest per rank balances any forecast this way, as long as single experts are large enough to
+fill ranks. It fits the forecast and has no slack, so it is a start for `swap.unblock` where `search.fill` left a rank
+blocked.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.flow import holders
+from megatron_hecate.plan.swap import SPARE, unblock
+
+
+@compiled
+def plan_paired(
+    forecast: np.ndarray,
+    home: np.ndarray,
+    bare: np.ndarray,
+    order: np.ndarray,
+    allowed: np.ndarray,
+    copies: int,
+    most: np.ndarray,
+    hedge: int,
+    tries: int,
+    closest: bool,
+) -> tuple[np.ndarray, int]:
+    """As `search.plan`, from another start; ``closest`` as in `pair_up`."""
+    table = bare.ravel().copy()
+    pair_up(forecast, home, table, allowed.copy(), most, copies, closest)
+    count, where = holders(table, order, len(home), SPARE)
+    largest = unblock(forecast, home, table, count, where, len(order), most, hedge, tries)
+    return table.reshape(bare.shape), largest
+
+
+@compiled
+def pair_up(
+    forecast: np.ndarray,
+    home: np.ndarray,
+    table: np.ndarray,
+    free: np.ndarray,
+    most: np.ndarray,
+    copies: int,
+    closest: bool,
+) -> None:
+    """Put at most ``copies`` guests into empty slots, in place.
+
+    Args:
+        forecast: [E] int.
+        home: [E].
+        table: [R * P] expert of each slot or -1; homes only.
+        free: [R] slots a rank may still fill; used up in place.
+        most: [E] guests an expert may have.
+        copies: guests in all.
+        closest: fill the rank whose need is closest to what the other has too much, instead of the neediest.
+    """
+    num_ranks = len(free)
+    slots = len(table) // num_ranks
+    left = forecast.copy()  # what each expert's home still serves
+    given = np.zeros(len(forecast), np.int64)
+    load = np.zeros(num_ranks, np.int64)
+    for e in range(len(forecast)):
+        load[home[e]] += forecast[e]
+    mean = load.sum() // num_ranks
+    done = np.zeros(num_ranks, np.bool_)
+    while copies > 0:
+        hot = -1
+        for r in range(num_ranks):
+            if not done[r] and load[r] > mean and (hot < 0 or load[r] > load[hot]):
+                hot = r
+        if hot < 0:
+            break
+        expert = -1
+        for e in range(len(forecast)):
+            if home[e] == hot and given[e] < most[e] and (expert < 0 or left[e] > left[expert]):
+                expert = e
+        if expert < 0 or left[expert] == 0:
+            done[hot] = True
+            continue
+        can = left[expert]
+        if free[hot] == 0:  # nobody can fill it again
+            can = min(can, load[hot] - mean)
+        cold, best = -1, 0
+        for r in range(num_ranks):
+            if free[r] == 0 or load[r] >= mean or _empty_slot(table, slots, r, expert) < 0:
+                continue
+            need = mean - load[r]
+            if need > can:
+                score = can - need  # filled in part only
+            elif closest:
+                score = 2 * mean - abs(need - (load[hot] - mean))
+            else:
+                score = need
+            if cold < 0 or score > best:
+                cold, best = r, score
+        if cold < 0:
+            done[hot] = True
+            continue
+        amount = min(mean - load[cold], can)
+        table[_empty_slot(table, slots, cold, expert)] = expert
+        left[expert] -= amount
+        load[hot] -= amount
+        load[cold] += amount
+        given[expert] += 1
+        free[cold] -= 1
+        copies -= 1
+    # what is left of the slots: experts by load per holder, to the ranks of least load
+    while copies > 0:
+        expert, rank = -1, -1
+        for e in range(len(forecast)):
+            if forecast[e] == 0 or given[e] >= most[e]:
+                continue
+            if expert >= 0 and forecast[e] * (given[expert] + 1) <= forecast[expert] * (given[e] + 1):
+                continue
+            r = _least_loaded(table, free, load, slots, e)
+            if r >= 0:
+                expert, rank = e, r
+        if expert < 0:
+            break
+        table[_empty_slot(table, slots, rank, expert)] = expert
+        given[expert] += 1
+        free[rank] -= 1
+        load[rank] += forecast[expert] // (given[expert] + 1)
+        copies -= 1
+
+
+@compiled
+def _least_loaded(table: np.ndarray, free: np.ndarray, load: np.ndarray, slots: int, expert: int) -> int:
+    """The rank of least load that can host ``expert``, or -1."""
+    rank = -1
+    for r in range(len(free)):
+        if free[r] > 0 and (rank < 0 or load[r] < load[rank]) and _empty_slot(table, slots, r, expert) >= 0:
+            rank = r
+    return rank
+
+
+@compiled
+def _empty_slot(table: np.ndarray, slots: int, rank: int, expert: int) -> int:
+    """An empty slot of ``rank``; -1 if there is none or it holds ``expert``."""
+    empty = -1
+    for c in range(rank * slots, (rank + 1) * slots):
+        if table[c] == expert:
+            return -1
+        if table[c] < 0 and empty < 0:
+            empty = c
+    return empty

@@ -1,0 +1,177 @@
+"""Where guests go, so that tokens can flow: the compiled core of our planner.
+
+A placement is judged by what the quotas can do with it later, under loads that differ from the forecast. So a plan is
+made in three steps:
+
+1. `share_out`: slots go to experts by load per holder.
+2. `fill`: the copies, largest share first, go to the ranks of least load.
+3. `swap.unblock`: let the forecast's tokens flow, but keep part of each holder's even share where it is. That is the
+   hedge: a holder that serves some tokens of an expert, and not all it could, can take more and give back when the
+   forecast is off. Where the largest rank load stays above the mean, swap guests until it falls.
+
+Arrays are those of `flow`. Forecasts are integers whose sum is about ``SCALE``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.flow import holders
+from megatron_hecate.plan.swap import SPARE, unblock
+
+SCALE: int = 1 << 30  # tells any two loads apart; sums of products stay below 2^63
+# Part of an even share that stays in place, in 1/256. 80 to 128 leave least imbalance on real traces (docs/results.md).
+HEDGE: int = 96
+INDEX: int = 1 << 20  # more than there are ranks or experts; keys to sort by are value * INDEX + index
+
+
+@compiled
+def plan(
+    forecast: np.ndarray,
+    home: np.ndarray,
+    bare: np.ndarray,
+    order: np.ndarray,
+    allowed: np.ndarray,
+    copies: int,
+    most: np.ndarray,
+    hedge: int,
+    tries: int,
+) -> tuple[np.ndarray, int]:
+    """Place guests.
+
+    Args:
+        forecast: [E] tokens expected.
+        home: [E].
+        bare: [R, P] the table without guests.
+        order: [R] ranks by node.
+        allowed: [R] guests a rank may host.
+        copies: guests in all.
+        most: [E] guests an expert may have.
+        hedge, tries: as in `unblock`.
+
+    Returns:
+        table: [R, P] with guests.
+        largest: the largest rank load of its hedged flow.
+    """
+    table = bare.ravel().copy()
+    fill(forecast, share_out(forecast, most, copies), home, table, allowed.copy())
+    count, where = holders(table, order, len(home), SPARE)
+    largest = unblock(forecast, home, table, count, where, len(order), most, hedge, tries)
+    return table.reshape(bare.shape), largest
+
+
+@compiled
+def _fitting(load: np.ndarray, most: np.ndarray, each: int) -> int:
+    """Copies that fit when each stands for ``each`` tokens: sum of ``load // each``, at most ``most``.
+
+    Divided as float64, which is several times faster and exact, since a quotient of integers below 2^52 is off an
+    integer by more than its rounding.
+    """
+    fitting = 0
+    for e in range(len(load)):
+        fitting += min(most[e], np.int64(load[e] / each))
+    return fitting
+
+
+@compiled
+def share_out(forecast: np.ndarray, most: np.ndarray, copies: int) -> np.ndarray:
+    """[E] copies of each expert: ``copies`` of them, each to the expert of highest load per holder so far.
+
+    That is D'Hondt's apportionment, by bisection on the load per holder at which slots run out. No expert gets more
+    than ``most`` [E], one without load gets none; ties go to the lowest index.
+    """
+    total = forecast.sum()
+    given = np.zeros(len(forecast), np.int64)
+    if copies <= 0 or total == 0:
+        return given
+    load = forecast.astype(np.float64)
+    high = total // copies + 1  # more than `copies` fit at `low`, or `low` is 0; at most `copies` at `high`
+    low = high // 2
+    fitting = -1
+    while low > 0:
+        fitting = _fitting(load, most, low)
+        if fitting > copies:
+            break
+        high, low = low, low // 2
+        if fitting == copies:
+            break
+    while fitting != copies and high - low > 1:
+        middle = (low + high) // 2
+        fitting = _fitting(load, most, middle)
+        if fitting > copies:
+            low = middle
+        else:
+            high = middle
+    left = copies
+    for e in range(len(forecast)):
+        given[e] = min(most[e], forecast[e] // high)
+        left -= given[e]
+    while left > 0:
+        best = -1
+        for e in range(len(forecast)):
+            if given[e] == most[e] or forecast[e] == 0:
+                continue
+            if best < 0 or forecast[e] * (given[best] + 1) > forecast[best] * (given[e] + 1):
+                best = e
+        if best < 0:
+            break
+        given[best] += 1
+        left -= 1
+    return given
+
+
+@compiled
+def fill(forecast: np.ndarray, given: np.ndarray, home: np.ndarray, table: np.ndarray, free: np.ndarray) -> None:
+    """Put ``given`` [E] copies into empty slots, in place; ``free`` [R] counts those a rank may still fill.
+
+    The largest shares go to the ranks that have least when every expert is split evenly, one guest per rank and round.
+    """
+    num_ranks, num_experts = len(free), len(forecast)
+    slots = len(table) // num_ranks
+    share = np.empty(num_experts, np.int64)
+    load = np.zeros(num_ranks, np.int64)
+    copied = np.empty(num_experts, np.int64)
+    found, wanted = 0, 0
+    for e in range(num_experts):
+        share[e] = forecast[e] // (given[e] + 1)
+        load[home[e]] += share[e]
+        if given[e] > 0:
+            copied[found] = (SCALE * 2 - share[e]) * INDEX + e
+            found += 1
+            wanted += given[e]
+    copies = np.empty(wanted, np.int64)
+    i = 0
+    for key in np.sort(copied[:found]):
+        e = key % INDEX
+        copies[i : i + given[e]] = e
+        i += given[e]
+    ranks = np.empty(num_ranks, np.int64)
+    first = 0  # copies before this one are placed
+    placed = True
+    while placed and first < wanted:
+        placed = False
+        for r in range(num_ranks):
+            ranks[r] = load[r] * INDEX + r
+        for key in np.sort(ranks):
+            r = key % INDEX
+            if free[r] == 0:
+                continue
+            for i in range(first, wanted):
+                e = copies[i]
+                if e < 0:
+                    continue
+                empty, holds = -1, False
+                for c in range(r * slots, (r + 1) * slots):
+                    holds |= table[c] == e
+                    if table[c] < 0 and empty < 0:
+                        empty = c
+                if not holds:
+                    table[empty] = e
+                    load[r] += share[e]
+                    free[r] -= 1
+                    copies[i] = -1
+                    placed = True
+                    break
+            while first < wanted and copies[first] < 0:
+                first += 1

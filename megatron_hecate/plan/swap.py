@@ -1,0 +1,218 @@
+"""Swapping guests until the forecast can flow: the step of `search` that looks at cuts.
+
+Where the largest rank load stays above the mean, some set of ranks holds tokens that cannot leave it (a minimum cut).
+Guests of other ranks make room for experts of this set, as long as that helps.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.flow import NO_LIMIT, level
+
+CANDIDATES: int = 16  # swaps tried for one blocked set, and experts looked at
+GOAL: int = 128  # a hedged flow within 1/128 of the mean is balanced enough: the hedge is there to be spent
+SPARE: int = 4  # guests that one expert may gain by swaps
+
+
+@compiled
+def unblock(
+    forecast: np.ndarray,
+    home: np.ndarray,
+    table: np.ndarray,
+    count: np.ndarray,
+    where: np.ndarray,
+    num_ranks: int,
+    most: np.ndarray,
+    hedge: int,
+    tries: int,
+) -> int:
+    """Swap guests, in place, while the largest rank load of the hedged flow falls; at most ``tries`` swaps are tried.
+
+    No expert gets more than ``most`` [E] guests, nor more than ``SPARE`` new ones, for which ``where`` has room;
+    ``hedge``/256 of every even share stays where it is.
+
+    Returns:
+        The largest rank load of the final placement's hedged flow; 0, and nothing is done, when ``tries`` is below 0.
+    """
+    if tries < 0:
+        return 0
+    slots = len(table) // num_ranks
+    served = np.zeros(len(table), np.int64)
+    load = np.zeros(num_ranks, np.int64)
+    least = np.zeros(len(forecast), np.int64)
+    bound = np.empty(len(forecast), np.int64)  # holders an expert may have
+    for e in range(len(forecast)):
+        bound[e] = min(most[e] + 1, count[e] + SPARE)
+        _split_evenly(forecast, count, where, served, load, least, e, hedge)
+    even = load.copy()  # rank loads when every expert is split evenly
+    mean = load.sum() // num_ranks
+    goal = mean + mean // GOAL
+    step = mean // 4096  # what a swap must win
+    inside = np.empty(num_ranks, np.bool_)  # the blocked set
+    best = level(table, count, where, served, load, least, goal, NO_LIMIT, inside)
+    seen = np.empty(num_ranks, np.bool_)
+    new_served, new_load = served.copy(), load.copy()
+    slot_of, expert_of = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES, np.int64)
+    improved = True
+    while improved and best > goal and tries > 0:
+        found = _candidates(
+            forecast, home, table, count, where, served, least, bound, even, inside, slot_of, expert_of
+        )  # fmt: skip
+        improved = False
+        for i in range(min(found, tries)):
+            tries -= 1
+            slot, expert, old = slot_of[i], expert_of[i], table[slot_of[i]]
+            new_served[:] = served
+            new_load[:] = load
+            _swap(forecast, table, count, where, new_served, new_load, least, slot, expert, hedge)
+            # most swaps fail; that they do shows sooner when only a little less than `best` is asked for
+            target = best - 1 - step
+            cap = level(table, count, where, new_served, new_load, least, target, target, seen)
+            if cap <= target:
+                best = level(table, count, where, new_served, new_load, least, goal, NO_LIMIT, inside)
+                served, new_served = new_served, served
+                load, new_load = new_load, load
+                improved = True
+                even[:] = 0
+                for c in range(len(table)):
+                    if table[c] >= 0:
+                        even[c // slots] += forecast[table[c]] // count[table[c]]
+                break
+            _swap(forecast, table, count, where, new_served, new_load, least, slot, old, hedge)
+    return best
+
+
+@compiled
+def _split_evenly(
+    forecast: np.ndarray,
+    count: np.ndarray,
+    where: np.ndarray,
+    served: np.ndarray,
+    load: np.ndarray,
+    least: np.ndarray,
+    expert: int,
+    hedge: int,
+) -> None:
+    """Every holder gets the same part, the first the remainder too; part of it has to stay."""
+    n, slots = count[expert], len(served) // len(load)
+    part = forecast[expert] // n
+    for k in range(n):
+        c = where[expert, k]
+        served[c] = part if k else forecast[expert] - part * (n - 1)
+        load[c // slots] += served[c]
+    least[expert] = part * hedge // 256
+
+
+@compiled
+def _swap(
+    forecast: np.ndarray,
+    table: np.ndarray,
+    count: np.ndarray,
+    where: np.ndarray,
+    served: np.ndarray,
+    load: np.ndarray,
+    least: np.ndarray,
+    slot: int,
+    expert: int,
+    hedge: int,
+) -> None:
+    """The guest in ``slot`` makes room for ``expert``; both are split evenly again."""
+    old, slots = table[slot], len(table) // len(load)
+    for e in (old, expert):
+        for k in range(count[e]):
+            load[where[e, k] // slots] -= served[where[e, k]]
+    served[slot] = 0
+    count[old] -= 1
+    for k in range(count[old]):
+        if where[old, k] == slot:
+            where[old, k] = where[old, count[old]]
+            break
+    where[expert, count[expert]] = slot
+    count[expert] += 1
+    table[slot] = expert
+    for e in (old, expert):
+        _split_evenly(forecast, count, where, served, load, least, e, hedge)
+
+
+@compiled
+def _candidates(
+    forecast: np.ndarray,
+    home: np.ndarray,
+    table: np.ndarray,
+    count: np.ndarray,
+    where: np.ndarray,
+    served: np.ndarray,
+    least: np.ndarray,
+    bound: np.ndarray,
+    even: np.ndarray,
+    inside: np.ndarray,
+    slot_of: np.ndarray,
+    expert_of: np.ndarray,
+) -> int:
+    """Swaps that open a way out of the blocked set: a guest outside of it for an expert that has tokens to move inside.
+
+    Those after which an even split would be most even (sum of squares of the rank loads) come first.
+    """
+    num_ranks = len(even)
+    slots = len(table) // num_ranks
+    mean = even.sum() // num_ranks
+    above = (even - mean).astype(np.float64)
+    # the experts with most tokens to move, and what the others of their holders gain by one more
+    hot, movable = np.empty(CANDIDATES, np.int64), np.zeros(CANDIDATES, np.int64)
+    num_hot = 0
+    for e in range(len(forecast)):
+        if count[e] >= bound[e]:
+            continue
+        tokens = 0
+        for k in range(count[e]):
+            if inside[where[e, k] // slots]:
+                tokens += served[where[e, k]] - least[e]
+        if tokens == 0 or (num_hot == CANDIDATES and tokens <= movable[-1]):
+            continue
+        num_hot = min(num_hot + 1, CANDIDATES)
+        at = num_hot - 1
+        while at > 0 and movable[at - 1] < tokens:
+            hot[at], movable[at] = hot[at - 1], movable[at - 1]
+            at -= 1
+        hot[at], movable[at] = e, tokens
+    parts, gains = np.empty(num_hot, np.float64), np.empty(num_hot, np.float64)
+    for i in range(num_hot):
+        e = hot[i]
+        parts[i] = forecast[e] // (count[e] + 1)
+        less = forecast[e] // count[e] - parts[i]
+        gains[i] = parts[i] * parts[i]
+        for k in range(count[e]):
+            gains[i] += less * (less - 2.0 * above[where[e, k] // slots])
+    scores = np.empty(CANDIDATES, np.float64)
+    found = 0
+    for c in range(len(table)):
+        r, old = c // slots, table[c]
+        if inside[r] or old < 0 or home[old] == r:
+            continue
+        n = count[old]
+        part = forecast[old] // n
+        more = forecast[old] // (n - 1) - part
+        without = part * (part - 2.0 * above[r])
+        for k in range(n):
+            if where[old, k] != c:
+                without += more * (2.0 * above[where[old, k] // slots] + more)
+        for i in range(num_hot):
+            score = without + 2.0 * parts[i] * above[r] + gains[i]
+            at = found
+            if found == CANDIDATES:
+                at -= 1
+                if score >= scores[at]:
+                    continue
+            holds = False
+            for other in range(r * slots, (r + 1) * slots):
+                holds |= table[other] == hot[i]
+            if holds:
+                continue
+            while at > 0 and scores[at - 1] > score:
+                slot_of[at], expert_of[at], scores[at] = slot_of[at - 1], expert_of[at - 1], scores[at - 1]
+                at -= 1
+            slot_of[at], expert_of[at], scores[at] = c, hot[i], score
+            found = min(found + 1, CANDIDATES)
+    return found
