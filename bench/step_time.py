@@ -1,6 +1,7 @@
 """Step time of stock Megatron and of FSSDP, on 2 CPU ranks, step by step in turn.
 
     python bench/step_time.py
+    python bench/step_time.py --break-even      from which imbalance on guests pay, and what FSSDP decides
 
 Stock and FSSDP models live in the same processes and take turns, so that a noisy machine slows both alike; the ratio is
 of medians. Three routings: skewed (a bias on the router's logits makes one rank hot), forced balance
@@ -18,12 +19,14 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+SKEWS = (0.1, 0.25, 0.5, 1.0)  # added to the logits of a hot expert, and half of it to the next
 MODEL = dict(hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512)
 
 
-def measure(steps: int, warmup: int, accumulate: int) -> None:
+def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
     """Print the table; runs on every rank."""
     import torch
     import torch.distributed as dist
@@ -36,14 +39,18 @@ def measure(steps: int, warmup: int, accumulate: int) -> None:
 
     forced = tuple({**MODEL, "moe_router_force_load_balancing": True}.items())
     sizes = dict(experts=16, seq=128, micro_batch=16, accumulate=accumulate)
+    skews = {f"skewed by {skew}": skew for skew in SKEWS} if break_even else {"skewed": 2.0}
     cases = {
-        "skewed": tiny_gpt.Case(**sizes, skew=2.0, settings=tuple(MODEL.items())),
-        "forced balance": tiny_gpt.Case(**sizes, skew=0.0, settings=forced),
+        routing: tiny_gpt.Case(**sizes, skew=skew, settings=tuple(MODEL.items())) for routing, skew in skews.items()
     }
-    tiny_gpt.initialize(cases["skewed"])
+    cases["forced balance"] = tiny_gpt.Case(**sizes, skew=0.0, settings=forced)
+    tiny_gpt.initialize(cases["forced balance"])
+    hooks = {"stock": None, "FSSDP": fssdp(HecateConfig(slots=2))}
+    if break_even:  # at speeds that make copies free, guests are always used
+        hooks["always"] = fssdp(HecateConfig(slots=2, costs=tiny_gpt.FREE))
     runs, seconds = {}, {}
     for routing, case in cases.items():
-        for name, hook in (("stock", None), ("FSSDP", fssdp(HecateConfig(slots=2)))):
+        for name, hook in hooks.items():
             runs[routing, name] = tiny_gpt.train(case, steps=0, hook=hook)
             seconds[routing, name] = []
     for step in range(warmup + steps):
@@ -57,23 +64,41 @@ def measure(steps: int, warmup: int, accumulate: int) -> None:
         if dist.get_rank() == 0:
             print(f"step {step + 1}/{warmup + steps}", file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
-        ideal = median(seconds["forced balance", "stock"])
-        print("| routing | stock, s | FSSDP, s | stock/FSSDP | stock/ideal | FSSDP/ideal | guests |")
-        print("|---|---|---|---|---|---|---|")
-        for routing in cases:
-            stock, ours = median(seconds[routing, "stock"]), median(seconds[routing, "FSSDP"])
-            guests = runs[routing, "FSSDP"].guests
-            print(
-                f"| {routing} | {stock:.3f} | {ours:.3f} | {stock / ours:.3f} | {stock / ideal:.3f} | "
-                f"{ours / ideal:.3f} | {guests} |"
-            )
-        print(
-            "ideal: stock Megatron with forced balance. Medians of",
-            steps,
-            f"steps of {accumulate} microbatches, in turn, 2 ranks.",
-        )
+        report(runs, {key: median(times) for key, times in seconds.items()}, list(cases), break_even=break_even)
+        print(f"\nMedians of {steps} steps of {accumulate} microbatches, in turn, 2 ranks.")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def report(
+    runs: dict[tuple[str, str], Any], seconds: dict[tuple[str, str], float], routings: list[str], *, break_even: bool
+) -> None:
+    """Print one of the two tables."""
+    from megatron_hecate.metrics import layer_metrics
+
+    if break_even:
+        print("| routing | imbalance of the layers | stock, s | stock/always | stock/FSSDP | layers bypassed |")
+        print("|---|---|---|---|---|---|")
+        for routing in routings:
+            metrics = layer_metrics(runs[routing, "FSSDP"].chunks)
+            stock = seconds[routing, "stock"]
+            print(
+                f"| {routing} | {', '.join(f'{m.routed:.2f}' for m in metrics)} | {stock:.3f} | "
+                f"{stock / seconds[routing, 'always']:.3f} | {stock / seconds[routing, 'FSSDP']:.3f} | "
+                f"{sum(m.bypassed for m in metrics)} of {len(metrics)} |"
+            )
+        return
+    ideal = seconds["forced balance", "stock"]
+    print("| routing | stock, s | FSSDP, s | stock/FSSDP | stock/ideal | FSSDP/ideal | guests |")
+    print("|---|---|---|---|---|---|---|")
+    for routing in routings:
+        stock, ours = seconds[routing, "stock"], seconds[routing, "FSSDP"]
+        guests = runs[routing, "FSSDP"].guests
+        print(
+            f"| {routing} | {stock:.3f} | {ours:.3f} | {stock / ours:.3f} | {stock / ideal:.3f} | {ours / ideal:.3f} | "
+            f"{guests} |"
+        )
+    print("\nideal: stock Megatron with forced balance")
 
 
 def main() -> int:
@@ -81,9 +106,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
+    parser.add_argument("--break-even", action="store_true", help="several skews; guests always, and where they pay")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
-        measure(arguments.steps, arguments.warmup, arguments.accumulate)
+        measure(arguments.steps, arguments.warmup, arguments.accumulate, arguments.break_even)
         return 0
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -92,7 +118,7 @@ def main() -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}", __file__]
-    command += [f"--{name}={value}" for name, value in vars(arguments).items()]
+    command += sys.argv[1:]
     return subprocess.run(command, env=environment, timeout=1800).returncode
 
 

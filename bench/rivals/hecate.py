@@ -34,9 +34,9 @@ class Hecate(Planner):
             self._observed.append(load.sum(axis=0, keepdims=True))
         self._steps = len(history)
         forecast = self._observed.forecast()
-        even = np.ones(self.setting.num_experts)
-        forecast = even if forecast is None else forecast[0]
-        return plan_guests(forecast, self.setting.homes, self.setting.world, copies=self.setting.copies)
+        if forecast is None:  # all alike, but for a tie-break that copies from every home
+            forecast = 1 + 1e-3 * (np.arange(self.setting.num_experts) % self.setting.homes_per_rank)[None]
+        return plan_guests(forecast[0], self.setting.homes, self.setting.world, copies=self.setting.copies)
 
 
 class HecateLate(Hecate):
