@@ -18,7 +18,7 @@ from megatron_hecate.plan.world import World
 
 # Swaps tried when one plan is searched, times the square of the graph's columns: each costs about its columns, and
 # large graphs need fewer of them.
-EFFORT: int = 150_000
+EFFORT: int = 300_000
 ENOUGH_TRIES: int = 16  # with fewer, the graph is so large that other starts take too long
 
 # What guests leave when the loads differ from the forecast, in mean rank loads, by guests per rank: measured on the
