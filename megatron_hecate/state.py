@@ -149,7 +149,7 @@ class LayerState:
             self.world,
             copy_tokens=shape.copy_tokens(self.world),
             most_late=self.config.late,
-            routing_tokens=0.0 if self.placement.num_guests else shape.routing_tokens(self.world),
+            routing_tokens=shape.routing_tokens(self.world),
         )
         if placement is not self.placement:
             self._check(placement)

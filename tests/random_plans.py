@@ -138,6 +138,18 @@ def skewed(num_ranks: int, num_experts: int, *, seed: int, slots: int) -> Case:
     return Case(load, placement, world, tuple(range(num_ranks)))
 
 
+def some_total(rng: np.random.Generator, num_experts: int) -> np.ndarray:
+    """[E] about a million tokens, flat or steep, none without any."""
+    kind = rng.integers(4)
+    if kind == 0:
+        share = rng.integers(1, 10, num_experts) / 54
+    elif kind == 1:
+        share = rng.pareto(0.7, num_experts)
+    else:
+        share = rng.dirichlet(np.full(num_experts, 0.5 if kind == 2 else 2.0))
+    return np.array(share * 1_000_000 + 1, dtype=np.int64)
+
+
 def drifting(rng: np.random.Generator, *, steps: int, num_layers: int, num_experts: int) -> np.ndarray:
     """Loads [T, L, E] whose logarithms wander: some 14 % of the hottest eighth are others in the next step."""
     spread, keep = 0.8, 0.98

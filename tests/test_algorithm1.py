@@ -171,6 +171,11 @@ def test_a_world_of_another_size_is_refused(num_ranks: int) -> None:
         algorithm1(np.ones(4), Placement.initial(4, 2, num_slots=1), one_node(num_ranks))
 
 
+def test_a_negative_overlap_degree_is_refused() -> None:
+    with pytest.raises(ValueError, match="overlap_degree=-1"):
+        algorithm1(np.ones(4), Placement.initial(4, 2, num_slots=1), one_node(2), overlap_degree=-1)
+
+
 # any plan
 
 

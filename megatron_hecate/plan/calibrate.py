@@ -64,6 +64,8 @@ def calibrate(
         raise ValueError(f"{copy_tokens=}, {routing_tokens=} and {most_late=} must be 0 or more")
     if world.num_ranks != placement.num_ranks:
         raise ValueError(f"world has {world.num_ranks} ranks, the placement {placement.num_ranks}")
+    if placement.num_guests:
+        routing_tokens = 0.0  # paid already
     num_ranks, slots = placement.table.shape
     table = placement.table.ravel().copy()
     swaps = np.empty((most_late, 2), np.int64)

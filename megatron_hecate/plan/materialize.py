@@ -68,12 +68,14 @@ def plan_guests(
             raise ValueError(f"{name}={limit} must be 0 or more, or None for no limit")
     if not (copy_tokens >= 0 and routing_tokens >= 0):
         raise ValueError(f"copy_tokens={copy_tokens} and routing_tokens={routing_tokens} must be 0 or more")
-    total = float(forecast.sum())
+    peak = float(forecast.max())
     free = bare.free_slots if overlap_degree is None else np.minimum(bare.free_slots, overlap_degree)
     slots, most_per_rank = int(free.sum()), int(free.max())
-    if total == 0 or not slots:
+    if peak == 0 or not slots:
         return bare
-    scaled = np.rint(forecast / total * search.SCALE).astype(np.int64)
+    shares = forecast / peak  # the sum itself may be beyond a double
+    total = float(shares.sum()) * peak
+    scaled = np.rint(shares / shares.sum() * search.SCALE).astype(np.int64)
     price, fixed = copy_tokens * search.SCALE / total, routing_tokens * search.SCALE / total
     if price + fixed == 0:
         limit = slots if copies is None else min(copies, slots)
@@ -158,6 +160,8 @@ def algorithm1(
     """
     forecast, bare = _checked(forecast, placement, world)
     num_ranks = placement.num_ranks
+    if overlap_degree is not None and overlap_degree < 0:
+        raise ValueError(f"overlap_degree={overlap_degree} must be 0 or more, or None for no limit")
     degree = placement.num_experts if overlap_degree is None else min(overlap_degree, placement.num_experts)
     free = np.minimum(bare.free_slots, degree)
     load = np.bincount(placement.home, weights=forecast, minlength=num_ranks)  # [R]

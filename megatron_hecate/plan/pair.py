@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.plan.flow import holders
+from megatron_hecate.plan.search import empty_slot, top_up
 from megatron_hecate.plan.swap import SPARE, unblock
 
 
@@ -86,7 +87,7 @@ def pair_up(
             can = min(can, load[hot] - mean)
         cold, best = -1, 0
         for r in range(num_ranks):
-            if free[r] == 0 or load[r] >= mean or _empty_slot(table, slots, r, expert) < 0:
+            if free[r] == 0 or load[r] >= mean or empty_slot(table, slots, r, expert) < 0:
                 continue
             need = mean - load[r]
             if need > can:
@@ -101,50 +102,11 @@ def pair_up(
             done[hot] = True
             continue
         amount = min(mean - load[cold], can)
-        table[_empty_slot(table, slots, cold, expert)] = expert
+        table[empty_slot(table, slots, cold, expert)] = expert
         left[expert] -= amount
         load[hot] -= amount
         load[cold] += amount
         given[expert] += 1
         free[cold] -= 1
         copies -= 1
-    # what is left of the slots: experts by load per holder, to the ranks of least load
-    while copies > 0:
-        expert, rank = -1, -1
-        for e in range(len(forecast)):
-            if forecast[e] == 0 or given[e] >= most[e]:
-                continue
-            if expert >= 0 and forecast[e] * (given[expert] + 1) <= forecast[expert] * (given[e] + 1):
-                continue
-            r = _least_loaded(table, free, load, slots, e)
-            if r >= 0:
-                expert, rank = e, r
-        if expert < 0:
-            break
-        table[_empty_slot(table, slots, rank, expert)] = expert
-        given[expert] += 1
-        free[rank] -= 1
-        load[rank] += forecast[expert] // (given[expert] + 1)
-        copies -= 1
-
-
-@compiled
-def _least_loaded(table: np.ndarray, free: np.ndarray, load: np.ndarray, slots: int, expert: int) -> int:
-    """The rank of least load that can host ``expert``, or -1."""
-    rank = -1
-    for r in range(len(free)):
-        if free[r] > 0 and (rank < 0 or load[r] < load[rank]) and _empty_slot(table, slots, r, expert) >= 0:
-            rank = r
-    return rank
-
-
-@compiled
-def _empty_slot(table: np.ndarray, slots: int, rank: int, expert: int) -> int:
-    """An empty slot of ``rank``; -1 if there is none or it holds ``expert``."""
-    empty = -1
-    for c in range(rank * slots, (rank + 1) * slots):
-        if table[c] == expert:
-            return -1
-        if table[c] < 0 and empty < 0:
-            empty = c
-    return empty
+    top_up(forecast, given, most, table, free, load, copies)

@@ -54,8 +54,17 @@ def plan(
         table: [R, P] with guests.
         largest: the largest rank load of its hedged flow.
     """
-    table = bare.ravel().copy()
-    fill(forecast, share_out(forecast, most, copies), home, table, allowed.copy())
+    table, free = bare.ravel().copy(), allowed.copy()
+    fill(forecast, share_out(forecast, most, copies), home, table, free)
+    left = copies - (allowed.sum() - free.sum())
+    if left > 0 and free.sum() > 0:  # the hottest experts are on all ranks that had room
+        given, load = np.full(len(home), -1, np.int64), np.zeros(len(free), np.int64)
+        for e in table:
+            given[e] += e >= 0
+        for c in range(len(table)):
+            if table[c] >= 0:
+                load[c // bare.shape[1]] += forecast[table[c]] // (given[table[c]] + 1)
+        top_up(forecast, given, most, table, free, load, left)
     count, where = holders(table, order, len(home), SPARE)
     largest = unblock(forecast, home, table, count, where, len(order), most, hedge, tries)
     return table.reshape(bare.shape), largest
@@ -175,3 +184,59 @@ def fill(forecast: np.ndarray, given: np.ndarray, home: np.ndarray, table: np.nd
                     break
             while first < wanted and copies[first] < 0:
                 first += 1
+
+
+@compiled
+def top_up(
+    forecast: np.ndarray,
+    given: np.ndarray,
+    most: np.ndarray,
+    table: np.ndarray,
+    free: np.ndarray,
+    load: np.ndarray,
+    copies: int,
+) -> None:
+    """Put up to ``copies`` more into empty slots, in place: experts by load per holder, to the ranks of least load.
+
+    ``given`` [E] counts the guests of each expert so far; those whose ranks are taken are passed over.
+    """
+    slots = len(table) // len(free)
+    while copies > 0:
+        expert, rank = -1, -1
+        for e in range(len(forecast)):
+            if forecast[e] == 0 or given[e] >= most[e]:
+                continue
+            if expert >= 0 and forecast[e] * (given[expert] + 1) <= forecast[expert] * (given[e] + 1):
+                continue
+            r = _least_loaded(table, free, load, slots, e)
+            if r >= 0:
+                expert, rank = e, r
+        if expert < 0:
+            return
+        table[empty_slot(table, slots, rank, expert)] = expert
+        given[expert] += 1
+        free[rank] -= 1
+        load[rank] += forecast[expert] // (given[expert] + 1)
+        copies -= 1
+
+
+@compiled
+def _least_loaded(table: np.ndarray, free: np.ndarray, load: np.ndarray, slots: int, expert: int) -> int:
+    """The rank of least load that can host ``expert``, or -1."""
+    rank = -1
+    for r in range(len(free)):
+        if free[r] > 0 and (rank < 0 or load[r] < load[rank]) and empty_slot(table, slots, r, expert) >= 0:
+            rank = r
+    return rank
+
+
+@compiled
+def empty_slot(table: np.ndarray, slots: int, rank: int, expert: int) -> int:
+    """An empty slot of ``rank``; -1 if there is none or it holds ``expert``."""
+    empty = -1
+    for c in range(rank * slots, (rank + 1) * slots):
+        if table[c] == expert:
+            return -1
+        if table[c] < 0 and empty < 0:
+            empty = c
+    return empty
