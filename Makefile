@@ -1,6 +1,7 @@
 # make demo   train a small MoE GPT on real text, stock Megatron against FSSDP
 # make test   lint and all tests
 # make bench  step time, stock against FSSDP, skewed and balanced
+# make balance  what every planner leaves, on recorded loads
 # Each sets up what it needs in .venv; nothing else is to be installed.
 
 DATA ?=
@@ -8,7 +9,7 @@ OUT ?= demo-out
 # One thread a rank: ranks share the cores.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-oldest bench format clean
+.PHONY: demo test test-oldest bench balance format clean
 
 demo: .venv
 	.venv/bin/python examples/demo.py --out "$(OUT)" $(if $(DATA),--data "$(DATA)")
@@ -27,6 +28,11 @@ test-oldest:
 
 bench: .venv
 	.venv/bin/python bench/step_time.py
+
+# Imbalance left, traffic and planning time of our planner and of all others, on recorded and synthetic loads: 10 minutes
+balance: .venv
+	.venv/bin/python bench/balance.py
+	.venv/bin/python bench/planner_speed.py
 
 format: .venv
 	.venv/bin/ruff check --fix . ; .venv/bin/ruff format .

@@ -85,7 +85,7 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
             names = [layer.fssdp.name for layer in converted]
             problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
         note = Note(
-            settings={**dataclasses.asdict(config), "speeds": dataclasses.asdict(speeds)},
+            settings={**dataclasses.asdict(config), "costs": dataclasses.asdict(speeds)},  # not where the file lies
             layers=[_layer_key(layer) for layer in layers],
             problems=problems,
             summary=_summary(states, config),
@@ -109,7 +109,11 @@ def _prepare(layers: list[MoELayer], config: HecateConfig) -> tuple[list[LayerSt
         for layer in layers:
             problems += [p for p in seams.refusals(layer.config) if p not in problems]
     if not problems:
-        compile_planning()
+        try:
+            compile_planning()
+        except Exception as error:
+            problems.append(f"planning cannot be compiled: {type(error).__name__}: {error}")
+    if not problems:
         for index, layer in enumerate(layers):
             try:
                 states.append(LayerState(layer, index, config))

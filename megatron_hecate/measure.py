@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -28,7 +30,8 @@ def measure(path: str) -> None:
     """Measure and, on rank 0, write ``path``. Starts ``torch.distributed`` from torchrun's environment.
 
     Raises:
-        ValueError: for a single rank, which has no links.
+        ValueError: for a single rank, which has no links, and for nodes with different numbers of ranks.
+        OSError: on rank 0, before anything is measured, when ``path`` cannot be written.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -40,12 +43,18 @@ def measure(path: str) -> None:
         raise ValueError(
             "--measure needs at least 2 ranks: torchrun --nproc-per-node 2 -m megatron_hecate --measure FILE"
         )
+    if dist.get_rank() == 0:
+        Path(path).touch()  # fails now, not when all is measured
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
     world = World.from_names(names)
+    intra, inter = _link(world, device, same_node=True), _link(world, device, same_node=False)
+    if world.num_nodes > 1 and inter is None:
+        per_node = sorted(Counter(world.node).values())
+        raise ValueError(f"--measure needs equally many ranks on every node, got {per_node}")
     speeds = Speeds(
-        intra=_link(world, device, same_node=True) or _link(world, device, same_node=False),
-        inter=_link(world, device, same_node=False) or _link(world, device, same_node=True),
+        intra=intra or inter,
+        inter=inter or intra,
         flops=_flops(device),
         routing=_routing(world, device),
     )

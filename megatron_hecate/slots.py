@@ -107,8 +107,8 @@ class Guests:
             arrived[late.experts.index(e)] if e in late.experts else self.weights[self.route.experts.index(e)]
             for e in route.experts
         ]
-        if late.experts:
-            self.weights = torch.stack(rows)
+        if route.experts != self.route.experts:  # also where a guest went and none came
+            self.weights = torch.stack(rows) if rows else arrived
         self.placement, self.route = placement, route
 
     @property

@@ -98,6 +98,7 @@ class LayerState:
         """
         clock = self.model.clock
         if purpose is seams.Forward.OTHER:
+            self.calibrates = False  # a forward that died before it could
             return None
         if purpose is seams.Forward.RECOMPUTED:
             if not clock.is_in(self.index):
@@ -151,8 +152,8 @@ class LayerState:
             most_late=self.config.late,
             routing_tokens=shape.routing_tokens(self.world),
         )
+        self._check(placement)
         if placement is not self.placement:
-            self._check(placement)
             self.placement = placement
             if self.guests is None:
                 self.guests = self._fetch()

@@ -288,3 +288,16 @@ def test_a_world_of_another_size_is_refused(num_ranks: int) -> None:
     placement = Placement.initial(4, 2, num_slots=1)
     with pytest.raises(ValueError, match=f"world has {num_ranks} ranks, the placement 2"):
         split_quotas(np.zeros((2, 4), dtype=int), placement, one_node(num_ranks))
+
+
+@pytest.mark.parametrize(
+    ("total", "message"),
+    [
+        ([1, 2], r"total has shape \(2,\), expected \[4\]"),
+        ([1, 2, 3, -4], "integers >= 0, got dtype int64 and minimum -4"),
+        ([1.0, 2.0, 3.0, 4.0], "integers >= 0, got dtype float64"),
+    ],
+)
+def test_bad_totals_say_what_they_are(total: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        largest_load(np.array(total), Placement.initial(4, 2, num_slots=1), World((0, 0)))

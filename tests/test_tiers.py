@@ -200,3 +200,31 @@ def test_development_mode_checks_every_plan() -> None:
         state.plan_guests = _no_plan
     with pytest.raises(AssertionError, match=r"layer 1: ranks of \[0, 1\] planned differently: \[-?\d+, -?\d+\]"):
         run.step(3)
+
+
+@ranks(2)
+def test_a_late_plan_may_take_a_guest_and_give_none() -> None:
+    """Oracle: the homes' own parameters. Rank 0's guest is replaced, rank 1's goes; gradients still come home."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_hecate.plan import Placement
+    from megatron_hecate.slots import ChunkLayout, Guests
+
+    rank = dist.get_rank()
+    weights = [torch.nn.Parameter(torch.full((3,), float(e))) for e in (2 * rank, 2 * rank + 1)]
+    layout = ChunkLayout(shapes=(torch.Size([3]),), fused=(False,))
+    homes = Placement.initial(4, 2, num_slots=1)
+    first = homes.with_guests([(2, 0), (0, 1)])
+    guests = Guests(
+        [[w] for w in weights], layout, first, dist.group.WORLD, microbatches=1, label="layer 1", timeout=30
+    )
+    assert guests.weights.tolist() == [[2.0] * 3] if rank == 0 else [[0.0] * 3]
+    guests.add_late(homes.with_guests([(3, 0)]))
+    physical = guests.materialize()
+    assert len(physical) == 3
+    if rank == 0:
+        assert physical[2][0].tolist() == [3.0] * 3
+    sum(w.sum() * (1 if k < 2 or rank == 0 else 0) for k, (w,) in enumerate(physical)).backward()
+    lent = [1.0, 2.0] if rank == 1 else [1.0, 1.0]  # expert 3 was computed with on both ranks
+    assert [w.grad.tolist() for w in weights] == [[g] * 3 for g in lent]

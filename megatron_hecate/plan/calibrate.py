@@ -67,6 +67,7 @@ def calibrate(
     if placement.num_guests:
         routing_tokens = 0.0  # paid already
     num_ranks, slots = placement.table.shape
+    most_late = min(most_late, placement.table.size)
     table = placement.table.ravel().copy()
     swaps = np.empty((most_late, 2), np.int64)
     largest = np.empty(most_late + 1, np.int64)

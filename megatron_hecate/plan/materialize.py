@@ -42,7 +42,7 @@ def plan_guests(
     With slots, overlap degree and egress as limits, as many guests per rank as minimize
 
         forecast of the largest rank load, hedged, + what the forecast usually misses
-        + ``copy_tokens`` x guests per rank (+ ``routing_tokens`` for any).
+        + ``copy_tokens`` x copies that the busiest rank receives or sends (+ ``routing_tokens`` for any).
 
     Args:
         forecast: [E] tokens per expert expected in the next iteration, >= 0.
@@ -50,7 +50,7 @@ def plan_guests(
         world: node of every rank.
         overlap_degree: t, how many experts per rank can be fetched hidden behind compute; ``None`` is no limit.
         copies: guests in all, at most; ``None`` is no limit beyond the slots.
-        copy_tokens: what one guest per rank costs, in tokens of the forecast (`LayerShape.copy_tokens` for copies that
+        copy_tokens: what one copy on the busiest rank costs, in tokens (`LayerShape.copy_tokens` for copies that
             are not hidden). 0 fills the slots.
         routing_tokens: what routing to guests costs at all, likewise (`LayerShape.routing_tokens`).
         egress: copies that may leave one rank; ``None`` is no limit.
@@ -69,7 +69,11 @@ def plan_guests(
     if not (copy_tokens >= 0 and routing_tokens >= 0):
         raise ValueError(f"copy_tokens={copy_tokens} and routing_tokens={routing_tokens} must be 0 or more")
     peak = float(forecast.max())
-    free = bare.free_slots if overlap_degree is None else np.minimum(bare.free_slots, overlap_degree)
+    free = (
+        bare.free_slots
+        if overlap_degree is None
+        else np.minimum(bare.free_slots, min(overlap_degree, bare.num_experts))
+    )
     slots, most_per_rank = int(free.sum()), int(free.max())
     if peak == 0 or not slots:
         return bare
@@ -85,16 +89,28 @@ def plan_guests(
     best, best_cost, mean = bare, float(load.max()), float(load.mean())
     if best_cost - mean <= price + fixed:
         return bare  # perfect balance would not pay
-    most = _most_copies(scaled, bare, egress)
     for per_rank in range(most_per_rank, 0, -1):
         allowed = np.minimum(free, per_rank)
         limit = int(allowed.sum()) if copies is None else min(copies, int(allowed.sum()))
-        plan, largest = _filled(scaled, bare, world.order, allowed=allowed, copies=limit, most=most, priced=True)
         missed = mean * UNFORESEEN[min(per_rank, len(UNFORESEEN)) - 1]
-        cost = largest + missed + price * per_rank + fixed
-        if plan.num_guests and cost < best_cost:
-            best, best_cost = plan, cost
+        # a hot home sends a copy to every rank; let it send no more than twice what a rank receives, if that is cheaper
+        for leaving in (egress, 2 * per_rank if egress is None else min(egress, 2 * per_rank)):
+            most = _most_copies(scaled, bare, leaving)
+            plan, largest = _filled(scaled, bare, world.order, allowed=allowed, copies=limit, most=most, priced=True)
+            if not plan.num_guests:
+                continue
+            busiest = max(per_rank, _most_sent(plan))
+            cost = largest + missed + price * busiest + fixed
+            if cost < best_cost:
+                best, best_cost = plan, cost
+            if busiest <= 2 * per_rank:
+                break
     return best
+
+
+def _most_sent(plan: Placement) -> int:
+    """Copies that leave the rank which lends most."""
+    return int(np.bincount(plan.home[plan.table[plan.is_guest]]).max())
 
 
 def _filled(

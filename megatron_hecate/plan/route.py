@@ -87,8 +87,18 @@ def split_quotas(
 
 
 def largest_load(total: np.ndarray, placement: Placement, world: World) -> int:
-    """The smallest possible largest rank load when [E] ``total`` tokens are split over the holders."""
+    """The smallest possible largest rank load when [E] ``total`` tokens are split over the holders.
+
+    Raises:
+        ValueError: for loads of the wrong length, negative or not integral, and a world that does not fit.
+    """
     total = np.asarray(total)
+    if total.shape != placement.home.shape:
+        raise ValueError(f"total has shape {total.shape}, expected [{placement.num_experts}]")
+    if not np.issubdtype(total.dtype, np.integer) or total.min() < 0:
+        raise ValueError(f"total must be integers >= 0, got dtype {total.dtype} and minimum {total.min()}")
+    if world.num_ranks != placement.num_ranks:
+        raise ValueError(f"world has {world.num_ranks} ranks, the placement {placement.num_ranks}")
     return _largest(total.astype(np.int64), placement.graph(world))
 
 

@@ -78,7 +78,7 @@ class Speeds:
                 flops=float(values["flops"]),
                 routing=float(values["routing"]),
             )
-        except (OSError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
+        except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{path} does not hold measured speeds ({type(error).__name__}: {error}); write it with "
                 "torchrun ... -m megatron_hecate --measure FILE"
