@@ -32,7 +32,10 @@ class HecateConfig:
     transport: Literal["auto", "p2p", "sm", "ce"] = _flag(
         "auto", "How expert weights and gradients travel; only p2p is built, and auto picks it."
     )
-    overlap_degree: int | None = _flag(None, "Experts per rank whose fetch hides behind compute; None is no limit.")
+    overlap_degree: int | None = _flag(
+        None,
+        "Experts per rank whose fetch hides behind compute: free, and no more are fetched. None prices all copies.",
+    )
     late: int = _flag(
         0, "Guests a layer may fetch after the gate, on all ranks together, where the true loads make it pay."
     )
