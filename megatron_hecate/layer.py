@@ -17,7 +17,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
@@ -125,8 +124,8 @@ def _prepare(layers: list[MoELayer], config: HecateConfig) -> tuple[list[LayerSt
 
 
 def _speeds(config: HecateConfig, problems: list[str]) -> Speeds:
-    """What copies are judged by: measured, or those of an H100 node, or of CPU ranks."""
-    usual = H100 if torch.cuda.is_available() else CPU
+    """What copies are judged by: measured, or those of an H100 node (where NCCL is), or of CPU ranks."""
+    usual = H100 if "nccl" in str(dist.get_backend_config()) else CPU
     if config.costs is None:
         return usual
     try:

@@ -96,6 +96,7 @@ def test_where_copies_do_not_pay_the_layer_runs_stock_code() -> None:
 
     from megatron_hecate import HecateConfig, fssdp, state
     from megatron_hecate.metrics import layer_metrics
+    from megatron_hecate.plan.world import CPU
 
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)
@@ -103,6 +104,7 @@ def test_where_copies_do_not_pay_the_layer_runs_stock_code() -> None:
     state.gather_loads = state.Guests = None  # using them would fail
     ours = tiny_gpt.train(case, hook=fssdp(HecateConfig(slots=2, timeout=60)))
     assert _largest_difference(stock, ours) == SAME
+    assert tiny_gpt.moe_layers(ours.chunks)[0].fssdp.model.speeds is CPU  # also where a CPU stands in for a GPU
     metrics = layer_metrics(ours.chunks)
     assert len(metrics) == 2 and all(m.bypassed and m.guests == 0 and m.computed == m.routed > 1 for m in metrics)
 
