@@ -199,7 +199,7 @@ def test_any_exception_of_one_rank_is_heard_by_all() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate import HecateConfig, fssdp, layer
+    from megatron_hecate import HecateConfig, fssdp, state
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
@@ -209,7 +209,7 @@ def test_any_exception_of_one_rank_is_heard_by_all() -> None:
         def fails(*args: object) -> None:
             raise AttributeError("planted")
 
-        layer.physical_dispatcher = fails
+        state.physical_dispatcher = fails
     with pytest.raises(ValueError, match="layer 1: AttributeError: planted"):
         fssdp(HecateConfig(timeout=30))(chunks)
 
