@@ -13,7 +13,7 @@ from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.plan.flow import NO_LIMIT, holders, level
 from megatron_hecate.plan.materialize import plan_guests
 from megatron_hecate.plan.placement import Placement
-from megatron_hecate.plan.route import largest_load
+from megatron_hecate.plan.route import checked_total, largest_load
 from megatron_hecate.plan.world import World
 
 AGAIN: float = 2.0  # planning all guests again is tried where more than so many copies' worth is left
@@ -55,15 +55,9 @@ def calibrate(
         ValueError: for loads of the wrong length, negative or not integral, a price or limit below 0, and a world that
             does not fit.
     """
-    total = np.asarray(total)
-    if total.shape != placement.home.shape:
-        raise ValueError(f"total has shape {total.shape}, expected [{placement.num_experts}]")
-    if not np.issubdtype(total.dtype, np.integer) or (total < 0).any():
-        raise ValueError(f"total must be integers >= 0, got dtype {total.dtype} and minimum {total.min()}")
+    total = checked_total(total, placement, world)
     if not (copy_tokens >= 0 and routing_tokens >= 0) or most_late < 0:
         raise ValueError(f"{copy_tokens=}, {routing_tokens=} and {most_late=} must be 0 or more")
-    if world.num_ranks != placement.num_ranks:
-        raise ValueError(f"world has {world.num_ranks} ranks, the placement {placement.num_ranks}")
     if placement.num_guests:
         routing_tokens = 0.0  # paid already
     num_ranks, slots = placement.table.shape
@@ -73,7 +67,7 @@ def calibrate(
     largest = np.empty(most_late + 1, np.int64)
     node = world.node_index if not across_nodes else np.zeros(num_ranks, np.int64)
     found = _search(
-        total.astype(np.int64),
+        total,
         placement.home,
         node,
         world.order,

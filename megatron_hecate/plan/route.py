@@ -92,6 +92,15 @@ def largest_load(total: np.ndarray, placement: Placement, world: World) -> int:
     Raises:
         ValueError: for loads of the wrong length, negative or not integral, and a world that does not fit.
     """
+    return _largest(checked_total(total, placement, world), placement.graph(world))
+
+
+def checked_total(total: np.ndarray, placement: Placement, world: World) -> np.ndarray:
+    """[E] ``total`` as int64.
+
+    Raises:
+        ValueError: as `largest_load`.
+    """
     total = np.asarray(total)
     if total.shape != placement.home.shape:
         raise ValueError(f"total has shape {total.shape}, expected [{placement.num_experts}]")
@@ -99,7 +108,7 @@ def largest_load(total: np.ndarray, placement: Placement, world: World) -> int:
         raise ValueError(f"total must be integers >= 0, got dtype {total.dtype} and minimum {total.min()}")
     if world.num_ranks != placement.num_ranks:
         raise ValueError(f"world has {world.num_ranks} ranks, the placement {placement.num_ranks}")
-    return _largest(total.astype(np.int64), placement.graph(world))
+    return total.astype(np.int64)
 
 
 @compiled
