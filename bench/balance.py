@@ -11,47 +11,47 @@ own implementations of published descriptions (`bench/rivals/`), so their figure
 | column | what |
 |---|---|
 | imbalance | max / mean rank load after routing |
-| copies, late | weights of experts received per rank, before and after the gate |
+| copies, late | weights of experts received per rank, layer and step, before and after the gate |
 | most extra experts | experts on the fullest rank beyond its even share: memory |
 | GB | sent per layer and step by all ranks together: weights, gradients, optimizer state |
 | tokens crossing | share of (token, expert) pairs computed on another node than their own |
 | step time | modelled time of the layer with the compute around it, forced balance = 1 |
-| place us, split us | median of planning before, and of planning and splitting after the gate, in Python, per layer |
+| place us, split us | median time per layer before the gate, and after it; our code is compiled, the rivals' is numpy |
+
+Copies are arrivals. eplb, flexmoe and smartmoe keep what they received: only what is new counts. laer restores all its
+experts in every step: all of them count. Planning time is not part of the step time.
+
+--dump writes, per planner P, P/home [T, L, E], P/holders [T, L, E, R] (P/placed: before the gate) and P/quota
+[T, L, R, E, R], the tokens of rank r for expert e that rank d computes; and load [T, L, R, E] and node [R].
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
-from loads import DATA, Trace, synthetic, synthetic_names
+from cases import SYNTHETIC_STEPS, Case, cases
+from loads import synthetic_names
 from rivals import find_planners
-from rivals.planner import Planner, Setting
+from rivals.planner import Planner
 from rivals.report import COLUMNS, CURVE, Dump, Row, load_pyplot, markdown, plot_curve, plot_rows, write_csv
 from rivals.score import Score, check_plan, score
 
-from megatron_hecate.plan import World
-from megatron_hecate.plan.cost import LayerShape
-from megatron_hecate.plan.world import H100, Speeds
-
-SYNTHETIC_STEPS: int = 40
 CURVE_STEP: float = 0.25  # copies per rank between two points of the curve
 ENOUGH: float = 1.02  # mean imbalance that the curve's summary asks for
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Case:
-    """One load on one group: ``counts`` [T, L, R, E]."""
-
-    load: str
-    counts: np.ndarray
-    setting: Setting
+LEGEND: str = """
+* on this machine; all other columns are the same everywhere
+imbalance: max / mean rank load, over all steps and layers; 1 is perfect
+copies, late: weights received per rank, layer and step. eplb, flexmoe, smartmoe: new replicas only; laer: all experts
+step time: modelled, forced balance = 1; planning (place us, split us) is not part of it"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,106 +151,92 @@ def needed(rows: Sequence[Row], enough: float = ENOUGH) -> float | None:
     return None
 
 
-def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Every load on every group size asked for."""
-    traces = [Trace.read(path) for path in args.trace or (() if args.load else sorted(DATA.glob("*.npz")))]
-    names = args.load.split(",") if args.load else () if args.trace else synthetic_names()
-    for load in (*traces, *names):
-        for num_ranks in args.ranks:
-            if isinstance(load, Trace):
-                steps = slice(0, args.steps, args.stride)
-                counts = Trace(load.name, load.counts[steps]).to_ranks(num_ranks, seed=args.seed)
-                name = load.name
-            else:
-                counts = synthetic(load, num_ranks, steps=args.steps or SYNTHETIC_STEPS, seed=args.seed)[:: args.stride]
-                name = load
-            yield Case(name, counts, _setting(args, counts, num_ranks))
-
-
-def _setting(args: argparse.Namespace, counts: np.ndarray, num_ranks: int) -> Setting:
-    steps, _, _, num_experts = counts.shape
-    if num_experts % num_ranks:
-        raise ValueError(f"{num_experts} experts do not divide among {num_ranks} ranks")
-    if args.skip >= steps:
-        raise ValueError(f"--skip {args.skip} leaves none of {steps} steps")
-    per_node = min(args.per_node, num_ranks)
-    if num_ranks % per_node:
-        raise ValueError(f"{num_ranks} ranks do not divide into nodes of {per_node}; set --per-node")
-    if not counts.any():
-        raise ValueError("the load has no tokens at all")
-    speeds = Speeds.load(args.measured) if args.measured else H100
-    world = World(node=tuple(rank // per_node for rank in range(num_ranks)), speeds=speeds)
-    per_count = args.pairs / float(counts.sum(axis=(2, 3)).mean() / num_ranks)
-    shape = LayerShape.swiglu(
-        args.hidden, args.ffn, microbatches=args.microbatches, hidden_seconds=args.hidden_us * 1e-6
-    )
-    shape = dataclasses.replace(
-        shape, token_bytes=shape.token_bytes * per_count, token_flops=shape.token_flops * per_count
-    )
-    setting = Setting(num_experts, world=world, shape=shape, slots=args.slots, tokens_per_count=per_count)
-    _ = setting.homes  # refuses slots that are out of range
-    return setting
-
-
-def _planners(names: str) -> list[type[Planner]]:
+def _planners(names: str, *, curve: bool) -> list[type[Planner]]:
     found = find_planners()
-    wanted = list(found) if names == "all" else names.split(",")
+    capped = [name for name, planner in found.items() if planner.capped]
+    wanted = list(dict.fromkeys(names.split(",")))
+    if wanted == ["all"]:
+        wanted = capped if curve else list(found)
     if unknown := [name for name in wanted if name not in found]:
         raise ValueError(f"no planner is named {', '.join(unknown)}; there are {', '.join(found)}")
+    if curve and (uncapped := [name for name in wanted if name not in capped]):
+        raise ValueError(f"--curve cannot limit the copies of {', '.join(uncapped)}; use --planner {','.join(capped)}")
     return [found[name] for name in wanted]
 
 
+def _check_output(flag: str, path: Path) -> None:
+    """Raise ValueError now, rather than after minutes, where ``path`` cannot be written."""
+    if path.is_dir():
+        raise ValueError(f"{flag} {path} is a folder; name a file in it")
+    if not path.resolve().parent.is_dir():
+        raise ValueError(f"{flag} {path}: the folder {path.parent} does not exist; create it first")
+    if not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
+        raise ValueError(f"{flag} {path}: no permission to write it")
+
+
+def number(text: str) -> float:
+    """A finite float; argparse names this function where ``text`` is none."""
+    if not math.isfinite(value := float(text)):
+        raise argparse.ArgumentTypeError(f"{text} is not finite")
+    return value
+
+
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", action="append", metavar="FILE.npz", help="a recorded load; may be repeated")
-    parser.add_argument("--load", metavar="NAME,...", help=f"synthetic loads: {', '.join(synthetic_names())}")
-    parser.add_argument("--ranks", default="8,16,32,64", metavar="R,...", help="group sizes")
-    parser.add_argument("--per-node", type=int, default=8, help="ranks per node (a smaller group is one node)")
-    parser.add_argument("--slots", type=int, default=2, help="copies a rank may host")
-    parser.add_argument("--planner", default="all", metavar="NAME,...", help=f"of {', '.join(find_planners())}")
-    parser.add_argument("--steps", type=int, help=f"first steps only (synthetic loads: {SYNTHETIC_STEPS})")
-    parser.add_argument("--stride", type=int, default=1, help="replay every n-th step only, as if there were no others")
-    parser.add_argument("--skip", type=int, default=0, help="replay, but do not count, the first steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--curve", action="store_true", help="copies per rank -> imbalance left, instead of the table")
-    parser.add_argument("--csv", type=Path, metavar="FILE")
-    parser.add_argument("--dump", type=Path, metavar="FILE.npz", help="all plans of one load on one group size")
-    parser.add_argument("--plot", type=Path, metavar="DIR")
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [--help] [options]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--trace", action="append", metavar="FILE.npz", help="a recorded load; may be repeated")
+    loads = ", ".join(synthetic_names()).replace("%", "%%")  # argparse formats its help with %
+    add("--load", metavar="NAME,...", help=f"synthetic loads: {loads}")
+    add("--ranks", default="8,16,32,64", metavar="R,...", help="group sizes (%(default)s)")
+    add("--per-node", type=int, default=8, help="ranks per node (%(default)s); a smaller group is one node")
+    add("--slots", type=int, default=2, help="copies a rank may host (%(default)s)")
+    add("--planner", default="all", metavar="NAME,...", help=f"all (the default), or of {', '.join(find_planners())}")
+    add("--steps", type=int, help=f"first steps only (all of a recording, {SYNTHETIC_STEPS} of synthetic loads)")
+    add("--stride", type=int, default=1, help="replay every n-th step only, as if there were no others (%(default)s)")
+    add("--skip", type=int, default=0, help="replay, but do not count, the first steps (%(default)s)")
+    add("--seed", type=int, default=0, help="of synthetic loads, and of dealing sources to more ranks (%(default)s)")
+    add("--curve", action="store_true", help="copies per rank -> imbalance left, instead of the table")
+    add("--csv", type=Path, metavar="FILE", help="write the table with full precision")
+    add("--dump", type=Path, metavar="FILE.npz", help="write all plans of one load on one group size, see above")
+    add("--plot", type=Path, metavar="DIR", help="write a PNG per load; needs matplotlib")
     shape = parser.add_argument_group("the layer that is priced (default: Qwen3-30B-A3B on H100)")
-    shape.add_argument("--hidden", type=int, default=2048, help="hidden size")
-    shape.add_argument("--ffn", type=int, default=768, help="an expert's ffn size")
-    shape.add_argument("--pairs", type=float, default=16384, help="(token, expert) pairs per rank and microbatch")
-    shape.add_argument("--microbatches", type=int, default=1, help="microbatches per iteration")
+    add = shape.add_argument
+    add("--hidden", type=int, default=2048, help="hidden size (%(default)s)")
+    add("--ffn", type=int, default=768, help="an expert's ffn size (%(default)s)")
+    add("--pairs", type=number, default=16384, help="(token, expert) pairs per rank and microbatch (%(default)s)")
+    add("--microbatches", type=int, default=1, help="microbatches per iteration (%(default)s)")
     # attention of 4,096 tokens: 0.16 TFLOP of projections and 0.14 of causal scores at 45 % of 989 TFLOP/s
-    shape.add_argument("--hidden-us", type=float, default=650, help="compute before the layer, per iteration, us")
-    shape.add_argument("--measured", type=Path, metavar="FILE", help="links and speed from a measurement file")
+    add("--hidden-us", type=number, default=650, help="compute before the layer, per iteration, us (%(default)s)")
+    add("--measured", type=Path, metavar="FILE", help="links and speed from a measurement file")
     args = parser.parse_args(argv)
-    for name in (
-        "per_node",
-        "stride",
-        "hidden",
-        "ffn",
-        "pairs",
-        "microbatches",
-        *(["steps"] if args.steps is not None else []),
-    ):
-        if getattr(args, name) < 1:
+    for name in ("per_node", "stride", "hidden", "ffn", "pairs", "microbatches", "steps"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
     for name in ("slots", "skip", "seed", "hidden_us"):
         if getattr(args, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
     try:
-        args.ranks = [int(size) for size in args.ranks.split(",")]
+        args.ranks = list(dict.fromkeys(int(size) for size in args.ranks.split(",")))
         assert min(args.ranks) > 0
     except (ValueError, AssertionError):
         parser.error(f"--ranks takes numbers of ranks, as in 8,16,32, got {args.ranks!r}")
+    if args.curve and args.dump:
+        parser.error("--curve writes no plans: leave out --dump, or --curve")
     try:
         if args.plot:
             load_pyplot()
-        for path in (args.csv, args.dump):
-            if path and not path.resolve().parent.is_dir():
-                raise ValueError(f"{path}: the folder {path.parent} does not exist")
-        args.planners = _planners(args.planner)
+            if args.plot.exists() and not args.plot.is_dir():
+                raise ValueError(f"--plot {args.plot} is no folder; name one, it need not exist")
+        for flag, path in (("--csv", args.csv), ("--dump", args.dump)):
+            if path:
+                _check_output(flag, path)
+                if path.resolve() in [Path(trace).resolve() for trace in args.trace or ()]:
+                    raise ValueError(f"{flag} {path} is a recorded load; name another file")
+        args.planners = _planners(args.planner, curve=args.curve)
         args.cases = list(cases(args))
         if args.dump and len(args.cases) != 1:
             raise ValueError(
@@ -266,8 +252,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Run the benchmark as the command line says; returns the rows."""
     args = _arguments(argv)
     if args.curve:
-        planners = [planner for planner in args.planners if planner.capped]
-        rows = [row for case in args.cases for row in trace_curve(case, planners, skip=args.skip)]
+        rows = [row for case in args.cases for row in trace_curve(case, args.planners, skip=args.skip)]
         columns = CURVE
     else:
         rows = [row for case in args.cases for row in compare(case, args.planners, skip=args.skip, dump=args.dump)]
@@ -279,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
             copies = needed([row for row in rows if (row["load"], row["ranks"], row["planner"]) == key])
             print(f"- {key[0]}, {key[1]} ranks, {key[2]}: " + ("not reached" if copies is None else f"{copies:.2f}"))
     else:
-        print("\n* on this machine; all other columns are the same everywhere")
+        print(LEGEND)
     if args.csv:
         write_csv(args.csv, rows, columns)
     if args.plot:

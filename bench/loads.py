@@ -18,6 +18,13 @@ import numpy as np
 DATA = Path(__file__).resolve().parent / "data"
 EXPERTS: int = 64  # of the synthetic loads
 PAIRS: int = 4096  # (token, expert) pairs that a rank routes per step in the synthetic loads
+MOST: int = 2**53  # pairs in a step and layer: the planners that count in floats still count these exactly
+MOST_DEALT: int = 10**9 - 1  # pairs of one source that numpy can draw from without replacement
+# what numpy raises for files that are no .npz, or a damaged one
+UNREADABLE = (
+    *(OSError, EOFError, ValueError, TypeError, AttributeError, RuntimeError, MemoryError),
+    *(zipfile.BadZipFile, zlib.error),
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,17 +54,21 @@ class Trace:
                 if "counts" not in archive.files:
                     raise ValueError(f"it holds {archive.files} and no 'counts'")
                 counts = archive["counts"]
-        except (OSError, EOFError, ValueError, TypeError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+        except UNREADABLE as error:
             expected = "an .npz with counts [steps, layers, sources, experts]"
             raise ValueError(f"{path}: expected {expected}; {error}") from error
         if counts.ndim != 4 or not counts.size:
             raise ValueError(f"{path}: counts has shape {counts.shape}, expected [steps, layers, sources, experts]")
-        if not np.issubdtype(counts.dtype, np.number) or np.iscomplexobj(counts):
+        if counts.dtype.kind not in "iuf":
             raise ValueError(f"{path}: counts is {counts.dtype}, expected integers")
-        if not np.isfinite(counts).all() or (counts != np.floor(counts)).any():
-            raise ValueError(f"{path}: counts holds values that are no integers")
+        if (bad := ~np.isfinite(counts) | (counts != np.floor(counts))).any():
+            raise ValueError(f"{path}: counts holds values that are no integers (first: {counts[bad][0]})")
         if counts.min() < 0:
             raise ValueError(f"{path}: counts holds negative values (least: {counts.min()})")
+        with np.errstate(over="ignore"):
+            most = counts.sum(axis=(2, 3), dtype=float).max()
+        if most > MOST:
+            raise ValueError(f"{path}: counts sum to {most:.3g} in a step and layer, more than 2^53; scale them down")
         return cls(name=path.stem, counts=counts.astype(np.int64))
 
     def to_ranks(self, num_ranks: int, *, seed: int = 0) -> np.ndarray:
@@ -66,7 +77,7 @@ class Trace:
         Where ranks outnumber sources, a source's pairs are dealt to its ranks without replacement.
 
         Raises:
-            ValueError: if neither number divides the other.
+            ValueError: if neither number divides the other, or a source has too many pairs to deal.
         """
         steps, layers, sources, experts = self.counts.shape
         if sources % num_ranks == 0:
@@ -74,6 +85,11 @@ class Trace:
         if num_ranks % sources:
             raise ValueError(
                 f"{self.name}: {num_ranks} ranks and {sources} sources; one must be a multiple of the other"
+            )
+        if (most := self.counts.sum(axis=-1).max()) > MOST_DEALT:
+            raise ValueError(
+                f"{self.name}: a source of {most} pairs is too large to deal to several ranks, {MOST_DEALT} at most; "
+                f"scale the counts down or use at most {sources} ranks"
             )
         parts = num_ranks // sources
         rng = np.random.default_rng([seed, zlib.crc32(f"{self.name} {num_ranks}".encode())])

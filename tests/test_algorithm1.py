@@ -149,22 +149,6 @@ def test_guests_of_the_given_placement_do_not_matter() -> None:
     assert full.guests == ((2, 0, 1), (2, 3, 1), (3, 1, 1))
 
 
-@pytest.mark.parametrize(
-    ("forecast", "message"),
-    [
-        ([1, 2, 3], r"shape \(3,\), expected \[4\]"),
-        ([[1, 2, 3, 4]], r"shape \(1, 4\), expected \[4\]"),
-        (7, r"shape \(\), expected \[4\]"),
-        ([1, 2, float("nan"), 4], "finite and >= 0, got .*nan"),
-        ([1, 2, float("inf"), 4], "finite and >= 0, got .*inf"),
-        ([1, 2, -0.5, 4], "finite and >= 0, got .*-0.5"),
-    ],
-)
-def test_bad_forecasts_say_what_they_are(forecast: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        algorithm1(np.array(forecast), Placement.initial(4, 2, num_slots=1), one_node(2))
-
-
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_a_world_of_another_size_is_refused(num_ranks: int) -> None:
     with pytest.raises(ValueError, match=f"world has {num_ranks} ranks, the placement 2"):

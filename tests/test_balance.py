@@ -168,6 +168,13 @@ def test_copies_needed_are_interpolated() -> None:
     assert balance.needed(rows[:2], 1.02) is None
 
 
+def test_help_names_every_load_and_planner(capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        balance.main(["--help"])
+    text = capsys.readouterr().out.split()
+    assert {name.strip(",") for name in text} >= {*synthetic_names(), *find_planners()}
+
+
 def refusal(capsys, *arguments: str) -> str:
     with pytest.raises(SystemExit) as stopped:
         balance.main(arguments)
@@ -177,10 +184,20 @@ def refusal(capsys, *arguments: str) -> str:
 
 BAD_COUNTS = {
     "shape (2, 3), expected [steps, layers, sources, experts]": np.zeros((2, 3), dtype=int),
+    "shape (1, 1, 1, 8, 8), expected [steps": np.ones((1, 1, 1, 8, 8), dtype=int),
+    "shape (1, 1, 8, 0), expected [steps": np.ones((1, 1, 8, 0), dtype=int),
     "negative values (least: -1)": np.full((1, 1, 8, 8), -1),
     "values that are no integers": np.full((1, 1, 8, 8), 0.5),
-    "counts holds values that are no integers": np.full((1, 1, 8, 8), np.nan),
+    "counts holds values that are no integers (first: nan)": np.full((1, 1, 8, 8), np.nan),
+    "counts holds values that are no integers (first: -inf)": np.full((1, 1, 8, 8), -np.inf),
+    "negative values (least: -1e+300)": np.full((1, 1, 8, 8), -1e300),
     "expected integers": np.full((1, 1, 8, 8), "a"),
+    "counts is timedelta64[s], expected integers": np.full((1, 1, 8, 8), 1, dtype="m8[s]"),
+    "counts sum to 6.4e+301 in a step and layer, more than 2^53": np.full((1, 1, 8, 8), 1e300),
+    "counts sum to inf in a step and layer, more than 2^53": np.full((1, 1, 8, 8), 1e308),
+    "counts sum to 1.18e+21 in a step": np.full((1, 1, 8, 8), 2**64 - 1, dtype=np.uint64),
+    "counts sum to 5.76e+17 in a step": np.full((1, 1, 8, 8), 2**53),  # each of them exact, their sum not
+    "a source of 2000000000 pairs is too large to deal": np.full((1, 1, 4, 8), 250_000_000),
     "no tokens at all": np.zeros((1, 1, 8, 8), dtype=int),
     "12 experts do not divide among 8 ranks": np.ones((1, 1, 8, 12), dtype=int),
     "8 ranks and 12 sources": np.ones((1, 1, 12, 8), dtype=int),
@@ -224,14 +241,46 @@ def test_bad_files(tmp_path, capsys) -> None:
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--skip", "40"], "--skip 40 leaves none of 40 steps"),
         (["--dump", "plans.npz"], "--dump takes one load on one group size, got 4"),
+        (["--dump", "plans.npz", "--curve"], "--curve writes no plans: leave out --dump, or --curve"),
+        (["--curve", "--planner", "hecate,ep"], "--curve cannot limit the copies of ep; use --planner fill,hecate"),
+        (["--load", "zipf-2,uniform,zipf-2"], "two loads are named zipf-2"),
+        (["--pairs", "nan"], "argument --pairs: nan is not finite"),
+        (["--hidden-us", "inf"], "argument --hidden-us: inf is not finite"),
         (["--ranks", "2", "--load", "zipf-2"], "out of range for 2 ranks"),
-        (["--csv", "no-such-folder/out.csv"], "the folder no-such-folder does not exist"),
+        (["--csv", "no-such-folder/out.csv"], "--csv no-such-folder/out.csv: the folder no-such-folder does not exist"),
+        (["--dump", "no-such-folder/p.npz"], "--dump no-such-folder/p.npz: the folder no-such-folder does not exist"),
         (["--measured", "nothing.json", "--ranks", "8"], "nothing.json does not hold measured speeds"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
 def test_bad_arguments(arguments, message, capsys) -> None:
     assert message in refusal(capsys, "--load", "uniform", *arguments)
+
+
+@pytest.mark.parametrize("flag", ["--csv", "--dump"])
+def test_outputs_must_be_files(flag, trace, tmp_path, capsys) -> None:
+    arguments = ["--trace", str(trace), "--ranks", "8"]
+    assert f"{flag} {tmp_path} is a folder; name a file in it" in refusal(capsys, *arguments, flag, str(tmp_path))
+    within = f"{trace}/out"
+    assert f"the folder {trace} does not exist" in refusal(capsys, *arguments, flag, within)
+    assert f"{flag} {trace} is a recorded load" in refusal(capsys, *arguments, flag, str(trace))
+
+
+def test_plots_need_a_folder(trace, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    assert "is no folder" in refusal(capsys, "--trace", str(trace), "--ranks", "8", "--plot", str(trace))
+
+
+def test_planners_named_twice_run_once(trace) -> None:
+    rows = run(trace, "--ranks", "8,8", "--planner", "hecate,ep,hecate")
+    assert [row["planner"] for row in rows] == ["hecate", "ep"]
+
+
+def test_the_largest_counts_are_replayed_exactly(tmp_path) -> None:
+    counts = np.zeros((2, 1, 8, 8), dtype=np.int64)
+    counts[0, 0, :, 0] = counts[1, 0, 2] = 2**50
+    np.savez(tmp_path / "large.npz", counts=counts)
+    assert len(run(tmp_path / "large.npz", "--ranks", "8")) == len(find_planners())
 
 
 def test_plots_say_what_they_need(trace, tmp_path, capsys, monkeypatch) -> None:

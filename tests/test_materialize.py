@@ -32,7 +32,7 @@ from random_plans import (
 )
 
 from megatron_hecate.observe import LoadHistory
-from megatron_hecate.plan import Placement, World, assert_valid, largest_load, plan_guests
+from megatron_hecate.plan import Placement, World, algorithm1, assert_valid, largest_load, plan_guests
 
 ROOT = Path(__file__).parents[1]
 
@@ -277,9 +277,10 @@ def test_two_slots_balance_a_recorded_training(num_ranks: int) -> None:
         ([1, 2, -0.5, 4], "finite and >= 0, got .*-0.5"),
     ],
 )
-def test_bad_forecasts_say_what_they_are(forecast: object, message: str) -> None:
+@pytest.mark.parametrize("plan", [plan_guests, algorithm1])
+def test_bad_forecasts_say_what_they_are(plan, forecast: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        plan_guests(np.array(forecast), Placement.initial(4, 2, num_slots=1), one_node(2))
+        plan(np.array(forecast), Placement.initial(4, 2, num_slots=1), one_node(2))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""What the balance benchmark replays: every load on every group size that its command line asks for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Iterator
+
+import numpy as np
+from loads import DATA, Trace, synthetic, synthetic_names
+from rivals.planner import Setting
+
+from megatron_hecate.plan import World
+from megatron_hecate.plan.cost import LayerShape
+from megatron_hecate.plan.world import H100, Speeds
+
+SYNTHETIC_STEPS: int = 40
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """One load on one group: ``counts`` [T, L, R, E]."""
+
+    load: str
+    counts: np.ndarray
+    setting: Setting
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    """Every load on every group size asked for.
+
+    Raises:
+        ValueError: for a load that cannot be read, made or dealt to the ranks, two of one name, and bad settings.
+    """
+    traces = [Trace.read(path) for path in args.trace or (() if args.load else sorted(DATA.glob("*.npz")))]
+    names = args.load.split(",") if args.load else () if args.trace else synthetic_names()
+    loads = (*traces, *names)
+    known: set[str] = set()
+    for name in (load.name if isinstance(load, Trace) else load for load in loads):
+        if name in known:
+            raise ValueError(f"two loads are named {name}; give each once, and files different names")
+        known.add(name)
+    for load in loads:
+        for num_ranks in args.ranks:
+            if isinstance(load, Trace):
+                steps = slice(0, args.steps, args.stride)
+                counts = Trace(load.name, load.counts[steps]).to_ranks(num_ranks, seed=args.seed)
+                name = load.name
+            else:
+                counts = synthetic(load, num_ranks, steps=args.steps or SYNTHETIC_STEPS, seed=args.seed)[:: args.stride]
+                name = load
+            yield Case(name, counts, _setting(args, name, counts, num_ranks))
+
+
+def _setting(args: argparse.Namespace, load: str, counts: np.ndarray, num_ranks: int) -> Setting:
+    steps, _, _, num_experts = counts.shape
+    if num_experts % num_ranks:
+        raise ValueError(f"{load}: {num_experts} experts do not divide among {num_ranks} ranks")
+    if args.skip >= steps:
+        raise ValueError(f"{load}: --skip {args.skip} leaves none of {steps} steps")
+    per_node = min(args.per_node, num_ranks)
+    if num_ranks % per_node:
+        raise ValueError(f"{num_ranks} ranks do not divide into nodes of {per_node}; set --per-node")
+    if not counts.any():
+        raise ValueError(f"{load}: no tokens at all")
+    speeds = Speeds.load(args.measured) if args.measured else H100
+    world = World(node=tuple(rank // per_node for rank in range(num_ranks)), speeds=speeds)
+    per_count = args.pairs / float(counts.sum(axis=(2, 3)).mean() / num_ranks)
+    shape = LayerShape.swiglu(
+        args.hidden, args.ffn, microbatches=args.microbatches, hidden_seconds=args.hidden_us * 1e-6
+    )
+    shape = dataclasses.replace(
+        shape, token_bytes=shape.token_bytes * per_count, token_flops=shape.token_flops * per_count
+    )
+    setting = Setting(num_experts, world=world, shape=shape, slots=args.slots, tokens_per_count=per_count)
+    _ = setting.homes  # refuses slots that are out of range
+    return setting
