@@ -58,15 +58,16 @@ def level(
     enough: int,
     most: int,
     visited: np.ndarray,
+    rounds: int = NO_LIMIT,
 ) -> int:
     """Move tokens, in place, until the largest rank load is as small as it can be.
 
     A token never leaves a slot of expert e that serves ``least[e]`` [E] or fewer. A largest load of ``enough`` is small
-    enough. When the optimum is above ``most``, stop as soon as that is known.
+    enough. When the optimum is above ``most``, stop as soon as that is known, and in any case after so many ``rounds``.
 
     Returns:
-        The optimum (``enough``, if that is larger), or some lower bound of it above ``most``. ``visited`` [R] then
-        marks a set of ranks that explains it: their tokens cannot leave it.
+        The optimum (``enough``, if that is larger), or something above ``most``. ``visited`` [R] then marks a
+        set of ranks that explains a largest load above the mean: their tokens cannot leave it.
     """
     num_ranks = len(load)
     slots = len(table) // num_ranks
@@ -84,7 +85,7 @@ def level(
     expert_arc = np.empty(len(count), np.int64)
     path = np.empty(num_ranks + 1, np.int64)  # ranks, and the slots their tokens leave by
     left_by = np.empty(num_ranks + 1, np.int64)
-    while True:
+    for _ in range(rounds):
         # breadth-first from all ranks above the cap, to the nearest with room
         depth[:] = -1
         expert_depth[:] = -1
@@ -120,13 +121,8 @@ def level(
                         rank_arc[b] = b * slots
                         if load[b] < cap:
                             found = min(found, depth[b])
-        if found > num_ranks:  # nothing leaves the ranks that were reached: their mean bounds the optimum
-            total = 0
-            for i in range(tail):
-                total += load[queue[i]]
-            for r in range(num_ranks):
-                visited[r] = depth[r] >= 0
-            cap = -(-total // tail)
+        if found > num_ranks:  # nothing leaves the ranks that were reached, nor any part of them without ways between
+            cap = _confined(count, where, rank_of, load, expert_depth, queue[:tail], visited)
             if cap > most:
                 return cap
             continue
@@ -180,3 +176,49 @@ def level(
                 load[end] += amount
                 if load[end] >= cap:
                     depth[end] = -2
+    return NO_LIMIT
+
+
+@compiled
+def _confined(
+    count: np.ndarray,
+    where: np.ndarray,
+    rank_of: np.ndarray,
+    load: np.ndarray,
+    expert_depth: np.ndarray,
+    reached: np.ndarray,
+    visited: np.ndarray,
+) -> int:
+    """The largest mean load, rounded up, of the parts that the ``reached`` ranks fall into; ``visited`` marks it.
+
+    Ranks are in one part when an expert passes tokens between them, those with an ``expert_depth``.
+    """
+    part = np.arange(len(load))  # a rank of the same part, nearer to its first
+    for e in range(len(count)):
+        if expert_depth[e] >= 0:
+            a = _first(part, rank_of[where[e, 0]])
+            for k in range(1, count[e]):
+                b = _first(part, rank_of[where[e, k]])
+                part[max(a, b)] = min(a, b)
+                a = min(a, b)
+    total, ranks = np.zeros(len(load), np.int64), np.zeros(len(load), np.int64)
+    for r in reached:
+        total[_first(part, r)] += load[r]
+        ranks[_first(part, r)] += 1
+    cap, fullest = 0, 0
+    for r in range(len(load)):
+        if ranks[r] > 0 and -(-total[r] // ranks[r]) > cap:
+            cap, fullest = -(-total[r] // ranks[r]), r
+    visited[:] = False
+    for r in reached:
+        visited[r] = _first(part, r) == fullest
+    return cap
+
+
+@compiled
+def _first(part: np.ndarray, rank: int) -> int:
+    """The first rank of the part that ``rank`` belongs to."""
+    while part[rank] != rank:
+        part[rank] = part[part[rank]]
+        rank = part[rank]
+    return rank

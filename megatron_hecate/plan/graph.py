@@ -15,9 +15,10 @@ CROSSING: int = 1 << 20  # what a token pays to cross nodes: dearer than any pat
 class Graph(NamedTuple):
     """Experts, their holders and the ways that tokens can take between them.
 
-    Holders of an expert on one node are a *group*. For `nearest`, ranks, groups and experts are the vertices of a
+    Holders of an expert on one node are a *group*. For `nearest`, ranks, groups and experts are the V vertices of a
     network, as far as experts have several holders; a *joint* is what two of them are joined by: slot c joins its rank
-    and its group, joint ``R * P + g`` joins group g and its expert.
+    and its group, joint ``R * P + g`` joins group g and its expert. A group of one holder needs no vertex, its tokens
+    pass through the slot's joint; an expert on one node needs none, its tokens pass through the group.
 
     Args:
         table: [R * P] expert in each slot, or -1.
@@ -34,8 +35,11 @@ class Graph(NamedTuple):
         group_expert: [G] the group's expert.
         group_begin, group_end: [G] the group's holders in its expert's row of ``where``.
         group_of: [R * P] group of each slot, or -1.
-        leaves: [V + 1] where the arcs of each vertex begin in the next two.
+        alone: [R * P] group of each slot that is joined to its expert directly, or -1.
+        height: [V] what a token pays on its way from the vertex to a rank that is not near: 0, 1 or ``CROSSING``.
+        leaves: [V + 1] where the arcs of each vertex begin in the next three.
         to: [A] the vertex an arc leads to.
+        twin: [A] the arc back.
         joint: [A] its joint j when tokens leave a holder by it, ``~j`` when they come to a holder.
     """
 
@@ -54,8 +58,11 @@ class Graph(NamedTuple):
     group_begin: np.ndarray
     group_end: np.ndarray
     group_of: np.ndarray
+    alone: np.ndarray
+    height: np.ndarray
     leaves: np.ndarray
     to: np.ndarray
+    twin: np.ndarray
     joint: np.ndarray
 
 
@@ -82,10 +89,10 @@ def graph_of(table: np.ndarray, home: np.ndarray, node: np.ndarray, order: np.nd
                 if home[e] == r:
                     home_slot[e] = c
     first, group_expert, group_begin, group_end, group_of = _groups(count, where, rank_of, node)
-    leaves, to, joint = _arcs(group_of, first, num_ranks)
+    alone, height, leaves, to, twin, joint = _arcs(group_of, first, group_begin, group_end, where, num_ranks)
     return Graph(
         table, node, order, rank_of, count, where, home_slot, column_of, rank, expert,
-        first, group_expert, group_begin, group_end, group_of, leaves, to, joint,
+        first, group_expert, group_begin, group_end, group_of, alone, height, leaves, to, twin, joint,
     )  # fmt: skip
 
 
@@ -114,38 +121,55 @@ def _groups(
 
 
 @compiled
-def _arcs(group_of: np.ndarray, first: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``leaves``, ``to`` and ``joint``; an expert on one node needs no vertex, its tokens pass through the group."""
+def _arcs(
+    group_of: np.ndarray,
+    first: np.ndarray,
+    group_begin: np.ndarray,
+    group_end: np.ndarray,
+    where: np.ndarray,
+    num_ranks: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """``alone``, ``height``, ``leaves``, ``to``, ``twin`` and ``joint``."""
     num_slots, num_groups, num_experts = len(group_of), first[-1], len(first) - 1
     slots = num_slots // num_ranks
-    size = num_ranks + num_groups + num_experts
-    leaves = np.zeros(size + 1, np.int64)
-    for c in range(num_slots):
-        if group_of[c] >= 0:
-            leaves[c // slots + 1] += 1
-            leaves[num_ranks + group_of[c] + 1] += 1
+    alone = np.full(num_slots, -1, np.int64)
+    height = np.zeros(num_ranks + num_groups + num_experts, np.int64)
+    # the ends of each joint, that nearer to the ranks first
+    low, high = np.full(num_slots + num_groups, -1, np.int64), np.empty(num_slots + num_groups, np.int64)
+    size = num_ranks
     for e in range(num_experts):
+        top = -1
+        if first[e + 1] - first[e] > 1:
+            top = size
+            height[top] = CROSSING
+            size += 1
         for g in range(first[e], first[e + 1]):
-            if first[e + 1] - first[e] > 1:
-                leaves[num_ranks + g + 1] += 1
-                leaves[num_ranks + num_groups + e + 1] += 1
+            hub = top
+            if top < 0 or group_end[g] - group_begin[g] > 1:
+                hub = size
+                height[hub] = 1
+                size += 1
+                if top >= 0:
+                    low[num_slots + g], high[num_slots + g] = hub, top
+            for k in range(group_begin[g], group_end[g]):
+                c = where[e, k]
+                low[c], high[c] = c // slots, hub
+                if hub == top:
+                    alone[c] = g
+    leaves = np.zeros(size + 1, np.int64)
+    for j in range(len(low)):
+        if low[j] >= 0:
+            leaves[low[j] + 1] += 1
+            leaves[high[j] + 1] += 1
     for v in range(size):
         leaves[v + 1] += leaves[v]
     used = leaves[:-1].copy()
-    to, joint = np.empty(leaves[-1], np.int64), np.empty(leaves[-1], np.int64)
-    for c in range(num_slots):
-        if group_of[c] >= 0:
-            low, high = c // slots, num_ranks + group_of[c]
-            to[used[low]], joint[used[low]] = high, c
-            to[used[high]], joint[used[high]] = low, ~c
-            used[low] += 1
-            used[high] += 1
-    for e in range(num_experts):
-        for g in range(first[e], first[e + 1]):
-            if first[e + 1] - first[e] > 1:
-                low, high, j = num_ranks + g, num_ranks + num_groups + e, num_slots + g
-                to[used[low]], joint[used[low]] = high, j
-                to[used[high]], joint[used[high]] = low, ~j
-                used[low] += 1
-                used[high] += 1
-    return leaves, to, joint
+    to, twin, joint = np.empty(leaves[-1], np.int64), np.empty(leaves[-1], np.int64), np.empty(leaves[-1], np.int64)
+    for j in range(len(low)):
+        if low[j] >= 0:
+            a, b = used[low[j]], used[high[j]]
+            to[a], twin[a], joint[a] = high[j], b, j
+            to[b], twin[b], joint[b] = low[j], a, ~j
+            used[low[j]] += 1
+            used[high[j]] += 1
+    return alone, height[:size].copy(), leaves, to, twin, joint

@@ -10,16 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_hecate.plan import search
-from megatron_hecate.plan.pair import plan_paired
+from megatron_hecate.plan.flow import NO_LIMIT
+from megatron_hecate.plan.pair import plan_best
 from megatron_hecate.plan.placement import Placement
-from megatron_hecate.plan.swap import GOAL
+from megatron_hecate.plan.search import SCALE, scale
 from megatron_hecate.plan.world import World
-
-# Swaps tried when one plan is searched, times the square of the graph's columns: each costs about its columns, and
-# large graphs need fewer of them.
-EFFORT: int = 300_000
-ENOUGH_TRIES: int = 16  # with fewer, the graph is so large that other starts take too long
 
 # What guests leave when the loads differ from the forecast, in mean rank loads, by guests per rank: measured on the
 # traces in bench/data (docs/results.md).
@@ -62,103 +57,66 @@ def plan_guests(
         ValueError: for a forecast of the wrong length, with NaN, infinite or negative entries, for limits or a price
             below 0, and for a world that does not fit the placement's ranks.
     """
-    forecast, bare = _checked(forecast, placement, world)
+    forecast = np.asarray(forecast, dtype=np.float64)
+    _check_shapes(forecast, placement, world)
     for name, limit in (("overlap_degree", overlap_degree), ("copies", copies), ("egress", egress)):
         if limit is not None and limit < 0:
             raise ValueError(f"{name}={limit} must be 0 or more, or None for no limit")
     if not (copy_tokens >= 0 and routing_tokens >= 0):
         raise ValueError(f"copy_tokens={copy_tokens} and routing_tokens={routing_tokens} must be 0 or more")
-    peak = float(forecast.max())
-    free = (
-        bare.free_slots
-        if overlap_degree is None
-        else np.minimum(bare.free_slots, min(overlap_degree, bare.num_experts))
-    )
-    slots, most_per_rank = int(free.sum()), int(free.max())
-    if peak == 0 or not slots:
+    bare = placement.without_guests
+    scaled, total, largest = scale(forecast, bare.home, bare.num_ranks)
+    if total < 0:
+        raise ValueError(_bad(forecast))
+    if total == 0:
         return bare
-    shares = forecast / peak  # the sum itself may be beyond a double
-    total = float(shares.sum()) * peak
-    scaled = np.rint(shares / shares.sum() * search.SCALE).astype(np.int64)
-    price, fixed = copy_tokens * search.SCALE / total, routing_tokens * search.SCALE / total
+    copies = NO_LIMIT if copies is None else min(copies, NO_LIMIT)
+    egress = NO_LIMIT if egress is None else min(egress, NO_LIMIT)
+    most_per_rank = bare.slots_per_rank if overlap_degree is None else min(overlap_degree, bare.slots_per_rank)
+    price, fixed = copy_tokens * SCALE / total, routing_tokens * SCALE / total
     if price + fixed == 0:
-        limit = slots if copies is None else min(copies, slots)
-        most = _most_copies(scaled, bare, egress)
-        return _filled(scaled, bare, world.order, allowed=free, copies=limit, most=most, priced=False)[0]
-    load = np.bincount(bare.home, weights=scaled, minlength=bare.num_ranks)
-    best, best_cost, mean = bare, float(load.max()), float(load.mean())
+        table, _, guests, _ = plan_best(
+            scaled, bare.home, bare.table, world.order, most_per_rank, copies, egress, False
+        )
+        return Placement.trusted(bare.home, table) if guests else bare
+    best, best_cost, mean = None, float(largest), int(scaled.sum()) / bare.num_ranks
     if best_cost - mean <= price + fixed:
         return bare  # perfect balance would not pay
-    for per_rank in range(most_per_rank, 0, -1):
-        allowed = np.minimum(free, per_rank)
-        limit = int(allowed.sum()) if copies is None else min(copies, int(allowed.sum()))
+    for per_rank in range(min(most_per_rank, int(bare.free_slots.max())), 0, -1):
         missed = mean * UNFORESEEN[min(per_rank, len(UNFORESEEN)) - 1]
         # a hot home sends a copy to every rank; let it send no more than twice what a rank receives, if that is cheaper
-        for leaving in (egress, 2 * per_rank if egress is None else min(egress, 2 * per_rank)):
-            most = _most_copies(scaled, bare, leaving)
-            plan, largest = _filled(scaled, bare, world.order, allowed=allowed, copies=limit, most=most, priced=True)
-            if not plan.num_guests:
+        for leaving in (egress, min(egress, 2 * per_rank)):
+            table, largest, guests, sent = plan_best(
+                scaled, bare.home, bare.table, world.order, per_rank, copies, leaving, True
+            )
+            if not guests:
                 continue
-            busiest = max(per_rank, _most_sent(plan))
+            busiest = max(per_rank, sent)
             cost = largest + missed + price * busiest + fixed
             if cost < best_cost:
-                best, best_cost = plan, cost
+                best, best_cost = table, cost
             if busiest <= 2 * per_rank:
                 break
-    return best
+    return bare if best is None else Placement.trusted(bare.home, best)
 
 
-def _most_sent(plan: Placement) -> int:
-    """Copies that leave the rank which lends most."""
-    return int(np.bincount(plan.home[plan.table[plan.is_guest]]).max())
+def _check_shapes(forecast: np.ndarray, placement: Placement, world: World) -> None:
+    if forecast.shape != placement.home.shape:
+        raise ValueError(f"forecast has shape {forecast.shape}, expected [{placement.num_experts}]")
+    if world.num_ranks != placement.num_ranks:
+        raise ValueError(f"world has {world.num_ranks} ranks, the placement {placement.num_ranks}")
 
 
-def _filled(
-    forecast: np.ndarray,
-    bare: Placement,
-    order: np.ndarray,
-    *,
-    allowed: np.ndarray,
-    copies: int,
-    most: np.ndarray,
-    priced: bool,
-) -> tuple[Placement, float]:
-    """The placement with ``copies`` guests, and the largest rank load of its hedged flow: the best of three starts."""
-    tries = EFFORT // (bare.num_experts + copies) ** 2
-    if tries == 0 and not priced:
-        tries = -1  # a flow that only says how good the plan is would take most of the time
-    limits = (bare.home, bare.table, order, allowed, copies, most, search.HEDGE, tries)
-    table, largest = search.plan(forecast, *limits)
-    mean = int(forecast.sum()) // bare.num_ranks
-    for closest in (False, True):
-        if largest <= mean + mean // GOAL or tries < ENOUGH_TRIES:
-            break
-        other, its_largest = plan_paired(forecast, *limits, closest)
-        if its_largest < largest:
-            table, largest = other, its_largest
-    return Placement.trusted(bare.home, table), float(largest)
-
-
-def _most_copies(forecast: np.ndarray, bare: Placement, egress: int | None) -> np.ndarray:
-    """[E] copies an expert may have; a home's egress goes to its experts by load."""
-    most = np.full(bare.num_experts, bare.num_ranks - 1)
-    if egress is not None and egress < (bare.num_ranks - 1) * bare.slots_per_rank:
-        for rank in range(bare.num_ranks):
-            homes = np.flatnonzero(bare.home == rank)
-            if len(homes):
-                most[homes] = search.share_out(forecast[homes], most[homes], egress)
-    return most
+def _bad(forecast: np.ndarray) -> str:
+    return f"forecast must be finite and >= 0, got {forecast.tolist()}"
 
 
 def _checked(forecast: np.ndarray, placement: Placement, world: World) -> tuple[np.ndarray, Placement]:
     """The forecast as float64, and the placement without guests."""
     forecast = np.asarray(forecast, dtype=np.float64)
-    if forecast.shape != placement.home.shape:
-        raise ValueError(f"forecast has shape {forecast.shape}, expected [{placement.num_experts}]")
+    _check_shapes(forecast, placement, world)
     if not (forecast.min(initial=0.0) >= 0 and forecast.max(initial=0.0) < np.inf):  # NaN is neither
-        raise ValueError(f"forecast must be finite and >= 0, got {forecast.tolist()}")
-    if world.num_ranks != placement.num_ranks:
-        raise ValueError(f"world has {world.num_ranks} ranks, the placement {placement.num_ranks}")
+        raise ValueError(_bad(forecast))
     return forecast, placement.without_guests
 
 

@@ -6,10 +6,12 @@ of those, fewest to another rank: a minimum-cost flow. A token costs what it cos
     rank --- group (expert, node) --- expert
          1 if not its own          CROSSING - 1 more if not its own node's
 
-Moving tokens back earns the same. The method is the primal-dual one (Ahuja, Magnanti, Orlin, "Network Flows", section
-9.8), from the split that is nearest when nobody counts ranks' loads (`origin.start`): find how dear the cheapest way
-from a rank above the cap to one below is (Dijkstra's search, on prices that potentials reduce to 0 or more), then move
-tokens along all ways that are just so dear. The search ends at the first rank with room, so most of it is short.
+Moving tokens back earns the same. The method pushes and relabels (Goldberg and Tarjan, "Finding Minimum-Cost
+Circulations by Successive Approximation", 1990), from a split that is nearest when nobody counts ranks' loads
+(`origin.start`). A vertex is labelled with at most what the cheapest way from it to a rank with room costs, hops added;
+a vertex that has too much pushes along ways on which that cannot be bettered, and is relabelled when there is none.
+Tokens count ``scale`` times as much as a hop, more hops than any way has, so the result is exact. Labels become exact
+every so often (Dijkstra's search, back from all ranks with room); two to ten times are enough for most loads.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.plan.graph import CROSSING, Graph
 from megatron_hecate.plan.origin import Origin
 
-FAR: int = 1 << 60
+FAR: int = 1 << 60  # beyond any price or label
+MOST: int = (1 << 63) - 1  # tokens that may pass a joint
 
 
 @compiled
@@ -29,144 +32,157 @@ def bring_below(cap: int, graph: Graph, origin: Origin, flow: np.ndarray, load: 
 
     ``flow`` [R * P + G] tokens through each joint and ``load`` [R] on each rank: any split at least cost without a cap.
     """
-    num_ranks, num_slots, num_groups = len(load), len(graph.table), len(graph.group_begin)
-    leaves, to, joint = graph.leaves, graph.to, graph.joint
+    num_ranks, num_slots = len(load), len(graph.table)
+    leaves, to, twin, joint = graph.leaves, graph.to, graph.twin, graph.joint
     size = len(leaves) - 1
-    # up to `free[j]` tokens pass joint j for nothing, others at `fee[j]`
+    scale = size + 2
+    # the first `free[j]` tokens pass joint j for nothing, those up to `near[j]` at `fee[j]`, others at `cross`
     free = np.concatenate((origin.own, origin.near))
-    fee = np.empty(num_slots + num_groups, np.int64)
-    fee[:num_slots] = 1
-    fee[num_slots:] = CROSSING - 1
-    # the start is optimal without a cap; with these potentials no arc of it has a negative reduced price
-    potential = np.zeros(size, np.int64)
-    potential[num_ranks : num_ranks + num_groups] = -1
-    potential[num_ranks + num_groups :] = -CROSSING
-    distance = np.empty(size, np.int64)
-    done = np.empty(size, np.bool_)
-    heap = np.empty(len(to) + 1, np.int64)  # distance * size + vertex
-    hop = np.empty(size, np.int64)
-    queue = np.empty(size, np.int64)
+    near = np.full(len(free), MOST, np.int64)
+    fee = np.empty(len(free), np.int64)
+    fee[:num_slots] = scale
+    fee[num_slots:] = (CROSSING - 1) * scale
+    cross = CROSSING * scale
+    for c in range(num_slots):
+        if graph.alone[c] >= 0:
+            near[c] = origin.near[graph.alone[c]]
+    price = np.empty(len(to), np.int64)  # of one more token along each arc; FAR when there is none to move
+    for a in range(len(to)):
+        j = joint[a]
+        if j >= 0:
+            price[a] = _back(flow[j], free[j], near[j], fee[j], cross)
+        else:
+            price[a] = _on(flow[~j], free[~j], near[~j], fee[~j], cross)
+    label = graph.height * scale  # the start is optimal without a cap: with these no arc wins anything
+    excess = np.zeros(size, np.int64)
+    excess[:num_ranks] = load - cap
+    delta, stack = np.empty(size, np.int64), np.empty(size, np.int64)
+    heap = np.empty(len(to) + 1, np.int64)
     arc = np.empty(size, np.int64)  # the next one to try
-    path = np.empty(size, np.int64)  # arcs
-    while True:
-        # breadth first along arcs without a reduced price, from all ranks above the cap to the nearest with room
-        hop[:] = -1
-        tail = 0
-        for r in range(num_ranks):
-            if load[r] > cap:
-                hop[r] = 0
-                arc[r] = leaves[r]
-                queue[tail] = r
-                tail += 1
-        if tail == 0:
-            break
-        sources, head, found = tail, 0, size
-        while head < tail and hop[queue[head]] < 2 * found:
+    queue = np.empty(size, np.int64)  # a ring of the vertices that have too much
+    head, waiting = 0, 0
+    for r in range(num_ranks):
+        if excess[r] > 0:
+            queue[waiting] = r
+            waiting += 1
+    while waiting > 0:
+        _relabel(num_ranks, leaves, to, twin, price, excess, label, delta, heap, stack, waiting)
+        arc[:] = leaves[:-1]
+        patience = max(10, size // 4)  # labels to change before they are made exact again
+        while waiting > 0 and patience >= 0:
             v = queue[head]
-            head += 1
-            for a in range(leaves[v], leaves[v + 1]):
-                w, j = to[a], joint[a]
-                if hop[w] >= 0:
+            head = head + 1 if head + 1 < size else 0
+            waiting -= 1
+            while excess[v] > 0:
+                a = arc[v]
+                if a == leaves[v + 1]:
+                    least = FAR
+                    for b in range(leaves[v], leaves[v + 1]):
+                        if price[b] + label[to[b]] < least:
+                            least = price[b] + label[to[b]]
+                            arc[v] = b
+                    assert least < FAR  # the cap can be reached
+                    label[v] = least + 1
+                    patience -= 1
                     continue
+                w, j = to[a], joint[a]
+                if price[a] + 1 + label[w] != label[v]:
+                    arc[v] += 1
+                    continue
+                amount = excess[v]
                 if j >= 0:
-                    if flow[j] == 0:
-                        continue
-                    price = -fee[j] if flow[j] > free[j] else 0
+                    passed = flow[j]
+                    floor = near[j] if passed > near[j] else free[j] if passed > free[j] else 0
+                    amount = min(amount, passed - floor)
+                    passed -= amount
+                    price[a] = _back(passed, free[j], near[j], fee[j], cross)
+                    price[twin[a]] = _on(passed, free[j], near[j], fee[j], cross)
                 else:
-                    price = 0 if flow[~j] < free[~j] else fee[~j]
-                if price + potential[v] == potential[w]:
-                    hop[w] = hop[v] + 1
-                    arc[w] = leaves[w]
-                    queue[tail] = w
-                    tail += 1
-                    if w < num_ranks and load[w] < cap:
-                        found = min(found, hop[w])
-        if found == size:
-            # no more such ways: on from here by distance, until a rank with room is the nearest vertex left
-            distance[:] = FAR
-            done[:] = False
-            for i in range(tail):
-                distance[queue[i]] = 0
-                done[queue[i]] = True
-            head, heaped, now = 0, 0, 0
-            while True:
-                if head < tail:
-                    v = queue[head]
+                    j = ~j
+                    passed = flow[j]
+                    ceiling = free[j] if passed < free[j] else near[j] if passed < near[j] else MOST
+                    amount = min(amount, ceiling - passed)
+                    passed += amount
+                    price[a] = _on(passed, free[j], near[j], fee[j], cross)
+                    price[twin[a]] = _back(passed, free[j], near[j], fee[j], cross)
+                flow[j] = passed
+                excess[v] -= amount
+                if excess[w] <= 0 and excess[w] + amount > 0:
+                    at = head + waiting
+                    queue[at if at < size else at - size] = w
+                    waiting += 1
+                excess[w] += amount
+    load[:] = excess[:num_ranks] + cap
+
+
+@compiled
+def _on(passed: int, free: int, near: int, fee: int, cross: int) -> int:
+    """What one more token through a joint costs."""
+    return 0 if passed < free else fee if passed < near else cross
+
+
+@compiled
+def _back(passed: int, free: int, near: int, fee: int, cross: int) -> int:
+    """What one token less costs."""
+    return -cross if passed > near else -fee if passed > free else 0 if passed > 0 else FAR
+
+
+@compiled
+def _relabel(
+    num_ranks: int,
+    leaves: np.ndarray,
+    to: np.ndarray,
+    twin: np.ndarray,
+    price: np.ndarray,
+    excess: np.ndarray,
+    label: np.ndarray,
+    delta: np.ndarray,
+    heap: np.ndarray,
+    stack: np.ndarray,
+    waiting: int,
+) -> None:
+    """Raise labels, in place, to what they bound, as far as the ``waiting`` vertices with too much need it.
+
+    ``delta``, ``heap`` and ``stack`` are room to work in.
+    """
+    size = len(leaves) - 1
+    delta[:] = FAR  # what is missing from each label
+    top, heaped, now = 0, 0, 0
+    for r in range(num_ranks):
+        if excess[r] < 0:
+            delta[r] = 0
+            stack[top] = r
+            top += 1
+    while True:
+        if top > 0:
+            top -= 1
+            w = stack[top]
+        else:
+            now = -1
+            while now < 0:
+                assert heaped > 0  # the cap can be reached
+                far, w = heap[0] // size, heap[0] % size
+                heaped = _pop(heap, heaped)
+                if far == delta[w]:
+                    now = far
+        if excess[w] > 0:
+            waiting -= 1
+            if waiting == 0:
+                break
+        for b in range(leaves[w], leaves[w + 1]):
+            v, fee = to[b], price[twin[b]]
+            if delta[v] <= now or fee == FAR:
+                continue
+            far = delta[w] + label[w] + 1 + fee - label[v]
+            if far < delta[v]:
+                delta[v] = far
+                if far == now:
+                    stack[top] = v
+                    top += 1
                 else:
-                    while heaped > 0 and done[heap[0] % size]:
-                        heaped = _pop(heap, heaped)
-                    assert heaped > 0  # the cap can be reached
-                    now, v = heap[0] // size, heap[0] % size
-                    heaped = _pop(heap, heaped)
-                    if v < num_ranks and load[v] < cap:
-                        break
-                    done[v] = True
-                    queue[tail] = v
-                    tail += 1
-                head += 1
-                for a in range(leaves[v], leaves[v + 1]):
-                    w, j = to[a], joint[a]
-                    if done[w]:
-                        continue
-                    if j >= 0:
-                        if flow[j] == 0:
-                            continue
-                        price = -fee[j] if flow[j] > free[j] else 0
-                    else:
-                        price = 0 if flow[~j] < free[~j] else fee[~j]
-                    far = now + price + potential[v] - potential[w]
-                    if far < distance[w]:
-                        distance[w] = far
-                        heaped = _push(heap, heaped, far * size + w)
-            for i in range(tail):
-                potential[queue[i]] += distance[queue[i]] - now
-            continue
-        # depth first, one hop farther with each arc; vertices from which there is no way are not asked again
-        for i in range(sources):
-            start = queue[i]
-            while load[start] > cap:
-                top, v = 0, start
-                while v >= num_ranks or load[v] >= cap:
-                    while arc[v] < leaves[v + 1]:
-                        a = arc[v]
-                        w, j = to[a], joint[a]
-                        if hop[w] == hop[v] + 1:
-                            if j >= 0:
-                                price = -fee[j] if flow[j] > free[j] else 0
-                                if flow[j] > 0 and price + potential[v] == potential[w]:
-                                    break
-                            else:
-                                price = 0 if flow[~j] < free[~j] else fee[~j]
-                                if price + potential[v] == potential[w]:
-                                    break
-                        arc[v] += 1
-                    if arc[v] < leaves[v + 1]:
-                        path[top] = arc[v]
-                        top += 1
-                        v = to[arc[v]]
-                    elif top == 0:
-                        break
-                    else:
-                        top -= 1
-                        v = start if top == 0 else to[path[top - 1]]
-                        arc[v] += 1
-                if v == start:
-                    break
-                amount = min(load[start] - cap, cap - load[v])
-                for k in range(top):
-                    j = joint[path[k]]
-                    if j >= 0:
-                        amount = min(amount, flow[j] - free[j] if flow[j] > free[j] else flow[j])
-                    elif flow[~j] < free[~j]:
-                        amount = min(amount, free[~j] - flow[~j])
-                for k in range(top):
-                    j = joint[path[k]]
-                    if j >= 0:
-                        flow[j] -= amount
-                    else:
-                        flow[~j] += amount
-                load[start] -= amount
-                load[v] += amount
+                    heaped = _push(heap, heaped, far * size + v)
+    for v in range(size):
+        label[v] += min(now, delta[v])
 
 
 @compiled

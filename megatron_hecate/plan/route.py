@@ -21,6 +21,8 @@ from megatron_hecate.plan.origin import Origin, origins, start
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.world import World
 
+ROUNDS: int = 12  # searches for tokens that can move for nothing, before prices are looked at
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quotas:
@@ -121,15 +123,15 @@ def _largest(total: np.ndarray, graph: Graph) -> int:
             c = graph.where[e, k]
             served[c] = part if k else total[e] - part * (graph.count[e] - 1)
             load[graph.rank_of[c]] += served[c]
-    return _level(graph, served, load, 0, NO_LIMIT)
+    return _level(graph, served, load, 0, NO_LIMIT, NO_LIMIT)
 
 
 @compiled
-def _level(graph: Graph, served: np.ndarray, load: np.ndarray, enough: int, most: int) -> int:
+def _level(graph: Graph, served: np.ndarray, load: np.ndarray, enough: int, most: int, rounds: int) -> int:
     """`flow.level` without tokens that must stay."""
     least = np.zeros(len(graph.count), np.int64)
     visited = np.empty(len(load), np.bool_)
-    return level(graph.table, graph.count, graph.where, served, load, least, enough, most, visited)
+    return level(graph.table, graph.count, graph.where, served, load, least, enough, most, visited, rounds)
 
 
 @compiled
@@ -147,13 +149,11 @@ def _split(load: np.ndarray, source: np.ndarray, graph: Graph, row: int, tokens:
 def _served(origin: Origin, graph: Graph) -> np.ndarray:
     """[R * P] tokens each slot serves."""
     fixed, movable, load = start(origin, graph)
+    # most of what must move can do so for nothing, and finds its way sooner when prices are not looked at
     lowest = -(-load.sum() // len(load))
-    # often enough tokens can move for nothing
-    if _level(graph, movable, load, lowest, lowest) == lowest:
+    if _level(graph, movable, load, lowest, lowest, ROUNDS) == lowest:
         return fixed + movable
-    cap = _level(graph, fixed + movable, load.copy(), lowest, NO_LIMIT)
-    if _level(graph, movable, load, cap, cap) == cap:
-        return fixed + movable
+    cap = _largest(origin.total, graph)
     num_slots = len(fixed)
     flow = np.zeros(num_slots + len(graph.group_begin), np.int64)
     for c in range(num_slots):

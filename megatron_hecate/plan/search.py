@@ -27,6 +27,59 @@ INDEX: int = 1 << 20  # more than there are ranks or experts; keys to sort by ar
 
 
 @compiled
+def scale(forecast: np.ndarray, home: np.ndarray, num_ranks: int) -> tuple[np.ndarray, float, int]:
+    """A forecast as integers.
+
+    Args:
+        forecast: [E] float.
+        home: [E].
+        num_ranks: R.
+
+    Returns:
+        scaled: [E] integers whose sum is about ``SCALE``, or 0.
+        total: sum of the forecast; -1 if it has NaN, infinite or negative entries.
+        largest: largest rank load of ``scaled`` when all is computed at home.
+    """
+    scaled, load = np.zeros(len(forecast), np.int64), np.zeros(num_ranks, np.int64)
+    peak = 0.0
+    for tokens in forecast:
+        if not 0.0 <= tokens < np.inf:
+            return scaled, -1.0, 0
+        peak = max(peak, tokens)
+    if peak == 0.0:
+        return scaled, 0.0, 0
+    shares = 0.0  # the sum itself may be beyond a double
+    for tokens in forecast:
+        shares += tokens / peak
+    for e in range(len(forecast)):
+        scaled[e] = np.int64(np.rint(forecast[e] / peak / shares * SCALE))
+        load[home[e]] += scaled[e]
+    return scaled, shares * peak, load.max()
+
+
+@compiled
+def most_copies(forecast: np.ndarray, home: np.ndarray, num_ranks: int, egress: int) -> np.ndarray:
+    """[E] copies an expert may have; a home's egress goes to its experts by load."""
+    most = np.full(len(home), num_ranks - 1, np.int64)
+    begin = np.zeros(num_ranks + 1, np.int64)
+    for r in home:
+        begin[r + 1] += 1
+    if egress >= (num_ranks - 1) * begin.max():
+        return most
+    by_home, used = np.empty(len(home), np.int64), np.cumsum(begin)
+    for e in range(len(home)):
+        by_home[used[home[e]]] = e
+        used[home[e]] += 1
+    first = 0
+    for r in range(num_ranks):
+        homes = by_home[first : first + begin[r + 1]]
+        first += len(homes)
+        if len(homes):
+            most[homes] = share_out(forecast[homes], most[homes], egress)
+    return most
+
+
+@compiled
 def plan(
     forecast: np.ndarray,
     home: np.ndarray,
@@ -51,7 +104,7 @@ def plan(
         hedge, tries: as in `unblock`.
 
     Returns:
-        table: [R, P] with guests.
+        table: [R * P] with guests.
         largest: the largest rank load of its hedged flow.
     """
     table, free = bare.ravel().copy(), allowed.copy()
@@ -67,7 +120,7 @@ def plan(
         top_up(forecast, given, most, table, free, load, left)
     count, where = holders(table, order, len(home), SPARE)
     largest = unblock(forecast, home, table, count, where, len(order), most, hedge, tries)
-    return table.reshape(bare.shape), largest
+    return table, largest
 
 
 @compiled
