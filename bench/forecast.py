@@ -8,6 +8,7 @@ layers. Baseline: the mean of 5 iterations (the Hecate paper's); the ratio is it
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,23 +36,23 @@ def _trend(share: float) -> Callable[[list[np.ndarray]], np.ndarray]:
 
 
 METHODS = {
-    "mean of 5 iterations": _mean(5),
+    "mean of 5 iterations (the paper's)": _mean(5),
     "mean of 2": _mean(2),
     "exponential, weight 0.7": _exponential(0.7),
     "last iteration": _mean(1),
-    "trend, half of the last change": _trend(0.5),
-    "trend, all of the last change": _trend(1.0),
+    "last, plus half of its change": _trend(0.5),
+    "last, plus all of its change": _trend(1.0),
 }
 
 
 def errors(loads: np.ndarray) -> dict[str, np.ndarray]:
     """Error of every method at every step and layer; ``loads`` is [steps, L, E]."""
-    found: dict[str, list[np.ndarray]] = {name: [] for name in [*METHODS, "LoadHistory (measured trend)"]}
+    found: dict[str, list[np.ndarray]] = {name: [] for name in [*METHODS, "last, plus its change as far as measured"]}
     history = LoadHistory()
     for step in range(1, len(loads)):
         history.append(loads[step - 1])
         forecasts = {name: method(list(loads[max(0, step - 12) : step])) for name, method in METHODS.items()}
-        forecasts["LoadHistory (measured trend)"] = history.forecast()
+        forecasts["last, plus its change as far as measured"] = history.forecast()
         for name, forecast in forecasts.items():
             wrong = np.abs(forecast - loads[step]).sum(axis=-1) / 2
             found[name].append(wrong / loads[step].sum(axis=-1))
@@ -59,10 +60,11 @@ def errors(loads: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     for path in sorted(DATA.glob("*.npz")):
         loads = np.load(path)["counts"].sum(axis=2).astype(np.float64)
         found = errors(loads)
-        baseline = found["mean of 5 iterations"].mean()
+        baseline = found["mean of 5 iterations (the paper's)"].mean()
         print(f"\n`python bench/forecast.py`, {path.name}: {len(loads)} steps, {loads.shape[1]} layers\n")
         print("| forecast | mean error | p99 | baseline / error |\n|---|---|---|---|")
         for name, error in found.items():

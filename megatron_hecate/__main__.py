@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import runpy
 import sys
+import warnings
 from pathlib import Path
 
 from megatron_hecate import __version__, config
 
+DESCRIPTION = (
+    "Run a Megatron pretraining script with the --moe-fssdp flags. --check prints versions and whether FSSDP fits. "
+    "--measure FILE, under torchrun, writes the speeds of links and cores for --moe-fssdp-costs."
+)
 USAGE = "python -m megatron_hecate [--moe-fssdp ...] SCRIPT.py [Megatron's arguments] | --check | --measure FILE"
 
 
@@ -25,14 +31,30 @@ def main(argv: list[str]) -> int:
         if len(argv) != 2:
             print(f"--measure takes one file, got {argv[1:]}", file=sys.stderr)
             return 2
+        if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+            print(
+                "--measure needs at least 2 ranks: torchrun --nproc-per-node 2 -m megatron_hecate --measure FILE",
+                file=sys.stderr,
+            )
+            return 2
         from megatron_hecate.measure import measure
 
         measure(argv[1])
         return 0
     at = next((i for i, argument in enumerate(argv) if argument.endswith(".py")), None)
-    parser = argparse.ArgumentParser(prog="python -m megatron_hecate", usage=USAGE, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_hecate", usage=USAGE, description=DESCRIPTION, allow_abbrev=False
+    )
     config.add_arguments(parser)
-    parser.parse_args(argv if at is None else argv[:at])  # -h, and flags of others before the script, end here
+    asked = parser.parse_args(argv if at is None else argv[:at])  # -h, and flags of others before the script, end here
+    try:
+        settings = config.from_arguments(asked)  # what is wrong is said now, not when Megatron has started
+        if settings is not None and settings.costs is not None:
+            from megatron_hecate.plan import Speeds
+
+            Speeds.load(settings.costs)
+    except (ValueError, NotImplementedError) as error:
+        parser.error(f"--moe-fssdp: {error}")
     if at is None:
         parser.error("no SCRIPT.py given")
     script = argv[at]
@@ -52,16 +74,17 @@ def check() -> int:
 
     print(f"megatron-hecate {__version__}, torch {torch.__version__}, {torch.cuda.device_count()} GPUs")
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        print(
-            "megatron-core is not installed: pip install 'megatron-hecate[megatron]', or put your checkout on the path"
-        )
+        print("megatron-core is not installed: pip install -e '.[megatron]', or put your checkout on the path")
         return 1
-    import megatron.core
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Megatron, about what it can do without
+        import megatron.core
 
-    from megatron_hecate import seams
+        from megatron_hecate import seams
 
-    problems = seams.changed_seams()
-    print(f"megatron-core {megatron.core.__version__}: {'fits' if not problems else 'does not fit'}")
+        problems = seams.changed_seams()
+    version = megatron.core.__version__.partition("+")[0]  # Megatron adds the commit of any repository it runs in
+    print(f"megatron-core {version}: {'fits' if not problems else 'does not fit'}")
     for problem in problems:
         print(f"  - {problem}")
     training = importlib.util.find_spec("megatron.training") is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import socket
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -27,23 +28,28 @@ class Note:
         settings: its `HecateConfig`, field by field.
         layers: names of the MoE layers it has; none is fine for a pipeline stage, not for a whole model.
         problems: what stops it.
+        groups: ranks of the FSSDP groups it is in.
         node: name of the machine it runs on.
         summary: what the line that says FSSDP is on tells of its layers.
+        memory: its `report.RankMemory`, as fields; empty without MoE layers.
     """
 
     settings: dict[str, Any]
     layers: list[str]
     problems: list[str]
+    groups: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
     node: str = dataclasses.field(default_factory=socket.gethostname)
     summary: str = ""
+    memory: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def agree(note: Note, *, timeout: float) -> list[Note]:
+def agree(note: Note, *, timeout: float, judge: Callable[[list[Note]], list[str]] = lambda _: []) -> list[Note]:
     """Wait for all ranks of the job and compare notes.
 
     Args:
         note: this rank's.
         timeout: seconds to wait for the others.
+        judge: problems that show only when all notes are seen; the same on every rank.
 
     Returns:
         The notes of all ranks, by rank.
@@ -74,6 +80,7 @@ def agree(note: Note, *, timeout: float) -> list[Note]:
                 found[f"rank {r} has {name}={value!r}, rank 0 has {name}={notes[0].settings[name]!r}"] = None
     if not any(other.layers for other in notes):
         found["the model has no MoE layer; set --num-experts, or leave --moe-fssdp off"] = None
+    found |= dict.fromkeys(judge(notes))
     if found:
         raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in found))
     return notes

@@ -7,16 +7,18 @@
 
 Both are ``torch.library`` ops, each registered as the other's adjoint, so autograd pairs them. A *chunk* is one
 expert's parameters laid end to end. The `Route` of a rank says what it sends and receives; every transport runs the
-same route. Guests' gradients are summed in fp32 and in order of rank, so the sum is bitwise the same in every run.
-The implementation here is the ``p2p`` transport: plain ``torch.distributed`` point-to-point on any backend.
+same route (here: `p2p`). Guests' gradients are summed in fp32 and in order of rank, so the sum is bitwise the same in
+every run.
+
+The ops wait for their result. Training does not: `start_gather` and `start_reduce` work in memory given to them and
+return a `Transfer`, which is waited for where its result is used.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,11 +26,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from megatron_hecate import p2p
+from megatron_hecate.p2p import Batches
 from megatron_hecate.plan.placement import Placement
-
-
-class TransferError(RuntimeError):
-    """A chunk did not arrive: a peer died, or did not take part in time."""
+from megatron_hecate.transfer import Transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +41,13 @@ class Route:
             index counts the rank's own experts from 0.
         recvs: (guest index, source rank) of every chunk it hosts, in the same order. A guest index counts its guests.
         experts: the expert of every guest index.
+        turns: for every one of ``recvs``, how many chunks its home lends before this one.
     """
 
     sends: tuple[tuple[int, int], ...]
     recvs: tuple[tuple[int, int], ...]
     experts: tuple[int, ...]
+    turns: tuple[int, ...]
 
     @classmethod
     def of(cls, placement: Placement, rank: int, *, beyond: Placement | None = None) -> Route:
@@ -58,10 +61,18 @@ class Route:
             guests = tuple(g for g in guests if not beyond.holders[g[0], g[1]])
         mine = sorted((slot, expert) for expert, host, slot in guests if host == rank)
         experts = tuple(expert for _, expert in mine)
+        lent: Counter[int] = Counter()
+        turns = []
+        for expert, host, _ in guests:
+            home = int(placement.home[expert])
+            if host == rank:
+                turns.append(lent[home])
+            lent[home] += 1
         return cls(
             sends=tuple((homes.index(e), host) for e, host, _ in guests if placement.home[e] == rank),
             recvs=tuple((experts.index(e), int(placement.home[e])) for e, host, _ in guests if host == rank),
             experts=experts,
+            turns=tuple(turns),
         )
 
     @property
@@ -69,9 +80,56 @@ class Route:
         """Home indices with at least one guest elsewhere, ascending."""
         return tuple(sorted({index for index, _ in self.sends}))
 
-    def flat(self) -> tuple[list[int], list[int]]:
-        """``sends`` and ``recvs`` as the op's integer lists."""
-        return [x for pair in self.sends for x in pair], [x for pair in self.recvs for x in pair]
+    def flat(self) -> tuple[list[int], list[int], list[int]]:
+        """``sends``, ``recvs`` and ``turns`` as the ops' integer lists."""
+        return [x for pair in self.sends for x in pair], [x for pair in self.recvs for x in pair], list(self.turns)
+
+
+def start_gather(
+    homes: Sequence[Sequence[Tensor]],
+    route: Route,
+    guests: Sequence[Tensor],
+    group: dist.ProcessGroup,
+    *,
+    label: str,
+    timeout: float,
+    timed: bool = False,
+) -> Transfer:
+    """Begin to fetch this rank's guests. Args as `sparse_all_gather`, and:
+
+    Args:
+        guests: memory for each guest in the order of ``route.experts``, [chunk], contiguous; nothing else may write
+            it, nor write the homes, until the transfer is over.
+        timed: whether the transfer will be asked how long it took.
+    """
+    tensors = [t.detach() for expert in homes for t in expert]
+    batches = Batches(group, label=label, timeout=timeout)
+    steps = p2p.gather(tensors, len(homes[0]), route.sends, route.recvs, guests, batches=batches)
+    return Transfer(steps, tensors[0].device, what="spAG", label=label, timed=timed)
+
+
+def start_reduce(
+    grads: Sequence[Tensor],
+    route: Route,
+    staging: Sequence[Tensor],
+    add: Callable[[int, Tensor], None],
+    group: dist.ProcessGroup,
+    *,
+    label: str,
+    timeout: float,
+) -> Transfer:
+    """Begin to send this rank's guest gradients home, and to sum those that come in.
+
+    Args:
+        grads: gradients [chunk] in the order of ``route.experts``; they must stay as they are until it is over.
+        route, group, label, timeout: as `sparse_reduce_scatter`.
+        staging: n >= 2 chunks of memory, of the dtype of ``grads``: chunks arrive n - 1 at a time and are summed in
+            the last one. All ranks must give the same n.
+        add: called with each lent home's index and sum [chunk], ascending, while the transfer runs or is waited for.
+    """
+    batches = Batches(group, label=label, timeout=timeout)
+    steps = p2p.reduce(grads, route.sends, route.recvs, route.turns, staging, add, batches=batches)
+    return Transfer(steps, staging[0].device, what="spRS", label=label)
 
 
 def sparse_all_gather(
@@ -94,9 +152,9 @@ def sparse_all_gather(
     Raises:
         TransferError: when a peer dies or does not answer in time.
     """
-    sends, recvs = route.flat()
+    sends, recvs, _ = route.flat()
     tensors = [t for expert in homes for t in expert]
-    return torch.ops.hecate.sparse_all_gather(
+    return torch.ops.hecate.sparse_allgather(
         tensors, len(homes[0]), sends, recvs, group.group_name, label, float(timeout)
     )
 
@@ -119,7 +177,7 @@ def sparse_reduce_scatter(
     Raises:
         TransferError: when a peer dies or does not answer in time.
     """
-    sends, recvs = route.flat()
+    sends, recvs, _ = route.flat()
     return torch.ops.hecate.sparse_reduce_scatter(grads, sends, recvs, group.group_name, label, float(timeout))
 
 
@@ -137,17 +195,10 @@ def _pairs(flat: Sequence[int]) -> list[tuple[int, int]]:
 def _sparse_all_gather_p2p(
     homes: list[Tensor], parts: int, sends: list[int], recvs: list[int], group: str, label: str, timeout: float
 ) -> Tensor:
-    p2p = _PointToPoint(group, label=label, timeout=timeout)
-    sizes = [t.numel() for t in homes[:parts]]
-    received = _pairs(recvs)
-    guests = homes[0].new_empty(len(received), sum(sizes))
-    for home, rank in _pairs(sends):
-        for tensor in homes[home * parts : (home + 1) * parts]:
-            p2p.send(tensor.detach().contiguous().view(-1), rank)
-    for guest, rank in received:
-        for part in guests[guest].split(sizes):
-            p2p.recv(part, rank)
-    p2p.run("sparse_all_gather")
+    guests = homes[0].new_empty(len(recvs) // 2, sum(t.numel() for t in homes[:parts]))
+    batches = Batches(_resolve_process_group(group), label=label, timeout=timeout)
+    for _ in p2p.gather([t.detach() for t in homes], parts, _pairs(sends), _pairs(recvs), guests, batches=batches):
+        pass
     return guests
 
 
@@ -155,82 +206,18 @@ def _sparse_all_gather_p2p(
 def _sparse_reduce_scatter_p2p(
     grads: Tensor, sends: list[int], recvs: list[int], group: str, label: str, timeout: float
 ) -> Tensor:
-    p2p = _PointToPoint(group, label=label, timeout=timeout)
-    for guest, rank in _pairs(recvs):
-        p2p.send(grads[guest].contiguous(), rank)
-    lenders = _pairs(sends)
-    staged = grads.new_empty(len(lenders), grads.shape[1])
-    for row, (_, rank) in zip(staged, lenders, strict=True):
-        p2p.recv(row, rank)
-    p2p.run("sparse_reduce_scatter")
-    lent = sorted({home for home, _ in lenders})
+    lent = sorted(set(sends[::2]))
     total = grads.new_zeros(len(lent), grads.shape[1], dtype=torch.promote_types(grads.dtype, torch.float32))
-    for row, (home, _) in zip(staged, lenders, strict=True):  # by expert, then rank: a fixed order
-        total[lent.index(home)] += row
+    staging = total.new_empty(len(sends) // 2 + 1, grads.shape[1], dtype=grads.dtype)  # all at once: no turns
+
+    def add(home: int, chunk: Tensor) -> None:
+        total[lent.index(home)] = chunk
+
+    turns = [0] * (len(recvs) // 2)
+    batches = Batches(_resolve_process_group(group), label=label, timeout=timeout)
+    for _ in p2p.reduce(grads, _pairs(sends), _pairs(recvs), turns, staging, add, batches=batches):
+        pass
     return total
-
-
-class _PointToPoint:
-    """One batch of sends and receives, each with its peer, so that a failed wait can say whose it was."""
-
-    def __init__(self, group: str, *, label: str, timeout: float) -> None:
-        self.group = _resolve_process_group(group)
-        self.label, self.timeout = label, timeout
-        self.ops: list[dist.P2POp] = []
-        self.peers: list[tuple[str, int, int]] = []  # ("send" or "receive", rank in the group, bytes)
-
-    def send(self, tensor: Tensor, rank: int) -> None:
-        self._add(dist.isend, "send to", tensor, rank)
-
-    def recv(self, tensor: Tensor, rank: int) -> None:
-        self._add(dist.irecv, "receive from", tensor, rank)
-
-    def _add(self, op: Callable[..., dist.Work], what: str, tensor: Tensor, rank: int) -> None:
-        self.ops.append(dist.P2POp(op, tensor, dist.get_global_rank(self.group, rank), self.group))
-        self.peers.append((what, rank, tensor.numel() * tensor.element_size()))
-
-    def run(self, name: str) -> None:
-        if not self.ops:
-            return
-        start, done = time.monotonic(), 0
-        try:
-            works = dist.batch_isend_irecv(self.ops)
-            for work in works:
-                _wait(work, self.ops[0].tensor, self.timeout)
-                done += 1
-        except RuntimeError as error:
-            what, peer, size = self.peers[min(done, len(self.peers) - 1)]
-            raise TransferError(
-                f"{self.label}: {name} failed on rank {self.group.rank()} of {self.group.size()} after "
-                f"{time.monotonic() - start:.1f} s (timeout {self.timeout:g} s), waiting to {what} rank {peer} "
-                f"({size} bytes): expected {len(self.peers)} transfers, {done} were seen. Rank {peer} died, hangs, or "
-                f"did not take part. Cause: {error}"
-            ) from error
-
-
-def _wait(work: dist.Work, tensor: Tensor, timeout: float) -> None:
-    """On a GPU the stream waits and the process group's own timeout holds; the host must run ahead."""
-    if tensor.is_cuda:
-        work.wait()
-    else:
-        work.wait(timeout=timedelta(seconds=timeout))
-
-
-def finish(work: dist.Work, tensor: Tensor, group: dist.ProcessGroup, *, what: str, label: str, timeout: float) -> None:
-    """Wait for a collective of the whole ``group`` over ``tensor``.
-
-    Raises:
-        TransferError: naming ``label`` and the ranks of the group, when one dies or does not take part in time.
-    """
-    start = time.monotonic()
-    try:
-        _wait(work, tensor, timeout)
-    except RuntimeError as error:
-        raise TransferError(
-            f"{label}: {what} failed on rank {group.rank()} of {group.size()} after {time.monotonic() - start:.1f} s "
-            f"(timeout {timeout:g} s): expected all of ranks {dist.get_process_group_ranks(group)} (in the job), one "
-            f"died, hangs, or did not take part. Cause: {error}"
-        ) from error
 
 
 def _save_gather(ctx: Any, inputs: tuple, output: Tensor) -> None:

@@ -22,12 +22,15 @@ class HecateConfig:
 
     Raises:
         ValueError: for a value outside its range.
-        NotImplementedError: for a lifetime or transport that does not exist yet.
+        NotImplementedError: for a transport that does not exist yet.
     """
 
     slots: int = _flag(2, "Guests a rank can host per MoE layer; 0 trains exactly as without FSSDP.")
-    lifetime: Literal["iteration", "microbatch", "layer"] = _flag(
-        "iteration", "How long guests live; only iteration (fetched once per iteration) is built."
+    lifetime: Literal["auto", "iteration", "microbatch", "layer"] = _flag(
+        "iteration",
+        "How long guests live: fetched once per iteration (least traffic), per microbatch, or before each layer's "
+        "forward and again before its backward (least memory). auto takes the first of these that fits beside the "
+        "experts' gradients and optimizer state; it leaves no room for activations.",
     )
     transport: Literal["auto", "p2p", "sm", "ce"] = _flag(
         "auto", "How expert weights and gradients travel; only p2p is built, and auto picks it."
@@ -60,13 +63,13 @@ class HecateConfig:
             raise ValueError(f"overlap_degree={self.overlap_degree} must be 0 or more, or None for no limit")
         if not self.timeout > 0:
             raise ValueError(f"timeout={self.timeout} must be more than 0 seconds")
-        for name, built in (("lifetime", ("iteration",)), ("transport", ("auto", "p2p"))):
+        for name in ("lifetime", "transport"):
             value = getattr(self, name)
             known = typing.get_args(typing.get_type_hints(type(self))[name])
             if value not in known:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
-            if value not in built:
-                raise NotImplementedError(f"{name}={value!r} is not built yet; use {' or '.join(map(repr, built))}")
+        if self.transport not in ("auto", "p2p"):
+            raise NotImplementedError(f"transport={self.transport!r} is not built yet; use 'auto' or 'p2p'")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -84,6 +87,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             options["type"] = typing.get_args(hint)[0]
         else:
             options["type"] = hint
+        if "choices" not in options:
+            options["metavar"] = {str: "FILE", float: "SECONDS"}.get(options["type"], "N")
         group.add_argument(
             name, default=field.default, help=field.metadata["help"] + " (default: %(default)s)", **options
         )

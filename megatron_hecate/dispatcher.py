@@ -17,7 +17,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from megatron_hecate.collectives import finish
+from megatron_hecate.p2p import finish
 from megatron_hecate.plan import Placement
 from megatron_hecate.plan.placement import EMPTY
 

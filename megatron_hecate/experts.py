@@ -15,9 +15,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
+from megatron_hecate.lend import ChunkLayout, Delivery
 from megatron_hecate.plan import LayerShape
 from megatron_hecate.seams import wait_for_params
-from megatron_hecate.slots import ChunkLayout, Guests
+from megatron_hecate.slots import Guests
 
 
 class PhysicalExperts:
@@ -45,7 +46,9 @@ class PhysicalExperts:
                 f"experts are a {type(experts).__name__}; FSSDP knows SequentialMLP and TEGroupedMLP "
                 "(--moe-grouped-gemm with TransformerEngine)"
             )
-        self._experts = experts
+        # the modules that own the homes' parameters: looking names up from the top takes long for many experts
+        paths = [[name.format(i).rpartition(".") for name in self._names] for i in range(self.num_homes)]
+        self._owners = [[(experts.get_submodule(path), leaf) for path, _, leaf in expert] for expert in paths]
         # a fused GEMM writes weights' gradients only; biases go through autograd
         self.layout = ChunkLayout(
             shapes=tuple(p.shape for p in self.homes()[0]),
@@ -56,7 +59,7 @@ class PhysicalExperts:
 
     def homes(self) -> list[list[Parameter]]:
         """The parameters of this rank's own experts. Looked up each time: loading or moving a model replaces them."""
-        return [[self._experts.get_parameter(name.format(i)) for name in self._names] for i in range(self.num_homes)]
+        return [[owner._parameters[leaf] for owner, leaf in expert] for expert in self._owners]
 
     @property
     def chunk_bytes(self) -> int:
@@ -87,7 +90,8 @@ class FSSDPExperts:
     """Mixin in front of Megatron's expert module: computes homes and guests when the layer has guests."""
 
     physical: PhysicalExperts
-    guests: Guests | None  # of the running forward; set by the layer
+    guests: Guests | None  # of the running forward, and
+    early: tuple[Delivery, list[Tensor]] | None  # its homes, as they left before the attention; set by the layer
 
     def forward(
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any
@@ -97,10 +101,11 @@ class FSSDPExperts:
         wait_for_params(self)
         if self.physical.twin.training != self.training:
             self.physical.twin.train(self.training)
-        weights = self.physical.named(self.guests.materialize())
-        return torch.func.functional_call(
-            self.physical.twin, weights, (hidden_states, tokens_per_expert, probs, *rest), kwargs
-        )
+        early, self.early = self.early, None
+        weights = self.physical.named(self.guests.materialize(early))
+        inputs = (hidden_states, tokens_per_expert, probs, *rest)
+        output, *others = torch.func.functional_call(self.physical.twin, weights, inputs, kwargs)
+        return self.guests.computed_by(output), *others
 
 
 def _sequential_names(experts: SequentialMLP) -> tuple[list[str], list[Module]]:

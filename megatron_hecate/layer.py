@@ -1,11 +1,11 @@
 """The hook that turns MoE layers into FSSDP layers, and the layer: one iteration on one screen.
 
+materialize  before the attention   first forward of an iteration: plan from the forecast; begin to fetch guests
 observe      route()        count this microbatch's tokens per expert
-materialize  route()        first forward of an iteration: plan from the forecast, fetch guests
-calibrate    preprocess()   the same forward, where asked for: true loads -> late guests where they pay
+calibrate    preprocess()   where asked for: true loads -> late guests where they pay
 route        preprocess()   true loads -> quotas -> every token gets a holder
 dispatch, experts, combine  Megatron's own, over physical experts
-backward     slots.Guests   the last microbatch takes the guests' gradients home
+backward     slots.Guests   dropped guests are fetched again, gradients go home while the attention's backward runs
 step         Megatron's own, on homes
 """
 
@@ -14,22 +14,27 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
+import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_hecate import seams
+from megatron_hecate import report, seams, trace
 from megatron_hecate.agreement import Note, agree
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.dispatcher import to_physical
 from megatron_hecate.experts import FSSDPExperts
+from megatron_hecate.model import ModelState
 from megatron_hecate.plan import Speeds, compile_planning
 from megatron_hecate.plan.world import CPU, H100
-from megatron_hecate.state import LayerState, ModelState
+from megatron_hecate.state import LayerState
 
 Chunks = list[Module]
 
@@ -40,9 +45,9 @@ class FSSDPLayer:
     fssdp: LayerState
 
     def route(self, hidden_states: Tensor, *args: Tensor | None, **kwargs: Tensor | None) -> tuple[Tensor, Tensor]:
-        purpose = seams.purpose_of_forward(self)
-        self.experts.guests = None  # nobody holds the last iteration's guests while the next are fetched
+        self.purpose = purpose = seams.purpose_of_forward(self)
         self.experts.guests = self.fssdp.materialize(purpose)
+        self.experts.early, self.fssdp.early = self.fssdp.early, None
         probs, routing_map = super().route(hidden_states, *args, **kwargs)
         if purpose is seams.Forward.MICROBATCH:
             self.fssdp.observe(routing_map)
@@ -50,13 +55,33 @@ class FSSDPLayer:
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         self.token_dispatcher = self.fssdp.stock_dispatcher
-        if self.experts.guests is not None or self.fssdp.calibrates:
-            loads = self.fssdp.gather_loads(routing_map)
-            self.experts.guests = self.fssdp.calibrate(loads)
+        state, name = self.fssdp, self.fssdp.name
+        if self.experts.guests is not None or state.calibrates:
+            with trace.span("loads", name):
+                loads = state.quotas.gather_loads(routing_map)
+            if state.calibrates and self.purpose is seams.Forward.MICROBATCH:
+                with trace.span("calibrate", name):
+                    self.experts.guests = state.calibrate(loads)
             if self.experts.guests is not None:
-                self.token_dispatcher = self.fssdp.physical_dispatcher
-                routing_map, probs = to_physical(routing_map, probs, *self.fssdp.quotas(loads))
+                self.token_dispatcher = state.physical_dispatcher
+                with trace.span("quotas", name):
+                    row = state.quotas.row(loads, self.experts.guests.placement)
+                    routing_map, probs = to_physical(routing_map, probs, *row)
+        if self.purpose is seams.Forward.MICROBATCH:
+            state.computes(self.experts.guests)
         return super().preprocess(hidden_states, probs, routing_map)
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        with trace.span("dispatch", self.fssdp.name):
+            return super().dispatch(*args, **kwargs)
+
+    def routed_experts_compute(self, *args: Any, **kwargs: Any) -> Any:
+        with trace.span("experts", self.fssdp.name):
+            return super().routed_experts_compute(*args, **kwargs)
+
+    def combine(self, *args: Any, **kwargs: Any) -> Any:
+        with trace.span("combine", self.fssdp.name):
+            return super().combine(*args, **kwargs)
 
 
 def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
@@ -71,13 +96,16 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
     """
 
     def hook(chunks: Chunks) -> Chunks:
-        layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
+        in_chunks = [[m for m in chunk.modules() if isinstance(m, MoELayer)] for chunk in chunks]
+        layers = [layer for chunk in in_chunks for layer in chunk]
         converted = [layer for layer in layers if isinstance(layer, FSSDPLayer)]
         if converted and len(converted) == len(layers):
             other = converted[0].fssdp.config
-            if other != config:
+            auto = config.lifetime == report.AUTO
+            if other != (dataclasses.replace(config, lifetime=other.lifetime) if auto else config):
                 raise ValueError(f"this model runs FSSDP already, with {other}; asked for {config}")
             return chunks
+        chunk_of = [i for i, chunk in enumerate(in_chunks) for _ in chunk]
         states, problems = _prepare(layers, config)
         speeds = _speeds(config, problems)
         if converted:
@@ -86,15 +114,22 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
         note = Note(
             settings={**dataclasses.asdict(config), "costs": dataclasses.asdict(speeds)},  # not where the file lies
             layers=[_layer_key(layer) for layer in layers],
+            groups=sorted({tuple(dist.get_process_group_ranks(state.group)) for state in states}),
             problems=problems,
             summary=_summary(states, config),
+            memory=_memory(states, chunk_of, chunks) if states and not problems else {},
         )
-        notes = agree(note, timeout=config.timeout)
+        notes = agree(note, timeout=config.timeout, judge=functools.partial(_too_large, config))
+        memories, lifetime = _lifetime(notes, config)
+        resolved = dataclasses.replace(config, lifetime=lifetime)
+        for state in states:
+            state.config = resolved
+        transfers = _transfer_groups(notes, config.timeout)
         if layers:
-            _convert(layers, states, [note.node for note in notes], speeds)
+            model = ModelState(states, chunk_of, speeds, sources=states[0].stock_dispatcher.tp_ep_group)
+            _convert(model, layers, chunks, [note.node for note in notes], transfers)
         if dist.get_rank() == 0:
-            num_layers = len({key for note in notes for key in note.layers})
-            print(f"FSSDP on: {num_layers} MoE layers, {next(n.summary for n in notes if n.summary)}", flush=True)
+            _say_on(notes, memories, resolved, speeds)
         return chunks
 
     return hook
@@ -108,10 +143,15 @@ def _prepare(layers: list[MoELayer], config: HecateConfig) -> tuple[list[LayerSt
         for layer in layers:
             problems += [p for p in seams.refusals(layer.config) if p not in problems]
     if not problems:
+        said = threading.Timer(3.0, print, ["FSSDP: compiling the planner, about a minute, once per machine"])
         try:
+            if dist.get_rank() == 0:
+                said.start()
             compile_planning()
         except Exception as error:
             problems.append(f"planning cannot be compiled: {type(error).__name__}: {error}")
+        finally:
+            said.cancel()
     if not problems:
         for index, layer in enumerate(layers):
             try:
@@ -143,28 +183,96 @@ def _layer_key(layer: MoELayer) -> str:
 def _summary(states: list[LayerState], config: HecateConfig) -> str:
     if not states:
         return ""
-    guests = sum(state.experts.chunk_bytes * config.slots for state in states) / 2**20
-    return (
-        f"{states[0].homes_only.num_experts} experts over {states[0].group.size()} ranks, {config.slots} slots per "
-        f"rank and layer ({guests:.1f} MiB of guest weights on a rank), lifetime {config.lifetime}, transport p2p"
-        + (f", at most {config.late} late guests per layer" if config.late else "")
+    experts, ranks = states[0].homes_only.num_experts, states[0].group.size()
+    return f"{experts} experts over {ranks} ranks, {config.slots} slots per rank and layer"
+
+
+def _memory(states: list[LayerState], chunk_of: list[int], chunks: Chunks) -> dict[str, Any]:
+    """A `report.RankMemory` of this rank, as fields."""
+    layer_config = states[0].layer_config
+    needs = [state.need for state in states]
+    if layer_config.bf16 or layer_config.fp16:  # Megatron casts after this hook
+        dtype = torch.bfloat16 if layer_config.bf16 else torch.float16
+        needs = [dataclasses.replace(need, dtype=dtype) for need in needs]
+    homes = tuple(state.experts.num_homes for state in states)
+    in_flight = seams.forwards_in_flight(layer_config, chunk_of)
+    experts = report.RankExperts.with_adam(tuple(needs), homes, in_flight=in_flight)
+    if not states[0].experts.homes()[0][0].requires_grad:
+        experts = dataclasses.replace(experts, grad_bytes=0, optimizer_bytes=0)
+    gpu = "nccl" in str(dist.get_backend_config())
+    free = report.free_memory(gpu=gpu, ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if gpu:  # Megatron may move the model there after this hook
+        elsewhere = [p for chunk in chunks for p in chunk.parameters() if not p.is_cuda]
+        free -= sum(p.numel() * p.element_size() for p in elsewhere)
+    return dataclasses.asdict(report.RankMemory.of(experts, free))
+
+
+def _lifetime(notes: list[Note], config: HecateConfig) -> tuple[dict[int, report.RankMemory], str]:
+    """The memory of all ranks that have MoE layers, and the lifetime that they agree on."""
+    memories = {rank: report.RankMemory.parse(note.memory) for rank, note in enumerate(notes) if note.memory}
+    return memories, report.choose(memories, config.lifetime)
+
+
+def _too_large(config: HecateConfig, notes: list[Note]) -> list[str]:
+    problem = report.refusal(*_lifetime(notes, config), slots=config.slots)
+    return [] if problem is None else [problem]
+
+
+def _say_on(notes: list[Note], memories: dict[int, report.RankMemory], config: HecateConfig, speeds: Speeds) -> None:
+    """Print what is on, and what it takes of the memory of the rank that holds most."""
+    num_layers = len({key for note in notes for key in note.layers})
+    late = f", at most {config.late} late guests per layer" if config.late else ""
+    summary = next(note.summary for note in notes if note.summary)
+    costs = config.costs or ("an H100 node" if speeds is H100 else "CPU ranks")
+    print(
+        f"FSSDP on: {num_layers} MoE layers, {summary}, lifetime {config.lifetime}, transport p2p{late}, copies judged "
+        f"by the speeds of {costs}",
+        flush=True,
     )
+    if config.slots:
+        largest = max(memories, key=lambda rank: memories[rank].accounts[config.lifetime].total)
+        print(report.table(memories[largest], config.lifetime, rank=largest, ranks=len(notes)), flush=True)
 
 
-def _convert(layers: list[MoELayer], states: list[LayerState], nodes: list[str], speeds: Speeds) -> None:
+def _transfer_groups(notes: list[Note], timeout: float) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A process group for copies over the ranks of every FSSDP group of the job. All ranks make all of them."""
+    groups = sorted({tuple(group) for note in notes for group in note.groups})
+    limit = timedelta(seconds=max(timeout, 1.0))
+    return {group: dist.new_group(list(group), timeout=limit, group_desc="fssdp transfers") for group in groups}
+
+
+def _convert(
+    model: ModelState,
+    layers: list[MoELayer],
+    chunks: Chunks,
+    nodes: list[str],
+    transfers: dict[tuple[int, ...], dist.ProcessGroup],
+) -> None:
     """Turn all layers at once; an exception undoes what was done."""
-    model = ModelState(layers, states, speeds)
+    attention = {id(m.mlp): m.self_attention for chunk in chunks for m in chunk.modules() if seams.is_block(m)}
     with contextlib.ExitStack() as undo:
-        for layer, state in zip(layers, states, strict=True):
+        for layer, state in zip(layers, model.states, strict=True):
             experts = layer.experts
-            state.attach(model, nodes)
+            state.attach(model, nodes, transfers[tuple(dist.get_process_group_ranks(state.group))])
             _assign(undo, layer, fssdp=state, __class__=_subclass(FSSDPLayer, type(layer)))
             _assign(
-                undo, experts, physical=state.experts, guests=None, __class__=_subclass(FSSDPExperts, type(experts))
+                undo,
+                experts,
+                physical=state.experts,
+                guests=None,
+                early=None,
+                __class__=_subclass(FSSDPExperts, type(experts)),
             )
             loaded = experts.register_load_state_dict_post_hook(lambda *_: model.clock.weights_changed())
             undo.callback(loaded.remove)
+            if id(layer) in attention:
+                before = attention[id(layer)].register_forward_pre_hook(functools.partial(_look_ahead, layer))
+                undo.callback(before.remove)
         undo.pop_all()
+
+
+def _look_ahead(layer: MoELayer, *_: Any) -> None:
+    layer.fssdp.look_ahead(seams.purpose_of_forward(layer))
 
 
 def _assign(undo: contextlib.ExitStack, module: Module, **attributes: Any) -> None:

@@ -31,7 +31,7 @@ def measure(path: str) -> None:
 
     Raises:
         ValueError: for a single rank, which has no links, and for nodes with different numbers of ranks.
-        OSError: on rank 0, before anything is measured, when ``path`` cannot be written.
+        SystemExit: before anything is measured, when ``path`` cannot be written.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -43,8 +43,15 @@ def measure(path: str) -> None:
         raise ValueError(
             "--measure needs at least 2 ranks: torchrun --nproc-per-node 2 -m megatron_hecate --measure FILE"
         )
+    failed: list[str | None] = [None]
     if dist.get_rank() == 0:
-        Path(path).touch()  # fails now, not when all is measured
+        try:
+            Path(path).open("a").close()  # fails now, not when all is measured
+        except OSError as error:
+            failed = [f"--measure cannot write {path}: {error}"]
+    dist.broadcast_object_list(failed)
+    if failed[0] is not None:
+        raise SystemExit(failed[0] if dist.get_rank() == 0 else 2)
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
     world = World.from_names(names)
@@ -57,6 +64,7 @@ def measure(path: str) -> None:
         inter=inter or intra,
         flops=_flops(device),
         routing=_routing(world, device),
+        contention=_contention(world, device),
     )
     if dist.get_rank() == 0:
         kind = (
@@ -66,8 +74,18 @@ def measure(path: str) -> None:
             f"{len(names)} ranks on {world.num_nodes} nodes, {kind}, {dist.get_backend()}, torch {torch.__version__}"
         )
         speeds.save(path, origin=origin)
-        print(f"wrote {path}: {origin}\n{speeds}", flush=True)
+        print(
+            f"{origin}\nbetween ranks of a node {_read(speeds.intra)}, of different nodes {_read(speeds.inter)}; GEMMs "
+            f"{speeds.flops / 1e12:.3g} TFLOP/s; routing to guests {speeds.routing * 1e3:.2g} ms per layer and "
+            f"microbatch; a hidden copy takes {speeds.contention:.0%} of its time from compute\n"
+            f"wrote {path}; use it with --moe-fssdp-costs {path}",
+            flush=True,
+        )
     dist.barrier()
+
+
+def _read(link: Link) -> str:
+    return f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} us"
 
 
 def _slowest(seconds: float) -> float:
@@ -121,6 +139,32 @@ def _link(world: World, device: torch.device, *, same_node: bool) -> Link | None
     latency = _time(exchange(8), device)
     seconds = _time(exchange(CHUNK), device)
     return Link(bandwidth=CHUNK / max(seconds - latency, 1e-9), latency=latency)
+
+
+def _contention(world: World, device: torch.device) -> float:
+    """How much longer a GEMM takes beside an exchange with the next rank, over the time of the exchange alone."""
+    scale = 16 if device.type == "cuda" else 2
+    x = torch.randn(scale * GEMM[0], scale * GEMM[1], device=device)
+    ahead, behind = (dist.get_rank() + 1) % world.num_ranks, (dist.get_rank() - 1) % world.num_ranks
+    out = torch.ones(CHUNK, dtype=torch.uint8, device=device)
+    into = torch.empty_like(out)
+
+    def post() -> list[dist.Work]:
+        return dist.batch_isend_irecv([dist.P2POp(dist.isend, out, ahead), dist.P2POp(dist.irecv, into, behind)])
+
+    def exchange() -> None:
+        for work in post():
+            work.wait()
+
+    def both() -> None:
+        works = post()
+        x @ x
+        for work in works:
+            work.wait()
+
+    alone, compute = _time(exchange, device), _time(lambda: x @ x, device)
+    extra = _time(both, device) - max(alone, compute)
+    return min(1.0, max(0.0, extra / alone))
 
 
 def _flops(device: torch.device) -> float:

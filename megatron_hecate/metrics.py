@@ -23,6 +23,9 @@ class LayerMetrics:
         routed: largest rank load over mean rank load as the router left it, every token at its expert's home.
         computed: the same with these guests and exact quotas. Over all microbatches together, so slightly below what
             single microbatches saw.
+        routed_tokens: largest rank load as the router left it, in tokens (one that goes to k experts counts k times) of
+            all microbatches together. The expert activations of a microbatch grow with its part of this.
+        most_tokens: the same with these guests: what bounds expert activations under FSSDP.
     """
 
     layer: str
@@ -31,12 +34,26 @@ class LayerMetrics:
     bypassed: bool
     routed: float
     computed: float
+    routed_tokens: int
+    most_tokens: int
 
-
-def imbalance(load: np.ndarray, placement: Placement, world: World) -> float:
-    """Largest over mean rank load when ``load`` [E] tokens are split over the holders; 1.0 without tokens."""
-    total = int(load.sum())
-    return largest_load(load, placement, world) * placement.num_ranks / total if total else 1.0
+    @classmethod
+    def of(
+        cls, layer: str, load: np.ndarray, tier1: Placement, placement: Placement, world: World, *, bypassed: bool
+    ) -> LayerMetrics:
+        """From the ``load`` [E] of an iteration, and the guests before (``tier1``) and after its gate."""
+        routed, most = (largest_load(load, p, world) for p in (placement.without_guests, placement))
+        mean = int(load.sum()) / world.num_ranks
+        return cls(
+            layer=layer,
+            guests=placement.num_guests,
+            late=int((placement.holders & ~tier1.holders).sum()),
+            bypassed=bypassed,
+            routed=routed / mean if mean else 1.0,
+            computed=most / mean if mean else 1.0,
+            routed_tokens=int(routed),
+            most_tokens=int(most),
+        )
 
 
 def layer_metrics(chunks: Iterable[Module]) -> list[LayerMetrics]:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.collectives import finish
+from megatron_hecate.overlap import MEASURED, OverlapMeter
+from megatron_hecate.p2p import finish
 
 FORGET: float = 0.85  # weight of an iteration in the measured trend, relative to the one after it
 MOST: float = 1.2  # of the last change that may be expected to happen again; below 0, part of it is taken back
@@ -75,37 +76,53 @@ class LoadMonitor:
         num_experts: E, the largest of any layer.
         group: the ranks whose tokens the layers' experts share.
         timeout: seconds to wait for them.
+        meter: whose measurements travel along.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, group: dist.ProcessGroup, *, timeout: float) -> None:
+    def __init__(
+        self,
+        num_layers: int,
+        num_experts: int,
+        group: dist.ProcessGroup,
+        *,
+        timeout: float,
+        meter: OverlapMeter | None = None,
+    ) -> None:
         self._shape, self._group, self._timeout = (num_layers, num_experts), group, timeout
-        self._counts: Tensor | None = None  # [L, E] int64, made on the device of the first routing map
+        self._meter = meter or OverlapMeter()
+        # [L * E] and what the meter measured, int64, made on the device of the first routing map; [L, E] of it
+        self._sums: Tensor | None = None
+        self._counts: Tensor
         self._reduced: tuple[Tensor, Callable[[], Any]] | None = None  # counts on the host, and how to wait for them
         self._stream: torch.cuda.Stream | None = None
         self.history = LoadHistory()
 
     def count(self, layer: int, routing_map: Tensor) -> None:
         """Add one microbatch: ``routing_map`` is [T, E] bool, the experts of each token."""
-        if self._counts is None:
-            self._counts = torch.zeros(self._shape, dtype=torch.int64, device=routing_map.device)
+        if self._sums is None:
+            size = self._shape[0] * self._shape[1]
+            self._sums = torch.zeros(size + MEASURED, dtype=torch.int64, device=routing_map.device)
+            self._counts = self._sums[:size].view(self._shape)
         self._counts[layer, : routing_map.shape[1]] += routing_map.sum(dim=0)
 
     def start_reduce(self) -> None:
         """Start summing this iteration's counts over the group. Every rank must call it at the same point."""
-        if self._counts is None or self._reduced is not None:
+        if self._sums is None or self._reduced is not None:
             return
-        counts, self._counts = self._counts, None
-        work = dist.all_reduce(counts, group=self._group, async_op=True)
-        if not counts.is_cuda:
+        sums, self._sums = self._sums, None
+        measured = torch.tensor(self._meter.measured(), pin_memory=sums.is_cuda)
+        sums[-MEASURED:].copy_(measured, non_blocking=True)
+        work = dist.all_reduce(sums, group=self._group, async_op=True)
+        if not sums.is_cuda:
             what = dict(what="sum of the loads", label="load history", timeout=self._timeout)
-            self._reduced = (counts, partial(finish, work, counts, self._group, **what))
+            self._reduced = (sums, partial(finish, work, sums, self._group, **what))
             return
         self._stream = self._stream or torch.cuda.Stream()  # its own, so that reading waits for this sum alone
-        host = torch.empty(self._shape, dtype=torch.int64, pin_memory=True)
+        host = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
         with torch.cuda.stream(self._stream):
             work.wait()
-            host.copy_(counts, non_blocking=True)
-            counts.record_stream(self._stream)
+            host.copy_(sums, non_blocking=True)
+            sums.record_stream(self._stream)
             copied = torch.cuda.Event()
             copied.record()
         self._reduced = (host, copied.synchronize)
@@ -118,7 +135,8 @@ class LoadMonitor:
     def collect(self) -> None:
         """Add a sum that was started to the history. Communicates nothing itself: any rank may call it at any time."""
         if self._reduced is not None:
-            counts, wait = self._reduced
+            sums, wait = self._reduced
             self._reduced = None
             wait()
-            self.history.append(counts.numpy())
+            self.history.append(sums[:-MEASURED].view(self._shape).numpy())
+            self._meter.agree(sums[-MEASURED:].tolist())

@@ -10,7 +10,8 @@ import dataclasses
 import enum
 import importlib
 import inspect
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +45,10 @@ SEAMS = (
         ("hidden_states", "probs", "routing_map"),
         "overridden: experts become physical experts here",
     ),
+    *(
+        Seam(f"core.transformer.moe.moe_layer:MoELayer.{name}", (), "overridden: timed in traces")
+        for name in ("dispatch", "routed_experts_compute", "combine")
+    ),
     Seam("core.transformer.moe.experts:SequentialMLP.forward", _EXPERTS, "overridden: guests join here"),
     Seam("core.transformer.moe.experts:TEGroupedMLP.forward", _EXPERTS, "overridden: guests join here"),
     Seam(
@@ -54,6 +59,14 @@ SEAMS = (
     ),
     Seam("core.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher", _DISPATCHER, "built over physical experts"),
     Seam("core.process_groups_config:ProcessGroupCollection", ("ep", "expt_tp", "tp_ep"), "the dispatcher's groups"),
+    Seam(
+        "core.transformer.transformer_layer:TransformerLayer.__init__",
+        ("self", "config", "submodules", "layer_number"),
+        "its self_attention runs before its mlp: guests are fetched meanwhile",
+    ),
+    Seam(
+        "core.parallel_state:get_pipeline_model_parallel_rank", (), "how many microbatches are in flight on this stage"
+    ),
     Seam("core.tensor_parallel.random:is_checkpointing", (), "tells a checkpointed forward from evaluation"),
     Seam("core.num_microbatches_calculator:get_num_microbatches", (), "which backward is the iteration's last"),
     Seam("core.num_microbatches_calculator:_GLOBAL_NUM_MICROBATCHES_CALCULATOR", (), "None: the loop does not say"),
@@ -197,6 +210,45 @@ def purpose_of_forward(layer: Module) -> Forward:
     return Forward.MICROBATCH if trains else Forward.OTHER
 
 
+def is_block(module: Module) -> bool:
+    """Whether ``module`` is a transformer layer: attention first, then ``mlp``."""
+    return isinstance(getattr(module, "self_attention", None), Module) and hasattr(module, "mlp")
+
+
+def forwards_in_flight(config: Any, chunks: Sequence[int]) -> int:
+    """Forwards of a layer whose backward has not run, of all layers of this rank together, at most.
+
+    From Megatron's schedules (``core/pipeline_parallel/schedules.py``): without pipeline one microbatch; 1F1B runs
+    (stages - 1 - stage) ahead; the interleaved one twice that and the other chunks' microbatches, in passes of one
+    chunk. The combined schedule (``overlap_moe_expert_parallel_comm``) runs one more ahead.
+
+    Args:
+        config: ``TransformerConfig``.
+        chunks: the model chunk of every layer of this rank.
+    """
+    from megatron.core import parallel_state
+
+    stages = config.pipeline_model_parallel_size
+    stage = parallel_state.get_pipeline_model_parallel_rank() if stages > 1 else 0
+    per_chunk = max(Counter(chunks).values())
+    interleaved = config.virtual_pipeline_model_parallel_size or 1
+    if stages == 1:
+        passes = 1
+    elif interleaved == 1:
+        passes = stages - stage
+    else:
+        together = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
+        passes = 2 * (stages - stage - 1) + (interleaved - 1) * together + 1
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        passes += 1
+    return passes * per_chunk
+
+
+def gathers_params(module: Module) -> bool:
+    """Whether DDP gathers the parameters of ``module`` in the background (``overlap_param_gather``)."""
+    return any(_ddp_hooks(submodule) for submodule in module.modules())
+
+
 def wait_for_params(module: Module) -> None:
     """Make sure that the parameters of ``module`` hold this iteration's values.
 
@@ -204,6 +256,10 @@ def wait_for_params(module: Module) -> None:
     that owns them. Reading them elsewhere would silently read the last iteration's values, so the hooks run here.
     """
     for submodule in module.modules():
-        for hook in list(submodule._forward_pre_hooks.values()):
-            if "DistributedDataParallel._make_forward_pre_hook" in getattr(hook, "__qualname__", ""):
-                hook(submodule, ())
+        for hook in _ddp_hooks(submodule):
+            hook(submodule, ())
+
+
+def _ddp_hooks(module: Module) -> list[Callable]:
+    name = "DistributedDataParallel._make_forward_pre_hook"
+    return [hook for hook in module._forward_pre_hooks.values() if name in getattr(hook, "__qualname__", "")]

@@ -1,129 +1,137 @@
-"""Guests in memory: fetched weights, gathered gradients, and the autograd node that joins them to their homes.
+"""Guests in memory: fetched weights, gathered gradients.
 
-One `Guests` holds one layer's guests of one iteration (lifetime ``iteration``):
-
-    weights  sharded home --sparse_all_gather--> [slots, chunk]        once, before the first microbatch
-    grads    every microbatch's backward adds to [slots, chunk] fp32
-             --sparse_reduce_scatter--> home                            once, in the last microbatch's backward
-
+How long they live, and whose memory they use, is `memory`'s business; how autograd runs through them is `lend`'s.
 Guests are plain tensors, no ``nn.Parameter``: DDP, the optimizer, checkpoints and parameter counts see homes only.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_hecate.collectives import Route, sparse_all_gather, sparse_reduce_scatter
+from megatron_hecate import trace
+from megatron_hecate.collectives import Route, start_gather, start_reduce
+from megatron_hecate.lend import Before, ChunkLayout, Delivery, Lend, homes_of
+from megatron_hecate.memory import Need, SlotMemory
+from megatron_hecate.overlap import OverlapMeter
 from megatron_hecate.plan.placement import Placement
 
 
-@dataclasses.dataclass(frozen=True)
-class ChunkLayout:
-    """How one expert's parameters lie end to end in a chunk.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Materialization:
+    """Which guests stand in which rows of a layer's frame on this rank, for one iteration.
 
     Args:
-        shapes: shape of every parameter, in the order of the expert's module.
-        fused: whether a GEMM adds this parameter's gradient straight into ``main_grad``
-            (Megatron's ``gradient_accumulation_fusion``), and what autograd then carries is a placeholder.
+        placement: who is where, on all ranks.
+        route: this rank's part.
+        rows: the row of every guest, in the order of ``route.experts``.
     """
 
-    shapes: tuple[torch.Size, ...]
-    fused: tuple[bool, ...]
+    placement: Placement
+    route: Route
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, placement: Placement, rank: int) -> Materialization:
+        route = Route.of(placement, rank)
+        return cls(placement, route, tuple(range(len(route.experts))))
+
+    def corrected(self, placement: Placement, rank: int) -> tuple[Materialization, Route]:
+        """That of ``placement``, in which guests that stay keep their rows; and the route of those that are new."""
+        route, late = Route.of(placement, rank), Route.of(placement, rank, beyond=self.placement)
+        kept = {e: row for e, row in zip(self.route.experts, self.rows, strict=True) if e in route.experts}
+        free = iter(row for row in range(len(route.experts) + len(self.rows)) if row not in kept.values())
+        rows = tuple(kept[e] if e in kept else next(free) for e in route.experts)
+        return Materialization(placement, route, rows), late
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerSlots:
+    """The slots of one layer on this rank.
+
+    Args:
+        index: of the layer among the rank's.
+        homes: looks up the parameters of this rank's own experts, expert by expert.
+        layout: how they form a chunk.
+        group: process group for transfers.
+        memory: the rank's slot memory.
+        ready: called before homes are read: makes sure that they hold this iteration's values.
+        label: name of the layer in errors.
+        timeout: seconds to wait for a peer.
+    """
+
+    index: int
+    homes: Callable[[], list[list[Parameter]]]
+    layout: ChunkLayout
+    group: dist.ProcessGroup
+    memory: SlotMemory
+    ready: Callable[[], None]
+    label: str
+    timeout: float
 
     @property
-    def sizes(self) -> list[int]:
-        return [shape.numel() for shape in self.shapes]
+    def need(self) -> Need:
+        return self.memory.needs[self.index]
 
-    def views(self, chunk: Tensor) -> list[Tensor]:
-        """The parameters in one ``chunk`` [elements], as views."""
-        return [part.view(shape) for part, shape in zip(chunk.split(self.sizes), self.shapes, strict=True)]
+    def check(self) -> None:
+        """Raises ValueError when some parameters are frozen and others are trained, or their dtypes differ."""
+        homes = self.homes()
+        if len({p.requires_grad for expert in homes for p in expert}) > 1:
+            raise ValueError(f"{self.label}: some expert parameters are frozen and others are not; freeze all or none")
+        dtypes = {p.dtype for expert in homes for p in expert}
+        if dtypes != {self.need.dtype}:
+            raise ValueError(
+                f"{self.label}: expert parameters have dtypes {sorted(map(str, dtypes))}; FSSDP needs one, and keeps "
+                f"to {self.need.dtype}, which they had in the first step"
+            )
 
 
 class Guests:
-    """The guests of one layer for one iteration, on this rank.
+    """The guests of one layer on this rank: for one iteration, or for one microbatch, as their lifetime says.
 
     Args:
-        homes: the parameters of this rank's own experts, expert by expert.
-        layout: how they form a chunk.
-        placement: who is where; some rank has a guest.
-        group: the FSSDP group.
+        slots: the layer's slots.
+        what: who stands where; some rank has a guest.
         microbatches: backward passes after which the gradients go home; 1 sends them home with each.
-        label: name of the layer in errors.
-        timeout: seconds to wait for a peer.
-
-    Raises:
-        TransferError: when a peer dies or does not answer in time.
-        ValueError: when some parameters of an expert are frozen and others are trained, or their dtypes differ.
+        before_backward: called before the experts' backward.
+        after_backward: called when these guests are not needed any more.
+        meter: told of the transfer that fetches them, where it times copies.
     """
 
     def __init__(
         self,
-        homes: Sequence[Sequence[Parameter]],
-        layout: ChunkLayout,
-        placement: Placement,
-        group: dist.ProcessGroup,
+        slots: LayerSlots,
+        what: Materialization,
         *,
-        microbatches: int,
-        label: str,
-        timeout: float,
+        microbatches: int = 1,
+        before_backward: Callable[[Guests], None] | None = None,
+        after_backward: Callable[[Guests], None] | None = None,
+        meter: OverlapMeter | None = None,
     ) -> None:
-        trained = {p.requires_grad for expert in homes for p in expert}
-        if len(trained) > 1:
-            raise ValueError(f"{label}: some expert parameters are frozen and others are not; freeze all or none")
-        dtypes = {p.dtype for expert in homes for p in expert}
-        if len(dtypes) > 1:
-            raise ValueError(f"{label}: expert parameters have dtypes {sorted(map(str, dtypes))}; FSSDP needs one")
-        self.homes, self.layout, self.group, self.placement = homes, layout, group, placement
-        self.route = Route.of(placement, group.rank())
-        self.microbatches, self.label, self.timeout = microbatches, label, timeout
+        slots.check()
+        self.slots, self.what, self.microbatches, self.label = slots, what, microbatches, slots.label
+        self._before_backward, self._after_backward, self._meter = before_backward, after_backward, meter
+        self.frame = slots.memory.weights(slots.index, label=slots.label)
         self.backwards, self.computed = 0, False
-        self.num_slots = placement.slots_per_rank - len(homes)
-        self.weights = self._fetch(self.route)
-        self.grads: Tensor | None = None
 
-    def _fetch(self, route: Route) -> Tensor:
-        """[guests, chunk] the weights that ``route`` brings here."""
-        weights = [[p.detach() for p in expert] for expert in self.homes]
-        return sparse_all_gather(weights, route, self.group, label=self.label, timeout=self.timeout)
+    @property
+    def placement(self) -> Placement:
+        return self.what.placement
 
-    def add_late(self, placement: Placement) -> None:
-        """Tier 2: become the guests of ``placement``, fetching only those that are new. Before any of them computes.
-
-        Raises:
-            TransferError: when a peer dies or does not answer in time.
-        """
-        assert not self.computed, f"{self.label}: guests cannot be replaced once they have computed"
-        route = Route.of(placement, self.group.rank())
-        late = Route.of(placement, self.group.rank(), beyond=self.placement)
-        arrived = self._fetch(late)
-        rows = [
-            arrived[late.experts.index(e)] if e in late.experts else self.weights[self.route.experts.index(e)]
-            for e in route.experts
-        ]
-        if route.experts != self.route.experts:  # also where a guest went and none came
-            self.weights = torch.stack(rows) if rows else arrived
-        self.placement, self.route = placement, route
+    @property
+    def layout(self) -> ChunkLayout:
+        return self.slots.layout
 
     @property
     def num_guests(self) -> int:
         """Guests on this rank."""
-        return len(self.route.experts)
-
-    @property
-    def chunks(self) -> list[Tensor]:
-        """The weights in every slot: guests first, as their slots are filled from the lowest.
-
-        A slot without a guest computes on zero rows, so that every rank runs the same graph: any memory will do.
-        """
-        empty = self.num_slots - self.num_guests
-        return [*self.weights, *([self.weights.new_empty(self.weights.shape[1])] * empty if empty else [])]
+        return len(self.what.rows)
 
     @property
     def unsent(self) -> int:
@@ -132,49 +140,130 @@ class Guests:
 
     def drop_unsent(self) -> None:
         """Forget gradients that wait: their iteration was given up."""
-        self.backwards, self.grads = 0, None
+        self.backwards = 0
 
-    def materialize(self) -> list[list[Tensor]]:
+    def start(self) -> None:
+        """Begin to fetch, unless they are here."""
+        if self.frame.holds is not self.what:
+            self.frame.hold(self.what)
+            self._fetch(self.what.route)
+
+    def _fetch(self, route: Route) -> None:
+        slots = self.slots
+        slots.ready()
+        chunks = self._chunks()
+        row_of = dict(zip(self.what.route.experts, self.what.rows, strict=True))
+        into = [chunks[row_of[e]] for e in route.experts]
+        timed = self._meter is not None and self._meter.times_copies
+        self.frame.transfer = start_gather(
+            slots.homes(), route, into, slots.group, label=self.label, timeout=slots.timeout, timed=timed
+        )
+        if timed:
+            self._meter.follow(self.frame.transfer, max(len(route.sends), len(route.recvs)))
+
+    def correct(self, what: Materialization, late: Route) -> None:
+        """Tier 2: become ``what``, fetching only ``late``, the route of those that are new. Before any computes."""
+        assert not self.computed, f"{self.label}: guests cannot be replaced once they have computed"
+        self.start()
+        self.frame.settle()
+        self.frame.holds = self.what = what
+        self._fetch(late)
+
+    def wait(self) -> None:
+        """Wait until their weights are here.
+
+        Raises:
+            TransferError: when a peer dies or does not answer in time.
+            RuntimeError: when they were dropped.
+        """
+        if self.frame.holds is not self.what:
+            raise RuntimeError(
+                f"{self.label}: guests are used after they were dropped (lifetime {self.slots.memory.lifetime}); each "
+                "forward needs its backward before the weights change"
+            )
+        self.frame.settle()
+
+    def _chunks(self) -> list[Tensor]:
+        need = self.slots.need
+        return self.frame.chunks(need.slots, need.elements, need.dtype)
+
+    def weights(self) -> list[Tensor]:
+        """The chunk [elements] in every slot: guests first, as their slots are filled from the lowest.
+
+        A slot without a guest computes on zero rows, so that every rank runs the same graph: any memory will do.
+        """
+        chunks = self._chunks()
+        return [chunks[row] for row in (*self.what.rows, *self._empty_rows())]
+
+    def _empty_rows(self) -> list[int]:
+        return [row for row in range(self.slots.need.slots) if row not in self.what.rows]
+
+    def _grad_chunks(self) -> list[Tensor]:
+        need = self.slots.need
+        return self.slots.memory.grads(self.slots.index).chunks(need.slots, need.elements, need.grad_dtype)
+
+    def materialize(self, early: tuple[Delivery, list[Tensor]] | None = None) -> list[list[Tensor]]:
         """The weights this rank computes with in one microbatch: homes first, then guests, each a list of parameters.
 
-        All come out of one autograd node, so each home parameter gets exactly one gradient, and gets it after its
-        guests' gradients arrived: DDP may reduce it at once.
+        All come out of autograd nodes, so each home parameter gets exactly one gradient, and gets it after its guests'
+        gradients arrived: DDP may reduce it at once. ``early`` is what `homes_of` gave before the attention.
         """
+        self.start()
+        self.wait()
         self.computed = True
-        flat = [p for expert in self.homes for p in expert]
-        weights = list(_Materialize.apply(self, *flat))
+        delivery, homes = early or homes_of(self.slots.homes(), self.layout)
+        weights = list(Lend.apply(self, delivery, *homes))
         if any(self.layout.fused) and torch.is_grad_enabled():
-            grads = self._main_grads()
-            for weight, main_grad in zip(weights, grads, strict=True):
+            for weight, main_grad in zip(weights, self._main_grads(delivery), strict=True):
                 if main_grad is not None:
                     weight.main_grad, weight.grad_added_to_main_grad = main_grad, False
         parts = len(self.layout.shapes)
         return [weights[i : i + parts] for i in range(0, len(weights), parts)]
 
-    def _main_grads(self) -> list[Tensor | None]:
+    def computed_by(self, output: Tensor) -> Tensor:
+        """The experts' ``output``, with a node that readies guests and their gradients for the backward."""
+        if not torch.is_grad_enabled():
+            return output  # will be computed again, or never has a backward
+        if not output.requires_grad:
+            self._finish()  # frozen, and so is all before: no backward comes
+            return output
+        return Before.apply(self, output)
+
+    def _finish(self) -> None:
+        if self._after_backward is not None:
+            self._after_backward(self)
+
+    def _main_grads(self, delivery: Delivery) -> list[Tensor | None]:
         """Where a fused GEMM adds each weight's gradient: the home's own main_grad, or the guest's fp32 memory."""
-        if self.grads is None:
-            self.grads = self._wide_memory(self.num_slots).zero_()
-        memory = [p.main_grad for expert in self.homes for p in expert]
-        memory += [part for chunk in self.grads for part in self.layout.views(chunk)]
-        fused = self.layout.fused * (len(self.homes) + self.num_slots)
+        layout = self.layout
+        memory = [p.main_grad for expert in delivery.homes for p in expert]
+        memory += [part for chunk in self._grad_chunks() for part in layout.views(chunk)]
+        fused = layout.fused * (len(delivery.homes) + self.slots.need.slots)
         return [grad if f else None for grad, f in zip(memory, fused, strict=True)]
 
-    def _wide_memory(self, num_chunks: int) -> Tensor:
-        """Uninitialized [num_chunks, chunk], fp32 for bf16 weights: gradients are summed in it."""
-        wide = torch.promote_types(self.weights.dtype, torch.float32)
-        return self.weights.new_empty(num_chunks, self.weights.shape[1], dtype=wide)
+    def prepare_backward(self) -> None:
+        """The experts' backward is about to run."""
+        if self._before_backward is not None:
+            self._before_backward(self)
+        self.wait()
+        self._backward_began = time.perf_counter()
+        if not any(p.requires_grad for p in self.slots.homes()[0]):  # no gradient will say that the experts are done
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        elif not self.unsent:
+            self.slots.memory.grads(self.slots.index).settle()
+            if any(self.layout.fused):
+                for chunk in self._grad_chunks():
+                    chunk.zero_()
 
-    def backward(self, home_grads: list[Tensor | None], guest_grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Take one microbatch's gradients; returns the gradients of the homes, complete after the last microbatch."""
-        first = self.grads is None
-        if first:
-            self.grads = self._wide_memory(self.num_guests)
-        parts = len(self.layout.shapes)
+    def backward(self, delivery: Delivery, guest_grads: Sequence[Tensor | None]) -> None:
+        """Take one microbatch's gradients of the guests; the last one's sends them home."""
+        trace.add("experts backward", self.label, self._backward_began)
+        layout, first = self.layout, not self.unsent
+        parts, chunks = len(layout.shapes), self._grad_chunks()
         for guest in range(self.num_guests):
-            for part, total in enumerate(self.layout.views(self.grads[guest])):
+            for part, total in enumerate(layout.views(chunks[guest])):
                 grad = guest_grads[guest * parts + part]
-                if self.layout.fused[part]:
+                if layout.fused[part]:
                     continue
                 if not first:
                     total += 0 if grad is None else grad
@@ -182,54 +271,28 @@ class Guests:
                     total.zero_()
                 else:
                     total.copy_(grad)
-        if any(self.layout.fused):
-            for expert in self.homes:
-                for p, fused in zip(expert, self.layout.fused, strict=True):
-                    p.grad_added_to_main_grad |= fused
+        for expert in delivery.homes:
+            for p, fused in zip(expert, layout.fused, strict=True):
+                if fused:
+                    p.grad_added_to_main_grad = True
         self.backwards += 1
-        return home_grads if self.unsent else self._send_home(home_grads)
+        if not self.unsent:
+            self._send_home(delivery, chunks)
+            self._finish()
 
-    def _send_home(self, home_grads: list[Tensor | None]) -> list[Tensor | None]:
-        sums = sparse_reduce_scatter(
-            self.grads[: self.num_guests],
-            self.route,
-            self.group,
+    def _send_home(self, delivery: Delivery, chunks: list[Tensor]) -> None:
+        slots, memory = self.slots, self.slots.memory
+        memory.staging.settle()  # of another layer: this one's comes later in the backward
+        rows = memory.staging.chunks(slots.need.staged + 1, slots.need.elements, slots.need.grad_dtype)
+        delivery.lent, delivery.frame = self.what.route.lent, memory.grads(slots.index)
+        delivery.label, delivery.began = self.label, time.perf_counter()
+        transfer = start_reduce(
+            chunks[: self.num_guests],
+            self.what.route,
+            rows,
+            delivery.add,
+            slots.group,
             label=self.label,
-            timeout=self.timeout,
+            timeout=slots.timeout,
         )
-        if any(self.layout.fused):  # a microbatch in flight may still add here
-            self.grads.zero_()
-        else:
-            self.grads = None
-        parts = len(self.layout.shapes)
-        for home, chunk in zip(self.route.lent, sums, strict=True):
-            for part, total in enumerate(self.layout.views(chunk)):
-                at, param = home * parts + part, self.homes[home][part]
-                grad = home_grads[at]
-                main_grad = getattr(param, "main_grad", None)
-                if main_grad is not None:  # fp32 as a rule: the sum would lose bits on its way through a bf16 .grad
-                    main_grad += total
-                    home_grads[at] = torch.zeros_like(param) if grad is None else grad
-                else:
-                    home_grads[at] = (total if grad is None else total + grad).to(param.dtype)
-        return home_grads
-
-
-class _Materialize(torch.autograd.Function):
-    """Home parameters in, all physical experts' weights out; the backward takes guest gradients home."""
-
-    @staticmethod
-    def forward(ctx: Any, guests: Guests, *homes: Parameter) -> tuple[Tensor, ...]:
-        ctx.guests, ctx.num_homes = guests, len(homes)
-        ctx.set_materialize_grads(False)  # a weight without gradient gives None, not a tensor of zeros
-        hosted = [view for chunk in guests.chunks for view in guests.layout.views(chunk)]
-        if not any(guests.layout.fused):  # no gradient for nobody; a fused grouped GEMM wants one for every weight
-            ctx.mark_non_differentiable(*hosted[guests.num_guests * len(guests.layout.shapes) :])
-        return (*(p.view_as(p) for p in homes), *hosted)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Dispatchers keep tensors of the last forward, and with them this node: it must not keep the guests.
-        guests, ctx.guests = ctx.guests, None
-        home_grads = guests.backward(list(grads[: ctx.num_homes]), list(grads[ctx.num_homes :]))
-        return (None, *home_grads)
+        memory.staging.transfer = delivery.frame.transfer = transfer

@@ -1,46 +1,39 @@
-"""What FSSDP knows of a converted layer, and of all layers of a model, between one forward and the next."""
+"""What FSSDP knows of a converted layer between one forward and the next: its plan, its guests, what is in flight."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-import weakref
+from collections import deque
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 
-from megatron_hecate import seams
+from megatron_hecate import seams, trace
 from megatron_hecate.agreement import assert_same
 from megatron_hecate.config import HecateConfig
-from megatron_hecate.device_quotas import DeviceQuotas, Source
-from megatron_hecate.dispatcher import Columns, gather_loads, physical_dispatcher
+from megatron_hecate.dispatcher import physical_dispatcher
 from megatron_hecate.experts import PhysicalExperts
-from megatron_hecate.metrics import LayerMetrics, imbalance
-from megatron_hecate.observe import LoadMonitor
+from megatron_hecate.lend import Delivery, homes_of
+from megatron_hecate.memory import Need
+from megatron_hecate.metrics import LayerMetrics
+from megatron_hecate.model import ModelState
 from megatron_hecate.plan import (
     LayerShape,
     Placement,
-    Speeds,
     World,
     assert_valid,
     calibrate,
     fingerprint,
     plan_guests,
-    split_quotas,
 )
-from megatron_hecate.schedule import IterationClock
-from megatron_hecate.slots import Guests
+from megatron_hecate.quotas import LayerQuotas
+from megatron_hecate.slots import Guests, LayerSlots, Materialization
 
 # A layer without guests starts at a gain so much above the cost, and one with guests stops so much below it.
 HYSTERESIS: float = 0.2
-
-
-def splits_on_device(loads: Tensor) -> bool:
-    """Whether quotas of these loads are computed by torch operations instead of the compiled host code."""
-    return loads.is_cuda
 
 
 class LayerState:
@@ -57,6 +50,7 @@ class LayerState:
 
     def __init__(self, layer: MoELayer, index: int, config: HecateConfig) -> None:
         self.index, self.config = index, config
+        self.module, self.layer_config = layer.experts, layer.config
         self.name = f"layer {layer.layer_number}"
         self.group: dist.ProcessGroup = layer.ep_group
         self.homes_only = Placement.initial(layer.config.num_moe_experts, self.group.size(), num_slots=config.slots)
@@ -64,32 +58,66 @@ class LayerState:
         self.physical_dispatcher = physical_dispatcher(layer.token_dispatcher, self.homes_only.slots_per_rank)
         self.experts = PhysicalExperts(layer.experts, self.homes_only.slots_per_rank)
         self.token_bytes = layer.config.hidden_size * self.experts.homes()[0][0].element_size()
-        # all ranks whose tokens these experts see; with expert tensor parallelism, several per rank of the group
-        self.sources: dist.ProcessGroup = self.stock_dispatcher.tp_ep_group
-        self.source_rank = [n // self.stock_dispatcher.tp_size for n in range(self.sources.size())]
         self.placement = self.tier1 = self.homes_only
-        self.guests: Guests | None = None
+        self.guests: Guests | None = None  # of the coming or running forward
+        self.early: tuple[Delivery, list[Tensor]] | None = None  # homes of the running forward, before its attention
         self.calibrates = False  # whether the next forward is to be corrected
+        self._what: Materialization | None = None  # of this iteration; None without guests
+        self._planned, self._prepared = -1, False
+        # guests of the microbatches whose backward has not run, oldest first: Megatron's schedules keep that order
+        self._in_flight: deque[Guests | None] = deque()
 
-    def attach(self, model: ModelState, nodes: list[str]) -> None:
-        """Join the model's layers; ``nodes`` names the machine of every rank of the job."""
-        self.model = model
+    def attach(self, model: ModelState, nodes: list[str], transfers: dist.ProcessGroup) -> None:
+        """Join the model's layers. ``nodes`` names the machine of every rank of the job; ``transfers`` has the ranks
+        of the FSSDP group: a group of their own, so that copies do not queue behind tokens."""
+        self.model, self.transfers = model, transfers
         own = [nodes[rank] for rank in dist.get_process_group_ranks(self.group)]
         self.world = World.from_names(own, model.speeds)
-        self._source: Source | None = None
-        self._routed: Placement | None = None  # what columns and device quotas were made for
-        self._columns: Columns
-        self._on_device: DeviceQuotas | None = None
+        self.quotas = LayerQuotas(self.stock_dispatcher, self.world, label=self.name, timeout=self.config.timeout)
+        self._slots: LayerSlots | None = None
 
     @property
     def shape(self) -> LayerShape:
         """Sizes for the cost model, with the running iteration's microbatches."""
-        return self.experts.shape(self.token_bytes, microbatches=self.model.clock.microbatches or 1)
+        microbatches = self.model.clock.microbatches or 1
+        shape = self.experts.shape(self.token_bytes, microbatches=microbatches)
+        per_microbatch = {"iteration": (0, 0), "microbatch": (1, 1), "layer": (2, 1)}
+        fetches, returns = per_microbatch[self.config.lifetime]
+        return dataclasses.replace(
+            shape, fetches=max(1, fetches * microbatches), returns=max(1, returns * microbatches)
+        )
 
     def observe(self, routing_map: Tensor) -> None:
         """Count one microbatch's ``routing_map`` [T, E]."""
         self.model.monitor.count(self.index, routing_map.detach())
         self.model.clock.forwarded(self.index)
+
+    def look_ahead(self, purpose: seams.Forward) -> None:
+        """The attention before this layer is about to run: begin to fetch this layer's guests and the next ones'."""
+        if purpose is seams.Forward.RECOMPUTED:
+            if not self._is_known():
+                return  # `materialize` says so
+            self.fetch_again()
+        elif purpose is seams.Forward.MICROBATCH:
+            if self.model.clock.enter(self.index):
+                self.model.meter.attention(self.index, next(self.module.parameters()).device)
+            self.prepare()
+            for state in self.model.after(self.index):
+                state.prepare()
+        guests = self._guests_of(purpose)
+        self.early = (
+            homes_of(self.experts.homes(), self.experts.layout)
+            if guests is not None and torch.is_grad_enabled()
+            else None
+        )
+
+    def _guests_of(self, purpose: seams.Forward) -> Guests | None:
+        """Those this forward computes with."""
+        if purpose is seams.Forward.OTHER:
+            return None
+        if purpose is seams.Forward.RECOMPUTED and self.config.lifetime != "iteration":
+            return self._in_flight[0]
+        return self.guests
 
     def materialize(self, purpose: seams.Forward) -> Guests | None:
         """The guests this forward computes with; on the first of an iteration, planned and fetched.
@@ -99,20 +127,101 @@ class LayerState:
         clock = self.model.clock
         if purpose is seams.Forward.OTHER:
             self.calibrates = False  # a forward that died before it could
-            return None
-        if purpose is seams.Forward.RECOMPUTED:
-            if not clock.is_in(self.index):
+        elif purpose is seams.Forward.RECOMPUTED:
+            if not self._is_known():
                 raise NotImplementedError(
                     f"{self.name} is recomputed in the backward, but its forward ran without gradients, where it looks "
                     "like evaluation; use Megatron's --recompute-granularity, or checkpoint(..., use_reentrant=False)"
                 )
-        elif clock.enter(self.index):
-            self.guests = None
-            self.placement = self.tier1 = self._plan()
-            self.calibrates = self.config.late > 0
-            if self.placement.num_guests:
-                self.guests = self._fetch()
-        return self.guests
+            if self._in_flight and self._in_flight[0] is None:
+                self._in_flight.popleft()  # stock code runs its backward, and does not tell
+                return None
+        else:
+            clock.enter(self.index)
+            self.prepare()
+            self._prepared = False
+        return self._guests_of(purpose)
+
+    def _is_known(self) -> bool:
+        """Whether a recomputed forward was seen before, as a microbatch's."""
+        in_flight = self.config.lifetime == "iteration" or bool(self._in_flight)
+        return in_flight and self.model.clock.has_forwarded(self.index)
+
+    def prepare(self) -> None:
+        """Have the guests of the coming microbatch on their way: the first one of an iteration plans them."""
+        if self._prepared:
+            return
+        self._prepared = True
+        clock, per_iteration = self.model.clock, self.config.lifetime == "iteration"
+        first = self._planned != clock.iteration
+        if first:
+            self._planned = clock.iteration
+            with trace.span("plan", self.name):
+                self.placement = self.tier1 = self._plan()
+            self._what = self._materialization() if self.placement.num_guests else None
+        self.calibrates = self.config.late > 0 and (first or not per_iteration)
+        if first or not per_iteration:
+            self.guests = None if self._what is None else self._host(self._what)
+
+    def _materialization(self) -> Materialization:
+        return Materialization.of(self.placement, self.group.rank())
+
+    def _host(self, what: Materialization) -> Guests:
+        """Begin to fetch ``what``, for this microbatch or for all of the iteration."""
+        per_iteration = self.config.lifetime == "iteration"
+        try:
+            guests = Guests(
+                self._layer_slots(),
+                what,
+                microbatches=(self.model.clock.microbatches or 1) if per_iteration else 1,
+                before_backward=self.model.before_backward if self.config.lifetime == "layer" else None,
+                after_backward=None if per_iteration else self._after_backward,
+                meter=self.model.meter,
+            )
+        except RuntimeError:
+            self.model.clock.weights_changed()  # a loop that catches this begins anew, with all frames free
+            raise
+        self.model.guests.add(guests)
+        guests.start()
+        return guests
+
+    def _layer_slots(self) -> LayerSlots:
+        memory = self.model.memory()
+        if self._slots is None or self._slots.memory is not memory:
+            self._slots = LayerSlots(
+                index=self.index,
+                homes=self.experts.homes,
+                layout=self.experts.layout,
+                group=self.transfers,
+                memory=memory,
+                ready=lambda: seams.wait_for_params(self.module),
+                label=self.name,
+                timeout=self.config.timeout,
+            )
+        return self._slots
+
+    def _after_backward(self, guests: Guests) -> None:
+        if guests in self._in_flight:
+            while self._in_flight.popleft() is not guests:
+                pass
+        guests.slots.memory.free(guests.frame)
+
+    def fetch_again(self) -> None:
+        """The backward comes near: begin to fetch the oldest microbatch's guests, unless they are here."""
+        if self._in_flight and self._in_flight[0] is not None:
+            self._in_flight[0].start()
+
+    def give_up(self) -> None:
+        """Forget microbatches of an iteration that ended without their backward."""
+        self._in_flight.clear()
+        self.guests = self._what = self.early = None
+        self._prepared = False
+
+    @property
+    def need(self) -> Need:
+        """Of slot memory, for the parameters as they are now."""
+        expert = self.experts.homes()[0]
+        return Need(slots=self.config.slots, elements=sum(p.numel() for p in expert), dtype=expert[0].dtype)
 
     def _plan(self) -> Placement:
         """Tier 1. A layer without guests needs a clearer gain to start than one with guests to go on."""
@@ -121,14 +230,19 @@ class LayerState:
         load = self.model.forecast[self.index, : self.homes_only.num_experts]
         shape, world = self.shape, self.world
         stickiness = 1 + HYSTERESIS if not self.tier1.num_guests else 1 - HYSTERESIS
-        # an overlap degree says that so many fetches are hidden
-        copy_tokens = 0.0 if self.config.overlap_degree is not None else shape.copy_tokens(world)
+        copy_tokens, hidden = shape.copy_tokens(world), 0
+        if self.config.overlap_degree is not None:
+            copy_tokens = 0.0  # so many are hidden, and there are never more
+        elif not self.layer_config.deterministic_mode:  # times differ from run to run
+            hidden = self.model.meter.degree(shape.fetch_seconds(world))
         plan = plan_guests(
             load,
             self.homes_only,
             world,
             overlap_degree=self.config.overlap_degree,
             copy_tokens=stickiness * copy_tokens,
+            hidden=hidden,
+            contention=world.speeds.contention,
             routing_tokens=stickiness * shape.routing_tokens(world),
         )
         self._check(plan)
@@ -143,7 +257,7 @@ class LayerState:
             return self.guests
         self.calibrates = False
         total = loads.sum(dim=0).cpu().numpy()  # the one wait of the host for the device
-        shape = dataclasses.replace(self.shape, microbatches=1)
+        shape = dataclasses.replace(self.shape, microbatches=1, fetches=1, returns=1)
         placement = calibrate(
             total,
             self.placement,
@@ -155,50 +269,19 @@ class LayerState:
         self._check(placement)
         if placement is not self.placement:
             self.placement = placement
-            if self.guests is None:
-                self.guests = self._fetch()
+            if self.guests is None or self._what is None:
+                self._what = self._materialization()
+                self.guests = self._host(self._what)
             else:
-                self.guests.add_late(placement)
+                self._what, late = self._what.corrected(placement, self.group.rank())
+                self.guests.correct(self._what, late)
         return self.guests
 
-    def _fetch(self) -> Guests:
-        seams.wait_for_params(self.model.layers[self.index].experts)
-        guests = Guests(
-            self.experts.homes(),
-            self.experts.layout,
-            self.placement,
-            self.group,
-            microbatches=self.model.clock.microbatches or 1,
-            label=self.name,
-            timeout=self.config.timeout,
-        )
-        self.model.guests.add(guests)
-        return guests
-
-    def gather_loads(self, routing_map: Tensor) -> Tensor:
-        """[N, E] tokens of every source, on the device."""
-        return gather_loads(routing_map, self.sources, label=self.name, timeout=self.config.timeout)
-
-    def quotas(self, loads: Tensor) -> tuple[Tensor, Columns]:
-        """[C] this source's tokens for every column, and where the columns lie.
-
-        Every rank computes the same table from the same loads and takes its own row. On a GPU by operations whose
-        result the host does not wait for; their reference is the compiled `split_quotas`, which is faster on a CPU.
-        """
-        if self._routed is not self.placement:
-            self._routed = self.placement
-            self._columns = Columns.of(self.placement, loads.device)
-            self._on_device = None
-            if splits_on_device(loads):
-                if self._source is None:
-                    own = self.sources.rank()
-                    self._source = Source.on(loads.device, self.world, own=own, source_rank=self.source_rank)
-                self._on_device = self._source.quotas(self.placement)
-        if self._on_device is not None:
-            return self._on_device.row(loads), self._columns
-        only, source_rank = self.sources.rank(), self.source_rank
-        row = split_quotas(loads.numpy(), self.placement, self.world, source_rank=source_rank, only=only)
-        return torch.from_numpy(row.tokens[0]), self._columns
+    def computes(self, guests: Guests | None) -> None:
+        """A microbatch's forward goes on with ``guests``; its backward will come."""
+        self.model.meter.routed(self.index)
+        if self.config.lifetime != "iteration":
+            self._in_flight.append(guests)
 
     def metrics(self) -> LayerMetrics | None:
         """Of the last finished iteration; ``None`` before there is one."""
@@ -207,46 +290,11 @@ class LayerState:
         if last is None:
             return None
         load = last[self.index, : self.homes_only.num_experts]
-        return LayerMetrics(
-            layer=self.name,
-            guests=self.placement.num_guests,
-            late=int((self.placement.holders & ~self.tier1.holders).sum()),
-            bypassed=self.config.slots > 0 and not self.placement.num_guests,
-            routed=imbalance(load, self.homes_only, self.world),
-            computed=imbalance(load, self.placement, self.world),
-        )
+        bypassed = self.config.slots > 0 and not self.placement.num_guests
+        return LayerMetrics.of(self.name, load, self.tier1, self.placement, self.world, bypassed=bypassed)
 
     def _check(self, placement: Placement) -> None:
-        """In Python's development mode (``python -X dev``): the plan is valid, and all ranks made the same."""
+        """In Python's development mode (``PYTHONDEVMODE=1``): the plan is valid, and all ranks made the same."""
         if sys.flags.dev_mode:
             assert_valid(placement, num_slots=self.config.slots)
             assert_same(fingerprint(placement), self.group, label=self.name, timeout=self.config.timeout)
-
-
-class ModelState:
-    """What the converted layers of one model share on this rank: the load monitor and the iteration clock."""
-
-    def __init__(self, layers: list[MoELayer], states: list[LayerState], speeds: Speeds) -> None:
-        self.layers, self.speeds = layers, speeds
-        self.forecast: np.ndarray | None = None  # [L, E] of the running iteration
-        self.guests: weakref.WeakSet[Guests] = weakref.WeakSet()  # of any layer, as long as some backward may need them
-        num_experts = max(state.homes_only.num_experts for state in states)
-        self.monitor = LoadMonitor(len(layers), num_experts, states[0].sources, timeout=states[0].config.timeout)
-        self.clock = IterationClock(
-            len(layers),
-            num_microbatches=seams.num_microbatches,
-            on_begin=self._begin,
-            on_forwards_done=self.monitor.start_reduce,
-            drop_unsent=self._drop_unsent,
-        )
-
-    def _begin(self) -> None:
-        self.monitor.finish_reduce()
-        self.forecast = self.monitor.history.forecast()
-
-    def _drop_unsent(self) -> list[tuple[str, int]]:
-        waiting = [guests for guests in self.guests if guests.unsent]
-        found = sorted((guests.label, guests.unsent) for guests in waiting)
-        for guests in waiting:
-            guests.drop_unsent()
-        return found

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from ranks import ranks
 
-from megatron_hecate.collectives import Route, TransferError, sparse_all_gather, sparse_reduce_scatter
+from megatron_hecate.collectives import Route, sparse_all_gather, sparse_reduce_scatter
+from megatron_hecate.p2p import TransferError
 from megatron_hecate.plan import Placement
 
 SHAPES = [(3, 2), (5,), (2, 3)]  # fc1 and fc2 of one size: the parts are told apart by position, not by shape

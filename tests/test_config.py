@@ -37,11 +37,19 @@ def test_flags_become_settings() -> None:
     assert _parse("--moe-fssdp") == HecateConfig()
     assert _parse(
         *"--moe-fssdp --moe-fssdp-slots 4 --moe-fssdp-overlap-degree 3 --moe-fssdp-timeout 7.5".split(),
-        *"--moe-fssdp-lifetime iteration --moe-fssdp-transport p2p".split(),
+        *"--moe-fssdp-lifetime layer --moe-fssdp-transport p2p".split(),
         *"--moe-fssdp-late 6 --moe-fssdp-costs speeds.json".split(),
     ) == HecateConfig(
-        slots=4, overlap_degree=3, timeout=7.5, lifetime="iteration", transport="p2p", late=6, costs="speeds.json"
+        slots=4, overlap_degree=3, timeout=7.5, lifetime="layer", transport="p2p", late=6, costs="speeds.json"
     )
+
+
+def test_lifetimes_are_those_of_the_arena() -> None:
+    from megatron_hecate.memory import LIFETIMES
+
+    assert HecateConfig().lifetime == "iteration"
+    for lifetime in ("auto", *LIFETIMES):
+        assert _parse("--moe-fssdp", "--moe-fssdp-lifetime", lifetime) == HecateConfig(lifetime=lifetime)
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -61,9 +69,8 @@ def test_settings_cannot_be_changed() -> None:
         (dict(late=1.5), ValueError, "late=1.5 must be a whole number"),
         (dict(late=2, slots=0), ValueError, "late=2 needs slots for the late guests, got slots=0"),
         (dict(timeout=0.0), ValueError, "timeout=0.0 must be more than 0"),
-        (dict(lifetime="epoch"), ValueError, "lifetime='epoch' is none of iteration, microbatch, layer"),
+        (dict(lifetime="epoch"), ValueError, "lifetime='epoch' is none of auto, iteration, microbatch, layer"),
         (dict(transport="pigeon"), ValueError, "transport='pigeon' is none of auto, p2p, sm, ce"),
-        (dict(lifetime="layer"), NotImplementedError, "lifetime='layer' is not built yet; use 'iteration'"),
         (dict(transport="sm"), NotImplementedError, "transport='sm' is not built yet; use 'auto' or 'p2p'"),
     ],
 )

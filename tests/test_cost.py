@@ -17,7 +17,11 @@ from megatron_hecate.plan.cost import copy_traffic, layer_seconds, token_traffic
 from megatron_hecate.plan.world import H100
 
 SPEEDS = Speeds(
-    intra=Link(bandwidth=100.0, latency=1.0), inter=Link(bandwidth=10.0, latency=2.0), flops=6.0, routing=0.5
+    intra=Link(bandwidth=100.0, latency=1.0),
+    inter=Link(bandwidth=10.0, latency=2.0),
+    flops=6.0,
+    routing=0.5,
+    contention=0.25,
 )
 TWO_NODES = World(node=(0, 0, 1, 1), speeds=SPEEDS)
 ONE_NODE = World(node=(0, 0, 0, 0), speeds=SPEEDS)

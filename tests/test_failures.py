@@ -58,7 +58,7 @@ def test_bad_gradients_of_a_guest_reach_megatrons_own_check(value: float) -> Non
         return backward(self, home_grads, guest_grads)
 
     slots.Guests.backward = plant
-    lends = any(layer.fssdp.guests is not None and layer.fssdp.guests.route.lent for layer in layers)
+    lends = any(layer.fssdp.guests is not None and layer.fssdp.guests.what.route.lent for layer in layers)
     message = "NaN|nan|Inf|inf|Unexpected"
     try:
         run.step(2)
@@ -151,7 +151,7 @@ def test_a_peer_that_dies_in_training_is_named() -> None:
     import torch.distributed as dist
 
     from megatron_hecate import HecateConfig, fssdp
-    from megatron_hecate.collectives import TransferError
+    from megatron_hecate.p2p import TransferError
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
@@ -177,15 +177,15 @@ def test_a_peer_that_sleeps_in_training_is_named() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate import HecateConfig, dispatcher, fssdp, state
-    from megatron_hecate.collectives import TransferError
+    from megatron_hecate import HecateConfig, dispatcher, fssdp, quotas
+    from megatron_hecate.p2p import TransferError
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=3)))
     assert run.guests > 0
     if dist.get_rank() == 1:
-        state.gather_loads = lambda *args, **kwargs: (time.sleep(8), dispatcher.gather_loads(*args, **kwargs))[1]
+        quotas.gather_loads = lambda *args, **kwargs: (time.sleep(8), dispatcher.gather_loads(*args, **kwargs))[1]
     start = time.monotonic()
     with pytest.raises((TransferError, RuntimeError)) as error:
         run.step(2)

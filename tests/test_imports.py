@@ -15,16 +15,19 @@ PACKAGE = Path(megatron_hecate.__file__).parent
 # Who may import whom: a module may import those of earlier rows only (and, inside plan/, each other).
 LAYERS = [
     {"config", "plan"},
-    {"collectives", "agreement", "device_quotas", "metrics"},
-    {"observe", "slots", "schedule", "seams", "measure"},
-    {"dispatcher", "experts"},
+    {"p2p", "trace", "agreement", "device_quotas", "metrics"},
+    {"transfer"},
+    {"collectives", "memory", "overlap"},
+    {"report", "observe", "lend", "clock", "seams", "measure"},
+    {"slots", "dispatcher"},
+    {"experts", "quotas", "model"},
     {"state"},
     {"layer"},
     {"__init__"},
     {"enable"},
     {"__main__"},
 ]
-WITH_MEGATRON = {"seams", "dispatcher", "experts", "state", "layer", "enable", "__main__"}
+WITH_MEGATRON = {"seams", "dispatcher", "experts", "quotas", "state", "layer", "enable", "__main__"}
 WITHOUT_MEGATRON = {name for names in LAYERS for name in names} - WITH_MEGATRON
 
 

@@ -96,6 +96,8 @@ def test_links_that_cannot_be(bandwidth: float, latency: float, message: str) ->
         ("routing", -1.0, "routing=-1.0 s must be finite and 0 or more"),
         ("routing", float("nan"), "routing=nan s"),
         ("routing", float("inf"), "routing=inf s"),
+        ("contention", -0.1, "contention=-0.1 must be between 0 and 1"),
+        ("contention", float("nan"), "contention=nan"),
     ],
 )
 def test_speeds_that_cannot_be(name: str, value: float, message: str) -> None:
@@ -103,17 +105,21 @@ def test_speeds_that_cannot_be(name: str, value: float, message: str) -> None:
         dataclasses.replace(H100, **{name: value})
 
 
-@pytest.mark.parametrize("speeds", [H100, CPU, Speeds(Link(1 / 3, 0.0), Link(7e11, 1e-9), flops=1e15 / 7, routing=0.0)])
+@pytest.mark.parametrize(
+    "speeds", [H100, CPU, Speeds(Link(1 / 3, 0.0), Link(7e11, 1e-9), flops=1e15 / 7, routing=0.0, contention=0.5)]
+)
 def test_speeds_come_back_from_their_file(speeds: Speeds, tmp_path: Path) -> None:
     file = tmp_path / "speeds.json"
     speeds.save(file, origin="two ranks of a test")
     assert Speeds.load(file) == Speeds.load(str(file)) == speeds
     text = json.loads(file.read_text())
     assert text["origin"] == "two ranks of a test"
-    assert text["units"] == "bandwidth: bytes/s, latency: s, flops: FLOP/s, routing: s"
+    assert text["units"] == "bandwidth: bytes/s, latency: s, flops: FLOP/s, routing: s, contention: 1"
 
 
-GOOD = dict(intra=dict(bandwidth=2.0, latency=1.0), inter=dict(bandwidth=1.0, latency=3.0), flops=5, routing=0)
+GOOD = dict(
+    intra=dict(bandwidth=2.0, latency=1.0), inter=dict(bandwidth=1.0, latency=3.0), flops=5, routing=0, contention=1
+)
 
 
 def _without(name: str) -> dict[str, Any]:

@@ -75,13 +75,13 @@ def test_quotas_by_torch_operations_train_the_same_model(fields: dict) -> None:
     import tiny_gpt
     from test_parity import _largest_difference
 
-    from megatron_hecate import HecateConfig, fssdp, state
+    from megatron_hecate import HecateConfig, fssdp, quotas
 
     case = tiny_gpt.Case(**fields)
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case)
-    state.splits_on_device = lambda loads: True
-    state.split_quotas = None
+    quotas.splits_on_device = lambda loads: True
+    quotas.split_quotas = None
     ours = tiny_gpt.train(case, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, slots=2, timeout=60)))
     assert ours.guests > 0
     worst = _largest_difference(stock, ours)
@@ -94,14 +94,14 @@ def test_where_copies_do_not_pay_the_layer_runs_stock_code() -> None:
     import tiny_gpt
     from test_parity import SAME, _largest_difference
 
-    from megatron_hecate import HecateConfig, fssdp, state
+    from megatron_hecate import HecateConfig, fssdp, quotas, state
     from megatron_hecate.metrics import layer_metrics
     from megatron_hecate.plan.world import CPU
 
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case)
-    state.gather_loads = state.Guests = None  # using them would fail
+    quotas.gather_loads = state.Guests = None  # using them would fail
     ours = tiny_gpt.train(case, hook=fssdp(HecateConfig(slots=2, timeout=60)))
     assert _largest_difference(stock, ours) == SAME
     assert tiny_gpt.moe_layers(ours.chunks)[0].fssdp.model.speeds is CPU  # also where a CPU stands in for a GPU
@@ -126,7 +126,9 @@ def test_bypass_has_hysteresis() -> None:
     layer.shape_tokens = None
     type(layer).shape = property(
         lambda self: type(
-            "Priced", (), dict(copy_tokens=lambda s, w: 1000.0, routing_tokens=lambda s, w: 0.0, microbatches=1)
+            "Priced",
+            (),
+            dict(copy_tokens=lambda s, w: 1000.0, routing_tokens=lambda s, w: 0.0, fetch_seconds=lambda s, w: 1e9),
         )()
     )
     assert price < 1
@@ -210,19 +212,33 @@ def test_a_late_plan_may_take_a_guest_and_give_none() -> None:
     import torch
     import torch.distributed as dist
 
+    from megatron_hecate.lend import ChunkLayout
+    from megatron_hecate.memory import Need, SlotMemory
     from megatron_hecate.plan import Placement
-    from megatron_hecate.slots import ChunkLayout, Guests
+    from megatron_hecate.slots import Guests, LayerSlots, Materialization
 
     rank = dist.get_rank()
     weights = [torch.nn.Parameter(torch.full((3,), float(e))) for e in (2 * rank, 2 * rank + 1)]
     layout = ChunkLayout(shapes=(torch.Size([3]),), fused=(False,))
     homes = Placement.initial(4, 2, num_slots=1)
     first = homes.with_guests([(2, 0), (0, 1)])
-    guests = Guests(
-        [[w] for w in weights], layout, first, dist.group.WORLD, microbatches=1, label="layer 1", timeout=30
+    need = Need(slots=1, elements=3, dtype=torch.float32)
+    slots = LayerSlots(
+        index=0,
+        homes=lambda: [[w] for w in weights],
+        layout=layout,
+        group=dist.group.WORLD,
+        memory=SlotMemory([need], "iteration", in_flight=1, device=torch.device("cpu")),
+        ready=lambda: None,
+        label="layer 1",
+        timeout=30,
     )
-    assert guests.weights.tolist() == [[2.0] * 3] if rank == 0 else [[0.0] * 3]
-    guests.add_late(homes.with_guests([(3, 0)]))
+    planned = Materialization.of(first, rank)
+    guests = Guests(slots, planned)
+    guests.start()
+    guests.wait()
+    assert [w.tolist() for w in guests.weights()] == ([[2.0] * 3] if rank == 0 else [[0.0] * 3])
+    guests.correct(*planned.corrected(homes.with_guests([(3, 0)]), rank))
     physical = guests.materialize()
     assert len(physical) == 3
     if rank == 0:

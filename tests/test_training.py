@@ -136,7 +136,7 @@ def test_guests_come_and_go_and_are_fetched_once_per_iteration() -> None:
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=6)
     calls: list[str] = []
-    for name in ("sparse_all_gather", "sparse_reduce_scatter"):
+    for name in ("start_gather", "start_reduce"):
         original = getattr(slots, name)
         setattr(slots, name, lambda *a, _f=original, _n=name, **k: (calls.append(f"{_n} {k['label']}"), _f(*a, **k))[1])
     run = tiny_gpt.train(case, steps=0, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
@@ -150,8 +150,8 @@ def test_guests_come_and_go_and_are_fetched_once_per_iteration() -> None:
         expected = []
         if step % 2:
             assert all(layer.fssdp.guests is not None for layer in layers)
-            expected = ["sparse_all_gather layer 1", "sparse_all_gather layer 2"]
-            expected += ["sparse_reduce_scatter layer 2", "sparse_reduce_scatter layer 1"]
+            expected = ["start_gather layer 1", "start_gather layer 2"]
+            expected += ["start_reduce layer 2", "start_reduce layer 1"]
         assert calls == expected, step
         alive = {guests.label for guests in layers[0].fssdp.model.guests}
         assert len(layers[0].fssdp.model.guests) == len(alive) == len(expected) // 2, "old guests keep their memory"
@@ -213,8 +213,8 @@ def test_gradients_of_bf16_guests_are_summed_in_fp32() -> None:
     case = tiny_gpt.Case(bf16=True, accumulate=2)
     tiny_gpt.initialize(case)
     seen = []
-    original = slots.sparse_reduce_scatter
-    slots.sparse_reduce_scatter = lambda grads, *a, **k: (seen.append(grads.dtype), original(grads, *a, **k))[1]
+    original = slots.start_reduce
+    slots.start_reduce = lambda grads, *a, **k: (seen.extend(g.dtype for g in grads), original(grads, *a, **k))[1]
     run = tiny_gpt.train(case, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
     assert run.guests > 0 and set(seen) == {torch.float32}
 

@@ -59,7 +59,7 @@ class HecateLate(Hecate):
 
 
 class HecatePriced(HecateLate):
-    """Both tiers, as the plugin runs them: a late guest must win what its fetch costs by the cost model."""
+    """Tier 1 as `Hecate`; a late guest must win what its fetch costs by the cost model, as in the plugin."""
 
     name = "hecate-late-priced"
 

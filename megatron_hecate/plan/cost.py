@@ -31,7 +31,9 @@ class LayerShape:
         grad_bytes: one expert's gradient as spRS moves it.
         token_bytes: one token's hidden state on the wire.
         token_flops: forward FLOPs of one token in one expert.
-        microbatches: microbatches per iteration; guests are fetched once for all of them.
+        microbatches: microbatches per iteration.
+        fetches: how often guests are fetched per iteration.
+        returns: how often their gradients go home.
         hidden_seconds: compute before the layer, per iteration, behind which spAG hides (and, in the backward, spRS).
     """
 
@@ -41,6 +43,8 @@ class LayerShape:
     token_flops: float
     microbatches: int = 1
     hidden_seconds: float = 0.0
+    fetches: int = 1
+    returns: int = 1
 
     @classmethod
     def swiglu(cls, hidden: int, ffn: int, *, microbatches: int = 1, hidden_seconds: float = 0.0) -> LayerShape:
@@ -60,9 +64,16 @@ class LayerShape:
         return (1 + BACKWARD) * self.token_flops / world.speeds.flops
 
     def copy_seconds(self, world: World) -> float:
-        """One guest's way out and back over the slowest link of the group, unhidden."""
+        """One guest's ways out and back in an iteration, over the slowest link of the group, unhidden."""
+        return self.fetches * self.fetch_seconds(world) + self.returns * self._way(self.grad_bytes, world)
+
+    def fetch_seconds(self, world: World) -> float:
+        """One guest's way out, likewise."""
+        return self._way(self.expert_bytes, world)
+
+    def _way(self, num_bytes: int, world: World) -> float:
         link = world.speeds.inter if world.num_nodes > 1 else world.speeds.intra
-        return (self.expert_bytes + self.grad_bytes) / link.bandwidth + 2 * link.latency
+        return num_bytes / link.bandwidth + link.latency
 
     def copy_tokens(self, world: World) -> float:
         """Tokens the slowest rank must be spared, over all microbatches, for one unhidden copy to pay."""
@@ -189,8 +200,9 @@ def layer_seconds(
     all_to_all = 4 * tokens.seconds(shape.token_bytes, world) * shape.microbatches
     copies = copy_traffic(placement, world, scatter=scatter)
     exposed = sum(
-        max(0.0, copies.seconds(size, world) - shape.hidden_seconds) for size in (shape.expert_bytes, shape.grad_bytes)
+        often * max(0.0, copies.seconds(size, world) - shape.hidden_seconds)
+        for size, often in ((shape.expert_bytes, shape.fetches), (shape.grad_bytes, shape.returns))
     )
-    exposed += late * shape.microbatches * shape.copy_seconds(world)
+    exposed += late * shape.microbatches * dataclasses.replace(shape, fetches=1, returns=1).copy_seconds(world)
     routing = world.speeds.routing * shape.microbatches if placement.num_guests else 0.0
     return LayerSeconds(experts=experts, all_to_all=all_to_all, exposed_copies=exposed, routing=routing)

@@ -29,6 +29,8 @@ def plan_guests(
     overlap_degree: int | None = None,
     copies: int | None = None,
     copy_tokens: float = 0.0,
+    hidden: int = 0,
+    contention: float = 0.0,
     routing_tokens: float = 0.0,
     egress: int | None = None,
 ) -> Placement:
@@ -47,6 +49,8 @@ def plan_guests(
         copies: guests in all, at most; ``None`` is no limit beyond the slots.
         copy_tokens: what one copy on the busiest rank costs, in tokens (`LayerShape.copy_tokens` for copies that
             are not hidden). 0 fills the slots.
+        hidden: copies on the busiest rank that hide behind compute.
+        contention: what such a copy costs, as a part of ``copy_tokens``.
         routing_tokens: what routing to guests costs at all, likewise (`LayerShape.routing_tokens`).
         egress: copies that may leave one rank; ``None`` is no limit.
 
@@ -62,8 +66,11 @@ def plan_guests(
     for name, limit in (("overlap_degree", overlap_degree), ("copies", copies), ("egress", egress)):
         if limit is not None and limit < 0:
             raise ValueError(f"{name}={limit} must be 0 or more, or None for no limit")
-    if not (copy_tokens >= 0 and routing_tokens >= 0):
-        raise ValueError(f"copy_tokens={copy_tokens} and routing_tokens={routing_tokens} must be 0 or more")
+    if not (copy_tokens >= 0 and routing_tokens >= 0 and hidden >= 0 and 0 <= contention <= 1):
+        raise ValueError(
+            f"copy_tokens={copy_tokens}, routing_tokens={routing_tokens} and hidden={hidden} must be 0 or more, and "
+            f"contention={contention} between 0 and 1"
+        )
     bare = placement.without_guests
     scaled, total, largest = scale(forecast, bare.home, bare.num_ranks)
     if total < 0:
@@ -80,7 +87,7 @@ def plan_guests(
         )
         return Placement.trusted(bare.home, table) if guests else bare
     best, best_cost, mean = None, float(largest), int(scaled.sum()) / bare.num_ranks
-    if best_cost - mean <= price + fixed:
+    if best_cost - mean <= (price * contention if hidden else price) + fixed:
         return bare  # perfect balance would not pay
     for per_rank in range(min(most_per_rank, int(bare.free_slots.max())), 0, -1):
         missed = mean * UNFORESEEN[min(per_rank, len(UNFORESEEN)) - 1]
@@ -92,7 +99,8 @@ def plan_guests(
             if not guests:
                 continue
             busiest = max(per_rank, sent)
-            cost = largest + missed + price * busiest + fixed
+            exposed = max(0, busiest - hidden)
+            cost = largest + missed + price * (exposed + contention * (busiest - exposed)) + fixed
             if cost < best_cost:
                 best, best_cost = table, cost
             if busiest <= 2 * per_rank:

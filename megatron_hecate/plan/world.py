@@ -47,21 +47,26 @@ class Speeds:
         flops: FLOP/s one rank reaches in expert GEMMs.
         routing: seconds that routing to guests adds to one microbatch of a layer, whatever it wins: the exchange of
             loads, quotas, more physical experts.
+        contention: what a copy takes from the compute it hides behind, as a part of the time it lasts: 0 with copy
+            engines, 1 where cores do both.
 
     Raises:
-        ValueError: when a rank computes nothing, or routing takes negative time.
+        ValueError: when a rank computes nothing, routing takes negative time, or contention is not between 0 and 1.
     """
 
     intra: Link
     inter: Link
     flops: float
     routing: float
+    contention: float
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.flops) and self.flops > 0):
             raise ValueError(f"flops={self.flops} FLOP/s must be finite and more than 0")
         if not (math.isfinite(self.routing) and self.routing >= 0):
             raise ValueError(f"routing={self.routing} s must be finite and 0 or more")
+        if not 0 <= self.contention <= 1:
+            raise ValueError(f"contention={self.contention} must be between 0 and 1")
 
     @classmethod
     def load(cls, path: Path | str) -> Speeds:
@@ -77,6 +82,7 @@ class Speeds:
                 inter=Link(**values["inter"]),
                 flops=float(values["flops"]),
                 routing=float(values["routing"]),
+                contention=float(values["contention"]),
             )
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
@@ -86,7 +92,7 @@ class Speeds:
 
     def save(self, path: Path | str, *, origin: str) -> None:
         """Write JSON; ``origin`` says what was measured, where and how."""
-        units = "bandwidth: bytes/s, latency: s, flops: FLOP/s, routing: s"
+        units = "bandwidth: bytes/s, latency: s, flops: FLOP/s, routing: s, contention: 1"
         text = json.dumps(dict(origin=origin, units=units, **dataclasses.asdict(self)), indent=2)
         Path(path).write_text(text + "\n")
 
@@ -102,6 +108,8 @@ H100 = Speeds(
     flops=0.45 * 989e12,
     # Not measured yet: 130 small kernels of 2 to 3 microseconds and one all-gather.
     routing=0.35e-3,
+    # Not measured yet: NCCL moves bytes with 16 of 132 SMs.
+    contention=0.12,
 )
 # Two CPU ranks of one thread each under gloo, fp32, as `--measure` found them on the machine of docs/results.md.
 CPU = Speeds(
@@ -109,6 +117,7 @@ CPU = Speeds(
     inter=Link(bandwidth=0.9e9, latency=350e-6),
     flops=90e9,
     routing=0.6e-3,
+    contention=1.0,
 )
 
 

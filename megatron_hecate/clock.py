@@ -39,7 +39,7 @@ class IterationClock:
         self._read_num_microbatches = num_microbatches
         self._on_begin, self._on_forwards_done, self._drop_unsent = on_begin, on_forwards_done, drop_unsent
         self.microbatches: int | None = None
-        self._iteration = 0  # the one that is running
+        self.iteration = 0  # the one that is running
         self._begun = -1  # the last one that some layer entered
         self._entered = [-1] * num_layers  # the last one each layer entered
         self._forwards = [0] * num_layers  # microbatches each layer forwarded in it
@@ -58,27 +58,31 @@ class IterationClock:
             self.weights_changed()
         if self.is_in(layer):
             return False
-        if self._begun != self._iteration:
+        if self._begun != self.iteration:
             self._check_all_sent("a new iteration begins")
-            self._begun = self._iteration
+            self._begun = self.iteration
             self.microbatches = self._read_num_microbatches()
             self._on_begin()
-        self._entered[layer], self._forwards[layer] = self._iteration, 0
+        self._entered[layer], self._forwards[layer] = self.iteration, 0
         return True
 
     def is_in(self, layer: int) -> bool:
         """Whether ``layer`` has entered the running iteration."""
-        return self._entered[layer] == self._iteration
+        return self._entered[layer] == self.iteration
+
+    def has_forwarded(self, layer: int) -> bool:
+        """Whether ``layer`` has routed a microbatch's tokens in the running iteration."""
+        return self.is_in(layer) and self._forwards[layer] > 0
 
     def forwarded(self, layer: int) -> None:
         """``layer`` has routed the tokens of a microbatch."""
         self._forwards[layer] += 1
-        if all(n == self.microbatches for n in self._forwards) and set(self._entered) == {self._iteration}:
+        if all(n == self.microbatches for n in self._forwards) and set(self._entered) == {self.iteration}:
             self._on_forwards_done()
 
     def weights_changed(self) -> None:
         """What guests hold is out of date."""
-        self._iteration += 1
+        self.iteration += 1
 
     def before_step(self, optimizer: Optimizer) -> None:
         """``optimizer`` is about to step; whose it is cannot be told, so any counts.

@@ -1,0 +1,151 @@
+"""Memory of a step under skewed routing, stock Megatron and FSSDP: does the hottest rank stay inside a budget?
+
+    python bench/activation_memory.py
+
+In every layer the hottest experts live on rank 0. Counted are all bytes that torch allocates while a step runs, at the
+worst moment, on the rank where that is most, and FSSDP's slot memory; parameters, main gradients and optimizer state
+are the same in all rows and left out. The budget is 1.5 times what stock Megatron takes with forced-balanced routing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+BIAS = (4.0, 3.0, 1.0)  # on the router's logits of experts 0, 1 and 2, in every layer
+MODEL = dict(num_layers=4, hidden_size=128, ffn_hidden_size=256, moe_ffn_hidden_size=256)
+BUDGET = 1.5
+
+
+def allocations(body: Callable[[], Any]) -> list[int]:
+    """What torch's CPU allocator gave (+) and took back (-) while ``body`` ran, in bytes, in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        body()
+    events = profiler.profiler.kineto_results.events()
+    memory = sorted((e.start_ns(), at, e.nbytes()) for at, e in enumerate(events) if e.name() == "[memory]")
+    return [nbytes for *_, nbytes in memory]
+
+
+def peak(sizes: list[int]) -> int:
+    """Most bytes alive at once, of those that were not there at the start."""
+    most = alive = 0
+    for size in sizes:
+        alive += size
+        most = max(most, alive)
+    return most
+
+
+def skewed(chunks: list) -> list:
+    """Make the first experts hot, the same in every layer; works before and after `fssdp`."""
+    import tiny_gpt
+
+    for layer in tiny_gpt.moe_layers(chunks):
+        bias = torch.zeros(layer.config.num_moe_experts)
+        bias[: len(BIAS)] = torch.tensor(BIAS)
+        gating = layer.router.gating
+        layer.router.gating = lambda hidden, gating=gating, bias=bias: gating(hidden) + bias
+    return chunks
+
+
+def slot_memory(chunks: list) -> int:
+    """Bytes of the arena, as far as it is allocated."""
+    import tiny_gpt
+
+    models = {layer.fssdp.model for layer in tiny_gpt.moe_layers(chunks) if hasattr(layer, "fssdp")}
+    return sum(model._memory.frames.total for model in models if model._memory is not None)
+
+
+def peaks(case: Any, hook: Callable[[list], list] | None, steps: int) -> tuple[list[int], Any]:
+    """Peak bytes of each step on this rank, slot memory included; and the run."""
+    import tiny_gpt
+
+    run = tiny_gpt.train(case, steps=0, hook=hook)
+    found = []
+    for step in range(steps):
+        before = slot_memory(run.chunks)
+        found.append(before + peak(allocations(lambda step=step: run.step(step))))
+    return found, run
+
+
+def measure(steps: int) -> None:
+    """Print the table; runs on every rank."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    import tiny_gpt
+
+    from megatron_hecate import HecateConfig, fssdp
+    from megatron_hecate.metrics import layer_metrics
+
+    fields = dict(ep=dist.get_world_size(), experts=16, seq=128, micro_batch=16, skew=0.0)
+    case = tiny_gpt.Case(**fields, settings=tuple(MODEL.items()))
+    forced = tiny_gpt.Case(**fields, settings=tuple({**MODEL, "moe_router_force_load_balancing": True}.items()))
+    tiny_gpt.initialize(case)
+
+    def ours(**settings: Any) -> Callable[[list], list]:
+        hook = fssdp(HecateConfig(slots=2, costs=tiny_gpt.FREE, **settings))
+        return lambda chunks: hook(skewed(chunks))
+
+    rows = {
+        "stock, forced balance": (forced, None),
+        "stock": (case, skewed),
+        "FSSDP": (case, ours()),
+        "FSSDP, 16 late guests": (case, ours(late=16)),
+        "FSSDP, 16 late guests, lifetime layer": (case, ours(late=16, lifetime="layer")),
+    }
+    worst, lines = {}, []
+    for name, (this, hook) in rows.items():
+        own, run = peaks(this, hook, steps)
+        slots = slot_memory(run.chunks)
+        table = [None] * dist.get_world_size()
+        dist.all_gather_object(table, own)
+        hottest = [max(column) for column in zip(*table, strict=True)]
+        worst[name] = max(hottest)
+        metrics = layer_metrics(run.chunks)
+        tokens = f"{max(m.routed_tokens for m in metrics)} | {max(m.most_tokens for m in metrics)}" if metrics else "|"
+        lines.append(f"| {name} | {_mib(hottest[0])} | {_mib(max(hottest[1:]))} | {_mib(slots)} | {tokens} |")
+    budget = BUDGET * worst["stock, forced balance"]
+    if dist.get_rank() == 0:
+        columns = "first step, MiB | later steps, MiB | of that slot memory | largest rank load, tokens | with guests"
+        print(f"| on the hottest of {dist.get_world_size()} ranks | {columns} |\n" + "|---" * 6 + "|")
+        print("\n".join(lines))
+        print(f"\nBudget, {BUDGET} times forced balance: {_mib(budget)} MiB. Over it in some step: ", end="")
+        print(", ".join(name for name in rows if worst[name] > budget) or "none")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _mib(count: float) -> str:
+    return f"{count / 2**20:.1f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=5)
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(arguments.steps)
+        return 0
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "tests", "examples"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    environment.update(CUDA_VISIBLE_DEVICES="", KINETO_LOG_LEVEL="6")
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={arguments.ranks}"]
+    command += [f"--master-port={port}", __file__, *sys.argv[1:]]
+    return subprocess.run(command, env=environment, timeout=1800).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

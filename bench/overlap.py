@@ -1,0 +1,167 @@
+"""How much of FSSDP hides: step-time shares on 2 CPU ranks, for every lifetime, from recorded spans.
+
+    python bench/overlap.py
+    python bench/overlap.py --trace out/       also a Chrome trace per lifetime, to look at in Perfetto, and a picture
+
+The models live in the same processes and take turns, so that a noisy machine slows all alike; shares are medians over
+steps, of the rank with the larger one. *Exposed* is the time for which a rank waited for a transfer. The last column is
+the step time over that of lifetime ``iteration``: on a CPU the copies' own work is in it, since cores move the bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+
+ROOT = Path(__file__).resolve().parent.parent
+LIFETIMES = ("iteration", "microbatch", "layer")
+SHARES = {  # column: spans
+    "plan": ("plan",),
+    "route": ("loads", "quotas"),
+    "spAG exposed": ("spAG wait",),
+    "spRS exposed": ("spRS wait",),
+    "post": ("spAG start", "spRS start"),
+    "dispatch, combine": ("dispatch", "combine"),
+    "experts": ("experts",),
+}
+
+
+def measure(steps: int, warmup: int, accumulate: int, layers: int, folder: Path | None) -> None:
+    """Print the table; runs on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    import tiny_gpt
+
+    from megatron_hecate import HecateConfig, fssdp, trace
+
+    model = dict(num_layers=layers, hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512)
+    case = tiny_gpt.Case(
+        experts=16, seq=128, micro_batch=16, accumulate=accumulate, skew=2.0, settings=tuple(model.items())
+    )
+    tiny_gpt.initialize(case)
+    configs = {name: HecateConfig(slots=2, lifetime=name, costs=tiny_gpt.FREE) for name in LIFETIMES}
+    runs = {"stock": tiny_gpt.train(case, steps=0)}
+    runs |= {name: tiny_gpt.train(case, steps=0, hook=fssdp(config)) for name, config in configs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    shares: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for step in range(warmup + steps):
+        for name, run in runs.items():
+            dist.barrier()
+            start = time.perf_counter()
+            with trace.record() as recorder:
+                run.step(step)
+                dist.barrier()
+            took = time.perf_counter() - start
+            if step >= warmup:
+                seconds[name].append(took)
+                shares[name].append({what: s / took for what, s in recorder.seconds().items()})
+            if folder is not None and step == warmup + steps - 1 and name != "stock":
+                recorder.save(folder / f"{name}-rank{dist.get_rank()}.json", rank=dist.get_rank())
+        if dist.get_rank() == 0:
+            print(f"step {step + 1}/{warmup + steps}", file=sys.stderr, flush=True)
+    own = {
+        name: {
+            column: median(sum(s.get(w, 0.0) for w in what) for s in shares[name]) for column, what in SHARES.items()
+        }
+        for name in runs
+    }
+    ranks: list[dict | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    if dist.get_rank() == 0:
+        _report(runs.keys(), ranks, {name: median(s) for name, s in seconds.items()}, runs)
+        print(f"\nMedians of {steps} steps of {accumulate} microbatches, in turn, {len(ranks)} ranks, {layers} layers.")
+        if folder is not None:
+            draw(folder)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _report(names, ranks, seconds, runs) -> None:  # noqa: ANN001
+    print("| lifetime | step, s | " + " | ".join(SHARES) + " | guests | over iteration |")
+    print("|---|---|" + "---|" * (len(SHARES) + 2))
+    for name in names:
+        cells = [f"{max(rank[name][column] for rank in ranks):.1%}" for column in SHARES]
+        print(
+            f"| {name} | {seconds[name]:.3f} | {' | '.join(cells)} | {runs[name].guests} | "
+            f"{seconds[name] / seconds['iteration']:.3f} |"
+        )
+
+
+def draw(folder: Path) -> None:
+    """``overlap.png``: the traces of rank 0, work above transfers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colors = {
+        "experts": "tab:green",
+        "experts backward": "tab:olive",
+        "attention backward": "tab:purple",
+        "dispatch": "0.6",
+        "combine": "0.6",
+        "spAG": "tab:blue",
+        "spRS": "tab:orange",
+        "spAG wait": "tab:red",
+        "spRS wait": "tab:red",
+    }
+    figure, axes = plt.subplots(len(LIFETIMES), 1, figsize=(14, 2.2 * len(LIFETIMES)), sharex=True)
+    for axis, name in zip(axes, LIFETIMES, strict=True):
+        events = json.loads((folder / f"{name}-rank0.json").read_text())["traceEvents"]
+        starts = {e["id"]: e for e in events if e["ph"] == "b"}
+        spans = [(e["name"], e["ts"], e["dur"], 0) for e in events if e["ph"] == "X"]
+        spans += [
+            (e["name"], starts[e["id"]]["ts"], e["ts"] - starts[e["id"]]["ts"], e["tid"])
+            for e in events
+            if e["ph"] == "e"
+        ]
+        zero = min(begin for _, begin, _, _ in spans)
+        for span, begin, duration, track in sorted(spans, key=lambda s: "wait" in s[0]):
+            what = span.removeprefix("fssdp/").split(" layer")[0]
+            if what in colors:
+                axis.barh(-track, duration / 1e3, left=(begin - zero) / 1e3, color=colors[what], height=0.8, alpha=0.8)
+        axis.set_yticks([0, -1, -2], ["work", "spAG", "spRS"])
+        axis.set_title(f"lifetime {name}", fontsize=9)
+    names = {color: what for what, color in colors.items()} | {"tab:red": "exposed wait", "0.6": "dispatch, combine"}
+    axes[0].legend([plt.Rectangle((0, 0), 1, 1, color=c) for c in names], names.values(), fontsize=7, loc="upper right")
+    axes[-1].set_xlabel("ms of one step, rank 0")
+    figure.tight_layout()
+    figure.savefig(folder / "overlap.png", dpi=120)
+    print(f"\nwrote {folder}/overlap.png")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=6, help="steps before; copies are timed in some of them")
+    parser.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write Chrome traces and overlap.png there")
+    arguments = parser.parse_args()
+    if arguments.trace is not None:
+        arguments.trace.mkdir(parents=True, exist_ok=True)
+    if "RANK" in os.environ:
+        measure(arguments.steps, arguments.warmup, arguments.accumulate, arguments.layers, arguments.trace)
+        return 0
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "tests", "examples"))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}", __file__]
+    return subprocess.run(command + sys.argv[1:], env=environment, timeout=1800).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

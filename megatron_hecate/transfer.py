@@ -1,0 +1,138 @@
+"""A transfer that runs in the background, whatever the transport, and how long it took."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from megatron_hecate import trace
+from megatron_hecate.p2p import TransferError
+
+
+class Transfer:
+    """A spAG or spRS under way.
+
+    Without CUDA the first step of ``steps`` runs at once and leaves asynchronous works behind; `wait` runs the others.
+    With CUDA all steps are enqueued on a stream of their own, after what the current stream holds, and `wait` makes the
+    current stream wait for them: the host never does.
+
+    Args:
+        steps: up to its first ``yield`` it posts what can run in the background, the rest waits and sums.
+        device: of the memory it moves.
+        what: "spAG" or "spRS".
+        label: name of the layer.
+        timed: whether it will be asked how long it took.
+    """
+
+    def __init__(
+        self, steps: Iterator[None], device: torch.device, *, what: str, label: str, timed: bool = False
+    ) -> None:
+        self._steps, self._failed = steps, False
+        self.what, self.label, self._clock = what, label, Stopwatch(device) if timed else None
+        self._enqueued: torch.cuda.Event | None = None
+        with trace.span(f"{what} start", label):
+            if device.type == "cuda":
+                stream = _transfer_stream(device)
+                stream.wait_stream(torch.cuda.current_stream(device))
+                with torch.cuda.stream(stream):
+                    self._mark("begin")
+                    for _ in steps:
+                        pass
+                    self._mark("end")
+                    self._enqueued = stream.record_event()
+            elif trace.recording() or timed:  # somebody wants to know when it is over, which gloo does not tell
+                self._mark("begin")
+                trace.follow(what, label, over=self._in_background())
+            else:
+                next(steps, None)
+
+    def _mark(self, when: str) -> None:
+        if self._clock is not None:
+            self._clock.mark(when)
+
+    def _in_background(self) -> Callable[[], bool]:
+        """Run all steps in a thread; whether it has ended."""
+        error: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                with torch.no_grad():
+                    for _ in steps:
+                        pass
+                self._mark("end")
+            except BaseException as e:
+                error.append(e)
+
+        steps = self._steps
+        thread = threading.Thread(target=run, name=f"{self.what} {self.label}", daemon=True)
+        thread.start()
+
+        def join() -> Iterator[None]:
+            thread.join()
+            if error:
+                raise error[0]
+            yield from ()
+
+        self._steps = join()
+        return lambda: not thread.is_alive()
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it took, once it is over, if it was ``timed``."""
+        return None if self._clock is None else self._clock.seconds
+
+    def wait(self) -> None:
+        """Wait until it is over; again does nothing.
+
+        Raises:
+            TransferError: when a peer died or did not answer in time, every time.
+        """
+        if self._failed:
+            raise TransferError(f"{self.label}: this {self.what} failed before")
+        with trace.span(f"{self.what} wait", self.label):
+            if self._enqueued is not None:
+                torch.cuda.current_stream().wait_event(self._enqueued)
+            try:
+                for _ in self._steps:
+                    pass
+            except BaseException:
+                self._failed = True
+                raise
+
+
+class Stopwatch:
+    """Two moments on a stream, or on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device, self._at = device.type == "cuda", {}
+
+    def mark(self, when: str) -> None:
+        if self._on_device:
+            self._at[when] = torch.cuda.Event(enable_timing=True)
+            self._at[when].record()
+        else:
+            self._at[when] = time.perf_counter()
+
+    @property
+    def ended(self) -> bool:
+        """Whether ``end`` was marked."""
+        return "end" in self._at
+
+    @property
+    def seconds(self) -> float | None:
+        """Between the marks ``begin`` and ``end``; ``None`` while the second has not been reached."""
+        if "end" not in self._at:
+            return None
+        begin, end = self._at["begin"], self._at["end"]
+        if not self._on_device:
+            return end - begin
+        return begin.elapsed_time(end) / 1e3 if end.query() else None
+
+
+@functools.cache
+def _transfer_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

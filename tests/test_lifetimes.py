@@ -1,0 +1,143 @@
+"""Guests that live for a microbatch or a layer. Oracle: the same model, not converted, on the same ranks and data.
+
+Models are deep enough for layers to share frames: with lifetime ``layer`` a layer's guests are dropped in every forward
+and must be fetched again in the backward. ``test_parity`` covers the lifetime ``iteration``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from ranks import ranks
+
+LIFETIMES = ("microbatch", "layer")
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+SHARDED = dict(distributed_optimizer=True, overlap=True)
+COMBINED = dict(overlap_moe_expert_parallel_comm=True)
+# name: (ranks, fields of tiny_gpt.Case, fields of TransformerConfig beside four layers, late guests)
+CASES: dict[str, tuple[int, dict, dict, int]] = {
+    "accumulate": (2, dict(accumulate=3), dict(num_layers=5), 0),
+    "distopt-overlap": (2, dict(accumulate=2, **SHARDED), {}, 0),
+    "recompute-full": (2, dict(accumulate=2), FULL, 0),
+    "recompute-three-layers-at-once": (2, SHARDED, dict(FULL, num_layers=6, recompute_num_layers=3), 0),
+    "recompute-moe-biases": (
+        2,
+        dict(accumulate=2),
+        dict(recompute_granularity="selective", recompute_modules=["moe"], add_bias_linear=True),
+        0,
+    ),
+    "ep-comm-overlap": (2, dict(accumulate=3), COMBINED, 0),
+    "fused-wgrad-biases": (
+        2,
+        dict(accumulate=2, overlap=True),
+        dict(gradient_accumulation_fusion=True, add_bias_linear=True),
+        0,
+    ),
+    "late": (2, dict(accumulate=2), {}, 4),
+    "late-recompute": (2, dict(accumulate=2), FULL, 4),
+    "one-expert": (2, dict(one_expert=True, accumulate=2), {}, 0),
+    "bf16": (2, dict(bf16=True, accumulate=2, **SHARDED), {}, 0),
+    "mtp": (2, dict(accumulate=2), dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.1), 0),
+    "moe-every-second-layer": (2, {}, dict(num_layers=8, moe_layer_freq=2), 0),
+    "pp2": (4, dict(pp=2, accumulate=4), dict(num_layers=8), 0),
+    "pp2-vpp2-late": (4, dict(pp=2, vpp=2, accumulate=4, **SHARDED), dict(num_layers=8), 3),
+    "pp2-vpp2-ep-comm-overlap": (4, dict(pp=2, vpp=2, accumulate=4, **SHARDED), dict(COMBINED, num_layers=12), 0),
+    "tp2-etp2-recompute": (4, dict(tp=2, etp=2), FULL, 0),
+    "ep4-late": (4, dict(ep=4, accumulate=2), {}, 3),
+}
+
+
+def _compare(name: str) -> None:
+    import test_experts
+    import test_tiers
+
+    _, fields, settings, late = CASES[name]
+    if "gradient_accumulation_fusion" in settings:
+        test_experts._install_fused_wgrad()
+    import tiny_gpt
+    import torch
+    from test_parity import BF16_TOLERANCE, SAME, _largest_difference
+
+    from megatron_hecate import HecateConfig, fssdp, slots, state
+
+    case = tiny_gpt.Case(**fields, settings=tuple({"num_layers": 4, **settings}.items()))
+    tolerance = BF16_TOLERANCE if case.bf16 else 1e-5
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case)
+    if late:
+        state.plan_guests = test_tiers._bad_plan
+    fetched: Counter[bool] = Counter()  # in a backward, or before
+    start_gather = slots.start_gather
+
+    def count(*args, **kwargs):  # noqa: ANN002, ANN003
+        fetched[torch._C._current_graph_task_id() != -1] += 1
+        return start_gather(*args, **kwargs)
+
+    slots.start_gather = count
+    for lifetime in LIFETIMES:
+        hook = fssdp(HecateConfig(costs=tiny_gpt.FREE, slots=2, late=late, lifetime=lifetime, timeout=60))
+        fetched.clear()
+        ours = tiny_gpt.train(case, hook=hook)
+        assert ours.guests > 0, "no guest was placed: nothing was tested"
+        assert fetched[False] > 0 and (fetched[True] > 0) == (lifetime == "layer"), (lifetime, fetched)
+        worst = _largest_difference(stock, ours)
+        assert worst["loss"] <= tolerance and worst["grad"] <= tolerance, (lifetime, worst)
+        assert _largest_difference(ours, tiny_gpt.train(case, hook=hook)) == SAME, f"{lifetime}: two runs differ"
+
+
+def _cases(num_ranks: int) -> list[str]:
+    return [name for name, (ranks_, *_) in CASES.items() if ranks_ == num_ranks]
+
+
+@pytest.mark.parametrize("name", _cases(2))
+@ranks(2, timeout=240)
+def test_two_ranks(name: str) -> None:
+    _compare(name)
+
+
+@pytest.mark.parametrize("name", _cases(4))
+@ranks(4, timeout=240)
+def test_four_ranks(name: str) -> None:
+    _compare(name)
+
+
+@pytest.mark.parametrize(
+    ("lifetime", "expected"),
+    [
+        ("iteration", "f1 f2 f3 f4 | h4 h3 h2 h1"),
+        ("microbatch", "f1 f2 f3 f4 | h4 h3 h2 h1 f1 f2 f3 f4 | h4 h3 h2 h1"),
+        # two frames: the last two layers' guests are there when a backward begins, the first two's when it ends
+        ("layer", "f1 f2 f3 f4 | h4 f2 h3 f1 h2 h1 f3 f4 | h4 f2 h3 f1 h2 h1"),
+    ],
+)
+@ranks(2)
+def test_what_is_fetched_when(lifetime: str, expected: str) -> None:
+    """Fetches (f) and gradients that go home (h) of two microbatches, layer by layer; | is where a backward begins."""
+    import tiny_gpt
+    import torch
+
+    from megatron_hecate import HecateConfig, fssdp, slots
+
+    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 4),))
+    tiny_gpt.initialize(case)
+    hook = fssdp(HecateConfig(costs=tiny_gpt.FREE, slots=2, lifetime=lifetime, timeout=30))
+    run = tiny_gpt.train(case, steps=1, hook=hook)
+    calls: list[str] = []
+    in_backward = [False]
+    for name, letter in (("start_gather", "f"), ("start_reduce", "h")):
+        start = getattr(slots, name)
+
+        def noted(*args, _start=start, _letter=letter, **kwargs):  # noqa: ANN002, ANN003
+            before, in_backward[0] = in_backward[0], torch._C._current_graph_task_id() != -1
+            if in_backward[0] and not before:
+                calls.append("|")
+            calls.append(_letter + kwargs["label"].removeprefix("layer "))
+            return _start(*args, **kwargs)
+
+        setattr(slots, name, noted)
+    run.step(1)
+    layers = tiny_gpt.moe_layers(run.chunks)
+    assert all(layer.fssdp.placement.num_guests for layer in layers)
+    assert " ".join(calls) == expected
+    assert len(layers[0].fssdp.model.memory().frames.weights) == (2 if lifetime == "layer" else 4)
