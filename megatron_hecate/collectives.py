@@ -154,7 +154,7 @@ def sparse_all_gather(
     """
     sends, recvs, _ = route.flat()
     tensors = [t for expert in homes for t in expert]
-    return torch.ops.hecate.sparse_allgather(
+    return torch.ops.hecate.sparse_all_gather(
         tensors, len(homes[0]), sends, recvs, group.group_name, label, float(timeout)
     )
 
