@@ -96,9 +96,9 @@ class Probe:
 
 
 def _guest_bytes(layer: MoELayer) -> int:
-    """Bytes of guest weights and of the fp32 memory for their gradients."""
+    """Bytes of guest weights and of the fp32 memory for their gradients, in use."""
     guests = getattr(getattr(layer, "fssdp", None), "guests", None)
     if guests is None:
         return 0
-    grad_bytes = guests.weights.numel() * max(guests.weights.element_size(), torch.float32.itemsize)
-    return guests.weights.numel() * guests.weights.element_size() + grad_bytes
+    need = guests.slots.need
+    return guests.num_guests * (need.weight_bytes + need.grad_bytes) // need.slots
