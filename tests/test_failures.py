@@ -145,28 +145,42 @@ def test_frozen_experts_train_the_rest() -> None:
     assert ours.guests > 0 and ours.losses == pytest.approx(stock.losses, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("when", "message"),
+    [
+        ("before its fetch", r"layer 1: gathering the loads failed on rank 0 of 2 .* ranks \[0, 1\]"),
+        ("before its experts, without a fetch", r"layer 1: sparse_all_gather failed on rank 0 of 2 .* rank 1"),
+    ],
+)
 @ranks(2, killed=frozenset({1}))
-def test_a_peer_that_dies_in_training_is_named() -> None:
+def test_a_peer_that_dies_in_training_is_named(when: str, message: str) -> None:
+    """Fetches run in the background, so whatever a layer waits for first names the dead peer's layer and ranks."""
+    from types import SimpleNamespace
+
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate import HecateConfig, fssdp
+    from megatron_hecate import HecateConfig, fssdp, slots
     from megatron_hecate.p2p import TransferError
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     run = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=10)))
     assert run.guests > 0
-
-    def die() -> None:
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
     state = tiny_gpt.moe_layers(run.chunks)[0].fssdp
     plan = state._plan
-    state._plan = lambda: (die(), plan())[1]  # just before the first layer's fetch
+
+    def die() -> None:
+        time.sleep(0.5)  # what was sent arrives
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if dist.get_rank() == 1 and when == "before its fetch":
+        state._plan = lambda: (die(), plan())[1]
+    elif dist.get_rank() == 1:
+        slots.start_gather = lambda *args, **kwargs: SimpleNamespace(wait=lambda: None)
+        slots.Guests.materialize = lambda *args: die()
     start = time.monotonic()
-    with pytest.raises(TransferError, match=r"layer 1: sparse_all_gather failed on rank 0 of 2 .* rank 1"):
+    with pytest.raises(TransferError, match=message):
         run.step(2)
     assert time.monotonic() - start < 20
 
