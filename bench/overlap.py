@@ -133,9 +133,10 @@ def draw(folder: Path) -> None:
         axis.set_yticks([0, -1, -2], ["work", "spAG", "spRS"])
         axis.set_title(f"lifetime {name}", fontsize=9)
     names = {color: what for what, color in colors.items()} | {"tab:red": "exposed wait", "0.6": "dispatch, combine"}
-    axes[0].legend([plt.Rectangle((0, 0), 1, 1, color=c) for c in names], names.values(), fontsize=7, loc="upper right")
+    boxes = [plt.Rectangle((0, 0), 1, 1, color=color) for color in names]
+    figure.legend(boxes, names.values(), fontsize=8, loc="upper center", ncol=len(names))
     axes[-1].set_xlabel("ms of one step, rank 0")
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0, 1, 0.95))
     figure.savefig(folder / "overlap.png", dpi=120)
     print(f"\nwrote {folder}/overlap.png")
 
