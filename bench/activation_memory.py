@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from launch import again_on_ranks
 
-ROOT = Path(__file__).resolve().parent.parent
 BIAS = (4.0, 3.0, 1.0)  # on the router's logits of experts 0, 1 and 2, in every layer
 MODEL = dict(num_layers=4, hidden_size=128, ffn_hidden_size=256, moe_ffn_hidden_size=256)
 BUDGET = 1.5
@@ -136,15 +133,7 @@ def main() -> int:
     if "RANK" in os.environ:
         measure(arguments.steps)
         return 0
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "tests", "examples"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
-    environment.update(CUDA_VISIBLE_DEVICES="", KINETO_LOG_LEVEL="6")
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={arguments.ranks}"]
-    command += [f"--master-port={port}", __file__, *sys.argv[1:]]
-    return subprocess.run(command, env=environment, timeout=1800).returncode
+    return again_on_ranks(__file__, arguments.ranks, KINETO_LOG_LEVEL="6")
 
 
 if __name__ == "__main__":

@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 from statistics import median
 
-ROOT = Path(__file__).resolve().parent.parent
+from launch import again_on_ranks
+
 LIFETIMES = ("iteration", "microbatch", "layer")
 SHARES = {  # column: spans
     "plan": ("plan",),
@@ -154,14 +153,7 @@ def main() -> int:
     if "RANK" in os.environ:
         measure(arguments.steps, arguments.warmup, arguments.accumulate, arguments.layers, arguments.trace)
         return 0
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "tests", "examples"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}", __file__]
-    return subprocess.run(command + sys.argv[1:], env=environment, timeout=1800).returncode
+    return again_on_ranks(__file__, 2)
 
 
 if __name__ == "__main__":

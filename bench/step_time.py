@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
-import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from launch import again_on_ranks
+
 SKEWS = (0.1, 0.25, 0.5, 1.0)  # added to the logits of a hot expert, and half of it to the next
 MODEL = dict(hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512)
 
@@ -111,15 +109,7 @@ def main() -> int:
     if "RANK" in os.environ:
         measure(arguments.steps, arguments.warmup, arguments.accumulate, arguments.break_even)
         return 0
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    path = os.pathsep.join(str(ROOT / folder) for folder in ("", "tests", "examples"))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}", __file__]
-    command += sys.argv[1:]
-    return subprocess.run(command, env=environment, timeout=1800).returncode
+    return again_on_ranks(__file__, 2)
 
 
 if __name__ == "__main__":

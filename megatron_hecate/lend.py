@@ -49,7 +49,7 @@ class ChunkLayout:
 
 
 class Delivery:
-    """The guests' gradients of one microbatch on their way home, between `_Lend` and `_Home`.
+    """The guests' gradients of one microbatch on their way home, between `Lend` and `Home`.
 
     Args:
         homes: the parameters of this rank's own experts.

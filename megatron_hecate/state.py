@@ -99,17 +99,17 @@ class LayerState:
                 return  # `materialize` says so
             self.fetch_again()
         elif purpose is seams.Forward.MICROBATCH:
-            if self.model.clock.enter(self.index):
+            first = self.model.clock.enter(self.index)
+            if first:
                 self.model.meter.attention(self.index, next(self.module.parameters()).device)
             self.prepare()
-            for state in self.model.after(self.index):
-                state.prepare()
+            if first or self.config.lifetime != "iteration":  # else all guests are here
+                for state in self.model.after(self.index):
+                    state.prepare()
         guests = self._guests_of(purpose)
-        self.early = (
-            homes_of(self.experts.homes(), self.experts.layout)
-            if guests is not None and torch.is_grad_enabled()
-            else None
-        )
+        self.early = None
+        if guests is not None and torch.is_grad_enabled():
+            self.early = homes_of(self.experts.homes(), self.experts.layout)
 
     def _guests_of(self, purpose: seams.Forward) -> Guests | None:
         """Those this forward computes with."""
