@@ -119,7 +119,8 @@ def test_what_is_fetched_when(lifetime: str, expected: str) -> None:
 
     from megatron_hecate import HecateConfig, fssdp, slots
 
-    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 4),))
+    # with 10 experts both hot ones of every layer are at home on one rank, so every layer has guests
+    case = tiny_gpt.Case(accumulate=2, experts=10, skew=6.0, settings=(("num_layers", 4),))
     tiny_gpt.initialize(case)
     hook = fssdp(HecateConfig(costs=tiny_gpt.FREE, slots=2, lifetime=lifetime, timeout=30))
     run = tiny_gpt.train(case, steps=1, hook=hook)
