@@ -20,7 +20,6 @@ from statistics import median
 
 from launch import again_on_ranks
 
-LIFETIMES = ("iteration", "microbatch", "layer")
 SHARES = {  # column: spans
     "plan": ("plan",),
     "route": ("loads", "quotas"),
@@ -42,6 +41,7 @@ def measure(steps: int, warmup: int, accumulate: int, layers: int, folder: Path 
     import tiny_gpt
 
     from megatron_hecate import HecateConfig, fssdp, trace
+    from megatron_hecate.memory import LIFETIMES
 
     model = dict(num_layers=layers, hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512)
     case = tiny_gpt.Case(
@@ -102,6 +102,8 @@ def draw(folder: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+
+    from megatron_hecate.memory import LIFETIMES
 
     colors = {
         "experts": "tab:green",

@@ -54,6 +54,13 @@ class IterationClock:
         Raises:
             RuntimeError: when a new iteration begins while gradients of guests have not come home.
         """
+        if not self.comes_to(layer):
+            return False
+        self._entered[layer], self._forwards[layer] = self.iteration, 0
+        return True
+
+    def comes_to(self, layer: int) -> bool:
+        """The forward of a microbatch will enter ``layer``; what `enter` returns will be the same. Raises alike."""
         if self.is_in(layer) and self._forwards[layer] == self.microbatches:
             self.weights_changed()
         if self.is_in(layer):
@@ -63,7 +70,6 @@ class IterationClock:
             self._begun = self.iteration
             self.microbatches = self._read_num_microbatches()
             self._on_begin()
-        self._entered[layer], self._forwards[layer] = self.iteration, 0
         return True
 
     def is_in(self, layer: int) -> bool:

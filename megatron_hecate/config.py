@@ -9,6 +9,7 @@ import typing
 from typing import Any, Literal
 
 PREFIX = "moe_fssdp"
+SHORTEST, LONGEST = 1e-3, 1e8  # seconds of a timeout; process groups take no more
 
 
 def _flag(default: Any, text: str) -> Any:
@@ -61,8 +62,10 @@ class HecateConfig:
             raise ValueError(f"late={self.late} needs slots for the late guests, got slots=0")
         if self.overlap_degree is not None and self.overlap_degree < 0:
             raise ValueError(f"overlap_degree={self.overlap_degree} must be 0 or more, or None for no limit")
-        if not self.timeout > 0:
-            raise ValueError(f"timeout={self.timeout} must be more than 0 seconds")
+        if type(self.timeout) not in (int, float) or not SHORTEST <= self.timeout <= LONGEST:
+            raise ValueError(f"timeout={self.timeout!r} must be a number of seconds from {SHORTEST:g} to {LONGEST:g}")
+        if self.costs is not None and not isinstance(self.costs, str):
+            raise ValueError(f"costs={self.costs!r} must be the name of a file, or None")
         for name in ("lifetime", "transport"):
             value = getattr(self, name)
             known = typing.get_args(typing.get_type_hints(type(self))[name])

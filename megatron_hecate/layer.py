@@ -45,7 +45,7 @@ class FSSDPLayer:
     fssdp: LayerState
 
     def route(self, hidden_states: Tensor, *args: Tensor | None, **kwargs: Tensor | None) -> tuple[Tensor, Tensor]:
-        self.purpose = purpose = seams.purpose_of_forward(self)
+        self.purpose = purpose = self.fssdp.model.purpose_of_forward(self)
         self.experts.guests = self.fssdp.materialize(purpose)
         self.experts.early, self.fssdp.early = self.fssdp.early, None
         probs, routing_map = super().route(hidden_states, *args, **kwargs)
@@ -219,7 +219,7 @@ def _too_large(config: HecateConfig, notes: list[Note]) -> list[str]:
 
 
 def _say_on(notes: list[Note], memories: dict[int, report.RankMemory], config: HecateConfig, speeds: Speeds) -> None:
-    """Print what is on, and what it takes of the memory of the rank that holds most."""
+    """Print what is on, and what it takes of every rank's memory; ranks with the same figures share a table."""
     num_layers = len({key for note in notes for key in note.layers})
     late = f", at most {config.late} late guests per layer" if config.late else ""
     summary = next(note.summary for note in notes if note.summary)
@@ -230,8 +230,7 @@ def _say_on(notes: list[Note], memories: dict[int, report.RankMemory], config: H
         flush=True,
     )
     if config.slots:
-        largest = max(memories, key=lambda rank: memories[rank].accounts[config.lifetime].total)
-        print(report.table(memories[largest], config.lifetime, rank=largest, ranks=len(notes)), flush=True)
+        print(report.tables(memories, config.lifetime), flush=True)
 
 
 def _transfer_groups(notes: list[Note], timeout: float) -> dict[tuple[int, ...], dist.ProcessGroup]:
@@ -268,11 +267,16 @@ def _convert(
             if id(layer) in attention:
                 before = attention[id(layer)].register_forward_pre_hook(functools.partial(_look_ahead, layer))
                 undo.callback(before.remove)
+        for index, chunk in enumerate(chunks):
+            before = chunk.register_forward_pre_hook(functools.partial(model.begin_chunk, index))
+            undo.callback(before.remove)
+            after = chunk.register_forward_hook(model.end_chunk, always_call=True)
+            undo.callback(after.remove)
         undo.pop_all()
 
 
 def _look_ahead(layer: MoELayer, *_: Any) -> None:
-    layer.fssdp.look_ahead(seams.purpose_of_forward(layer))
+    layer.fssdp.look_ahead(layer.fssdp.model.purpose_of_forward(layer))
 
 
 def _assign(undo: contextlib.ExitStack, module: Module, **attributes: Any) -> None:

@@ -25,7 +25,28 @@ from megatron_hecate.transfer import Transfer
 ALIGNMENT: int = 256  # bytes; what copies and GEMMs like best
 STAGED: int = 4  # gradients that arrive at a home at once, at most; those of further guests come in rounds
 STAGED_BYTES: int = 256 << 20  # and no more than this, but one
-LIFETIMES: tuple[str, ...] = ("iteration", "microbatch", "layer")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Lifetime:
+    """How often guests travel, and how early.
+
+    Args:
+        fetches: per microbatch; 0: once per iteration.
+        returns: of gradients, per microbatch; 0: once per iteration.
+        ahead: layers whose fetch starts with this one's. Dropped guests share two frames: the next layer's is free.
+    """
+
+    fetches: int
+    returns: int
+    ahead: int
+
+
+LIFETIMES: dict[str, Lifetime] = {
+    "iteration": Lifetime(fetches=0, returns=0, ahead=4),
+    "microbatch": Lifetime(fetches=1, returns=1, ahead=1),
+    "layer": Lifetime(fetches=2, returns=1, ahead=1),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +106,14 @@ class Frames:
             return cls((), (), 0)
         staging = max(need.staging_bytes for need in needs)
         largest = max(need.weight_bytes for need in needs)
-        in_turn = (max(need.grad_bytes for need in needs),) * min(2, len(needs))
+        turns = [needs[turn::2] for turn in range(min(2, len(needs)))]
+        in_turn = tuple(max(need.grad_bytes for need in turn) for turn in turns)
         if lifetime == "iteration":
             return cls(tuple(n.weight_bytes for n in needs), tuple(n.grad_bytes for n in needs), staging)
         if lifetime == "microbatch":
             return cls((largest,) * in_flight, in_turn, staging)
         assert lifetime == "layer", lifetime
-        return cls((largest,) * min(2, len(needs)), in_turn, staging)
+        return cls(tuple(max(need.weight_bytes for need in turn) for turn in turns), in_turn, staging)
 
     @property
     def total(self) -> int:

@@ -7,20 +7,18 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.nn import Module
 
 from megatron_hecate import seams
 from megatron_hecate.clock import IterationClock
 from megatron_hecate.config import HecateConfig
-from megatron_hecate.memory import Need, SlotMemory
+from megatron_hecate.memory import LIFETIMES, Need, SlotMemory
 from megatron_hecate.observe import LoadMonitor
 from megatron_hecate.overlap import OverlapMeter
 from megatron_hecate.plan import Placement, Speeds
 from megatron_hecate.slots import Guests
-
-# How many layers ahead guests are fetched. Dropped ones share two frames: the next layer's is the one that is free.
-AHEAD: dict[str, int] = {"iteration": 4, "microbatch": 1, "layer": 1}
 
 
 class Host(Protocol):
@@ -53,6 +51,7 @@ class ModelState:
         self.states, self.chunk_of, self.speeds = states, chunk_of, speeds
         self.forecast: np.ndarray | None = None  # [L, E] of the running iteration
         self.guests: weakref.WeakSet[Guests] = weakref.WeakSet()  # of any layer, as long as some backward may need them
+        self._gradients: bool | None = None  # of the running forward of a model chunk
         self._memory: SlotMemory | None = None
         self._memory_is_checked = False  # against the parameters, in this iteration
         num_experts = max(state.homes_only.num_experts for state in states)
@@ -81,11 +80,35 @@ class ModelState:
             self._memory = SlotMemory(needs, first.config.lifetime, in_flight=in_flight, device=device)
         return self._memory
 
+    def purpose_of_forward(self, layer: Module) -> seams.Forward:
+        """What the running forward of ``layer`` is for."""
+        return seams.purpose_of_forward(layer, gradients=self._gradients)
+
+    def begin_chunk(self, index: int, chunk: Module, *_: Any) -> None:
+        """The forward of model chunk ``index`` begins. In training its first guests are fetched from here on: no weight
+        changes any more, and embedding and dense layers come first."""
+        self._gradients = torch.is_grad_enabled()
+        training = chunk.training and self._gradients and torch._C._current_graph_task_id() == -1
+        if not training or index not in self.chunk_of:
+            return
+        first = self.chunk_of.index(index)
+        if seams.gathers_params(self.states[first].module):
+            return
+        began = self.clock.comes_to(first)
+        self.states[first].prepare()
+        if began or self.states[first].config.lifetime != "iteration":
+            for state in self.after(first):
+                state.prepare()
+
+    def end_chunk(self, *_: Any) -> None:
+        """It ends."""
+        self._gradients = None
+
     def after(self, index: int) -> Sequence[Host]:
         """Layers that follow ``index`` in its model chunk and are fetched ahead of their own attention."""
         if seams.gathers_params(self.states[index].module):
             return []  # their homes are still being gathered; waiting for them now would stop this layer
-        depth = AHEAD[self.states[index].config.lifetime]
+        depth = LIFETIMES[self.states[index].config.lifetime].ahead
         following = range(index + 1, min(index + 1 + depth, len(self.states)))
         return [self.states[i] for i in following if self.chunk_of[i] == self.chunk_of[index]]
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +162,7 @@ def choose(ranks: Mapping[int, RankMemory], lifetime: str) -> str:
     for candidate in LIFETIMES:
         if all(memory.accounts[candidate].expected <= memory.free for memory in ranks.values()):
             return candidate
-    return LIFETIMES[-1]
+    return list(LIFETIMES)[-1]
 
 
 def refusal(ranks: Mapping[int, RankMemory], lifetime: str, *, slots: int) -> str | None:
@@ -189,11 +189,20 @@ def refusal(ranks: Mapping[int, RankMemory], lifetime: str, *, slots: int) -> st
     )
 
 
-def table(memory: RankMemory, lifetime: str, *, rank: int, ranks: int) -> str:
-    """A rank's expert memory as text: the ``lifetime`` in use first, the others below it."""
+def tables(ranks: Mapping[int, RankMemory], lifetime: str) -> str:
+    """Every rank's expert memory as text. Ranks with the same figures share a table, with the least that is free."""
+    alike: dict[str, list[int]] = {}
+    for rank in sorted(ranks):
+        alike.setdefault(repr(sorted(ranks[rank].accounts.items())), []).append(rank)
+    least = [(min(same, key=lambda rank: ranks[rank].free), same) for same in alike.values()]
+    return "\n".join(table(ranks[rank], lifetime, ranks=same) for rank, same in least)
+
+
+def table(memory: RankMemory, lifetime: str, *, ranks: Sequence[int]) -> str:
+    """The expert memory of some ``ranks`` as text: the ``lifetime`` in use first, the others below it."""
     used = memory.accounts[lifetime]
     lines = [
-        f"expert memory of rank {rank}, the largest of {ranks}: homes {size(used.homes)} ({ASSUMED}: "
+        f"expert memory of rank {_named(ranks)}: homes {size(used.homes)} ({ASSUMED}: "
         f"weights {size(used.weights)}, gradients {size(used.grads)}, optimizer {size(used.optimizer)}); "
         f"{size(memory.free)} free now",
         f"  {'lifetime':<12}{'guests, weights':>17}{'gradients':>12}{'transport':>12}{'with homes':>12}",
@@ -205,6 +214,17 @@ def table(memory: RankMemory, lifetime: str, *, rank: int, ranks: int) -> str:
     if used.expected > memory.free:
         lines.append(f"  {size(used.expected)} of this are to come, more than is free: it may run out of memory")
     return "\n".join(lines)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    """Ascending ranks as text, runs of them as "0-7"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def size(count: int) -> str:

@@ -200,13 +200,20 @@ class Forward(enum.Enum):
     OTHER = "evaluation, or without gradients"
 
 
-def purpose_of_forward(layer: Module) -> Forward:
-    """What the running forward of ``layer`` is for; under Megatron's checkpointing the first pass has no gradients."""
+def purpose_of_forward(layer: Module, *, gradients: bool | None) -> Forward:
+    """What the running forward of ``layer`` is for.
+
+    Under Megatron's checkpointing the first pass has no gradients, so it is the model chunk's forward around it that
+    tells training from evaluation.
+
+    Args:
+        gradients: whether that forward has them; ``None`` where none is running (``build_schedule_plan``).
+    """
     from megatron.core.tensor_parallel.random import is_checkpointing
 
     if torch._C._current_graph_task_id() != -1:
         return Forward.RECOMPUTED
-    trains = layer.training and (torch.is_grad_enabled() or is_checkpointing())
+    trains = layer.training and (torch.is_grad_enabled() or (is_checkpointing() and gradients is not False))
     return Forward.MICROBATCH if trains else Forward.OTHER
 
 

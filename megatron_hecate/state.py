@@ -17,7 +17,7 @@ from megatron_hecate.config import HecateConfig
 from megatron_hecate.dispatcher import physical_dispatcher
 from megatron_hecate.experts import PhysicalExperts
 from megatron_hecate.lend import Delivery, homes_of
-from megatron_hecate.memory import Need
+from megatron_hecate.memory import LIFETIMES, Need
 from megatron_hecate.metrics import LayerMetrics
 from megatron_hecate.model import ModelState
 from megatron_hecate.plan import (
@@ -81,10 +81,9 @@ class LayerState:
         """Sizes for the cost model, with the running iteration's microbatches."""
         microbatches = self.model.clock.microbatches or 1
         shape = self.experts.shape(self.token_bytes, microbatches=microbatches)
-        per_microbatch = {"iteration": (0, 0), "microbatch": (1, 1), "layer": (2, 1)}
-        fetches, returns = per_microbatch[self.config.lifetime]
+        lifetime = LIFETIMES[self.config.lifetime]
         return dataclasses.replace(
-            shape, fetches=max(1, fetches * microbatches), returns=max(1, returns * microbatches)
+            shape, fetches=max(1, lifetime.fetches * microbatches), returns=max(1, lifetime.returns * microbatches)
         )
 
     def observe(self, routing_map: Tensor) -> None:

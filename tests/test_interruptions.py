@@ -12,6 +12,7 @@ from ranks import ranks
 
 LIFETIMES = ("iteration", "microbatch", "layer")
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 
 
 def _hook(lifetime: str) -> Any:
@@ -59,14 +60,15 @@ def test_the_backward_uses_the_plan_of_the_forward(recompute: dict, lifetime: st
 
 
 @pytest.mark.parametrize("lifetime", LIFETIMES)
+@pytest.mark.parametrize("recompute", [{}, FULL, MOE], ids=["kept", "recomputed", "moe-recomputed"])
 @ranks(2, timeout=240)
-def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
+def test_evaluation_within_a_step_changes_nothing(recompute: dict, lifetime: str) -> None:
     """Between microbatches, and between a forward and its backward; in ``eval()``, or only without gradients."""
     import tiny_gpt
     import torch
     from test_parity import SAME, _largest_difference
 
-    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 4),))
+    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 4), *recompute.items()))
     tiny_gpt.initialize(case)
     forward_step, evaluated = tiny_gpt.forward_step, []
 

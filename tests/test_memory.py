@@ -29,7 +29,7 @@ LARGE = Need(slots=2, elements=65, dtype=torch.float32)  # 260 and 260
     [
         ([SMALL, LARGE], "iteration", 1, Frames((512, 1024), (1024, 1024), 2560)),
         ([SMALL, LARGE], "microbatch", 3, Frames((1024, 1024, 1024), (1024, 1024), 2560)),
-        ([SMALL, LARGE, SMALL], "layer", 9, Frames((1024, 1024), (1024, 1024), 2560)),
+        ([SMALL, LARGE, SMALL], "layer", 9, Frames((512, 1024), (1024, 1024), 2560)),
         ([SMALL], "layer", 1, Frames((512,), (1024,), 2560)),
         ([Need(slots=0, elements=100, dtype=torch.float32)] * 3, "iteration", 1, Frames((), (), 0)),
         ([Need(slots=1, elements=64, dtype=torch.float64)], "iteration", 1, Frames((512,), (512,), 2560)),

@@ -72,7 +72,7 @@ class _Run:
     def __init__(self, seed: int, wire: _Wire) -> None:
         self.rng, self.wire = random.Random(seed), wire
         rng = self.rng
-        self.lifetime = rng.choice(LIFETIMES)
+        self.lifetime = rng.choice(list(LIFETIMES))
         self.layers, self.passes, self.microbatches = rng.randint(1, 5), rng.randint(1, 3), rng.randint(1, 5)
         self.ahead, self.block = rng.random() < 0.5, rng.choice([0, 0, 1, 2, 3])  # block: layers recomputed together
         needs = [Need(slots=2, elements=rng.randint(1, 9), dtype=torch.float32) for _ in range(self.layers)]

@@ -198,15 +198,15 @@ def test_what_cannot_fit_is_refused(lifetime: str, free: tuple[int, ...], messag
 
 
 def test_the_table() -> None:
-    assert report.table(_ranks(100_000)[0], "layer", rank=3, ranks=8) == (
-        "expert memory of rank 3, the largest of 8: homes 216.0 MiB (Adam, state not sharded: weights 24.0 MiB, "
+    assert report.table(_ranks(100_000)[0], "layer", ranks=[0, 1, 2, 5]) == (
+        "expert memory of rank 0-2, 5: homes 216.0 MiB (Adam, state not sharded: weights 24.0 MiB, "
         "gradients 48.0 MiB, optimizer 144.0 MiB); 97.7 GiB free now\n"
         "  lifetime      guests, weights   gradients   transport  with homes\n"
         "> layer                 8.0 MiB    16.0 MiB    20.0 MiB   260.0 MiB (+20.4%)\n"
         "  iteration            16.0 MiB    32.0 MiB    20.0 MiB   284.0 MiB (+31.5%)\n"
         "  microbatch           16.0 MiB    16.0 MiB    20.0 MiB   268.0 MiB (+24.1%)"
     )
-    tight = report.table(_ranks(FREE["layer"] - 1)[0], "layer", rank=0, ranks=1).splitlines()
+    tight = report.table(_ranks(FREE["layer"] - 1)[0], "layer", ranks=[0]).splitlines()
     assert len(tight) == 6
     assert tight[-1] == "  236.0 MiB of this are to come, more than is free: it may run out of memory"
 
