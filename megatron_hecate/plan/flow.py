@@ -12,17 +12,40 @@ Arrays that the functions here share:
     served  [R * P]  tokens each slot serves
     load    [R]      tokens each rank serves
 
-`level` is Dinic's maximum flow (blocking flows along shortest paths) inside Dinkelbach's iteration for the ratio
-``tokens confined to a set of ranks / ranks of that set``, whose maximum is the smallest possible largest rank load.
+`level` is a maximum flow inside Dinkelbach's iteration for the ratio ``tokens confined to a set of ranks / ranks of
+that set``, whose maximum is the smallest possible largest rank load. The flow goes in waves: tokens above the cap move
+along shortest ways to ranks with room, from the farthest ranks to the nearest, and stay where they do not get on.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
 
 NO_LIMIT: int = 1 << 62
+
+
+class Links(NamedTuple):
+    """The slots whose tokens can be served elsewhere: a *link* joins each with its expert, if that has other holders.
+
+    Args:
+        slot: [L] a link's physical slot; links are ordered by expert, as in ``where``.
+        rank: [L] its rank.
+        expert: [L] its expert, among the X that have several holders.
+        begin: [X + 1] where the links of each expert begin.
+        first: [R + 2] where those of each rank begin in ``by_rank``; one more than needed.
+        by_rank: [L] links by rank, then expert.
+    """
+
+    slot: np.ndarray
+    rank: np.ndarray
+    expert: np.ndarray
+    begin: np.ndarray
+    first: np.ndarray
+    by_rank: np.ndarray
 
 
 @compiled
@@ -48,6 +71,40 @@ def holders(table: np.ndarray, order: np.ndarray, num_experts: int, spare: int) 
 
 
 @compiled
+def _links(table: np.ndarray, count: np.ndarray, where: np.ndarray, num_ranks: int) -> Links:
+    """The links of a graph."""
+    slots = len(table) // num_ranks
+    rank_of = np.empty(len(table), np.int64)  # of each slot; a division for each look would take longer
+    for r in range(num_ranks):
+        rank_of[r * slots : (r + 1) * slots] = r
+    size = 0
+    for e in range(len(count)):
+        size += count[e] if count[e] > 1 else 0
+    slot, rank, expert = np.empty(size, np.int64), np.empty(size, np.int64), np.empty(size, np.int64)
+    begin = np.empty(len(count) + 1, np.int64)
+    first = np.zeros(num_ranks + 2, np.int64)
+    i, x = 0, 0
+    for e in range(len(count)):
+        if count[e] > 1:
+            begin[x] = i
+            for k in range(count[e]):
+                slot[i] = where[e, k]
+                rank[i] = rank_of[slot[i]]
+                expert[i] = x
+                first[rank[i] + 2] += 1
+                i += 1
+            x += 1
+    begin[x] = i
+    for r in range(num_ranks):
+        first[r + 2] += first[r + 1]
+    by_rank = np.empty(size, np.int64)
+    for i in range(size):
+        by_rank[first[rank[i] + 1]] = i
+        first[rank[i] + 1] += 1
+    return Links(slot, rank, expert, begin[: x + 1], first, by_rank)
+
+
+@compiled
 def level(
     table: np.ndarray,
     count: np.ndarray,
@@ -63,154 +120,152 @@ def level(
     """Move tokens, in place, until the largest rank load is as small as it can be.
 
     A token never leaves a slot of expert e that serves ``least[e]`` [E] or fewer. A largest load of ``enough`` is small
-    enough. When the optimum is above ``most``, stop as soon as that is known, and in any case after so many ``rounds``.
+    enough. When the optimum is above ``most``, stop as soon as that is known. With a number of ``rounds``, move in at
+    most so many what can be moved off ranks above ``enough``, and the mean, whatever is blocked.
 
     Returns:
         The optimum (``enough``, if that is larger), or something above ``most``. ``visited`` [R] then marks a
         set of ranks that explains a largest load above the mean: their tokens cannot leave it.
     """
     num_ranks = len(load)
-    slots = len(table) // num_ranks
-    rank_of = np.empty(len(table), np.int64)  # of each slot; a division for each look would take longer
-    total = 0
-    for r in range(num_ranks):
-        total += load[r]
-        visited[r] = False
-        rank_of[r * slots : (r + 1) * slots] = r
-    cap = max(enough, -(-total // num_ranks))
-    depth = np.empty(num_ranks, np.int64)  # of ranks and of experts in the breadth-first search, -1: not reached
-    expert_depth = np.empty(len(count), np.int64)
+    links = _links(table, count, where, num_ranks)
+    slot, rank, expert, begin, first, by_rank = links
+    spare = np.empty(len(slot), np.int64)  # tokens that may leave by each link
+    for i in range(len(slot)):
+        spare[i] = served[slot[i]] - least[table[slot[i]]]
+    visited[:] = False
+    cap = max(enough, -(-load.sum() // num_ranks))
+    hops = np.empty(num_ranks, np.int64)  # from each rank to one with room, -1: none, or not looked at
     queue = np.empty(num_ranks, np.int64)
-    rank_arc = np.empty(num_ranks, np.int64)  # next slot a rank tries, next holder an expert tries
-    expert_arc = np.empty(len(count), np.int64)
-    path = np.empty(num_ranks + 1, np.int64)  # ranks, and the slots their tokens leave by
-    left_by = np.empty(num_ranks + 1, np.int64)
+    seen = np.empty(len(begin) - 1, np.bool_)
+    result = NO_LIMIT
     for _ in range(rounds):
-        # breadth-first from all ranks above the cap, to the nearest with room
-        depth[:] = -1
-        expert_depth[:] = -1
-        tail = 0
+        # breadth-first, back from all ranks with room, as far as there are ranks above the cap
+        seen[:] = False
+        found, above = 0, 0
         for r in range(num_ranks):
-            if load[r] > cap:
-                depth[r] = 0
-                rank_arc[r] = r * slots
-                queue[tail] = r
-                tail += 1
-        if tail == 0:
-            return cap
-        sources = tail
-        found = num_ranks + 1  # depth at which there is room
-        head = 0
-        while head < tail:
-            a = queue[head]
+            hops[r] = -1
+            if load[r] < cap:
+                hops[r] = 0
+                queue[found] = r
+                found += 1
+            elif load[r] > cap:
+                above += 1
+        if above == 0:
+            result = cap
+            break
+        roomy, blocked, head = found, above, 0
+        while head < found and blocked > 0:
+            b = queue[head]
             head += 1
-            if depth[a] >= 2 * found:  # a little farther than to the nearest: fewer searches in all
-                break
-            for c in range(a * slots, (a + 1) * slots):
-                e = table[c]
-                if e < 0 or count[e] < 2 or expert_depth[e] >= 0 or served[c] <= least[e]:
+            far = hops[b] + 1
+            for at in range(first[b], first[b + 1]):
+                x = expert[by_rank[at]]
+                if seen[x]:
                     continue
-                expert_depth[e] = depth[a]
-                expert_arc[e] = 0
-                for k in range(count[e]):
-                    b = rank_of[where[e, k]]
-                    if depth[b] < 0:
-                        depth[b] = depth[a] + 1
-                        queue[tail] = b
-                        tail += 1
-                        rank_arc[b] = b * slots
-                        if load[b] < cap:
-                            found = min(found, depth[b])
-        if found > num_ranks:  # nothing leaves the ranks that were reached, nor any part of them without ways between
-            cap = _confined(count, where, rank_of, load, expert_depth, queue[:tail], visited)
+                seen[x] = True
+                for i in range(begin[x], begin[x + 1]):
+                    a = rank[i]
+                    if hops[a] < 0 and spare[i] > 0:
+                        hops[a] = far
+                        queue[found] = a
+                        found += 1
+                        blocked -= load[a] > cap
+        if blocked > 0 and rounds == NO_LIMIT:  # the cap is too low: no need to look how other ranks get below it
+            cap = _confined(links, spare, load, cap, hops, queue, seen, visited)
             if cap > most:
-                return cap
+                result = cap
+                break
             continue
-        # depth-first along arcs that lead one level down
-        for i in range(sources):
-            source = queue[i]
-            while load[source] > cap:
-                top = 0
-                path[0] = source
-                end = -1
-                while top >= 0:
-                    a = path[top]
-                    if load[a] < cap:
-                        end = a
+        if blocked == above:
+            break
+        # from the farthest ranks to the nearest, what is above the cap goes one hop
+        for t in range(found - 1, roomy - 1, -1):
+            a = queue[t]
+            excess = load[a] - cap
+            if excess <= 0:
+                continue
+            near = hops[a] - 1
+            for at in range(first[a], first[a + 1]):
+                i = by_rank[at]
+                can = min(excess, spare[i])
+                if can == 0:
+                    continue
+                for j in range(begin[expert[i]], begin[expert[i] + 1]):
+                    b = rank[j]
+                    if hops[b] != near:
+                        continue
+                    amount = can
+                    if near == 0:  # no more than fits
+                        amount = min(can, cap - load[b])
+                    spare[i] -= amount
+                    spare[j] += amount
+                    load[b] += amount
+                    excess -= amount
+                    can -= amount
+                    if can == 0:
                         break
-                    step = -1
-                    while rank_arc[a] < (a + 1) * slots:
-                        c = rank_arc[a]
-                        e = table[c]
-                        if e >= 0 and expert_depth[e] == depth[a] and served[c] > least[e]:
-                            while expert_arc[e] < count[e]:
-                                b = rank_of[where[e, expert_arc[e]]]
-                                if depth[b] == depth[a] + 1:
-                                    step = b
-                                    break
-                                expert_arc[e] += 1
-                            if step >= 0:
-                                left_by[top] = c
-                                break
-                        rank_arc[a] += 1
-                    if step >= 0:
-                        top += 1
-                        path[top] = step
-                    else:
-                        depth[a] = -2  # dead end
-                        top -= 1
-                        if top >= 0:
-                            expert_arc[table[left_by[top]]] += 1
-                if end < 0:
+                if excess == 0:
                     break
-                amount = min(load[source] - cap, cap - load[end])
-                for k in range(top):
-                    c = left_by[k]
-                    amount = min(amount, served[c] - least[table[c]])
-                for k in range(top):
-                    c = left_by[k]
-                    e = table[c]
-                    served[c] -= amount
-                    served[where[e, expert_arc[e]]] += amount
-                load[source] -= amount
-                load[end] += amount
-                if load[end] >= cap:
-                    depth[end] = -2
-    return NO_LIMIT
+            load[a] = cap + excess
+    for i in range(len(slot)):
+        served[slot[i]] = spare[i] + least[table[slot[i]]]
+    return result
 
 
 @compiled
 def _confined(
-    count: np.ndarray,
-    where: np.ndarray,
-    rank_of: np.ndarray,
+    links: Links,
+    spare: np.ndarray,
     load: np.ndarray,
-    expert_depth: np.ndarray,
-    reached: np.ndarray,
+    cap: int,
+    hops: np.ndarray,
+    queue: np.ndarray,
+    seen: np.ndarray,
     visited: np.ndarray,
 ) -> int:
-    """The largest mean load, rounded up, of the parts that the ``reached`` ranks fall into; ``visited`` marks it.
+    """The largest mean load, rounded up, of the parts that blocked ranks and those they reach fall into.
 
-    Ranks are in one part when an expert passes tokens between them, those with an ``expert_depth``.
+    Ranks are in one part when an expert passes tokens between them. ``visited`` marks the part; ``queue`` and ``seen``
+    are room to work in.
     """
     part = np.arange(len(load))  # a rank of the same part, nearer to its first
-    for e in range(len(count)):
-        if expert_depth[e] >= 0:
-            a = _first(part, rank_of[where[e, 0]])
-            for k in range(1, count[e]):
-                b = _first(part, rank_of[where[e, k]])
+    visited[:] = False
+    seen[:] = False
+    tail = 0
+    for r in range(len(load)):
+        if load[r] > cap and hops[r] < 0:
+            visited[r] = True
+            queue[tail] = r
+            tail += 1
+    head = 0
+    while head < tail:
+        r = queue[head]
+        head += 1
+        for at in range(links.first[r], links.first[r + 1]):
+            i = links.by_rank[at]
+            x = links.expert[i]
+            if seen[x] or spare[i] == 0:
+                continue
+            seen[x] = True
+            a = _first(part, r)
+            for j in range(links.begin[x], links.begin[x + 1]):
+                if not visited[links.rank[j]]:
+                    visited[links.rank[j]] = True
+                    queue[tail] = links.rank[j]
+                    tail += 1
+                b = _first(part, links.rank[j])
                 part[max(a, b)] = min(a, b)
                 a = min(a, b)
     total, ranks = np.zeros(len(load), np.int64), np.zeros(len(load), np.int64)
-    for r in reached:
+    for r in queue[:tail]:
         total[_first(part, r)] += load[r]
         ranks[_first(part, r)] += 1
     cap, fullest = 0, 0
     for r in range(len(load)):
         if ranks[r] > 0 and -(-total[r] // ranks[r]) > cap:
             cap, fullest = -(-total[r] // ranks[r]), r
-    visited[:] = False
-    for r in reached:
+    for r in queue[:tail]:
         visited[r] = _first(part, r) == fullest
     return cap
 

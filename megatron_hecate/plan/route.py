@@ -21,7 +21,7 @@ from megatron_hecate.plan.origin import Origin, origins, start
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.world import World
 
-ROUNDS: int = 12  # searches for tokens that can move for nothing, before prices are looked at
+ROUNDS: int = 32  # waves of tokens that can move for nothing, before prices are looked at
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,7 +153,8 @@ def _served(origin: Origin, graph: Graph) -> np.ndarray:
     lowest = -(-load.sum() // len(load))
     if _level(graph, movable, load, lowest, lowest, ROUNDS) == lowest:
         return fixed + movable
-    cap = _largest(origin.total, graph)
+    served, its_load = fixed + movable, load.copy()
+    cap = _level(graph, served, its_load, lowest, NO_LIMIT, NO_LIMIT)
     num_slots = len(fixed)
     flow = np.zeros(num_slots + len(graph.group_begin), np.int64)
     for c in range(num_slots):
