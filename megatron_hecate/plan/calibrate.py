@@ -154,7 +154,7 @@ def _search(
     mean = load.sum() // num_ranks
     inside = np.empty(num_ranks, np.bool_)
     seen = np.empty(num_ranks, np.bool_)
-    cap = level(table, count, where, served, load, least, 0, NO_LIMIT, inside)
+    cap = level(table, count, where, served, load, least, 0, NO_LIMIT, inside, NO_LIMIT, True)
     excess = _above(load, mean)
     largest[0] = cap
     late = np.zeros(len(table), np.bool_)
@@ -170,7 +170,9 @@ def _search(
             new_table, new_count, new_where = table.copy(), count.copy(), where.copy()
             new_served, new_load = served.copy(), load.copy()
             _put(slot_of[i], expert_of[i], home, new_table, new_count, new_where, new_served, new_load)
-            new_cap = level(new_table, new_count, new_where, new_served, new_load, least, 0, best_cap, seen)
+            new_cap = level(
+                new_table, new_count, new_where, new_served, new_load, least, 0, best_cap, seen, NO_LIMIT, True
+            )  # fmt: skip
             if new_cap > best_cap:
                 continue
             new_excess = _above(new_load, mean)
@@ -181,7 +183,7 @@ def _search(
         swaps[found, 0], swaps[found, 1] = slot_of[best], expert_of[best]
         late[slot_of[best]] = True
         _put(slot_of[best], expert_of[best], home, table, count, where, served, load)
-        cap = level(table, count, where, served, load, least, 0, NO_LIMIT, inside)
+        cap = level(table, count, where, served, load, least, 0, NO_LIMIT, inside, NO_LIMIT, True)
         excess = _above(load, mean)
         largest[found + 1] = cap
     return len(swaps)

@@ -116,12 +116,13 @@ def level(
     most: int,
     visited: np.ndarray,
     rounds: int = NO_LIMIT,
+    patient: bool = False,
 ) -> int:
     """Move tokens, in place, until the largest rank load is as small as it can be.
 
     A token never leaves a slot of expert e that serves ``least[e]`` [E] or fewer. A largest load of ``enough`` is small
-    enough. When the optimum is above ``most``, stop as soon as that is known. With a number of ``rounds``, move in at
-    most so many what can be moved off ranks above ``enough``, and the mean, whatever is blocked.
+    enough. When the optimum is above ``most``, stop as soon as that is known, and in any case after so many ``rounds``.
+    A ``patient`` search first moves all that can get to the mean, or ``enough``, however high the optimum is.
 
     Returns:
         The optimum (``enough``, if that is larger), or something above ``most``. ``visited`` [R] then marks a
@@ -171,14 +172,12 @@ def level(
                         queue[found] = a
                         found += 1
                         blocked -= load[a] > cap
-        if blocked > 0 and rounds == NO_LIMIT:  # the cap is too low: no need to look how other ranks get below it
+        if blocked > 0 and (blocked == above or not patient):
             cap = _confined(links, spare, load, cap, hops, queue, seen, visited)
             if cap > most:
                 result = cap
                 break
             continue
-        if blocked == above:
-            break
         # from the farthest ranks to the nearest, what is above the cap goes one hop
         for t in range(found - 1, roomy - 1, -1):
             a = queue[t]

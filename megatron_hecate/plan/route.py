@@ -123,15 +123,17 @@ def _largest(total: np.ndarray, graph: Graph) -> int:
             c = graph.where[e, k]
             served[c] = part if k else total[e] - part * (graph.count[e] - 1)
             load[graph.rank_of[c]] += served[c]
-    return _level(graph, served, load, 0, NO_LIMIT, NO_LIMIT)
+    return _level(graph, served, load, 0, NO_LIMIT, NO_LIMIT, False)
 
 
 @compiled
-def _level(graph: Graph, served: np.ndarray, load: np.ndarray, enough: int, most: int, rounds: int) -> int:
+def _level(
+    graph: Graph, served: np.ndarray, load: np.ndarray, enough: int, most: int, rounds: int, patient: bool
+) -> int:
     """`flow.level` without tokens that must stay."""
     least = np.zeros(len(graph.count), np.int64)
     visited = np.empty(len(load), np.bool_)
-    return level(graph.table, graph.count, graph.where, served, load, least, enough, most, visited, rounds)
+    return level(graph.table, graph.count, graph.where, served, load, least, enough, most, visited, rounds, patient)
 
 
 @compiled
@@ -151,10 +153,10 @@ def _served(origin: Origin, graph: Graph) -> np.ndarray:
     fixed, movable, load = start(origin, graph)
     # most of what must move can do so for nothing, and finds its way sooner when prices are not looked at
     lowest = -(-load.sum() // len(load))
-    if _level(graph, movable, load, lowest, lowest, ROUNDS) == lowest:
+    if _level(graph, movable, load, lowest, lowest, ROUNDS, True) == lowest:
         return fixed + movable
     served, its_load = fixed + movable, load.copy()
-    cap = _level(graph, served, its_load, lowest, NO_LIMIT, NO_LIMIT)
+    cap = _level(graph, served, its_load, lowest, NO_LIMIT, NO_LIMIT, False)
     num_slots = len(fixed)
     flow = np.zeros(num_slots + len(graph.group_begin), np.int64)
     for c in range(num_slots):
