@@ -27,7 +27,9 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
-    packages=find_packages(include=["megatron_hecate", "megatron_hecate.*"]),
+    packages=[*find_packages(include=["megatron_hecate", "megatron_hecate.*"]), "megatron_hecate.kernels"],
+    package_dir={"megatron_hecate.kernels": "kernels"},  # sources, compiled at first use
+    package_data={"megatron_hecate.kernels": ["*.cuh", "*.cu", "*.cpp"]},
     python_requires=">=3.11",
     install_requires=["torch>=2.11", "numba", "numpy", "packaging"],
     extras_require={

@@ -1,0 +1,79 @@
+// The kernels: a grid of blocks, all of which take part in the transfers of one GPU. blockIdx.y picks the rank where
+// several live on it (tests); each has the same number of blocks.
+#include "transfer.cuh"
+
+namespace fssdp {
+
+struct Device {
+  FSSDP_FN u32 id() const { return threadIdx.x; }
+  FSSDP_FN u32 count() const { return blockDim.x; }
+  FSSDP_FN u32 block() const { return blockIdx.x; }
+  FSSDP_FN u32 blocks() const { return gridDim.x; }
+  FSSDP_FN bool all(bool value) const { return __syncthreads_and(value) != 0; }
+  FSSDP_FN void pause() const { __nanosleep(64); }
+  FSSDP_FN u64 clock() const {
+    u64 now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+  }
+  FSSDP_FN u32 load_acquire(const u32* at) const {
+    u32 value;
+    asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+  }
+  FSSDP_FN void store_release(u32* at, u32 value) const {
+    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+  }
+  FSSDP_FN void store_relaxed(u32* at, u32 value) const {
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+  }
+  FSSDP_FN u32 add_acq_rel(u32* at, u32 value) const {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(value) : "memory");
+    return before;
+  }
+  // Never through the read-only cache: peers write what this kernel reads while it runs.
+  FSSDP_FN Vector load(const Vector* at) const {
+    Vector v;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(at)
+                 : "memory");
+    return v;
+  }
+  FSSDP_FN void store(Vector* at, const Vector& v) const {
+    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.word[0]), "r"(v.word[1]), "r"(v.word[2]),
+                 "r"(v.word[3])
+                 : "memory");
+  }
+  template <class T>
+  FSSDP_FN T load(const T* at) const {
+    return *(const volatile T*)at;
+  }
+  template <class T>
+  FSSDP_FN void store(T* at, T value) const {
+    *(volatile T*)at = value;
+  }
+  // The record lies in memory of the host. Nothing may compute with what did not come: the context ends here.
+  FSSDP_FN void fail(Failure* record, const Failure& why) const {
+    if (atomicCAS_system(&record->failed, 0u, why.failed) == 0u) {
+      record->rank = why.rank;
+      record->peer = why.peer;
+      record->expected = why.expected;
+      record->seen = why.seen;
+    }
+    __threadfence_system();
+    __trap();
+  }
+};
+
+}  // namespace fssdp
+
+// `transfers`: one per rank on this GPU.
+#define FSSDP_KERNEL(NAME, OP)                                                                                   \
+  extern "C" __global__ void __launch_bounds__(512, 1) NAME(const fssdp::Transfer* transfers) {                  \
+    fssdp::Device th;                                                                                            \
+    fssdp::transfer<OP>(th, transfers[blockIdx.y]);                                                              \
+  }
+FSSDP_KERNEL(fssdp_gather, fssdp::Gather)
+FSSDP_KERNEL(fssdp_reduce, fssdp::Reduce)

@@ -1,0 +1,51 @@
+// The copies of a step.
+#pragma once
+#include "signals.cuh"
+
+namespace fssdp {
+
+struct alignas(VECTOR) Vector {
+  u32 word[4];
+};
+
+FSSDP_FN bool aligned(u64 a, u64 b) { return ((a | b) & (VECTOR - 1)) == 0; }
+
+// `length` bytes, by the whole block; IN_FLIGHT accesses per thread.
+template <int IN_FLIGHT, class Thread>
+FSSDP_FN void copy(Thread& th, u64 dst, u64 src, u64 length) {
+  const u32 stride = th.count(), vectors = aligned(dst, src) ? (u32)(length / VECTOR) : 0u;
+  const Vector* from = (const Vector*)src;
+  Vector* to = (Vector*)dst;
+  u32 i = th.id();
+  for (; i + (IN_FLIGHT - 1) * stride < vectors; i += IN_FLIGHT * stride) {
+    Vector held[IN_FLIGHT];
+    FSSDP_UNROLL
+    for (int k = 0; k < IN_FLIGHT; ++k) held[k] = th.load(from + i + k * stride);
+    FSSDP_UNROLL
+    for (int k = 0; k < IN_FLIGHT; ++k) th.store(to + i + k * stride, held[k]);
+  }
+  for (; i < vectors; i += stride) th.store(to + i, th.load(from + i));
+  for (u64 b = (u64)vectors * VECTOR + th.id(); b < length; b += stride)  // the tail, or all of what is not aligned
+    th.store((unsigned char*)dst + b, th.load((const unsigned char*)src + b));
+}
+
+template <int IN_FLIGHT, class Thread>
+FSSDP_FN bool copies(Thread& th, const Transfer& t, u32 step) {
+  const Step& s = t.steps[step];
+  const Copy* items = (const Copy*)s.items;
+  Ranks ready = {0, 0};
+  u32 at = 0;
+  for (u32 tile = th.block(); tile < s.tiles; tile += th.blocks()) {
+    at = seek(items, s.count, at, tile);
+    const Copy c = items[at];
+    if (c.rank != LOCAL && !has(ready, c.rank)) {
+      if (!await(th, t, c.rank, t.begin + step)) return false;
+      put(ready, c.rank);
+    }
+    const Span part = span(c.bytes, tile, c.first_tile);
+    copy<IN_FLIGHT>(th, c.dst + part.begin, c.src + part.begin, part.length);
+  }
+  return true;
+}
+
+}  // namespace fssdp

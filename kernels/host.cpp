@@ -1,0 +1,139 @@
+// The same transfers on the host: threads stand in for a GPU's. For tests of the schedule, and for CPU ranks of one
+// machine, whose memory is shared.
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "transfer.cuh"
+
+#ifdef FSSDP_STALLS  // threads stop at random, so that rare orders come up
+#include <random>
+#endif
+
+namespace fssdp {
+
+// __syncthreads_and.
+class Barrier {
+ public:
+  explicit Barrier(u32 threads) : threads_(threads) {}
+  bool all(bool value) {
+    if (threads_ == 1) return value;
+    std::unique_lock<std::mutex> lock(mutex_);
+    and_ = and_ && value;
+    const u64 round = round_;
+    if (++arrived_ == threads_) {
+      result_ = and_;
+      and_ = true;
+      arrived_ = 0;
+      ++round_;
+      wake_.notify_all();
+    } else {
+      wake_.wait(lock, [&] { return round_ != round; });
+    }
+    return result_;
+  }
+
+ private:
+  const u32 threads_;
+  u32 arrived_ = 0;
+  u64 round_ = 0;
+  bool and_ = true, result_ = true;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+};
+
+class Host {
+ public:
+  Host(u32 id, u32 threads, u32 block, u32 blocks, Barrier& barrier)
+      : id_(id), threads_(threads), block_(block), blocks_(blocks), barrier_(barrier) {}
+  u32 id() const { return id_; }
+  u32 count() const { return threads_; }
+  u32 block() const { return block_; }
+  u32 blocks() const { return blocks_; }
+  bool all(bool value) {
+    stall();
+    return barrier_.all(value);
+  }
+  void pause() const { std::this_thread::sleep_for(std::chrono::microseconds(20)); }
+  u64 clock() const {
+    return (u64)std::chrono::duration_cast<std::chrono::nanoseconds>(
+               std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+  }
+  u32 load_acquire(const u32* at) const { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
+  void store_release(u32* at, u32 value) const {
+    stall();
+    __atomic_store_n(at, value, __ATOMIC_RELEASE);
+  }
+  void store_relaxed(u32* at, u32 value) const { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
+  u32 add_acq_rel(u32* at, u32 value) const {
+    stall();
+    return __atomic_fetch_add(at, value, __ATOMIC_ACQ_REL);
+  }
+  template <class T>
+  T load(const T* at) const {
+    return *at;
+  }
+  template <class T>
+  void store(T* at, const T& value) const {
+    *at = value;
+  }
+  void fail(Failure* record, const Failure& why) const {
+    u32 none = 0;
+    if (__atomic_compare_exchange_n(&record->failed, &none, 2u, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+      record->rank = why.rank;
+      record->peer = why.peer;
+      record->expected = why.expected;
+      record->seen = why.seen;
+      __atomic_store_n(&record->failed, why.failed, __ATOMIC_RELEASE);
+    }
+  }
+
+ private:
+  static void stall() {
+#ifdef FSSDP_STALLS
+    thread_local std::minstd_rand random((u32)std::hash<std::thread::id>()(std::this_thread::get_id()));
+    const u32 drawn = (u32)random() % 64;
+    if (drawn < 4) std::this_thread::sleep_for(std::chrono::microseconds(1u << (2 * drawn + 2)));
+    if (drawn < 24) std::this_thread::yield();
+#endif
+  }
+  const u32 id_, threads_, block_, blocks_;
+  Barrier& barrier_;
+};
+
+// One rank's grid; returns when all its threads have ended.
+template <class Op>
+void run(const Transfer& t, u32 blocks, u32 threads) {
+  std::vector<Barrier*> barriers;
+  std::vector<std::thread> running;
+  for (u32 b = 0; b < blocks; ++b) {
+    barriers.push_back(new Barrier(threads));
+    for (u32 i = 0; i < threads; ++i) {
+      Host th(i, threads, b, blocks, *barriers[b]);
+      if (blocks * threads == 1)
+        transfer<Op>(th, t);
+      else
+        running.emplace_back([th, &t]() mutable { transfer<Op>(th, t); });
+    }
+  }
+  for (auto& thread : running) thread.join();
+  for (auto* barrier : barriers) delete barrier;
+}
+
+}  // namespace fssdp
+
+extern "C" {
+int fssdp_gather(const fssdp::Transfer* t, unsigned blocks, unsigned threads) {
+  fssdp::run<fssdp::Gather>(*t, blocks, threads);
+  return (int)t->failure->failed;
+}
+int fssdp_reduce(const fssdp::Transfer* t, unsigned blocks, unsigned threads) {
+  fssdp::run<fssdp::Reduce>(*t, blocks, threads);
+  return (int)t->failure->failed;
+}
+unsigned fssdp_size_of_transfer() { return sizeof(fssdp::Transfer); }
+}

@@ -1,0 +1,28 @@
+// A whole transfer: its steps one after the other, and the end, when nobody reads this rank's memory any more.
+#pragma once
+#include "reduce.cuh"
+
+namespace fssdp {
+
+struct Gather {
+  template <class Thread>
+  FSSDP_FN static bool run(Thread& th, const Transfer& t, u32 step) { return copies<8>(th, t, step); }
+};
+struct Reduce {
+  template <class Thread>
+  FSSDP_FN static bool run(Thread& th, const Transfer& t, u32 step) { return sums<4>(th, t, step); }
+};
+
+template <class Op, class Thread>
+FSSDP_FN void transfer(Thread& th, const Transfer& t) {
+  if (th.block() == 0) tell(th, t, t.begin);  // what this rank had before may be read
+  for (u32 step = 0; step < t.num_steps; ++step) {
+    if (!Op::run(th, t, step)) return;
+    finish(th, t, step);
+  }
+  if (th.block() == 0)
+    for (i32 r = 0; r < t.world; ++r)
+      if (has(t.peers, r) && !await(th, t, r, t.begin + t.num_steps)) return;
+}
+
+}  // namespace fssdp
