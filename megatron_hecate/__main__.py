@@ -15,6 +15,7 @@ import warnings
 from pathlib import Path
 
 from megatron_hecate import __version__, config
+from megatron_hecate import compile as kernels
 
 DESCRIPTION = (
     "Run a Megatron pretraining script with the --moe-fssdp flags. --check prints versions and whether FSSDP fits. "
@@ -89,7 +90,9 @@ def check() -> int:
         print(f"  - {problem}")
     training = importlib.util.find_spec("megatron.training") is not None
     print(f"megatron.training: {'found, --moe-fssdp flags work' if training else 'not found; use the hook'}")
-    print("transports: p2p (torch.distributed point-to-point; gloo or NCCL)")
+    print("transport p2p: torch.distributed point-to-point, on gloo or NCCL")
+    for line in kernels.describe():
+        print(f"transport sm: {line}")
     return 1 if problems else 0
 
 

@@ -29,6 +29,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from megatron_hecate import p2p
 from megatron_hecate.p2p import Batches
 from megatron_hecate.plan.placement import Placement
+from megatron_hecate.schedule import Loan
+from megatron_hecate.sm import Sm
 from megatron_hecate.transfer import Transfer
 
 
@@ -85,12 +87,30 @@ class Route:
         return [x for pair in self.sends for x in pair], [x for pair in self.recvs for x in pair], list(self.turns)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fused:
+    """What the ``sm`` transport needs to know of one transfer beside the route: all ranks' part in it.
+
+    Args:
+        sm: the transport.
+        loans: all guests that are moved, of all ranks.
+        rows: the layer's frame, row by row: of weights or of gradients.
+        outbox: memory for the chunks that this rank lends.
+    """
+
+    sm: Sm
+    loans: Sequence[Loan]
+    rows: Sequence[Tensor]
+    outbox: Sequence[Tensor]
+
+
 def start_gather(
     homes: Sequence[Sequence[Tensor]],
     route: Route,
     guests: Sequence[Tensor],
     group: dist.ProcessGroup,
     *,
+    fused: Fused | None = None,
     label: str,
     timeout: float,
     timed: bool = False,
@@ -100,8 +120,13 @@ def start_gather(
     Args:
         guests: memory for each guest in the order of ``route.experts``, [chunk], contiguous; nothing else may write
             it, nor write the homes, until the transfer is over.
+        fused: for the ``sm`` transport; ``None`` moves by `p2p`.
         timed: whether the transfer will be asked how long it took.
     """
+    if fused is not None:
+        steps = fused.sm.gather(homes, fused.loans, fused.outbox, fused.rows, label=label, timeout=timeout)
+        device = homes[0][0].device
+        return Transfer(steps, device, what="spAG", label=label, timed=timed, queue=fused.sm.queue)
     tensors = [t.detach() for expert in homes for t in expert]
     batches = Batches(group, label=label, timeout=timeout)
     steps = p2p.gather(tensors, len(homes[0]), route.sends, route.recvs, guests, batches=batches)
@@ -115,6 +140,8 @@ def start_reduce(
     add: Callable[[int, Tensor], None],
     group: dist.ProcessGroup,
     *,
+    fused: Fused | None = None,
+    totals: Callable[[int], Sequence[Tensor] | None] = lambda home: None,
     label: str,
     timeout: float,
 ) -> Transfer:
@@ -126,7 +153,12 @@ def start_reduce(
         staging: n >= 2 chunks of memory, of the dtype of ``grads``: chunks arrive n - 1 at a time and are summed in
             the last one. All ranks must give the same n.
         add: called with each lent home's index and sum [chunk], ascending, while the transfer runs or is waited for.
+        fused: for the ``sm`` transport, which needs no staging; ``None`` moves by `p2p`.
+        totals: for ``sm``: looks up fp32 memory to which a lent home's sum is added, instead of calling ``add``.
     """
+    if fused is not None:
+        steps = fused.sm.reduce(fused.rows, fused.loans, totals, add, label=label, timeout=timeout)
+        return Transfer(steps, fused.rows[0].device, what="spRS", label=label, queue=fused.sm.queue)
     batches = Batches(group, label=label, timeout=timeout)
     steps = p2p.reduce(grads, route.sends, route.recvs, route.turns, staging, add, batches=batches)
     return Transfer(steps, staging[0].device, what="spRS", label=label)

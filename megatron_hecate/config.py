@@ -9,6 +9,7 @@ import typing
 from typing import Any, Literal
 
 PREFIX = "moe_fssdp"
+AUTO = "auto"  # of a setting that chooses by itself
 SHORTEST, LONGEST = 1e-3, 1e8  # seconds of a timeout; process groups take no more
 
 
@@ -34,7 +35,9 @@ class HecateConfig:
         "experts' gradients and optimizer state; it leaves no room for activations.",
     )
     transport: Literal["auto", "p2p", "sm", "ce"] = _flag(
-        "auto", "How expert weights and gradients travel; only p2p is built, and auto picks it."
+        "auto",
+        "How expert weights and gradients travel: p2p, by torch.distributed; sm, by our kernels, so far on CPU ranks "
+        "of one machine only. auto is p2p.",
     )
     overlap_degree: int | None = _flag(
         None,
@@ -71,8 +74,8 @@ class HecateConfig:
             known = typing.get_args(typing.get_type_hints(type(self))[name])
             if value not in known:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
-        if self.transport not in ("auto", "p2p"):
-            raise NotImplementedError(f"transport={self.transport!r} is not built yet; use 'auto' or 'p2p'")
+        if self.transport not in ("auto", "p2p", "sm"):
+            raise NotImplementedError(f"transport={self.transport!r} is not built yet; use 'auto', 'p2p' or 'sm'")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -28,13 +28,14 @@ from torch.nn import Module
 
 from megatron_hecate import report, seams, trace
 from megatron_hecate.agreement import Note, agree
-from megatron_hecate.config import HecateConfig
+from megatron_hecate.config import AUTO, HecateConfig
 from megatron_hecate.dispatcher import to_physical
 from megatron_hecate.experts import FSSDPExperts
 from megatron_hecate.model import ModelState
 from megatron_hecate.plan import Speeds, compile_planning
 from megatron_hecate.plan.world import CPU, H100
 from megatron_hecate.state import LayerState
+from megatron_hecate.transports import Transport, choose_transport
 
 Chunks = list[Module]
 
@@ -101,13 +102,15 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
         converted = [layer for layer in layers if isinstance(layer, FSSDPLayer)]
         if converted and len(converted) == len(layers):
             other = converted[0].fssdp.config
-            auto = config.lifetime == report.AUTO
-            if other != (dataclasses.replace(config, lifetime=other.lifetime) if auto else config):
+            settled = {
+                name: getattr(other, name) for name in ("lifetime", "transport") if getattr(config, name) == AUTO
+            }
+            if other != dataclasses.replace(config, **settled):
                 raise ValueError(f"this model runs FSSDP already, with {other}; asked for {config}")
             return chunks
         chunk_of = [i for i, chunk in enumerate(in_chunks) for _ in chunk]
         states, problems = _prepare(layers, config)
-        speeds = _speeds(config, problems)
+        speeds, transport = _speeds(config, problems), choose_transport(config.transport, problems)
         if converted:
             names = [layer.fssdp.name for layer in converted]
             problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
@@ -117,11 +120,11 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
             groups=sorted({tuple(dist.get_process_group_ranks(state.group)) for state in states}),
             problems=problems,
             summary=_summary(states, config),
-            memory=_memory(states, chunk_of, chunks) if states and not problems else {},
+            memory=_memory(states, chunk_of, chunks, transport.name) if states and not problems else {},
         )
-        notes = agree(note, timeout=config.timeout, judge=functools.partial(_too_large, config))
+        notes = agree(note, timeout=config.timeout, judge=functools.partial(_judge, config, transport))
         memories, lifetime = _lifetime(notes, config)
-        resolved = dataclasses.replace(config, lifetime=lifetime)
+        resolved = dataclasses.replace(config, lifetime=lifetime, transport=transport.name)
         for state in states:
             state.config = resolved
         transfers = _transfer_groups(notes, config.timeout)
@@ -187,7 +190,7 @@ def _summary(states: list[LayerState], config: HecateConfig) -> str:
     return f"{experts} experts over {ranks} ranks, {config.slots} slots per rank and layer"
 
 
-def _memory(states: list[LayerState], chunk_of: list[int], chunks: Chunks) -> dict[str, Any]:
+def _memory(states: list[LayerState], chunk_of: list[int], chunks: Chunks, transport: str) -> dict[str, Any]:
     """A `report.RankMemory` of this rank, as fields."""
     layer_config = states[0].layer_config
     needs = [state.need for state in states]
@@ -196,7 +199,7 @@ def _memory(states: list[LayerState], chunk_of: list[int], chunks: Chunks) -> di
         needs = [dataclasses.replace(need, dtype=dtype) for need in needs]
     homes = tuple(state.experts.num_homes for state in states)
     in_flight = seams.forwards_in_flight(layer_config, chunk_of)
-    experts = report.RankExperts.with_adam(tuple(needs), homes, in_flight=in_flight)
+    experts = report.RankExperts.with_adam(tuple(needs), homes, in_flight=in_flight, transport=transport)
     if not states[0].experts.homes()[0][0].requires_grad:
         experts = dataclasses.replace(experts, grad_bytes=0, optimizer_bytes=0)
     gpu = "nccl" in str(dist.get_backend_config())
@@ -213,9 +216,11 @@ def _lifetime(notes: list[Note], config: HecateConfig) -> tuple[dict[int, report
     return memories, report.choose(memories, config.lifetime)
 
 
-def _too_large(config: HecateConfig, notes: list[Note]) -> list[str]:
-    problem = report.refusal(*_lifetime(notes, config), slots=config.slots)
-    return [] if problem is None else [problem]
+def _judge(config: HecateConfig, transport: Transport, notes: list[Note]) -> list[str]:
+    """What is wrong with the job as a whole."""
+    groups = {tuple(group) for note in notes for group in note.groups}
+    too_large = report.refusal(*_lifetime(notes, config), slots=config.slots)
+    return [*transport.refusals(groups, [note.node for note in notes]), *([too_large] if too_large else [])]
 
 
 def _say_on(notes: list[Note], memories: dict[int, report.RankMemory], config: HecateConfig, speeds: Speeds) -> None:
@@ -225,8 +230,8 @@ def _say_on(notes: list[Note], memories: dict[int, report.RankMemory], config: H
     summary = next(note.summary for note in notes if note.summary)
     costs = config.costs or ("an H100 node" if speeds is H100 else "CPU ranks")
     print(
-        f"FSSDP on: {num_layers} MoE layers, {summary}, lifetime {config.lifetime}, transport p2p{late}, copies judged "
-        f"by the speeds of {costs}",
+        f"FSSDP on: {num_layers} MoE layers, {summary}, lifetime {config.lifetime}, transport "
+        f"{config.transport}{late}, copies judged by the speeds of {costs}",
         flush=True,
     )
     if config.slots:

@@ -72,6 +72,12 @@ class Delivery:
         else:
             self.sums[home] = total.clone()
 
+    def totals(self, home: int) -> list[Tensor] | None:
+        """The ``main_grad`` of own expert ``home``, tensor by tensor, where sums can be added in fp32."""
+        found = [getattr(p, "main_grad", None) for p in self.homes[home]]
+        fp32 = all(t is not None and t.dtype is torch.float32 and t.is_contiguous() for t in found)
+        return found if fp32 else None
+
     def complete(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Wait for the guests' part; ``grads`` of the homes become complete."""
         if self.frame is not None:

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_hecate.sm import Sm
 from megatron_hecate.transfer import Transfer
 
 ALIGNMENT: int = 256  # bytes; what copies and GEMMs like best
@@ -57,11 +58,13 @@ class Need:
         slots: guests this rank can host.
         elements: of one chunk.
         dtype: of the weights.
+        homes: experts that this rank owns, and may lend.
     """
 
     slots: int
     elements: int
     dtype: torch.dtype
+    homes: int = 0
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -77,6 +80,11 @@ class Need:
         return self.slots * _aligned(self.elements * self.grad_dtype.itemsize)
 
     @property
+    def outbox_bytes(self) -> int:
+        """Every home may be lent."""
+        return self.homes * _aligned(self.elements * self.dtype.itemsize)
+
+    @property
     def staged(self) -> int:
         """Gradients that arrive at a home at once."""
         return max(1, min(STAGED, STAGED_BYTES // _aligned(self.elements * self.grad_dtype.itemsize)))
@@ -89,35 +97,46 @@ class Need:
 
 @dataclasses.dataclass(frozen=True)
 class Frames:
-    """How large the arena is, in bytes, frame by frame."""
+    """How large the arena is, in bytes, frame by frame.
+
+    Args:
+        weights, grads: of guests.
+        staging: where gradients arrive (transport ``p2p``).
+        outbox: where peers read lent experts (transport ``sm``).
+    """
 
     weights: tuple[int, ...]
     grads: tuple[int, ...]
     staging: int
+    outbox: int = 0
 
     @classmethod
-    def of(cls, needs: Sequence[Need], lifetime: str, *, in_flight: int) -> Frames:
+    def of(cls, needs: Sequence[Need], lifetime: str, *, in_flight: int, transport: str = "p2p") -> Frames:
         """What ``needs``, one per layer, come to.
 
         Args:
             in_flight: forwards of a layer whose backward has not run, of all layers together, at most.
+            transport: "p2p" or "sm".
         """
         if not any(need.slots for need in needs):
             return cls((), (), 0)
-        staging = max(need.staging_bytes for need in needs)
+        if transport == "sm":
+            moved = (0, max(need.outbox_bytes for need in needs))
+        else:
+            moved = (max(need.staging_bytes for need in needs), 0)
         largest = max(need.weight_bytes for need in needs)
         turns = [needs[turn::2] for turn in range(min(2, len(needs)))]
         in_turn = tuple(max(need.grad_bytes for need in turn) for turn in turns)
         if lifetime == "iteration":
-            return cls(tuple(n.weight_bytes for n in needs), tuple(n.grad_bytes for n in needs), staging)
+            return cls(tuple(n.weight_bytes for n in needs), tuple(n.grad_bytes for n in needs), *moved)
         if lifetime == "microbatch":
-            return cls((largest,) * in_flight, in_turn, staging)
+            return cls((largest,) * in_flight, in_turn, *moved)
         assert lifetime == "layer", lifetime
-        return cls(tuple(max(need.weight_bytes for need in turn) for turn in turns), in_turn, staging)
+        return cls(tuple(max(need.weight_bytes for need in turn) for turn in turns), in_turn, *moved)
 
     @property
     def total(self) -> int:
-        return sum(self.weights) + sum(self.grads) + self.staging
+        return sum(self.weights) + sum(self.grads) + self.staging + self.outbox
 
 
 class Frame:
@@ -168,18 +187,30 @@ class SlotMemory:
         lifetime: of guests.
         in_flight: as in `Frames.of`.
         device: where.
+        fused: makes the ``sm`` transport with an arena of so many bytes; ``None`` for ``p2p``.
     """
 
-    def __init__(self, needs: Sequence[Need], lifetime: str, *, in_flight: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        needs: Sequence[Need],
+        lifetime: str,
+        *,
+        in_flight: int,
+        device: torch.device,
+        fused: Callable[[int], Sm] | None = None,
+    ) -> None:
         self.needs, self.lifetime = needs, lifetime
-        self.frames = Frames.of(needs, lifetime, in_flight=in_flight)
-        self._arena = torch.empty(self.frames.total, dtype=torch.uint8, device=device)
-        parts = self._arena.split([*self.frames.weights, *self.frames.grads, self.frames.staging])
+        self.frames = Frames.of(needs, lifetime, in_flight=in_flight, transport="sm" if fused else "p2p")
+        self.sm = fused(self.frames.total) if fused else None
+        self._arena = (
+            self.sm.peers.arena if self.sm else torch.empty(self.frames.total, dtype=torch.uint8, device=device)
+        )
+        parts = self._arena.split([*self.frames.weights, *self.frames.grads, self.frames.staging, self.frames.outbox])
         count = len(self.frames.weights)
         self._weights = [Frame(part) for part in parts[:count]]
-        self._grads = [Frame(part) for part in parts[count:-1]]
+        self._grads = [Frame(part) for part in parts[count:-2]]
         self._free = list(self._weights)  # for lifetime microbatch
-        self.staging = Frame(parts[-1])
+        self.staging, self.outbox = Frame(parts[-2]), Frame(parts[-1])
 
     def weights(self, layer: int, *, label: str) -> Frame:
         """The frame for guests of ``layer`` in one microbatch (lifetime ``iteration``: in all of them).

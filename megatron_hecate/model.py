@@ -17,8 +17,10 @@ from megatron_hecate.config import HecateConfig
 from megatron_hecate.memory import LIFETIMES, Need, SlotMemory
 from megatron_hecate.observe import LoadMonitor
 from megatron_hecate.overlap import OverlapMeter
+from megatron_hecate.peers import Peers
 from megatron_hecate.plan import Placement, Speeds
 from megatron_hecate.slots import Guests
+from megatron_hecate.sm import Sm
 
 
 class Host(Protocol):
@@ -29,6 +31,7 @@ class Host(Protocol):
     module: Module  # the experts
     homes_only: Placement
     need: Need
+    transfers: dist.ProcessGroup
 
     def prepare(self) -> None: ...
     def fetch_again(self) -> None: ...
@@ -77,7 +80,18 @@ class ModelState:
             first = self.states[0]
             in_flight = seams.forwards_in_flight(first.layer_config, self.chunk_of)
             device = next(first.module.parameters()).device
-            self._memory = SlotMemory(needs, first.config.lifetime, in_flight=in_flight, device=device)
+            config = first.config
+
+            def fused(size: int) -> Sm:
+                return Sm(Peers(first.transfers, size, device))
+
+            self._memory = SlotMemory(
+                needs,
+                config.lifetime,
+                in_flight=in_flight,
+                device=device,
+                fused=fused if config.transport == "sm" else None,
+            )
         return self._memory
 
     def purpose_of_forward(self, layer: Module) -> seams.Forward:

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from megatron_hecate.config import AUTO
 from megatron_hecate.memory import LIFETIMES, Frames, Need
 
-AUTO = "auto"
 ASSUMED = "Adam, state not sharded"
 
 
@@ -36,6 +36,7 @@ class RankExperts:
         in_flight: as in `memory.Frames.of`.
         grad_bytes: of the main gradient of one parameter; 0 where experts are frozen.
         optimizer_bytes: of the optimizer's state of one parameter.
+        transport: "p2p" or "sm".
     """
 
     needs: tuple[Need, ...]
@@ -43,12 +44,15 @@ class RankExperts:
     in_flight: int
     grad_bytes: int
     optimizer_bytes: int
+    transport: str = "p2p"
 
     @classmethod
-    def with_adam(cls, needs: tuple[Need, ...], homes: tuple[int, ...], *, in_flight: int) -> RankExperts:
+    def with_adam(
+        cls, needs: tuple[Need, ...], homes: tuple[int, ...], *, in_flight: int, transport: str = "p2p"
+    ) -> RankExperts:
         """fp32 gradients; two fp32 moments, and an fp32 master copy unless the weights are fp32."""
         master = 0 if needs[0].dtype is torch.float32 else 4
-        return cls(needs, homes, in_flight, grad_bytes=4, optimizer_bytes=8 + master)
+        return cls(needs, homes, in_flight, grad_bytes=4, optimizer_bytes=8 + master, transport=transport)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Account:
     Args:
         weights, grads, optimizer: of homes.
         guest_weights, guest_grads: of guests, with all slots in use.
-        transport: where guests' gradients arrive at their home.
+        transport: where guests' gradients arrive at their home (``p2p``), or peers read lent experts (``sm``).
     """
 
     weights: int
@@ -70,7 +74,7 @@ class Account:
 
     @classmethod
     def of(cls, experts: RankExperts, lifetime: str) -> Account:
-        frames = Frames.of(experts.needs, lifetime, in_flight=experts.in_flight)
+        frames = Frames.of(experts.needs, lifetime, in_flight=experts.in_flight, transport=experts.transport)
         parameters = [n.elements * homes for n, homes in zip(experts.needs, experts.homes, strict=True)]
         return cls(
             weights=sum(count * n.dtype.itemsize for n, count in zip(experts.needs, parameters, strict=True)),
@@ -78,7 +82,7 @@ class Account:
             optimizer=sum(parameters) * experts.optimizer_bytes,
             guest_weights=sum(frames.weights),
             guest_grads=sum(frames.grads),
-            transport=frames.staging,
+            transport=frames.staging + frames.outbox,
         )
 
     @property

@@ -16,39 +16,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_hecate import trace
-from megatron_hecate.collectives import Route, start_gather, start_reduce
+from megatron_hecate.collectives import Fused, Route, start_gather, start_reduce
 from megatron_hecate.lend import Before, ChunkLayout, Delivery, Lend, homes_of
+from megatron_hecate.materialization import Materialization
 from megatron_hecate.memory import Need, SlotMemory
 from megatron_hecate.overlap import OverlapMeter
 from megatron_hecate.plan.placement import Placement
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Materialization:
-    """Which guests stand in which rows of a layer's frame on this rank, for one iteration.
-
-    Args:
-        placement: who is where, on all ranks.
-        route: this rank's part.
-        rows: the row of every guest, in the order of ``route.experts``.
-    """
-
-    placement: Placement
-    route: Route
-    rows: tuple[int, ...]
-
-    @classmethod
-    def of(cls, placement: Placement, rank: int) -> Materialization:
-        route = Route.of(placement, rank)
-        return cls(placement, route, tuple(range(len(route.experts))))
-
-    def corrected(self, placement: Placement, rank: int) -> tuple[Materialization, Route]:
-        """That of ``placement``, in which guests that stay keep their rows; and the route of those that are new."""
-        route, late = Route.of(placement, rank), Route.of(placement, rank, beyond=self.placement)
-        kept = {e: row for e, row in zip(self.route.experts, self.rows, strict=True) if e in route.experts}
-        free = iter(row for row in range(len(route.experts) + len(self.rows)) if row not in kept.values())
-        rows = tuple(kept[e] if e in kept else next(free) for e in route.experts)
-        return Materialization(placement, route, rows), late
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,6 +51,14 @@ class LayerSlots:
     @property
     def need(self) -> Need:
         return self.memory.needs[self.index]
+
+    def fused(self, what: Materialization, rows: list[Tensor], *, beyond: Placement | None = None) -> Fused | None:
+        """What the fused transport needs to know beside the route, where it is used."""
+        memory, need = self.memory, self.need
+        if memory.sm is None:
+            return None
+        outbox = memory.outbox.chunks(need.homes, need.elements, need.dtype)
+        return Fused(memory.sm, what.loans(beyond), rows, outbox)
 
     def check(self) -> None:
         """Raises ValueError when some parameters are frozen and others are trained, or their dtypes differ."""
@@ -148,15 +129,21 @@ class Guests:
             self.frame.hold(self.what)
             self._fetch(self.what.route)
 
-    def _fetch(self, route: Route) -> None:
+    def _fetch(self, route: Route, beyond: Placement | None = None) -> None:
         slots = self.slots
         slots.ready()
         chunks = self._chunks()
-        row_of = dict(zip(self.what.route.experts, self.what.rows, strict=True))
-        into = [chunks[row_of[e]] for e in route.experts]
+        row_of = self.what.row_of[self.what.rank]
         timed = self._meter is not None and self._meter.times_copies
         self.frame.transfer = start_gather(
-            slots.homes(), route, into, slots.group, label=self.label, timeout=slots.timeout, timed=timed
+            slots.homes(),
+            route,
+            [chunks[row_of[e]] for e in route.experts],
+            slots.group,
+            fused=slots.fused(self.what, chunks, beyond=beyond),
+            label=self.label,
+            timeout=slots.timeout,
+            timed=timed,
         )
         if timed:
             self._meter.follow(self.frame.transfer, max(len(route.sends), len(route.recvs)))
@@ -166,8 +153,9 @@ class Guests:
         assert not self.computed, f"{self.label}: guests cannot be replaced once they have computed"
         self.start()
         self.frame.settle()
-        self.frame.holds = self.what = what
-        self._fetch(late)
+        before, self.what = self.what.placement, what
+        self.frame.holds = what
+        self._fetch(late, beyond=before)
 
     def wait(self) -> None:
         """Wait until their weights are here.
@@ -237,7 +225,8 @@ class Guests:
         """Where a fused GEMM adds each weight's gradient: the home's own main_grad, or the guest's fp32 memory."""
         layout = self.layout
         memory = [p.main_grad for expert in delivery.homes for p in expert]
-        memory += [part for chunk in self._grad_chunks() for part in layout.views(chunk)]
+        chunks = self._grad_chunks()
+        memory += [part for row in (*self.what.rows, *self._empty_rows()) for part in layout.views(chunks[row])]
         fused = layout.fused * (len(delivery.homes) + self.slots.need.slots)
         return [grad if f else None for grad, f in zip(memory, fused, strict=True)]
 
@@ -260,8 +249,8 @@ class Guests:
         trace.add("experts backward", self.label, self._backward_began)
         layout, first = self.layout, not self.unsent
         parts, chunks = len(layout.shapes), self._grad_chunks()
-        for guest in range(self.num_guests):
-            for part, total in enumerate(layout.views(chunks[guest])):
+        for guest, row in enumerate(self.what.rows):
+            for part, total in enumerate(layout.views(chunks[row])):
                 grad = guest_grads[guest * parts + part]
                 if layout.fused[part]:
                     continue
@@ -283,15 +272,18 @@ class Guests:
     def _send_home(self, delivery: Delivery, chunks: list[Tensor]) -> None:
         slots, memory = self.slots, self.slots.memory
         memory.staging.settle()  # of another layer: this one's comes later in the backward
-        rows = memory.staging.chunks(slots.need.staged + 1, slots.need.elements, slots.need.grad_dtype)
+        staged = 0 if memory.sm is not None else slots.need.staged + 1
+        rows = memory.staging.chunks(staged, slots.need.elements, slots.need.grad_dtype)
         delivery.lent, delivery.frame = self.what.route.lent, memory.grads(slots.index)
         delivery.label, delivery.began = self.label, time.perf_counter()
         transfer = start_reduce(
-            chunks[: self.num_guests],
+            [chunks[row] for row in self.what.rows],
             self.what.route,
             rows,
             delivery.add,
             slots.group,
+            fused=slots.fused(self.what, chunks),
+            totals=delivery.totals,
             label=self.label,
             timeout=slots.timeout,
         )

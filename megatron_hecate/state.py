@@ -17,6 +17,7 @@ from megatron_hecate.config import HecateConfig
 from megatron_hecate.dispatcher import physical_dispatcher
 from megatron_hecate.experts import PhysicalExperts
 from megatron_hecate.lend import Delivery, homes_of
+from megatron_hecate.materialization import Materialization
 from megatron_hecate.memory import LIFETIMES, Need
 from megatron_hecate.metrics import LayerMetrics
 from megatron_hecate.model import ModelState
@@ -30,7 +31,7 @@ from megatron_hecate.plan import (
     plan_guests,
 )
 from megatron_hecate.quotas import LayerQuotas
-from megatron_hecate.slots import Guests, LayerSlots, Materialization
+from megatron_hecate.slots import Guests, LayerSlots
 
 # A layer without guests starts at a gain so much above the cost, and one with guests stops so much below it.
 HYSTERESIS: float = 0.2
@@ -157,13 +158,10 @@ class LayerState:
             self._planned = clock.iteration
             with trace.span("plan", self.name):
                 self.placement = self.tier1 = self._plan()
-            self._what = self._materialization() if self.placement.num_guests else None
+            self._what = Materialization.of(self.placement, self.group.rank()) if self.placement.num_guests else None
         self.calibrates = self.config.late > 0 and (first or not per_iteration)
         if first or not per_iteration:
             self.guests = None if self._what is None else self._host(self._what)
-
-    def _materialization(self) -> Materialization:
-        return Materialization.of(self.placement, self.group.rank())
 
     def _host(self, what: Materialization) -> Guests:
         """Begin to fetch ``what``, for this microbatch or for all of the iteration."""
@@ -219,8 +217,9 @@ class LayerState:
     @property
     def need(self) -> Need:
         """Of slot memory, for the parameters as they are now."""
-        expert = self.experts.homes()[0]
-        return Need(slots=self.config.slots, elements=sum(p.numel() for p in expert), dtype=expert[0].dtype)
+        homes = self.experts.homes()
+        elements = sum(p.numel() for p in homes[0])
+        return Need(slots=self.config.slots, elements=elements, dtype=homes[0][0].dtype, homes=len(homes))
 
     def _plan(self) -> Placement:
         """Tier 1. A layer without guests needs a clearer gain to start than one with guests to go on."""
@@ -269,10 +268,10 @@ class LayerState:
         if placement is not self.placement:
             self.placement = placement
             if self.guests is None or self._what is None:
-                self._what = self._materialization()
+                self._what = Materialization.of(self.placement, self.group.rank())
                 self.guests = self._host(self._what)
             else:
-                self._what, late = self._what.corrected(placement, self.group.rank())
+                self._what, late = self._what.corrected(placement)
                 self.guests.correct(self._what, late)
         return self.guests
 

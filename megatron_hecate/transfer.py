@@ -6,6 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
 
 import torch
 
@@ -26,10 +27,18 @@ class Transfer:
         what: "spAG" or "spRS".
         label: name of the layer.
         timed: whether it will be asked how long it took.
+        queue: for transfers that take the host's time: its thread runs them, in the order in which they were made.
     """
 
     def __init__(
-        self, steps: Iterator[None], device: torch.device, *, what: str, label: str, timed: bool = False
+        self,
+        steps: Iterator[None],
+        device: torch.device,
+        *,
+        what: str,
+        label: str,
+        timed: bool = False,
+        queue: Executor | None = None,
     ) -> None:
         self._steps, self._failed = steps, False
         self.what, self.label, self._clock = what, label, Stopwatch(device) if timed else None
@@ -44,9 +53,11 @@ class Transfer:
                         pass
                     self._mark("end")
                     self._enqueued = stream.record_event()
-            elif trace.recording() or timed:  # somebody wants to know when it is over, which gloo does not tell
+            elif (
+                queue is not None or trace.recording() or timed
+            ):  # somebody wants to know when it is over, which gloo does not tell
                 self._mark("begin")
-                trace.follow(what, label, over=self._in_background())
+                trace.follow(what, label, over=self._in_background(queue))
             else:
                 next(steps, None)
 
@@ -54,9 +65,9 @@ class Transfer:
         if self._clock is not None:
             self._clock.mark(when)
 
-    def _in_background(self) -> Callable[[], bool]:
-        """Run all steps in a thread; whether it has ended."""
-        error: list[BaseException] = []
+    def _in_background(self, queue: Executor | None) -> Callable[[], bool]:
+        """Run all steps in a thread, of its own if there is no ``queue``; whether they have ended."""
+        steps, ended = self._steps, Future()
 
         def run() -> None:
             try:
@@ -64,21 +75,22 @@ class Transfer:
                     for _ in steps:
                         pass
                 self._mark("end")
-            except BaseException as e:
-                error.append(e)
+            except BaseException as error:
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
 
-        steps = self._steps
-        thread = threading.Thread(target=run, name=f"{self.what} {self.label}", daemon=True)
-        thread.start()
+        if queue is None:
+            threading.Thread(target=run, name=f"{self.what} {self.label}", daemon=True).start()
+        else:
+            queue.submit(run)
 
         def join() -> Iterator[None]:
-            thread.join()
-            if error:
-                raise error[0]
+            ended.result()
             yield from ()
 
         self._steps = join()
-        return lambda: not thread.is_alive()
+        return ended.done
 
     @property
     def seconds(self) -> float | None:

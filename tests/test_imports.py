@@ -14,11 +14,12 @@ import megatron_hecate
 PACKAGE = Path(megatron_hecate.__file__).parent
 # Who may import whom: a module may import those of earlier rows only (and, inside plan/, each other).
 LAYERS = [
-    {"config", "plan"},
-    {"p2p", "trace", "agreement", "device_quotas", "metrics"},
-    {"transfer"},
+    {"config", "plan", "schedule", "compile"},
+    {"p2p", "trace", "agreement", "device_quotas", "metrics", "kernel"},
+    {"transfer", "peers"},
+    {"sm", "transports"},
     {"collectives", "memory", "overlap"},
-    {"report", "observe", "lend", "clock", "seams", "measure"},
+    {"report", "observe", "lend", "clock", "seams", "measure", "materialization"},
     {"slots", "dispatcher"},
     {"experts", "quotas", "model"},
     {"state"},

@@ -29,7 +29,7 @@ def _python(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess
 def test_check_prints_what_would_be_used() -> None:
     done = _python("-m", "megatron_hecate", "--check")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"megatron-core \S+: fits", done.stdout) and "transports: p2p" in done.stdout
+    assert re.search(r"megatron-core \S+: fits", done.stdout) and "transport p2p" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from torch.nn import Parameter
 
 from megatron_hecate import memory
 from megatron_hecate.lend import ChunkLayout
+from megatron_hecate.materialization import Materialization
 from megatron_hecate.memory import LIFETIMES, Frame, Frames, Need, SlotMemory
 from megatron_hecate.plan import Placement
-from megatron_hecate.slots import Guests, LayerSlots, Materialization
+from megatron_hecate.slots import Guests, LayerSlots
 
 CPU = torch.device("cpu")
 SMALL = Need(slots=2, elements=100, dtype=torch.bfloat16)  # a chunk: 200 bytes of weights, 400 of gradients

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from megatron_hecate import slots
 from megatron_hecate.lend import ChunkLayout, Delivery
+from megatron_hecate.materialization import Materialization
 from megatron_hecate.memory import LIFETIMES, Need, SlotMemory
 from megatron_hecate.plan import Placement
-from megatron_hecate.slots import Guests, LayerSlots, Materialization
+from megatron_hecate.slots import Guests, LayerSlots
 
 CPU = torch.device("cpu")
 SCHEDULES = 2100

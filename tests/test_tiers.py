@@ -213,9 +213,10 @@ def test_a_late_plan_may_take_a_guest_and_give_none() -> None:
     import torch.distributed as dist
 
     from megatron_hecate.lend import ChunkLayout
+    from megatron_hecate.materialization import Materialization
     from megatron_hecate.memory import Need, SlotMemory
     from megatron_hecate.plan import Placement
-    from megatron_hecate.slots import Guests, LayerSlots, Materialization
+    from megatron_hecate.slots import Guests, LayerSlots
 
     rank = dist.get_rank()
     weights = [torch.nn.Parameter(torch.full((3,), float(e))) for e in (2 * rank, 2 * rank + 1)]
@@ -238,7 +239,7 @@ def test_a_late_plan_may_take_a_guest_and_give_none() -> None:
     guests.start()
     guests.wait()
     assert [w.tolist() for w in guests.weights()] == ([[2.0] * 3] if rank == 0 else [[0.0] * 3])
-    guests.correct(*planned.corrected(homes.with_guests([(3, 0)]), rank))
+    guests.correct(*planned.corrected(homes.with_guests([(3, 0)])))
     physical = guests.materialize()
     assert len(physical) == 3
     if rank == 0:
