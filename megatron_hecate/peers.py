@@ -10,9 +10,9 @@ import ctypes
 import functools
 import mmap
 import os
-import socket
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -90,25 +90,23 @@ class Peers:
         return int((told - np.uint32(since % 2**32)).astype(np.int32))
 
 
-def same_machine(group: dist.ProcessGroup) -> bool:
-    """Whether all ranks of ``group`` run on one machine. All of them call."""
-    names: list[str | None] = [None] * group.size()
-    dist.all_gather_object(names, socket.gethostname(), group=group)
-    return len(set(names)) == 1
-
-
 def _shared(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, list[int]]:
     """POSIX shared memory: each rank makes a file, which has no name any more once all have opened it."""
     descriptor, name = tempfile.mkstemp(prefix="megatron-hecate-", dir=SHARED)  # mode 600
     try:
-        os.posix_fallocate(descriptor, 0, size)  # now, not with a bus error later
-        names: list[str | None] = [None] * group.size()
-        dist.all_gather_object(names, name, group=group)
-        maps = [_map(str(other), size) for other in names]
+        problem = ""
+        try:
+            os.posix_fallocate(descriptor, 0, size)  # now, not with a bus error later
+        except OSError as error:
+            free = os.statvfs(SHARED)
+            problem = f"{size} bytes of shared memory, {free.f_bavail * free.f_frsize} are free in {SHARED}: {error}"
+        made: list[Any] = [None] * group.size()
+        dist.all_gather_object(made, (name, problem), group=group)
+        problems = [f"rank {rank} cannot have {text}" for rank, (_, text) in enumerate(made) if text]
+        if problems:  # on all ranks
+            raise RuntimeError(f"transport sm: {'; '.join(problems)}; make {SHARED} larger, or use p2p")
+        maps = [_map(other, size) for other, _ in made]
         dist.barrier(group=group)
-    except OSError as error:
-        free = os.statvfs(SHARED).f_bavail * os.statvfs(SHARED).f_frsize
-        raise RuntimeError(f"{size} bytes of shared memory in {SHARED}, {free} are free: {error}") from error
     finally:
         os.close(descriptor)
         Path(name).unlink()
@@ -156,7 +154,7 @@ def _on_host(name: str, program: np.ndarray, at: Tensor) -> None:
 
 
 @functools.cache
-def _kernel(name: str, device: torch.device) -> int:
+def kernel_of(name: str, device: torch.device) -> int:
     """The function ``name`` for this GPU."""
     from cuda.bindings import driver
 
@@ -169,16 +167,20 @@ def _kernel(name: str, device: torch.device) -> int:
 
 
 def _on_gpu(name: str, program: np.ndarray, at: Tensor) -> None:
-    from cuda.bindings import driver
-
     staged = torch.empty(len(program), dtype=torch.uint8, pin_memory=True)
     staged.numpy()[:] = program
     at[: len(program)].copy_(staged, non_blocking=True)
+    launch(name, at)
+
+
+def launch(name: str, at: Tensor, *, blocks: int = BLOCKS) -> None:
+    """Run the program that lies in ``at``, on the GPU's current stream."""
+    from cuda.bindings import driver
+
+    function = driver.CUfunction(int(kernel_of(name, at.device)))
     stream = torch.cuda.current_stream(at.device).cuda_stream
     arguments = ((at.data_ptr(),), (ctypes.c_void_p,))
-    (status,) = driver.cuLaunchKernel(
-        driver.CUfunction(int(_kernel(name, at.device))), BLOCKS, 1, 1, THREADS, 1, 1, 0, stream, arguments, 0
-    )
+    (status,) = driver.cuLaunchKernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, 0)
     _check(status, "cuLaunchKernel")
 
 

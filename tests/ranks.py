@@ -22,7 +22,7 @@ from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests stand in for a GPU, also where there is one
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed"])  # import them once per session, not once per test
+_context.set_forkserver_preload(["torch", "torch.distributed", "tests.preloaded"])
 
 
 def _run_rank(

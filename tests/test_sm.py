@@ -158,6 +158,26 @@ def test_a_dead_peer_is_named_in_time() -> None:
 
 
 @ranks(2)
+def test_too_little_shared_memory_is_said_on_all_ranks() -> None:
+    import torch
+    import torch.distributed as dist
+
+    from megatron_hecate import peers
+
+    if dist.get_rank() == 1:
+
+        def full(*_: int) -> None:
+            raise OSError(28, "No space left on device")
+
+        peers.os.posix_fallocate = full
+    message = (
+        r"transport sm: rank 1 cannot have 1512 bytes of shared memory, \d+ are free in /dev/shm: .*use transport p2p"
+    )
+    with pytest.raises(RuntimeError, match=message):
+        peers.Peers(dist.group.WORLD, 1000, torch.device("cpu"))
+
+
+@ranks(2)
 def test_switching_it_on() -> None:
     """What speaks against it is said on every rank, before training."""
     import os

@@ -120,7 +120,7 @@ def level(
 ) -> int:
     """Move tokens, in place, until the largest rank load is as small as it can be.
 
-    A token never leaves a slot of expert e that serves ``least[e]`` [E] or fewer. A largest load of ``enough`` is small
+    A slot of expert e keeps ``least[e]`` [E] tokens, and must have so many. A largest load of ``enough`` is small
     enough. When the optimum is above ``most``, stop as soon as that is known, and in any case after so many ``rounds``.
     A ``patient`` search first moves all that can get to the mean, or ``enough``, however high the optimum is.
 

@@ -1,0 +1,22 @@
+"""Imported once, by the process that all ranks are forked from.
+
+Else every rank of every test imports Megatron and loads the compiled planner again: most of a small test's time. That
+process knows no path of pytest's, so the module is ``tests.preloaded`` to it, and finds its neighbours itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "examples", "bench")]
+
+with contextlib.suppress(ImportError):
+    import tiny_gpt  # noqa: F401
+
+    import megatron_hecate.layer  # noqa: F401
+    from megatron_hecate.plan import compile_planning
+
+    compile_planning()
