@@ -123,6 +123,12 @@ def _install_fused_wgrad() -> None:
 
     module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate
     sys.modules["fused_weight_gradient_mlp_cuda"] = module
+    import tiny_gpt  # noqa: F401
+    from megatron.core import utils
+    from megatron.core.tensor_parallel import layers
+
+    layers._grad_accum_fusion_available = True  # Megatron looked for it when it was imported
+    layers.fused_weight_gradient_mlp_cuda = utils.fused_weight_gradient_mlp_cuda = module
 
 
 @pytest.mark.parametrize("calculator", [True, False])
