@@ -127,9 +127,11 @@ def _mib(count: float) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=4, help="2 or 4")
+    parser.add_argument("--steps", type=int, default=5, help="steps that are measured")
     arguments = parser.parse_args()
+    if arguments.ranks not in (2, 4) or arguments.steps < 2:
+        parser.error(f"--ranks {arguments.ranks} must be 2 or 4, --steps {arguments.steps} 2 or more")
     if "RANK" in os.environ:
         measure(arguments.steps)
         return 0

@@ -43,16 +43,17 @@ class Model:
     ranks: int
     note: str
 
-    def rank(self, stage: int, slots: int) -> RankExperts:
+    def rank(self, stage: int, slots: int, transport: str) -> RankExperts:
         """One rank of ``stage``, under the 1F1B schedule."""
         layers, microbatches = self.stages[stage], len(self.stages) - stage
-        need = Need(slots=slots, elements=3 * self.hidden * self.ffn, dtype=torch.bfloat16)
-        homes = (self.experts // self.ranks,) * layers
-        return RankExperts.with_adam((need,) * layers, homes, in_flight=layers * microbatches)
+        homes = self.experts // self.ranks
+        need = Need(slots=slots, elements=3 * self.hidden * self.ffn, dtype=torch.bfloat16, homes=homes)
+        in_flight = layers * microbatches
+        return RankExperts.with_adam((need,) * layers, (homes,) * layers, in_flight=in_flight, transport=transport)
 
-    def account(self, lifetime: str, slots: int) -> Account:
+    def account(self, lifetime: str, slots: int, transport: str = "p2p") -> Account:
         """Of the rank that holds most."""
-        accounts = [Account.of(self.rank(stage, slots), lifetime) for stage in range(len(self.stages))]
+        accounts = [Account.of(self.rank(stage, slots, transport), lifetime) for stage in range(len(self.stages))]
         return max(accounts, key=lambda account: account.total)
 
 
@@ -91,16 +92,21 @@ MODELS = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--slots", type=int, default=2)
-    slots = parser.parse_args().slots
-    print(f"`python bench/memory.py --slots {slots}`. GiB on the rank that holds most:\n")
+    parser.add_argument("--slots", type=int, default=2, help="per rank and layer")
+    parser.add_argument("--transport", choices=("p2p", "sm"), default="p2p")
+    options = parser.parse_args()
+    slots, most = options.slots, min(model.experts - model.experts // model.ranks for model in MODELS)
+    if not 0 <= slots <= most:
+        parser.error(f"--slots {slots} is out of range: 0 to {most}, the experts that every model has elsewhere")
+    command = f"python bench/memory.py --slots {slots} --transport {options.transport}"
+    print(f"`{command}`. GiB on the rank that holds most:\n")
     columns = "model, lifetime, homes (weights + gradients + optimizer), guests' weights, gradients, transport, total, "
     columns += "over stock EP"
     names = columns.split(", ")
     print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     for model in MODELS:
         for lifetime in LIFETIMES:
-            a = model.account(lifetime, slots)
+            a = model.account(lifetime, slots, options.transport)
             homes = f"{_gib(a.homes)} ({_gib(a.weights)} + {_gib(a.grads)} + {_gib(a.optimizer)})"
             parts = " | ".join(_gib(part) for part in (a.guest_weights, a.guest_grads, a.transport, a.total))
             print(f"| {model.name} | `{lifetime}` | {homes} | {parts} | +{a.added:.1%} |")

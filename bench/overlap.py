@@ -144,12 +144,16 @@ def draw(folder: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=10, help="steps that count")
     parser.add_argument("--warmup", type=int, default=6, help="steps before; copies are timed in some of them")
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4, help="of the model, all MoE")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write Chrome traces and overlap.png there")
     arguments = parser.parse_args()
+    if min(arguments.steps, arguments.accumulate, arguments.layers) < 1 or arguments.warmup < 0:
+        parser.error("--steps, --accumulate and --layers must be 1 or more, --warmup 0 or more")
+    if arguments.trace is not None and arguments.trace.exists() and not arguments.trace.is_dir():
+        parser.error(f"--trace {arguments.trace} is no folder")
     if arguments.trace is not None:
         arguments.trace.mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:

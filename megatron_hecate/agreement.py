@@ -32,6 +32,7 @@ class Note:
         node: name of the machine it runs on.
         summary: what the line that says FSSDP is on tells of its layers.
         memory: its `report.RankMemory`, as fields; empty without MoE layers.
+        shared: bytes of shared memory that are free on its machine.
     """
 
     settings: dict[str, Any]
@@ -41,6 +42,7 @@ class Note:
     node: str = dataclasses.field(default_factory=socket.gethostname)
     summary: str = ""
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
+    shared: int = 0
 
 
 def agree(note: Note, *, timeout: float, judge: Callable[[list[Note]], list[str]] = lambda _: []) -> list[Note]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 import shutil
 import stat
 import subprocess
@@ -53,16 +54,23 @@ def cubin(capability: tuple[int, int], *, compiler: str = "auto") -> bytes:
 
 def host_library() -> Path:
     """The same kernels for this machine's CPU, as a shared library."""
-    compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-    if compiler is None:
-        raise CompileError("no C++ compiler found; install g++, or name one in $CXX")
-    version = _run([compiler, "--version"]).splitlines()[0]
+    named = shlex.split(os.environ.get("CXX", ""))
+    compiler = named or [path for path in (shutil.which("c++"), shutil.which("g++")) if path][:1]
+    if not compiler:
+        raise CompileError("no C++ compiler found; install g++, or name one in $CXX, or use p2p")
+    try:
+        version = _run([*compiler, "--version"]).splitlines()[0]
+    except (CompileError, IndexError) as error:
+        where = "$CXX" if named else "the path"
+        raise CompileError(
+            f"{' '.join(compiler)}, from {where}, is no C++ compiler ({error}); name one in $CXX, or use p2p"
+        ) from error
     flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-pthread"]
 
     def build() -> bytes:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "host.so"
-            _run([compiler, *flags, "-o", str(out), str(SOURCES / "host.cpp")])
+            _run([*compiler, *flags, "-o", str(out), str(SOURCES / "host.cpp")])
             return out.read_bytes()
 
     machine = " ".join([version, os.uname().machine, *flags])
@@ -73,7 +81,7 @@ def describe() -> list[str]:
     """What would be used here, a line each for CPU ranks and for GPUs."""
     lines = []
     try:
-        lines.append(f"CPU ranks of one machine: {host_library()}")
+        lines.append(f"CPU ranks of one machine: compiled, {host_library()}")
     except (CompileError, OSError) as error:
         lines.append(f"CPU ranks: {error}")
     try:

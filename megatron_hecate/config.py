@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import types
 import typing
+import warnings
 from typing import Any, Literal
 
 PREFIX = "moe_fssdp"
@@ -41,7 +42,7 @@ class HecateConfig:
     )
     overlap_degree: int | None = _flag(
         None,
-        "Experts per rank whose fetch hides behind compute: free, and no more are fetched. None prices all copies.",
+        "Experts per rank whose fetch hides behind compute: they are free, and no more are fetched. None measures it.",
     )
     late: int = _flag(
         0, "Guests a layer may fetch after the gate, on all ranks together, where the true loads make it pay."
@@ -64,7 +65,7 @@ class HecateConfig:
         if self.late and not self.slots:
             raise ValueError(f"late={self.late} needs slots for the late guests, got slots=0")
         if self.overlap_degree is not None and self.overlap_degree < 0:
-            raise ValueError(f"overlap_degree={self.overlap_degree} must be 0 or more, or None for no limit")
+            raise ValueError(f"overlap_degree={self.overlap_degree} must be 0 or more, or None to measure it")
         if type(self.timeout) not in (int, float) or not SHORTEST <= self.timeout <= LONGEST:
             raise ValueError(f"timeout={self.timeout!r} must be a number of seconds from {SHORTEST:g} to {LONGEST:g}")
         if self.costs is not None and not isinstance(self.costs, str):
@@ -102,7 +103,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def from_arguments(args: argparse.Namespace) -> HecateConfig | None:
-    """The settings the flags ask for, or ``None`` without ``--moe-fssdp``."""
-    if not getattr(args, PREFIX, False):
-        return None
-    return HecateConfig(**{f.name: getattr(args, f"{PREFIX}_{f.name}") for f in dataclasses.fields(HecateConfig)})
+    """The settings the flags ask for, or ``None`` without ``--moe-fssdp``; other flags of ours then get a warning."""
+    asked = {f.name: getattr(args, f"{PREFIX}_{f.name}", f.default) for f in dataclasses.fields(HecateConfig)}
+    if getattr(args, PREFIX, False):
+        return HecateConfig(**asked)
+    idle = [f.name for f in dataclasses.fields(HecateConfig) if asked[f.name] != f.default]
+    if idle:
+        flag = "--" + PREFIX.replace("_", "-")
+        names = ", ".join(f"{flag}-{name.replace('_', '-')}" for name in idle)
+        warnings.warn(f"{names} without {flag}: FSSDP is off", stacklevel=2)
+    return None

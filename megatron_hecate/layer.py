@@ -32,6 +32,7 @@ from megatron_hecate.config import AUTO, HecateConfig
 from megatron_hecate.dispatcher import to_physical
 from megatron_hecate.experts import FSSDPExperts
 from megatron_hecate.model import ModelState
+from megatron_hecate.peers import free_shared
 from megatron_hecate.plan import Speeds, compile_planning
 from megatron_hecate.plan.world import CPU, H100
 from megatron_hecate.state import LayerState
@@ -121,6 +122,7 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
             problems=problems,
             summary=_summary(states, config),
             memory=_memory(states, chunk_of, chunks, transport.name) if states and not problems else {},
+            shared=free_shared(),
         )
         notes = agree(note, timeout=config.timeout, judge=functools.partial(_judge, config, transport))
         memories, lifetime = _lifetime(notes, config)
@@ -218,9 +220,10 @@ def _lifetime(notes: list[Note], config: HecateConfig) -> tuple[dict[int, report
 
 def _judge(config: HecateConfig, transport: Transport, notes: list[Note]) -> list[str]:
     """What is wrong with the job as a whole."""
-    groups = {tuple(group) for note in notes for group in note.groups}
-    too_large = report.refusal(*_lifetime(notes, config), slots=config.slots)
-    return [*transport.refusals(groups, [note.node for note in notes]), *([too_large] if too_large else [])]
+    memories, lifetime = _lifetime(notes, config)
+    guests = {rank: memory.accounts[lifetime].guests for rank, memory in memories.items()}
+    too_large = report.refusal(memories, lifetime, slots=config.slots)
+    return transport.refusals(notes, guests) + ([] if too_large is None else [too_large])
 
 
 def _say_on(notes: list[Note], memories: dict[int, report.RankMemory], config: HecateConfig, speeds: Speeds) -> None:
@@ -229,11 +232,8 @@ def _say_on(notes: list[Note], memories: dict[int, report.RankMemory], config: H
     late = f", at most {config.late} late guests per layer" if config.late else ""
     summary = next(note.summary for note in notes if note.summary)
     costs = config.costs or ("an H100 node" if speeds is H100 else "CPU ranks")
-    print(
-        f"FSSDP on: {num_layers} MoE layers, {summary}, lifetime {config.lifetime}, transport "
-        f"{config.transport}{late}, copies judged by the speeds of {costs}",
-        flush=True,
-    )
+    print(f"FSSDP on: {num_layers} MoE layers, {summary}, lifetime {config.lifetime}", end="")
+    print(f", transport {config.transport}{late}, copies judged by the speeds of {costs}", flush=True)
     if config.slots:
         print(report.tables(memories, config.lifetime), flush=True)
 
@@ -267,16 +267,15 @@ def _convert(
                 early=None,
                 __class__=_subclass(FSSDPExperts, type(experts)),
             )
-            loaded = experts.register_load_state_dict_post_hook(lambda *_: model.clock.weights_changed())
-            undo.callback(loaded.remove)
+            changed = experts.register_load_state_dict_post_hook(lambda *_: model.clock.weights_changed())
+            undo.callback(changed.remove)
             if id(layer) in attention:
-                before = attention[id(layer)].register_forward_pre_hook(functools.partial(_look_ahead, layer))
-                undo.callback(before.remove)
+                look_ahead = functools.partial(_look_ahead, layer)
+                undo.callback(attention[id(layer)].register_forward_pre_hook(look_ahead).remove)
         for index, chunk in enumerate(chunks):
-            before = chunk.register_forward_pre_hook(functools.partial(model.begin_chunk, index))
-            undo.callback(before.remove)
-            after = chunk.register_forward_hook(model.end_chunk, always_call=True)
-            undo.callback(after.remove)
+            begin = functools.partial(model.begin_chunk, index)
+            undo.callback(chunk.register_forward_pre_hook(begin).remove)
+            undo.callback(chunk.register_forward_hook(model.end_chunk, always_call=True).remove)
         undo.pop_all()
 
 

@@ -90,6 +90,14 @@ class Peers:
         return int((told - np.uint32(since % 2**32)).astype(np.int32))
 
 
+def free_shared() -> int:
+    """Bytes of shared memory that are free on this machine."""
+    if not SHARED.exists():
+        return 0
+    about = os.statvfs(SHARED)
+    return about.f_bavail * about.f_frsize
+
+
 def _shared(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, list[int]]:
     """POSIX shared memory: each rank makes a file, which has no name any more once all have opened it."""
     descriptor, name = tempfile.mkstemp(prefix="megatron-hecate-", dir=SHARED)  # mode 600
@@ -98,8 +106,7 @@ def _shared(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[
         try:
             os.posix_fallocate(descriptor, 0, size)  # now, not with a bus error later
         except OSError as error:
-            free = os.statvfs(SHARED)
-            problem = f"{size} bytes of shared memory, {free.f_bavail * free.f_frsize} are free in {SHARED}: {error}"
+            problem = f"{size} bytes of shared memory, {free_shared()} are free in {SHARED}: {error}"
         made: list[Any] = [None] * group.size()
         dist.all_gather_object(made, (name, problem), group=group)
         problems = [f"rank {rank} cannot have {text}" for rank, (_, text) in enumerate(made) if text]

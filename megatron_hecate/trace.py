@@ -6,7 +6,7 @@ transfers themselves show as NCCL kernels on a stream of their own. Where transf
 
     with trace.record() as recorder:
         train_step()
-    recorder.save("trace.json")
+    recorder.save(f"trace-{rank}.json", rank=rank)
 
 | span | where |
 |---|---|
@@ -74,8 +74,13 @@ class Recorder:
             total[what] += end - begin
         return dict(total)
 
-    def save(self, path: str | Path, *, rank: int = 0) -> None:
-        """Write Chrome's trace format: a process per rank; work and transfers on tracks of their own."""
+    def save(self, path: str | Path, *, rank: int) -> None:
+        """Write Chrome's trace format: work and transfers on tracks of their own.
+
+        Args:
+            path: of this rank's file.
+            rank: its number in the viewer, which can show several files together.
+        """
         tracks = {"work": 0, "spAG": 1, "spRS": 2}
         events: list[dict] = [
             {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},

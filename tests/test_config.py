@@ -33,7 +33,8 @@ def test_the_flags_are_these() -> None:
 
 def test_flags_become_settings() -> None:
     assert _parse() is None
-    assert _parse("--moe-fssdp-slots", "4") is None  # a setting alone does not switch it on
+    with pytest.warns(UserWarning, match="--moe-fssdp-slots, --moe-fssdp-lifetime without --moe-fssdp: FSSDP is off"):
+        assert _parse(*"--moe-fssdp-slots 4 --moe-fssdp-lifetime layer".split()) is None
     assert _parse("--moe-fssdp") == HecateConfig()
     assert _parse(
         *"--moe-fssdp --moe-fssdp-slots 4 --moe-fssdp-overlap-degree 3 --moe-fssdp-timeout 7.5".split(),
@@ -76,7 +77,7 @@ def test_settings_cannot_be_changed() -> None:
         (dict(costs=5), ValueError, "costs=5 must be the name of a file"),
         (dict(lifetime="epoch"), ValueError, "lifetime='epoch' is none of auto, iteration, microbatch, layer"),
         (dict(transport="pigeon"), ValueError, "transport='pigeon' is none of auto, p2p, sm, ce"),
-        (dict(transport="sm"), NotImplementedError, "transport='sm' is not built yet; use 'auto' or 'p2p'"),
+        (dict(transport="ce"), NotImplementedError, "transport='ce' is not built yet; use 'auto', 'p2p' or 'sm'"),
     ],
 )
 def test_bad_settings_say_what_to_do(settings: dict, error: type, message: str) -> None:

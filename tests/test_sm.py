@@ -171,7 +171,7 @@ def test_too_little_shared_memory_is_said_on_all_ranks() -> None:
 
         peers.os.posix_fallocate = full
     message = (
-        r"transport sm: rank 1 cannot have 1512 bytes of shared memory, \d+ are free in /dev/shm: .*use transport p2p"
+        r"transport sm: rank 1 cannot have 1512 bytes of shared memory, \d+ are free in /dev/shm: .*use p2p"
     )
     with pytest.raises(RuntimeError, match=message):
         peers.Peers(dist.group.WORLD, 1000, torch.device("cpu"))
@@ -186,14 +186,19 @@ def test_switching_it_on() -> None:
     import torch.distributed as dist
 
     from megatron_hecate import HecateConfig, fssdp, transports
+    from megatron_hecate.agreement import Note
     from megatron_hecate.compile import CACHE
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     hook = fssdp(HecateConfig(costs=tiny_gpt.FREE, transport="sm", timeout=30))
-    apart = transports.Transport("sm").refusals([(0, 1), (2, 3)], ["a", "a", "a", "b"])
-    assert apart == [
-        "transport='sm' needs the ranks of an FSSDP group on one machine; those of [2, 3] are on a, b; use p2p"
+    groups, nodes, shared = [(0, 1), (2, 3)], "aaab", [4024, 4023, 0, 9999]
+    notes = [Note({}, [], [], groups=groups, node=nodes[rank], shared=shared[rank]) for rank in range(4)]
+    refusals = transports.Transport("sm").refusals(notes, {0: 1000, 1: 2000, 3: 500})
+    assert refusals == [
+        "transport='sm' needs the ranks of an FSSDP group on one machine; those of [2, 3] are on a, b; use p2p",
+        "transport='sm' needs 4024 bytes of shared memory on a, 4023 are free in /dev/shm; make it larger, or use p2p, "
+        "fewer slots or a shorter lifetime",
     ]
     before = os.environ.get(CACHE)
     if dist.get_rank() == 1:
