@@ -170,9 +170,7 @@ def test_too_little_shared_memory_is_said_on_all_ranks() -> None:
             raise OSError(28, "No space left on device")
 
         peers.os.posix_fallocate = full
-    message = (
-        r"transport sm: rank 1 cannot have 1512 bytes of shared memory, \d+ are free in /dev/shm: .*use p2p"
-    )
+    message = r"transport sm: rank 1 cannot have 1512 bytes of shared memory, \d+ are free in /dev/shm: .*use p2p"
     with pytest.raises(RuntimeError, match=message):
         peers.Peers(dist.group.WORLD, 1000, torch.device("cpu"))
 
