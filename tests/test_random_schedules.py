@@ -37,12 +37,12 @@ class _Wire:
         """What every weight of ``expert`` is in this iteration."""
         return 1000.0 * self.step + 100 * layer + expert + 1
 
-    def start_gather(self, homes, route, guests, group, *, label, timeout, timed=False) -> _FakeTransfer:
+    def start_gather(self, homes, route, guests, group, *, fused, label, timeout, timed=False) -> _FakeTransfer:
         self.fetches.append(label)
         values = [self.value(int(label), e) for e in route.experts]
         return _FakeTransfer(self, list(guests), lambda: [g.fill_(v) for g, v in zip(guests, values, strict=True)])
 
-    def start_reduce(self, grads, route, staging, add, group, *, label, timeout) -> _FakeTransfer:
+    def start_reduce(self, grads, route, staging, add, group, *, fused, totals, label, timeout) -> _FakeTransfer:
         sent = [g.tolist() for g in grads]
 
         def arrive() -> None:
