@@ -31,7 +31,7 @@ SHARES = {  # column: spans
 }
 
 
-def measure(steps: int, warmup: int, accumulate: int, layers: int, folder: Path | None) -> None:
+def measure(steps: int, warmup: int, accumulate: int, layers: int, folder: Path | None, transport: str) -> None:
     """Print the table; runs on every rank."""
     import torch
     import torch.distributed as dist
@@ -48,7 +48,8 @@ def measure(steps: int, warmup: int, accumulate: int, layers: int, folder: Path 
         experts=16, seq=128, micro_batch=16, accumulate=accumulate, skew=2.0, settings=tuple(model.items())
     )
     tiny_gpt.initialize(case)
-    configs = {name: HecateConfig(slots=2, lifetime=name, costs=tiny_gpt.FREE) for name in LIFETIMES}
+    settings = dict(slots=2, transport=transport, costs=tiny_gpt.FREE)
+    configs = {name: HecateConfig(lifetime=name, **settings) for name in LIFETIMES}
     runs = {"stock": tiny_gpt.train(case, steps=0)}
     runs |= {name: tiny_gpt.train(case, steps=0, hook=fssdp(config)) for name, config in configs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
@@ -148,6 +149,7 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=6, help="steps before; copies are timed in some of them")
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
     parser.add_argument("--layers", type=int, default=4, help="of the model, all MoE")
+    parser.add_argument("--transport", choices=("p2p", "sm"), default="p2p")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write Chrome traces and overlap.png there")
     arguments = parser.parse_args()
     if min(arguments.steps, arguments.accumulate, arguments.layers) < 1 or arguments.warmup < 0:
@@ -157,7 +159,8 @@ def main() -> int:
     if arguments.trace is not None:
         arguments.trace.mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:
-        measure(arguments.steps, arguments.warmup, arguments.accumulate, arguments.layers, arguments.trace)
+        options = (arguments.layers, arguments.trace, arguments.transport)
+        measure(arguments.steps, arguments.warmup, arguments.accumulate, *options)
         return 0
     return again_on_ranks(__file__, 2)
 
