@@ -108,15 +108,22 @@ class ModelState:
         first = self.chunk_of.index(index)
         if seams.gathers_params(self.states[first].module):
             return
-        began = self.clock.comes_to(first)
-        self.states[first].prepare()
-        if began or self.states[first].config.lifetime != "iteration":
-            for state in self.after(first):
-                state.prepare()
+        self.prepare(first, begins=self.clock.comes_to(first))
 
     def end_chunk(self, *_: Any) -> None:
         """It ends."""
         self._gradients = None
+
+    def prepare(self, index: int, *, begins: bool) -> None:
+        """Have the guests of layer ``index`` on their way, and the next ones', unless all of the iteration are here.
+
+        Args:
+            begins: whether the layer's iteration does.
+        """
+        self.states[index].prepare()
+        if begins or self.states[index].config.lifetime != "iteration":
+            for state in self.after(index):
+                state.prepare()
 
     def after(self, index: int) -> Sequence[Host]:
         """Layers that follow ``index`` in its model chunk and are fetched ahead of their own attention."""

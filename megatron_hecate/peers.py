@@ -47,12 +47,12 @@ class Peers:
 
     def __init__(self, group: dist.ProcessGroup, size: int, device: torch.device) -> None:
         self.group, self.device = group, device
-        self._open = _symmetric if device.type == "cuda" else _shared
-        whole, self.bases = self._open(group, COUNTERS + size, device)
+        on_gpu = device.type == "cuda"
+        whole, self.bases = (_symmetric if on_gpu else _shared)(group, COUNTERS + size, device)
         self.arena: Tensor = whole[COUNTERS:]
         self._whole = whole
-        self._failure = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._launch = _on_gpu if device.type == "cuda" else _on_host
+        self._failure = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
+        self._launch = _on_gpu if on_gpu else _on_host
         rank = group.rank()
         self.signals = Signals(
             progress=self.bases[rank],
@@ -79,10 +79,9 @@ class Peers:
         self._launch(name, program, at)
 
     @property
-    def failed(self) -> int | None:
-        """A peer that did not come in time, in any transfer that has ended; it may have waited for another one."""
-        record = self._failure.numpy().view(FAILURE)[0]
-        return int(record["peer"]) if record["failed"] else None
+    def failed(self) -> bool:
+        """Whether a peer did not come in time, in any transfer that has ended."""
+        return bool(self._failure.numpy().view(FAILURE)[0]["failed"])
 
     def steps_of(self, peer: int, *, since: int) -> int:
         """Steps that ``peer`` told this rank it has finished ``since`` a count; below 0 when it has not come so far."""

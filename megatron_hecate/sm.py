@@ -138,11 +138,11 @@ class Sm:
 
         def run() -> Iterator[None]:
             start = time.monotonic()
-            if self.peers.failed is None:
+            if not self.peers.failed:
                 at = torch.empty(len(program), dtype=torch.uint8, device=self.peers.device)
                 kernel.relocate(program, at.data_ptr())
                 self.peers.run(name, program, at)
-            if self.peers.failed is not None:
+            if self.peers.failed:
                 steps = {peer: self.peers.steps_of(peer, since=begin) for peer in sorted(plan.peers)}
                 last = min(steps, key=steps.__getitem__)  # others may wait for it as well
                 raise TransferError(

@@ -102,10 +102,7 @@ class LayerState:
             first = self.model.clock.enter(self.index)
             if first:
                 self.model.meter.attention(self.index, next(self.module.parameters()).device)
-            self.prepare()
-            if first or self.config.lifetime != "iteration":  # else all guests are here
-                for state in self.model.after(self.index):
-                    state.prepare()
+            self.model.prepare(self.index, begins=first)
         guests = self._guests_of(purpose)
         self.early = None
         if guests is not None and torch.is_grad_enabled():

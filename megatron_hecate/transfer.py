@@ -53,9 +53,7 @@ class Transfer:
                         pass
                     self._mark("end")
                     self._enqueued = stream.record_event()
-            elif (
-                queue is not None or trace.recording() or timed
-            ):  # somebody wants to know when it is over, which gloo does not tell
+            elif queue is not None or trace.recording() or timed:  # gloo does not tell when it is over
                 self._mark("begin")
                 trace.follow(what, label, over=self._in_background(queue))
             else:
