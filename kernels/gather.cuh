@@ -38,10 +38,7 @@ FSSDP_FN bool copies(Thread& th, const Transfer& t, u32 step) {
   for (u32 tile = th.block(); tile < s.tiles; tile += th.blocks()) {
     at = seek(items, s.count, at, tile);
     const Copy c = items[at];
-    if (c.rank != LOCAL && !has(ready, c.rank)) {
-      if (!await(th, t, c.rank, t.begin + step)) return false;
-      put(ready, c.rank);
-    }
+    if (!await_source(th, t, c.rank, step, ready)) return false;
     const Span part = span(c.bytes, tile, c.first_tile);
     copy<IN_FLIGHT>(th, c.dst + part.begin, c.src + part.begin, part.length);
   }

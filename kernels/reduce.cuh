@@ -102,11 +102,8 @@ FSSDP_FN bool sums(Thread& th, const Transfer& t, u32 step) {
     const Source* sources = todo.sources + s.first_source;
     bool vectors = aligned(s.dst, 0);
     for (u32 k = 0; k < s.sources; ++k) {
-      const i32 rank = sources[k].rank;
       vectors = vectors && aligned(sources[k].src, 0);
-      if (rank == LOCAL || has(ready, rank)) continue;
-      if (!await(th, t, rank, t.begin + step)) return false;
-      put(ready, rank);
+      if (!await_source(th, t, sources[k].rank, step, ready)) return false;
     }
     if (s.flags & BF16)
       sum_tile<Bf16, IN_FLIGHT>(th, s, sources, tile, vectors);

@@ -32,6 +32,14 @@ FSSDP_FN bool await(Thread& th, const Transfer& t, i32 peer, u32 value) {
   return th.all(came);  // a barrier: what thread 0 acquired is visible to the block
 }
 
+// The block waits until `source`, if it is another rank, has what is read in `step`; `ready`: those that have been awaited.
+template <class Thread>
+FSSDP_FN bool await_source(Thread& th, const Transfer& t, i32 source, u32 step, Ranks& ready) {
+  if (source == LOCAL || has(ready, source)) return true;
+  put(ready, source);
+  return await(th, t, source, t.begin + step);
+}
+
 // The block has finished `step`; the last block to do so tells the peers. What the others wrote comes with it: each
 // releases it to the counter, and the last one acquires it there.
 template <class Thread>
