@@ -26,7 +26,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_hecate import kernel, peers  # noqa: E402
+from megatron_hecate import kernel, launch  # noqa: E402
 from megatron_hecate.kernel import Signals, Wire  # noqa: E402
 from megatron_hecate.schedule import Place, Pull, Schedule  # noqa: E402
 
@@ -63,9 +63,8 @@ class Bench:
         program = kernel.program(
             Schedule(((pull,),), frozenset()),
             lambda place: [(memory[place].data_ptr(), self.elements)],
-            Signals(words, (words,), words + 64, self.failure.data_ptr()),
-            wire=Wire(grads.element_size() if sums else 2),
-            sums=sums,
+            Signals(words, {0: words}, words + 64, self.failure.data_ptr()),
+            wire=Wire(grads.element_size() if sums else 2, sums=sums),
             rank=0,
             begin=1,
             timeout=10.0,
@@ -75,9 +74,9 @@ class Bench:
         at.copy_(torch.from_numpy(program))
         name = "fssdp_reduce" if sums else "fssdp_gather"
         if self.device.type == "cpu":
-            host = getattr(peers.compile_for_host(), name)
+            host = getattr(launch.compile_for_host(), name)
             return lambda blocks: host(ctypes.c_void_p(at.data_ptr()), blocks, 1)
-        return lambda blocks: peers.launch(name, at, blocks=blocks)
+        return lambda blocks: launch.launch(name, at, blocks=blocks)
 
     def moved(self, what: str) -> int:
         """Bytes read and written."""

@@ -56,11 +56,14 @@ struct Device {
   }
   // The record lies in memory of the host. Nothing may compute with what did not come: the context ends here.
   FSSDP_FN void fail(Failure* record, const Failure& why) const {
-    if (atomicCAS_system(&record->failed, 0u, why.failed) == 0u) {
+    if (atomicCAS_system(&record->failed, 0u, 2u) == 0u) {
       record->rank = why.rank;
       record->peer = why.peer;
       record->expected = why.expected;
       record->seen = why.seen;
+      record->begin = why.begin;
+      __threadfence_system();
+      *(volatile u32*)&record->failed = why.failed;
     }
     __threadfence_system();
     __trap();
@@ -77,3 +80,8 @@ struct Device {
   }
 FSSDP_KERNEL(fssdp_gather, fssdp::Gather)
 FSSDP_KERNEL(fssdp_reduce, fssdp::Reduce)
+
+extern "C" __global__ void __launch_bounds__(512, 1) fssdp_meet(const fssdp::Transfer* transfers, unsigned steps) {
+  fssdp::Device th;
+  fssdp::meet(th, transfers[blockIdx.y], steps);
+}

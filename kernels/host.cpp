@@ -88,6 +88,7 @@ class Host {
       record->peer = why.peer;
       record->expected = why.expected;
       record->seen = why.seen;
+      record->begin = why.begin;
       __atomic_store_n(&record->failed, why.failed, __ATOMIC_RELEASE);
     }
   }
@@ -105,9 +106,9 @@ class Host {
   Barrier& barrier_;
 };
 
-// One rank's grid; returns when all its threads have ended.
-template <class Op>
-void run(const Transfer& t, u32 blocks, u32 threads) {
+// One rank's grid, in which every thread calls `kernel`; returns when all have ended.
+template <class Kernel>
+void launch(Kernel kernel, u32 blocks, u32 threads) {
   std::vector<Barrier*> barriers;
   std::vector<std::thread> running;
   for (u32 b = 0; b < blocks; ++b) {
@@ -115,13 +116,20 @@ void run(const Transfer& t, u32 blocks, u32 threads) {
     for (u32 i = 0; i < threads; ++i) {
       Host th(i, threads, b, blocks, *barriers[b]);
       if (blocks * threads == 1)
-        transfer<Op>(th, t);
+        kernel(th);
       else
-        running.emplace_back([th, &t]() mutable { transfer<Op>(th, t); });
+        running.emplace_back([th, &kernel]() mutable { kernel(th); });
     }
   }
   for (auto& thread : running) thread.join();
   for (auto* barrier : barriers) delete barrier;
+}
+template <class Op>
+void run(const Transfer& t, u32 blocks, u32 threads) {
+  launch([&t](Host& th) { transfer<Op>(th, t); }, blocks, threads);
+}
+void run_meet(const Transfer& t, u32 steps, u32 threads) {
+  launch([&t, steps](Host& th) { meet(th, t, steps); }, 1, threads);
 }
 
 }  // namespace fssdp
@@ -133,6 +141,10 @@ int fssdp_gather(const fssdp::Transfer* t, unsigned blocks, unsigned threads) {
 }
 int fssdp_reduce(const fssdp::Transfer* t, unsigned blocks, unsigned threads) {
   fssdp::run<fssdp::Reduce>(*t, blocks, threads);
+  return (int)t->failure->failed;
+}
+int fssdp_meet(const fssdp::Transfer* t, unsigned steps) {
+  fssdp::run_meet(*t, steps, 1);
   return (int)t->failure->failed;
 }
 unsigned fssdp_size_of_transfer() { return sizeof(fssdp::Transfer); }

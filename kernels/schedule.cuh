@@ -66,7 +66,7 @@ struct Ranks {
 
 // Why a wait ended without its signal.
 struct Failure {
-  u32 failed, rank, peer, expected, seen, reserved;
+  u32 failed, rank, peer, expected, seen, begin;  // expected and seen: steps since begin, which tells the transfer
 };
 
 struct Transfer {

@@ -18,10 +18,11 @@ namespace {
 
 using namespace fssdp;
 
-enum Operation : u64 { WRITE, CHECK, GATHER, REDUCE };
+enum Operation : u64 { WRITE, CHECK, GATHER, REDUCE, COPIES };
 // WRITE   address, type, elements, seed
 // CHECK   address, type, elements, seed of what was there or NONE, number of addends, for each (type, seed)
 // GATHER, REDUCE   address of the program, its bytes, and it
+// COPIES  the same: a gather of which the kernels only make the signals
 enum Type : u64 { BYTE, HALF, FLOAT };
 const u64 NONE = ~0ull;
 
@@ -95,6 +96,20 @@ const Transfer& load(u64 address, const void* program, u64 size, bool sums) {
   return t;
 }
 
+// As copy engines would: between the signals, in no particular order.
+void copies(const Transfer& t, u32 threads) {
+  for (u32 s = 0; s <= t.num_steps; ++s) {
+    run_meet(t, s, threads);
+    if (t.failure->failed) return;
+    if (s == t.num_steps) return;
+    const Step& step = t.steps[s];
+    for (u32 i = step.count; i-- > 0;) {
+      const Copy& copy = ((const Copy*)step.items)[i];
+      std::memcpy((void*)copy.dst, (const void*)copy.src, copy.bytes);
+    }
+  }
+}
+
 void rank_main(int rank, const std::vector<u64>& script, u32 blocks, u32 threads) {
   for (size_t i = 0; i < script.size();) {
     const u64* op = &script[i];
@@ -110,7 +125,9 @@ void rank_main(int rank, const std::vector<u64>& script, u32 blocks, u32 threads
       i += 6 + op[5];
     } else {
       const Transfer& t = load(op[1], op + 3, op[2], op[0] == REDUCE);
-      if (op[0] == REDUCE)
+      if (op[0] == COPIES)
+        copies(t, threads);
+      else if (op[0] == REDUCE)
         run<Reduce>(t, blocks, threads);
       else
         run<Gather>(t, blocks, threads);

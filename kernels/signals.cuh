@@ -22,7 +22,7 @@ FSSDP_FN bool await(Thread& th, const Transfer& t, i32 peer, u32 value) {
     u32 seen;
     while ((i32)((seen = th.load_acquire(t.progress + peer)) - value) < 0) {
       if (th.clock() - start > t.timeout) {
-        th.fail(t.failure, {1u, (u32)t.rank, (u32)peer, value - t.begin, seen - t.begin, 0u});
+        th.fail(t.failure, {1u, (u32)t.rank, (u32)peer, value - t.begin, seen - t.begin, t.begin});
         came = false;
         break;
       }

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import socket
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-_round = 0  # how often this process has agreed: every model has keys of its own
+_round = 0  # how often this process has exchanged records: each time has keys of its own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,21 +27,41 @@ class Note:
         settings: its `HecateConfig`, field by field.
         layers: names of the MoE layers it has; none is fine for a pipeline stage, not for a whole model.
         problems: what stops it.
-        groups: ranks of the FSSDP groups it is in.
-        node: name of the machine it runs on.
         summary: what the line that says FSSDP is on tells of its layers.
         memory: its `report.RankMemory`, as fields; empty without MoE layers.
-        shared: bytes of shared memory that are free on its machine.
     """
 
     settings: dict[str, Any]
     layers: list[str]
     problems: list[str]
-    groups: list[tuple[int, ...]] = dataclasses.field(default_factory=list)
-    node: str = dataclasses.field(default_factory=socket.gethostname)
     summary: str = ""
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
-    shared: int = 0
+
+
+def exchange(record: dict[str, Any], *, timeout: float) -> list[dict[str, Any]]:
+    """The records of all ranks, by rank.
+
+    Args:
+        record: this rank's; what JSON can hold.
+        timeout: seconds to wait for the others.
+
+    Raises:
+        TimeoutError: naming the ranks that did not come in time.
+    """
+    global _round
+    _round += 1
+    store, rank, size = _get_default_store(), dist.get_rank(), dist.get_world_size()
+    keys = [f"megatron_hecate/agree/{_round}/{r}" for r in range(size)]
+    store.set(keys[rank], json.dumps(record))
+    try:
+        store.wait(keys, timedelta(seconds=timeout))
+    except RuntimeError as error:  # DistStoreError is one
+        missing = [r for r, key in enumerate(keys) if not store.check([key])]
+        raise TimeoutError(
+            f"FSSDP: rank {rank} waited {timeout:g} s for ranks {missing} to switch FSSDP on; is --moe-fssdp "
+            "given on every rank, and do all of them build the model?"
+        ) from error
+    return [json.loads(store.get(key)) for key in keys]
 
 
 def agree(note: Note, *, timeout: float, judge: Callable[[list[Note]], list[str]] = lambda _: []) -> list[Note]:
@@ -60,21 +79,7 @@ def agree(note: Note, *, timeout: float, judge: Callable[[list[Note]], list[str]
         ValueError: when any rank has a problem or other settings, or no rank has a MoE layer.
         TimeoutError: naming the ranks that did not come in time.
     """
-    global _round
-    _round += 1
-    store, rank, size = _get_default_store(), dist.get_rank(), dist.get_world_size()
-    keys = [f"megatron_hecate/agree/{_round}/{r}" for r in range(size)]
-    store.set(keys[rank], json.dumps(dataclasses.asdict(note)))
-    try:
-        store.wait(keys, timedelta(seconds=timeout))
-    except RuntimeError as error:  # DistStoreError is one
-        missing = [r for r, key in enumerate(keys) if not store.check([key])]
-        raise TimeoutError(
-            f"FSSDP: rank {rank} waited {timeout:g} s for ranks {missing} to switch FSSDP on; is --moe-fssdp "
-            "given on every rank, and do all of them build the model?"
-        ) from error
-    notes = [Note(**json.loads(store.get(key))) for key in keys]
-
+    notes = [Note(**record) for record in exchange(dataclasses.asdict(note), timeout=timeout)]
     found = dict.fromkeys(problem for other in notes for problem in other.problems)
     for r, other in enumerate(notes):
         for name, value in other.settings.items():

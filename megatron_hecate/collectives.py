@@ -96,12 +96,14 @@ class Fused:
         loans: all guests that are moved, of all ranks.
         rows: the layer's frame, row by row: of weights or of gradients.
         outbox: memory for the chunks that this rank lends.
+        relays: memory for stripes that this rank holds for others, of the dtype of ``rows``; with several domains.
     """
 
     sm: Sm
     loans: Sequence[Loan]
     rows: Sequence[Tensor]
     outbox: Sequence[Tensor]
+    relays: Sequence[Tensor] = ()
 
 
 def start_gather(
@@ -124,7 +126,9 @@ def start_gather(
         timed: whether the transfer will be asked how long it took.
     """
     if fused is not None:
-        steps = fused.sm.gather(homes, fused.loans, fused.outbox, fused.rows, label=label, timeout=timeout)
+        steps = fused.sm.gather(
+            homes, fused.loans, fused.outbox, fused.rows, fused.relays, label=label, timeout=timeout
+        )
         device = homes[0][0].device
         return Transfer(steps, device, what="spAG", label=label, timed=timed, queue=fused.sm.queue)
     tensors = [t.detach() for expert in homes for t in expert]
@@ -157,7 +161,7 @@ def start_reduce(
         totals: for ``sm``: looks up fp32 memory to which a lent home's sum is added, instead of calling ``add``.
     """
     if fused is not None:
-        steps = fused.sm.reduce(fused.rows, fused.loans, totals, add, label=label, timeout=timeout)
+        steps = fused.sm.reduce(fused.rows, fused.loans, totals, add, fused.relays, label=label, timeout=timeout)
         return Transfer(steps, fused.rows[0].device, what="spRS", label=label, queue=fused.sm.queue)
     batches = Batches(group, label=label, timeout=timeout)
     steps = p2p.reduce(grads, route.sends, route.recvs, route.turns, staging, add, batches=batches)

@@ -25,7 +25,6 @@ class HecateConfig:
 
     Raises:
         ValueError: for a value outside its range.
-        NotImplementedError: for a transport that does not exist yet.
     """
 
     slots: int = _flag(2, "Guests a rank can host per MoE layer; 0 trains exactly as without FSSDP.")
@@ -37,8 +36,10 @@ class HecateConfig:
     )
     transport: Literal["auto", "p2p", "sm", "ce"] = _flag(
         "auto",
-        "How expert weights and gradients travel: p2p, by torch.distributed; sm, by our kernels, so far on CPU ranks "
-        "of one machine only. auto is p2p.",
+        "How expert weights and gradients travel: p2p, by torch.distributed; sm, by our kernels, which read peers' "
+        "memory inside an NVLink domain (CPU ranks: inside a machine) and use p2p between domains; ce, the same with "
+        "weights copied by the GPU's copy engines. auto is sm where peers share an NVLink domain and a trial of it "
+        "succeeds, else p2p, and says why.",
     )
     overlap_degree: int | None = _flag(
         None,
@@ -75,8 +76,6 @@ class HecateConfig:
             known = typing.get_args(typing.get_type_hints(type(self))[name])
             if value not in known:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
-        if self.transport not in ("auto", "p2p", "sm"):
-            raise NotImplementedError(f"transport={self.transport!r} is not built yet; use 'auto', 'p2p' or 'sm'")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

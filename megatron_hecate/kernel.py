@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -42,7 +42,7 @@ TRANSFER = np.dtype(
         ("world", "<i4"),
     ]
 )
-FAILURE = np.dtype([(name, "<u4") for name in ("failed", "rank", "peer", "expected", "seen", "reserved")])
+FAILURE = np.dtype([(name, "<u4") for name in ("failed", "rank", "peer", "expected", "seen", "begin")])
 ALIGNMENT: int = 16  # bytes, of every array in a program
 
 Extent = tuple[int, int]  # address, elements
@@ -54,16 +54,20 @@ class Signals:
     """Where ranks tell each other how far they are. All addresses as this rank sees them.
 
     Args:
-        progress: of this rank's counters, one u32 for each rank.
-        progress_at: of every rank's.
+        progress: of this rank's counters, one u32 for each rank of its domain.
+        progress_at: of every rank's, in the order of the counters.
         arrived: of ``MAX_STEPS`` u32 that count this rank's blocks; zero.
         failure: of this rank's `FAILURE` record; zero.
     """
 
     progress: int
-    progress_at: tuple[int, ...]
+    progress_at: Mapping[int, int]
     arrived: int
     failure: int
+
+    def number(self, rank: int) -> int:
+        """The counter of ``rank``."""
+        return list(self.progress_at).index(rank)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +76,15 @@ class Wire:
 
     Args:
         itemsize: bytes per element; gradients of 2 are bf16, of 4 fp32. Sums are fp32 always.
+        sums: spRS rather than spAG.
     """
 
     itemsize: int
+    sums: bool = False
 
     def itemsize_of(self, place: Place) -> int:
-        return 4 if place.memory in ("part", "total") else self.itemsize
+        """Bytes per element in ``place``."""
+        return 4 if self.sums and place.memory != "grad" else self.itemsize
 
 
 def program(
@@ -86,7 +93,6 @@ def program(
     signals: Signals,
     *,
     wire: Wire,
-    sums: bool,
     rank: int,
     begin: int,
     timeout: float,
@@ -96,8 +102,7 @@ def program(
     Args:
         extents: the memory of a place, in order of the chunk: (address, elements), several for a chunk of several
             tensors. Addresses of peers' memory are those at which this rank sees it.
-        wire: of sources that are not fp32 sums.
-        sums: spRS rather than spAG.
+        wire: what travels.
         begin: what progress counters stand at; the same on all ranks, and more than the last transfer's end.
         timeout: seconds per wait.
 
@@ -118,16 +123,17 @@ def program(
     transfer["progress"], transfer["arrived"] = signals.progress, signals.arrived
     transfer["failure"] = signals.failure
     world = len(signals.progress_at)
-    transfer["progress_at"][:world] = signals.progress_at
-    peers = sum(1 << peer for peer in schedule.peers)
+    transfer["progress_at"][:world] = list(signals.progress_at.values())
+    peers = sum(1 << signals.number(peer) for peer in schedule.peers)
     transfer["peers"] = peers & (2**64 - 1), peers >> 64
     transfer["timeout"] = round(timeout * 1e9)
     transfer["num_steps"], transfer["begin"] = len(schedule.steps), begin % 2**32
-    transfer["rank"], transfer["world"] = rank, world
+    transfer["rank"], transfer["world"] = signals.number(rank), world
     for step, pulls in zip(transfer["steps"], schedule.steps, strict=False):
         pieces = [piece for pull in pulls for piece in _pieces(pull, extents, wire)]
+        pieces = [piece for piece in pieces if not (wire.sums and _is_there(piece))]
         _check(pieces)
-        items, sources, tiles = (_sums if sums else _copies)(pieces, rank)
+        items, sources, tiles = (_sums if wire.sums else _copies)(pieces, rank, signals)
         step["items"], step["count"], step["tiles"] = place(items), len(items), tiles
         if sources is not None:
             step["sources"] = place(sources)
@@ -145,6 +151,13 @@ def relocate(program: np.ndarray, at: int) -> None:
     steps = program[: TRANSFER.itemsize].view(TRANSFER)["steps"]
     steps["items"] += np.uint64(at)
     steps["sources"] += np.uint64(at)
+
+
+def copies(program: np.ndarray, at: int) -> list[np.ndarray]:
+    """The `COPY` items of every step of a spAG that lies at ``at``."""
+    transfer = program[: TRANSFER.itemsize].view(TRANSFER)[0]
+    begins = [(int(step["items"]) - at, int(step["count"])) for step in transfer["steps"][: transfer["num_steps"]]]
+    return [program[begin : begin + count * COPY.itemsize].view(COPY) for begin, count in begins]
 
 
 def _padded(size: int) -> int:
@@ -179,8 +192,8 @@ def _pieces(pull: Pull, extents: Extents, wire: Wire) -> list[_Piece]:
     places = (*pull.sources, pull.into)
     memories = [extents(place) for place in places]
     bounds = {pull.begin, pull.end}
-    for memory in memories:
-        ends = np.cumsum([elements for _, elements in memory]).tolist()
+    for place, memory in zip(places, memories, strict=True):
+        ends = itertools.accumulate((elements for _, elements in memory), initial=place.begin)
         bounds.update(end for end in ends if pull.begin < end < pull.end)
     ordered = sorted(bounds)
     pieces = []
@@ -191,8 +204,9 @@ def _pieces(pull: Pull, extents: Extents, wire: Wire) -> list[_Piece]:
 
 
 def _part(place: Place, memory: Sequence[Extent], begin: int, end: int, itemsize: int) -> _Memory:
+    begin, end = begin - place.begin, end - place.begin
     for address, elements in memory:
-        if begin < elements:
+        if 0 <= begin < elements:
             if address % itemsize:
                 raise ValueError(
                     f"{place} lies at {address:#x}, which is not a multiple of its elements' {itemsize} bytes"
@@ -202,21 +216,28 @@ def _part(place: Place, memory: Sequence[Extent], begin: int, end: int, itemsize
     raise ValueError(f"{place} has no memory for the last {end - begin} elements of the chunk")
 
 
-def _source_rank(memory: _Memory, own: int) -> int:
-    return LOCAL if memory.place.rank == own else memory.place.rank
+def _is_there(piece: _Piece) -> bool:
+    """Whether it is the sum of one gradient, in the place of that."""
+    first, *others = piece.sources
+    in_place = first.address == piece.into.address and first.itemsize == piece.into.itemsize
+    return in_place and not others and not piece.add
 
 
-def _copies(pieces: list[_Piece], rank: int) -> tuple[np.ndarray, None, int]:
+def _source_rank(memory: _Memory, own: int, signals: Signals) -> int:
+    return LOCAL if memory.place.rank == own else signals.number(memory.place.rank)
+
+
+def _copies(pieces: list[_Piece], rank: int, signals: Signals) -> tuple[np.ndarray, None, int]:
     items, tiles = np.zeros(len(pieces), COPY), 0
     for item, piece in zip(items, pieces, strict=True):
         (source,) = piece.sources
         item["src"], item["dst"], item["bytes"] = source.address, piece.into.address, source.bytes
-        item["rank"], item["first_tile"] = _source_rank(source, rank), tiles
+        item["rank"], item["first_tile"] = _source_rank(source, rank, signals), tiles
         tiles += -(-source.bytes // TILE)
     return items, None, tiles
 
 
-def _sums(pieces: list[_Piece], rank: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _sums(pieces: list[_Piece], rank: int, signals: Signals) -> tuple[np.ndarray, np.ndarray, int]:
     items, tiles = np.zeros(len(pieces), SUM), 0
     sources = np.zeros(sum(len(piece.sources) for piece in pieces), SOURCE)
     first = 0
@@ -226,7 +247,7 @@ def _sums(pieces: list[_Piece], rank: int) -> tuple[np.ndarray, np.ndarray, int]
         item["first_source"], item["sources"], item["first_tile"] = first, len(piece.sources), tiles
         item["flags"] = ADD * piece.add | BF16 * bf16
         for source in piece.sources:
-            sources[first]["src"], sources[first]["rank"] = source.address, _source_rank(source, rank)
+            sources[first]["src"], sources[first]["rank"] = source.address, _source_rank(source, rank, signals)
             first += 1
         tiles += -(-piece.sources[0].bytes // TILE)
     return items, sources, tiles

@@ -17,7 +17,6 @@ import functools
 import os
 import threading
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,11 +31,11 @@ from megatron_hecate.config import AUTO, HecateConfig
 from megatron_hecate.dispatcher import to_physical
 from megatron_hecate.experts import FSSDPExperts
 from megatron_hecate.model import ModelState
-from megatron_hecate.peers import free_shared
 from megatron_hecate.plan import Speeds, compile_planning
 from megatron_hecate.plan.world import CPU, H100
 from megatron_hecate.state import LayerState
-from megatron_hecate.transports import Transport, choose_transport
+from megatron_hecate.transports import TransferGroups, Transport, Whereabouts
+from megatron_hecate.trial import settle
 
 Chunks = list[Module]
 
@@ -111,30 +110,31 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
             return chunks
         chunk_of = [i for i, chunk in enumerate(in_chunks) for _ in chunk]
         states, problems = _prepare(layers, config)
-        speeds, transport = _speeds(config, problems), choose_transport(config.transport, problems)
+        speeds = _speeds(config, problems)
         if converted:
             names = [layer.fssdp.name for layer in converted]
             problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
+        own = [tuple(dist.get_process_group_ranks(state.group)) for state in states]
+        ranks, transport, transfers = settle(config.transport, sorted(set(own)), problems, timeout=config.timeout)
+        for state, group in zip(states, own, strict=True):
+            state.domains = transfers[group].sizes if transfers else state.domains
         note = Note(
             settings={**dataclasses.asdict(config), "costs": dataclasses.asdict(speeds)},  # not where the file lies
             layers=[_layer_key(layer) for layer in layers],
-            groups=sorted({tuple(dist.get_process_group_ranks(state.group)) for state in states}),
             problems=problems,
             summary=_summary(states, config),
             memory=_memory(states, chunk_of, chunks, transport.name) if states and not problems else {},
-            shared=free_shared(),
         )
-        notes = agree(note, timeout=config.timeout, judge=functools.partial(_judge, config, transport))
+        notes = agree(note, timeout=config.timeout, judge=functools.partial(_judge, config, transport, ranks))
         memories, lifetime = _lifetime(notes, config)
         resolved = dataclasses.replace(config, lifetime=lifetime, transport=transport.name)
         for state in states:
             state.config = resolved
-        transfers = _transfer_groups(notes, config.timeout)
         if layers:
             model = ModelState(states, chunk_of, speeds, sources=states[0].stock_dispatcher.tp_ep_group)
-            _convert(model, layers, chunks, [note.node for note in notes], transfers)
+            _convert(model, layers, chunks, [rank.node for rank in ranks], transfers)
         if dist.get_rank() == 0:
-            _say_on(notes, memories, resolved, speeds)
+            _say_on(notes, memories, resolved, speeds, transport.why)
         return chunks
 
     return hook
@@ -218,31 +218,27 @@ def _lifetime(notes: list[Note], config: HecateConfig) -> tuple[dict[int, report
     return memories, report.choose(memories, config.lifetime)
 
 
-def _judge(config: HecateConfig, transport: Transport, notes: list[Note]) -> list[str]:
+def _judge(config: HecateConfig, transport: Transport, ranks: list[Whereabouts], notes: list[Note]) -> list[str]:
     """What is wrong with the job as a whole."""
     memories, lifetime = _lifetime(notes, config)
     guests = {rank: memory.accounts[lifetime].guests for rank, memory in memories.items()}
     too_large = report.refusal(memories, lifetime, slots=config.slots)
-    return transport.refusals(notes, guests) + ([] if too_large is None else [too_large])
+    return transport.refusals(ranks, guests) + ([] if too_large is None else [too_large])
 
 
-def _say_on(notes: list[Note], memories: dict[int, report.RankMemory], config: HecateConfig, speeds: Speeds) -> None:
+def _say_on(
+    notes: list[Note], memories: dict[int, report.RankMemory], config: HecateConfig, speeds: Speeds, why: str
+) -> None:
     """Print what is on, and what it takes of every rank's memory; ranks with the same figures share a table."""
     num_layers = len({key for note in notes for key in note.layers})
     late = f", at most {config.late} late guests per layer" if config.late else ""
     summary = next(note.summary for note in notes if note.summary)
     costs = config.costs or ("an H100 node" if speeds is H100 else "CPU ranks")
     print(f"FSSDP on: {num_layers} MoE layers, {summary}, lifetime {config.lifetime}", end="")
-    print(f", transport {config.transport}{late}, copies judged by the speeds of {costs}", flush=True)
+    reason = f" ({why})" if why else ""
+    print(f", transport {config.transport}{reason}{late}, copies judged by the speeds of {costs}", flush=True)
     if config.slots:
         print(report.tables(memories, config.lifetime), flush=True)
-
-
-def _transfer_groups(notes: list[Note], timeout: float) -> dict[tuple[int, ...], dist.ProcessGroup]:
-    """A process group for copies over the ranks of every FSSDP group of the job. All ranks make all of them."""
-    groups = sorted({tuple(group) for note in notes for group in note.groups})
-    limit = timedelta(seconds=max(timeout, 1.0))
-    return {group: dist.new_group(list(group), timeout=limit, group_desc="fssdp transfers") for group in groups}
 
 
 def _convert(
@@ -250,7 +246,7 @@ def _convert(
     layers: list[MoELayer],
     chunks: Chunks,
     nodes: list[str],
-    transfers: dict[tuple[int, ...], dist.ProcessGroup],
+    transfers: dict[tuple[int, ...], TransferGroups],
 ) -> None:
     """Turn all layers at once; an exception undoes what was done."""
     attention = {id(m.mlp): m.self_attention for chunk in chunks for m in chunk.modules() if seams.is_block(m)}

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_hecate import hierarchy
 from megatron_hecate.sm import Sm
 from megatron_hecate.transfer import Transfer
 
@@ -59,12 +60,14 @@ class Need:
         elements: of one chunk.
         dtype: of the weights.
         homes: experts that this rank owns, and may lend.
+        domains: sizes of the NVLink domains of its FSSDP group.
     """
 
     slots: int
     elements: int
     dtype: torch.dtype
     homes: int = 0
+    domains: tuple[int, ...] = (1,)
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -85,6 +88,18 @@ class Need:
         return self.homes * _aligned(self.elements * self.dtype.itemsize)
 
     @property
+    def stripe(self) -> int:
+        """Elements of what a rank holds of a chunk for others, between domains."""
+        return hierarchy.width(self.elements, self.domains)
+
+    @property
+    def relay_bytes(self) -> int:
+        """What a rank holds for others, in the larger of spAG and spRS."""
+        counts = hierarchy.relays(self.domains, homes=self.homes, slots=self.slots)
+        sizes = (_aligned(self.stripe * dtype.itemsize) for dtype in (self.dtype, self.grad_dtype))
+        return max(count * size for count, size in zip(counts, sizes, strict=True))
+
+    @property
     def staged(self) -> int:
         """Gradients that arrive at a home at once."""
         return max(1, min(STAGED, STAGED_BYTES // _aligned(self.elements * self.grad_dtype.itemsize)))
@@ -102,13 +117,15 @@ class Frames:
     Args:
         weights, grads: of guests.
         staging: where gradients arrive (transport ``p2p``).
-        outbox: where peers read lent experts (transport ``sm``).
+        outbox: where peers read lent experts (transports ``sm`` and ``ce``).
+        relay: where stripes wait that go from one NVLink domain to another (the same).
     """
 
     weights: tuple[int, ...]
     grads: tuple[int, ...]
     staging: int
     outbox: int = 0
+    relay: int = 0
 
     @classmethod
     def of(cls, needs: Sequence[Need], lifetime: str, *, in_flight: int, transport: str = "p2p") -> Frames:
@@ -116,14 +133,14 @@ class Frames:
 
         Args:
             in_flight: forwards of a layer whose backward has not run, of all layers together, at most.
-            transport: "p2p" or "sm".
+            transport: "p2p", "sm" or "ce".
         """
         if not any(need.slots for need in needs):
             return cls((), (), 0)
-        if transport == "sm":
-            moved = (0, max(need.outbox_bytes for need in needs))
+        if transport == "p2p":
+            moved = (max(need.staging_bytes for need in needs), 0, 0)
         else:
-            moved = (max(need.staging_bytes for need in needs), 0)
+            moved = (0, max(need.outbox_bytes for need in needs), max(need.relay_bytes for need in needs))
         largest = max(need.weight_bytes for need in needs)
         turns = [needs[turn::2] for turn in range(min(2, len(needs)))]
         in_turn = tuple(max(need.grad_bytes for need in turn) for turn in turns)
@@ -136,7 +153,12 @@ class Frames:
 
     @property
     def total(self) -> int:
-        return sum(self.weights) + sum(self.grads) + self.staging + self.outbox
+        return sum(self.weights) + sum(self.grads) + self.moved
+
+    @property
+    def moved(self) -> int:
+        """What transfers need beside their ends."""
+        return self.staging + self.outbox + self.relay
 
 
 class Frame:
@@ -187,7 +209,7 @@ class SlotMemory:
         lifetime: of guests.
         in_flight: as in `Frames.of`.
         device: where.
-        fused: makes the ``sm`` transport with an arena of so many bytes; ``None`` for ``p2p``.
+        fused: makes the transport with an arena of so many bytes; ``None`` for ``p2p``.
     """
 
     def __init__(
@@ -205,12 +227,11 @@ class SlotMemory:
         self._arena = (
             self.sm.peers.arena if self.sm else torch.empty(self.frames.total, dtype=torch.uint8, device=device)
         )
-        parts = self._arena.split([*self.frames.weights, *self.frames.grads, self.frames.staging, self.frames.outbox])
-        count = len(self.frames.weights)
-        self._weights = [Frame(part) for part in parts[:count]]
-        self._grads = [Frame(part) for part in parts[count:-2]]
+        frames, count = self.frames, len(self.frames.weights)
+        sizes = [*frames.weights, *frames.grads, frames.staging, frames.outbox, frames.relay]
+        *parts, self.staging, self.outbox, self.relay = (Frame(part) for part in self._arena.split(sizes))
+        self._weights, self._grads = parts[:count], parts[count:]
         self._free = list(self._weights)  # for lifetime microbatch
-        self.staging, self.outbox = Frame(parts[-2]), Frame(parts[-1])
 
     def weights(self, layer: int, *, label: str) -> Frame:
         """The frame for guests of ``layer`` in one microbatch (lifetime ``iteration``: in all of them).
@@ -227,6 +248,11 @@ class SlotMemory:
                 "use --moe-fssdp-lifetime layer or iteration"
             )
         return self._free.pop()
+
+    def relays(self, need: Need, dtype: torch.dtype) -> list[Tensor]:
+        """[stripe] for each that a rank may hold for others."""
+        count = self.frames.relay // _aligned(need.stripe * dtype.itemsize)
+        return self.relay.chunks(count, need.stripe, dtype)
 
     def free(self, frame: Frame) -> None:
         """Take back a frame that `weights` gave."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,10 +18,10 @@ from megatron_hecate.config import HecateConfig
 from megatron_hecate.memory import LIFETIMES, Need, SlotMemory
 from megatron_hecate.observe import LoadMonitor
 from megatron_hecate.overlap import OverlapMeter
-from megatron_hecate.peers import Peers
 from megatron_hecate.plan import Placement, Speeds
 from megatron_hecate.slots import Guests
-from megatron_hecate.sm import Sm
+from megatron_hecate.transports import FUSED, TransferGroups, Transport
+from megatron_hecate.trial import fused
 
 
 class Host(Protocol):
@@ -31,7 +32,7 @@ class Host(Protocol):
     module: Module  # the experts
     homes_only: Placement
     need: Need
-    transfers: dist.ProcessGroup
+    transfers: TransferGroups
 
     def prepare(self) -> None: ...
     def fetch_again(self) -> None: ...
@@ -80,17 +81,14 @@ class ModelState:
             first = self.states[0]
             in_flight = seams.forwards_in_flight(first.layer_config, self.chunk_of)
             device = next(first.module.parameters()).device
-            config = first.config
-
-            def fused(size: int) -> Sm:
-                return Sm(Peers(first.transfers, size, device))
-
+            transport = Transport(first.config.transport)
+            make = functools.partial(fused, transport, first.transfers, device=device)
             self._memory = SlotMemory(
                 needs,
-                config.lifetime,
+                first.config.lifetime,
                 in_flight=in_flight,
                 device=device,
-                fused=fused if config.transport == "sm" else None,
+                fused=make if transport.name in FUSED else None,
             )
         return self._memory
 

@@ -1,16 +1,16 @@
-"""Memory of a rank that its peers can read, and the way kernels reach it.
+"""Memory of a rank that its peers can read.
 
-There is one block of it per process group. On GPUs it is torch's symmetric memory; on CPUs, POSIX shared memory. In
-front lie the counters by which ranks tell each other how far they are (``kernels/signals.cuh``), behind them the arena.
+There is one block of it per rank of an NVLink domain. On GPUs it is torch's symmetric memory; on CPUs, POSIX shared
+memory. In front lie the counters by which ranks tell each other how far they are (``kernels/signals.cuh``), behind them
+the arena.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate import compile as kernels
 from megatron_hecate import kernel
 from megatron_hecate.kernel import FAILURE, Signals
 from megatron_hecate.schedule import MAX_RANKS
@@ -27,66 +26,70 @@ from megatron_hecate.schedule import MAX_RANKS
 SHARED: Path = Path("/dev/shm")
 COUNTERS: int = 512  # bytes in front of the arena: progress, one u32 per rank, and the blocks' counters
 ARRIVED: int = 4 * MAX_RANKS  # where those begin
-BLOCKS: int = 16  # thread blocks of a transfer on a GPU: about one in eight multiprocessors of an H100
-THREADS: int = 512  # of a block
 
 assert ARRIVED + 4 * kernel.MAX_STEPS <= COUNTERS
 
 
 class Peers:
-    """One block of memory per rank of ``group``, all of which this rank sees.
+    """One block of memory per rank of a domain, all of which this rank sees.
 
     Args:
-        group: all its ranks call at the same time, with the same size.
+        group: the domain; all its ranks call at the same time, with the same size.
         size: bytes of the arena.
         device: where.
+        ranks: how the FSSDP group numbers them, in order of their rank in ``group``; as there, if left out.
 
     Raises:
         RuntimeError: when the ranks cannot see each other's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, size: int, device: torch.device) -> None:
-        self.group, self.device = group, device
+    def __init__(
+        self, group: dist.ProcessGroup, size: int, device: torch.device, *, ranks: Sequence[int] | None = None
+    ) -> None:
+        self.device = device
+        self.ranks = tuple(range(group.size())) if ranks is None else tuple(ranks)
+        assert len(self.ranks) == group.size()
+        self.rank = self.ranks[group.rank()]
         on_gpu = device.type == "cuda"
-        whole, self.bases = (_symmetric if on_gpu else _shared)(group, COUNTERS + size, device)
+        whole, bases = (_symmetric if on_gpu else _shared)(group, COUNTERS + size, device)
+        self._bases = dict(zip(self.ranks, bases, strict=True))
         self.arena: Tensor = whole[COUNTERS:]
         self._whole = whole
-        self._failure = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
-        self._launch = _on_gpu if on_gpu else _on_host
-        rank = group.rank()
+        self._record = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
         self.signals = Signals(
-            progress=self.bases[rank],
-            progress_at=tuple(self.bases),
-            arrived=self.bases[rank] + ARRIVED,
-            failure=self._failure.data_ptr(),
+            progress=self._bases[self.rank],
+            progress_at=self._bases,
+            arrived=self._bases[self.rank] + ARRIVED,
+            failure=self._record.data_ptr(),
         )
 
     def address(self, tensor: Tensor, rank: int) -> int:
         """Where this rank sees, in ``rank``'s memory, what ``tensor`` is in its own."""
-        own = self.bases[self.group.rank()]
-        offset = tensor.data_ptr() - own
+        offset = tensor.data_ptr() - self._bases[self.rank]
         assert offset >= COUNTERS and offset + tensor.nbytes <= self._whole.nbytes, "not in the arena"
-        return self.bases[rank] + offset
-
-    def run(self, name: str, program: np.ndarray, at: Tensor) -> None:
-        """Run a transfer: at once on the host, on the current stream on a GPU.
-
-        Args:
-            name: of the kernel.
-            program: as `kernel.program` makes it, for the address of ``at``.
-            at: memory for it, on the device.
-        """
-        self._launch(name, program, at)
+        return self._bases[rank] + offset
 
     @property
     def failed(self) -> bool:
-        """Whether a peer did not come in time, in any transfer that has ended."""
-        return bool(self._failure.numpy().view(FAILURE)[0]["failed"])
+        """Whether a peer did not come in time, in any transfer so far."""
+        return self.failure is not None
+
+    @property
+    def failure(self) -> np.void | None:
+        """The `FAILURE` that is on record: readable by the host also after the GPU's context has ended."""
+        record = self._record.numpy().view(FAILURE)[0]
+        return record if record["failed"] == 1 else None  # 2: being written
 
     def steps_of(self, peer: int, *, since: int) -> int:
-        """Steps that ``peer`` told this rank it has finished ``since`` a count; below 0 when it has not come so far."""
-        told = self._whole[: 4 * len(self.bases)].cpu().numpy().view(np.uint32)[peer]
-        return int((told - np.uint32(since % 2**32)).astype(np.int32))
+        """Steps that ``peer`` told this rank it has finished ``since`` a count; below 0 when it has not come so far.
+        On CPU ranks."""
+        told = self._whole[: 4 * len(self.ranks)].numpy().view(np.uint32)[self.signals.number(peer)]
+        return signed(int(told) - since)
+
+
+def signed(count: int) -> int:
+    """``count``, known but for multiples of 2**32, as the i32 that the kernels take it for."""
+    return (count + 2**31) % 2**32 - 2**31
 
 
 def free_shared() -> int:
@@ -106,12 +109,10 @@ def _shared(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[
             os.posix_fallocate(descriptor, 0, size)  # now, not with a bus error later
         except OSError as error:
             problem = f"{size} bytes of shared memory, {free_shared()} are free in {SHARED}: {error}"
-        made: list[Any] = [None] * group.size()
-        dist.all_gather_object(made, (name, problem), group=group)
-        problems = [f"rank {rank} cannot have {text}" for rank, (_, text) in enumerate(made) if text]
-        if problems:  # on all ranks
-            raise RuntimeError(f"transport sm: {'; '.join(problems)}; make {SHARED} larger, or use p2p")
-        maps = [_map(other, size) for other, _ in made]
+        _all_have_it(problem, group, f"make {SHARED} larger, or use p2p")
+        names: list[Any] = [None] * group.size()
+        dist.all_gather_object(names, name, group=group)
+        maps = [_map(other, size) for other in names]
         dist.barrier(group=group)
     finally:
         os.close(descriptor)
@@ -133,63 +134,29 @@ def _map(name: str, size: int) -> mmap.mmap:
 def _symmetric(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, list[int]]:
     import torch.distributed._symmetric_memory as symmetric
 
-    own = symmetric.empty(size, dtype=torch.uint8, device=device)
-    own[:COUNTERS].zero_()
-    torch.cuda.synchronize(device)
-    handle = symmetric.rendezvous(own, group)
+    problem, own = "", None
+    try:
+        own = symmetric.empty(size, dtype=torch.uint8, device=device)
+        own[:COUNTERS].zero_()
+        torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        problem = f"{size} bytes of symmetric memory: {error}"
+    _all_have_it(problem, group, "set fewer slots or a shorter lifetime, or use p2p")
+    try:
+        handle = symmetric.rendezvous(own, group)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"transport sm: rank {group.rank()} of a domain of {group.size()} cannot see its peers' memory ({error}); "
+            "use p2p"
+        ) from error
     handle.barrier()
     return own, list(handle.buffer_ptrs)
 
 
-@functools.cache
-def compile_for_host() -> ctypes.CDLL:
-    """The kernels for CPU ranks.
-
-    Raises:
-        CompileError, PermissionError: as `compile.host_library`.
-    """
-    library = ctypes.CDLL(str(kernels.host_library()))
-    size = library.fssdp_size_of_transfer()
-    assert size == kernel.TRANSFER.itemsize, f"a transfer has {size} bytes there, {kernel.TRANSFER.itemsize} here"
-    return library
-
-
-def _on_host(name: str, program: np.ndarray, at: Tensor) -> None:
-    at.numpy()[: len(program)] = program
-    getattr(compile_for_host(), name)(ctypes.c_void_p(at.data_ptr()), 1, 1)
-
-
-@functools.cache
-def kernel_of(name: str, device: torch.device) -> int:
-    """The function ``name`` for this GPU."""
-    from cuda.bindings import driver
-
-    cubin = kernels.cubin(torch.cuda.get_device_capability(device))
-    status, library = driver.cuLibraryLoadData(cubin, [], [], 0, [], [], 0)
-    _check(status, "cuLibraryLoadData")
-    status, function = driver.cuLibraryGetKernel(library, name.encode())
-    _check(status, "cuLibraryGetKernel")
-    return function
-
-
-def _on_gpu(name: str, program: np.ndarray, at: Tensor) -> None:
-    staged = torch.empty(len(program), dtype=torch.uint8, pin_memory=True)
-    staged.numpy()[:] = program
-    at[: len(program)].copy_(staged, non_blocking=True)
-    launch(name, at)
-
-
-def launch(name: str, at: Tensor, *, blocks: int = BLOCKS) -> None:
-    """Run the program that lies in ``at``, on the GPU's current stream."""
-    from cuda.bindings import driver
-
-    function = driver.CUfunction(int(kernel_of(name, at.device)))
-    stream = torch.cuda.current_stream(at.device).cuda_stream
-    arguments = ((at.data_ptr(),), (ctypes.c_void_p,))
-    (status,) = driver.cuLaunchKernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, arguments, 0)
-    _check(status, "cuLaunchKernel")
-
-
-def _check(status: object, what: str) -> None:
-    if int(status) != 0:  # type: ignore[call-overload]
-        raise RuntimeError(f"{what} failed: {status}")
+def _all_have_it(problem: str, group: dist.ProcessGroup, way_out: str) -> None:
+    """Raise RuntimeError on all ranks when one has a ``problem`` with its memory."""
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, problem, group=group)
+    problems = [f"rank {rank} cannot have {text}" for rank, text in enumerate(found) if text]
+    if problems:
+        raise RuntimeError(f"transport sm: {'; '.join(problems)}; {way_out}")

@@ -36,7 +36,7 @@ class RankExperts:
         in_flight: as in `memory.Frames.of`.
         grad_bytes: of the main gradient of one parameter; 0 where experts are frozen.
         optimizer_bytes: of the optimizer's state of one parameter.
-        transport: "p2p" or "sm".
+        transport: "p2p", "sm" or "ce".
     """
 
     needs: tuple[Need, ...]
@@ -62,7 +62,8 @@ class Account:
     Args:
         weights, grads, optimizer: of homes.
         guest_weights, guest_grads: of guests, with all slots in use.
-        transport: where guests' gradients arrive at their home (``p2p``), or peers read lent experts (``sm``).
+        transport: where guests' gradients arrive at their home (``p2p``), or peers read lent experts and stripes wait
+            between NVLink domains (``sm``, ``ce``).
     """
 
     weights: int
@@ -82,7 +83,7 @@ class Account:
             optimizer=sum(parameters) * experts.optimizer_bytes,
             guest_weights=sum(frames.weights),
             guest_grads=sum(frames.grads),
-            transport=frames.staging + frames.outbox,
+            transport=frames.moved,
         )
 
     @property

@@ -1,4 +1,5 @@
-"""The steps of a spAG or spRS over memory that peers can read: who reads what, from whom, and when.
+"""The steps of a spAG or spRS in one NVLink domain, whose ranks read each other's memory: who reads what, and when.
+`hierarchy` puts domains together.
 
 A rank only reads (*pulls*). What a step writes, others may read in the next one:
 
@@ -6,13 +7,13 @@ A rank only reads (*pulls*). What a step writes, others may read in the next one
 |---|---|---|---|
 | spAG | pack | the rank's own lent experts | its outbox, where peers can see them |
 | | fetch | chunks from their home's outbox | slots |
-| | exchange | the parts that this rank did not fetch, from the other hosts' slots | slots |
+| | exchange | the parts that this rank did not fetch, from those that did | slots |
 | spRS | exchange | this rank's part of the gradients of all hosts | a part of the sum |
-| | sum | gradients, or parts of sums, from the hosts | the home's main gradient |
+| | sum | gradients, or parts of sums | the home's main gradient |
 
 *Exchange*: where a home would send more than any rank receives, each of an expert's f hosts fetches a different 1/f of
 the chunk from the home, and the rest from the other hosts. So the chunk leaves its home once, not f times, at the price
-of one more step.
+of one more step. Chunks that go to other domains, or come from there, are in parts as well.
 
 Everything here follows from the placement alone, so every rank knows every other's part. Places are named, not
 addressed; `kernel` turns them into addresses. Offsets and lengths are elements of a chunk.
@@ -23,13 +24,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 MAX_RANKS: int = 72  # of one NVLink domain; kernels/schedule.cuh has the same
 CUT: int = 128  # elements: parts of a chunk begin at multiples of this, so that their addresses are aligned
 
-Memory = Literal["home", "outbox", "slot", "grad", "part", "total"]
+Memory = Literal["home", "outbox", "slot", "grad", "part", "total", "relay"]
+Key = tuple[int, int]  # a lent chunk: its home, and which of those that this home lends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,15 +54,18 @@ class Loan:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A chunk's memory on a rank: ``index`` counts lent chunks (home, outbox, total) or guests (slot, grad, part).
+    """A chunk's memory on a rank: ``index`` counts lent chunks (home, outbox, total), guests (slot, grad, part), or
+    parts of chunks that are neither (relay).
 
-    ``grad`` has the wire's type; ``part`` and ``total`` are fp32. Where gradients are fp32, ``part`` may be ``grad``:
-    each part of it is read by its sum alone.
+    ``grad`` has the wire's type; ``part``, ``total``, and in spRS ``relay``, are fp32. Where gradients are fp32,
+    ``part`` may be ``grad``: each part of it is read by its sum alone. A relay begins with the chunk's element
+    ``begin``.
     """
 
     rank: int
     memory: Memory
     index: int
+    begin: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +84,19 @@ class Pull:
 
 
 @dataclasses.dataclass(frozen=True)
+class Part:
+    """Elements [begin, end) of a chunk, and the rank's memory that holds them first, or their sum."""
+
+    at: Place
+    begin: int
+    end: int
+
+
+Parts = Mapping[Key, Sequence[Part]]
+NONE: Parts = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True)
 class Schedule:
     """One rank's part of a transfer.
 
@@ -90,14 +109,18 @@ class Schedule:
     peers: frozenset[int]
 
 
-def exchanged(loans: Sequence[Loan]) -> frozenset[tuple[int, int]]:
-    """(home, lent) of the chunks that go by exchange.
+def exchanged(loans: Sequence[Loan], relayed: Parts = NONE) -> frozenset[Key]:
+    """Those chunks of ``loans`` that go by exchange.
 
     A home sends whole chunks to each host as long as it sends no more than the rank that receives most; beyond that,
     its most wanted chunks are exchanged first. Chunks have one size.
+
+    Args:
+        relayed: chunks that are in parts anyway, which cost a home one chunk each.
     """
-    hosts = Counter((loan.home, loan.lent) for loan in loans)
-    sends = Counter(loan.home for loan in loans)
+    direct = [loan for loan in loans if (loan.home, loan.lent) not in relayed]
+    hosts = Counter((loan.home, loan.lent) for loan in direct)
+    sends = Counter(loan.home for loan in direct) + Counter(home for home, _ in relayed)
     most = max(Counter(loan.host for loan in loans).values(), default=0)
     chosen = set()
     for home, lent in sorted(hosts, key=lambda key: (-hosts[key], key)):
@@ -114,80 +137,104 @@ def cut(elements: int, parts: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(bounds))
 
 
-def gather(loans: Sequence[Loan], rank: int, *, ranks: int, elements: int) -> Schedule:
+def gather(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements: int, parts: Parts = NONE) -> Schedule:
     """The spAG of ``rank``.
 
     Args:
-        loans: all guests of the group, in the same order on all ranks; a host has a chunk once.
+        loans: all guests of the domain, in the same order on all ranks; a host has a chunk once.
         rank: whose part.
-        ranks: in the group.
+        domain: ranks that read each other's memory.
         elements: of a chunk.
+        parts: of chunks that leave the domain: where they are to be in the end; of chunks that come from another:
+            where they are.
 
     Raises:
         ValueError: for more ranks than the kernels know, an empty chunk, or loans that contradict each other.
     """
-    _check(loans, ranks, elements)
-    by_chunk = _by_chunk(loans)
-    split = exchanged(loans)
-    pack = [
-        Pull((Place(rank, "home", lent),), Place(rank, "outbox", lent), 0, elements)
-        for home, lent in by_chunk
-        if home == rank
-    ]
-    fetch, swap = [], []
+    _check(loans, domain, elements, parts)
+    by_chunk = _by_chunk(loans, parts)
+    split = exchanged([loan for loan in loans if loan.home in domain], parts)
+    pack, fetch, swap = [], [], []
     for (home, lent), hosts in by_chunk.items():
         outbox = Place(home, "outbox", lent)
-        mine = next((i for i, loan in enumerate(hosts) if loan.host == rank), None)
-        if mine is None:
+        slots = {loan.host: Place(loan.host, "slot", loan.guest) for loan in hosts}
+        if home == rank:
+            pack.append(Pull((Place(rank, "home", lent),), outbox, 0, elements))
+        wanted = parts.get((home, lent), ())
+        if not wanted and (home, lent) not in split:
+            if rank in slots:
+                fetch.append(Pull((outbox,), slots[rank], 0, elements))
             continue
-        slot = Place(rank, "slot", hosts[mine].guest)
-        if (home, lent) not in split:
-            fetch.append(Pull((outbox,), slot, 0, elements))
-            continue
-        for i, (begin, end) in enumerate(cut(elements, len(hosts))):
-            if begin == end:
-                continue
-            if i == mine:
-                fetch.append(Pull((outbox,), slot, begin, end))
-            else:
-                swap.append(Pull((Place(hosts[i].host, "slot", hosts[i].guest),), slot, begin, end))
-    steps = [pack, fetch] + ([swap] if split else [])
-    return _schedule(steps, by_chunk, split, rank, ranks)
+        held = _in_parts(list(slots.values()), elements) if home in domain and hosts else wanted
+        if home in domain:
+            mine = [part for part in held if part.at.rank == rank != home]
+            fetch += [Pull((outbox,), part.at, part.begin, part.end) for part in mine]
+            wanted = [part for part in wanted if part.at.rank == rank and part.at.memory == "relay"] if hosts else []
+            swap += [
+                Pull((part.at,), want.at, max(part.begin, want.begin), min(part.end, want.end))
+                for want in wanted
+                for part in held
+                if max(part.begin, want.begin) < min(part.end, want.end)
+            ]
+        if rank in slots:
+            others = [part for part in held if part.at.rank != rank]
+            swap += [Pull((part.at,), slots[rank], part.begin, part.end) for part in others]
+    steps = [pack, fetch] if any(home in domain for home, _ in by_chunk) else []
+    return _schedule([*steps, swap] if split or parts else steps, by_chunk, split, parts, rank, domain)
 
 
-def reduce(loans: Sequence[Loan], rank: int, *, ranks: int, elements: int) -> Schedule:
-    """The spRS of ``rank``: every home's sum over its hosts in order of rank, added to its total. As `gather`."""
-    _check(loans, ranks, elements)
-    by_chunk = _by_chunk(loans)
-    split = exchanged(loans)
+def reduce(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements: int, parts: Parts = NONE) -> Schedule:
+    """The spRS of ``rank``: every home's sum over its hosts in order of rank, added to its total.
+
+    Args:
+        loans, rank, domain, elements: as `gather`.
+        parts: of chunks with homes in other domains: where their sums are to be; of chunks without a host here: where
+            sums are that came from another domain.
+
+    Raises:
+        ValueError: as `gather`.
+    """
+    _check(loans, domain, elements, parts)
+    by_chunk = _by_chunk(loans, parts)
+    split = exchanged([loan for loan in loans if loan.home in domain])
     swap, home_sums = [], []
     for (home, lent), hosts in by_chunk.items():
         grads = tuple(Place(loan.host, "grad", loan.guest) for loan in hosts)
         total = Place(rank, "total", lent)
-        if (home, lent) not in split:
+        if (home, lent) in split:
+            held = _in_parts([Place(loan.host, "part", loan.guest) for loan in hosts], elements)
+        elif (home, lent) in parts:
+            held = parts[home, lent]
+        else:
             if home == rank:
                 home_sums.append(Pull(grads, total, 0, elements, add=True))
             continue
-        for loan, (begin, end) in zip(hosts, cut(elements, len(hosts)), strict=True):
-            part = Place(loan.host, "part", loan.guest)
-            if begin == end:
-                continue
-            if loan.host == rank:
-                swap.append(Pull(grads, part, begin, end))
-            if home == rank:
-                home_sums.append(Pull((part,), total, begin, end, add=True))
-    steps = ([swap] if split else []) + [home_sums]
-    return _schedule(steps, by_chunk, split, rank, ranks)
+        if grads:
+            swap += [Pull(grads, part.at, part.begin, part.end) for part in held if part.at.rank == rank]
+        if home == rank:
+            home_sums += [Pull((part.at,), total, part.begin, part.end, add=True) for part in held]
+    summed = split or any(key in parts for key, hosts in by_chunk.items() if hosts)
+    steps = ([swap] if summed else []) + ([home_sums] if any(home in domain for home, _ in by_chunk) else [])
+    return _schedule(steps, by_chunk, split, parts, rank, domain)
 
 
-def _check(loans: Sequence[Loan], ranks: int, elements: int) -> None:
+def _in_parts(places: Sequence[Place], elements: int) -> list[Part]:
+    """One for each place."""
+    bounds = zip(places, cut(elements, len(places)), strict=True)
+    return [Part(place, begin, end) for place, (begin, end) in bounds if begin < end]
+
+
+def _check(loans: Sequence[Loan], domain: Sequence[int], elements: int, parts: Parts) -> None:
     if elements < 1:
         raise ValueError(f"a chunk of {elements} elements cannot be moved")
-    if ranks > MAX_RANKS:
-        raise ValueError(f"{ranks} ranks share no NVLink domain: the sm transport takes {MAX_RANKS}; use transport p2p")
+    if len(domain) > MAX_RANKS:
+        raise ValueError(
+            f"{len(domain)} ranks share no NVLink domain: the sm transport takes {MAX_RANKS}; use transport p2p"
+        )
     for loan in loans:
-        if not (0 <= loan.home < ranks and 0 <= loan.host < ranks) or loan.home == loan.host:
-            raise ValueError(f"{loan} needs two different ranks of 0..{ranks - 1}")
+        known = loan.home in domain or (loan.home, loan.lent) in parts
+        if not known or loan.host not in domain or loan.home == loan.host:
+            raise ValueError(f"{loan} needs two different ranks of {list(domain)}")
     pairs = Counter((loan.home, loan.lent, loan.host) for loan in loans)
     rows = Counter((loan.host, loan.guest) for loan in loans)
     for what, counts in (("chunk on a host", pairs), ("guest", rows)):
@@ -196,9 +243,9 @@ def _check(loans: Sequence[Loan], ranks: int, elements: int) -> None:
             raise ValueError(f"a {what} is named twice: {twice[0]}")
 
 
-def _by_chunk(loans: Sequence[Loan]) -> dict[tuple[int, int], list[Loan]]:
-    """The loans of each lent chunk, in order of the host's rank."""
-    by_chunk: defaultdict[tuple[int, int], list[Loan]] = defaultdict(list)
+def _by_chunk(loans: Sequence[Loan], parts: Parts) -> dict[Key, list[Loan]]:
+    """The loans of each chunk, in order of the host's rank."""
+    by_chunk: defaultdict[Key, list[Loan]] = defaultdict(list, {key: [] for key in parts})
     for loan in loans:
         by_chunk[loan.home, loan.lent].append(loan)
     return {key: sorted(by_chunk[key], key=lambda loan: loan.host) for key in sorted(by_chunk)}
@@ -206,23 +253,23 @@ def _by_chunk(loans: Sequence[Loan]) -> dict[tuple[int, int], list[Loan]]:
 
 def _schedule(
     steps: list[list[Pull]],
-    by_chunk: dict[tuple[int, int], list[Loan]],
-    split: frozenset[tuple[int, int]],
+    by_chunk: dict[Key, list[Loan]],
+    split: frozenset[Key],
+    parts: Parts,
     rank: int,
-    ranks: int,
+    domain: Sequence[int],
 ) -> Schedule:
     """With peers, and every step rotated: each rank begins at the next one, so that not all read one home at once."""
     peers: set[int] = set()
     for key, hosts in by_chunk.items():
-        of_hosts = {loan.host for loan in hosts}
+        others = {loan.host for loan in hosts} | {part.at.rank for part in parts.get(key, ())}
         if key[0] == rank:
-            peers |= of_hosts
-        elif rank in of_hosts:
-            peers.add(key[0])
-            peers |= of_hosts if key in split else set()
+            peers |= others
+        elif rank in others:
+            peers |= ({key[0]} & set(domain)) | (others if key in split or key in parts else set())
     peers.discard(rank)
 
     def turn(pull: Pull) -> tuple[int, int]:
-        return (pull.sources[0].rank - rank) % ranks, pull.begin
+        return (pull.sources[0].rank - rank) % (max(domain) + 1), pull.begin
 
     return Schedule(tuple(tuple(sorted(step, key=turn)) for step in steps), frozenset(peers))

@@ -58,7 +58,7 @@ class LayerSlots:
         if memory.sm is None:
             return None
         outbox = memory.outbox.chunks(need.homes, need.elements, need.dtype)
-        return Fused(memory.sm, what.loans(beyond), rows, outbox)
+        return Fused(memory.sm, what.loans(beyond), rows, outbox, memory.relays(need, rows[0].dtype))
 
     def check(self) -> None:
         """Raises ValueError when some parameters are frozen and others are trained, or their dtypes differ."""

@@ -1,40 +1,60 @@
 """The ``sm`` transport: spAG and spRS by our kernels, over memory that peers can read (`peers`).
 
 The same steps as `p2p`, for the same routes: generators that `transfer.Transfer` runs. The receiver pulls, so nothing
-is sent; a home sums its guests' gradients in one pass, into fp32 main gradients where there are some.
+is sent; a home sums its guests' gradients in one pass, into fp32 main gradients where there are some. Between NVLink
+domains stripes travel by `p2p` (`hierarchy`). Transport ``ce`` is the same, but copies of a spAG are made by the GPU's
+copy engines.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
+import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate import kernel, schedule
+from megatron_hecate import hierarchy, kernel, launch
+from megatron_hecate.hierarchy import Crossing, Domains, Leg
 from megatron_hecate.kernel import Extent, Wire
-from megatron_hecate.p2p import TransferError
-from megatron_hecate.peers import Peers
+from megatron_hecate.p2p import Batches, TransferError
+from megatron_hecate.peers import Peers, signed
 from megatron_hecate.schedule import Loan, Place, Schedule
 
 REFRESH: int = 1 << 30  # steps after which all ranks tell each other, lest a counter fall behind by half its range
+WATCHED: float = 0.5  # seconds between two looks for a failure on a GPU
+REMEMBERED: int = 1024  # transfers that a failure can name
+
+Memory = Callable[[Place], Sequence[Tensor]]  # the tensors of a place, in this rank's memory
 
 
 class Sm:
     """Transfers between the ranks of one group, in the order in which all of them start them.
 
     Args:
-        peers: their memory.
+        peers: the memory of this rank's domain.
+        group: all ranks.
+        domains: NVLink domains, in ranks of the group; every rank is in one.
+        copy_engines: whether they make the copies of a spAG.
     """
 
-    def __init__(self, peers: Peers) -> None:
-        self.peers = peers
+    def __init__(self, peers: Peers, group: dist.ProcessGroup, domains: Domains, *, copy_engines: bool = False) -> None:
+        self.peers, self.group, self.domains, self._copy_engines = peers, group, domains, copy_engines
         self._begin = 1  # more than what the counters stand at
+        self._begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
+        on_gpu = peers.device.type == "cuda"
         # CPU ranks: a thread that runs transfers one after the other, as a stream does
-        self.queue = None if peers.device.type == "cuda" else ThreadPoolExecutor(1, "fssdp transfers")
+        self.queue = None if on_gpu else ThreadPoolExecutor(1, "fssdp transfers")
+        if on_gpu:  # what CUDA says of a kernel that gave up names nobody
+            watch = threading.Thread(target=_watch, args=(weakref.ref(self),), name="fssdp watch", daemon=True)
+            watch.start()
 
     def gather(
         self,
@@ -42,6 +62,7 @@ class Sm:
         loans: Sequence[Loan],
         outbox: Sequence[Tensor],
         slots: Sequence[Tensor],
+        relays: Sequence[Tensor] = (),
         *,
         label: str,
         timeout: float,
@@ -49,26 +70,26 @@ class Sm:
         """The steps of spAG.
 
         Args:
-            homes: the parameters of each own expert.
+            homes: the parameters of each own expert; they must live until the transfer is over.
             loans: of all ranks; ``lent`` counts own experts, ``guest`` rows.
             outbox: memory [chunk] for each own expert, in the arena.
             slots: the rows [chunk] of the layer's frame, in the arena, at the same place on all ranks.
+            relays: memory for stripes (`hierarchy.width`) of `hierarchy.relays`, likewise; with several domains.
             label: name of the layer.
             timeout: seconds per wait.
         """
-
-        def memory(place: Place) -> list[Extent]:
-            if place.memory == "home":
-                return [(t.data_ptr(), t.numel()) for t in homes[place.index]]
-            return self._extent({"outbox": outbox, "slot": slots}[place.memory][place.index], place.rank)
-
-        for home in {loan.lent for loan in loans if loan.home == self._rank}:
+        for home in {loan.lent for loan in loans if loan.home == self.peers.rank}:
             if not all(t.is_contiguous() for t in homes[home]):
                 raise ValueError(f"{label}: parameters of own expert {home} are not contiguous")
+
+        def memory(place: Place) -> Sequence[Tensor]:
+            if place.memory == "home":
+                return homes[place.index]
+            return ({"outbox": outbox, "slot": slots, "relay": relays}[place.memory][place.index],)
+
         chunk = sum(t.numel() for t in homes[0])
-        plan = schedule.gather(loans, self._rank, ranks=len(self.peers.bases), elements=chunk)
-        wire = Wire(homes[0][0].element_size())
-        return self._run("fssdp_gather", plan, memory, wire, label=label, timeout=timeout)
+        legs = hierarchy.gather(loans, self.peers.rank, domains=self.domains, elements=chunk)
+        return self._run(legs, memory, Wire(homes[0][0].element_size()), label=label, timeout=timeout)
 
     def reduce(
         self,
@@ -76,6 +97,7 @@ class Sm:
         loans: Sequence[Loan],
         totals: Callable[[int], Sequence[Tensor] | None],
         add: Callable[[int, Tensor], None],
+        relays: Sequence[Tensor] = (),
         *,
         label: str,
         timeout: float,
@@ -88,19 +110,20 @@ class Sm:
             loans, label, timeout: as `gather`.
             totals: looks up the fp32 memory, tensor by tensor, to which the sum for an own expert is added.
             add: called with an own expert and the sum [chunk], where there is no such memory.
+            relays: as in `gather`, fp32.
         """
-        own = {loan.lent for loan in loans if loan.home == self._rank}
+        own = {loan.lent for loan in loans if loan.home == self.peers.rank}
         into = {home: totals(home) for home in own}
         apart = {home: torch.zeros_like(grads[0]) for home in sorted(own) if into[home] is None}
 
-        def memory(place: Place) -> list[Extent]:
-            if place.memory != "total":
-                return self._extent(grads[place.index], place.rank)
-            found = into[place.index]
-            return [(t.data_ptr(), t.numel()) for t in ([apart[place.index]] if found is None else found)]
+        def memory(place: Place) -> Sequence[Tensor]:
+            if place.memory == "total":
+                found = into[place.index]
+                return (apart[place.index],) if found is None else found
+            return ((relays if place.memory == "relay" else grads)[place.index],)
 
-        plan = schedule.reduce(loans, self._rank, ranks=len(self.peers.bases), elements=grads[0].numel())
-        steps = self._run("fssdp_reduce", plan, memory, Wire(4), label=label, timeout=timeout)
+        legs = hierarchy.reduce(loans, self.peers.rank, domains=self.domains, elements=grads[0].numel())
+        steps = self._run(legs, memory, Wire(4, sums=True), label=label, timeout=timeout)
 
         def run() -> Iterator[None]:
             yield from steps
@@ -109,31 +132,42 @@ class Sm:
 
         return run()
 
-    @property
-    def _rank(self) -> int:
-        return self.peers.group.rank()
+    def _run(self, legs: Sequence[Leg], memory: Memory, wire: Wire, *, label: str, timeout: float) -> Iterator[None]:
+        what = "spRS" if wire.sums else "spAG"
+        if self.peers.device.type == "cuda" and self.peers.failed:
+            raise TransferError(self.explain())
+        batches = Batches(self.group, label=label, timeout=timeout) if len(legs) > 1 else None
+        runs = []
+        for leg in legs:
+            if isinstance(leg, Crossing):
+                runs.append(_cross(leg, memory, batches, what))
+            else:
+                runs.append(self._inside(leg, memory, wire, label=f"{label}: {what}", timeout=timeout))
 
-    def _extent(self, tensor: Tensor, rank: int) -> list[Extent]:
-        return [(self.peers.address(tensor, rank), tensor.numel())]
+        def run() -> Iterator[None]:
+            for steps in runs:
+                yield from steps
 
-    def _run(
-        self, name: str, plan: Schedule, memory: kernel.Extents, wire: Wire, *, label: str, timeout: float
-    ) -> Iterator[None]:
+        return run()
+
+    def _inside(self, plan: Schedule, memory: Memory, wire: Wire, *, label: str, timeout: float) -> Iterator[None]:
+        """The steps of a leg inside the domain."""
         begin = self._begin
         self._begin += len(plan.steps) + 1
         if begin // REFRESH != self._begin // REFRESH:
-            plan = dataclasses.replace(plan, peers=frozenset(range(len(self.peers.bases))) - {self._rank})
-        if not plan.peers:
+            plan = dataclasses.replace(plan, peers=frozenset(self.peers.ranks) - {self.peers.rank})
+        if not plan.peers and not any(plan.steps):
             return iter(())
+        expected = f"to finish {len(plan.steps)} steps"
+        self._begun.append((begin, f"{label} failed (timeout {timeout:g} s): expected rank {{peer}} {expected}"))
+
+        def extents(place: Place) -> list[Extent]:
+            if place.memory in ("home", "total"):
+                return [(t.data_ptr(), t.numel()) for t in memory(place)]
+            return [(self.peers.address(t, place.rank), t.numel()) for t in memory(place)]
+
         program = kernel.program(
-            plan,
-            memory,
-            self.peers.signals,
-            wire=wire,
-            sums=name == "fssdp_reduce",
-            rank=self._rank,
-            begin=begin,
-            timeout=timeout,
+            plan, extents, self.peers.signals, wire=wire, rank=self.peers.rank, begin=begin, timeout=timeout
         )
 
         def run() -> Iterator[None]:
@@ -141,16 +175,66 @@ class Sm:
             if not self.peers.failed:
                 at = torch.empty(len(program), dtype=torch.uint8, device=self.peers.device)
                 kernel.relocate(program, at.data_ptr())
-                self.peers.run(name, program, at)
+                if self._copy_engines and not wire.sums:
+                    launch.run_by_copy_engines(program, at, stopped=lambda: self.peers.failed)
+                else:
+                    launch.run("fssdp_reduce" if wire.sums else "fssdp_gather", program, at)
             if self.peers.failed:
+                if self.peers.device.type == "cuda":
+                    raise TransferError(self.explain())
                 steps = {peer: self.peers.steps_of(peer, since=begin) for peer in sorted(plan.peers)}
                 last = min(steps, key=steps.__getitem__)  # others may wait for it as well
                 raise TransferError(
-                    f"{label}: {name} failed on rank {self._rank} of {len(self.peers.bases)} after "
-                    f"{time.monotonic() - start:.1f} s (timeout {timeout:g} s): expected rank {last} to finish "
-                    f"{len(plan.steps)} steps, {max(0, steps[last])} were seen. Rank {last} died, hangs, or did not "
-                    "take part, in this transfer or in one before."
+                    f"{label} failed on rank {self.peers.rank} of {self.group.size()} after "
+                    f"{time.monotonic() - start:.1f} s (timeout {timeout:g} s): expected rank {last} {expected}, "
+                    f"{max(0, steps[last])} were seen. Rank {last} died, hangs, or did not take part, in this transfer "
+                    "or in one before."
                 )
             yield
 
         return run()
+
+    def explain(self) -> str:
+        """What the failure on record says."""
+        record = self.peers.failure
+        assert record is not None
+        peer, seen = self.peers.ranks[int(record["peer"])], signed(int(record["seen"]))
+        known = "a transfer failed: expected rank {peer}"
+        for begin, text in self._begun:
+            if begin % 2**32 == int(record["begin"]):
+                known = text
+        return (
+            f"rank {self.peers.rank} of {self.group.size()}: {known.format(peer=peer)}; it waited for step "
+            f"{int(record['expected'])}, {max(0, seen)} were seen. Rank {peer} died, hangs, or did not take part."
+        )
+
+
+def _cross(leg: Crossing, memory: Memory, batches: Batches, what: str) -> Iterator[None]:
+    """The steps of a leg between domains."""
+    batch = batches.next(what)
+
+    def stripe(place: Place, begin: int, end: int) -> Tensor:
+        (tensor,) = memory(place)
+        return tensor[begin - place.begin : end - place.begin]
+
+    for part in leg.sends:
+        batch.send(stripe(part.at, part.begin, part.end), part.rank)
+    for part in leg.recvs:
+        batch.recv(stripe(part.at, part.begin, part.end), part.rank)
+
+    def run() -> Iterator[None]:
+        batch.start()
+        batch.finish()
+        yield
+
+    return run()
+
+
+def _watch(sm: weakref.ref[Sm]) -> None:
+    """Say on stderr why a kernel gave up, as soon as it has: whoever uses CUDA next only hears that one did."""
+    while (seen := sm()) is not None:
+        if seen.peers.failed:
+            print(f"FSSDP: {seen.explain()}", file=sys.stderr, flush=True)
+            return
+        del seen
+        time.sleep(WATCHED)

@@ -32,6 +32,7 @@ from megatron_hecate.plan import (
 )
 from megatron_hecate.quotas import LayerQuotas
 from megatron_hecate.slots import Guests, LayerSlots
+from megatron_hecate.transports import TransferGroups
 
 # A layer without guests starts at a gain so much above the cost, and one with guests stops so much below it.
 HYSTERESIS: float = 0.2
@@ -58,6 +59,7 @@ class LayerState:
         self.stock_dispatcher = layer.token_dispatcher
         self.physical_dispatcher = physical_dispatcher(layer.token_dispatcher, self.homes_only.slots_per_rank)
         self.experts = PhysicalExperts(layer.experts, self.homes_only.slots_per_rank)
+        self.domains: tuple[int, ...] = (self.group.size(),)  # sizes of the group's NVLink domains, once known
         self.token_bytes = layer.config.hidden_size * self.experts.homes()[0][0].element_size()
         self.placement = self.tier1 = self.homes_only
         self.guests: Guests | None = None  # of the coming or running forward
@@ -68,9 +70,9 @@ class LayerState:
         # guests of the microbatches whose backward has not run, oldest first: Megatron's schedules keep that order
         self._in_flight: deque[Guests | None] = deque()
 
-    def attach(self, model: ModelState, nodes: list[str], transfers: dist.ProcessGroup) -> None:
-        """Join the model's layers. ``nodes`` names the machine of every rank of the job; ``transfers`` has the ranks
-        of the FSSDP group: a group of their own, so that copies do not queue behind tokens."""
+    def attach(self, model: ModelState, nodes: list[str], transfers: TransferGroups) -> None:
+        """Join the model's layers. ``nodes`` names the machine of every rank of the job; ``transfers`` are for copies
+        between the ranks of the FSSDP group."""
         self.model, self.transfers = model, transfers
         own = [nodes[rank] for rank in dist.get_process_group_ranks(self.group)]
         self.world = World.from_names(own, model.speeds)
@@ -186,7 +188,7 @@ class LayerState:
                 index=self.index,
                 homes=self.experts.homes,
                 layout=self.experts.layout,
-                group=self.transfers,
+                group=self.transfers.everyone,
                 memory=memory,
                 ready=lambda: seams.wait_for_params(self.module),
                 label=self.name,
@@ -216,7 +218,8 @@ class LayerState:
         """Of slot memory, for the parameters as they are now."""
         homes = self.experts.homes()
         elements = sum(p.numel() for p in homes[0])
-        return Need(slots=self.config.slots, elements=elements, dtype=homes[0][0].dtype, homes=len(homes))
+        dtype = homes[0][0].dtype
+        return Need(self.config.slots, elements, dtype, homes=len(homes), domains=self.domains)
 
     def _plan(self) -> Placement:
         """Tier 1. A layer without guests needs a clearer gain to start than one with guests to go on."""

@@ -1,64 +1,206 @@
-"""Which transport moves experts, and what speaks against it."""
+"""Which transport moves experts, between which ranks, and what speaks against it."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import socket
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
-from megatron_hecate import peers
-from megatron_hecate.agreement import Note
+from megatron_hecate import launch, peers
 from megatron_hecate.config import AUTO
+from megatron_hecate.hierarchy import Domains
+from megatron_hecate.schedule import MAX_RANKS
+
+FUSED = ("sm", "ce")  # transports by our kernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Whereabouts:
+    """What a rank tells the others before they choose a transport.
+
+    Args:
+        groups: ranks of the FSSDP groups it is in.
+        node: name of the machine it runs on.
+        domain: name of its NVLink domain; CPU ranks of one machine are one.
+        against: why our kernels cannot run on this rank.
+        slower: why they should not, unless asked for.
+        shared: bytes of shared memory that are free on its machine.
+        sound: whether it knows of no problem so far.
+    """
+
+    groups: list[tuple[int, ...]]
+    node: str
+    domain: str
+    against: str
+    slower: str
+    shared: int
+    sound: bool
+
+    @classmethod
+    def here(cls, asked: str, groups: list[tuple[int, ...]], *, sound: bool) -> Whereabouts:
+        """Of this rank; compiles what the transport ``asked`` for needs."""
+        node = socket.gethostname()
+        domain, against, slower = node, "", "CPU ranks have no NVLink"
+        try:
+            device = device_of_rank()
+            if device.type == "cuda":
+                domain, slower = _nvlink_domain(node)
+            if asked in FUSED or (asked == AUTO and not slower):
+                launch.prepare(device)
+                if asked == "ce" and device.type == "cuda":
+                    _need_batched_copies()
+        except (RuntimeError, OSError, ImportError) as error:
+            against = str(error)
+        return cls(groups, node, domain, against, slower, peers.free_shared(), sound)
 
 
 @dataclasses.dataclass(frozen=True)
 class Transport:
-    """A choice: "p2p" or "sm"."""
+    """A choice.
+
+    Args:
+        name: "p2p", "sm" or "ce".
+        why: in a few words, where it chose itself.
+    """
 
     name: str
+    why: str = ""
 
-    def refusals(self, notes: Sequence[Note], guests: Mapping[int, int]) -> list[str]:
-        """Why it cannot be in this job.
+    def refusals(self, ranks: Sequence[Whereabouts], guests: Mapping[int, int]) -> list[str]:
+        """Why the memory of CPU ranks does not suffice for it.
 
         Args:
-            notes: of all ranks, by rank.
+            ranks: all, by rank.
             guests: bytes of slot memory of the ranks that have some.
         """
-        if self.name != "sm":
+        if self.name not in FUSED or device_of_rank().type == "cuda":
             return []
-        nodes = [note.node for note in notes]
-        groups = sorted({tuple(group) for note in notes for group in note.groups})
-        apart = [(group, sorted({nodes[rank] for rank in group})) for group in groups]
-        problems = [
-            f"transport='sm' needs the ranks of an FSSDP group on one machine; those of {list(group)} are on "
-            f"{', '.join(machines)}; use p2p"
-            for group, machines in apart
-            if len(machines) > 1
-        ]
-        for node in sorted({nodes[rank] for rank in guests}):
-            ranks = [rank for rank in guests if nodes[rank] == node]
-            needed = sum(guests[rank] + peers.COUNTERS for rank in ranks)
-            free = min(notes[rank].shared for rank in ranks)
+        problems = []
+        for node in sorted({ranks[rank].node for rank in guests}):
+            here = [rank for rank in guests if ranks[rank].node == node]
+            needed = sum(guests[rank] + peers.COUNTERS for rank in here)
+            free = min(ranks[rank].shared for rank in here)
             if needed > free:
                 problems.append(
-                    f"transport='sm' needs {needed} bytes of shared memory on {node}, {free} are free in "
+                    f"transport={self.name!r} needs {needed} bytes of shared memory on {node}, {free} are free in "
                     f"{peers.SHARED}; make it larger, or use p2p, fewer slots or a shorter lifetime"
                 )
         return problems
 
 
-def choose_transport(asked: str, problems: list[str]) -> Transport:
-    """The transport that ``asked`` (`HecateConfig.transport`) means here; compiles what it needs.
+def choose_transport(asked: str, ranks: Sequence[Whereabouts]) -> tuple[Transport, list[str]]:
+    """The transport that ``asked`` (`HecateConfig.transport`) means, and why it cannot be: the same on all ranks."""
+    if asked == "p2p":
+        return Transport("p2p"), []
+    domains = [group for whole in all_groups(ranks) for group in domains_of(whole, ranks)]
+    too_large = [f"{len(d)} ranks share a domain, {MAX_RANKS} may" for d in domains if len(d) > MAX_RANKS]
+    against = [*dict.fromkeys(rank.against for rank in ranks if rank.against), *too_large]
+    if asked in FUSED:
+        return Transport(asked), [f"transport={asked!r}: {text}" for text in against]
+    against += dict.fromkeys(rank.slower for rank in ranks if rank.slower)
+    if all(len(domain) == 1 for domain in domains):
+        against.append("no two ranks of a group share an NVLink domain")
+    if against:
+        return Transport("p2p", "; ".join(against)), []
+    return Transport("sm", "peers share NVLink domains"), []
+
+
+def all_groups(ranks: Sequence[Whereabouts]) -> list[tuple[int, ...]]:
+    """The FSSDP groups of a job."""
+    return sorted({tuple(group) for rank in ranks for group in rank.groups})
+
+
+def domains_of(group: Sequence[int], ranks: Sequence[Whereabouts]) -> list[tuple[int, ...]]:
+    """The ranks of ``group`` by NVLink domain, in the order of their first rank."""
+    by_domain: dict[str, list[int]] = {}
+    for rank in group:
+        by_domain.setdefault(ranks[rank].domain, []).append(rank)
+    return [tuple(domain) for domain in by_domain.values()]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TransferGroups:
+    """The process groups by which one FSSDP group moves experts: its own, so that copies do not queue behind tokens.
 
     Args:
-        problems: gets what speaks against it on this rank.
+        everyone: all its ranks.
+        domains: its NVLink domains, in ranks of ``everyone``.
+        domain: the ranks of this rank's, for transports by our kernels.
     """
-    if asked == "sm":
-        try:
-            if "nccl" in str(dist.get_backend_config()):
-                raise RuntimeError("it has not run on GPUs yet; use p2p")
-            peers.compile_for_host()
-        except (RuntimeError, OSError) as error:
-            problems.append(f"transport='sm': {error}")
-    return Transport("p2p" if asked == AUTO else asked)
+
+    everyone: dist.ProcessGroup
+    domains: Domains
+    domain: dist.ProcessGroup | None
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Of the domains."""
+        return tuple(map(len, self.domains))
+
+
+def transfer_groups(
+    transport: Transport, ranks: Sequence[Whereabouts], *, timeout: float
+) -> dict[tuple[int, ...], TransferGroups]:
+    """Those of every FSSDP group of the job that this rank is in. All ranks call, and make all process groups."""
+    limit = timedelta(seconds=max(timeout, 1.0))
+    make = functools.partial(dist.new_group, timeout=limit)
+    made = {}
+    for group in all_groups(ranks):
+        everyone, own = make(list(group), group_desc="fssdp transfers"), None
+        domains = domains_of(group, ranks)
+        for domain in domains if transport.name in FUSED else []:
+            of_domain = everyone if len(domains) == 1 else make(list(domain), group_desc="fssdp domain")
+            own = of_domain if dist.get_rank() in domain else own
+        if dist.get_rank() in group:
+            numbers = tuple(tuple(group.index(rank) for rank in domain) for domain in domains)
+            made[group] = TransferGroups(everyone, numbers, own)
+    return made
+
+
+def device_of_rank() -> torch.device:
+    """Where this rank trains."""
+    if "nccl" in str(dist.get_backend_config()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _nvlink_domain(node: str) -> tuple[str, str]:
+    """The name of this GPU's NVLink domain, and why it has none.
+
+    Machines that share an NVLink fabric (GB200 NVL72) are one domain; the driver knows its name.
+    """
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import _detect_dma_connectivity
+
+    own = torch.cuda.current_device()
+    if torch.cuda.device_count() > 1 and not any(_detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[own]):
+        return node, f"GPU {own} of {node} has no NVLink"
+    return _fabric() or node, ""
+
+
+def _fabric() -> str:
+    """The NVLink fabric that this GPU shares with other machines; empty without one, or where nothing can say so."""
+    try:
+        from cuda.bindings import nvml
+
+        nvml.init_v2()
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        info = nvml.device_get_gpu_fabric_info_v(nvml.device_get_handle_by_uuid(uuid))
+        cluster = bytes(info.cluster_uuid)
+    except (ImportError, AttributeError, RuntimeError):
+        return ""
+    completed = int(info.state) == int(nvml.GpuFabricState.COMPLETED)
+    return f"fabric {cluster.hex()} {info.clique_id}" if completed and any(cluster) else ""
+
+
+def _need_batched_copies() -> None:
+    from cuda.bindings import driver
+
+    status, version = driver.cuDriverGetVersion()
+    if int(status) or version < 12080 or not hasattr(driver, "cuMemcpyBatchAsync"):
+        raise RuntimeError(f"ce needs CUDA 12.8 for batches of copies, the driver has {version}; use sm or p2p")

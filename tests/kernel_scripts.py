@@ -92,10 +92,10 @@ class Script:
     def _transfer(self, loans: list[Loan], op: int) -> None:
         for rank in range(self.ranks):
             build = schedule.gather if op == GATHER else schedule.reduce
-            steps = build(loans, rank, ranks=self.ranks, elements=self.elements)
+            steps = build(loans, rank, domain=range(self.ranks), elements=self.elements)
             signals = Signals(
                 progress=base(rank) + self.progress,
-                progress_at=tuple(base(r) + self.progress for r in range(self.ranks)),
+                progress_at={r: base(r) + self.progress for r in range(self.ranks)},
                 arrived=base(rank) + self.arrived,
                 failure=base(rank) + self.failure,
             )
@@ -103,8 +103,7 @@ class Script:
                 steps,
                 lambda place: self.extents(place, wire_is_fp32=not self.half),
                 signals,
-                wire=Wire(2 if op == GATHER or self.half else 4),
-                sums=op == REDUCE,
+                wire=Wire(2 if op == GATHER or self.half else 4, sums=op == REDUCE),
                 rank=rank,
                 begin=self.begin,
                 timeout=self.timeout,

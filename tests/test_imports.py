@@ -15,11 +15,11 @@ PACKAGE = Path(megatron_hecate.__file__).parent
 # Who may import whom: a module may import those of earlier rows only (and, inside plan/, each other).
 LAYERS = [
     {"config", "plan", "schedule", "compile"},
-    {"p2p", "trace", "agreement", "device_quotas", "metrics", "kernel"},
-    {"transfer", "peers"},
+    {"p2p", "trace", "agreement", "device_quotas", "metrics", "kernel", "hierarchy"},
+    {"transfer", "peers", "launch"},
     {"sm", "transports"},
     {"collectives", "memory", "overlap"},
-    {"report", "observe", "lend", "clock", "seams", "measure", "materialization"},
+    {"trial", "report", "observe", "lend", "clock", "seams", "measure", "materialization"},
     {"slots", "dispatcher"},
     {"experts", "quotas", "model"},
     {"state"},

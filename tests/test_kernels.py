@@ -91,9 +91,9 @@ def test_a_rank_that_does_not_come_is_named(selftests: dict[str, Path], tmp_path
 
 
 def test_descriptors_have_the_sizes_that_the_kernels_expect() -> None:
-    from megatron_hecate import peers
+    from megatron_hecate import launch
 
-    peers.compile_for_host()
+    launch.compile_for_host()
 
 
 ARCHITECTURES = ((8, 0), (9, 0), (10, 0))
@@ -191,12 +191,12 @@ def test_many_may_fill_the_cache_at_once(cache: Path) -> None:
     assert len(list(cache.iterdir())) == 1, "no temporary file is left"
 
 
-SIGNALS = kernel.Signals(progress=4096, progress_at=(4096, 8192), arrived=4200, failure=4300)
+SIGNALS = kernel.Signals(progress=4096, progress_at={0: 4096, 1: 8192}, arrived=4200, failure=4300)
 
 
 def _program(pulls: list[Pull], extents: dict[Place, list[tuple[int, int]]]) -> np.ndarray:
     plan = Schedule((tuple(pulls),), frozenset({1}))
-    return kernel.program(plan, extents.__getitem__, SIGNALS, wire=Wire(4), sums=True, rank=0, begin=1, timeout=1.0)
+    return kernel.program(plan, extents.__getitem__, SIGNALS, wire=Wire(4, sums=True), rank=0, begin=1, timeout=1.0)
 
 
 GRAD, OTHER, TOTAL = Place(0, "grad", 0), Place(1, "grad", 0), Place(0, "total", 0)

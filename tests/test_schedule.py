@@ -18,7 +18,7 @@ Cell = tuple[Place, int]
 def _run(loans: list[Loan], ranks: int, elements: int, *, sums: bool, cells: dict[Cell, tuple]) -> None:
     """All steps of all ranks; what one step writes is seen in the next."""
     build = schedule.reduce if sums else schedule.gather
-    plans = [build(loans, rank, ranks=ranks, elements=elements) for rank in range(ranks)]
+    plans = [build(loans, rank, domain=range(ranks), elements=elements) for rank in range(ranks)]
     assert len({len(plan.steps) for plan in plans}) == 1, "ranks must agree on the number of steps"
     for step in range(len(plans[0].steps)):
         written: dict[Cell, tuple] = {}
@@ -73,7 +73,8 @@ def test_no_link_carries_much_more_than_the_chunk(fan_out: int) -> None:
     for build in (schedule.gather, schedule.reduce):
         carried: Counter = Counter()
         for rank in range(ranks):
-            for pull in (pull for step in build(loans, rank, ranks=ranks, elements=elements).steps for pull in step):
+            steps = build(loans, rank, domain=range(ranks), elements=elements).steps
+            for pull in (pull for step in steps for pull in step):
                 for source in (source for source in pull.sources if source.rank != rank):
                     carried["out", source.rank] += pull.end - pull.begin
                     carried["in", rank] += pull.end - pull.begin
@@ -90,7 +91,7 @@ def test_chunks_are_exchanged_only_where_their_home_would_send_most() -> None:
 
 def test_ranks_begin_at_different_homes() -> None:
     loans = [Loan(home, 0, host, home) for home in range(4) for host in range(4) if home != host]
-    firsts = [schedule.gather(loans, r, ranks=4, elements=CUT).steps[1][0].sources[0].rank for r in range(4)]
+    firsts = [schedule.gather(loans, r, domain=range(4), elements=CUT).steps[1][0].sources[0].rank for r in range(4)]
     assert firsts == [1, 2, 3, 0]
 
 
@@ -99,8 +100,8 @@ def test_ranks_begin_at_different_homes() -> None:
     [
         ([], 73, 1, "73 ranks share no NVLink domain: the sm transport takes 72; use transport p2p"),
         ([], 2, 0, "a chunk of 0 elements cannot be moved"),
-        ([Loan(0, 0, 0, 0)], 2, 1, "needs two different ranks of 0..1"),
-        ([Loan(0, 0, 2, 0)], 2, 1, "needs two different ranks of 0..1"),
+        ([Loan(0, 0, 0, 0)], 2, 1, r"needs two different ranks of \[0, 1\]"),
+        ([Loan(0, 0, 2, 0)], 2, 1, r"needs two different ranks of \[0, 1\]"),
         ([Loan(0, 0, 1, 0), Loan(0, 1, 1, 0)], 2, 1, r"a guest is named twice: \(1, 0\)"),
         ([Loan(0, 0, 1, 0), Loan(0, 0, 1, 1)], 2, 1, r"a chunk on a host is named twice: \(0, 0, 1\)"),
     ],
@@ -108,4 +109,4 @@ def test_ranks_begin_at_different_homes() -> None:
 def test_bad_loans(loans: list[Loan], ranks: int, elements: int, message: str) -> None:
     for build in (schedule.gather, schedule.reduce):
         with pytest.raises(ValueError, match=message):
-            build(loans, 0, ranks=ranks, elements=elements)
+            build(loans, 0, domain=range(ranks), elements=elements)

@@ -15,7 +15,7 @@ import torch
 from kernel_scripts import BYTE, CHECK, FLOAT, HALF, NONE, REDUCE, WRITE, Script
 from torch import Tensor
 
-from megatron_hecate import peers
+from megatron_hecate import launch
 from megatron_hecate.kernel import COPY, SOURCE, SUM, TRANSFER
 
 ADDRESS = (1 << 40) - 1  # of a byte in its rank's memory
@@ -150,7 +150,7 @@ def _launch(memory: Tensor, operations: dict[int, tuple], *, blocks: int) -> Non
     if memory.is_cuda:
         _cooperative(name, on_device, len(operations), blocks)
         return
-    host = getattr(peers.compile_for_host(), name)
+    host = getattr(launch.compile_for_host(), name)
     with ThreadPoolExecutor(len(operations)) as pool:
         at = [ctypes.c_void_p(on_device.data_ptr() + i * TRANSFER.itemsize) for i in range(len(operations))]
         assert not any(pool.map(lambda address: host(address, blocks, 1), at)), "a rank did not come"
@@ -159,9 +159,9 @@ def _launch(memory: Tensor, operations: dict[int, tuple], *, blocks: int) -> Non
 def _cooperative(name: str, headers: Tensor, ranks: int, blocks: int) -> None:
     from cuda.bindings import driver
 
-    function = driver.CUfunction(int(peers.kernel_of(name, headers.device)))
+    function = driver.CUfunction(int(launch.kernel_of(name, headers.device)))
     stream = torch.cuda.current_stream().cuda_stream
     arguments = ((headers.data_ptr(),), (ctypes.c_void_p,))
-    (status,) = driver.cuLaunchCooperativeKernel(function, blocks, ranks, 1, peers.THREADS, 1, 1, 0, stream, arguments)
+    (status,) = driver.cuLaunchCooperativeKernel(function, blocks, ranks, 1, launch.THREADS, 1, 1, 0, stream, arguments)
     assert int(status) == 0, status
     torch.cuda.synchronize()
