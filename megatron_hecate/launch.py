@@ -59,7 +59,7 @@ def run_by_copy_engines(program: np.ndarray, at: Tensor, *, stopped: Callable[[]
             if stopped():
                 return
         if finished < len(steps) and len(steps[finished]):
-            (batch if at.is_cuda else _move)(steps[finished])
+            (batch if at.is_cuda else move)(steps[finished])
 
 
 def upload(program: np.ndarray, at: Tensor) -> None:
@@ -134,7 +134,8 @@ def batch(items: np.ndarray) -> None:
     _check(status, "cuMemcpyBatchAsync")
 
 
-def _move(items: np.ndarray) -> None:
+def move(items: np.ndarray) -> None:
+    """The same on the host."""
     for item in items:
         ctypes.memmove(int(item["dst"]), int(item["src"]), int(item["bytes"]))
 

@@ -13,7 +13,7 @@ from megatron_hecate import kernel, schedule
 from megatron_hecate.kernel import TRANSFER, Signals, Wire
 from megatron_hecate.schedule import Loan, Place
 
-WRITE, CHECK, GATHER, REDUCE = range(4)
+WRITE, CHECK, GATHER, REDUCE, COPIES = range(5)
 BYTE, HALF, FLOAT = range(3)
 NONE = 2**64 - 1
 GUARD = 256  # bytes between regions that nobody may write
@@ -91,7 +91,7 @@ class Script:
 
     def _transfer(self, loans: list[Loan], op: int) -> None:
         for rank in range(self.ranks):
-            build = schedule.gather if op == GATHER else schedule.reduce
+            build = schedule.reduce if op == REDUCE else schedule.gather
             steps = build(loans, rank, domain=range(self.ranks), elements=self.elements)
             signals = Signals(
                 progress=base(rank) + self.progress,
@@ -103,7 +103,7 @@ class Script:
                 steps,
                 lambda place: self.extents(place, wire_is_fp32=not self.half),
                 signals,
-                wire=Wire(2 if op == GATHER or self.half else 4, sums=op == REDUCE),
+                wire=Wire(4 if op == REDUCE and not self.half else 2, sums=op == REDUCE),
                 rank=rank,
                 begin=self.begin,
                 timeout=self.timeout,
@@ -117,8 +117,8 @@ class Script:
             self._do(rank, op, base(rank) + self.program, len(program), *padded.view("<u8").tolist())
         self.begin += len(steps.steps) + 1
 
-    def iteration(self, loans: list[Loan]) -> None:
-        """New weights; to the guests and checked; new gradients; home and checked."""
+    def iteration(self, loans: list[Loan], *, copies: bool = False) -> None:
+        """New weights; to the guests, by ``copies`` or the kernel, and checked; new gradients; home and checked."""
         lent = sorted({(loan.home, loan.lent) for loan in loans})
         weights = {key: [self._seed() for _ in self.sizes] for key in lent}
         totals = {key: [self._seed() for _ in self.sizes] for key in lent}
@@ -127,7 +127,7 @@ class Script:
                 self._do(home, WRITE, base(home) + at, HALF, size, seed)
             for at, size, seed in zip(self.regions["total", index], self.sizes, totals[home, index], strict=True):
                 self._do(home, WRITE, base(home) + at, FLOAT, size, seed)
-        self._transfer(loans, GATHER)
+        self._transfer(loans, COPIES if copies else GATHER)
         grads: dict[Loan, list[int]] = {}
         for loan in loans:
             slot = base(loan.host) + self.regions["slot", loan.guest]

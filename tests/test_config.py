@@ -77,7 +77,6 @@ def test_settings_cannot_be_changed() -> None:
         (dict(costs=5), ValueError, "costs=5 must be the name of a file"),
         (dict(lifetime="epoch"), ValueError, "lifetime='epoch' is none of auto, iteration, microbatch, layer"),
         (dict(transport="pigeon"), ValueError, "transport='pigeon' is none of auto, p2p, sm, ce"),
-        (dict(transport="ce"), NotImplementedError, "transport='ce' is not built yet; use 'auto', 'p2p' or 'sm'"),
     ],
 )
 def test_bad_settings_say_what_to_do(settings: dict, error: type, message: str) -> None:

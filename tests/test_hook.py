@@ -101,7 +101,7 @@ def test_the_line_that_says_what_is_on() -> None:
     first, second, *rows = said.getvalue().splitlines()
     assert first == (
         "FSSDP on: 2 MoE layers, 8 experts over 2 ranks, 3 slots per rank and layer, lifetime iteration, transport p2p"
-        ", copies judged by the speeds of CPU ranks"
+        " (CPU ranks have no NVLink), copies judged by the speeds of CPU ranks"
     )
     # 2 layers x 4 homes x (64 * 32 * 2 + 32 * 64) fp32 parameters: 192 KiB, as their gradients; twice that in moments
     assert second.startswith(

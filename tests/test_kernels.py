@@ -44,8 +44,9 @@ def write_script(
     kernel.TILE = TILE
     script = Script(ranks, slots=3, lent=2, sizes=(1000, 33, 5000, 7), half=half, begin=WRAP, shift=shift)
     script.iteration(hot(ranks, 1, ranks - 1))
-    for _ in range(iterations):
-        script.iteration(random_loans(rng, ranks=ranks, slots=3, lent=2, fill=0.7))
+    script.iteration(hot(ranks, 2, ranks - 1), copies=True)
+    for i in range(iterations):
+        script.iteration(random_loans(rng, ranks=ranks, slots=3, lent=2, fill=0.7), copies=i % 3 == 1)
     script.iteration([])
     script.write(path, blocks=blocks, threads=2)
     kernel.TILE = 65536

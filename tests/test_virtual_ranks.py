@@ -25,8 +25,8 @@ def test_random_placements(device: str, half: bool, shift: int) -> None:
     rng = np.random.default_rng(half + 2 * shift)
     script = Script(6, slots=3, lent=2, sizes=(40000, 33, 50000, 7), half=half, begin=2**32 - 20, shift=shift)
     script.iteration(hot(6, 1, 5))
-    for _ in range(4):
-        script.iteration(random_loans(rng, ranks=6, slots=3, lent=2, fill=0.7))
+    for i in range(4):
+        script.iteration(random_loans(rng, ranks=6, slots=3, lent=2, fill=0.7), copies=i % 2 == 1)
     virtual_ranks.run(script, device, blocks=2)
 
 
@@ -45,4 +45,5 @@ def test_a_wrong_value_is_found() -> None:
 def test_experts_of_real_size(name: str, half: bool) -> None:
     script = Script(4, slots=1, lent=1, sizes=EXPERTS[name], half=half)
     script.iteration(hot(4, 1, 3))
+    script.iteration(hot(4, 2, 3), copies=True)
     virtual_ranks.run(script, "cuda", blocks=8)

@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from kernel_scripts import BYTE, CHECK, FLOAT, HALF, NONE, REDUCE, WRITE, Script
+from kernel_scripts import BYTE, CHECK, COPIES, FLOAT, HALF, NONE, REDUCE, WRITE, Script
 from torch import Tensor
 
-from megatron_hecate import launch
+from megatron_hecate import kernel, launch
 from megatron_hecate.kernel import COPY, SOURCE, SUM, TRANSFER
 
 ADDRESS = (1 << 40) - 1  # of a byte in its rank's memory
@@ -145,23 +145,41 @@ def _launch(memory: Tensor, operations: dict[int, tuple], *, blocks: int) -> Non
         _relocate(program, at, bases, sums=op == REDUCE)
         headers[i] = _header(program)
         memory[rank, at : at + len(program)].copy_(torch.from_numpy(program))
-    (name,) = {"fssdp_reduce" if op[0] == REDUCE else "fssdp_gather" for op in operations.values()}
+    (kind,) = {op[0] for op in operations.values()}
     on_device = torch.from_numpy(headers.view(np.uint8)).to(memory.device)
-    if memory.is_cuda:
-        _cooperative(name, on_device, len(operations), blocks)
+    if kind == COPIES:
+        items = [kernel.copies(op[3], bases[rank] + (op[1] & ADDRESS)) for rank, op in operations.items()]
+        for step in range(len(items[0]) + 1):
+            _all_at_once("fssdp_meet", on_device, len(operations), step, blocks=1)
+            for steps in items:
+                _copy(steps[step] if step < len(steps) else [], memory.is_cuda)
+    else:
+        _all_at_once("fssdp_reduce" if kind == REDUCE else "fssdp_gather", on_device, len(operations), blocks=blocks)
+
+
+def _copy(items: np.ndarray, on_gpu: bool) -> None:
+    if on_gpu and len(items):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            launch.batch(items)
+        torch.cuda.synchronize()
+    elif not on_gpu:
+        launch.move(items)
+
+
+def _all_at_once(name: str, headers: Tensor, ranks: int, *numbers: int, blocks: int) -> None:
+    """The kernel ``name`` for all ranks: one launch, or a thread each."""
+    if not headers.is_cuda:
+        host = getattr(launch.compile_for_host(), name)
+        more = numbers or (blocks, 1)
+        with ThreadPoolExecutor(ranks) as pool:
+            at = [ctypes.c_void_p(headers.data_ptr() + i * TRANSFER.itemsize) for i in range(ranks)]
+            assert not any(pool.map(lambda address: host(address, *more), at)), "a rank did not come"
         return
-    host = getattr(launch.compile_for_host(), name)
-    with ThreadPoolExecutor(len(operations)) as pool:
-        at = [ctypes.c_void_p(on_device.data_ptr() + i * TRANSFER.itemsize) for i in range(len(operations))]
-        assert not any(pool.map(lambda address: host(address, blocks, 1), at)), "a rank did not come"
-
-
-def _cooperative(name: str, headers: Tensor, ranks: int, blocks: int) -> None:
     from cuda.bindings import driver
 
     function = driver.CUfunction(int(launch.kernel_of(name, headers.device)))
     stream = torch.cuda.current_stream().cuda_stream
-    arguments = ((headers.data_ptr(),), (ctypes.c_void_p,))
+    arguments = ((headers.data_ptr(), *numbers), (ctypes.c_void_p, *(ctypes.c_uint,) * len(numbers)))
     (status,) = driver.cuLaunchCooperativeKernel(function, blocks, ranks, 1, launch.THREADS, 1, 1, 0, stream, arguments)
     assert int(status) == 0, status
     torch.cuda.synchronize()
