@@ -3,9 +3,9 @@
     make demo                      text: the standard library of the running Python
     make demo DATA=~/some/folder   any folder with text or source code
 
-Everything goes through ``megatron.training.pretrain`` on 2 processes (a CPU is enough). The FSSDP run differs from the
-stock run by the launcher and a flag: ``-m megatron_hecate --moe-fssdp``. Stock Megatron then loads its checkpoint.
-Tables go to the screen, plots, checkpoint and logs to ``--out``.
+Everything goes through ``megatron.training.pretrain`` on 2 processes (a CPU is enough), or on ``--gpus N`` GPUs. The
+FSSDP run differs from the stock run by the launcher and a flag: ``-m megatron_hecate --moe-fssdp``. Stock Megatron then
+loads its checkpoint. Tables go to the screen, plots, checkpoint and logs to ``--out``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MODEL = """
     --num-experts 16 --moe-router-topk 2 --moe-ffn-hidden-size 512 --swiglu --disable-bias-linear
     --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights
     --attention-dropout 0 --hidden-dropout 0 --moe-router-load-balancing-type none --moe-router-dtype fp32
-    --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2
+    --moe-token-dispatcher-type alltoall
 """
 TRAINING = """
     --micro-batch-size 8 --global-batch-size 32 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine --lr-warmup-iters 5
@@ -42,8 +42,9 @@ TRAINING = """
     --tokenizer-type NullTokenizer --vocab-size 257 --make-vocab-size-divisible-by 64 --split 100,0,0
     --eval-iters 0 --eval-interval 1000000 --log-interval 1 --num-workers 0
 """
-CPU = """
-    --distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
+CPU = "--distributed-backend gloo"
+PLAIN = """
+    --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
     --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-rope-fusion
     --attention-softmax-in-fp32
 """
@@ -62,8 +63,9 @@ class Run:
     peak_rss: int  # of any rank's process
 
 
-def launch(name: str, arguments: list[str], out: Path, *, fssdp: list[str] | None = None) -> Run:
-    """Train on `RANKS` processes, showing progress; ``fssdp`` are our launcher's flags, ``None`` is stock Megatron.
+def launch(name: str, arguments: list[str], out: Path, *, gpus: int, fssdp: list[str] | None = None) -> Run:
+    """Train on ``gpus`` GPUs, or without on `RANKS` processes, showing progress; ``fssdp`` are our launcher's flags,
+    ``None`` is stock Megatron.
 
     Raises:
         SystemExit: when training fails; the end of its log is shown.
@@ -71,14 +73,15 @@ def launch(name: str, arguments: list[str], out: Path, *, fssdp: list[str] | Non
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}", f"--master-port={port}"]
-    command += [str(HERE / "run_on_cpu.py")]
+    ranks = gpus or RANKS
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    command += [] if gpus else [str(HERE / "run_on_cpu.py")]
     command += [] if fssdp is None else ["-m", "megatron_hecate", *fssdp]
     command += [str(HERE / "pretrain_gpt.py"), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    environment["HECATE_PROBE"] = str(out / name)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HECATE_PROBE": str(out / name)}
+    environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     shown = " ".join(Path(word).name if "/" in word else word for word in command[5 : command.index(arguments[0])])
-    print(f"\n{name}: torchrun --nproc-per-node={RANKS} {shown} ...", flush=True)
+    print(f"\n{name}: torchrun --nproc-per-node={ranks} {shown} ...", flush=True)
     log = out / f"{name}.log"
     with (
         log.open("w") as file,
@@ -95,7 +98,7 @@ def launch(name: str, arguments: list[str], out: Path, *, fssdp: list[str] | Non
     if process.returncode:
         tail = "".join(log.read_text().splitlines(keepends=True)[-40:])
         raise SystemExit(f"{name} failed with {process.returncode}; the end of {log}:\n{tail}")
-    return _read(out / name)
+    return _read(out / name, ranks)
 
 
 def _show(line: str) -> None:
@@ -107,11 +110,11 @@ def _show(line: str) -> None:
         print("  " + line.strip(), flush=True)
 
 
-def _read(folder: Path) -> Run:
-    lines = [[json.loads(x) for x in (folder / f"rank{r}.jsonl").open()] for r in range(RANKS)]
+def _read(folder: Path, ranks: int) -> Run:
+    lines = [[json.loads(x) for x in (folder / f"rank{r}.jsonl").open()] for r in range(ranks)]
     ends = [rank.pop() for rank in lines]
     experts = np.array([[step["experts"] for step in rank] for rank in lines]).sum(axis=0)  # [S, L, E]
-    routed = experts.reshape(*experts.shape[:2], RANKS, -1).sum(axis=3)  # homes are Megatron's contiguous partition
+    routed = experts.reshape(*experts.shape[:2], ranks, -1).sum(axis=3)  # homes are Megatron's contiguous partition
     computed = np.array([[step["computed"] for step in rank] for rank in lines])  # [R, S, L]
     totals = np.array([[(step["loss"], step["tokens"]) for step in rank] for rank in lines]).sum(axis=0)
     return Run(
@@ -201,6 +204,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps before the checkpoint")
     parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--gpus", type=int, default=0, help="0 trains on the CPU")
     arguments = parser.parse_args()
     if sys.version_info < (3, 12):
         raise SystemExit(
@@ -224,15 +228,18 @@ def main() -> int:
     documents, tokens = prepare(data, out / "text")
     print(f"{documents} documents, {tokens:,} tokens (bytes) from {data}")
     last = arguments.steps + 5
-    common = [*MODEL.split(), *TRAINING.split(), *CPU.split(), "--data-path", str(out / "text")]
+    ranks, gpus = arguments.gpus or RANKS, arguments.gpus
+    common = [*MODEL.split(), "--expert-model-parallel-size", str(ranks), *TRAINING.split(), *PLAIN.split()]
+    common += [*([] if gpus else CPU.split()), "--data-path", str(out / "text")]
     common += ["--data-cache-path", str(out / "cache"), "--train-iters", str(last)]
     save = ["--save", str(out / "checkpoint"), "--save-interval", str(arguments.steps)]
     load = ["--load", str(out / "checkpoint"), "--ckpt-step", str(arguments.steps)]
 
-    stock = launch("stock", common, out)
-    flags = ["--moe-fssdp", "--moe-fssdp-slots", str(arguments.slots)]
-    ours = launch("fssdp", [*common, *save], out, fssdp=flags)
-    resumed = launch("stock-from-fssdp-checkpoint", [*common, *load], out)
+    stock = launch("stock", common, out, gpus=gpus)
+    slots = arguments.slots if ranks > 1 else 0  # nobody to lend to
+    flags = ["--moe-fssdp", "--moe-fssdp-slots", str(slots)]
+    ours = launch("fssdp", [*common, *save], out, gpus=gpus, fssdp=flags)
+    resumed = launch("stock-from-fssdp-checkpoint", [*common, *load], out, gpus=gpus)
     same = report(stock, ours, resumed, saved_at=arguments.steps, out=out)
     print(f"{time.monotonic() - began:.0f} s in all")
     return 0 if same else 1

@@ -8,8 +8,9 @@ n-th stripe to the n-th rank of the other, so that all network adapters of both 
 | spAG | in each domain | hosts beside the home get the chunk; each rank gets its stripe of what leaves |
 | | between | stripes, all at once |
 | | in each domain | hosts elsewhere get the chunk from the ranks that received its stripes |
-| spRS | in each domain | homes add the gradients of hosts beside them; each rank sums its stripe of the others |
-| | between, then in each domain | stripes of sums; homes add them: in as many rounds as there are other domains |
+| spRS | in each domain | what stays: to the homes; of the rest each rank sums its stripe over the hosts |
+| | between | stripes of sums, added to the stripes there: in as many rounds as there are other domains |
+| | in each domain | stripes to the homes |
 
 In a round a domain receives from one other, each from a different one: a rank needs room for one round's stripes, and
 domains are added in the same order in every run.
@@ -22,7 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_hecate import schedule
-from megatron_hecate.schedule import Key, Loan, Part, Place, Schedule
+from megatron_hecate.schedule import Key, Loan, Part, Place, Pull, Schedule
 
 Domains = Sequence[Sequence[int]]  # the ranks of every NVLink domain of a group, ascending
 
@@ -88,34 +89,39 @@ def gather(loans: Sequence[Loan], rank: int, *, domains: Domains, elements: int)
 def reduce(loans: Sequence[Loan], rank: int, *, domains: Domains, elements: int) -> tuple[Leg, ...]:
     """The spRS of ``rank``, leg by leg. As `gather`.
 
-    A home's sum: gradients of hosts in its domain in order of rank; then, domain by domain, the sums over their hosts.
+    A home's sum: gradients of hosts in its domain in order of rank; then, domain by domain from its own on, the sums
+    over their hosts.
     """
     if len(domains) == 1:
         return (schedule.reduce(loans, rank, domain=domains[0], elements=elements),)
     group, rounds = _Group(domains, rank, elements), range(1, len(domains))
     sums: dict[Key, list[Part]] = {}
+    begun: dict[Key, list[Part]] = {}
     sends: dict[int, list[Stripe]] = {turn: [] for turn in rounds}
-    for key, hosts, _ in group.leaving(loans):
+    leaving = list(group.leaving(loans))
+    for key, hosts, _ in leaving:
         home = key[0]
+        sums[key] = group.parts(home, {loan.host: Place(loan.host, "part", loan.guest) for loan in hosts})
+        if hosts:
+            begun[key] = sums[key]
         if group.of[home] != group.here:
-            sums[key] = group.parts(home, {loan.host: Place(loan.host, "part", loan.guest) for loan in hosts})
             sends[(group.here - group.of[home]) % len(domains)] += group.stripes(sums[key], home, group.of[home])
     beside, apart = group.hosted(loans)
     inside = dict(domain=domains[group.here], elements=elements)
-    legs: list[Leg] = [schedule.reduce([*beside, *apart], rank, parts=sums, **inside)]
-    used = group.relays.copy()
+    legs: list[Leg] = [schedule.reduce([*beside, *apart], rank, parts=begun.copy(), **inside)]
+    used, own = group.relays.copy(), [key for key in sums if group.of[key[0]] == group.here]
     for turn in rounds:
-        group.relays, recvs, landed = used.copy(), [], {}
+        group.relays, recvs, adds = used.copy(), [], []
         other = (group.here + turn) % len(domains)
-        for key, _, others in group.leaving(loans):
-            if group.of[key[0]] == group.here and other in others:
-                landed[key] = group.parts(key[0], {})
-                recvs += group.stripes(landed[key], key[0], other)
-        legs += [
-            Crossing(tuple(sends[turn]), tuple(recvs)),
-            schedule.reduce([], rank, parts=landed, **inside),
-        ]
-    return tuple(legs)
+        for key in (key for key, _, others in leaving if key in own and other in others):
+            landed = group.parts(key[0], {}) if key in begun else sums[key]
+            recvs += group.stripes(landed, key[0], other)
+            if key in begun:
+                pairs = zip(landed, sums[key], strict=True)
+                adds += [Pull((a.at,), b.at, a.begin, a.end, add=True) for a, b in pairs if b.at.rank == rank]
+            begun[key] = sums[key]
+        legs += [Crossing(tuple(sends[turn]), tuple(recvs)), Schedule((tuple(adds),), frozenset())]
+    return (*legs, schedule.reduce([], rank, parts={key: sums[key] for key in own}, **inside))
 
 
 def width(elements: int, sizes: Sequence[int]) -> int:
@@ -135,7 +141,7 @@ def relays(sizes: Sequence[int], *, homes: int, slots: int) -> tuple[int, int]:
         return 0, 0
     largest = max(sizes)
     leave, arrive = min(largest * homes, (sum(sizes) - min(sizes)) * slots), largest * slots
-    return leave + arrive, arrive + min(largest * homes, arrive)
+    return leave + arrive, arrive + leave + min(largest * homes, arrive)
 
 
 class _Group:

@@ -146,7 +146,8 @@ def _prepare(layers: list[MoELayer], config: HecateConfig) -> tuple[list[LayerSt
     states: list[LayerState] = []
     if not problems:
         for layer in layers:
-            problems += [p for p in seams.refusals(layer.config) if p not in problems]
+            rules = seams.REFUSED + (seams.REFUSED_WITH_SLOTS if config.slots else ())
+            problems += [p for p in seams.refusals(layer.config, rules) if p not in problems]
     if not problems:
         said = threading.Timer(3.0, print, ["FSSDP: compiling the planner, about a minute, once per machine"])
         try:

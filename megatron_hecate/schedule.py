@@ -188,15 +188,15 @@ def reduce(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements:
 
     Args:
         loans, rank, domain, elements: as `gather`.
-        parts: of chunks with homes in other domains: where their sums are to be; of chunks without a host here: where
-            sums are that came from another domain.
+        parts: of chunks with hosts in several domains: where the sums over those of this one are to be; of chunks
+            without a host here: where the whole sums are.
 
     Raises:
         ValueError: as `gather`.
     """
     _check(loans, domain, elements, parts)
     by_chunk = _by_chunk(loans, parts)
-    split = exchanged([loan for loan in loans if loan.home in domain])
+    split = exchanged([loan for loan in loans if loan.home in domain], parts)
     swap, home_sums = [], []
     for (home, lent), hosts in by_chunk.items():
         grads = tuple(Place(loan.host, "grad", loan.guest) for loan in hosts)
@@ -211,10 +211,11 @@ def reduce(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements:
             continue
         if grads:
             swap += [Pull(grads, part.at, part.begin, part.end) for part in held if part.at.rank == rank]
-        if home == rank:
+        if home == rank and ((home, lent) in split or not grads):
             home_sums += [Pull((part.at,), total, part.begin, part.end, add=True) for part in held]
-    summed = split or any(key in parts for key, hosts in by_chunk.items() if hosts)
-    steps = ([swap] if summed else []) + ([home_sums] if any(home in domain for home, _ in by_chunk) else [])
+    in_parts = split or any(key in parts for key, hosts in by_chunk.items() if hosts)
+    to_homes = any(key not in parts or not hosts for key, hosts in by_chunk.items())
+    steps = ([swap] if in_parts else []) + ([home_sums] if to_homes else [])
     return _schedule(steps, by_chunk, split, parts, rank, domain)
 
 

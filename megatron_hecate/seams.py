@@ -101,12 +101,14 @@ def _set(value: Any) -> bool:
     return bool(value) and value != "none"
 
 
-REFUSED = (
+REFUSED_WITH_SLOTS = (
     Refusal(
         "expert_model_parallel_size",
         lambda size: (size or 1) < 2,
         "FSSDP spreads the load of an expert-parallel group; set --expert-model-parallel-size to 2 or more",
     ),
+)
+REFUSED = (
     Refusal("fp8", _set, "guests of quantized weights are not built; train the experts in bf16"),
     Refusal("fp4", _set, "guests of quantized weights are not built; train the experts in bf16"),
     Refusal(

@@ -76,113 +76,16 @@ def test_training_over_two_machines(lifetime: str) -> None:
             assert torch.equal(value, sm.params[param]), param
 
 
-def _placement(seed: int) -> Any:
-    """Guests drawn at random; expert 0 is a guest everywhere else."""
-    import numpy as np
-
-    from megatron_hecate.plan import Placement
-
-    rng = np.random.default_rng(seed)
-    homes = Placement.initial(8, 4, num_slots=3)
-    guests = [(0, rank) for rank in (1, 2, 3)]
-    guests += [(int(e), r) for r in range(4) for e in rng.permutation(range(1, 8))[:2] if homes.home[e] != r]
-    return homes.with_guests(guests)
-
-
-SHAPES = ((40, 30), (77,), (1,))
-ELEMENTS = 40 * 30 + 77 + 1
-
-
-def _drawn(kind: int, seed: int, rank: int) -> list:
-    """Two chunks of a rank's own, or its guests' gradients: every rank can say what another has."""
-    import torch
-
-    torch.manual_seed(1000 * seed + 10 * rank + kind)
-    return [[torch.randn(shape) for shape in SHAPES] for _ in range(3)]
-
-
 @pytest.mark.parametrize("domains", [((0, 1, 2, 3),), ((0, 1), (2, 3)), ((0, 2), (1,), (3,))])
 @pytest.mark.parametrize("copy_engines", [False, True], ids=["sm", "ce"])
 @ranks(4, timeout=120)
 def test_one_layer_after_another(domains: tuple, copy_engines: bool) -> None:
     """Oracle: what this process computes by itself, in the order that `hierarchy` promises; in one domain p2p as well.
     Chunks of three tensors, of odd sizes; weights, sums and totals are bitwise the same."""
-    import functools
-
+    import one_layer
     import torch
-    import torch.distributed as dist
 
-    from megatron_hecate import hierarchy
-    from megatron_hecate.collectives import Fused, start_gather, start_reduce
-    from megatron_hecate.materialization import Materialization
-    from megatron_hecate.peers import Peers
-    from megatron_hecate.sm import Sm
-
-    group, rank = dist.group.WORLD, dist.get_rank()
-    groups = [dist.new_group(domain) for domain in domains]
-    here = next(i for i, domain in enumerate(domains) if rank in domain)
-    peers = Peers(groups[here], 4 << 20, torch.device("cpu"), ranks=domains[here])
-    sm = Sm(peers, group, domains, copy_engines=copy_engines)
-    arena = sm.peers.arena.view(torch.float32)
-    chunks = [arena[i * 2048 : i * 2048 + ELEMENTS] for i in range(5)]
-    outbox, rows = chunks[:2], chunks[2:]
-    sizes = [len(domain) for domain in domains]
-    width, count = hierarchy.width(ELEMENTS, sizes), max(hierarchy.relays(sizes, homes=2, slots=3))
-    relays = list(arena[5 * 2048 :].split(width)[:count])
-    settings = dict(label="layer 1", timeout=20.0)
-    for seed in range(12):
-        placement = _placement(seed)
-        views = [Materialization.of(placement, r) for r in range(4)]
-        what, homes = views[rank], _drawn(0, seed, rank)[:2]
-        fused = Fused(sm, what.loans(), rows, outbox, relays)
-        start_gather(homes, what.route, [], group, fused=fused, **settings).wait()
-        for row, expert in zip(what.rows, what.route.experts, strict=True):
-            home = _drawn(0, seed, expert // 2)[expert % 2]
-            assert torch.equal(rows[row], torch.cat([t.flatten() for t in home]))
-        grads = {
-            (r, expert): torch.cat([t.flatten() for t in _drawn(1, seed, r)[i]])
-            for r, view in enumerate(views)
-            for i, expert in enumerate(view.route.experts)
-        }
-        before = _drawn(2, seed, rank)[:2]
-        totals = [[t.clone() for t in home] for home in before]
-        expected = {}
-        for expert in (2 * rank, 2 * rank + 1):
-            total, alone = torch.cat([t.flatten() for t in before[expert % 2]]), torch.zeros(ELEMENTS)
-            for turn in range(len(domains)):
-                hosts = sorted(r for r in domains[(here + turn) % len(domains)] if (r, expert) in grads)
-                if hosts:
-                    summed = functools.reduce(torch.add, [grads[host, expert] for host in hosts])
-                    total, alone = total + summed, alone + summed
-            expected[expert % 2] = total, alone
-        for direct in (True, False):
-            for row, expert in zip(what.rows, what.route.experts, strict=True):
-                rows[row].copy_(grads[rank, expert])
-            found: dict[int, torch.Tensor] = {}
-            start_reduce(
-                [],
-                what.route,
-                [],
-                found.__setitem__,
-                group,
-                fused=fused,
-                totals=lambda home, direct=direct, totals=totals: totals[home] if direct else None,
-                **settings,
-            ).wait()
-            assert tuple(sorted(found)) == (() if direct else what.route.lent)
-            for home in what.route.lent:
-                seen = torch.cat([t.flatten() for t in totals[home]]) if direct else found[home]
-                assert torch.equal(seen, expected[home][0 if direct else 1])
-        if len(domains) == 1:
-            sums: dict[int, torch.Tensor] = {}
-
-            def add(home: int, total: torch.Tensor, sums: dict = sums) -> None:
-                sums[home] = total.clone()
-
-            staging = [torch.empty(ELEMENTS) for _ in range(5)]
-            own = [grads[rank, expert] for expert in what.route.experts]
-            start_reduce(own, what.route, staging, add, group, **settings).wait()
-            assert sums.keys() == found.keys() and all(torch.equal(found[home], sums[home]) for home in sums)
+    one_layer.check(torch.device("cpu"), domains, copy_engines=copy_engines, p2p=len(domains) == 1)
 
 
 @ranks(3, timeout=60, killed=(2,))
@@ -233,6 +136,52 @@ def test_too_little_shared_memory_is_said_on_all_ranks() -> None:
     message = r"transport sm: rank 1 cannot have 1512 bytes of shared memory, \d+ are free in /dev/shm: .*use p2p"
     with pytest.raises(RuntimeError, match=message):
         peers.Peers(dist.group.WORLD, 1000, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("transport", ["sm", "ce"])
+@ranks(2)
+def test_groups_of_one_rank(transport: str) -> None:
+    """Oracle: stock Megatron. Nobody to lend to, and nothing to wait for; with slots it is refused."""
+    import tiny_gpt
+
+    from megatron_hecate import HecateConfig, fssdp
+
+    case = tiny_gpt.Case(ep=1)
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=2)
+    ours = tiny_gpt.train(case, steps=2, hook=fssdp(HecateConfig(slots=0, transport=transport, timeout=30)))
+    assert ours.losses == stock.losses and not ours.guests
+
+
+@ranks(2)
+def test_a_failure_on_record_is_explained() -> None:
+    """As a GPU leaves it, whose counters cannot be read any more: with rank, peer, expected and seen, on stderr too."""
+    import contextlib
+    import io
+    import weakref
+
+    import torch
+    import torch.distributed as dist
+
+    from megatron_hecate import sm as module
+    from megatron_hecate.kernel import FAILURE
+    from megatron_hecate.peers import Peers
+    from megatron_hecate.schedule import Loan
+
+    group, own = dist.group.WORLD, dist.get_rank()
+    sm = module.Sm(Peers(group, 1 << 12, torch.device("cpu")), group, [range(2)])
+    rows = [sm.peers.arena[256 * i : 256 * i + 64].view(torch.float32) for i in range(2)]
+    for layer in (7, 8, 9):
+        sm.gather([[torch.zeros(16)]], [Loan(0, 0, 1, 0)], rows[:1], rows[1:], label=f"layer {layer}", timeout=5.0)
+    record = sm.peers._record.numpy().view(FAILURE)
+    record[0] = (1, own, 1 - own, 1, 2**32 - 3, 1 + 3)  # in the second of the three, which began at 1 + 3
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        module._watch(weakref.ref(sm))
+    assert said.getvalue() == (
+        f"FSSDP: rank {own} of 2: layer 8: spAG failed (timeout 5 s): expected rank {1 - own} to finish 2 steps; it "
+        f"waited for step 1, 0 were seen. Rank {1 - own} died, hangs, or did not take part.\n"
+    )
 
 
 @ranks(2)
