@@ -126,7 +126,7 @@ def reduce(loans: Sequence[Loan], rank: int, *, domains: Domains, elements: int)
 
 def width(elements: int, sizes: Sequence[int]) -> int:
     """Elements of the largest stripe, and of a relay, where domains have these ``sizes``."""
-    return max(end - begin for begin, end in schedule.cut(elements, min(sizes)))
+    return max(end - begin for begin, end in schedule.cut(elements, [1] * min(sizes)))
 
 
 def relays(sizes: Sequence[int], *, homes: int, slots: int) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class _Group:
         self.of = {r: i for i, domain in enumerate(domains) for r in domain}
         self.here = self.of[rank]
         self.relays: Counter[int] = Counter()  # how many each rank of this domain has in use
-        self._bounds = [bound for bound in schedule.cut(elements, min(map(len, domains))) if bound[0] < bound[1]]
+        self._bounds = [bound for bound in schedule.cut(elements, [1] * min(map(len, domains))) if bound[0] < bound[1]]
 
     def leaving(self, loans: Sequence[Loan]) -> Iterator[tuple[Key, list[Loan], list[int]]]:
         """Chunks that leave or enter this domain: their hosts here, and the other domains that have some."""

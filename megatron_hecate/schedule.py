@@ -11,9 +11,9 @@ A rank only reads (*pulls*). What a step writes, others may read in the next one
 | spRS | exchange | this rank's part of the gradients of all hosts | a part of the sum |
 | | sum | gradients, or parts of sums | the home's main gradient |
 
-*Exchange*: where a home would send more than any rank receives, each of an expert's f hosts fetches a different 1/f of
-the chunk from the home, and the rest from the other hosts. So the chunk leaves its home once, not f times, at the price
-of one more step. Chunks that go to other domains, or come from there, are in parts as well.
+*Exchange*: where a home would send more than any rank receives, each of an expert's hosts fetches a different part of
+the chunk from the home, and the rest from the other hosts. So the chunk leaves its home once, not once per host, at the
+price of one more step. Chunks that go to other domains, or come from there, are in parts as well.
 
 Everything here follows from the placement alone, so every rank knows every other's part. Places are named, not
 addressed; `kernel` turns them into addresses. Offsets and lengths are elements of a chunk.
@@ -30,6 +30,7 @@ from typing import Literal
 
 MAX_RANKS: int = 72  # of one NVLink domain; kernels/schedule.cuh has the same
 CUT: int = 128  # elements: parts of a chunk begin at multiples of this, so that their addresses are aligned
+WHOLE: int = 1 << 20  # shares of a chunk add up to this
 
 Memory = Literal["home", "outbox", "slot", "grad", "part", "total", "relay"]
 Key = tuple[int, int]  # a lent chunk: its home, and which of those that this home lends
@@ -109,31 +110,59 @@ class Schedule:
     peers: frozenset[int]
 
 
-def exchanged(loans: Sequence[Loan], relayed: Parts = NONE) -> frozenset[Key]:
-    """Those chunks of ``loans`` that go by exchange.
+def exchanged(loans: Sequence[Loan], relayed: Parts = NONE) -> dict[Key, list[int]]:
+    """Those chunks of ``loans`` that go by exchange: what each host fetches, in `WHOLE` ths, by rank of the host.
 
     A home sends whole chunks to each host as long as it sends no more than the rank that receives most; beyond that,
-    its most wanted chunks are exchanged first. Chunks have one size.
+    its most wanted chunks are exchanged first. A host that fetches a share w of a chunk sends w to every other: shares
+    are such that those send most that have the least to send otherwise. Chunks have one size.
 
     Args:
         relayed: chunks that are in parts anyway, which cost a home one chunk each.
     """
-    direct = [loan for loan in loans if (loan.home, loan.lent) not in relayed]
-    hosts = Counter((loan.home, loan.lent) for loan in direct)
-    sends = Counter(loan.home for loan in direct) + Counter(home for home, _ in relayed)
+    hosts: defaultdict[Key, list[int]] = defaultdict(list)
+    for loan in loans:
+        if (loan.home, loan.lent) not in relayed:
+            hosts[loan.home, loan.lent].append(loan.host)
+    sends: Counter[int] = Counter(home for home, _ in relayed)
+    for (home, _), at in hosts.items():
+        sends[home] += len(at)
     most = max(Counter(loan.host for loan in loans).values(), default=0)
-    chosen = set()
-    for home, lent in sorted(hosts, key=lambda key: (-hosts[key], key)):
-        if sends[home] > most and hosts[home, lent] > 1:
-            chosen.add((home, lent))
-            sends[home] -= hosts[home, lent] - 1
-    return frozenset(chosen)
+    chosen: dict[Key, list[int]] = {}
+    for home, lent in sorted(hosts, key=lambda key: (-len(hosts[key]), key)):
+        count = len(hosts[home, lent])
+        if sends[home] > most and count > 1:
+            chosen[home, lent] = [0] * count
+            sends[home] -= count - 1
+    level = Counter({rank: count * WHOLE for rank, count in sends.items()})
+    for key in [*chosen, *chosen]:  # again, when all have been poured once
+        at, others = sorted(hosts[key]), len(hosts[key]) - 1
+        for rank, share in zip(at, chosen[key], strict=True):
+            level[rank] -= share * others
+        chosen[key] = _pour([level[rank] for rank in at], others)
+        for rank, share in zip(at, chosen[key], strict=True):
+            level[rank] += share * others
+    return chosen
 
 
-def cut(elements: int, parts: int) -> list[tuple[int, int]]:
-    """[begin, end) of each part of a chunk; some are empty where it is small."""
-    whole = -(-elements // CUT)
-    bounds = [min(elements, whole * i // parts * CUT) for i in range(parts + 1)]
+def _pour(levels: Sequence[int], width: int) -> list[int]:
+    """Shares of `WHOLE` that, each ``width`` wide, raise the lowest ``levels`` to one height."""
+    order = sorted(range(len(levels)), key=lambda i: (levels[i], i))
+    poured = [0] * len(levels)
+    for count in range(len(order), 0, -1):
+        height = (sum(levels[i] for i in order[:count]) + WHOLE * width) // count
+        if height >= levels[order[count - 1]]:
+            break
+    for i in order[:count]:
+        poured[i] = (height - levels[i]) // width
+    poured[order[0]] += WHOLE - sum(poured)  # what rounding left
+    return poured
+
+
+def cut(elements: int, shares: Sequence[int]) -> list[tuple[int, int]]:
+    """[begin, end) of each part of a chunk, in proportion to ``shares``; some are empty where it is small."""
+    whole, total = -(-elements // CUT), sum(shares)
+    bounds = [min(elements, whole * so_far // total * CUT) for so_far in itertools.accumulate(shares, initial=0)]
     return list(itertools.pairwise(bounds))
 
 
@@ -165,7 +194,8 @@ def gather(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements:
             if rank in slots:
                 fetch.append(Pull((outbox,), slots[rank], 0, elements))
             continue
-        held = _in_parts(list(slots.values()), elements) if home in domain and hosts else wanted
+        shares = split.get((home, lent), [1] * len(hosts))
+        held = _in_parts(list(slots.values()), elements, shares) if home in domain and hosts else wanted
         if home in domain:
             mine = [part for part in held if part.at.rank == rank != home]
             fetch += [Pull((outbox,), part.at, part.begin, part.end) for part in mine]
@@ -202,7 +232,8 @@ def reduce(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements:
         grads = tuple(Place(loan.host, "grad", loan.guest) for loan in hosts)
         total = Place(rank, "total", lent)
         if (home, lent) in split:
-            held = _in_parts([Place(loan.host, "part", loan.guest) for loan in hosts], elements)
+            places = [Place(loan.host, "part", loan.guest) for loan in hosts]
+            held = _in_parts(places, elements, split[home, lent])
         elif (home, lent) in parts:
             held = parts[home, lent]
         else:
@@ -219,9 +250,9 @@ def reduce(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements:
     return _schedule(steps, by_chunk, split, parts, rank, domain)
 
 
-def _in_parts(places: Sequence[Place], elements: int) -> list[Part]:
+def _in_parts(places: Sequence[Place], elements: int, shares: Sequence[int]) -> list[Part]:
     """One for each place."""
-    bounds = zip(places, cut(elements, len(places)), strict=True)
+    bounds = zip(places, cut(elements, shares), strict=True)
     return [Part(place, begin, end) for place, (begin, end) in bounds if begin < end]
 
 
@@ -255,7 +286,7 @@ def _by_chunk(loans: Sequence[Loan], parts: Parts) -> dict[Key, list[Loan]]:
 def _schedule(
     steps: list[list[Pull]],
     by_chunk: dict[Key, list[Loan]],
-    split: frozenset[Key],
+    split: Mapping[Key, Sequence[int]],
     parts: Parts,
     rank: int,
     domain: Sequence[int],

@@ -9,6 +9,7 @@ copy engines.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import threading
 import time
@@ -31,6 +32,7 @@ from megatron_hecate.schedule import Loan, Place, Schedule
 REFRESH: int = 1 << 30  # steps after which all ranks tell each other, lest a counter fall behind by half its range
 WATCHED: float = 0.5  # seconds between two looks for a failure on a GPU
 REMEMBERED: int = 1024  # transfers that a failure can name
+PLANS: int = 512  # whose legs are kept: two per layer are in use
 
 Memory = Callable[[Place], Sequence[Tensor]]  # the tensors of a place, in this rank's memory
 
@@ -46,7 +48,8 @@ class Sm:
     """
 
     def __init__(self, peers: Peers, group: dist.ProcessGroup, domains: Domains, *, copy_engines: bool = False) -> None:
-        self.peers, self.group, self.domains, self._copy_engines = peers, group, domains, copy_engines
+        self.peers, self.group, self._copy_engines = peers, group, copy_engines
+        self.domains = tuple(map(tuple, domains))
         self._begin = 1  # more than what the counters stand at
         self._begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         on_gpu = peers.device.type == "cuda"
@@ -88,7 +91,7 @@ class Sm:
             return ({"outbox": outbox, "slot": slots, "relay": relays}[place.memory][place.index],)
 
         chunk = sum(t.numel() for t in homes[0])
-        legs = hierarchy.gather(loans, self.peers.rank, domains=self.domains, elements=chunk)
+        legs = _legs(hierarchy.gather, tuple(loans), self.peers.rank, self.domains, chunk)
         return self._run(legs, memory, Wire(homes[0][0].element_size()), label=label, timeout=timeout)
 
     def reduce(
@@ -122,7 +125,7 @@ class Sm:
                 return (apart[place.index],) if found is None else found
             return ((relays if place.memory == "relay" else grads)[place.index],)
 
-        legs = hierarchy.reduce(loans, self.peers.rank, domains=self.domains, elements=grads[0].numel())
+        legs = _legs(hierarchy.reduce, tuple(loans), self.peers.rank, self.domains, grads[0].numel())
         steps = self._run(legs, memory, Wire(4, sums=True), label=label, timeout=timeout)
 
         def run() -> Iterator[None]:
@@ -207,6 +210,12 @@ class Sm:
             f"rank {self.peers.rank} of {self.group.size()}: {known.format(peer=peer)}; it waited for step "
             f"{int(record['expected'])}, {max(0, seen)} were seen. Rank {peer} died, hangs, or did not take part."
         )
+
+
+@functools.lru_cache(maxsize=PLANS)
+def _legs(build: Callable, loans: tuple[Loan, ...], rank: int, domains: Domains, elements: int) -> tuple[Leg, ...]:
+    """A plan's legs, which its microbatches share."""
+    return build(loans, rank, domains=domains, elements=elements)
 
 
 def _cross(leg: Crossing, memory: Memory, batches: Batches, what: str) -> Iterator[None]:
