@@ -5,7 +5,8 @@
 One GPU has no NVLink to itself: both ends lie in its own memory, and the baseline is its own device-to-device copy. So
 this shows what the kernels can do where the link does not limit them, for every number of thread blocks. Rates are
 bytes read and written per second: a copy reads and writes a chunk; a sum of k gradients reads k and the total, and
-writes the total. The baseline copies as many bytes. Medians of ``--calls`` launches.
+writes the total. The baseline copies as many bytes. Medians of ``--calls`` launches. "ce": the copies of spAG,
+made by copy engines (transport ``ce``).
 
 ``--device cpu`` runs the host build, to try the script; its numbers mean nothing.
 """
@@ -49,7 +50,7 @@ class Bench:
         self.total = torch.zeros(elements, device=device)
 
     def launch(self, what: str) -> Callable[[int], None]:
-        """What launches ``what`` with so many blocks."""
+        """What launches ``what`` with so many blocks; 0: by copy engines."""
         sums, grads = what != "spAG", self.half if what == "spRS bf16" else self.grads
         memory = {Place(0, "slot", i): self.weights[i] for i in range(2)}
         memory |= {Place(0, "grad", i): grads[i] for i in range(SOURCES)} | {Place(0, "total", 0): self.total}
@@ -73,10 +74,11 @@ class Bench:
         kernel.relocate(program, at.data_ptr())
         at.copy_(torch.from_numpy(program))
         name = "fssdp_reduce" if sums else "fssdp_gather"
+        items = [] if sums else kernel.copies(program, at.data_ptr())[0]
         if self.device.type == "cpu":
             host = getattr(launch.compile_for_host(), name)
-            return lambda blocks: host(ctypes.c_void_p(at.data_ptr()), blocks, 1)
-        return lambda blocks: launch.launch(name, at, blocks=blocks)
+            return lambda blocks: host(ctypes.c_void_p(at.data_ptr()), blocks, 1) if blocks else launch.move(items)
+        return lambda blocks: launch.launch(name, at, blocks=blocks) if blocks else launch.batch(items)
 
     def moved(self, what: str) -> int:
         """Bytes read and written."""
@@ -142,24 +144,29 @@ def main() -> None:
         parser.error("no GPU here; --device cpu tries the script on the host")
     name = torch.cuda.get_device_name() if device.type == "cuda" else "host, one thread per block"
     print(f"{name}, torch {torch.__version__}; GB/s read and written, share of the device's own copy; {sys.argv}\n")
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())  # batches of copies are not for the default one
     blocks = BLOCKS if device.type == "cuda" else (1, 2)
-    print(f"| expert | | own copy | {' | '.join(f'{b} blocks' for b in blocks)} | target |")
-    print("|---|---|---|" + "---|" * (len(blocks) + 1))
+    heads = " | ".join(["ce", *(f"{b} blocks" for b in blocks)])
+    print(f"| expert | | own copy | {heads} | target |")
+    print("|---|---|---|" + "---|" * (len(blocks) + 2))
     for expert, elements in EXPERTS.items():
         bench = Bench(device, elements if device.type == "cuda" else elements // 64)
         for what, target in TARGETS.items():
             run, size = bench.launch(what), bench.moved(what)
             own = bench.copy_rate(size, options.calls)
-            rates = [size / bench.seconds(lambda b=b, run=run: run(b), options.calls) for b in blocks]
+            by = [0, *blocks] if what == "spAG" else blocks
+            rates = [size / bench.seconds(lambda b=b, run=run: run(b), options.calls) for b in by]
             cells = " | ".join(f"{rate / 1e9:.0f} ({rate / own:.0%})" for rate in rates)
+            cells = cells if what == "spAG" else f"| {cells}"
             print(f"| {expert} | {what} | {own / 1e9:.0f} | {cells} | {target:.0%} |", flush=True)
         del bench
     if device.type == "cuda":
         bench = Bench(device, EXPERTS["DeepSeek-V3"])
         gather = bench.launch("spAG")
-        print(f"\n| beside bf16 GEMMs of 8192^3 | {' | '.join(f'{b} blocks' for b in blocks)} |")
-        print("|---|" + "---|" * len(blocks))
-        slower = [gemm_slowdown(bench, lambda b=b: gather(b), options.calls) for b in blocks]
+        print(f"\n| beside bf16 GEMMs of 8192^3 | {heads} |")
+        print("|---|" + "---|" * (len(blocks) + 1))
+        slower = [gemm_slowdown(bench, lambda b=b: gather(b), options.calls) for b in (0, *blocks)]
         print(f"| they take longer by | {' | '.join(f'{share:.1%}' for share in slower)} |")
 
 

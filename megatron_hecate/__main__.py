@@ -92,7 +92,8 @@ def check() -> int:
     print(f"megatron.training: {'found, --moe-fssdp flags work' if training else 'not found; use the hook'}")
     print("transport p2p: torch.distributed point-to-point, on gloo or NCCL")
     for line in kernels.describe():
-        print(f"transport sm: {line}")
+        print(f"transports sm and ce: {line}")
+    print("transport auto: sm where peers share an NVLink domain and a trial of it succeeds, else p2p")
     return 1 if problems else 0
 
 

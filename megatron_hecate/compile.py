@@ -21,6 +21,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 HERE = Path(__file__).resolve().parent
 # In a checkout the sources lie beside the package; installed, in it.
 SOURCES: Path = next(p for p in (HERE.parent / "kernels", HERE / "kernels") if (p / "device.cu").exists())
@@ -86,9 +88,12 @@ def describe() -> list[str]:
         lines.append(f"CPU ranks: {error}")
     try:
         name, version = _cuda_compiler("auto")
-        lines.append(f"GPUs: not yet; its kernels would be compiled by {name} {version}")
-    except CompileError as error:
-        lines.append(f"GPUs: not yet, and {error}")
+        lines.append(f"GPUs: kernels are compiled by {name} {version}")
+        for capability in sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}):
+            cubin(capability)
+            lines.append(f"GPUs: compiled for sm_{capability[0]}{capability[1]}, in {cache_folder()}")
+    except (CompileError, OSError) as error:
+        lines.append(f"GPUs: {error}")
     return lines
 
 

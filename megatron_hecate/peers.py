@@ -150,7 +150,8 @@ def _symmetric(group: dist.ProcessGroup, size: int, device: torch.device) -> tup
             "use p2p"
         ) from error
     handle.barrier()
-    return own, list(handle.buffer_ptrs)
+    inside = own.data_ptr() - handle.buffer_ptrs[handle.rank]  # of the allocation
+    return own, [base + inside for base in handle.buffer_ptrs]
 
 
 def _all_have_it(problem: str, group: dist.ProcessGroup, way_out: str) -> None:
