@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from ranks import ranks
-
-from megatron_hecate.transports import Transport, Whereabouts, choose_transport, domains_of
 
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 # name: (fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
@@ -182,99 +178,3 @@ def test_a_failure_on_record_is_explained() -> None:
         f"FSSDP: rank {own} of 2: layer 8: spAG failed (timeout 5 s): expected rank {1 - own} to finish 2 steps; it "
         f"waited for step 1, 0 were seen. Rank {1 - own} died, hangs, or did not take part.\n"
     )
-
-
-@ranks(2)
-def test_switching_it_on() -> None:
-    """What speaks against it is said on every rank, before training."""
-    import os
-
-    import tiny_gpt
-    import torch.distributed as dist
-
-    from megatron_hecate import HecateConfig, fssdp, launch
-    from megatron_hecate.compile import CACHE
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    hook = fssdp(HecateConfig(costs=tiny_gpt.FREE, transport="sm", timeout=30))
-    nodes, shared = "aaab", [4024, 4023, 0, 9999]
-    ranks = [Whereabouts([(0, 1)], node, node, "", "", free, True) for node, free in zip(nodes, shared, strict=True)]
-    assert Transport("sm").refusals(ranks, {0: 1000, 1: 2000, 3: 500}) == [
-        "transport='sm' needs 4024 bytes of shared memory on a, 4023 are free in /dev/shm; make it larger, or use p2p, "
-        "fewer slots or a shorter lifetime",
-    ]
-    before = os.environ.get(CACHE)
-    if dist.get_rank() == 1:
-        os.environ[CACHE] = "/proc/nowhere"
-        launch.compile_for_host.cache_clear()
-    with pytest.raises(
-        ValueError, match=r"transport='sm': /proc/nowhere cannot be made .*name another folder in \$MEG"
-    ):
-        tiny_gpt.train(case, steps=1, hook=hook)
-    if before is None:
-        os.environ.pop(CACHE, None)
-    else:
-        os.environ[CACHE] = before
-
-
-def _ranks(domains: str, **fields: Any) -> list[Whereabouts]:
-    """One group; of every rank the name of its domain."""
-    group = tuple(range(len(domains)))
-    usual = dict(groups=[group], node="a", against="", slower="", shared=0, sound=True)
-    return [Whereabouts(domain=domain, **(usual | fields)) for domain in domains]
-
-
-@pytest.mark.parametrize(
-    ("asked", "ranks", "chosen", "problems"),
-    [
-        ("auto", _ranks("aabb"), Transport("sm", "peers share NVLink domains"), []),
-        ("auto", _ranks("abcd"), Transport("p2p", "no two ranks of a group share an NVLink domain"), []),
-        ("auto", _ranks("aa", slower="GPU 1 has no NVLink"), Transport("p2p", "GPU 1 has no NVLink"), []),
-        ("auto", _ranks("aa", against="no compiler"), Transport("p2p", "no compiler"), []),
-        ("auto", _ranks("a" * 73), Transport("p2p", "73 ranks share a domain, 72 may"), []),
-        ("p2p", _ranks("aa"), Transport("p2p"), []),
-        ("sm", _ranks("abcd", slower="CPU ranks have no NVLink"), Transport("sm"), []),
-        ("ce", _ranks("aa", against="no compiler"), Transport("ce"), ["transport='ce': no compiler"]),
-        ("sm", _ranks("a" * 73), Transport("sm"), ["transport='sm': 73 ranks share a domain, 72 may"]),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_is_chosen(asked: str, ranks: list[Whereabouts], chosen: Transport, problems: list[str]) -> None:
-    assert choose_transport(asked, ranks) == (chosen, problems)
-
-
-def test_domains_are_in_the_order_of_their_first_rank() -> None:
-    ranks = _ranks("bbabac")
-    assert domains_of((1, 2, 3, 4, 5), ranks) == [(1, 3), (2, 4), (5,)]
-
-
-@ranks(2)
-def test_a_transport_that_moves_wrong_bytes_fails_its_trial() -> None:
-    """Asked for, it is refused; with auto it is p2p, which says why."""
-    import dataclasses
-
-    from megatron_hecate import transports, trial
-
-    trial.start_gather = lambda *args, **settings: _Nothing()
-    problems: list[str] = []
-    _, transport, transfers = trial.settle("sm", [(0, 1)], problems, timeout=20.0)
-    wrong = [f"transport='sm' failed its trial: rank {r} got other weights than ranks [{1 - r}] sent" for r in range(2)]
-    assert problems == wrong and transport.name == "sm" and set(transfers) == {(0, 1)}
-    here = transports.Whereabouts.here
-
-    def with_nvlink(*args: Any, **fields: Any) -> Whereabouts:
-        return dataclasses.replace(here(*args, **fields), slower="")
-
-    transports.Whereabouts.here = with_nvlink
-    problems.clear()
-    _, transport, _ = trial.settle("auto", [(0, 1)], problems, timeout=20.0)
-    assert not problems
-    assert transport.name == "p2p" and transport.why.startswith("sm failed its trial: rank 0 got other weights")
-
-
-class _Nothing:
-    """A transfer that moves nothing."""
-
-    def wait(self) -> None:
-        return
