@@ -149,7 +149,7 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=6, help="steps before; copies are timed in some of them")
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
     parser.add_argument("--layers", type=int, default=4, help="of the model, all MoE")
-    parser.add_argument("--transport", choices=("p2p", "sm"), default="p2p")
+    parser.add_argument("--transport", choices=("p2p", "sm", "ce"), default="p2p")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write Chrome traces and overlap.png there")
     arguments = parser.parse_args()
     if min(arguments.steps, arguments.accumulate, arguments.layers) < 1 or arguments.warmup < 0:
