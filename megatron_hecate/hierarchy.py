@@ -23,7 +23,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_hecate import schedule
-from megatron_hecate.schedule import Key, Loan, Part, Place, Pull, Schedule
+from megatron_hecate.exchange import Key, cut
+from megatron_hecate.schedule import Loan, Part, Place, Pull, Schedule
 
 Domains = Sequence[Sequence[int]]  # the ranks of every NVLink domain of a group, ascending
 
@@ -109,7 +110,7 @@ def reduce(loans: Sequence[Loan], rank: int, *, domains: Domains, elements: int)
     beside, apart = group.hosted(loans)
     inside = dict(domain=domains[group.here], elements=elements)
     legs: list[Leg] = [schedule.reduce([*beside, *apart], rank, parts=begun.copy(), **inside)]
-    used, own = group.relays.copy(), [key for key in sums if group.of[key[0]] == group.here]
+    used, own = group.relays.copy(), dict.fromkeys(key for key in sums if group.of[key[0]] == group.here)
     for turn in rounds:
         group.relays, recvs, adds = used.copy(), [], []
         other = (group.here + turn) % len(domains)
@@ -126,7 +127,7 @@ def reduce(loans: Sequence[Loan], rank: int, *, domains: Domains, elements: int)
 
 def width(elements: int, sizes: Sequence[int]) -> int:
     """Elements of the largest stripe, and of a relay, where domains have these ``sizes``."""
-    return max(end - begin for begin, end in schedule.cut(elements, [1] * min(sizes)))
+    return max(end - begin for begin, end in cut(elements, [1] * min(sizes)))
 
 
 def relays(sizes: Sequence[int], *, homes: int, slots: int) -> tuple[int, int]:
@@ -152,7 +153,7 @@ class _Group:
         self.of = {r: i for i, domain in enumerate(domains) for r in domain}
         self.here = self.of[rank]
         self.relays: Counter[int] = Counter()  # how many each rank of this domain has in use
-        self._bounds = [bound for bound in schedule.cut(elements, [1] * min(map(len, domains))) if bound[0] < bound[1]]
+        self._bounds = [bound for bound in cut(elements, [1] * min(map(len, domains))) if bound[0] < bound[1]]
 
     def leaving(self, loans: Sequence[Loan]) -> Iterator[tuple[Key, list[Loan], list[int]]]:
         """Chunks that leave or enter this domain: their hosts here, and the other domains that have some."""

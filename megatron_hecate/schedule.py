@@ -11,9 +11,8 @@ A rank only reads (*pulls*). What a step writes, others may read in the next one
 | spRS | exchange | this rank's part of the gradients of all hosts | a part of the sum |
 | | sum | gradients, or parts of sums | the home's main gradient |
 
-*Exchange*: where a home would send more than any rank receives, each of an expert's hosts fetches a different part of
-the chunk from the home, and the rest from the other hosts. So the chunk leaves its home once, not once per host, at the
-price of one more step. Chunks that go to other domains, or come from there, are in parts as well.
+*Exchange* (which chunks: `exchange`): each of an expert's hosts fetches a different part of the chunk from the home,
+and the rest from the other hosts. Chunks that go to other domains, or come from there, are in parts as well.
 
 Everything here follows from the placement alone, so every rank knows every other's part. Places are named, not
 addressed; `kernel` turns them into addresses. Offsets and lengths are elements of a chunk.
@@ -22,18 +21,16 @@ addressed; `kernel` turns them into addresses. Offsets and lengths are elements 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
+from megatron_hecate.exchange import Key, cut, exchanged
+
 MAX_RANKS: int = 72  # of one NVLink domain; kernels/schedule.cuh has the same
-CUT: int = 128  # elements: parts of a chunk begin at multiples of this, so that their addresses are aligned
-WHOLE: int = 1 << 20  # shares of a chunk add up to this
 
 Memory = Literal["home", "outbox", "slot", "grad", "part", "total", "relay"]
-Key = tuple[int, int]  # a lent chunk: its home, and which of those that this home lends
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,62 +107,6 @@ class Schedule:
     peers: frozenset[int]
 
 
-def exchanged(loans: Sequence[Loan], relayed: Parts = NONE) -> dict[Key, list[int]]:
-    """Those chunks of ``loans`` that go by exchange: what each host fetches, in `WHOLE` ths, by rank of the host.
-
-    A home sends whole chunks to each host as long as it sends no more than the rank that receives most; beyond that,
-    its most wanted chunks are exchanged first. A host that fetches a share w of a chunk sends w to every other: shares
-    are such that those send most that have the least to send otherwise. Chunks have one size.
-
-    Args:
-        relayed: chunks that are in parts anyway, which cost a home one chunk each.
-    """
-    hosts: defaultdict[Key, list[int]] = defaultdict(list)
-    for loan in loans:
-        if (loan.home, loan.lent) not in relayed:
-            hosts[loan.home, loan.lent].append(loan.host)
-    sends: Counter[int] = Counter(home for home, _ in relayed)
-    for (home, _), at in hosts.items():
-        sends[home] += len(at)
-    most = max(Counter(loan.host for loan in loans).values(), default=0)
-    chosen: dict[Key, list[int]] = {}
-    for home, lent in sorted(hosts, key=lambda key: (-len(hosts[key]), key)):
-        count = len(hosts[home, lent])
-        if sends[home] > most and count > 1:
-            chosen[home, lent] = [0] * count
-            sends[home] -= count - 1
-    level = Counter({rank: count * WHOLE for rank, count in sends.items()})
-    for key in [*chosen, *chosen]:  # again, when all have been poured once
-        at, others = sorted(hosts[key]), len(hosts[key]) - 1
-        for rank, share in zip(at, chosen[key], strict=True):
-            level[rank] -= share * others
-        chosen[key] = _pour([level[rank] for rank in at], others)
-        for rank, share in zip(at, chosen[key], strict=True):
-            level[rank] += share * others
-    return chosen
-
-
-def _pour(levels: Sequence[int], width: int) -> list[int]:
-    """Shares of `WHOLE` that, each ``width`` wide, raise the lowest ``levels`` to one height."""
-    order = sorted(range(len(levels)), key=lambda i: (levels[i], i))
-    poured = [0] * len(levels)
-    for count in range(len(order), 0, -1):
-        height = (sum(levels[i] for i in order[:count]) + WHOLE * width) // count
-        if height >= levels[order[count - 1]]:
-            break
-    for i in order[:count]:
-        poured[i] = (height - levels[i]) // width
-    poured[order[0]] += WHOLE - sum(poured)  # what rounding left
-    return poured
-
-
-def cut(elements: int, shares: Sequence[int]) -> list[tuple[int, int]]:
-    """[begin, end) of each part of a chunk, in proportion to ``shares``; some are empty where it is small."""
-    whole, total = -(-elements // CUT), sum(shares)
-    bounds = [min(elements, whole * so_far // total * CUT) for so_far in itertools.accumulate(shares, initial=0)]
-    return list(itertools.pairwise(bounds))
-
-
 def gather(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements: int, parts: Parts = NONE) -> Schedule:
     """The spAG of ``rank``.
 
@@ -180,9 +121,9 @@ def gather(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements:
     Raises:
         ValueError: for more ranks than the kernels know, an empty chunk, or loans that contradict each other.
     """
-    _check(loans, domain, elements, parts)
-    by_chunk = _by_chunk(loans, parts)
-    split = exchanged([loan for loan in loans if loan.home in domain], parts)
+    here, by_chunk = frozenset(domain), _by_chunk(loans, parts)
+    _check(loans, here, elements, parts)
+    split = _exchanged(by_chunk, here, parts)
     pack, fetch, swap = [], [], []
     for (home, lent), hosts in by_chunk.items():
         outbox = Place(home, "outbox", lent)
@@ -195,8 +136,8 @@ def gather(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements:
                 fetch.append(Pull((outbox,), slots[rank], 0, elements))
             continue
         shares = split.get((home, lent), [1] * len(hosts))
-        held = _in_parts(list(slots.values()), elements, shares) if home in domain and hosts else wanted
-        if home in domain:
+        held = _in_parts(list(slots.values()), elements, shares) if home in here and hosts else wanted
+        if home in here:
             mine = [part for part in held if part.at.rank == rank != home]
             fetch += [Pull((outbox,), part.at, part.begin, part.end) for part in mine]
             wanted = [part for part in wanted if part.at.rank == rank and part.at.memory == "relay"] if hosts else []
@@ -209,8 +150,8 @@ def gather(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements:
         if rank in slots:
             others = [part for part in held if part.at.rank != rank]
             swap += [Pull((part.at,), slots[rank], part.begin, part.end) for part in others]
-    steps = [pack, fetch] if any(home in domain for home, _ in by_chunk) else []
-    return _schedule([*steps, swap] if split or parts else steps, by_chunk, split, parts, rank, domain)
+    steps = [pack, fetch] if any(home in here for home, _ in by_chunk) else []
+    return _schedule([*steps, swap] if split or parts else steps, by_chunk, split, parts, rank, here)
 
 
 def reduce(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements: int, parts: Parts = NONE) -> Schedule:
@@ -224,9 +165,9 @@ def reduce(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements:
     Raises:
         ValueError: as `gather`.
     """
-    _check(loans, domain, elements, parts)
-    by_chunk = _by_chunk(loans, parts)
-    split = exchanged([loan for loan in loans if loan.home in domain], parts)
+    here, by_chunk = frozenset(domain), _by_chunk(loans, parts)
+    _check(loans, here, elements, parts)
+    split = _exchanged(by_chunk, here, parts)
     swap, home_sums = [], []
     for (home, lent), hosts in by_chunk.items():
         grads = tuple(Place(loan.host, "grad", loan.guest) for loan in hosts)
@@ -247,7 +188,12 @@ def reduce(loans: Sequence[Loan], rank: int, *, domain: Sequence[int], elements:
     in_parts = split or any(key in parts for key, hosts in by_chunk.items() if hosts)
     to_homes = any(key not in parts or not hosts for key, hosts in by_chunk.items())
     steps = ([swap] if in_parts else []) + ([home_sums] if to_homes else [])
-    return _schedule(steps, by_chunk, split, parts, rank, domain)
+    return _schedule(steps, by_chunk, split, parts, rank, here)
+
+
+def _exchanged(by_chunk: Mapping[Key, Sequence[Loan]], domain: frozenset[int], parts: Parts) -> dict[Key, list[int]]:
+    inside = {key: [loan.host for loan in hosts] for key, hosts in by_chunk.items() if key[0] in domain and hosts}
+    return exchanged(inside, parts.keys())
 
 
 def _in_parts(places: Sequence[Place], elements: int, shares: Sequence[int]) -> list[Part]:
@@ -256,7 +202,7 @@ def _in_parts(places: Sequence[Place], elements: int, shares: Sequence[int]) -> 
     return [Part(place, begin, end) for place, (begin, end) in bounds if begin < end]
 
 
-def _check(loans: Sequence[Loan], domain: Sequence[int], elements: int, parts: Parts) -> None:
+def _check(loans: Sequence[Loan], domain: frozenset[int], elements: int, parts: Parts) -> None:
     if elements < 1:
         raise ValueError(f"a chunk of {elements} elements cannot be moved")
     if len(domain) > MAX_RANKS:
@@ -266,7 +212,7 @@ def _check(loans: Sequence[Loan], domain: Sequence[int], elements: int, parts: P
     for loan in loans:
         known = loan.home in domain or (loan.home, loan.lent) in parts
         if not known or loan.host not in domain or loan.home == loan.host:
-            raise ValueError(f"{loan} needs two different ranks of {list(domain)}")
+            raise ValueError(f"{loan} needs two different ranks of {sorted(domain)}")
     pairs = Counter((loan.home, loan.lent, loan.host) for loan in loans)
     rows = Counter((loan.host, loan.guest) for loan in loans)
     for what, counts in (("chunk on a host", pairs), ("guest", rows)):
@@ -289,7 +235,7 @@ def _schedule(
     split: Mapping[Key, Sequence[int]],
     parts: Parts,
     rank: int,
-    domain: Sequence[int],
+    domain: frozenset[int],
 ) -> Schedule:
     """With peers, and every step rotated: each rank begins at the next one, so that not all read one home at once."""
     peers: set[int] = set()
@@ -298,10 +244,11 @@ def _schedule(
         if key[0] == rank:
             peers |= others
         elif rank in others:
-            peers |= ({key[0]} & set(domain)) | (others if key in split or key in parts else set())
+            peers |= ({key[0]} & domain) | (others if key in split or key in parts else set())
     peers.discard(rank)
+    ranks = max(domain) + 1
 
     def turn(pull: Pull) -> tuple[int, int]:
-        return (pull.sources[0].rank - rank) % (max(domain) + 1), pull.begin
+        return (pull.sources[0].rank - rank) % ranks, pull.begin
 
     return Schedule(tuple(tuple(sorted(step, key=turn)) for step in steps), frozenset(peers))

@@ -183,7 +183,7 @@ class Sm:
                 else:
                     launch.run("fssdp_reduce" if wire.sums else "fssdp_gather", program, at)
             if self.peers.failed:
-                if self.peers.device.type == "cuda":
+                if self.peers.device.type == "cuda" or not plan.peers:
                     raise TransferError(self.explain())
                 steps = {peer: self.peers.steps_of(peer, since=begin) for peer in sorted(plan.peers)}
                 last = min(steps, key=steps.__getitem__)  # others may wait for it as well

@@ -9,8 +9,9 @@ import pytest
 from kernel_scripts import random_loans
 
 from megatron_hecate import hierarchy
+from megatron_hecate.exchange import CUT
 from megatron_hecate.hierarchy import Crossing, Domains
-from megatron_hecate.schedule import CUT, Loan, Place, Schedule
+from megatron_hecate.schedule import Loan, Place, Schedule
 
 DOMAINS: dict[str, Domains] = {
     "2 of 4": ((0, 1, 2, 3), (4, 5, 6, 7)),

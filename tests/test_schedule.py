@@ -9,7 +9,8 @@ import pytest
 from kernel_scripts import hot, random_loans
 
 from megatron_hecate import schedule
-from megatron_hecate.schedule import CUT, Loan, Place
+from megatron_hecate.exchange import CUT, WHOLE, exchanged
+from megatron_hecate.schedule import Loan, Place
 
 ELEMENTS = 5 * CUT + 3
 Cell = tuple[Place, int]
@@ -82,11 +83,30 @@ def test_no_link_carries_much_more_than_the_chunk(fan_out: int) -> None:
 
 
 def test_chunks_are_exchanged_only_where_their_home_would_send_most() -> None:
-    balanced = [Loan(r, 0, (r + k) % 4, k - 1) for r in range(4) for k in (1, 2)]  # everyone sends and receives two
-    assert not schedule.exchanged(balanced)
-    assert schedule.exchanged(hot(4, 1, 2)) == {(1, 0): [schedule.WHOLE // 2] * 2}
-    one_more = [Loan(0, 0, 1, 0), Loan(0, 0, 2, 0), Loan(0, 1, 1, 1), Loan(0, 2, 2, 1)]
-    assert schedule.exchanged(one_more).keys() == {(0, 0)}, "4 chunks leave, 2 arrive anywhere: exchanged, 3 leave"
+    assert not exchanged({(r, 0): [(r + 1) % 4, (r + 2) % 4] for r in range(4)}), "everyone sends and receives two"
+    assert exchanged({(1, 0): [2, 3]}) == {(1, 0): [WHOLE // 2] * 2}
+    one_more = {(0, 0): [1, 2], (0, 1): [1], (0, 2): [2]}
+    assert exchanged(one_more).keys() == {(0, 0)}, "4 chunks leave, 2 arrive anywhere: exchanged, 3 leave"
+
+
+def test_who_sends_least_otherwise_sends_most() -> None:
+    """Rank 1 lends an expert itself: ranks 2 and 3 pass on rank 0's, and nobody sends more than one chunk."""
+    shares = exchanged({(0, 0): [1, 2, 3], (1, 0): [2]})
+    assert shares == {(0, 0): [0, WHOLE // 2, WHOLE // 2]}
+    level = {1: 1 + 2 * shares[0, 0][0] / WHOLE, 2: 2 * shares[0, 0][1] / WHOLE, 3: 2 * shares[0, 0][2] / WHOLE}
+    assert max(level.values()) == 1.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_shares_make_whole_chunks(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    ranks = int(rng.integers(3, 40))
+    hosts = {}
+    for home in range(ranks):
+        others = rng.permutation([r for r in range(ranks) if r != home])[: int(rng.integers(0, ranks))]
+        hosts |= {(home, 0): sorted(others.tolist())} if len(others) else {}
+    for key, shares in exchanged(hosts).items():
+        assert len(shares) == len(hosts[key]) and sum(shares) == WHOLE and min(shares) >= 0
 
 
 def test_ranks_begin_at_different_homes() -> None:
