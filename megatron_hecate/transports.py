@@ -159,6 +159,8 @@ def transfer_groups(
         if dist.get_rank() in group:
             numbers = tuple(tuple(group.index(rank) for rank in domain) for domain in domains)
             made[group] = TransferGroups(everyone, numbers, own)
+    for groups in made.values():  # NCCL connects ranks when a group is first used, by all of them; copies are by some
+        dist.all_reduce(torch.zeros(1, device=device_of_rank()), group=groups.everyone)
     return made
 
 
