@@ -13,7 +13,8 @@ n-th stripe to the n-th rank of the other, so that all network adapters of both 
 | | in each domain | stripes to the homes |
 
 In a round a domain receives from one other, each from a different one: a rank needs room for one round's stripes, and
-domains are added in the same order in every run.
+domains are added in the same order in every run. A home with many hosts beside it sums no stripe over them: it receives
+the chunk once in the end.
 """
 
 from __future__ import annotations
@@ -64,20 +65,20 @@ def gather(loans: Sequence[Loan], rank: int, *, domains: Domains, elements: int)
     """
     if len(domains) == 1:
         return (schedule.gather(loans, rank, domain=domains[0], elements=elements),)
-    group = _Group(domains, rank, elements)
+    group = _Group(domains, rank, elements, sums=False)
     departs: dict[Key, list[Part]] = {}
     arrives: dict[Key, list[Part]] = {}
     sends, recvs = [], []
-    for key, hosts, others in group.leaving(loans):
-        home, lent = key
-        slots = {loan.host: Place(loan.host, "slot", loan.guest) for loan in hosts}
+    for chunk in group.leaving(loans):
+        home, lent = chunk.key
+        slots = {loan.host: Place(loan.host, "slot", loan.guest) for loan in chunk.hosts}
         if group.of[home] == group.here:
-            departs[key] = group.parts(home, {home: Place(home, "outbox", lent), **slots})
-            for other in others:
-                sends += group.stripes(departs[key], home, other)
+            departs[chunk.key] = group.parts(chunk, {home: Place(home, "outbox", lent), **slots})
+            for other in chunk.others:
+                sends += group.stripes(chunk, departs[chunk.key], other)
         else:
-            arrives[key] = group.parts(home, slots)
-            recvs += group.stripes(arrives[key], home, group.of[home])
+            arrives[chunk.key] = group.parts(chunk, slots)
+            recvs += group.stripes(chunk, arrives[chunk.key], group.of[home])
     beside, apart = group.hosted(loans)
     inside = dict(domain=domains[group.here], elements=elements)
     return (
@@ -95,18 +96,18 @@ def reduce(loans: Sequence[Loan], rank: int, *, domains: Domains, elements: int)
     """
     if len(domains) == 1:
         return (schedule.reduce(loans, rank, domain=domains[0], elements=elements),)
-    group, rounds = _Group(domains, rank, elements), range(1, len(domains))
+    group, rounds = _Group(domains, rank, elements, sums=True), range(1, len(domains))
     sums: dict[Key, list[Part]] = {}
     begun: dict[Key, list[Part]] = {}
     sends: dict[int, list[Stripe]] = {turn: [] for turn in rounds}
     leaving = list(group.leaving(loans))
-    for key, hosts, _ in leaving:
-        home = key[0]
-        sums[key] = group.parts(home, {loan.host: Place(loan.host, "part", loan.guest) for loan in hosts})
-        if hosts:
+    for chunk in leaving:
+        key, homes = chunk.key, group.of[chunk.key[0]]
+        sums[key] = group.parts(chunk, {loan.host: Place(loan.host, "part", loan.guest) for loan in chunk.hosts})
+        if chunk.hosts:
             begun[key] = sums[key]
-        if group.of[home] != group.here:
-            sends[(group.here - group.of[home]) % len(domains)] += group.stripes(sums[key], home, group.of[home])
+        if homes != group.here:
+            sends[(group.here - homes) % len(domains)] += group.stripes(chunk, sums[key], homes)
     beside, apart = group.hosted(loans)
     inside = dict(domain=domains[group.here], elements=elements)
     legs: list[Leg] = [schedule.reduce([*beside, *apart], rank, parts=begun.copy(), **inside)]
@@ -114,9 +115,10 @@ def reduce(loans: Sequence[Loan], rank: int, *, domains: Domains, elements: int)
     for turn in rounds:
         group.relays, recvs, adds = used.copy(), [], []
         other = (group.here + turn) % len(domains)
-        for key in (key for key, _, others in leaving if key in own and other in others):
-            landed = group.parts(key[0], {}) if key in begun else sums[key]
-            recvs += group.stripes(landed, key[0], other)
+        for chunk in (chunk for chunk in leaving if chunk.key in own and other in chunk.others):
+            key = chunk.key
+            landed = group.parts(chunk, {}) if key in begun else sums[key]
+            recvs += group.stripes(chunk, landed, other)
             if key in begun:
                 pairs = zip(landed, sums[key], strict=True)
                 adds += [Pull((a.at,), b.at, a.begin, a.end, add=True) for a, b in pairs if b.at.rank == rank]
@@ -127,7 +129,15 @@ def reduce(loans: Sequence[Loan], rank: int, *, domains: Domains, elements: int)
 
 def width(elements: int, sizes: Sequence[int]) -> int:
     """Elements of the largest stripe, and of a relay, where domains have these ``sizes``."""
-    return max(end - begin for begin, end in cut(elements, [1] * min(sizes)))
+    least = min(sizes)
+    fewest = least - 1 if spared(least, least - 1) else least
+    return max(end - begin for begin, end in cut(elements, [1] * fewest))
+
+
+def spared(size: int, beside: int) -> bool:
+    """Whether a home carries no stripe of a sum, in a domain of ``size`` ranks that has ``beside`` hosts: it would
+    receive over 1.25 chunks, a stripe of each host's gradient and all other stripes of the sum."""
+    return (beside + size - 1) / size > 1.25
 
 
 def relays(sizes: Sequence[int], *, homes: int, slots: int) -> tuple[int, int]:
@@ -145,26 +155,43 @@ def relays(sizes: Sequence[int], *, homes: int, slots: int) -> tuple[int, int]:
     return leave + arrive, arrive + leave + min(largest * homes, arrive)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Leaving:
+    """A chunk that leaves this domain, or enters it.
+
+    Args:
+        hosts: those in this domain.
+        others: domains with hosts, but the home's.
+        spared: the home carries no stripe, having enough to receive.
+    """
+
+    key: Key
+    hosts: Sequence[Loan]
+    others: Sequence[int]
+    spared: bool
+
+
 class _Group:
     """The domains as one rank sees them."""
 
-    def __init__(self, domains: Domains, rank: int, elements: int) -> None:
-        self.domains, self.rank = domains, rank
+    def __init__(self, domains: Domains, rank: int, elements: int, *, sums: bool) -> None:
+        self.domains, self.rank, self._elements, self._sums = domains, rank, elements, sums
         self.of = {r: i for i, domain in enumerate(domains) for r in domain}
         self.here = self.of[rank]
         self.relays: Counter[int] = Counter()  # how many each rank of this domain has in use
-        self._bounds = [bound for bound in cut(elements, [1] * min(map(len, domains))) if bound[0] < bound[1]]
 
-    def leaving(self, loans: Sequence[Loan]) -> Iterator[tuple[Key, list[Loan], list[int]]]:
-        """Chunks that leave or enter this domain: their hosts here, and the other domains that have some."""
+    def leaving(self, loans: Sequence[Loan]) -> Iterator[_Leaving]:
+        """In the order of their homes."""
         by_chunk: dict[Key, list[Loan]] = {}
         for loan in loans:
             by_chunk.setdefault((loan.home, loan.lent), []).append(loan)
         for key in sorted(by_chunk):
-            domains = {self.of[loan.host] for loan in by_chunk[key]}
-            others = sorted(domains - {self.of[key[0]]})
-            if self.here in others or (others and self.of[key[0]] == self.here):
-                yield key, [loan for loan in by_chunk[key] if self.of[loan.host] == self.here], others
+            homes, at = self.of[key[0]], Counter(self.of[loan.host] for loan in by_chunk[key])
+            others = sorted(at.keys() - {homes})
+            if self.here in others or (others and homes == self.here):
+                hosts = [loan for loan in by_chunk[key] if self.of[loan.host] == self.here]
+                much = spared(len(self.domains[homes]), at[homes])
+                yield _Leaving(key, hosts, others, spared=self._sums and much)
 
     def hosted(self, loans: Sequence[Loan]) -> tuple[list[Loan], list[Loan]]:
         """Loans to this domain, from it and from others."""
@@ -172,10 +199,13 @@ class _Group:
         beside = [loan for loan in to_here if self.of[loan.home] == self.here]
         return beside, [loan for loan in to_here if self.of[loan.home] != self.here]
 
-    def parts(self, home: int, places: Mapping[int, Place]) -> list[Part]:
-        """The stripes of a chunk on the ranks of this domain: in ``places``, or relays of those that have none."""
+    def parts(self, chunk: _Leaving, places: Mapping[int, Place]) -> list[Part]:
+        """Its stripes on the ranks of this domain: in ``places``, or relays of those that have none."""
+        carriers = self._carriers(chunk, self.here)
         parts = []
-        for rank, (begin, end) in zip(self._carriers(home, self.here), self._bounds, strict=False):
+        for rank, (begin, end) in zip(carriers, cut(self._elements, [1] * len(carriers)), strict=True):
+            if begin == end:
+                continue
             place = places.get(rank)
             if place is None:
                 place = Place(rank, "relay", self.relays[rank], begin)
@@ -183,12 +213,17 @@ class _Group:
             parts.append(Part(place, begin, end))
         return parts
 
-    def stripes(self, parts: Sequence[Part], home: int, other: int) -> list[Stripe]:
+    def stripes(self, chunk: _Leaving, parts: Sequence[Part], other: int) -> list[Stripe]:
         """Those of ``parts`` that this rank exchanges with domain ``other``."""
-        pairs = zip(parts, self._carriers(home, other), strict=False)
-        return [Stripe(part.at, part.begin, part.end, rank) for part, rank in pairs if part.at.rank == self.rank]
+        carriers, here = self._carriers(chunk, other), self._carriers(chunk, self.here)
+        opposite = dict(zip(here, carriers, strict=True))
+        own = [part for part in parts if part.at.rank == self.rank]
+        return [Stripe(part.at, part.begin, part.end, opposite[self.rank]) for part in own]
 
-    def _carriers(self, home: int, domain: int) -> list[int]:
-        """Who carries the stripes: in the home's domain beginning with the home, elsewhere with its opposite number."""
-        first, ranks = self.domains[self.of[home]].index(home), self.domains[domain]
-        return [ranks[(first + i) % len(ranks)] for i in range(len(ranks))]
+    def _carriers(self, chunk: _Leaving, domain: int) -> list[int]:
+        """Who carries the stripes: in the home's domain beginning with the home, elsewhere with its opposite number; or
+        each time with the rank after that."""
+        beside, ranks = self.domains[self.of[chunk.key[0]]], self.domains[domain]
+        first = beside.index(chunk.key[0]) + chunk.spared
+        count = min(*map(len, self.domains), len(beside) - chunk.spared)
+        return [ranks[(first + i) % len(ranks)] for i in range(count)]
