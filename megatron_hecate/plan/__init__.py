@@ -14,8 +14,8 @@ and a plan can be tested, replayed and printed without a cluster.
 | `cost` | what all that costs, in seconds |
 | `valid` | what every plan must satisfy |
 
-The rest is the compiled core: tokens as a flow through the graph of holders (`graph`, `flow`, `origin`, `nearest`,
-`assign`) and the search for guests through which they can flow (`search`, `pair`, `swap`).
+The rest is the compiled core: tokens as a flow through the graph of holders (`graph`, `links`, `flow`, `origin`,
+`nearest`, `assign`) and the search for guests through which they can flow (`search`, `pair`, `swap`).
 """
 
 from megatron_hecate.plan.calibrate import calibrate

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
-from megatron_hecate.plan.flow import NO_LIMIT, holders, level
+from megatron_hecate.plan.flow import NO_LIMIT, level
+from megatron_hecate.plan.links import holders, links_of
 from megatron_hecate.plan.materialize import plan_guests
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.route import checked_total, largest_load
@@ -154,7 +155,8 @@ def _search(
     mean = load.sum() // num_ranks
     inside = np.empty(num_ranks, np.bool_)
     seen = np.empty(num_ranks, np.bool_)
-    cap = level(table, count, where, served, load, least, 0, NO_LIMIT, inside, NO_LIMIT, True)
+    links = links_of(table, count, where, num_ranks)
+    cap = level(links, table, served, load, least, 0, NO_LIMIT, inside, NO_LIMIT, True)
     excess = _above(load, mean)
     largest[0] = cap
     late = np.zeros(len(table), np.bool_)
@@ -170,9 +172,8 @@ def _search(
             new_table, new_count, new_where = table.copy(), count.copy(), where.copy()
             new_served, new_load = served.copy(), load.copy()
             _put(slot_of[i], expert_of[i], home, new_table, new_count, new_where, new_served, new_load)
-            new_cap = level(
-                new_table, new_count, new_where, new_served, new_load, least, 0, best_cap, seen, NO_LIMIT, True
-            )  # fmt: skip
+            links = links_of(new_table, new_count, new_where, num_ranks)
+            new_cap = level(links, new_table, new_served, new_load, least, 0, best_cap, seen, NO_LIMIT, True)
             if new_cap > best_cap:
                 continue
             new_excess = _above(new_load, mean)
@@ -183,7 +184,8 @@ def _search(
         swaps[found, 0], swaps[found, 1] = slot_of[best], expert_of[best]
         late[slot_of[best]] = True
         _put(slot_of[best], expert_of[best], home, table, count, where, served, load)
-        cap = level(table, count, where, served, load, least, 0, NO_LIMIT, inside, NO_LIMIT, True)
+        links = links_of(table, count, where, num_ranks)
+        cap = level(links, table, served, load, least, 0, NO_LIMIT, inside, NO_LIMIT, True)
         excess = _above(load, mean)
         largest[found + 1] = cap
     return len(swaps)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
-from megatron_hecate.plan.flow import holders
+from megatron_hecate.plan.links import Links, holders, links_of
 
 CROSSING: int = 1 << 20  # what a token pays to cross nodes: dearer than any path inside them
 
@@ -28,6 +28,7 @@ class Graph(NamedTuple):
         count: [E] holders of each expert.
         where: [E, W] their slots, by node, then rank.
         home_slot: [E] the slot that is an expert's home.
+        links: between slots and experts.
         column_of: [R * P] column of each slot when (expert, holder) pairs are sorted by expert, then rank; or -1.
         rank: [C] rank of each column.
         expert: [C] expert of each column.
@@ -50,6 +51,7 @@ class Graph(NamedTuple):
     count: np.ndarray
     where: np.ndarray
     home_slot: np.ndarray
+    links: Links
     column_of: np.ndarray
     rank: np.ndarray
     expert: np.ndarray
@@ -90,8 +92,9 @@ def graph_of(table: np.ndarray, home: np.ndarray, node: np.ndarray, order: np.nd
                     home_slot[e] = c
     first, group_expert, group_begin, group_end, group_of = _groups(count, where, rank_of, node)
     alone, height, leaves, to, twin, joint = _arcs(group_of, first, group_begin, group_end, where, num_ranks)
+    links = links_of(table, count, where, num_ranks)
     return Graph(
-        table, node, order, rank_of, count, where, home_slot, column_of, rank, expert,
+        table, node, order, rank_of, count, where, home_slot, links, column_of, rank, expert,
         first, group_expert, group_begin, group_end, group_of, alone, height, leaves, to, twin, joint,
     )  # fmt: skip
 

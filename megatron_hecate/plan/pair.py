@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
-from megatron_hecate.plan.flow import holders
+from megatron_hecate.plan.links import holders
 from megatron_hecate.plan.search import HEDGE, empty_slot, most_copies, plan, top_up
 from megatron_hecate.plan.swap import GOAL, SPARE, unblock
 

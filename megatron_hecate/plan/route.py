@@ -21,7 +21,7 @@ from megatron_hecate.plan.origin import Origin, origins, start
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.world import World
 
-ROUNDS: int = 32  # waves of tokens that can move for nothing, before prices are looked at
+ROUNDS: int = 8  # of `flow.level` for tokens that can move for nothing, before prices are looked at
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,7 +133,7 @@ def _level(
     """`flow.level` without tokens that must stay."""
     least = np.zeros(len(graph.count), np.int64)
     visited = np.empty(len(load), np.bool_)
-    return level(graph.table, graph.count, graph.where, served, load, least, enough, most, visited, rounds, patient)
+    return level(graph.links, graph.table, served, load, least, enough, most, visited, rounds, patient)
 
 
 @compiled

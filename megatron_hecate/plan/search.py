@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
-from megatron_hecate.plan.flow import holders
+from megatron_hecate.plan.links import holders
 from megatron_hecate.plan.swap import SPARE, unblock
 
 SCALE: int = 1 << 30  # tells any two loads apart; sums of products stay below 2^63

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.plan.flow import NO_LIMIT, level
+from megatron_hecate.plan.links import links_of
 
 CANDIDATES: int = 16  # swaps tried for one blocked set, and experts looked at
 GOAL: int = 128  # a hedged flow within 1/128 of the mean is balanced enough: the hedge is there to be spent
@@ -51,7 +52,8 @@ def unblock(
     goal = mean + mean // GOAL
     step = mean // 4096  # what a swap must win
     inside = np.empty(num_ranks, np.bool_)  # the blocked set
-    best = level(table, count, where, served, load, least, goal, NO_LIMIT, inside)
+    links = links_of(table, count, where, num_ranks)
+    best = level(links, table, served, load, least, goal, NO_LIMIT, inside)
     seen = np.empty(num_ranks, np.bool_)
     new_served, new_load = served.copy(), load.copy()
     slot_of, expert_of = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES, np.int64)
@@ -69,9 +71,10 @@ def unblock(
             _swap(forecast, table, count, where, new_served, new_load, least, slot, expert, hedge)
             # most swaps fail; that they do shows sooner when only a little less than `best` is asked for
             target = best - 1 - step
-            cap = level(table, count, where, new_served, new_load, least, target, target, seen)
+            links = links_of(table, count, where, num_ranks)
+            cap = level(links, table, new_served, new_load, least, target, target, seen)
             if cap <= target:
-                best = level(table, count, where, new_served, new_load, least, goal, NO_LIMIT, inside)
+                best = level(links, table, new_served, new_load, least, goal, NO_LIMIT, inside)
                 served, new_served = new_served, served
                 load, new_load = new_load, load
                 improved = True
