@@ -1,4 +1,8 @@
-"""The graph of holders: a placement as the compiled functions see it, computed once per placement."""
+"""The graph of holders: a placement as the compiled functions see it, computed once per placement.
+
+Between calls from Python it is one array (`pack`): handing over its many arrays one by one takes longer than some of
+the functions that need them.
+"""
 
 from __future__ import annotations
 
@@ -69,8 +73,8 @@ class Graph(NamedTuple):
 
 
 @compiled
-def graph_of(table: np.ndarray, home: np.ndarray, node: np.ndarray, order: np.ndarray) -> Graph:
-    """The graph of ``table`` [R * P] with ``home`` [E]; ``node`` and ``order`` [R] as in `Graph`."""
+def graph_of(table: np.ndarray, home: np.ndarray, node: np.ndarray, order: np.ndarray) -> np.ndarray:
+    """The graph, packed, of ``table`` [R * P] with ``home`` [E]; ``node`` and ``order`` [R] as in `Graph`."""
     num_ranks, num_experts = len(node), len(home)
     slots = len(table) // num_ranks
     count, where = holders(table, order, num_experts, 0)
@@ -93,10 +97,59 @@ def graph_of(table: np.ndarray, home: np.ndarray, node: np.ndarray, order: np.nd
     first, group_expert, group_begin, group_end, group_of = _groups(count, where, rank_of, node)
     alone, height, leaves, to, twin, joint = _arcs(group_of, first, group_begin, group_end, where, num_ranks)
     links = links_of(table, count, where, num_ranks)
-    return Graph(
-        table, node, order, rank_of, count, where, home_slot, links, column_of, rank, expert,
-        first, group_expert, group_begin, group_end, group_of, alone, height, leaves, to, twin, joint,
+    return pack(
+        Graph(
+            table.copy(), node.copy(), order.copy(), rank_of, count, where, home_slot, links, column_of, rank, expert,
+            first, group_expert, group_begin, group_end, group_of, alone, height, leaves, to, twin, joint,
+        )
     )  # fmt: skip
+
+
+@compiled
+def pack(graph: Graph) -> np.ndarray:
+    """All arrays of a graph in the order of their names, behind the places where they begin."""
+    links = graph.links
+    arrays = (
+        graph.table, graph.node, graph.order, graph.rank_of, graph.count, graph.where.ravel(), graph.home_slot,
+        links.slot, links.rank, links.expert, links.begin, links.first, links.by_rank,
+        graph.column_of, graph.rank, graph.expert, graph.first, graph.group_expert, graph.group_begin, graph.group_end,
+        graph.group_of, graph.alone, graph.height, graph.leaves, graph.to, graph.twin, graph.joint,
+    )  # fmt: skip
+    size = len(arrays) + 1
+    for array in arrays:
+        size += len(array)
+    packed = np.empty(size, np.int64)
+    begin = len(arrays) + 1
+    for i in range(len(arrays)):
+        packed[i] = begin
+        packed[begin : begin + len(arrays[i])] = arrays[i]
+        begin += len(arrays[i])
+    packed[len(arrays)] = begin
+    return packed
+
+
+@compiled
+def unpack(packed: np.ndarray) -> Graph:
+    """The graph that was packed; its arrays are views."""
+    p, count = packed, _part(packed, 4)
+    links = Links(_part(p, 7), _part(p, 8), _part(p, 9), _part(p, 10), _part(p, 11), _part(p, 12))
+    return Graph(
+        _part(p, 0), _part(p, 1), _part(p, 2), _part(p, 3), count, _part(p, 5).reshape((len(count), -1)), _part(p, 6),
+        links, _part(p, 13), _part(p, 14), _part(p, 15), _part(p, 16), _part(p, 17), _part(p, 18), _part(p, 19),
+        _part(p, 20), _part(p, 21), _part(p, 22), _part(p, 23), _part(p, 24), _part(p, 25), _part(p, 26),
+    )  # fmt: skip
+
+
+@compiled
+def _part(packed: np.ndarray, i: int) -> np.ndarray:
+    """Array ``i`` of a packed graph."""
+    return packed[packed[i] : packed[i + 1]]
+
+
+def columns(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``expert`` and ``rank`` of a packed graph."""
+    begin = packed[14:17].tolist()
+    return packed[begin[1] : begin[2]], packed[begin[0] : begin[1]]
 
 
 @compiled

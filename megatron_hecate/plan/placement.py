@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_hecate.plan.graph import Graph, graph_of
+from megatron_hecate.plan.graph import graph_of
 from megatron_hecate.plan.world import World
 
 EMPTY = -1  # a physical slot that holds nothing
@@ -158,8 +158,8 @@ class Placement:
         holders.setflags(write=False)
         return holders
 
-    def graph(self, world: World) -> Graph:
-        """The graph of holders on these nodes, computed once."""
+    def graph(self, world: World) -> np.ndarray:
+        """The graph of holders on these nodes, packed (`graph.pack`); computed once."""
         graphs = self.__dict__.setdefault("_graphs", [])
         for node, graph in graphs:
             if node is world.node or node == world.node:

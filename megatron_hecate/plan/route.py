@@ -15,7 +15,7 @@ import numpy as np
 from megatron_hecate.plan.assign import assign
 from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.plan.flow import NO_LIMIT, level
-from megatron_hecate.plan.graph import Graph
+from megatron_hecate.plan.graph import Graph, columns, unpack
 from megatron_hecate.plan.nearest import bring_below
 from megatron_hecate.plan.origin import Origin, origins, start
 from megatron_hecate.plan.placement import Placement
@@ -82,10 +82,11 @@ def split_quotas(
     if only is not None and not 0 <= only < len(source):
         raise ValueError(f"only={only} names no source; there are {len(source)}")
     graph = placement.graph(world)
-    tokens = np.zeros((len(source) if only is None else 1, len(graph.rank)), dtype=np.int64)
+    expert, rank = columns(graph)
+    tokens = np.zeros((len(source) if only is None else 1, len(rank)), dtype=np.int64)
     if _split(load, source, graph, -1 if only is None else only, tokens):
         raise ValueError(f"load must be integers >= 0, got dtype {load.dtype} and minimum {load.min()}")
-    return Quotas(expert=graph.expert, rank=graph.rank, tokens=tokens)
+    return Quotas(expert=expert, rank=rank, tokens=tokens)
 
 
 def largest_load(total: np.ndarray, placement: Placement, world: World) -> int:
@@ -106,15 +107,16 @@ def checked_total(total: np.ndarray, placement: Placement, world: World) -> np.n
     total = np.asarray(total)
     if total.shape != placement.home.shape:
         raise ValueError(f"total has shape {total.shape}, expected [{placement.num_experts}]")
-    if not np.issubdtype(total.dtype, np.integer) or total.min() < 0:
+    if total.dtype.kind not in "iu" or total.min() < 0:
         raise ValueError(f"total must be integers >= 0, got dtype {total.dtype} and minimum {total.min()}")
     if world.num_ranks != placement.num_ranks:
         raise ValueError(f"world has {world.num_ranks} ranks, the placement {placement.num_ranks}")
-    return total.astype(np.int64)
+    return np.ascontiguousarray(total, dtype=np.int64)
 
 
 @compiled
-def _largest(total: np.ndarray, graph: Graph) -> int:
+def _largest(total: np.ndarray, packed: np.ndarray) -> int:
+    graph = unpack(packed)
     load = np.zeros(len(graph.node), np.int64)
     served = np.zeros(len(graph.table), np.int64)
     for e in range(len(total)):  # a fair start: even shares
@@ -137,8 +139,9 @@ def _level(
 
 
 @compiled
-def _split(load: np.ndarray, source: np.ndarray, graph: Graph, row: int, tokens: np.ndarray) -> bool:
+def _split(load: np.ndarray, source: np.ndarray, packed: np.ndarray, row: int, tokens: np.ndarray) -> bool:
     """Write ``tokens`` as `assign` does; whether a load is negative (then nothing is written)."""
+    graph = unpack(packed)
     everyone, before, negative = origins(load, source, graph, row)
     if negative:
         return True
