@@ -16,7 +16,7 @@ Arrays that the functions here share:
 that set``, whose maximum is the smallest possible largest rank load. The flow is found by pushing and relabelling
 (Goldberg and Tarjan, "A New Approach to the Maximum-Flow Problem", 1988): ranks and experts are labelled with at most
 what the shortest way to a rank with room takes, tokens above the cap go where labels fall, and a label is raised when
-nobody is left to take them. Labels become exact every so often (`_measure`).
+nobody is left to take them. Labels become exact every so often (`_measure`), in small graphs instead of being raised.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from megatron_hecate.plan.links import Links
 
 NO_LIMIT: int = 1 << 62
 FAR: int = 1 << 30  # the label of what tokens cannot leave
+SMALL: int = 64  # up to so many ranks, exact labels cost less than raising them one by one
 
 
 @compiled
@@ -83,8 +84,8 @@ def level(
             continue
         arc[:] = first[:num_ranks]
         turn[:] = begin[:num_shared]
-        patience = max(10, num_ranks // 2)  # labels to change before they are made exact again
-        while waiting > 0 and patience >= 0:
+        patience = num_ranks // 2 if num_ranks > SMALL else 0  # labels to change before they are made exact again
+        while waiting > 0:
             a = queue[head]
             head = head + 1 if head + 1 < num_ranks else 0
             waiting -= 1
@@ -92,14 +93,16 @@ def level(
             while excess > 0:
                 at = arc[a]
                 if at == first[a + 1]:
+                    if patience == 0:
+                        break
                     nearest = FAR
                     for k in range(first[a], at):
                         if spare[by_rank[k]] > 0:
                             nearest = min(nearest, near[expert[by_rank[k]]])
+                    patience -= 1
                     hops[a] = min(FAR, nearest + 1)
                     arc[a] = first[a]
-                    patience -= 1
-                    if hops[a] == FAR or patience < 0:
+                    if hops[a] == FAR:
                         break
                     continue
                 i = by_rank[at]
@@ -110,9 +113,10 @@ def level(
                 j = turn[x]
                 if j == begin[x + 1]:
                     nearest = FAR
-                    for k in range(begin[x], j):
-                        nearest = min(nearest, hops[rank[k]])
-                    patience -= 1
+                    if patience > 0:
+                        for k in range(begin[x], j):
+                            nearest = min(nearest, hops[rank[k]])
+                        patience -= 1
                     near[x] = nearest
                     turn[x] = begin[x]
                     continue
