@@ -27,6 +27,7 @@ HERE = Path(__file__).resolve().parent
 # In a checkout the sources lie beside the package; installed, in it.
 SOURCES: Path = next(p for p in (HERE.parent / "kernels", HERE / "kernels") if (p / "device.cu").exists())
 HEADERS: tuple[str, ...] = ("schedule.cuh", "signals.cuh", "gather.cuh", "reduce.cuh", "transfer.cuh")
+OPTIONS: tuple[str, ...] = ("-std=c++17",)  # of both compilers for GPUs
 OLDEST: int = 80  # compute capability, times ten
 CACHE = "MEGATRON_HECATE_CACHE"
 _END = b"fssdp\0"  # after the checksum
@@ -51,7 +52,9 @@ def cubin(capability: tuple[int, int], *, compiler: str = "auto") -> bytes:
         raise CompileError(f"the sm transport needs a GPU of compute capability 8.0 or more, got {arch / 10}; use p2p")
     name, version = _cuda_compiler(compiler)
     build = {"nvrtc": _nvrtc, "nvcc": _nvcc}[name]
-    return _cached(f"sm_{arch}", f"{name} {version}", ("device.cu", *HEADERS), lambda: build(f"sm_{arch}"))[0]
+    return _cached(
+        f"sm_{arch}", " ".join([name, version, *OPTIONS]), ("device.cu", *HEADERS), lambda: build(f"sm_{arch}")
+    )[0]
 
 
 def host_library() -> Path:
@@ -136,7 +139,7 @@ def _nvrtc(arch: str) -> bytes:
     names = [name.encode() for name in HEADERS]
     source = (SOURCES / "device.cu").read_bytes()
     made = call("nvrtcCreateProgram", source, b"device.cu", len(texts), texts, names)
-    options = [f"--gpu-architecture={arch}".encode(), b"--std=c++17"]
+    options = [f"--gpu-architecture={arch}".encode(), *(option.encode() for option in OPTIONS)]
     (status,) = nvrtc.nvrtcCompileProgram(made, len(options), options)
     if int(status) != 0:
         log = b" " * call("nvrtcGetProgramLogSize", made)
@@ -151,7 +154,7 @@ def _nvrtc(arch: str) -> bytes:
 def _nvcc(arch: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "device.cubin"
-        _run([_nvcc_path(), "-O3", "-std=c++17", "-cubin", f"-arch={arch}", "-o", str(out), str(SOURCES / "device.cu")])
+        _run([_nvcc_path(), *OPTIONS, "-cubin", f"-arch={arch}", "-o", str(out), str(SOURCES / "device.cu")])
         return out.read_bytes()
 
 
@@ -171,8 +174,11 @@ def cache_folder() -> Path:
     Raises:
         PermissionError: when others may write there, or this user may not: what lies there will be executed.
     """
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-hecate"
-    folder = Path(os.environ.get(CACHE) or default)
+    named, shared = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
+    try:
+        folder = Path(named).resolve() if named else Path(shared or Path.home() / ".cache") / "megatron-hecate"
+    except RuntimeError as error:
+        raise PermissionError(f"no folder for compiled kernels ({error}); name one in ${CACHE}") from error
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

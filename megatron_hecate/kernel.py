@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -65,9 +66,14 @@ class Signals:
     arrived: int
     failure: int
 
+    @functools.cached_property
+    def numbers(self) -> dict[int, int]:
+        """The counter of each rank."""
+        return {rank: number for number, rank in enumerate(self.progress_at)}
+
     def number(self, rank: int) -> int:
         """The counter of ``rank``."""
-        return list(self.progress_at).index(rank)
+        return self.numbers[rank]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -128,9 +128,9 @@ def batch(items: np.ndarray) -> None:
     how = driver.CUmemcpyAttributes()
     how.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     how.flags = int(driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
-    to, source, size = (items[field].tolist() for field in ("dst", "src", "bytes"))
+    to, source = ([driver.CUdeviceptr(address) for address in items[field].tolist()] for field in ("dst", "src"))
     stream = torch.cuda.current_stream().cuda_stream
-    status, *_ = driver.cuMemcpyBatchAsync(to, source, size, len(items), [how], [0], 1, stream)
+    status, *_ = driver.cuMemcpyBatchAsync(to, source, items["bytes"].tolist(), len(items), [how], [0], 1, stream)
     _check(status, "cuMemcpyBatchAsync")
 
 

@@ -78,11 +78,21 @@ class Delivery:
         fp32 = all(t is not None and t.dtype is torch.float32 and t.is_contiguous() for t in found)
         return found if fp32 else None
 
+    def give_up(self) -> None:
+        """The backward broke off before `complete`, and another one begins: gradients of homes that got a sum are zero
+        again, as after the ``zero_grad`` that may have come before the sum."""
+        for home in self.lent:
+            for p in self.homes[home]:
+                if hasattr(p, "main_grad"):
+                    p.main_grad.zero_()
+        self.sums.clear()
+
     def complete(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Wait for the guests' part; ``grads`` of the homes become complete."""
         if self.frame is not None:
             trace.add("attention backward", self.label, self.began)
             self.frame.settle()
+            self.frame.given_up = None
         parts = len(self.layout.shapes)
         for home in self.lent:
             total = self.sums.get(home)

@@ -172,6 +172,7 @@ class Frame:
         self._memory = memory
         self.holds: Any = None  # whose weights or gradients; compared by identity
         self.transfer: Transfer | None = None  # the one that fills or empties it
+        self.given_up: Callable[[], None] | None = None  # called when nobody has used what that one brought
 
     def chunks(self, slots: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
         """[elements] for each slot: new tensors over the same memory, which count their own versions.
@@ -191,6 +192,13 @@ class Frame:
         transfer, self.transfer = self.transfer, None
         if transfer is not None:
             transfer.wait()
+
+    def clear(self) -> None:
+        """`settle`, for use by others: what came and was not used was of a backward that broke off."""
+        self.settle()
+        given_up, self.given_up = self.given_up, None
+        if given_up is not None:
+            given_up()
 
     def hold(self, owner: Any) -> None:
         """Drop what it holds, and hold ``owner``'s. In Python's development mode (``PYTHONDEVMODE=1``) what was
@@ -268,7 +276,7 @@ class SlotMemory:
     def reset(self) -> None:
         """Drop everything: wait for transfers that nobody waited for, and free all frames."""
         for frame in (*self._weights, *self._grads, self.staging):
-            frame.settle()
+            frame.clear()
             frame.holds = None
         self._free = list(self._weights)
 

@@ -51,7 +51,7 @@ class Peers:
         assert len(self.ranks) == group.size()
         self.rank = self.ranks[group.rank()]
         on_gpu = device.type == "cuda"
-        whole, bases = (_symmetric if on_gpu else _shared)(group, COUNTERS + size, device)
+        whole, bases, self._keep = (_symmetric if on_gpu else _shared)(group, COUNTERS + size, device)
         self._bases = dict(zip(self.ranks, bases, strict=True))
         self.arena: Tensor = whole[COUNTERS:]
         self._whole = whole
@@ -100,27 +100,35 @@ def free_shared() -> int:
     return about.f_bavail * about.f_frsize
 
 
-def _shared(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    """POSIX shared memory: each rank makes a file, which has no name any more once all have opened it."""
-    descriptor, name = tempfile.mkstemp(prefix="megatron-hecate-", dir=SHARED)  # mode 600
+def _shared(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, list[int], Any]:
+    """POSIX shared memory: each rank makes a file, which has no name any more once all have opened it.
+
+    Returns:
+        This rank's block, where all ranks' lie, and what must live as long.
+    """
+    problem, name, maps = "", "", []
     try:
-        problem = ""
         try:
-            os.posix_fallocate(descriptor, 0, size)  # now, not with a bus error later
+            descriptor, name = tempfile.mkstemp(prefix="megatron-hecate-", dir=SHARED)  # mode 600
+            try:
+                os.posix_fallocate(descriptor, 0, size)  # now, not with a bus error later
+            finally:
+                os.close(descriptor)
         except OSError as error:
             problem = f"{size} bytes of shared memory, {free_shared()} are free in {SHARED}: {error}"
         _all_have_it(problem, group, f"make {SHARED} larger, or use p2p")
         names: list[Any] = [None] * group.size()
         dist.all_gather_object(names, name, group=group)
-        maps = [_map(other, size) for other in names]
-        dist.barrier(group=group)
+        try:
+            maps = [_map(other, size) for other in names]
+        except OSError as error:  # a container of its own, under the same host name
+            problem = f"its peers' files of shared memory: {error}"
+        _all_have_it(problem, group, f"let the ranks of a machine share {SHARED}, or use p2p")
     finally:
-        os.close(descriptor)
-        Path(name).unlink()
+        if name:
+            Path(name).unlink()
     blocks = [torch.frombuffer(memory, dtype=torch.uint8) for memory in maps]
-    own = blocks[group.rank()]
-    own.peers = blocks  # they live as long as this one
-    return own, [block.data_ptr() for block in blocks]
+    return blocks[group.rank()], [block.data_ptr() for block in blocks], blocks
 
 
 def _map(name: str, size: int) -> mmap.mmap:
@@ -131,7 +139,8 @@ def _map(name: str, size: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _symmetric(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, list[int]]:
+def _symmetric(group: dist.ProcessGroup, size: int, device: torch.device) -> tuple[Tensor, list[int], Any]:
+    """Torch's symmetric memory. As `_shared`."""
     import torch.distributed._symmetric_memory as symmetric
 
     problem, own = "", None
@@ -145,13 +154,10 @@ def _symmetric(group: dist.ProcessGroup, size: int, device: torch.device) -> tup
     try:
         handle = symmetric.rendezvous(own, group)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"transport sm: rank {group.rank()} of a domain of {group.size()} cannot see its peers' memory ({error}); "
-            "use p2p"
-        ) from error
-    handle.barrier()
+        problem = f"a view of its peers' memory: {error}"
+    _all_have_it(problem, group, "use p2p")
     inside = own.data_ptr() - handle.buffer_ptrs[handle.rank]  # of the allocation
-    return own, [base + inside for base in handle.buffer_ptrs]
+    return own, [base + inside for base in handle.buffer_ptrs], handle
 
 
 def _all_have_it(problem: str, group: dist.ProcessGroup, way_out: str) -> None:

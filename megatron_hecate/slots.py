@@ -239,7 +239,7 @@ class Guests:
         if not any(p.requires_grad for p in self.slots.homes()[0]):  # no gradient will say that the experts are done
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         elif not self.unsent:
-            self.slots.memory.grads(self.slots.index).settle()
+            self.slots.memory.grads(self.slots.index).clear()
             if any(self.layout.fused):
                 for chunk in self._grad_chunks():
                     chunk.zero_()
@@ -288,3 +288,4 @@ class Guests:
             timeout=slots.timeout,
         )
         memory.staging.transfer = delivery.frame.transfer = transfer
+        delivery.frame.given_up = delivery.give_up

@@ -8,6 +8,7 @@ copy engines.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
 import sys
@@ -16,7 +17,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -28,9 +28,10 @@ from megatron_hecate.kernel import Extent, Wire
 from megatron_hecate.p2p import Batches, TransferError
 from megatron_hecate.peers import Peers, signed
 from megatron_hecate.schedule import Loan, Place, Schedule
+from megatron_hecate.transfer import Queue
 
 REFRESH: int = 1 << 30  # steps after which all ranks tell each other, lest a counter fall behind by half its range
-WATCHED: float = 0.5  # seconds between two looks for a failure on a GPU
+WATCHED: float = 0.1  # seconds between two looks for a failure on a GPU
 REMEMBERED: int = 1024  # transfers that a failure can name
 PLANS: int = 512  # whose legs are kept: two per layer are in use
 
@@ -54,10 +55,12 @@ class Sm:
         self._begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         on_gpu = peers.device.type == "cuda"
         # CPU ranks: a thread that runs transfers one after the other, as a stream does
-        self.queue = None if on_gpu else ThreadPoolExecutor(1, "fssdp transfers")
+        self.queue = None if on_gpu else Queue("fssdp transfers")
+        self._said = False
         if on_gpu:  # what CUDA says of a kernel that gave up names nobody
             watch = threading.Thread(target=_watch, args=(weakref.ref(self),), name="fssdp watch", daemon=True)
             watch.start()
+            atexit.register(_look, weakref.ref(self))  # the process may end before the next look
 
     def gather(
         self,
@@ -125,12 +128,16 @@ class Sm:
                 return (apart[place.index],) if found is None else found
             return ((relays if place.memory == "relay" else grads)[place.index],)
 
+        if grads[0].dtype is not torch.float32:
+            raise ValueError(f"{label}: gradients of {grads[0].dtype} cannot be summed by our kernels; use p2p")
         legs = _legs(hierarchy.reduce, tuple(loans), self.peers.rank, self.domains, grads[0].numel())
         steps = self._run(legs, memory, Wire(4, sums=True), label=label, timeout=timeout)
 
         def run() -> Iterator[None]:
             yield from steps
             for home, total in apart.items():
+                if total.is_cuda:
+                    total.record_stream(torch.cuda.current_stream())
                 add(home, total)
 
         return run()
@@ -187,15 +194,29 @@ class Sm:
                     raise TransferError(self.explain())
                 steps = {peer: self.peers.steps_of(peer, since=begin) for peer in sorted(plan.peers)}
                 last = min(steps, key=steps.__getitem__)  # others may wait for it as well
-                raise TransferError(
+                text = (
                     f"{label} failed on rank {self.peers.rank} of {self.group.size()} after "
                     f"{time.monotonic() - start:.1f} s (timeout {timeout:g} s): expected rank {last} {expected}, "
                     f"{max(0, steps[last])} were seen. Rank {last} died, hangs, or did not take part, in this transfer "
                     "or in one before."
                 )
+                self._say(text)  # whoever waits for it may be stuck elsewhere
+                raise TransferError(text)
             yield
 
         return run()
+
+    def _say(self, text: str) -> None:
+        """On stderr, once."""
+        if not self._said:
+            self._said = True
+            print(f"FSSDP: {text}", file=sys.stderr, flush=True)
+
+    def look(self) -> bool:
+        """Whether a kernel gave up; says why, the first time."""
+        if self.peers.failed:
+            self._say(self.explain())
+        return self.peers.failed
 
     def explain(self) -> str:
         """What the failure on record says."""
@@ -241,9 +262,11 @@ def _cross(leg: Crossing, memory: Memory, batches: Batches, what: str) -> Iterat
 
 def _watch(sm: weakref.ref[Sm]) -> None:
     """Say on stderr why a kernel gave up, as soon as it has: whoever uses CUDA next only hears that one did."""
-    while (seen := sm()) is not None:
-        if seen.peers.failed:
-            print(f"FSSDP: {seen.explain()}", file=sys.stderr, flush=True)
-            return
-        del seen
+    while not _look(sm):
         time.sleep(WATCHED)
+
+
+def _look(sm: weakref.ref[Sm]) -> bool:
+    """Whether there is nothing more to wait for."""
+    seen = sm()
+    return seen is None or seen.look()

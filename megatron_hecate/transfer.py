@@ -3,15 +3,35 @@
 from __future__ import annotations
 
 import functools
+import queue as queues
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 
 import torch
 
 from megatron_hecate import trace
 from megatron_hecate.p2p import TransferError
+
+
+class Queue:
+    """Runs what it is given, one after the other, in a thread that does not keep the process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._todo: queues.SimpleQueue[Callable[[], None] | None] = queues.SimpleQueue()
+        threading.Thread(target=_work, args=(self._todo,), name=name, daemon=True).start()
+        weakref.finalize(self, self._todo.put, None)
+
+    def submit(self, run: Callable[[], None]) -> None:
+        """Have ``run``, which does not raise, called after what came before it."""
+        self._todo.put(run)
+
+
+def _work(todo: queues.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (run := todo.get()) is not None:
+        run()
 
 
 class Transfer:
@@ -38,7 +58,7 @@ class Transfer:
         what: str,
         label: str,
         timed: bool = False,
-        queue: Executor | None = None,
+        queue: Queue | None = None,
     ) -> None:
         self._steps, self._failed = steps, False
         self.what, self.label, self._clock = what, label, Stopwatch(device) if timed else None
@@ -54,7 +74,6 @@ class Transfer:
                     self._mark("end")
                     self._enqueued = stream.record_event()
             elif queue is not None or trace.recording() or timed:  # gloo does not tell when it is over
-                self._mark("begin")
                 trace.follow(what, label, over=self._in_background(queue))
             else:
                 next(steps, None)
@@ -63,12 +82,13 @@ class Transfer:
         if self._clock is not None:
             self._clock.mark(when)
 
-    def _in_background(self, queue: Executor | None) -> Callable[[], bool]:
+    def _in_background(self, queue: Queue | None) -> Callable[[], bool]:
         """Run all steps in a thread, of its own if there is no ``queue``; whether they have ended."""
         steps, ended = self._steps, Future()
 
         def run() -> None:
             try:
+                self._mark("begin")
                 with torch.no_grad():
                     for _ in steps:
                         pass

@@ -24,6 +24,7 @@ class Whereabouts:
     """What a rank tells the others before they choose a transport.
 
     Args:
+        asked: `HecateConfig.transport`; settings are compared later, but ranks must choose alike to get there.
         groups: ranks of the FSSDP groups it is in.
         node: name of the machine it runs on.
         domain: name of its NVLink domain; CPU ranks of one machine are one.
@@ -33,6 +34,7 @@ class Whereabouts:
         sound: whether it knows of no problem so far.
     """
 
+    asked: str
     groups: list[tuple[int, ...]]
     node: str
     domain: str
@@ -48,15 +50,15 @@ class Whereabouts:
         domain, against, slower = node, "", "CPU ranks have no NVLink"
         try:
             device = device_of_rank()
-            if device.type == "cuda":
+            if device.type == "cuda" and asked != "p2p":
                 domain, slower = _nvlink_domain(node)
             if asked in FUSED or (asked == AUTO and not slower):
                 launch.prepare(device)
                 if asked == "ce" and device.type == "cuda":
                     _need_batched_copies()
-        except (RuntimeError, OSError, ImportError) as error:
-            against = str(error)
-        return cls(groups, node, domain, against, slower, peers.free_shared(), sound)
+        except Exception as error:  # every rank must hear of it, whatever it is
+            against = f"{node}: {error or type(error).__name__}"
+        return cls(asked, groups, node, domain, against, slower, peers.free_shared(), sound)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +97,7 @@ class Transport:
 
 def choose_transport(asked: str, ranks: Sequence[Whereabouts]) -> tuple[Transport, list[str]]:
     """The transport that ``asked`` (`HecateConfig.transport`) means, and why it cannot be: the same on all ranks."""
-    if asked == "p2p":
+    if asked == "p2p" or len({rank.asked for rank in ranks}) > 1:
         return Transport("p2p"), []
     domains = [group for whole in all_groups(ranks) for group in domains_of(whole, ranks)]
     too_large = [f"{len(d)} ranks share a domain, {MAX_RANKS} may" for d in domains if len(d) > MAX_RANKS]
@@ -107,7 +109,7 @@ def choose_transport(asked: str, ranks: Sequence[Whereabouts]) -> tuple[Transpor
         against.append("no two ranks of a group share an NVLink domain")
     if against:
         return Transport("p2p", "; ".join(against)), []
-    return Transport("sm", "peers share NVLink domains"), []
+    return Transport("sm", "peers share NVLink, and a trial moved every byte"), []
 
 
 def all_groups(ranks: Sequence[Whereabouts]) -> list[tuple[int, ...]]:
@@ -179,10 +181,13 @@ def _nvlink_domain(node: str) -> tuple[str, str]:
     from torch._C._autograd import DeviceType
     from torch._C._distributed_c10d import _detect_dma_connectivity
 
-    own = torch.cuda.current_device()
-    if torch.cuda.device_count() > 1 and not any(_detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[own]):
-        return node, f"GPU {own} of {node} has no NVLink"
-    return _fabric() or node, ""
+    own, count = torch.cuda.current_device(), torch.cuda.device_count()
+    if count > 1:
+        links = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[own]
+        without = [other for other in range(count) if other != own and not links[other]]
+        if without:
+            return node, f"GPU {own} of {node} has no NVLink to GPUs {without}"
+    return _fabric() or node, ""  # a process that sees one GPU cannot look; the trial shows what works
 
 
 def _fabric() -> str:
@@ -194,7 +199,7 @@ def _fabric() -> str:
         uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
         info = nvml.device_get_gpu_fabric_info_v(nvml.device_get_handle_by_uuid(uuid))
         cluster = bytes(info.cluster_uuid)
-    except (ImportError, AttributeError, RuntimeError):
+    except Exception:  # of NVML's own kinds as well: older GPUs and drivers cannot say
         return ""
     completed = int(info.state) == int(nvml.GpuFabricState.COMPLETED)
     return f"fabric {cluster.hex()} {info.clique_id}" if completed and any(cluster) else ""

@@ -46,16 +46,21 @@ def settle(
     ranks = [Whereabouts(**record) for record in exchange(dataclasses.asdict(here), timeout=timeout)]
     transport, against = choose_transport(asked, ranks)
     problems += against
-    if against or not all(rank.sound for rank in ranks):
+    if against or not all(rank.sound and rank.asked == asked for rank in ranks):
         return ranks, transport, {}
     transfers = transfer_groups(transport, ranks, timeout=timeout)
     if transport.name not in FUSED:
         return ranks, transport, transfers
     device = device_of_rank()
     found = [problem(transport, own, device, timeout=timeout) for own in transfers.values()]
-    every = exchange({"found": [text for text in found if text]}, timeout=timeout)
+    outcome = {"found": [text for text in found if text], "alive": _alive(device)}
+    every = exchange(outcome, timeout=timeout)
     failed = list(dict.fromkeys(text for one in every for text in one["found"]))
-    if failed and asked == AUTO:
+    if not all(one["alive"] for one in every):
+        failed = [
+            f"{text}; start again with --moe-fssdp-transport p2p: CUDA does not go on after this" for text in failed
+        ]
+    if failed and asked == AUTO and all(one["alive"] for one in every):
         transport = Transport("p2p", f"{transport.name} failed its trial: {'; '.join(failed)}")
     elif failed:
         problems += [f"transport={asked!r} failed its trial: {text}" for text in failed]
@@ -87,8 +92,18 @@ def problem(transport: Transport, groups: TransferGroups, device: torch.device, 
             fused=lambda size: fused(transport, groups, size, device),
         )
         return _moves(memory, rank, ranks, timeout) if slots else ""
-    except (RuntimeError, OSError) as error:
-        return str(error)
+    except Exception as error:  # every rank must hear of it, whatever it is
+        return str(error) or type(error).__name__
+
+
+def _alive(device: torch.device) -> bool:
+    """Whether the GPU still takes work: a kernel that fails ends its process's context."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError:
+            return False
+    return True
 
 
 def _moves(memory: SlotMemory, rank: int, ranks: int, timeout: float) -> str:

@@ -5,6 +5,7 @@ Oracle: the same run undisturbed, bit for bit; where a step is broken off, the u
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -15,12 +16,13 @@ FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_
 MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 
 
-def _hook(lifetime: str) -> Any:
+def _hook(lifetime: str, transport: str = "p2p") -> Any:
     import tiny_gpt
 
     from megatron_hecate import HecateConfig, fssdp
 
-    return fssdp(HecateConfig(costs=tiny_gpt.FREE, slots=2, lifetime=lifetime, timeout=30))
+    settings = dict(slots=2, lifetime=lifetime, transport=transport, timeout=30)
+    return fssdp(HecateConfig(costs=tiny_gpt.FREE, **settings))
 
 
 def _plans_once() -> None:
@@ -120,6 +122,8 @@ def _break_off(run: Any, where: str) -> None:
         handles.append(layers[-1].register_forward_hook(fail))
     elif where == "prefetch":  # guests of this layer and the next are on their way
         handles.append(layers[2].self_attention.register_forward_pre_hook(fail))
+    elif where == "between":  # gradients of the first layer's guests are on their way, its homes have not got them
+        handles.append(tiny_gpt.moe_layers(run.chunks)[0].register_full_backward_hook(fail))
     elif where == "backward":  # the last layers' gradients have gone home, or are on their way
         handles.append(layers[1].register_forward_hook(lambda m, i, out: out[0].register_hook(fail) and None))
     else:
@@ -127,7 +131,7 @@ def _break_off(run: Any, where: str) -> None:
         handles.append(tiny_gpt.moe_layers(run.chunks)[1].router.register_forward_hook(fail))
 
 
-@pytest.mark.parametrize("where", ["forward", "prefetch", "router", "backward"])
+@pytest.mark.parametrize("where", ["forward", "prefetch", "router", "backward", "between"])
 @ranks(2, timeout=240)
 def test_a_step_that_breaks_off(where: str) -> None:
     """The loop catches the user's error and does the step again. FSSDP may object once, since the microbatches that it
@@ -155,8 +159,9 @@ def test_a_step_that_breaks_off(where: str) -> None:
 
     stock, none = train(None)
     assert not none
-    for lifetime in LIFETIMES:
-        ours, objections = train(_hook(lifetime))
+    transports = ["p2p", "sm"] if where == "between" else ["p2p"]
+    for lifetime, transport in itertools.product(LIFETIMES, transports):
+        ours, objections = train(_hook(lifetime, transport))
         assert ours.guests > 0
         assert len(objections) <= 2 and all("guests" in text for text in objections), objections
         worst = _largest_difference(stock, ours)
