@@ -63,6 +63,12 @@ class Run:
     peak_rss: int  # of any rank's process
 
 
+def megatron_flags(*, ranks: int = RANKS, gpus: int = 0) -> list[str]:
+    """All but those of data, checkpoints and length."""
+    words = [*MODEL.split(), "--expert-model-parallel-size", str(ranks), *TRAINING.split(), *PLAIN.split()]
+    return words if gpus else [*words, *CPU.split()]
+
+
 def launch(name: str, arguments: list[str], out: Path, *, gpus: int, fssdp: list[str] | None = None) -> Run:
     """Train on ``gpus`` GPUs, or without on `RANKS` processes, showing progress; ``fssdp`` are our launcher's flags,
     ``None`` is stock Megatron.
@@ -229,8 +235,7 @@ def main() -> int:
     print(f"{documents} documents, {tokens:,} tokens (bytes) from {data}")
     last = arguments.steps + 5
     ranks, gpus = arguments.gpus or RANKS, arguments.gpus
-    common = [*MODEL.split(), "--expert-model-parallel-size", str(ranks), *TRAINING.split(), *PLAIN.split()]
-    common += [*([] if gpus else CPU.split()), "--data-path", str(out / "text")]
+    common = [*megatron_flags(ranks=ranks, gpus=gpus), "--data-path", str(out / "text")]
     common += ["--data-cache-path", str(out / "cache"), "--train-iters", str(last)]
     save = ["--save", str(out / "checkpoint"), "--save-interval", str(arguments.steps)]
     load = ["--load", str(out / "checkpoint"), "--ckpt-step", str(arguments.steps)]

@@ -74,7 +74,7 @@ def _run(
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
     command += [str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
-    command += [*demo.MODEL.split(), *demo.TRAINING.split(), *demo.CPU.split()]
+    command += demo.megatron_flags()
     command += "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4".split()
     command += ["--train-iters", "6", "--data-path", str(text), "--data-cache-path", f"{text}-cache"]
     command += [*settings.split(), *arguments]
