@@ -34,7 +34,7 @@ from megatron_hecate.model import ModelState
 from megatron_hecate.plan import Speeds, compile_planning
 from megatron_hecate.plan.world import CPU, H100
 from megatron_hecate.state import LayerState
-from megatron_hecate.transports import TransferGroups, Transport, Whereabouts
+from megatron_hecate.transports import TransferGroups, Transport, Whereabouts, on_gpus
 from megatron_hecate.trial import settle
 
 Chunks = list[Module]
@@ -171,7 +171,7 @@ def _prepare(layers: list[MoELayer], config: HecateConfig) -> tuple[list[LayerSt
 
 def _speeds(config: HecateConfig, problems: list[str]) -> Speeds:
     """What copies are judged by: measured, or those of an H100 node (where NCCL is), or of CPU ranks."""
-    usual = H100 if "nccl" in str(dist.get_backend_config()) else CPU
+    usual = H100 if on_gpus() else CPU
     if config.costs is None:
         return usual
     try:
@@ -205,7 +205,7 @@ def _memory(states: list[LayerState], chunk_of: list[int], chunks: Chunks, trans
     experts = report.RankExperts.with_adam(tuple(needs), homes, in_flight=in_flight, transport=transport)
     if not states[0].experts.homes()[0][0].requires_grad:
         experts = dataclasses.replace(experts, grad_bytes=0, optimizer_bytes=0)
-    gpu = "nccl" in str(dist.get_backend_config())
+    gpu = on_gpus()
     free = report.free_memory(gpu=gpu, ranks_on_node=int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     if gpu:  # Megatron may move the model there after this hook
         elsewhere = [p for chunk in chunks for p in chunk.parameters() if not p.is_cuda]

@@ -20,8 +20,7 @@ from megatron_hecate.observe import LoadMonitor
 from megatron_hecate.overlap import OverlapMeter
 from megatron_hecate.plan import Placement, Speeds
 from megatron_hecate.slots import Guests
-from megatron_hecate.transports import FUSED, TransferGroups, Transport
-from megatron_hecate.trial import fused
+from megatron_hecate.transports import FUSED, TransferGroups, fused
 
 
 class Host(Protocol):
@@ -81,14 +80,14 @@ class ModelState:
             first = self.states[0]
             in_flight = seams.forwards_in_flight(first.layer_config, self.chunk_of)
             device = next(first.module.parameters()).device
-            transport = Transport(first.config.transport)
+            transport = first.config.transport
             make = functools.partial(fused, transport, first.transfers, device=device)
             self._memory = SlotMemory(
                 needs,
                 first.config.lifetime,
                 in_flight=in_flight,
                 device=device,
-                fused=make if transport.name in FUSED else None,
+                fused=make if transport in FUSED else None,
             )
         return self._memory
 

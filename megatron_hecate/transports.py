@@ -11,10 +11,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_hecate import launch, peers
+from megatron_hecate import launch
 from megatron_hecate.config import AUTO
 from megatron_hecate.hierarchy import Domains
+from megatron_hecate.peers import COUNTERS, SHARED, Peers, free_shared
 from megatron_hecate.schedule import MAX_RANKS
+from megatron_hecate.sm import Sm
 
 FUSED = ("sm", "ce")  # transports by our kernels
 
@@ -58,7 +60,7 @@ class Whereabouts:
                     _need_batched_copies()
         except Exception as error:  # every rank must hear of it, whatever it is
             against = f"{node}: {error or type(error).__name__}"
-        return cls(asked, groups, node, domain, against, slower, peers.free_shared(), sound)
+        return cls(asked, groups, node, domain, against, slower, free_shared(), sound)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +82,17 @@ class Transport:
             ranks: all, by rank.
             guests: bytes of slot memory of the ranks that have some.
         """
-        if self.name not in FUSED or device_of_rank().type == "cuda":
+        if self.name not in FUSED or on_gpus():
             return []
         problems = []
         for node in sorted({ranks[rank].node for rank in guests}):
             here = [rank for rank in guests if ranks[rank].node == node]
-            needed = sum(guests[rank] + peers.COUNTERS for rank in here)
+            needed = sum(guests[rank] + COUNTERS for rank in here)
             free = min(ranks[rank].shared for rank in here)
             if needed > free:
                 problems.append(
                     f"transport={self.name!r} needs {needed} bytes of shared memory on {node}, {free} are free in "
-                    f"{peers.SHARED}; make it larger, or use p2p, fewer slots or a shorter lifetime"
+                    f"{SHARED}; make it larger, or use p2p, fewer slots or a shorter lifetime"
                 )
         return problems
 
@@ -166,11 +168,22 @@ def transfer_groups(
     return made
 
 
+def fused(name: str, groups: TransferGroups, size: int, device: torch.device) -> Sm:
+    """Transport ``name``, by our kernels, with an arena of ``size`` bytes. All ranks of the group call at once."""
+    assert groups.domain is not None
+    own = next(domain for domain in groups.domains if groups.everyone.rank() in domain)
+    peers = Peers(groups.domain, size, device, ranks=own)
+    return Sm(peers, groups.everyone, groups.domains, copy_engines=name == "ce")
+
+
+def on_gpus() -> bool:
+    """Whether this job trains on GPUs."""
+    return "nccl" in str(dist.get_backend_config())
+
+
 def device_of_rank() -> torch.device:
     """Where this rank trains."""
-    if "nccl" in str(dist.get_backend_config()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus() else torch.device("cpu")
 
 
 def _nvlink_domain(node: str) -> tuple[str, str]:

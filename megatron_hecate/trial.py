@@ -11,9 +11,7 @@ from megatron_hecate.agreement import exchange
 from megatron_hecate.collectives import Fused, Route, start_gather, start_reduce
 from megatron_hecate.config import AUTO
 from megatron_hecate.memory import Need, SlotMemory
-from megatron_hecate.peers import Peers
 from megatron_hecate.schedule import Loan
-from megatron_hecate.sm import Sm
 from megatron_hecate.transports import (
     FUSED,
     TransferGroups,
@@ -21,6 +19,7 @@ from megatron_hecate.transports import (
     Whereabouts,
     choose_transport,
     device_of_rank,
+    fused,
     transfer_groups,
 )
 
@@ -56,23 +55,16 @@ def settle(
     outcome = {"found": [text for text in found if text], "alive": _alive(device)}
     every = exchange(outcome, timeout=timeout)
     failed = list(dict.fromkeys(text for one in every for text in one["found"]))
-    if not all(one["alive"] for one in every):
+    alive = all(one["alive"] for one in every)
+    if not alive:
         failed = [
             f"{text}; start again with --moe-fssdp-transport p2p: CUDA does not go on after this" for text in failed
         ]
-    if failed and asked == AUTO and all(one["alive"] for one in every):
+    if failed and asked == AUTO and alive:
         transport = Transport("p2p", f"{transport.name} failed its trial: {'; '.join(failed)}")
     elif failed:
         problems += [f"transport={asked!r} failed its trial: {text}" for text in failed]
     return ranks, transport, transfers
-
-
-def fused(transport: Transport, groups: TransferGroups, size: int, device: torch.device) -> Sm:
-    """``transport`` with an arena of ``size`` bytes. All ranks of the group call at once."""
-    assert groups.domain is not None
-    own = next(domain for domain in groups.domains if groups.everyone.rank() in domain)
-    peers = Peers(groups.domain, size, device, ranks=own)
-    return Sm(peers, groups.everyone, groups.domains, copy_engines=transport.name == "ce")
 
 
 def problem(transport: Transport, groups: TransferGroups, device: torch.device, *, timeout: float) -> str:
@@ -89,7 +81,7 @@ def problem(transport: Transport, groups: TransferGroups, device: torch.device, 
             "layer",
             in_flight=1,
             device=device,
-            fused=lambda size: fused(transport, groups, size, device),
+            fused=lambda size: fused(transport.name, groups, size, device),
         )
         return _moves(memory, rank, ranks, timeout) if slots else ""
     except Exception as error:  # every rank must hear of it, whatever it is

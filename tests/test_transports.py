@@ -129,6 +129,11 @@ class _Nothing:
         return
 
 
+ONE_GPU = types.SimpleNamespace(
+    current_device=lambda: 0, get_device_properties=lambda _: types.SimpleNamespace(uuid="12")
+)
+
+
 class _Nvml(types.ModuleType):
     """Says what a driver would of a GPU's fabric."""
 
@@ -158,10 +163,7 @@ def test_machines_of_one_fabric_are_one_domain(
     monkeypatch: pytest.MonkeyPatch, state: int, cluster: bytes, domain: str
 ) -> None:
     """Oracle: NVML's documentation; a machine's own switches report a cluster of zeros."""
-    cuda = types.SimpleNamespace(
-        current_device=lambda: 0, get_device_properties=lambda _: types.SimpleNamespace(uuid="12")
-    )
-    monkeypatch.setattr(transports.torch, "cuda", cuda)
+    monkeypatch.setattr(transports.torch, "cuda", ONE_GPU)
     bindings = pytest.importorskip("cuda.bindings")
     monkeypatch.setattr(bindings, "nvml", _Nvml(state, cluster), raising=False)
     assert transports._fabric() == domain
@@ -177,10 +179,7 @@ def test_a_driver_that_cannot_say_is_no_problem(monkeypatch: pytest.MonkeyPatch)
         raise unsupported.__new__(unsupported)
 
     nvml.device_get_gpu_fabric_info_v = ask
-    cuda = types.SimpleNamespace(
-        current_device=lambda: 0, get_device_properties=lambda _: types.SimpleNamespace(uuid="12")
-    )
-    monkeypatch.setattr(transports.torch, "cuda", cuda)
+    monkeypatch.setattr(transports.torch, "cuda", ONE_GPU)
     monkeypatch.setattr(pytest.importorskip("cuda.bindings"), "nvml", nvml, raising=False)
     assert transports._fabric() == ""
 
