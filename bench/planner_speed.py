@@ -2,12 +2,13 @@
 
     python bench/planner_speed.py
 
-Tier 1 chooses guests from a forecast (`plan_guests`); after the gate, `split_quotas` gives this rank's row of quotas
-from the true loads; both together are the whole plan of a layer, graph of the holders included. `largest_load` is what
-the loads could be balanced to. Priced guests are planned as a layer plans them, with copies and routing that must pay:
-an expert of DeepSeek-V3's size (SwiGLU of 7168 x 2048) on H100 nodes, 16 microbatches per iteration. `calibrate` (tier
-2) corrects guests by one microbatch's true loads at these prices, 8 late guests at most: where they are as forecast,
-and after a jump, when every expert is as popular as another was.
+Tier 1 chooses guests from the loads of the iterations before (`plan_guests`): from the forecast alone, as at the start,
+and as in training, where the last plan and the errors of earlier forecasts are known. Priced guests are planned as a
+layer plans them, with copies and routing that must pay: an expert of DeepSeek-V3's size (SwiGLU of 7168 x 2048) on
+H100 nodes, 16 microbatches per iteration. After the gate, `split_quotas` gives this rank's row of quotas from the true
+loads; guests and quotas are the whole plan of a layer, graph of the holders included. `largest_load` is what the loads
+could be balanced to. `calibrate` (tier 2) corrects guests by one microbatch's true loads at these prices, 8 late guests
+at most: where they are as forecast, and after a jump, when every expert is as popular as another was.
 
 Loads drift from call to call, so no call repeats the one before; everything is drawn from a seed, compiled before it is
 timed, and timed by the wall clock. Sizes are experts/ranks, 8 ranks per node; with 256 experts on 1,024 ranks three of
@@ -25,12 +26,14 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megatron_hecate.observe import LoadHistory  # noqa: E402
 from megatron_hecate.plan import (  # noqa: E402
     LayerShape,
     Placement,
@@ -47,7 +50,9 @@ TARGET_LARGE: float = 1e-3  # at 1,024 ranks
 PAIRS: int = 8192  # (token, expert) pairs of each source in a microbatch
 SHAPE: LayerShape = LayerShape.swiglu(7168, 2048, microbatches=16)
 MOST_LATE: int = 8
+ITERATIONS_BEFORE: int = 10  # so that errors of forecasts are known; the first also compile
 COLUMNS: tuple[str, ...] = (
+    "plan_guests, at first",
     "plan_guests",
     "the same, priced",
     "largest_load",
@@ -69,43 +74,51 @@ def bare(num_experts: int, num_ranks: int, num_slots: int) -> Placement:
 
 
 def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.ndarray:
-    """[7, calls] seconds, in the order of ``COLUMNS``."""
+    """[8, calls] seconds, in the order of ``COLUMNS``."""
     rng = np.random.default_rng(0)
     world = World(tuple(rank // 8 for rank in range(num_ranks)))
     homes = bare(num_experts, num_ranks, num_slots)
     popularity = rng.normal(0, 1, num_experts)
     taste = rng.normal(0, 0.3, (num_ranks, num_experts))  # of the sources
     once = dataclasses.replace(SHAPE, microbatches=1)
-    priced = dict(copy_tokens=SHAPE.copy_tokens(world), routing_tokens=SHAPE.routing_tokens(world))
+    prices = dict(copy_tokens=SHAPE.copy_tokens(world), routing_tokens=SHAPE.routing_tokens(world))
     late = dict(copy_tokens=once.copy_tokens(world), routing_tokens=once.routing_tokens(world), most_late=MOST_LATE)
     seconds = np.empty((len(COLUMNS), calls))
-    for call in range(-2, calls):  # the first two compile, or load what was compiled
-        forecast = np.exp(popularity)
-        forecast *= PAIRS * num_ranks * SHAPE.microbatches / forecast.sum()
-        popularity += rng.normal(0, 0.1, num_experts)
+    history, placement, paying = LoadHistory(), homes, homes
+    for call in range(-ITERATIONS_BEFORE, calls):
         share = np.exp(popularity + taste)
         load = rng.poisson(share / share.sum(axis=1, keepdims=True) * PAIRS)
+        popularity += rng.normal(0, 0.1, num_experts)
         total = load.sum(axis=0)
         jumped = np.roll(total, num_experts // 2 + 1)
+        if history.last is None:
+            history.append(total[None])
+            continue
+        forecast, scenarios = history.forecast()[0], history.scenarios()
+        forecast *= SHAPE.microbatches
+        known = dict(scenarios=None if scenarios is None else scenarios[0])
+        history.append(total[None])
+        first, _ = _timed(lambda: plan_guests(forecast, homes, world))  # noqa: B023
         start = time.perf_counter()
-        placement = plan_guests(forecast, homes, world)
+        placement = plan_guests(forecast, homes, world, previous=placement, **known)
         planned = time.perf_counter()
         split_quotas(load, placement, world, only=num_ranks // 2)
         whole = time.perf_counter() - start
-        own_row = _seconds(lambda: split_quotas(load, placement, world, only=num_ranks // 2))  # noqa: B023
-        largest = _seconds(lambda: largest_load(total, placement, world))  # noqa: B023
-        paying = _seconds(lambda: plan_guests(forecast, homes, world, **priced))  # noqa: B023
-        kept = _seconds(lambda: calibrate(total, placement, world, **late))  # noqa: B023
-        corrected = _seconds(lambda: calibrate(jumped, placement, world, **late))  # noqa: B023
+        own_row, _ = _timed(lambda: split_quotas(load, placement, world, only=num_ranks // 2))  # noqa: B023
+        largest, _ = _timed(lambda: largest_load(total, placement, world))  # noqa: B023
+        priced, paying = _timed(lambda: plan_guests(forecast, homes, world, previous=paying, **known, **prices))  # noqa: B023
+        kept, _ = _timed(lambda: calibrate(total, placement, world, **late))  # noqa: B023
+        corrected, _ = _timed(lambda: calibrate(jumped, placement, world, **late))  # noqa: B023
         if call >= 0:
-            seconds[:, call] = planned - start, paying, largest, own_row, whole, kept, corrected
+            seconds[:, call] = first, planned - start, priced, largest, own_row, whole, kept, corrected
     return seconds
 
 
-def _seconds(function: Callable[[], object]) -> float:
+def _timed(function: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds, and what it returned."""
     start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+    result = function()
+    return time.perf_counter() - start, result
 
 
 def _cpu() -> str:
@@ -117,7 +130,7 @@ def _cpu() -> str:
 
 
 def _interpreted(calls: int) -> np.ndarray:
-    """[7] median seconds at the smallest size, in a process in which nothing is compiled."""
+    """[8] median seconds at the smallest size, in a process in which nothing is compiled."""
     command = [sys.executable, __file__, "--reference", f"--calls={calls}"]
     environment = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
     result = subprocess.run(command, env=environment, timeout=120, check=True, capture_output=True, text=True)

@@ -22,6 +22,9 @@ from megatron_hecate.p2p import finish
 FORGET: float = 0.85  # weight of an iteration in the measured trend, relative to the one after it
 MOST: float = 1.2  # of the last change that may be expected to happen again; below 0, part of it is taken back
 LEAST: float = -0.3
+ERRORS: int = 8  # of the last iterations, that scenarios are made of
+BURSTS: int = 16  # scenarios in which experts get more than forecast, each of them in one
+BURST: float = 3.0  # how much more, in root mean square errors
 
 
 class LoadHistory:
@@ -40,32 +43,59 @@ class LoadHistory:
     def __init__(self) -> None:
         self.last: np.ndarray | None = None  # [L, E] tokens of the last iteration
         self._roots: deque[np.ndarray] = deque(maxlen=3)  # [L, E] each
+        self._expected: np.ndarray | None = None  # [L, E] the next of them
+        self._errors: deque[np.ndarray] = deque(maxlen=ERRORS)  # [L, E] each, of unit vectors
         self._found: np.ndarray | float = 0.0  # [L, 1] sums of products of neighbouring changes
         self._changed: np.ndarray | float = 0.0  # and of squares
 
     def append(self, load: np.ndarray) -> None:
         """Add one iteration: ``load`` is [L, E] tokens per layer and expert, over the whole group."""
         self.last = load
-        self._roots.append(np.sqrt(load.astype(np.float64)))
+        roots = np.sqrt(load.astype(np.float64))
+        if self._expected is not None:
+            self._errors.append(_unit(roots) - _unit(self._expected))
+        self._roots.append(roots)
         if len(self._roots) == 3:
             oldest, middle, newest = self._roots
             change, next_change = middle - oldest, newest - middle
             self._found = FORGET * self._found + (next_change * change).sum(axis=-1, keepdims=True)
             self._changed = FORGET * self._changed + (change * change).sum(axis=-1, keepdims=True)
-
-    def forecast(self) -> np.ndarray | None:
-        """[L, E] expected tokens, or ``None`` before the first iteration."""
-        if self.last is None:
-            return None
-        expected = self._roots[-1]
+        expected = roots
         if len(self._roots) > 1:
             changed = np.asarray(self._changed, dtype=np.float64)
             share = np.divide(self._found, changed, out=np.zeros_like(changed), where=changed > 0)
             expected = expected + np.clip(share, LEAST, MOST) * (expected - self._roots[-2])
-        expected = np.maximum(expected, 0.0) ** 2
+        self._expected = np.maximum(expected, 0.0)
+
+    def forecast(self) -> np.ndarray | None:
+        """[L, E] expected tokens, or ``None`` before the first iteration."""
+        if self._expected is None:
+            return None
+        expected = self._expected**2
         total = expected.sum(axis=-1, keepdims=True)
         last = self.last.sum(axis=-1, keepdims=True)
         return expected * np.divide(last, total, out=np.zeros_like(total), where=total > 0)
+
+    def scenarios(self) -> np.ndarray | None:
+        """[L, S, E] loads, in any unit, that may come instead; ``None`` before the second iteration.
+
+        The forecast with each of its last errors, added and taken off, and *bursts*: every sixteenth expert gets more
+        than was ever seen, since the error that leaves most imbalance is one expert's that is new. Errors are those of
+        ``y``, where they are alike for small and large loads.
+        """
+        if not self._errors:
+            return None
+        expected, errors = _unit(self._expected)[:, None], np.stack(self._errors, axis=1)  # [L, 1, E], [L, errors, E]
+        size = BURST * np.sqrt((errors**2).mean(axis=(1, 2), keepdims=True))
+        burst = np.arange(BURSTS)[:, None] == np.arange(errors.shape[-1]) * 5 % BURSTS  # neighbours in different ones
+        changed = np.concatenate([expected + errors, expected - errors, expected + size * burst], axis=1)
+        return np.maximum(changed, 0.0) ** 2
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    """``vectors`` [..., E] at length 1; those that are 0 stay."""
+    length = np.sqrt((vectors**2).sum(axis=-1, keepdims=True))
+    return np.divide(vectors, length, out=np.zeros_like(vectors), where=length > 0)
 
 
 class LoadMonitor:

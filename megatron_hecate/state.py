@@ -225,7 +225,7 @@ class LayerState:
         """Tier 1. A layer without guests needs a clearer gain to start than one with guests to go on."""
         if self.model.forecast is None or not self.config.slots:
             return self.homes_only
-        load = self.model.forecast[self.index, : self.homes_only.num_experts]
+        num_experts, scenarios = self.homes_only.num_experts, self.model.scenarios
         shape, world = self.shape, self.world
         stickiness = 1 + HYSTERESIS if not self.tier1.num_guests else 1 - HYSTERESIS
         copy_tokens, hidden = shape.copy_tokens(world), 0
@@ -234,9 +234,11 @@ class LayerState:
         elif not self.layer_config.deterministic_mode:  # times differ from run to run
             hidden = self.model.meter.degree(shape.fetch_seconds(world))
         plan = plan_guests(
-            load,
+            self.model.forecast[self.index, :num_experts],
             self.homes_only,
             world,
+            scenarios=None if scenarios is None else scenarios[self.index, :, :num_experts],
+            previous=self.tier1,
             overlap_degree=self.config.overlap_degree,
             copy_tokens=stickiness * copy_tokens,
             hidden=hidden,

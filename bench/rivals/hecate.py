@@ -28,6 +28,7 @@ class Hecate(Planner):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._observed, self._steps = LoadHistory(), 0
+        self._last: Placement | None = None
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         for load in history[self._steps :]:
@@ -36,7 +37,16 @@ class Hecate(Planner):
         forecast = self._observed.forecast()
         if forecast is None:  # all alike, but for a tie-break that copies from every home
             forecast = 1 + 1e-3 * (np.arange(self.setting.num_experts) % self.setting.homes_per_rank)[None]
-        return plan_guests(forecast[0], self.setting.homes, self.setting.world, copies=self.setting.copies)
+        scenarios = self._observed.scenarios()
+        self._last = plan_guests(
+            forecast[0],
+            self.setting.homes,
+            self.setting.world,
+            scenarios=None if scenarios is None else scenarios[0],
+            previous=self._last,
+            copies=self.setting.copies,
+        )
+        return self._last
 
 
 class HecateLate(Hecate):

@@ -15,7 +15,8 @@ and a plan can be tested, replayed and printed without a cluster.
 | `valid` | what every plan must satisfy |
 
 The rest is the compiled core: tokens as a flow through the graph of holders (`graph`, `links`, `flow`, `origin`,
-`nearest`, `assign`) and the search for guests through which they can flow (`search`, `pair`, `swap`).
+`nearest`, `assign`), the search for guests through which they can flow (`best` of `search`, `pair`, `swap`) and, where
+guests are alone on their ranks, for guests that do so under many loads (`forest`, `regraft`).
 """
 
 from megatron_hecate.plan.calibrate import calibrate

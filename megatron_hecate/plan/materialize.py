@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_hecate.plan.best import plan_best
 from megatron_hecate.plan.flow import NO_LIMIT
-from megatron_hecate.plan.pair import plan_best
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.search import SCALE, scale
+from megatron_hecate.plan.swap import GOAL
 from megatron_hecate.plan.world import World
 
 # What guests leave when the loads differ from the forecast, in mean rank loads, by guests per rank: measured on the
@@ -26,6 +27,8 @@ def plan_guests(
     placement: Placement,
     world: World,
     *,
+    scenarios: np.ndarray | None = None,
+    previous: Placement | None = None,
     overlap_degree: int | None = None,
     copies: int | None = None,
     copy_tokens: float = 0.0,
@@ -45,6 +48,10 @@ def plan_guests(
         forecast: [E] tokens per expert expected in the next iteration, >= 0.
         placement: the homes; its guests, if any, are ignored.
         world: node of every rank.
+        scenarios: [S, E] loads that may come instead of the forecast (`observe.LoadHistory.scenarios`). Guests that are
+            alone on their ranks are planned for these; more of them leave so little that the hedge does.
+        previous: the plan of the last iteration. It is returned itself when it is still good: when it balances the
+            forecast, with all guests it may have, within 1/128 of a mean rank load, or all scenarios.
         overlap_degree: t, how many experts per rank can be fetched hidden behind compute; ``None`` is no limit.
         copies: guests in all, at most; ``None`` is no limit beyond the slots.
         copy_tokens: what one copy on the busiest rank costs, in tokens (`LayerShape.copy_tokens` for copies that
@@ -58,8 +65,8 @@ def plan_guests(
         ``placement`` with this plan's guests; without any when copies would not pay.
 
     Raises:
-        ValueError: for a forecast of the wrong length, with NaN, infinite or negative entries, for limits or a price
-            below 0, and for a world that does not fit the placement's ranks.
+        ValueError: for a forecast or scenarios of the wrong length, with NaN, infinite or negative entries, for limits
+            or a price below 0, and for a world that does not fit the placement's ranks.
     """
     forecast = np.asarray(forecast, dtype=np.float64)
     _check_shapes(forecast, placement, world)
@@ -71,41 +78,69 @@ def plan_guests(
             f"copy_tokens={copy_tokens}, routing_tokens={routing_tokens} and hidden={hidden} must be 0 or more, and "
             f"contention={contention} between 0 and 1"
         )
+    others = _checked_scenarios(scenarios, len(forecast))
     bare = placement.without_guests
     scaled, total, largest = scale(forecast, bare.home, bare.num_ranks)
     if total < 0:
         raise ValueError(_bad(forecast))
     if total == 0:
         return bare
+    last = bare
+    if previous is not None and previous.table.shape == bare.table.shape:
+        last = previous  # whether it fits these homes and limits is seen where it is needed
     copies = NO_LIMIT if copies is None else min(copies, NO_LIMIT)
     egress = NO_LIMIT if egress is None else min(egress, NO_LIMIT)
     most_per_rank = bare.slots_per_rank if overlap_degree is None else min(overlap_degree, bare.slots_per_rank)
+    most_per_rank = min(most_per_rank, int(bare.free_slots.max()))
+    if most_per_rank > 1 and last.is_guest.sum(axis=1).max() != 1:
+        others = others[:0]  # single guests are an alternative here, not worth a long search until they are chosen
+    inputs = scaled, others, bare.home, bare.table, world.order, last.table
     price, fixed = copy_tokens * SCALE / total, routing_tokens * SCALE / total
     if price + fixed == 0:
-        table, _, guests, _ = plan_best(
-            scaled, bare.home, bare.table, world.order, most_per_rank, copies, egress, False
-        )
-        return Placement.trusted(bare.home, table) if guests else bare
-    best, best_cost, mean = None, float(largest), int(scaled.sum()) / bare.num_ranks
+        table, _, received, _ = plan_best(*inputs, most_per_rank, copies, egress, False)
+        return _planned(table, bare, last) if received else bare
+    mean = int(scaled.sum()) / bare.num_ranks
+    slack = mean / GOAL  # what plans may cost more than the cheapest
+
+    def cost(left: float, received: int, busiest: int) -> float:
+        exposed = max(0, busiest - hidden)
+        missed = mean * UNFORESEEN[min(received, len(UNFORESEEN)) - 1]
+        return left + missed + price * (exposed + contention * (busiest - exposed)) + fixed
+
+    best, best_cost = None, float(largest)
     if best_cost - mean <= (price * contention if hidden else price) + fixed:
         return bare  # perfect balance would not pay
-    for per_rank in range(min(most_per_rank, int(bare.free_slots.max())), 0, -1):
-        missed = mean * UNFORESEEN[min(per_rank, len(UNFORESEEN)) - 1]
+    for per_rank in range(most_per_rank, 0, -1):
         # a hot home sends a copy to every rank; let it send no more than twice what a rank receives, if that is cheaper
         for leaving in (egress, min(egress, 2 * per_rank)):
-            table, largest, guests, sent = plan_best(
-                scaled, bare.home, bare.table, world.order, per_rank, copies, leaving, True
-            )
-            if not guests:
+            table, largest, received, sent = plan_best(*inputs, per_rank, copies, leaving, True)
+            if not received:
                 continue
-            busiest = max(per_rank, sent)
-            exposed = max(0, busiest - hidden)
-            cost = largest + missed + price * (exposed + contention * (busiest - exposed)) + fixed
-            if cost < best_cost:
-                best, best_cost = table, cost
-            if busiest <= 2 * per_rank:
+            busiest = max(received, sent)
+            its_cost = cost(largest, received, busiest)
+            if its_cost < best_cost:
+                best, best_cost = table, its_cost
+            if busiest <= 2 * per_rank or best_cost - slack <= cost(mean, per_rank, per_rank):
                 break
-    return bare if best is None else Placement.trusted(bare.home, best)
+        if best_cost - slack <= min((cost(mean, fewer, fewer) for fewer in range(1, per_rank)), default=0.0):
+            break  # fewer copies would hardly be cheaper, however well they balance
+    return bare if best is None else _planned(best, bare, last)
+
+
+def _planned(table: np.ndarray, bare: Placement, last: Placement) -> Placement:
+    """The plan with this table: ``last`` itself, with all that was derived from it, if its table is the same."""
+    return last if np.array_equal(table, last.table) else Placement.trusted(bare.home, table)
+
+
+def _checked_scenarios(scenarios: np.ndarray | None, num_experts: int) -> np.ndarray:
+    if scenarios is None:
+        return np.empty((0, num_experts))
+    scenarios = np.ascontiguousarray(scenarios, dtype=np.float64)
+    if scenarios.ndim != 2 or scenarios.shape[1] != num_experts:
+        raise ValueError(f"scenarios have shape {scenarios.shape}, expected [any number, {num_experts}]")
+    if not (scenarios.min(initial=0.0) >= 0 and scenarios.max(initial=0.0) < np.inf):  # NaN is neither
+        raise ValueError(f"scenarios must be finite and >= 0, got {scenarios.min()} to {scenarios.max()}")
+    return scenarios
 
 
 def _check_shapes(forecast: np.ndarray, placement: Placement, world: World) -> None:

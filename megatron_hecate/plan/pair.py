@@ -12,73 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
-from megatron_hecate.plan.links import holders
-from megatron_hecate.plan.search import HEDGE, empty_slot, most_copies, plan, top_up
-from megatron_hecate.plan.swap import GOAL, SPARE, unblock
-
-# Swaps tried when one plan is searched, times the square of the graph's columns: each costs about its columns, and
-# large graphs need fewer of them.
-EFFORT: int = 300_000
-ENOUGH_TRIES: int = 16  # with fewer, the graph is so large that other starts take too long
-
-
-@compiled
-def plan_best(
-    forecast: np.ndarray,
-    home: np.ndarray,
-    bare: np.ndarray,
-    order: np.ndarray,
-    per_rank: int,
-    copies: int,
-    egress: int,
-    priced: bool,
-) -> tuple[np.ndarray, int, int, int]:
-    """Place guests: the best of three starts.
-
-    Args:
-        forecast: [E] tokens expected.
-        home: [E].
-        bare: [R, P] the table without guests.
-        order: [R] ranks by node.
-        per_rank: guests a rank may host, at most.
-        copies: guests in all, at most.
-        egress: copies that may leave one rank.
-        priced: whether it matters how good the plan is.
-
-    Returns:
-        table: [R, P] with guests.
-        largest: the largest rank load of its hedged flow; 0 where the graph is so large that nobody looked.
-        guests: how many it has.
-        sent: copies that leave the rank which lends most.
-    """
-    num_ranks, slots = bare.shape
-    allowed = np.zeros(num_ranks, np.int64)
-    for r in range(num_ranks):
-        for c in range(slots):
-            allowed[r] += bare[r, c] < 0
-        allowed[r] = min(allowed[r], per_rank)
-    copies = min(copies, allowed.sum())
-    most = most_copies(forecast, home, num_ranks, egress)
-    tries = EFFORT // (len(home) + copies) ** 2
-    if tries == 0 and not priced:
-        tries = -1  # a flow that only says how good the plan is would take most of the time
-    table, largest = plan(forecast, home, bare, order, allowed, copies, most, HEDGE, tries)
-    mean = forecast.sum() // num_ranks
-    for start in range(2):
-        if largest <= mean + mean // GOAL or tries < ENOUGH_TRIES:
-            break
-        other = bare.ravel().copy()
-        pair_up(forecast, home, other, allowed.copy(), most, copies, start == 1)
-        count, where = holders(other, order, len(home), SPARE)
-        its_largest = unblock(forecast, home, other, count, where, num_ranks, most, HEDGE, tries)
-        if its_largest < largest:
-            table, largest = other, its_largest
-    guests, sent = 0, np.zeros(num_ranks, np.int64)
-    for c in range(len(table)):
-        if table[c] >= 0 and home[table[c]] != c // slots:
-            guests += 1
-            sent[home[table[c]]] += 1
-    return table.reshape(bare.shape), largest, guests, sent.max()
+from megatron_hecate.plan.search import empty_slot, top_up
 
 
 @compiled

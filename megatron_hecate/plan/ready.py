@@ -19,8 +19,10 @@ def compile_planning() -> None:
     world = World(node=(0, 0, 1, 1))
     homes = Placement.initial(8, 4, num_slots=1)
     load = np.array([[90, 1, 30, 1, 5, 0, 2, 0]] * 4)
-    placement = plan_guests(load.sum(axis=0), homes, world)  # one slot is too little: all starts are tried
+    forecast = load.sum(axis=0)
+    placement = plan_guests(forecast, homes, world)  # one slot is too little: all starts are tried
+    plan_guests(forecast, homes, world, scenarios=forecast[::-1][None], previous=placement)
     split_quotas(load, placement, world, only=1)
     split_quotas(load, placement, world)
-    largest_load(load.sum(axis=0), placement, world)
-    calibrate(load.sum(axis=0), homes, world, copy_tokens=0.0, most_late=2)
+    largest_load(forecast, placement, world)
+    calibrate(forecast, homes, world, copy_tokens=0.0, most_late=2)

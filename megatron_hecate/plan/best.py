@@ -1,0 +1,203 @@
+"""Which guests: the last plan while it is good, else the best of several starts. Compiled.
+
+Loads drift, and most iterations are balanced well by the guests of the one before. A plan that is kept costs less to
+find, and nothing that depends on it (graphs, schedules of copies) has to be made again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.forest import judge, outcome_for, scenarios_of
+from megatron_hecate.plan.links import holders
+from megatron_hecate.plan.pair import pair_up
+from megatron_hecate.plan.regraft import improve
+from megatron_hecate.plan.search import HEDGE, empty_slot, most_copies, plan
+from megatron_hecate.plan.swap import GOAL, SPARE, unblock
+
+# Swaps tried when one plan is searched, times the square of the graph's columns: each costs about its columns, and
+# large graphs need fewer of them.
+EFFORT: int = 300_000
+# Choices judged when guests are single, times ranks and scenarios.
+FOREST_EFFORT: int = 150_000
+ENOUGH_TRIES: int = 16  # with fewer, the graph is so large that other starts take too long
+# A plan is kept that is balanced with more of every even share in place than a new one needs, in 1/256: forecasts fail
+# it as well as the loads drift. With 128, imbalance is left that new plans would not leave (bench/data).
+KEEP: int = 160
+
+
+@compiled
+def plan_best(
+    forecast: np.ndarray,
+    others: np.ndarray,
+    home: np.ndarray,
+    bare: np.ndarray,
+    order: np.ndarray,
+    previous: np.ndarray,
+    per_rank: int,
+    copies: int,
+    egress: int,
+    priced: bool,
+) -> tuple[np.ndarray, int, int, int]:
+    """Place guests.
+
+    Args:
+        forecast: [E] tokens expected.
+        others: [S, E] loads that may come instead; S may be 0.
+        home: [E].
+        bare: [R, P] the table without guests.
+        order: [R] ranks by node.
+        previous: [R, P] the last plan; the bare table where there is none.
+        per_rank: guests a rank may host, at most.
+        copies: guests in all, at most.
+        egress: copies that may leave one rank.
+        priced: whether it matters how good the plan is.
+
+    Returns:
+        table: [R, P] with guests.
+        largest: the largest rank load of its hedged flow; 0 where nobody looked.
+        received: guests of the rank that has most.
+        sent: copies that leave the rank which lends most.
+    """
+    num_ranks, slots = bare.shape
+    allowed = np.zeros(num_ranks, np.int64)
+    for r in range(num_ranks):
+        for c in range(slots):
+            allowed[r] += bare[r, c] < 0
+        allowed[r] = min(allowed[r], per_rank)
+    copies = min(copies, allowed.sum())
+    most = most_copies(forecast, home, num_ranks, egress)
+    last = previous.ravel().copy()
+    if not _fits(forecast, home, bare, previous, allowed, copies, most):
+        last = last[:0]
+    mean = forecast.sum() // num_ranks
+    goal = mean + mean // GOAL
+    tries = FOREST_EFFORT // (num_ranks * (len(others) + 1)) if per_rank == 1 and len(others) > 0 else 0
+    if tries >= ENOUGH_TRIES:
+        tries = tries // 2 if priced else tries  # then there are two such plans to make
+        table = _plan_forest(forecast, others, home, bare, order, last, allowed, copies, most, tries)
+        largest = _hedged(forecast, home, table, order, most, HEDGE) if priced else 0
+    else:
+        table, largest = last, _hedged(forecast, home, last, order, most, KEEP) if len(last) else 0
+        if not 0 < largest <= goal:
+            table, largest = _plan_hedged(forecast, home, bare, order, allowed, copies, most, goal, priced)
+    received, sent = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    for c in range(len(table)):
+        if table[c] >= 0 and home[table[c]] != c // slots:
+            received[c // slots] += 1
+            sent[home[table[c]]] += 1
+    return table.reshape(bare.shape), largest, received.max(), sent.max()
+
+
+@compiled
+def _fits(
+    forecast: np.ndarray,
+    home: np.ndarray,
+    bare: np.ndarray,
+    previous: np.ndarray,
+    allowed: np.ndarray,
+    copies: int,
+    most: np.ndarray,
+) -> bool:
+    """Whether ``previous`` is a plan for these homes that makes full use of the limits and breaks none."""
+    guests, given = 0, np.zeros(len(home), np.int64)
+    for r in range(len(bare)):
+        received = 0
+        for c in range(bare.shape[1]):
+            e = previous[r, c]
+            if bare[r, c] >= 0 or e < 0:
+                if bare[r, c] != e:
+                    return False
+                continue
+            received += 1
+            given[e] += 1
+            if home[e] == r or forecast[e] == 0 or given[e] > most[e]:
+                return False
+        if received > allowed[r]:
+            return False
+        guests += received
+    return guests == copies and guests > 0
+
+
+@compiled
+def _hedged(
+    forecast: np.ndarray, home: np.ndarray, table: np.ndarray, order: np.ndarray, most: np.ndarray, hedge: int
+) -> int:
+    """The largest rank load of the hedged flow."""
+    count, where = holders(table, order, len(home), SPARE)
+    return unblock(forecast, home, table, count, where, len(order), most, hedge, 0)
+
+
+@compiled
+def _plan_hedged(
+    forecast: np.ndarray,
+    home: np.ndarray,
+    bare: np.ndarray,
+    order: np.ndarray,
+    allowed: np.ndarray,
+    copies: int,
+    most: np.ndarray,
+    goal: int,
+    priced: bool,
+) -> tuple[np.ndarray, int]:
+    """A plan for the forecast, hedged, and the largest rank load of its hedged flow."""
+    num_ranks = len(bare)
+    tries = EFFORT // (len(home) + copies) ** 2
+    if tries == 0 and not priced:
+        tries = -1  # a flow that only says how good the plan is would take most of the time
+    table, largest = plan(forecast, home, bare, order, allowed, copies, most, HEDGE, tries)
+    for start in range(2):
+        if largest <= goal or tries < ENOUGH_TRIES:
+            break
+        other = bare.ravel().copy()
+        pair_up(forecast, home, other, allowed.copy(), most, copies, start == 1)
+        count, where = holders(other, order, len(home), SPARE)
+        its_largest = unblock(forecast, home, other, count, where, num_ranks, most, HEDGE, tries)
+        if its_largest < largest:
+            table, largest = other, its_largest
+    return table, largest
+
+
+@compiled
+def _plan_forest(
+    forecast: np.ndarray,
+    others: np.ndarray,
+    home: np.ndarray,
+    bare: np.ndarray,
+    order: np.ndarray,
+    last: np.ndarray,
+    allowed: np.ndarray,
+    copies: int,
+    most: np.ndarray,
+    tries: int,
+) -> np.ndarray:
+    """[R * P] a table with at most one guest per rank, from the best of the starts; ``last`` [R * P or 0] is one."""
+    num_ranks, slots = bare.shape
+    scenarios = scenarios_of(forecast.astype(np.float64), others, home, num_ranks)
+    outcome = outcome_for(scenarios)
+    least = np.inf
+    best, guest = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    for start in range(0 if len(last) else 1, 4):
+        if start == 0:
+            table = last
+        elif start == 1:
+            table, _ = plan(forecast, home, bare, order, allowed, copies, most, HEDGE, -1)
+        else:
+            table = bare.ravel().copy()
+            pair_up(forecast, home, table, allowed.copy(), most, copies, start == 3)
+        guest[:] = -1
+        for c in range(len(table)):
+            if table[c] >= 0 and home[table[c]] != c // slots:
+                guest[c // slots] = table[c]
+        squares, _ = judge(guest, home, scenarios, outcome)
+        if squares < least:
+            best[:], least = guest, squares
+        if squares == 0:
+            break
+    improve(best, home, most, scenarios, tries)
+    table = bare.ravel().copy()
+    for r in range(num_ranks):
+        if best[r] >= 0:
+            table[empty_slot(table, slots, r, best[r])] = best[r]
+    return table

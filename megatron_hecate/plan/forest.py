@@ -1,0 +1,226 @@
+"""What guests achieve when no rank hosts more than one, under many loads at once: a compiled core of the planner.
+
+With one guest per rank tokens have few ways out, so it counts what a plan does under other loads than the forecast. It
+also makes the graph of holders simple. A rank can take tokens from one other, the home of its guest: ranks form trees,
+each perhaps with a cycle at its root. How many tokens rank r can take follows from the leaves upwards, for many loads
+(*scenarios*) in one pass:
+
+    can[r] = cap - own load + sum over its own experts e of min(tokens[e], sum of can[c] over e's hosts c)
+
+Where that is negative, so many tokens exceed the cap whatever the quotas are: summed, the deficit of a maximum flow.
+
+Tokens are float32 below 2^24 that are integers: their sums are exact, and eight of them fit in a vector register.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_hecate.plan.compiled import compiled
+
+TOKENS: int = 1 << 22  # of a scenario; on a cycle they are counted twice
+CAP: float = 1.02  # in mean rank loads. 1.01 to 1.04 leave as little on the traces in bench/data
+
+
+class Scenarios(NamedTuple):
+    """Loads that may come, the forecast first, and the homes.
+
+    Args:
+        tokens: [E, S] float32.
+        room: [R, S] float32, from the load of a rank's own experts to the cap; may be negative.
+        first: [R + 1] where each rank's experts begin in ``experts``.
+        experts: [E] by home.
+    """
+
+    tokens: np.ndarray
+    room: np.ndarray
+    first: np.ndarray
+    experts: np.ndarray
+
+
+class Outcome(NamedTuple):
+    """What one choice of guests achieves.
+
+    Args:
+        can: [R, S] tokens a rank can take from its guest's home, at least 0.
+        lack: [R, S] tokens above the cap that find no room.
+        taken: [E, S] what an expert's hosts can take together; of experts with hosts.
+        hosts: [E] how many.
+        order: [R] ranks, each before the home of its guest; ranks on cycles last, each cycle in that order too.
+        waiting: [R] room to work in.
+        lacking: [S] sum of ``lack`` over the ranks.
+    """
+
+    can: np.ndarray
+    lack: np.ndarray
+    taken: np.ndarray
+    hosts: np.ndarray
+    order: np.ndarray
+    waiting: np.ndarray
+    lacking: np.ndarray
+
+
+@compiled
+def scenarios_of(forecast: np.ndarray, others: np.ndarray, home: np.ndarray, num_ranks: int) -> Scenarios:
+    """``forecast`` [E] and ``others`` [S - 1, E] >= 0; one of the latter that has no tokens counts as the forecast."""
+    num_experts, size = len(home), len(others) + 1
+    scale = np.empty(size)
+    for s in range(size):
+        total = 0.0
+        for e in range(num_experts):
+            total += others[s - 1, e] if s > 0 else forecast[e]
+        scale[s] = TOKENS / total if total > 0.0 else 0.0
+    tokens = np.empty((num_experts, size), np.float32)
+    room = np.zeros((num_ranks, size), np.float32)
+    first = np.zeros(num_ranks + 1, np.int64)
+    for e in range(num_experts):
+        first[home[e] + 1] += 1
+        tokens[e, 0] = np.float32(np.int32(forecast[e] * scale[0] + 0.5))
+        for s in range(1, size):
+            tokens[e, s] = np.float32(np.int32(others[s - 1, e] * scale[s] + 0.5)) if scale[s] > 0.0 else tokens[e, 0]
+        for s in range(size):
+            room[home[e], s] -= tokens[e, s]
+    counted = np.zeros(size, np.float32)
+    for r in range(num_ranks):
+        for s in range(size):
+            counted[s] -= room[r, s]
+    for s in range(size):
+        counted[s] = np.rint(counted[s] * CAP / num_ranks)
+    for r in range(num_ranks):
+        for s in range(size):
+            room[r, s] += counted[s]
+    first = np.cumsum(first)
+    used, experts = first.copy(), np.empty(num_experts, np.int64)
+    for e in range(num_experts):
+        experts[used[home[e]]] = e
+        used[home[e]] += 1
+    return Scenarios(tokens, room, first, experts)
+
+
+@compiled
+def outcome_for(scenarios: Scenarios) -> Outcome:
+    """Room for what `judge` finds."""
+    num_experts, size = scenarios.tokens.shape
+    num_ranks = len(scenarios.room)
+    can, lack = np.empty((num_ranks, size), np.float32), np.empty((num_ranks, size), np.float32)
+    taken = np.zeros((num_experts, size), np.float32)
+    hosts, order, waiting = (
+        np.empty(num_experts, np.int64),
+        np.empty(num_ranks, np.int64),
+        np.empty(num_ranks, np.int64),
+    )
+    return Outcome(can, lack, taken, hosts, order, waiting, np.empty(size, np.float32))
+
+
+@compiled
+def judge(guest: np.ndarray, home: np.ndarray, scenarios: Scenarios, outcome: Outcome) -> tuple[float, int]:
+    """Find the outcome of ``guest`` [R], the expert each rank hosts or -1.
+
+    Returns:
+        squares: of the tokens above the cap, summed over the scenarios.
+        trees: ranks that are on no cycle.
+    """
+    tokens, room, first, experts = scenarios
+    can, lack, taken, hosts, order, waiting, lacking = outcome
+    num_ranks, size = room.shape
+    waiting[:] = 0
+    hosts[:] = 0
+    for r in range(num_ranks):
+        e = guest[r]
+        if e >= 0:
+            waiting[home[e]] += 1
+            hosts[e] += 1
+            if hosts[e] == 1:
+                for s in range(size):
+                    taken[e, s] = 0
+    none = np.float32(0)
+    found = 0
+    for r in range(num_ranks):
+        if waiting[r] == 0:
+            order[found] = r
+            found += 1
+    i = 0
+    while i < found:
+        r = order[i]
+        i += 1
+        _relieve(r, tokens, room, first, experts, hosts, taken, can)
+        for s in range(size):
+            short = can[r, s] if can[r, s] < none else none
+            lack[r, s] = -short
+            can[r, s] -= short
+        e = guest[r]
+        if e >= 0:
+            for s in range(size):
+                taken[e, s] += can[r, s]
+            waiting[home[e]] -= 1
+            if waiting[home[e]] == 0:
+                order[found] = home[e]
+                found += 1
+    trees = found
+    # Tokens that go all the way round a cycle achieve nothing, so one link of it may be still. Passing twice finds what
+    # comes by the last link: first as if nothing did.
+    for start in range(num_ranks):
+        if waiting[start] == 0:
+            continue
+        r = start
+        while True:
+            order[found] = r
+            found += 1
+            _relieve(r, tokens, room, first, experts, hosts, taken, can)
+            for s in range(size):
+                can[r, s] = none if can[r, s] < none else can[r, s]
+                taken[guest[r], s] += can[r, s]
+            r = home[guest[r]]
+            if r == start:
+                break
+        while True:
+            e = guest[r]
+            for s in range(size):
+                lack[r, s] = can[r, s]  # as it was
+            _relieve(r, tokens, room, first, experts, hosts, taken, can)
+            last = home[e] == start
+            for s in range(size):
+                before = lack[r, s]
+                short = can[r, s] if can[r, s] < none else none
+                lack[r, s] = -short
+                can[r, s] -= short
+                if last:
+                    can[r, s] = before
+                else:
+                    taken[e, s] += can[r, s] - before
+            waiting[r] = 0
+            r = home[e]
+            if r == start:
+                break
+    lacking[:] = 0
+    for r in range(num_ranks):
+        for s in range(size):
+            lacking[s] += lack[r, s]
+    squares = 0.0
+    for s in range(size):
+        squares += np.float64(lacking[s]) * np.float64(lacking[s])
+    return squares, trees
+
+
+@compiled
+def _relieve(
+    r: int,
+    tokens: np.ndarray,
+    room: np.ndarray,
+    first: np.ndarray,
+    experts: np.ndarray,
+    hosts: np.ndarray,
+    taken: np.ndarray,
+    can: np.ndarray,
+) -> None:
+    """``can[r]``, below 0 too, from what the hosts of its experts can take."""
+    size = room.shape[1]
+    for s in range(size):
+        can[r, s] = room[r, s]
+    for i in range(first[r], first[r + 1]):
+        e = experts[i]
+        if hosts[e] > 0:
+            for s in range(size):
+                can[r, s] += tokens[e, s] if tokens[e, s] < taken[e, s] else taken[e, s]
