@@ -94,18 +94,19 @@ def ranks(
                             break
                         time.sleep(0.01)
                     hung = [rank for rank, p in enumerate(processes) if p.is_alive()]
+                    codes = [p.exitcode for p in processes]  # negative: died by that signal
                 finally:
                     for process in processes:
                         process.kill()
                         process.join()
                         with contextlib.suppress(ProcessLookupError):
                             os.killpg(process.pid, signal.SIGKILL)
-            codes = [p.exitcode for rank, p in enumerate(processes) if rank not in killed]
             if not errors.empty():
                 rank, text = errors.get()
-                raise AssertionError(f"rank {rank} of {world_size} failed:\n{text}")
+                raise AssertionError(f"rank {rank} of {world_size} failed, exit codes {codes}:\n{text}")
             assert not hung, f"ranks {hung} of {world_size} still running after {timeout} s, exit codes {codes}"
-            assert not any(codes), f"exit codes {codes}"
+            failed = [code for rank, code in enumerate(codes) if rank not in killed and code]
+            assert not failed, f"exit codes {codes}"
 
         return test
 

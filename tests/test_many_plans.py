@@ -56,9 +56,12 @@ def _plan(rng: np.random.Generator, homes: Placement, world: World) -> Plan:
     forecast = _forecast(rng, num_experts)
     overlap_degree, copies = int(rng.integers(0, 6)), int(rng.integers(0, 2 * num_ranks + 2))
     price, most_late = float(rng.choice([0.0, 3.0, 100.0])), int(rng.integers(0, 5))
-    guests = plan_guests(
-        forecast, homes, world, overlap_degree=overlap_degree, copies=copies, copy_tokens=price * (copies % 2)
-    )
+    limits = dict(overlap_degree=overlap_degree, copies=copies, copy_tokens=price * (copies % 2))
+    guests = plan_guests(forecast, homes, world, **limits)
+    if rng.random() < 0.5:  # the next iteration's, which knows this one's
+        forecast = forecast * rng.lognormal(0, 0.3, num_experts)
+        scenarios = forecast * rng.lognormal(0, 0.3, (int(rng.integers(4)), num_experts))
+        guests = plan_guests(forecast, homes, world, scenarios=scenarios, previous=guests, **limits)
     expected = forecast if rng.random() < 0.5 else _forecast(rng, num_experts)
     load = rng.poisson(np.minimum(expected, 1e6), (num_ranks, num_experts)).astype(np.int64)
     across = bool(rng.integers(2))

@@ -12,6 +12,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -118,6 +119,65 @@ def test_guests_of_the_given_placement_do_not_matter() -> None:
     full = bare.with_guests([(2, 0), (3, 1), (2, 3)])
     assert pairs(plan_guests(forecast, full, one_node(4))) == pairs(plan_guests(forecast, bare, one_node(4)))
     assert pairs(full) == [(2, 0), (2, 3), (3, 1)]
+
+
+@PROPERTY
+@given(layers(), _limits(), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_with_scenarios_and_a_last_plan_every_limit_is_kept(
+    layer: Layer, limits: dict[str, float | None], count: int, random: Random
+) -> None:
+    """The last plan was made for other loads and other limits; only where it keeps these may it be returned."""
+    shuffled = layer.forecast[random.sample(range(len(layer.forecast)), len(layer.forecast))]
+    last = plan_guests(shuffled, layer.placement, layer.world)
+    scenarios = np.clip(layer.forecast, 0, 1e6) * (1 + np.arange(count)[:, None] * (shuffled > layer.forecast))
+    planned = _plan(layer, scenarios=scenarios, previous=last, **limits)
+    assert_valid(planned)
+    assert planned.home.tolist() == layer.placement.home.tolist()
+    leaving = np.bincount(planned.home[[e for e, _ in pairs(planned)]], minlength=planned.num_ranks)
+    degree = len(layer.forecast) if layer.overlap_degree is None else layer.overlap_degree
+    assert max(guests_per_rank(planned).values(), default=0) <= degree
+    assert planned.num_guests <= (np.inf if limits["copies"] is None else limits["copies"])
+    assert leaving.max(initial=0) <= (np.inf if limits["egress"] is None else limits["egress"])
+    assert all(layer.forecast[e] > 0 for e, _ in pairs(planned))
+    again = _plan(layer, scenarios=scenarios, previous=last, **limits)
+    assert again is planned or again.table.tolist() == planned.table.tolist()
+
+
+# what a last plan is kept for
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("copy_tokens", [0.0, 0.1])
+def test_a_plan_that_is_still_good_is_returned_itself(slots: int, copy_tokens: float) -> None:
+    forecast = np.array([100.0, 20, 20, 20, 20, 20, 20, 20])
+    layer, world = Placement.initial(8, 4, num_slots=slots), one_node(4)
+    known = dict(scenarios=forecast * np.array([[1.0], [1.01]]), copy_tokens=copy_tokens)
+    first = plan_guests(forecast, layer, world, **known)
+    assert first.num_guests
+    assert plan_guests(forecast, layer, world, previous=first, **known) is first
+    drifted = forecast + np.array([1, -1, 0, 1, 0, -1, 0, 0])
+    assert plan_guests(drifted, layer, world, previous=first, **known) is first
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_plan_that_does_not_fit_any_more_is_not_kept(slots: int) -> None:
+    forecast = np.array([100.0, 20, 20, 20, 20, 20, 20, 20])
+    layer, world = Placement.initial(8, 4, num_slots=slots), one_node(4)
+    known = dict(scenarios=forecast[None])
+    last = plan_guests(forecast, layer, world, **known)
+    jumped = np.roll(forecast, 4)
+    assert _largest(jumped, plan_guests(jumped, layer, world, previous=last, scenarios=jumped[None])) <= 1.02
+    assert plan_guests(forecast, layer, world, previous=last, copies=1, **known).num_guests <= 1
+    assert plan_guests(np.array([100.0] * 8), layer, world, previous=layer, **known).num_guests  # without guests
+    mirrored = Placement(home=layer.home[::-1].copy(), table=np.where(layer.table < 0, -1, 7 - layer.table))
+    assert_valid(plan_guests(forecast, mirrored, world, previous=last, **known), num_slots=slots)
+    wider = plan_guests(forecast, Placement.initial(8, 4, num_slots=slots + 1), world, previous=last, **known)
+    assert_valid(wider, num_slots=slots + 1)
+
+
+def _largest(load: np.ndarray, placement: Placement) -> float:
+    """In mean rank loads."""
+    return counting_bound(load.astype(np.int64), placement.holders) / (load.sum() / placement.num_ranks)
 
 
 def test_nothing_allowed_or_nothing_to_do_nothing_copied() -> None:
@@ -291,6 +351,20 @@ def test_bad_forecasts_say_what_they_are(plan, forecast: object, message: str) -
 def test_bad_limits_and_prices_say_what_they_are(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}.*must be 0 or more"):
         plan_guests(np.ones(4), Placement.initial(4, 2, num_slots=1), one_node(2), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("scenarios", "message"),
+    [
+        ([1, 2, 3, 4], r"shape \(4,\), expected \[any number, 4\]"),
+        ([[1, 2, 3]], r"shape \(1, 3\), expected \[any number, 4\]"),
+        ([[1, 2, 3, -4]], "finite and >= 0, got -4.0 to 3.0"),
+        ([[1, 2, 3, float("nan")]], "finite and >= 0, got nan"),
+    ],
+)
+def test_bad_scenarios_say_what_they_are(scenarios: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_guests(np.ones(4), Placement.initial(4, 2, num_slots=1), one_node(2), scenarios=np.array(scenarios))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

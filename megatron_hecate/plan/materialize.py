@@ -92,7 +92,8 @@ def plan_guests(
     egress = NO_LIMIT if egress is None else min(egress, NO_LIMIT)
     most_per_rank = bare.slots_per_rank if overlap_degree is None else min(overlap_degree, bare.slots_per_rank)
     most_per_rank = min(most_per_rank, int(bare.free_slots.max()))
-    if most_per_rank > 1 and last.is_guest.sum(axis=1).max() != 1:
+    received_last = last.is_guest.sum(axis=1).max()
+    if most_per_rank > 1 and received_last != 1:
         others = others[:0]  # single guests are an alternative here, not worth a long search until they are chosen
     inputs = scaled, others, bare.home, bare.table, world.order, last.table
     price, fixed = copy_tokens * SCALE / total, routing_tokens * SCALE / total
@@ -110,7 +111,8 @@ def plan_guests(
     best, best_cost = None, float(largest)
     if best_cost - mean <= (price * contention if hidden else price) + fixed:
         return bare  # perfect balance would not pay
-    for per_rank in range(most_per_rank, 0, -1):
+    counts = sorted(range(most_per_rank, 0, -1), key=lambda count: count != received_last)  # the last plan's first
+    for tried, per_rank in enumerate(counts, start=1):
         # a hot home sends a copy to every rank; let it send no more than twice what a rank receives, if that is cheaper
         for leaving in (egress, min(egress, 2 * per_rank)):
             table, largest, received, sent = plan_best(*inputs, per_rank, copies, leaving, True)
@@ -122,8 +124,8 @@ def plan_guests(
                 best, best_cost = table, its_cost
             if busiest <= 2 * per_rank or best_cost - slack <= cost(mean, per_rank, per_rank):
                 break
-        if best_cost - slack <= min((cost(mean, fewer, fewer) for fewer in range(1, per_rank)), default=0.0):
-            break  # fewer copies would hardly be cheaper, however well they balance
+        if best_cost - slack <= min((cost(mean, count, count) for count in counts[tried:]), default=0.0):
+            break  # the others would hardly be cheaper, however well they balance
     return bare if best is None else _planned(best, bare, last)
 
 
