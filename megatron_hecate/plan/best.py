@@ -79,9 +79,14 @@ def plan_best(
         table = _plan_forest(forecast, others, home, bare, order, last, allowed, copies, most, tries)
         largest = _hedged(forecast, home, table, order, most, HEDGE) if priced else 0
     else:
-        table, largest = last, _hedged(forecast, home, last, order, most, KEEP) if len(last) else 0
+        tries = EFFORT // (len(home) + copies) ** 2
+        if tries == 0 and not priced:
+            tries = -1  # a flow that only says how good a plan is would take most of the time
+        table, largest = last, 0
+        if len(last) and tries >= 0:
+            largest = _hedged(forecast, home, last, order, most, KEEP)
         if not 0 < largest <= goal:
-            table, largest = _plan_hedged(forecast, home, bare, order, allowed, copies, most, goal, priced)
+            table, largest = _plan_hedged(forecast, home, bare, order, allowed, copies, most, goal, tries)
     received, sent = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     for c in range(len(table)):
         if table[c] >= 0 and home[table[c]] != c // slots:
@@ -139,13 +144,10 @@ def _plan_hedged(
     copies: int,
     most: np.ndarray,
     goal: int,
-    priced: bool,
+    tries: int,
 ) -> tuple[np.ndarray, int]:
     """A plan for the forecast, hedged, and the largest rank load of its hedged flow."""
     num_ranks = len(bare)
-    tries = EFFORT // (len(home) + copies) ** 2
-    if tries == 0 and not priced:
-        tries = -1  # a flow that only says how good the plan is would take most of the time
     table, largest = plan(forecast, home, bare, order, allowed, copies, most, HEDGE, tries)
     for start in range(2):
         if largest <= goal or tries < ENOUGH_TRIES:
