@@ -37,7 +37,9 @@ def install() -> None:
     if torch.cuda.is_available():
         raise RuntimeError("megatron_on_cpu is for machines without a GPU, and torch.cuda.is_available() is True here")
     torch.cuda._hecate_stand_in = True
-    for stand_in in (_rng, _device, _streams, _factories, _type_names, _uneven_all_gather, _no_compile):
+    for stand_in in (
+        _rng, _device, _streams, _factories, _type_names, _uneven_all_gather, _one_all_gather_each, _no_compile,
+    ):  # fmt: skip
         stand_in()
 
 
@@ -208,6 +210,25 @@ def _uneven_all_gather() -> None:
         return None
 
     dist.all_gather = dist.distributed_c10d.all_gather = all_gather
+
+
+class _Works(list):
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+
+def _one_all_gather_each() -> None:
+    """gloo's coalesced all-gather corrupts the heap now and then when the next one is queued while it runs."""
+
+    def all_gather_single_coalesced(group: Any, outputs: list, inputs: list, options: Any = None) -> _Works:
+        one = dist.distributed_c10d.AllgatherOptions()
+        one.asyncOp = True
+        return _Works(group._allgather_base(o, i, one) for o, i in zip(outputs, inputs, strict=True))
+
+    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
+        if hasattr(dist.ProcessGroup, name):
+            setattr(dist.ProcessGroup, name, all_gather_single_coalesced)
 
 
 def _no_compile() -> None:
