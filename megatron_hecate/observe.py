@@ -79,9 +79,9 @@ class LoadHistory:
     def scenarios(self) -> np.ndarray | None:
         """[L, S, E] loads, in any unit, that may come instead; ``None`` before the second iteration.
 
-        The forecast with each of its last errors, added and taken off, and *bursts*: every sixteenth expert gets more
-        than was ever seen, since the error that leaves most imbalance is one expert's that is new. Errors are those of
-        ``y``, where they are alike for small and large loads.
+        The forecast with each of its last errors, added and taken off, and *bursts*: every sixteenth expert gets three
+        times the root mean square error more, since what leaves most imbalance is an error of one expert that is new.
+        Errors are those of ``y``, where they are alike for small and large loads.
         """
         if not self._errors:
             return None
