@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import platform
 import subprocess
@@ -94,10 +95,8 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
         if history.last is None:
             history.append(total[None])
             continue
-        forecast, scenarios = history.forecast()[0], history.scenarios()
-        forecast *= SHAPE.microbatches
-        known = dict(scenarios=None if scenarios is None else scenarios[0])
-        history.append(total[None])
+        forecast = history.forecast()[0] * SHAPE.microbatches
+        known = dict(scenarios=functools.partial(history.scenarios, 0, num_experts))
         first, _ = _timed(lambda: plan_guests(forecast, homes, world))  # noqa: B023
         start = time.perf_counter()
         placement = plan_guests(forecast, homes, world, previous=placement, **known)
@@ -109,6 +108,7 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
         priced, paying = _timed(lambda: plan_guests(forecast, homes, world, previous=paying, **known, **prices))  # noqa: B023
         kept, _ = _timed(lambda: calibrate(total, placement, world, **late))  # noqa: B023
         corrected, _ = _timed(lambda: calibrate(jumped, placement, world, **late))  # noqa: B023
+        history.append(total[None])
         if call >= 0:
             seconds[:, call] = first, planned - start, priced, largest, own_row, whole, kept, corrected
     return seconds

@@ -53,7 +53,6 @@ class ModelState:
     ) -> None:
         self.states, self.chunk_of, self.speeds = states, chunk_of, speeds
         self.forecast: np.ndarray | None = None  # [L, E] of the running iteration
-        self.scenarios: np.ndarray | None = None  # [L, S, E] what may come instead
         self.guests: weakref.WeakSet[Guests] = weakref.WeakSet()  # of any layer, as long as some backward may need them
         self._gradients: bool | None = None  # of the running forward of a model chunk
         self._memory: SlotMemory | None = None
@@ -146,7 +145,7 @@ class ModelState:
         for state in self.states:
             state.give_up()
         self.monitor.finish_reduce()
-        self.forecast, self.scenarios = self.monitor.history.forecast(), self.monitor.history.scenarios()
+        self.forecast = self.monitor.history.forecast()
 
     def _drop_unsent(self) -> list[tuple[str, int]]:
         waiting = [guests for guests in self.guests if guests.unsent]

@@ -76,8 +76,8 @@ class LoadHistory:
         last = self.last.sum(axis=-1, keepdims=True)
         return expected * np.divide(last, total, out=np.zeros_like(total), where=total > 0)
 
-    def scenarios(self) -> np.ndarray | None:
-        """[L, S, E] loads, in any unit, that may come instead; ``None`` before the second iteration.
+    def scenarios(self, layer: int, num_experts: int) -> np.ndarray | None:
+        """[S, E] loads of ``layer``, in any unit, that may come instead; ``None`` before the second iteration.
 
         The forecast with each of its last errors, added and taken off, and *bursts*: every sixteenth expert gets three
         times the root mean square error more, since what leaves most imbalance is an error of one expert that is new.
@@ -85,10 +85,11 @@ class LoadHistory:
         """
         if not self._errors:
             return None
-        expected, errors = _unit(self._expected)[:, None], np.stack(self._errors, axis=1)  # [L, 1, E], [L, errors, E]
-        size = BURST * np.sqrt((errors**2).mean(axis=(1, 2), keepdims=True))
-        burst = np.arange(BURSTS)[:, None] == np.arange(errors.shape[-1]) * 5 % BURSTS  # neighbours in different ones
-        changed = np.concatenate([expected + errors, expected - errors, expected + size * burst], axis=1)
+        expected = _unit(self._expected[layer, :num_experts])
+        errors = np.stack([error[layer, :num_experts] for error in self._errors])
+        size = BURST * np.sqrt((errors**2).mean())
+        burst = np.arange(BURSTS)[:, None] == np.arange(num_experts) * 5 % BURSTS  # neighbours in different ones
+        changed = np.concatenate([expected + errors, expected - errors, expected + size * burst])
         return np.maximum(changed, 0.0) ** 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import deque
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,15 +22,7 @@ from megatron_hecate.materialization import Materialization
 from megatron_hecate.memory import LIFETIMES, Need
 from megatron_hecate.metrics import LayerMetrics
 from megatron_hecate.model import ModelState
-from megatron_hecate.plan import (
-    LayerShape,
-    Placement,
-    World,
-    assert_valid,
-    calibrate,
-    fingerprint,
-    plan_guests,
-)
+from megatron_hecate.plan import LayerShape, Placement, World, assert_valid, calibrate, fingerprint, plan_guests
 from megatron_hecate.quotas import LayerQuotas
 from megatron_hecate.slots import Guests, LayerSlots
 from megatron_hecate.transports import TransferGroups
@@ -225,7 +218,7 @@ class LayerState:
         """Tier 1. A layer without guests needs a clearer gain to start than one with guests to go on."""
         if self.model.forecast is None or not self.config.slots:
             return self.homes_only
-        num_experts, scenarios = self.homes_only.num_experts, self.model.scenarios
+        num_experts = self.homes_only.num_experts
         shape, world = self.shape, self.world
         stickiness = 1 + HYSTERESIS if not self.tier1.num_guests else 1 - HYSTERESIS
         copy_tokens, hidden = shape.copy_tokens(world), 0
@@ -237,7 +230,7 @@ class LayerState:
             self.model.forecast[self.index, :num_experts],
             self.homes_only,
             world,
-            scenarios=None if scenarios is None else scenarios[self.index, :, :num_experts],
+            scenarios=partial(self.model.monitor.history.scenarios, self.index, num_experts),
             previous=self.tier1,
             overlap_degree=self.config.overlap_degree,
             copy_tokens=stickiness * copy_tokens,

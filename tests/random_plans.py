@@ -11,6 +11,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from hypothesis import settings
@@ -63,6 +64,9 @@ class Layer:
     world: World
     overlap_degree: int | None
 
+    def plan(self, **more: Any) -> Placement:
+        return plan_guests(self.forecast, self.placement, self.world, overlap_degree=self.overlap_degree, **more)
+
     def __repr__(self) -> str:  # what hypothesis prints for a failing case
         return (
             f"Layer(forecast={self.forecast.tolist()}, home={self.placement.home.tolist()}, "
@@ -82,6 +86,14 @@ def layers(draw: st.DrawFn) -> Layer:
         world=World(node=tuple(draw(st.lists(st.integers(0, 2), min_size=num_ranks, max_size=num_ranks)))),
         overlap_degree=draw(st.one_of(st.none(), st.integers(0, len(home) + 2))),
     )
+
+
+@st.composite
+def plan_limits(draw: st.DrawFn) -> dict[str, float | None]:
+    """Limits and prices for `Layer.plan`."""
+    count = st.one_of(st.none(), st.integers(0, 6))
+    price = st.one_of(st.just(0.0), st.floats(0, 1e4), st.just(1e-300), st.just(float("inf")))
+    return dict(copies=draw(count), egress=draw(count), copy_tokens=draw(price), routing_tokens=draw(price))
 
 
 # loads to split

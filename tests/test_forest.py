@@ -1,30 +1,25 @@
 """Guests alone on their ranks, judged and chosen for many loads at once.
 
 Oracles: scipy's maximum flow for the tokens that find no room below the cap (the judge passes over trees and cycles
-instead), every placement there is for small layers, and recorded training for what is left of the imbalance. If the
-judge were wrong, swaps would be taken that make plans worse; if the search broke a limit, ranks could not hold what
-they are lent.
+instead) and every placement there is for small layers. If the judge were wrong, swaps would be taken that make plans
+worse; if the search broke a limit, ranks could not hold what they are lent.
 """
 
 from __future__ import annotations
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from random_plans import PROPERTY, drifting, homes_only, one_node, pairs
+from random_plans import PROPERTY, homes_only, one_node, pairs
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
-from megatron_hecate.observe import LoadHistory
-from megatron_hecate.plan import Placement, World, assert_valid, largest_load, plan_guests
+from megatron_hecate.plan import assert_valid, plan_guests
 from megatron_hecate.plan.forest import CAP, judge, outcome_for, scenarios_of
 from megatron_hecate.plan.regraft import improve
-
-DATA = Path(__file__).parents[1] / "bench" / "data"
 
 
 def _without_room(tokens: list[int], guest: list[int], home: list[int], cap: int) -> int:
@@ -106,7 +101,7 @@ def test_swaps_only_improve_and_keep_the_limits(
 def test_small_layers_against_every_placement(seed: int) -> None:
     """Squares of the tokens without room, by maximum flow, of our plan and of all plans with a guest on every rank."""
     rng = np.random.default_rng(seed)
-    optimal, worst = 0, 1.0
+    optimal = 0
     for _ in range(15):
         num_ranks, num_experts = 3, int(rng.integers(3, 7))
         home = [*range(num_ranks), *rng.integers(0, num_ranks, num_experts - num_ranks).tolist()]
@@ -121,44 +116,9 @@ def test_small_layers_against_every_placement(seed: int) -> None:
         elsewhere = [[e for e in range(num_experts) if home[e] != r] for r in range(num_ranks)]
         best = min(squares(guest) for guest in itertools.product(*elsewhere))
         layer, world = homes_only(home, num_ranks, room=1), one_node(num_ranks)
-        planned = plan_guests(loads[0], layer, world, scenarios=loads[1:], overlap_degree=1)
+        planned = plan_guests(loads[0], layer, world, scenarios=lambda others=loads[1:]: others, overlap_degree=1)
         assert_valid(planned)
         hosted = {rank: expert for expert, rank in pairs(planned)}
         ours = squares(tuple(hosted.get(rank, -1) for rank in range(num_ranks)))
         optimal += ours <= best * 1.002 + 9
-        worst = max(worst, (ours + 1e6) / (best + 1e6))
-    assert optimal >= 12, f"{optimal} of 15 optimal, the worst {worst} times"
-
-
-def _left(loads: np.ndarray, num_ranks: int, *, known: bool) -> np.ndarray:
-    """Imbalance of every step >= 1 and layer of ``loads`` [T, L, E], 1 slot; ``known`` errors of forecasts, or none."""
-    world = World(tuple(rank // 8 for rank in range(num_ranks)))
-    homes = Placement.initial(loads.shape[2], num_ranks, num_slots=1)
-    history, last = LoadHistory(), [homes] * loads.shape[1]
-    left = []
-    for load in loads:
-        forecast, scenarios = history.forecast(), history.scenarios()
-        for layer in range(loads.shape[1] if forecast is not None else 0):
-            others = scenarios[layer] if known and scenarios is not None else None
-            previous = last[layer] if known else None
-            last[layer] = plan_guests(forecast[layer], homes, world, scenarios=others, previous=previous)
-            left.append(largest_load(load[layer], last[layer], world) * num_ranks / load[layer].sum())
-        history.append(load)
-    return np.array(left)
-
-
-@pytest.mark.parametrize(
-    ("trace", "num_ranks", "p99"), [("aux0", 32, 1.09), ("aux1e-2", 16, 1.09), ("aux1e-2", 32, 1.12)]
-)
-def test_one_slot_balances_a_recorded_training(trace: str, num_ranks: int, p99: float) -> None:
-    file = DATA / f"pysrc_e64k6_{trace}.npz"
-    if not file.exists():
-        pytest.skip(f"no {file}")
-    left = _left(np.load(file)["counts"].sum(axis=2, dtype=np.int64), num_ranks, known=True)  # [T, L, sources, E]
-    assert left.mean() <= 1.02 and np.percentile(left, 99) <= p99, f"{left.mean()} {np.percentile(left, 99)}"
-
-
-def test_knowing_how_forecasts_failed_helps() -> None:
-    loads = drifting(np.random.default_rng(3), steps=40, num_layers=6, num_experts=64)
-    informed, blind = (_left(loads, 16, known=known)[6 * 3 :] for known in (True, False))
-    assert informed.mean() - 1 <= 0.8 * (blind.mean() - 1), f"{informed.mean()} {blind.mean()}"
+    assert optimal >= 12, f"{optimal} of 15 optimal"

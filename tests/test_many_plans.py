@@ -61,7 +61,7 @@ def _plan(rng: np.random.Generator, homes: Placement, world: World) -> Plan:
     if rng.random() < 0.5:  # the next iteration's, which knows this one's
         forecast = forecast * rng.lognormal(0, 0.3, num_experts)
         scenarios = forecast * rng.lognormal(0, 0.3, (int(rng.integers(4)), num_experts))
-        guests = plan_guests(forecast, homes, world, scenarios=scenarios, previous=guests, **limits)
+        guests = plan_guests(forecast, homes, world, scenarios=lambda: scenarios, previous=guests, **limits)
     expected = forecast if rng.random() < 0.5 else _forecast(rng, num_experts)
     load = rng.poisson(np.minimum(expected, 1e6), (num_ranks, num_experts)).astype(np.int64)
     across = bool(rng.integers(2))

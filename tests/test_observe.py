@@ -45,16 +45,16 @@ def test_a_forecast_is_never_negative_nor_without_tokens() -> None:
 def test_scenarios_are_the_forecast_off_by_what_it_was_off_before_and_bursts() -> None:
     """Squares of 3, 4, 12 and of 4, 3, 12: unit vectors of length 13 whose difference is the one error, by hand."""
     history = LoadHistory()
-    assert history.scenarios() is None
+    assert history.scenarios(0, 3) is None
     history.append(np.array([[9, 16, 144]]))
-    assert history.scenarios() is None  # no forecast was ever off
+    assert history.scenarios(0, 3) is None  # no forecast was ever off
     history.append(np.array([[16, 9, 144]]))
-    scenarios = history.scenarios()
-    assert scenarios.shape == (1, 2 + 16, 3)
+    scenarios = history.scenarios(0, 3)
+    assert scenarios.shape == (2 + 16, 3)
     expected = np.sqrt(history.forecast()[0]) / 13
     error = np.array([1, -1, 0]) / 13
-    np.testing.assert_allclose(np.sqrt(scenarios[0, :2]), [expected + error, expected - error], atol=1e-12)
-    more = np.sqrt(scenarios[0, 2:]) - expected
+    np.testing.assert_allclose(np.sqrt(scenarios[:2]), [expected + error, expected - error], atol=1e-12)
+    more = np.sqrt(scenarios[2:]) - expected
     rms = np.sqrt(2 / 3) / 13
     assert more.max(axis=0) == pytest.approx(3 * rms)  # every expert bursts, in one scenario only
     assert (more > 1e-9).sum(axis=0).tolist() == [1, 1, 1] and (more > 1e-9).sum(axis=1).max() == 1
@@ -64,8 +64,8 @@ def test_scenarios_of_the_last_eight_errors_layer_by_layer() -> None:
     history, rng = LoadHistory(), np.random.default_rng(0)
     for step in range(12):
         history.append(np.stack([rng.integers(0, 100, 20), np.zeros(20, np.int64), np.full(20, 7)]))
-        assert step == 0 or history.scenarios().shape == (3, 2 * min(step, 8) + 16, 20)
-    wild, empty, steady = history.scenarios()
+        assert step == 0 or history.scenarios(2, 20).shape == (2 * min(step, 8) + 16, 20)
+    wild, empty, steady = (history.scenarios(layer, 20) for layer in range(3))
     assert wild.min() >= 0 and np.isfinite(wild).all() and wild.std(axis=0).max() > 0
     assert empty.max() == 0
     np.testing.assert_allclose(steady, 1 / 20, atol=1e-12)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -37,12 +38,11 @@ class Hecate(Planner):
         forecast = self._observed.forecast()
         if forecast is None:  # all alike, but for a tie-break that copies from every home
             forecast = 1 + 1e-3 * (np.arange(self.setting.num_experts) % self.setting.homes_per_rank)[None]
-        scenarios = self._observed.scenarios()
         self._last = plan_guests(
             forecast[0],
             self.setting.homes,
             self.setting.world,
-            scenarios=None if scenarios is None else scenarios[0],
+            scenarios=partial(self._observed.scenarios, 0, self.setting.num_experts),
             previous=self._last,
             copies=self.setting.copies,
         )

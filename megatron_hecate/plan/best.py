@@ -71,28 +71,27 @@ def plan_best(
     last = previous.ravel().copy()
     if not _fits(forecast, home, bare, previous, allowed, copies, most):
         last = last[:0]
-    mean = forecast.sum() // num_ranks
-    goal = mean + mean // GOAL
     tries = FOREST_EFFORT // (num_ranks * (len(others) + 1)) if per_rank == 1 and len(others) > 0 else 0
     if tries >= ENOUGH_TRIES:
         tries = tries // 2 if priced else tries  # then there are two such plans to make
         table = _plan_forest(forecast, others, home, bare, order, last, allowed, copies, most, tries)
         largest = _hedged(forecast, home, table, order, most, HEDGE) if priced else 0
     else:
-        tries = EFFORT // (len(home) + copies) ** 2
-        if tries == 0 and not priced:
-            tries = -1  # a flow that only says how good a plan is would take most of the time
-        table, largest = last, 0
-        if len(last) and tries >= 0:
-            largest = _hedged(forecast, home, last, order, most, KEEP)
-        if not 0 < largest <= goal:
-            table, largest = _plan_hedged(forecast, home, bare, order, allowed, copies, most, goal, tries)
+        table, largest = _plan_hedged(forecast, home, bare, order, last, allowed, copies, most, priced)
     received, sent = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     for c in range(len(table)):
-        if table[c] >= 0 and home[table[c]] != c // slots:
+        e = _guest(table, home, slots, c)
+        if e >= 0:
             received[c // slots] += 1
-            sent[home[table[c]]] += 1
+            sent[home[e]] += 1
     return table.reshape(bare.shape), largest, received.max(), sent.max()
+
+
+@compiled
+def _guest(table: np.ndarray, home: np.ndarray, slots: int, slot: int) -> int:
+    """The guest in a slot of ``table`` [R * P], or -1."""
+    e = table[slot]
+    return e if e >= 0 and home[e] != slot // slots else -1
 
 
 @compiled
@@ -106,23 +105,19 @@ def _fits(
     most: np.ndarray,
 ) -> bool:
     """Whether ``previous`` is a plan for these homes that makes full use of the limits and breaks none."""
-    guests, given = 0, np.zeros(len(home), np.int64)
+    received, given = np.zeros(len(bare), np.int64), np.zeros(len(home), np.int64)
     for r in range(len(bare)):
-        received = 0
         for c in range(bare.shape[1]):
             e = previous[r, c]
-            if bare[r, c] >= 0 or e < 0:
-                if bare[r, c] != e:
-                    return False
+            if e == bare[r, c]:
                 continue
-            received += 1
-            given[e] += 1
-            if home[e] == r or forecast[e] == 0 or given[e] > most[e]:
+            if bare[r, c] >= 0 or e < 0 or home[e] == r or forecast[e] == 0:
                 return False
-        if received > allowed[r]:
-            return False
-        guests += received
-    return guests == copies and guests > 0
+            received[r] += 1
+            given[e] += 1
+            if received[r] > allowed[r] or given[e] > most[e]:
+                return False
+    return received.sum() == copies > 0
 
 
 @compiled
@@ -140,14 +135,24 @@ def _plan_hedged(
     home: np.ndarray,
     bare: np.ndarray,
     order: np.ndarray,
+    last: np.ndarray,
     allowed: np.ndarray,
     copies: int,
     most: np.ndarray,
-    goal: int,
-    tries: int,
+    priced: bool,
 ) -> tuple[np.ndarray, int]:
-    """A plan for the forecast, hedged, and the largest rank load of its hedged flow."""
+    """[R * P] a plan for the forecast, and the largest rank load of its hedged flow, or 0 where nobody looked: ``last``
+    [R * P or 0] while that is good, but for large graphs, in which looking takes as long as planning."""
     num_ranks = len(bare)
+    mean = forecast.sum() // num_ranks
+    goal = mean + mean // GOAL
+    tries = EFFORT // (len(home) + copies) ** 2
+    if tries == 0 and not priced:
+        tries = -1  # a flow that only says how good a plan is would take most of the time
+    if len(last) and (priced or tries >= ENOUGH_TRIES):
+        largest = _hedged(forecast, home, last, order, most, KEEP)
+        if largest <= goal:
+            return last, largest
     table, largest = plan(forecast, home, bare, order, allowed, copies, most, HEDGE, tries)
     for start in range(2):
         if largest <= goal or tries < ENOUGH_TRIES:
@@ -174,7 +179,8 @@ def _plan_forest(
     most: np.ndarray,
     tries: int,
 ) -> np.ndarray:
-    """[R * P] a table with at most one guest per rank, from the best of the starts; ``last`` [R * P or 0] is one."""
+    """[R * P] a plan with at most one guest per rank for all loads, from the best of the starts: ``last`` [R * P or 0]
+    is one."""
     num_ranks, slots = bare.shape
     scenarios = scenarios_of(forecast.astype(np.float64), others, home, num_ranks)
     outcome = outcome_for(scenarios)
@@ -190,8 +196,7 @@ def _plan_forest(
             pair_up(forecast, home, table, allowed.copy(), most, copies, start == 3)
         guest[:] = -1
         for c in range(len(table)):
-            if table[c] >= 0 and home[table[c]] != c // slots:
-                guest[c // slots] = table[c]
+            guest[c // slots] = max(guest[c // slots], _guest(table, home, slots, c))
         squares, _ = judge(guest, home, scenarios, outcome)
         if squares < least:
             best[:], least = guest, squares

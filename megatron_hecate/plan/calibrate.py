@@ -15,6 +15,7 @@ from megatron_hecate.plan.links import holders, links_of
 from megatron_hecate.plan.materialize import plan_guests
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.route import checked_total, largest_load
+from megatron_hecate.plan.shortlist import Shortlist, listed, offer, shortlist
 from megatron_hecate.plan.world import World
 
 AGAIN: float = 2.0  # planning all guests again is tried where more than so many copies' worth is left
@@ -160,18 +161,15 @@ def _search(
     excess = _above(load, mean)
     largest[0] = cap
     late = np.zeros(len(table), np.bool_)
-    slot_of, expert_of = np.empty(TRIED, np.int64), np.empty(TRIED, np.int64)
     for found in range(len(swaps)):
         if cap - mean <= price:
             return found
-        candidates = _candidates(
-            home, node, table, count, where, served, load, inside, mean, late, slot_of, expert_of
-        )  # fmt: skip
+        swap = _candidates(home, node, table, count, where, served, load, inside, mean, late)
         best, best_cap, best_excess = -1, cap, excess
-        for i in range(candidates):
+        for i in range(listed(swap)):
             new_table, new_count, new_where = table.copy(), count.copy(), where.copy()
             new_served, new_load = served.copy(), load.copy()
-            _put(slot_of[i], expert_of[i], home, new_table, new_count, new_where, new_served, new_load)
+            _put(swap.place[i], swap.expert[i], home, new_table, new_count, new_where, new_served, new_load)
             links = links_of(new_table, new_count, new_where, num_ranks)
             new_cap = level(links, new_table, new_served, new_load, least, 0, best_cap, seen, NO_LIMIT, True)
             if new_cap > best_cap:
@@ -181,9 +179,10 @@ def _search(
                 best, best_cap, best_excess = i, new_cap, new_excess
         if best < 0:
             return found
-        swaps[found, 0], swaps[found, 1] = slot_of[best], expert_of[best]
-        late[slot_of[best]] = True
-        _put(slot_of[best], expert_of[best], home, table, count, where, served, load)
+        slot, expert = swap.place[best], swap.expert[best]
+        swaps[found, 0], swaps[found, 1] = slot, expert
+        late[slot] = True
+        _put(slot, expert, home, table, count, where, served, load)
         links = links_of(table, count, where, num_ranks)
         cap = level(links, table, served, load, least, 0, NO_LIMIT, inside, NO_LIMIT, True)
         excess = _above(load, mean)
@@ -244,14 +243,11 @@ def _candidates(
     inside: np.ndarray,
     mean: int,
     late: np.ndarray,
-    slot_of: np.ndarray,
-    expert_of: np.ndarray,
-) -> int:
+) -> Shortlist:
     """Late guests that open a way out of the blocked set, those that can take most tokens from it first."""
     num_ranks = len(load)
     slots = len(table) // num_ranks
-    score = np.empty(TRIED, np.int64)
-    found = 0
+    best = shortlist(TRIED, np.inf)
     for e in range(len(home)):
         movable = 0
         for k in range(count[e]):
@@ -273,14 +269,5 @@ def _candidates(
                 continue
             # the rank loses what its guest served and has that room, too
             won = min(movable, mean - load[r] + served[slot]) - served[slot]
-            at = found
-            if found == TRIED:
-                at -= 1
-                if won <= score[at]:
-                    continue
-            while at > 0 and score[at - 1] < won:
-                slot_of[at], expert_of[at], score[at] = slot_of[at - 1], expert_of[at - 1], score[at - 1]
-                at -= 1
-            slot_of[at], expert_of[at], score[at] = slot, e, won
-            found = min(found + 1, TRIED)
-    return found
+            offer(best, -np.float64(won), slot, e)
+    return best

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.links import by_home
 
 TOKENS: int = 1 << 22  # of a scenario; on a cycle they are counted twice
 CAP: float = 1.02  # in mean rank loads. 1.01 to 1.04 leave as little on the traces in bench/data
@@ -74,9 +75,7 @@ def scenarios_of(forecast: np.ndarray, others: np.ndarray, home: np.ndarray, num
         scale[s] = TOKENS / total if total > 0.0 else 0.0
     tokens = np.empty((num_experts, size), np.float32)
     room = np.zeros((num_ranks, size), np.float32)
-    first = np.zeros(num_ranks + 1, np.int64)
     for e in range(num_experts):
-        first[home[e] + 1] += 1
         tokens[e, 0] = np.float32(np.int32(forecast[e] * scale[0] + 0.5))
         for s in range(1, size):
             tokens[e, s] = np.float32(np.int32(others[s - 1, e] * scale[s] + 0.5)) if scale[s] > 0.0 else tokens[e, 0]
@@ -91,11 +90,7 @@ def scenarios_of(forecast: np.ndarray, others: np.ndarray, home: np.ndarray, num
     for r in range(num_ranks):
         for s in range(size):
             room[r, s] += counted[s]
-    first = np.cumsum(first)
-    used, experts = first.copy(), np.empty(num_experts, np.int64)
-    for e in range(num_experts):
-        experts[used[home[e]]] = e
-        used[home[e]] += 1
+    first, experts = by_home(home, num_ranks)
     return Scenarios(tokens, room, first, experts)
 
 

@@ -33,6 +33,20 @@ class Links(NamedTuple):
 
 
 @compiled
+def by_home(home: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Experts by their home: [R + 1] where each rank's begin, and [E] the experts."""
+    first = np.zeros(num_ranks + 1, np.int64)
+    for r in home:
+        first[r + 1] += 1
+    first = np.cumsum(first)
+    used, experts = first.copy(), np.empty(len(home), np.int64)
+    for e in range(len(home)):
+        experts[used[home[e]]] = e
+        used[home[e]] += 1
+    return first, experts
+
+
+@compiled
 def holders(table: np.ndarray, order: np.ndarray, num_experts: int, spare: int) -> tuple[np.ndarray, np.ndarray]:
     """``count``, and ``where`` with room for ``spare`` holders more than the most that an expert has.
 

@@ -8,6 +8,8 @@ out to be needed: it fills the slots it may use, and hedges against the forecast
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from megatron_hecate.plan.best import plan_best
@@ -27,7 +29,7 @@ def plan_guests(
     placement: Placement,
     world: World,
     *,
-    scenarios: np.ndarray | None = None,
+    scenarios: Callable[[], np.ndarray | None] | None = None,
     previous: Placement | None = None,
     overlap_degree: int | None = None,
     copies: int | None = None,
@@ -48,8 +50,9 @@ def plan_guests(
         forecast: [E] tokens per expert expected in the next iteration, >= 0.
         placement: the homes; its guests, if any, are ignored.
         world: node of every rank.
-        scenarios: [S, E] loads that may come instead of the forecast (`observe.LoadHistory.scenarios`). Guests that are
-            alone on their ranks are planned for these; more of them leave so little that the hedge does.
+        scenarios: gives [S, E] loads that may come instead of the forecast (`observe.LoadHistory.scenarios`), where
+            asked: guests that are alone on their ranks are planned for these; more of them leave so little that the
+            hedge does.
         previous: the plan of the last iteration. It is returned itself when it is still good: when it balances the
             forecast, with all guests it may have, within 1/128 of a mean rank load, or all scenarios.
         overlap_degree: t, how many experts per rank can be fetched hidden behind compute; ``None`` is no limit.
@@ -78,7 +81,6 @@ def plan_guests(
             f"copy_tokens={copy_tokens}, routing_tokens={routing_tokens} and hidden={hidden} must be 0 or more, and "
             f"contention={contention} between 0 and 1"
         )
-    others = _checked_scenarios(scenarios, len(forecast))
     bare = placement.without_guests
     scaled, total, largest = scale(forecast, bare.home, bare.num_ranks)
     if total < 0:
@@ -93,8 +95,9 @@ def plan_guests(
     most_per_rank = bare.slots_per_rank if overlap_degree is None else min(overlap_degree, bare.slots_per_rank)
     most_per_rank = min(most_per_rank, int(bare.free_slots.max()))
     received_last = last.is_guest.sum(axis=1).max()
-    if most_per_rank > 1 and received_last != 1:
-        others = others[:0]  # single guests are an alternative here, not worth a long search until they are chosen
+    # with more slots single guests are an alternative, not worth a long search until they are chosen
+    single = most_per_rank == 1 or received_last == 1
+    others = _checked_scenarios(scenarios() if single and scenarios is not None else None, len(forecast))
     inputs = scaled, others, bare.home, bare.table, world.order, last.table
     price, fixed = copy_tokens * SCALE / total, routing_tokens * SCALE / total
     if price + fixed == 0:

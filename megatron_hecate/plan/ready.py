@@ -21,7 +21,7 @@ def compile_planning() -> None:
     load = np.array([[90, 1, 30, 1, 5, 0, 2, 0]] * 4)
     forecast = load.sum(axis=0)
     placement = plan_guests(forecast, homes, world)  # one slot is too little: all starts are tried
-    plan_guests(forecast, homes, world, scenarios=forecast[::-1][None], previous=placement)
+    plan_guests(forecast, homes, world, scenarios=lambda: forecast[::-1][None], previous=placement)
     split_quotas(load, placement, world, only=1)
     split_quotas(load, placement, world)
     largest_load(forecast, placement, world)

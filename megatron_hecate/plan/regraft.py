@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.plan.forest import Outcome, Scenarios, judge, outcome_for
+from megatron_hecate.plan.shortlist import Shortlist, listed, offer, shortlist
 
 LOOK: int = 8  # swaps looked at each time, and ranks for a guest that lost its place
 LESS: float = 0.999  # a swap must reduce the squares to this
@@ -28,18 +29,19 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
     blocked = np.empty((num_ranks, size), np.bool_)
     free, loss = np.empty((size, num_ranks), np.float32), np.empty((size, num_ranks), np.float32)
     price = np.empty(num_ranks, np.float32)
-    rank_of, expert_of, place_of = np.empty(LOOK, np.int64), np.empty(LOOK, np.int64), np.empty(LOOK, np.int64)
     squares, trees = judge(guest, home, scenarios, outcome)
     while squares > 0 and tries > 0:
         before = squares
         _block(guest, home, scenarios, outcome, trees, blocked)
         _price(guest, home, scenarios, outcome, blocked, free, loss, price)
-        found = _candidates(guest, home, most, scenarios, outcome, blocked, free, loss, rank_of, expert_of)
+        swap = _candidates(guest, home, most, scenarios, outcome, blocked, free, loss)
+        found = listed(swap)
         for i in range(found):
-            r, old = rank_of[i], guest[rank_of[i]]
-            if outcome.hosts[expert_of[i]] == most[expert_of[i]]:
+            r, e = swap.place[i], swap.expert[i]
+            old = guest[r]
+            if outcome.hosts[e] == most[e]:
                 continue
-            guest[r] = expert_of[i]
+            guest[r] = e
             tries -= 1
             now, its_trees = judge(guest, home, scenarios, after)
             if now <= squares * LESS:
@@ -48,10 +50,12 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
             else:
                 guest[r] = old
         for i in range(found if squares == before else 0):  # the guest that makes room takes the place of a third
-            r, old = rank_of[i], guest[rank_of[i]]
-            guest[r] = expert_of[i]
-            for k in range(_places(guest, home, price, r, old, place_of)):
-                third, last = place_of[k], guest[place_of[k]]
+            r = swap.place[i]
+            old = guest[r]
+            guest[r] = swap.expert[i]
+            move = _places(guest, home, price, r, old)
+            for k in range(listed(move)):
+                third, last = move.place[k], move.expert[k]
                 guest[third] = old
                 tries -= 1
                 now, its_trees = judge(guest, home, scenarios, after)
@@ -131,10 +135,8 @@ def _candidates(
     blocked: np.ndarray,
     free: np.ndarray,
     loss: np.ndarray,
-    rank_of: np.ndarray,
-    expert_of: np.ndarray,
-) -> int:
-    """Swaps that give an expert of a blocked rank to one that is not; how many, the most promising first."""
+) -> Shortlist:
+    """Swaps that give an expert of a blocked rank to one that is not, the most promising first."""
     hosts, lacking, tokens = outcome.hosts, outcome.lacking, scenarios.tokens
     size, num_ranks = free.shape
     none, two = np.float32(0), np.float32(2)
@@ -147,10 +149,9 @@ def _candidates(
             for s in range(size):
                 worth[e] += more[s] * (two * lacking[s] - more[s])
     change = np.empty(num_ranks, np.float32)  # of the squares
-    best = np.empty(LOOK, np.float32)
-    found = 0
+    best = shortlist(LOOK, 0.0)
     for e in np.argsort(-worth):
-        if worth[e] <= (-best[LOOK - 1] if found == LOOK else none):
+        if worth[e] <= -best.cost[-1]:
             break
         _more(e, home, scenarios, outcome, blocked, more)
         change[:] = none
@@ -160,15 +161,9 @@ def _candidates(
                 lacks = loss[s, r] - (free[s, r] if free[s, r] < most_gained else most_gained)
                 change[r] += lacks * (before + lacks)
         for r in range(num_ranks):
-            if guest[r] < 0 or guest[r] == e or home[e] == r or change[r] >= (best[-1] if found == LOOK else none):
-                continue
-            at = found - 1 if found == LOOK else found
-            while at > 0 and best[at - 1] > change[r]:
-                rank_of[at], expert_of[at], best[at] = rank_of[at - 1], expert_of[at - 1], best[at - 1]
-                at -= 1
-            rank_of[at], expert_of[at], best[at] = r, e, change[r]
-            found = min(found + 1, LOOK)
-    return found
+            if guest[r] >= 0 and guest[r] != e and home[e] != r:
+                offer(best, change[r], r, e)
+    return best
 
 
 @compiled
@@ -185,22 +180,10 @@ def _more(
 
 
 @compiled
-def _places(
-    guest: np.ndarray, home: np.ndarray, price: np.ndarray, taken: int, expert: int, place_of: np.ndarray
-) -> int:
-    """Ranks other than ``taken`` that could host ``expert`` instead of their guest; how many, the cheapest first."""
-    found = 0
+def _places(guest: np.ndarray, home: np.ndarray, price: np.ndarray, taken: int, expert: int) -> Shortlist:
+    """Ranks other than ``taken`` that could host ``expert`` instead of their guest, the cheapest first."""
+    best = shortlist(LOOK, np.inf)
     for r in range(len(guest)):
-        if r == taken or guest[r] < 0 or guest[r] == expert or home[expert] == r:
-            continue
-        at = found
-        if found == LOOK:
-            at -= 1
-            if price[r] >= price[place_of[at]]:
-                continue
-        while at > 0 and price[place_of[at - 1]] > price[r]:
-            place_of[at] = place_of[at - 1]
-            at -= 1
-        place_of[at] = r
-        found = min(found + 1, LOOK)
-    return found
+        if r != taken and guest[r] >= 0 and guest[r] != expert and home[expert] != r:
+            offer(best, price[r], r, guest[r])
+    return best

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
-from megatron_hecate.plan.links import holders
+from megatron_hecate.plan.links import by_home, holders
 from megatron_hecate.plan.swap import SPARE, unblock
 
 SCALE: int = 1 << 30  # tells any two loads apart; sums of products stay below 2^63
@@ -61,20 +61,12 @@ def scale(forecast: np.ndarray, home: np.ndarray, num_ranks: int) -> tuple[np.nd
 def most_copies(forecast: np.ndarray, home: np.ndarray, num_ranks: int, egress: int) -> np.ndarray:
     """[E] copies an expert may have; a home's egress goes to its experts by load."""
     most = np.full(len(home), num_ranks - 1, np.int64)
-    begin = np.zeros(num_ranks + 1, np.int64)
-    for r in home:
-        begin[r + 1] += 1
-    if egress >= (num_ranks - 1) * begin.max():
+    if egress >= (num_ranks - 1) * len(home):
         return most
-    by_home, used = np.empty(len(home), np.int64), np.cumsum(begin)
-    for e in range(len(home)):
-        by_home[used[home[e]]] = e
-        used[home[e]] += 1
-    first = 0
+    first, experts = by_home(home, num_ranks)
     for r in range(num_ranks):
-        homes = by_home[first : first + begin[r + 1]]
-        first += len(homes)
-        if len(homes):
+        homes = experts[first[r] : first[r + 1]]
+        if len(homes) * (num_ranks - 1) > egress:
             most[homes] = share_out(forecast[homes], most[homes], egress)
     return most
 

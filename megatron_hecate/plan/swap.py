@@ -11,6 +11,7 @@ import numpy as np
 from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.plan.flow import NO_LIMIT, level
 from megatron_hecate.plan.links import links_of
+from megatron_hecate.plan.shortlist import Shortlist, listed, offer, shortlist
 
 CANDIDATES: int = 16  # swaps tried for one blocked set, and experts looked at
 GOAL: int = 128  # a hedged flow within 1/128 of the mean is balanced enough: the hedge is there to be spent
@@ -56,16 +57,14 @@ def unblock(
     best = level(links, table, served, load, least, goal, NO_LIMIT, inside)
     seen = np.empty(num_ranks, np.bool_)
     new_served, new_load = served.copy(), load.copy()
-    slot_of, expert_of = np.empty(CANDIDATES, np.int64), np.empty(CANDIDATES, np.int64)
     improved = True
     while improved and best > goal and tries > 0:
-        found = _candidates(
-            forecast, home, table, count, where, served, least, bound, even, inside, slot_of, expert_of
-        )  # fmt: skip
+        swap = _candidates(forecast, home, table, count, where, served, least, bound, even, inside)
         improved = False
-        for i in range(min(found, tries)):
+        for i in range(min(listed(swap), tries)):
             tries -= 1
-            slot, expert, old = slot_of[i], expert_of[i], table[slot_of[i]]
+            slot, expert = swap.place[i], swap.expert[i]
+            old = table[slot]
             new_served[:] = served
             new_load[:] = load
             _swap(forecast, table, count, where, new_served, new_load, least, slot, expert, hedge)
@@ -151,9 +150,7 @@ def _candidates(
     bound: np.ndarray,
     even: np.ndarray,
     inside: np.ndarray,
-    slot_of: np.ndarray,
-    expert_of: np.ndarray,
-) -> int:
+) -> Shortlist:
     """Swaps that open a way out of the blocked set: a guest outside of it for an expert that has tokens to move inside.
 
     Those after which an even split would be most even (sum of squares of the rank loads) come first.
@@ -163,8 +160,7 @@ def _candidates(
     mean = even.sum() // num_ranks
     above = (even - mean).astype(np.float64)
     # the experts with most tokens to move, and what the others of their holders gain by one more
-    hot, movable = np.empty(CANDIDATES, np.int64), np.zeros(CANDIDATES, np.int64)
-    num_hot = 0
+    hot = shortlist(CANDIDATES, 0.0)
     for e in range(len(forecast)):
         if count[e] >= bound[e]:
             continue
@@ -172,24 +168,17 @@ def _candidates(
         for k in range(count[e]):
             if inside[where[e, k] // slots]:
                 tokens += served[where[e, k]] - least[e]
-        if tokens == 0 or (num_hot == CANDIDATES and tokens <= movable[-1]):
-            continue
-        num_hot = min(num_hot + 1, CANDIDATES)
-        at = num_hot - 1
-        while at > 0 and movable[at - 1] < tokens:
-            hot[at], movable[at] = hot[at - 1], movable[at - 1]
-            at -= 1
-        hot[at], movable[at] = e, tokens
+        offer(hot, -np.float64(tokens), -1, e)
+    num_hot = listed(hot)
     parts, gains = np.empty(num_hot, np.float64), np.empty(num_hot, np.float64)
     for i in range(num_hot):
-        e = hot[i]
+        e = hot.expert[i]
         parts[i] = forecast[e] // (count[e] + 1)
         less = forecast[e] // count[e] - parts[i]
         gains[i] = parts[i] * parts[i]
         for k in range(count[e]):
             gains[i] += less * (less - 2.0 * above[where[e, k] // slots])
-    scores = np.empty(CANDIDATES, np.float64)
-    found = 0
+    best = shortlist(CANDIDATES, np.inf)
     for c in range(len(table)):
         r, old = c // slots, table[c]
         if inside[r] or old < 0 or home[old] == r:
@@ -203,19 +192,11 @@ def _candidates(
                 without += more * (2.0 * above[where[old, k] // slots] + more)
         for i in range(num_hot):
             score = without + 2.0 * parts[i] * above[r] + gains[i]
-            at = found
-            if found == CANDIDATES:
-                at -= 1
-                if score >= scores[at]:
-                    continue
+            if score >= best.cost[-1]:
+                continue
             holds = False
             for other in range(r * slots, (r + 1) * slots):
-                holds |= table[other] == hot[i]
-            if holds:
-                continue
-            while at > 0 and scores[at - 1] > score:
-                slot_of[at], expert_of[at], scores[at] = slot_of[at - 1], expert_of[at - 1], scores[at - 1]
-                at -= 1
-            slot_of[at], expert_of[at], scores[at] = c, hot[i], score
-            found = min(found + 1, CANDIDATES)
-    return found
+                holds |= table[other] == hot.expert[i]
+            if not holds:
+                offer(best, score, c, hot.expert[i])
+    return best

@@ -1,0 +1,74 @@
+"""What the last plan is kept for, and that it is not kept where it does not fit any more.
+
+Oracles: object identity for what is kept; `assert_valid`, plain counting and the counting bound of `random_plans` for
+what is not. If an old plan were returned for new homes or limits, ranks would host what they have no room for; if a
+good one were not, graphs and schedules would be made again for nothing.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from random_plans import PROPERTY, Layer, counting_bound, guests_per_rank, layers, one_node, pairs, plan_limits
+
+from megatron_hecate.plan import Placement, assert_valid, plan_guests
+
+
+def _largest(load: np.ndarray, placement: Placement) -> float:
+    """In mean rank loads."""
+    return counting_bound(load.astype(np.int64), placement.holders) / (load.sum() / placement.num_ranks)
+
+
+@PROPERTY
+@given(layers(), plan_limits(), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_with_scenarios_and_a_last_plan_every_limit_is_kept(
+    layer: Layer, limits: dict[str, float | None], count: int, random: Random
+) -> None:
+    """The last plan was made for other loads and other limits; only where it keeps these may it be returned."""
+    shuffled = layer.forecast[random.sample(range(len(layer.forecast)), len(layer.forecast))]
+    last = plan_guests(shuffled, layer.placement, layer.world)
+    scenarios = np.clip(layer.forecast, 0, 1e6) * (1 + np.arange(count)[:, None] * (shuffled > layer.forecast))
+    planned = layer.plan(scenarios=lambda: scenarios, previous=last, **limits)
+    assert_valid(planned)
+    assert planned.home.tolist() == layer.placement.home.tolist()
+    leaving = np.bincount(planned.home[[e for e, _ in pairs(planned)]], minlength=planned.num_ranks)
+    degree = len(layer.forecast) if layer.overlap_degree is None else layer.overlap_degree
+    assert max(guests_per_rank(planned).values(), default=0) <= degree
+    assert planned.num_guests <= (np.inf if limits["copies"] is None else limits["copies"])
+    assert leaving.max(initial=0) <= (np.inf if limits["egress"] is None else limits["egress"])
+    assert all(layer.forecast[e] > 0 for e, _ in pairs(planned))
+    again = layer.plan(scenarios=lambda: scenarios, previous=last, **limits)
+    assert again is planned or again.table.tolist() == planned.table.tolist()
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("copy_tokens", [0.0, 0.1])
+def test_a_plan_that_is_still_good_is_returned_itself(slots: int, copy_tokens: float) -> None:
+    forecast = np.array([100.0, 20, 20, 20, 20, 20, 20, 20])
+    layer, world = Placement.initial(8, 4, num_slots=slots), one_node(4)
+    known = dict(scenarios=lambda: forecast * np.array([[1.0], [1.01]]), copy_tokens=copy_tokens)
+    first = plan_guests(forecast, layer, world, **known)
+    assert first.num_guests
+    assert plan_guests(forecast, layer, world, previous=first, **known) is first
+    drifted = forecast + np.array([1, -1, 0, 1, 0, -1, 0, 0])
+    assert plan_guests(drifted, layer, world, previous=first, **known) is first
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_a_plan_that_does_not_fit_any_more_is_not_kept(slots: int) -> None:
+    forecast = np.array([100.0, 20, 20, 20, 20, 20, 20, 20])
+    layer, world = Placement.initial(8, 4, num_slots=slots), one_node(4)
+    known = dict(scenarios=lambda: forecast[None])
+    last = plan_guests(forecast, layer, world, **known)
+    jumped = np.roll(forecast, 4)
+    assert _largest(jumped, plan_guests(jumped, layer, world, previous=last, scenarios=lambda: jumped[None])) <= 1.02
+    assert plan_guests(forecast, layer, world, previous=last, copies=1, **known).num_guests <= 1
+    assert plan_guests(np.array([100.0] * 8), layer, world, previous=layer, **known).num_guests  # without guests
+    mirrored = Placement(home=layer.home[::-1].copy(), table=np.where(layer.table < 0, -1, 7 - layer.table))
+    assert_valid(plan_guests(forecast, mirrored, world, previous=last, **known), num_slots=slots)
+    wider = plan_guests(forecast, Placement.initial(8, 4, num_slots=slots + 1), world, previous=last, **known)
+    assert_valid(wider, num_slots=slots + 1)
