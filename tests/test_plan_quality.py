@@ -16,6 +16,9 @@ from random_plans import best_largest, counting_bound, drifting, homes_only, one
 
 from megatron_hecate.observe import LoadHistory
 from megatron_hecate.plan import Placement, World, largest_load, plan_guests
+from megatron_hecate.plan.best import plan_best
+from megatron_hecate.plan.materialize import UNFORESEEN
+from megatron_hecate.plan.search import scale
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
 
@@ -119,3 +122,29 @@ def test_knowing_how_forecasts_failed_helps_single_guests() -> None:
     loads = drifting(np.random.default_rng(3), steps=40, num_layers=6, num_experts=64)
     informed, blind = (_left(loads, 16, slots=1, known=known)[6 * 3 :] for known in (True, False))
     assert informed.mean() - 1 <= 0.8 * (blind.mean() - 1), f"{informed.mean()} {blind.mean()}"
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("num_ranks", [8, 16, 32])
+def test_prices_are_compared_with_what_is_left_in_truth(num_ranks: int, slots: int) -> None:
+    """The largest load that a priced plan expects, corrected, against what true loads leave: mean over a training."""
+    surprise = []
+    for trace in ("aux0", "aux1e-2"):
+        loads = _recorded(trace)
+        num_experts = loads.shape[2]
+        homes = Placement.initial(num_experts, num_ranks, num_slots=slots)
+        world = World(tuple(rank // 8 for rank in range(num_ranks)))
+        history, last = LoadHistory(), [homes.table] * loads.shape[1]
+        for load in loads:
+            for layer, total in enumerate(load if history.last is not None else ()):
+                scaled, _, _ = scale(history.forecast()[layer], homes.home, num_ranks)
+                others = history.scenarios(layer, num_experts) if slots == 1 else None
+                others = np.empty((0, num_experts)) if others is None else others
+                limits = (slots, slots * num_ranks, slots * num_ranks * num_experts, True)
+                last[layer], expected, _, _ = plan_best(
+                    scaled, others, homes.home, homes.table, world.order, last[layer], *limits
+                )
+                left = largest_load(total, Placement(home=homes.home, table=last[layer]), world)
+                surprise.append((left / total.sum() - expected / scaled.sum()) * num_ranks)
+            history.append(load)
+    assert np.mean(surprise) == pytest.approx(UNFORESEEN[slots - 1], abs=0.006)

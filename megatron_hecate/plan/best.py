@@ -56,7 +56,7 @@ def plan_best(
 
     Returns:
         table: [R, P] with guests.
-        largest: the largest rank load of its hedged flow; 0 where nobody looked.
+        largest: the largest rank load expected; 0 where nobody looked.
         received: guests of the rank that has most.
         sent: copies that leave the rank which lends most.
     """
@@ -75,7 +75,7 @@ def plan_best(
     if tries >= ENOUGH_TRIES:
         tries = tries // 2 if priced else tries  # then there are two such plans to make
         table = _plan_forest(forecast, others, home, bare, order, last, allowed, copies, most, tries)
-        largest = _hedged(forecast, home, table, order, most, HEDGE) if priced else 0
+        largest = _hedged(forecast, home, table, order, most, 0) if priced else 0  # the hedge is in the plan
     else:
         table, largest = _plan_hedged(forecast, home, bare, order, last, allowed, copies, most, priced)
     received, sent = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
