@@ -46,7 +46,9 @@ class HecateConfig:
         "Experts per rank whose fetch hides behind compute: they are free, and no more are fetched. None measures it.",
     )
     late: int = _flag(
-        0, "Guests a layer may fetch after the gate, on all ranks together, where the true loads make it pay."
+        0,
+        "Guests a layer may fetch after the gate, on all ranks together, where the true loads make it pay: inside "
+        "nodes, and across nodes where speeds are measured (costs).",
     )
     costs: str | None = _flag(
         None,

@@ -250,12 +250,14 @@ class LayerState:
             return self.guests
         self.calibrates = False
         total = loads.sum(dim=0).cpu().numpy()  # the one wait of the host for the device
-        shape = dataclasses.replace(self.shape, microbatches=1, fetches=1, returns=1)
+        shape, speeds = dataclasses.replace(self.shape, microbatches=1, fetches=1, returns=1), self.world.speeds
+        measured = self.config.costs is not None
         placement = calibrate(
             total,
             self.placement,
             self.world,
-            copy_tokens=shape.copy_tokens(self.world),
+            copy_tokens=shape.copy_tokens(self.world, speeds.intra),
+            across_tokens=shape.copy_tokens(self.world, speeds.inter) if measured else None,
             most_late=self.config.late,
             routing_tokens=shape.routing_tokens(self.world),
         )

@@ -64,9 +64,9 @@ def _plan(rng: np.random.Generator, homes: Placement, world: World) -> Plan:
         guests = plan_guests(forecast, homes, world, scenarios=lambda: scenarios, previous=guests, **limits)
     expected = forecast if rng.random() < 0.5 else _forecast(rng, num_experts)
     load = rng.poisson(np.minimum(expected, 1e6), (num_ranks, num_experts)).astype(np.int64)
-    across = bool(rng.integers(2))
+    across = [None, price, 2 * price][rng.integers(3)]
     final = calibrate(
-        load.sum(axis=0), guests, world, copy_tokens=price, most_late=most_late, across_nodes=across
+        load.sum(axis=0), guests, world, copy_tokens=price, most_late=most_late, across_tokens=across
     )  # fmt: skip
     return Plan(load, overlap_degree, copies, most_late, guests, final, split_quotas(load, final, world))
 

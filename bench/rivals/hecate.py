@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 
 from megatron_hecate.observe import LoadHistory
-from megatron_hecate.plan import Placement, World, calibrate, plan_guests
+from megatron_hecate.plan import Placement, calibrate, plan_guests
 from rivals.planner import Planner, Setting
 
 # Late guests of a layer on all ranks together, per rank: the most `hecate-late` may add.
@@ -55,24 +55,27 @@ class HecateLate(Hecate):
     name, when, capped = "hecate-late", "history, gate", False
 
     def correct(self, load: np.ndarray, placement: Placement) -> Placement:
+        near, far = self.prices(load)
         return calibrate(
             load.sum(axis=0),
             placement,
             self.setting.world,
-            copy_tokens=self.price(load),
+            copy_tokens=near,
+            across_tokens=far,
             most_late=int(MOST_LATE * self.setting.num_ranks),
         )
 
-    def price(self, load: np.ndarray) -> float:
-        """Counts of the load that a late guest must win."""
-        return PRICE * load.sum() / self.setting.num_ranks
+    def prices(self, load: np.ndarray) -> tuple[float, float | None]:
+        """Counts of the load that a late guest must win, in its node and from another one; ``None`` is never."""
+        return PRICE * load.sum() / self.setting.num_ranks, None
 
 
 class HecatePriced(HecateLate):
-    """Tier 1 as `Hecate`; a late guest must win what its fetch costs by the cost model, as in the plugin."""
+    """Tier 1 as `Hecate`; a late guest must win what its fetch costs, across nodes too: the plugin, speeds measured."""
 
     name = "hecate-late-priced"
 
-    def price(self, load: np.ndarray) -> float:
-        one_node = World(node=(0,), speeds=self.setting.world.speeds)
-        return self.setting.shape.copy_tokens(one_node) / self.setting.tokens_per_count
+    def prices(self, load: np.ndarray) -> tuple[float, float | None]:
+        world, shape = self.setting.world, self.setting.shape
+        near, far = (shape.copy_tokens(world, link) for link in (world.speeds.intra, world.speeds.inter))
+        return near / self.setting.tokens_per_count, far / self.setting.tokens_per_count

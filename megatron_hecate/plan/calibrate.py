@@ -7,6 +7,8 @@ tokens than its fetch costs; doing nothing is the normal answer.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
@@ -22,6 +24,23 @@ AGAIN: float = 2.0  # planning all guests again is tried where more than so many
 TRIED: int = 24  # swaps solved exactly for each late guest, the most promising first
 
 
+class Prices(NamedTuple):
+    """What late guests cost, in tokens.
+
+    Args:
+        node: [R] the node of each rank.
+        near: one from the same node.
+        far: one from another node; infinite where there must be none.
+    """
+
+    node: np.ndarray
+    near: float
+    far: float
+
+    def of(self, source: np.ndarray | int, rank: np.ndarray | int) -> np.ndarray:
+        return np.where(self.node[source] == self.node[rank], self.near, self.far)
+
+
 def calibrate(
     total: np.ndarray,
     placement: Placement,
@@ -30,13 +49,13 @@ def calibrate(
     copy_tokens: float,
     most_late: int,
     routing_tokens: float = 0.0,
-    across_nodes: bool = False,
+    across_tokens: float | None = None,
 ) -> Placement:
     """Add guests, or overwrite some, as far as the late fetch pays.
 
     One late guest after another, or, where that leaves much, all guests planned again: whatever minimizes
 
-        largest rank load + ``copy_tokens`` x late guests that the busiest rank receives or sends
+        largest rank load + price of the late guests that the busiest rank receives or sends
         (+ ``routing_tokens`` where there were no guests)
 
     with at most ``most_late`` of them.
@@ -45,10 +64,11 @@ def calibrate(
         total: [E] int, true tokens per expert in this microbatch, summed over all sources.
         placement: homes and guests of tier 1. Any guest may be overwritten: none has computed yet.
         world: node of every rank.
-        copy_tokens: tokens the slowest rank must be spared for one late fetch to pay (`LayerShape.copy_tokens`).
+        copy_tokens: the price of one late guest inside a node: tokens the slowest rank must be spared for its fetch to
+            pay (`LayerShape.copy_tokens`).
         most_late: late guests of this layer on all ranks together, at most.
         routing_tokens: what routing to guests costs when there are none yet (`LayerShape.routing_tokens`).
-        across_nodes: whether a guest may be fetched from another node.
+        across_tokens: that of one from another node; ``None`` is never.
 
     Returns:
         The corrected placement; ``placement`` itself when nothing pays.
@@ -58,39 +78,24 @@ def calibrate(
             does not fit.
     """
     total = checked_total(total, placement, world)
-    if not (copy_tokens >= 0 and routing_tokens >= 0) or most_late < 0:
-        raise ValueError(f"{copy_tokens=}, {routing_tokens=} and {most_late=} must be 0 or more")
+    far = np.inf if across_tokens is None else across_tokens
+    if not (copy_tokens >= 0 and far >= 0 and routing_tokens >= 0) or most_late < 0:
+        raise ValueError(f"{copy_tokens=}, {across_tokens=}, {routing_tokens=} and {most_late=} must be 0 or more")
     if placement.num_guests:
         routing_tokens = 0.0  # paid already
-    num_ranks, slots = placement.table.shape
+    num_ranks = placement.num_ranks
     most_late = min(most_late, placement.table.size)
     table = placement.table.ravel().copy()
     swaps = np.empty((most_late, 2), np.int64)
-    largest = np.empty(most_late + 1, np.int64)
-    node = world.node_index if not across_nodes else np.zeros(num_ranks, np.int64)
-    found = _search(
-        total,
-        placement.home,
-        node,
-        world.order,
-        table,
-        num_ranks,
-        int(min(copy_tokens, NO_LIMIT)),
-        swaps,
-        largest,
-    )
-    best, best_cost = 0, float(largest[0])
-    received, sent = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    for k in range(found):
-        slot, expert = swaps[k]
-        received[slot // slots] += 1
-        sent[placement.home[expert]] += 1
-        cost = largest[k + 1] + routing_tokens + copy_tokens * max(received.max(), sent.max())
-        if cost < best_cost:
-            best, best_cost = k + 1, cost
+    costs = np.empty(most_late + 1)
+    prices = Prices(world.node_index, float(copy_tokens), float(far))
+    found = _search(total, placement.home, prices, world.order, table, num_ranks, swaps, costs)
+    costs[1:] += routing_tokens
+    best = int(np.argmin(costs[: found + 1]))
+    best_cost = float(costs[best])
     if best_cost - total.sum() / num_ranks > AGAIN * copy_tokens + routing_tokens:
         again = plan_guests(total, placement, world)
-        cost = _cost(again, placement, total, world, node, copy_tokens=copy_tokens, most_late=most_late)
+        cost = _cost(again, placement, total, world, prices, most_late=most_late)
         if cost + routing_tokens < best_cost:
             return again
     if not best:
@@ -106,39 +111,37 @@ def _cost(
     before: Placement,
     total: np.ndarray,
     world: World,
-    node: np.ndarray,
+    prices: Prices,
     *,
-    copy_tokens: float,
     most_late: int,
 ) -> float:
     """What `calibrate` minimizes, of any plan; infinite when it breaks a limit."""
     expert, rank = np.nonzero(plan.holders & ~before.holders)
     source = plan.home[expert]
-    if not len(expert) or len(expert) > most_late or (node[rank] != node[source]).any():
+    if not len(expert) or len(expert) > most_late:
         return float("inf")
-    busiest = max(np.bincount(rank).max(), np.bincount(source).max())
-    return largest_load(total, plan, world) + copy_tokens * float(busiest)
+    price = prices.of(source, rank)
+    busiest = max(np.bincount(rank, price).max(), np.bincount(source, price).max())
+    return largest_load(total, plan, world) + float(busiest)
 
 
 @compiled
 def _search(
     total: np.ndarray,
     home: np.ndarray,
-    node: np.ndarray,
+    prices: Prices,
     order: np.ndarray,
     table: np.ndarray,
     num_ranks: int,
-    price: int,
     swaps: np.ndarray,
-    largest: np.ndarray,
+    costs: np.ndarray,
 ) -> int:
     """One late guest after another, each the best of `TRIED`, while the largest load or what exceeds the mean falls.
 
     Args:
         table: [R * P] changed in place.
-        price: a way to win less than this is not looked for.
         swaps: [most, 2] slot and expert of each late guest; filled in.
-        largest: [most + 1] largest rank load before any and after each; filled in.
+        costs: [most + 1] largest rank load and price of the busiest rank, before any and after each; filled in.
 
     Returns:
         How many late guests were found.
@@ -154,40 +157,56 @@ def _search(
                 served[where[e, k]] = total[e]
                 load[home[e]] += total[e]
     mean = load.sum() // num_ranks
+    received, sent, busiest = np.zeros(num_ranks), np.zeros(num_ranks), 0.0
     inside = np.empty(num_ranks, np.bool_)
     seen = np.empty(num_ranks, np.bool_)
     links = links_of(table, count, where, num_ranks)
     cap = level(links, table, served, load, least, 0, NO_LIMIT, inside, NO_LIMIT, True)
     excess = _above(load, mean)
-    largest[0] = cap
+    costs[0] = cap
     late = np.zeros(len(table), np.bool_)
     for found in range(len(swaps)):
-        if cap - mean <= price:
+        if cap - mean <= min(prices.near, prices.far):
             return found
-        swap = _candidates(home, node, table, count, where, served, load, inside, mean, late)
-        best, best_cap, best_excess = -1, cap, excess
+        swap = _candidates(home, prices, table, count, where, served, load, inside, mean, late)
+        best, least_cost, least_above = -1, cap + busiest, np.inf
         for i in range(listed(swap)):
+            rank, source = swap.place[i] // slots, home[swap.expert[i]]
+            price = _price(prices, source, rank)
+            new_busiest = max(busiest, received[rank] + price, sent[source] + price)
+            enough = cap if least_cost == cap + busiest else min(cap, np.int64(max(-1.0, least_cost - new_busiest)))
             new_table, new_count, new_where = table.copy(), count.copy(), where.copy()
             new_served, new_load = served.copy(), load.copy()
             _put(swap.place[i], swap.expert[i], home, new_table, new_count, new_where, new_served, new_load)
             links = links_of(new_table, new_count, new_where, num_ranks)
-            new_cap = level(links, new_table, new_served, new_load, least, 0, best_cap, seen, NO_LIMIT, True)
-            if new_cap > best_cap:
-                continue
+            new_cap = level(links, new_table, new_served, new_load, least, 0, enough, seen, NO_LIMIT, True)
             new_excess = _above(new_load, mean)
-            if new_cap < best_cap or new_excess < best_excess:
-                best, best_cap, best_excess = i, new_cap, new_excess
+            if new_cap > enough or (new_cap == cap and new_excess >= excess):
+                continue
+            cost, above = min(cap + busiest, new_cap + new_busiest), new_excess + new_busiest
+            if cost < least_cost or (cost == least_cost and above < least_above):
+                best, least_cost, least_above = i, cost, above
         if best < 0:
             return found
         slot, expert = swap.place[best], swap.expert[best]
         swaps[found, 0], swaps[found, 1] = slot, expert
         late[slot] = True
+        rank, source = slot // slots, home[expert]
+        price = _price(prices, source, rank)
+        received[rank] += price
+        sent[source] += price
+        busiest = max(busiest, received[rank], sent[source])
         _put(slot, expert, home, table, count, where, served, load)
         links = links_of(table, count, where, num_ranks)
         cap = level(links, table, served, load, least, 0, NO_LIMIT, inside, NO_LIMIT, True)
         excess = _above(load, mean)
-        largest[found + 1] = cap
+        costs[found + 1] = cap + busiest
     return len(swaps)
+
+
+@compiled
+def _price(prices: Prices, source: int, rank: int) -> float:
+    return prices.near if prices.node[source] == prices.node[rank] else prices.far
 
 
 @compiled
@@ -234,7 +253,7 @@ def _put(
 @compiled
 def _candidates(
     home: np.ndarray,
-    node: np.ndarray,
+    prices: Prices,
     table: np.ndarray,
     count: np.ndarray,
     where: np.ndarray,
@@ -244,7 +263,7 @@ def _candidates(
     mean: int,
     late: np.ndarray,
 ) -> Shortlist:
-    """Late guests that open a way out of the blocked set, those that can take most tokens from it first."""
+    """Late guests that open a way out of the blocked set; first those that can take most from it, less their price."""
     num_ranks = len(load)
     slots = len(table) // num_ranks
     best = shortlist(TRIED, np.inf)
@@ -256,7 +275,8 @@ def _candidates(
         if movable == 0:
             continue
         for r in range(num_ranks):
-            if inside[r] or node[r] != node[home[e]]:
+            price = _price(prices, home[e], r)
+            if inside[r] or price == np.inf:
                 continue
             slot, held = -1, False
             for c in range(r * slots, (r + 1) * slots):
@@ -269,5 +289,5 @@ def _candidates(
                 continue
             # the rank loses what its guest served and has that room, too
             won = min(movable, mean - load[r] + served[slot]) - served[slot]
-            offer(best, -np.float64(won), slot, e)
+            offer(best, price - won, slot, e)
     return best

@@ -63,21 +63,18 @@ class LayerShape:
         """Forward and backward of one token in one expert."""
         return (1 + BACKWARD) * self.token_flops / world.speeds.flops
 
-    def copy_seconds(self, world: World) -> float:
-        """One guest's ways out and back in an iteration, over the slowest link of the group, unhidden."""
-        return self.fetches * self.fetch_seconds(world) + self.returns * self._way(self.grad_bytes, world)
+    def copy_seconds(self, world: World, link: Link | None = None) -> float:
+        """One guest's ways out and back in an iteration, unhidden; over the slowest link of the group, or ``link``."""
+        link = link or world.slowest_link
+        return self.fetches * _phase(self.expert_bytes, link) + self.returns * _phase(self.grad_bytes, link)
 
     def fetch_seconds(self, world: World) -> float:
-        """One guest's way out, likewise."""
-        return self._way(self.expert_bytes, world)
+        """One guest's way out, over the slowest link."""
+        return _phase(self.expert_bytes, world.slowest_link)
 
-    def _way(self, num_bytes: int, world: World) -> float:
-        link = world.speeds.inter if world.num_nodes > 1 else world.speeds.intra
-        return num_bytes / link.bandwidth + link.latency
-
-    def copy_tokens(self, world: World) -> float:
+    def copy_tokens(self, world: World, link: Link | None = None) -> float:
         """Tokens the slowest rank must be spared, over all microbatches, for one unhidden copy to pay."""
-        return self.copy_seconds(world) / self.token_seconds(world)
+        return self.copy_seconds(world, link) / self.token_seconds(world)
 
     def routing_tokens(self, world: World) -> float:
         """Tokens the slowest rank must be spared, over all microbatches, for routing to guests to pay at all."""

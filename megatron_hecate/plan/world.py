@@ -155,6 +155,11 @@ class World:
     def num_nodes(self) -> int:
         return len(set(self.node))
 
+    @property
+    def slowest_link(self) -> Link:
+        """Between nodes, if there are several."""
+        return self.speeds.inter if self.num_nodes > 1 else self.speeds.intra
+
     @cached_property
     def node_index(self) -> np.ndarray:
         """[R] the nodes, numbered from 0."""
