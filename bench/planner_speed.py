@@ -3,12 +3,13 @@
     python bench/planner_speed.py
 
 Tier 1 chooses guests from the loads of the iterations before (`plan_guests`): from the forecast alone, as at the start,
-and as in training, where the last plan and the errors of earlier forecasts are known. Priced guests are planned as a
-layer plans them, with copies and routing that must pay: an expert of DeepSeek-V3's size (SwiGLU of 7168 x 2048) on
-H100 nodes, 16 microbatches per iteration. After the gate, `split_quotas` gives this rank's row of quotas from the true
-loads; guests and quotas are the whole plan of a layer, graph of the holders included. `largest_load` is what the loads
-could be balanced to. `calibrate` (tier 2) corrects guests by one microbatch's true loads at these prices, 8 late guests
-at most: where they are as forecast, and after a jump, when every expert is as popular as another was.
+and as in training, where the last plan and the errors of earlier forecasts are known (making scenarios of these counts,
+where guests are single). Priced guests are planned as a layer plans them, with copies and routing that must pay: an
+expert of DeepSeek-V3's size (SwiGLU of 7168 x 2048) on H100 nodes, 16 microbatches per iteration. After the gate,
+`split_quotas` gives this rank's row of quotas from the true loads; guests and quotas are the whole plan of a layer,
+graph of the holders included. `largest_load` is what the loads could be balanced to. `calibrate` (tier 2) corrects
+guests by one microbatch's true loads at these prices, inside nodes, 8 late guests at most: where they are as forecast,
+and after a jump, when every expert is as popular as another was.
 
 Loads drift from call to call, so no call repeats the one before; everything is drawn from a seed, compiled before it is
 timed, and timed by the wall clock. Sizes are experts/ranks, 8 ranks per node; with 256 experts on 1,024 ranks three of
@@ -83,7 +84,11 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
     taste = rng.normal(0, 0.3, (num_ranks, num_experts))  # of the sources
     once = dataclasses.replace(SHAPE, microbatches=1)
     prices = dict(copy_tokens=SHAPE.copy_tokens(world), routing_tokens=SHAPE.routing_tokens(world))
-    late = dict(copy_tokens=once.copy_tokens(world), routing_tokens=once.routing_tokens(world), most_late=MOST_LATE)
+    late = dict(
+        copy_tokens=once.copy_tokens(world, world.speeds.intra),
+        routing_tokens=once.routing_tokens(world),
+        most_late=MOST_LATE,
+    )
     seconds = np.empty((len(COLUMNS), calls))
     history, placement, paying = LoadHistory(), homes, homes
     for call in range(-ITERATIONS_BEFORE, calls):

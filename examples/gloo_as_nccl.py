@@ -12,7 +12,7 @@ def uneven_all_gather() -> None:
     """gloo refuses an all-gather of unequal tensors, which NCCL emulates and expert tensor parallelism needs."""
     original = dist.all_gather
 
-    def all_gather(tensors: list, tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
         if len({t.shape for t in tensors}) <= 1:
             return original(tensors, tensor, group=group, async_op=async_op)
         assert not async_op
@@ -27,7 +27,7 @@ def uneven_all_gather() -> None:
     dist.all_gather = dist.distributed_c10d.all_gather = all_gather
 
 
-class _Works(list):
+class _Works(list[dist.Work]):
     def wait(self) -> None:
         for work in self:
             work.wait()
@@ -36,7 +36,9 @@ class _Works(list):
 def one_all_gather_each() -> None:
     """gloo's coalesced all-gather corrupts the heap now and then when the next one is queued while it runs."""
 
-    def all_gather_single_coalesced(group: Any, outputs: list, inputs: list, options: Any = None) -> _Works:
+    def all_gather_single_coalesced(
+        group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
+    ) -> _Works:
         one = dist.distributed_c10d.AllgatherOptions()
         one.asyncOp = True
         return _Works(group._allgather_base(o, i, one) for o, i in zip(outputs, inputs, strict=True))

@@ -72,3 +72,15 @@ def test_a_plan_that_does_not_fit_any_more_is_not_kept(slots: int) -> None:
     assert_valid(plan_guests(forecast, mirrored, world, previous=last, **known), num_slots=slots)
     wider = plan_guests(forecast, Placement.initial(8, 4, num_slots=slots + 1), world, previous=last, **known)
     assert_valid(wider, num_slots=slots + 1)
+
+
+def test_a_plan_for_other_homes_or_experts_is_not_looked_at() -> None:
+    """Tables of one shape, which the homes do not fit."""
+    forecast, world = np.array([100.0, 1.0]), one_node(2)
+    layer = Placement(home=np.array([0, 1]), table=np.array([[0, -1], [1, -1]]))
+    exchanged = Placement(home=np.array([1, 0]), table=np.array([[0, 1], [1, 0]]))
+    planned = plan_guests(forecast, layer, world, previous=exchanged)
+    assert planned.home.tolist() == [0, 1] and planned is not exchanged
+    narrow, many = Placement(home=np.array([0, 1]), table=np.array([[0] + [-1] * 300, [1] + [-1] * 300])), 301
+    other = Placement(home=np.full(many, 1), table=np.stack([[many - 1] + [-1] * 300, np.arange(many)]))
+    assert_valid(plan_guests(forecast, narrow, world, previous=other, overlap_degree=1))

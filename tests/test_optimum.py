@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from optimum import least_possible
+from optimum import least_possible, main
 from random_plans import best_largest, some_total
 
 
@@ -25,3 +25,34 @@ def test_the_bound_is_the_best_of_all_placements(seed: int) -> None:
 
 def test_nothing_to_compute() -> None:
     assert least_possible(np.zeros(4, np.int64), np.array([0, 0, 1, 1]), num_ranks=2, slots=1) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--ranks", "3"], "num_experts=64 is not divisible by 3 ranks"),
+        (["--ranks", "1"], "slots=1 is out of range"),
+        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
+        (["--slots", "60"], "slots=60 is out of range"),
+        (["--trace", "none.npz"], "none.npz: no such file"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(
+    options: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["optimum.py", *options])
+    with pytest.raises(SystemExit):
+        main()
+    out, err = capsys.readouterr()
+    assert message in err and not out
+
+
+def test_a_replay_prints_what_placements_allow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["optimum.py", "--steps", "3"])
+    main()
+    rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| pysrc")]
+    assert [row[3] for row in rows] == ["hecate", "hecate-late", "any placement"] * 2
+    for history, late, optimum in (rows[:3], rows[3:]):
+        assert 1 <= float(optimum[4]) <= float(late[4]) <= float(history[4])

@@ -21,7 +21,8 @@ from megatron_hecate.plan.swap import GOAL, SPARE, unblock
 EFFORT: int = 300_000
 # Choices judged when guests are single, times ranks and scenarios.
 FOREST_EFFORT: int = 150_000
-ENOUGH_TRIES: int = 16  # with fewer, the graph is so large that other starts take too long
+ENOUGH_TRIES: int = 16  # with fewer, the graph is so large that other starts take too long,
+FEW_TRIES: int = 4  # and with fewer than these, looking at the last plan takes as long as planning
 # A plan is kept that is balanced with more of every even share in place than a new one needs, in 1/256: forecasts fail
 # it as well as the loads drift. With 128, imbalance is left that new plans would not leave (bench/data).
 KEEP: int = 160
@@ -142,14 +143,14 @@ def _plan_hedged(
     priced: bool,
 ) -> tuple[np.ndarray, int]:
     """[R * P] a plan for the forecast, and the largest rank load of its hedged flow, or 0 where nobody looked: ``last``
-    [R * P or 0] while that is good, but for large graphs, in which looking takes as long as planning."""
+    [R * P or 0] while that is good, but for large graphs without a price."""
     num_ranks = len(bare)
     mean = forecast.sum() // num_ranks
     goal = mean + mean // GOAL
     tries = EFFORT // (len(home) + copies) ** 2
     if tries == 0 and not priced:
         tries = -1  # a flow that only says how good a plan is would take most of the time
-    if len(last) and (priced or tries >= ENOUGH_TRIES):
+    if len(last) and (priced or tries >= FEW_TRIES):
         largest = _hedged(forecast, home, last, order, most, KEEP)
         if largest <= goal:
             return last, largest

@@ -53,8 +53,9 @@ def plan_guests(
         scenarios: gives [S, E] loads that may come instead of the forecast (`observe.LoadHistory.scenarios`), where
             asked: guests that are alone on their ranks are planned for these; more of them leave so little that the
             hedge does.
-        previous: the plan of the last iteration. It is returned itself when it is still good: when it balances the
-            forecast, with all guests it may have, within 1/128 of a mean rank load, or all scenarios.
+        previous: the plan of the last iteration, if it has the same homes. It is returned itself when it is still good:
+            when it balances the forecast, with all guests it may have, within 1/128 of a mean rank load, or all
+            scenarios. Without a price, large graphs (250 experts and guests) are planned anew.
         overlap_degree: t, how many experts per rank can be fetched hidden behind compute; ``None`` is no limit.
         copies: guests in all, at most; ``None`` is no limit beyond the slots.
         copy_tokens: what one copy on the busiest rank costs, in tokens (`LayerShape.copy_tokens` for copies that
@@ -68,8 +69,8 @@ def plan_guests(
         ``placement`` with this plan's guests; without any when copies would not pay.
 
     Raises:
-        ValueError: for a forecast or scenarios of the wrong length, with NaN, infinite or negative entries, for limits
-            or a price below 0, and for a world that does not fit the placement's ranks.
+        ValueError: for a forecast, or scenarios that are asked for, of the wrong length, with NaN, infinite or negative
+            entries, for limits or a price below 0, and for a world that does not fit the placement's ranks.
     """
     forecast = np.asarray(forecast, dtype=np.float64)
     _check_shapes(forecast, placement, world)
@@ -88,8 +89,8 @@ def plan_guests(
     if total == 0:
         return bare
     last = bare
-    if previous is not None and previous.table.shape == bare.table.shape:
-        last = previous  # whether it fits these homes and limits is seen where it is needed
+    if previous is not None and previous.table.shape == bare.table.shape and np.array_equal(previous.home, bare.home):
+        last = previous  # whether it fits the limits is seen where it is needed
     copies = NO_LIMIT if copies is None else min(copies, NO_LIMIT)
     egress = NO_LIMIT if egress is None else min(egress, NO_LIMIT)
     most_per_rank = bare.slots_per_rank if overlap_degree is None else min(overlap_degree, bare.slots_per_rank)
