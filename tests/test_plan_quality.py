@@ -148,3 +148,13 @@ def test_prices_are_compared_with_what_is_left_in_truth(num_ranks: int, slots: i
                 surprise.append((left / total.sum() - expected / scaled.sum()) * num_ranks)
             history.append(load)
     assert np.mean(surprise) == pytest.approx(UNFORESEEN[slots - 1], abs=0.006)
+
+
+@pytest.mark.parametrize(("num_ranks", "largest"), [(8, 1.1), (32, 1.01)])
+def test_equal_forecasts_join_all_ranks(num_ranks: int, largest: float) -> None:
+    """Nothing is known, so all experts are expected to be alike: guests must lead anywhere. The first step recorded."""
+    homes = Placement.initial(64, num_ranks, num_slots=2)
+    world = World(tuple(rank // 8 for rank in range(num_ranks)))
+    planned = plan_guests(1 + 1e-3 * (np.arange(64) % (64 // num_ranks)), homes, world)
+    left = [largest_load(total, planned, world) * num_ranks / total.sum() for total in _recorded("aux0")[0]]
+    assert np.mean(left) <= largest, left

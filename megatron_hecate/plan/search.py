@@ -24,6 +24,9 @@ SCALE: int = 1 << 30  # tells any two loads apart; sums of products stay below 2
 # Part of an even share that stays in place, in 1/256. 80 to 128 leave least imbalance on real traces (docs/results.md).
 HEDGE: int = 96
 INDEX: int = 1 << 20  # more than there are ranks or experts; keys to sort by are value * INDEX + index
+SHUFFLE: int = 648_113  # odd, so index * SHUFFLE % INDEX tells indices apart
+UNSHUFFLE: int = pow(SHUFFLE, -1, INDEX)
+SHIFT: int = 5  # ranks, from round to round
 
 
 @compiled
@@ -180,6 +183,8 @@ def fill(forecast: np.ndarray, given: np.ndarray, home: np.ndarray, table: np.nd
     """Put ``given`` [E] copies into empty slots, in place; ``free`` [R] counts those a rank may still fill.
 
     The largest shares go to the ranks that have least when every expert is split evenly, one guest per rank and round.
+    Ranks of equal load come shuffled, in every round otherwise: in order, neighbours would host each other's experts
+    and tokens go no farther.
     """
     num_ranks, num_experts = len(free), len(forecast)
     slots = len(table) // num_ranks
@@ -202,13 +207,13 @@ def fill(forecast: np.ndarray, given: np.ndarray, home: np.ndarray, table: np.nd
         i += given[e]
     ranks = np.empty(num_ranks, np.int64)
     first = 0  # copies before this one are placed
-    placed = True
+    placed, shift = True, 0
     while placed and first < wanted:
         placed = False
         for r in range(num_ranks):
-            ranks[r] = load[r] * INDEX + r
+            ranks[r] = load[r] * INDEX + (r + shift) * SHUFFLE % INDEX
         for key in np.sort(ranks):
-            r = key % INDEX
+            r = key % INDEX * UNSHUFFLE % INDEX - shift
             if free[r] == 0:
                 continue
             for i in range(first, wanted):
@@ -229,6 +234,7 @@ def fill(forecast: np.ndarray, given: np.ndarray, home: np.ndarray, table: np.nd
                     break
             while first < wanted and copies[first] < 0:
                 first += 1
+        shift += SHIFT
 
 
 @compiled
