@@ -48,7 +48,7 @@ def test_with_scenarios_and_a_last_plan_every_limit_is_kept(
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("copy_tokens", [0.0, 0.1])
 def test_a_plan_that_is_still_good_is_returned_itself(slots: int, copy_tokens: float) -> None:
-    forecast = np.array([100.0, 20, 20, 20, 20, 20, 20, 20])
+    forecast = np.array([100.0, 21, 17, 20, 19, 22, 18, 23])
     layer, world = Placement.initial(8, 4, num_slots=slots), one_node(4)
     known = dict(scenarios=lambda: forecast * np.array([[1.0], [1.01]]), copy_tokens=copy_tokens)
     first = plan_guests(forecast, layer, world, **known)
