@@ -23,6 +23,7 @@ EFFORT: int = 300_000
 FOREST_EFFORT: int = 150_000
 ENOUGH_TRIES: int = 16  # with fewer, the graph is so large that other starts take too long,
 FEW_TRIES: int = 4  # and with fewer than these, looking at the last plan takes as long as planning
+MANY_TRIES: int = 100  # with more, single guests are searched from every start, not from the best alone
 # A plan is kept that is balanced with more of every even share in place than a new one needs, in 1/256: forecasts fail
 # it as well as the loads drift. With 128, imbalance is left that new plans would not leave (bench/data).
 KEEP: int = 160
@@ -198,12 +199,16 @@ def _plan_forest(
         guest[:] = -1
         for c in range(len(table)):
             guest[c // slots] = max(guest[c // slots], _guest(table, home, slots, c))
-        squares, _ = judge(guest, home, scenarios, outcome)
+        if tries > MANY_TRIES:
+            squares = improve(guest, home, most, scenarios, tries)
+        else:
+            squares, _ = judge(guest, home, scenarios, outcome)
         if squares < least:
             best[:], least = guest, squares
         if squares == 0:
             break
-    improve(best, home, most, scenarios, tries)
+    if tries <= MANY_TRIES:
+        improve(best, home, most, scenarios, tries)
     table = bare.ravel().copy()
     for r in range(num_ranks):
         if best[r] >= 0:
