@@ -5,7 +5,8 @@
 For every step and layer of the recorded loads in which `hecate-late` leaves more than ``FLOOR``, a mixed-integer
 program finds the smallest largest rank load over all placements of guests and all quotas, with scipy's HiGHS; where it
 takes too long, what it has proven. All other samples count as 1. So every figure under "any placement" is a bound that
-holds for every planner, at any number of late copies; homes stay where they are. On larger groups programs take hours.
+holds for every planner, at any number of late copies; homes stay where they are. On larger groups most programs hit the
+time limit.
 """
 
 from __future__ import annotations

@@ -242,7 +242,7 @@ class LayerState:
         return plan
 
     def calibrate(self, loads: Tensor) -> Guests | None:
-        """Tier 2, in the first forward of an iteration: the guests, corrected by the true ``loads`` [N, E].
+        """Tier 2, in the first forward these guests are for: corrected by the true ``loads`` [N, E].
 
         Guests that microbatches have computed with stay as they are until the iteration ends.
         """

@@ -16,12 +16,12 @@ from megatron_hecate.plan.regraft import improve
 from megatron_hecate.plan.search import HEDGE, empty_slot, most_copies, plan
 from megatron_hecate.plan.swap import GOAL, SPARE, unblock
 
-# Swaps tried when one plan is searched, times the square of the graph's columns: each costs about its columns, and
+# Swaps tried when one plan is searched, times the square of experts and guests: each costs about as much as these, and
 # large graphs need fewer of them.
 EFFORT: int = 300_000
 # Choices judged when guests are single, times ranks and scenarios.
 FOREST_EFFORT: int = 150_000
-ENOUGH_TRIES: int = 16  # with fewer, the graph is so large that other starts take too long,
+ENOUGH_TRIES: int = 16  # with fewer, the graph is so large that other starts and loads than the forecast take too long,
 FEW_TRIES: int = 4  # and with fewer than these, looking at the last plan takes as long as planning
 MANY_TRIES: int = 100  # with more, single guests are searched from every start, not from the best alone
 # A plan is kept that is balanced with more of every even share in place than a new one needs, in 1/256: forecasts fail
@@ -181,8 +181,8 @@ def _plan_forest(
     most: np.ndarray,
     tries: int,
 ) -> np.ndarray:
-    """[R * P] a plan with at most one guest per rank for all loads, from the best of the starts: ``last`` [R * P or 0]
-    is one."""
+    """[R * P] a plan with at most one guest per rank for all loads: searched from every start, or, with few ``tries``,
+    from the best; ``last`` [R * P or 0] is a start."""
     num_ranks, slots = bare.shape
     scenarios = scenarios_of(forecast.astype(np.float64), others, home, num_ranks)
     outcome = outcome_for(scenarios)

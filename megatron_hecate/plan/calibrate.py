@@ -68,7 +68,7 @@ def calibrate(
             pay (`LayerShape.copy_tokens`).
         most_late: late guests of this layer on all ranks together, at most.
         routing_tokens: what routing to guests costs when there are none yet (`LayerShape.routing_tokens`).
-        across_tokens: that of one from another node; ``None`` is never.
+        across_tokens: the price of one late guest from another node; ``None`` is never.
 
     Returns:
         The corrected placement; ``placement`` itself when nothing pays.
@@ -115,7 +115,7 @@ def _cost(
     *,
     most_late: int,
 ) -> float:
-    """What `calibrate` minimizes, of any plan; infinite when it breaks a limit."""
+    """What `calibrate` minimizes, but for routing, of any plan; infinite when it breaks a limit or adds nothing."""
     expert, rank = np.nonzero(plan.holders & ~before.holders)
     source = plan.home[expert]
     if not len(expert) or len(expert) > most_late:

@@ -5,7 +5,7 @@ its busiest rank, and traffic inside nodes and between nodes runs side by side.
 
     forward   dispatch -> experts -> combine            token bytes twice, FLOPs once
     backward  the same in reverse                       token bytes twice, FLOPs twice
-    spAG, spRS once per iteration                       what exceeds the time they can hide behind is exposed
+    spAG, spRS as often as guests are fetched           what exceeds the time they can hide behind is exposed
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LayerShape:
         microbatches: microbatches per iteration.
         fetches: how often guests are fetched per iteration.
         returns: how often their gradients go home.
-        hidden_seconds: compute before the layer, per iteration, behind which spAG hides (and, in the backward, spRS).
+        hidden_seconds: compute before the layer behind which one spAG hides (and, in the backward, one spRS).
     """
 
     expert_bytes: int

@@ -55,7 +55,7 @@ def plan_guests(
             hedge does.
         previous: the plan of the last iteration, if it has the same homes. It is returned itself when it is still good:
             when it balances the forecast, with all guests it may have, within 1/128 of a mean rank load, or all
-            scenarios. Without a price, large graphs (250 experts and guests) are planned anew.
+            scenarios. Without a price, large graphs (more than 273 experts and guests) are planned anew.
         overlap_degree: t, how many experts per rank can be fetched hidden behind compute; ``None`` is no limit.
         copies: guests in all, at most; ``None`` is no limit beyond the slots.
         copy_tokens: what one copy on the busiest rank costs, in tokens (`LayerShape.copy_tokens` for copies that

@@ -21,7 +21,7 @@ from megatron_hecate.plan.links import by_home, holders
 from megatron_hecate.plan.swap import SPARE, unblock
 
 SCALE: int = 1 << 30  # tells any two loads apart; sums of products stay below 2^63
-# Part of an even share that stays in place, in 1/256. 80 to 128 leave least imbalance on real traces (docs/results.md).
+# Part of an even share that stays in place, in 1/256. 80 to 128 leave least imbalance on the traces in bench/data.
 HEDGE: int = 96
 INDEX: int = 1 << 20  # more than there are ranks or experts; keys to sort by are value * INDEX + index
 SHUFFLE: int = 648_113  # odd, so index * SHUFFLE % INDEX tells indices apart
