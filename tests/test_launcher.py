@@ -90,7 +90,7 @@ def _run(
         start_new_session=True,
     ) as process:
         try:
-            log, _ = process.communicate(timeout=150)
+            log, _ = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             for pid in _descendants(process.pid):
                 os.kill(pid, signal.SIGKILL)
