@@ -23,7 +23,7 @@ from rivals.planner import Setting
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
 
-from megatron_hecate.plan import LayerShape, Placement, World
+from megatron_hecate.plan import LayerShape, Placement, World, largest_load
 
 FLOOR: float = 1.01
 LIMIT: float = 60.0  # seconds for one program
@@ -84,8 +84,7 @@ def compare(case: Case) -> dict[str, np.ndarray]:
             total = load.sum(axis=0)
             mean = max(1, total.sum()) / num_ranks
             for name, placement in (("hecate", placed), ("hecate-late", final)):
-                largest = plan.split(load, placement).rank_load(num_ranks).max()
-                found[name][step, layer] = largest / mean if largest else 1.0
+                found[name][step, layer] = max(1.0, largest_load(total, placement, setting.world) / mean)
             if found["hecate-late"][step, layer] > FLOOR:
                 best = least_possible(total, setting.homes.home, num_ranks=num_ranks, slots=setting.slots)
                 found["any placement"][step, layer] = best / mean

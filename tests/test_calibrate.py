@@ -103,7 +103,7 @@ def test_nothing_pays_a_price_above_the_gain_of_perfect_balance(
     gain = counting_bound(total, case.placement.holders) - int(total.sum()) // case.placement.num_ranks
     limits = dict(most_late=most_late, across_tokens=None if across is None else across * gain)
     assert _calibrate(case, copy_tokens=gain, **limits) is case.placement
-    assert _calibrate(case, copy_tokens=float("inf"), most_late=most_late) is case.placement
+    assert _calibrate(case, copy_tokens=float("inf"), **limits) is case.placement
     if not case.placement.num_guests:
         assert _calibrate(case, copy_tokens=0.0, routing_tokens=gain, **limits) is case.placement
 

@@ -104,9 +104,10 @@ def test_two_slots_balance_loads_that_drift(num_ranks: int, seed: int, known: bo
     assert left.mean() <= 1.002 and np.percentile(left, 99) <= 1.02, f"{left.mean()} {np.percentile(left, 99)}"
 
 
+@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("num_ranks", [8, 32])
-def test_two_slots_balance_a_recorded_training(num_ranks: int) -> None:
-    left = _left(_recorded("aux1e-2"), num_ranks, slots=2)
+def test_two_slots_balance_a_recorded_training(num_ranks: int, known: bool) -> None:
+    left = _left(_recorded("aux1e-2"), num_ranks, slots=2, known=known)
     assert left.mean() <= 1.002 and np.percentile(left, 99) <= 1.02, f"{left.mean()} {np.percentile(left, 99)}"
 
 
