@@ -37,9 +37,6 @@ class Prices(NamedTuple):
     near: float
     far: float
 
-    def of(self, source: np.ndarray | int, rank: np.ndarray | int) -> np.ndarray:
-        return np.where(self.node[source] == self.node[rank], self.near, self.far)
-
 
 def calibrate(
     total: np.ndarray,
@@ -117,12 +114,9 @@ def _cost(
 ) -> float:
     """What `calibrate` minimizes, but for routing, of any plan; infinite when it breaks a limit or adds nothing."""
     expert, rank = np.nonzero(plan.holders & ~before.holders)
-    source = plan.home[expert]
     if not len(expert) or len(expert) > most_late:
         return float("inf")
-    price = prices.of(source, rank)
-    busiest = max(np.bincount(rank, price).max(), np.bincount(source, price).max())
-    return largest_load(total, plan, world) + float(busiest)
+    return largest_load(total, plan, world) + _busiest(plan.home, prices, expert, rank)
 
 
 @compiled
@@ -169,7 +163,7 @@ def _search(
         if cap - mean <= min(prices.near, prices.far):
             return found
         swap = _candidates(home, prices, table, count, where, served, load, inside, mean, late)
-        best, least_cost, least_above = -1, cap + busiest, np.inf
+        best, paid, least_cost, least_above = -1, 0.0, cap + busiest, np.inf
         for i in range(listed(swap)):
             rank, source = swap.place[i] // slots, home[swap.expert[i]]
             price = _price(prices, source, rank)
@@ -180,21 +174,22 @@ def _search(
             _put(swap.place[i], swap.expert[i], home, new_table, new_count, new_where, new_served, new_load)
             links = links_of(new_table, new_count, new_where, num_ranks)
             new_cap = level(links, new_table, new_served, new_load, least, 0, enough, seen, NO_LIMIT, True)
+            if new_cap > enough:
+                continue
             new_excess = _above(new_load, mean)
-            if new_cap > enough or (new_cap == cap and new_excess >= excess):
+            if new_cap == cap and new_excess >= excess:
                 continue
             cost, above = min(cap + busiest, new_cap + new_busiest), new_excess + new_busiest
             if cost < least_cost or (cost == least_cost and above < least_above):
-                best, least_cost, least_above = i, cost, above
+                best, paid, least_cost, least_above = i, price, cost, above
         if best < 0:
             return found
         slot, expert = swap.place[best], swap.expert[best]
         swaps[found, 0], swaps[found, 1] = slot, expert
         late[slot] = True
         rank, source = slot // slots, home[expert]
-        price = _price(prices, source, rank)
-        received[rank] += price
-        sent[source] += price
+        received[rank] += paid
+        sent[source] += paid
         busiest = max(busiest, received[rank], sent[source])
         _put(slot, expert, home, table, count, where, served, load)
         links = links_of(table, count, where, num_ranks)
@@ -207,6 +202,17 @@ def _search(
 @compiled
 def _price(prices: Prices, source: int, rank: int) -> float:
     return prices.near if prices.node[source] == prices.node[rank] else prices.far
+
+
+@compiled
+def _busiest(home: np.ndarray, prices: Prices, expert: np.ndarray, rank: np.ndarray) -> float:
+    """Price of the late guests, ``expert`` on ``rank``, that the rank which has most of it receives or sends."""
+    received, sent = np.zeros(len(prices.node)), np.zeros(len(prices.node))
+    for i in range(len(expert)):
+        price = _price(prices, home[expert[i]], rank[i])
+        received[rank[i]] += price
+        sent[home[expert[i]]] += price
+    return max(received.max(), sent.max())
 
 
 @compiled
