@@ -93,7 +93,7 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
     history, placement, paying = LoadHistory(), homes, homes
     for call in range(-ITERATIONS_BEFORE, calls):
         share = np.exp(popularity + taste)
-        load = rng.poisson(share / share.sum(axis=1, keepdims=True) * PAIRS)
+        load = rng.poisson(share / share.sum(axis=1, keepdims=True) * PAIRS).astype(np.int32)  # as layers gather it
         popularity += rng.normal(0, 0.1, num_experts)
         total = load.sum(axis=0)
         jumped = np.roll(total, num_experts // 2 + 1)

@@ -123,14 +123,14 @@ class DeviceQuotas:
         agree on one table of quotas; tokens are conserved even if they do not.
 
         Args:
-            loads: [N, E] int64 on the device, tokens of source n routed to expert e: 0 or more, at most 2^50 in all.
+            loads: [N, E] int on the device, tokens of source n routed to expert e: 0 or more, at most 2^50 in all.
 
         Returns:
             [C] int64 on the device. Over an expert's columns it sums to ``loads[own]``. Over all sources, the largest
             rank load is the smallest possible up to the figures at `STEPS` and about a token per expert on that rank.
         """
         if "even" not in self.tables:
-            return loads[self.source.own].index_select(0, self.tables["column_expert"])
+            return loads[self.source.own].to(torch.int64).index_select(0, self.tables["column_expert"])
         supply = loads.to(torch.float64)  # [N, E]
         lines = supply.t() @ self.source.tables["lines"]  # [E, R + 2]
         total = supply.sum(dim=0)  # [E]

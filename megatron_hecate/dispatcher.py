@@ -40,14 +40,14 @@ def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoEToke
 
 
 def gather_loads(routing_map: Tensor, group: dist.ProcessGroup, *, label: str, timeout: float) -> Tensor:
-    """[N, E] int64 tokens of every source rank of ``group`` for every expert, from this rank's ``routing_map`` [T, E].
+    """[N, E] int32 tokens of every source rank of ``group`` for every expert, from this rank's ``routing_map`` [T, E].
 
     On a GPU the stream waits for it, not the host.
 
     Raises:
         TransferError: naming ``label``, when a rank dies or does not answer within ``timeout`` seconds.
     """
-    own = routing_map.sum(dim=0)
+    own = routing_map.sum(dim=0, dtype=torch.int32)
     loads = own.new_empty(group.size() * len(own))
     work = dist.all_gather_into_tensor(loads, own, group=group, async_op=True)
     finish(work, loads, group, what="gathering the loads", label=label, timeout=timeout)

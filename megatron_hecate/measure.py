@@ -180,7 +180,7 @@ def _routing(world: World, device: torch.device) -> float:
     num_ranks = world.num_ranks
     homes = Placement.initial(2 * num_ranks, num_ranks, num_slots=1)
     lent = homes.with_guests((2 * rank, (rank + 1) % num_ranks) for rank in range(num_ranks))
-    own = torch.randint(0, 1000, (2 * num_ranks,), device=device)
+    own = torch.randint(0, 1000, (2 * num_ranks,), dtype=torch.int32, device=device)
     loads: Tensor = own.new_empty(num_ranks * len(own))
     quotas = Source.on(device, world, own=dist.get_rank()).quotas(lent)
 
