@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_hecate.overlap import MEASURED, OverlapMeter
 from megatron_hecate.p2p import finish
+from megatron_hecate.plan.drift import drifted
 
 FORGET: float = 0.85  # weight of an iteration in the measured trend, relative to the one after it
 MOST: float = 1.2  # of the last change that may be expected to happen again; below 0, part of it is taken back
@@ -44,7 +45,8 @@ class LoadHistory:
         self.last: np.ndarray | None = None  # [L, E] tokens of the last iteration
         self._roots: deque[np.ndarray] = deque(maxlen=3)  # [L, E] each
         self._expected: np.ndarray | None = None  # [L, E] the next of them
-        self._errors: deque[np.ndarray] = deque(maxlen=ERRORS)  # [L, E] each, of unit vectors
+        self._errors: np.ndarray | None = None  # [L, E, ERRORS] of unit vectors, a ring
+        self._num_errors = 0  # so far
         self._found: np.ndarray | float = 0.0  # [L, 1] sums of products of neighbouring changes
         self._changed: np.ndarray | float = 0.0  # and of squares
 
@@ -53,7 +55,10 @@ class LoadHistory:
         self.last = load
         roots = np.sqrt(load.astype(np.float64))
         if self._expected is not None:
-            self._errors.append(_unit(roots) - _unit(self._expected))
+            if self._errors is None:
+                self._errors = np.zeros((*load.shape, ERRORS))
+            self._errors[:, :, self._num_errors % ERRORS] = _unit(roots) - _unit(self._expected)
+            self._num_errors += 1
         self._roots.append(roots)
         if len(self._roots) == 3:
             oldest, middle, newest = self._roots
@@ -83,14 +88,10 @@ class LoadHistory:
         times the root mean square error more, since what leaves most imbalance is an error of one expert that is new.
         Errors are those of ``y``, where they are alike for small and large loads.
         """
-        if not self._errors:
+        if self._errors is None:
             return None
-        expected = _unit(self._expected[layer, :num_experts])
-        errors = np.stack([error[layer, :num_experts] for error in self._errors])
-        size = BURST * np.sqrt((errors**2).mean())
-        burst = np.arange(BURSTS)[:, None] == np.arange(num_experts) * 5 % BURSTS  # neighbours in different ones
-        changed = np.concatenate([expected + errors, expected - errors, expected + size * burst])
-        return np.maximum(changed, 0.0) ** 2
+        roots, errors = self._expected[layer, :num_experts], self._errors[layer, :num_experts]
+        return drifted(roots, errors, min(self._num_errors, ERRORS), BURSTS, BURST).T
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:

@@ -57,7 +57,7 @@ def _forests(draw: st.DrawFn) -> tuple[list[int], list[int], np.ndarray]:
 def test_the_judge_finds_what_a_maximum_flow_finds(forest: tuple[list[int], list[int], np.ndarray]) -> None:
     home, guest, loads = forest
     num_ranks = len(guest)
-    scenarios = scenarios_of(loads[0], loads[1:], np.array(home), num_ranks)
+    scenarios = scenarios_of(loads[0], loads[1:].T, np.array(home), num_ranks)
     outcome = outcome_for(scenarios)
     squares, trees = judge(np.array(guest), np.array(home), scenarios, outcome)
     tokens = scenarios.tokens.astype(np.int64)
@@ -72,7 +72,7 @@ def test_the_judge_finds_what_a_maximum_flow_finds(forest: tuple[list[int], list
 
 
 def test_scenarios_keep_proportions_and_replace_empty_ones() -> None:
-    scenarios = scenarios_of(np.array([3.0, 1.0]), np.array([[1e-9, 3e-9], [0.0, 0.0]]), np.array([0, 1]), 2)
+    scenarios = scenarios_of(np.array([3.0, 1.0]), np.array([[1e-9, 0.0], [3e-9, 0.0]]), np.array([0, 1]), 2)
     share = scenarios.tokens / scenarios.tokens.sum(axis=0)
     np.testing.assert_allclose(share.T, [[0.75, 0.25], [0.25, 0.75], [0.75, 0.25]], atol=1e-6)
 
@@ -83,7 +83,7 @@ def test_swaps_only_improve_and_keep_the_limits(
     forest: tuple[list[int], list[int], np.ndarray], tries: int, most: int
 ) -> None:
     home, guest, loads = forest
-    scenarios = scenarios_of(loads[0], loads[1:], np.array(home), len(guest))
+    scenarios = scenarios_of(loads[0], loads[1:].T, np.array(home), len(guest))
     given_before = [guest.count(e) for e in range(len(home))]
     limit = np.maximum(most, given_before)
     after = np.array(guest)
@@ -106,7 +106,7 @@ def test_small_layers_against_every_placement(seed: int) -> None:
         num_ranks, num_experts = 3, int(rng.integers(3, 7))
         home = [*range(num_ranks), *rng.integers(0, num_ranks, num_experts - num_ranks).tolist()]
         loads = rng.pareto(1.0, num_experts) * rng.lognormal(0, 0.2, (5, num_experts))
-        tokens = scenarios_of(loads[0], loads[1:], np.array(home), num_ranks).tokens.astype(np.int64).T
+        tokens = scenarios_of(loads[0], loads[1:].T, np.array(home), num_ranks).tokens.astype(np.int64).T
 
         def squares(guest: tuple[int, ...]) -> float:
             caps = [int(np.rint(np.float64(t.sum()) * CAP / num_ranks)) for t in tokens]  # noqa: B023

@@ -23,7 +23,7 @@ EFFORT: int = 300_000
 FOREST_EFFORT: int = 150_000
 ENOUGH_TRIES: int = 16  # with fewer, the graph is so large that other starts and loads than the forecast take too long,
 FEW_TRIES: int = 4  # and with fewer than these, looking at the last plan takes as long as planning
-MANY_TRIES: int = 100  # with more, single guests are searched from every start, not from the best alone
+TRIES_A_START: int = 70  # single guests are searched from one start more for each of these tries, the best first
 # A plan is kept that is balanced with more of every even share in place than a new one needs, in 1/256: forecasts fail
 # it as well as the loads drift. With 128, imbalance is left that new plans would not leave (bench/data).
 KEEP: int = 160
@@ -46,7 +46,7 @@ def plan_best(
 
     Args:
         forecast: [E] tokens expected.
-        others: [S, E] loads that may come instead; S may be 0.
+        others: [E, S] loads that may come instead; S may be 0.
         home: [E].
         bare: [R, P] the table without guests.
         order: [R] ranks by node.
@@ -73,10 +73,12 @@ def plan_best(
     last = previous.ravel().copy()
     if not _fits(forecast, home, bare, previous, allowed, copies, most):
         last = last[:0]
-    tries = FOREST_EFFORT // (num_ranks * (len(others) + 1)) if per_rank == 1 and len(others) > 0 else 0
+    size = others.shape[1]
+    tries = FOREST_EFFORT // (num_ranks * (size + 1)) if per_rank == 1 and size > 0 else 0
     if tries >= ENOUGH_TRIES:
+        starts = max(1, tries // TRIES_A_START)
         tries = tries // 2 if priced else tries  # then there are two such plans to make
-        table = _plan_forest(forecast, others, home, bare, order, last, allowed, copies, most, tries)
+        table = _plan_forest(forecast, others, home, bare, order, last, allowed, copies, most, tries, starts)
         largest = _hedged(forecast, home, table, order, most, 0) if priced else 0  # the hedge is in the plan
     else:
         table, largest = _plan_hedged(forecast, home, bare, order, last, allowed, copies, most, priced)
@@ -180,14 +182,14 @@ def _plan_forest(
     copies: int,
     most: np.ndarray,
     tries: int,
+    starts: int,
 ) -> np.ndarray:
-    """[R * P] a plan with at most one guest per rank for all loads: searched from every start, or, with few ``tries``,
-    from the best; ``last`` [R * P or 0] is a start."""
+    """[R * P] a plan with at most one guest per rank for all loads, searched from the ``starts`` best of four; ``last``
+    [R * P or 0] is one of them."""
     num_ranks, slots = bare.shape
     scenarios = scenarios_of(forecast.astype(np.float64), others, home, num_ranks)
     outcome = outcome_for(scenarios)
-    least = np.inf
-    best, guest = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    guest, squares = np.full((4, num_ranks), -1), np.full(4, np.inf)
     for start in range(0 if len(last) else 1, 4):
         if start == 0:
             table = last
@@ -196,21 +198,25 @@ def _plan_forest(
         else:
             table = bare.ravel().copy()
             pair_up(forecast, home, table, allowed.copy(), most, copies, start == 3)
-        guest[:] = -1
         for c in range(len(table)):
-            guest[c // slots] = max(guest[c // slots], _guest(table, home, slots, c))
-        if tries > MANY_TRIES:
-            squares = improve(guest, home, most, scenarios, tries)
-        else:
-            squares, _ = judge(guest, home, scenarios, outcome)
-        if squares < least:
-            best[:], least = guest, squares
-        if squares == 0:
+            e = _guest(table, home, slots, c)
+            if e >= 0:
+                guest[start, c // slots] = e
+        squares[start], _ = judge(guest[start], home, scenarios, outcome)
+        if squares[start] == 0:
             break
-    if tries <= MANY_TRIES:
-        improve(best, home, most, scenarios, tries)
+    best, least = np.argmin(squares), squares.min()
+    for _ in range(min(starts, len(guest))):
+        start = np.argmin(squares)
+        if least == 0 or squares[start] == np.inf:
+            break
+        squares[start] = np.inf
+        its_squares = improve(guest[start], home, most, scenarios, tries)
+        if its_squares < least:
+            best, least = start, its_squares
     table = bare.ravel().copy()
     for r in range(num_ranks):
-        if best[r] >= 0:
-            table[empty_slot(table, slots, r, best[r])] = best[r]
+        e = guest[best, r]
+        if e >= 0:
+            table[empty_slot(table, slots, r, e)] = e
     return table

@@ -48,7 +48,10 @@ class Outcome(NamedTuple):
         can: [R, S] tokens a rank can take from its guest's home, at least 0.
         lack: [R, S] tokens above the cap that find no room.
         taken: [E, S] what an expert's hosts can take together; of experts with hosts.
+        idle: [R] whether ``can`` and ``lack`` are those of a rank that lends nothing, which are always the same.
         hosts: [E] how many.
+        lent: [R] one of a rank's experts that have hosts, or -1,
+        next_lent: [E] and the one after each, or -1.
         order: [R] ranks, each before the home of its guest; ranks on cycles last, each cycle in that order too.
         waiting: [R] room to work in.
         lacking: [S] sum of ``lack`` over the ranks.
@@ -57,7 +60,10 @@ class Outcome(NamedTuple):
     can: np.ndarray
     lack: np.ndarray
     taken: np.ndarray
+    idle: np.ndarray
     hosts: np.ndarray
+    lent: np.ndarray
+    next_lent: np.ndarray
     order: np.ndarray
     waiting: np.ndarray
     lacking: np.ndarray
@@ -65,22 +71,28 @@ class Outcome(NamedTuple):
 
 @compiled
 def scenarios_of(forecast: np.ndarray, others: np.ndarray, home: np.ndarray, num_ranks: int) -> Scenarios:
-    """``forecast`` [E] and ``others`` [S - 1, E] >= 0; one of the latter that has no tokens counts as the forecast."""
-    num_experts, size = len(home), len(others) + 1
-    scale = np.empty(size)
+    """``forecast`` [E] and ``others`` [E, S - 1] >= 0; one of the latter that has no tokens counts as the forecast."""
+    num_experts, size = len(home), others.shape[1] + 1
+    scale = np.zeros(size)
+    for e in range(num_experts):
+        scale[0] += forecast[e]
+        for s in range(1, size):
+            scale[s] += others[e, s - 1]
     for s in range(size):
-        total = 0.0
-        for e in range(num_experts):
-            total += others[s - 1, e] if s > 0 else forecast[e]
-        scale[s] = TOKENS / total if total > 0.0 else 0.0
+        scale[s] = TOKENS / scale[s] if scale[s] > 0.0 else 0.0
     tokens = np.empty((num_experts, size), np.float32)
     room = np.zeros((num_ranks, size), np.float32)
     for e in range(num_experts):
         tokens[e, 0] = np.float32(np.int32(forecast[e] * scale[0] + 0.5))
         for s in range(1, size):
-            tokens[e, s] = np.float32(np.int32(others[s - 1, e] * scale[s] + 0.5)) if scale[s] > 0.0 else tokens[e, 0]
+            tokens[e, s] = np.float32(np.int32(others[e, s - 1] * scale[s] + 0.5))
+    for s in range(1, size):
+        if scale[s] == 0.0:
+            tokens[:, s] = tokens[:, 0]
+    for e in range(num_experts):
+        r = home[e]
         for s in range(size):
-            room[home[e], s] -= tokens[e, s]
+            room[r, s] -= tokens[e, s]
     counted = np.zeros(size, np.float32)
     for r in range(num_ranks):
         for s in range(size):
@@ -101,12 +113,10 @@ def outcome_for(scenarios: Scenarios) -> Outcome:
     num_ranks = len(scenarios.room)
     can, lack = np.empty((num_ranks, size), np.float32), np.empty((num_ranks, size), np.float32)
     taken = np.zeros((num_experts, size), np.float32)
-    hosts, order, waiting = (
-        np.empty(num_experts, np.int64),
-        np.empty(num_ranks, np.int64),
-        np.empty(num_ranks, np.int64),
-    )
-    return Outcome(can, lack, taken, hosts, order, waiting, np.empty(size, np.float32))
+    hosts, next_lent = np.empty(num_experts, np.int64), np.empty(num_experts, np.int64)
+    lent, order, waiting = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    idle = np.zeros(num_ranks, np.bool_)
+    return Outcome(can, lack, taken, idle, hosts, lent, next_lent, order, waiting, np.empty(size, np.float32))
 
 
 @compiled
@@ -117,17 +127,20 @@ def judge(guest: np.ndarray, home: np.ndarray, scenarios: Scenarios, outcome: Ou
         squares: of the tokens above the cap, summed over the scenarios.
         trees: ranks that are on no cycle.
     """
-    tokens, room, first, experts = scenarios
-    can, lack, taken, hosts, order, waiting, lacking = outcome
+    tokens, room = scenarios.tokens, scenarios.room
+    can, lack, taken, idle, hosts, lent, next_lent, order, waiting, lacking = outcome
     num_ranks, size = room.shape
     waiting[:] = 0
     hosts[:] = 0
+    lent[:] = -1
     for r in range(num_ranks):
         e = guest[r]
         if e >= 0:
-            waiting[home[e]] += 1
+            lender = home[e]
+            waiting[lender] += 1
             hosts[e] += 1
             if hosts[e] == 1:
+                next_lent[e], lent[lender] = lent[lender], e
                 for s in range(size):
                     taken[e, s] = 0
     none = np.float32(0)
@@ -140,11 +153,10 @@ def judge(guest: np.ndarray, home: np.ndarray, scenarios: Scenarios, outcome: Ou
     while i < found:
         r = order[i]
         i += 1
-        _relieve(r, tokens, room, first, experts, hosts, taken, can)
-        for s in range(size):
-            short = can[r, s] if can[r, s] < none else none
-            lack[r, s] = -short
-            can[r, s] -= short
+        if lent[r] >= 0 or not idle[r]:
+            _relieve(r, tokens, room, lent, next_lent, taken, can)
+            _settle(r, can, lack)
+            idle[r] = lent[r] < 0
         e = guest[r]
         if e >= 0:
             for s in range(size):
@@ -163,29 +175,25 @@ def judge(guest: np.ndarray, home: np.ndarray, scenarios: Scenarios, outcome: Ou
         while True:
             order[found] = r
             found += 1
-            _relieve(r, tokens, room, first, experts, hosts, taken, can)
+            _relieve(r, tokens, room, lent, next_lent, taken, can)
+            e = guest[r]
             for s in range(size):
                 can[r, s] = none if can[r, s] < none else can[r, s]
-                taken[guest[r], s] += can[r, s]
-            r = home[guest[r]]
+                taken[e, s] += can[r, s]
+            r = home[e]
             if r == start:
                 break
         while True:
             e = guest[r]
-            for s in range(size):
-                lack[r, s] = can[r, s]  # as it was
-            _relieve(r, tokens, room, first, experts, hosts, taken, can)
-            last = home[e] == start
-            for s in range(size):
-                before = lack[r, s]
-                short = can[r, s] if can[r, s] < none else none
-                lack[r, s] = -short
-                can[r, s] -= short
-                if last:
-                    can[r, s] = before
-                else:
-                    taken[e, s] += can[r, s] - before
-            waiting[r] = 0
+            lacking[:] = can[r]  # as it was
+            _relieve(r, tokens, room, lent, next_lent, taken, can)
+            _settle(r, can, lack)
+            if home[e] == start:
+                can[r] = lacking
+            else:
+                for s in range(size):
+                    taken[e, s] += can[r, s] - lacking[s]
+            waiting[r], idle[r] = 0, False
             r = home[e]
             if r == start:
                 break
@@ -204,9 +212,8 @@ def _relieve(
     r: int,
     tokens: np.ndarray,
     room: np.ndarray,
-    first: np.ndarray,
-    experts: np.ndarray,
-    hosts: np.ndarray,
+    lent: np.ndarray,
+    next_lent: np.ndarray,
     taken: np.ndarray,
     can: np.ndarray,
 ) -> None:
@@ -214,8 +221,17 @@ def _relieve(
     size = room.shape[1]
     for s in range(size):
         can[r, s] = room[r, s]
-    for i in range(first[r], first[r + 1]):
-        e = experts[i]
-        if hosts[e] > 0:
-            for s in range(size):
-                can[r, s] += tokens[e, s] if tokens[e, s] < taken[e, s] else taken[e, s]
+    e = lent[r]
+    while e >= 0:
+        for s in range(size):
+            can[r, s] += tokens[e, s] if tokens[e, s] < taken[e, s] else taken[e, s]
+        e = next_lent[e]
+
+
+@compiled
+def _settle(r: int, can: np.ndarray, lack: np.ndarray) -> None:
+    """What ``can[r]`` is below 0 goes to ``lack[r]``."""
+    none = np.float32(0)
+    for s in range(can.shape[1]):
+        lack[r, s] = none if can[r, s] > none else -can[r, s]
+        can[r, s] = none if can[r, s] < none else can[r, s]

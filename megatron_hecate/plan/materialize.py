@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_hecate.plan.best import plan_best
+from megatron_hecate.plan.drift import are_loads
 from megatron_hecate.plan.flow import NO_LIMIT
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.search import SCALE, scale
@@ -139,14 +140,15 @@ def _planned(table: np.ndarray, bare: Placement, last: Placement) -> Placement:
 
 
 def _checked_scenarios(scenarios: np.ndarray | None, num_experts: int) -> np.ndarray:
+    """[E, S] of them."""
     if scenarios is None:
-        return np.empty((0, num_experts))
-    scenarios = np.ascontiguousarray(scenarios, dtype=np.float64)
+        return np.empty((num_experts, 0))
     if scenarios.ndim != 2 or scenarios.shape[1] != num_experts:
         raise ValueError(f"scenarios have shape {scenarios.shape}, expected [any number, {num_experts}]")
-    if not (scenarios.min(initial=0.0) >= 0 and scenarios.max(initial=0.0) < np.inf):  # NaN is neither
-        raise ValueError(f"scenarios must be finite and >= 0, got {scenarios.min()} to {scenarios.max()}")
-    return scenarios
+    by_expert = np.ascontiguousarray(scenarios.T, dtype=np.float64)
+    if not are_loads(by_expert.ravel()):
+        raise ValueError(f"scenarios must be finite and >= 0, got {by_expert.min()} to {by_expert.max()}")
+    return by_expert
 
 
 def _check_shapes(forecast: np.ndarray, placement: Placement, world: World) -> None:

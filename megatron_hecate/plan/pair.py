@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.links import by_home
 from megatron_hecate.plan.search import empty_slot, top_up
 
 
@@ -45,6 +46,7 @@ def pair_up(
         load[home[e]] += forecast[e]
     mean = load.sum() // num_ranks
     done = np.zeros(num_ranks, np.bool_)
+    first, experts = by_home(home, num_ranks)
     while copies > 0:
         hot = -1
         for r in range(num_ranks):
@@ -53,8 +55,9 @@ def pair_up(
         if hot < 0:
             break
         expert = -1
-        for e in range(len(forecast)):
-            if home[e] == hot and given[e] < most[e] and (expert < 0 or left[e] > left[expert]):
+        for i in range(first[hot], first[hot + 1]):
+            e = experts[i]
+            if given[e] < most[e] and (expert < 0 or left[e] > left[expert]):
                 expert = e
         if expert < 0 or left[expert] == 0:
             done[hot] = True
@@ -64,7 +67,7 @@ def pair_up(
             can = min(can, load[hot] - mean)
         cold, best = -1, 0
         for r in range(num_ranks):
-            if free[r] == 0 or load[r] >= mean or empty_slot(table, slots, r, expert) < 0:
+            if free[r] == 0 or load[r] >= mean:
                 continue
             need = mean - load[r]
             if need > can:
@@ -73,7 +76,7 @@ def pair_up(
                 score = 2 * mean - abs(need - (load[hot] - mean))
             else:
                 score = need
-            if cold < 0 or score > best:
+            if (cold < 0 or score > best) and empty_slot(table, slots, r, expert) >= 0:
                 cold, best = r, score
         if cold < 0:
             done[hot] = True

@@ -7,6 +7,7 @@ import functools
 import numpy as np
 
 from megatron_hecate.plan.calibrate import calibrate
+from megatron_hecate.plan.drift import drifted
 from megatron_hecate.plan.materialize import plan_guests
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.route import largest_load, split_quotas
@@ -18,10 +19,11 @@ def compile_planning() -> None:
     """Plan one layer that needs every part. A minute the first time on a machine, a second from the cache."""
     world = World(node=(0, 0, 1, 1))
     homes = Placement.initial(8, 4, num_slots=1)
-    load = np.array([[90, 1, 30, 1, 5, 0, 2, 0]] * 4)
+    load = np.array([[90, 1, 30, 1, 5, 0, 2, 0]] * 4, dtype=np.int32)  # as layers gather it
     forecast = load.sum(axis=0)
     placement = plan_guests(forecast, homes, world)  # one slot is too little: all starts are tried
-    plan_guests(forecast, homes, world, scenarios=lambda: forecast[::-1][None], previous=placement)
+    scenarios = drifted(np.sqrt(forecast), np.full((8, 8), 0.1), 8, 16, 3.0).T
+    plan_guests(forecast, homes, world, scenarios=lambda: scenarios, previous=placement)
     split_quotas(load, placement, world, only=1)
     split_quotas(load, placement, world)
     largest_load(forecast, placement, world)

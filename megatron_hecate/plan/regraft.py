@@ -14,7 +14,8 @@ from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.plan.forest import Outcome, Scenarios, judge, outcome_for
 from megatron_hecate.plan.shortlist import Shortlist, listed, offer, shortlist
 
-LOOK: int = 8  # swaps looked at each time, and ranks for a guest that lost its place
+LOOK: int = 8  # swaps looked at each time,
+THIRDS: int = 4  # those of them, and ranks for each, when the guest that makes room goes on to a third rank
 LESS: float = 0.999  # a swap must reduce the squares to this
 
 
@@ -49,7 +50,10 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
                 outcome, after = after, outcome
             else:
                 guest[r] = old
-        for i in range(found if squares == before else 0):  # the guest that makes room takes the place of a third
+                if squares < before:
+                    break  # what the others promise was before that
+        # otherwise the guest that makes room takes the place of a third
+        for i in range(min(found, THIRDS) if squares == before else 0):
             r = swap.place[i]
             old = guest[r]
             guest[r] = swap.expert[i]
@@ -112,17 +116,27 @@ def _price(
     itself, could no longer place; ``price`` [R] what these add to the squares.
     """
     can, taken, lacking, tokens = outcome.can, outcome.taken, outcome.lacking, scenarios.tokens
-    none = np.float32(0)
-    for r in range(len(can)):
+    none, two = np.float32(0), np.float32(2)
+    size, num_ranks = free.shape
+    can_take, its_loss = np.empty(size, np.float32), np.zeros(size, np.float32)
+    for r in range(num_ranks):
         e = guest[r]
-        price[r] = 0
-        for s in range(len(lacking)):
-            free[s, r] = none if blocked[r, s] else can[r, s]
-            loss[s, r] = 0
-            if e >= 0:
+        for s in range(size):
+            can_take[s] = none if blocked[r, s] else can[r, s]
+        if e >= 0:
+            lender = home[e]
+            for s in range(size):
                 now, left = min(tokens[e, s], taken[e, s]), min(tokens[e, s], taken[e, s] - can[r, s])
-                loss[s, r] = max(none, now - left - can[home[e], s])
-                price[r] += loss[s, r] * (2 * lacking[s] + loss[s, r])
+                its_loss[s] = max(none, now - left - can[lender, s])
+        else:
+            its_loss[:] = none
+        for s in range(size):
+            free[s, r], loss[s, r] = can_take[s], its_loss[s]
+    price[:] = none
+    for s in range(size):
+        before = two * lacking[s]
+        for r in range(num_ranks):
+            price[r] += loss[s, r] * (before + loss[s, r])
 
 
 @compiled
@@ -137,26 +151,43 @@ def _candidates(
     loss: np.ndarray,
 ) -> Shortlist:
     """Swaps that give an expert of a blocked rank to one that is not, the most promising first."""
-    hosts, lacking, tokens = outcome.hosts, outcome.lacking, scenarios.tokens
+    hosts, taken, lacking = outcome.hosts, outcome.taken, outcome.lacking
+    tokens, first, experts = scenarios.tokens, scenarios.first, scenarios.experts
     size, num_ranks = free.shape
     none, two = np.float32(0), np.float32(2)
-    worth = np.empty(len(home), np.float32)  # of one more host, at most
-    more = np.empty(size, np.float32)
-    for e in range(len(home)):
-        worth[e] = 0
-        if hosts[e] < most[e] and tokens[e, 0] > 0:
-            _more(e, home, scenarios, outcome, blocked, more)
+    more = np.empty((len(home), size), np.float32)  # tokens that have no room and that another host could take
+    worth = np.zeros(len(home), np.int64)  # of that, at most; integers can be summed in any order
+    gap = np.empty(size, np.float32)
+    for r in range(num_ranks):
+        if not blocked[r].any():
+            continue
+        for s in range(size):
+            gap[s] = lacking[s] if blocked[r, s] else none
+        for i in range(first[r], first[r + 1]):
+            e = experts[i]
+            if hosts[e] >= most[e] or tokens[e, 0] == 0:
+                continue
+            if hosts[e] > 0:
+                for s in range(size):
+                    more[e, s] = max(none, min(tokens[e, s] - taken[e, s], gap[s]))
+            else:
+                for s in range(size):
+                    more[e, s] = min(tokens[e, s], gap[s])
+            squares = 0
             for s in range(size):
-                worth[e] += more[s] * (two * lacking[s] - more[s])
+                gained = np.int64(np.int32(more[e, s]))
+                squares += gained * (2 * np.int64(np.int32(lacking[s])) - gained)
+            worth[e] = squares
     change = np.empty(num_ranks, np.float32)  # of the squares
     best = shortlist(LOOK, 0.0)
-    for e in np.argsort(-worth):
+    while True:
+        e = np.argmax(worth)
         if worth[e] <= -best.cost[-1]:
             break
-        _more(e, home, scenarios, outcome, blocked, more)
+        worth[e] = 0
         change[:] = none
         for s in range(size):
-            most_gained, before = more[s], two * lacking[s]
+            most_gained, before = more[e, s], two * lacking[s]
             for r in range(num_ranks):
                 lacks = loss[s, r] - (free[s, r] if free[s, r] < most_gained else most_gained)
                 change[r] += lacks * (before + lacks)
@@ -167,22 +198,9 @@ def _candidates(
 
 
 @compiled
-def _more(
-    expert: int, home: np.ndarray, scenarios: Scenarios, outcome: Outcome, blocked: np.ndarray, more: np.ndarray
-) -> None:
-    """``more`` [S]: tokens that have no room and that another host of ``expert`` could take."""
-    taken, lacking, tokens = outcome.taken, outcome.lacking, scenarios.tokens
-    r, hosted, none = home[expert], outcome.hosts[expert] > 0, np.float32(0)
-    for s in range(len(lacking)):
-        left = tokens[expert, s] - taken[expert, s] if hosted else tokens[expert, s]
-        left = left if left < lacking[s] else lacking[s]
-        more[s] = left if blocked[r, s] and left > none else none
-
-
-@compiled
 def _places(guest: np.ndarray, home: np.ndarray, price: np.ndarray, taken: int, expert: int) -> Shortlist:
     """Ranks other than ``taken`` that could host ``expert`` instead of their guest, the cheapest first."""
-    best = shortlist(LOOK, np.inf)
+    best = shortlist(THIRDS, np.inf)
     for r in range(len(guest)):
         if r != taken and guest[r] >= 0 and guest[r] != expert and home[expert] != r:
             offer(best, price[r], r, guest[r])
