@@ -69,6 +69,14 @@ def test_the_judge_finds_what_a_maximum_flow_finds(forest: tuple[list[int], list
     assert sorted(order) == list(range(num_ranks))
     for i, r in enumerate(order[:trees]):  # a rank comes before the home of its guest
         assert guest[r] < 0 or order.index(home[guest[r]]) > i
+    # what is kept from one choice to the next makes no difference
+    half = [e if r % 2 else -1 for r, e in enumerate(guest)]
+    for other in ([-1] * num_ranks, guest, half, guest):
+        again = judge(np.array(other), np.array(home), scenarios, outcome)
+        fresh = outcome_for(scenarios)
+        assert again == judge(np.array(other), np.array(home), scenarios, fresh)
+        for kept, new in ((outcome.lacking, fresh.lacking), (outcome.can, fresh.can), (outcome.lack, fresh.lack)):
+            np.testing.assert_array_equal(kept, new)
 
 
 def test_scenarios_keep_proportions_and_replace_empty_ones() -> None:

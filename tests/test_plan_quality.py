@@ -7,6 +7,7 @@ project promises, these fail.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -69,21 +70,26 @@ def test_with_a_slot_for_every_expert_balance_is_perfect(num_ranks: int) -> None
         assert counting_bound(total, planned.holders) == -(-total.sum() // num_ranks)
 
 
+def _replayed(loads: np.ndarray) -> Iterator[tuple[int, np.ndarray, Callable[[], np.ndarray | None], np.ndarray]]:
+    """Layer, forecast, scenarios and true loads, for every step >= 1 and layer of ``loads`` [T, L, E]."""
+    history = LoadHistory()
+    history.append(loads[0])
+    for load in loads[1:]:
+        for layer, (forecast, total) in enumerate(zip(history.forecast(), load, strict=True)):
+            yield layer, forecast, partial(history.scenarios, layer, loads.shape[2]), total
+        history.append(load)
+
+
 def _left(loads: np.ndarray, num_ranks: int, *, slots: int, known: bool = True) -> np.ndarray:
     """Imbalance of every step >= 1 and layer of ``loads`` [T, L, E], planned from the history: from the forecast alone,
     or with the last plan and the errors of earlier forecasts ``known``."""
     world = World(tuple(rank // 8 for rank in range(num_ranks)))
-    num_experts = loads.shape[2]
-    homes = Placement.initial(num_experts, num_ranks, num_slots=slots)
-    history, last = LoadHistory(), [homes] * loads.shape[1]
-    history.append(loads[0])
-    left = []
-    for load in loads[1:]:
-        for layer, (forecast, total) in enumerate(zip(history.forecast(), load, strict=True)):
-            more = dict(scenarios=partial(history.scenarios, layer, num_experts), previous=last[layer]) if known else {}
-            last[layer] = plan_guests(forecast, homes, world, **more)
-            left.append(largest_load(total, last[layer], world) * num_ranks / total.sum())
-        history.append(load)
+    homes = Placement.initial(loads.shape[2], num_ranks, num_slots=slots)
+    last, left = [homes] * loads.shape[1], []
+    for layer, forecast, scenarios, total in _replayed(loads):
+        more = dict(scenarios=scenarios, previous=last[layer]) if known else {}
+        last[layer] = plan_guests(forecast, homes, world, **more)
+        left.append(largest_load(total, last[layer], world) * num_ranks / total.sum())
     return np.array(left)
 
 
@@ -135,19 +141,17 @@ def test_prices_are_compared_with_what_is_left_in_truth(num_ranks: int, slots: i
         num_experts = loads.shape[2]
         homes = Placement.initial(num_experts, num_ranks, num_slots=slots)
         world = World(tuple(rank // 8 for rank in range(num_ranks)))
-        history, last = LoadHistory(), [homes.table] * loads.shape[1]
-        for load in loads:
-            for layer, total in enumerate(load if history.last is not None else ()):
-                scaled, _, _ = scale(history.forecast()[layer], homes.home, num_ranks)
-                others = history.scenarios(layer, num_experts) if slots == 1 else None
-                others = np.empty((0, num_experts)) if others is None else others
-                limits = (slots, slots * num_ranks, slots * num_ranks * num_experts, True)
-                last[layer], expected, _, _ = plan_best(
-                    scaled, others, homes.home, homes.table, world.order, last[layer], *limits
-                )
-                left = largest_load(total, Placement(home=homes.home, table=last[layer]), world)
-                surprise.append((left / total.sum() - expected / scaled.sum()) * num_ranks)
-            history.append(load)
+        last = [homes.table] * loads.shape[1]
+        limits = (slots, slots * num_ranks, slots * num_ranks * num_experts, True)
+        for layer, forecast, scenarios, total in _replayed(loads):
+            scaled, _, _ = scale(forecast, homes.home, num_ranks)
+            others = scenarios() if slots == 1 else None
+            others = np.empty((num_experts, 0)) if others is None else np.ascontiguousarray(others.T)
+            last[layer], expected, _, _ = plan_best(
+                scaled, others, homes.home, homes.table, world.order, last[layer], *limits
+            )
+            left = largest_load(total, Placement(home=homes.home, table=last[layer]), world)
+            surprise.append((left / total.sum() - expected / scaled.sum()) * num_ranks)
     assert np.mean(surprise) == pytest.approx(UNFORESEEN[slots - 1], abs=0.006)
 
 

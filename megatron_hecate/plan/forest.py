@@ -73,6 +73,7 @@ class Outcome(NamedTuple):
 def scenarios_of(forecast: np.ndarray, others: np.ndarray, home: np.ndarray, num_ranks: int) -> Scenarios:
     """``forecast`` [E] and ``others`` [E, S - 1] >= 0; one of the latter that has no tokens counts as the forecast."""
     num_experts, size = len(home), others.shape[1] + 1
+    assert len(others) == num_experts
     scale = np.zeros(size)
     for e in range(num_experts):
         scale[0] += forecast[e]

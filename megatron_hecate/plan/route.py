@@ -71,8 +71,8 @@ def split_quotas(
         only: the one source whose row is wanted; ``tokens`` is then [1, C].
 
     Returns:
-        Quotas, int64, whose largest rank load is minimal for this placement, and among those the tokens across nodes, and then
-        the tokens across ranks of a node.
+        Quotas, int64, whose largest rank load is minimal for this placement, and among those the tokens across nodes,
+        and then the tokens across ranks of a node.
 
     Raises:
         ValueError: for loads of the wrong shape, negative or not integral, and for sources or a world that do not fit
@@ -173,7 +173,7 @@ def _served(origin: Origin, graph: Graph) -> np.ndarray:
 def _checked(
     load: np.ndarray, placement: Placement, world: World, source_rank: Sequence[int] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Loads [N, E] as int64 or int32, and source ranks [N] as int64; that loads are not negative is seen when they are read."""
+    """Loads [N, E] as int64 or int32, and source ranks [N] as int64; negative loads are seen when they are read."""
     load = np.asarray(load)
     num_ranks = placement.num_ranks
     source = np.arange(num_ranks) if source_rank is None else np.asarray(source_rank, dtype=np.int64)
