@@ -83,19 +83,13 @@ def plan_best(
     else:
         table, largest = _plan_hedged(forecast, home, bare, order, last, allowed, copies, most, priced)
     received, sent = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    for c in range(len(table)):
-        e = _guest(table, home, slots, c)
-        if e >= 0:
-            received[c // slots] += 1
-            sent[home[e]] += 1
+    for r in range(num_ranks):
+        for c in range(r * slots, (r + 1) * slots):
+            e = table[c]
+            if e >= 0 and home[e] != r:
+                received[r] += 1
+                sent[home[e]] += 1
     return table.reshape(bare.shape), largest, received.max(), sent.max()
-
-
-@compiled
-def _guest(table: np.ndarray, home: np.ndarray, slots: int, slot: int) -> int:
-    """The guest in a slot of ``table`` [R * P], or -1."""
-    e = table[slot]
-    return e if e >= 0 and home[e] != slot // slots else -1
 
 
 @compiled
@@ -198,10 +192,11 @@ def _plan_forest(
         else:
             table = bare.ravel().copy()
             pair_up(forecast, home, table, allowed.copy(), most, copies, start == 3)
-        for c in range(len(table)):
-            e = _guest(table, home, slots, c)
-            if e >= 0:
-                guest[start, c // slots] = e
+        for r in range(num_ranks):
+            for c in range(r * slots, (r + 1) * slots):
+                e = table[c]
+                if e >= 0 and home[e] != r:
+                    guest[start, r] = e
         squares[start], _ = judge(guest[start], home, scenarios, outcome)
         if squares[start] == 0:
             break

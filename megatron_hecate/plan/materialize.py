@@ -90,19 +90,20 @@ def plan_guests(
     if total == 0:
         return bare
     last = bare
-    if previous is not None and previous.table.shape == bare.table.shape and np.array_equal(previous.home, bare.home):
+    if previous is not None and previous.table.shape == bare.table.shape and _same(previous.home, bare.home):
         last = previous  # whether it fits the limits is seen where it is needed
     copies = NO_LIMIT if copies is None else min(copies, NO_LIMIT)
     egress = NO_LIMIT if egress is None else min(egress, NO_LIMIT)
     most_per_rank = bare.slots_per_rank if overlap_degree is None else min(overlap_degree, bare.slots_per_rank)
     most_per_rank = min(most_per_rank, int(bare.free_slots.max()))
-    received_last = last.is_guest.sum(axis=1).max()
-    # with more slots single guests are an alternative, not worth a long search until they are chosen
+    price, fixed = copy_tokens * SCALE / total, routing_tokens * SCALE / total
+    priced = price + fixed > 0
+    received_last = last.is_guest.sum(axis=1).max() if priced else 0
+    # with more slots single guests are an alternative where copies cost, not worth a long search until they are chosen
     single = most_per_rank == 1 or received_last == 1
     others = _checked_scenarios(scenarios() if single and scenarios is not None else None, len(forecast))
     inputs = scaled, others, bare.home, bare.table, world.order, last.table
-    price, fixed = copy_tokens * SCALE / total, routing_tokens * SCALE / total
-    if price + fixed == 0:
+    if not priced:
         table, _, received, _ = plan_best(*inputs, most_per_rank, copies, egress, False)
         return _planned(table, bare, last) if received else bare
     mean = int(scaled.sum()) / bare.num_ranks
@@ -132,6 +133,10 @@ def plan_guests(
         if best_cost - slack <= min((cost(mean, count, count) for count in counts[tried:]), default=0.0):
             break  # the others would hardly be cheaper, however well they balance
     return bare if best is None else _planned(best, bare, last)
+
+
+def _same(homes: np.ndarray, others: np.ndarray) -> bool:
+    return homes is others or np.array_equal(homes, others)
 
 
 def _planned(table: np.ndarray, bare: Placement, last: Placement) -> Placement:
