@@ -147,9 +147,7 @@ def test_bad_limits_and_prices_say_what_they_are(name: str, value: float) -> Non
 )
 def test_bad_scenarios_say_what_they_are(scenarios: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        plan_guests(
-            np.ones(4), Placement.initial(4, 2, num_slots=1), one_node(2), scenarios=lambda: np.array(scenarios)
-        )
+        plan_guests(np.ones(4), Placement.initial(4, 2, num_slots=1), one_node(2), scenarios=lambda: scenarios)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

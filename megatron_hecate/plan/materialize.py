@@ -148,6 +148,7 @@ def _checked_scenarios(scenarios: np.ndarray | None, num_experts: int) -> np.nda
     """[E, S] of them."""
     if scenarios is None:
         return np.empty((num_experts, 0))
+    scenarios = np.asarray(scenarios)
     if scenarios.ndim != 2 or scenarios.shape[1] != num_experts:
         raise ValueError(f"scenarios have shape {scenarios.shape}, expected [any number, {num_experts}]")
     by_expert = np.ascontiguousarray(scenarios.T, dtype=np.float64)
