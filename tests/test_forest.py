@@ -18,7 +18,7 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
 from megatron_hecate.plan import assert_valid, plan_guests
-from megatron_hecate.plan.forest import CAP, judge, outcome_for, scenarios_of
+from megatron_hecate.plan.forest import CAP, Scenarios, judge, outcome_for, scenarios_of
 from megatron_hecate.plan.regraft import improve
 
 
@@ -49,6 +49,11 @@ def _forests(draw: st.DrawFn) -> tuple[list[int], list[int], np.ndarray]:
     return home, guest, np.array(loads, dtype=float)
 
 
+def _scenarios(loads: np.ndarray, home: list[int], num_ranks: int) -> Scenarios:
+    """Of ``loads`` [S, E], the forecast first, laid out as the planner has them."""
+    return scenarios_of(loads[0], np.ascontiguousarray(loads[1:].T), np.array(home), num_ranks)
+
+
 @PROPERTY
 @given(_forests())
 @example(([0, 1, 2], [1, 2, 0], np.array([[9.0, 0.0, 0.0], [0.0, 5.0, 5.0]])))  # one cycle of all ranks
@@ -57,7 +62,7 @@ def _forests(draw: st.DrawFn) -> tuple[list[int], list[int], np.ndarray]:
 def test_the_judge_finds_what_a_maximum_flow_finds(forest: tuple[list[int], list[int], np.ndarray]) -> None:
     home, guest, loads = forest
     num_ranks = len(guest)
-    scenarios = scenarios_of(loads[0], loads[1:].T, np.array(home), num_ranks)
+    scenarios = _scenarios(loads, home, num_ranks)
     outcome = outcome_for(scenarios)
     squares, trees = judge(np.array(guest), np.array(home), scenarios, outcome)
     tokens = scenarios.tokens.astype(np.int64)
@@ -91,7 +96,7 @@ def test_swaps_only_improve_and_keep_the_limits(
     forest: tuple[list[int], list[int], np.ndarray], tries: int, most: int
 ) -> None:
     home, guest, loads = forest
-    scenarios = scenarios_of(loads[0], loads[1:].T, np.array(home), len(guest))
+    scenarios = _scenarios(loads, home, len(guest))
     given_before = [guest.count(e) for e in range(len(home))]
     limit = np.maximum(most, given_before)
     after = np.array(guest)
@@ -114,7 +119,7 @@ def test_small_layers_against_every_placement(seed: int) -> None:
         num_ranks, num_experts = 3, int(rng.integers(3, 7))
         home = [*range(num_ranks), *rng.integers(0, num_ranks, num_experts - num_ranks).tolist()]
         loads = rng.pareto(1.0, num_experts) * rng.lognormal(0, 0.2, (5, num_experts))
-        tokens = scenarios_of(loads[0], loads[1:].T, np.array(home), num_ranks).tokens.astype(np.int64).T
+        tokens = _scenarios(loads, home, num_ranks).tokens.astype(np.int64).T
 
         def squares(guest: tuple[int, ...]) -> float:
             caps = [int(np.rint(np.float64(t.sum()) * CAP / num_ranks)) for t in tokens]  # noqa: B023

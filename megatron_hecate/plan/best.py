@@ -85,11 +85,18 @@ def plan_best(
     received, sent = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     for r in range(num_ranks):
         for c in range(r * slots, (r + 1) * slots):
-            e = table[c]
-            if e >= 0 and home[e] != r:
+            e = _guest(table, home, r, c)
+            if e >= 0:
                 received[r] += 1
                 sent[home[e]] += 1
     return table.reshape(bare.shape), largest, received.max(), sent.max()
+
+
+@compiled
+def _guest(table: np.ndarray, home: np.ndarray, rank: int, slot: int) -> int:
+    """The guest in a slot of ``rank``, in ``table`` [R * P], or -1."""
+    e = table[slot]
+    return e if e >= 0 and home[e] != rank else -1
 
 
 @compiled
@@ -194,14 +201,13 @@ def _plan_forest(
             pair_up(forecast, home, table, allowed.copy(), most, copies, start == 3)
         for r in range(num_ranks):
             for c in range(r * slots, (r + 1) * slots):
-                e = table[c]
-                if e >= 0 and home[e] != r:
-                    guest[start, r] = e
+                guest[start, r] = max(guest[start, r], _guest(table, home, r, c))
         squares[start], _ = judge(guest[start], home, scenarios, outcome)
         if squares[start] == 0:
             break
-    best, least = np.argmin(squares), squares.min()
-    for _ in range(min(starts, len(guest))):
+    best = np.argmin(squares)
+    least = squares[best]
+    for _ in range(starts):
         start = np.argmin(squares)
         if least == 0 or squares[start] == np.inf:
             break

@@ -172,7 +172,7 @@ def _checked(forecast: np.ndarray, placement: Placement, world: World) -> tuple[
     """The forecast as float64, and the placement without guests."""
     forecast = np.asarray(forecast, dtype=np.float64)
     _check_shapes(forecast, placement, world)
-    if not (forecast.min(initial=0.0) >= 0 and forecast.max(initial=0.0) < np.inf):  # NaN is neither
+    if not are_loads(forecast):
         raise ValueError(_bad(forecast))
     return forecast, placement.without_guests
 

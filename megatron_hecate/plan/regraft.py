@@ -118,7 +118,7 @@ def _price(
     can, taken, lacking, tokens = outcome.can, outcome.taken, outcome.lacking, scenarios.tokens
     none, two = np.float32(0), np.float32(2)
     size, num_ranks = free.shape
-    can_take, its_loss = np.empty(size, np.float32), np.zeros(size, np.float32)
+    can_take, its_loss = np.empty(size, np.float32), np.empty(size, np.float32)
     for r in range(num_ranks):
         e = guest[r]
         for s in range(size):
