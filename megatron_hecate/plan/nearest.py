@@ -24,6 +24,7 @@ from megatron_hecate.plan.origin import Origin
 
 FAR: int = 1 << 60  # beyond any price or label
 MOST: int = (1 << 63) - 1  # tokens that may pass a joint
+WINDOW: int = 64  # distances that have a list each, a power of 2
 
 
 @compiled
@@ -57,7 +58,7 @@ def bring_below(cap: int, graph: Graph, origin: Origin, flow: np.ndarray, load: 
     excess = np.zeros(size, np.int64)
     excess[:num_ranks] = load - cap
     delta, stack = np.empty(size, np.int64), np.empty(size, np.int64)
-    heap = np.empty(len(to) + 1, np.int64)
+    ring, entry = np.empty(WINDOW, np.int64), np.empty((len(to), 3), np.int64)
     arc = np.empty(size, np.int64)  # the next one to try
     queue = np.empty(size, np.int64)  # a ring of the vertices that have too much
     head, waiting = 0, 0
@@ -66,7 +67,7 @@ def bring_below(cap: int, graph: Graph, origin: Origin, flow: np.ndarray, load: 
             queue[waiting] = r
             waiting += 1
     while waiting > 0:
-        _relabel(num_ranks, leaves, to, twin, price, excess, label, delta, heap, stack, waiting)
+        _relabel(num_ranks, leaves, to, twin, price, excess, label, delta, stack, ring, entry, waiting)
         arc[:] = leaves[:-1]
         patience = max(10, size // 4)  # labels to change before they are made exact again
         while waiting > 0 and patience >= 0:
@@ -137,34 +138,57 @@ def _relabel(
     excess: np.ndarray,
     label: np.ndarray,
     delta: np.ndarray,
-    heap: np.ndarray,
     stack: np.ndarray,
+    ring: np.ndarray,
+    entry: np.ndarray,
     waiting: int,
 ) -> None:
     """Raise labels, in place, to what they bound, as far as the ``waiting`` vertices with too much need it.
 
-    ``delta``, ``heap`` and ``stack`` are room to work in.
+    Vertices come by what their labels lack, in two levels of buckets (Dial, "Algorithm 360", 1969): the next ``WINDOW``
+    distances have a list each, all others one together. Distances differ by a few hops or by many, so that one is
+    seldom searched. ``delta`` and ``stack`` [V], ``ring`` [WINDOW] and ``entry`` [A, 3] are room to work in.
     """
     size = len(leaves) - 1
     delta[:] = FAR  # what is missing from each label
-    top, heaped, now = 0, 0, 0
+    ring[:] = -1  # the first entry of each list; an entry is a vertex, its distance and the next entry
+    top, entries, now, last = 0, 0, 0, 0  # the ring holds distances from now + 1 to last, less than now + WINDOW,
+    later, soonest = -1, FAR  # and the other list some from `soonest` on
     for r in range(num_ranks):
         if excess[r] < 0:
             delta[r] = 0
             stack[top] = r
             top += 1
     while True:
-        if top > 0:
-            top -= 1
-            w = stack[top]
-        else:
-            now = -1
-            while now < 0:
-                assert heaped > 0  # the cap can be reached
-                far, w = heap[0] // size, heap[0] % size
-                heaped = _pop(heap, heaped)
-                if far == delta[w]:
-                    now = far
+        while top == 0:
+            far = now + 1
+            while far <= last and ring[far & (WINDOW - 1)] < 0:
+                far += 1
+            if far <= last and far < soonest:
+                i = ring[far & (WINDOW - 1)]
+                ring[far & (WINDOW - 1)] = -1
+                while i >= 0:
+                    if delta[entry[i, 0]] == far:
+                        stack[top] = entry[i, 0]
+                        top += 1
+                    i = entry[i, 2]
+                now = far
+                continue
+            assert later >= 0  # the cap can be reached
+            if far > last:
+                now = last = soonest - 1
+            i, later, soonest = later, -1, FAR
+            while i >= 0:
+                following, far = entry[i, 2], entry[i, 1]
+                if far < now + WINDOW:
+                    last = max(last, far)
+                    entry[i, 2], ring[far & (WINDOW - 1)] = ring[far & (WINDOW - 1)], i
+                elif far == delta[entry[i, 0]]:
+                    soonest = min(soonest, far)
+                    entry[i, 2], later = later, i
+                i = following
+        top -= 1
+        w = stack[top]
         if excess[w] > 0:
             waiting -= 1
             if waiting == 0:
@@ -173,42 +197,20 @@ def _relabel(
             v, fee = to[b], price[twin[b]]
             if delta[v] <= now or fee == FAR:
                 continue
-            far = delta[w] + label[w] + 1 + fee - label[v]
+            far = now + label[w] + 1 + fee - label[v]
             if far < delta[v]:
                 delta[v] = far
                 if far == now:
                     stack[top] = v
                     top += 1
+                    continue
+                entry[entries, 0], entry[entries, 1] = v, far
+                if far < now + WINDOW:
+                    last = max(last, far)
+                    entry[entries, 2], ring[far & (WINDOW - 1)] = ring[far & (WINDOW - 1)], entries
                 else:
-                    heaped = _push(heap, heaped, far * size + v)
+                    soonest = min(soonest, far)
+                    entry[entries, 2], later = later, entries
+                entries += 1
     for v in range(size):
         label[v] += min(now, delta[v])
-
-
-@compiled
-def _push(heap: np.ndarray, size: int, key: int) -> int:
-    """Add ``key`` to the binary heap of ``size`` keys; the new size."""
-    at = size
-    while at > 0 and heap[(at - 1) >> 1] > key:
-        heap[at] = heap[(at - 1) >> 1]
-        at = (at - 1) >> 1
-    heap[at] = key
-    return size + 1
-
-
-@compiled
-def _pop(heap: np.ndarray, size: int) -> int:
-    """Take the least key out; the new size."""
-    size -= 1
-    key = heap[size]
-    at = 0
-    while 2 * at + 1 < size:
-        child = 2 * at + 1
-        if child + 1 < size and heap[child + 1] < heap[child]:
-            child += 1
-        if heap[child] >= key:
-            break
-        heap[at] = heap[child]
-        at = child
-    heap[at] = key
-    return size
