@@ -69,7 +69,7 @@ def bring_below(cap: int, graph: Graph, origin: Origin, flow: np.ndarray, load: 
     while waiting > 0:
         _relabel(num_ranks, leaves, to, twin, price, excess, label, delta, stack, ring, entry, waiting)
         arc[:] = leaves[:-1]
-        patience = max(10, size // 4)  # labels to change before they are made exact again
+        patience = max(10, size // 2)  # labels to change before they are made exact again
         while waiting > 0 and patience >= 0:
             v = queue[head]
             head = head + 1 if head + 1 < size else 0
