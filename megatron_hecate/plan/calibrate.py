@@ -159,6 +159,7 @@ def _search(
     excess = _above(load, mean)
     costs[0] = cap
     late = np.zeros(len(table), np.bool_)
+    new_served, new_load = served.copy(), load.copy()
     for found in range(len(swaps)):
         if cap - mean <= min(prices.near, prices.far):
             return found
@@ -169,11 +170,12 @@ def _search(
             price = _price(prices, source, rank)
             new_busiest = max(busiest, received[rank] + price, sent[source] + price)
             enough = cap if least_cost == cap + busiest else min(cap, np.int64(max(-1.0, least_cost - new_busiest)))
-            new_table, new_count, new_where = table.copy(), count.copy(), where.copy()
-            new_served, new_load = served.copy(), load.copy()
-            _put(swap.place[i], swap.expert[i], home, new_table, new_count, new_where, new_served, new_load)
-            links = links_of(new_table, new_count, new_where, num_ranks)
-            new_cap = level(links, new_table, new_served, new_load, least, 0, enough, seen, NO_LIMIT, True)
+            new_served[:] = served
+            new_load[:] = load
+            old, place = _put(swap.place[i], swap.expert[i], home, table, count, where, new_served, new_load)
+            links = links_of(table, count, where, num_ranks)
+            new_cap = level(links, table, new_served, new_load, least, 0, enough, seen, NO_LIMIT, True)
+            _take_back(swap.place[i], old, place, table, count, where)
             if new_cap > enough:
                 continue
             new_excess = _above(new_load, mean)
@@ -234,26 +236,43 @@ def _put(
     where: np.ndarray,
     served: np.ndarray,
     load: np.ndarray,
-) -> None:
-    """``expert`` takes ``slot``; tokens that a guest served there go back to its home."""
+) -> tuple[int, int]:
+    """``expert`` takes ``slot``; tokens that a guest served there go back to its home.
+
+    Returns:
+        The guest that was there, or -1, and its place in the row of ``where``.
+    """
     slots = len(table) // len(load)
-    old = table[slot]
+    old, place = table[slot], -1
     if old >= 0:
         for k in range(count[old]):
             c = where[old, k]
+            if c == slot:
+                place = k
             if c // slots == home[old]:
                 served[c] += served[slot]
         load[home[old]] += served[slot]
         load[slot // slots] -= served[slot]
         served[slot] = 0
-        for k in range(count[old]):
-            if where[old, k] == slot:
-                count[old] -= 1
-                where[old, k] = where[old, count[old]]
-                break
+        count[old] -= 1
+        where[old, place] = where[old, count[old]]
     where[expert, count[expert]] = slot
     count[expert] += 1
     table[slot] = expert
+    return old, place
+
+
+@compiled
+def _take_back(
+    slot: int, old: int, place: int, table: np.ndarray, count: np.ndarray, where: np.ndarray
+) -> None:
+    """Undo the last `_put`, which returned ``old`` and ``place``; but for tokens."""
+    count[table[slot]] -= 1
+    table[slot] = old
+    if old >= 0:
+        where[old, count[old]] = where[old, place]
+        where[old, place] = slot
+        count[old] += 1
 
 
 @compiled
