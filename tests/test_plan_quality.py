@@ -18,7 +18,7 @@ from random_plans import best_largest, counting_bound, drifting, homes_only, one
 from megatron_hecate.observe import LoadHistory
 from megatron_hecate.plan import Placement, World, largest_load, plan_guests
 from megatron_hecate.plan.best import plan_best
-from megatron_hecate.plan.materialize import UNFORESEEN
+from megatron_hecate.plan.bill import UNFORESEEN
 from megatron_hecate.plan.search import scale
 
 DATA = Path(__file__).parents[1] / "bench" / "data"

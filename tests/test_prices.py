@@ -1,7 +1,7 @@
 """Copies are made as far as they pay.
 
-Oracle: costs by hand, and that not even perfect balance would pay. If copies were priced wrongly, balanced layers would
-pay for copies, or hot ones wait for them.
+Oracle: costs by hand, that not even perfect balance would pay, and plans of every kind, made without asking whether
+they can pay. If copies were priced wrongly, balanced layers would pay for copies, or hot ones wait for them.
 """
 
 from __future__ import annotations
@@ -12,9 +12,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_plans import PROPERTY, Layer, guests_per_rank, layers, one_node
+from random_plans import PROPERTY, SMALL, Case, Layer, cases, counting_bound, guests_per_rank, layers, one_node
 
 from megatron_hecate.plan import Placement, plan_guests
+from megatron_hecate.plan.best import plan_best
+from megatron_hecate.plan.bill import Bill
+from megatron_hecate.plan.flow import NO_LIMIT
+from megatron_hecate.plan.search import SCALE, scale
+from megatron_hecate.plan.swap import GOAL
 
 
 @PROPERTY
@@ -62,3 +67,49 @@ def test_routing_must_be_paid_too(routing_tokens: float, copy_tokens: float, gue
     prices = dict(copy_tokens=copy_tokens, routing_tokens=routing_tokens)
     planned = plan_guests(np.array([0, 40, 0, 0]), Placement.initial(4, 4, num_slots=1), one_node(4), **prices)
     assert planned.num_guests == guests
+
+
+def copies_of_busiest(placement: Placement) -> tuple[int, int]:
+    """Guests of the rank that has most, and copies that the busiest rank receives or sends."""
+    received = int(placement.is_guest.sum(axis=1).max())
+    sent = np.bincount(placement.home[placement.table[placement.is_guest]], minlength=1).max()
+    return received, max(received, int(sent))
+
+
+@SMALL
+@given(cases(ranks=5, experts=8), st.floats(0, 2), st.integers(0, 3), st.floats(0, 1))
+def test_no_placement_costs_less_than_the_least(case: Case, price: float, hidden: int, contention: float) -> None:
+    received, busiest = copies_of_busiest(case.placement)
+    total = case.load.sum(axis=0)
+    load = np.bincount(case.placement.home, weights=total, minlength=case.placement.num_ranks)
+    bill = Bill(load.mean(), load.max(), price * load.mean(), hidden, contention, routing=0.0)
+    if received:
+        cost = bill.of(counting_bound(total, case.placement.holders), received=received, busiest=busiest)
+        assert bill.least(received=received, fewest=1, most=busiest) <= cost * (1 + 1e-12)
+        assert bill.least(received=received, fewest=busiest, most=NO_LIMIT) <= cost * (1 + 1e-12)
+
+
+@SMALL
+@given(layers(), st.floats(1e-4, 0.5), st.integers(0, 2), st.floats(0, 1), st.floats(0, 0.1))
+def test_plans_that_are_not_made_would_not_be_cheaper(
+    layer: Layer, price: float, hidden: int, contention: float, routing: float
+) -> None:
+    bare, forecast = layer.placement.without_guests, np.clip(layer.forecast, 0, 1e6)
+    scaled, total, largest = scale(forecast, bare.home, bare.num_ranks)
+    mean, unit = total / bare.num_ranks, SCALE / bare.num_ranks
+    bill = Bill(int(scaled.sum()) / bare.num_ranks, largest, price * unit, hidden, contention, routing * unit)
+    prices = dict(copy_tokens=price * mean, hidden=hidden, contention=contention, routing_tokens=routing * mean)
+    planned = dataclasses.replace(layer, forecast=forecast).plan(**prices)
+    costs = {bare.table.tobytes(): float(largest)}
+    degree = bare.free_slots.max() if layer.overlap_degree is None else min(layer.overlap_degree, bare.free_slots.max())
+    none = np.empty((len(forecast), 0))
+    for per_rank in range(1, degree + 1) if total > 0 else ():
+        for leaving in (2 * per_rank, NO_LIMIT):
+            limits = per_rank, NO_LIMIT, leaving
+            table, left, received, sent = plan_best(
+                scaled, none, bare.home, bare.table, layer.world.order, bare.table, *limits, True
+            )
+            if received:
+                cost = bill.of(left, received=received, busiest=max(received, sent))
+                costs[table.tobytes()] = min(cost, costs.get(table.tobytes(), np.inf))
+    assert costs[planned.table.tobytes()] <= min(costs.values()) + bill.mean / GOAL + 1

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.plan.flow import NO_LIMIT, level
-from megatron_hecate.plan.links import holders, links_of
+from megatron_hecate.plan.links import holders, links_of, put, take_back
 from megatron_hecate.plan.materialize import plan_guests
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.route import checked_total, largest_load
@@ -172,10 +172,11 @@ def _search(
             enough = cap if least_cost == cap + busiest else min(cap, np.int64(max(-1.0, least_cost - new_busiest)))
             new_served[:] = served
             new_load[:] = load
-            old, place = _put(swap.place[i], swap.expert[i], home, table, count, where, new_served, new_load)
+            _send_home(swap.place[i], home, table, count, where, new_served, new_load)
+            old, place = put(swap.place[i], swap.expert[i], table, count, where)
             links = links_of(table, count, where, num_ranks)
             new_cap = level(links, table, new_served, new_load, least, 0, enough, seen, NO_LIMIT, True)
-            _take_back(swap.place[i], old, place, table, count, where)
+            take_back(swap.place[i], old, place, table, count, where)
             if new_cap > enough:
                 continue
             new_excess = _above(new_load, mean)
@@ -193,7 +194,8 @@ def _search(
         received[rank] += paid
         sent[source] += paid
         busiest = max(busiest, received[rank], sent[source])
-        _put(slot, expert, home, table, count, where, served, load)
+        _send_home(slot, home, table, count, where, served, load)
+        put(slot, expert, table, count, where)
         links = links_of(table, count, where, num_ranks)
         cap = level(links, table, served, load, least, 0, NO_LIMIT, inside, NO_LIMIT, True)
         excess = _above(load, mean)
@@ -227,52 +229,26 @@ def _above(load: np.ndarray, mean: int) -> int:
 
 
 @compiled
-def _put(
+def _send_home(
     slot: int,
-    expert: int,
     home: np.ndarray,
     table: np.ndarray,
     count: np.ndarray,
     where: np.ndarray,
     served: np.ndarray,
     load: np.ndarray,
-) -> tuple[int, int]:
-    """``expert`` takes ``slot``; tokens that a guest served there go back to its home.
-
-    Returns:
-        The guest that was there, or -1, and its place in the row of ``where``.
-    """
-    slots = len(table) // len(load)
-    old, place = table[slot], -1
-    if old >= 0:
-        for k in range(count[old]):
-            c = where[old, k]
-            if c == slot:
-                place = k
-            if c // slots == home[old]:
-                served[c] += served[slot]
-        load[home[old]] += served[slot]
-        load[slot // slots] -= served[slot]
-        served[slot] = 0
-        count[old] -= 1
-        where[old, place] = where[old, count[old]]
-    where[expert, count[expert]] = slot
-    count[expert] += 1
-    table[slot] = expert
-    return old, place
-
-
-@compiled
-def _take_back(
-    slot: int, old: int, place: int, table: np.ndarray, count: np.ndarray, where: np.ndarray
 ) -> None:
-    """Undo the last `_put`, which returned ``old`` and ``place``; but for tokens."""
-    count[table[slot]] -= 1
-    table[slot] = old
-    if old >= 0:
-        where[old, count[old]] = where[old, place]
-        where[old, place] = slot
-        count[old] += 1
+    """Tokens that a guest serves in ``slot``, if there is one, go back to its home."""
+    slots, guest = len(table) // len(load), table[slot]
+    if guest < 0:
+        return
+    for k in range(count[guest]):
+        c = where[guest, k]
+        if c // slots == home[guest]:
+            served[c] += served[slot]
+    load[home[guest]] += served[slot]
+    load[slot // slots] -= served[slot]
+    served[slot] = 0
 
 
 @compiled

@@ -69,6 +69,33 @@ def holders(table: np.ndarray, order: np.ndarray, num_experts: int, spare: int) 
 
 
 @compiled
+def put(slot: int, expert: int, table: np.ndarray, count: np.ndarray, where: np.ndarray) -> tuple[int, int]:
+    """``expert`` takes ``slot``, in place. Returns who was there, or -1, and its place in the row of ``where``."""
+    old, place = table[slot], -1
+    if old >= 0:
+        count[old] -= 1
+        place = count[old]
+        while where[old, place] != slot:
+            place -= 1
+        where[old, place] = where[old, count[old]]
+    where[expert, count[expert]] = slot
+    count[expert] += 1
+    table[slot] = expert
+    return old, place
+
+
+@compiled
+def take_back(slot: int, old: int, place: int, table: np.ndarray, count: np.ndarray, where: np.ndarray) -> None:
+    """Undo the last `put`, which returned ``old`` and ``place``."""
+    count[table[slot]] -= 1
+    table[slot] = old
+    if old >= 0:
+        where[old, count[old]] = where[old, place]
+        where[old, place] = slot
+        count[old] += 1
+
+
+@compiled
 def links_of(table: np.ndarray, count: np.ndarray, where: np.ndarray, num_ranks: int) -> Links:
     """The links of the experts that have several holders."""
     slots = len(table) // num_ranks

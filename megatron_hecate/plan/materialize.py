@@ -13,16 +13,13 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_hecate.plan.best import plan_best
+from megatron_hecate.plan.bill import Bill
 from megatron_hecate.plan.drift import are_loads
 from megatron_hecate.plan.flow import NO_LIMIT
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.search import SCALE, scale
 from megatron_hecate.plan.swap import GOAL
 from megatron_hecate.plan.world import World
-
-# What is left in truth, less the largest load that planning expects, in mean rank loads, for one guest per rank and for
-# more: mean over the traces in bench/data (`tests/test_plan_quality.py`). Planning stops 1/128 above the mean.
-UNFORESEEN: tuple[float, float] = (-0.0005, -0.0077)
 
 
 def plan_guests(
@@ -96,8 +93,15 @@ def plan_guests(
     egress = NO_LIMIT if egress is None else min(egress, NO_LIMIT)
     most_per_rank = bare.slots_per_rank if overlap_degree is None else min(overlap_degree, bare.slots_per_rank)
     most_per_rank = min(most_per_rank, int(bare.free_slots.max()))
-    price, fixed = copy_tokens * SCALE / total, routing_tokens * SCALE / total
-    priced = price + fixed > 0
+    bill = Bill(
+        mean=int(scaled.sum()) / bare.num_ranks,
+        peak=largest,
+        copy=copy_tokens * SCALE / total,
+        hidden=hidden,
+        contention=contention,
+        routing=routing_tokens * SCALE / total,
+    )
+    priced = bill.copy + bill.routing > 0
     received_last = last.is_guest.sum(axis=1).max() if priced else 0
     # with more slots single guests are an alternative where copies cost, not worth a long search until they are chosen
     single = most_per_rank == 1 or received_last == 1
@@ -106,32 +110,29 @@ def plan_guests(
     if not priced:
         table, _, received, _ = plan_best(*inputs, most_per_rank, copies, egress, False)
         return _planned(table, bare, last) if received else bare
-    mean = int(scaled.sum()) / bare.num_ranks
-    slack = mean / GOAL  # what plans may cost more than the cheapest
-
-    def cost(left: float, received: int, busiest: int) -> float:
-        exposed = max(0, busiest - hidden)
-        left = max(mean, left + mean * UNFORESEEN[min(received, len(UNFORESEEN)) - 1])
-        return left + price * (exposed + contention * (busiest - exposed)) + fixed
-
-    best, best_cost = None, float(largest)
-    if best_cost - mean <= (price * contention if hidden else price) + fixed:
-        return bare  # perfect balance would not pay
-    counts = sorted(range(most_per_rank, 0, -1), key=lambda count: count != received_last)  # the last plan's first
-    for tried, per_rank in enumerate(counts, start=1):
-        # a hot home sends a copy to every rank; let it send no more than twice what a rank receives, if that is cheaper
-        for leaving in (egress, min(egress, 2 * per_rank)):
-            table, largest, received, sent = plan_best(*inputs, per_rank, copies, leaving, True)
-            if not received:
-                continue
-            busiest = max(received, sent)
-            its_cost = cost(largest, received, busiest)
-            if its_cost < best_cost:
-                best, best_cost = table, its_cost
-            if busiest <= 2 * per_rank or best_cost - slack <= cost(mean, per_rank, per_rank):
-                break
-        if best_cost - slack <= min((cost(mean, count, count) for count in counts[tried:]), default=0.0):
-            break  # the others would hardly be cheaper, however well they balance
+    # A hot home sends a copy to every rank, unless it is cheaper that it sends no more than twice what a rank receives.
+    # So there are two kinds of plan for each number of guests. First what the last plan may be kept for, then what
+    # may be cheapest.
+    kinds = []
+    for per_rank in range(most_per_rank, 0, -1):
+        few = min(egress, 2 * per_rank)
+        for fewest, leaving in ((1, few), (few + 1, egress)):
+            least = bill.least(received=per_rank, fewest=fewest, most=leaving)
+            like_last = per_rank == received_last and fewest > 1
+            kinds.append((not like_last, least, len(kinds), per_rank, fewest, leaving))
+    best, best_cost, frugal = None, float(largest), set()
+    slack = bill.mean / GOAL  # what plans may cost more than the cheapest
+    for _, least, _, per_rank, fewest, leaving in sorted(kinds):
+        if least >= (best_cost if best is None else best_cost - slack) or (per_rank in frugal and fewest == 1):
+            continue
+        table, left, received, sent = plan_best(*inputs, per_rank, copies, leaving, True)
+        if not received:
+            continue
+        if sent < fewest:
+            frugal.add(per_rank)  # without being told to
+        its_cost = bill.of(left, received=received, busiest=max(received, sent))
+        if its_cost < best_cost:
+            best, best_cost = table, its_cost
     return bare if best is None else _planned(best, bare, last)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.plan.flow import NO_LIMIT, level
-from megatron_hecate.plan.links import links_of
+from megatron_hecate.plan.links import links_of, put
 from megatron_hecate.plan.shortlist import Shortlist, listed, offer, shortlist
 
 CANDIDATES: int = 16  # swaps tried for one blocked set, and experts looked at
@@ -126,14 +126,7 @@ def _swap(
         for k in range(count[e]):
             load[where[e, k] // slots] -= served[where[e, k]]
     served[slot] = 0
-    count[old] -= 1
-    for k in range(count[old]):
-        if where[old, k] == slot:
-            where[old, k] = where[old, count[old]]
-            break
-    where[expert, count[expert]] = slot
-    count[expert] += 1
-    table[slot] = expert
+    put(slot, expert, table, count, where)
     for e in (old, expert):
         _split_evenly(forecast, count, where, served, load, least, e, hedge)
 
