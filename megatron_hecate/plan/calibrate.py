@@ -20,7 +20,7 @@ from megatron_hecate.plan.route import checked_total, largest_load
 from megatron_hecate.plan.shortlist import Shortlist, listed, offer, shortlist
 from megatron_hecate.plan.world import World
 
-AGAIN: float = 2.0  # planning all guests again is tried where more than so many copies' worth is left
+AGAIN: float = 2.0  # where all guests may be late, and more than so many copies' worth is left, all are planned again
 TRIED: int = 24  # swaps solved exactly for each late guest, the most promising first
 
 
@@ -50,7 +50,7 @@ def calibrate(
 ) -> Placement:
     """Add guests, or overwrite some, as far as the late fetch pays.
 
-    One late guest after another, or, where that leaves much, all guests planned again: whatever minimizes
+    One late guest after another, or, where that leaves much and all may be late, all planned again: whatever minimizes
 
         largest rank load + price of the late guests that the busiest rank receives or sends
         (+ ``routing_tokens`` where there were no guests)
@@ -90,7 +90,8 @@ def calibrate(
     costs[1:] += routing_tokens
     best = int(np.argmin(costs[: found + 1]))
     best_cost = float(costs[best])
-    if best_cost - total.sum() / num_ranks > AGAIN * copy_tokens + routing_tokens:
+    all_can_be_late = placement.table.size - placement.num_experts <= most_late
+    if all_can_be_late and best_cost - total.sum() / num_ranks > AGAIN * copy_tokens + routing_tokens:
         again = plan_guests(total, placement, world)
         cost = _cost(again, placement, total, world, prices, most_late=most_late)
         if cost + routing_tokens < best_cost:
