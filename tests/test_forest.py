@@ -45,13 +45,13 @@ def _forests(draw: st.DrawFn) -> tuple[list[int], list[int], np.ndarray]:
         guest.append(draw(st.sampled_from([-1] + [e for e in range(num_experts) if home[e] != r])))
     tokens = st.one_of(st.just(0), st.integers(0, 9), st.integers(0, 10**6))
     loads = draw(st.lists(st.lists(tokens, min_size=num_experts, max_size=num_experts), min_size=1, max_size=4))
-    loads[0][0] += 1  # the forecast is never empty
+    loads[0][0] += 1  # it stands in for those that are empty
     return home, guest, np.array(loads, dtype=float)
 
 
 def _scenarios(loads: np.ndarray, home: list[int], num_ranks: int) -> Scenarios:
-    """Of ``loads`` [S, E], the forecast first, laid out as the planner has them."""
-    return scenarios_of(loads[0], np.ascontiguousarray(loads[1:].T), np.array(home), num_ranks)
+    """Of ``loads`` [S, E], laid out as the planner has them; the first stands in for empty ones."""
+    return scenarios_of(np.ascontiguousarray(loads.T), loads[0], np.array(home), num_ranks)
 
 
 @PROPERTY
@@ -85,9 +85,9 @@ def test_the_judge_finds_what_a_maximum_flow_finds(forest: tuple[list[int], list
 
 
 def test_scenarios_keep_proportions_and_replace_empty_ones() -> None:
-    scenarios = scenarios_of(np.array([3.0, 1.0]), np.array([[1e-9, 0.0], [3e-9, 0.0]]), np.array([0, 1]), 2)
+    scenarios = scenarios_of(np.array([[1e-9, 0.0], [3e-9, 0.0]]), np.array([3.0, 1.0]), np.array([0, 1]), 2)
     share = scenarios.tokens / scenarios.tokens.sum(axis=0)
-    np.testing.assert_allclose(share.T, [[0.75, 0.25], [0.25, 0.75], [0.75, 0.25]], atol=1e-6)
+    np.testing.assert_allclose(share.T, [[0.25, 0.75], [0.75, 0.25]], atol=1e-6)
 
 
 @PROPERTY
@@ -107,7 +107,6 @@ def test_swaps_only_improve_and_keep_the_limits(
     assert (after < 0).tolist() == [e < 0 for e in guest]
     assert all(e < 0 or home[e] != r for r, e in enumerate(after.tolist()))
     assert (np.bincount(after[after >= 0], minlength=len(home)) <= limit).all()
-    assert all(e == old or scenarios.tokens[e, 0] > 0 for e, old in zip(after.tolist(), guest, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -119,7 +118,7 @@ def test_small_layers_against_every_placement(seed: int) -> None:
         num_ranks, num_experts = 3, int(rng.integers(3, 7))
         home = [*range(num_ranks), *rng.integers(0, num_ranks, num_experts - num_ranks).tolist()]
         loads = rng.pareto(1.0, num_experts) * rng.lognormal(0, 0.2, (5, num_experts))
-        tokens = _scenarios(loads, home, num_ranks).tokens.astype(np.int64).T
+        tokens = _scenarios(loads[1:], home, num_ranks).tokens.astype(np.int64).T
 
         def squares(guest: tuple[int, ...]) -> float:
             caps = [int(np.rint(np.float64(t.sum()) * CAP / num_ranks)) for t in tokens]  # noqa: B023

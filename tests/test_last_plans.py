@@ -31,7 +31,7 @@ def test_with_scenarios_and_a_last_plan_every_limit_is_kept(
     """The last plan was made for other loads and other limits; only where it keeps these may it be returned."""
     shuffled = layer.forecast[random.sample(range(len(layer.forecast)), len(layer.forecast))]
     last = plan_guests(shuffled, layer.placement, layer.world)
-    scenarios = np.clip(layer.forecast, 0, 1e6) * (1 + np.arange(count)[:, None] * (shuffled > layer.forecast))
+    scenarios = np.clip(layer.forecast + np.arange(count)[:, None] * shuffled, 0, 1e6)
     planned = layer.plan(scenarios=lambda: scenarios, previous=last, **limits)
     assert_valid(planned)
     assert planned.home.tolist() == layer.placement.home.tolist()
@@ -43,6 +43,13 @@ def test_with_scenarios_and_a_last_plan_every_limit_is_kept(
     assert all(layer.forecast[e] > 0 for e, _ in pairs(planned))
     again = layer.plan(scenarios=lambda: scenarios, previous=last, **limits)
     assert again is planned or again.table.tolist() == planned.table.tolist()
+
+
+def test_an_expert_without_tokens_in_the_forecast_gets_no_guest() -> None:
+    layer = Placement.initial(8, 4, num_slots=1)
+    forecast, may_come = np.array([9.0, 5, 5, 5, 5, 5, 0, 0]), np.array([[1.0, 1, 1, 1, 1, 1, 9, 1]])
+    planned = plan_guests(forecast, layer, one_node(4), scenarios=lambda: may_come)
+    assert planned.num_guests and all(forecast[e] > 0 for e, _ in pairs(planned))
 
 
 @pytest.mark.parametrize("slots", [1, 2])

@@ -20,7 +20,7 @@ from megatron_hecate.plan.swap import GOAL, SPARE, unblock
 # large graphs need fewer of them.
 EFFORT: int = 300_000
 # Choices judged when guests are single, times ranks and scenarios.
-FOREST_EFFORT: int = 150_000
+FOREST_EFFORT: int = 145_000
 ENOUGH_TRIES: int = 16  # with fewer, the graph is so large that other starts and loads than the forecast take too long,
 FEW_TRIES: int = 4  # and with fewer than these, looking at the last plan takes as long as planning
 TRIES_A_START: int = 70  # single guests are searched from one start more for each of these tries, the best first
@@ -74,7 +74,7 @@ def plan_best(
     if not _fits(forecast, home, bare, previous, allowed, copies, most):
         last = last[:0]
     size = others.shape[1]
-    tries = FOREST_EFFORT // (num_ranks * (size + 1)) if per_rank == 1 and size > 0 else 0
+    tries = FOREST_EFFORT // (num_ranks * size) if per_rank == 1 and size > 0 else 0
     if tries >= ENOUGH_TRIES:
         starts = max(1, tries // TRIES_A_START)
         tries = tries // 2 if priced else tries  # then there are two such plans to make
@@ -185,20 +185,20 @@ def _plan_forest(
     tries: int,
     starts: int,
 ) -> np.ndarray:
-    """[R * P] a plan with at most one guest per rank for all loads, searched from the ``starts`` best of four; ``last``
-    [R * P or 0] is one of them."""
+    """[R * P] a plan with at most one guest per rank for ``others``, searched from the ``starts`` best of three starts;
+    ``last`` [R * P or 0] is one of them. What the forecast knows nothing of gets no guest."""
     num_ranks, slots = bare.shape
-    scenarios = scenarios_of(forecast.astype(np.float64), others, home, num_ranks)
+    scenarios = scenarios_of(others, forecast, home, num_ranks)
     outcome = outcome_for(scenarios)
-    guest, squares = np.full((4, num_ranks), -1), np.full(4, np.inf)
-    for start in range(0 if len(last) else 1, 4):
+    guest, squares = np.full((3, num_ranks), -1), np.full(3, np.inf)
+    for start in range(0 if len(last) else 1, 3):
         if start == 0:
             table = last
         elif start == 1:
             table, _ = plan(forecast, home, bare, order, allowed, copies, most, HEDGE, -1)
         else:
             table = bare.ravel().copy()
-            pair_up(forecast, home, table, allowed.copy(), most, copies, start == 3)
+            pair_up(forecast, home, table, allowed.copy(), most, copies, True)
         for r in range(num_ranks):
             for c in range(r * slots, (r + 1) * slots):
                 guest[start, r] = max(guest[start, r], _guest(table, home, r, c))
@@ -207,12 +207,13 @@ def _plan_forest(
             break
     best = np.argmin(squares)
     least = squares[best]
+    useful = np.where(forecast > 0, most, 0)
     for _ in range(starts):
         start = np.argmin(squares)
         if least == 0 or squares[start] == np.inf:
             break
         squares[start] = np.inf
-        its_squares = improve(guest[start], home, most, scenarios, tries)
+        its_squares = improve(guest[start], home, useful, scenarios, tries)
         if its_squares < least:
             best, least = start, its_squares
     table = bare.ravel().copy()

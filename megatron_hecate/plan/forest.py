@@ -26,7 +26,7 @@ CAP: float = 1.02  # in mean rank loads. 1.01 to 1.04 leave as little on the tra
 
 
 class Scenarios(NamedTuple):
-    """Loads that may come, the forecast first, and the homes.
+    """Loads that may come, and the homes.
 
     Args:
         tokens: [E, S] float32.
@@ -70,26 +70,26 @@ class Outcome(NamedTuple):
 
 
 @compiled
-def scenarios_of(forecast: np.ndarray, others: np.ndarray, home: np.ndarray, num_ranks: int) -> Scenarios:
-    """``forecast`` [E] and ``others`` [E, S - 1] >= 0; one of the latter that has no tokens counts as the forecast."""
-    num_experts, size = len(home), others.shape[1] + 1
-    assert len(others) == num_experts
+def scenarios_of(loads: np.ndarray, forecast: np.ndarray, home: np.ndarray, num_ranks: int) -> Scenarios:
+    """``loads`` [E, S] >= 0; one of them that has no tokens counts as the ``forecast`` [E]."""
+    num_experts, size = loads.shape
+    assert len(home) == num_experts
     scale = np.zeros(size)
     for e in range(num_experts):
-        scale[0] += forecast[e]
-        for s in range(1, size):
-            scale[s] += others[e, s - 1]
+        for s in range(size):
+            scale[s] += loads[e, s]
     for s in range(size):
         scale[s] = TOKENS / scale[s] if scale[s] > 0.0 else 0.0
     tokens = np.empty((num_experts, size), np.float32)
     room = np.zeros((num_ranks, size), np.float32)
     for e in range(num_experts):
-        tokens[e, 0] = np.float32(np.int32(forecast[e] * scale[0] + 0.5))
-        for s in range(1, size):
-            tokens[e, s] = np.float32(np.int32(others[e, s - 1] * scale[s] + 0.5))
-    for s in range(1, size):
+        for s in range(size):
+            tokens[e, s] = np.float32(np.int32(loads[e, s] * scale[s] + 0.5))
+    for s in range(size):
         if scale[s] == 0.0:
-            tokens[:, s] = tokens[:, 0]
+            each = TOKENS / forecast.sum()
+            for e in range(num_experts):
+                tokens[e, s] = np.float32(np.int32(forecast[e] * each + 0.5))
     for e in range(num_experts):
         r = home[e]
         for s in range(size):

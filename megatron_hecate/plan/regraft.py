@@ -23,7 +23,7 @@ LESS: float = 0.999  # a swap must reduce the squares to this
 def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Scenarios, tries: int) -> float:
     """Swap guests, in place, while that reduces the squares; about ``tries`` choices are judged. Returns the squares.
 
-    No expert gets more than ``most`` [E] guests, and none that has no tokens in the forecast.
+    No expert gets more than ``most`` [E] guests.
     """
     num_ranks, size = scenarios.room.shape
     outcome, after = outcome_for(scenarios), outcome_for(scenarios)
@@ -165,7 +165,7 @@ def _candidates(
             gap[s] = lacking[s] if blocked[r, s] else none
         for i in range(first[r], first[r + 1]):
             e = experts[i]
-            if hosts[e] >= most[e] or tokens[e, 0] == 0:
+            if hosts[e] >= most[e]:
                 continue
             if hosts[e] > 0:
                 for s in range(size):
