@@ -93,15 +93,7 @@ def plan_guests(
     egress = NO_LIMIT if egress is None else min(egress, NO_LIMIT)
     most_per_rank = bare.slots_per_rank if overlap_degree is None else min(overlap_degree, bare.slots_per_rank)
     most_per_rank = min(most_per_rank, int(bare.free_slots.max()))
-    bill = Bill(
-        mean=int(scaled.sum()) / bare.num_ranks,
-        peak=largest,
-        copy=copy_tokens * SCALE / total,
-        hidden=hidden,
-        contention=contention,
-        routing=routing_tokens * SCALE / total,
-    )
-    priced = bill.copy + bill.routing > 0
+    priced = copy_tokens + routing_tokens > 0
     received_last = last.is_guest.sum(axis=1).max() if priced else 0
     # with more slots single guests are an alternative where copies cost, not worth a long search until they are chosen
     single = most_per_rank == 1 or received_last == 1
@@ -110,6 +102,14 @@ def plan_guests(
     if not priced:
         table, _, received, _ = plan_best(*inputs, most_per_rank, copies, egress, False)
         return _planned(table, bare, last) if received else bare
+    bill = Bill(
+        mean=int(scaled.sum()) / bare.num_ranks,
+        peak=largest,
+        copy=copy_tokens * SCALE / total,
+        hidden=hidden,
+        contention=contention,
+        routing=routing_tokens * SCALE / total,
+    )
     # A hot home sends a copy to every rank, unless it is cheaper that it sends no more than twice what a rank receives.
     # So there are two kinds of plan for each number of guests. First what the last plan may be kept for, then what
     # may be cheapest.

@@ -59,9 +59,9 @@ def unblock(
     new_served, new_load = served.copy(), load.copy()
     improved = True
     while improved and best > goal and tries > 0:
-        swap = _candidates(forecast, home, table, count, where, served, least, bound, even, inside)
+        swap = _candidates(forecast, home, table, count, where, served, least, bound, even, inside, tries)
         improved = False
-        for i in range(min(listed(swap), tries)):
+        for i in range(listed(swap)):
             tries -= 1
             slot, expert = swap.place[i], swap.expert[i]
             old = table[slot]
@@ -143,10 +143,11 @@ def _candidates(
     bound: np.ndarray,
     even: np.ndarray,
     inside: np.ndarray,
+    most: int,
 ) -> Shortlist:
     """Swaps that open a way out of the blocked set: a guest outside of it for an expert that has tokens to move inside.
 
-    Those after which an even split would be most even (sum of squares of the rank loads) come first.
+    At most ``most``; those after which an even split would be most even (sum of squares of the rank loads) come first.
     """
     num_ranks = len(even)
     slots = len(table) // num_ranks
@@ -171,7 +172,7 @@ def _candidates(
         gains[i] = parts[i] * parts[i]
         for k in range(count[e]):
             gains[i] += less * (less - 2.0 * above[where[e, k] // slots])
-    best = shortlist(CANDIDATES, np.inf)
+    best = shortlist(min(CANDIDATES, most), np.inf)
     for c in range(len(table)):
         r, old = c // slots, table[c]
         if inside[r] or old < 0 or home[old] == r:
