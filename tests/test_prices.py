@@ -83,10 +83,20 @@ def test_no_placement_costs_less_than_the_least(case: Case, price: float, hidden
     total = case.load.sum(axis=0)
     load = np.bincount(case.placement.home, weights=total, minlength=case.placement.num_ranks)
     bill = Bill(load.mean(), load.max(), price * load.mean(), hidden, contention, routing=0.0)
-    if received:
+    if received and total.any():
         cost = bill.of(counting_bound(total, case.placement.holders), received=received, busiest=busiest)
         assert bill.least(received=received, fewest=1, most=busiest) <= cost * (1 + 1e-12)
         assert bill.least(received=received, fewest=busiest, most=NO_LIMIT) <= cost * (1 + 1e-12)
+
+
+@PROPERTY
+@given(st.floats(1, 500), st.floats(0, 2), st.integers(0, 9), st.floats(0, 1), st.integers(1, 9), st.integers(0, 600))
+def test_the_least_is_that_of_all_counts(
+    peak: float, copy: float, hidden: int, contention: float, fewest: int, more: int
+) -> None:
+    bill = Bill(mean=1.0, peak=peak, copy=copy, hidden=hidden, contention=contention, routing=0.1)
+    each = [bill.of(peak / (1 + b), received=2, busiest=b) for b in range(fewest, fewest + more + 1)]
+    assert bill.least(received=2, fewest=fewest, most=fewest + more) == pytest.approx(min(each), rel=1e-12)
 
 
 @SMALL

@@ -6,6 +6,7 @@ more it sends, the less is left, and the more is paid.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 # What is left in truth, less the largest load that planning expects, in mean rank loads, for one guest per rank and for
@@ -46,10 +47,18 @@ class Bill(NamedTuple):
 
     def least(self, *, received: int, fewest: int, most: int) -> float:
         """What plans cost at least whose busiest rank receives or sends ``fewest`` to ``most`` copies."""
-        least = float("inf")
-        for busiest in range(fewest, most + 1):
-            left = self.peak / (1 + busiest)
-            least = min(least, self.of(left, received=received, busiest=busiest))
-            if left <= self.mean:
-                break  # more copies only cost more
-        return least
+        if fewest > most:
+            return float("inf")
+
+        def cost(busiest: int) -> float:
+            return self.of(self.peak / (1 + busiest), received=received, busiest=busiest)
+
+        # convex in the copies, and once the mean is reached more of them only cost more
+        low, high = fewest, min(most, max(fewest, math.ceil(self.peak / self.mean)))
+        while low < high:
+            middle = (low + high) // 2
+            if cost(middle + 1) < cost(middle):
+                low = middle + 1
+            else:
+                high = middle
+        return cost(low)
