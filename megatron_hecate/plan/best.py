@@ -185,20 +185,20 @@ def _plan_forest(
     tries: int,
     starts: int,
 ) -> np.ndarray:
-    """[R * P] a plan with at most one guest per rank for ``others``, searched from the ``starts`` best of three starts;
-    ``last`` [R * P or 0] is one of them. What the forecast knows nothing of gets no guest."""
+    """[R * P] a plan with at most one guest per rank for ``others``, searched from the ``starts`` best of four; ``last``
+    [R * P or 0] is one of them. What the forecast knows nothing of gets no guest."""
     num_ranks, slots = bare.shape
     scenarios = scenarios_of(others, forecast, home, num_ranks)
     outcome = outcome_for(scenarios)
-    guest, squares = np.full((3, num_ranks), -1), np.full(3, np.inf)
-    for start in range(0 if len(last) else 1, 3):
+    guest, squares = np.full((4, num_ranks), -1), np.full(4, np.inf)
+    for start in range(0 if len(last) else 1, min(4, 2 + starts)):  # the fourth is seldom the best
         if start == 0:
             table = last
         elif start == 1:
             table, _ = plan(forecast, home, bare, order, allowed, copies, most, HEDGE, -1)
         else:
             table = bare.ravel().copy()
-            pair_up(forecast, home, table, allowed.copy(), most, copies, True)
+            pair_up(forecast, home, table, allowed.copy(), most, copies, start == 2)
         for r in range(num_ranks):
             for c in range(r * slots, (r + 1) * slots):
                 guest[start, r] = max(guest[start, r], _guest(table, home, r, c))
