@@ -185,8 +185,8 @@ def _plan_forest(
     tries: int,
     starts: int,
 ) -> np.ndarray:
-    """[R * P] a plan with at most one guest per rank for ``others``, searched from the ``starts`` best of four; ``last``
-    [R * P or 0] is one of them. What the forecast knows nothing of gets no guest."""
+    """[R * P] a plan with at most one guest per rank for ``others``, searched from the ``starts`` best of four starts,
+    of which ``last`` [R * P or 0] is one. What the forecast knows nothing of gets no guest."""
     num_ranks, slots = bare.shape
     scenarios = scenarios_of(others, forecast, home, num_ranks)
     outcome = outcome_for(scenarios)
