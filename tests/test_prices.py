@@ -69,34 +69,34 @@ def test_routing_must_be_paid_too(routing_tokens: float, copy_tokens: float, gue
     assert planned.num_guests == guests
 
 
-def copies_of_busiest(placement: Placement) -> tuple[int, int]:
-    """Guests of the rank that has most, and copies that the busiest rank receives or sends."""
-    received = int(placement.is_guest.sum(axis=1).max())
-    sent = np.bincount(placement.home[placement.table[placement.is_guest]], minlength=1).max()
-    return received, max(received, int(sent))
+def copies_of(placement: Placement) -> tuple[int, int]:
+    """Guests of the rank that has most, and copies that leave the rank which lends most."""
+    sent = np.bincount(placement.home[placement.table[placement.is_guest]], minlength=1)
+    return int(placement.is_guest.sum(axis=1).max()), int(sent.max())
 
 
 @SMALL
 @given(cases(ranks=5, experts=8), st.floats(0, 2), st.integers(0, 3), st.floats(0, 1))
 def test_no_placement_costs_less_than_the_least(case: Case, price: float, hidden: int, contention: float) -> None:
-    received, busiest = copies_of_busiest(case.placement)
+    received, sent = copies_of(case.placement)
     total = case.load.sum(axis=0)
     load = np.bincount(case.placement.home, weights=total, minlength=case.placement.num_ranks)
     bill = Bill(load.mean(), load.max(), price * load.mean(), hidden, contention, routing=0.0)
     if received and total.any():
-        cost = bill.of(counting_bound(total, case.placement.holders), received=received, busiest=busiest)
-        assert bill.least(received=received, fewest=1, most=busiest) <= cost * (1 + 1e-12)
-        assert bill.least(received=received, fewest=busiest, most=NO_LIMIT) <= cost * (1 + 1e-12)
+        left = counting_bound(total, case.placement.holders)
+        cost = bill.of(left, received=received, busiest=max(received, sent))
+        assert bill.least(received=received, sent=sent) <= cost * (1 + 1e-12)
+        assert bill.least(received=received, sent=NO_LIMIT) <= cost * (1 + 1e-12)
 
 
 @PROPERTY
 @given(st.floats(1, 500), st.floats(0, 2), st.integers(0, 9), st.floats(0, 1), st.integers(1, 9), st.integers(0, 600))
 def test_the_least_is_that_of_all_counts(
-    peak: float, copy: float, hidden: int, contention: float, fewest: int, more: int
+    peak: float, copy: float, hidden: int, contention: float, received: int, sent: int
 ) -> None:
     bill = Bill(mean=1.0, peak=peak, copy=copy, hidden=hidden, contention=contention, routing=0.1)
-    each = [bill.of(peak / (1 + b), received=2, busiest=b) for b in range(fewest, fewest + more + 1)]
-    assert bill.least(received=2, fewest=fewest, most=fewest + more) == pytest.approx(min(each), rel=1e-12)
+    each = [bill.of(peak / (1 + b), received=received, busiest=max(received, b)) for b in range(sent + 1)]
+    assert bill.least(received=received, sent=sent) == pytest.approx(min(each), rel=1e-12)
 
 
 @SMALL
@@ -123,3 +123,25 @@ def test_plans_that_are_not_made_would_not_be_cheaper(
                 cost = bill.of(left, received=received, busiest=max(received, sent))
                 costs[table.tobytes()] = min(cost, costs.get(table.tobytes(), np.inf))
     assert costs[planned.table.tobytes()] <= min(costs.values()) + bill.mean / GOAL + 1
+
+
+def test_a_plan_that_may_send_many_copies_but_sends_few_is_made() -> None:
+    # with one hidden copy, five guests that go round cost next to nothing, and leave the mean
+    layer = Placement.initial(5, 5, num_slots=2)
+    planned = plan_guests(np.array([19.0, 26, 18, 17, 20]), layer, one_node(5), copy_tokens=2.0, hidden=1)
+    assert copies_of(planned) == (1, 1)
+    assert counting_bound(np.array([19, 26, 18, 17, 20]), planned.holders) == 20
+
+
+@pytest.mark.parametrize(
+    ("forecast", "limits"),
+    [
+        ([11.0, 7, 4], dict(copy_tokens=0.36667, hidden=2)),
+        ([11.0, 7, 4], dict(copy_tokens=0.36667, hidden=2, egress=2)),
+        ([4.0, 2, 0], dict(copy_tokens=0.4)),
+    ],
+)
+def test_a_plan_is_not_exchanged_for_more_copies_that_win_nothing(forecast: list[float], limits: dict) -> None:
+    layer = Placement.initial(3, 3, num_slots=2)
+    last = layer.with_guests([(0, 1), (0, 2), (1, 0)])
+    assert plan_guests(np.array(forecast), layer, one_node(3), previous=last, **limits) is last

@@ -45,16 +45,16 @@ class Bill(NamedTuple):
         left = max(self.mean, largest + self.mean * UNFORESEEN[min(received, len(UNFORESEEN)) - 1])
         return left + self.copy * (exposed + self.contention * (busiest - exposed)) + self.routing
 
-    def least(self, *, received: int, fewest: int, most: int) -> float:
-        """What plans cost at least whose busiest rank receives or sends ``fewest`` to ``most`` copies."""
-        if fewest > most:
-            return float("inf")
+    def least(self, *, received: int, sent: int) -> float:
+        """What plans cost at least whose ranks receive up to ``received`` copies, one of them so many, and send up to
+        ``sent``."""
 
-        def cost(busiest: int) -> float:
-            return self.of(self.peak / (1 + busiest), received=received, busiest=busiest)
+        def cost(copies: int) -> float:
+            return self.of(self.peak / (1 + copies), received=received, busiest=max(received, copies))
 
-        # convex in the copies, and once the mean is reached more of them only cost more
-        low, high = fewest, min(most, max(fewest, math.ceil(self.peak / self.mean)))
+        # convex in what the fullest home sends, and once the mean is reached more only costs more
+        low = min(received, sent)
+        high = min(sent, max(low, math.ceil(self.peak / self.mean)))
         while low < high:
             middle = (low + high) // 2
             if cost(middle + 1) < cost(middle):

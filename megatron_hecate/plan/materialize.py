@@ -111,24 +111,23 @@ def plan_guests(
         routing=routing_tokens * SCALE / total,
     )
     # A hot home sends a copy to every rank, unless it is cheaper that it sends no more than twice what a rank receives.
-    # So there are two kinds of plan for each number of guests. First what the last plan may be kept for, then what
-    # may be cheapest.
+    # So there are two kinds of plan for each number of guests. First what the last plan may be kept for, then what may
+    # be cheapest.
     kinds = []
     for per_rank in range(most_per_rank, 0, -1):
-        few = min(egress, 2 * per_rank)
-        for fewest, leaving in ((1, few), (few + 1, egress)):
-            least = bill.least(received=per_rank, fewest=fewest, most=leaving)
-            like_last = per_rank == received_last and fewest > 1
-            kinds.append((not like_last, least, len(kinds), per_rank, fewest, leaving))
+        for leaving in sorted({egress, min(egress, 2 * per_rank)}, reverse=True):
+            least = bill.least(received=per_rank, sent=leaving)
+            like_last = per_rank == received_last and leaving == egress
+            kinds.append((not like_last, least, len(kinds), per_rank, leaving))
     best, best_cost, frugal = None, float(largest), set()
     slack = bill.mean / GOAL  # what plans may cost more than the cheapest
-    for _, least, _, per_rank, fewest, leaving in sorted(kinds):
-        if least >= (best_cost if best is None else best_cost - slack) or (per_rank in frugal and fewest == 1):
+    for _, least, _, per_rank, leaving in sorted(kinds):
+        if least >= (best_cost if best is None else best_cost - slack) or per_rank in frugal:
             continue
         table, left, received, sent = plan_best(*inputs, per_rank, copies, leaving, True)
         if not received:
             continue
-        if sent < fewest:
+        if sent <= 2 * per_rank:
             frugal.add(per_rank)  # without being told to
         its_cost = bill.of(left, received=received, busiest=max(received, sent))
         if its_cost < best_cost:
