@@ -98,7 +98,7 @@ def test_swaps_only_improve_and_keep_the_limits(
     home, guest, loads = forest
     scenarios = _scenarios(loads, home, len(guest))
     given_before = [guest.count(e) for e in range(len(home))]
-    limit = np.maximum(most, given_before)
+    limit = np.where(loads[0] > 0, np.maximum(most, given_before), 0)
     after = np.array(guest)
     before, _ = judge(np.array(guest), np.array(home), scenarios, outcome_for(scenarios))
     squares = improve(after, np.array(home), limit, scenarios, tries)
@@ -106,7 +106,8 @@ def test_swaps_only_improve_and_keep_the_limits(
     assert squares == judge(after, np.array(home), scenarios, outcome_for(scenarios))[0]
     assert (after < 0).tolist() == [e < 0 for e in guest]
     assert all(e < 0 or home[e] != r for r, e in enumerate(after.tolist()))
-    assert (np.bincount(after[after >= 0], minlength=len(home)) <= limit).all()
+    assert (np.bincount(after[after >= 0], minlength=len(home)) <= np.maximum(limit, given_before)).all()
+    assert all(e == old or loads[0][e] > 0 for e, old in zip(after.tolist(), guest, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -77,7 +77,7 @@ def plan_best(
     tries = FOREST_EFFORT // (num_ranks * size) if per_rank == 1 and size > 0 else 0
     if tries >= ENOUGH_TRIES:
         starts = max(1, tries // TRIES_A_START)
-        tries = tries // 2 if priced else tries  # then there are two such plans to make
+        tries = tries // 2 if priced else tries  # then there may be two such plans to make
         table = _plan_forest(forecast, others, home, bare, order, last, allowed, copies, most, tries, starts)
         largest = _hedged(forecast, home, table, order, most, 0) if priced else 0  # the hedge is in the plan
     else:

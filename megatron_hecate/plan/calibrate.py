@@ -167,17 +167,18 @@ def _search(
         swap = _candidates(home, prices, table, count, where, served, load, inside, mean, late)
         best, paid, least_cost, least_above = -1, 0.0, cap + busiest, np.inf
         for i in range(listed(swap)):
-            rank, source = swap.place[i] // slots, home[swap.expert[i]]
+            slot, expert = swap.place[i], swap.expert[i]
+            rank, source = slot // slots, home[expert]
             price = _price(prices, source, rank)
             new_busiest = max(busiest, received[rank] + price, sent[source] + price)
             enough = cap if least_cost == cap + busiest else min(cap, np.int64(max(-1.0, least_cost - new_busiest)))
             new_served[:] = served
             new_load[:] = load
-            _send_home(swap.place[i], home, table, count, where, new_served, new_load)
-            old, place = put(swap.place[i], swap.expert[i], table, count, where)
+            _send_home(slot, home, table, count, where, new_served, new_load)
+            old, place = put(slot, expert, table, count, where)
             links = links_of(table, count, where, num_ranks)
             new_cap = level(links, table, new_served, new_load, least, 0, enough, seen, NO_LIMIT, True)
-            take_back(swap.place[i], old, place, table, count, where)
+            take_back(slot, old, place, table, count, where)
             if new_cap > enough:
                 continue
             new_excess = _above(new_load, mean)

@@ -104,7 +104,7 @@ def plan_guests(
         return _planned(table, bare, last) if received else bare
     bill = Bill(
         mean=int(scaled.sum()) / bare.num_ranks,
-        peak=largest,
+        peak=float(largest),
         copy=copy_tokens * SCALE / total,
         hidden=hidden,
         contention=contention,
@@ -116,19 +116,18 @@ def plan_guests(
     kinds = []
     for per_rank in range(most_per_rank, 0, -1):
         for leaving in sorted({egress, min(egress, 2 * per_rank)}, reverse=True):
-            least = bill.least(received=per_rank, sent=leaving)
             like_last = per_rank == received_last and leaving == egress
-            kinds.append((not like_last, least, len(kinds), per_rank, leaving))
-    best, best_cost, frugal = None, float(largest), set()
+            kinds.append((not like_last, bill.least(received=per_rank, sent=leaving), per_rank, leaving))
+    best, best_cost, frugal = None, bill.peak, set()
     slack = bill.mean / GOAL  # what plans may cost more than the cheapest
-    for _, least, _, per_rank, leaving in sorted(kinds):
+    for _, least, per_rank, leaving in sorted(kinds, key=lambda kind: kind[:2]):
         if least >= (best_cost if best is None else best_cost - slack) or per_rank in frugal:
             continue
         table, left, received, sent = plan_best(*inputs, per_rank, copies, leaving, True)
         if not received:
             continue
         if sent <= 2 * per_rank:
-            frugal.add(per_rank)  # without being told to
+            frugal.add(per_rank)  # whatever it was allowed
         its_cost = bill.of(left, received=received, busiest=max(received, sent))
         if its_cost < best_cost:
             best, best_cost = table, its_cost
