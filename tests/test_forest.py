@@ -66,9 +66,10 @@ def test_the_judge_finds_what_a_maximum_flow_finds(forest: tuple[list[int], list
     outcome = outcome_for(scenarios)
     squares, trees = judge(np.array(guest), np.array(home), scenarios, outcome)
     tokens = scenarios.tokens.astype(np.int64)
+    assert not tokens[:, len(loads) :].any() and not outcome.lacking[0, len(loads) :].any()
     for s in range(len(loads)):
         cap = int(np.rint(np.float64(tokens[:, s].sum()) * CAP / num_ranks))
-        assert outcome.lacking[s] == _without_room(tokens[:, s].tolist(), guest, home, cap), f"scenario {s}"
+        assert outcome.lacking[0, s] == _without_room(tokens[:, s].tolist(), guest, home, cap), f"scenario {s}"
     assert squares == pytest.approx((outcome.lacking.astype(float) ** 2).sum(), rel=1e-12)
     order = outcome.order.tolist()
     assert sorted(order) == list(range(num_ranks))
@@ -86,7 +87,8 @@ def test_the_judge_finds_what_a_maximum_flow_finds(forest: tuple[list[int], list
 
 def test_scenarios_keep_proportions_and_replace_empty_ones() -> None:
     scenarios = scenarios_of(np.array([[1e-9, 0.0], [3e-9, 0.0]]), np.array([3.0, 1.0]), np.array([0, 1]), 2)
-    share = scenarios.tokens / scenarios.tokens.sum(axis=0)
+    assert not scenarios.tokens[:, 2:].any() and not scenarios.room[:, 2:].any()  # there are no others
+    share = scenarios.tokens[:, :2] / scenarios.tokens[:, :2].sum(axis=0)
     np.testing.assert_allclose(share.T, [[0.25, 0.75], [0.75, 0.25]], atol=1e-6)
 
 
@@ -119,7 +121,7 @@ def test_small_layers_against_every_placement(seed: int) -> None:
         num_ranks, num_experts = 3, int(rng.integers(3, 7))
         home = [*range(num_ranks), *rng.integers(0, num_ranks, num_experts - num_ranks).tolist()]
         loads = rng.pareto(1.0, num_experts) * rng.lognormal(0, 0.2, (5, num_experts))
-        tokens = _scenarios(loads[1:], home, num_ranks).tokens.astype(np.int64).T
+        tokens = _scenarios(loads[1:], home, num_ranks).tokens[:, :4].astype(np.int64).T
 
         def squares(guest: tuple[int, ...]) -> float:
             caps = [int(np.rint(np.float64(t.sum()) * CAP / num_ranks)) for t in tokens]  # noqa: B023

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.compiled import borrowing, compiled
 from megatron_hecate.plan.forest import Outcome, Scenarios, judge, outcome_for
+from megatron_hecate.plan.lanes import LANES, below, dot, kept, least, load, positive, store, zeros
 from megatron_hecate.plan.shortlist import Shortlist, listed, offer, shortlist
 
-LOOK: int = 8  # swaps looked at each time,
-THIRDS: int = 4  # those of them, and ranks for each, when the guest that makes room goes on to a third rank
+LOOK: int = 5  # swaps looked at each time,
+THIRDS: int = 4  # ranks looked at when the guest that makes room goes on to a third rank,
+WITH_THIRDS: int = 3  # for so many of those swaps
 LESS: float = 0.999  # a swap must reduce the squares to this
 
 
@@ -25,17 +27,15 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
 
     No expert gets more than ``most`` [E] guests.
     """
-    num_ranks, size = scenarios.room.shape
     outcome, after = outcome_for(scenarios), outcome_for(scenarios)
-    blocked = np.empty((num_ranks, size), np.bool_)
-    free, loss = np.empty((size, num_ranks), np.float32), np.empty((size, num_ranks), np.float32)
-    price = np.empty(num_ranks, np.float32)
+    blocked, price = np.empty(len(guest), np.int64), np.empty(len(guest))
+    loss = np.empty((len(guest), LANES), np.float32)
     squares, trees = judge(guest, home, scenarios, outcome)
     while squares > 0 and tries > 0:
         before = squares
         _block(guest, home, scenarios, outcome, trees, blocked)
-        _price(guest, home, scenarios, outcome, blocked, free, loss, price)
-        swap = _candidates(guest, home, most, scenarios, outcome, blocked, free, loss)
+        _price(guest, home, scenarios, outcome, loss, price)
+        swap = _candidates(guest, home, most, scenarios, outcome, blocked, loss)
         found = listed(swap)
         for i in range(found):
             r, e = swap.place[i], swap.expert[i]
@@ -53,7 +53,7 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
                 if squares < before:
                     break  # what the others promise was before that
         # otherwise the guest that makes room takes the place of a third
-        for i in range(min(found, THIRDS) if squares == before else 0):
+        for i in range(min(found, WITH_THIRDS) if squares == before else 0):
             r = swap.place[i]
             old = guest[r]
             guest[r] = swap.expert[i]
@@ -78,65 +78,42 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
     return squares
 
 
-@compiled
+@borrowing
 def _block(
     guest: np.ndarray, home: np.ndarray, scenarios: Scenarios, outcome: Outcome, trees: int, blocked: np.ndarray
 ) -> None:
-    """``blocked`` [R, S]: ranks whose tokens are, or compete with, those that find no room."""
-    lack, taken, order, tokens = outcome.lack, outcome.taken, outcome.order, scenarios.tokens
-    num_ranks, size = lack.shape
+    """``blocked`` [R] bits: in which scenarios a rank's tokens are, or compete with, those that find no room."""
+    num_ranks = len(guest)
     for r in range(num_ranks):
-        for s in range(size):
-            blocked[r, s] = lack[r, s] > 0
+        blocked[r] = below(zeros(), load(outcome.lack, r))
     for turn in range(3):  # twice round the cycles, then down the trees
         first, last = (num_ranks - 1, trees) if turn < 2 else (trees - 1, 0)
         for i in range(first, last - 1, -1):
-            e = guest[order[i]]
-            if e < 0:
-                continue
-            r, lender = order[i], home[e]
-            for s in range(size):
-                blocked[r, s] |= blocked[lender, s] and taken[e, s] < tokens[e, s]
+            r = outcome.order[i]
+            e = guest[r]
+            if e >= 0 and blocked[home[e]] != 0:
+                blocked[r] |= blocked[home[e]] & below(load(outcome.taken, e), load(scenarios.tokens, e))
 
 
-@compiled
+@borrowing
 def _price(
-    guest: np.ndarray,
-    home: np.ndarray,
-    scenarios: Scenarios,
-    outcome: Outcome,
-    blocked: np.ndarray,
-    free: np.ndarray,
-    loss: np.ndarray,
-    price: np.ndarray,
+    guest: np.ndarray, home: np.ndarray, scenarios: Scenarios, outcome: Outcome, loss: np.ndarray, price: np.ndarray
 ) -> None:
-    """What each rank could take of another expert, and what it would cost that it gives up its guest.
+    """What it would cost that a rank gives up its guest.
 
-    ``free`` [S, R] tokens that a rank which is not blocked can take; ``loss`` [S, R] those that its guest's home, by
-    itself, could no longer place; ``price`` [R] what these add to the squares.
+    ``loss`` [R, 32] tokens that the guest's home, by itself, could no longer place; ``price`` [R] what these add to the
+    squares.
     """
-    can, taken, lacking, tokens = outcome.can, outcome.taken, outcome.lacking, scenarios.tokens
-    none, two = np.float32(0), np.float32(2)
-    size, num_ranks = free.shape
-    can_take, its_loss = np.empty(size, np.float32), np.empty(size, np.float32)
-    for r in range(num_ranks):
+    lacking = load(outcome.lacking, 0)
+    for r in range(len(guest)):
         e = guest[r]
-        for s in range(size):
-            can_take[s] = none if blocked[r, s] else can[r, s]
+        lost = zeros()
         if e >= 0:
-            lender = home[e]
-            for s in range(size):
-                now, left = min(tokens[e, s], taken[e, s]), min(tokens[e, s], taken[e, s] - can[r, s])
-                its_loss[s] = max(none, now - left - can[lender, s])
-        else:
-            its_loss[:] = none
-        for s in range(size):
-            free[s, r], loss[s, r] = can_take[s], its_loss[s]
-    price[:] = none
-    for s in range(size):
-        before = two * lacking[s]
-        for r in range(num_ranks):
-            price[r] += loss[s, r] * (before + loss[s, r])
+            tokens, taken = load(scenarios.tokens, e), load(outcome.taken, e)
+            left = least(tokens, taken - load(outcome.can, r))
+            lost = positive(least(tokens, taken) - left - load(outcome.can, home[e]))
+        store(loss, r, lost)
+        price[r] = dot(lost, lacking + lacking + lost)
 
 
 @compiled
@@ -147,53 +124,37 @@ def _candidates(
     scenarios: Scenarios,
     outcome: Outcome,
     blocked: np.ndarray,
-    free: np.ndarray,
     loss: np.ndarray,
 ) -> Shortlist:
     """Swaps that give an expert of a blocked rank to one that is not, the most promising first."""
-    hosts, taken, lacking = outcome.hosts, outcome.taken, outcome.lacking
-    tokens, first, experts = scenarios.tokens, scenarios.first, scenarios.experts
-    size, num_ranks = free.shape
-    none, two = np.float32(0), np.float32(2)
-    more = np.empty((len(home), size), np.float32)  # tokens that have no room and that another host could take
-    worth = np.zeros(len(home), np.int64)  # of that, at most; integers can be summed in any order
-    gap = np.empty(size, np.float32)
-    for r in range(num_ranks):
-        if not blocked[r].any():
+    lacking = load(outcome.lacking, 0)
+    more = np.empty((len(home), LANES), np.float32)  # tokens that have no room and that another host could take
+    worth = np.zeros(len(home))  # of that, at most
+    for r in range(len(guest)):
+        if blocked[r] == 0:
             continue
-        for s in range(size):
-            gap[s] = lacking[s] if blocked[r, s] else none
-        for i in range(first[r], first[r + 1]):
-            e = experts[i]
-            if hosts[e] >= most[e]:
+        gap = kept(lacking, blocked[r])
+        for i in range(scenarios.first[r], scenarios.first[r + 1]):
+            e = scenarios.experts[i]
+            if outcome.hosts[e] >= most[e]:
                 continue
-            if hosts[e] > 0:
-                for s in range(size):
-                    more[e, s] = max(none, min(tokens[e, s] - taken[e, s], gap[s]))
-            else:
-                for s in range(size):
-                    more[e, s] = min(tokens[e, s], gap[s])
-            squares = 0
-            for s in range(size):
-                gained = np.int64(np.int32(more[e, s]))
-                squares += gained * (2 * np.int64(np.int32(lacking[s])) - gained)
-            worth[e] = squares
-    change = np.empty(num_ranks, np.float32)  # of the squares
+            waiting = load(scenarios.tokens, e)
+            if outcome.hosts[e] > 0:
+                waiting = positive(waiting - load(outcome.taken, e))
+            waiting = least(waiting, gap)
+            store(more, e, waiting)
+            worth[e] = dot(waiting, lacking + lacking - waiting)
     best = shortlist(LOOK, 0.0)
     while True:
         e = np.argmax(worth)
         if worth[e] <= -best.cost[-1]:
             break
         worth[e] = 0
-        change[:] = none
-        for s in range(size):
-            most_gained, before = more[e, s], two * lacking[s]
-            for r in range(num_ranks):
-                lacks = loss[s, r] - (free[s, r] if free[s, r] < most_gained else most_gained)
-                change[r] += lacks * (before + lacks)
-        for r in range(num_ranks):
+        waiting = load(more, e)
+        for r in range(len(guest)):
             if guest[r] >= 0 and guest[r] != e and home[e] != r:
-                offer(best, change[r], r, e)
+                lacks = load(loss, r) - least(kept(load(outcome.can, r), ~blocked[r]), waiting)
+                offer(best, dot(lacks, lacking + lacking + lacks), r, e)
     return best
 
 

@@ -1,0 +1,96 @@
+"""32 numbers as one value in compiled code.
+
+Oracle: the same functions in Python, which numpy computes. If the generated code were wrong, plans would be judged
+wrongly, and differently on machines without the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numba
+import numpy as np
+import pytest
+
+from megatron_hecate.plan.lanes import LANES, below, dot, kept, least, load, positive, store, zeros
+
+INF = float("inf")
+
+
+def _rows() -> np.ndarray:
+    """[8, 32] integers as the planner has them, equal ones, signs, zeros of both signs, fractions and infinities."""
+    rng = np.random.default_rng(0)
+    rows = rng.integers(-(1 << 24), 1 << 24, (8, LANES)).astype(np.float32)
+    rows[1] = rows[0]
+    rows[2, ::2] = rows[0, ::2]
+    rows[3] = 0.0
+    rows[4] = -0.0
+    rows[5] = rng.normal(0, 1, LANES)
+    rows[6, :4] = INF, -INF, 0.0, -0.0
+    return rows
+
+
+def _sum(rows: np.ndarray, i: int, k: int) -> np.ndarray:
+    return load(rows, i) + load(rows, k)
+
+
+def _difference(rows: np.ndarray, i: int, k: int) -> np.ndarray:
+    return load(rows, i) - load(rows, k)
+
+
+def _least(rows: np.ndarray, i: int, k: int) -> np.ndarray:
+    return least(load(rows, i), load(rows, k))
+
+
+def _positive(rows: np.ndarray, i: int, k: int) -> np.ndarray:
+    return positive(load(rows, i)) + positive(zeros() - load(rows, k))
+
+
+def _kept(rows: np.ndarray, i: int, k: int) -> np.ndarray:
+    some, others = below(load(rows, i), load(rows, k)), ~below(zeros(), load(rows, k))
+    return kept(load(rows, i), some) + kept(load(rows, k), others)
+
+
+@pytest.mark.parametrize("function", [_sum, _difference, _least, _positive, _kept], ids=lambda f: f.__name__)
+def test_every_lane_is_computed_as_python_does(function: Callable[..., np.ndarray]) -> None:
+    rows, compiled = _rows(), numba.njit(function)
+
+    @numba.njit
+    def written(rows: np.ndarray, i: int, k: int, out: np.ndarray) -> None:
+        store(out, 1, compiled(rows, i, k))
+
+    with np.errstate(invalid="ignore"):
+        for i in range(len(rows)):
+            for k in range(len(rows)):
+                out = np.full((3, LANES), np.float32(7))
+                written(rows, i, k, out)
+                np.testing.assert_array_equal(out[1], function(rows, i, k), err_msg=f"rows {i} and {k}")
+                assert (out[[0, 2]] == 7).all(), "neighbouring rows are left alone"
+
+
+def test_bits_say_where_one_is_below_the_other() -> None:
+    rows = _rows()
+    compiled = numba.njit(lambda rows, i, k: below(load(rows, i), load(rows, k)))
+    for i in range(len(rows)):
+        for k in range(len(rows)):
+            expected = sum(1 << lane for lane in range(LANES) if rows[i, lane] < rows[k, lane])
+            assert compiled(rows, i, k) == below(rows[i], rows[k]) == expected
+
+
+def test_products_of_integers_are_summed_exactly_and_others_in_one_order() -> None:
+    rows = _rows()
+    compiled = numba.njit(lambda rows, i, k: dot(load(rows, i), load(rows, k)))
+    whole = rows[:3].astype(int).tolist()
+    for i in range(3):
+        for k in range(3):
+            exact = sum(a * b for a, b in zip(whole[i], whole[k], strict=True))
+            assert compiled(rows, i, k) == dot(rows[i], rows[k]) == exact
+    assert compiled(rows, 5, 0) == dot(rows[5], rows[0])  # fractions: bit for bit
+    assert compiled(rows, 5, 5) == pytest.approx(float((rows[5].astype(float) ** 2).sum()), rel=1e-12)
+
+
+def test_a_row_of_something_else_is_refused_when_compiled() -> None:
+    with pytest.raises(numba.TypingError):
+        numba.njit(lambda row: load(row, 0))(np.zeros(LANES, np.float32))
+    with pytest.raises(numba.TypingError):
+        numba.njit(lambda rows: load(rows, 0))(np.zeros((2, LANES)))
