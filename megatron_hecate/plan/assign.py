@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.compiled import borrowing, compiled
 from megatron_hecate.plan.graph import Graph
 from megatron_hecate.plan.origin import Origin
 
@@ -66,7 +66,7 @@ def assign(
                     before.near[g] += load[n, e]
 
 
-@compiled
+@borrowing
 def _row(
     load: np.ndarray,
     row: int,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.compiled import borrowing, compiled
 from megatron_hecate.plan.flow import NO_LIMIT, level
 from megatron_hecate.plan.links import holders, links_of, put, take_back
 from megatron_hecate.plan.materialize import plan_guests
@@ -205,7 +205,7 @@ def _search(
     return len(swaps)
 
 
-@compiled
+@borrowing
 def _price(prices: Prices, source: int, rank: int) -> float:
     return prices.near if prices.node[source] == prices.node[rank] else prices.far
 
@@ -221,7 +221,7 @@ def _busiest(home: np.ndarray, prices: Prices, expert: np.ndarray, rank: np.ndar
     return max(received.max(), sent.max())
 
 
-@compiled
+@borrowing
 def _above(load: np.ndarray, mean: int) -> int:
     """Tokens above the mean, over all ranks."""
     excess = 0
@@ -230,7 +230,7 @@ def _above(load: np.ndarray, mean: int) -> int:
     return excess
 
 
-@compiled
+@borrowing
 def _send_home(
     slot: int,
     home: np.ndarray,

@@ -16,11 +16,19 @@ import numba
 SOURCES: int = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
 
 
-def compiled(function: Callable) -> Any:
+def compiled(function: Callable, **options: bool) -> Any:
     """``numba.njit`` with a cache, where there is a folder to write it to; without the GIL, without fast-math."""
     try:
-        dispatcher = numba.njit(cache=True, nogil=True)(function)
+        dispatcher = numba.njit(cache=True, nogil=True, **options)(function)
         dispatcher._cache._cache_file._source_stamp = SOURCES
     except (RuntimeError, AttributeError):  # no such folder; NUMBA_DISABLE_JIT, or a numba that caches otherwise
-        return numba.njit(nogil=True)(function)
+        return numba.njit(nogil=True, **options)(function)
     return dispatcher
+
+
+def borrowing(function: Callable) -> Any:
+    """`compiled`, for what allocates nothing: the arrays that it is given are not counted as in use.
+
+    Counting takes two atomic operations for each, which is most of the time of a short function.
+    """
+    return compiled(function, _nrt=False)

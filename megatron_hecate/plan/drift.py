@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.compiled import borrowing, compiled
 
 
 @compiled
@@ -41,10 +41,10 @@ def drifted(roots: np.ndarray, errors: np.ndarray, known: int, bursts: int, burs
     return loads
 
 
-@compiled
+@borrowing
 def are_loads(tokens: np.ndarray) -> bool:
     """Whether ``tokens`` [N] are finite and at least 0; NaN is neither."""
-    good = True
-    for some in tokens:
-        good &= (some >= 0.0) & (some < np.inf)
-    return good
+    bad = 0  # counted, which vector instructions do
+    for i in range(len(tokens)):
+        bad += 0 if (tokens[i] >= 0.0) & (tokens[i] < np.inf) else 1
+    return bad == 0

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.compiled import borrowing, compiled
 from megatron_hecate.plan.links import Links
 
 NO_LIMIT: int = 1 << 62
@@ -144,7 +144,7 @@ def level(
     return result
 
 
-@compiled
+@borrowing
 def _measure(
     links: Links, spare: np.ndarray, load: np.ndarray, cap: int, hops: np.ndarray, near: np.ndarray, queue: np.ndarray
 ) -> int:
@@ -246,7 +246,7 @@ def _confined(
     return cap
 
 
-@compiled
+@borrowing
 def _first(part: np.ndarray, rank: int) -> int:
     """The first rank of the part that ``rank`` belongs to."""
     while part[rank] != rank:

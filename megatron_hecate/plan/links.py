@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.compiled import borrowing, compiled
 
 
 class Links(NamedTuple):
@@ -68,7 +68,7 @@ def holders(table: np.ndarray, order: np.ndarray, num_experts: int, spare: int) 
     return count, where
 
 
-@compiled
+@borrowing
 def put(slot: int, expert: int, table: np.ndarray, count: np.ndarray, where: np.ndarray) -> tuple[int, int]:
     """``expert`` takes ``slot``, in place. Returns who was there, or -1, and its place in the row of ``where``."""
     old, place = table[slot], -1
@@ -84,7 +84,7 @@ def put(slot: int, expert: int, table: np.ndarray, count: np.ndarray, where: np.
     return old, place
 
 
-@compiled
+@borrowing
 def take_back(slot: int, old: int, place: int, table: np.ndarray, count: np.ndarray, where: np.ndarray) -> None:
     """Undo the last `put`, which returned ``old`` and ``place``."""
     count[table[slot]] -= 1

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.compiled import borrowing, compiled
 from megatron_hecate.plan.graph import CROSSING, Graph
 from megatron_hecate.plan.origin import Origin
 
@@ -116,19 +116,19 @@ def bring_below(cap: int, graph: Graph, origin: Origin, flow: np.ndarray, load: 
     load[:] = excess[:num_ranks] + cap
 
 
-@compiled
+@borrowing
 def _on(passed: int, free: int, near: int, fee: int, cross: int) -> int:
     """What one more token through a joint costs."""
     return 0 if passed < free else fee if passed < near else cross
 
 
-@compiled
+@borrowing
 def _back(passed: int, free: int, near: int, fee: int, cross: int) -> int:
     """What one token less costs."""
     return -cross if passed > near else -fee if passed > free else 0 if passed > 0 else FAR
 
 
-@compiled
+@borrowing
 def _relabel(
     num_ranks: int,
     leaves: np.ndarray,

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.compiled import borrowing, compiled
 from megatron_hecate.plan.graph import Graph
 
 
@@ -143,7 +143,7 @@ def start(origin: Origin, graph: Graph) -> tuple[np.ndarray, np.ndarray, np.ndar
     return fixed, movable, load
 
 
-@compiled
+@borrowing
 def _pour(
     tokens: int,
     holders: np.ndarray,

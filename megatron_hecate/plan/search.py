@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.compiled import borrowing, compiled
 from megatron_hecate.plan.links import by_home, holders
 from megatron_hecate.plan.swap import SPARE, unblock
 
@@ -118,7 +118,7 @@ def plan(
     return table, largest
 
 
-@compiled
+@borrowing
 def _fitting(load: np.ndarray, most: np.ndarray, each: int) -> int:
     """Copies that fit when each stands for ``each`` tokens: sum of ``load // each``, at most ``most``.
 
@@ -252,18 +252,20 @@ def top_up(
     ``given`` [E] counts the guests of each expert so far; those whose ranks are taken are passed over.
     """
     slots = len(table) // len(free)
+    placed = np.zeros(len(forecast), np.bool_)  # on all ranks that have room, now and hence
     while copies > 0:
-        expert, rank = -1, -1
+        expert = -1
         for e in range(len(forecast)):
-            if forecast[e] == 0 or given[e] >= most[e]:
+            if forecast[e] == 0 or given[e] >= most[e] or placed[e]:
                 continue
-            if expert >= 0 and forecast[e] * (given[expert] + 1) <= forecast[expert] * (given[e] + 1):
-                continue
-            r = _least_loaded(table, free, load, slots, e)
-            if r >= 0:
-                expert, rank = e, r
+            if expert < 0 or forecast[e] * (given[expert] + 1) > forecast[expert] * (given[e] + 1):
+                expert = e
         if expert < 0:
             return
+        rank = _least_loaded(table, free, load, slots, expert)
+        if rank < 0:
+            placed[expert] = True
+            continue
         table[empty_slot(table, slots, rank, expert)] = expert
         given[expert] += 1
         free[rank] -= 1
@@ -271,7 +273,7 @@ def top_up(
         copies -= 1
 
 
-@compiled
+@borrowing
 def _least_loaded(table: np.ndarray, free: np.ndarray, load: np.ndarray, slots: int, expert: int) -> int:
     """The rank of least load that can host ``expert``, or -1."""
     rank = -1
@@ -281,7 +283,7 @@ def _least_loaded(table: np.ndarray, free: np.ndarray, load: np.ndarray, slots: 
     return rank
 
 
-@compiled
+@borrowing
 def empty_slot(table: np.ndarray, slots: int, rank: int, expert: int) -> int:
     """An empty slot of ``rank``; -1 if there is none or it holds ``expert``."""
     empty = -1

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.compiled import borrowing, compiled
 
 
 class Shortlist(NamedTuple):
@@ -29,7 +29,7 @@ def shortlist(size: int, limit: float) -> Shortlist:
     return Shortlist(np.full(size, limit), np.empty(size, np.int64), np.full(size, -1))
 
 
-@compiled
+@borrowing
 def offer(best: Shortlist, cost: float, place: int, expert: int) -> None:
     """Take a guest in, if it is cheaper than the last; that one goes when the list is full."""
     at = len(best.cost) - 1
@@ -41,7 +41,7 @@ def offer(best: Shortlist, cost: float, place: int, expert: int) -> None:
     best.cost[at], best.place[at], best.expert[at] = cost, place, expert
 
 
-@compiled
+@borrowing
 def listed(best: Shortlist) -> int:
     """How many guests there are."""
     found = 0

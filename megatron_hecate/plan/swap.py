@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.compiled import borrowing, compiled
 from megatron_hecate.plan.flow import NO_LIMIT, level
 from megatron_hecate.plan.links import links_of, put
 from megatron_hecate.plan.shortlist import Shortlist, listed, offer, shortlist
@@ -86,7 +86,7 @@ def unblock(
     return best
 
 
-@compiled
+@borrowing
 def _split_evenly(
     forecast: np.ndarray,
     count: np.ndarray,
@@ -107,7 +107,7 @@ def _split_evenly(
     least[expert] = part * hedge // 256
 
 
-@compiled
+@borrowing
 def _swap(
     forecast: np.ndarray,
     table: np.ndarray,
