@@ -139,8 +139,9 @@ def test_bad_limits_and_prices_say_what_they_are(name: str, value: float) -> Non
 @pytest.mark.parametrize(
     ("scenarios", "message"),
     [
-        ([1, 2, 3, 4], r"shape \(4,\), expected \[any number, 4\]"),
-        ([[1, 2, 3]], r"shape \(1, 3\), expected \[any number, 4\]"),
+        ([1, 2, 3, 4], r"shape \(4,\), expected \[up to 32, 4\]"),
+        ([[1, 2, 3]], r"shape \(1, 3\), expected \[up to 32, 4\]"),
+        ([[1, 2, 3, 4]] * 33, "33 scenarios are more than the planner looks at together; give up to 32"),
         ([[1, 2, 3, -4]], "finite and >= 0, got -4.0 to 3.0"),
         ([[1, 2, 3, float("nan")]], "finite and >= 0, got nan"),
     ],

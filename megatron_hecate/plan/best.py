@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.compiled import borrowing, compiled
 from megatron_hecate.plan.forest import judge, outcome_for, scenarios_of
 from megatron_hecate.plan.links import holders
 from megatron_hecate.plan.pair import pair_up
@@ -19,11 +19,11 @@ from megatron_hecate.plan.swap import GOAL, SPARE, unblock
 # Swaps tried when one plan is searched, times the square of experts and guests: each costs about as much as these, and
 # large graphs need fewer of them.
 EFFORT: int = 300_000
-# Choices judged when guests are single, times ranks and scenarios.
-FOREST_EFFORT: int = 145_000
+FOREST_EFFORT: int = 4_500  # choices judged when guests are single, times ranks
 ENOUGH_TRIES: int = 16  # with fewer, the graph is so large that other starts and loads than the forecast take too long,
 FEW_TRIES: int = 4  # and with fewer than these, looking at the last plan takes as long as planning
-TRIES_A_START: int = 70  # single guests are searched from one start more for each of these tries, the best first
+TRIES_A_START: int = 70  # single guests are searched from one start more for each of these tries, the best first,
+HOPELESS: int = 4  # but from none whose squares are so many times those of the best
 # A plan is kept that is balanced with more of every even share in place than a new one needs, in 1/256: forecasts fail
 # it as well as the loads drift. With 128, imbalance is left that new plans would not leave (bench/data).
 KEEP: int = 160
@@ -46,7 +46,7 @@ def plan_best(
 
     Args:
         forecast: [E] tokens expected.
-        others: [E, S] loads that may come instead; S may be 0.
+        others: [E, S] loads that may come instead; S may be 0, and 32 at most.
         home: [E].
         bare: [R, P] the table without guests.
         order: [R] ranks by node.
@@ -73,8 +73,7 @@ def plan_best(
     last = previous.ravel().copy()
     if not _fits(forecast, home, bare, previous, allowed, copies, most):
         last = last[:0]
-    size = others.shape[1]
-    tries = FOREST_EFFORT // (num_ranks * size) if per_rank == 1 and size > 0 else 0
+    tries = FOREST_EFFORT // num_ranks if per_rank == 1 and others.shape[1] > 0 else 0
     if tries >= ENOUGH_TRIES:
         starts = max(1, tries // TRIES_A_START)
         tries = tries // 2 if priced else tries  # then there may be two such plans to make
@@ -92,7 +91,7 @@ def plan_best(
     return table.reshape(bare.shape), largest, received.max(), sent.max()
 
 
-@compiled
+@borrowing
 def _guest(table: np.ndarray, home: np.ndarray, rank: int, slot: int) -> int:
     """The guest in a slot of ``rank``, in ``table`` [R * P], or -1."""
     e = table[slot]
@@ -207,10 +206,11 @@ def _plan_forest(
             break
     best = np.argmin(squares)
     least = squares[best]
+    most_squares = HOPELESS * least
     useful = np.where(forecast > 0, most, 0)
     for _ in range(starts):
         start = np.argmin(squares)
-        if least == 0 or squares[start] == np.inf:
+        if least == 0 or squares[start] > most_squares:
             break
         squares[start] = np.inf
         its_squares = improve(guest[start], home, useful, scenarios, tries)

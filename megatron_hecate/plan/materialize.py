@@ -16,6 +16,7 @@ from megatron_hecate.plan.best import plan_best
 from megatron_hecate.plan.bill import Bill
 from megatron_hecate.plan.drift import are_loads
 from megatron_hecate.plan.flow import NO_LIMIT
+from megatron_hecate.plan.lanes import LANES
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.search import SCALE, scale
 from megatron_hecate.plan.swap import GOAL
@@ -48,9 +49,9 @@ def plan_guests(
         forecast: [E] tokens per expert expected in the next iteration, >= 0.
         placement: the homes; its guests, if any, are ignored.
         world: node of every rank.
-        scenarios: gives [S, E] loads that may come instead of the forecast (`observe.LoadHistory.scenarios`), where
-            asked: guests that are alone on their ranks are planned for these; more of them leave so little that the
-            hedge does.
+        scenarios: gives [S, E] loads that may come instead of the forecast (`observe.LoadHistory.scenarios`), 32 at
+            most, where asked: guests that are alone on their ranks are planned for these; more of them leave so little
+            that the hedge does.
         previous: the plan of the last iteration, if it has the same homes. It is returned itself when it is still good:
             when it balances the forecast, with all guests it may have, within 1/128 of a mean rank load, or all
             scenarios. Without a price, large graphs (more than 273 experts and guests) are planned anew.
@@ -68,7 +69,8 @@ def plan_guests(
 
     Raises:
         ValueError: for a forecast, or scenarios that are asked for, of the wrong length, with NaN, infinite or negative
-            entries, for limits or a price below 0, and for a world that does not fit the placement's ranks.
+            entries, for more scenarios than 32, for limits or a price below 0, and for a world that does not fit the
+            placement's ranks.
     """
     forecast = np.asarray(forecast, dtype=np.float64)
     _check_shapes(forecast, placement, world)
@@ -95,8 +97,8 @@ def plan_guests(
     most_per_rank = min(most_per_rank, int(bare.free_slots.max()))
     priced = copy_tokens + routing_tokens > 0
     received_last = last.is_guest.sum(axis=1).max() if priced else 0
-    # with more slots single guests are an alternative where copies cost, not worth a long search until they are chosen
-    single = most_per_rank == 1 or received_last == 1
+    # with more slots single guests are an alternative where copies cost
+    single = most_per_rank == 1 or priced
     others = _checked_scenarios(scenarios() if single and scenarios is not None else None, len(forecast))
     inputs = scaled, others, bare.home, bare.table, world.order, last.table
     if not priced:
@@ -149,7 +151,9 @@ def _checked_scenarios(scenarios: np.ndarray | None, num_experts: int) -> np.nda
         return np.empty((num_experts, 0))
     scenarios = np.asarray(scenarios)
     if scenarios.ndim != 2 or scenarios.shape[1] != num_experts:
-        raise ValueError(f"scenarios have shape {scenarios.shape}, expected [any number, {num_experts}]")
+        raise ValueError(f"scenarios have shape {scenarios.shape}, expected [up to {LANES}, {num_experts}]")
+    if len(scenarios) > LANES:
+        raise ValueError(f"{len(scenarios)} scenarios are more than the planner looks at together; give up to {LANES}")
     by_expert = np.ascontiguousarray(scenarios.T, dtype=np.float64)
     if not are_loads(by_expert.ravel()):
         raise ValueError(f"scenarios must be finite and >= 0, got {by_expert.min()} to {by_expert.max()}")
