@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from random_plans import PROPERTY, Layer, guests_per_rank, homes_only, layers, one_node, pairs, plan_limits
 
 from megatron_hecate.plan import Placement, algorithm1, assert_valid, plan_guests
+from megatron_hecate.plan.best import plan_best
 
 ROOT = Path(__file__).parents[1]
 
@@ -149,6 +150,18 @@ def test_bad_limits_and_prices_say_what_they_are(name: str, value: float) -> Non
 def test_bad_scenarios_say_what_they_are(scenarios: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_guests(np.ones(4), Placement.initial(4, 2, num_slots=1), one_node(2), scenarios=lambda: scenarios)
+
+
+def test_scenarios_that_cannot_be_written_are_no_other_type_to_compile() -> None:
+    scenarios = np.asfortranarray(np.random.default_rng(0).pareto(1.0, (5, 4)))
+    plans, compiled = [], []
+    for _ in range(2):
+        plans.append(
+            plan_guests(np.ones(4), Placement.initial(4, 2, num_slots=1), one_node(2), scenarios=lambda: scenarios)
+        )
+        compiled.append(len(plan_best.signatures))
+        scenarios.flags.writeable = False
+    assert compiled[0] == compiled[1] and np.array_equal(plans[0].table, plans[1].table)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

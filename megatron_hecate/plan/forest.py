@@ -24,6 +24,7 @@ from megatron_hecate.plan.lanes import LANES, dot, least, load, positive, store,
 from megatron_hecate.plan.links import by_home
 
 TOKENS: int = 1 << 22  # of a scenario; on a cycle they are counted twice
+TINY: float = 1e-290  # a scenario with less in all is without tokens: what it is to be scaled by may be infinite
 CAP: float = 1.02  # in mean rank loads. 1.01 to 1.04 leave as little on the traces in bench/data
 
 
@@ -81,7 +82,7 @@ def scenarios_of(loads: np.ndarray, forecast: np.ndarray, home: np.ndarray, num_
         for s in range(size):
             scale[s] += loads[e, s]
     for s in range(size):
-        scale[s] = TOKENS / scale[s] if scale[s] > 0.0 else 0.0
+        scale[s] = TOKENS / scale[s] if scale[s] > TINY else 0.0
     tokens = np.zeros((num_experts, LANES), np.float32)
     room = np.zeros((num_ranks, LANES), np.float32)
     for e in range(num_experts):

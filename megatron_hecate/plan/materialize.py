@@ -155,6 +155,8 @@ def _checked_scenarios(scenarios: np.ndarray | None, num_experts: int) -> np.nda
     if len(scenarios) > LANES:
         raise ValueError(f"{len(scenarios)} scenarios are more than the planner looks at together; give up to {LANES}")
     by_expert = np.ascontiguousarray(scenarios.T, dtype=np.float64)
+    if not by_expert.flags.writeable:  # another type for numba, which would compile the planner once more
+        by_expert = by_expert.copy()
     if not are_loads(by_expert.ravel()):
         raise ValueError(f"scenarios must be finite and >= 0, got {by_expert.min()} to {by_expert.max()}")
     return by_expert
