@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numba
+from numba.core.options import DefaultOptions
 
 SOURCES: int = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
 
@@ -29,6 +30,7 @@ def compiled(function: Callable, **options: bool) -> Any:
 def borrowing(function: Callable) -> Any:
     """`compiled`, for what allocates nothing: the arrays that it is given are not counted as in use.
 
-    Counting takes two atomic operations for each, which is most of the time of a short function.
+    Counting takes two atomic operations for each, which is most of the time of a short function. Numba keeps the option
+    to itself; without it functions are only slower.
     """
-    return compiled(function, _nrt=False)
+    return compiled(function, _nrt=False) if hasattr(DefaultOptions, "_nrt") else compiled(function)

@@ -33,7 +33,8 @@ def zeros() -> np.ndarray:
 
 
 def load(rows: np.ndarray, row: int) -> np.ndarray:
-    """A row of ``rows`` [N, 32] float32, C-contiguous; which one there is, is not checked."""
+    """A row of ``rows`` [N, 32] float32, C-contiguous. As with all arrays of compiled code, that there is such a row is
+    checked only with ``NUMBA_BOUNDSCHECK=1``."""
     return rows[row].copy()
 
 
@@ -109,7 +110,9 @@ def _row(context: Any, builder: Builder, rows_type: types.Array, values: Values)
     """Where a row begins."""
     rows = context.make_array(rows_type)(context, builder, values[0])
     column = ir.Constant(values[1].type, 0)
-    place = cgutils.get_item_pointer(context, builder, rows_type, rows, [values[1], column], wraparound=False)
+    place = cgutils.get_item_pointer(
+        context, builder, rows_type, rows, [values[1], column], boundscheck=context.enable_boundscheck
+    )
     return builder.bitcast(place, FLOATS.as_pointer())
 
 
@@ -164,14 +167,16 @@ def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
 @_compiles(dot, ONE, ONE, to=types.float64)
 def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
     products = builder.fmul(*(builder.fpext(lanes, DOUBLES) for lanes in values))
-    half = LANES // 2
-    while half > 0:  # in the order of the Python above
-        first, second = (
-            ir.Constant(ir.VectorType(ir.IntType(32), half), list(range(start, start + half))) for start in (0, half)
-        )
-        unused = ir.Constant(products.type, ir.Undefined)
-        products = builder.fadd(
-            builder.shuffle_vector(products, unused, first), builder.shuffle_vector(products, unused, second)
-        )
+    half = LANES
+    while half > 1:  # in the order of the Python above
         half //= 2
+        places = ir.VectorType(ir.IntType(32), half)
+        products = builder.fadd(
+            *(
+                builder.shuffle_vector(
+                    products, ir.Constant(products.type, ir.Undefined), ir.Constant(places, list(range(i, i + half)))
+                )
+                for i in (0, half)
+            )
+        )
     return builder.extract_element(products, ir.Constant(ir.IntType(32), 0))
