@@ -88,9 +88,8 @@ def test_the_judge_finds_what_a_maximum_flow_finds(forest: tuple[list[int], list
 def test_scenarios_keep_proportions_and_replace_empty_ones() -> None:
     scenarios = scenarios_of(np.array([[1e-9, 0.0], [3e-9, 0.0]]), np.array([3.0, 1.0]), np.array([0, 1]), 2)
     assert not scenarios.tokens[:, 2:].any() and not scenarios.room[:, 2:].any()  # there are no others
-    tiny = scenarios_of(
-        np.array([[1e-310], [3e-310]]), np.array([3.0, 1.0]), np.array([0, 1]), 2
-    )  # 2^22 / it is infinite
+    denormal = np.array([[1e-310], [3e-310]])  # 2^22 / their sum is infinite
+    tiny = scenarios_of(denormal, np.array([3.0, 1.0]), np.array([0, 1]), 2)
     np.testing.assert_array_equal(tiny.tokens[:, 0], scenarios.tokens[:, 1])
     share = scenarios.tokens[:, :2] / scenarios.tokens[:, :2].sum(axis=0)
     np.testing.assert_allclose(share.T, [[0.25, 0.75], [0.75, 0.25]], atol=1e-6)

@@ -73,8 +73,8 @@ def plan_best(
     last = previous.ravel().copy()
     if not _fits(forecast, home, bare, previous, allowed, copies, most):
         last = last[:0]
-    tries = FOREST_EFFORT // num_ranks if per_rank == 1 and others.shape[1] > 0 else 0
-    if tries >= ENOUGH_TRIES:
+    if per_rank == 1 and others.shape[1] > 0 and looks_ahead(num_ranks):
+        tries = FOREST_EFFORT // num_ranks
         starts = max(1, tries // TRIES_A_START)
         tries = tries // 2 if priced else tries  # then there may be two such plans to make
         table = _plan_forest(forecast, others, home, bare, order, last, allowed, copies, most, tries, starts)
@@ -89,6 +89,12 @@ def plan_best(
                 received[r] += 1
                 sent[home[e]] += 1
     return table.reshape(bare.shape), largest, received.max(), sent.max()
+
+
+@compiled
+def looks_ahead(num_ranks: int) -> bool:
+    """Whether groups of so many ranks are small enough to plan single guests for more loads than the forecast."""
+    return FOREST_EFFORT // num_ranks >= ENOUGH_TRIES
 
 
 @borrowing

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from megatron_hecate.plan.best import plan_best
+from megatron_hecate.plan.best import looks_ahead, plan_best
 from megatron_hecate.plan.bill import Bill
 from megatron_hecate.plan.drift import are_loads
 from megatron_hecate.plan.flow import NO_LIMIT
@@ -50,8 +50,8 @@ def plan_guests(
         placement: the homes; its guests, if any, are ignored.
         world: node of every rank.
         scenarios: gives [S, E] loads that may come instead of the forecast (`observe.LoadHistory.scenarios`), 32 at
-            most, where asked: guests that are alone on their ranks are planned for these; more of them leave so little
-            that the hedge does.
+            most, where asked: in groups of up to 281 ranks, guests that are alone on their ranks are planned for
+            these; more of them leave so little that the hedge does.
         previous: the plan of the last iteration, if it has the same homes. It is returned itself when it is still good:
             when it balances the forecast, with all guests it may have, within 1/128 of a mean rank load, or all
             scenarios. Without a price, large graphs (more than 273 experts and guests) are planned anew.
@@ -98,8 +98,8 @@ def plan_guests(
     priced = copy_tokens + routing_tokens > 0
     received_last = last.is_guest.sum(axis=1).max() if priced else 0
     # with more slots single guests are an alternative where copies cost
-    single = most_per_rank == 1 or priced
-    others = _checked_scenarios(scenarios() if single and scenarios is not None else None, len(forecast))
+    asked = scenarios is not None and (most_per_rank == 1 or priced) and looks_ahead(bare.num_ranks)
+    others = _checked_scenarios(scenarios() if asked else None, len(forecast))
     inputs = scaled, others, bare.home, bare.table, world.order, last.table
     if not priced:
         table, _, received, _ = plan_best(*inputs, most_per_rank, copies, egress, False)
