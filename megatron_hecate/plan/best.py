@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_hecate.plan.apportion import most_copies
 from megatron_hecate.plan.compiled import borrowing, compiled
 from megatron_hecate.plan.forest import judge, outcome_for, scenarios_of
 from megatron_hecate.plan.links import holders
 from megatron_hecate.plan.pair import pair_up
 from megatron_hecate.plan.regraft import improve
-from megatron_hecate.plan.search import HEDGE, empty_slot, most_copies, plan
+from megatron_hecate.plan.search import HEDGE, empty_slot, plan, spread
 from megatron_hecate.plan.swap import GOAL, SPARE, unblock
 
 # Swaps tried when one plan is searched, times the square of experts and guests: each costs about as much as these, and
@@ -200,7 +201,7 @@ def _plan_forest(
         if start == 0:
             table = last
         elif start == 1:
-            table, _ = plan(forecast, home, bare, order, allowed, copies, most, HEDGE, -1)
+            table = spread(forecast, home, bare, allowed, copies, most)
         else:
             table = bare.ravel().copy()
             pair_up(forecast, home, table, allowed.copy(), most, copies, start == 2)

@@ -14,6 +14,9 @@ import numpy as np
 from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.plan.links import by_home
 from megatron_hecate.plan.search import empty_slot, top_up
+from megatron_hecate.plan.sort import first_largest
+
+NONE: int = -(1 << 62)  # less than any score
 
 
 @compiled
@@ -45,14 +48,16 @@ def pair_up(
     for e in range(len(forecast)):
         load[home[e]] += forecast[e]
     mean = load.sum() // num_ranks
-    done = np.zeros(num_ranks, np.bool_)
+    surplus, need = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)  # of those that have any
+    score = np.empty(num_ranks, np.int64)
+    for r in range(num_ranks):
+        surplus[r] = load[r] - mean if load[r] > mean else NONE
+        need[r] = mean - load[r] if load[r] < mean and free[r] > 0 else NONE
     first, experts = by_home(home, num_ranks)
     while copies > 0:
-        hot = -1
-        for r in range(num_ranks):
-            if not done[r] and load[r] > mean and (hot < 0 or load[r] > load[hot]):
-                hot = r
-        if hot < 0:
+        hot = first_largest(surplus)
+        over = surplus[hot]
+        if over == NONE:
             break
         expert = -1
         for i in range(first[hot], first[hot + 1]):
@@ -60,28 +65,23 @@ def pair_up(
             if given[e] < most[e] and (expert < 0 or left[e] > left[expert]):
                 expert = e
         if expert < 0 or left[expert] == 0:
-            done[hot] = True
+            surplus[hot] = NONE
             continue
         can = left[expert]
         if free[hot] == 0:  # nobody can fill it again
-            can = min(can, load[hot] - mean)
-        cold, best = -1, 0
+            can = min(can, over)
         for r in range(num_ranks):
-            if free[r] == 0 or load[r] >= mean:
-                continue
-            need = mean - load[r]
-            if need > can:
-                score = can - need  # filled in part only
-            elif closest:
-                score = 2 * mean - abs(need - (load[hot] - mean))
-            else:
-                score = need
-            if (cold < 0 or score > best) and empty_slot(table, slots, r, expert) >= 0:
-                cold, best = r, score
-        if cold < 0:
-            done[hot] = True
+            filled = 2 * mean - abs(need[r] - over) if closest else need[r]
+            its_score = filled if need[r] <= can else can - need[r]  # filled in part only
+            score[r] = its_score if need[r] > 0 else NONE
+        cold = first_largest(score)
+        while score[cold] != NONE and empty_slot(table, slots, cold, expert) < 0:  # it holds the expert already
+            score[cold] = NONE
+            cold = first_largest(score)
+        if score[cold] == NONE:
+            surplus[hot] = NONE
             continue
-        amount = min(mean - load[cold], can)
+        amount = min(need[cold], can)
         table[empty_slot(table, slots, cold, expert)] = expert
         left[expert] -= amount
         load[hot] -= amount
@@ -89,4 +89,7 @@ def pair_up(
         given[expert] += 1
         free[cold] -= 1
         copies -= 1
+        surplus[hot] = over - amount if over > amount else NONE
+        need[hot] = amount - over if over < amount and free[hot] > 0 else NONE
+        need[cold] = need[cold] - amount if need[cold] > amount and free[cold] > 0 else NONE
     top_up(forecast, given, most, table, free, load, copies)

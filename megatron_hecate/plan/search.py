@@ -3,7 +3,7 @@
 A placement is judged by what the quotas can do with it later, under loads that differ from the forecast. So a plan is
 made in three steps:
 
-1. `share_out`: slots go to experts by load per holder.
+1. `apportion.share_out`: slots go to experts by load per holder.
 2. `fill`: the copies, largest share first, go to the ranks of least load.
 3. `swap.unblock`: let the forecast's tokens flow, but keep part of each holder's even share where it is. That is the
    hedge: a holder that serves some tokens of an expert, and not all it could, can take more and give back when the
@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from megatron_hecate.plan.apportion import share_out
 from megatron_hecate.plan.compiled import borrowing, compiled
-from megatron_hecate.plan.links import by_home, holders
+from megatron_hecate.plan.links import holders
+from megatron_hecate.plan.sort import in_order
 from megatron_hecate.plan.swap import SPARE, unblock
 
 SCALE: int = 1 << 30  # tells any two loads apart; sums of products stay below 2^63
@@ -61,17 +63,31 @@ def scale(forecast: np.ndarray, home: np.ndarray, num_ranks: int) -> tuple[np.nd
 
 
 @compiled
-def most_copies(forecast: np.ndarray, home: np.ndarray, num_ranks: int, egress: int) -> np.ndarray:
-    """[E] copies an expert may have; a home's egress goes to its experts by load."""
-    most = np.full(len(home), num_ranks - 1, np.int64)
-    if egress >= (num_ranks - 1) * len(home):
-        return most
-    first, experts = by_home(home, num_ranks)
-    for r in range(num_ranks):
-        homes = experts[first[r] : first[r + 1]]
-        if len(homes) * (num_ranks - 1) > egress:
-            most[homes] = share_out(forecast[homes], most[homes], egress)
-    return most
+def spread(
+    forecast: np.ndarray, home: np.ndarray, bare: np.ndarray, allowed: np.ndarray, copies: int, most: np.ndarray
+) -> np.ndarray:
+    """[R * P] the table with guests shared out and filled in.
+
+    Args:
+        forecast: [E] tokens expected.
+        home: [E].
+        bare: [R, P] the table without guests.
+        allowed: [R] guests a rank may host.
+        copies: guests in all.
+        most: [E] guests an expert may have.
+    """
+    table, free = bare.ravel().copy(), allowed.copy()
+    fill(forecast, share_out(forecast, most, copies), home, table, free)
+    left = copies - (allowed.sum() - free.sum())
+    if left > 0 and free.sum() > 0:  # the hottest experts are on all ranks that had room
+        given, load = np.full(len(home), -1, np.int64), np.zeros(len(free), np.int64)
+        for e in table:
+            given[e] += e >= 0
+        for c in range(len(table)):
+            if table[c] >= 0:
+                load[c // bare.shape[1]] += forecast[table[c]] // (given[table[c]] + 1)
+        top_up(forecast, given, most, table, free, load, left)
+    return table
 
 
 @compiled
@@ -86,96 +102,16 @@ def plan(
     hedge: int,
     tries: int,
 ) -> tuple[np.ndarray, int]:
-    """Place guests.
-
-    Args:
-        forecast: [E] tokens expected.
-        home: [E].
-        bare: [R, P] the table without guests.
-        order: [R] ranks by node.
-        allowed: [R] guests a rank may host.
-        copies: guests in all.
-        most: [E] guests an expert may have.
-        hedge, tries: as in `unblock`.
+    """Place guests. Args as of `spread`, the ``order`` [R] of the ranks by node, and those of `unblock`.
 
     Returns:
         table: [R * P] with guests.
         largest: the largest rank load of its hedged flow.
     """
-    table, free = bare.ravel().copy(), allowed.copy()
-    fill(forecast, share_out(forecast, most, copies), home, table, free)
-    left = copies - (allowed.sum() - free.sum())
-    if left > 0 and free.sum() > 0:  # the hottest experts are on all ranks that had room
-        given, load = np.full(len(home), -1, np.int64), np.zeros(len(free), np.int64)
-        for e in table:
-            given[e] += e >= 0
-        for c in range(len(table)):
-            if table[c] >= 0:
-                load[c // bare.shape[1]] += forecast[table[c]] // (given[table[c]] + 1)
-        top_up(forecast, given, most, table, free, load, left)
+    table = spread(forecast, home, bare, allowed, copies, most)
     count, where = holders(table, order, len(home), SPARE)
     largest = unblock(forecast, home, table, count, where, len(order), most, hedge, tries)
     return table, largest
-
-
-@borrowing
-def _fitting(load: np.ndarray, most: np.ndarray, each: int) -> int:
-    """Copies that fit when each stands for ``each`` tokens: sum of ``load // each``, at most ``most``.
-
-    Divided as float64, which is several times faster and exact, since a quotient of integers below 2^52 is off an
-    integer by more than its rounding.
-    """
-    fitting = 0
-    for e in range(len(load)):
-        fitting += min(most[e], np.int64(load[e] / each))
-    return fitting
-
-
-@compiled
-def share_out(forecast: np.ndarray, most: np.ndarray, copies: int) -> np.ndarray:
-    """[E] copies of each expert: ``copies`` of them, each to the expert of highest load per holder so far.
-
-    That is D'Hondt's apportionment, by bisection on the load per holder at which slots run out. No expert gets more
-    than ``most`` [E], one without load gets none; ties go to the lowest index.
-    """
-    total = forecast.sum()
-    given = np.zeros(len(forecast), np.int64)
-    if copies <= 0 or total == 0:
-        return given
-    load = forecast.astype(np.float64)
-    high = total // copies + 1  # more than `copies` fit at `low`, or `low` is 0; at most `copies` at `high`
-    low = high // 2
-    fitting = -1
-    while low > 0:
-        fitting = _fitting(load, most, low)
-        if fitting > copies:
-            break
-        high, low = low, low // 2
-        if fitting == copies:
-            break
-    while fitting != copies and high - low > 1:
-        middle = (low + high) // 2
-        fitting = _fitting(load, most, middle)
-        if fitting > copies:
-            low = middle
-        else:
-            high = middle
-    left = copies
-    for e in range(len(forecast)):
-        given[e] = min(most[e], forecast[e] // high)
-        left -= given[e]
-    while left > 0:
-        best = -1
-        for e in range(len(forecast)):
-            if given[e] == most[e] or forecast[e] == 0:
-                continue
-            if best < 0 or forecast[e] * (given[best] + 1) > forecast[best] * (given[e] + 1):
-                best = e
-        if best < 0:
-            break
-        given[best] += 1
-        left -= 1
-    return given
 
 
 @compiled
@@ -201,7 +137,7 @@ def fill(forecast: np.ndarray, given: np.ndarray, home: np.ndarray, table: np.nd
             wanted += given[e]
     copies = np.empty(wanted, np.int64)
     i = 0
-    for key in np.sort(copied[:found]):
+    for key in in_order(copied[:found]):
         e = key % INDEX
         copies[i : i + given[e]] = e
         i += given[e]
@@ -212,7 +148,7 @@ def fill(forecast: np.ndarray, given: np.ndarray, home: np.ndarray, table: np.nd
         placed = False
         for r in range(num_ranks):
             ranks[r] = load[r] * INDEX + (r + shift) * SHUFFLE % INDEX
-        for key in np.sort(ranks):
+        for key in in_order(ranks):
             r = key % INDEX * UNSHUFFLE % INDEX - shift
             if free[r] == 0:
                 continue
