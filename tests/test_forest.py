@@ -18,7 +18,18 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
 from megatron_hecate.plan import assert_valid, plan_guests
-from megatron_hecate.plan.forest import CAP, Scenarios, judge, outcome_for, scenarios_of
+from megatron_hecate.plan.forest import (
+    CAP,
+    Forest,
+    Outcome,
+    Scenarios,
+    arrange,
+    forest_for,
+    judge,
+    outcome_for,
+    rearrange,
+    scenarios_of,
+)
 from megatron_hecate.plan.regraft import improve
 
 
@@ -51,7 +62,27 @@ def _forests(draw: st.DrawFn) -> tuple[list[int], list[int], np.ndarray]:
 
 def _scenarios(loads: np.ndarray, home: list[int], num_ranks: int) -> Scenarios:
     """Of ``loads`` [S, E], laid out as the planner has them; the first stands in for empty ones."""
-    return scenarios_of(np.ascontiguousarray(loads.T), loads[0], np.array(home), num_ranks)
+    return scenarios_of(np.ascontiguousarray(loads.T, np.float32), loads[0], np.array(home), num_ranks)
+
+
+def _judged(guest: list[int], home: list[int], scenarios: Scenarios) -> tuple[float, Forest, Outcome]:
+    """Squares, order and outcome of these guests, in arrays of their own."""
+    forest, outcome = forest_for(len(guest)), outcome_for(len(home), len(guest))
+    arrange(np.array(guest), np.array(home), forest)
+    return judge(np.array(guest), np.array(home), forest, scenarios, outcome), forest, outcome
+
+
+def _assert_ordered(order: list[int], trees: int, guest: list[int], home: list[int]) -> None:
+    """``order`` names every rank once: those on no cycle before the homes of their guests, then cycle after cycle."""
+    assert sorted(order) == list(range(len(guest)))
+    for i, r in enumerate(order[:trees]):
+        assert guest[r] < 0 or order.index(home[guest[r]]) > i
+    while trees < len(order):
+        start = trees
+        while home[guest[order[trees]]] != order[start]:
+            assert home[guest[order[trees]]] == order[trees + 1]
+            trees += 1
+        trees += 1
 
 
 @PROPERTY
@@ -63,34 +94,55 @@ def test_the_judge_finds_what_a_maximum_flow_finds(forest: tuple[list[int], list
     home, guest, loads = forest
     num_ranks = len(guest)
     scenarios = _scenarios(loads, home, num_ranks)
-    outcome = outcome_for(scenarios)
-    squares, trees = judge(np.array(guest), np.array(home), scenarios, outcome)
+    squares, found, outcome = _judged(guest, home, scenarios)
     tokens = scenarios.tokens.astype(np.int64)
     assert not tokens[:, len(loads) :].any() and not outcome.lacking[0, len(loads) :].any()
     for s in range(len(loads)):
         cap = int(np.rint(np.float64(tokens[:, s].sum()) * CAP / num_ranks))
         assert outcome.lacking[0, s] == _without_room(tokens[:, s].tolist(), guest, home, cap), f"scenario {s}"
     assert squares == pytest.approx((outcome.lacking.astype(float) ** 2).sum(), rel=1e-12)
-    order = outcome.order.tolist()
-    assert sorted(order) == list(range(num_ranks))
-    for i, r in enumerate(order[:trees]):  # a rank comes before the home of its guest
-        assert guest[r] < 0 or order.index(home[guest[r]]) > i
-    # what is kept from one choice to the next makes no difference
+    _assert_ordered(found.order.tolist(), found.trees[0], guest, home)
+    # what is left of other choices makes no difference
     half = [e if r % 2 else -1 for r, e in enumerate(guest)]
     for other in ([-1] * num_ranks, guest, half, guest):
-        again = judge(np.array(other), np.array(home), scenarios, outcome)
-        fresh = outcome_for(scenarios)
-        assert again == judge(np.array(other), np.array(home), scenarios, fresh)
-        for kept, new in ((outcome.lacking, fresh.lacking), (outcome.can, fresh.can), (outcome.lack, fresh.lack)):
-            np.testing.assert_array_equal(kept, new)
+        arrange(np.array(other), np.array(home), found)
+        again = judge(np.array(other), np.array(home), found, scenarios, outcome)
+        its_squares, fresh_found, fresh = _judged(other, home, scenarios)
+        assert again == its_squares
+        assert found.order.tolist() == fresh_found.order.tolist()
+        for used, new in ((outcome.lacking, fresh.lacking), (outcome.can, fresh.can), (outcome.room, fresh.room)):
+            np.testing.assert_array_equal(used, new)
+
+
+@PROPERTY
+@given(_forests(), st.data())
+@example(([0, 1, 2, 3], [1, 0, 3, 2], np.ones((1, 4))), None)  # from one cycle to the other
+def test_one_rank_changes_its_guest(
+    forest: tuple[list[int], list[int], np.ndarray], data: st.DataObject | None
+) -> None:
+    """The order that is left in place, and the outcome in that order, are as good as new ones."""
+    home, guest, loads = forest
+    num_ranks = len(guest)
+    scenarios = _scenarios(loads, home, num_ranks)
+    _, before, _ = _judged(guest, home, scenarios)
+    other, outcome = forest_for(num_ranks), outcome_for(len(home), num_ranks)
+    for rank in range(num_ranks):
+        may = [-1] + [e for e in range(len(home)) if home[e] != rank]
+        changed = list(guest)
+        changed[rank] = data.draw(st.sampled_from(may)) if data else may[-1]
+        rearrange(np.array(changed), np.array(home), rank, before, other)
+        squares, fresh, its_outcome = _judged(changed, home, scenarios)
+        _assert_ordered(other.order.tolist(), other.trees[0], changed, home)
+        assert other.trees[0] == fresh.trees[0]
+        assert judge(np.array(changed), np.array(home), other, scenarios, outcome) == squares
+        np.testing.assert_array_equal(outcome.lacking, its_outcome.lacking)
 
 
 def test_scenarios_keep_proportions_and_replace_empty_ones() -> None:
-    scenarios = scenarios_of(np.array([[1e-9, 0.0], [3e-9, 0.0]]), np.array([3.0, 1.0]), np.array([0, 1]), 2)
+    scenarios = scenarios_of(
+        np.array([[1e-9, 0.0], [3e-9, 0.0]], np.float32), np.array([3.0, 1.0]), np.array([0, 1]), 2
+    )
     assert not scenarios.tokens[:, 2:].any() and not scenarios.room[:, 2:].any()  # there are no others
-    denormal = np.array([[1e-310], [3e-310]])  # 2^22 / their sum is infinite
-    tiny = scenarios_of(denormal, np.array([3.0, 1.0]), np.array([0, 1]), 2)
-    np.testing.assert_array_equal(tiny.tokens[:, 0], scenarios.tokens[:, 1])
     share = scenarios.tokens[:, :2] / scenarios.tokens[:, :2].sum(axis=0)
     np.testing.assert_allclose(share.T, [[0.25, 0.75], [0.75, 0.25]], atol=1e-6)
 
@@ -105,10 +157,10 @@ def test_swaps_only_improve_and_keep_the_limits(
     given_before = [guest.count(e) for e in range(len(home))]
     limit = np.where(loads[0] > 0, np.maximum(most, given_before), 0)
     after = np.array(guest)
-    before, _ = judge(np.array(guest), np.array(home), scenarios, outcome_for(scenarios))
+    before, *_ = _judged(guest, home, scenarios)
     squares = improve(after, np.array(home), limit, scenarios, tries)
     assert squares <= before
-    assert squares == judge(after, np.array(home), scenarios, outcome_for(scenarios))[0]
+    assert squares == _judged(after.tolist(), home, scenarios)[0]
     assert (after < 0).tolist() == [e < 0 for e in guest]
     assert all(e < 0 or home[e] != r for r, e in enumerate(after.tolist()))
     assert (np.bincount(after[after >= 0], minlength=len(home)) <= np.maximum(limit, given_before)).all()

@@ -12,7 +12,20 @@ import numba
 import numpy as np
 import pytest
 
-from megatron_hecate.plan.lanes import LANES, below, dot, kept, least, load, positive, store, zeros
+from megatron_hecate.plan.lanes import (
+    CACHE_LINE,
+    LANES,
+    below,
+    dot,
+    kept,
+    least,
+    load,
+    positive,
+    rough_dot,
+    rows_of,
+    store,
+    zeros,
+)
 
 INF = float("inf")
 
@@ -87,6 +100,26 @@ def test_products_of_integers_are_summed_exactly_and_others_in_one_order() -> No
             assert compiled(rows, i, k) == dot(rows[i], rows[k]) == exact
     assert compiled(rows, 5, 0) == dot(rows[5], rows[0])  # fractions: bit for bit
     assert compiled(rows, 5, 5) == pytest.approx(float((rows[5].astype(float) ** 2).sum()), rel=1e-12)
+
+
+def test_rough_products_are_summed_in_float32_in_one_order() -> None:
+    rows = _rows()
+    compiled = numba.njit(lambda rows, i, k: rough_dot(load(rows, i), load(rows, k)))
+    for i in range(6):
+        for k in range(6):
+            assert compiled(rows, i, k) == rough_dot(rows[i], rows[k])  # bit for bit
+            assert compiled(rows, i, i) == pytest.approx(dot(rows[i], rows[i]), rel=1e-6)
+
+
+@pytest.mark.parametrize("number", [1, 7, 64])
+def test_rows_begin_where_cache_lines_do(number: int) -> None:
+    for make in (rows_of, rows_of.py_func):
+        kept_alive = [make(number) for _ in range(20)]
+        for i, rows in enumerate(kept_alive):
+            assert rows.shape == (number, LANES) and rows.dtype == np.float32 and rows.flags.c_contiguous
+            assert rows.ctypes.data % CACHE_LINE == 0
+            rows[:] = i
+        assert all((rows == i).all() for i, rows in enumerate(kept_alive))
 
 
 def test_a_row_of_something_else_is_refused_when_compiled() -> None:

@@ -53,11 +53,11 @@ def test_scenarios_are_the_forecast_off_by_what_it_was_off_before_and_bursts() -
     assert scenarios.shape == (2 + 16, 3)
     expected = np.sqrt(history.forecast()[0]) / 13
     error = np.array([1, -1, 0]) / 13
-    np.testing.assert_allclose(np.sqrt(scenarios[:2]), [expected + error, expected - error], atol=1e-12)
+    np.testing.assert_allclose(np.sqrt(scenarios[:2]), [expected + error, expected - error], atol=1e-7)
     more = np.sqrt(scenarios[2:]) - expected
     rms = np.sqrt(2 / 3) / 13
-    assert more.max(axis=0) == pytest.approx(3 * rms)  # every expert bursts, in one scenario only
-    assert (more > 1e-9).sum(axis=0).tolist() == [1, 1, 1] and (more > 1e-9).sum(axis=1).max() == 1
+    assert more.max(axis=0) == pytest.approx(3 * rms, rel=1e-6)  # every expert bursts, in one scenario only
+    assert (more > 1e-6).sum(axis=0).tolist() == [1, 1, 1] and (more > 1e-6).sum(axis=1).max() == 1
 
 
 def test_scenarios_of_the_last_eight_errors_layer_by_layer() -> None:
@@ -68,7 +68,7 @@ def test_scenarios_of_the_last_eight_errors_layer_by_layer() -> None:
     wild, empty, steady = (history.scenarios(layer, 20) for layer in range(3))
     assert wild.min() >= 0 and np.isfinite(wild).all() and wild.std(axis=0).max() > 0
     assert empty.max() == 0
-    np.testing.assert_allclose(steady, 1 / 20, atol=1e-12)
+    np.testing.assert_allclose(steady, 1 / 20, rtol=1e-6)
 
 
 @ranks(3)

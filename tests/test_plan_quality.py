@@ -146,7 +146,7 @@ def test_prices_are_compared_with_what_is_left_in_truth(num_ranks: int, slots: i
         for layer, forecast, scenarios, total in _replayed(loads):
             scaled, _, _ = scale(forecast, homes.home, num_ranks)
             others = scenarios() if slots == 1 else None
-            others = np.empty((num_experts, 0)) if others is None else np.ascontiguousarray(others.T)
+            others = np.empty((num_experts, 0), np.float32) if others is None else np.ascontiguousarray(others.T)
             last[layer], expected, _, _ = plan_best(
                 scaled, others, homes.home, homes.table, world.order, last[layer], *limits
             )

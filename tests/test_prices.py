@@ -112,7 +112,7 @@ def test_plans_that_are_not_made_would_not_be_cheaper(
     planned = dataclasses.replace(layer, forecast=forecast).plan(**prices)
     costs = {bare.table.tobytes(): float(largest)}
     degree = bare.free_slots.max() if layer.overlap_degree is None else min(layer.overlap_degree, bare.free_slots.max())
-    none = np.empty((len(forecast), 0))
+    none = np.empty((len(forecast), 0), np.float32)
     for per_rank in range(1, degree + 1) if total > 0 else ():
         for leaving in (2 * per_rank, NO_LIMIT):
             limits = per_rank, NO_LIMIT, leaving

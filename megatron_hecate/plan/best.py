@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_hecate.plan.apportion import most_copies
 from megatron_hecate.plan.compiled import borrowing, compiled
-from megatron_hecate.plan.forest import judge, outcome_for, scenarios_of
+from megatron_hecate.plan.forest import arrange, forest_for, judge, outcome_for, scenarios_of
 from megatron_hecate.plan.links import holders
 from megatron_hecate.plan.pair import pair_up
 from megatron_hecate.plan.regraft import improve
@@ -78,7 +78,7 @@ def plan_best(
         tries = FOREST_EFFORT // num_ranks
         starts = max(1, tries // TRIES_A_START)
         tries = tries // 2 if priced else tries  # then there may be two such plans to make
-        table = _plan_forest(forecast, others, home, bare, order, last, allowed, copies, most, tries, starts)
+        table = _plan_forest(forecast, others, home, bare, last, allowed, copies, most, tries, starts)
         largest = _hedged(forecast, home, table, order, most, 0) if priced else 0  # the hedge is in the plan
     else:
         table, largest = _plan_hedged(forecast, home, bare, order, last, allowed, copies, most, priced)
@@ -183,7 +183,6 @@ def _plan_forest(
     others: np.ndarray,
     home: np.ndarray,
     bare: np.ndarray,
-    order: np.ndarray,
     last: np.ndarray,
     allowed: np.ndarray,
     copies: int,
@@ -195,7 +194,7 @@ def _plan_forest(
     of which ``last`` [R * P or 0] is one. What the forecast knows nothing of gets no guest."""
     num_ranks, slots = bare.shape
     scenarios = scenarios_of(others, forecast, home, num_ranks)
-    outcome = outcome_for(scenarios)
+    outcome, forest = outcome_for(len(home), num_ranks), forest_for(num_ranks)
     guest, squares = np.full((4, num_ranks), -1), np.full(4, np.inf)
     for start in range(0 if len(last) else 1, min(4, 2 + starts)):  # the fourth is seldom the best
         if start == 0:
@@ -208,7 +207,8 @@ def _plan_forest(
         for r in range(num_ranks):
             for c in range(r * slots, (r + 1) * slots):
                 guest[start, r] = max(guest[start, r], _guest(table, home, r, c))
-        squares[start], _ = judge(guest[start], home, scenarios, outcome)
+        arrange(guest[start], home, forest)
+        squares[start] = judge(guest[start], home, forest, scenarios, outcome)
         if squares[start] == 0:
             break
     best = np.argmin(squares)

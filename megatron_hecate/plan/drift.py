@@ -19,7 +19,7 @@ def drifted(roots: np.ndarray, errors: np.ndarray, known: int, bursts: int, burs
         burst: how much more it gets, in root mean square errors.
 
     Returns:
-        [E, 2 * known + bursts] loads, each of a sum about 1, or of 0 where the forecast and the errors are.
+        [E, 2 * known + bursts] float32 loads, each of a sum about 1, or of 0 where the forecast and the errors are.
     """
     num_experts = len(roots)
     length, squares = 0.0, np.zeros(known)
@@ -29,7 +29,7 @@ def drifted(roots: np.ndarray, errors: np.ndarray, known: int, bursts: int, burs
             squares[i] += errors[e, i] * errors[e, i]
     each = 1.0 / np.sqrt(length) if length > 0.0 else 0.0
     more = burst * np.sqrt(squares.sum() / (num_experts * known))
-    loads = np.empty((num_experts, 2 * known + bursts))
+    loads = np.empty((num_experts, 2 * known + bursts), np.float32)  # as precise as the planner counts
     for e in range(num_experts):
         root = roots[e] * each
         for i in range(known):
@@ -44,7 +44,7 @@ def drifted(roots: np.ndarray, errors: np.ndarray, known: int, bursts: int, burs
 @borrowing
 def are_loads(tokens: np.ndarray) -> bool:
     """Whether ``tokens`` [N] are finite and at least 0; NaN is neither."""
-    bad = 0  # counted, which vector instructions do
+    bad = np.int32(0)  # counted, which vector instructions do, and more of them at once in 32 bits
     for i in range(len(tokens)):
-        bad += 0 if (tokens[i] >= 0.0) & (tokens[i] < np.inf) else 1
+        bad += np.int32(0) if (tokens[i] >= 0.0) & (tokens[i] < np.inf) else np.int32(1)
     return bad == 0

@@ -20,11 +20,10 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hecate.plan.compiled import borrowing, compiled
-from megatron_hecate.plan.lanes import LANES, dot, least, load, positive, store, zeros
+from megatron_hecate.plan.lanes import LANES, dot, least, load, positive, rows_of, store, zeros
 from megatron_hecate.plan.links import by_home
 
 TOKENS: int = 1 << 22  # of a scenario; on a cycle they are counted twice
-TINY: float = 1e-290  # a scenario with less in all is without tokens: what it is to be scaled by may be infinite
 CAP: float = 1.02  # in mean rank loads. 1.01 to 1.04 leave as little on the traces in bench/data
 
 
@@ -44,37 +43,40 @@ class Scenarios(NamedTuple):
     experts: np.ndarray
 
 
+class Forest(NamedTuple):
+    """In which order ranks are judged.
+
+    Args:
+        order: [R] ranks, each before the home of its guest; ranks on cycles last, each cycle in that order too.
+        place: [R] of each rank in ``order``.
+        trees: [1] how many ranks are on no cycle.
+    """
+
+    order: np.ndarray
+    place: np.ndarray
+    trees: np.ndarray
+
+
 class Outcome(NamedTuple):
     """What one choice of guests achieves.
 
     Args:
+        room: [R, 32] from the load of a rank, less what the hosts of its experts can take, to the cap. Tokens above the
+            cap that find no room are below 0.
         can: [R, 32] tokens a rank can take from its guest's home, at least 0.
-        lack: [R, 32] tokens above the cap that find no room.
         taken: [E, 32] what an expert's hosts can take together; of experts with hosts.
-        lacking: [1, 32] sum of ``lack`` over the ranks.
-        idle: [R] whether ``can`` and ``lack`` are those of a rank that lends nothing, which are always the same.
-        hosts: [E] how many.
-        lent: [R] one of a rank's experts that have hosts, or -1,
-        next_lent: [E] and the one after each, or -1.
-        order: [R] ranks, each before the home of its guest; ranks on cycles last, each cycle in that order too.
-        waiting: [R] room to work in.
+        lacking: [1, 32] tokens above the cap that find no room, of all ranks.
     """
 
+    room: np.ndarray
     can: np.ndarray
-    lack: np.ndarray
     taken: np.ndarray
     lacking: np.ndarray
-    idle: np.ndarray
-    hosts: np.ndarray
-    lent: np.ndarray
-    next_lent: np.ndarray
-    order: np.ndarray
-    waiting: np.ndarray
 
 
 @compiled
 def scenarios_of(loads: np.ndarray, forecast: np.ndarray, home: np.ndarray, num_ranks: int) -> Scenarios:
-    """``loads`` [E, S] >= 0, no more than 32; one of them that has no tokens counts as the ``forecast`` [E]."""
+    """``loads`` [E, S] float32 >= 0, no more than 32; one of them that has no tokens counts as the ``forecast`` [E]."""
     num_experts, size = loads.shape
     assert len(home) == num_experts and size <= LANES
     scale = np.zeros(size)
@@ -82,10 +84,10 @@ def scenarios_of(loads: np.ndarray, forecast: np.ndarray, home: np.ndarray, num_
         for s in range(size):
             scale[s] += loads[e, s]
     for s in range(size):
-        scale[s] = TOKENS / scale[s] if scale[s] > TINY else 0.0
-    tokens = np.zeros((num_experts, LANES), np.float32)
-    room = np.zeros((num_ranks, LANES), np.float32)
+        scale[s] = TOKENS / scale[s] if scale[s] > 0.0 else 0.0
+    tokens, room, cap = rows_of(num_experts), rows_of(num_ranks), rows_of(1)
     for e in range(num_experts):
+        store(tokens, e, zeros())
         for s in range(size):
             tokens[e, s] = np.float32(np.int32(loads[e, s] * scale[s] + 0.5))
     for s in range(size):
@@ -93,11 +95,12 @@ def scenarios_of(loads: np.ndarray, forecast: np.ndarray, home: np.ndarray, num_
             each = TOKENS / forecast.sum()
             for e in range(num_experts):
                 tokens[e, s] = np.float32(np.int32(forecast[e] * each + 0.5))
+    for r in range(num_ranks):
+        store(room, r, zeros())
     counted = zeros()
     for e in range(num_experts):
         store(room, home[e], load(room, home[e]) - load(tokens, e))
         counted = counted + load(tokens, e)
-    cap = np.zeros((1, LANES), np.float32)
     store(cap, 0, counted)
     for s in range(size):
         cap[0, s] = np.rint(cap[0, s] * CAP / num_ranks)
@@ -108,100 +111,134 @@ def scenarios_of(loads: np.ndarray, forecast: np.ndarray, home: np.ndarray, num_
 
 
 @compiled
-def outcome_for(scenarios: Scenarios) -> Outcome:
+def forest_for(num_ranks: int) -> Forest:
+    """Room for what `arrange` finds."""
+    return Forest(np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64), np.empty(1, np.int64))
+
+
+@compiled
+def outcome_for(num_experts: int, num_ranks: int) -> Outcome:
     """Room for what `judge` finds."""
-    num_experts, num_ranks = len(scenarios.tokens), len(scenarios.room)
-    can, lack = np.empty((num_ranks, LANES), np.float32), np.empty((num_ranks, LANES), np.float32)
-    taken, lacking = np.zeros((num_experts, LANES), np.float32), np.empty((1, LANES), np.float32)
-    hosts, next_lent = np.empty(num_experts, np.int64), np.empty(num_experts, np.int64)
-    lent, order, waiting = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
-    idle = np.zeros(num_ranks, np.bool_)
-    return Outcome(can, lack, taken, lacking, idle, hosts, lent, next_lent, order, waiting)
+    return Outcome(rows_of(num_ranks), rows_of(num_ranks), rows_of(num_experts), rows_of(1))
 
 
 @borrowing
-def judge(guest: np.ndarray, home: np.ndarray, scenarios: Scenarios, outcome: Outcome) -> tuple[float, int]:
-    """Find the outcome of ``guest`` [R], the expert each rank hosts or -1.
-
-    Returns:
-        squares: of the tokens above the cap, summed over the scenarios.
-        trees: ranks that are on no cycle.
-    """
-    can, lack, taken, lacking, idle, hosts, lent, next_lent, order, waiting = outcome
+def arrange(guest: np.ndarray, home: np.ndarray, forest: Forest) -> None:
+    """Find the order of the ranks for ``guest`` [R], the expert each rank hosts or -1, and ``home`` [E]."""
+    order, place, trees = forest
     num_ranks = len(guest)
-    waiting[:] = 0
-    hosts[:] = 0
-    lent[:] = -1
     for r in range(num_ranks):
-        e = guest[r]
-        if e >= 0:
-            lender = home[e]
-            waiting[lender] += 1
-            hosts[e] += 1
-            if hosts[e] == 1:
-                next_lent[e], lent[lender] = lent[lender], e
-                store(taken, e, zeros())
+        place[r] = -1
+    for r in range(num_ranks):
+        if guest[r] >= 0:
+            place[home[guest[r]]] -= 1  # -1 less the hosts that it waits for, until its place is known
     found = 0
     for r in range(num_ranks):
-        if waiting[r] == 0:
-            order[found] = r
+        if place[r] == -1:
+            order[found], place[r] = r, found
             found += 1
-    without_room = zeros()
     i = 0
     while i < found:
-        r = order[i]
+        e = guest[order[i]]
         i += 1
-        if lent[r] >= 0 or not idle[r]:
-            room = _room(r, scenarios, outcome)
-            store(lack, r, positive(zeros() - room))
-            store(can, r, positive(room))
-            idle[r] = lent[r] < 0
-        without_room = without_room + load(lack, r)
-        e = guest[r]
         if e >= 0:
-            store(taken, e, load(taken, e) + load(can, r))
-            waiting[home[e]] -= 1
-            if waiting[home[e]] == 0:
-                order[found] = home[e]
+            lender = home[e]
+            place[lender] += 1
+            if place[lender] == -1:
+                order[found], place[lender] = lender, found
                 found += 1
-    trees = found
-    # Tokens that go all the way round a cycle achieve nothing, so one link of it may be still. Passing twice finds what
-    # comes by the last link: first as if nothing did.
-    for start in range(num_ranks):
-        if waiting[start] == 0:
-            continue
+    trees[0] = found
+    for start in range(num_ranks if found < num_ranks else 0):
         r = start
-        while True:
-            order[found] = r
+        while place[r] < 0:
+            order[found], place[r] = r, found
             found += 1
-            e = guest[r]
-            store(can, r, positive(_room(r, scenarios, outcome)))
-            store(taken, e, load(taken, e) + load(can, r))
-            r = home[e]
-            if r == start:
-                break
-        while True:
-            e = guest[r]
-            room = _room(r, scenarios, outcome)
-            store(lack, r, positive(zeros() - room))
-            without_room = without_room + load(lack, r)
-            if home[e] != start:
-                store(taken, e, load(taken, e) + (positive(room) - load(can, r)))
-                store(can, r, positive(room))
-            waiting[r], idle[r] = 0, False
-            r = home[e]
-            if r == start:
-                break
-    store(lacking, 0, without_room)
-    return dot(without_room, without_room), trees
+            r = home[guest[r]]
 
 
 @borrowing
-def _room(r: int, scenarios: Scenarios, outcome: Outcome) -> np.ndarray:
-    """[32] from the load of rank r, less what the hosts of its experts can take, to the cap; below 0 too."""
-    room = load(scenarios.room, r)
-    e = outcome.lent[r]
-    while e >= 0:
-        room = room + least(load(scenarios.tokens, e), load(outcome.taken, e))
-        e = outcome.next_lent[e]
-    return room
+def rearrange(guest: np.ndarray, home: np.ndarray, rank: int, before: Forest, after: Forest) -> None:
+    """`arrange`, when ``before`` is the forest from which ``guest`` differs in what ``rank`` hosts and nothing else.
+
+    Of ``after``, ``place`` is not set. Only the home of the new guest may be too early in the order, and homes that
+    this one's tokens go on to: they move behind ``rank``.
+    """
+    order, place, trees = before
+    last, lender = place[rank], home[guest[rank]] if guest[rank] >= 0 else rank
+    r = lender
+    while place[r] < last < trees[0] and guest[r] >= 0:
+        r = home[guest[r]]
+    if last >= trees[0] or (place[lender] < last and r == rank):  # leaves a cycle, or closes one
+        arrange(guest, home, after)
+        return
+    after.trees[0] = trees[0]
+    moving, to = lender, 0
+    for i in range(len(order)):
+        r = order[i]
+        if r == moving and i < last:
+            moving = home[guest[r]] if guest[r] >= 0 else rank
+            continue
+        after.order[to] = r
+        to += 1
+        if i == last:
+            r = lender
+            while place[r] < last:
+                after.order[to] = r
+                to += 1
+                if guest[r] < 0:
+                    break
+                r = home[guest[r]]
+
+
+@borrowing
+def judge(guest: np.ndarray, home: np.ndarray, forest: Forest, scenarios: Scenarios, outcome: Outcome) -> float:
+    """Find the outcome of ``guest`` [R], whose order is ``forest``'s.
+
+    Returns:
+        The squares of the tokens above the cap, summed over the scenarios.
+    """
+    room, can, taken, lacking = outcome
+    order, trees = forest.order, forest.trees[0]
+    for r in range(len(guest)):
+        store(room, r, load(scenarios.room, r))
+        if guest[r] >= 0:
+            store(taken, guest[r], zeros())
+    without_room = zeros()
+    for i in range(trees):
+        r = order[i]
+        its_room = load(room, r)
+        without_room = without_room + positive(zeros() - its_room)
+        store(can, r, positive(its_room))
+        if guest[r] >= 0:
+            _take(guest[r], positive(its_room), home, scenarios, outcome)
+    # Tokens that go all the way round a cycle achieve nothing, so one link of it may be still. Passing twice finds what
+    # comes by the last link: first as if nothing did.
+    i = trees
+    while i < len(order):
+        begin, start = i, order[i]
+        r = start
+        while True:
+            store(can, r, positive(load(room, r)))
+            _take(guest[r], load(can, r), home, scenarios, outcome)
+            i += 1
+            r = home[guest[r]]
+            if r == start:
+                break
+        for k in range(begin, i):
+            r = order[k]
+            its_room = load(room, r)
+            without_room = without_room + positive(zeros() - its_room)
+            if k < i - 1:
+                _take(guest[r], positive(its_room) - load(can, r), home, scenarios, outcome)
+                store(can, r, positive(its_room))
+    store(lacking, 0, without_room)
+    return dot(without_room, without_room)
+
+
+@borrowing
+def _take(expert: int, more: np.ndarray, home: np.ndarray, scenarios: Scenarios, outcome: Outcome) -> None:
+    """Let the hosts of ``expert`` take ``more`` [32]; its home has room for what they take."""
+    tokens, before, lender = load(scenarios.tokens, expert), load(outcome.taken, expert), home[expert]
+    store(outcome.taken, expert, before + more)
+    gained = least(tokens, before + more) - least(tokens, before)
+    store(outcome.room, lender, load(outcome.room, lender) + gained)

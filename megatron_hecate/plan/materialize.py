@@ -94,7 +94,7 @@ def plan_guests(
     copies = NO_LIMIT if copies is None else min(copies, NO_LIMIT)
     egress = NO_LIMIT if egress is None else min(egress, NO_LIMIT)
     most_per_rank = bare.slots_per_rank if overlap_degree is None else min(overlap_degree, bare.slots_per_rank)
-    most_per_rank = min(most_per_rank, int(bare.free_slots.max()))
+    most_per_rank = min(most_per_rank, bare.most_free)
     priced = copy_tokens + routing_tokens > 0
     received_last = last.is_guest.sum(axis=1).max() if priced else 0
     # with more slots single guests are an alternative where copies cost
@@ -146,15 +146,15 @@ def _planned(table: np.ndarray, bare: Placement, last: Placement) -> Placement:
 
 
 def _checked_scenarios(scenarios: np.ndarray | None, num_experts: int) -> np.ndarray:
-    """[E, S] of them."""
+    """[E, S] float32 of them."""
     if scenarios is None:
-        return np.empty((num_experts, 0))
+        return np.empty((num_experts, 0), np.float32)
     scenarios = np.asarray(scenarios)
     if scenarios.ndim != 2 or scenarios.shape[1] != num_experts:
         raise ValueError(f"scenarios have shape {scenarios.shape}, expected [up to {LANES}, {num_experts}]")
     if len(scenarios) > LANES:
         raise ValueError(f"{len(scenarios)} scenarios are more than the planner looks at together; give up to {LANES}")
-    by_expert = np.ascontiguousarray(scenarios.T, dtype=np.float64)
+    by_expert = np.ascontiguousarray(scenarios.T, dtype=np.float32)
     if not by_expert.flags.writeable:  # another type for numba, which would compile the planner once more
         by_expert = by_expert.copy()
     if not are_loads(by_expert.ravel()):

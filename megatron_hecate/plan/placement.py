@@ -128,6 +128,11 @@ class Placement:
         free_slots.setflags(write=False)
         return free_slots
 
+    @cached_property
+    def most_free(self) -> int:
+        """The most of them that a rank has."""
+        return int(self.free_slots.max())
+
     @property
     def num_experts(self) -> int:
         return len(self.home)

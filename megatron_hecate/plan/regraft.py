@@ -1,9 +1,9 @@
 """Guests for many loads, no more than one to a rank: a compiled core of the planner.
 
 A plan is judged by the square of the tokens above the cap, summed over the loads that may come (sample average
-approximation: Kleywegt, Shapiro and Homem-de-Mello, SIAM Journal on Optimization 12(2), 2002). Ranks that lack room,
-and those whose tokens come from them and could be more, are *blocked*: a minimum cut. A swap helps that gives one of
-their experts to a rank that is not; it moves a branch of the forest from one tree to another.
+approximation: Kleywegt, Shapiro and Homem-de-Mello, SIAM Journal on Optimization 12(2), 2002). A swap gives an expert
+that lacks hosts to a rank that hosts another; it moves a branch of the forest from one tree to another. What it would
+achieve is estimated by following room up and down the forest, and the most promising swaps are judged.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hecate.plan.compiled import borrowing, compiled
-from megatron_hecate.plan.forest import Outcome, Scenarios, judge, outcome_for
-from megatron_hecate.plan.lanes import LANES, below, dot, kept, least, load, positive, store, zeros
-from megatron_hecate.plan.shortlist import Shortlist, listed, offer, shortlist
+from megatron_hecate.plan.forest import Forest, Outcome, Scenarios, arrange, forest_for, judge, outcome_for, rearrange
+from megatron_hecate.plan.lanes import below, kept, least, load, positive, rough_dot, rows_of, store, zeros
+from megatron_hecate.plan.shortlist import Shortlist, empty, listed, offer, shortlist
+from megatron_hecate.plan.sort import first_largest
 
-LOOK: int = 5  # swaps looked at each time,
-THIRDS: int = 4  # ranks looked at when the guest that makes room goes on to a third rank,
-WITH_THIRDS: int = 3  # for so many of those swaps
+# Looked at in a round, at least; WIDE / ranks is more in groups of up to 24 ranks, where judging takes little time.
+EXPERTS: int = 4  # that may get a host,
+LOOK: int = 8  # swaps, or twice WIDE / ranks,
+THIRDS: int = 6  # and ranks, likewise, when the guest that makes room goes on to a third
+WIDE: int = 96
 LESS: float = 0.999  # a swap must reduce the squares to this
 
 
@@ -27,82 +30,169 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
 
     No expert gets more than ``most`` [E] guests.
     """
-    outcome, after = outcome_for(scenarios), outcome_for(scenarios)
-    blocked, price = np.empty(len(guest), np.int64), np.empty(len(guest))
-    loss = np.empty((len(guest), LANES), np.float32)
-    squares, trees = judge(guest, home, scenarios, outcome)
+    num_experts, num_ranks = len(home), len(guest)
+    forest, other, half = forest_for(num_ranks), forest_for(num_ranks), forest_for(num_ranks)
+    outcome, after = outcome_for(num_experts, num_ranks), outcome_for(num_experts, num_ranks)
+    need, spare, give, loss = rows_of(num_ranks), rows_of(num_ranks), rows_of(num_ranks), rows_of(num_ranks)
+    more, worth = rows_of(num_experts), np.empty(num_experts, np.int64)
+    blocked, price = np.empty(num_ranks, np.int64), np.empty(num_ranks)
+    wide = WIDE // num_ranks
+    swap, move = shortlist(max(LOOK, 2 * wide), 0.0), shortlist(max(THIRDS, 2 * wide), np.inf)
+    hosts = np.zeros(num_experts, np.int64)
+    for r in range(num_ranks):
+        if guest[r] >= 0:
+            hosts[guest[r]] += 1
+    arrange(guest, home, forest)
+    squares = judge(guest, home, forest, scenarios, outcome)
+    hopeful = False
     while squares > 0 and tries > 0:
         before = squares
-        _block(guest, home, scenarios, outcome, trees, blocked)
-        _price(guest, home, scenarios, outcome, loss, price)
-        swap = _candidates(guest, home, most, scenarios, outcome, blocked, loss)
-        found = listed(swap)
-        for i in range(found):
+        if hopeful:
+            _hope(guest, home, scenarios, outcome, forest, blocked, need, spare, give)
+        else:
+            _expect(guest, home, scenarios, outcome, forest, need, spare, give)
+        _price(guest, home, scenarios, outcome, spare, loss, price)
+        _candidates(guest, home, most, hosts, scenarios, outcome, need, give, loss, price, more, worth, swap)
+        for i in range(listed(swap)):
             r, e = swap.place[i], swap.expert[i]
             old = guest[r]
-            if outcome.hosts[e] == most[e]:
+            if hosts[e] == most[e]:
                 continue
             guest[r] = e
             tries -= 1
-            now, its_trees = judge(guest, home, scenarios, after)
+            rearrange(guest, home, r, forest, other)
+            now = judge(guest, home, other, scenarios, after)
             if now <= squares * LESS:
-                squares, trees = now, its_trees
+                squares = now
                 outcome, after = after, outcome
+                hosts[old] -= 1
+                hosts[e] += 1
+                arrange(guest, home, forest)
             else:
                 guest[r] = old
                 if squares < before:
                     break  # what the others promise was before that
+        if squares < before:
+            hopeful = False
+            continue
+        if not hopeful:
+            hopeful = True
+            continue
         # otherwise the guest that makes room takes the place of a third
-        for i in range(min(found, WITH_THIRDS) if squares == before else 0):
-            r = swap.place[i]
+        for i in range(min(listed(swap), max(1, wide))):
+            r, e = swap.place[i], swap.expert[i]
             old = guest[r]
-            guest[r] = swap.expert[i]
-            move = _places(guest, home, price, r, old)
+            guest[r] = e
+            arrange(guest, home, half)
+            _places(guest, home, price, r, old, move)
             for k in range(listed(move)):
                 third, last = move.place[k], move.expert[k]
                 guest[third] = old
                 tries -= 1
-                now, its_trees = judge(guest, home, scenarios, after)
+                rearrange(guest, home, third, half, other)
+                now = judge(guest, home, other, scenarios, after)
                 if now <= squares * LESS:
-                    squares, trees = now, its_trees
+                    squares = now
                     outcome, after = after, outcome
+                    hosts[last] -= 1
+                    hosts[e] += 1
+                    arrange(guest, home, forest)
                     break
                 guest[third] = last
             if squares < before:
                 break
             guest[r] = old
-            if tries <= 0:
-                break
         if squares == before:
             break
+        hopeful = False
     return squares
 
 
 @borrowing
-def _block(
-    guest: np.ndarray, home: np.ndarray, scenarios: Scenarios, outcome: Outcome, trees: int, blocked: np.ndarray
+def _expect(
+    guest: np.ndarray,
+    home: np.ndarray,
+    scenarios: Scenarios,
+    outcome: Outcome,
+    forest: Forest,
+    need: np.ndarray,
+    spare: np.ndarray,
+    give: np.ndarray,
 ) -> None:
-    """``blocked`` [R] bits: in which scenarios a rank's tokens are, or compete with, those that find no room."""
-    num_ranks = len(guest)
-    for r in range(num_ranks):
-        blocked[r] = below(zeros(), load(outcome.lack, r))
+    """How far room on a rank reaches, by the forest as it is.
+
+    ``need`` [R, 32] tokens without room that more room on a rank could end; ``spare`` [R, 32] room it could lose
+    without harm; ``give`` [R, 32] tokens it could take of another guest.
+    """
+    num_ranks, trees = len(guest), forest.trees[0]
+    for i in range(trees, num_ranks):
+        r = forest.order[i]
+        store(need, r, zeros())
+        store(spare, r, zeros())
     for turn in range(3):  # twice round the cycles, then down the trees
         first, last = (num_ranks - 1, trees) if turn < 2 else (trees - 1, 0)
         for i in range(first, last - 1, -1):
-            r = outcome.order[i]
+            r = forest.order[i]
+            e = guest[r]
+            can = load(outcome.can, r)
+            needed, left = positive(zeros() - load(outcome.room, r)), can
+            if e >= 0:
+                over = load(outcome.taken, e) - load(scenarios.tokens, e)
+                needed = needed + least(positive(zeros() - over), load(need, home[e]))
+                left = least(can, positive(over) + load(spare, home[e]))
+            store(need, r, needed)
+            store(spare, r, left)
+            store(give, r, can)
+
+
+@borrowing
+def _hope(
+    guest: np.ndarray,
+    home: np.ndarray,
+    scenarios: Scenarios,
+    outcome: Outcome,
+    forest: Forest,
+    blocked: np.ndarray,
+    need: np.ndarray,
+    spare: np.ndarray,
+    give: np.ndarray,
+) -> None:
+    """The same at best: all that lacks room may find it where something does, and all room is spare.
+
+    Ranks that lack room, and those whose tokens come from them and could be more, are blocked, a minimum cut:
+    ``blocked`` [R] says in which scenarios, bit by bit. They themselves have nothing to give.
+    """
+    num_ranks, trees = len(guest), forest.trees[0]
+    for r in range(num_ranks):
+        blocked[r] = below(load(outcome.room, r), zeros())
+    for turn in range(3):
+        first, last = (num_ranks - 1, trees) if turn < 2 else (trees - 1, 0)
+        for i in range(first, last - 1, -1):
+            r = forest.order[i]
             e = guest[r]
             if e >= 0 and blocked[home[e]] != 0:
                 blocked[r] |= blocked[home[e]] & below(load(outcome.taken, e), load(scenarios.tokens, e))
+    lacking = load(outcome.lacking, 0)
+    for r in range(num_ranks):
+        can = load(outcome.can, r)
+        store(need, r, kept(lacking, blocked[r]))
+        store(spare, r, can)
+        store(give, r, kept(can, ~blocked[r]))
 
 
 @borrowing
 def _price(
-    guest: np.ndarray, home: np.ndarray, scenarios: Scenarios, outcome: Outcome, loss: np.ndarray, price: np.ndarray
+    guest: np.ndarray,
+    home: np.ndarray,
+    scenarios: Scenarios,
+    outcome: Outcome,
+    spare: np.ndarray,
+    loss: np.ndarray,
+    price: np.ndarray,
 ) -> None:
     """What it would cost that a rank gives up its guest.
 
-    ``loss`` [R, 32] tokens that the guest's home, by itself, could no longer place; ``price`` [R] what these add to the
-    squares.
+    ``loss`` [R, 32] tokens that could no longer be placed; ``price`` [R] what these add to the squares.
     """
     lacking = load(outcome.lacking, 0)
     for r in range(len(guest)):
@@ -111,58 +201,67 @@ def _price(
         if e >= 0:
             tokens, taken = load(scenarios.tokens, e), load(outcome.taken, e)
             left = least(tokens, taken - load(outcome.can, r))
-            lost = positive(least(tokens, taken) - left - load(outcome.can, home[e]))
+            lost = positive(least(tokens, taken) - left - load(spare, home[e]))
         store(loss, r, lost)
-        price[r] = dot(lost, lacking + lacking + lost)
+        price[r] = rough_dot(lost, lacking + lacking + lost)
 
 
-@compiled
+@borrowing
 def _candidates(
     guest: np.ndarray,
     home: np.ndarray,
     most: np.ndarray,
+    hosts: np.ndarray,
     scenarios: Scenarios,
     outcome: Outcome,
-    blocked: np.ndarray,
+    need: np.ndarray,
+    give: np.ndarray,
     loss: np.ndarray,
-) -> Shortlist:
-    """Swaps that give an expert of a blocked rank to one that is not, the most promising first."""
+    price: np.ndarray,
+    more: np.ndarray,
+    worth: np.ndarray,
+    best: Shortlist,
+) -> None:
+    """Find swaps that give an expert of a rank in need to another rank, the most promising first: ``best``.
+
+    ``more`` [E, 32] tokens that have no room and that another host could take, and ``worth`` [E] what taking all of
+    them takes off the squares, are room to work in.
+    """
     lacking = load(outcome.lacking, 0)
-    more = np.empty((len(home), LANES), np.float32)  # tokens that have no room and that another host could take
-    worth = np.zeros(len(home))  # of that, at most
+    for e in range(len(home)):
+        worth[e] = 0
     for r in range(len(guest)):
-        if blocked[r] == 0:
+        needed = load(need, r)
+        if below(zeros(), needed) == 0:
             continue
-        gap = kept(lacking, blocked[r])
         for i in range(scenarios.first[r], scenarios.first[r + 1]):
             e = scenarios.experts[i]
-            if outcome.hosts[e] >= most[e]:
+            if hosts[e] >= most[e]:
                 continue
             waiting = load(scenarios.tokens, e)
-            if outcome.hosts[e] > 0:
+            if hosts[e] > 0:
                 waiting = positive(waiting - load(outcome.taken, e))
-            waiting = least(waiting, gap)
+            waiting = least(waiting, needed)
             store(more, e, waiting)
-            worth[e] = dot(waiting, lacking + lacking - waiting)
-    best = shortlist(LOOK, 0.0)
-    while True:
-        e = np.argmax(worth)
-        if worth[e] <= -best.cost[-1]:
+            worth[e] = np.int64(rough_dot(waiting, lacking + lacking - waiting))
+    empty(best, 0.0)
+    for _ in range(max(EXPERTS, WIDE // len(guest))):
+        e = first_largest(worth)
+        most_worth = np.float64(worth[e])
+        if most_worth <= -best.cost[-1]:
             break
         worth[e] = 0
         waiting = load(more, e)
         for r in range(len(guest)):
-            if guest[r] >= 0 and guest[r] != e and home[e] != r:
-                lacks = load(loss, r) - least(kept(load(outcome.can, r), ~blocked[r]), waiting)
-                offer(best, dot(lacks, lacking + lacking + lacks), r, e)
-    return best
+            if guest[r] >= 0 and guest[r] != e and home[e] != r and price[r] - most_worth < best.cost[-1]:
+                lacks = load(loss, r) - least(load(give, r), waiting)
+                offer(best, rough_dot(lacks, lacking + lacking + lacks), r, e)
 
 
-@compiled
-def _places(guest: np.ndarray, home: np.ndarray, price: np.ndarray, taken: int, expert: int) -> Shortlist:
-    """Ranks other than ``taken`` that could host ``expert`` instead of their guest, the cheapest first."""
-    best = shortlist(THIRDS, np.inf)
+@borrowing
+def _places(guest: np.ndarray, home: np.ndarray, price: np.ndarray, taken: int, expert: int, best: Shortlist) -> None:
+    """``best``: ranks other than ``taken`` that could host ``expert`` instead of their guest, the cheapest first."""
+    empty(best, np.inf)
     for r in range(len(guest)):
         if r != taken and guest[r] >= 0 and guest[r] != expert and home[expert] != r:
             offer(best, price[r], r, guest[r])
-    return best

@@ -30,6 +30,13 @@ def shortlist(size: int, limit: float) -> Shortlist:
 
 
 @borrowing
+def empty(best: Shortlist, limit: float) -> None:
+    """As it was new."""
+    for i in range(len(best.cost)):
+        best.cost[i], best.expert[i] = limit, -1
+
+
+@borrowing
 def offer(best: Shortlist, cost: float, place: int, expert: int) -> None:
     """Take a guest in, if it is cheaper than the last; that one goes when the list is full."""
     at = len(best.cost) - 1
