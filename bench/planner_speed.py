@@ -5,11 +5,11 @@
 Tier 1 chooses guests from the loads of the iterations before (`plan_guests`): from the forecast alone, as at the start,
 and as in training, where the last plan and the errors of earlier forecasts are known (making scenarios of these counts,
 where guests are single). Priced guests are planned as a layer plans them, with copies and routing that must pay: an
-expert of DeepSeek-V3's size (SwiGLU of 7168 x 2048) on H100 nodes, 16 microbatches per iteration. After the gate,
-`split_quotas` gives this rank's row of quotas from the true loads; guests and quotas are the whole plan of a layer,
-graph of the holders included. `largest_load` is what the loads could be balanced to. `calibrate` (tier 2) corrects
-guests by one microbatch's true loads at these prices, inside nodes, 8 late guests at most: where they are as forecast,
-and after a jump, when every expert is as popular as another was.
+expert of DeepSeek-V3's size (SwiGLU of 7168 x 2048) on H100 nodes, 16 microbatches per iteration; one call in four
+looks at all numbers of guests. After the gate, `split_quotas` gives this rank's row of quotas from the true loads;
+guests and quotas are the whole plan of a layer, graph of the holders included. `largest_load` is what the loads could
+be balanced to. `calibrate` (tier 2) corrects guests by one microbatch's true loads at these prices, inside nodes, 8
+late guests at most: where they are as forecast, and after a jump, when every expert is as popular as another was.
 
 Loads drift from call to call, so no call repeats the one before; everything is drawn from a seed, compiled before it is
 timed, and timed by the wall clock. Sizes are experts/ranks, 8 ranks per node; with 256 experts on 1,024 ranks three of
@@ -52,6 +52,7 @@ TARGET_LARGE: float = 1e-3  # at 1,024 ranks
 PAIRS: int = 8192  # (token, expert) pairs of each source in a microbatch
 SHAPE: LayerShape = LayerShape.swiglu(7168, 2048, microbatches=16)
 MOST_LATE: int = 8
+RECONSIDER: int = 4  # as in `state`, which needs Megatron
 ITERATIONS_BEFORE: int = 10  # so that errors of forecasts are known; the first also compile
 COLUMNS: tuple[str, ...] = (
     "plan_guests, at first",
@@ -110,7 +111,8 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
         whole = time.perf_counter() - start
         own_row, _ = _timed(lambda: split_quotas(load, placement, world, only=num_ranks // 2))  # noqa: B023
         largest, _ = _timed(lambda: largest_load(total, placement, world))  # noqa: B023
-        priced, paying = _timed(lambda: plan_guests(forecast, homes, world, previous=paying, **known, **prices))  # noqa: B023
+        paid = dict(previous=paying, reconsider=call % RECONSIDER == 0, **known, **prices)
+        priced, paying = _timed(lambda: plan_guests(forecast, homes, world, **paid))  # noqa: B023
         kept, _ = _timed(lambda: calibrate(total, placement, world, **late))  # noqa: B023
         corrected, _ = _timed(lambda: calibrate(jumped, placement, world, **late))  # noqa: B023
         history.append(total[None])

@@ -29,6 +29,8 @@ from megatron_hecate.transports import TransferGroups
 
 # A layer without guests starts at a gain so much above the cost, and one with guests stops so much below it.
 HYSTERESIS: float = 0.2
+# In one of so many iterations it looks at all numbers of guests, which takes several times as long; loads drift slowly.
+RECONSIDER: int = 4
 
 
 class LayerState:
@@ -60,6 +62,7 @@ class LayerState:
         self.calibrates = False  # whether the next forward is to be corrected
         self._what: Materialization | None = None  # of this iteration; None without guests
         self._planned, self._prepared = -1, False
+        self._plans = index  # made so far, counted from there: neighbours look at all in different iterations
         # guests of the microbatches whose backward has not run, oldest first: Megatron's schedules keep that order
         self._in_flight: deque[Guests | None] = deque()
 
@@ -218,6 +221,7 @@ class LayerState:
         """Tier 1. A layer without guests needs a clearer gain to start than one with guests to go on."""
         if self.model.forecast is None or not self.config.slots:
             return self.homes_only
+        self._plans += 1
         num_experts = self.homes_only.num_experts
         shape, world = self.shape, self.world
         stickiness = 1 + HYSTERESIS if not self.tier1.num_guests else 1 - HYSTERESIS
@@ -237,6 +241,7 @@ class LayerState:
             hidden=hidden,
             contention=world.speeds.contention,
             routing_tokens=stickiness * shape.routing_tokens(world),
+            reconsider=self._plans % RECONSIDER == 0,
         )
         self._check(plan)
         return plan

@@ -7,6 +7,7 @@ they can pay. If copies were priced wrongly, balanced layers would pay for copie
 from __future__ import annotations
 
 import dataclasses
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import PROPERTY, SMALL, Case, Layer, cases, counting_bound, guests_per_rank, layers, one_node
 
-from megatron_hecate.plan import Placement, plan_guests
+from megatron_hecate.plan import Placement, assert_valid, plan_guests
 from megatron_hecate.plan.best import plan_best
 from megatron_hecate.plan.bill import Bill
 from megatron_hecate.plan.flow import NO_LIMIT
@@ -145,3 +146,51 @@ def test_a_plan_is_not_exchanged_for_more_copies_that_win_nothing(forecast: list
     layer = Placement.initial(3, 3, num_slots=2)
     last = layer.with_guests([(0, 1), (0, 2), (1, 0)])
     assert plan_guests(np.array(forecast), layer, one_node(3), previous=last, **limits) is last
+
+
+# as above, 40 tokens on one of 4 ranks: 3 copies cost 10 + 3c, and are kept up to 10 each, where 2 are cheaper
+@pytest.mark.parametrize(
+    ("copy_tokens", "as_before", "anew"), [(1.0, 3, 3), (8.0, 3, 2), (9.9, 3, 2), (13.0, 2, 2), (14.0, 0, 0)]
+)
+def test_until_plans_are_reconsidered_the_last_says_how_many_guests(
+    copy_tokens: float, as_before: int, anew: int
+) -> None:
+    layer, forecast = Placement.initial(4, 4, num_slots=1), np.array([0, 40, 0, 0])
+    last = plan_guests(forecast, layer, one_node(4))
+    assert last.num_guests == 3
+    for reconsider, guests in ((False, as_before), (True, anew)):
+        prices = dict(copy_tokens=copy_tokens, previous=last, reconsider=reconsider)
+        assert plan_guests(forecast, layer, one_node(4), **prices).num_guests == guests
+    prices = dict(copy_tokens=copy_tokens, previous=layer, reconsider=False)  # no guests to go on with
+    assert plan_guests(forecast, layer, one_node(4), **prices).num_guests == anew
+
+
+@PROPERTY
+@given(layers(), st.floats(1e-3, 0.5), st.integers(0, 2), st.floats(0, 1), st.randoms(use_true_random=False))
+def test_plans_that_are_not_reconsidered(
+    layer: Layer, price: float, hidden: int, contention: float, random: Random
+) -> None:
+    """No more guests on a rank, and no more copies from one, than before (or twice the guests), and none where
+    even perfect balance would not pay for them."""
+    layer = dataclasses.replace(layer, forecast=np.clip(layer.forecast, 0, 1e6))
+    forecast, num_ranks = layer.forecast, layer.placement.num_ranks
+    last = plan_guests(np.array(random.sample(forecast.tolist(), len(forecast))), layer.placement, layer.world)
+    load = np.bincount(layer.placement.home, weights=forecast, minlength=num_ranks)
+    prices = dict(copy_tokens=max(price * load.mean(), 1e-9), hidden=hidden, contention=contention)
+    planned = layer.plan(previous=last, reconsider=False, **prices)
+    assert_valid(planned)
+    received, sent = copies_of(planned)
+    if not received:
+        return
+    exposed = max(0, max(received, sent) - hidden)
+    copies = exposed + contention * (max(received, sent) - exposed)
+    assert load.mean() + prices["copy_tokens"] * copies <= load.max() * (1 + 1e-6)
+    anew = layer.plan(previous=last, **prices)
+    if planned.table.tolist() != anew.table.tolist():
+        received_last, sent_last = copies_of(last)
+        assert received <= received_last and sent <= max(sent_last, 2 * received_last)
+        degree = received_last if layer.overlap_degree is None else min(received_last, layer.overlap_degree)
+        free = dataclasses.replace(layer, overlap_degree=degree).plan(
+            previous=last, egress=max(sent_last, 2 * received_last)
+        )
+        assert planned.table.tolist() == free.table.tolist()

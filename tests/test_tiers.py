@@ -6,6 +6,7 @@ its gradient or a token lost, or a plan of the forward not that of the backward,
 
 from __future__ import annotations
 
+import itertools
 import types
 
 import pytest
@@ -169,6 +170,29 @@ def test_bypass_has_hysteresis() -> None:
     assert gains(4000)
     assert gains(1250)  # on, it stays on
     assert not gains(500)
+
+
+@ranks(2)
+def test_each_layer_reconsiders_its_plan_in_another_iteration() -> None:
+    """In one of four, and by the plan before it in the others."""
+    import tiny_gpt
+
+    from megatron_hecate import HecateConfig, fssdp, state
+
+    plan, asked = state.plan_guests, []
+
+    def planned(forecast, homes, world, **settings):  # noqa: ANN003
+        asked.append((settings["reconsider"], settings["previous"], plan(forecast, homes, world, **settings)))
+        return asked[-1][-1]
+
+    state.plan_guests = planned
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    tiny_gpt.train(case, steps=10, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, slots=1, timeout=60)))
+    for layer in range(2):
+        its = asked[layer::2]  # from the second iteration on
+        assert [reconsider for reconsider, *_ in its] == [(plan + layer) % 4 == 0 for plan in range(1, 10)]
+        assert all(previous is made for (*_, made), (_, previous, _) in itertools.pairwise(its))
 
 
 @ranks(2)

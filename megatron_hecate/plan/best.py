@@ -82,14 +82,22 @@ def plan_best(
         largest = _hedged(forecast, home, table, order, most, 0) if priced else 0  # the hedge is in the plan
     else:
         table, largest = _plan_hedged(forecast, home, bare, order, last, allowed, copies, most, priced)
+    received, sent = busiest(table.reshape(bare.shape), home)
+    return table.reshape(bare.shape), largest, received, sent
+
+
+@compiled
+def busiest(table: np.ndarray, home: np.ndarray) -> tuple[int, int]:
+    """Of ``table`` [R, P]: guests of the rank that has most, and copies that leave the rank which lends most."""
+    num_ranks, slots = table.shape
     received, sent = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     for r in range(num_ranks):
-        for c in range(r * slots, (r + 1) * slots):
-            e = _guest(table, home, r, c)
-            if e >= 0:
+        for c in range(slots):
+            e = table[r, c]
+            if e >= 0 and home[e] != r:
                 received[r] += 1
                 sent[home[e]] += 1
-    return table.reshape(bare.shape), largest, received.max(), sent.max()
+    return received.max(), sent.max()
 
 
 @compiled
