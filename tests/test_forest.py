@@ -26,6 +26,7 @@ from megatron_hecate.plan.forest import (
     arrange,
     forest_for,
     judge,
+    judge_change,
     outcome_for,
     rearrange,
     scenarios_of,
@@ -120,7 +121,7 @@ def test_the_judge_finds_what_a_maximum_flow_finds(forest: tuple[list[int], list
 def test_one_rank_changes_its_guest(
     forest: tuple[list[int], list[int], np.ndarray], data: st.DataObject | None
 ) -> None:
-    """The order that is left in place, and the outcome in that order, are as good as new ones."""
+    """The order, whether kept or mended, is right, and what is found in it is as found in a new one."""
     home, guest, loads = forest
     num_ranks = len(guest)
     scenarios = _scenarios(loads, home, num_ranks)
@@ -130,11 +131,11 @@ def test_one_rank_changes_its_guest(
         may = [-1] + [e for e in range(len(home)) if home[e] != rank]
         changed = list(guest)
         changed[rank] = data.draw(st.sampled_from(may)) if data else may[-1]
-        rearrange(np.array(changed), np.array(home), rank, before, other)
+        now = before if rearrange(np.array(changed), np.array(home), rank, before, other) else other
         squares, fresh, its_outcome = _judged(changed, home, scenarios)
-        _assert_ordered(other.order.tolist(), other.trees[0], changed, home)
-        assert other.trees[0] == fresh.trees[0]
-        assert judge(np.array(changed), np.array(home), other, scenarios, outcome) == squares
+        _assert_ordered(now.order.tolist(), now.trees[0], changed, home)
+        assert now.trees[0] == fresh.trees[0]
+        assert judge_change(np.array(changed), np.array(home), rank, before, other, scenarios, outcome) == squares
         np.testing.assert_array_equal(outcome.lacking, its_outcome.lacking)
 
 

@@ -157,20 +157,23 @@ def arrange(guest: np.ndarray, home: np.ndarray, forest: Forest) -> None:
 
 
 @borrowing
-def rearrange(guest: np.ndarray, home: np.ndarray, rank: int, before: Forest, after: Forest) -> None:
-    """`arrange`, when ``before`` is the forest from which ``guest`` differs in what ``rank`` hosts and nothing else.
+def rearrange(guest: np.ndarray, home: np.ndarray, rank: int, before: Forest, after: Forest) -> bool:
+    """Whether the order of ``before`` is still right when ``rank`` hosts another guest, and nothing else changed. If
+    not, ``after`` gets another one, but no ``place``.
 
-    Of ``after``, ``place`` is not set. Only the home of the new guest may be too early in the order, and homes that
-    this one's tokens go on to: they move behind ``rank``.
+    Only the home of the new guest may be too early in the order, and homes that this one's tokens go on to: they move
+    behind ``rank``.
     """
     order, place, trees = before
     last, lender = place[rank], home[guest[rank]] if guest[rank] >= 0 else rank
+    if last < trees[0] and last <= place[lender]:
+        return True
     r = lender
     while place[r] < last < trees[0] and guest[r] >= 0:
         r = home[guest[r]]
-    if last >= trees[0] or (place[lender] < last and r == rank):  # leaves a cycle, or closes one
+    if last >= trees[0] or r == rank:  # leaves a cycle, or closes one
         arrange(guest, home, after)
-        return
+        return False
     after.trees[0] = trees[0]
     moving, to = lender, 0
     for i in range(len(order)):
@@ -188,6 +191,7 @@ def rearrange(guest: np.ndarray, home: np.ndarray, rank: int, before: Forest, af
                 if guest[r] < 0:
                     break
                 r = home[guest[r]]
+    return False
 
 
 @borrowing
@@ -233,6 +237,22 @@ def judge(guest: np.ndarray, home: np.ndarray, forest: Forest, scenarios: Scenar
                 store(can, r, positive(its_room))
     store(lacking, 0, without_room)
     return dot(without_room, without_room)
+
+
+@borrowing
+def judge_change(
+    guest: np.ndarray,
+    home: np.ndarray,
+    rank: int,
+    forest: Forest,
+    other: Forest,
+    scenarios: Scenarios,
+    outcome: Outcome,
+) -> float:
+    """`judge`, when ``guest`` differs from that of ``forest`` in what ``rank`` hosts; ``other`` is room to work in."""
+    if rearrange(guest, home, rank, forest, other):
+        return judge(guest, home, forest, scenarios, outcome)
+    return judge(guest, home, other, scenarios, outcome)
 
 
 @borrowing

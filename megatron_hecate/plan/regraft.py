@@ -11,7 +11,16 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hecate.plan.compiled import borrowing, compiled
-from megatron_hecate.plan.forest import Forest, Outcome, Scenarios, arrange, forest_for, judge, outcome_for, rearrange
+from megatron_hecate.plan.forest import (
+    Forest,
+    Outcome,
+    Scenarios,
+    arrange,
+    forest_for,
+    judge,
+    judge_change,
+    outcome_for,
+)
 from megatron_hecate.plan.lanes import below, kept, least, load, positive, rough_dot, rows_of, store, zeros
 from megatron_hecate.plan.shortlist import Shortlist, empty, listed, offer, shortlist
 from megatron_hecate.plan.sort import first_largest
@@ -19,7 +28,7 @@ from megatron_hecate.plan.sort import first_largest
 # Looked at in a round, at least; WIDE / ranks is more in groups of up to 24 ranks, where judging takes little time.
 EXPERTS: int = 4  # that may get a host,
 LOOK: int = 8  # swaps, or twice WIDE / ranks,
-THIRDS: int = 6  # and ranks, likewise, when the guest that makes room goes on to a third
+THIRDS: int = 3  # and ranks, likewise, when the guest that makes room goes on to a third
 WIDE: int = 96
 LESS: float = 0.999  # a swap must reduce the squares to this
 
@@ -35,6 +44,7 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
     outcome, after = outcome_for(num_experts, num_ranks), outcome_for(num_experts, num_ranks)
     need, spare, give, loss = rows_of(num_ranks), rows_of(num_ranks), rows_of(num_ranks), rows_of(num_ranks)
     more, worth = rows_of(num_experts), np.empty(num_experts, np.int64)
+    cheap = np.empty(num_ranks + 1, np.int64)
     blocked, price = np.empty(num_ranks, np.int64), np.empty(num_ranks)
     wide = WIDE // num_ranks
     swap, move = shortlist(max(LOOK, 2 * wide), 0.0), shortlist(max(THIRDS, 2 * wide), np.inf)
@@ -52,7 +62,7 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
         else:
             _expect(guest, home, scenarios, outcome, forest, need, spare, give)
         _price(guest, home, scenarios, outcome, spare, loss, price)
-        _candidates(guest, home, most, hosts, scenarios, outcome, need, give, loss, price, more, worth, swap)
+        _candidates(guest, home, most, hosts, scenarios, outcome, need, give, loss, price, more, worth, cheap, swap)
         for i in range(listed(swap)):
             r, e = swap.place[i], swap.expert[i]
             old = guest[r]
@@ -60,8 +70,7 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
                 continue
             guest[r] = e
             tries -= 1
-            rearrange(guest, home, r, forest, other)
-            now = judge(guest, home, other, scenarios, after)
+            now = judge_change(guest, home, r, forest, other, scenarios, after)
             if now <= squares * LESS:
                 squares = now
                 outcome, after = after, outcome
@@ -89,8 +98,7 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
                 third, last = move.place[k], move.expert[k]
                 guest[third] = old
                 tries -= 1
-                rearrange(guest, home, third, half, other)
-                now = judge(guest, home, other, scenarios, after)
+                now = judge_change(guest, home, third, half, other, scenarios, after)
                 if now <= squares * LESS:
                     squares = now
                     outcome, after = after, outcome
@@ -192,18 +200,19 @@ def _price(
 ) -> None:
     """What it would cost that a rank gives up its guest.
 
-    ``loss`` [R, 32] tokens that could no longer be placed; ``price`` [R] what these add to the squares.
+    ``loss`` [R, 32] tokens that could no longer be placed; ``price`` [R] what these add to the squares, infinite for
+    ranks without guests.
     """
     lacking = load(outcome.lacking, 0)
     for r in range(len(guest)):
         e = guest[r]
-        lost = zeros()
+        price[r] = np.inf
         if e >= 0:
             tokens, taken = load(scenarios.tokens, e), load(outcome.taken, e)
             left = least(tokens, taken - load(outcome.can, r))
             lost = positive(least(tokens, taken) - left - load(spare, home[e]))
-        store(loss, r, lost)
-        price[r] = rough_dot(lost, lacking + lacking + lost)
+            store(loss, r, lost)
+            price[r] = rough_dot(lost, lacking + lacking + lost)
 
 
 @borrowing
@@ -220,12 +229,13 @@ def _candidates(
     price: np.ndarray,
     more: np.ndarray,
     worth: np.ndarray,
+    cheap: np.ndarray,
     best: Shortlist,
 ) -> None:
     """Find swaps that give an expert of a rank in need to another rank, the most promising first: ``best``.
 
-    ``more`` [E, 32] tokens that have no room and that another host could take, and ``worth`` [E] what taking all of
-    them takes off the squares, are room to work in.
+    ``more`` [E, 32] tokens that have no room and that another host could take, ``worth`` [E] what taking all of them
+    takes off the squares, and ``cheap``, up to R + 1 ranks that may be worth it, are room to work in.
     """
     lacking = load(outcome.lacking, 0)
     for e in range(len(home)):
@@ -252,8 +262,13 @@ def _candidates(
             break
         worth[e] = 0
         waiting = load(more, e)
+        found, limit = 0, best.cost[-1] + most_worth
         for r in range(len(guest)):
-            if guest[r] >= 0 and guest[r] != e and home[e] != r and price[r] - most_worth < best.cost[-1]:
+            cheap[found] = r
+            found += (price[r] < limit) & (guest[r] != e) & (home[e] != r)
+        for i in range(found):
+            r = cheap[i]
+            if price[r] - most_worth < best.cost[-1]:
                 lacks = load(loss, r) - least(load(give, r), waiting)
                 offer(best, rough_dot(lacks, lacking + lacking + lacks), r, e)
 
