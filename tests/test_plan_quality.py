@@ -142,7 +142,7 @@ def test_prices_are_compared_with_what_is_left_in_truth(num_ranks: int, slots: i
         homes = Placement.initial(num_experts, num_ranks, num_slots=slots)
         world = World(tuple(rank // 8 for rank in range(num_ranks)))
         last = [homes.table] * loads.shape[1]
-        limits = (slots, slots * num_ranks, slots * num_ranks * num_experts, True)
+        limits = (slots, slots * num_ranks, slots * num_ranks * num_experts, True, False)
         for layer, forecast, scenarios, total in _replayed(loads):
             scaled, _, _ = scale(forecast, homes.home, num_ranks)
             others = scenarios() if slots == 1 else None

@@ -42,6 +42,7 @@ def plan_best(
     copies: int,
     egress: int,
     priced: bool,
+    quick: bool,
 ) -> tuple[np.ndarray, int, int, int]:
     """Place guests.
 
@@ -56,6 +57,7 @@ def plan_best(
         copies: guests in all, at most.
         egress: copies that may leave one rank.
         priced: whether it matters how good the plan is.
+        quick: whether to search from the best start only; of more guests than one, from the first.
 
     Returns:
         table: [R, P] with guests.
@@ -76,12 +78,12 @@ def plan_best(
         last = last[:0]
     if per_rank == 1 and others.shape[1] > 0 and looks_ahead(num_ranks):
         tries = FOREST_EFFORT // num_ranks
-        starts = max(1, tries // TRIES_A_START)
+        starts = 1 if quick else max(1, tries // TRIES_A_START)
         tries = tries // 2 if priced else tries  # then there may be two such plans to make
         table = _plan_forest(forecast, others, home, bare, last, allowed, copies, most, tries, starts)
         largest = _hedged(forecast, home, table, order, most, 0) if priced else 0  # the hedge is in the plan
     else:
-        table, largest = _plan_hedged(forecast, home, bare, order, last, allowed, copies, most, priced)
+        table, largest = _plan_hedged(forecast, home, bare, order, last, allowed, copies, most, priced, quick)
     received, sent = busiest(table.reshape(bare.shape), home)
     return table.reshape(bare.shape), largest, received, sent
 
@@ -159,6 +161,7 @@ def _plan_hedged(
     copies: int,
     most: np.ndarray,
     priced: bool,
+    quick: bool,
 ) -> tuple[np.ndarray, int]:
     """[R * P] a plan for the forecast, and the largest rank load of its hedged flow, or 0 where nobody looked: ``last``
     [R * P or 0] while that is good, but for large graphs without a price."""
@@ -174,7 +177,7 @@ def _plan_hedged(
             return last, largest
     table, largest = plan(forecast, home, bare, order, allowed, copies, most, HEDGE, tries)
     for start in range(2):
-        if largest <= goal or tries < ENOUGH_TRIES:
+        if quick or largest <= goal or tries < ENOUGH_TRIES:
             break
         other = bare.ravel().copy()
         pair_up(forecast, home, other, allowed.copy(), most, copies, start == 1)

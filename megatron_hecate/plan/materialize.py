@@ -65,8 +65,8 @@ def plan_guests(
         routing_tokens: what routing to guests costs at all, likewise (`LayerShape.routing_tokens`).
         egress: copies that may leave one rank; ``None`` is no limit.
         reconsider: with a price, whether to look at all numbers of guests. Otherwise ``previous`` says how many, and
-            they are placed as without a price, for as long as balance pays for them: several times as fast, and good
-            for a few iterations.
+            how many copies leave one rank (or twice as many as a rank has guests), and they are placed as without a
+            price, for as long as balance pays for them: several times as fast, and good for a few iterations.
 
     Returns:
         ``placement`` with this plan's guests; without any when copies would not pay.
@@ -101,7 +101,7 @@ def plan_guests(
     most_per_rank = min(most_per_rank, bare.most_free)
     if copy_tokens + routing_tokens == 0:
         inputs = scaled, _scenarios(scenarios, bare, most_per_rank == 1), bare.home, bare.table, world.order, last.table
-        table, _, received, _ = plan_best(*inputs, most_per_rank, copies, egress, False)
+        table, _, received, _ = plan_best(*inputs, most_per_rank, copies, egress, False, False)
         return _planned(table, bare, last) if received else bare
     bill = Bill(
         mean=int(scaled.sum()) / bare.num_ranks,
@@ -116,7 +116,7 @@ def plan_guests(
         leaving = min(egress, max(sent_last, 2 * received_last))
         others = _scenarios(scenarios, bare, received_last == 1)
         inputs = scaled, others, bare.home, bare.table, world.order, last.table
-        table, _, received, sent = plan_best(*inputs, received_last, copies, leaving, False)
+        table, _, received, sent = plan_best(*inputs, received_last, copies, leaving, False, True)
         if received and bill.of(bill.mean, received=received, busiest=max(received, sent)) < bill.peak:
             return _planned(table, bare, last)
     # with more slots single guests are an alternative where copies cost
@@ -134,7 +134,7 @@ def plan_guests(
     for _, least, per_rank, leaving in sorted(kinds, key=lambda kind: kind[:2]):
         if least >= (best_cost if best is None else best_cost - slack) or per_rank in frugal:
             continue
-        table, left, received, sent = plan_best(*inputs, per_rank, copies, leaving, True)
+        table, left, received, sent = plan_best(*inputs, per_rank, copies, leaving, True, False)
         if not received:
             continue
         if sent <= 2 * per_rank:
