@@ -155,6 +155,36 @@ def test_prices_are_compared_with_what_is_left_in_truth(num_ranks: int, slots: i
     assert np.mean(surprise) == pytest.approx(UNFORESEEN[slots - 1], abs=0.006)
 
 
+def _cost(loads: np.ndarray, num_ranks: int, *, slots: int, price: float, every: int) -> float:
+    """What is left and what its copies cost, in mean rank loads, mean over all steps >= 1 and layers of ``loads``.
+
+    Args:
+        price: of a copy on the busiest rank, in mean rank loads.
+        every: number of steps in one of which all numbers of guests are looked at.
+    """
+    world = World(tuple(rank // 8 for rank in range(num_ranks)))
+    homes = Placement.initial(loads.shape[2], num_ranks, num_slots=slots)
+    last, cost = [homes] * loads.shape[1], []
+    for i, (layer, forecast, scenarios, total) in enumerate(_replayed(loads)):
+        more = dict(scenarios=scenarios, previous=last[layer], copy_tokens=price * forecast.sum() / num_ranks)
+        last[layer] = plan_guests(forecast, homes, world, reconsider=i // loads.shape[1] % every == 0, **more)
+        lent = homes.home[last[layer].table[last[layer].is_guest]]
+        copies = max(last[layer].is_guest.sum(axis=1).max(), np.bincount(lent, minlength=1).max())
+        cost.append(largest_load(total, last[layer], world) * num_ranks / total.sum() + price * copies)
+    return float(np.mean(cost))
+
+
+@pytest.mark.parametrize("price", [0.005, 0.05])
+@pytest.mark.parametrize(("num_ranks", "slots"), [(8, 2), (16, 1), (32, 2)])
+def test_last_numbers_of_guests_are_good_for_four_iterations(num_ranks: int, slots: int, price: float) -> None:
+    """Against plans that look at all numbers in each."""
+    recorded = [_recorded(trace)[:, :2] for trace in ("aux0", "aux1e-2")]
+    for loads in (*recorded, drifting(np.random.default_rng(1), steps=60, num_layers=4, num_experts=64)):
+        settings = dict(slots=slots, price=price)
+        always, seldom = (_cost(loads, num_ranks, every=every, **settings) for every in (1, 4))
+        assert seldom <= 1.01 * always, f"{seldom} {always}"
+
+
 @pytest.mark.parametrize(("num_ranks", "largest"), [(8, 1.1), (32, 1.01)])
 def test_equal_forecasts_join_all_ranks(num_ranks: int, largest: float) -> None:
     """Nothing is known, so all experts are expected to be alike: guests must lead anywhere. The first step recorded."""
