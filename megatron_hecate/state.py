@@ -29,7 +29,7 @@ from megatron_hecate.transports import TransferGroups
 
 # A layer without guests starts at a gain so much above the cost, and one with guests stops so much below it.
 HYSTERESIS: float = 0.2
-# In one of so many iterations it looks at all numbers of guests, which takes several times as long; loads drift slowly.
+# With guests, it looks at other numbers of them in one of so many iterations: that takes several times as long.
 RECONSIDER: int = 4
 
 

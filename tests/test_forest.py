@@ -168,6 +168,25 @@ def test_swaps_only_improve_and_keep_the_limits(
     assert all(e == old or loads[0][e] > 0 for e, old in zip(after.tolist(), guest, strict=True))
 
 
+@pytest.mark.parametrize("most", [1, 2, 16])
+def test_many_swaps_lead_where_they_say(most: int) -> None:
+    """From guests by chance, through dozens of swaps: squares found step by step are those of the guests in the end, a
+    search that goes on from there finds no better, and little of what found no room at first finds none."""
+    rng, num_ranks, num_experts, parts = np.random.default_rng(most), 16, 48, []
+    home = np.repeat(np.arange(num_ranks), 3)
+    for _ in range(60):
+        loads = rng.lognormal(0, 0.5, num_experts) * rng.lognormal(0, 0.2, (20, num_experts))
+        scenarios, limit = _scenarios(loads, home.tolist(), num_ranks), np.full(num_experts, most)
+        guest = rng.permutation(num_experts)[:num_ranks]
+        guest[home[guest] == np.arange(num_ranks)] = -1
+        before, *_ = _judged(guest.tolist(), home.tolist(), scenarios)
+        squares = improve(guest, home, limit, scenarios, 10_000)
+        assert squares == _judged(guest.tolist(), home.tolist(), scenarios)[0]
+        assert improve(guest, home, limit, scenarios, 10_000) == squares
+        parts.append(np.sqrt(squares / before))
+    assert np.mean(parts) <= 0.14, np.mean(parts)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_small_layers_against_every_placement(seed: int) -> None:
     """Squares of the tokens without room, by maximum flow, of our plan and of all plans with a guest on every rank."""

@@ -24,15 +24,16 @@ def _largest(load: np.ndarray, placement: Placement) -> float:
 
 
 @PROPERTY
-@given(layers(), plan_limits(), st.integers(0, 3), st.randoms(use_true_random=False))
+@given(layers(), plan_limits(), st.integers(0, 3), st.booleans(), st.randoms(use_true_random=False))
 def test_with_scenarios_and_a_last_plan_every_limit_is_kept(
-    layer: Layer, limits: dict[str, float | None], count: int, random: Random
+    layer: Layer, limits: dict[str, float | None], count: int, reconsider: bool, random: Random
 ) -> None:
     """The last plan was made for other loads and other limits; only where it keeps these may it be returned."""
     shuffled = layer.forecast[random.sample(range(len(layer.forecast)), len(layer.forecast))]
     last = plan_guests(shuffled, layer.placement, layer.world)
     scenarios = np.clip(layer.forecast + np.arange(count)[:, None] * shuffled, 0, 1e6)
-    planned = layer.plan(scenarios=lambda: scenarios, previous=last, **limits)
+    limits = dict(limits, previous=last, reconsider=reconsider)
+    planned = layer.plan(scenarios=lambda: scenarios, **limits)
     assert_valid(planned)
     assert planned.home.tolist() == layer.placement.home.tolist()
     leaving = np.bincount(planned.home[[e for e, _ in pairs(planned)]], minlength=planned.num_ranks)
@@ -41,7 +42,7 @@ def test_with_scenarios_and_a_last_plan_every_limit_is_kept(
     assert planned.num_guests <= (np.inf if limits["copies"] is None else limits["copies"])
     assert leaving.max(initial=0) <= (np.inf if limits["egress"] is None else limits["egress"])
     assert all(layer.forecast[e] > 0 for e, _ in pairs(planned))
-    again = layer.plan(scenarios=lambda: scenarios, previous=last, **limits)
+    again = layer.plan(scenarios=lambda: scenarios, **limits)
     assert again is planned or again.table.tolist() == planned.table.tolist()
 
 
@@ -79,6 +80,29 @@ def test_a_plan_that_does_not_fit_any_more_is_not_kept(slots: int) -> None:
     assert_valid(plan_guests(forecast, mirrored, world, previous=last, **known), num_slots=slots)
     wider = plan_guests(forecast, Placement.initial(8, 4, num_slots=slots + 1), world, previous=last, **known)
     assert_valid(wider, num_slots=slots + 1)
+
+
+@pytest.mark.parametrize("reconsider", [False, True])
+def test_a_price_does_not_hide_what_may_come(reconsider: bool) -> None:
+    """The forecast is balanced by guests as they are, what may come by others."""
+    forecast = np.array([100.0, 20, 20, 20, 20, 20, 20, 20])
+    layer, world = Placement.initial(8, 4, num_slots=1), one_node(4)
+    last = plan_guests(forecast, layer, world)
+    may_come = np.array([80.0, 10, 10, 10, 80, 10, 10, 30])
+    paid = dict(previous=last, copy_tokens=0.01, reconsider=reconsider)
+    assert _largest(may_come, plan_guests(forecast, layer, world, **paid)) > 1.1
+    assert _largest(may_come, plan_guests(forecast, layer, world, scenarios=lambda: may_come[None], **paid)) <= 1.07
+
+
+@pytest.mark.parametrize("limits", [dict(copies=1), dict(egress=1)])
+def test_a_new_limit_counts_though_plans_are_not_reconsidered(limits: dict[str, int]) -> None:
+    forecast = np.array([100.0, 20, 20, 20, 20, 20, 20, 20])
+    layer, world = Placement.initial(8, 4, num_slots=1), one_node(4)
+    last = plan_guests(forecast, layer, world)
+    assert np.bincount(layer.home[[e for e, _ in pairs(last)]]).max() > 1
+    planned = plan_guests(forecast, layer, world, previous=last, copy_tokens=0.01, reconsider=False, **limits)
+    assert np.bincount(layer.home[[e for e, _ in pairs(planned)]]).max() == 1
+    assert planned.num_guests <= limits.get("copies", 4)
 
 
 def test_a_plan_for_other_homes_or_experts_is_not_looked_at() -> None:

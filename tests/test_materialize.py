@@ -144,12 +144,26 @@ def test_bad_limits_and_prices_say_what_they_are(name: str, value: float) -> Non
         ([[1, 2, 3]], r"shape \(1, 3\), expected \[up to 32, 4\]"),
         ([[1, 2, 3, 4]] * 33, "33 scenarios are more than the planner looks at together; give up to 32"),
         ([[1, 2, 3, -4]], "finite and >= 0, got -4.0 to 3.0"),
+        ([[1, 2, 3, -1e-300]], "finite and >= 0, got -1e-300 to 3.0"),
         ([[1, 2, 3, float("nan")]], "finite and >= 0, got nan"),
     ],
 )
 def test_bad_scenarios_say_what_they_are(scenarios: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         plan_guests(np.ones(4), Placement.initial(4, 2, num_slots=1), one_node(2), scenarios=lambda: scenarios)
+
+
+@pytest.mark.parametrize("unit", [2.0**-900, 2.0**-149, 1.0, 2.0**126, 2.0**900])
+def test_scenarios_come_in_any_unit(unit: float) -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        forecast, may_come = rng.pareto(1.0, 16), rng.integers(0, 1000, (5, 16))
+        layer, world = Placement.initial(16, 8, num_slots=1), one_node(8)
+        usual, ours = (
+            plan_guests(forecast, layer, world, scenarios=lambda others=others: others)
+            for others in (may_come.astype(np.float32), may_come * unit)
+        )
+        assert np.array_equal(usual.table, ours.table)
 
 
 def test_scenarios_that_cannot_be_written_are_no_other_type_to_compile() -> None:

@@ -65,8 +65,8 @@ def plan_guests(
         routing_tokens: what routing to guests costs at all, likewise (`LayerShape.routing_tokens`).
         egress: copies that may leave one rank; ``None`` is no limit.
         reconsider: with a price, whether to look at all numbers of guests. Otherwise ``previous`` says how many, and
-            how many copies leave one rank (or twice as many as a rank has guests), and they are placed as without a
-            price, for as long as balance pays for them: several times as fast, and good for a few iterations.
+            how many copies may leave one rank (or twice as many as a rank has guests), and they are placed as without
+            a price, for as long as perfect balance pays for them: several times as fast, and good for a few iterations.
 
     Returns:
         ``placement`` with this plan's guests; without any when copies would not pay.
@@ -112,15 +112,17 @@ def plan_guests(
         routing=routing_tokens * SCALE / total,
     )
     received_last, sent_last = busiest(last.table, bare.home)
-    if not reconsider and 0 < received_last <= most_per_rank:
+    goes_on = not reconsider and 0 < received_last <= most_per_rank
+    # with more slots single guests are an alternative where copies cost
+    others = _scenarios(scenarios, bare, not goes_on or received_last == 1)
+    inputs = scaled, others, bare.home, bare.table, world.order, last.table
+    if goes_on:
         leaving = min(egress, max(sent_last, 2 * received_last))
-        others = _scenarios(scenarios, bare, received_last == 1)
-        inputs = scaled, others, bare.home, bare.table, world.order, last.table
         table, _, received, sent = plan_best(*inputs, received_last, copies, leaving, False, True)
         if received and bill.of(bill.mean, received=received, busiest=max(received, sent)) < bill.peak:
             return _planned(table, bare, last)
-    # with more slots single guests are an alternative where copies cost
-    inputs = scaled, _scenarios(scenarios, bare, True), bare.home, bare.table, world.order, last.table
+        if received_last > 1:
+            inputs = scaled, _scenarios(scenarios, bare, True), *inputs[2:]
     # A hot home sends a copy to every rank, unless it is cheaper that it sends no more than twice what a rank receives.
     # So there are two kinds of plan for each number of guests. First what the last plan may be kept for, then what may
     # be cheapest.
@@ -165,11 +167,15 @@ def _scenarios(source: Callable[[], np.ndarray | None] | None, bare: Placement, 
         raise ValueError(f"scenarios have shape {scenarios.shape}, expected [up to {LANES}, {bare.num_experts}]")
     if len(scenarios) > LANES:
         raise ValueError(f"{len(scenarios)} scenarios are more than the planner looks at together; give up to {LANES}")
-    by_expert = np.ascontiguousarray(scenarios.T, dtype=np.float32)
+    exact = scenarios if scenarios.dtype == np.float32 else scenarios.astype(np.float64)
+    if not are_loads(exact.ravel(order="K")):
+        raise ValueError(f"scenarios must be finite and >= 0, got {exact.min()} to {exact.max()}")
+    if exact is not scenarios:  # the range of float32 is smaller, and only proportions matter
+        _, exponent = np.frexp(exact.max(axis=1, initial=0.0, keepdims=True))
+        exact = np.ldexp(exact, -exponent)
+    by_expert = np.ascontiguousarray(exact.T, dtype=np.float32)
     if not by_expert.flags.writeable:  # another type for numba, which would compile the planner once more
         by_expert = by_expert.copy()
-    if not are_loads(by_expert.ravel()):
-        raise ValueError(f"scenarios must be finite and >= 0, got {by_expert.min()} to {by_expert.max()}")
     return by_expert
 
 
