@@ -25,7 +25,7 @@ from megatron_hecate.plan.lanes import below, kept, least, load, positive, rough
 from megatron_hecate.plan.shortlist import Shortlist, empty, listed, offer, shortlist
 from megatron_hecate.plan.sort import first_largest
 
-# Looked at in a round, at least; WIDE / ranks is more in groups of up to 24 ranks, where judging takes little time.
+# Looked at in a round, at least; WIDE / ranks is more in smaller groups, where judging takes little time.
 EXPERTS: int = 4  # that may get a host,
 LOOK: int = 8  # swaps, or twice WIDE / ranks,
 THIRDS: int = 3  # and ranks, likewise, when the guest that makes room goes on to a third
