@@ -16,7 +16,7 @@ Arrays that the functions here share:
 that set``, whose maximum is the smallest possible largest rank load. The flow is found by pushing and relabelling
 (Goldberg and Tarjan, "A New Approach to the Maximum-Flow Problem", 1988): ranks and experts are labelled with at most
 what the shortest way to a rank with room takes, tokens above the cap go where labels fall, and a label is raised when
-nobody is left to take them. Labels become exact every so often (`_measure`), in small graphs instead of being raised.
+nobody is left to take them. Labels become exact every so often (`measure`), in small graphs instead of being raised.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def level(
     queue = np.empty(num_ranks, np.int64)  # a ring of the ranks above the cap
     result = NO_LIMIT
     for _ in range(rounds):
-        above = _measure(links, spare, load, cap, hops, near, queue)
+        above = measure(links, spare, load, cap, hops, near, queue)
         if above == 0:
             result = cap
             break
@@ -145,7 +145,7 @@ def level(
 
 
 @borrowing
-def _measure(
+def measure(
     links: Links, spare: np.ndarray, load: np.ndarray, cap: int, hops: np.ndarray, near: np.ndarray, queue: np.ndarray
 ) -> int:
     """Make labels exact, as far as there are ranks above the cap; how many of these there are.
@@ -224,30 +224,30 @@ def _confined(
             if seen[x] or spare[i] == 0:
                 continue
             seen[x] = True
-            a = _first(part, r)
+            a = first_of(part, r)
             for j in range(links.begin[x], links.begin[x + 1]):
                 if not visited[links.rank[j]]:
                     visited[links.rank[j]] = True
                     queue[tail] = links.rank[j]
                     tail += 1
-                b = _first(part, links.rank[j])
+                b = first_of(part, links.rank[j])
                 part[max(a, b)] = min(a, b)
                 a = min(a, b)
     total, ranks = np.zeros(len(load), np.int64), np.zeros(len(load), np.int64)
     for r in queue[:tail]:
-        total[_first(part, r)] += load[r]
-        ranks[_first(part, r)] += 1
+        total[first_of(part, r)] += load[r]
+        ranks[first_of(part, r)] += 1
     cap, fullest = 0, 0
     for r in range(len(load)):
         if ranks[r] > 0 and -(-total[r] // ranks[r]) > cap:
             cap, fullest = -(-total[r] // ranks[r]), r
     for r in queue[:tail]:
-        visited[r] = _first(part, r) == fullest
+        visited[r] = first_of(part, r) == fullest
     return cap
 
 
 @borrowing
-def _first(part: np.ndarray, rank: int) -> int:
+def first_of(part: np.ndarray, rank: int) -> int:
     """The first rank of the part that ``rank`` belongs to."""
     while part[rank] != rank:
         part[rank] = part[part[rank]]

@@ -1,0 +1,106 @@
+"""What late guests may win, before any of them is solved: where the tokens of a blocked set would find room.
+
+A late guest joins the blocked set with one rank outside. What that rank has no room for it can pass on, over experts
+that it shares with others, and these to others: its *part*.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_hecate.plan.compiled import borrowing, compiled
+from megatron_hecate.plan.flow import FAR, first_of, measure
+from megatron_hecate.plan.links import Links
+
+
+class Outlook(NamedTuple):
+    """A blocked set, and the parts that all other ranks fall into.
+
+    Args:
+        part: [R] the first rank of each rank's part; what a part has counts there.
+        ranks: [R] of each part.
+        tokens: [R] that these serve.
+        room: [R] tokens that they can take until all of them serve the mean; 0 where no room can be reached.
+        mean: mean rank load, rounded down.
+        caught: tokens in the blocked set.
+        size: ranks of that set.
+        others: the least that other blocked sets leave as the largest rank load; ``mean`` without any.
+        excess: tokens above the mean on all ranks.
+    """
+
+    part: np.ndarray
+    ranks: np.ndarray
+    tokens: np.ndarray
+    room: np.ndarray
+    mean: int
+    caught: int
+    size: int
+    others: int
+    excess: int
+
+
+@compiled
+def outlook(links: Links, served: np.ndarray, load: np.ndarray, inside: np.ndarray, mean: int) -> Outlook:
+    """Of ranks ``inside`` [R] a blocked set, where all that could get to the mean is there (`flow.level`, patient)."""
+    num_ranks, num_shared = len(load), len(links.begin) - 1
+    hops, queue = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    spare = served[links.slot]
+    measure(links, spare, load, mean, hops, np.empty(num_shared, np.int64), queue)
+    part = np.arange(num_ranks)
+    for x in range(num_shared):
+        closed = False  # blocked ranks can send this expert's tokens, to its other holders, who are blocked as well
+        for i in range(links.begin[x], links.begin[x + 1]):
+            closed |= spare[i] > 0 and hops[links.rank[i]] == FAR
+        a = -1
+        for i in range(links.begin[x], links.begin[x + 1]):
+            if closed or hops[links.rank[i]] < FAR:
+                b = first_of(part, links.rank[i])
+                a = b if a < 0 else a
+                part[max(a, b)] = min(a, b)
+                a = min(a, b)
+    ranks, tokens, room = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    caught, size, excess, others = 0, 0, 0, mean
+    for r in range(num_ranks):
+        part[r] = first_of(part, r)
+        ranks[part[r]] += 1
+        tokens[part[r]] += load[r]
+        if hops[r] < FAR:
+            room[part[r]] += max(0, mean - load[r])
+        excess += max(0, load[r] - mean)
+        if inside[r]:
+            caught += load[r]
+            size += 1
+    for r in range(num_ranks):
+        if inside[r]:
+            ranks[part[r]] = 0
+    for r in range(num_ranks):
+        if ranks[r] > 0 and hops[r] == FAR:
+            others = max(others, -(-tokens[r] // ranks[r]))
+    return Outlook(part, ranks, tokens, room, mean, caught, size, others, excess)
+
+
+@borrowing
+def hope(ahead: Outlook, rank: int, movable: int) -> tuple[int, int]:
+    """What at best would be left if the blocked set could send so many of its tokens to this rank outside.
+
+    Returns:
+        The largest rank load, and tokens above the mean on all ranks.
+    """
+    part = ahead.part[rank]
+    left = ahead.excess - min(movable, ahead.room[part], ahead.caught - ahead.size * ahead.mean)
+    largest = max(ahead.mean, -(-(ahead.caught - movable) // ahead.size))
+    if ahead.room[part] > 0:
+        together = -(-(ahead.caught + ahead.tokens[part]) // (ahead.size + ahead.ranks[part]))
+        largest = max(largest, together, ahead.others)
+    return largest, left
+
+
+@borrowing
+def above(load: np.ndarray, mean: int) -> int:
+    """Tokens above the mean, over all ranks."""
+    excess = 0
+    for tokens in load:
+        excess += max(0, tokens - mean)
+    return excess
