@@ -28,10 +28,13 @@ WINDOW: int = 64  # distances that have a list each, a power of 2
 
 
 @compiled
-def bring_below(cap: int, graph: Graph, origin: Origin, flow: np.ndarray, load: np.ndarray) -> None:
-    """Move tokens, in place, until no rank serves more than ``cap``, at the least cost; a cap that `level` found.
+def bring_below(cap: int, graph: Graph, origin: Origin, flow: np.ndarray, load: np.ndarray) -> bool:
+    """Move tokens, in place, until no rank serves more than ``cap``, at the least cost.
 
     ``flow`` [R * P + G] tokens through each joint and ``load`` [R] on each rank: any split at least cost without a cap.
+
+    Returns:
+        Whether that is possible; if not, tokens have moved all the same.
     """
     num_ranks, num_slots = len(load), len(graph.table)
     leaves, to, twin, joint = graph.leaves, graph.to, graph.twin, graph.joint
@@ -67,7 +70,8 @@ def bring_below(cap: int, graph: Graph, origin: Origin, flow: np.ndarray, load: 
             queue[waiting] = r
             waiting += 1
     while waiting > 0:
-        _relabel(num_ranks, leaves, to, twin, price, excess, label, delta, stack, ring, entry, waiting)
+        if not _relabel(num_ranks, leaves, to, twin, price, excess, label, delta, stack, ring, entry, waiting):
+            return False
         arc[:] = leaves[:-1]
         patience = max(10, size // 2)  # labels to change before they are made exact again
         while waiting > 0 and patience >= 0:
@@ -82,7 +86,8 @@ def bring_below(cap: int, graph: Graph, origin: Origin, flow: np.ndarray, load: 
                         if price[b] + label[to[b]] < least:
                             least = price[b] + label[to[b]]
                             arc[v] = b
-                    assert least < FAR  # the cap can be reached
+                    if least >= FAR:  # unreachable
+                        return False
                     label[v] = least + 1
                     patience -= 1
                     continue
@@ -114,6 +119,7 @@ def bring_below(cap: int, graph: Graph, origin: Origin, flow: np.ndarray, load: 
                     waiting += 1
                 excess[w] += amount
     load[:] = excess[:num_ranks] + cap
+    return True
 
 
 @borrowing
@@ -142,7 +148,7 @@ def _relabel(
     ring: np.ndarray,
     entry: np.ndarray,
     waiting: int,
-) -> None:
+) -> bool:
     """Raise labels, in place, to what they bound, as far as the ``waiting`` vertices with too much need it.
 
     Vertices come by what their labels lack, in two levels of buckets (Dial, "Algorithm 360", 1969): the next ``WINDOW``
@@ -174,7 +180,8 @@ def _relabel(
                     i = entry[i, 2]
                 now = far
                 continue
-            assert later >= 0  # the cap can be reached
+            if later < 0:
+                return False
             if far > last:
                 now = last = soonest - 1
             i, later, soonest = later, -1, FAR
@@ -214,3 +221,4 @@ def _relabel(
                 entries += 1
     for v in range(size):
         label[v] += min(now, delta[v])
+    return True

@@ -21,7 +21,8 @@ from megatron_hecate.plan.origin import Origin, origins, start
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.world import World
 
-ROUNDS: int = 8  # of `flow.level` for tokens that can move for nothing, before prices are looked at
+ROUNDS: int = 3  # of `flow.level` for tokens that can move for nothing, before prices are looked at
+EVEN: int = 64  # up to so many ranks with two guests each nearly all loads can be split evenly
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -158,15 +159,21 @@ def _served(origin: Origin, graph: Graph) -> np.ndarray:
     lowest = -(-load.sum() // len(load))
     if _level(graph, movable, load, lowest, lowest, ROUNDS, True) == lowest:
         return fixed + movable
-    served, its_load = fixed + movable, load.copy()
-    cap = _level(graph, served, its_load, lowest, NO_LIMIT, NO_LIMIT, False)
-    num_slots = len(fixed)
+    num_slots, num_guests = len(fixed), len(graph.links.slot) - (len(graph.links.begin) - 1)
     flow = np.zeros(num_slots + len(graph.group_begin), np.int64)
     for c in range(num_slots):
         flow[c] = fixed[c] + movable[c]
         if graph.group_of[c] >= 0:
             flow[num_slots + graph.group_of[c]] += flow[c]
-    bring_below(cap, graph, origin, flow, load)
+    # more guests than ranks, and nearly every load can be split evenly: it is tried before it is known
+    if len(load) <= EVEN and num_guests >= 2 * len(load):
+        its_flow, its_load = flow.copy(), load.copy()
+        if bring_below(lowest, graph, origin, its_flow, its_load):
+            return its_flow[:num_slots]
+    served, its_load = flow[:num_slots].copy(), load.copy()
+    cap = _level(graph, served, its_load, lowest, NO_LIMIT, NO_LIMIT, False)
+    reached = bring_below(cap, graph, origin, flow, load)
+    assert reached
     return flow[:num_slots]
 
 
