@@ -1,7 +1,8 @@
-"""What late guests may win, before any of them is solved: where the tokens of a blocked set would find room.
+"""What a late guest can win at most, before any is solved: where the tokens of a blocked set would find room.
 
 A late guest joins the blocked set with one rank outside. What that rank has no room for it can pass on, over experts
-that it shares with others, and these to others: its *part*.
+that it shares with others, and these to others: its *part*. What is said here bounds what `flow.level` finds; it costs
+one search for all guests that are looked at.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ from megatron_hecate.plan.links import Links
 
 
 class Outlook(NamedTuple):
-    """A blocked set, and the parts that all other ranks fall into.
+    """A blocked set, and the parts that all ranks fall into.
 
     Args:
         part: [R] the first rank of each rank's part; what a part has counts there.
-        ranks: [R] of each part.
+        ranks: [R] of each part; 0 for that of the blocked set.
         tokens: [R] that these serve.
         room: [R] tokens that they can take until all of them serve the mean; 0 where no room can be reached.
+        leaks: [R] whether they can pass tokens to ranks that are blocked, too.
         mean: mean rank load, rounded down.
         caught: tokens in the blocked set.
         size: ranks of that set.
+        confined: tokens above the mean in that set and in those that can pass theirs to it.
         others: the least that other blocked sets leave as the largest rank load; ``mean`` without any.
         excess: tokens above the mean on all ranks.
     """
@@ -34,9 +37,11 @@ class Outlook(NamedTuple):
     ranks: np.ndarray
     tokens: np.ndarray
     room: np.ndarray
+    leaks: np.ndarray
     mean: int
     caught: int
     size: int
+    confined: int
     others: int
     excess: int
 
@@ -49,25 +54,29 @@ def outlook(links: Links, served: np.ndarray, load: np.ndarray, inside: np.ndarr
     spare = served[links.slot]
     measure(links, spare, load, mean, hops, np.empty(num_shared, np.int64), queue)
     part = np.arange(num_ranks)
+    leaks = np.zeros(num_ranks, np.bool_)
     for x in range(num_shared):
-        closed = False  # blocked ranks can send this expert's tokens, to its other holders, who are blocked as well
+        # can blocked ranks send this expert's tokens? Then all its holders are blocked
+        closed = shut = False
         for i in range(links.begin[x], links.begin[x + 1]):
+            shut |= hops[links.rank[i]] == FAR
             closed |= spare[i] > 0 and hops[links.rank[i]] == FAR
         a = -1
         for i in range(links.begin[x], links.begin[x + 1]):
             if closed or hops[links.rank[i]] < FAR:
+                leaks[links.rank[i]] |= shut and not closed
                 b = first_of(part, links.rank[i])
                 a = b if a < 0 else a
                 part[max(a, b)] = min(a, b)
                 a = min(a, b)
     ranks, tokens, room = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    caught, size, excess, others = 0, 0, 0, mean
+    caught, size, confined, excess, others = 0, 0, 0, 0, mean
     for r in range(num_ranks):
-        part[r] = first_of(part, r)
-        ranks[part[r]] += 1
-        tokens[part[r]] += load[r]
-        if hops[r] < FAR:
-            room[part[r]] += max(0, mean - load[r])
+        p = part[r] = first_of(part, r)
+        ranks[p] += 1
+        tokens[p] += load[r]
+        leaks[p] |= leaks[r]
+        room[p] += max(0, mean - load[r])
         excess += max(0, load[r] - mean)
         if inside[r]:
             caught += load[r]
@@ -76,24 +85,29 @@ def outlook(links: Links, served: np.ndarray, load: np.ndarray, inside: np.ndarr
         if inside[r]:
             ranks[part[r]] = 0
     for r in range(num_ranks):
-        if ranks[r] > 0 and hops[r] == FAR:
-            others = max(others, -(-tokens[r] // ranks[r]))
-    return Outlook(part, ranks, tokens, room, mean, caught, size, others, excess)
+        p = part[r]
+        if ranks[p] == 0:
+            confined += load[r] - mean
+        else:  # where tokens can leave, no more than the mean is left
+            others = max(others, -(-tokens[p] // ranks[p]))
+    return Outlook(part, ranks, tokens, room, leaks, mean, caught, size, confined, others, excess)
 
 
 @borrowing
 def hope(ahead: Outlook, rank: int, movable: int) -> tuple[int, int]:
-    """What at best would be left if the blocked set could send so many of its tokens to this rank outside.
+    """What is left at least if the blocked set could send so many of its tokens to this rank outside.
 
     Returns:
-        The largest rank load, and tokens above the mean on all ranks.
+        The largest rank load; and tokens above the mean on all ranks, to one per rank.
     """
     part = ahead.part[rank]
-    left = ahead.excess - min(movable, ahead.room[part], ahead.caught - ahead.size * ahead.mean)
+    left = ahead.excess - min(movable, ahead.room[part], ahead.confined)
     largest = max(ahead.mean, -(-(ahead.caught - movable) // ahead.size))
     if ahead.room[part] > 0:
-        together = -(-(ahead.caught + ahead.tokens[part]) // (ahead.size + ahead.ranks[part]))
-        largest = max(largest, together, ahead.others)
+        largest = max(largest, ahead.others)
+        if not ahead.leaks[part]:
+            together = -(-(ahead.caught + ahead.tokens[part]) // (ahead.size + ahead.ranks[part]))
+            largest = max(largest, together)
     return largest, left
 
 
