@@ -12,8 +12,8 @@ from megatron_hecate.plan.links import holders, links_of, put, take_back
 from megatron_hecate.plan.outlook import Outlook, above, hope, outlook
 from megatron_hecate.plan.shortlist import Shortlist, listed, offer, shortlist
 
-# Guests solved exactly for each late guest, the most promising first: as many as ranks may host it, within these
-# bounds, and up to the second while none helps. With 8 on 32 ranks across nodes a jump leaves 1.27 where 24 leave 1.12.
+# Guests looked at for each late guest, the most promising first: as many as ranks may host it, within these bounds, and
+# up to the second while none helps. With 8 on 32 ranks across nodes a jump leaves 1.27 where 24 leave 1.12.
 TRIED: tuple[int, int] = (8, 24)
 # What a token that the guest's rank itself has room for counts more than one that others may have room for. Largest
 # load and price after 4,264 searches, jumps among them: 1.113 to 1.115 times the mean for 0.03 to 0.3.
@@ -50,7 +50,8 @@ def search(
     Args:
         table: [R * P] changed in place.
         swaps: [most, 2] slot and expert of each late guest; filled in.
-        costs: [most + 1] largest rank load and price of the busiest rank, before any and after each; filled in.
+        costs: [most + 1] largest rank load and price of the busiest rank, before any and after each; filled in. Where
+            the largest load is so near to the mean that none can pay, the first is what it is at most.
 
     Returns:
         How many late guests were found.

@@ -34,7 +34,7 @@ def bring_below(cap: int, graph: Graph, origin: Origin, flow: np.ndarray, load: 
     ``flow`` [R * P + G] tokens through each joint and ``load`` [R] on each rank: any split at least cost without a cap.
 
     Returns:
-        Whether that is possible; if not, tokens have moved all the same.
+        Whether that is possible; if not, ``flow`` is of no use any more.
     """
     num_ranks, num_slots = len(load), len(graph.table)
     leaves, to, twin, joint = graph.leaves, graph.to, graph.twin, graph.joint

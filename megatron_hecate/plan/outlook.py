@@ -1,8 +1,8 @@
 """What a late guest can win at most, before any is solved: where the tokens of a blocked set would find room.
 
 A late guest joins the blocked set with one rank outside. What that rank has no room for it can pass on, over experts
-that it shares with others, and these to others: its *part*. What is said here bounds what `flow.level` finds; it costs
-one search for all guests that are looked at.
+that it shares with others, and these to others: its *part*. One search for all guests that are looked at bounds what
+`flow.level` finds for each.
 """
 
 from __future__ import annotations
@@ -98,7 +98,8 @@ def hope(ahead: Outlook, rank: int, movable: int) -> tuple[int, int]:
     """What is left at least if the blocked set could send so many of its tokens to this rank outside.
 
     Returns:
-        The largest rank load; and tokens above the mean on all ranks, to one per rank.
+        The largest rank load, never more than there will be; and tokens above the mean on all ranks, which may be one
+        per rank too many, since the mean is rounded.
     """
     part = ahead.part[rank]
     left = ahead.excess - min(movable, ahead.room[part], ahead.confined)

@@ -2,7 +2,8 @@
 
 Exact, in three steps. (1) The smallest possible largest rank load, to the token (`flow.level`). (2) Of all splits that
 reach it, the one with fewest tokens across nodes, then fewest to another rank (`nearest.bring_below`). (3) Which
-source's tokens those are: own rank first, then own node, then the rest (`assign.assign`).
+source's tokens those are: own rank first, then own node, then the rest (`assign.assign`). Where there are many guests,
+(2) is tried for an even split, and (1) only made when there is none.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.world import World
 
 ROUNDS: int = 3  # of `flow.level` for tokens that can move for nothing, before prices are looked at
-EVEN: int = 64  # up to so many ranks with two guests each nearly all loads can be split evenly
+EVEN: int = 64  # up to so many ranks, with twice as many guests, nearly all loads can be split evenly
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,7 +166,7 @@ def _served(origin: Origin, graph: Graph) -> np.ndarray:
         flow[c] = fixed[c] + movable[c]
         if graph.group_of[c] >= 0:
             flow[num_slots + graph.group_of[c]] += flow[c]
-    # more guests than ranks, and nearly every load can be split evenly: it is tried before it is known
+    # as good as known: the optimum is the mean
     if len(load) <= EVEN and num_guests >= 2 * len(load):
         its_flow, its_load = flow.copy(), load.copy()
         if bring_below(lowest, graph, origin, its_flow, its_load):
