@@ -223,6 +223,13 @@ def test_late_guests_cross_nodes_where_that_is_allowed_and_pays(far: float | Non
     assert _late(before, after) == [(0, rank) for rank in ranks]
 
 
+def test_another_node_may_be_cheaper() -> None:
+    # inside the node nothing pays: 80 tokens on one rank, 60 above the mean
+    before, world = Placement.initial(4, 4, num_slots=1), World(node=(0, 0, 1, 1))
+    after = calibrate(np.array([80, 0, 0, 0]), before, world, copy_tokens=100.0, most_late=1, across_tokens=1.0)
+    assert _late(before, after) in ([(0, 2)], [(0, 3)])
+
+
 def test_several_ranks_are_relieved_from_another_node() -> None:
     # two equally hot ranks fill one node: the largest load falls only when both have a guest on the other
     before, world = Placement.initial(4, 4, num_slots=1), World(node=(0, 0, 1, 1))
