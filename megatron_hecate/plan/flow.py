@@ -230,9 +230,7 @@ def _confined(
                     visited[links.rank[j]] = True
                     queue[tail] = links.rank[j]
                     tail += 1
-                b = first_of(part, links.rank[j])
-                part[max(a, b)] = min(a, b)
-                a = min(a, b)
+                a = join(part, a, links.rank[j])
     total, ranks = np.zeros(len(load), np.int64), np.zeros(len(load), np.int64)
     for r in queue[:tail]:
         total[first_of(part, r)] += load[r]
@@ -244,6 +242,16 @@ def _confined(
     for r in queue[:tail]:
         visited[r] = first_of(part, r) == fullest
     return cap
+
+
+@borrowing
+def join(part: np.ndarray, first: int, rank: int) -> int:
+    """Make ``rank``'s part one with that of which ``first`` is the first rank, or none if -1; the first of both."""
+    other = first_of(part, rank)
+    if first < 0:
+        return other
+    part[max(first, other)] = min(first, other)
+    return min(first, other)
 
 
 @borrowing

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hecate.plan.compiled import borrowing, compiled
-from megatron_hecate.plan.flow import FAR, first_of, measure
+from megatron_hecate.plan.flow import FAR, first_of, join, measure
 from megatron_hecate.plan.links import Links
 
 
@@ -65,19 +65,15 @@ def outlook(links: Links, served: np.ndarray, load: np.ndarray, inside: np.ndarr
         for i in range(links.begin[x], links.begin[x + 1]):
             if closed or hops[links.rank[i]] < FAR:
                 leaks[links.rank[i]] |= shut and not closed
-                b = first_of(part, links.rank[i])
-                a = b if a < 0 else a
-                part[max(a, b)] = min(a, b)
-                a = min(a, b)
+                a = join(part, a, links.rank[i])
     ranks, tokens, room = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
-    caught, size, confined, excess, others = 0, 0, 0, 0, mean
+    caught, size, confined, others = 0, 0, 0, mean
     for r in range(num_ranks):
         p = part[r] = first_of(part, r)
         ranks[p] += 1
         tokens[p] += load[r]
         leaks[p] |= leaks[r]
         room[p] += max(0, mean - load[r])
-        excess += max(0, load[r] - mean)
         if inside[r]:
             caught += load[r]
             size += 1
@@ -90,7 +86,7 @@ def outlook(links: Links, served: np.ndarray, load: np.ndarray, inside: np.ndarr
             confined += load[r] - mean
         else:  # where tokens can leave, no more than the mean is left
             others = max(others, -(-tokens[p] // ranks[p]))
-    return Outlook(part, ranks, tokens, room, leaks, mean, caught, size, confined, others, excess)
+    return Outlook(part, ranks, tokens, room, leaks, mean, caught, size, confined, others, above(load, mean))
 
 
 @borrowing
