@@ -19,13 +19,12 @@ from torch import Tensor
 from megatron_hecate.overlap import MEASURED, OverlapMeter
 from megatron_hecate.p2p import finish
 from megatron_hecate.plan.drift import drifted
+from megatron_hecate.plan.lanes import LANES
 
 FORGET: float = 0.85  # weight of an iteration in the measured trend, relative to the one after it
 MOST: float = 1.2  # of the last change that may be expected to happen again; below 0, part of it is taken back
 LEAST: float = -0.3
-ERRORS: int = 8  # of the last iterations, that scenarios are made of
-BURSTS: int = 16  # scenarios in which experts get more than forecast, each of them in one
-BURST: float = 3.0  # how much more, in root mean square errors
+ERRORS: int = LANES // 4  # of the last iterations, that scenarios are made of
 
 
 class LoadHistory:
@@ -45,7 +44,9 @@ class LoadHistory:
         self.last: np.ndarray | None = None  # [L, E] tokens of the last iteration
         self._roots: deque[np.ndarray] = deque(maxlen=3)  # [L, E] each
         self._expected: np.ndarray | None = None  # [L, E] the next of them
-        self._errors: np.ndarray | None = None  # [L, E, ERRORS] of unit vectors, a ring
+        self._units: np.ndarray  # [L, E] the same at length 1
+        self._errors: np.ndarray | None = None  # [L, E, ERRORS] float32, of units, a ring
+        self._squares: np.ndarray  # [L, ERRORS] of each
         self._num_errors = 0  # so far
         self._found: np.ndarray | float = 0.0  # [L, 1] sums of products of neighbouring changes
         self._changed: np.ndarray | float = 0.0  # and of squares
@@ -56,8 +57,11 @@ class LoadHistory:
         roots = np.sqrt(load.astype(np.float64))
         if self._expected is not None:
             if self._errors is None:
-                self._errors = np.zeros((*load.shape, ERRORS))
-            self._errors[:, :, self._num_errors % ERRORS] = _unit(roots) - _unit(self._expected)
+                self._errors = np.zeros((*load.shape, ERRORS), np.float32)
+                self._squares = np.zeros((len(load), ERRORS))
+            i, error = self._num_errors % ERRORS, _unit(roots) - self._units
+            self._errors[:, :, i] = error
+            self._squares[:, i] = (error**2).sum(axis=-1)
             self._num_errors += 1
         self._roots.append(roots)
         if len(self._roots) == 3:
@@ -71,6 +75,7 @@ class LoadHistory:
             share = np.divide(self._found, changed, out=np.zeros_like(changed), where=changed > 0)
             expected = expected + np.clip(share, LEAST, MOST) * (expected - self._roots[-2])
         self._expected = np.maximum(expected, 0.0)
+        self._units = _unit(self._expected)
 
     def forecast(self) -> np.ndarray | None:
         """[L, E] expected tokens, or ``None`` before the first iteration."""
@@ -82,16 +87,17 @@ class LoadHistory:
         return expected * np.divide(last, total, out=np.zeros_like(total), where=total > 0)
 
     def scenarios(self, layer: int, num_experts: int) -> np.ndarray | None:
-        """[S, E] loads of ``layer``, in any unit, that may come instead; ``None`` before the second iteration.
+        """[32, E] loads of ``layer``, in any unit, that may come instead; ``None`` before the second iteration.
 
-        The forecast with each of its last errors, added and taken off, and *bursts*: every sixteenth expert gets three
-        times the root mean square error more, since what leaves most imbalance is an error of one expert that is new.
-        Errors are those of ``y``, where they are alike for small and large loads.
+        The forecast with each of its last 8 errors, added and taken off (0 where there were fewer), and *bursts*: every
+        sixteenth expert gets three times the root mean square error more, since what leaves most imbalance is an error
+        of one expert that is new. Errors are those of ``y``, where they are alike for small and large loads.
         """
         if self._errors is None:
             return None
-        roots, errors = self._expected[layer, :num_experts], self._errors[layer, :num_experts]
-        return drifted(roots, errors, min(self._num_errors, ERRORS), BURSTS, BURST).T
+        roots, errors = self._units[layer, :num_experts], self._errors[layer, :num_experts]
+        squares = self._squares[layer].sum() / (min(self._num_errors, ERRORS) * num_experts)
+        return drifted(roots, errors, squares).T
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ from scipy.sparse.csgraph import maximum_flow
 from megatron_hecate.plan import assert_valid, plan_guests
 from megatron_hecate.plan.forest import (
     CAP,
+    TOKENS,
     Forest,
     Outcome,
     Scenarios,
@@ -31,6 +32,7 @@ from megatron_hecate.plan.forest import (
     rearrange,
     scenarios_of,
 )
+from megatron_hecate.plan.lanes import LANES
 from megatron_hecate.plan.regraft import improve
 
 
@@ -139,13 +141,26 @@ def test_one_rank_changes_its_guest(
         np.testing.assert_array_equal(outcome.lacking, its_outcome.lacking)
 
 
-def test_scenarios_keep_proportions_and_replace_empty_ones() -> None:
-    scenarios = scenarios_of(
-        np.array([[1e-9, 0.0], [3e-9, 0.0]], np.float32), np.array([3.0, 1.0]), np.array([0, 1]), 2
-    )
-    assert not scenarios.tokens[:, 2:].any() and not scenarios.room[:, 2:].any()  # there are no others
-    share = scenarios.tokens[:, :2] / scenarios.tokens[:, :2].sum(axis=0)
-    np.testing.assert_allclose(share.T, [[0.25, 0.75], [0.75, 0.25]], atol=1e-6)
+@pytest.mark.parametrize("unit", [2.0**-120, 1.0, 2.0**100])
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("number", [1, 5, LANES])
+def test_scenarios_keep_proportions_and_the_forecast_stands_in_for_empty_ones(
+    number: int, empty: bool, unit: float
+) -> None:
+    rng = np.random.default_rng(number)
+    loads, home = rng.pareto(1.0, (number, 20)) * unit, rng.integers(0, 4, 20)
+    forecast = rng.integers(1, 100, 20).astype(float)
+    if empty:
+        loads[-1] = 0
+    scenarios = scenarios_of(np.ascontiguousarray(loads.T, np.float32), forecast, home, 4)
+    meant = np.vstack([loads[:-1], forecast]) if empty else loads
+    exact = TOKENS * meant / meant.sum(axis=1, keepdims=True)
+    assert np.abs(scenarios.tokens.T[:number] - exact).max() < 1.5  # one by float32, half a token by rounding
+    assert (scenarios.tokens == np.rint(scenarios.tokens)).all()
+    assert not scenarios.tokens[:, number:].any() and not scenarios.room[:, number:].any()
+    of_rank = np.stack([scenarios.tokens[home == r].sum(axis=0) for r in range(4)])
+    cap = np.rint(scenarios.tokens.sum(axis=0, dtype=np.float64) * CAP / 4)
+    np.testing.assert_array_equal(scenarios.room, cap - of_rank)
 
 
 @PROPERTY

@@ -16,7 +16,9 @@ from megatron_hecate.plan.lanes import (
     CACHE_LINE,
     LANES,
     below,
+    both_ways,
     dot,
+    every,
     kept,
     least,
     load,
@@ -24,6 +26,7 @@ from megatron_hecate.plan.lanes import (
     rough_dot,
     rows_of,
     store,
+    whole,
     zeros,
 )
 
@@ -64,7 +67,18 @@ def _kept(rows: np.ndarray, i: int, k: int) -> np.ndarray:
     return kept(load(rows, i), some) + kept(load(rows, k), others)
 
 
-@pytest.mark.parametrize("function", [_sum, _difference, _least, _positive, _kept], ids=lambda f: f.__name__)
+def _product(rows: np.ndarray, i: int, k: int) -> np.ndarray:
+    return load(rows, i) * load(rows, k)
+
+
+def _every(rows: np.ndarray, i: int, k: int) -> np.ndarray:
+    return load(rows, i) + every(rows[k, 3])
+
+
+OF_ROWS = [_sum, _difference, _product, _least, _positive, _kept, _every]
+
+
+@pytest.mark.parametrize("function", OF_ROWS, ids=lambda f: f.__name__)
 def test_every_lane_is_computed_as_python_does(function: Callable[..., np.ndarray]) -> None:
     rows, compiled = _rows(), numba.njit(function)
 
@@ -79,6 +93,34 @@ def test_every_lane_is_computed_as_python_does(function: Callable[..., np.ndarra
                 written(rows, i, k, out)
                 np.testing.assert_array_equal(out[1], function(rows, i, k), err_msg=f"rows {i} and {k}")
                 assert (out[[0, 2]] == 7).all(), "neighbouring rows are left alone"
+
+
+def test_numbers_become_the_nearest_integers() -> None:
+    rows = np.array([np.linspace(0, 15.5, LANES), np.arange(LANES) * 260_000.25], np.float32)
+
+    @numba.njit
+    def compiled(rows: np.ndarray, out: np.ndarray) -> None:
+        for i in range(len(rows)):
+            store(out, i, whole(load(rows, i)))
+
+    out = np.empty_like(rows)
+    compiled(rows, out)
+    np.testing.assert_array_equal(out, np.floor(rows.astype(float) + 0.5))
+    np.testing.assert_array_equal(out, [whole(row) for row in rows])
+
+
+def test_eight_numbers_both_ways_are_half_of_the_lanes() -> None:
+    rows = np.random.default_rng(0).normal(0, 1, (3, LANES // 4)).astype(np.float32)
+
+    @numba.njit
+    def compiled(rows: np.ndarray, i: int, out: np.ndarray) -> None:
+        store(out, 0, both_ways(rows, i))
+
+    for i in range(len(rows)):
+        out = np.full((1, LANES), np.float32(7))
+        compiled(rows, i, out)
+        np.testing.assert_array_equal(out[0], [*rows[i], *-rows[i], *[0] * (LANES // 2)])
+        np.testing.assert_array_equal(out[0], both_ways(rows, i))
 
 
 def test_bits_say_where_one_is_below_the_other() -> None:

@@ -50,23 +50,31 @@ def test_scenarios_are_the_forecast_off_by_what_it_was_off_before_and_bursts() -
     assert history.scenarios(0, 3) is None  # no forecast was ever off
     history.append(np.array([[16, 9, 144]]))
     scenarios = history.scenarios(0, 3)
-    assert scenarios.shape == (2 + 16, 3)
+    assert scenarios.shape == (32, 3)
     expected = np.sqrt(history.forecast()[0]) / 13
     error = np.array([1, -1, 0]) / 13
-    np.testing.assert_allclose(np.sqrt(scenarios[:2]), [expected + error, expected - error], atol=1e-7)
-    more = np.sqrt(scenarios[2:]) - expected
+    np.testing.assert_allclose(np.sqrt(scenarios[[0, 8]]), [expected + error, expected - error], atol=1e-7)
+    np.testing.assert_allclose(np.sqrt(scenarios[[*range(1, 8), *range(9, 16)]]), np.tile(expected, (14, 1)), atol=1e-7)
+    more = np.sqrt(scenarios[16:]) - expected
     rms = np.sqrt(2 / 3) / 13
     assert more.max(axis=0) == pytest.approx(3 * rms, rel=1e-6)  # every expert bursts, in one scenario only
     assert (more > 1e-6).sum(axis=0).tolist() == [1, 1, 1] and (more > 1e-6).sum(axis=1).max() == 1
 
 
 def test_scenarios_of_the_last_eight_errors_layer_by_layer() -> None:
-    history, rng = LoadHistory(), np.random.default_rng(0)
+    history, rng, errors = LoadHistory(), np.random.default_rng(0), []
     for step in range(12):
-        history.append(np.stack([rng.integers(0, 100, 20), np.zeros(20, np.int64), np.full(20, 7)]))
-        assert step == 0 or history.scenarios(2, 20).shape == (2 * min(step, 8) + 16, 20)
+        forecast = history.forecast()
+        history.append(np.stack([rng.integers(1, 100, 20), np.zeros(20, np.int64), np.full(20, 7)]))
+        if step:
+            came, expected = (np.sqrt(loads[0] / loads[0].sum()) for loads in (history.last, forecast))
+            errors.append(came - expected)
     wild, empty, steady = (history.scenarios(layer, 20) for layer in range(3))
-    assert wild.min() >= 0 and np.isfinite(wild).all() and wild.std(axis=0).max() > 0
+    expected = np.sqrt(history.forecast()[0] / history.forecast()[0].sum())
+    by_hand = [np.maximum(expected + sign * error, 0) ** 2 for sign in (1, -1) for error in errors[-8:]]
+    np.testing.assert_allclose(np.sort(wild[:16], axis=0), np.sort(by_hand, axis=0), atol=1e-6)
+    rms = np.sqrt(np.mean(np.square(errors[-8:])))
+    assert (np.sqrt(wild[16:]) - expected).max() == pytest.approx(3 * rms, rel=1e-4)
     assert empty.max() == 0
     np.testing.assert_allclose(steady, 1 / 20, rtol=1e-6)
 

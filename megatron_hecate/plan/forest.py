@@ -20,10 +20,12 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hecate.plan.compiled import borrowing, compiled
-from megatron_hecate.plan.lanes import LANES, dot, least, load, positive, rows_of, store, zeros
+from megatron_hecate.plan.lanes import LANES, dot, least, load, positive, rows_of, store, whole, zeros
 from megatron_hecate.plan.links import by_home
 
 TOKENS: int = 1 << 22  # of a scenario; on a cycle they are counted twice
+TINY: float = 2.0**-60  # sums of loads between these two, and proportions of them, are in the range of float32
+HUGE: float = 2.0**60
 CAP: float = 1.02  # in mean rank loads. 1.01 to 1.04 leave as little on the traces in bench/data
 
 
@@ -79,22 +81,19 @@ def scenarios_of(loads: np.ndarray, forecast: np.ndarray, home: np.ndarray, num_
     """``loads`` [E, S] float32 >= 0, no more than 32; one of them that has no tokens counts as the ``forecast`` [E]."""
     num_experts, size = loads.shape
     assert len(home) == num_experts and size <= LANES
-    scale = np.zeros(size)
-    for e in range(num_experts):
+    tokens, room, cap, each = rows_of(num_experts), rows_of(num_ranks), rows_of(1), rows_of(1)
+    counted = zeros()
+    if size == LANES:
+        for e in range(num_experts):
+            counted = counted + load(loads, e)
+    store(each, 0, counted)
+    if size == LANES and each.min() > TINY and each.max() < HUGE:
         for s in range(size):
-            scale[s] += loads[e, s]
-    for s in range(size):
-        scale[s] = TOKENS / scale[s] if scale[s] > 0.0 else 0.0
-    tokens, room, cap = rows_of(num_experts), rows_of(num_ranks), rows_of(1)
-    for e in range(num_experts):
-        store(tokens, e, zeros())
-        for s in range(size):
-            tokens[e, s] = np.float32(np.int32(loads[e, s] * scale[s] + 0.5))
-    for s in range(size):
-        if scale[s] == 0.0:
-            each = TOKENS / forecast.sum()
-            for e in range(num_experts):
-                tokens[e, s] = np.float32(np.int32(forecast[e] * each + 0.5))
+            each[0, s] = TOKENS / each[0, s]
+        for e in range(num_experts):
+            store(tokens, e, whole(load(loads, e) * load(each, 0)))
+    else:
+        _scale_one_by_one(loads, forecast, tokens)
     for r in range(num_ranks):
         store(room, r, zeros())
     counted = zeros()
@@ -108,6 +107,21 @@ def scenarios_of(loads: np.ndarray, forecast: np.ndarray, home: np.ndarray, num_
         store(room, r, load(room, r) + load(cap, 0))
     first, experts = by_home(home, num_ranks)
     return Scenarios(tokens, room, first, experts)
+
+
+@borrowing
+def _scale_one_by_one(loads: np.ndarray, forecast: np.ndarray, tokens: np.ndarray) -> None:
+    """Fill ``tokens`` [E, 32] from fewer than 32 loads, from empty ones, or from some in a unit of any size."""
+    num_experts, size = loads.shape
+    for e in range(num_experts):
+        store(tokens, e, zeros())
+    for s in range(size):
+        total = 0.0
+        for e in range(num_experts):
+            total += loads[e, s]
+        scale = TOKENS / total if total > 0.0 else TOKENS / forecast.sum()
+        for e in range(num_experts):
+            tokens[e, s] = np.float32(np.int32((loads[e, s] if total > 0.0 else forecast[e]) * scale + 0.5))
 
 
 @compiled

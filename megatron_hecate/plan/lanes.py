@@ -10,7 +10,7 @@ Numba's extension interface: https://numba.readthedocs.io/en/stable/extending/lo
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,10 +43,20 @@ def zeros() -> np.ndarray:
     return np.zeros(LANES, np.float32)
 
 
+def every(number: np.float32) -> np.ndarray:
+    """[32] of ``number``."""
+    return np.full(LANES, number, np.float32)
+
+
 def load(rows: np.ndarray, row: int) -> np.ndarray:
     """A row of ``rows`` [N, 32] float32, C-contiguous. As with all arrays of compiled code, that there is such a row is
     checked only with ``NUMBA_BOUNDSCHECK=1``."""
     return rows[row].copy()
+
+
+def both_ways(rows: np.ndarray, row: int) -> np.ndarray:
+    """A row of ``rows`` [N, 8] float32, the same negative, and 16 zeros."""
+    return np.concatenate((rows[row], -rows[row], np.zeros(LANES // 2, np.float32)))
 
 
 def store(rows: np.ndarray, row: int, lanes: np.ndarray) -> None:
@@ -62,6 +72,11 @@ def least(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def positive(a: np.ndarray) -> np.ndarray:
     """What is above 0, else 0."""
     return np.maximum(a, np.float32(0))
+
+
+def whole(a: np.ndarray) -> np.ndarray:
+    """The nearest integer of numbers from 0 to 2^23, halves up."""
+    return (a + np.float32(0.5)).astype(np.int32).astype(np.float32)
 
 
 def below(a: np.ndarray, b: np.ndarray) -> int:
@@ -126,14 +141,19 @@ def _zero() -> ir.Constant:
     return ir.Constant(FLOATS, [0.0] * LANES)
 
 
-def _row(context: Any, builder: Builder, rows_type: types.Array, values: Values) -> ir.Value:
+def _places(which: Sequence[int]) -> ir.Constant:
+    """Of the lanes of two values, for a third."""
+    return ir.Constant(ir.VectorType(ir.IntType(32), len(which)), list(which))
+
+
+def _row(context: Any, builder: Builder, rows_type: types.Array, values: Values, row: ir.Type = FLOATS) -> ir.Value:
     """Where a row begins."""
     rows = context.make_array(rows_type)(context, builder, values[0])
     column = ir.Constant(values[1].type, 0)
     place = cgutils.get_item_pointer(
         context, builder, rows_type, rows, [values[1], column], boundscheck=context.enable_boundscheck
     )
-    return builder.bitcast(place, FLOATS.as_pointer())
+    return builder.bitcast(place, row.as_pointer())
 
 
 @_compiles(zeros, to=ONE)
@@ -141,9 +161,26 @@ def _(_: Any, __: Builder, ___: Any, ____: Values) -> ir.Value:
     return _zero()
 
 
+@_compiles(every, types.float32, to=ONE)
+def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
+    first = ir.Constant(ir.IntType(32), 0)
+    lanes = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), values[0], first)
+    return builder.shuffle_vector(lanes, lanes, _places([0] * LANES))
+
+
 @_compiles(load, ROWS, types.int64, to=ONE)
 def _(context: Any, builder: Builder, signature: Any, values: Values) -> ir.Value:
     return builder.load(_row(context, builder, signature.args[0], values), align=FLOAT_BYTES)
+
+
+@_compiles(both_ways, ROWS, types.int64, to=ONE)
+def _(context: Any, builder: Builder, signature: Any, values: Values) -> ir.Value:
+    row = ir.VectorType(ir.FloatType(), LANES // 4)
+    one = builder.load(_row(context, builder, signature.args[0], values, row), align=FLOAT_BYTES)
+    zero = ir.Constant(row, [0.0] * (LANES // 4))
+    two = builder.shuffle_vector(one, builder.fsub(zero, one), _places(range(LANES // 2)))
+    zeros_too = ir.Constant(two.type, [0.0] * (LANES // 2))
+    return builder.shuffle_vector(two, zeros_too, _places(range(LANES)))
 
 
 @_compiles(store, ROWS, types.int64, ONE, to=types.void)
@@ -162,6 +199,11 @@ def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
     return builder.fsub(*values)
 
 
+@_compiles(operator.mul, ONE, ONE, to=ONE)
+def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
+    return builder.fmul(*values)
+
+
 @_compiles(least, ONE, ONE, to=ONE)
 def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
     return builder.select(builder.fcmp_ordered("<", *values), *values)
@@ -170,6 +212,12 @@ def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
 @_compiles(positive, ONE, to=ONE)
 def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
     return builder.select(builder.fcmp_ordered(">", values[0], _zero()), values[0], _zero())
+
+
+@_compiles(whole, ONE, to=ONE)
+def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
+    halves = builder.fadd(values[0], ir.Constant(FLOATS, [0.5] * LANES))
+    return builder.sitofp(builder.fptosi(halves, ir.VectorType(ir.IntType(32), LANES)), FLOATS)
 
 
 @_compiles(below, ONE, ONE, to=types.int64)
@@ -199,13 +247,7 @@ def _sum(builder: Builder, products: ir.Value) -> ir.Value:
     half = LANES
     while half > 1:
         half //= 2
-        places = ir.VectorType(ir.IntType(32), half)
-        products = builder.fadd(
-            *(
-                builder.shuffle_vector(
-                    products, ir.Constant(products.type, ir.Undefined), ir.Constant(places, list(range(i, i + half)))
-                )
-                for i in (0, half)
-            )
-        )
+        nothing = ir.Constant(products.type, ir.Undefined)
+        halves = (builder.shuffle_vector(products, nothing, _places(range(i, i + half))) for i in (0, half))
+        products = builder.fadd(*halves)
     return builder.extract_element(products, ir.Constant(ir.IntType(32), 0))

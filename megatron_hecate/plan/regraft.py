@@ -42,9 +42,8 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
     num_experts, num_ranks = len(home), len(guest)
     forest, other, half = forest_for(num_ranks), forest_for(num_ranks), forest_for(num_ranks)
     outcome, after = outcome_for(num_experts, num_ranks), outcome_for(num_experts, num_ranks)
-    need, spare, give, loss = rows_of(num_ranks), rows_of(num_ranks), rows_of(num_ranks), rows_of(num_ranks)
-    more, worth = rows_of(num_experts), np.empty(num_experts, np.int64)
-    cheap = np.empty(num_ranks + 1, np.int64)
+    need, loss, other_room = rows_of(num_ranks), rows_of(num_ranks), rows_of(num_ranks)
+    worth, cheap = np.empty(num_experts, np.int64), np.empty(num_ranks + 1, np.int64)
     blocked, price = np.empty(num_ranks, np.int64), np.empty(num_ranks)
     wide = WIDE // num_ranks
     swap, move = shortlist(max(LOOK, 2 * wide), 0.0), shortlist(max(THIRDS, 2 * wide), np.inf)
@@ -58,11 +57,13 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
     while squares > 0 and tries > 0:
         before = squares
         if hopeful:
-            _hope(guest, home, scenarios, outcome, forest, blocked, need, spare, give)
+            _hope(guest, home, scenarios, outcome, forest, blocked, need, other_room)
+            spare, give = outcome.can, other_room
         else:
-            _expect(guest, home, scenarios, outcome, forest, need, spare, give)
+            _expect(guest, home, scenarios, outcome, forest, need, other_room)
+            spare, give = other_room, outcome.can
         _price(guest, home, scenarios, outcome, spare, loss, price)
-        _candidates(guest, home, most, hosts, scenarios, outcome, need, give, loss, price, more, worth, cheap, swap)
+        _candidates(guest, home, most, hosts, scenarios, outcome, need, give, loss, price, worth, cheap, swap)
         for i in range(listed(swap)):
             r, e = swap.place[i], swap.expert[i]
             old = guest[r]
@@ -125,12 +126,11 @@ def _expect(
     forest: Forest,
     need: np.ndarray,
     spare: np.ndarray,
-    give: np.ndarray,
 ) -> None:
     """How far room on a rank reaches, by the forest as it is.
 
     ``need`` [R, 32] tokens without room that more room on a rank could end; ``spare`` [R, 32] room it could lose
-    without harm; ``give`` [R, 32] tokens it could take of another guest.
+    without harm. Of another guest it could take what it can.
     """
     num_ranks, trees = len(guest), forest.trees[0]
     for i in range(trees, num_ranks):
@@ -150,7 +150,6 @@ def _expect(
                 left = least(can, positive(over) + load(spare, home[e]))
             store(need, r, needed)
             store(spare, r, left)
-            store(give, r, can)
 
 
 @borrowing
@@ -162,13 +161,12 @@ def _hope(
     forest: Forest,
     blocked: np.ndarray,
     need: np.ndarray,
-    spare: np.ndarray,
     give: np.ndarray,
 ) -> None:
-    """The same at best: all that lacks room may find it where something does, and all room is spare.
+    """The same at best: all that lacks room may find it where something does, and what a rank can take is spare.
 
     Ranks that lack room, and those whose tokens come from them and could be more, are blocked, a minimum cut:
-    ``blocked`` [R] says in which scenarios, bit by bit. They themselves have nothing to give.
+    ``blocked`` [R] says in which scenarios, bit by bit. They themselves have nothing to ``give`` [R, 32].
     """
     num_ranks, trees = len(guest), forest.trees[0]
     for r in range(num_ranks):
@@ -182,10 +180,8 @@ def _hope(
                 blocked[r] |= blocked[home[e]] & below(load(outcome.taken, e), load(scenarios.tokens, e))
     lacking = load(outcome.lacking, 0)
     for r in range(num_ranks):
-        can = load(outcome.can, r)
         store(need, r, kept(lacking, blocked[r]))
-        store(spare, r, can)
-        store(give, r, kept(can, ~blocked[r]))
+        store(give, r, kept(load(outcome.can, r), ~blocked[r]))
 
 
 @borrowing
@@ -227,15 +223,14 @@ def _candidates(
     give: np.ndarray,
     loss: np.ndarray,
     price: np.ndarray,
-    more: np.ndarray,
     worth: np.ndarray,
     cheap: np.ndarray,
     best: Shortlist,
 ) -> None:
     """Find swaps that give an expert of a rank in need to another rank, the most promising first: ``best``.
 
-    ``more`` [E, 32] tokens that have no room and that another host could take, ``worth`` [E] what taking all of them
-    takes off the squares, and ``cheap``, up to R + 1 ranks that may be worth it, are room to work in.
+    ``worth`` [E], what it takes off the squares that another host takes all tokens it could, and ``cheap``, up to R + 1
+    ranks that may be worth it, are room to work in.
     """
     lacking = load(outcome.lacking, 0)
     for e in range(len(home)):
@@ -248,11 +243,7 @@ def _candidates(
             e = scenarios.experts[i]
             if hosts[e] >= most[e]:
                 continue
-            waiting = load(scenarios.tokens, e)
-            if hosts[e] > 0:
-                waiting = positive(waiting - load(outcome.taken, e))
-            waiting = least(waiting, needed)
-            store(more, e, waiting)
+            waiting = _waiting(e, needed, hosts, scenarios, outcome)
             worth[e] = np.int64(rough_dot(waiting, lacking + lacking - waiting))
     empty(best, 0.0)
     for _ in range(max(EXPERTS, WIDE // len(guest))):
@@ -260,8 +251,9 @@ def _candidates(
         most_worth = np.float64(worth[e])
         if most_worth <= -best.cost[-1]:
             break
-        worth[e] = 0
-        waiting = load(more, e)
+        for i in range(scenarios.first[home[e]], scenarios.first[home[e] + 1]):
+            worth[scenarios.experts[i]] = 0  # more of this rank's would be the same tokens
+        waiting = _waiting(e, load(need, home[e]), hosts, scenarios, outcome)
         found, limit = 0, best.cost[-1] + most_worth
         for r in range(len(guest)):
             cheap[found] = r
@@ -271,6 +263,15 @@ def _candidates(
             if price[r] - most_worth < best.cost[-1]:
                 lacks = load(loss, r) - least(load(give, r), waiting)
                 offer(best, rough_dot(lacks, lacking + lacking + lacks), r, e)
+
+
+@borrowing
+def _waiting(expert: int, needed: np.ndarray, hosts: np.ndarray, scenarios: Scenarios, outcome: Outcome) -> np.ndarray:
+    """Tokens of an expert that another host could take, at most ``needed`` [32]."""
+    waiting = load(scenarios.tokens, expert)
+    if hosts[expert] > 0:
+        waiting = positive(waiting - load(outcome.taken, expert))
+    return least(waiting, needed)
 
 
 @borrowing
