@@ -5,15 +5,17 @@
 Tier 1 chooses guests from the loads of the iterations before (`plan_guests`): from the forecast alone, as at the start,
 and as in training, where the last plan and the errors of earlier forecasts are known (making scenarios of these counts,
 where guests are single). Priced guests are planned as a layer plans them, with copies and routing that must pay: an
-expert of DeepSeek-V3's size (SwiGLU of 7168 x 2048) on H100 nodes, 16 microbatches per iteration; one call in four
-looks at all numbers of guests. After the gate, `split_quotas` gives this rank's row of quotas from the true loads;
-guests and quotas are the whole plan of a layer, graph of the holders included. `largest_load` is what the loads could
-be balanced to. `calibrate` (tier 2) corrects guests by one microbatch's true loads at these prices, inside nodes, 8
-late guests at most: where they are as forecast, and after a jump, when every expert is as popular as another was.
+expert of DeepSeek-V3's size (SwiGLU of 7168 x 2048) on H100 nodes, 16 microbatches per iteration; one layer in four
+looks at all numbers of guests. As in training, four layers are planned one after another; a layer's time is the mean of
+the four. After the gate, `split_quotas` gives this rank's row of quotas from the true loads; guests and quotas are the
+whole plan of a layer, graph of the holders included. `largest_load` is what the loads could be balanced to. `calibrate`
+(tier 2) corrects guests by one microbatch's true loads at these prices, inside nodes, 8 late guests at most: where they
+are as forecast, and after a jump, when every expert is as popular as another was.
 
-Loads drift from call to call, so no call repeats the one before; everything is drawn from a seed, compiled before it is
-timed, and timed by the wall clock. Sizes are experts/ranks, 8 ranks per node; with 256 experts on 1,024 ranks three of
-four ranks are home to none. The last line times the same code without its compiler, at the smallest size.
+Loads drift from iteration to iteration, so no plan repeats the one before; everything is drawn from a seed, compiled
+before it is timed, and timed by the wall clock. Sizes are experts/ranks, 8 ranks per node; with 256 experts on 1,024
+ranks three of four ranks are home to none. The last line times the same code without its compiler, at the smallest
+size.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ TARGET_LARGE: float = 1e-3  # at 1,024 ranks
 PAIRS: int = 8192  # (token, expert) pairs of each source in a microbatch
 SHAPE: LayerShape = LayerShape.swiglu(7168, 2048, microbatches=16)
 MOST_LATE: int = 8
-RECONSIDER: int = 4  # as in `state`, which needs Megatron
+LAYERS: int = 4  # planned together, as in `model`, and
+RECONSIDER: int = 4  # as in `state`: both need Megatron
 ITERATIONS_BEFORE: int = 10  # so that errors of forecasts are known; the first also compile
 COLUMNS: tuple[str, ...] = (
     "plan_guests, at first",
@@ -81,7 +84,7 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
     rng = np.random.default_rng(0)
     world = World(tuple(rank // 8 for rank in range(num_ranks)))
     homes = bare(num_experts, num_ranks, num_slots)
-    popularity = rng.normal(0, 1, num_experts)
+    popularity = rng.normal(0, 1, (LAYERS, num_experts))
     taste = rng.normal(0, 0.3, (num_ranks, num_experts))  # of the sources
     once = dataclasses.replace(SHAPE, microbatches=1)
     prices = dict(copy_tokens=SHAPE.copy_tokens(world), routing_tokens=SHAPE.routing_tokens(world))
@@ -91,33 +94,40 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
         most_late=MOST_LATE,
     )
     seconds = np.empty((len(COLUMNS), calls))
-    history, placement, paying = LoadHistory(), homes, homes
+    history, free, paying = LoadHistory(), [homes] * LAYERS, [homes] * LAYERS
+    known = [dict(scenarios=functools.partial(history.scenarios, i, num_experts)) for i in range(LAYERS)]
     for call in range(-ITERATIONS_BEFORE, calls):
-        share = np.exp(popularity + taste)
+        share = np.exp(popularity[0] + taste)
         load = rng.poisson(share / share.sum(axis=1, keepdims=True) * PAIRS).astype(np.int32)  # as layers gather it
-        popularity += rng.normal(0, 0.1, num_experts)
-        total = load.sum(axis=0)
-        jumped = np.roll(total, num_experts // 2 + 1)
+        totals = np.empty((LAYERS, num_experts), np.int64)
+        totals[0] = load.sum(axis=0)
+        for i in range(1, LAYERS):
+            totals[i] = rng.poisson(np.exp(popularity[i]) / np.exp(popularity[i]).sum() * PAIRS * num_ranks)
+        popularity += rng.normal(0, 0.1, popularity.shape)
         if history.last is None:
-            history.append(total[None])
+            history.append(totals)
             continue
-        forecast = history.forecast()[0] * SHAPE.microbatches
-        known = dict(scenarios=functools.partial(history.scenarios, 0, num_experts))
-        first, _ = _timed(lambda: plan_guests(forecast, homes, world))  # noqa: B023
-        start = time.perf_counter()
-        placement = plan_guests(forecast, homes, world, previous=placement, **known)
-        planned = time.perf_counter()
-        split_quotas(load, placement, world, only=num_ranks // 2)
-        whole = time.perf_counter() - start
-        own_row, _ = _timed(lambda: split_quotas(load, placement, world, only=num_ranks // 2))  # noqa: B023
-        largest, _ = _timed(lambda: largest_load(total, placement, world))  # noqa: B023
-        paid = dict(previous=paying, reconsider=call % RECONSIDER == 0, **known, **prices)
-        priced, paying = _timed(lambda: plan_guests(forecast, homes, world, **paid))  # noqa: B023
-        kept, _ = _timed(lambda: calibrate(total, placement, world, **late))  # noqa: B023
-        corrected, _ = _timed(lambda: calibrate(jumped, placement, world, **late))  # noqa: B023
-        history.append(total[None])
+        forecast = history.forecast() * SHAPE.microbatches
+
+        def plan(i: int, last: list[Placement], **given: Any) -> Placement:
+            return plan_guests(forecast[i], homes, world, previous=last[i], **known[i], **given)  # noqa: B023
+
+        first, _ = _timed(lambda: [plan_guests(forecast[i], homes, world) for i in range(LAYERS)])  # noqa: B023
+        planned, free = _timed(lambda: [plan(i, free) for i in range(LAYERS)])  # noqa: B023
+        row_and_graph, _ = _timed(lambda: split_quotas(load, free[0], world, only=num_ranks // 2))  # noqa: B023
+        own_row, _ = _timed(lambda: split_quotas(load, free[0], world, only=num_ranks // 2))  # noqa: B023
+        largest, _ = _timed(lambda: largest_load(totals[0], free[0], world))  # noqa: B023
+        all_numbers = [(call + i) % RECONSIDER == 0 for i in range(LAYERS)]
+        priced, paying = _timed(
+            lambda: [plan(i, paying, reconsider=all_numbers[i], **prices) for i in range(LAYERS)]  # noqa: B023
+        )
+        kept, _ = _timed(lambda: calibrate(totals[0], free[0], world, **late))  # noqa: B023
+        jumped = np.roll(totals[0], num_experts // 2 + 1)
+        corrected, _ = _timed(lambda: calibrate(jumped, free[0], world, **late))  # noqa: B023
+        history.append(totals)
         if call >= 0:
-            seconds[:, call] = first, planned - start, priced, largest, own_row, whole, kept, corrected
+            first, planned, priced = first / LAYERS, planned / LAYERS, priced / LAYERS
+            seconds[:, call] = first, planned, priced, largest, own_row, planned + row_and_graph, kept, corrected
     return seconds
 
 

@@ -22,6 +22,10 @@ from megatron_hecate.plan import Placement, Speeds
 from megatron_hecate.slots import Guests
 from megatron_hecate.transports import FUSED, TransferGroups, fused
 
+# Layers planned one after another, unless they are. The first finds neither the planner's code nor its tables in the
+# caches, and takes a third longer than the others; with more of them the first forward would wait for longer.
+PLANNED_TOGETHER: int = 4
+
 
 class Host(Protocol):
     """What a model asks of its layers (`state.LayerState`)."""
@@ -33,6 +37,7 @@ class Host(Protocol):
     need: Need
     transfers: TransferGroups
 
+    def plan(self) -> None: ...
     def prepare(self) -> None: ...
     def fetch_again(self) -> None: ...
     def give_up(self) -> None: ...
@@ -121,6 +126,12 @@ class ModelState:
         if begins or self.states[index].config.lifetime != "iteration":
             for state in self.after(index):
                 state.prepare()
+
+    def plan(self, index: int) -> None:
+        """Plan layer ``index``, and with it the next ones of its chunk, since one after another they take less time."""
+        for i in range(index, min(index + PLANNED_TOGETHER, len(self.states))):
+            if self.chunk_of[i] == self.chunk_of[index]:
+                self.states[i].plan()
 
     def after(self, index: int) -> Sequence[Host]:
         """Layers that follow ``index`` in its model chunk and are fetched ahead of their own attention."""

@@ -61,7 +61,7 @@ class LayerState:
         self.early: tuple[Delivery, list[Tensor]] | None = None  # homes of the running forward, before its attention
         self.calibrates = False  # whether the next forward is to be corrected
         self._what: Materialization | None = None  # of this iteration; None without guests
-        self._planned, self._prepared = -1, False
+        self._planned, self._begun, self._prepared = -1, -1, False
         self._plans = index  # made so far, counted from there: neighbours look at all in different iterations
         # guests of the microbatches whose backward has not run, oldest first: Megatron's schedules keep that order
         self._in_flight: deque[Guests | None] = deque()
@@ -119,7 +119,6 @@ class LayerState:
 
         Evaluation runs without guests: its weights may be others (averages, for example) than those of training.
         """
-        clock = self.model.clock
         if purpose is seams.Forward.OTHER:
             self.calibrates = False  # a forward that died before it could
         elif purpose is seams.Forward.RECOMPUTED:
@@ -132,7 +131,7 @@ class LayerState:
                 self._in_flight.popleft()  # stock code runs its backward, and does not tell
                 return None
         else:
-            clock.enter(self.index)
+            self.model.clock.enter(self.index)
             self.prepare()
             self._prepared = False
         return self._guests_of(purpose)
@@ -142,20 +141,25 @@ class LayerState:
         in_flight = self.config.lifetime == "iteration" or bool(self._in_flight)
         return in_flight and self.model.clock.has_forwarded(self.index)
 
+    def plan(self) -> None:
+        """Choose the guests of the running iteration, unless they are chosen."""
+        if self._planned == self.model.clock.iteration:
+            return
+        self._planned = self.model.clock.iteration
+        with trace.span("plan", self.name):
+            self.placement = self.tier1 = self._check(self._plan())
+        self._what = Materialization.of(self.placement, self.group.rank()) if self.placement.num_guests else None
+
     def prepare(self) -> None:
-        """Have the guests of the coming microbatch on their way: the first one of an iteration plans them."""
+        """Have the guests of the coming microbatch on their way."""
         if self._prepared:
             return
         self._prepared = True
-        clock, per_iteration = self.model.clock, self.config.lifetime == "iteration"
-        first = self._planned != clock.iteration
-        if first:
-            self._planned = clock.iteration
-            with trace.span("plan", self.name):
-                self.placement = self.tier1 = self._plan()
-            self._what = Materialization.of(self.placement, self.group.rank()) if self.placement.num_guests else None
-        self.calibrates = self.config.late > 0 and (first or not per_iteration)
-        if first or not per_iteration:
+        self.model.plan(self.index)
+        anew = self._begun != self.model.clock.iteration or self.config.lifetime != "iteration"
+        self._begun = self.model.clock.iteration
+        self.calibrates = anew and self.config.late > 0
+        if anew:
             self.guests = None if self._what is None else self._host(self._what)
 
     def _host(self, what: Materialization) -> Guests:
@@ -214,8 +218,7 @@ class LayerState:
         """Of slot memory, for the parameters as they are now."""
         homes = self.experts.homes()
         elements = sum(p.numel() for p in homes[0])
-        dtype = homes[0][0].dtype
-        return Need(self.config.slots, elements, dtype, homes=len(homes), domains=self.domains)
+        return Need(self.config.slots, elements, homes[0][0].dtype, homes=len(homes), domains=self.domains)
 
     def _plan(self) -> Placement:
         """Tier 1. A layer without guests needs a clearer gain to start than one with guests to go on."""
@@ -230,7 +233,7 @@ class LayerState:
             copy_tokens = 0.0  # so many are hidden, and there are never more
         elif not self.layer_config.deterministic_mode:  # times differ from run to run
             hidden = self.model.meter.degree(shape.fetch_seconds(world))
-        plan = plan_guests(
+        return plan_guests(
             self.model.forecast[self.index, :num_experts],
             self.homes_only,
             world,
@@ -243,8 +246,6 @@ class LayerState:
             routing_tokens=stickiness * shape.routing_tokens(world),
             reconsider=self._plans % RECONSIDER == 0,
         )
-        self._check(plan)
-        return plan
 
     def calibrate(self, loads: Tensor) -> Guests | None:
         """Tier 2, in the first forward these guests are for: corrected by the true ``loads`` [N, E].
@@ -256,18 +257,16 @@ class LayerState:
         self.calibrates = False
         total = loads.sum(dim=0).cpu().numpy()  # the one wait of the host for the device
         shape, speeds = dataclasses.replace(self.shape, microbatches=1, fetches=1, returns=1), self.world.speeds
-        measured = self.config.costs is not None
         placement = calibrate(
             total,
             self.placement,
             self.world,
             copy_tokens=shape.copy_tokens(self.world, speeds.intra),
-            across_tokens=shape.copy_tokens(self.world, speeds.inter) if measured else None,
+            across_tokens=shape.copy_tokens(self.world, speeds.inter) if self.config.costs is not None else None,
             most_late=self.config.late,
             routing_tokens=shape.routing_tokens(self.world),
         )
-        self._check(placement)
-        if placement is not self.placement:
+        if self._check(placement) is not self.placement:
             self.placement = placement
             if self.guests is None or self._what is None:
                 self._what = Materialization.of(self.placement, self.group.rank())
@@ -293,8 +292,9 @@ class LayerState:
         bypassed = self.config.slots > 0 and not self.placement.num_guests
         return LayerMetrics.of(self.name, load, self.tier1, self.placement, self.world, bypassed=bypassed)
 
-    def _check(self, placement: Placement) -> None:
+    def _check(self, placement: Placement) -> Placement:
         """In Python's development mode (``PYTHONDEVMODE=1``): the plan is valid, and all ranks made the same."""
         if sys.flags.dev_mode:
             assert_valid(placement, num_slots=self.config.slots)
             assert_same(fingerprint(placement), self.group, label=self.name, timeout=self.config.timeout)
+        return placement

@@ -293,3 +293,15 @@ def test_a_late_plan_may_take_a_guest_and_give_none() -> None:
     guests.computed_by(output).backward()
     lent = [1.0, 2.0] if rank == 1 else [1.0, 1.0]  # expert 3 was computed with on both ranks
     assert [w.grad.tolist() for w in weights] == [[g] * 3 for g in lent]
+
+
+def test_layers_of_a_chunk_are_planned_together() -> None:
+    from megatron_hecate.model import PLANNED_TOGETHER, ModelState
+
+    planned: list[int] = []
+    states = [types.SimpleNamespace(plan=lambda i=i: planned.append(i)) for i in range(9)]
+    model = types.SimpleNamespace(states=states, chunk_of=[0] * 6 + [1] * 3)
+    for first, expected in ((0, [0, 1, 2, 3]), (1, [1, 2, 3, 4]), (4, [4, 5]), (6, [6, 7, 8])):
+        planned.clear()
+        ModelState.plan(model, first)
+        assert planned == expected[:PLANNED_TOGETHER]
