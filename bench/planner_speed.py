@@ -6,11 +6,12 @@ Tier 1 chooses guests from the loads of the iterations before (`plan_guests`): f
 and as in training, where the last plan and the errors of earlier forecasts are known (making scenarios of these counts,
 where guests are single). Priced guests are planned as a layer plans them, with copies and routing that must pay: an
 expert of DeepSeek-V3's size (SwiGLU of 7168 x 2048) on H100 nodes, 16 microbatches per iteration; one layer in four
-looks at all numbers of guests. As in training, four layers are planned one after another; a layer's time is the mean of
-the four. After the gate, `split_quotas` gives this rank's row of quotas from the true loads; guests and quotas are the
-whole plan of a layer, graph of the holders included. `largest_load` is what the loads could be balanced to. `calibrate`
-(tier 2) corrects guests by one microbatch's true loads at these prices, inside nodes, 8 late guests at most: where they
-are as forecast, and after a jump, when every expert is as popular as another was.
+looks at all numbers of guests. As in training, four layers are planned one after another, after something else (here
+the loads were drawn); a layer's time is the mean of the four. After the gate, `split_quotas` gives this rank's row of
+quotas from the true loads; guests and quotas are the whole plan of a layer, graph of the holders included.
+`largest_load` is what the loads could be balanced to. `calibrate` (tier 2) corrects guests by one microbatch's true
+loads at these prices, inside nodes, 8 late guests at most: where they are as forecast, and after a jump, when every
+expert is as popular as another was.
 
 Loads drift from iteration to iteration, so no plan repeats the one before; everything is drawn from a seed, compiled
 before it is timed, and timed by the wall clock. Sizes are experts/ranks, 8 ranks per node; with 256 experts on 1,024
@@ -112,7 +113,6 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
         def plan(i: int, last: list[Placement], **given: Any) -> Placement:
             return plan_guests(forecast[i], homes, world, previous=last[i], **known[i], **given)  # noqa: B023
 
-        first, _ = _timed(lambda: [plan_guests(forecast[i], homes, world) for i in range(LAYERS)])  # noqa: B023
         planned, free = _timed(lambda: [plan(i, free) for i in range(LAYERS)])  # noqa: B023
         row_and_graph, _ = _timed(lambda: split_quotas(load, free[0], world, only=num_ranks // 2))  # noqa: B023
         own_row, _ = _timed(lambda: split_quotas(load, free[0], world, only=num_ranks // 2))  # noqa: B023
@@ -124,6 +124,7 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
         kept, _ = _timed(lambda: calibrate(totals[0], free[0], world, **late))  # noqa: B023
         jumped = np.roll(totals[0], num_experts // 2 + 1)
         corrected, _ = _timed(lambda: calibrate(jumped, free[0], world, **late))  # noqa: B023
+        first, _ = _timed(lambda: [plan_guests(forecast[i], homes, world) for i in range(LAYERS)])  # noqa: B023
         history.append(totals)
         if call >= 0:
             first, planned, priced = first / LAYERS, planned / LAYERS, priced / LAYERS

@@ -61,7 +61,8 @@ class LayerState:
         self.early: tuple[Delivery, list[Tensor]] | None = None  # homes of the running forward, before its attention
         self.calibrates = False  # whether the next forward is to be corrected
         self._what: Materialization | None = None  # of this iteration; None without guests
-        self._planned, self._begun, self._prepared = -1, -1, False
+        self.planned = -1  # the last iteration it was planned in,
+        self._begun, self._prepared = -1, False  # and prepared in
         self._plans = index  # made so far, counted from there: neighbours look at all in different iterations
         # guests of the microbatches whose backward has not run, oldest first: Megatron's schedules keep that order
         self._in_flight: deque[Guests | None] = deque()
@@ -115,7 +116,7 @@ class LayerState:
         return self.guests
 
     def materialize(self, purpose: seams.Forward) -> Guests | None:
-        """The guests this forward computes with; on the first of an iteration, planned and fetched.
+        """The guests this forward computes with; on the first of an iteration, planned (or before) and fetched.
 
         Evaluation runs without guests: its weights may be others (averages, for example) than those of training.
         """
@@ -142,20 +143,18 @@ class LayerState:
         return in_flight and self.model.clock.has_forwarded(self.index)
 
     def plan(self) -> None:
-        """Choose the guests of the running iteration, unless they are chosen."""
-        if self._planned == self.model.clock.iteration:
-            return
-        self._planned = self.model.clock.iteration
+        """Choose the guests of the running iteration."""
         with trace.span("plan", self.name):
             self.placement = self.tier1 = self._check(self._plan())
         self._what = Materialization.of(self.placement, self.group.rank()) if self.placement.num_guests else None
+        self.planned = self.model.clock.iteration
 
     def prepare(self) -> None:
         """Have the guests of the coming microbatch on their way."""
         if self._prepared:
             return
-        self._prepared = True
         self.model.plan(self.index)
+        self._prepared = True
         anew = self._begun != self.model.clock.iteration or self.config.lifetime != "iteration"
         self._begun = self.model.clock.iteration
         self.calibrates = anew and self.config.late > 0

@@ -71,8 +71,9 @@ def test_scenarios_of_the_last_eight_errors_layer_by_layer() -> None:
             errors.append(came - expected)
     wild, empty, steady = (history.scenarios(layer, 20) for layer in range(3))
     expected = np.sqrt(history.forecast()[0] / history.forecast()[0].sum())
-    by_hand = [np.maximum(expected + sign * error, 0) ** 2 for sign in (1, -1) for error in errors[-8:]]
-    np.testing.assert_allclose(np.sort(wild[:16], axis=0), np.sort(by_hand, axis=0), atol=1e-6)
+    ring = errors[8:] + errors[3:8]  # the last eight of eleven
+    by_hand = [np.maximum(expected + sign * error, 0) ** 2 for sign in (1, -1) for error in ring]
+    np.testing.assert_allclose(wild[:16], by_hand, atol=1e-6)
     rms = np.sqrt(np.mean(np.square(errors[-8:])))
     assert (np.sqrt(wild[16:]) - expected).max() == pytest.approx(3 * rms, rel=1e-4)
     assert empty.max() == 0
