@@ -100,10 +100,9 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
     for call in range(-ITERATIONS_BEFORE, calls):
         share = np.exp(popularity[0] + taste)
         load = rng.poisson(share / share.sum(axis=1, keepdims=True) * PAIRS).astype(np.int32)  # as layers gather it
-        totals = np.empty((LAYERS, num_experts), np.int64)
-        totals[0] = load.sum(axis=0)
-        for i in range(1, LAYERS):
-            totals[i] = rng.poisson(np.exp(popularity[i]) / np.exp(popularity[i]).sum() * PAIRS * num_ranks)
+        others = np.exp(popularity[1:])
+        others = rng.poisson(others / others.sum(axis=1, keepdims=True) * PAIRS * num_ranks)
+        totals = np.vstack([load.sum(axis=0), others])
         popularity += rng.normal(0, 0.1, popularity.shape)
         if history.last is None:
             history.append(totals)

@@ -18,13 +18,11 @@ from torch import Tensor
 
 from megatron_hecate.overlap import MEASURED, OverlapMeter
 from megatron_hecate.p2p import finish
-from megatron_hecate.plan.drift import drifted
-from megatron_hecate.plan.lanes import LANES
+from megatron_hecate.plan.drift import ERRORS, drifted
 
 FORGET: float = 0.85  # weight of an iteration in the measured trend, relative to the one after it
 MOST: float = 1.2  # of the last change that may be expected to happen again; below 0, part of it is taken back
 LEAST: float = -0.3
-ERRORS: int = LANES // 4  # of the last iterations, that scenarios are made of
 
 
 class LoadHistory:

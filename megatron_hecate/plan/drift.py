@@ -7,7 +7,8 @@ import numpy as np
 from megatron_hecate.plan.compiled import borrowing, compiled
 from megatron_hecate.plan.lanes import LANES, both_ways, every, positive, rows_of, store
 
-BURSTS: int = 16  # scenarios in which experts get more than forecast, each of them in one
+ERRORS: int = LANES // 4  # of the last iterations, each added and taken off
+BURSTS: int = LANES - 2 * ERRORS  # scenarios in which experts get more than forecast, each of them in one
 BURST: float = 3.0  # how much more, in root mean square errors
 
 

@@ -82,12 +82,12 @@ def scenarios_of(loads: np.ndarray, forecast: np.ndarray, home: np.ndarray, num_
     num_experts, size = loads.shape
     assert len(home) == num_experts and size <= LANES
     tokens, room, cap, each = rows_of(num_experts), rows_of(num_ranks), rows_of(1), rows_of(1)
-    counted = zeros()
+    counted = zeros()  # stays so where there are fewer
     if size == LANES:
         for e in range(num_experts):
             counted = counted + load(loads, e)
     store(each, 0, counted)
-    if size == LANES and each.min() > TINY and each.max() < HUGE:
+    if each.min() > TINY and each.max() < HUGE:
         for s in range(size):
             each[0, s] = TOKENS / each[0, s]
         for e in range(num_experts):

@@ -7,8 +7,7 @@ import functools
 import numpy as np
 
 from megatron_hecate.plan.calibrate import calibrate
-from megatron_hecate.plan.drift import drifted
-from megatron_hecate.plan.lanes import LANES
+from megatron_hecate.plan.drift import ERRORS, drifted
 from megatron_hecate.plan.materialize import plan_guests
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.route import largest_load, split_quotas
@@ -23,7 +22,7 @@ def compile_planning() -> None:
     load = np.array([[90, 1, 30, 1, 5, 0, 2, 0]] * 4, dtype=np.int32)  # as layers gather it
     forecast = load.sum(axis=0)
     placement = plan_guests(forecast, homes, world)  # one slot is too little: all starts are tried
-    scenarios = drifted(np.sqrt(forecast / forecast.sum()), np.full((8, LANES // 4), 0.1, np.float32), 0.01).T
+    scenarios = drifted(np.sqrt(forecast / forecast.sum()), np.full((8, ERRORS), 0.1, np.float32), 0.01).T
     plan_guests(forecast, homes, world, scenarios=lambda: scenarios, previous=placement)
     split_quotas(load, placement, world, only=1)
     split_quotas(load, placement, world)
