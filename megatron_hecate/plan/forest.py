@@ -9,8 +9,8 @@ each perhaps with a cycle at its root. How many tokens rank r can take follows f
 
 Where that is negative, so many tokens exceed the cap whatever the quotas are: summed, the deficit of a maximum flow.
 
-Tokens are float32 below 2^24 that are integers, so their sums are exact; all scenarios are looked at together
-(`lanes`).
+All scenarios are looked at together (`lanes`), each of so few tokens that sums are exact in 16 bits: no rank can take
+more than the cap, nor all together more than R of it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,22 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hecate.plan.compiled import borrowing, compiled
-from megatron_hecate.plan.lanes import LANES, dot, least, load, positive, rows_of, store, whole, zeros
+from megatron_hecate.plan.lanes import (
+    LANES,
+    every,
+    float_rows,
+    least,
+    load,
+    positive,
+    squared,
+    store,
+    token_rows,
+    whole,
+    zeros,
+)
 from megatron_hecate.plan.links import by_home
 
-TOKENS: int = 1 << 22  # of a scenario; on a cycle they are counted twice
+TOKENS: int = 32_000  # of a scenario, at most; times the cap, which is the room of all ranks, below 2^15
 TINY: float = 2.0**-60  # sums of loads between these two, and proportions of them, are in the range of float32
 HUGE: float = 2.0**60
 CAP: float = 1.02  # in mean rank loads. 1.01 to 1.04 leave as little on the traces in bench/data
@@ -33,8 +45,8 @@ class Scenarios(NamedTuple):
     """Loads that may come, and the homes. Lanes without a scenario have no tokens, and no room.
 
     Args:
-        tokens: [E, 32] float32.
-        room: [R, 32] float32, from the load of a rank's own experts to the cap; may be negative.
+        tokens: [E, 32] int16.
+        room: [R, 32] int16, from the load of a rank's own experts to the cap; may be negative.
         first: [R + 1] where each rank's experts begin in ``experts``.
         experts: [E] by home.
     """
@@ -60,7 +72,7 @@ class Forest(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What one choice of guests achieves.
+    """What one choice of guests achieves, in int16.
 
     Args:
         room: [R, 32] from the load of a rank, less what the hosts of its experts can take, to the cap. Tokens above the
@@ -81,8 +93,8 @@ def scenarios_of(loads: np.ndarray, forecast: np.ndarray, home: np.ndarray, num_
     """``loads`` [E, S] float32 >= 0, no more than 32; one of them that has no tokens counts as the ``forecast`` [E]."""
     num_experts, size = loads.shape
     assert len(home) == num_experts and size <= LANES
-    tokens, room, cap, each = rows_of(num_experts), rows_of(num_ranks), rows_of(1), rows_of(1)
-    counted = zeros()  # stays so where there are fewer
+    tokens, room, cap, each = token_rows(num_experts), token_rows(num_ranks), token_rows(1), float_rows(1)
+    counted = every(np.float32(0.0))  # stays so where there are fewer
     if size == LANES:
         for e in range(num_experts):
             counted = counted + load(loads, e)
@@ -96,13 +108,13 @@ def scenarios_of(loads: np.ndarray, forecast: np.ndarray, home: np.ndarray, num_
         _scale_one_by_one(loads, forecast, tokens)
     for r in range(num_ranks):
         store(room, r, zeros())
-    counted = zeros()
+    in_all = zeros()
     for e in range(num_experts):
         store(room, home[e], load(room, home[e]) - load(tokens, e))
-        counted = counted + load(tokens, e)
-    store(cap, 0, counted)
+        in_all = in_all + load(tokens, e)
+    store(cap, 0, in_all)
     for s in range(size):
-        cap[0, s] = np.rint(cap[0, s] * CAP / num_ranks)
+        cap[0, s] = np.int16(cap[0, s] * CAP / num_ranks)
     for r in range(num_ranks):
         store(room, r, load(room, r) + load(cap, 0))
     first, experts = by_home(home, num_ranks)
@@ -121,7 +133,7 @@ def _scale_one_by_one(loads: np.ndarray, forecast: np.ndarray, tokens: np.ndarra
             total += loads[e, s]
         scale = TOKENS / total if total > 0.0 else TOKENS / forecast.sum()
         for e in range(num_experts):
-            tokens[e, s] = np.float32(np.int32((loads[e, s] if total > 0.0 else forecast[e]) * scale + 0.5))
+            tokens[e, s] = np.int16((loads[e, s] if total > 0.0 else forecast[e]) * scale)
 
 
 @compiled
@@ -133,7 +145,7 @@ def forest_for(num_ranks: int) -> Forest:
 @compiled
 def outcome_for(num_experts: int, num_ranks: int) -> Outcome:
     """Room for what `judge` finds."""
-    return Outcome(rows_of(num_ranks), rows_of(num_ranks), rows_of(num_experts), rows_of(1))
+    return Outcome(token_rows(num_ranks), token_rows(num_ranks), token_rows(num_experts), token_rows(1))
 
 
 @borrowing
@@ -250,7 +262,7 @@ def judge(guest: np.ndarray, home: np.ndarray, forest: Forest, scenarios: Scenar
                 _take(guest[r], positive(its_room) - load(can, r), home, scenarios, outcome)
                 store(can, r, positive(its_room))
     store(lacking, 0, without_room)
-    return dot(without_room, without_room)
+    return np.float64(squared(without_room))
 
 
 @borrowing

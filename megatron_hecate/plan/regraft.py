@@ -21,7 +21,7 @@ from megatron_hecate.plan.forest import (
     judge_change,
     outcome_for,
 )
-from megatron_hecate.plan.lanes import below, kept, least, load, positive, rough_dot, rows_of, store, zeros
+from megatron_hecate.plan.lanes import below, kept, least, load, positive, squared, store, token_rows, zeros
 from megatron_hecate.plan.shortlist import Shortlist, empty, listed, offer, shortlist
 from megatron_hecate.plan.sort import first_largest
 
@@ -42,8 +42,9 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
     num_experts, num_ranks = len(home), len(guest)
     forest, other, half = forest_for(num_ranks), forest_for(num_ranks), forest_for(num_ranks)
     outcome, after = outcome_for(num_experts, num_ranks), outcome_for(num_experts, num_ranks)
-    need, loss, other_room = rows_of(num_ranks), rows_of(num_ranks), rows_of(num_ranks)
-    worth, cheap = np.empty(num_experts, np.int64), np.empty(num_ranks + 1, np.int64)
+    need, loss, other_room = token_rows(num_ranks), token_rows(num_ranks), token_rows(num_ranks)
+    worth, expert = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
+    cheap = np.empty(num_ranks + 1, np.int64)
     blocked, price = np.empty(num_ranks, np.int64), np.empty(num_ranks)
     wide = WIDE // num_ranks
     swap, move = shortlist(max(LOOK, 2 * wide), 0.0), shortlist(max(THIRDS, 2 * wide), np.inf)
@@ -63,7 +64,7 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
             _expect(guest, home, scenarios, outcome, forest, need, other_room)
             spare, give = other_room, outcome.can
         _price(guest, home, scenarios, outcome, spare, loss, price)
-        _candidates(guest, home, most, hosts, scenarios, outcome, need, give, loss, price, worth, cheap, swap)
+        _candidates(guest, home, most, hosts, scenarios, outcome, need, give, loss, price, worth, expert, cheap, swap)
         for i in range(listed(swap)):
             r, e = swap.place[i], swap.expert[i]
             old = guest[r]
@@ -132,7 +133,7 @@ def _expect(
     ``need`` [R, 32] tokens without room that more room on a rank could end; ``spare`` [R, 32] room it could lose
     without harm. Of another guest it could take what it can.
     """
-    num_ranks, trees = len(guest), forest.trees[0]
+    num_ranks, trees, lacking = len(guest), forest.trees[0], load(outcome.lacking, 0)
     for i in range(trees, num_ranks):
         r = forest.order[i]
         store(need, r, zeros())
@@ -146,7 +147,7 @@ def _expect(
             needed, left = positive(zeros() - load(outcome.room, r)), can
             if e >= 0:
                 over = load(outcome.taken, e) - load(scenarios.tokens, e)
-                needed = needed + least(positive(zeros() - over), load(need, home[e]))
+                needed = least(needed + least(positive(zeros() - over), load(need, home[e])), lacking)
                 left = least(can, positive(over) + load(spare, home[e]))
             store(need, r, needed)
             store(spare, r, left)
@@ -200,6 +201,7 @@ def _price(
     ranks without guests.
     """
     lacking = load(outcome.lacking, 0)
+    squares = squared(lacking)
     for r in range(len(guest)):
         e = guest[r]
         price[r] = np.inf
@@ -208,7 +210,7 @@ def _price(
             left = least(tokens, taken - load(outcome.can, r))
             lost = positive(least(tokens, taken) - left - load(spare, home[e]))
             store(loss, r, lost)
-            price[r] = rough_dot(lost, lacking + lacking + lost)
+            price[r] = squared(lacking + lost) - squares
 
 
 @borrowing
@@ -224,45 +226,51 @@ def _candidates(
     loss: np.ndarray,
     price: np.ndarray,
     worth: np.ndarray,
+    expert: np.ndarray,
     cheap: np.ndarray,
     best: Shortlist,
 ) -> None:
     """Find swaps that give an expert of a rank in need to another rank, the most promising first: ``best``.
 
-    ``worth`` [E], what it takes off the squares that another host takes all tokens it could, and ``cheap``, up to R + 1
-    ranks that may be worth it, are room to work in.
+    Room to work in: ``worth`` [R], what it takes off the squares that another host takes all tokens it could, of the
+    ``expert`` [R] of each rank for which that is most, or, before one is known, at most; ``cheap``, up to R + 1 ranks
+    that may be worth it.
     """
     lacking = load(outcome.lacking, 0)
-    for e in range(len(home)):
-        worth[e] = 0
+    squares = squared(lacking)
     for r in range(len(guest)):
-        needed = load(need, r)
-        if below(zeros(), needed) == 0:
-            continue
-        for i in range(scenarios.first[r], scenarios.first[r + 1]):
-            e = scenarios.experts[i]
-            if hosts[e] >= most[e]:
-                continue
-            waiting = _waiting(e, needed, hosts, scenarios, outcome)
-            worth[e] = np.int64(rough_dot(waiting, lacking + lacking - waiting))
+        worth[r] = squares - squared(lacking - load(need, r))  # what no expert of the rank is worth more than
+        expert[r] = -1
     empty(best, 0.0)
-    for _ in range(max(EXPERTS, WIDE // len(guest))):
-        e = first_largest(worth)
-        most_worth = np.float64(worth[e])
+    left = max(EXPERTS, WIDE // len(guest))
+    while left > 0:
+        lender = first_largest(worth)
+        most_worth = np.float64(worth[lender])
         if most_worth <= -best.cost[-1]:
             break
-        for i in range(scenarios.first[home[e]], scenarios.first[home[e] + 1]):
-            worth[scenarios.experts[i]] = 0  # more of this rank's would be the same tokens
-        waiting = _waiting(e, load(need, home[e]), hosts, scenarios, outcome)
+        if expert[lender] < 0:
+            worth[lender] = 0
+            for i in range(scenarios.first[lender], scenarios.first[lender + 1]):
+                e = scenarios.experts[i]
+                if hosts[e] < most[e]:
+                    waiting = _waiting(e, load(need, lender), hosts, scenarios, outcome)
+                    its_worth = squares - squared(lacking - waiting)
+                    if its_worth > worth[lender]:
+                        worth[lender], expert[lender] = its_worth, e
+            continue
+        left -= 1
+        worth[lender] = 0  # other experts' tokens would be the same ones
+        e = expert[lender]
+        waiting = _waiting(e, load(need, lender), hosts, scenarios, outcome)
         found, limit = 0, best.cost[-1] + most_worth
         for r in range(len(guest)):
             cheap[found] = r
-            found += (price[r] < limit) & (guest[r] != e) & (home[e] != r)
+            found += (price[r] < limit) & (guest[r] != e) & (r != lender)
         for i in range(found):
             r = cheap[i]
             if price[r] - most_worth < best.cost[-1]:
                 lacks = load(loss, r) - least(load(give, r), waiting)
-                offer(best, rough_dot(lacks, lacking + lacking + lacks), r, e)
+                offer(best, np.float64(squared(lacking + lacks) - squares), r, e)
 
 
 @borrowing
