@@ -28,11 +28,19 @@ def share_out(forecast: np.ndarray, most: np.ndarray, copies: int) -> np.ndarray
     That is D'Hondt's apportionment, by bisection on the load per holder at which slots run out. No expert gets more
     than ``most`` [E], one without load gets none; ties go to the lowest index.
     """
-    total = forecast.sum()
     given = np.zeros(len(forecast), np.int64)
+    _share_out(forecast.astype(np.float64), most, copies, given)
+    return given
+
+
+@borrowing
+def _share_out(load: np.ndarray, most: np.ndarray, copies: int, given: np.ndarray) -> None:
+    """`share_out` of integers below 2^52 / E, as float64, into ``given`` [E], which is 0."""
+    total = np.int64(0)
+    for tokens in load:
+        total += np.int64(tokens)
     if copies <= 0 or total == 0:
-        return given
-    load = forecast.astype(np.float64)
+        return
     high = total // copies + 1  # more than `copies` fit at `low`, or `low` is 0; at most `copies` at `high`
     low = high // 2
     fitting = -1
@@ -51,21 +59,20 @@ def share_out(forecast: np.ndarray, most: np.ndarray, copies: int) -> np.ndarray
         else:
             high = middle
     left = copies
-    for e in range(len(forecast)):
-        given[e] = min(most[e], forecast[e] // high)
+    for e in range(len(load)):
+        given[e] = min(most[e], np.int64(load[e] / high))
         left -= given[e]
     while left > 0:
         best = -1
-        for e in range(len(forecast)):
-            if given[e] == most[e] or forecast[e] == 0:
+        for e in range(len(load)):
+            if given[e] == most[e] or load[e] == 0:
                 continue
-            if best < 0 or forecast[e] * (given[best] + 1) > forecast[best] * (given[e] + 1):
+            if best < 0 or load[e] * (given[best] + 1) > load[best] * (given[e] + 1):
                 best = e
         if best < 0:
             break
         given[best] += 1
         left -= 1
-    return given
 
 
 @compiled
@@ -75,8 +82,15 @@ def most_copies(forecast: np.ndarray, home: np.ndarray, num_ranks: int, egress: 
     if egress >= (num_ranks - 1) * len(home):
         return most
     first, experts = by_home(home, num_ranks)
+    load, given = np.empty(len(home)), np.zeros(len(home), np.int64)
+    for i in range(len(home)):
+        load[i] = forecast[experts[i]]
     for r in range(num_ranks):
-        homes = experts[first[r] : first[r + 1]]
-        if len(homes) * (num_ranks - 1) > egress:
-            most[homes] = share_out(forecast[homes], most[homes], egress)
+        begin, end = first[r], first[r + 1]
+        if (end - begin) * (num_ranks - 1) > egress:
+            _share_out(load[begin:end], most[begin:end], egress, given[begin:end])
+        else:
+            given[begin:end] = num_ranks - 1
+    for i in range(len(home)):
+        most[experts[i]] = given[i]
     return most
