@@ -19,6 +19,7 @@ from megatron_hecate.observe import LoadHistory
 from megatron_hecate.plan import Placement, World, largest_load, plan_guests
 from megatron_hecate.plan.best import plan_best
 from megatron_hecate.plan.bill import UNFORESEEN
+from megatron_hecate.plan.materialize import THOROUGH
 from megatron_hecate.plan.search import scale
 
 DATA = Path(__file__).parents[1] / "bench" / "data"
@@ -142,7 +143,7 @@ def test_prices_are_compared_with_what_is_left_in_truth(num_ranks: int, slots: i
         homes = Placement.initial(num_experts, num_ranks, num_slots=slots)
         world = World(tuple(rank // 8 for rank in range(num_ranks)))
         last = [homes.table] * loads.shape[1]
-        limits = (slots, slots * num_ranks, slots * num_ranks * num_experts, True, False)
+        limits = (slots, slots * num_ranks, slots * num_ranks * num_experts, True, num_ranks > THOROUGH)
         for layer, forecast, scenarios, total in _replayed(loads):
             scaled, _, _ = scale(forecast, homes.home, num_ranks)
             others = scenarios() if slots == 1 else None
