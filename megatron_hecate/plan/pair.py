@@ -14,9 +14,7 @@ import numpy as np
 from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.plan.links import by_home
 from megatron_hecate.plan.search import empty_slot, top_up
-from megatron_hecate.plan.sort import first_largest
-
-NONE: int = -(1 << 62)  # less than any score
+from megatron_hecate.plan.sort import NONE, index_of, key, largest, value_of
 
 
 @compiled
@@ -48,17 +46,17 @@ def pair_up(
     for e in range(len(forecast)):
         load[home[e]] += forecast[e]
     mean = load.sum() // num_ranks
-    surplus, need = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)  # of those that have any
-    score = np.empty(num_ranks, np.int64)
+    need = np.empty(num_ranks, np.int64)  # of those that have any; else 0
+    surplus, score = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)  # keys
     for r in range(num_ranks):
-        surplus[r] = load[r] - mean if load[r] > mean else NONE
-        need[r] = mean - load[r] if load[r] < mean and free[r] > 0 else NONE
+        surplus[r] = key(load[r] - mean, r) if load[r] > mean else NONE
+        need[r] = mean - load[r] if load[r] < mean and free[r] > 0 else 0
     first, experts = by_home(home, num_ranks)
     while copies > 0:
-        hot = first_largest(surplus)
-        over = surplus[hot]
-        if over == NONE:
+        most_over = largest(surplus)
+        if most_over == NONE:
             break
+        hot, over = index_of(most_over), value_of(most_over)
         expert = -1
         for i in range(first[hot], first[hot + 1]):
             e = experts[i]
@@ -73,14 +71,15 @@ def pair_up(
         for r in range(num_ranks):
             filled = 2 * mean - abs(need[r] - over) if closest else need[r]
             its_score = filled if need[r] <= can else can - need[r]  # filled in part only
-            score[r] = its_score if need[r] > 0 else NONE
-        cold = first_largest(score)
-        while score[cold] != NONE and empty_slot(table, slots, cold, expert) < 0:  # it holds the expert already
-            score[cold] = NONE
-            cold = first_largest(score)
-        if score[cold] == NONE:
+            score[r] = key(its_score, r) if need[r] > 0 else NONE
+        best = largest(score)
+        while best != NONE and empty_slot(table, slots, index_of(best), expert) < 0:  # it holds the expert already
+            score[index_of(best)] = NONE
+            best = largest(score)
+        if best == NONE:
             surplus[hot] = NONE
             continue
+        cold = index_of(best)
         amount = min(need[cold], can)
         table[empty_slot(table, slots, cold, expert)] = expert
         left[expert] -= amount
@@ -89,7 +88,7 @@ def pair_up(
         given[expert] += 1
         free[cold] -= 1
         copies -= 1
-        surplus[hot] = over - amount if over > amount else NONE
-        need[hot] = amount - over if over < amount and free[hot] > 0 else NONE
-        need[cold] = need[cold] - amount if need[cold] > amount and free[cold] > 0 else NONE
+        surplus[hot] = key(over - amount, hot) if over > amount else NONE
+        need[hot] = amount - over if over < amount and free[hot] > 0 else 0
+        need[cold] = need[cold] - amount if need[cold] > amount and free[cold] > 0 else 0
     top_up(forecast, given, most, table, free, load, copies)

@@ -23,7 +23,7 @@ from megatron_hecate.plan.forest import (
 )
 from megatron_hecate.plan.lanes import below, kept, least, load, positive, squared, store, token_rows, zeros
 from megatron_hecate.plan.shortlist import Shortlist, empty, listed, offer, shortlist
-from megatron_hecate.plan.sort import first_largest
+from megatron_hecate.plan.sort import NONE, index_of, key, largest, value_of
 
 # Looked at in a round, at least; WIDE / ranks is more in smaller groups, where judging takes little time.
 EXPERTS: int = 4  # that may get a host,
@@ -232,34 +232,35 @@ def _candidates(
 ) -> None:
     """Find swaps that give an expert of a rank in need to another rank, the most promising first: ``best``.
 
-    Room to work in: ``worth`` [R], what it takes off the squares that another host takes all tokens it could, of the
-    ``expert`` [R] of each rank for which that is most, or, before one is known, at most; ``cheap``, up to R + 1 ranks
+    Room to work in: ``worth`` [R], keys of what it takes off the squares that another host takes all tokens it could of
+    the ``expert`` [R] of each rank for which that is most, or at most before one is known; ``cheap``, up to R + 1 ranks
     that may be worth it.
     """
     lacking = load(outcome.lacking, 0)
     squares = squared(lacking)
     for r in range(len(guest)):
-        worth[r] = squares - squared(lacking - load(need, r))  # what no expert of the rank is worth more than
+        worth[r] = key(squares - squared(lacking - load(need, r)), r)  # no expert of the rank is worth more
         expert[r] = -1
     empty(best, 0.0)
     left = max(EXPERTS, WIDE // len(guest))
     while left > 0:
-        lender = first_largest(worth)
-        most_worth = np.float64(worth[lender])
+        best_key = largest(worth)
+        lender, most_worth = index_of(best_key), np.float64(value_of(best_key))
         if most_worth <= -best.cost[-1]:
             break
+        worth[lender] = NONE  # once it is taken: the tokens of its other experts would be the same ones
         if expert[lender] < 0:
-            worth[lender] = 0
+            its_most = 0
             for i in range(scenarios.first[lender], scenarios.first[lender + 1]):
                 e = scenarios.experts[i]
                 if hosts[e] < most[e]:
                     waiting = _waiting(e, load(need, lender), hosts, scenarios, outcome)
                     its_worth = squares - squared(lacking - waiting)
-                    if its_worth > worth[lender]:
-                        worth[lender], expert[lender] = its_worth, e
+                    if its_worth > its_most:
+                        its_most, expert[lender] = its_worth, e
+                        worth[lender] = key(its_worth, lender)
             continue
         left -= 1
-        worth[lender] = 0  # other experts' tokens would be the same ones
         e = expert[lender]
         waiting = _waiting(e, load(need, lender), hosts, scenarios, outcome)
         found, limit = 0, best.cost[-1] + most_worth

@@ -19,13 +19,12 @@ import numpy as np
 from megatron_hecate.plan.apportion import share_out
 from megatron_hecate.plan.compiled import borrowing, compiled
 from megatron_hecate.plan.links import holders
-from megatron_hecate.plan.sort import in_order
+from megatron_hecate.plan.sort import INDEX, in_order
 from megatron_hecate.plan.swap import SPARE, unblock
 
 SCALE: int = 1 << 30  # tells any two loads apart; sums of products stay below 2^63
 # Part of an even share that stays in place, in 1/256. 80 to 128 leave least imbalance on the traces in bench/data.
 HEDGE: int = 96
-INDEX: int = 1 << 20  # more than there are ranks or experts; keys to sort by are value * INDEX + index
 SHUFFLE: int = 648_113  # odd, so index * SHUFFLE % INDEX tells indices apart
 UNSHUFFLE: int = pow(SHUFFLE, -1, INDEX)
 SHIFT: int = 5  # ranks, from round to round

@@ -8,6 +8,8 @@ import numpy as np
 
 from megatron_hecate.plan.compiled import borrowing, compiled
 
+INDEX: int = 1 << 20  # more than there are ranks or experts
+NONE: int = -(1 << 62)  # less than any key
 FEW: int = 192  # numbers that are sorted faster by comparing each with each than by a quicksort
 
 
@@ -26,12 +28,26 @@ def in_order(keys: np.ndarray) -> np.ndarray:
 
 
 @borrowing
-def first_largest(values: np.ndarray) -> int:
-    """Where ``values`` [N > 0] int64 are largest; of several places, the first."""
-    largest = values[0]
-    for i in range(len(values)):
-        largest = max(largest, values[i])
-    first = len(values)
-    for i in range(len(values)):
-        first = min(first, i if values[i] == largest else len(values))
-    return first
+def key(value: int, index: int) -> int:
+    """A number that compares as ``value`` does, between -2^42 and 2^42; of equal ones the lower index is larger. It is
+    read back by `value_of` and `index_of`."""
+    return value * INDEX + INDEX - 1 - index
+
+
+@borrowing
+def value_of(key: int) -> int:
+    return key // INDEX
+
+
+@borrowing
+def index_of(key: int) -> int:
+    return INDEX - 1 - key % INDEX
+
+
+@borrowing
+def largest(keys: np.ndarray) -> int:
+    """Of ``keys`` [N > 0]."""
+    found = keys[0]
+    for i in range(len(keys)):
+        found = max(found, keys[i])
+    return found
