@@ -181,3 +181,5 @@ def test_a_row_that_there_is_not_is_found_where_that_is_asked_for() -> None:
     for row in (7, -1, 1 << 40):
         with pytest.raises(IndexError):
             compiled(_tokens(), row)
+    with pytest.raises(IndexError):
+        compiled(np.zeros((4, LANES // 2), np.int16), 1)

@@ -35,7 +35,7 @@ def share_out(forecast: np.ndarray, most: np.ndarray, copies: int) -> np.ndarray
 
 @borrowing
 def _share_out(load: np.ndarray, most: np.ndarray, copies: int, given: np.ndarray) -> None:
-    """`share_out` of integers below 2^52 / E, as float64, into ``given`` [E], which is 0."""
+    """`share_out` of integers, as float64, into ``given`` [E], which is 0. Times copies, loads are below 2^53."""
     total = np.int64(0)
     for tokens in load:
         total += np.int64(tokens)
@@ -78,7 +78,7 @@ def _share_out(load: np.ndarray, most: np.ndarray, copies: int, given: np.ndarra
 @compiled
 def most_copies(forecast: np.ndarray, home: np.ndarray, num_ranks: int, egress: int) -> np.ndarray:
     """[E] copies an expert may have; a home's egress goes to its experts by load."""
-    most = np.full(len(home), num_ranks - 1, np.int64)
+    most = np.full(len(home), num_ranks - 1, np.int64)  # the same for all, so in any order
     if egress >= (num_ranks - 1) * len(home):
         return most
     first, experts = by_home(home, num_ranks)

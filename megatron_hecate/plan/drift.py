@@ -25,6 +25,7 @@ def drifted(roots: np.ndarray, errors: np.ndarray, squares: float) -> np.ndarray
         [E, 32] float32 loads, each of a sum about 1, or of 0 where the forecast and the errors are. In those without an
         error experts burst, each in one of them, neighbours in different ones.
     """
+    assert errors.shape == (len(roots), ERRORS)
     more = BURST * np.sqrt(squares)
     loads = float_rows(len(roots))
     for e in range(len(roots)):

@@ -25,8 +25,8 @@ from megatron_hecate.plan.compiled import compiled
 
 LANES: int = 32
 CACHE_LINE: int = 64  # bytes. A row that begins elsewhere is in one line more, and takes a third longer
-FLOATS = ir.VectorType(ir.FloatType(), LANES)
-TOKENS = ir.VectorType(ir.IntType(16), LANES)
+FLOAT_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+TOKEN_VECTOR = ir.VectorType(ir.IntType(16), LANES)
 BITS = ir.VectorType(ir.IntType(1), LANES)
 
 
@@ -57,8 +57,8 @@ def every(number: np.float32) -> np.ndarray:
 
 
 def load(rows: np.ndarray, row: int) -> np.ndarray:
-    """A row of ``rows`` [N, 32], C-contiguous. As with all arrays of compiled code, that there is such a row is
-    checked only with ``NUMBA_BOUNDSCHECK=1``."""
+    """A row of ``rows`` [N, 32], C-contiguous. As with all arrays of compiled code, that there is such a row, and that
+    rows are of 32, is checked only with ``NUMBA_BOUNDSCHECK=1``."""
     return rows[row].copy()
 
 
@@ -116,7 +116,7 @@ class _InRegisters(models.PrimitiveModel):
         super().__init__(data_models, its_type, its_type.vector)
 
 
-OF_FLOATS, OF_TOKENS = Lanes("float32", FLOATS), Lanes("int16", TOKENS)
+OF_FLOATS, OF_TOKENS = Lanes("float32", FLOAT_VECTOR), Lanes("int16", TOKEN_VECTOR)
 FLOAT_ROWS, TOKEN_ROWS = types.Array(types.float32, 2, "C"), types.Array(types.int16, 2, "C")
 Values = list[ir.Value]
 Builder = ir.IRBuilder
@@ -147,7 +147,9 @@ def _row(context: Any, builder: Builder, rows_type: types.Array, values: Values,
     """Where a row begins; all of them are as long as ``row``, which spares multiplying by a length."""
     rows = context.make_array(rows_type)(context, builder, values[0])
     if context.enable_boundscheck:
-        cgutils.do_boundscheck(context, builder, values[1], cgutils.unpack_tuple(builder, rows.shape)[0])
+        number, length = cgutils.unpack_tuple(builder, rows.shape)
+        right = builder.icmp_signed("==", length, ir.Constant(length.type, row.count))
+        cgutils.do_boundscheck(context, builder, values[1], builder.select(right, number, ir.Constant(number.type, 0)))
     return builder.gep(builder.bitcast(rows.data, row.as_pointer()), [values[1]])
 
 
@@ -172,7 +174,7 @@ for _rows, _lanes in ((FLOAT_ROWS, OF_FLOATS), (TOKEN_ROWS, OF_TOKENS)):
 @_compiles(every, types.float32, to=OF_FLOATS)
 def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
     first = ir.Constant(ir.IntType(32), 0)
-    lanes = builder.insert_element(ir.Constant(FLOATS, ir.Undefined), values[0], first)
+    lanes = builder.insert_element(ir.Constant(FLOAT_VECTOR, ir.Undefined), values[0], first)
     return builder.shuffle_vector(lanes, lanes, _places([0] * LANES))
 
 
@@ -198,18 +200,18 @@ def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
 
 @_compiles(positive, OF_FLOATS, to=OF_FLOATS)
 def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
-    return builder.select(builder.fcmp_ordered(">", values[0], _zero(FLOATS)), values[0], _zero(FLOATS))
+    return builder.select(builder.fcmp_ordered(">", values[0], _zero(FLOAT_VECTOR)), values[0], _zero(FLOAT_VECTOR))
 
 
 @_compiles(whole, OF_FLOATS, to=OF_TOKENS)
 def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
     integers = builder.fptosi(values[0], ir.VectorType(ir.IntType(32), LANES))
-    return builder.trunc(integers, TOKENS)
+    return builder.trunc(integers, TOKEN_VECTOR)
 
 
 @_compiles(zeros, to=OF_TOKENS)
 def _(_: Any, __: Builder, ___: Any, ____: Values) -> ir.Value:
-    return _zero(TOKENS)
+    return _zero(TOKEN_VECTOR)
 
 
 @_compiles(operator.add, OF_TOKENS, OF_TOKENS, to=OF_TOKENS)
@@ -229,7 +231,7 @@ def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
 
 @_compiles(positive, OF_TOKENS, to=OF_TOKENS)
 def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
-    return builder.select(builder.icmp_signed(">", values[0], _zero(TOKENS)), values[0], _zero(TOKENS))
+    return builder.select(builder.icmp_signed(">", values[0], _zero(TOKEN_VECTOR)), values[0], _zero(TOKEN_VECTOR))
 
 
 @_compiles(below, OF_TOKENS, OF_TOKENS, to=types.int64)
@@ -241,7 +243,7 @@ def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
 @_compiles(kept, OF_TOKENS, types.int64, to=OF_TOKENS)
 def _(_: Any, builder: Builder, __: Any, values: Values) -> ir.Value:
     bits = builder.bitcast(builder.trunc(values[1], ir.IntType(LANES)), BITS)
-    return builder.select(bits, values[0], _zero(TOKENS))
+    return builder.select(bits, values[0], _zero(TOKEN_VECTOR))
 
 
 @_compiles(squared, OF_TOKENS, to=types.int64)

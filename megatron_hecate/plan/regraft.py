@@ -130,8 +130,8 @@ def _expect(
 ) -> None:
     """How far room on a rank reaches, by the forest as it is.
 
-    ``need`` [R, 32] tokens without room that more room on a rank could end; ``spare`` [R, 32] room it could lose
-    without harm. Of another guest it could take what it can.
+    ``need`` [R, 32] tokens without room, of all that are lacking, that more room on a rank could end; ``spare`` [R, 32]
+    room it could lose without harm. Of another guest it could take what it can.
     """
     num_ranks, trees, lacking = len(guest), forest.trees[0], load(outcome.lacking, 0)
     for i in range(trees, num_ranks):
@@ -147,6 +147,7 @@ def _expect(
             needed, left = positive(zeros() - load(outcome.room, r)), can
             if e >= 0:
                 over = load(outcome.taken, e) - load(scenarios.tokens, e)
+                # at most what is lacking: need that goes round a cycle comes back
                 needed = least(needed + least(positive(zeros() - over), load(need, home[e])), lacking)
                 left = least(can, positive(over) + load(spare, home[e]))
             store(need, r, needed)
@@ -232,9 +233,9 @@ def _candidates(
 ) -> None:
     """Find swaps that give an expert of a rank in need to another rank, the most promising first: ``best``.
 
-    Room to work in: ``worth`` [R], keys of what it takes off the squares that another host takes all tokens it could of
-    the ``expert`` [R] of each rank for which that is most, or at most before one is known; ``cheap``, up to R + 1 ranks
-    that may be worth it.
+    Room to work in: ``expert`` [R], of each rank the one for which another host is worth most, or -1 before they are
+    looked at; ``worth`` [R], keys of what that host takes off the squares if it takes all it can, before that at most;
+    ``cheap``, up to R + 1 ranks that may be worth it: an estimate too, since price and worth do not simply add up.
     """
     lacking = load(outcome.lacking, 0)
     squares = squared(lacking)
