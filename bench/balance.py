@@ -4,8 +4,9 @@
     python bench/balance.py --trace FILE.npz --ranks 32 --slots 2 --planner all --csv out.csv --dump plans.npz
     python bench/balance.py --curve --trace FILE.npz --ranks 32       copies per rank -> imbalance left
 
-A load is replayed step by step, every layer on its own, from the first step, when no planner knows anything. Figures
-are means over steps and layers if not named otherwise; only the columns marked * depend on the machine. Rivals are our
+A load is replayed step by step, every layer on its own, from the first step, when no planner knows anything (`hecate`
+fills its slots even then, rivals that plan on history begin with none; `--skip 1` leaves that step out). Figures are
+means over steps and layers if not named otherwise; only the columns marked * depend on the machine. Rivals are our
 own implementations of published descriptions (`bench/rivals/`), so their figures are not their authors'.
 
 | column | what |
@@ -19,10 +20,12 @@ own implementations of published descriptions (`bench/rivals/`), so their figure
 | place us, split us | median time per layer before the gate, and after it; our code is compiled, the rivals' is numpy |
 
 Copies are arrivals. eplb, flexmoe and smartmoe keep what they received: only what is new counts. laer restores all its
-experts in every step: all of them count. Planning time is not part of the step time.
+experts in every step: all of them count. A late copy may take the slot of an earlier one; both count. Planning time is
+not part of the step time.
 
 --dump writes, per planner P, P/home [T, L, E], P/holders [T, L, E, R] (P/placed: before the gate) and P/quota
 [T, L, R, E, R], the tokens of rank r for expert e that rank d computes; and load [T, L, R, E] and node [R].
+Counts are of the smallest unsigned type that holds them: widen them before you subtract.
 """
 
 from __future__ import annotations
