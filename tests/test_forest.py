@@ -36,9 +36,10 @@ from megatron_hecate.plan.lanes import LANES
 from megatron_hecate.plan.regraft import improve
 
 
-def _without_room(tokens: list[int], guest: list[int], home: list[int], cap: int) -> int:
-    """Tokens above ``cap`` of every rank that no split avoids: all of them less a maximum flow to the ranks."""
+def _without_room(tokens: list[int], guest: list[int], home: list[int]) -> int:
+    """Tokens above the cap of every rank that no split avoids: all of them less a maximum flow to the ranks."""
     num_experts, num_ranks = len(home), len(guest)
+    cap = int(sum(tokens) * CAP / num_ranks)
     source, sink = num_experts + num_ranks, num_experts + num_ranks + 1
     edges = [(source, e, tokens[e]) for e in range(num_experts)]
     edges += [(e, num_experts + r, tokens[e]) for e, r in enumerate(home)]
@@ -47,6 +48,12 @@ def _without_room(tokens: list[int], guest: list[int], home: list[int], cap: int
     tail, head, capacity = zip(*edges, strict=True)
     graph = csr_matrix((np.array(capacity, dtype=np.int32), (tail, head)), shape=(sink + 1, sink + 1))
     return sum(tokens) - maximum_flow(graph, source, sink).flow_value
+
+
+def _assert_lacking(outcome: Outcome, scenarios: Scenarios, guest: list[int], home: list[int], number: int) -> None:
+    """What was found to lack room in the first ``number`` scenarios is what no flow places."""
+    for s in range(number):
+        assert outcome.lacking[0, s] == _without_room(scenarios.tokens[:, s].tolist(), guest, home), f"scenario {s}"
 
 
 @st.composite
@@ -98,11 +105,8 @@ def test_the_judge_finds_what_a_maximum_flow_finds(forest: tuple[list[int], list
     num_ranks = len(guest)
     scenarios = _scenarios(loads, home, num_ranks)
     squares, found, outcome = _judged(guest, home, scenarios)
-    tokens = scenarios.tokens.astype(np.int64)
-    assert not tokens[:, len(loads) :].any() and not outcome.lacking[0, len(loads) :].any()
-    for s in range(len(loads)):
-        cap = int(tokens[:, s].sum() * CAP / num_ranks)
-        assert outcome.lacking[0, s] == _without_room(tokens[:, s].tolist(), guest, home, cap), f"scenario {s}"
+    assert not scenarios.tokens[:, len(loads) :].any() and not outcome.lacking[0, len(loads) :].any()
+    _assert_lacking(outcome, scenarios, guest, home, len(loads))
     assert squares == pytest.approx((outcome.lacking.astype(float) ** 2).sum(), rel=1e-12)
     _assert_ordered(found.order.tolist(), found.trees[0], guest, home)
     # what is left of other choices makes no difference
@@ -131,10 +135,7 @@ def test_tokens_fit_in_sixteen_bits_in_the_worst_cases(num_ranks: int, hot: int,
     chosen = np.where(guest[guests] == ranks, -1, guest[guests])
     scenarios = _scenarios(loads, home, num_ranks)
     squares, _, outcome = _judged(chosen.tolist(), home, scenarios)
-    tokens = scenarios.tokens.astype(np.int64)
-    for s in range(len(loads)):
-        cap = int(tokens[:, s].sum() * CAP / num_ranks)
-        assert outcome.lacking[0, s] == _without_room(tokens[:, s].tolist(), chosen.tolist(), home, cap)
+    _assert_lacking(outcome, scenarios, chosen.tolist(), home, len(loads))
     for rows in (outcome.can, outcome.taken[chosen[chosen >= 0]], outcome.lacking):
         assert (rows >= 0).all(), "no sum went round"
     better = improve(chosen, np.array(home), np.full(num_ranks, num_ranks - 1), scenarios, 200)
@@ -238,8 +239,7 @@ def test_small_layers_against_every_placement(seed: int) -> None:
         tokens = _scenarios(loads[1:], home, num_ranks).tokens[:, :4].astype(np.int64).T
 
         def squares(guest: tuple[int, ...]) -> float:
-            caps = [int(t.sum() * CAP / num_ranks) for t in tokens]  # noqa: B023
-            each = [_without_room(t.tolist(), list(guest), home, c) for t, c in zip(tokens, caps, strict=True)]  # noqa: B023
+            each = [_without_room(t.tolist(), list(guest), home) for t in tokens]  # noqa: B023
             return float(sum(x * x for x in each))
 
         elsewhere = [[e for e in range(num_experts) if home[e] != r] for r in range(num_ranks)]

@@ -18,14 +18,13 @@ from megatron_hecate.plan.lanes import (
     below,
     both_ways,
     every,
-    float_rows,
     kept,
     least,
     load,
     positive,
+    rows_of,
     squared,
     store,
-    token_rows,
     whole,
     zeros,
 )
@@ -154,13 +153,13 @@ def test_squares_are_summed_exactly() -> None:
         assert compiled(rows, i) == squared(rows[i]) == sum(tokens**2 for tokens in row)
 
 
-@pytest.mark.parametrize(("make", "dtype"), [(float_rows, np.float32), (token_rows, np.int16)])
+@pytest.mark.parametrize("kind", [np.float32, np.int16])
 @pytest.mark.parametrize("number", [1, 7, 64])
-def test_rows_begin_where_cache_lines_do(make: Callable[[int], np.ndarray], dtype: type, number: int) -> None:
-    for make_ in (make, make.py_func):
-        kept_alive = [make_(number) for _ in range(20)]
+def test_rows_begin_where_cache_lines_do(number: int, kind: type) -> None:
+    for make in (rows_of, rows_of.py_func):
+        kept_alive = [make(number, kind) for _ in range(20)]
         for i, rows in enumerate(kept_alive):
-            assert rows.shape == (number, LANES) and rows.dtype == dtype and rows.flags.c_contiguous
+            assert rows.shape == (number, LANES) and rows.dtype == kind and rows.flags.c_contiguous
             assert rows.ctypes.data % CACHE_LINE == 0
             rows[:] = i
         assert all((rows == i).all() for i, rows in enumerate(kept_alive))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hecate.plan.compiled import borrowing, compiled
-from megatron_hecate.plan.lanes import LANES, both_ways, every, float_rows, positive, store
+from megatron_hecate.plan.lanes import LANES, both_ways, every, positive, rows_of, store
 
 ERRORS: int = LANES // 4  # of the last iterations, each added and taken off
 BURSTS: int = LANES - 2 * ERRORS  # scenarios in which experts get more than forecast, each of them in one
@@ -27,7 +27,7 @@ def drifted(roots: np.ndarray, errors: np.ndarray, squares: float) -> np.ndarray
     """
     assert errors.shape == (len(roots), ERRORS)
     more = BURST * np.sqrt(squares)
-    loads = float_rows(len(roots))
+    loads = rows_of(len(roots), np.float32)
     for e in range(len(roots)):
         moved = positive(every(np.float32(roots[e])) + both_ways(errors, e))
         store(loads, e, moved * moved)

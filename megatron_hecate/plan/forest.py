@@ -25,13 +25,12 @@ from megatron_hecate.plan.compiled import borrowing, compiled
 from megatron_hecate.plan.lanes import (
     LANES,
     every,
-    float_rows,
     least,
     load,
     positive,
+    rows_of,
     squared,
     store,
-    token_rows,
     whole,
     zeros,
 )
@@ -96,7 +95,8 @@ def scenarios_of(loads: np.ndarray, forecast: np.ndarray, home: np.ndarray, num_
     """``loads`` [E, S] float32 >= 0, no more than 32; one of them that has no tokens counts as the ``forecast`` [E]."""
     num_experts, size = loads.shape
     assert len(home) == num_experts and size <= LANES
-    tokens, room, cap, each = token_rows(num_experts), token_rows(num_ranks), token_rows(1), float_rows(1)
+    tokens, room = rows_of(num_experts, np.int16), rows_of(num_ranks, np.int16)
+    cap, each = rows_of(1, np.int16), rows_of(1, np.float32)
     counted = every(np.float32(0.0))  # stays so where there are fewer
     if size == LANES:
         for e in range(num_experts):
@@ -148,7 +148,8 @@ def forest_for(num_ranks: int) -> Forest:
 @compiled
 def outcome_for(num_experts: int, num_ranks: int) -> Outcome:
     """Room for what `judge` finds."""
-    return Outcome(token_rows(num_ranks), token_rows(num_ranks), token_rows(num_experts), token_rows(1))
+    room, can = rows_of(num_ranks, np.int16), rows_of(num_ranks, np.int16)
+    return Outcome(room, can, rows_of(num_experts, np.int16), rows_of(1, np.int16))
 
 
 @borrowing

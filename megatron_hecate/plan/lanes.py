@@ -31,18 +31,11 @@ BITS = ir.VectorType(ir.IntType(1), LANES)
 
 
 @compiled
-def float_rows(number: int) -> np.ndarray:
-    """[number, 32] float32 that begin where cache lines do; not set to anything."""
-    rows = np.empty(number * LANES + CACHE_LINE // 4, np.float32)
-    ahead = -rows.ctypes.data % CACHE_LINE // 4
-    return rows[ahead : ahead + number * LANES].reshape(number, LANES)
-
-
-@compiled
-def token_rows(number: int) -> np.ndarray:
-    """[number, 32] int16, likewise."""
-    rows = np.empty(number * LANES + CACHE_LINE // 2, np.int16)
-    ahead = -rows.ctypes.data % CACHE_LINE // 2
+def rows_of(number: int, kind: type) -> np.ndarray:
+    """[number, 32] of ``kind``, float32 or int16, that begin where cache lines do; not set to anything."""
+    line = CACHE_LINE // np.empty(0, kind).itemsize
+    rows = np.empty(number * LANES + line, kind)
+    ahead = -rows.ctypes.data % CACHE_LINE // rows.itemsize
     return rows[ahead : ahead + number * LANES].reshape(number, LANES)
 
 

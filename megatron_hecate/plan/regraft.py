@@ -21,7 +21,7 @@ from megatron_hecate.plan.forest import (
     judge_change,
     outcome_for,
 )
-from megatron_hecate.plan.lanes import below, kept, least, load, positive, squared, store, token_rows, zeros
+from megatron_hecate.plan.lanes import below, kept, least, load, positive, rows_of, squared, store, zeros
 from megatron_hecate.plan.shortlist import Shortlist, empty, listed, offer, shortlist
 from megatron_hecate.plan.sort import NONE, index_of, key, largest, value_of
 
@@ -42,7 +42,8 @@ def improve(guest: np.ndarray, home: np.ndarray, most: np.ndarray, scenarios: Sc
     num_experts, num_ranks = len(home), len(guest)
     forest, other, half = forest_for(num_ranks), forest_for(num_ranks), forest_for(num_ranks)
     outcome, after = outcome_for(num_experts, num_ranks), outcome_for(num_experts, num_ranks)
-    need, loss, other_room = token_rows(num_ranks), token_rows(num_ranks), token_rows(num_ranks)
+    need, loss = rows_of(num_ranks, np.int16), rows_of(num_ranks, np.int16)
+    other_room = rows_of(num_ranks, np.int16)
     worth, expert = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
     cheap = np.empty(num_ranks + 1, np.int64)
     blocked, price = np.empty(num_ranks, np.int64), np.empty(num_ranks)

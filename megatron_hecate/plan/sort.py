@@ -8,7 +8,7 @@ import numpy as np
 
 from megatron_hecate.plan.compiled import borrowing, compiled
 
-INDEX: int = 1 << 20  # more than there are ranks or experts
+INDEX: int = 1 << 20  # more than there are ranks or experts; keys to sort by are value * INDEX + index
 NONE: int = -(1 << 62)  # less than any key
 FEW: int = 192  # numbers that are sorted faster by comparing each with each than by a quicksort
 
