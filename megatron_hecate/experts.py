@@ -148,6 +148,10 @@ def _grouped_twin(experts: TEGroupedMLP, num_physical: int) -> TEGroupedMLP:
     for linear in ("linear_fc1", "linear_fc2"):
         wide = _copy_without_parameters(getattr(experts, linear))
         wide.num_gemms = num_physical
+        bias = getattr(wide, "bias0", None)
+        if isinstance(bias, torch.Tensor):  # without biases TE keeps an empty tensor for each GEMM
+            for i in range(num_physical):
+                setattr(wide, f"bias{i}", bias)
         setattr(twin, linear, wide)
     return twin
 

@@ -31,13 +31,16 @@ class TorchGroupedLinear(torch.nn.Module):
             if self.use_bias:
                 bias = torch.randn(output_size, generator=generator) * 0.05
                 self.register_parameter(f"bias{i}", torch.nn.Parameter(bias))
+            else:
+                setattr(self, f"bias{i}", torch.empty(0))  # TE keeps one for each GEMM
         for p in self.parameters():
             p.allreduce = False  # expert-parallel, as TE's wrapper marks it
 
     def forward(self, x: Tensor, m_splits: list[int]) -> tuple[Tensor, list[Tensor] | None]:
         assert len(m_splits) == self.num_gemms, (len(m_splits), self.num_gemms)
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
-        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)] if self.use_bias else None
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]  # TE reads them all, empty ones too
+        biases = biases if self.use_bias else None
         parts = [part @ w.t() for part, w in zip(torch.split(x, list(m_splits)), weights, strict=True)]
         if biases is not None and not self.return_bias:
             parts = [part + b for part, b in zip(parts, biases, strict=True)]
