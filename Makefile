@@ -1,41 +1,59 @@
-# make demo   train a small MoE GPT on real text, stock Megatron against FSSDP
-# make test   lint and all tests
-# make bench  step time, stock against FSSDP, skewed and balanced
-# make balance  what every planner leaves, on recorded loads
+# make demo       train a small MoE GPT on real text: stock Megatron, then FSSDP, then compare
+# make test       lint, types, budgets and the tests that matter; the oldest Megatron too, if there is a Python 3.11
+# make test-fast  the tests that start no ranks
+# make test-all   everything: thousands of random cases, sanitizers, and bugs planted to see that tests catch them
+# make lint       lint, types and budgets alone
+# make bench      step time, stock against FSSDP, skewed and balanced
+# make balance    what every planner leaves, on recorded loads, and how long planning takes
+# make format     format the code
 # Each sets up what it needs in .venv; nothing else is to be installed.
 
 DATA ?=
 OUT ?= demo-out
+BIN = .venv/bin
+OLDEST = tests/training/test_parity.py tests/training/test_checkpoint.py tests/adapter/test_experts.py tests/test_hook.py
 # One thread a rank: ranks share the cores.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-oldest bench balance format clean
+.PHONY: demo test test-fast test-all test-oldest lint bench balance format clean
 
 demo: .venv
-	.venv/bin/python examples/demo.py --out "$(OUT)" $(if $(DATA),--data "$(DATA)")
+	$(BIN)/python examples/demo.py --out "$(OUT)" $(if $(DATA),--data "$(DATA)")
 
-test: .venv
-	.venv/bin/ruff check . && .venv/bin/ruff format --check .
-	.venv/bin/python -m pytest tests
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
 	$(MAKE) test-oldest
 
-# The oldest Megatron we support needs Python 3.11; where there is none (or it is the main one), this part is left out.
+test-fast: .venv
+	$(BIN)/python -m pytest -m fast
+
+test-all: lint
+	$(BIN)/python -m pytest
+	$(BIN)/python tests/comm/mutations.py
+	$(MAKE) test-oldest
+
+lint: .venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	$(BIN)/mypy
+	$(BIN)/python .ci/budgets.py
+
+# The oldest Megatron we support needs Python 3.11; where there is none, this part is left out.
 test-oldest:
 	@if .ci/env.sh .venv-oldest 3.11; then \
-	    .venv-oldest/bin/python -m pytest -m "not newest" tests/test_parity.py tests/test_checkpoint.py \
-	        tests/test_experts.py tests/test_hook.py; \
+	    .venv-oldest/bin/python -m pytest -m "not newest and not slow" $(OLDEST); \
 	else echo "Python 3.11 not found: megatron-core 0.16.1 is not tested"; fi
 
 bench: .venv
-	.venv/bin/python bench/step_time.py
+	$(BIN)/python bench/step_time.py
 
-# Imbalance left, traffic and planning time of our planner and of all others, on recorded and synthetic loads: 10 minutes
 balance: .venv
-	.venv/bin/python bench/balance.py
-	.venv/bin/python bench/planner_speed.py
+	$(BIN)/python bench/balance.py
+	$(BIN)/python bench/planner_speed.py
 
 format: .venv
-	.venv/bin/ruff check --fix . ; .venv/bin/ruff format .
+	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
 
 .venv: FORCE
 	@.ci/env.sh .venv 3.12 3.11

@@ -29,7 +29,8 @@ find_python() {
     return 1
 }
 
-stamp="$folder/ready-$(cat setup.py .ci/env.sh | cksum | cut -d' ' -f1)"
+# What is installed, and how, decides; not the settings of tools, which stand last in pyproject.toml.
+stamp="$folder/ready-$({ sed '/^\[tool\.ruff\]/,$d' pyproject.toml; cat setup.py .ci/env.sh; } | cksum | cut -d' ' -f1)"
 [ -e "$stamp" ] && exit 0
 python=$(find_python "$@")
 echo "Setting up $folder with $("$python" --version) (a minute or two, once)"

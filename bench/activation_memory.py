@@ -3,7 +3,7 @@
     python bench/activation_memory.py
 
 In every layer the hottest experts live on rank 0. Counted are all bytes that torch allocates while a step runs, at the
-worst moment, on the rank where that is most, and FSSDP's slot memory; parameters, main gradients and optimizer state
+worst moment, on the rank where that is most, and FSSDP's buffers; parameters, main gradients and optimizer state
 are the same in all rows and left out. The budget is 1.5 times what stock Megatron takes with forced-balanced routing.
 """
 
@@ -54,24 +54,34 @@ def skewed(chunks: list) -> list:
     return chunks
 
 
-def slot_memory(chunks: list) -> int:
-    """Bytes of the arena, as far as it is allocated."""
+def watch_buffers(chunks: list) -> list[int]:
+    """A list to which the bytes of buffers are added when they are allocated, with what the transport takes beside."""
     import tiny_gpt
 
-    models = {layer.fssdp.model for layer in tiny_gpt.moe_layers(chunks) if hasattr(layer, "fssdp")}
-    return sum(model._memory.frames.total for model in models if model._memory is not None)
+    allocated: list[int] = []
+    for transport in {layer.fssdp.transport for layer in tiny_gpt.moe_layers(chunks) if hasattr(layer, "fssdp")}:
+        allocate, extra_bytes = transport.allocate, transport.extra_bytes
+
+        def counted(
+            size: int, layers: Any, *args: Any, allocate: Callable = allocate, extra: Callable = extra_bytes
+        ) -> Any:
+            allocated.append(size + extra(layers))
+            return allocate(size, layers, *args)
+
+        transport.allocate = counted
+    return allocated
 
 
-def peaks(case: Any, hook: Callable[[list], list] | None, steps: int) -> tuple[list[int], Any]:
-    """Peak bytes of each step on this rank, slot memory included; and the run."""
+def peaks(case: Any, hook: Callable[[list], list] | None, steps: int) -> tuple[list[int], Any, int]:
+    """Peak bytes of each step on this rank, buffers included; the run; bytes of the buffers."""
     import tiny_gpt
 
     run = tiny_gpt.train(case, steps=0, hook=hook)
-    found = []
+    found, buffers = [], watch_buffers(run.chunks)
     for step in range(steps):
-        before = slot_memory(run.chunks)
+        before = sum(buffers)
         found.append(before + peak(allocations(lambda step=step: run.step(step))))
-    return found, run
+    return found, run, sum(buffers)
 
 
 def measure(steps: int) -> None:
@@ -81,7 +91,7 @@ def measure(steps: int) -> None:
     import tiny_gpt
 
     from megatron_hecate import HecateConfig, fssdp
-    from megatron_hecate.metrics import layer_metrics
+    from megatron_hecate.tools.metrics import layer_metrics
 
     fields = dict(ep=dist.get_world_size(), experts=16, seq=128, micro_batch=16, skew=0.0)
     case = tiny_gpt.Case(**fields, settings=tuple(MODEL.items()))
@@ -89,31 +99,32 @@ def measure(steps: int) -> None:
     tiny_gpt.initialize(case)
 
     def ours(**settings: Any) -> Callable[[list], list]:
-        hook = fssdp(HecateConfig(slots=2, costs=tiny_gpt.FREE, **settings))
+        hook = fssdp(HecateConfig(slots=2, speeds=tiny_gpt.FREE, **settings))
         return lambda chunks: hook(skewed(chunks))
 
     rows = {
         "stock, forced balance": (forced, None),
         "stock": (case, skewed),
         "FSSDP": (case, ours()),
-        "FSSDP, 16 late guests": (case, ours(late=16)),
-        "FSSDP, 16 late guests, lifetime layer": (case, ours(late=16, lifetime="layer")),
+        "FSSDP, 16 late replicas": (case, ours(late_replicas=16)),
+        "FSSDP, 16 late replicas, lifetime layer": (case, ours(late_replicas=16, lifetime="layer")),
     }
     worst, lines = {}, []
     for name, (this, hook) in rows.items():
-        own, run = peaks(this, hook, steps)
-        slots = slot_memory(run.chunks)
+        own, run, buffers = peaks(this, hook, steps)
         table = [None] * dist.get_world_size()
         dist.all_gather_object(table, own)
-        hottest = [max(column) for column in zip(*table, strict=True)]
+        hottest = [max(of_step) for of_step in zip(*table, strict=True)]
         worst[name] = max(hottest)
         metrics = layer_metrics(run.chunks)
-        tokens = f"{max(m.routed_tokens for m in metrics)} | {max(m.most_tokens for m in metrics)}" if metrics else "|"
-        lines.append(f"| {name} | {_mib(hottest[0])} | {_mib(max(hottest[1:]))} | {_mib(slots)} | {tokens} |")
+        tokens = (
+            f"{max(m.routed_tokens for m in metrics)} | {max(m.computed_tokens for m in metrics)}" if metrics else "|"
+        )
+        lines.append(f"| {name} | {_mib(hottest[0])} | {_mib(max(hottest[1:]))} | {_mib(buffers)} | {tokens} |")
     budget = BUDGET * worst["stock, forced balance"]
     if dist.get_rank() == 0:
-        columns = "first step, MiB | later steps, MiB | of that slot memory | largest rank load, tokens | with guests"
-        print(f"| on the hottest of {dist.get_world_size()} ranks | {columns} |\n" + "|---" * 6 + "|")
+        head = "first step, MiB | later steps, MiB | of that buffers | largest rank load, tokens | with replicas"
+        print(f"| on the hottest of {dist.get_world_size()} ranks | {head} |\n" + "|---" * 6 + "|")
         print("\n".join(lines))
         print(f"\nBudget, {BUDGET} times forced balance: {_mib(budget)} MiB. Over it in some step: ", end="")
         print(", ".join(name for name in rows if worst[name] > budget) or "none")

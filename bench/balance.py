@@ -2,12 +2,11 @@
 
     python bench/balance.py                                     all loads, 8 to 64 ranks, all planners; minutes
     python bench/balance.py --trace FILE.npz --ranks 32 --slots 2 --planner all --csv out.csv --dump plans.npz
-    python bench/balance.py --curve --trace FILE.npz --ranks 32       copies per rank -> imbalance left
 
-A load is replayed step by step, every layer on its own, from the first step, when no planner knows anything (`hecate`
-fills its slots even then, rivals that plan on history begin with none; `--skip 1` leaves that step out). Figures are
-means over steps and layers if not named otherwise; only the columns marked * depend on the machine. Rivals are our
-own implementations of published descriptions (`bench/rivals/`), so their figures are not their authors'.
+A load is replayed step by step, every layer on its own, from the first step, when no planner knows anything
+(`hecate-unpriced` fills its slots even then, all others begin with none; `--skip 1` leaves that step out). Figures are
+means over steps and layers if not named otherwise; only the columns marked * depend on the machine. Rivals are our own
+implementations of published descriptions (`bench/rivals/`), so their figures are not their authors'.
 
 | column | what |
 |---|---|
@@ -45,11 +44,9 @@ from cases import SYNTHETIC_STEPS, Case, cases
 from loads import synthetic_names
 from rivals import find_planners
 from rivals.planner import Planner
-from rivals.report import COLUMNS, CURVE, Dump, Row, load_pyplot, markdown, plot_curve, plot_rows, write_csv
+from rivals.report import COLUMNS, Dump, Row, markdown, write_csv
 from rivals.score import Score, check_plan, score
 
-CURVE_STEP: float = 0.25  # copies per rank between two points of the curve
-ENOUGH: float = 1.02  # mean imbalance that the curve's summary asks for
 LEGEND: str = """
 * on this machine; all other columns are the same everywhere
 imbalance: max / mean rank load, over all steps and layers; 1 is perfect
@@ -131,39 +128,11 @@ def compare(case: Case, planners: Sequence[type[Planner]], *, skip: int, dump: P
     return rows
 
 
-def trace_curve(case: Case, planners: Sequence[type[Planner]], *, skip: int) -> list[Row]:
-    """A row per planner that knows a cap on copies, and cap."""
-    rows = []
-    for planner in planners:
-        for allowed in np.arange(0, case.setting.slots + CURVE_STEP / 2, CURVE_STEP):
-            copies = round(float(allowed) * case.setting.num_ranks)
-            capped = dataclasses.replace(case, setting=dataclasses.replace(case.setting, copies=copies))
-            row = replay(planner, capped).row(case, planner, skip=skip, forced_seconds=1.0)
-            rows.append({name: row[name] for name in CURVE if name in row} | {"allowed": float(allowed)})
-            print(f"{case.load}, {case.setting.num_ranks} ranks, {planner.name}: {copies} copies", file=sys.stderr)
-    return rows
-
-
-def needed(rows: Sequence[Row], enough: float = ENOUGH) -> float | None:
-    """Copies per rank used where one planner's curve first reaches ``enough``, between points linear; or ``None``."""
-    x = [float(row["copies"]) for row in rows]
-    y = [float(row["imbalance_mean"]) for row in rows]
-    for i, left in enumerate(y):
-        if left <= enough:
-            return x[i] if i == 0 else float(np.interp(enough, [left, y[i - 1]], [x[i], x[i - 1]]))
-    return None
-
-
-def _planners(names: str, *, curve: bool) -> list[type[Planner]]:
+def _planners(names: str) -> list[type[Planner]]:
     found = find_planners()
-    capped = [name for name, planner in found.items() if planner.capped]
-    wanted = list(dict.fromkeys(names.split(",")))
-    if wanted == ["all"]:
-        wanted = capped if curve else list(found)
+    wanted = list(found) if names == "all" else list(dict.fromkeys(names.split(",")))
     if unknown := [name for name in wanted if name not in found]:
         raise ValueError(f"no planner is named {', '.join(unknown)}; there are {', '.join(found)}")
-    if curve and (uncapped := [name for name in wanted if name not in capped]):
-        raise ValueError(f"--curve cannot limit the copies of {', '.join(uncapped)}; use --planner {','.join(capped)}")
     return [found[name] for name in wanted]
 
 
@@ -199,13 +168,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--slots", type=int, default=2, help="copies a rank may host (%(default)s)")
     add("--planner", default="all", metavar="NAME,...", help=f"all (the default), or of {', '.join(find_planners())}")
     add("--steps", type=int, help=f"first steps only (all of a recording, {SYNTHETIC_STEPS} of synthetic loads)")
-    add("--stride", type=int, default=1, help="replay every n-th step only, as if there were no others (%(default)s)")
     add("--skip", type=int, default=0, help="replay, but do not count, the first steps (%(default)s)")
-    add("--seed", type=int, default=0, help="of synthetic loads, and of dealing sources to more ranks (%(default)s)")
-    add("--curve", action="store_true", help="copies per rank -> imbalance left, instead of the table")
     add("--csv", type=Path, metavar="FILE", help="write the table with full precision")
     add("--dump", type=Path, metavar="FILE.npz", help="write all plans of one load on one group size, see above")
-    add("--plot", type=Path, metavar="DIR", help="write a PNG per load; needs matplotlib")
     shape = parser.add_argument_group("the layer that is priced (default: Qwen3-30B-A3B on H100)")
     add = shape.add_argument
     add("--hidden", type=int, default=2048, help="hidden size (%(default)s)")
@@ -216,10 +181,10 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--hidden-us", type=number, default=650, help="compute before the layer, per iteration, us (%(default)s)")
     add("--measured", type=Path, metavar="FILE", help="links and speed from a measurement file")
     args = parser.parse_args(argv)
-    for name in ("per_node", "stride", "hidden", "ffn", "pairs", "microbatches", "steps"):
+    for name in ("per_node", "hidden", "ffn", "pairs", "microbatches", "steps"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
-    for name in ("slots", "skip", "seed", "hidden_us"):
+    for name in ("slots", "skip", "hidden_us"):
         if getattr(args, name) < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
     try:
@@ -227,19 +192,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         assert min(args.ranks) > 0
     except (ValueError, AssertionError):
         parser.error(f"--ranks takes numbers of ranks, as in 8,16,32, got {args.ranks!r}")
-    if args.curve and args.dump:
-        parser.error("--curve writes no plans: leave out --dump, or --curve")
     try:
-        if args.plot:
-            load_pyplot()
-            if args.plot.exists() and not args.plot.is_dir():
-                raise ValueError(f"--plot {args.plot} is no folder; name one, it need not exist")
         for flag, path in (("--csv", args.csv), ("--dump", args.dump)):
             if path:
                 _check_output(flag, path)
                 if path.resolve() in [Path(trace).resolve() for trace in args.trace or ()]:
                     raise ValueError(f"{flag} {path} is a recorded load; name another file")
-        args.planners = _planners(args.planner, curve=args.curve)
+        args.planners = _planners(args.planner)
         args.cases = list(cases(args))
         if args.dump and len(args.cases) != 1:
             raise ValueError(
@@ -254,24 +213,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Run the benchmark as the command line says; returns the rows."""
     args = _arguments(argv)
-    if args.curve:
-        rows = [row for case in args.cases for row in trace_curve(case, args.planners, skip=args.skip)]
-        columns = CURVE
-    else:
-        rows = [row for case in args.cases for row in compare(case, args.planners, skip=args.skip, dump=args.dump)]
-        columns = COLUMNS
-    print(markdown(rows, columns))
-    if args.curve:
-        print(f"\nCopies per rank for a mean imbalance of {ENOUGH}:\n")
-        for key in dict.fromkeys((row["load"], row["ranks"], row["planner"]) for row in rows):
-            copies = needed([row for row in rows if (row["load"], row["ranks"], row["planner"]) == key])
-            print(f"- {key[0]}, {key[1]} ranks, {key[2]}: " + ("not reached" if copies is None else f"{copies:.2f}"))
-    else:
-        print(LEGEND)
+    rows = [row for case in args.cases for row in compare(case, args.planners, skip=args.skip, dump=args.dump)]
+    print(markdown(rows, COLUMNS))
+    print(LEGEND)
     if args.csv:
-        write_csv(args.csv, rows, columns)
-    if args.plot:
-        (plot_curve if args.curve else plot_rows)(args.plot, rows)
+        write_csv(args.csv, rows, COLUMNS)
     return rows
 
 

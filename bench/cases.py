@@ -10,9 +10,7 @@ import numpy as np
 from loads import DATA, Trace, synthetic, synthetic_names
 from rivals.planner import Setting
 
-from megatron_hecate.plan import World
-from megatron_hecate.plan.cost import LayerShape
-from megatron_hecate.plan.world import H100, Speeds
+from megatron_hecate.plan import H100, LayerShape, Speeds, World
 
 SYNTHETIC_STEPS: int = 40
 
@@ -43,11 +41,10 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     for load in loads:
         for num_ranks in args.ranks:
             if isinstance(load, Trace):
-                steps = slice(0, args.steps, args.stride)
-                counts = Trace(load.name, load.counts[steps]).to_ranks(num_ranks, seed=args.seed)
+                counts = Trace(load.name, load.counts[: args.steps]).to_ranks(num_ranks)
                 name = load.name
             else:
-                counts = synthetic(load, num_ranks, steps=args.steps or SYNTHETIC_STEPS, seed=args.seed)[:: args.stride]
+                counts = synthetic(load, num_ranks, steps=args.steps or SYNTHETIC_STEPS)
                 name = load
             yield Case(name, counts, _setting(args, name, counts, num_ranks))
 

@@ -5,8 +5,8 @@
 One GPU has no NVLink to itself: both ends lie in its own memory, and the baseline is its own device-to-device copy. So
 this shows what the kernels can do where the link does not limit them, for every number of thread blocks. Rates are
 bytes read and written per second: a copy reads and writes a chunk; a sum of k gradients reads k and the total, and
-writes the total. The baseline copies as many bytes. Medians of ``--calls`` launches. "ce": the copies of spAG,
-made by copy engines (transport ``ce``).
+writes the total. The baseline copies as many bytes. Medians of ``--calls`` launches. Copies of spAG are made by copy
+engines as well.
 
 ``--device cpu`` runs the host build, to try the script; its numbers mean nothing.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import statistics
 import sys
 import time
@@ -27,9 +28,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_hecate import kernel, launch  # noqa: E402
-from megatron_hecate.kernel import Signals, Wire  # noqa: E402
-from megatron_hecate.schedule import Place, Pull, Schedule  # noqa: E402
+from megatron_hecate.comm.nvlink.launch import Kernels  # noqa: E402
+from megatron_hecate.comm.nvlink.program import FAILURE, Program, Signals  # noqa: E402
+from megatron_hecate.comm.nvlink.schedule import Place, Pull, Schedule  # noqa: E402
 
 EXPERTS = {"Mixtral-8x7B": 3 * 4096 * 14336, "DeepSeek-V3": 3 * 7168 * 2048, "Qwen3-30B-A3B": 3 * 2048 * 768}
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 132)
@@ -41,44 +42,43 @@ class Bench:
     """Programs for one rank that deals with nobody else, so that nothing waits."""
 
     def __init__(self, device: torch.device, elements: int) -> None:
-        self.device, self.elements = device, elements
+        self.device, self.elements, self.kernels = device, elements, Kernels(device)
         self.words = torch.zeros(64, dtype=torch.int32, device=device)
-        self.failure = torch.zeros(kernel.FAILURE.itemsize, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.failure = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.weights = torch.randn(2, elements, device=device).bfloat16()
         self.grads = torch.randn(SOURCES, elements, device=device)
         self.half = self.grads.bfloat16()
-        self.total = torch.zeros(elements, device=device)
+        self.main_grad = torch.zeros(elements, device=device)
 
     def launch(self, what: str) -> Callable[[int], None]:
         """What launches ``what`` with so many blocks; 0: by copy engines."""
         sums, grads = what != "spAG", self.half if what == "spRS bf16" else self.grads
         memory = {Place(0, "slot", i): self.weights[i] for i in range(2)}
-        memory |= {Place(0, "grad", i): grads[i] for i in range(SOURCES)} | {Place(0, "total", 0): self.total}
+        memory |= {Place(0, "grad", i): grads[i] for i in range(SOURCES)} | {Place(0, "main_grad", 0): self.main_grad}
         if sums:
-            pull = Pull(
-                tuple(Place(0, "grad", i) for i in range(SOURCES)), Place(0, "total", 0), 0, self.elements, True
-            )
+            sources = tuple(Place(0, "grad", i) for i in range(SOURCES))
+            pull = Pull(sources, Place(0, "main_grad", 0), 0, self.elements, add=True)
         else:
             pull = Pull((Place(0, "slot", 0),), Place(0, "slot", 1), 0, self.elements)
         words = self.words.data_ptr()
-        program = kernel.program(
+        program = Program(
             Schedule(((pull,),), frozenset()),
             lambda place: [(memory[place].data_ptr(), self.elements)],
-            Signals(words, {0: words}, words + 64, self.failure.data_ptr()),
-            wire=Wire(grads.element_size() if sums else 2, sums=sums),
-            rank=0,
+            signals=Signals(0, {0: words}, words + 64, self.failure.data_ptr(), timeout=10.0),
+            itemsize=grads.element_size() if sums else 2,
+            sums=sums,
             begin=1,
-            timeout=10.0,
         )
-        at = torch.empty(len(program), dtype=torch.uint8, device=self.device)
-        kernel.relocate(program, at.data_ptr())
-        at.copy_(torch.from_numpy(program))
+        at = torch.empty(len(program.data), dtype=torch.uint8, device=self.device)
+        program.relocate(at.data_ptr())
+        at.copy_(torch.from_numpy(program.data))
         name = "fssdp_reduce" if sums else "fssdp_gather"
-        items = [] if sums else kernel.copies(program, at.data_ptr())[0]
+        items = None if sums else program.copies()[0]
         if self.device.type == "cpu":
-            host = getattr(launch.compile_for_host(), name)
-            return lambda blocks: host(ctypes.c_void_p(at.data_ptr()), blocks, 1) if blocks else launch.move(items)
-        return lambda blocks: launch.launch(name, at, blocks=blocks) if blocks else launch.batch(items)
+            host = self.kernels.function(name)
+            run = functools.partial(host, ctypes.c_void_p(at.data_ptr()))
+            return lambda blocks: run(blocks, 1) if blocks else self.kernels.copy(items)
+        return lambda blocks: self.kernels.launch(name, at, blocks=blocks) if blocks else self.kernels.copy(items)
 
     def moved(self, what: str) -> int:
         """Bytes read and written."""
@@ -147,7 +147,7 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_stream(torch.cuda.Stream())  # batches of copies are not for the default one
     blocks = BLOCKS if device.type == "cuda" else (1, 2)
-    heads = " | ".join(["ce", *(f"{b} blocks" for b in blocks)])
+    heads = " | ".join(["copy engines", *(f"{b} blocks" for b in blocks)])
     print(f"| expert | | own copy | {heads} | target |")
     print("|---|---|---|" + "---|" * (len(blocks) + 2))
     for expert, elements in EXPERTS.items():

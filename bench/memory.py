@@ -1,10 +1,11 @@
-"""Expert memory of a rank for published models: what FSSDP adds to stock expert parallelism, by lifetime of guests.
+"""Expert memory of a rank for published models: what FSSDP adds to stock expert parallelism, by lifetime of replicas.
 
     python bench/memory.py
 
-Arithmetic only (`megatron_hecate.report`, which tests compare with real runs): bf16 weights, fp32 main gradients, Adam
-with an fp32 master copy and two fp32 moments, not sharded. Sizes are those of the models' published configs, layouts
-are ours or their authors'; where pipeline stages differ, the rank with the largest expert memory is shown.
+Arithmetic only (`megatron_hecate.replicas.memory_estimate`, which tests compare with real runs): bf16 weights, fp32
+main gradients, Adam with an fp32 master copy and two fp32 moments, not sharded. Sizes are those of the models'
+published configs, layouts are ours or their authors'; where pipeline stages differ, the rank with the largest expert
+memory is shown.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ import argparse
 import dataclasses
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_hecate.memory import LIFETIMES, Need  # noqa: E402
-from megatron_hecate.report import Account, RankExperts  # noqa: E402
+from megatron_hecate.comm.nvlink.transport import NVLink  # noqa: E402
+from megatron_hecate.comm.p2p import P2P  # noqa: E402
+from megatron_hecate.comm.transport import LayerBuffer, Transport  # noqa: E402
+from megatron_hecate.replicas.buffers import LIFETIMES  # noqa: E402
+from megatron_hecate.replicas.memory_estimate import ExpertMemory, RankExperts  # noqa: E402
 
 TARGET = 0.05  # what lifetime "layer" may add with 2 slots, on 64 ranks, to 48 layers of 128 experts
 
@@ -46,17 +51,24 @@ class Model:
     def rank(self, stage: int, slots: int, transport: str) -> RankExperts:
         """One rank of ``stage``, under the 1F1B schedule."""
         layers, microbatches = self.stages[stage], len(self.stages) - stage
-        homes = self.experts // self.ranks
-        machines = (8,) * max(1, self.ranks // 8)  # 8 GPUs share NVLink
         elements = 3 * self.hidden * self.ffn
-        need = Need(slots=slots, elements=elements, dtype=torch.bfloat16, homes=homes, domains=machines)
-        in_flight = layers * microbatches
-        return RankExperts.with_adam((need,) * layers, (homes,) * layers, in_flight=in_flight, transport=transport)
+        buffer = LayerBuffer(slots=slots, elements=elements, dtype=torch.bfloat16, homes=self.experts // self.ranks)
+        extra = _transport(transport, self.ranks).extra_bytes([buffer])
+        return RankExperts.with_adam((buffer,) * layers, in_flight=layers * microbatches, transport_bytes=extra)
 
-    def account(self, lifetime: str, slots: int, transport: str = "p2p") -> Account:
+    def estimate(self, lifetime: str, slots: int, transport: str = "p2p") -> ExpertMemory:
         """Of the rank that holds most."""
-        accounts = [Account.of(self.rank(stage, slots, transport), lifetime) for stage in range(len(self.stages))]
-        return max(accounts, key=lambda account: account.total)
+        stages = (self.rank(stage, slots, transport) for stage in range(len(self.stages)))
+        return max((ExpertMemory.estimate(rank, lifetime) for rank in stages), key=lambda memory: memory.total)
+
+
+def _transport(name: str, ranks: int) -> Transport:
+    """One that is never used, for a group of so many ranks; 8 GPUs share NVLink."""
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
+    if name == P2P.name:
+        return P2P(group, timeout=1.0)
+    domains = [range(first, min(first + 8, ranks)) for first in range(0, ranks, 8)]
+    return NVLink(group, group, domains, timeout=1.0)
 
 
 MODELS = (
@@ -95,28 +107,27 @@ MODELS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slots", type=int, default=2, help="per rank and layer")
-    parser.add_argument("--transport", choices=("p2p", "sm", "ce"), default="p2p")
+    parser.add_argument("--transport", choices=("p2p", "nvlink"), default="p2p")
     options = parser.parse_args()
     slots, most = options.slots, min(model.experts - model.experts // model.ranks for model in MODELS)
     if not 0 <= slots <= most:
         parser.error(f"--slots {slots} is out of range: 0 to {most}, the experts that every model has elsewhere")
     command = f"python bench/memory.py --slots {slots} --transport {options.transport}"
     print(f"`{command}`. GiB on the rank that holds most:\n")
-    columns = "model, lifetime, homes (weights + gradients + optimizer), guests' weights, gradients, transport, total, "
-    columns += "over stock EP"
-    names = columns.split(", ")
+    names = ["model", "lifetime", "homes (weights + gradients + optimizer)", "replicas' weights", "gradients"]
+    names += ["transport", "total", "over stock EP"]
     print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     for model in MODELS:
         for lifetime in LIFETIMES:
-            a = model.account(lifetime, slots, options.transport)
+            a = model.estimate(lifetime, slots, options.transport)
             homes = f"{_gib(a.homes)} ({_gib(a.weights)} + {_gib(a.grads)} + {_gib(a.optimizer)})"
-            parts = " | ".join(_gib(part) for part in (a.guest_weights, a.guest_grads, a.transport, a.total))
+            parts = " | ".join(_gib(part) for part in (a.replica_weights, a.replica_grads, a.transport, a.total))
             print(f"| {model.name} | `{lifetime}` | {homes} | {parts} | +{a.added:.1%} |")
     print()
     for model in MODELS:
         print(f"- {model.name}: {model.note}.")
     target = next(model for model in MODELS if len(model.stages) == 1 and model.stages[0] == 48)
-    added = target.account("layer", 2, options.transport).added
+    added = target.estimate("layer", 2, options.transport).added
     print(
         f"\nTarget, 48 layers of 128 experts on 64 ranks, lifetime `layer`, 2 slots: at most +{TARGET:.0%}; "
         f"it is +{added:.1%}: {'met' if added <= TARGET else 'MISSED'}."

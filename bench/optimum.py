@@ -3,10 +3,10 @@
     python bench/optimum.py
 
 For every step and layer of the recorded loads in which `hecate-late` leaves more than ``FLOOR``, a mixed-integer
-program finds the smallest largest rank load over all placements of guests and all quotas, with scipy's HiGHS; where it
-takes too long, what it has proven. All other samples count as 1. So every figure under "any placement" is a bound that
-holds for every planner, at any number of late copies; homes stay where they are. On larger groups most programs hit the
-time limit.
+program finds the smallest largest rank load over all placements of replicas and all quotas, with scipy's HiGHS; where
+it takes too long, what it has proven. All other samples count as 1. So every figure under "any placement" is a bound
+that holds for every planner, at any number of late copies; homes stay where they are. On larger groups most programs
+hit the time limit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMIT: float = 60.0  # seconds for one program
 
 
 def least_possible(total: np.ndarray, home: np.ndarray, *, num_ranks: int, slots: int, limit: float = LIMIT) -> int:
-    """A largest rank load that no placement with ``slots`` guests per rank goes below.
+    """A largest rank load that no placement with ``slots`` replicas per rank goes below.
 
     Given time, the optimum less what the solver tolerates, 1/10,000.
 
@@ -38,7 +38,7 @@ def least_possible(total: np.ndarray, home: np.ndarray, *, num_ranks: int, slots
         total: [E] tokens.
         home: [E].
         num_ranks: R.
-        slots: guests a rank may host.
+        slots: replicas a rank may host.
         limit: seconds.
     """
     if num_ranks == 1 or not total.any():
@@ -51,7 +51,7 @@ def least_possible(total: np.ndarray, home: np.ndarray, *, num_ranks: int, slots
     rows = lil_array((count + 2 * num_ranks + len(total), 2 * count + 1))
     most = np.zeros(rows.shape[0])
     for i, (e, r) in enumerate(ways):
-        rows[i, i], rows[i, count + i] = 1, -tokens[e]  # none without a guest
+        rows[i, i], rows[i, count + i] = 1, -tokens[e]  # none without a replica
         rows[count + r, i], rows[count + home[e], i] = 1, -1  # load of both ranks
         rows[count + num_ranks + r, count + i] = 1  # slots
         rows[count + 2 * num_ranks + e, i] = 1  # no more than there are
@@ -73,7 +73,7 @@ def least_possible(total: np.ndarray, home: np.ndarray, *, num_ranks: int, slots
 def compare(case: Case) -> dict[str, np.ndarray]:
     """[T, L] imbalance from history, after late copies, and of the best placement."""
     steps, layers, num_ranks, _ = case.counts.shape
-    found = {name: np.ones((steps, layers)) for name in ("hecate", "hecate-late", "any placement")}
+    found = {name: np.ones((steps, layers)) for name in ("hecate-unpriced", "hecate-late", "any placement")}
     setting = case.setting
     for layer in range(layers):
         plan, history = HecateLate(setting), []
@@ -83,8 +83,8 @@ def compare(case: Case) -> dict[str, np.ndarray]:
             history.append(load)
             total = load.sum(axis=0)
             mean = max(1, total.sum()) / num_ranks
-            for name, placement in (("hecate", placed), ("hecate-late", final)):
-                found[name][step, layer] = max(1.0, largest_load(total, placement, setting.world) / mean)
+            for name, placement in (("hecate-unpriced", placed), ("hecate-late", final)):
+                found[name][step, layer] = max(1.0, largest_load(total, placement) / mean)
             if found["hecate-late"][step, layer] > FLOOR:
                 best = least_possible(total, setting.homes.home, num_ranks=num_ranks, slots=setting.slots)
                 found["any placement"][step, layer] = best / mean
@@ -107,7 +107,7 @@ def main() -> None:
         "--trace", action="append", type=Path, metavar="FILE.npz", help="all recorded ones if not named"
     )
     parser.add_argument("--ranks", type=int, default=8, help="on one node (%(default)s)")
-    parser.add_argument("--slots", type=int, default=1, help="guests a rank may host (%(default)s)")
+    parser.add_argument("--slots", type=int, default=1, help="replicas a rank may host (%(default)s)")
     parser.add_argument("--steps", type=int, help="first steps only")
     args = parser.parse_args()
     for name in ("ranks", "slots", "steps"):

@@ -20,7 +20,7 @@ from statistics import median
 
 from launch import again_on_ranks
 
-SHARES = {  # column: spans
+SHARES = {  # heading: spans
     "plan": ("plan",),
     "route": ("loads", "quotas"),
     "spAG exposed": ("spAG wait",),
@@ -31,7 +31,7 @@ SHARES = {  # column: spans
 }
 
 
-def measure(steps: int, warmup: int, accumulate: int, layers: int, folder: Path | None, transport: str) -> None:
+def measure(options: argparse.Namespace) -> None:
     """Print the table; runs on every rank."""
     import torch
     import torch.distributed as dist
@@ -40,15 +40,17 @@ def measure(steps: int, warmup: int, accumulate: int, layers: int, folder: Path 
     dist.init_process_group("gloo")
     import tiny_gpt
 
-    from megatron_hecate import HecateConfig, fssdp, trace
-    from megatron_hecate.memory import LIFETIMES
+    from megatron_hecate import HecateConfig, fssdp
+    from megatron_hecate.replicas.buffers import LIFETIMES
+    from megatron_hecate.tools import trace
 
-    model = dict(num_layers=layers, hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512)
+    steps, warmup, folder = options.steps, options.warmup, options.trace
+    model = dict(num_layers=options.layers, hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512)
     case = tiny_gpt.Case(
-        experts=16, seq=128, micro_batch=16, accumulate=accumulate, skew=2.0, settings=tuple(model.items())
+        experts=16, seq=128, micro_batch=16, accumulate=options.accumulate, skew=2.0, settings=tuple(model.items())
     )
     tiny_gpt.initialize(case)
-    settings = dict(slots=2, transport=transport, costs=tiny_gpt.FREE)
+    settings = dict(slots=2, transport=options.transport, speeds=tiny_gpt.FREE)
     configs = {name: HecateConfig(lifetime=name, **settings) for name in LIFETIMES}
     runs = {"stock": tiny_gpt.train(case, steps=0)}
     runs |= {name: tiny_gpt.train(case, steps=0, hook=fssdp(config)) for name, config in configs.items()}
@@ -58,7 +60,7 @@ def measure(steps: int, warmup: int, accumulate: int, layers: int, folder: Path 
         for name, run in runs.items():
             dist.barrier()
             start = time.perf_counter()
-            with trace.record() as recorder:
+            with trace.Recorder() as recorder:
                 run.step(step)
                 dist.barrier()
             took = time.perf_counter() - start
@@ -79,7 +81,10 @@ def measure(steps: int, warmup: int, accumulate: int, layers: int, folder: Path 
     dist.all_gather_object(ranks, own)
     if dist.get_rank() == 0:
         _report(runs.keys(), ranks, {name: median(s) for name, s in seconds.items()}, runs)
-        print(f"\nMedians of {steps} steps of {accumulate} microbatches, in turn, {len(ranks)} ranks, {layers} layers.")
+        print(
+            f"\nMedians of {steps} steps of {options.accumulate} microbatches, in turn, {len(ranks)} ranks, "
+            f"{options.layers} layers."
+        )
         if folder is not None:
             draw(folder)
     dist.barrier()
@@ -87,12 +92,12 @@ def measure(steps: int, warmup: int, accumulate: int, layers: int, folder: Path 
 
 
 def _report(names, ranks, seconds, runs) -> None:  # noqa: ANN001
-    print("| lifetime | step, s | " + " | ".join(SHARES) + " | guests | over iteration |")
+    print("| lifetime | step, s | " + " | ".join(SHARES) + " | replicas | over iteration |")
     print("|---|---|" + "---|" * (len(SHARES) + 2))
     for name in names:
         cells = [f"{max(rank[name][column] for rank in ranks):.1%}" for column in SHARES]
         print(
-            f"| {name} | {seconds[name]:.3f} | {' | '.join(cells)} | {runs[name].guests} | "
+            f"| {name} | {seconds[name]:.3f} | {' | '.join(cells)} | {runs[name].replicas} | "
             f"{seconds[name] / seconds['iteration']:.3f} |"
         )
 
@@ -104,7 +109,7 @@ def draw(folder: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    from megatron_hecate.memory import LIFETIMES
+    from megatron_hecate.replicas.buffers import LIFETIMES
 
     colors = {
         "experts": "tab:green",
@@ -149,7 +154,7 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=6, help="steps before; copies are timed in some of them")
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
     parser.add_argument("--layers", type=int, default=4, help="of the model, all MoE")
-    parser.add_argument("--transport", choices=("p2p", "sm", "ce"), default="p2p")
+    parser.add_argument("--transport", choices=("p2p", "nvlink"), default="p2p")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write Chrome traces and overlap.png there")
     arguments = parser.parse_args()
     if min(arguments.steps, arguments.accumulate, arguments.layers) < 1 or arguments.warmup < 0:
@@ -159,8 +164,7 @@ def main() -> int:
     if arguments.trace is not None:
         arguments.trace.mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:
-        options = (arguments.layers, arguments.trace, arguments.transport)
-        measure(arguments.steps, arguments.warmup, arguments.accumulate, *options)
+        measure(arguments)
         return 0
     return again_on_ranks(__file__, 2)
 

@@ -1,7 +1,7 @@
 """Step time of stock Megatron and of FSSDP, on 2 CPU ranks, step by step in turn.
 
     python bench/step_time.py
-    python bench/step_time.py --break-even      from which imbalance on guests pay, and what FSSDP decides
+    python bench/step_time.py --break-even      from which imbalance on replicas pay, and what FSSDP decides
 
 Stock and FSSDP models live in the same processes and take turns, so that a noisy machine slows both alike; the ratio is
 of medians. Three routings: skewed (a bias on the router's logits makes one rank hot), forced balance
@@ -44,8 +44,8 @@ def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
     cases["forced balance"] = tiny_gpt.Case(**sizes, skew=0.0, settings=forced)
     tiny_gpt.initialize(cases["forced balance"])
     hooks = {"stock": None, "FSSDP": fssdp(HecateConfig(slots=2))}
-    if break_even:  # at speeds that make copies free, guests are always used
-        hooks["always"] = fssdp(HecateConfig(slots=2, costs=tiny_gpt.FREE))
+    if break_even:  # at speeds that make copies free, replicas are always used
+        hooks["always"] = fssdp(HecateConfig(slots=2, speeds=tiny_gpt.FREE))
     runs, seconds = {}, {}
     for routing, case in cases.items():
         for name, hook in hooks.items():
@@ -72,7 +72,7 @@ def report(
     runs: dict[tuple[str, str], Any], seconds: dict[tuple[str, str], float], routings: list[str], *, break_even: bool
 ) -> None:
     """Print one of the two tables."""
-    from megatron_hecate.metrics import layer_metrics
+    from megatron_hecate.tools.metrics import layer_metrics
 
     if break_even:
         print("| routing | imbalance of the layers | stock, s | stock/always | stock/FSSDP | layers bypassed |")
@@ -87,14 +87,14 @@ def report(
             )
         return
     ideal = seconds["forced balance", "stock"]
-    print("| routing | stock, s | FSSDP, s | stock/FSSDP | stock/ideal | FSSDP/ideal | guests |")
+    print("| routing | stock, s | FSSDP, s | stock/FSSDP | stock/ideal | FSSDP/ideal | replicas |")
     print("|---|---|---|---|---|---|---|")
     for routing in routings:
         stock, ours = seconds[routing, "stock"], seconds[routing, "FSSDP"]
-        guests = runs[routing, "FSSDP"].guests
+        replicas = runs[routing, "FSSDP"].replicas
         print(
             f"| {routing} | {stock:.3f} | {ours:.3f} | {stock / ours:.3f} | {stock / ideal:.3f} | {ours / ideal:.3f} | "
-            f"{guests} |"
+            f"{replicas} |"
         )
     print("\nideal: stock Megatron with forced balance")
 
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
-    parser.add_argument("--break-even", action="store_true", help="several skews; guests always, and where they pay")
+    parser.add_argument("--break-even", action="store_true", help="several skews; replicas always, and where they pay")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         measure(arguments.steps, arguments.warmup, arguments.accumulate, arguments.break_even)

@@ -58,7 +58,7 @@ class Run:
     routed: np.ndarray  # [S, L] max / mean tokens per home rank, as the router chose
     computed: np.ndarray  # [S, L] max / mean tokens per rank, as really computed
     seconds: np.ndarray  # [S]
-    guest_bytes: int  # most held by any rank
+    replica_bytes: int  # most held by any rank
     home_bytes: int  # expert weights of a rank
     peak_rss: int  # of any rank's process
 
@@ -128,7 +128,7 @@ def _read(folder: Path, ranks: int) -> Run:
         routed=routed.max(axis=2) / routed.mean(axis=2),
         computed=computed.max(axis=0) / computed.mean(axis=0),
         seconds=np.array([step["seconds"] for step in lines[0]]),
-        guest_bytes=max(step["guest_bytes"] for rank in lines for step in rank),
+        replica_bytes=max(step["replica_bytes"] for rank in lines for step in rank),
         home_bytes=max(end["home_bytes"] for end in ends),
         peak_rss=max(end["peak_rss"] for end in ends),
     )
@@ -156,16 +156,16 @@ def report(stock: Run, ours: Run, resumed: Run, *, saved_at: int, out: Path) -> 
         ("largest relative loss difference, first 20 steps", "", f"{difference[:20].max():.1e}"),
         (f"the same, all {len(difference)} steps", "", f"{difference.max():.1e}"),
         ("expert weights of a rank", f"{stock.home_bytes / mib:.1f} MiB", "the same"),
-        ("guests of a rank, weights and fp32 gradients, at most", "0", f"{ours.guest_bytes / mib:.1f} MiB"),
+        ("replicas of a rank, weights and fp32 gradients, at most", "0", f"{ours.replica_bytes / mib:.1f} MiB"),
         ("peak memory of a process", f"{stock.peak_rss / mib:.0f} MiB", f"{ours.peak_rss / mib:.0f} MiB"),
         (f"loss of the {len(again)} steps after FSSDP's checkpoint, stock against FSSDP", "", f"{again.max():.1e}"),
     ]
     print("\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
-    columns = (range(1, len(stock.loss) + 1), stock.loss, ours.loss, stock.seconds, ours.seconds)
+    series = (range(1, len(stock.loss) + 1), stock.loss, ours.loss, stock.seconds, ours.seconds)
     with (out / "steps.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["step", "stock_loss", "fssdp_loss", "stock_seconds", "fssdp_seconds"])
-        writer.writerows(zip(*columns, strict=True))
+        writer.writerows(zip(*series, strict=True))
     plot(stock, ours, out)
     print(f"Plots, steps.csv, logs and the checkpoint are in {out}/")
     print("FSSDP trained the same model as stock Megatron." if same else "THE RUNS DIFFER: see the table above.")
@@ -241,7 +241,7 @@ def main() -> int:
     load = ["--load", str(out / "checkpoint"), "--ckpt-step", str(arguments.steps)]
 
     stock = launch("stock", common, out, gpus=gpus)
-    slots = arguments.slots if ranks > 1 else 0  # nobody to lend to
+    slots = arguments.slots if ranks > 1 else 0  # a single rank has nobody to share experts with
     flags = ["--moe-fssdp", "--moe-fssdp-slots", str(slots)]
     ours = launch("fssdp", [*common, *save], out, gpus=gpus, fssdp=flags)
     resumed = launch("stock-from-fssdp-checkpoint", [*common, *load], out, gpus=gpus)

@@ -1,7 +1,7 @@
 """What really happens in a run, stock or FSSDP alike: losses, tokens per expert, tokens per rank, seconds per step.
 
-It watches from outside: forward hooks on Megatron's routers and expert modules, and a clock around the microbatches.
-Nothing here uses what FSSDP says about itself, but for the bytes its guests occupy.
+It watches from outside: forward hooks on Megatron's routers and expert modules, and the time of the microbatches.
+Nothing here uses what FSSDP says about itself, but for the bytes its replicas occupy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Probe:
 
     A line has: ``loss`` and ``tokens`` (sums over this rank's microbatches), ``seconds`` (of the whole step),
     ``experts`` [L][E] tokens of this rank routed to each expert, ``computed`` [L] tokens this rank's expert modules
-    computed, and ``guest_bytes`` held when the step's last forward ended.
+    computed, and ``replica_bytes`` held when the step's last forward ended.
     """
 
     def __init__(self, folder: str) -> None:
@@ -47,8 +47,8 @@ class Probe:
     def _routed(self, router: Module, layer: int, routing_map: Tensor) -> None:
         if router.training and self.step is not None:
             counts = routing_map.sum(dim=0).tolist()
-            rows = self.step["experts"]
-            rows[layer] = [a + b for a, b in zip(rows[layer] or [0] * len(counts), counts, strict=True)]
+            experts = self.step["experts"]
+            experts[layer] = [a + b for a, b in zip(experts[layer] or [0] * len(counts), counts, strict=True)]
 
     def _computed(self, experts: Module, layer: int, tokens_per_expert: Tensor) -> None:
         if experts.training and self.step is not None:
@@ -60,7 +60,7 @@ class Probe:
         if self.microbatch % get_num_microbatches() == 0:
             self._finish_step()
             num = len(self.layers)
-            self.step = {"loss": 0.0, "tokens": 0, "experts": [None] * num, "computed": [0] * num, "guest_bytes": 0}
+            self.step = {"loss": 0.0, "tokens": 0, "experts": [None] * num, "computed": [0] * num, "replica_bytes": 0}
             self.began = time.perf_counter()
         self.microbatch += 1
 
@@ -72,7 +72,7 @@ class Probe:
             if training:
                 self.step["loss"] += float(loss)
                 self.step["tokens"] += int(tokens)
-                self.step["guest_bytes"] = sum(_guest_bytes(layer) for layer in self.layers)
+                self.step["replica_bytes"] = sum(_replica_bytes(layer) for layer in self.layers)
             return loss, tokens, report
 
         return recorded
@@ -94,10 +94,10 @@ class Probe:
         self.file.close()
 
 
-def _guest_bytes(layer: MoELayer) -> int:
-    """Bytes of guest weights and of the fp32 memory for their gradients, in use."""
-    guests = getattr(getattr(layer, "fssdp", None), "guests", None)
-    if guests is None:
+def _replica_bytes(layer: MoELayer) -> int:
+    """Bytes of replica weights and of the fp32 memory for their gradients, in use."""
+    replicas = getattr(getattr(layer, "fssdp", None), "replicas", None)
+    if replicas is None:
         return 0
-    need = guests.slots.need
-    return guests.num_guests * (need.weight_bytes + need.grad_bytes) // need.slots
+    sizes = replicas.slots.sizes
+    return len(replicas.plan.slots) * (sizes.weight_bytes + sizes.grad_bytes) // sizes.slots

@@ -81,7 +81,7 @@ struct Device {
 FSSDP_KERNEL(fssdp_gather, fssdp::Gather)
 FSSDP_KERNEL(fssdp_reduce, fssdp::Reduce)
 
-extern "C" __global__ void __launch_bounds__(512, 1) fssdp_meet(const fssdp::Transfer* transfers, unsigned steps) {
+extern "C" __global__ void __launch_bounds__(512, 1) fssdp_synchronize(const fssdp::Transfer* transfers, unsigned steps) {
   fssdp::Device th;
-  fssdp::meet(th, transfers[blockIdx.y], steps);
+  fssdp::synchronize(th, transfers[blockIdx.y], steps);
 }

@@ -128,8 +128,8 @@ template <class Op>
 void run(const Transfer& t, u32 blocks, u32 threads) {
   launch([&t](Host& th) { transfer<Op>(th, t); }, blocks, threads);
 }
-void run_meet(const Transfer& t, u32 steps, u32 threads) {
-  launch([&t, steps](Host& th) { meet(th, t, steps); }, 1, threads);
+void run_synchronize(const Transfer& t, u32 steps, u32 threads) {
+  launch([&t, steps](Host& th) { synchronize(th, t, steps); }, 1, threads);
 }
 
 }  // namespace fssdp
@@ -143,8 +143,8 @@ int fssdp_reduce(const fssdp::Transfer* t, unsigned blocks, unsigned threads) {
   fssdp::run<fssdp::Reduce>(*t, blocks, threads);
   return (int)t->failure->failed;
 }
-int fssdp_meet(const fssdp::Transfer* t, unsigned steps) {
-  fssdp::run_meet(*t, steps, 1);
+int fssdp_synchronize(const fssdp::Transfer* t, unsigned steps) {
+  fssdp::run_synchronize(*t, steps, 1);
   return (int)t->failure->failed;
 }
 unsigned fssdp_size_of_transfer() { return sizeof(fssdp::Transfer); }

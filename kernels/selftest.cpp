@@ -1,12 +1,12 @@
 // Threads as ranks: runs a script of writes, transfers and checks, every rank on a thread of its own and as fast as it
-// likes, so that the only order between ranks is the one the transfers make. tests/kernel_scripts.py writes the scripts,
-// with the schedules that training uses; ThreadSanitizer and AddressSanitizer watch.
+// likes, so that the only order between ranks is the one the transfers make. tests/comm/kernel_scripts.py writes the
+// scripts, with the schedules that training uses; ThreadSanitizer and AddressSanitizer watch.
 //
 //     g++ -std=c++17 -pthread -fsanitize=thread -DFSSDP_STALLS -o selftest selftest.cpp && ./selftest SCRIPT
 //
 // A script is u64 words: ranks, bytes of memory per rank, blocks, threads, and what the progress counters, which lie first
-// in memory, start at; then for each rank the number of words that follow and these: an operation and its operands. Rank
-// r's memory lies at (r + 1) << 40, until it is relocated here.
+// in memory, start at; then for each rank the number of words that follow and these: operations, each with an address, a
+// number of bytes, and them. Rank r's memory lies at (r + 1) << 40, until it is relocated here.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -18,50 +18,13 @@ namespace {
 
 using namespace fssdp;
 
+// Write the bytes, or compare them with what is there; or they are the program of a transfer. COPIES is a gather of which
+// the kernels only make the signals.
 enum Operation : u64 { WRITE, CHECK, GATHER, REDUCE, COPIES };
-// WRITE   address, type, elements, seed
-// CHECK   address, type, elements, seed of what was there or NONE, number of addends, for each (type, seed)
-// GATHER, REDUCE   address of the program, its bytes, and it
-// COPIES  the same: a gather of which the kernels only make the signals
-enum Type : u64 { BYTE, HALF, FLOAT };
-const u64 NONE = ~0ull;
 
 std::vector<char*> memory;
 
 void* at(u64 address) { return address ? memory[(address >> 40) - 1] + (address & ((1ull << 40) - 1)) : nullptr; }
-
-u32 random_bits(u64 seed, u64 i) {
-  u64 x = (seed + 1) * 0x9e3779b97f4a7c15ull + i * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 31)) * 0x94d049bb133111ebull;
-  return (u32)(x >> 32);
-}
-// Of mixed magnitude, so that the order of a sum shows.
-float random_float(u64 seed, u64 i) {
-  const u32 bits = random_bits(seed, i);
-  const float value = (float)((int)(bits & 0xff) - 128) * (float)(1u << (bits >> 28));
-  return as_float(as_bits(value) & 0xffff0000u);  // a bf16 as well
-}
-float addend(u64 seed, u64 i) { return random_float(seed, i); }
-
-void write(u64 address, u64 type, u64 elements, u64 seed) {
-  char* to = (char*)at(address);
-  for (u64 i = 0; i < elements; ++i) {
-    const u32 bits = as_bits(random_float(seed, i));
-    if (type == BYTE) to[i] = (char)random_bits(seed, i);
-    if (type == HALF) ((u16*)to)[i] = (u16)(bits >> 16);
-    if (type == FLOAT) ((u32*)to)[i] = bits;
-  }
-}
-
-bool same(u64 address, u64 type, u64 i, u64 was, const u64* seeds, u64 count) {
-  const char* from = (const char*)at(address);
-  if (type == BYTE) return from[i] == (char)random_bits(was, i);
-  if (type == HALF) return ((const u16*)from)[i] == (u16)(as_bits(random_float(was, i)) >> 16);
-  float expected = 0;
-  for (u64 k = 0; k < count; ++k) expected = k ? expected + addend(seeds[k], i) : addend(seeds[k], i);
-  if (was != NONE) expected = count ? random_float(was, i) + expected : random_float(was, i);
-  return ((const u32*)from)[i] == as_bits(expected);
-}
 
 void relocate(u64& address) { address = (u64)at(address); }
 template <class T>
@@ -99,7 +62,7 @@ const Transfer& load(u64 address, const void* program, u64 size, bool sums) {
 // As copy engines would: between the signals, in no particular order.
 void copies(const Transfer& t, u32 threads) {
   for (u32 s = 0; s <= t.num_steps; ++s) {
-    run_meet(t, s, threads);
+    run_synchronize(t, s, threads);
     if (t.failure->failed) return;
     if (s == t.num_steps) return;
     const Step& step = t.steps[s];
@@ -112,22 +75,22 @@ void copies(const Transfer& t, u32 threads) {
 
 void rank_main(int rank, const std::vector<u64>& script, u32 blocks, u32 threads) {
   for (size_t i = 0; i < script.size();) {
-    const u64* op = &script[i];
-    if (op[0] == WRITE) {
-      write(op[1], op[2], op[3], op[4]);
-      i += 5;
-    } else if (op[0] == CHECK) {
-      for (u64 e = 0; e < op[3]; ++e)
-        if (!same(op[1], op[2], e, op[4], op + 6, op[5])) {
-          std::printf("FAIL rank %d: element %llu of %llu at %llx is not as it should be\n", rank, e, op[3], op[1]);
+    const u64 op = script[i], address = script[i + 1], size = script[i + 2];
+    const char* bytes = (const char*)&script[i + 3];
+    i += 3 + (size + 7) / 8;
+    if (op == WRITE) {
+      std::memcpy(at(address), bytes, size);
+    } else if (op == CHECK) {
+      for (u64 b = 0; b < size; ++b)
+        if (((const char*)at(address))[b] != bytes[b]) {
+          std::printf("FAIL rank %d: byte %llu of %llu at %llx is not as it should be\n", rank, b, size, address);
           std::fflush(stdout), std::_Exit(1);
         }
-      i += 6 + op[5];
     } else {
-      const Transfer& t = load(op[1], op + 3, op[2], op[0] == REDUCE);
-      if (op[0] == COPIES)
+      const Transfer& t = load(address, bytes, size, op == REDUCE);
+      if (op == COPIES)
         copies(t, threads);
-      else if (op[0] == REDUCE)
+      else if (op == REDUCE)
         run<Reduce>(t, blocks, threads);
       else
         run<Gather>(t, blocks, threads);
@@ -136,7 +99,6 @@ void rank_main(int rank, const std::vector<u64>& script, u32 blocks, u32 threads
         std::printf("FAIL rank %u waits for rank %u: expected step %u, seen %d\n", f.rank, f.peer, f.expected, (int)f.seen);
         std::fflush(stdout), std::_Exit(1);
       }
-      i += 3 + (op[2] + 7) / 8;
     }
   }
 }

@@ -24,7 +24,7 @@ FSSDP_FN void await_peers(Thread& th, const Transfer& t, u32 steps) {
 // This rank has finished so many steps, and goes on when its peers have: before a step made of plain copies, and after
 // the last. One block.
 template <class Thread>
-FSSDP_FN void meet(Thread& th, const Transfer& t, u32 steps) {
+FSSDP_FN void synchronize(Thread& th, const Transfer& t, u32 steps) {
   tell(th, t, t.begin + steps);
   await_peers(th, t, steps);
 }

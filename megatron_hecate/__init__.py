@@ -4,6 +4,17 @@
     model_chunks = fssdp(HecateConfig(slots=2))(model_chunks)     # before DDP wraps them
 
 Importing this package touches neither Megatron nor CUDA.
+
+| package | in an iteration |
+|---|---|
+| `convert`, `layer` | the hook that switches FSSDP on; the layer, one iteration on one screen |
+| `runtime` | when things happen: iterations, load history and forecast, planning and fetching ahead |
+| `plan` | which rank holds what, and which token goes where: pure, numpy in, frozen plans out |
+| `replicas` | the copies on this rank: buffers, lifetimes, autograd |
+| `comm` | how they travel: transfer plans, the transports `p2p` and `nvlink` |
+| `adapter` | what touches Megatron: assumptions, dispatcher and rerouting, experts |
+| `tools` | metrics, traces, measured speeds |
+| `config`, `enable`, `__main__` | settings and flags; the line for a script; the launcher |
 """
 
 from __future__ import annotations
@@ -17,7 +28,7 @@ __all__ = ["HecateConfig", "fssdp"]
 
 
 def fssdp(config: HecateConfig | None = None) -> Callable[[list], list]:
-    """The hook ``list[model chunk] -> list[model chunk]``; see `megatron_hecate.layer.fssdp`."""
-    from megatron_hecate import layer  # imports Megatron
+    """The hook ``list[model chunk] -> list[model chunk]``; see `megatron_hecate.convert.fssdp`."""
+    from megatron_hecate import convert  # imports Megatron
 
-    return layer.fssdp(config or HecateConfig())
+    return convert.fssdp(config or HecateConfig())

@@ -1,7 +1,7 @@
 """``torchrun ... -m megatron_hecate --moe-fssdp pretrain_gpt.py <Megatron's arguments>``: any script, unmodified.
 
 ``python -m megatron_hecate --check`` prints what FSSDP finds here and would use. ``torchrun ... -m megatron_hecate
---measure FILE`` writes what links and cores do, for ``--moe-fssdp-costs FILE``.
+--measure FILE`` writes what links and cores do, for ``--moe-fssdp-speeds FILE``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import sys
 import warnings
 from pathlib import Path
 
-from megatron_hecate import __version__, config
-from megatron_hecate import compile as kernels
+from megatron_hecate import HecateConfig, __version__
+from megatron_hecate.comm.nvlink import compile as kernels
 
 DESCRIPTION = (
     "Run a Megatron pretraining script with the --moe-fssdp flags. --check prints versions and whether FSSDP fits. "
-    "--measure FILE, under torchrun, writes the speeds of links and cores for --moe-fssdp-costs."
+    "--measure FILE, under torchrun, writes the speeds of links and cores for --moe-fssdp-speeds."
 )
 USAGE = "python -m megatron_hecate [--moe-fssdp ...] SCRIPT.py [Megatron's arguments] | --check | --measure FILE"
 
@@ -27,7 +27,7 @@ USAGE = "python -m megatron_hecate [--moe-fssdp ...] SCRIPT.py [Megatron's argum
 def main(argv: list[str]) -> int:
     """Run ``SCRIPT.py`` with the flags known to Megatron's parser; returns the exit status of ``--check``."""
     if argv == ["--check"]:
-        return check()
+        return _check()
     if argv[:1] == ["--measure"]:
         if len(argv) != 2:
             print(f"--measure takes one file, got {argv[1:]}", file=sys.stderr)
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
                 file=sys.stderr,
             )
             return 2
-        from megatron_hecate.measure import measure
+        from megatron_hecate.tools.measure import measure
 
         measure(argv[1])
         return 0
@@ -46,14 +46,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m megatron_hecate", usage=USAGE, description=DESCRIPTION, allow_abbrev=False
     )
-    config.add_arguments(parser)
+    HecateConfig.add_arguments(parser)
     asked = parser.parse_args(argv if at is None else argv[:at])  # -h, and flags of others before the script, end here
     try:
-        settings = config.from_arguments(asked)  # what is wrong is said now, not when Megatron has started
-        if settings is not None and settings.costs is not None:
+        settings = HecateConfig.from_arguments(asked)  # what is wrong is said now, not when Megatron has started
+        if settings is not None and settings.speeds is not None:
             from megatron_hecate.plan import Speeds
 
-            Speeds.load(settings.costs)
+            Speeds.load(settings.speeds)
     except (ValueError, NotImplementedError) as error:
         parser.error(f"--moe-fssdp: {error}")
     if at is None:
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def check() -> int:
+def _check() -> int:
     """Print versions and what would be used; 1 when FSSDP cannot be switched on."""
     import torch
 
@@ -81,9 +81,9 @@ def check() -> int:
         warnings.simplefilter("ignore")  # of Megatron, about what it can do without
         import megatron.core
 
-        from megatron_hecate import seams
+        from megatron_hecate.adapter import compat
 
-        problems = seams.changed_seams()
+        problems = compat.broken_assumptions()
     version = megatron.core.__version__.partition("+")[0]  # Megatron adds the commit of any repository it runs in
     print(f"megatron-core {version}: {'fits' if not problems else 'does not fit'}")
     for problem in problems:
@@ -92,8 +92,8 @@ def check() -> int:
     print(f"megatron.training: {'found, --moe-fssdp flags work' if training else 'not found; use the hook'}")
     print("transport p2p: torch.distributed point-to-point, on gloo or NCCL")
     for line in kernels.describe():
-        print(f"transports sm and ce: {line}")
-    print("transport auto: sm where peers share an NVLink domain and a trial of it succeeds, else p2p")
+        print(f"transport nvlink: {line}")
+    print("transport auto: nvlink where peers share an NVLink domain and its self-test succeeds, else p2p")
     return 1 if problems else 0
 
 

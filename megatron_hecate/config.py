@@ -9,7 +9,7 @@ import typing
 import warnings
 from typing import Any, Literal
 
-PREFIX = "moe_fssdp"
+FLAG = "--moe-fssdp"
 AUTO = "auto"  # of a setting that chooses by itself
 SHORTEST, LONGEST = 1e-3, 1e8  # seconds of a timeout; process groups take no more
 
@@ -27,30 +27,29 @@ class HecateConfig:
         ValueError: for a value outside its range.
     """
 
-    slots: int = _flag(2, "Guests a rank can host per MoE layer; 0 trains exactly as without FSSDP.")
+    slots: int = _flag(2, "Replicas a rank can hold per MoE layer; 0 trains exactly as without FSSDP.")
     lifetime: Literal["auto", "iteration", "microbatch", "layer"] = _flag(
         "iteration",
-        "How long guests live: fetched once per iteration (least traffic), per microbatch, or before each layer's "
+        "How long replicas live: fetched once per iteration (least traffic), per microbatch, or before each layer's "
         "forward and again before its backward (least memory). auto takes the first of these that fits beside the "
         "experts' gradients and optimizer state; it leaves no room for activations.",
     )
-    transport: Literal["auto", "p2p", "sm", "ce"] = _flag(
+    transport: Literal["auto", "p2p", "nvlink"] = _flag(
         "auto",
-        "How expert weights and gradients travel: p2p, by torch.distributed; sm, by our kernels, which read peers' "
-        "memory inside an NVLink domain (CPU ranks: inside a machine) and use p2p between domains; ce, the same with "
-        "weights copied by the GPU's copy engines. auto is sm where peers share an NVLink domain and a trial of it "
-        "succeeds, else p2p, and says why.",
+        "How expert weights and gradients travel: p2p, by torch.distributed; nvlink, by our kernels, which read peers' "
+        "memory inside an NVLink domain (CPU ranks: inside a machine) and use p2p between domains. auto is nvlink "
+        "where peers share an NVLink domain and its self-test succeeds, else p2p, and says why.",
     )
     overlap_degree: int | None = _flag(
         None,
         "Experts per rank whose fetch hides behind compute: they are free, and no more are fetched. None measures it.",
     )
-    late: int = _flag(
+    late_replicas: int = _flag(
         0,
-        "Guests a layer may fetch after the gate, on all ranks together, where the true loads make it pay: inside "
-        "nodes, and across nodes where speeds are measured (costs).",
+        "Replicas a layer may fetch after the gate, on all ranks together, where the true loads make it pay: inside "
+        "nodes, and across nodes where speeds are measured.",
     )
-    costs: str | None = _flag(
+    speeds: str | None = _flag(
         None,
         "File with measured speeds (python -m megatron_hecate --measure FILE) by which copies are judged to pay; None "
         "takes those of an H100 node, or of CPU cores without GPUs.",
@@ -58,59 +57,64 @@ class HecateConfig:
     timeout: float = _flag(600.0, "Seconds before a wait for another rank becomes an error that names it.")
 
     def __post_init__(self) -> None:
-        for name, optional in (("slots", False), ("overlap_degree", True), ("late", False)):
+        for name, optional in (("slots", False), ("overlap_degree", True), ("late_replicas", False)):
             value = getattr(self, name)
             if type(value) is not int and not (optional and value is None):
                 raise ValueError(f"{name}={value!r} must be a whole number{' or None' if optional else ''}")
-        for name in ("slots", "late"):
+        for name in ("slots", "late_replicas"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be 0 or more")
-        if self.late and not self.slots:
-            raise ValueError(f"late={self.late} needs slots for the late guests, got slots=0")
+        if self.late_replicas and not self.slots:
+            raise ValueError(f"late_replicas={self.late_replicas} needs slots for them, got slots=0")
         if self.overlap_degree is not None and self.overlap_degree < 0:
             raise ValueError(f"overlap_degree={self.overlap_degree} must be 0 or more, or None to measure it")
         if type(self.timeout) not in (int, float) or not SHORTEST <= self.timeout <= LONGEST:
             raise ValueError(f"timeout={self.timeout!r} must be a number of seconds from {SHORTEST:g} to {LONGEST:g}")
-        if self.costs is not None and not isinstance(self.costs, str):
-            raise ValueError(f"costs={self.costs!r} must be the name of a file, or None")
+        if self.speeds is not None and not isinstance(self.speeds, str):
+            raise ValueError(f"speeds={self.speeds!r} must be the name of a file, or None")
         for name in ("lifetime", "transport"):
             value = getattr(self, name)
             known = typing.get_args(typing.get_type_hints(type(self))[name])
             if value not in known:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
 
-
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--moe-fssdp`` and one flag per `HecateConfig` field to Megatron's parser."""
-    group = parser.add_argument_group("fssdp", "fully sharded sparse data parallelism for MoE layers (megatron-hecate)")
-    flag = "--" + PREFIX.replace("_", "-")
-    group.add_argument(flag, action="store_true", help="Train every MoE layer with FSSDP.")
-    hints = typing.get_type_hints(HecateConfig)
-    for field in dataclasses.fields(HecateConfig):
-        name = f"{flag}-{field.name.replace('_', '-')}"
-        hint, options = hints[field.name], {}
-        if typing.get_origin(hint) is Literal:
-            options["choices"] = typing.get_args(hint)
-        elif typing.get_origin(hint) in (typing.Union, types.UnionType):
-            options["type"] = typing.get_args(hint)[0]
-        else:
-            options["type"] = hint
-        if "choices" not in options:
-            options["metavar"] = {str: "FILE", float: "SECONDS"}.get(options["type"], "N")
-        group.add_argument(
-            name, default=field.default, help=field.metadata["help"] + " (default: %(default)s)", **options
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        """Add ``--moe-fssdp`` and one flag per field to Megatron's parser."""
+        group = parser.add_argument_group(
+            "fssdp", "fully sharded sparse data parallelism for MoE layers (megatron-hecate)"
         )
-    return parser
+        group.add_argument(FLAG, action="store_true", help="Train every MoE layer with FSSDP.")
+        hints = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            hint, options = hints[field.name], {}
+            if typing.get_origin(hint) is Literal:
+                options["choices"] = typing.get_args(hint)
+            else:
+                optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
+                options["type"] = typing.get_args(hint)[0] if optional else hint
+                options["metavar"] = {str: "FILE", float: "SECONDS"}.get(options["type"], "N")
+            text = field.metadata["help"] + " (default: %(default)s)"
+            group.add_argument(_flag_of(field.name), default=field.default, help=text, **options)
+        return parser
+
+    @classmethod
+    def from_arguments(cls, args: argparse.Namespace) -> HecateConfig | None:
+        """What the flags ask for, or ``None`` without ``--moe-fssdp``; other flags of ours then get a warning."""
+        fields = dataclasses.fields(cls)
+        asked = {f.name: getattr(args, _argument(_flag_of(f.name)), f.default) for f in fields}
+        if getattr(args, _argument(FLAG), False):
+            return cls(**asked)
+        idle = [f.name for f in fields if asked[f.name] != f.default]
+        if idle:
+            warnings.warn(f"{', '.join(map(_flag_of, idle))} without {FLAG}: FSSDP is off", stacklevel=2)
+        return None
 
 
-def from_arguments(args: argparse.Namespace) -> HecateConfig | None:
-    """The settings the flags ask for, or ``None`` without ``--moe-fssdp``; other flags of ours then get a warning."""
-    asked = {f.name: getattr(args, f"{PREFIX}_{f.name}", f.default) for f in dataclasses.fields(HecateConfig)}
-    if getattr(args, PREFIX, False):
-        return HecateConfig(**asked)
-    idle = [f.name for f in dataclasses.fields(HecateConfig) if asked[f.name] != f.default]
-    if idle:
-        flag = "--" + PREFIX.replace("_", "-")
-        names = ", ".join(f"{flag}-{name.replace('_', '-')}" for name in idle)
-        warnings.warn(f"{names} without {flag}: FSSDP is off", stacklevel=2)
-    return None
+def _flag_of(field: str) -> str:
+    return f"{FLAG}-{field.replace('_', '-')}"
+
+
+def _argument(flag: str) -> str:
+    """Where argparse keeps the value of ``flag``."""
+    return flag.removeprefix("--").replace("-", "_")

@@ -13,16 +13,8 @@ from typing import Any
 
 from megatron.training import arguments, training
 
-from megatron_hecate import config, fssdp, seams
-
-TRAINING_SEAMS = (
-    seams.Seam("training.arguments:add_megatron_arguments", ("parser",), "wrapped: the flags are added here"),
-    seams.Seam(
-        "training.training:setup_model_and_optimizer",
-        ("model_type", "model_provider_func"),
-        "wrapped: the hook runs when the model is built",
-    ),
-)
+from megatron_hecate import HecateConfig, fssdp
+from megatron_hecate.adapter import compat
 
 
 def _wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
@@ -35,16 +27,16 @@ def _wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> No
 
 
 def _with_flags(add_megatron_arguments: Callable) -> Callable:
-    return lambda parser: config.add_arguments(add_megatron_arguments(parser))
+    return lambda parser: HecateConfig.add_arguments(add_megatron_arguments(parser))
 
 
 def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
     def setup(*args: Any, **kwargs: Any) -> Any:
         megatron_args = training.get_args()
-        settings = config.from_arguments(megatron_args)
+        settings = HecateConfig.from_arguments(megatron_args)
         if settings is None:
             return setup_model_and_optimizer(*args, **kwargs)
-        problems = seams.refusals(megatron_args, seams.REFUSED_ARGUMENTS)
+        problems = compat.unsupported_settings(megatron_args, compat.UNSUPPORTED_ARGUMENTS)
         if problems:
             raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in problems))
         call = inspect.signature(setup_model_and_optimizer).bind(*args, **kwargs)
@@ -78,7 +70,7 @@ def _convert_when_built(provider: Callable, hook: Callable[[list], list], *, num
     return provide
 
 
-_problems = seams.changed_seams(TRAINING_SEAMS)
+_problems = compat.broken_assumptions(compat.TRAINING_ASSUMPTIONS)
 if _problems:
     raise ImportError("megatron_hecate.enable does not fit this Megatron:\n" + "\n".join(f"  - {p}" for p in _problems))
 _wrap(arguments, "add_megatron_arguments", _with_flags)

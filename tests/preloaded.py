@@ -1,7 +1,8 @@
 """Imported once, by the process that all ranks are forked from.
 
-Else every rank of every test imports Megatron and loads the compiled planner again: most of a small test's time. That
-process knows no path of pytest's, so the module is ``tests.preloaded`` to it, and finds its neighbours itself.
+Otherwise every rank of every test imports Megatron and loads the compiled planner again, which is most of a small
+test's time. The planner is compiled here when it must be, before any rank waits for another one. That process knows no
+path of pytest's, so the module is ``tests.preloaded`` to it, and finds its neighbours itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "examples", "ben
 with contextlib.suppress(ImportError):
     import tiny_gpt  # noqa: F401
 
-    import megatron_hecate.layer  # noqa: F401
-    from megatron_hecate.plan import compile_planning
+    import megatron_hecate.convert  # noqa: F401
+    from megatron_hecate.plan import compile_planner
 
-    compile_planning()
+    compile_planner()

@@ -7,6 +7,7 @@ started is killed.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import multiprocessing
@@ -17,7 +18,6 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests stand in for a GPU, also where there is one
@@ -25,13 +25,22 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed", "tests.preloaded"])
 
 
-def _run_rank(
-    module: str, name: str, rank: int, world_size: int, store: str, args: tuple, kwargs: dict, errors
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Rank:
+    """One of the processes of a test, and the test's body as a new process finds it."""
+
+    module: str
+    test: str
+    rank: int
+    world_size: int
+    folder: str
+
+
+def _run_rank(this: _Rank, args: tuple, kwargs: dict, errors) -> None:
     os.setsid()  # whatever the rank starts (Megatron's checkpoint writer has helpers) can be killed with it
-    os.environ.update(OMP_NUM_THREADS="1", RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
-    os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-    os.environ["TEST_FOLDER"] = str(Path(store).parent)  # the same for all ranks, removed after the test
+    os.environ.update(OMP_NUM_THREADS="1", RANK=str(this.rank), WORLD_SIZE=str(this.world_size))
+    os.environ.update(LOCAL_RANK=str(this.rank), LOCAL_WORLD_SIZE=str(this.world_size))
+    os.environ["TEST_FOLDER"] = this.folder  # the same for all ranks, removed after the test
     import torch
     import torch.distributed as dist
 
@@ -39,14 +48,14 @@ def _run_rank(
     try:
         dist.init_process_group(
             "gloo",
-            init_method=f"file://{store}",
-            rank=rank,
-            world_size=world_size,
+            init_method=f"file://{this.folder}/store",
+            rank=this.rank,
+            world_size=this.world_size,
             timeout=timedelta(seconds=60),
         )
-        getattr(importlib.import_module(module), name).__wrapped__(*args, **kwargs)
+        getattr(importlib.import_module(this.module), this.test).__wrapped__(*args, **kwargs)
     except BaseException:
-        errors.put((rank, traceback.format_exc()))
+        errors.put((this.rank, traceback.format_exc()))
         os._exit(1)  # a failed rank must not hang in teardown
     dist.destroy_process_group()
     os._exit(0)
@@ -72,16 +81,7 @@ def ranks(
                     _context.Process(
                         target=_run_rank,
                         daemon=False,  # Megatron's checkpoint writer starts processes of its own
-                        args=(
-                            body.__module__,
-                            body.__name__,
-                            rank,
-                            world_size,
-                            f"{folder}/store",
-                            args,
-                            kwargs,
-                            errors,
-                        ),
+                        args=(_Rank(body.__module__, body.__name__, rank, world_size, folder), args, kwargs, errors),
                     )
                     for rank in range(world_size)
                 ]

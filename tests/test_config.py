@@ -7,7 +7,8 @@ import argparse
 import pytest
 
 from megatron_hecate import HecateConfig
-from megatron_hecate.config import add_arguments, from_arguments
+
+pytestmark = pytest.mark.fast
 
 FLAGS = {
     "--moe-fssdp",
@@ -15,18 +16,18 @@ FLAGS = {
     "--moe-fssdp-lifetime",
     "--moe-fssdp-transport",
     "--moe-fssdp-overlap-degree",
-    "--moe-fssdp-late",
-    "--moe-fssdp-costs",
+    "--moe-fssdp-late-replicas",
+    "--moe-fssdp-speeds",
     "--moe-fssdp-timeout",
 }
 
 
 def _parse(*argv: str) -> HecateConfig | None:
-    return from_arguments(add_arguments(argparse.ArgumentParser()).parse_args(argv))
+    return HecateConfig.from_arguments(HecateConfig.add_arguments(argparse.ArgumentParser()).parse_args(argv))
 
 
 def test_the_flags_are_these() -> None:
-    parser = add_arguments(argparse.ArgumentParser(add_help=False))
+    parser = HecateConfig.add_arguments(argparse.ArgumentParser(add_help=False))
     assert {option for action in parser._actions for option in action.option_strings} == FLAGS
     assert len(FLAGS) <= 8
 
@@ -39,14 +40,14 @@ def test_flags_become_settings() -> None:
     assert _parse(
         *"--moe-fssdp --moe-fssdp-slots 4 --moe-fssdp-overlap-degree 3 --moe-fssdp-timeout 7.5".split(),
         *"--moe-fssdp-lifetime layer --moe-fssdp-transport p2p".split(),
-        *"--moe-fssdp-late 6 --moe-fssdp-costs speeds.json".split(),
+        *"--moe-fssdp-late-replicas 6 --moe-fssdp-speeds speeds.json".split(),
     ) == HecateConfig(
-        slots=4, overlap_degree=3, timeout=7.5, lifetime="layer", transport="p2p", late=6, costs="speeds.json"
+        slots=4, overlap_degree=3, timeout=7.5, lifetime="layer", transport="p2p", late_replicas=6, speeds="speeds.json"
     )
 
 
-def test_lifetimes_are_those_of_the_arena() -> None:
-    from megatron_hecate.memory import LIFETIMES
+def test_lifetimes_are_those_of_the_buffers() -> None:
+    from megatron_hecate.replicas.buffers import LIFETIMES
 
     assert HecateConfig().lifetime == "iteration"
     for lifetime in ("auto", *LIFETIMES):
@@ -66,17 +67,18 @@ def test_settings_cannot_be_changed() -> None:
         (dict(slots="2"), ValueError, "slots='2' must be a whole number"),
         (dict(slots=True), ValueError, "slots=True must be a whole number"),
         (dict(overlap_degree=1.5), ValueError, "overlap_degree=1.5 must be a whole number or None"),
-        (dict(late=-1), ValueError, "late=-1 must be 0 or more"),
-        (dict(late=1.5), ValueError, "late=1.5 must be a whole number"),
-        (dict(late=2, slots=0), ValueError, "late=2 needs slots for the late guests, got slots=0"),
+        (dict(late_replicas=-1), ValueError, "late_replicas=-1 must be 0 or more"),
+        (dict(late_replicas=1.5), ValueError, "late_replicas=1.5 must be a whole number"),
+        (dict(late_replicas=2, slots=0), ValueError, "late_replicas=2 needs slots for them, got slots=0"),
         (dict(timeout=0.0), ValueError, "timeout=0.0 must be a number of seconds from 0.001 to 1e.08"),
         (dict(timeout=float("inf")), ValueError, "timeout=inf must be"),
         (dict(timeout=float("nan")), ValueError, "timeout=nan must be"),
         (dict(timeout="30"), ValueError, "timeout='30' must be"),
         (dict(timeout=True), ValueError, "timeout=True must be"),
-        (dict(costs=5), ValueError, "costs=5 must be the name of a file"),
+        (dict(speeds=5), ValueError, "speeds=5 must be the name of a file"),
         (dict(lifetime="epoch"), ValueError, "lifetime='epoch' is none of auto, iteration, microbatch, layer"),
-        (dict(transport="pigeon"), ValueError, "transport='pigeon' is none of auto, p2p, sm, ce"),
+        (dict(transport="sm"), ValueError, "transport='sm' is none of auto, p2p, nvlink"),
+        (dict(transport="pigeon"), ValueError, "transport='pigeon' is none of auto, p2p, nvlink"),
     ],
 )
 def test_bad_settings_say_what_to_do(settings: dict, error: type, message: str) -> None:

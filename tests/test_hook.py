@@ -24,8 +24,6 @@ def test_converts_in_place_and_once() -> None:
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_hecate import HecateConfig, fssdp
-
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     chunks, _ = tiny_gpt.build(case)
@@ -34,20 +32,20 @@ def test_converts_in_place_and_once() -> None:
     names = list(chunks[0].state_dict())
     modules = [name for name, _ in chunks[0].named_modules()]
 
-    hook = fssdp(HecateConfig(slots=2, timeout=30))
+    hook = tiny_gpt.fssdp_hook()
     assert hook(chunks) is chunks
     assert tiny_gpt.moe_layers(chunks) == layers and len(layers) == 2
     for layer in layers:
         assert isinstance(layer, MoELayer) and type(layer).__name__ == "FSSDPLayerMoELayer"
         assert isinstance(layer.experts, SequentialMLP)
-    assert [id(p) for p in chunks[0].parameters()] == ids, "guests must not be parameters"
+    assert [id(p) for p in chunks[0].parameters()] == ids, "replicas must not be parameters"
     assert list(chunks[0].state_dict()) == names
     assert [name for name, _ in chunks[0].named_modules()] == modules, "no module may be added"
 
     after = snapshot(chunks)
     assert hook(chunks) is chunks and snapshot(chunks) == after, "idempotent"
     with pytest.raises(ValueError, match=r"runs FSSDP already, with .*slots=2.* asked for .*slots=3"):
-        fssdp(HecateConfig(slots=3))(chunks)
+        tiny_gpt.fssdp_hook(slots=3)(chunks)
     assert torch.is_grad_enabled()
 
 
@@ -55,13 +53,13 @@ def test_converts_in_place_and_once() -> None:
 def test_an_exception_leaves_the_model_as_it_was() -> None:
     import tiny_gpt
 
-    from megatron_hecate import HecateConfig, fssdp, layer
+    from megatron_hecate import convert
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     chunks, _ = tiny_gpt.build(case)
     before = snapshot(chunks)
-    original = layer._subclass
+    original = convert._subclass
     calls = []
 
     def fails_at_the_third(mixin: type, base: type) -> type:
@@ -70,12 +68,12 @@ def test_an_exception_leaves_the_model_as_it_was() -> None:
             raise RuntimeError("planted")
         return original(mixin, base)
 
-    layer._subclass = fails_at_the_third
+    convert._subclass = fails_at_the_third
     with pytest.raises(RuntimeError, match="planted"):
-        fssdp(HecateConfig(timeout=30))(chunks)
+        tiny_gpt.fssdp_hook()(chunks)
     assert snapshot(chunks) == before
-    layer._subclass = original
-    fssdp(HecateConfig(timeout=30))(chunks)  # and it can still be switched on
+    convert._subclass = original
+    tiny_gpt.fssdp_hook()(chunks)  # and it can still be switched on
     assert all(hasattr(m, "fssdp") for m in tiny_gpt.moe_layers(chunks))
 
 
@@ -87,14 +85,12 @@ def test_the_line_that_says_what_is_on() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate import HecateConfig, fssdp
-
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     chunks, _ = tiny_gpt.build(case)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        fssdp(HecateConfig(slots=3, timeout=30))(chunks)
+        tiny_gpt.fssdp_hook(slots=3, speeds=None)(chunks)
     if dist.get_rank():
         assert said.getvalue() == ""
         return
@@ -121,8 +117,6 @@ def test_ranks_that_hold_as_much_share_a_table() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate import HecateConfig, fssdp
-
     # one dense layer, then three MoE layers: two of them on the second pipeline stage
     case = tiny_gpt.Case(pp=2, accumulate=2, settings=(("num_layers", 4), ("moe_layer_freq", [0, 1, 1, 1])))
     tiny_gpt.initialize(case)
@@ -130,7 +124,7 @@ def test_ranks_that_hold_as_much_share_a_table() -> None:
     for slots in (2, 0):
         chunks, _ = tiny_gpt.build(case)
         with contextlib.redirect_stdout(said):
-            fssdp(HecateConfig(slots=slots, timeout=30))(chunks)
+            tiny_gpt.fssdp_hook(slots=slots)(chunks)
     if dist.get_rank() == 0:
         tables = [line.split(": ")[0] for line in said.getvalue().splitlines() if line.startswith("expert memory")]
         expected = ["expert memory of rank 0-1", "expert memory of rank 2-3"]
@@ -142,22 +136,19 @@ def test_ranks_that_hold_as_much_share_a_table() -> None:
 def test_a_stage_without_moe_layers_is_fine() -> None:
     import tiny_gpt
 
-    from megatron_hecate import HecateConfig, fssdp
-
     # two dense layers, then two MoE layers: the first of two pipeline stages has no expert
     settings = (("num_layers", 4), ("moe_layer_freq", [0, 0, 1, 1]))
     case = tiny_gpt.Case(pp=2, accumulate=2, settings=settings)
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case)
-    ours = tiny_gpt.train(case, hook=fssdp(HecateConfig(costs=tiny_gpt.FREE, timeout=30)))
+    ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook())
     assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
 
 
 @ranks(2)
 def test_a_model_without_moe_layers_is_an_error() -> None:
+    import tiny_gpt
     import torch
 
-    from megatron_hecate import HecateConfig, fssdp
-
     with pytest.raises(ValueError, match="the model has no MoE layer; set --num-experts"):
-        fssdp(HecateConfig(timeout=30))([torch.nn.Linear(2, 2)])
+        tiny_gpt.fssdp_hook()([torch.nn.Linear(2, 2)])

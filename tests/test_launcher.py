@@ -26,12 +26,14 @@ def _python(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess
     return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=timeout)
 
 
+@pytest.mark.fast
 def test_check_prints_what_would_be_used() -> None:
     done = _python("-m", "megatron_hecate", "--check")
     assert done.returncode == 0, done.stderr
     assert re.search(r"megatron-core \S+: fits", done.stdout) and "transport p2p" in done.stdout
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -114,11 +116,12 @@ def test_flags_hook_and_launcher_train_the_stock_model(text: Path) -> None:
     stock = _losses(_pretrain(text, launcher=[]))
     assert len(stock) == 6
     free = str(ROOT / "tests" / "free_copies.json")  # else no copy pays on so small a model
-    flags = ["--moe-fssdp", "--moe-fssdp-slots", "3", "--moe-fssdp-costs", free]
+    flags, speeds = ["--moe-fssdp", "--moe-fssdp-slots", "3"], ["--moe-fssdp-speeds", free]
     for how, log in {
-        "flags before the script": _pretrain(text, launcher=["-m", "megatron_hecate", *flags]),
-        "flags among Megatron's": _pretrain(text, *flags, launcher=["-m", "megatron_hecate"]),
-        "one line": _pretrain(text, *flags, launcher=[], script=ROOT / "tests" / "enabled_pretrain.py"),
+        "flags before the script and among Megatron's": _pretrain(
+            text, *speeds, launcher=["-m", "megatron_hecate", *flags]
+        ),
+        "one line": _pretrain(text, *flags, *speeds, launcher=[], script=ROOT / "tests" / "enabled_pretrain.py"),
     }.items():
         assert _losses(log) == pytest.approx(stock, rel=1e-5), how
         assert log.count("FSSDP on: 4 MoE layers, 16 experts over 2 ranks, 3 slots") == 1, how

@@ -1,13 +1,14 @@
 """A tiny MoE GPT on the CPU, made of Megatron-Core's own classes and trained by its own schedules.
 
-`train` builds one model and trains it; tests call it with and without a hook and compare. Import this module inside the
-ranks only: it puts the CPU behind ``torch.cuda``.
+`train` builds one model and trains it; tests call it with and without `fssdp_hook` and compare. Import this module
+inside the ranks only: it puts the CPU behind ``torch.cuda``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func 
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+
+from megatron_hecate import HecateConfig, fssdp  # noqa: E402
+from megatron_hecate.comm.transfer import Transfer  # noqa: E402
+from megatron_hecate.comm.transport import TransferPlan  # noqa: E402
 
 megatron_on_cpu.after_import()
 
@@ -82,10 +87,14 @@ class Trained:
     grad_norms: list[float]
     grads: dict[str, torch.Tensor]
     params: dict[str, torch.Tensor]
-    guests: int  # most guests any layer had in any step, over the group
+    replicas: int  # the most that any layer had in any step, on all ranks of its group
     chunks: list
     optimizer: Any
     step: Callable[[int], float]
+
+    def read_params(self) -> None:
+        """Note the parameters as they are now."""
+        self.params = {name: p.detach().clone() for name, p in _named(self.chunks)}
 
 
 def initialize(case: Case) -> None:
@@ -97,10 +106,15 @@ def initialize(case: Case) -> None:
         expert_model_parallel_size=case.ep,
         expert_tensor_parallel_size=case.etp,
     )
-    replicas = parallel_state.get_data_parallel_world_size()
+    set_num_microbatches(case, case.accumulate)
+
+
+def set_num_microbatches(case: Case, count: int) -> None:
+    """What Megatron's calculator says from now on."""
+    width = parallel_state.get_data_parallel_world_size()
     microbatches.unset_num_microbatches_calculator()
     microbatches.init_num_microbatches_calculator(
-        dist.get_rank(), None, case.micro_batch * case.accumulate * replicas, case.micro_batch, replicas
+        dist.get_rank(), None, case.micro_batch * count * width, case.micro_batch, width
     )
 
 
@@ -192,12 +206,17 @@ def build(case: Case, hook: Callable[[list], list] | None = None) -> tuple[list,
     return chunks, config
 
 
+def fssdp_hook(**settings: Any) -> Callable[[list], list]:
+    """FSSDP with two slots, where copies cost nothing."""
+    return fssdp(HecateConfig(**{"slots": 2, "speeds": FREE, "timeout": 60, **settings}))
+
+
 def moe_layers(chunks: list) -> list[MoELayer]:
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
 
 
 def _skew(layer: MoELayer, case: Case) -> None:
-    """Make some experts hot, differently in every layer, so that guests are worth having."""
+    """Make some experts hot, other ones in every layer, so that replicas are worth having."""
     bias = torch.zeros(case.experts)
     if case.one_expert:
         bias[0] = 1e4
@@ -249,17 +268,17 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
 
 
 def batch(case: Case, step: int, index: int) -> torch.Tensor:
-    """[micro_batch, seq + 1] tokens of this replica's microbatch: t' = 5 t + 7 with some noise."""
-    replica = parallel_state.get_data_parallel_rank()
-    generator = torch.Generator().manual_seed(1_000_000 * step + 1_000 * index + replica)
+    """[micro_batch, seq + 1] tokens of this data-parallel rank's microbatch: t' = 5 t + 7 with some noise."""
+    rank = parallel_state.get_data_parallel_rank()
+    generator = torch.Generator().manual_seed(1_000_000 * step + 1_000 * index + rank)
     shape = (case.micro_batch, 1)
     tokens = torch.randint(VOCAB, shape, generator=generator)
-    rows = [tokens]
+    text = [tokens]
     for _ in range(case.seq):
         noise = torch.rand(shape, generator=generator) < 0.1
         tokens = torch.where(noise, torch.randint(VOCAB, shape, generator=generator), (5 * tokens + 7) % VOCAB)
-        rows.append(tokens)
-    return torch.cat(rows, dim=1)
+        text.append(tokens)
+    return torch.cat(text, dim=1)
 
 
 def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False, *, case: Case) -> tuple[Any, Callable]:
@@ -337,7 +356,7 @@ def train(
         assert updated
         for layer in moe_layers(chunks):
             if hasattr(layer, "fssdp"):
-                trained.guests = max(trained.guests, layer.fssdp.placement.num_guests)
+                trained.replicas = max(trained.replicas, layer.fssdp.placement.num_replicas)
         trained.losses.append(loss)
         trained.grad_norms.append(float(norm))
         return loss
@@ -347,8 +366,65 @@ def train(
     if case.overlap and case.distributed_optimizer:
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
-    trained.params = {name: p.detach().clone() for name, p in _named(chunks)}
+    trained.read_params()
     return trained
+
+
+@contextlib.contextmanager
+def evaluating(chunks: list) -> Iterator[None]:
+    """The block evaluates, as Megatron does: in ``eval()`` and without gradients."""
+    for chunk in chunks:
+        chunk.eval()
+    with torch.no_grad():
+        yield
+    for chunk in chunks:
+        chunk.train()
+
+
+def before_transfers(chunks: list, act: Callable[[str, TransferPlan, list, str], None]) -> list:
+    """Have ``act(what, plan, slots, label)`` called before a converted model begins a transfer: ``what`` is "fetch" or
+    "return", ``slots`` are the chunks of this rank's replicas."""
+    for transport in {id(layer.fssdp.transport): layer.fssdp.transport for layer in moe_layers(chunks)}.values():
+        fetch, return_gradients = transport.fetch, transport.return_gradients
+
+        def act_and_fetch(
+            plan: TransferPlan, homes: Any, slots: list, *, fetch: Callable = fetch, **settings: Any
+        ) -> Transfer:
+            act("fetch", plan, slots, settings["label"])
+            return fetch(plan, homes, slots, **settings)
+
+        def act_and_return(
+            plan: TransferPlan, slots: list, homes: Any, *, back: Callable = return_gradients, **settings: Any
+        ) -> Transfer:
+            act("return", plan, slots, settings["label"])
+            return back(plan, slots, homes, **settings)
+
+        transport.fetch, transport.return_gradients = act_and_fetch, act_and_return
+    return chunks
+
+
+SAME = {"loss": 0.0, "grad": 0.0, "param": 0.0}
+BF16_TOLERANCE = 1e-2  # activations are rounded to 8 bits, and GEMMs over fewer tokens may round differently
+
+
+def difference(a: Trained, b: Trained) -> dict[str, float]:
+    """How far two runs are apart on this rank: losses relatively, gradients relative to the largest."""
+    assert a.grads.keys() == b.grads.keys() and a.params.keys() == b.params.keys()
+    largest = max(float(g.abs().max()) for g in a.grads.values())
+    assert largest > 0
+    return {
+        "loss": max(abs(x - y) / abs(x) for x, y in zip(a.losses, b.losses, strict=True)),
+        "grad": max(float((a.grads[n].double() - b.grads[n].double()).abs().max()) for n in a.grads) / largest,
+        "param": max(float((a.params[n].double() - b.params[n].double()).abs().max()) for n in a.params),
+    }
+
+
+def assert_trained_alike(stock: Trained, ours: Trained, what: str = "", *, tolerance: float = 1e-5) -> dict[str, float]:
+    """``ours`` had replicas, and differs from ``stock`` by summation order at most."""
+    assert ours.replicas > 0, f"{what}: no replica was placed, so nothing was tested"
+    worst = difference(stock, ours)
+    assert worst["loss"] <= tolerance and worst["grad"] <= tolerance, (what, worst)
+    return worst
 
 
 def _named(chunks: list) -> list[tuple[str, torch.nn.Parameter]]:

@@ -15,7 +15,7 @@ class CloneInNode(Planner):
 
     All copies are late. Greedy: from the most loaded rank of the node, the expert that can shed most tokens to
     the least loaded rank with a free slot, at most down or up to the mean; until the node is level or nothing
-    helps. Decided here: quotas are the exact ones of our router over the clones (the systems differ in theirs), and a
+    helps. Decided here: quotas are ours over the clones (the systems differ in theirs), and a
     clone must take at least one in a hundred of the mean rank load.
     """
 
@@ -27,18 +27,18 @@ class CloneInNode(Planner):
     def correct(self, load: np.ndarray, placement: Placement) -> Placement:
         total, node = load.sum(axis=0), np.asarray(self.setting.world.node)
         served = np.where(placement.holders, total[:, None], 0)
-        guests: list[tuple[int, int]] = []
+        replicas: list[tuple[int, int]] = []
         for k in np.unique(node):
             ranks = np.flatnonzero(node == k)
-            guests += _clone(served[:, ranks], placement.holders[:, ranks], self.setting.slots, ranks)
-        return placement.with_guests(guests) if guests else placement
+            replicas += _clone(served[:, ranks], placement.holders[:, ranks], self.setting.slots, ranks)
+        return placement.with_replicas(replicas) if replicas else placement
 
 
 def _clone(served: np.ndarray, holders: np.ndarray, slots: int, ranks: np.ndarray) -> list[tuple[int, int]]:
     """(expert, rank) clones of one node. ``served``, ``holders``: [E, ranks on the node]."""
     served, holders = served.copy(), holders.copy()
     free, rank_load, mean = np.full(len(ranks), slots), served.sum(axis=0), served.sum() / len(ranks)
-    guests, least = [], max(1, mean / 100)
+    replicas, least = [], max(1, mean / 100)
     while (free > 0).any() and rank_load.max() > mean:
         high = int(rank_load.argmax())
         best = None
@@ -53,12 +53,12 @@ def _clone(served: np.ndarray, holders: np.ndarray, slots: int, ranks: np.ndarra
             if moved >= least and (best is None or moved > best[0]):
                 best = (moved, int(e), low)
         if best is None:
-            return guests
+            return replicas
         moved, e, low = best
         served[e, high] -= moved
         served[e, low] += moved
         rank_load[[high, low]] += [-moved, moved]
         holders[e, low] = True
         free[low] -= 1
-        guests.append((e, int(ranks[low])))
-    return guests
+        replicas.append((e, int(ranks[low])))
+    return replicas

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_hecate.plan import Placement, Quotas
+from megatron_hecate.plan import Placement
 from rivals.planner import Resident, from_holders
-from rivals.split import even_split
+from rivals.split import Quotas, even_split
 
 INTERVAL: int = 25  # steps between two plans; EPLB itself leaves it to its user
 

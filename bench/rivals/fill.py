@@ -11,13 +11,13 @@ from rivals.planner import Planner, mean_load
 
 
 class Fill(Planner):
-    """Fill every slot: the expert of highest load per holder, onto the rank of least expected load; exact quotas.
+    """Fill every slot: the expert of highest load per holder, onto the rank of least expected load; our quotas.
 
     From the 5-step mean. Expected loads share an expert evenly among its holders. No published system: the bar that
-    exact quotas set with twenty lines.
+    balanced quotas set with twenty lines.
     """
 
-    name, when, capped = "fill", "history", True
+    name, when = "fill", "history"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         homes = self.setting.homes
@@ -27,9 +27,8 @@ class Fill(Planner):
         holds, free = homes.holders.copy(), np.full(self.setting.num_ranks, self.setting.slots)
         per_holder = forecast.copy()
         load = per_holder @ holds
-        guests: list[tuple[int, int]] = []
-        most = int(free.sum()) if self.setting.copies is None else min(self.setting.copies, int(free.sum()))
-        while len(guests) < most:
+        replicas: list[tuple[int, int]] = []
+        while free.any():
             possible = ~holds & (free > 0)
             open_ = possible.any(axis=1)
             if not open_.any():
@@ -41,5 +40,5 @@ class Fill(Planner):
             per_holder[e] = forecast[e] / holds[e].sum()
             load += holds[e] * per_holder[e]
             free[r] -= 1
-            guests.append((e, r))
-        return homes.with_guests(guests)
+            replicas.append((e, r))
+        return homes.with_replicas(replicas)

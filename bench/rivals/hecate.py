@@ -1,81 +1,89 @@
-"""Ours: guests from history, exact quotas, and on request late guests."""
+"""Ours: replicas from the forecast, balanced quotas, and on request late replicas."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
-from megatron_hecate.observe import LoadHistory
-from megatron_hecate.plan import Placement, calibrate, plan_guests
+from megatron_hecate.plan import CopyCost, Placement, add_late_replicas, plan_replicas
+from megatron_hecate.runtime.load_monitor import LoadHistory
 from rivals.planner import Planner, Setting
 
-# Late guests of a layer on all ranks together, per rank: the most `hecate-late` may add.
-MOST_LATE: float = 1.0
-# What a late guest must win for `hecate-late`, in mean rank loads: less than its fetch costs, to show what is left.
-PRICE: float = 0.005
+# What a late replica must win for `hecate-late`, in mean rank loads: less than its fetch costs, to show what is left.
+LATE_GAIN: float = 0.005
 
 
 class Hecate(Planner):
-    """Tier 1: guests from the forecast, fetched before the gate; exact quotas after it.
+    """What users run: as many replicas as pay by the cost model, fetched before the gate, and balanced quotas after it.
 
-    Its copies are taken to be hidden, so all slots are filled, as in every planner here. Before the first step nothing
-    is known, and all experts count alike.
+    Before the first step nothing is known and nothing is copied.
     """
 
-    name, when, capped = "hecate", "history", True
+    name, when = "hecate", "history"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._observed, self._steps = LoadHistory(), 0
         self._last: Placement | None = None
 
+    @property
+    def cost(self) -> CopyCost:
+        return self.setting.cost
+
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         for load in history[self._steps :]:
             self._observed.append(load.sum(axis=0, keepdims=True))
         self._steps = len(history)
         forecast = self._observed.forecast()
-        if forecast is None:  # all alike, but for a tie-break that copies from every home
-            forecast = 1 + 1e-3 * (np.arange(self.setting.num_experts) % self.setting.homes_per_rank)[None]
-        self._last = plan_guests(
+        if forecast is None:
+            forecast = self.first()
+        self._last = plan_replicas(
             forecast[0],
             self.setting.homes,
             self.setting.world,
-            scenarios=partial(self._observed.scenarios, 0, self.setting.num_experts),
+            cost=self.cost,
             previous=self._last,
-            copies=self.setting.copies,
         )
         return self._last
 
+    def first(self) -> np.ndarray:
+        """[1, E] the forecast of the first step."""
+        return np.zeros((1, self.setting.num_experts))
 
-class HecateLate(Hecate):
-    """Both tiers: what the forecast missed is corrected after the gate, inside the node, down to small gains."""
 
-    name, when, capped = "hecate-late", "history, gate", False
+class HecateUnpriced(Hecate):
+    """As if copies were hidden: all slots are filled, as in every planner here, even before the first step."""
+
+    name = "hecate-unpriced"
+
+    @property
+    def cost(self) -> CopyCost:
+        return CopyCost()
+
+    def first(self) -> np.ndarray:
+        # all alike, but for a tie-break that copies from every home
+        return 1 + 1e-3 * (np.arange(self.setting.num_experts) % self.setting.homes_per_rank)[None]
+
+
+class HecateLate(HecateUnpriced):
+    """What the forecast missed is corrected after the gate, inside the node, down to small gains."""
+
+    name, when = "hecate-late", "history, gate"
 
     def correct(self, load: np.ndarray, placement: Placement) -> Placement:
-        near, far = self.prices(load)
-        return calibrate(
-            load.sum(axis=0),
-            placement,
-            self.setting.world,
-            copy_tokens=near,
-            across_tokens=far,
-            most_late=int(MOST_LATE * self.setting.num_ranks),
-        )
-
-    def prices(self, load: np.ndarray) -> tuple[float, float | None]:
-        """Counts of the load that a late guest must win, in its node and from another one; ``None`` is never."""
-        return PRICE * load.sum() / self.setting.num_ranks, None
+        cost = CopyCost(near=LATE_GAIN * load.sum() / self.setting.num_ranks)
+        world, most = self.setting.world, self.setting.num_ranks
+        return add_late_replicas(load.sum(axis=0), placement, world, cost=cost, most=most, across_nodes=False)
 
 
-class HecatePriced(HecateLate):
-    """Tier 1 as `Hecate`; a late guest must win what its fetch costs, across nodes too: the plugin, speeds measured."""
+class HecateLatePriced(Hecate):
+    """What users run with late replicas and measured speeds: each must win what its fetch costs, across nodes too."""
 
-    name = "hecate-late-priced"
+    name, when = "hecate-late-priced", "history, gate"
 
-    def prices(self, load: np.ndarray) -> tuple[float, float | None]:
-        world, shape = self.setting.world, self.setting.shape
-        near, far = (shape.copy_tokens(world, link) for link in (world.speeds.intra, world.speeds.inter))
-        return near / self.setting.tokens_per_count, far / self.setting.tokens_per_count
+    def correct(self, load: np.ndarray, placement: Placement) -> Placement:
+        cost = dataclasses.replace(self.setting.shape, microbatches=1).copy_cost(self.setting.world)
+        world, most = self.setting.world, self.setting.num_ranks
+        return add_late_replicas(load.sum(axis=0), placement, world, cost=cost, most=most, across_nodes=True)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_hecate.plan import Placement, Quotas, World
+from megatron_hecate.plan import Placement, World
 from rivals.planner import Moves, Planner, Setting, from_holders
-from rivals.split import even_split
+from rivals.split import Quotas, even_split
 from rivals.traffic import backwards, gather_shards, no_traffic
 
 

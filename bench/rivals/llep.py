@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_hecate.plan import Placement, Quotas
+from megatron_hecate.plan import Placement
 from rivals.planner import Planner, from_holders
-from rivals.split import nearest_sources
+from rivals.split import Quotas, nearest_sources
 
 ALPHA: float = 1.1  # capacity of a rank over the mean load; default of the public repository
 THRESHOLD: float = 1.3  # max / mean rank load up to which it stays with plain expert parallelism; its README's setting

@@ -18,12 +18,12 @@ from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
+import torch
 
-from megatron_hecate.plan import Placement, Quotas, World, split_quotas
-from megatron_hecate.plan.cost import LayerShape, Traffic
-from megatron_hecate.plan.placement import EMPTY
+from megatron_hecate.plan import EMPTY, CopyCost, LayerShape, Placement, QuotaSolver, World
 from rivals import traffic
-from rivals.traffic import fan_out, no_traffic
+from rivals.split import Quotas
+from rivals.traffic import Traffic, fan_out, no_traffic
 
 WINDOW: int = 5  # steps in the mean of `mean_load`; the Hecate paper's window
 
@@ -38,7 +38,6 @@ class Setting:
         shape: sizes of one expert and of one count of the load (a count may stand for several tokens).
         slots: copies a rank may host, S.
         tokens_per_count: real tokens that one count of the load stands for.
-        copies: cap on all copies together, for planners that know one; ``None`` is no cap.
     """
 
     num_experts: int
@@ -46,7 +45,6 @@ class Setting:
     shape: LayerShape
     slots: int
     tokens_per_count: float = 1.0
-    copies: int | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -60,6 +58,16 @@ class Setting:
     def homes(self) -> Placement:
         """Plain expert parallelism with room for the slots."""
         return Placement.initial(self.num_experts, self.num_ranks, num_slots=self.slots)
+
+    @cached_property
+    def cost(self) -> CopyCost:
+        """What replicas cost, in counts of the load."""
+        return self.shape.copy_cost(self.world, hidden=self.shape.hidden_seconds / self.shape.fetch_seconds(self.world))
+
+    @cached_property
+    def quotas(self) -> QuotaSolver:
+        """The quota algorithm that training uses, here on the CPU."""
+        return QuotaSolver(self.world, "cpu")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,7 +95,6 @@ class Planner(abc.ABC):
 
     name: ClassVar[str]
     when: ClassVar[str]
-    capped: ClassVar[bool] = False  # knows `Setting.copies`
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -105,8 +112,10 @@ class Planner(abc.ABC):
         return placement
 
     def split(self, load: np.ndarray, placement: Placement) -> Quotas:
-        """Tokens of each source for each holder; integers that sum to the load."""
-        return split_quotas(load, placement, self.setting.world)
+        """Tokens of each source for each holder; integers that sum to the load. Ours, if a planner has no own."""
+        tables = self.setting.quotas.prepare(placement)
+        tokens = self.setting.quotas.table(torch.from_numpy(np.ascontiguousarray(load)), tables)
+        return Quotas(expert=tables.expert, rank=tables.rank, tokens=tokens.numpy())
 
     def moves(self, placed: Placement, final: Placement) -> Moves:
         """What travelled in this step, between what `place` and what `correct` returned."""

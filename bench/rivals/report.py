@@ -1,4 +1,4 @@
-"""Table, CSV and plots of the benchmark's rows, and the dump of its plans."""
+"""Table and CSV of the benchmark's rows, and the dump of its plans."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 
-from megatron_hecate.plan import Placement, Quotas
+from megatron_hecate.plan import Placement
+from rivals.split import Quotas
 
 Row = dict[str, str | int | float]
 
@@ -34,15 +34,6 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "time": ("step time", ".3f"),
     "place_us": ("place us*", ".0f"),
     "split_us": ("split us*", ".0f"),
-}
-CURVE: dict[str, tuple[str, str]] = {
-    "load": ("load", "s"),
-    "ranks": ("ranks", "d"),
-    "planner": ("planner", "s"),
-    "allowed": ("copies/rank allowed", ".2f"),
-    "copies": ("copies/rank used", ".2f"),
-    "imbalance_mean": ("imbalance mean", ".3f"),
-    "imbalance_p99": ("p99", ".3f"),
 }
 
 
@@ -67,64 +58,6 @@ def write_csv(path: Path, rows: Sequence[Row], columns: dict[str, tuple[str, str
         writer = csv.DictWriter(file, fieldnames=list(columns), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-
-
-def plot_rows(folder: Path, rows: Sequence[Row]) -> None:
-    """Per load one PNG: imbalance and step time over group size, a line per planner."""
-    plt = load_pyplot()
-    for load in dict.fromkeys(row["load"] for row in rows):
-        figure, axes = plt.subplots(1, 2, figsize=(12, 5))
-        for number, planner in enumerate(dict.fromkeys(row["planner"] for row in rows)):
-            mine = [row for row in rows if row["load"] == load and row["planner"] == planner]
-            style = dict(marker="os^vD"[number % 5], color=f"C{number % 10}", linestyle="-" if number < 10 else "--")
-            for axis, column in zip(axes, ("imbalance_mean", "time"), strict=True):
-                axis.plot([row["ranks"] for row in mine], [row[column] for row in mine], label=planner, **style)
-        for axis, title in zip(axes, ("imbalance left (mean)", "modelled step time, forced balance = 1"), strict=True):
-            axis.set(title=f"{load}: {title}", xlabel="ranks", xscale="log", yscale="log")
-            axis.set_xticks(ticks := sorted({int(row["ranks"]) for row in rows}), labels=map(str, ticks))
-            axis.set_xticks([], minor=True)
-            axis.yaxis.set_major_formatter("{x:.2f}")
-            axis.yaxis.set_minor_formatter("{x:.2f}")
-        axes[1].legend(loc="upper left", bbox_to_anchor=(1, 1), fontsize="small")
-        _save(figure, folder / f"{load}.png", plt)
-
-
-def plot_curve(folder: Path, rows: Sequence[Row]) -> None:
-    """Per load one PNG: imbalance left over copies per rank."""
-    plt = load_pyplot()
-    for load in dict.fromkeys(row["load"] for row in rows):
-        figure, axis = plt.subplots(figsize=(7, 5))
-        cases = dict.fromkeys((row["planner"], row["ranks"]) for row in rows if row["load"] == load)
-        planners = list(dict.fromkeys(planner for planner, _ in cases))
-        sizes = sorted({ranks for _, ranks in cases})
-        for planner, ranks in cases:
-            mine = [row for row in rows if (row["load"], row["planner"], row["ranks"]) == (load, planner, ranks)]
-            style = dict(color=f"C{sizes.index(ranks)}", linestyle=["-", "--", ":"][planners.index(planner) % 3])
-            x, y = [row["copies"] for row in mine], [row["imbalance_mean"] for row in mine]
-            axis.plot(x, y, marker=".", label=f"{planner}, {ranks} ranks", **style)
-        axis.set(title=f"{load}: imbalance left (mean)", xlabel="copies per rank", yscale="log")
-        axis.yaxis.set_major_formatter("{x:.2f}")
-        axis.yaxis.set_minor_formatter("{x:.2f}")
-        axis.legend(fontsize="small")
-        _save(figure, folder / f"{load}-curve.png", plt)
-
-
-def load_pyplot() -> Any:
-    """matplotlib's pyplot, drawing to files; ValueError where there is none."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
-def _save(figure: Any, path: Path, plt: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    plt.close(figure)
 
 
 class Dump:

@@ -14,11 +14,12 @@ import dataclasses
 
 import numpy as np
 
-from megatron_hecate.plan import Placement, Quotas
-from megatron_hecate.plan.cost import layer_seconds
+from megatron_hecate.plan import Placement
 from rivals.planner import Moves, Setting
-from rivals.traffic import add
+from rivals.split import Quotas
+from rivals.traffic import add, token_traffic
 
+TOKEN_TRIPS: int = 4  # dispatch and combine, forward and backward
 STATE_PER_GRAD: int = 3  # fp32 values per fp32 gradient value: master weight and Adam's two moments
 
 
@@ -57,7 +58,8 @@ def score(quotas: Quotas, placement: Placement, moves: Moves, setting: Setting) 
     early = add((moves.early, shape.expert_bytes), (moves.state, state_bytes))
     late, grads = add((moves.late, shape.expert_bytes)), add((moves.grads, shape.grad_bytes))
     moved = add((early, 1), (late, 1), (grads, 1))
-    layer = layer_seconds(quotas, setting.homes, world, shape)  # homes alone: copies are priced here, by `moves`
+    experts = float(load.max()) * shape.token_seconds(world)
+    all_to_all = TOKEN_TRIPS * token_traffic(quotas, world).seconds(shape.token_bytes, world)
     # whoever holds copies pays for sending tokens to them; the cost model's price, the same for all
     routing = world.speeds.routing * shape.microbatches if placement.holders.sum() > setting.num_experts else 0.0
     exposed = sum(max(0.0, part.seconds(1, world) - shape.hidden_seconds) for part in (early, grads))
@@ -70,10 +72,9 @@ def score(quotas: Quotas, placement: Placement, moves: Moves, setting: Setting) 
         inter_gb=moved.inter / 1e9,
         extra=int(placement.holders.sum(axis=0).max()) - setting.homes_per_rank,
         seconds=3 * shape.hidden_seconds
-        + layer.total
+        + (experts + all_to_all + late.seconds(1, world)) * shape.microbatches
         + routing
-        + exposed
-        + late.seconds(1, world) * shape.microbatches,
+        + exposed,
     )
 
 
@@ -83,7 +84,7 @@ def check_plan(quotas: Quotas, placement: Placement, load: np.ndarray) -> None:
     assert np.issubdtype(tokens.dtype, np.integer), f"quotas are {tokens.dtype}"
     assert tokens.min() >= 0, f"a quota is {tokens.min()}"
     assert placement.holders[expert, rank].all(), "a quota names a rank that does not hold the expert"
-    assert (np.diff(expert * placement.num_ranks + rank) > 0).all(), "columns repeat or are out of order"
+    assert (np.diff(expert * placement.num_ranks + rank) > 0).all(), "holders repeat or are out of order"
     first = np.flatnonzero(np.diff(expert, prepend=-1))
     assert len(first) == load.shape[1], "an expert has no holder"
     assert (np.add.reduceat(tokens, first, axis=1) == load).all(), "quotas do not sum to the load"

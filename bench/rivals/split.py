@@ -1,12 +1,35 @@
-"""Token splits of published systems: evenly among holders, or sources for totals already decided."""
+"""What a split is, and those of published systems: evenly among holders, or sources for totals already decided."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 import numpy as np
 
-from megatron_hecate.plan import Placement, Quotas, World
+from megatron_hecate.plan import Placement, World
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Quotas:
+    """Who serves what: one entry per holder of an expert.
+
+    Args:
+        expert: [C] expert of the holder.
+        rank: [C] its rank. Holders are ordered by expert, then rank.
+        tokens: [R, C] tokens of each rank for this expert that go to this holder; over an expert's holders they sum to
+            the rank's load.
+    """
+
+    expert: np.ndarray
+    rank: np.ndarray
+    tokens: np.ndarray
+
+    def rank_load(self, num_ranks: int) -> np.ndarray:
+        """[R] tokens each rank computes."""
+        load = np.zeros(num_ranks, dtype=np.int64)
+        np.add.at(load, self.rank, self.tokens.sum(axis=0))
+        return load
 
 
 def even_split(
@@ -27,7 +50,7 @@ def even_split(
     """
     node, source = np.asarray(world.node), np.arange(len(load))
     expert, rank = np.nonzero(placement.holders)
-    first = np.searchsorted(expert, np.arange(placement.num_experts))  # each expert's first column
+    first = np.searchsorted(expert, np.arange(placement.num_experts))  # each expert's first holder
     candidate = np.ones((len(source), len(expert)), dtype=bool)
     near = {"any": [], "node": [node[source][:, None] == node[rank]]}
     near["rank"] = [*near["node"], source[:, None] == rank]
@@ -36,7 +59,7 @@ def even_split(
         candidate = np.where(has, closer, candidate)
     count = np.add.reduceat(candidate, first, axis=1, dtype=np.int64)[:, expert]
     before = np.cumsum(candidate, axis=1) - candidate
-    position = before - before[:, first][:, expert]  # the how-manieth candidate a column is
+    position = before - before[:, first][:, expert]  # the how-manieth candidate a holder is
     share, rest = np.divmod(load.astype(np.int64)[:, expert], count)
     tokens = np.where(candidate, share + ((position - source[:, None]) % count < rest), 0)
     return Quotas(expert=expert, rank=rank, tokens=tokens)

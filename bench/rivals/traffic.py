@@ -1,4 +1,4 @@
-"""Chunks on links when copies are fetched and gradients go home.
+"""Tokens and chunks on links: tokens on their way to holders, copies fetched, gradients on their way home.
 
 All arrays of a `Traffic` are [R], in chunks. A chunk goes to each other node once and is handed on inside; from
 fan-out 3 up, receivers on one node take a share each from the sender and exchange the rest, so that no rank sends a
@@ -7,14 +7,60 @@ chunk more than about once (what a pipelined broadcast reaches too). Every plann
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from megatron_hecate.plan import World
-from megatron_hecate.plan.cost import SCATTER_FROM, Traffic
+from rivals.split import Quotas
+
+SCATTER_FROM: int = 3  # fan-out from which receivers take shares and exchange them
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Traffic:
+    """What every rank sends and receives. All arrays [R], in items (tokens, or chunks)."""
+
+    intra_out: np.ndarray
+    intra_in: np.ndarray
+    inter_out: np.ndarray
+    inter_in: np.ndarray
+
+    @property
+    def intra(self) -> float:
+        return float(self.intra_out.sum())
+
+    @property
+    def inter(self) -> float:
+        return float(self.inter_out.sum())
+
+    def seconds(self, item_bytes: float, world: World) -> float:
+        """How long it takes when every rank sends and receives at once. A node's adapters are shared by its ranks."""
+        if not self.intra and not self.inter:
+            return 0.0
+        node, speeds = world.node_index, world.speeds
+        per_rank = [
+            np.bincount(node, weights=way) * item_bytes / np.bincount(node) for way in (self.inter_out, self.inter_in)
+        ]
+        return max(
+            speeds.intra.seconds(max(self.intra_out.max(), self.intra_in.max()) * item_bytes),
+            speeds.inter.seconds(max(way.max() for way in per_rank)),
+        )
 
 
 def no_traffic(num_ranks: int) -> Traffic:
     return Traffic(*(np.zeros(num_ranks) for _ in range(4)))
+
+
+def token_traffic(quotas: Quotas, world: World) -> Traffic:
+    """Tokens that leave and reach every rank in one dispatch."""
+    flow = np.zeros((world.num_ranks, world.num_ranks), dtype=np.int64)
+    np.add.at(flow.T, quotas.rank, quotas.tokens.T)
+    np.fill_diagonal(flow, 0)
+    node = world.node_index
+    intra = np.where(node[:, None] == node, flow, 0)
+    inter = flow - intra
+    return Traffic(intra.sum(axis=1), intra.sum(axis=0), inter.sum(axis=1), inter.sum(axis=0))
 
 
 def fan_out(receives: np.ndarray, source: np.ndarray, world: World) -> Traffic:

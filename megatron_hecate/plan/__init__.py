@@ -1,50 +1,57 @@
 """Pure planning: numpy in, frozen plans out.
 
-Nothing here knows of ``torch.distributed``, Megatron or the clock, so the same input gives the same plan on every rank
-and a plan can be tested, replayed and printed without a cluster.
+Nothing here knows of ``torch.distributed``, Megatron or the clock, so the same input gives the same plan on every rank.
+The modules, in the order of an iteration:
 
 | module | decides |
 |---|---|
 | `world` | which ranks share a node, and how fast links and cores are |
-| `placement` | what a placement is: homes, guests and physical slots |
-| `shard` | which rank is home to which expert, over all layers of a pipeline stage (rarely) |
-| `materialize` | which experts become guests, and where (tier 1, from a forecast) |
-| `calibrate` | which guests to add or replace after the gate (tier 2, from the true loads) |
-| `route` | how many tokens of each source go to each holder (from the true loads) |
-| `cost` | what all that costs, in seconds |
-| `valid` | what every plan must satisfy |
-
-The rest is the compiled core: tokens as a flow through the graph of holders (`graph`, `links`, `flow`, `origin`,
-`nearest`, `assign`), the search for guests through which they can flow (`best` of `search`, `pair`, `swap`) and, where
-guests are alone on their ranks, for guests that do so under many loads (`forest`, `regraft`).
+| `placement` | what a placement is: homes, replicas and physical slots |
+| `cost` | what replicas cost, in tokens |
+| `replicas` | before the gate, from a forecast: how many replicas pay, and which |
+| `search` | a greedy fill of the slots, and what a plan costs |
+| `late` | after the gate, from the true loads: which replicas to add or overwrite; and a local search before it |
+| `maxflow` | the smallest possible largest rank load |
+| `quotas` | how many tokens of each source go to each holder, on the device |
 """
 
-from megatron_hecate.plan.calibrate import calibrate
-from megatron_hecate.plan.cost import LayerShape
-from megatron_hecate.plan.materialize import algorithm1, plan_guests
-from megatron_hecate.plan.placement import Placement
-from megatron_hecate.plan.ready import compile_planning
-from megatron_hecate.plan.route import Quotas, largest_load, split_quotas
-from megatron_hecate.plan.shard import moves, place_homes, plan_homes
-from megatron_hecate.plan.valid import assert_valid, fingerprint
-from megatron_hecate.plan.world import Link, Speeds, World
+import functools
+
+import numpy as np
+
+from megatron_hecate.plan.cost import CopyCost, LayerShape
+from megatron_hecate.plan.late import add_late_replicas
+from megatron_hecate.plan.maxflow import largest_load
+from megatron_hecate.plan.placement import EMPTY, Placement
+from megatron_hecate.plan.quotas import PlacementTables, QuotaSolver
+from megatron_hecate.plan.replicas import plan_replicas
+from megatron_hecate.plan.world import CPU, H100, Link, Speeds, World
 
 __all__ = [
+    "CPU",
+    "EMPTY",
+    "H100",
+    "CopyCost",
     "LayerShape",
     "Link",
     "Placement",
-    "Quotas",
+    "PlacementTables",
+    "QuotaSolver",
     "Speeds",
     "World",
-    "algorithm1",
-    "assert_valid",
-    "calibrate",
-    "compile_planning",
-    "fingerprint",
+    "add_late_replicas",
+    "compile_planner",
     "largest_load",
-    "moves",
-    "place_homes",
-    "plan_guests",
-    "plan_homes",
-    "split_quotas",
+    "plan_replicas",
 ]
+
+
+@functools.cache
+def compile_planner() -> None:
+    """Plan one layer that needs every part, so that no iteration waits for a compiler. Compiled once per machine."""
+    world = World(node=(0, 0, 1, 1))
+    homes = Placement.initial(8, 4, num_slots=1)
+    load = np.array([90, 1, 30, 1, 5, 0, 2, 0])
+    plan = plan_replicas(load, homes, world, cost=CopyCost(near=1.0, far=1.0, crossing=1.0))
+    largest_load(load, plan)
+    add_late_replicas(load, homes, world, cost=CopyCost(), most=2, across_nodes=True)

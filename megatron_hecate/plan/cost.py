@@ -1,25 +1,53 @@
-"""What one layer's iteration costs: the slowest rank's experts, all-to-all, exposed spAG and spRS, routing to guests.
+"""What replicas cost, in tokens: how many tokens the busiest rank must be spared for them to pay.
 
-A plan is worth its copies when the sum falls. Everything is counted per rank and direction; a phase lasts as long as
-its busiest rank, and traffic inside nodes and between nodes runs side by side.
-
-    forward   dispatch -> experts -> combine            token bytes twice, FLOPs once
-    backward  the same in reverse                       token bytes twice, FLOPs twice
-    spAG, spRS as often as guests are fetched           what exceeds the time they can hide behind is exposed
+Everything is seconds over the seconds of one token in one expert, forward and backward, so that a planner can add it to
+rank loads. Sizes come from the layer, speeds from the world.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
-
-from megatron_hecate.plan.placement import Placement
-from megatron_hecate.plan.route import Quotas
 from megatron_hecate.plan.world import Link, World
 
 BACKWARD: float = 2.0  # FLOPs of a GEMM's backward over its forward: gradients of input and of weight
-SCATTER_FROM: int = 3  # fan-out from which receivers take shares and exchange them, where the transport can
+TOKEN_TRIPS: int = 4  # dispatch and combine, forward and backward
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CopyCost:
+    """What one layer's replicas cost in an iteration, in tokens of the busiest rank. All 0: replicas are free.
+
+    Args:
+        near: one replica's way out and back inside a node, nothing hidden.
+        far: the same from another node, over the network adapter of one rank. The ranks of a node share theirs.
+        out: share of the way out in ``near`` and ``far``; the rest is the gradients' way back.
+        hidden: tokens' worth of time that hides copies on their way out, behind the compute before the layer, and as
+            much on their way back, behind its backward.
+        contention: share of the hidden time that it takes from compute all the same.
+        routing: having any replica at all: the exchange of loads, quotas, more physical experts.
+        crossing: one token that is computed on another node than the one it starts on.
+        most: replicas that a rank may host; ``None`` is what its slots hold.
+
+    Raises:
+        ValueError: for a cost below 0, or a contention above 1.
+    """
+
+    near: float = 0.0
+    far: float = 0.0
+    out: float = 0.5
+    hidden: float = 0.0
+    contention: float = 0.0
+    routing: float = 0.0
+    crossing: float = 0.0
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if value is not None and not value >= 0:
+                raise ValueError(f"{name}={value} must be 0 or more")
+        if max(self.contention, self.out) > 1:
+            raise ValueError(f"contention={self.contention} and out={self.out} must be between 0 and 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,19 +55,19 @@ class LayerShape:
     """Sizes of one MoE layer on one rank.
 
     Args:
-        expert_bytes: one expert's weights as spAG moves them.
-        grad_bytes: one expert's gradient as spRS moves it.
+        expert_bytes: one expert's weights as they are fetched.
+        grad_bytes: one expert's gradient as it returns.
         token_bytes: one token's hidden state on the wire.
         token_flops: forward FLOPs of one token in one expert.
         microbatches: microbatches per iteration.
-        fetches: how often guests are fetched per iteration.
-        returns: how often their gradients go home.
-        hidden_seconds: compute before the layer behind which one spAG hides (and, in the backward, one spRS).
+        hidden_seconds: compute before the layer behind which one fetch hides (and, in the backward, one return).
+        fetches: how often replicas are fetched per iteration.
+        returns: how often their gradients return.
     """
 
-    expert_bytes: int
-    grad_bytes: int
-    token_bytes: int
+    expert_bytes: float
+    grad_bytes: float
+    token_bytes: float
     token_flops: float
     microbatches: int = 1
     hidden_seconds: float = 0.0
@@ -63,143 +91,33 @@ class LayerShape:
         """Forward and backward of one token in one expert."""
         return (1 + BACKWARD) * self.token_flops / world.speeds.flops
 
-    def copy_seconds(self, world: World, link: Link | None = None) -> float:
-        """One guest's ways out and back in an iteration, unhidden; over the slowest link of the group, or ``link``."""
-        link = link or world.slowest_link
-        return self.fetches * _phase(self.expert_bytes, link) + self.returns * _phase(self.grad_bytes, link)
-
     def fetch_seconds(self, world: World) -> float:
-        """One guest's way out, over the slowest link."""
-        return _phase(self.expert_bytes, world.slowest_link)
+        """One replica's way out, over the slowest link of the group."""
+        return world.slowest_link.seconds(self.expert_bytes)
 
-    def copy_tokens(self, world: World, link: Link | None = None) -> float:
-        """Tokens the slowest rank must be spared, over all microbatches, for one unhidden copy to pay."""
-        return self.copy_seconds(world, link) / self.token_seconds(world)
+    def copy_cost(self, world: World, *, hidden: float = 0.0) -> CopyCost:
+        """What replicas of this layer cost in an iteration.
 
-    def routing_tokens(self, world: World) -> float:
-        """Tokens the slowest rank must be spared, over all microbatches, for routing to guests to pay at all."""
-        return world.speeds.routing * self.microbatches / self.token_seconds(world)
+        Args:
+            world: links, cores and nodes.
+            hidden: copies per rank, over the slowest link of the group, that are fetched in the time before the layer
+                (`fetch_seconds`); a fraction is a part of one copy. As much time hides copies on their way back.
+        """
+        several = world.num_nodes > 1
+        token = self.token_seconds(world)
+        if not several:  # a token more on the busiest rank also travels there and back
+            token += TOKEN_TRIPS * self.token_bytes / world.speeds.intra.bandwidth
 
+        def both_ways(link: Link) -> float:
+            return self.fetches * link.seconds(self.expert_bytes) + self.returns * link.seconds(self.grad_bytes)
 
-@dataclasses.dataclass(frozen=True)
-class LayerSeconds:
-    """Seconds of one layer in one iteration, all microbatches, forward and backward."""
-
-    experts: float
-    all_to_all: float
-    exposed_copies: float
-    routing: float
-
-    @property
-    def total(self) -> float:
-        return self.experts + self.all_to_all + self.exposed_copies + self.routing
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Traffic:
-    """What every rank sends and receives. All arrays [R], in items (tokens, or chunks)."""
-
-    intra_out: np.ndarray
-    intra_in: np.ndarray
-    inter_out: np.ndarray
-    inter_in: np.ndarray
-
-    @property
-    def intra(self) -> float:
-        return float(self.intra_out.sum())
-
-    @property
-    def inter(self) -> float:
-        return float(self.inter_out.sum())
-
-    def seconds(self, item_bytes: float, world: World) -> float:
-        """How long it takes when every rank sends and receives at once. A node's NICs are shared by its ranks."""
-        if not self.intra and not self.inter:
-            return 0.0
-        per_node = np.bincount(np.unique(world.node, return_inverse=True)[1])
-        nodes = np.unique(world.node, return_inverse=True)[1]
-        inter = [
-            np.bincount(nodes, weights=way) * item_bytes / (per_node * world.speeds.inter.bandwidth)
-            for way in (self.inter_out, self.inter_in)
-        ]
-        return max(
-            _phase(max(self.intra_out.max(), self.intra_in.max()) * item_bytes, world.speeds.intra),
-            max(way.max() for way in inter) + (world.speeds.inter.latency if self.inter else 0.0),
+        out = self.fetches * self.fetch_seconds(world)
+        return CopyCost(
+            near=both_ways(world.speeds.intra) / token,
+            far=both_ways(world.speeds.inter) / token,
+            out=out / both_ways(world.slowest_link),
+            hidden=hidden * out / token,
+            contention=world.speeds.contention,
+            routing=world.speeds.routing * self.microbatches / token,
+            crossing=TOKEN_TRIPS * self.token_bytes / world.speeds.inter.bandwidth / token if several else 0.0,
         )
-
-
-def _phase(num_bytes: float, link: Link) -> float:
-    return num_bytes / link.bandwidth + link.latency if num_bytes else 0.0
-
-
-def token_traffic(quotas: Quotas, world: World) -> Traffic:
-    """Tokens that leave and reach every rank in one dispatch; the sources must be the ranks."""
-    num_ranks = world.num_ranks
-    assert len(quotas.tokens) == num_ranks, (quotas.tokens.shape, num_ranks)
-    flow = np.zeros((num_ranks, num_ranks), dtype=np.int64)
-    np.add.at(flow.T, quotas.rank, quotas.tokens.T)
-    return _traffic(flow, world)
-
-
-def copy_traffic(placement: Placement, world: World, *, scatter: bool = False) -> Traffic:
-    """Chunks that leave and reach every rank in one spAG (spRS is the same with directions swapped).
-
-    One copy of a chunk goes to each other node and is handed on inside; from fan-out 3 up, with ``scatter``, receivers
-    on one node take a share each from the sender and exchange the rest.
-    """
-    num_ranks = placement.num_ranks
-    flow = np.zeros((num_ranks, num_ranks))
-    node = np.asarray(world.node)
-    for expert in {e for e, _, _ in placement.guests}:
-        home = int(placement.home[expert])
-        holders = np.flatnonzero(placement.holders[expert])
-        for k in np.unique(node[holders]):
-            there = [int(r) for r in holders if node[r] == k and r != home]
-            root = home
-            if node[home] != k:
-                root = there.pop(0)
-                flow[home, root] += 1
-            if scatter and len(there) >= SCATTER_FROM:
-                share = 1 / len(there)
-                for r in there:
-                    flow[root, r] += share
-                    flow[r, [q for q in there if q != r]] += share
-            else:
-                flow[root, there] += 1
-    return _traffic(flow, world)
-
-
-def _traffic(flow: np.ndarray, world: World) -> Traffic:
-    node = np.asarray(world.node)
-    flow = flow.copy()
-    np.fill_diagonal(flow, 0)
-    intra = np.where(node[:, None] == node[None, :], flow, 0)
-    inter = flow - intra
-    return Traffic(intra.sum(axis=1), intra.sum(axis=0), inter.sum(axis=1), inter.sum(axis=0))
-
-
-def layer_seconds(
-    quotas: Quotas, placement: Placement, world: World, shape: LayerShape, *, late: int = 0, scatter: bool = False
-) -> LayerSeconds:
-    """Price one layer's iteration.
-
-    Args:
-        quotas: of one microbatch; the others are taken to be alike. Its sources are the ranks.
-        placement: homes and guests.
-        world: links and speed.
-        shape: the layer's sizes.
-        late: the busiest rank's guests that were fetched after the gate, on the critical path, per microbatch.
-        scatter: whether the transport scatters and exchanges (`copy_traffic`).
-    """
-    load = quotas.rank_load(placement.num_ranks)
-    experts = float(load.max()) * shape.token_seconds(world) * shape.microbatches
-    tokens = token_traffic(quotas, world)
-    all_to_all = 4 * tokens.seconds(shape.token_bytes, world) * shape.microbatches
-    copies = copy_traffic(placement, world, scatter=scatter)
-    exposed = sum(
-        often * max(0.0, copies.seconds(size, world) - shape.hidden_seconds)
-        for size, often in ((shape.expert_bytes, shape.fetches), (shape.grad_bytes, shape.returns))
-    )
-    exposed += late * shape.microbatches * dataclasses.replace(shape, fetches=1, returns=1).copy_seconds(world)
-    routing = world.speeds.routing * shape.microbatches if placement.num_guests else 0.0
-    return LayerSeconds(experts=experts, all_to_all=all_to_all, exposed_copies=exposed, routing=routing)

@@ -1,253 +1,149 @@
-"""The search for late guests: one after another, each the best of a few that are solved exactly."""
+"""Replicas that open a way out of the ranks whose tokens cannot leave them: one after another, as far as each pays.
+
+After the gate they are late replicas, for the true loads, and a fetch on the critical path must pay. Before the gate
+the same search improves a plan for the forecast.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
-from megatron_hecate.plan.compiled import borrowing, compiled
-from megatron_hecate.plan.flow import NO_LIMIT, level
-from megatron_hecate.plan.links import holders, links_of, put, take_back
-from megatron_hecate.plan.outlook import Outlook, above, hope, outlook
-from megatron_hecate.plan.shortlist import Shortlist, listed, offer, shortlist
+from megatron_hecate.plan.cost import CopyCost
+from megatron_hecate.plan.maxflow import balance, compiled
+from megatron_hecate.plan.placement import Placement
+from megatron_hecate.plan.world import World
 
-# Guests looked at for each late guest, the most promising first: as many as ranks may host it, within these bounds, and
-# up to the second while none helps. With 8 on 32 ranks across nodes a jump leaves 1.27 where 24 leave 1.12.
-TRIED: tuple[int, int] = (8, 24)
-# What a token that the guest's rank itself has room for counts more than one that others may have room for. Largest
-# load and price after 4,264 searches, jumps among them: 1.113 to 1.115 times the mean for 0.03 to 0.3.
-SURE: float = 0.1
+TRIED: int = 8  # replicas that are solved exactly for each one taken
 
 
-class Prices(NamedTuple):
-    """What late guests cost, in tokens.
+def add_late_replicas(
+    load: np.ndarray, placement: Placement, world: World, *, cost: CopyCost, most: int, across_nodes: bool
+) -> Placement:
+    """Add replicas, or overwrite some, as far as fetching them now pays.
 
     Args:
-        node: [R] the node of each rank.
-        near: one from the same node.
-        far: one from another node; infinite where there must be none.
-    """
-
-    node: np.ndarray
-    near: float
-    far: float
-
-
-@compiled
-def search(
-    total: np.ndarray,
-    home: np.ndarray,
-    prices: Prices,
-    order: np.ndarray,
-    table: np.ndarray,
-    num_ranks: int,
-    swaps: np.ndarray,
-    costs: np.ndarray,
-) -> int:
-    """One late guest after another, each the best of some, while the largest load or what exceeds the mean falls.
-
-    Args:
-        table: [R * P] changed in place.
-        swaps: [most, 2] slot and expert of each late guest; filled in.
-        costs: [most + 1] largest rank load and price of the busiest rank, before any and after each; filled in. Where
-            the largest load is so near to the mean that none can pay, the first is what it is at most.
+        load: [E] int, true tokens per expert in this microbatch, summed over all sources.
+        placement: homes and replicas as planned. Any replica may be overwritten: none has computed yet.
+        world: node of every rank.
+        cost: of one microbatch; nothing of a late fetch hides, so its ``hidden`` does not count.
+        most: late replicas on all ranks together, at most.
+        across_nodes: whether they may come from another node.
 
     Returns:
-        How many late guests were found.
+        The corrected placement, in which replicas that stay keep their slots; ``placement`` itself when nothing pays.
+
+    Raises:
+        ValueError: for loads that do not fit, a negative limit, or a world of other ranks.
     """
-    slots = len(table) // num_ranks
-    count, where = holders(table, order, len(home), len(swaps))
-    least = np.zeros(len(home), np.int64)
-    served = np.zeros(len(table), np.int64)
-    load = np.zeros(num_ranks, np.int64)
-    for e in range(len(home)):
-        for k in range(count[e]):
-            if where[e, k] // slots == home[e]:
-                served[where[e, k]] = total[e]
-                load[home[e]] += total[e]
-    mean = load.sum() // num_ranks
+    load = placement.checked_load(load)
+    if world.num_ranks != placement.num_ranks:
+        raise ValueError(f"world has {world.num_ranks} ranks, the placement {placement.num_ranks}")
+    if most < 0:
+        raise ValueError(f"most={most} must be 0 or more")
+    routing = 0.0 if placement.num_replicas else cost.routing
+    costs = np.array([cost.near, cost.far if across_nodes else np.inf, routing])
+    limits = (most, placement.slots_per_rank, min(cost.near, costs[1]))
+    table = overwrite(load, placement.home.copy(), placement.table.copy(), world.node_index, costs, limits)
+    return placement if np.array_equal(table, placement.table) else Placement.trusted(placement.home, table)
+
+
+@compiled
+def overwrite(
+    total: np.ndarray,
+    home: np.ndarray,
+    table: np.ndarray,
+    node: np.ndarray,
+    costs: np.ndarray,
+    limits: tuple[int, int, float],
+) -> np.ndarray:
+    """The best table [R, P] found when replicas are added to ``table``, or overwrite others, one after another.
+
+    Each is the expert and the rank that leave the smallest largest load plus what the busiest rank pays, of the `TRIED`
+    pairs that move most tokens out of the ranks whose tokens cannot leave them (`maxflow`).
+
+    Args:
+        total: [E] tokens.
+        home: [E] ranks.
+        node: [R] nodes.
+        costs: tokens that one copy costs inside a node and between nodes, and that having replicas at all costs.
+        limits: replicas that are placed here, replicas of a rank, and tokens above the mean that are good enough.
+    """
+    most, per_rank, enough = limits
+    num_ranks, now, best = len(table), table.copy(), table
     received, sent, busy = np.zeros(num_ranks), np.zeros(num_ranks), 0.0
-    inside = np.empty(num_ranks, np.bool_)
-    links = links_of(table, count, where, num_ranks)
-    fine = mean + np.int64(min(prices.near, prices.far, float(NO_LIMIT - mean)))  # nothing pays below
-    cap = level(links, table, served, load, least, fine, fine, inside)
-    if cap <= fine:
-        costs[0] = cap
-        return 0
-    cap = level(links, table, served, load, least, 0, NO_LIMIT, inside, NO_LIMIT, True)
-    costs[0] = cap
-    tried = min(TRIED[1], max(TRIED[0], _hosts(prices)))
-    late = np.zeros(len(table), np.bool_)
-    movable = np.empty(len(home), np.int64)
-    # what is tried, and the best of it
-    new_served, new_load, new_inside = served.copy(), load.copy(), inside.copy()
-    best_served, best_load, best_inside, best_cap = served.copy(), load.copy(), inside.copy(), cap
-    for found in range(len(swaps)):
-        if cap - mean <= min(prices.near, prices.far):
-            return found
-        ahead = outlook(links, served, load, inside, mean)
-        _count(table, count, where, served, inside, movable)
-        swap = _candidates(home, prices, table, movable, served, load, inside, late, received, sent, busy, ahead)
-        best, best_busy, least_cost, least_above = -1, 0.0, cap + busy, np.inf
-        for i in range(listed(swap)):
-            if i >= tried and best >= 0:
-                break
-            slot, expert = swap.place[i], swap.expert[i]
-            new_busy = _busy(prices, home[expert], slot // slots, received, sent, busy)
-            largest, left = hope(ahead, slot // slots, movable[expert])
-            hoped = min(cap + busy, largest + new_busy)
-            if hoped > least_cost or (hoped == least_cost and left + new_busy >= least_above):
-                continue
-            enough = cap if least_cost == cap + busy else min(cap, np.int64(max(-1.0, least_cost - new_busy)))
-            new_served[:] = served
-            new_load[:] = load
-            _send_home(slot, home, table, count, where, new_served, new_load)
-            old, place = put(slot, expert, table, count, where)
-            links = links_of(table, count, where, num_ranks)
-            new_cap = level(links, table, new_served, new_load, least, 0, enough, new_inside, NO_LIMIT, True)
-            take_back(slot, old, place, table, count, where)
-            if new_cap > enough:
-                continue
-            new_excess = above(new_load, mean)
-            if new_cap == cap and new_excess >= ahead.excess:
-                continue
-            cost, excess = min(cap + busy, new_cap + new_busy), new_excess + new_busy
-            if cost < least_cost or (cost == least_cost and excess < least_above):
-                best, best_busy, least_cost, least_above = i, new_busy, cost, excess
-                best_served, new_served = new_served, best_served
-                best_load, new_load = new_load, best_load
-                best_inside, new_inside = new_inside, best_inside
-                best_cap = new_cap
-        if best < 0:
-            return found
-        slot, expert = swap.place[best], swap.expert[best]
-        swaps[found, 0], swaps[found, 1] = slot, expert
-        late[slot] = True
-        rank, source = slot // slots, home[expert]
-        price = _price(prices, source, rank)
-        received[rank] += price
-        sent[source] += price
-        put(slot, expert, table, count, where)
-        links = links_of(table, count, where, num_ranks)
-        served, best_served = best_served, served
-        load, best_load = best_load, load
-        inside, best_inside = best_inside, inside
-        cap, busy = best_cap, best_busy
-        costs[found + 1] = cap + busy
-    return len(swaps)
-
-
-@compiled
-def _hosts(prices: Prices) -> int:
-    """Ranks among which late guests can be copied: all, or those of the largest node."""
-    if prices.far < np.inf:
-        return len(prices.node)
-    ranks = np.zeros(len(prices.node), np.int64)
-    for k in prices.node:
-        ranks[k] += 1
-    return ranks.max()
-
-
-@borrowing
-def _price(prices: Prices, source: int, rank: int) -> float:
-    return prices.near if prices.node[source] == prices.node[rank] else prices.far
-
-
-@borrowing
-def _busy(prices: Prices, source: int, rank: int, received: np.ndarray, sent: np.ndarray, busy: float) -> float:
-    """What the busiest rank receives or sends with one more late guest."""
-    price = _price(prices, source, rank)
-    return max(busy, received[rank] + price, sent[source] + price)
-
-
-@compiled
-def busiest(home: np.ndarray, prices: Prices, expert: np.ndarray, rank: np.ndarray) -> float:
-    """Price of the late guests, ``expert`` on ``rank``, that the rank which has most of it receives or sends."""
-    received, sent = np.zeros(len(prices.node)), np.zeros(len(prices.node))
-    for i in range(len(expert)):
-        price = _price(prices, home[expert[i]], rank[i])
-        received[rank[i]] += price
-        sent[home[expert[i]]] += price
-    return max(received.max(), sent.max())
-
-
-@borrowing
-def _send_home(
-    slot: int,
-    home: np.ndarray,
-    table: np.ndarray,
-    count: np.ndarray,
-    where: np.ndarray,
-    served: np.ndarray,
-    load: np.ndarray,
-) -> None:
-    """Tokens that a guest serves in ``slot``, if there is one, go back to its home."""
-    slots, guest = len(table) // len(load), table[slot]
-    if guest < 0:
-        return
-    for k in range(count[guest]):
-        c = where[guest, k]
-        if c // slots == home[guest]:
-            served[c] += served[slot]
-    load[home[guest]] += served[slot]
-    load[slot // slots] -= served[slot]
-    served[slot] = 0
-
-
-@borrowing
-def _count(
-    table: np.ndarray,
-    count: np.ndarray,
-    where: np.ndarray,
-    served: np.ndarray,
-    inside: np.ndarray,
-    movable: np.ndarray,
-) -> None:
-    """Tokens of each expert that the blocked set serves; ``movable`` [E] is filled in."""
-    slots = len(table) // len(inside)
-    for e in range(len(count)):
-        movable[e] = 0
-        for k in range(count[e]):
-            if inside[where[e, k] // slots]:
-                movable[e] += served[where[e, k]]
-
-
-@compiled
-def _candidates(
-    home: np.ndarray,
-    prices: Prices,
-    table: np.ndarray,
-    movable: np.ndarray,
-    served: np.ndarray,
-    load: np.ndarray,
-    inside: np.ndarray,
-    late: np.ndarray,
-    received: np.ndarray,
-    sent: np.ndarray,
-    busy: float,
-    ahead: Outlook,
-) -> Shortlist:
-    """Late guests that open a way out of the blocked set; first those that may leave least above the mean, and cost."""
-    slots = len(table) // len(load)
-    best = shortlist(TRIED[1], np.inf)
-    for e in range(len(home)):
-        if movable[e] == 0:
-            continue
-        for r in range(len(load)):
-            if inside[r] or _price(prices, home[e], r) == np.inf:
-                continue
-            slot, held = -1, False
-            for c in range(r * slots, (r + 1) * slots):
-                held |= table[c] == e
-                free = table[c] < 0 or (home[table[c]] != r and not late[c])
-                # an empty slot, else that of the guest who serves least; neither serves less than an empty one
-                if free and (slot < 0 or (table[slot] >= 0 and (table[c] < 0 or served[c] < served[slot]))):
-                    slot = c
-            if held or slot < 0:
-                continue
-            # the rank loses what its guest served and has that room, too
-            sure = min(movable[e], ahead.mean - load[r] + served[slot]) - served[slot]
-            _, left = hope(ahead, r, movable[e])
-            offer(best, left + _busy(prices, home[e], r, received, sent, busy) - SURE * sure, slot, e)
+    late, served = np.zeros(table.shape, np.bool_), np.zeros(table.shape, np.int64)
+    place, gains = np.empty(TRIED, np.int64), np.empty(TRIED, np.int64)
+    mean, least = total.sum() // num_ranks, np.inf
+    for step in range(most + 1):
+        begin, rank, share, load, blocked = balance(total, now, 0, True)
+        cost = max(load) + (busy + costs[2] if step > 0 else 0.0)
+        if cost < least:
+            least, best = cost, now.copy()
+        if step == most or max(load) - mean <= enough:
+            break
+        for r in range(num_ranks):
+            for c in range(table.shape[1]):
+                for i in range(begin[max(now[r, c], 0)], begin[now[r, c] + 1]):
+                    served[r, c] = share[i] if rank[i] == r else served[r, c]
+        slot, back = _free_slots(now, home, late, served, per_rank)
+        found = 0
+        for e in range(len(home)):
+            inside = 0  # tokens that cannot leave
+            for i in range(begin[e], begin[e + 1]):
+                inside += share[i] if blocked[rank[i]] else 0
+            for r in range(num_ranks if inside > 0 else 0):
+                if blocked[r] or slot[r] < 0 or (node[r] != node[home[e]] and costs[1] == np.inf):
+                    continue
+                gain = min(inside, mean - load[r] + back[r]) - back[r]
+                if gain <= (0 if found < TRIED else gains[TRIED - 1]) or e in now[r]:
+                    continue
+                found = min(found + 1, TRIED)
+                at = found - 1
+                while at > 0 and gains[at - 1] < gain:
+                    gains[at], place[at] = gains[at - 1], place[at - 1]
+                    at -= 1
+                gains[at], place[at] = gain, e * num_ranks + r
+        choice, lowest, largest, excess = -1, (np.inf, 0), max(load), np.maximum(load - mean, 0).sum()
+        for i in range(found):
+            e, r = place[i] // num_ranks, place[i] % num_ranks
+            copying = costs[1] if node[r] != node[home[e]] else costs[0]
+            old, now[r, slot[r]] = now[r, slot[r]], e
+            its = balance(total, now, 0, True)[3]
+            now[r, slot[r]] = old
+            above = np.maximum(its - mean, 0).sum()
+            cost = max(its) + max(busy, received[r] + copying, sent[home[e]] + copying)
+            # fewer tokens above the mean are progress, too, where several ranks share the largest load
+            if (max(its) < largest or above < excess) and (cost, above) < lowest:
+                choice, lowest = place[i], (cost, above)
+        if choice < 0:
+            break
+        e, r = choice // num_ranks, choice % num_ranks
+        copying = costs[1] if node[r] != node[home[e]] else costs[0]
+        now[r, slot[r]], late[r, slot[r]] = e, True
+        received[r] += copying
+        sent[home[e]] += copying
+        busy = max(busy, received[r], sent[home[e]])
     return best
+
+
+@compiled
+def _free_slots(
+    table: np.ndarray, home: np.ndarray, late: np.ndarray, served: np.ndarray, per_rank: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """[R] the slot of each rank to use, empty or of the replica that serves least, or -1; [R] tokens served there.
+
+    ``late`` [R, P] slots stay as they are; ``served`` [R, P] are tokens.
+    """
+    slot, back = np.full(len(table), -1), np.zeros(len(table), np.int64)
+    for r in range(len(table)):
+        replicas = 0
+        for c in range(table.shape[1]):
+            replicas += 1 if table[r, c] >= 0 and home[table[r, c]] != r else 0
+        for c in range(table.shape[1]):
+            e = table[r, c]
+            usable = replicas < per_rank if e < 0 else home[e] != r and not late[r, c]
+            its = served[r, c] if e >= 0 else -1  # an empty slot serves less than any replica
+            if usable and (slot[r] < 0 or its < back[r]):
+                slot[r], back[r] = c, its
+        back[r] = max(back[r], 0)
+    return slot, back

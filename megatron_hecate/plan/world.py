@@ -20,11 +20,8 @@ class Link:
     """What one rank can send, and at the same time receive.
 
     Args:
-        bandwidth: bytes/s in each direction.
-        latency: seconds from posting a message to its first byte.
-
-    Raises:
-        ValueError: for a bandwidth that is not above 0 or a latency below 0.
+        bandwidth: bytes/s in each direction, more than 0.
+        latency: seconds from posting a message to its first byte, 0 or more.
     """
 
     bandwidth: float
@@ -36,6 +33,10 @@ class Link:
         if not (math.isfinite(self.latency) and self.latency >= 0):
             raise ValueError(f"latency={self.latency} s must be finite and 0 or more")
 
+    def seconds(self, num_bytes: float) -> float:
+        """How long one message of ``num_bytes`` takes; nothing is not sent."""
+        return num_bytes / self.bandwidth + self.latency if num_bytes else 0.0
+
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
@@ -45,7 +46,7 @@ class Speeds:
         intra: the link between ranks of one node.
         inter: a rank's share of its node's network.
         flops: FLOP/s one rank reaches in expert GEMMs.
-        routing: seconds that routing to guests adds to one microbatch of a layer, whatever it wins: the exchange of
+        routing: seconds that routing to replicas adds to one microbatch of a layer, whatever it wins: the exchange of
             loads, quotas, more physical experts.
         contention: what a copy takes from the compute it hides behind, as a part of the time it lasts: 0 with copy
             engines, 1 where cores do both.
@@ -106,8 +107,8 @@ H100 = Speeds(
     # 989 TFLOP/s dense bf16 (datasheet), of which grouped expert GEMMs reach about 45 %. (Megatron-Bridge's published
     # 299 TFLOP/s of a whole Qwen3-30B step is 30 %, attention and all-to-all included.)
     flops=0.45 * 989e12,
-    # Not measured yet: 130 small kernels of 2 to 3 microseconds and one all-gather.
-    routing=0.35e-3,
+    # Not measured yet: 167 small kernels of 2 to 3 microseconds and one all-gather.
+    routing=0.45e-3,
     # Not measured yet: NCCL moves bytes with 16 of 132 SMs.
     contention=0.12,
 )
@@ -116,7 +117,7 @@ CPU = Speeds(
     intra=Link(bandwidth=0.9e9, latency=350e-6),
     inter=Link(bandwidth=0.9e9, latency=350e-6),
     flops=90e9,
-    routing=0.6e-3,
+    routing=1.5e-3,
     contention=1.0,
 )
 
@@ -164,8 +165,3 @@ class World:
     def node_index(self) -> np.ndarray:
         """[R] the nodes, numbered from 0."""
         return np.unique(self.node, return_inverse=True)[1].astype(np.int64)
-
-    @cached_property
-    def order(self) -> np.ndarray:
-        """[R] the ranks, by node, then rank."""
-        return np.argsort(self.node_index, kind="stable")

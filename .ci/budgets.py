@@ -1,0 +1,89 @@
+"""Sizes of the package against their budgets: ``python .ci/budgets.py [CHECKOUT]``. Exits with 1 when one is missed.
+
+A public name is a function or class at the top level of a module, without a leading underscore. A tuned constant is a
+number with a name in capitals at the top level of a module. Arguments do not count ``self`` and ``cls``.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+Node = ast.FunctionDef | ast.AsyncFunctionDef
+MOST_ARGUMENTS = 6
+
+
+def lines(paths: Iterable[Path]) -> int:
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def functions(paths: Iterable[Path]) -> list[tuple[Path, Node]]:
+    nodes = ((path, node) for path in paths for node in ast.walk(ast.parse(path.read_text())))
+    return [(path, node) for path, node in nodes if isinstance(node, Node)]
+
+
+def num_arguments(node: Node) -> int:
+    names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def public_names(paths: Iterable[Path]) -> list[str]:
+    body = [node for path in paths for node in ast.parse(path.read_text()).body]
+    return [n.name for n in body if isinstance(n, Node | ast.ClassDef) and not n.name.startswith("_")]
+
+
+def constants(paths: Iterable[Path]) -> list[str]:
+    """Names of numbers, also of products such as ``256 << 20``."""
+    found = []
+    number = (ast.Constant, ast.BinOp, ast.UnaryOp, ast.Tuple, ast.Call, ast.Attribute, ast.Name)
+    known = (*number, ast.operator, ast.unaryop, ast.Load)
+    for node in (node for path in paths for node in ast.parse(path.read_text()).body):
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            values = [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
+            is_number = isinstance(node.value, number[:5]) and all(isinstance(n, known) for n in ast.walk(node.value))
+            is_number = is_number and bool(values) and all(isinstance(value, int | float) for value in values)
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            found += [name for name in names if is_number and name.strip("_").isupper()]
+    return found
+
+
+def main(root: Path) -> int:
+    """Print the table; returns the exit status."""
+    package = root / "megatron_hecate"
+    every = sorted(package.rglob("*.py"))
+    plan, nvlink = (sorted((package / name).glob("*.py")) for name in ("plan", "comm/nvlink"))
+    core = [path for path in every if path not in nvlink]
+    longest_file = max(every, key=lambda path: lines([path]))
+    sizes = {(path, node.name): (node.end_lineno or 0) - node.lineno + 1 for path, node in functions(every)}
+    longest = max(sizes, key=lambda key: sizes[key])
+    wide = [node for _, node in functions(every) if num_arguments(node) > MOST_ARGUMENTS]
+    rows: list[tuple[str, int, int | None, str]] = [
+        ("files", len(every), 50, ""),
+        ("lines, all", lines(every), None, ""),
+        ("lines without comm/nvlink", lines(core), 6500, ""),
+        ("lines of comm/nvlink", lines(nvlink), 1900, ""),
+        ("public names", len(public_names(every)), 90, ""),
+        (f"functions with more than {MOST_ARGUMENTS} arguments", len(wide), 0, ", ".join(n.name for n in wide[:5])),
+        ("most arguments", max(num_arguments(node) for _, node in functions(every)), MOST_ARGUMENTS, ""),
+        ("longest function", sizes[longest], None, longest[1]),
+        ("longest file", lines([longest_file]), 300, longest_file.name),
+        ("named numbers, all", len(constants(every)), None, ""),
+        ("plan: lines", lines(plan), 1400, ""),
+        ("plan: files", len(plan), 10, ""),
+        ("plan: tuned constants", len(constants(plan)), 15, ""),
+        ("README: lines", lines([root / "README.md"]), 120, ""),
+        ("longest page of docs", max(lines([page]) for page in (root / "docs").glob("*.md")), 250, ""),
+    ]
+    within: Callable[[int, int | None], bool] = lambda size, budget: budget is None or size <= budget  # noqa: E731
+    print("| what | size | budget | |\n|---|---|---|---|")
+    for what, size, budget, note in rows:
+        verdict = "" if within(size, budget) else "**over** "
+        print(f"| {what} | {size:,} | {'' if budget is None else f'{budget:,}'} | {verdict}{note} |")
+    return 0 if all(within(size, budget) for _, size, budget, _ in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent))

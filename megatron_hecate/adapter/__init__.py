@@ -1,0 +1,1 @@
+"""What touches Megatron: the table of assumptions, the dispatcher and the experts."""

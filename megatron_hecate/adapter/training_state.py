@@ -1,0 +1,95 @@
+"""What Megatron is doing: which forward runs, how many microbatches there are, whether parameters are here."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+
+def num_microbatches() -> int | None:
+    """M of this iteration, or ``None`` in a training loop that does not use Megatron's microbatch calculator."""
+    from megatron.core import num_microbatches_calculator as calculator
+
+    if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
+        return None
+    return calculator.get_num_microbatches()
+
+
+class Forward(enum.Enum):
+    """What a layer's forward is for."""
+
+    MICROBATCH = "a microbatch's own training forward"
+    RECOMPUTED = "one more time, inside the backward"
+    OTHER = "evaluation, or without gradients"
+
+    @classmethod
+    def running(cls, layer: Module, *, gradients: bool | None) -> Forward:
+        """What the running forward of ``layer`` is for.
+
+        Under Megatron's checkpointing the first pass has no gradients, so it is the model chunk's forward around it
+        that tells training from evaluation.
+
+        Args:
+            gradients: whether that forward has them; ``None`` where none is running (``build_schedule_plan``).
+        """
+        from megatron.core.tensor_parallel.random import is_checkpointing
+
+        if torch._C._current_graph_task_id() != -1:
+            return cls.RECOMPUTED
+        trains = layer.training and (torch.is_grad_enabled() or (is_checkpointing() and gradients is not False))
+        return cls.MICROBATCH if trains else cls.OTHER
+
+
+def forwards_in_flight(config: Any, chunks: Sequence[int]) -> int:
+    """Forwards of a layer whose backward has not run, of all layers of this rank together, at most.
+
+    From Megatron's schedules (``core/pipeline_parallel/schedules.py``): without pipeline one microbatch; 1F1B runs
+    (stages - 1 - stage) ahead; the interleaved one twice that and the other chunks' microbatches, in passes of one
+    chunk. The combined schedule (``overlap_moe_expert_parallel_comm``) runs one more ahead.
+
+    Args:
+        config: ``TransformerConfig``.
+        chunks: the model chunk of every layer of this rank.
+    """
+    from megatron.core import parallel_state
+
+    stages = config.pipeline_model_parallel_size
+    stage = parallel_state.get_pipeline_model_parallel_rank() if stages > 1 else 0
+    per_chunk = max(Counter(chunks).values())
+    interleaved = config.virtual_pipeline_model_parallel_size or 1
+    if stages == 1:
+        passes = 1
+    elif interleaved == 1:
+        passes = stages - stage
+    else:
+        together = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
+        passes = 2 * (stages - stage - 1) + (interleaved - 1) * together + 1
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        passes += 1
+    return passes * per_chunk
+
+
+def gathers_params(module: Module) -> bool:
+    """Whether DDP gathers the parameters of ``module`` in the background (``overlap_param_gather``)."""
+    return any(_ddp_hooks(submodule) for submodule in module.modules())
+
+
+def wait_for_params(module: Module) -> None:
+    """Make sure that the parameters of ``module`` hold this iteration's values.
+
+    With ``overlap_param_gather`` DDP gathers them in the background and waits in a forward pre-hook of the submodule
+    that owns them. Reading them elsewhere would silently read the last iteration's values, so the hooks run here.
+    """
+    for submodule in module.modules():
+        for hook in _ddp_hooks(submodule):
+            hook(submodule, ())
+
+
+def _ddp_hooks(module: Module) -> list[Callable]:
+    name = "DistributedDataParallel._make_forward_pre_hook"
+    return [hook for hook in module._forward_pre_hooks.values() if name in getattr(hook, "__qualname__", "")]

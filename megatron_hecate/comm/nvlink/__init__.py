@@ -1,0 +1,1 @@
+"""The transport `nvlink`: kernels over memory that peers can read, and stripes between NVLink domains."""

@@ -1,0 +1,186 @@
+"""A transfer that runs in the background, whatever the transport, and how long it took."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from concurrent.futures import Future
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hecate.tools import trace
+
+
+class TransferError(RuntimeError):
+    """A chunk did not arrive: a peer died, or did not take part in time."""
+
+
+class Transfer:
+    """A spAG or spRS under way.
+
+    Without CUDA the first step of ``steps`` runs at once and leaves asynchronous works behind; `wait` runs the others.
+    With CUDA all steps are enqueued on a stream of their own, after what the current stream holds, and `wait` makes the
+    current stream wait for them: the host never does.
+
+    Args:
+        steps: up to its first ``yield`` it posts what can run in the background, the rest waits and sums.
+        device: of the memory it moves.
+        what: "spAG" or "spRS".
+        label: name of the layer.
+        timed: whether it will be asked how long it took.
+        after: without CUDA, for transfers that take the host's time: all steps run in a thread, once this has ended.
+    """
+
+    def __init__(
+        self,
+        steps: Iterator[None],
+        device: torch.device,
+        *,
+        what: str,
+        label: str,
+        timed: bool = False,
+        after: Future[None] | None = None,
+    ) -> None:
+        self._steps, self._failed = steps, False
+        self.what, self.label, self._watch = what, label, Stopwatch(device) if timed else None
+        self.ended: Future[None] = Future()  # of the thread that runs it, where there is one
+        self._enqueued: torch.cuda.Event | None = None
+        with trace.span(f"{what} start", label):
+            if device.type == "cuda":
+                stream = _transfer_stream(device)
+                stream.wait_stream(torch.cuda.current_stream(device))
+                with torch.cuda.stream(stream):
+                    self._mark("begin")
+                    for _ in steps:
+                        pass
+                    self._mark("end")
+                    self._enqueued = stream.record_event()
+            elif after is not None or trace.Recorder.is_running() or timed:  # gloo does not tell when it is over
+                self._run_in_thread(after)
+                trace.follow(what, label, over=self.ended.done)
+            else:
+                next(steps, None)
+
+    def _mark(self, when: str) -> None:
+        if self._watch is not None:
+            self._watch.mark(when)
+
+    def _run_in_thread(self, after: Future[None] | None) -> None:
+        """Run all steps in a thread, which does not keep the process alive; `wait` then waits for it."""
+        steps, ended = self._steps, self.ended
+
+        def run() -> None:
+            try:
+                if after is not None:
+                    futures.wait([after])
+                self._mark("begin")
+                with torch.no_grad():
+                    for _ in steps:
+                        pass
+                self._mark("end")
+            except BaseException as error:
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+
+        def join() -> Iterator[None]:
+            ended.result()
+            yield from ()
+
+        self._steps = join()
+        threading.Thread(target=run, name=f"{self.what} {self.label}", daemon=True).start()
+
+    @property
+    def seconds(self) -> float | None:
+        """How long it took, once it is over, if it was ``timed``."""
+        return None if self._watch is None else self._watch.seconds
+
+    def wait(self) -> None:
+        """Wait until it is over; again does nothing.
+
+        Raises:
+            TransferError: when a peer died or did not answer in time, every time.
+        """
+        if self._failed:
+            raise TransferError(f"{self.label}: this {self.what} failed before")
+        with trace.span(f"{self.what} wait", self.label):
+            if self._enqueued is not None:
+                torch.cuda.current_stream().wait_event(self._enqueued)
+            try:
+                for _ in self._steps:
+                    pass
+            except BaseException:
+                self._failed = True
+                raise
+
+
+class Stopwatch:
+    """Two moments on a stream, or on the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._events: dict[str, torch.cuda.Event] = {}
+        self._times: dict[str, float] = {}
+
+    def mark(self, when: str) -> None:
+        """Note the moment "begin" or "end"."""
+        if self._on_gpu:
+            self._events[when] = torch.cuda.Event(enable_timing=True)
+            self._events[when].record()
+        else:
+            self._times[when] = time.perf_counter()
+
+    @property
+    def ended(self) -> bool:
+        """Whether "end" was marked."""
+        return "end" in self._events or "end" in self._times
+
+    @property
+    def seconds(self) -> float | None:
+        """From "begin" to "end"; ``None`` while the second has not been reached."""
+        if not self.ended:
+            return None
+        if not self._on_gpu:
+            return self._times["end"] - self._times["begin"]
+        begin, end = self._events["begin"], self._events["end"]
+        return begin.elapsed_time(end) / 1e3 if end.query() else None
+
+
+def wait_collective(
+    work: dist.Work, tensor: Tensor, group: dist.ProcessGroup, *, what: str, label: str, timeout: float
+) -> None:
+    """Wait for a collective of the whole ``group`` over ``tensor``.
+
+    On a GPU the stream waits and the process group's own timeout holds; the host must run ahead.
+
+    Args:
+        what: name of the collective, for errors.
+        label: name of the layer, for errors.
+        timeout: seconds.
+
+    Raises:
+        TransferError: naming ``label`` and the ranks of the group, when one dies or does not take part in time.
+    """
+    start = time.monotonic()
+    try:
+        if tensor.is_cuda:
+            work.wait()
+        else:
+            work.wait(timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        raise TransferError(
+            f"{label}: {what} failed on rank {group.rank()} of {group.size()} after {time.monotonic() - start:.1f} s "
+            f"(timeout {timeout:g} s): expected all of ranks {dist.get_process_group_ranks(group)} (in the job), one "
+            f"died, hangs, or did not take part. Cause: {error}"
+        ) from error
+
+
+@functools.cache
+def _transfer_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

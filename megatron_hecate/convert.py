@@ -1,0 +1,255 @@
+"""The hook that turns MoE layers into FSSDP layers: check, agree on all ranks, attach, or leave all as it was."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch.nn import Module
+
+from megatron_hecate.adapter import compat, training_state
+from megatron_hecate.adapter.experts import FSSDPExperts
+from megatron_hecate.comm.agreement import Note
+from megatron_hecate.comm.connect import Connection, connect, device_of_rank
+from megatron_hecate.config import AUTO, HecateConfig
+from megatron_hecate.layer import FSSDPLayer
+from megatron_hecate.plan import Speeds, World, compile_planner
+from megatron_hecate.plan.world import CPU, H100
+from megatron_hecate.replicas import memory_estimate
+from megatron_hecate.replicas.memory_estimate import JobMemory, RankMemory
+from megatron_hecate.runtime.layer_state import LayerParts, LayerState
+from megatron_hecate.runtime.prefetch import Prefetcher
+
+Chunks = list[Module]
+QUIET: float = 3.0  # seconds of compiling after which rank 0 says what takes so long
+
+
+def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
+    """The hook: turns every ``MoELayer`` of a model into an FSSDP layer, in place.
+
+    Run it on all ranks, after the model chunks are built and before DDP wraps them: as a pre-wrap hook of a
+    Megatron-Bridge provider or of ``megatron.training``'s model config, or by hand. Running it again changes nothing.
+
+    Raises (on every rank, listing what is wrong on any, and leaving the model as it was):
+        ValueError: for settings that cannot be combined, differ between ranks, or do not fit the model.
+        TimeoutError: when some rank does not run the hook within ``config.timeout``.
+    """
+
+    def hook(chunks: Chunks) -> Chunks:
+        layers = [(m, i) for i, chunk in enumerate(chunks) for m in chunk.modules() if isinstance(m, MoELayer)]
+        converted = [layer for layer, _ in layers if isinstance(layer, FSSDPLayer)]
+        if converted and len(converted) == len(layers):
+            _check_same_settings(converted[0].fssdp.config, config)
+            return chunks
+        model = _Model(chunks, [layer for layer, _ in layers], [index for _, index in layers])
+        parts, problems = _build_parts(model.layers, config)
+        if converted:
+            names = [layer.fssdp.name for layer in converted]
+            problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
+        speeds = _read_speeds(config, problems)
+        groups = sorted({part.ranks for part in parts})
+        connection = connect(config.transport, groups, problems, timeout=config.timeout)
+        note = Note(
+            settings={**dataclasses.asdict(config), "speeds": dataclasses.asdict(speeds)},  # not where the file lies
+            layers=[_layer_key(layer) for layer in model.layers],
+            problems=problems,
+            summary=_summary(parts, config),
+            memory=_estimate_memory(parts, model, config, connection) if parts and not problems else {},
+        )
+        notes = note.agree(timeout=config.timeout, find_problems=functools.partial(_job_problems, config, connection))
+        lifetime = _job_memory(notes).choose_lifetime(config.lifetime)
+        resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
+        if parts:
+            _attach(model, [_state(i, part, resolved, connection, speeds) for i, part in enumerate(parts)])
+        if dist.get_rank() == 0:
+            _say_on(notes, resolved, speeds, connection.why)
+        return chunks
+
+    return hook
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    """What is to be converted.
+
+    Args:
+        chunks: the model chunks of this rank.
+        layers: all MoE layers in them, in the order of the forward.
+        chunk_of: the chunk of each.
+    """
+
+    chunks: Chunks
+    layers: list[MoELayer]
+    chunk_of: list[int]
+
+
+def _check_same_settings(running: HecateConfig, asked: HecateConfig) -> None:
+    chosen = {name: getattr(running, name) for name in ("lifetime", "transport") if getattr(asked, name) == AUTO}
+    if running != dataclasses.replace(asked, **chosen):
+        raise ValueError(f"this model runs FSSDP already, with {running}; asked for {asked}")
+
+
+def _build_parts(layers: list[MoELayer], config: HecateConfig) -> tuple[list[LayerParts], list[str]]:
+    """Build all that conversion needs without touching the layers; what is wrong comes back as lines of text."""
+    problems = compat.broken_assumptions()
+    if not problems:
+        rules = compat.UNSUPPORTED + (compat.UNSUPPORTED_WITH_SLOTS if config.slots else ())
+        found = (compat.unsupported_settings(layer.config, rules) for layer in layers)
+        problems = list(dict.fromkeys(problem for of_layer in found for problem in of_layer))
+    if not problems:
+        problems = _compile_planner()
+    parts: list[LayerParts] = []
+    for layer in layers if not problems else ():
+        try:
+            parts.append(LayerParts.build(layer, slots=config.slots))
+        except (TypeError, ValueError) as error:
+            problems.append(f"layer {layer.layer_number}: {error}")
+        except Exception as error:  # every rank must hear of it, whatever it is
+            problems.append(f"layer {layer.layer_number}: {type(error).__name__}: {error}")
+    return parts, problems
+
+
+def _compile_planner() -> list[str]:
+    said = threading.Timer(QUIET, print, ["FSSDP: compiling the planner, some 20 seconds, once per machine"])
+    try:
+        if dist.get_rank() == 0:
+            said.start()
+        compile_planner()
+    except Exception as error:  # every rank must hear of it, whatever it is
+        return [f"planning cannot be compiled: {type(error).__name__}: {error}"]
+    finally:
+        said.cancel()
+    return []
+
+
+def _read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:
+    """By which copies are judged: measured, or those of an H100 node (where NCCL is), or of CPU ranks."""
+    usual = H100 if device_of_rank().type == "cuda" else CPU
+    if config.speeds is None:
+        return usual
+    try:
+        return Speeds.load(config.speeds)
+    except ValueError as error:
+        problems.append(f"speeds: {error}")
+        return usual
+
+
+def _layer_key(layer: MoELayer) -> str:
+    """Tells a model's layers apart: multi-token prediction numbers its own from 1."""
+    return f"{'mtp ' if getattr(layer, 'is_mtp_layer', False) else ''}{layer.layer_number}"
+
+
+def _summary(parts: list[LayerParts], config: HecateConfig) -> str:
+    if not parts:
+        return ""
+    experts, ranks = parts[0].homes_only.num_experts, len(parts[0].ranks)
+    return f"{experts} experts over {ranks} ranks, {config.slots} slots per rank and layer"
+
+
+def _estimate_memory(
+    parts: list[LayerParts], model: _Model, config: HecateConfig, connection: Connection
+) -> dict[str, Any]:
+    """A `RankMemory` of this rank, as fields."""
+    layer_config = parts[0].layer.config
+    dtype = None
+    if layer_config.bf16 or layer_config.fp16:  # Megatron casts after this hook
+        dtype = torch.bfloat16 if layer_config.bf16 else torch.float16
+    layers = tuple(part.buffer(config.slots, dtype) for part in parts)
+    transport = connection.transports.get(parts[0].ranks)
+    experts = memory_estimate.RankExperts.with_adam(
+        layers,
+        in_flight=training_state.forwards_in_flight(layer_config, model.chunk_of),
+        transport_bytes=transport.extra_bytes(layers) if transport and config.slots else 0,
+    )
+    if not parts[0].experts.homes()[0][0].requires_grad:
+        experts = dataclasses.replace(experts, grad_bytes=0, optimizer_bytes=0)
+    on_gpu = device_of_rank().type == "cuda"
+    free = RankMemory.free_memory(gpu=on_gpu)
+    if on_gpu:  # Megatron may move the model there after this hook
+        elsewhere = [p for chunk in model.chunks for p in chunk.parameters() if not p.is_cuda]
+        free -= sum(p.numel() * p.element_size() for p in elsewhere)
+    return dataclasses.asdict(RankMemory.estimate(experts, free))
+
+
+def _job_memory(notes: list[Note]) -> JobMemory:
+    """Of all ranks that have MoE layers."""
+    return JobMemory({rank: RankMemory.parse(note.memory) for rank, note in enumerate(notes) if note.memory})
+
+
+def _job_problems(config: HecateConfig, connection: Connection, notes: list[Note]) -> list[str]:
+    """What is wrong with the job as a whole."""
+    memory = _job_memory(notes)
+    lifetime = memory.choose_lifetime(config.lifetime)
+    replica_bytes = {rank: own.by_lifetime[lifetime].replicas for rank, own in memory.ranks.items()}
+    too_large = memory.explain_too_large(lifetime, slots=config.slots)
+    return connection.shared_memory_problems(replica_bytes) + ([] if too_large is None else [too_large])
+
+
+def _say_on(notes: list[Note], config: HecateConfig, speeds: Speeds, why: str) -> None:
+    """Print what is on, and what it takes of every rank's memory; ranks with the same figures share a table."""
+    num_layers = len({key for note in notes for key in note.layers})
+    summary = next(note.summary for note in notes if note.summary)
+    transport = f"transport {config.transport}" + (f" ({why})" if why else "")
+    late = f", at most {config.late_replicas} late replicas per layer" if config.late_replicas else ""
+    measured = config.speeds or ("an H100 node" if speeds is H100 else "CPU ranks")
+    print(
+        f"FSSDP on: {num_layers} MoE layers, {summary}, lifetime {config.lifetime}, {transport}{late}, "
+        f"copies judged by the speeds of {measured}",
+        flush=True,
+    )
+    if config.slots:
+        print(_job_memory(notes).describe(config.lifetime), flush=True)
+
+
+def _state(index: int, parts: LayerParts, config: HecateConfig, connection: Connection, speeds: Speeds) -> LayerState:
+    world = World.from_names([connection.nodes[rank] for rank in parts.ranks], speeds)
+    return LayerState(parts, index, config, world=world, transport=connection.transports[parts.ranks])
+
+
+def _attach(model: _Model, states: list[LayerState]) -> None:
+    """Turn all layers at once; an exception undoes what was done."""
+    prefetcher = Prefetcher(states, model.chunk_of)
+    blocks = [m for chunk in model.chunks for m in chunk.modules() if _is_block(m)]
+    attention = {id(block.mlp): block.self_attention for block in blocks}
+    with contextlib.ExitStack() as undo:
+        for layer, state in zip(model.layers, states, strict=True):
+            experts = layer.experts
+            _assign(undo, layer, fssdp=state, prefetcher=prefetcher, __class__=_subclass(FSSDPLayer, type(layer)))
+            own = dict(physical=state.parts.experts, replicas=None, joined_homes=None)
+            _assign(undo, experts, **own, __class__=_subclass(FSSDPExperts, type(experts)))
+            changed = experts.register_load_state_dict_post_hook(lambda *_: prefetcher.tracker.weights_changed())
+            undo.callback(changed.remove)
+            if id(layer) in attention:
+                undo.callback(attention[id(layer)].register_forward_pre_hook(layer.before_attention).remove)
+        for index, chunk in enumerate(model.chunks):
+            begin = functools.partial(prefetcher.begin_chunk, index)
+            undo.callback(chunk.register_forward_pre_hook(begin).remove)
+            undo.callback(chunk.register_forward_hook(prefetcher.end_chunk, always_call=True).remove)
+        undo.pop_all()
+
+
+def _is_block(module: Module) -> bool:
+    """Whether it is a transformer layer: attention first, then ``mlp``."""
+    return isinstance(getattr(module, "self_attention", None), Module) and hasattr(module, "mlp")
+
+
+def _assign(undo: contextlib.ExitStack, module: Module, **attributes: Any) -> None:
+    """Set attributes of ``module``, and have ``undo`` put back what was there."""
+    for name, value in attributes.items():
+        if name == "__class__":
+            undo.callback(setattr, module, name, module.__class__)
+        else:
+            undo.callback(delattr, module, name)
+        setattr(module, name, value)
+
+
+@functools.cache
+def _subclass(mixin: type, base: type) -> type:
+    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})

@@ -1,0 +1,91 @@
+"""How many replicas pay in the next iteration, and which: of plans with many and with few of them, the cheapest.
+
+A plan is compared before the gate, from a forecast alone, by tokens of the busiest rank:
+
+    largest rank load + tokens that cross nodes, of the busiest node + copies that do not hide + routing to replicas
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hecate.plan.cost import CopyCost
+from megatron_hecate.plan.late import overwrite
+from megatron_hecate.plan.placement import EMPTY, Placement
+from megatron_hecate.plan.search import SLACK, Problem, fill, plan_cost
+from megatron_hecate.plan.world import World
+
+# A layer starts to have replicas when they win so much of their cost beyond it, and stops when they lose as much.
+HYSTERESIS: float = 0.2
+REPLACED: int = 16  # replicas that the local search replaces, at most
+
+
+def plan_replicas(
+    forecast: np.ndarray, homes: Placement, world: World, *, cost: CopyCost, previous: Placement | None = None
+) -> Placement:
+    """Choose the replicas of the next iteration.
+
+    Args:
+        forecast: [E] tokens expected, summed over the group's ranks; 0 or more.
+        homes: the homes; replicas, if it has some, are ignored.
+        world: node of every rank.
+        cost: what replicas cost. Free ones fill the slots.
+        previous: the plan of the last iteration, if there is one: it says whether the layer has replicas to give up,
+            and it is returned itself where the new plan is the same.
+
+    Returns:
+        ``homes`` with this plan's replicas; without any when they do not pay.
+
+    Raises:
+        ValueError: for a forecast of the wrong length, with NaN, infinite or negative values, or a world of other
+            ranks.
+    """
+    forecast = np.ascontiguousarray(forecast, dtype=np.float64)
+    if forecast.shape != homes.home.shape:
+        raise ValueError(f"forecast has shape {forecast.shape}, expected [{homes.num_experts}]")
+    if world.num_ranks != homes.num_ranks:
+        raise ValueError(f"world has {world.num_ranks} ranks, the placement {homes.num_ranks}")
+    if not (np.isfinite(forecast).all() and forecast.min() >= 0):
+        raise ValueError(f"forecast must be finite and 0 or more, got {forecast.tolist()}")
+    bare = homes.homes_only
+    most = int((bare.table == EMPTY).sum(axis=1).max())
+    most = most if cost.most is None else min(cost.most, most)
+    if not most or not forecast.any():
+        return bare
+    # arrays that may be written to, as those of other callers: numba compiles for each kind
+    node, members = world.node_index, np.argsort(world.node_index, kind="stable")
+    begin = np.concatenate([[0], np.cumsum(np.bincount(node))])
+    costs = (cost.near, cost.far, cost.out, cost.hidden, cost.contention, cost.routing, cost.crossing)
+    problem = Problem(bare.home.copy(), node, members, begin, bare.table.copy(), *map(float, costs))
+    table = _best_plan(forecast, problem, most, previous)
+    for same in (bare, previous):
+        if same is not None and np.array_equal(table, same.table) and np.array_equal(bare.home, same.home):
+            return same
+    return Placement.trusted(bare.home, table)
+
+
+def _best_plan(forecast: np.ndarray, problem: Problem, most: int, previous: Placement | None) -> np.ndarray:
+    """[R, P] the cheapest plan with up to ``most`` replicas per rank, after a local search, also from the last plan."""
+
+    def cost(table: np.ndarray) -> float:
+        return plan_cost(forecast, problem, table)[0]
+
+    num_ranks, number = len(problem.node), most
+    if is_free := not (problem.near or problem.far or problem.routing):
+        table = fill(forecast, problem, most, most * num_ranks)
+    else:
+        # a hot home sends a copy to every rank, unless it is cheaper that it sends about as many as a rank receives
+        limits = [(n, leaving) for n in range(most, 0, -1) for leaving in (n * num_ranks, 2 * n, n)]
+        plans = [(fill(forecast, problem, *limit), limit[0]) for limit in limits]
+        table, number = min(plans, key=lambda plan: cost(plan[0]))
+    starts = [table]
+    goes_on = previous is not None and previous.num_replicas > 0 and np.array_equal(previous.home, problem.home)
+    if previous is not None and goes_on and previous.is_replica.sum(axis=1).max() == number:
+        starts.append(previous.table.copy())
+    whole = np.rint(forecast).astype(np.int64)
+    until = (REPLACED, number, whole.sum() / num_ranks / SLACK)
+    found = [overwrite(whole, problem.home, start, problem.node, np.zeros(3), until) for start in starts]
+    table = min([table, *found], key=cost)
+    least, overhead = plan_cost(forecast, problem, table)
+    margin = -HYSTERESIS * overhead if goes_on else HYSTERESIS * overhead
+    return problem.bare if not is_free and least + margin >= cost(problem.bare) else table

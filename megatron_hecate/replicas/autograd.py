@@ -1,0 +1,171 @@
+"""The autograd nodes that join replicas to their homes.
+
+Three nodes take part in one microbatch of a layer. They stand here in the order of the forward; the backward runs
+upwards:
+
+    _HomeWeights      homes, before the attention   waits for the spRS, returns the homes' complete gradients
+    ...               attention, router, dispatch
+    _PhysicalWeights  homes and replicas            hands over the replicas' gradients; the spRS starts with the last
+    ...               experts
+    (layer_replicas)  the experts' output           makes replicas ready for the backward
+
+So the spRS runs while the attention's backward does: autograd runs nodes that were made later first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_hecate.replicas.buffers import Buffer
+from megatron_hecate.tools import trace
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkLayout:
+    """How one expert's parameters lie end to end in a chunk.
+
+    Args:
+        shapes: shape of every parameter, in the order of the expert's module.
+        fused: whether a GEMM adds this parameter's gradient straight into ``main_grad``
+            (Megatron's ``gradient_accumulation_fusion``), and what autograd then carries is a placeholder.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    fused: tuple[bool, ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(shape.numel() for shape in self.shapes)
+
+    def views(self, chunk: Tensor) -> list[Tensor]:
+        """The parameters in one ``chunk`` [elements], as views."""
+        parts = chunk.split([shape.numel() for shape in self.shapes])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+
+class PendingGradients:
+    """Gradients of replicas on their way to this rank's homes, in one microbatch (`comm.transport.HomeGradients`).
+
+    Args:
+        homes: the parameters of this rank's own experts.
+        layout: how they form a chunk.
+    """
+
+    def __init__(self, homes: list[list[Parameter]], layout: ChunkLayout) -> None:
+        self.homes, self.layout = homes, layout
+        self._replicated: tuple[int, ...] = ()
+        self._buffer: Buffer | None = None  # whose transfer brings them
+        self._sums: dict[int, Tensor] = {}
+        self._label, self._began = "", 0.0
+
+    @classmethod
+    def join_homes(cls, homes: list[list[Parameter]], layout: ChunkLayout) -> tuple[PendingGradients, list[Tensor]]:
+        """The weights of the homes for one microbatch, flat, and what their gradients will wait for."""
+        pending = cls(homes, layout)
+        return pending, list(_HomeWeights.apply(pending.complete, *(p for expert in homes for p in expert)))
+
+    def join_replicas(
+        self,
+        homes: Sequence[Tensor],
+        replicas: Sequence[Tensor],
+        *,
+        unused: Sequence[Tensor],
+        take: Callable[[PendingGradients, Sequence[Tensor | None]], None],
+    ) -> list[Tensor]:
+        """The weights of all physical experts, flat: ``homes``, as `join_homes` gave them, then ``replicas``.
+
+        Args:
+            unused: those of ``replicas`` that no gradient is wanted for.
+            take: called in the backward with this object and the gradients of ``replicas``.
+        """
+        return list(_PhysicalWeights.apply(partial(take, self), replicas, unused, *homes))
+
+    def expect(self, replicated: tuple[int, ...], buffer: Buffer, *, label: str) -> None:
+        """Sums for the own experts ``replicated`` will come with the transfer of ``buffer``."""
+        self._replicated, self._buffer = replicated, buffer
+        self._label, self._began = label, time.perf_counter()
+
+    def main_grads(self, index: int) -> list[Tensor] | None:
+        found = [getattr(p, "main_grad", None) for p in self.homes[index]]
+        fp32 = all(t is not None and t.dtype is torch.float32 and t.is_contiguous() for t in found)
+        return found if fp32 else None
+
+    def add(self, index: int, total: Tensor) -> None:
+        """To ``main_grad`` (fp32, as a rule) where there is one: in a bf16 ``.grad`` the sum would lose bits."""
+        if all(hasattr(p, "main_grad") for p in self.homes[index]):
+            for p, part in zip(self.homes[index], self.layout.views(total), strict=True):
+                p.main_grad += part
+        else:
+            self._sums[index] = total.clone()
+
+    def abandon(self) -> None:
+        """The backward broke off before `complete`, and another one begins: gradients of homes that got a sum are zero
+        again, as after the ``zero_grad`` that may have come before the sum."""
+        for index in self._replicated:
+            for p in self.homes[index]:
+                if hasattr(p, "main_grad"):
+                    p.main_grad.zero_()
+        self._sums.clear()
+
+    def complete(self, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Wait for the sums; ``grads`` of the homes become complete."""
+        if self._buffer is not None:
+            trace.add("attention backward", self._label, self._began)
+            self._buffer.wait()
+            self._buffer.abandon = None
+        parts = len(self.layout.shapes)
+        for index in self._replicated:
+            total = self._sums.get(index)
+            views = [None] * parts if total is None else self.layout.views(total)
+            if total is not None and total.is_cuda:
+                total.record_stream(torch.cuda.current_stream())
+            for at, part in enumerate(views, index * parts):
+                p, grad = self.homes[index][at - index * parts], grads[at]
+                if part is None:
+                    grads[at] = torch.zeros_like(p) if grad is None else grad
+                else:
+                    grads[at] = (part if grad is None else part + grad).to(p.dtype)
+        return grads
+
+
+class _HomeWeights(torch.autograd.Function):
+    """Home parameters through; the backward waits for the replicas' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, complete: Callable, *homes: Parameter) -> tuple[Tensor, ...]:
+        ctx.complete = complete
+        ctx.set_materialize_grads(False)  # a weight without gradient gives None, not a tensor of zeros
+        return tuple(p.view_as(p) for p in homes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        complete, ctx.complete = ctx.complete, None
+        return (None, *complete(list(grads)))
+
+
+class _PhysicalWeights(torch.autograd.Function):
+    """Homes in, all physical experts' weights out; the backward hands the replicas' gradients to ``take``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, take: Callable, replicas: Sequence[Tensor], unused: Sequence[Tensor], *homes: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.take, ctx.num_homes = take, len(homes)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*unused)
+        return (*(p.view_as(p) for p in homes), *replicas)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Dispatchers keep tensors of the last forward, and with them this node: it must not keep the replicas.
+        take, ctx.take = ctx.take, None
+        take(grads[ctx.num_homes :])
+        return (None, None, None, *grads[: ctx.num_homes])

@@ -1,0 +1,263 @@
+"""Replicas of one layer: fetched weights, gathered gradients.
+
+How long they live, and whose memory they use, is the business of `buffers`; how autograd runs through them that of
+`autograd`. Replicas are plain tensors, no ``nn.Parameter``: DDP, the optimizer, checkpoints and parameter counts see
+homes only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_hecate.comm.overlap import OverlapMeter
+from megatron_hecate.comm.transport import LayerBuffer, TransferPlan
+from megatron_hecate.plan import Placement
+from megatron_hecate.replicas.autograd import (
+    ChunkLayout,
+    PendingGradients,
+)
+from megatron_hecate.replicas.buffers import BufferPool
+from megatron_hecate.tools import trace
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ReplicaSlots:
+    """The replica slots of one layer on this rank.
+
+    Args:
+        index: of the layer among the rank's.
+        homes: looks up the parameters of this rank's own experts, expert by expert.
+        layout: how they form a chunk.
+        pool: the rank's buffers.
+        ready: called before homes are read: makes sure that they hold this iteration's values.
+        label: name of the layer in errors.
+    """
+
+    index: int
+    homes: Callable[[], list[list[Parameter]]]
+    layout: ChunkLayout
+    pool: BufferPool
+    ready: Callable[[], None]
+    label: str
+
+    @property
+    def sizes(self) -> LayerBuffer:
+        return self.pool.layers[self.index]
+
+    @property
+    def trained(self) -> bool:
+        """Whether experts get gradients at all."""
+        return self.homes()[0][0].requires_grad
+
+    def check(self) -> None:
+        """Raises ValueError when some parameters are frozen and others are trained, or their dtypes differ."""
+        homes = self.homes()
+        if len({p.requires_grad for expert in homes for p in expert}) > 1:
+            raise ValueError(f"{self.label}: some expert parameters are frozen and others are not; freeze all or none")
+        dtypes = {p.dtype for expert in homes for p in expert}
+        if dtypes != {self.sizes.dtype}:
+            raise ValueError(
+                f"{self.label}: expert parameters have dtypes {sorted(map(str, dtypes))}; FSSDP needs one, and keeps "
+                f"to {self.sizes.dtype}, which they had in the first step"
+            )
+
+
+class Replicas:
+    """The replicas of one layer on this rank: for one iteration, or for one microbatch, as their lifetime says.
+
+    Args:
+        slots: the layer's slots.
+        placement: who holds what; some rank has a replica.
+        plan: this rank's part in fetching them. A buffer holds what its plan brought: each iteration makes its own.
+        microbatches: backward passes after which the gradients return; 1 returns them with each.
+        meter: told of the transfers that fetch them, where it times copies.
+    """
+
+    # Called before the experts' backward, and when these replicas are not needed any more.
+    before_backward: Callable[[Replicas], None] | None = None
+    after_backward: Callable[[Replicas], None] | None = None
+
+    def __init__(
+        self,
+        slots: ReplicaSlots,
+        placement: Placement,
+        plan: TransferPlan,
+        *,
+        microbatches: int = 1,
+        meter: OverlapMeter | None = None,
+    ) -> None:
+        slots.check()
+        self.slots, self.label, self.microbatches = slots, slots.label, microbatches
+        self.placement, self.plan, self._meter = placement, plan, meter
+        self.buffer = slots.pool.weights(slots.index, label=slots.label)
+        self.backwards, self.computed = 0, False
+
+    @property
+    def unreturned(self) -> int:
+        """Microbatches whose gradients wait on this rank."""
+        return self.backwards % self.microbatches
+
+    def drop_unreturned(self) -> None:
+        """Forget gradients that wait: their iteration was abandoned."""
+        self.backwards = 0
+
+    def start(self) -> None:
+        """Begin to fetch, unless they are here."""
+        if self.buffer.holds is not self.plan:
+            self.buffer.hold(self.plan)
+            self._fetch(self.plan)
+
+    def _fetch(self, plan: TransferPlan) -> None:
+        slots = self.slots
+        slots.ready()
+        timed = self._meter is not None and self._meter.times_copies
+        self.buffer.transfer = slots.pool.transport.fetch(
+            plan, slots.homes(), self._weights(), label=self.label, timed=timed
+        )
+        if self._meter is not None and timed:
+            self._meter.follow(self.buffer.transfer, max(len(plan.sends), len(plan.receives)))
+
+    def add_late(self, placement: Placement, plan: TransferPlan) -> None:
+        """Become ``placement``, of which ``plan`` is this rank's part. Replicas that stay keep their slots; only new
+        ones are fetched. Call it before any microbatch has computed with them."""
+        assert not self.computed, f"{self.label}: replicas cannot be replaced once they have computed"
+        self.start()
+        self.buffer.wait()
+        earlier, self.plan, self.placement = self.plan, plan, placement
+        self.buffer.holds = plan
+        self._fetch(plan.without(earlier))
+
+    def wait(self) -> None:
+        """Wait until their weights are here.
+
+        Raises:
+            TransferError: when a peer dies or does not answer in time.
+            RuntimeError: when they were dropped.
+        """
+        if self.buffer.holds is not self.plan:
+            raise RuntimeError(
+                f"{self.label}: replicas are used after they were dropped (lifetime {self.slots.pool.lifetime}); each "
+                "forward needs its backward before the weights change"
+            )
+        self.buffer.wait()
+
+    def _weights(self) -> list[Tensor]:
+        return self.buffer.chunks(self.slots.sizes, self.slots.sizes.dtype)
+
+    def _grads(self) -> list[Tensor]:
+        return self.slots.pool.grads(self.slots.index).chunks(self.slots.sizes, self.slots.sizes.grad_dtype)
+
+    def materialize(self, joined_homes: tuple[PendingGradients, list[Tensor]] | None = None) -> list[list[Tensor]]:
+        """The weights this rank computes with in one microbatch: homes first, then slots, each a list of parameters.
+
+        All come out of autograd nodes, so each home parameter gets exactly one gradient, and gets it after its
+        replicas' gradients arrived: DDP may reduce it at once. A slot without a replica computes on zero tokens, so
+        that every rank runs the same graph: any memory will do for its weights.
+
+        Args:
+            joined_homes: what `PendingGradients.join_homes` gave before the attention.
+        """
+        self.start()
+        self.wait()
+        self.computed = True
+        slots, layout = self.slots, self.slots.layout
+        pending, homes = joined_homes or PendingGradients.join_homes(slots.homes(), layout)
+        by_slot = [layout.views(chunk) for chunk in self._weights()]
+        unused = [part for slot, parts in enumerate(by_slot) if slot not in self.plan.slots for part in parts]
+        if any(layout.fused):
+            unused = []  # a fused grouped GEMM wants a gradient for every weight
+        replicas = [part for parts in by_slot for part in parts]
+        weights = pending.join_replicas(homes, replicas, unused=unused, take=self._take_gradients)
+        if any(layout.fused) and torch.is_grad_enabled():
+            for weight, main_grad in zip(weights, self._main_grads(pending), strict=True):
+                if main_grad is not None:
+                    weight.main_grad, weight.grad_added_to_main_grad = main_grad, False
+        parts = len(layout.shapes)
+        return [weights[i : i + parts] for i in range(0, len(weights), parts)]
+
+    def computed_by(self, output: Tensor) -> Tensor:
+        """The experts' ``output``, with a node that makes replicas and their gradients ready for the backward."""
+        if not torch.is_grad_enabled():
+            return output  # will be computed again, or never has a backward
+        if not output.requires_grad:
+            self._finish()  # frozen, and so is all before: no backward comes
+            return output
+        return _ExpertsOutput.apply(self._prepare_backward, output)
+
+    def _finish(self) -> None:
+        if self.after_backward is not None:
+            self.after_backward(self)
+
+    def _main_grads(self, pending: PendingGradients) -> list[Tensor | None]:
+        """Where a fused GEMM adds each weight's gradient: the home's own main_grad, or the replica's fp32 memory."""
+        layout = self.slots.layout
+        memory = [p.main_grad for expert in pending.homes for p in expert]
+        memory += [part for chunk in self._grads() for part in layout.views(chunk)]
+        fused = layout.fused * (len(memory) // len(layout.fused))
+        return [grad if f else None for grad, f in zip(memory, fused, strict=True)]
+
+    def _prepare_backward(self) -> None:
+        if self.before_backward is not None:
+            self.before_backward(self)
+        self.wait()
+        self._backward_began = time.perf_counter()
+        if not self.slots.trained:  # no gradient will say that the experts are done
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        elif not self.unreturned:
+            self.slots.pool.grads(self.slots.index).clear()
+            if any(self.slots.layout.fused):
+                for chunk in self._grads():
+                    chunk.zero_()
+
+    def _take_gradients(self, pending: PendingGradients, replica_grads: Sequence[Tensor | None]) -> None:
+        """Take one microbatch's gradients of all slots; the last one's returns them to their homes."""
+        trace.add("experts backward", self.label, self._backward_began)
+        layout, first, chunks = self.slots.layout, not self.unreturned, self._grads()
+        parts = len(layout.shapes)
+        for slot in self.plan.slots:
+            for part, total in enumerate(layout.views(chunks[slot])):
+                grad = replica_grads[slot * parts + part]
+                if layout.fused[part]:
+                    continue
+                if not first:
+                    total += 0 if grad is None else grad
+                elif grad is None:
+                    total.zero_()
+                else:
+                    total.copy_(grad)
+        for expert in pending.homes:
+            for p, fused in zip(expert, layout.fused, strict=True):
+                if fused:
+                    p.grad_added_to_main_grad = True
+        self.backwards += 1
+        if not self.unreturned:
+            self._return_gradients(pending, chunks)
+            self._finish()
+
+    def _return_gradients(self, pending: PendingGradients, chunks: list[Tensor]) -> None:
+        buffer = self.slots.pool.grads(self.slots.index)
+        pending.expect(self.plan.replicated, buffer, label=self.label)
+        buffer.transfer = self.slots.pool.transport.return_gradients(self.plan, chunks, pending, label=self.label)
+        buffer.abandon = pending.abandon
+
+
+class _ExpertsOutput(torch.autograd.Function):
+    """The experts' output through; ``before_backward`` runs first in the layer's backward."""
+
+    @staticmethod
+    def forward(ctx: Any, before_backward: Callable[[], None], output: Tensor) -> Tensor:
+        ctx.before_backward = before_backward
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        before_backward, ctx.before_backward = ctx.before_backward, None
+        before_backward()
+        return None, grad

@@ -1,0 +1,1 @@
+"""When things happen: iterations, load history, planning and fetching ahead."""

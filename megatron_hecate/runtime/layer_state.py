@@ -1,0 +1,187 @@
+"""What FSSDP knows of one converted layer: its placement, its replicas, and the microbatches in flight.
+
+A layer's state decides nothing about time: `prefetch` calls it, never the other way round.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch import Tensor
+
+from megatron_hecate.adapter.dispatcher import Rerouter
+from megatron_hecate.adapter.experts import PhysicalExperts
+from megatron_hecate.adapter.training_state import Forward, wait_for_params
+from megatron_hecate.comm.agreement import assert_same
+from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
+from megatron_hecate.config import HecateConfig
+from megatron_hecate.plan import LayerShape, Placement, World
+from megatron_hecate.replicas.autograd import PendingGradients
+from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
+from megatron_hecate.replicas.layer_replicas import Replicas, ReplicaSlots
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerParts:
+    """What conversion needs of one layer, built beside it: the layer itself is not touched.
+
+    Args:
+        layer: Megatron's layer.
+        homes_only: its placement without replicas.
+        physical_dispatcher: over homes and replica slots.
+        experts: as the physical experts see them.
+    """
+
+    layer: MoELayer
+    homes_only: Placement
+    physical_dispatcher: MoETokenDispatcher
+    experts: PhysicalExperts
+
+    @classmethod
+    def build(cls, layer: MoELayer, *, slots: int) -> LayerParts:
+        """Raises TypeError or ValueError for a layer that cannot be converted."""
+        homes_only = Placement.initial(layer.config.num_moe_experts, layer.ep_group.size(), num_slots=slots)
+        return cls(
+            layer=layer,
+            homes_only=homes_only,
+            physical_dispatcher=Rerouter.physical_dispatcher(layer.token_dispatcher, homes_only.slots_per_rank),
+            experts=PhysicalExperts(layer.experts, homes_only.slots_per_rank),
+        )
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the FSSDP group, as the job numbers them."""
+        return tuple(dist.get_process_group_ranks(self.layer.ep_group))
+
+    def buffer(self, slots: int, dtype: torch.dtype | None = None) -> LayerBuffer:
+        """What its replicas need, for the parameters as they are now, or once they are cast to ``dtype``."""
+        home = self.experts.homes()[0]
+        return LayerBuffer(slots, sum(p.numel() for p in home), dtype or home[0].dtype, self.experts.num_homes)
+
+
+class LayerState:
+    """What FSSDP knows of one converted layer on this rank, between one forward and the next.
+
+    Args:
+        parts: of the layer.
+        index: of the layer among this rank's.
+        config: the settings all ranks agreed on.
+        world: nodes and speeds of the FSSDP group.
+        transport: its own.
+    """
+
+    def __init__(
+        self, parts: LayerParts, index: int, config: HecateConfig, *, world: World, transport: Transport
+    ) -> None:
+        layer = parts.layer
+        self.parts, self.index, self.config, self.world, self.transport = parts, index, config, world, transport
+        self.name, self.group = f"layer {layer.layer_number}", layer.ep_group
+        self.stock_dispatcher, self.physical_dispatcher = layer.token_dispatcher, parts.physical_dispatcher
+        self.rerouter = Rerouter(layer.token_dispatcher, world, label=self.name, timeout=config.timeout)
+        self.placement = self.planned = parts.homes_only  # now, and before late replicas
+        self._slots: ReplicaSlots | None = None
+        self.plan: TransferPlan | None = None  # of the replicas of this iteration; None without any
+        self.replicas: Replicas | None = None  # of the coming or running forward
+        self.joined_homes: tuple[PendingGradients, list[Tensor]] | None = None  # those of the running forward
+        self.expects_late = False  # whether the next forward may fetch late replicas
+        self.planned_in = self.fetched_in = -1  # the last iterations in which it was
+        self.prepared = False  # for the next forward
+        # replicas of the microbatches whose backward has not run, oldest first: Megatron's schedules keep that order
+        self._in_flight: deque[Replicas | None] = deque()
+
+    @property
+    def keeps_replicas(self) -> bool:
+        """Whether replicas live for a whole iteration."""
+        return self.config.lifetime == "iteration"
+
+    def shape(self, microbatches: int) -> LayerShape:
+        """Sizes for the cost model, with so many ``microbatches`` in an iteration."""
+        lifetime = LIFETIMES[self.config.lifetime]
+        token_bytes = self.parts.layer.config.hidden_size * self.parts.experts.homes()[0][0].element_size()
+        return dataclasses.replace(
+            self.parts.experts.shape(token_bytes, microbatches=microbatches),
+            fetches=max(1, lifetime.fetches * microbatches),
+            returns=max(1, lifetime.returns * microbatches),
+        )
+
+    def slots_in(self, pool: BufferPool) -> ReplicaSlots:
+        """The layer's replica slots, in the buffers of ``pool``."""
+        if self._slots is None or self._slots.pool is not pool:
+            experts, module = self.parts.experts, self.parts.layer.experts
+            self._slots = ReplicaSlots(
+                index=self.index,
+                homes=experts.homes,
+                layout=experts.layout,
+                pool=pool,
+                ready=lambda: wait_for_params(module),
+                label=self.name,
+            )
+        return self._slots
+
+    def set_plan(self, placement: Placement, *, late: bool = False) -> None:
+        """Replicas are those of ``placement`` from now on; ``late`` ones come after the gate.
+
+        In Python's development mode (``PYTHONDEVMODE=1``) the placement must be valid, and the same on all ranks.
+        """
+        if sys.flags.dev_mode:
+            placement.check(num_slots=self.config.slots)
+            assert_same(placement.fingerprint, self.group, label=self.name, timeout=self.config.timeout)
+        self.placement = placement
+        self.planned = self.planned if late else placement
+        self.plan = TransferPlan.from_placement(placement, self.group.rank()) if placement.num_replicas else None
+
+    def replicas_of(self, purpose: Forward) -> Replicas | None:
+        """Those that a forward computes with. Evaluation runs without: its weights may be others (averages, for
+        example) than those of training."""
+        if purpose is Forward.OTHER:
+            return None
+        if purpose is Forward.RECOMPUTED and not self.keeps_replicas:
+            return self._in_flight[0]
+        return self.replicas
+
+    def join_homes_early(self, purpose: Forward) -> None:
+        """The attention is about to run: from here on, its backward hides the return of gradients."""
+        self.joined_homes = None
+        if self.replicas_of(purpose) is not None and torch.is_grad_enabled():
+            self.joined_homes = PendingGradients.join_homes(self.parts.experts.homes(), self.parts.experts.layout)
+
+    def forwarded(self, replicas: Replicas | None) -> None:
+        """A microbatch's forward goes on with ``replicas``; its backward will come."""
+        if not self.keeps_replicas:
+            self._in_flight.append(replicas)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a microbatch is known that may be recomputed."""
+        return self.keeps_replicas or bool(self._in_flight)
+
+    def skip_stock_backward(self) -> bool:
+        """Whether the oldest microbatch ran stock code; it is then forgotten, since its backward does not tell."""
+        if self._in_flight and self._in_flight[0] is None:
+            self._in_flight.popleft()
+            return True
+        return False
+
+    def fetch_again(self) -> None:
+        """The backward comes near: begin to fetch the oldest microbatch's replicas, unless they are here."""
+        if self._in_flight and self._in_flight[0] is not None:
+            self._in_flight[0].start()
+
+    def finish_backward(self, replicas: Replicas) -> None:
+        """The microbatch of ``replicas`` needs them no more."""
+        if replicas in self._in_flight:
+            while self._in_flight.popleft() is not replicas:
+                pass
+        replicas.slots.pool.free(replicas.buffer)
+
+    def abandon(self) -> None:
+        """Forget microbatches of an iteration that ended without their backward."""
+        self._in_flight.clear()
+        self.replicas = self.plan = self.joined_homes = None
+        self.prepared = False

@@ -1,0 +1,145 @@
+"""Load monitor and forecast: how many tokens each expert of each layer got, summed over the FSSDP group.
+
+Counting costs one add per forward. Once all layers have seen the last microbatch, one asynchronous all-reduce sums the
+counts of all of them while the backward runs; the result is read when the next iteration begins. The forecast of
+that one comes from the loads of the iterations before.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hecate.comm.overlap import MEASURED, OverlapMeter
+from megatron_hecate.comm.transfer import wait_collective
+
+FORGET: float = 0.85  # weight of an iteration in the measured trend, relative to the one after it
+MOST: float = 1.2  # of the last change that may be expected to happen again; below 0, part of it is taken back
+LEAST: float = -0.3
+
+
+class LoadHistory:
+    """Past loads, and the forecast: the last iteration, plus as much of its change as was found again so far.
+
+    Loads have a trend. Early in training an expert that gained tokens goes on gaining; later most change is noise. Both
+    are seen in the past: per layer, the share ``a`` of each change that was found again in the next one (least squares,
+    older changes count less). With y the square root of the loads, which makes the noise of counts alike for all sizes,
+
+        forecast = (y[t] + a * (y[t] - y[t-1]))^2, scaled to the tokens of the last iteration.
+
+    The mean of the last iterations (the Hecate paper forecasts by that of 5) lags behind every trend: on the traces in
+    `bench/data` its error is 1.8 to 2 times as large, in the 99th percentile 3 to 4 times (`bench/forecast.py`).
+    """
+
+    def __init__(self) -> None:
+        self.last: np.ndarray | None = None  # [L, E] tokens of the last iteration
+        self._roots: deque[np.ndarray] = deque(maxlen=3)  # [L, E] square roots of loads
+        self._expected: np.ndarray | None = None  # [L, E] the next of them
+        self._found: np.ndarray | float = 0.0  # [L, 1] sums of products of neighbouring changes
+        self._changed: np.ndarray | float = 0.0  # and of squares
+
+    def append(self, load: np.ndarray) -> None:
+        """Add one iteration: ``load`` is [L, E] tokens per layer and expert, over the whole group."""
+        self.last = load
+        roots = np.sqrt(load.astype(np.float64))
+        self._roots.append(roots)
+        if len(self._roots) == 3:
+            oldest, middle, newest = self._roots
+            change, next_change = middle - oldest, newest - middle
+            self._found = FORGET * self._found + (next_change * change).sum(axis=-1, keepdims=True)
+            self._changed = FORGET * self._changed + (change * change).sum(axis=-1, keepdims=True)
+        expected = roots
+        if len(self._roots) > 1:
+            changed = np.asarray(self._changed, dtype=np.float64)
+            share = np.divide(self._found, changed, out=np.zeros_like(changed), where=changed > 0)
+            expected = expected + np.clip(share, LEAST, MOST) * (expected - self._roots[-2])
+        self._expected = np.maximum(expected, 0.0)
+
+    def forecast(self) -> np.ndarray | None:
+        """[L, E] expected tokens, or ``None`` before the first iteration."""
+        if self._expected is None:
+            return None
+        expected = self._expected**2
+        total = expected.sum(axis=-1, keepdims=True)
+        last = self.last.sum(axis=-1, keepdims=True)
+        return expected * np.divide(last, total, out=np.zeros_like(total), where=total > 0)
+
+
+class LoadMonitor:
+    """Counts the tokens of this rank and sums them over the group.
+
+    Args:
+        shape: (L, E): layers on this rank, and experts, the most of any layer.
+        group: the ranks whose tokens the layers' experts share.
+        timeout: seconds to wait for them.
+        meter: whose measurements travel along.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        group: dist.ProcessGroup,
+        *,
+        timeout: float,
+        meter: OverlapMeter | None = None,
+    ) -> None:
+        self._shape, self._group, self._timeout = shape, group, timeout
+        self._meter = meter or OverlapMeter()
+        # [L * E] and what the meter measured, int64, made on the device of the first routing map; [L, E] of it
+        self._sums: Tensor | None = None
+        self._counts: Tensor
+        self._reduced: tuple[Tensor, Callable[[], Any]] | None = None  # counts on the host, and how to wait for them
+        self._stream: torch.cuda.Stream | None = None
+        self.history = LoadHistory()
+
+    def count(self, layer: int, routing_map: Tensor) -> None:
+        """Add one microbatch: ``routing_map`` is [T, E] bool, the experts of each token."""
+        if self._sums is None:
+            size = self._shape[0] * self._shape[1]
+            self._sums = torch.zeros(size + MEASURED, dtype=torch.int64, device=routing_map.device)
+            self._counts = self._sums[:size].view(self._shape)
+        self._counts[layer, : routing_map.shape[1]] += routing_map.sum(dim=0)
+
+    def start_reduce(self) -> None:
+        """Start summing this iteration's counts over the group. Every rank must call it at the same point."""
+        if self._sums is None or self._reduced is not None:
+            return
+        sums, self._sums = self._sums, None
+        measured = torch.tensor(self._meter.measured(), pin_memory=sums.is_cuda)
+        sums[-MEASURED:].copy_(measured, non_blocking=True)
+        work = dist.all_reduce(sums, group=self._group, async_op=True)
+        if not sums.is_cuda:
+            names = dict(what="sum of the loads", label="load history")
+            wait = partial(wait_collective, work, sums, self._group, **names, timeout=self._timeout)
+            self._reduced = (sums, wait)
+            return
+        self._stream = self._stream or torch.cuda.Stream()  # its own, so that reading waits for this sum alone
+        host = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
+        with torch.cuda.stream(self._stream):
+            work.wait()
+            host.copy_(sums, non_blocking=True)
+            sums.record_stream(self._stream)
+            copied = torch.cuda.Event()
+            copied.record()
+        self._reduced = (host, copied.synchronize)
+
+    def finish_reduce(self) -> None:
+        """Sum what was counted, wait and add it to the history; does nothing when no forward was counted."""
+        self.start_reduce()
+        self.collect()
+
+    def collect(self) -> None:
+        """Add a sum that was started to the history. Communicates nothing itself: any rank may call it at any time."""
+        if self._reduced is not None:
+            sums, wait = self._reduced
+            self._reduced = None
+            wait()
+            self.history.append(sums[:-MEASURED].view(self._shape).numpy())
+            self._meter.agree(sums[-MEASURED:].tolist())

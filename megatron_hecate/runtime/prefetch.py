@@ -1,0 +1,289 @@
+"""When layers are planned and fetched. One `Prefetcher` per model and rank; Megatron's hooks call it, and it calls the
+layers' states.
+
+| hook | what it does |
+|---|---|
+| `begin_chunk` | plans and fetches the first layers of a model chunk: embedding and dense layers come first |
+| `before_attention` | fetches the next layers, while this layer's attention runs |
+| `materialize` | says which replicas the layer computes with |
+| `observe` | counts the tokens of a microbatch |
+| `add_late_replicas` | where asked for, fetches more after the gate |
+| `forwarded` | the microbatch goes on with these replicas; its backward will come |
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from megatron_hecate.adapter import training_state
+from megatron_hecate.adapter.training_state import Forward
+from megatron_hecate.comm.overlap import OverlapMeter
+from megatron_hecate.plan import CopyCost, add_late_replicas, plan_replicas
+from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
+from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.runtime.iteration_tracker import IterationTracker
+from megatron_hecate.runtime.layer_state import LayerState
+from megatron_hecate.runtime.load_monitor import LoadMonitor
+from megatron_hecate.tools import trace
+
+# Layers planned one after another. The first finds the planner's code and tables in no cache, and takes 1.3 to 2 times
+# as long as the others; with more of them the first forward would wait for longer.
+PLANNED_TOGETHER: int = 4
+
+
+class Prefetcher:
+    """Plans and fetches the replicas of one model's layers on this rank.
+
+    Args:
+        states: of all layers, in the order of the forward.
+        chunk_of: the model chunk of each.
+    """
+
+    def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
+        self.states, self.chunk_of = states, chunk_of
+        self.forecast: np.ndarray | None = None  # [L, E] of the running iteration
+        self.meter = OverlapMeter()
+        self.monitor = LoadMonitor(
+            (len(states), max(state.parts.homes_only.num_experts for state in states)),
+            states[0].rerouter.sources,
+            timeout=states[0].config.timeout,
+            meter=self.meter,
+        )
+        self.tracker = IterationTracker(
+            len(states),
+            num_microbatches=training_state.num_microbatches,
+            on_begin=self._begin_iteration,
+            on_forwards_done=self.monitor.start_reduce,
+            drop_unreturned=self._drop_unreturned,
+        )
+        # of any layer, as long as some backward may need them
+        self._live: weakref.WeakSet[Replicas] = weakref.WeakSet()
+        self._gradients: bool | None = None  # of the running forward of a model chunk
+        self._pool: BufferPool | None = None
+        self._pool_is_checked = False  # against the parameters, in this iteration
+
+    def purpose_of_forward(self, layer: Module) -> Forward:
+        """What the running forward of ``layer`` is for."""
+        return Forward.running(layer, gradients=self._gradients)
+
+    def begin_chunk(self, chunk_index: int, chunk: Module, *_: Any) -> None:
+        """The forward of a model chunk begins: no weight changes any more, so its first replicas may be fetched."""
+        self._gradients = torch.is_grad_enabled()
+        training = chunk.training and self._gradients and torch._C._current_graph_task_id() == -1
+        if not training or chunk_index not in self.chunk_of:
+            return
+        first = self.chunk_of.index(chunk_index)
+        if not training_state.gathers_params(self.states[first].parts.layer.experts):
+            self._prepare_from(first, begins=self.tracker.comes_to(first))
+
+    def end_chunk(self, *_: Any) -> None:
+        """It ends."""
+        self._gradients = None
+
+    def before_attention(self, index: int, purpose: Forward) -> None:
+        """The attention before layer ``index`` is about to run."""
+        state = self.states[index]
+        if purpose is Forward.RECOMPUTED:
+            if not self._was_seen(state):
+                return  # `materialize` says so
+            state.fetch_again()
+        elif purpose is Forward.MICROBATCH:
+            begins = self.tracker.enter(index)
+            if begins:
+                self.meter.attention(index, next(state.parts.layer.experts.parameters()).device)
+            self._prepare_from(index, begins=begins)
+        state.join_homes_early(purpose)
+
+    def materialize(self, index: int, purpose: Forward) -> Replicas | None:
+        """The replicas that layer ``index`` computes with, planned and on their way.
+
+        Raises:
+            NotImplementedError: for a recomputed forward whose first pass looked like evaluation.
+        """
+        state = self.states[index]
+        if purpose is Forward.OTHER:
+            state.expects_late = False  # a forward that died before it could
+        elif purpose is Forward.RECOMPUTED:
+            if not self._was_seen(state):
+                raise NotImplementedError(
+                    f"{state.name} is recomputed in the backward, but its forward ran without gradients, where it "
+                    "looks like evaluation; use Megatron's --recompute-granularity, or "
+                    "checkpoint(..., use_reentrant=False)"
+                )
+            if state.skip_stock_backward():
+                return None
+        else:
+            self.tracker.enter(index)
+            self._prepare(state)
+            state.prepared = False
+        return state.replicas_of(purpose)
+
+    def observe(self, index: int, routing_map: Tensor) -> None:
+        """Count one microbatch's ``routing_map`` [T, E]."""
+        self.monitor.count(index, routing_map.detach())
+        self.tracker.forwarded(index)
+
+    def add_late_replicas(self, index: int, loads: Tensor) -> Replicas | None:
+        """Fetch more replicas of layer ``index`` where the true ``loads`` [N, E] make them pay; returns those that the
+        forward computes with. Replicas that microbatches have computed with stay as they are until the iteration ends.
+        """
+        state = self.states[index]
+        state.expects_late = False
+        shape = dataclasses.replace(state.shape(1), fetches=1, returns=1)
+        placement = add_late_replicas(
+            loads.sum(dim=0).cpu().numpy(),  # the one wait of the host for the device
+            state.placement,
+            state.world,
+            cost=shape.copy_cost(state.world),
+            most=state.config.late_replicas,
+            across_nodes=state.config.speeds is not None,
+        )
+        if placement is not state.placement:
+            state.set_plan(placement, late=True)
+            if state.replicas is None:
+                state.replicas = self._fetch(state)
+            else:
+                assert state.plan is not None
+                state.replicas.add_late(placement, state.plan)
+        return state.replicas
+
+    def forwarded(self, index: int, replicas: Replicas | None) -> None:
+        """A microbatch of layer ``index`` goes on with ``replicas``; its backward will come."""
+        self.meter.routed(index)
+        self.states[index].forwarded(replicas)
+
+    def _was_seen(self, state: LayerState) -> bool:
+        """Whether a recomputed forward was seen before, as a microbatch's."""
+        return state.awaits_backward and self.tracker.has_forwarded(state.index)
+
+    def _prepare_from(self, index: int, *, begins: bool) -> None:
+        """Have the replicas of layer ``index`` on their way, and the next ones', unless all of the iteration are here.
+
+        Args:
+            begins: whether the layer's iteration does.
+        """
+        state = self.states[index]
+        self._prepare(state)
+        if not begins and state.keeps_replicas:
+            return
+        if training_state.gathers_params(state.parts.layer.experts):
+            return  # the next layers' homes are still being gathered; waiting for them now would stop this layer
+        last = index + LIFETIMES[state.config.lifetime].ahead
+        for following in self.states[index + 1 : last + 1]:
+            if self.chunk_of[following.index] == self.chunk_of[index]:
+                self._prepare(following)
+
+    def _prepare(self, state: LayerState) -> None:
+        """Have the replicas of the layer's next microbatch on their way."""
+        if state.prepared:
+            return
+        self._plan_from(state.index)
+        state.prepared = True
+        if state.fetched_in == self.tracker.iteration and state.keeps_replicas:
+            return
+        state.fetched_in = self.tracker.iteration
+        state.expects_late = state.config.late_replicas > 0
+        state.replicas = None if state.plan is None else self._fetch(state)
+
+    def _plan_from(self, index: int) -> None:
+        """Plan layer ``index``, unless it is planned, and with it the next ones of its chunk."""
+        if self.states[index].planned_in == self.tracker.iteration:
+            return
+        for state in self.states[index : index + PLANNED_TOGETHER]:
+            if self.chunk_of[state.index] == self.chunk_of[index] and state.planned_in != self.tracker.iteration:
+                with trace.span("plan", state.name):
+                    self._plan(state)
+                state.planned_in = self.tracker.iteration
+
+    def _plan(self, state: LayerState) -> None:
+        homes_only = state.parts.homes_only
+        if self.forecast is None or not state.config.slots:
+            state.set_plan(homes_only)
+            return
+        forecast = self.forecast[state.index, : homes_only.num_experts]
+        cost = self._copy_cost(state)
+        plan = plan_replicas(forecast, homes_only, state.world, cost=cost, previous=state.planned)
+        state.set_plan(plan)
+
+    def _copy_cost(self, state: LayerState) -> CopyCost:
+        shape, degree = state.shape(self.tracker.microbatches or 1), state.config.overlap_degree
+        hidden = 0.0
+        if degree is None and not state.parts.layer.config.deterministic_mode:  # times differ from run to run
+            hidden = self.meter.degree(shape.fetch_seconds(state.world))
+        cost = shape.copy_cost(state.world, hidden=hidden)
+        if degree is not None:  # so many are hidden, and there are never more
+            cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
+        return cost
+
+    def _fetch(self, state: LayerState) -> Replicas:
+        """Begin to fetch the planned replicas, for one microbatch or for all of the iteration."""
+        assert state.plan is not None
+        microbatches = (self.tracker.microbatches or 1) if state.keeps_replicas else 1
+        try:
+            replicas = Replicas(
+                state.slots_in(self._buffer_pool()),
+                state.placement,
+                state.plan,
+                microbatches=microbatches,
+                meter=self.meter,
+            )
+        except RuntimeError:
+            self.tracker.weights_changed()  # a loop that catches this begins anew, with all buffers free
+            raise
+        if not state.keeps_replicas:
+            replicas.after_backward = state.finish_backward
+        if state.config.lifetime == "layer":
+            replicas.before_backward = self._fetch_for_backward
+        self._live.add(replicas)
+        replicas.start()
+        return replicas
+
+    def _fetch_for_backward(self, replicas: Replicas) -> None:
+        """Lifetime ``layer``: fetch dropped replicas again, and begin to fetch those of the layer before."""
+        replicas.start()
+        before = replicas.slots.index - 1
+        if before >= 0 and self.chunk_of[before] == self.chunk_of[before + 1]:
+            self.states[before].fetch_again()
+
+    def _buffer_pool(self) -> BufferPool:
+        """The buffers, allocated when the first replicas come: parameters have their final type and place then."""
+        if self._pool_is_checked and self._pool is not None:
+            return self._pool
+        self._pool_is_checked = True
+        layers = [state.parts.buffer(state.config.slots) for state in self.states]
+        if self._pool is None or self._pool.layers != layers:
+            first = self.states[0]
+            module = first.parts.layer.experts
+            self._pool = BufferPool(
+                first.transport,
+                layers,
+                first.config.lifetime,
+                in_flight=training_state.forwards_in_flight(first.parts.layer.config, self.chunk_of),
+                device=next(module.parameters()).device,
+            )
+        return self._pool
+
+    def _begin_iteration(self) -> None:
+        self._pool_is_checked = False
+        if self._pool is not None:
+            self._pool.reset()
+            self.meter.fetched()
+        for state in self.states:
+            state.abandon()
+        self.monitor.finish_reduce()
+        self.forecast = self.monitor.history.forecast()
+
+    def _drop_unreturned(self) -> list[tuple[str, int]]:
+        waiting = [replicas for replicas in self._live if replicas.unreturned]
+        found = sorted((replicas.label, replicas.unreturned) for replicas in waiting)
+        for replicas in waiting:
+            replicas.drop_unreturned()
+        return found

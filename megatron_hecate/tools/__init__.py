@@ -1,0 +1,1 @@
+"""Tools around training: metrics, traces, measuring the speeds of links and cores."""

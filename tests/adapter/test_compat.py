@@ -1,0 +1,232 @@
+"""What FSSDP says when it cannot be switched on, and that the model is then as it was. Oracle: literal messages.
+
+Each test starts from a stock model of two MoE layers with 8 experts on two ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ranks import ranks
+from test_hook import snapshot
+
+
+def _stock_model() -> tuple[list, Any]:
+    """Model chunks and their config."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    return tiny_gpt.build(case)
+
+
+@ranks(2)
+def test_ep_of_one() -> None:
+    import tiny_gpt
+
+    case = tiny_gpt.Case(ep=1)
+    tiny_gpt.initialize(case)
+    chunks, _ = tiny_gpt.build(case)
+    before = snapshot(chunks)
+    with pytest.raises(ValueError, match=r"expert_model_parallel_size=1: .* set --expert-model-parallel-size to 2"):
+        tiny_gpt.fssdp_hook()(chunks)
+    assert snapshot(chunks) == before
+
+
+@ranks(2)
+def test_too_many_slots_and_no_file_with_speeds() -> None:
+    import tiny_gpt
+
+    chunks, _ = _stock_model()
+    with pytest.raises(ValueError) as error:
+        tiny_gpt.fssdp_hook(slots=5, speeds="nowhere.json")(chunks)
+    text = str(error.value)
+    assert re.search(r"layer 1: slots=5 is out of range: .* 4 of 8 experts can host 0 to 4 replicas", text)
+    assert "  - speeds: nowhere.json does not hold measured speeds" in text
+
+
+@ranks(2)
+def test_every_unsupported_setting_is_listed_at_once() -> None:
+    import tiny_gpt
+
+    chunks, config = _stock_model()
+    planted = dict(
+        fp8="hybrid",
+        fp4="e2m1",
+        moe_pad_expert_input_to_capacity=True,
+        moe_expert_rank_capacity_factor=1.5,
+        moe_paged_stash=True,
+        cuda_graph_impl="local",
+        enable_cuda_graph=True,
+        external_cuda_graph=True,
+        delay_wgrad_compute=True,
+        overlap_dispatch_backward_with_experts_wgrad=True,
+        use_transformer_engine_op_fuser=True,
+        moe_single_grouped_weight=True,
+        moe_single_grouped_bias=True,
+        moe_use_legacy_grouped_gemm=True,
+        moe_ncclep_zero_copy=True,
+        moe_router_padding_for_quantization=True,
+        moe_router_padding_for_fp8=True,
+        mtp_use_repeated_layer=True,
+        cpu_offloading=True,
+        fine_grained_activation_offloading=True,
+        gtp_weight_remat_size=2,
+        expert_gtp_weight_remat_size=2,
+        transformer_impl="inference_optimized",
+    )
+    for name, value in planted.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError) as error:
+        tiny_gpt.fssdp_hook()(chunks)
+    for name, value in planted.items():
+        assert f"  - --moe-fssdp with {name}={value!r}: " in str(error.value)
+    assert str(error.value).count("\n") == len(planted)
+    from megatron_hecate.adapter import compat
+
+    assert {rule.setting for rule in compat.UNSUPPORTED} == {*planted}, "an untested setting"
+
+
+@pytest.mark.fast
+def test_arguments_that_own_the_expert_weights() -> None:
+    from megatron_hecate.adapter import compat
+
+    given = SimpleNamespace(use_megatron_fsdp=True, use_torch_fsdp2=True)
+    problems = compat.unsupported_settings(given, compat.UNSUPPORTED_ARGUMENTS)
+    assert [problem.split(": ")[0] for problem in problems] == [
+        "--moe-fssdp with use_megatron_fsdp=True",
+        "--moe-fssdp with use_torch_fsdp2=True",
+    ]
+    assert all("use the distributed optimizer" in problem for problem in problems)
+    assert not compat.unsupported_settings(SimpleNamespace(), compat.UNSUPPORTED_ARGUMENTS)
+
+
+@ranks(2)
+def test_ranks_with_other_settings_are_named() -> None:
+    import tiny_gpt
+    import torch.distributed as dist
+
+    chunks, _ = _stock_model()
+    for name, values, message in (
+        ("slots", (2, 3), "rank 1 has slots=3, rank 0 has slots=2"),
+        ("transport", ("auto", "nvlink"), "rank 1 has transport='nvlink', rank 0 has transport='auto'"),
+        ("speeds", (None, tiny_gpt.FREE), r"rank 1 has speeds=\{.*1e\+18.*\}, rank 0 has speeds=\{"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny_gpt.fssdp_hook(**{name: values[dist.get_rank()]})(chunks)
+
+
+@ranks(2)
+def test_a_rank_without_the_flag_is_named_in_time() -> None:
+    import tiny_gpt
+    import torch.distributed as dist
+
+    chunks, _ = _stock_model()
+    if dist.get_rank() == 0:
+        start = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"rank 0 waited 2 s for ranks \[1\] to switch FSSDP on; is --moe-fssdp"):
+            tiny_gpt.fssdp_hook(timeout=2)(chunks)
+        assert time.monotonic() - start < 10
+    else:
+        time.sleep(4)  # this rank never runs the hook
+
+
+@ranks(2)
+def test_a_problem_of_one_rank_stops_all() -> None:
+    import tiny_gpt
+    import torch.distributed as dist
+
+    chunks, config = _stock_model()
+    before = snapshot(chunks)
+    if dist.get_rank() == 1:
+        config.fp8 = "hybrid"
+    with pytest.raises(ValueError, match="with fp8='hybrid'"):
+        tiny_gpt.fssdp_hook()(chunks)
+    assert snapshot(chunks) == before
+
+
+@ranks(2)
+def test_another_megatron_is_an_error_with_a_list() -> None:
+    import megatron.core
+    import tiny_gpt
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megatron_hecate.adapter import compat
+
+    chunks, _ = _stock_model()
+    version, route = megatron.core.__version__, MoELayer.route
+    assert compat.broken_assumptions() == []
+    megatron.core.__version__ = "0.15.3"
+    MoELayer.route = lambda self, x: None
+    del MoELayer.preprocess
+    with pytest.raises(ValueError) as error:
+        tiny_gpt.fssdp_hook()(chunks)
+    text = str(error.value)
+    assert "megatron-core 0.15.3 is outside 0.16.1 to 0.20" in text
+    assert re.search(r"MoELayer.route \(overridden.*\) no longer takes hidden_states", text)
+    assert re.search(r"MoELayer.preprocess \(overridden.*\) is gone", text)
+    megatron.core.__version__, MoELayer.route = version, route
+    for number, fits in (("0.16.1", True), ("0.20.0rc0", True), ("0.20.3", True), ("0.21.0", False), ("0.16.0", False)):
+        megatron.core.__version__ = number
+        assert any("outside" in line for line in compat.broken_assumptions()) != fits, number
+
+
+@ranks(2)
+def test_an_unknown_expert_module() -> None:
+    import tiny_gpt
+    import torch
+
+    chunks, _ = _stock_model()
+
+    class OtherExperts(torch.nn.Module):
+        num_local_experts = 4
+
+    tiny_gpt.moe_layers(chunks)[0].experts = OtherExperts()
+    with pytest.raises(
+        ValueError, match="layer 1: experts are a OtherExperts; FSSDP knows SequentialMLP and TEGrouped"
+    ):
+        tiny_gpt.fssdp_hook()(chunks)
+
+
+@ranks(2)
+def test_experts_that_do_not_divide_are_megatrons_own_error() -> None:
+    import tiny_gpt
+
+    case = tiny_gpt.Case(experts=7)
+    tiny_gpt.initialize(case)
+    with pytest.raises((AssertionError, ValueError)):  # Megatron's own rule, before our hook could run
+        tiny_gpt.build(case)
+
+
+@ranks(2)
+def test_any_exception_of_one_rank_is_heard_by_all() -> None:
+    import tiny_gpt
+    import torch.distributed as dist
+
+    from megatron_hecate.adapter.dispatcher import Rerouter
+
+    chunks, _ = _stock_model()
+    if dist.get_rank() == 1:
+
+        def fails(*_: object) -> None:
+            raise AttributeError("planted")
+
+        Rerouter.physical_dispatcher = fails
+    with pytest.raises(ValueError, match="layer 1: AttributeError: planted"):
+        tiny_gpt.fssdp_hook()(chunks)
+
+
+@ranks(2)
+def test_a_half_converted_model() -> None:
+    import tiny_gpt
+
+    one, _ = _stock_model()
+    two, _ = tiny_gpt.build(tiny_gpt.Case())
+    hook = tiny_gpt.fssdp_hook()
+    hook(one)
+    with pytest.raises(ValueError, match="some layers run FSSDP already and others do not: layer 1, layer 2 of 4"):
+        hook([*one, *two])

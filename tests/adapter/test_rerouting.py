@@ -1,0 +1,124 @@
+"""Experts to physical experts. Oracle: a token-by-token loop that hands out quotas, written without tensors."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks
+
+TOKENS, EXPERTS, RANKS, TOP = 50, 8, 4, 3
+
+
+def _placement(rng: np.random.Generator, seed: int) -> Any:
+    """Up to 14 replicas at random places, three slots per rank."""
+    from megatron_hecate.plan import Placement
+
+    homes = Placement.initial(EXPERTS, RANKS, num_slots=3)
+    pairs = [(e, r) for e in range(EXPERTS) for r in range(RANKS) if homes.home[e] != r]
+    rng.shuffle(pairs)
+    replicas, used = [], [0] * RANKS
+    for e, r in pairs[: 2 * seed]:
+        if used[r] < 3:
+            replicas.append((int(e), int(r)))
+            used[r] += 1
+    return homes.with_replicas(replicas)
+
+
+def _routing_map(rng: np.random.Generator, hot: int) -> np.ndarray:
+    """[T, E] bool: every token but one that was dropped goes to three experts."""
+    scores = rng.random((TOKENS, EXPERTS)) * (1 + 3 * (np.arange(EXPERTS) == hot))
+    chosen = np.zeros((TOKENS, EXPERTS), dtype=bool)
+    np.put_along_axis(chosen, np.argsort(-scores, axis=1)[:, :TOP], True, axis=1)
+    chosen[0] = False
+    return chosen
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("seed", range(8))
+def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
+    """With expert tensor parallelism (``tp_size``) as many sources share a rank."""
+    from megatron_hecate.adapter.dispatcher import Rerouter
+    from megatron_hecate.plan import QuotaSolver, World
+
+    rng = np.random.default_rng(seed)
+    placement, world, sources = _placement(rng, seed), World((0, 0, 1, 1)), RANKS * tp_size
+    maps = [_routing_map(rng, seed) for _ in range(sources)]
+    loads = torch.from_numpy(np.stack([m.sum(axis=0) for m in maps])).int()
+    solver = QuotaSolver(world, "cpu", source_rank=[n // tp_size for n in range(sources)])
+    tables = solver.prepare(placement)
+    quotas = solver.table(loads, tables)
+    for source in range(sources):
+        group = SimpleNamespace(size=lambda: sources, rank=lambda source=source: source)
+        dispatcher = SimpleNamespace(tp_ep_group=group, tp_size=tp_size)
+        rerouter = Rerouter(dispatcher, world, label="layer 1", timeout=30)
+        routing_map = torch.from_numpy(maps[source])
+        probs = torch.rand(TOKENS, EXPERTS, dtype=torch.float64) * routing_map
+        probs.requires_grad_()
+        physical_map, physical_probs = rerouter.reroute(routing_map, probs, loads, placement)
+
+        holders = zip(tables.expert.tolist(), tables.rank.tolist(), quotas[source].tolist(), strict=True)
+        left = {(e, r): n for e, r, n in holders}
+        want_map = torch.zeros(TOKENS, RANKS * placement.slots_per_rank, dtype=torch.bool)
+        want_probs = torch.zeros(want_map.shape, dtype=torch.float64)
+        physical_of = {}
+        for token, expert in np.argwhere(maps[source]).tolist():
+            holder = next(r for r in range(RANKS) if left.get((expert, r), 0) > 0)
+            left[expert, holder] -= 1
+            slot = placement.table[holder].tolist().index(expert)
+            physical = physical_of[token, expert] = holder * placement.slots_per_rank + slot
+            want_map[token, physical] = True
+            want_probs[token, physical] = probs[token, expert].detach()
+        assert not any(left.values())
+        assert torch.equal(physical_map, want_map) and torch.equal(physical_probs.detach(), want_probs)
+        weights = torch.rand_like(want_probs)
+        (physical_probs * weights).sum().backward()
+        for (token, expert), physical in physical_of.items():
+            assert probs.grad[token, expert] == weights[token, physical]
+
+
+@ranks(4)
+def test_ranks_agree_on_loads() -> None:
+    """All ranks gather the same loads, in the order of their ranks."""
+    from megatron_hecate.adapter.dispatcher import Rerouter
+    from megatron_hecate.plan import World
+
+    rank = dist.get_rank()
+    routing_map = torch.zeros(5, 3, dtype=torch.bool)
+    routing_map[:rank, 1] = True
+    dispatcher = SimpleNamespace(tp_ep_group=dist.group.WORLD, tp_size=1)
+    rerouter = Rerouter(dispatcher, World((0,) * 4), label="layer 1", timeout=30)
+    loads = rerouter.gather_loads(routing_map)
+    assert loads.dtype == torch.int32 and loads.tolist() == [[0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 3, 0]]
+
+
+@ranks(2)
+def test_flex_is_built_over_physical_experts() -> None:
+    """DeepEP needs a GPU; what its manager is told can be checked without: literal sizes for 4 homes and 2 slots."""
+    import tiny_gpt
+    from megatron.core.transformer.moe import token_dispatcher
+
+    from megatron_hecate.adapter.dispatcher import Rerouter
+
+    told = []
+
+    class Manager:
+        def __init__(self, **arguments: object) -> None:
+            told.append(arguments)
+
+    token_dispatcher._DeepepManager = Manager
+    case = tiny_gpt.Case(settings=(("moe_token_dispatcher_type", "flex"), ("moe_flex_dispatcher_backend", "deepep")))
+    tiny_gpt.initialize(case)
+    chunks, config = tiny_gpt.build(case)
+    stock = tiny_gpt.moe_layers(chunks)[0].token_dispatcher
+    told.clear()
+    ours = Rerouter.physical_dispatcher(stock, 6)
+    rank = dist.get_rank()
+    assert type(ours) is type(stock) and ours.local_expert_indices == [6 * rank + i for i in range(6)]
+    assert (told[0]["num_local_experts"], told[0]["num_experts"], told[0]["router_topk"]) == (6, 12, 2)
+    assert config.num_moe_experts == 8

@@ -1,0 +1,283 @@
+"""The rivals' planners.
+
+Oracles: dense quota tables rebuilt here with plain numpy (every expert has its home, quotas sum to the loads and only
+name holders, slots respected where a planner says so), and small cases worked out by hand.
+A rival that is wrong would lose, or win, a comparison it should not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rivals
+from rivals import find_planners
+from rivals.clone import CloneInNode
+from rivals.eplb import EPLB, balanced_packing, replicate_experts
+from rivals.fastermoe import FasterMoE
+from rivals.fill import Fill
+from rivals.flexmoe import FlexMoE
+from rivals.forced import ForcedBalance
+from rivals.laer import LAER, _replicas
+from rivals.llep import _spill
+from rivals.planner import Setting
+from rivals.score import score
+from rivals.smartmoe import SmartMoE
+from rivals.split import even_split, nearest_sources
+from rivals.traffic import fan_out, gather_shards, token_traffic
+
+from megatron_hecate.plan import H100, LayerShape, Link, Placement, Speeds, World
+
+UNIT = LayerShape(expert_bytes=1, grad_bytes=2, token_bytes=1, token_flops=1.0)
+ANY_NUMBER_OF_COPIES = {"fastermoe", "llep"}  # as their docstrings say
+
+
+def setting(num_experts: int, node: tuple[int, ...], *, slots: int) -> Setting:
+    return Setting(num_experts, world=World(node=node), shape=UNIT, slots=slots, tokens_per_count=20.0)
+
+
+def assert_valid(planner, load: np.ndarray, placement: Placement, quotas) -> None:
+    num_ranks, num_experts = load.shape
+    dense = np.zeros((num_ranks, num_experts, num_ranks), dtype=np.int64)
+    np.add.at(dense, (slice(None), quotas.expert, quotas.rank), quotas.tokens)
+    assert np.issubdtype(quotas.tokens.dtype, np.integer)
+    assert (dense >= 0).all()
+    assert (dense.sum(axis=2) == load).all()
+    assert not dense[:, ~placement.holders].any()
+    assert placement.holders[np.arange(num_experts), placement.home].all()
+    if planner.name not in ANY_NUMBER_OF_COPIES:
+        most = num_experts // num_ranks + planner.setting.slots
+        assert placement.holders.sum(axis=0).max() <= most
+
+
+def random_loads(steps: int, ranks: int, experts: int) -> np.ndarray:
+    """[T, R, E] skewed loads that drift."""
+    rng = np.random.default_rng(7)
+    taste = np.cumsum(rng.normal(size=(steps, experts)), axis=0) * 0.3 + rng.normal(size=experts)
+    share = np.exp(taste) / np.exp(taste).sum(axis=1, keepdims=True)
+    return rng.multinomial(200, np.repeat(share[:, None], ranks, axis=1)).astype(np.int64)
+
+
+@pytest.mark.parametrize("name", find_planners())
+@pytest.mark.parametrize(("node", "slots"), [((0,) * 4 + (1,) * 4, 1), ((0,) * 4, 2), ((0, 1), 0)], ids=str)
+def test_every_plan_is_valid(name, node, slots) -> None:
+    planner = find_planners()[name](setting(16, node, slots=slots))
+    loads = random_loads(55, len(node), 16)
+    loads[3] = 0  # no token at all
+    loads[4, :, 1:] = 0  # one expert takes everything
+    history: list[np.ndarray] = []
+    for load in loads:
+        placed = planner.place(history)
+        gated = planner.gate(load)
+        final = planner.correct(gated, placed)
+        assert_valid(planner, gated, final, planner.split(gated, final))
+        moves = planner.moves(placed, final)
+        for part in (moves.early, moves.late, moves.grads, moves.state):
+            assert part.intra_out.sum() == pytest.approx(part.intra_in.sum())
+            assert part.inter_out.sum() == pytest.approx(part.inter_in.sum())
+        history.append(load)
+
+
+# laer and ours share out their slots evenly then
+@pytest.mark.parametrize("name", sorted(n for n in find_planners() if n != "laer" and not n.startswith("hecate")))
+def test_nothing_moves_before_anything_is_known(name) -> None:
+    planner = find_planners()[name](setting(8, (0, 0, 1, 1), slots=2))
+    placed = planner.place([])
+    assert placed.num_replicas == 0
+    assert not planner.moves(placed, placed).early.intra_in.any()
+
+
+def test_a_new_planner_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "from rivals.ep import ExpertParallel\n\nclass New(ExpertParallel):\n    name, when = 'new', 'never'\n"
+    (tmp_path / "brand_new.py").write_text(text)
+    monkeypatch.setattr(rivals, "__path__", [*rivals.__path__, str(tmp_path)])
+    assert "new" in find_planners() and "ep" in find_planners()
+
+
+def test_even_split_prefers_rank_then_node() -> None:
+    placement = Placement.initial(4, 4, num_slots=1).with_replicas([(0, 1), (0, 2)])  # expert 0 on ranks 0, 1, 2
+    load = np.zeros((4, 4), dtype=np.int64)
+    load[:, 0] = [6, 6, 6, 6]
+    world = World(node=(0, 0, 1, 1))
+    expected = {
+        "rank": [[6, 0, 0], [0, 6, 0], [0, 0, 6], [0, 0, 6]],
+        "node": [[3, 3, 0], [3, 3, 0], [0, 0, 6], [0, 0, 6]],
+        "any": [[2, 2, 2]] * 4,
+    }
+    for nearest, table in expected.items():
+        assert even_split(load, placement, world, nearest=nearest).tokens[:, :3].tolist() == table
+    # a remainder of 1 goes to another candidate for every source
+    odd = even_split(load // 6, placement, world, nearest="any").tokens[:, :3]
+    assert odd.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]]
+
+
+def test_sources_of_given_totals_are_near() -> None:
+    holders = np.array([[True, True, False, True]])
+    load, served = np.array([[5], [1], [4], [2]]), np.array([[4, 2, 0, 6]])
+    tokens = nearest_sources(load, served, World(node=(0, 0, 1, 1)), holders=holders).tokens
+    assert tokens.tolist() == [[4, 1, 0], [0, 1, 0], [0, 0, 4], [0, 0, 2]]
+
+
+@pytest.mark.parametrize(("shadow_seconds", "shadowed"), [(50, [0]), (80, [])])
+def test_fastermoe_shadows_what_its_model_says_pays(shadow_seconds, shadowed) -> None:
+    # 4 ranks, one expert each, 1 s per token: base 3 x 40. Expert 0 everywhere: 3 x (4 + 10) + cost of a shadow;
+    # expert 1 too: 3 x (4 + 11) + twice that.
+    shape = LayerShape(expert_bytes=shadow_seconds, grad_bytes=1, token_bytes=0, token_flops=1.0)
+    world = World(node=(0,) * 4, speeds=dataclasses.replace(H100, intra=Link(1.0, 0.0), flops=1.0))
+    planner = FasterMoE(Setting(4, world=world, shape=shape, slots=0))
+    load = np.array([[10, 1, 1, 1]] * 4)
+    placement = planner.correct(load, planner.place([]))
+    assert np.flatnonzero(placement.holders.all(axis=1)).tolist() == shadowed
+    assert planner.split(load, placement).rank_load(4).tolist() == ([10, 14, 14, 14] if shadowed else [40, 4, 4, 4])
+
+
+def test_smartmoe_swaps_after_25_steps_with_the_optimizer_state() -> None:
+    planner = SmartMoE(setting(4, (0, 0), slots=0))
+    history = [np.array([[9, 8, 1, 0]] * 2)] * 25
+    for step in range(25):
+        assert planner.place(history[:step]).home.tolist() == [0, 0, 1, 1]
+    placed = planner.place(history)
+    assert placed.home.tolist() == [0, 1, 1, 0]
+    moves = planner.moves(placed, placed)
+    assert moves.state.intra == moves.early.intra == 2
+    assert moves.grads.intra == 0
+
+
+def test_eplb_packs_and_replicates_greedily() -> None:
+    assert balanced_packing(np.array([5, 4, 3, 2, 1, 1]), 3).tolist() == [0, 1, 2, 2, 1, 0]
+    assert replicate_experts(np.array([8, 4, 2, 2]), 6, most=4).tolist() == [3, 1, 1, 1]
+    assert replicate_experts(np.array([8, 4, 2, 2]), 6, most=2).tolist() == [2, 2, 1, 1]
+
+
+def test_eplb_keeps_replicas_and_reduces_their_gradients_every_step() -> None:
+    planner = EPLB(setting(4, (0, 0, 1, 1), slots=1))
+    history = [np.array([[10, 1, 1, 1]] * 4)] * 27
+    before = planner.place(history[:24])
+    assert before.num_replicas == 0
+    placed = planner.place(history[:25])
+    # nodes take experts {0, 3} and {1, 2} (10 + 1 against 1 + 1); in each, both ranks hold both
+    assert placed.holders.astype(int).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0]]
+    assert planner.moves(placed, placed).early.inter_in.sum() > 0
+    again = planner.place(history[:26])
+    moves = planner.moves(again, again)
+    assert moves.early.intra == moves.early.inter == moves.state.intra == 0
+    assert moves.grads.intra + moves.grads.inter == 2 * 4  # 4 experts with one replica: a way home and a way back
+
+
+@pytest.mark.parametrize(("piece", "expected"), [(1, [33, 23, 11, 33]), (30, [33, 34, 0, 33])])
+def test_llep_spills_above_capacity_to_the_least_loaded(piece, expected) -> None:
+    # mean 30, capacity 33. The home keeps 33; 67 go to rank 3 (33 fit), then to 1 and 2, where 23 fit beside their own
+    served = _spill(np.array([100, 10, 10, 0]), np.arange(4), 4, piece)
+    assert served[0].tolist() == expected
+
+
+def test_llep_leaves_mild_imbalance_alone() -> None:
+    total = np.array([35, 30, 30, 25])
+    assert (_spill(total, np.arange(4), 4, 1) == np.diag(total)).all()
+
+
+def test_clones_stay_in_their_node() -> None:
+    planner = CloneInNode(setting(4, (0, 0, 1, 1), slots=1))
+    load = np.array([[25, 5, 10, 10]] * 4)
+    placement = planner.correct(load, planner.place([]))
+    assert placement.replicas == ((0, 1, 1),)
+    assert planner.split(load, placement).rank_load(4).tolist() == [60, 60, 40, 40]
+    assert planner.moves(planner.place([]), placement).late.intra == 1
+
+
+def test_flexmoe_expands_until_the_trigger_is_met() -> None:
+    planner = FlexMoE(setting(2, (0, 0), slots=1))
+    assert planner.place([np.array([[5, 1]] * 2)]).holders.all()  # 10 | 2 -> 5 | 7 -> 6 | 6
+
+
+def test_flexmoe_shrinks_to_make_room_and_migrates() -> None:
+    full = FlexMoE(setting(2, (0, 0), slots=0))
+    assert full.place([np.array([[5, 1]] * 2)]).home.tolist() == [0, 1]  # no room, and a swap does not help
+    planner = FlexMoE(setting(4, (0, 0), slots=0))
+    placed = planner.place([np.array([[5, 5, 1, 1]])])  # 10 | 2: a hot and a cold one change places
+    assert placed.home.tolist() == [1, 0, 0, 1]
+    # one slot per rank, taken by expert 0; now expert 1 is hot, so a copy of 0 makes room for one of 1
+    planner = FlexMoE(setting(4, (0, 0), slots=1))
+    assert planner.place([np.array([[12, 2, 1, 1]])]).holders[0].all()
+    after = planner.place([np.array([[1, 12, 1, 1]])])
+    assert after.holders[1].all()
+    assert after.holders.sum(axis=0).max() <= 3
+
+
+def test_laer_counts_replicas_by_load_per_replica() -> None:
+    one_node, two_nodes = World(node=(0,) * 4), World(node=(0, 0, 1, 1))
+    assert _replicas(np.array([12, 4, 2, 2]), one_node, 2).tolist() == [4, 2, 1, 1]
+    # one per node fits (8 of 8); with 12, two more each to the two hottest
+    assert _replicas(np.array([12, 4, 2, 2]), two_nodes, 2).tolist() == [2, 2, 2, 2]
+    assert _replicas(np.array([12, 4, 2, 2]), two_nodes, 3).tolist() == [4, 4, 2, 2]
+
+
+def test_laer_restores_every_expert_of_a_rank_in_every_step() -> None:
+    planner = LAER(setting(4, (0, 0, 1, 1), slots=1))
+    placed = planner.place([np.array([[12, 4, 2, 2]] * 4)])
+    assert (placed.holders.sum(axis=0) == 2).all()
+    early = planner.moves(placed, placed).early
+    assert early.intra_in.tolist() == [0.5] * 4 and early.inter_in.tolist() == [1.0] * 4  # 2 chunks
+
+
+def test_fill_takes_load_per_holder_and_least_loaded_rank() -> None:
+    planner = Fill(setting(4, (0,) * 4, slots=1))
+    # loads 12, 4, 3, 1: expert 0 onto rank 3 (6 each), onto 2 (4 each), onto 1 (3 each); then expert 1 (4) onto rank 0
+    placed = planner.place([np.array([[12, 4, 3, 1]])])
+    assert [replica[:2] for replica in placed.replicas] == [(0, 1), (0, 2), (0, 3), (1, 0)]
+
+
+def test_forced_balance_keeps_every_sources_tokens() -> None:
+    planner = ForcedBalance(setting(8, (0,) * 4, slots=0))
+    load = planner.gate(np.array([[19, 0, 0, 0, 0, 0, 0, 2], [0, 21, 0, 0, 0, 0, 0, 0]] * 2))
+    assert load.sum(axis=1).tolist() == [21] * 4
+    assert load.max() - load.min() <= 1
+    rank_load = load.sum(axis=0).reshape(4, 2).sum(axis=1)
+    assert rank_load.max() - rank_load.min() <= 1
+
+
+def test_copies_cross_once_to_a_node_and_are_shared_inside_from_three_on() -> None:
+    """By hand: expert 0 of rank 0 to three ranks of its node and to four of another one; its first receiver
+    scatters."""
+    traffic = fan_out(
+        np.array([[False, True, True, True, True, True, True, True]]), np.array([0]), World((0,) * 4 + (1,) * 4)
+    )
+    assert traffic.inter_out.tolist() == [1] + [0] * 7 and traffic.inter_in.tolist() == [0] * 4 + [1] + [0] * 3
+    assert traffic.intra_in.tolist() == [0, 1, 1, 1, 0, 1, 1, 1]
+    assert traffic.intra_out == pytest.approx([1, 2 / 3, 2 / 3, 2 / 3] * 2)
+    two = fan_out(np.array([[False, True, True, False]]), np.array([0]), World((0,) * 4))
+    assert two.intra_out.tolist() == [2, 0, 0, 0]
+
+
+SPEEDS = Speeds(intra=Link(100.0, 1.0), inter=Link(10.0, 2.0), flops=6.0, routing=0.5, contention=0.25)
+
+
+def test_a_step_adds_up() -> None:
+    """Two nodes of two ranks at round speeds: 14 tokens of 2 s; 70 bytes at 2 x 10 bytes/s + 2 s, four times; and so
+    on."""
+    world = World((0, 0, 1, 1), speeds=SPEEDS)
+    shape = LayerShape(expert_bytes=200, grad_bytes=400, token_bytes=10, token_flops=4.0, hidden_seconds=12.0)
+    load = np.array([[5, 3, 2, 0], [0, 5, 0, 5], [0, 0, 10, 0], [1, 0, 0, 9]])
+    plan = find_planners()["ep"](Setting(4, world, shape, slots=1))
+    homes = plan.place([])
+    traffic = token_traffic(plan.split(load, homes), world)
+    assert traffic.intra_out.tolist() == [3, 0, 0, 0] and traffic.inter_out.tolist() == [2, 5, 0, 1]
+    assert traffic.seconds(10, world) == 5.5
+    bare = score(plan.split(load, homes), homes, plan.moves(homes, homes), plan.setting)
+    assert bare.seconds == 3 * 12 + 14 * 2 + 4 * 5.5 and bare.crossing == 8 / 40 and bare.imbalance == 1.4
+    placed = homes.with_replicas(
+        [(0, 1), (0, 2), (0, 3)]
+    )  # one copy crosses: 200 bytes at 20 bytes/s + 2 s hide, 400 do not
+    with_replicas = score(plan.split(load, placed), placed, plan.moves(placed, placed), plan.setting)
+    quotas = plan.split(load, placed)
+    tokens = quotas.rank_load(4).max() * 2 + 4 * token_traffic(quotas, world).seconds(10, world)
+    assert with_replicas.seconds == pytest.approx(3 * 12 + tokens + 0.5 + 10)
+    assert (with_replicas.copies, with_replicas.extra) == (0.75, 1)
+
+
+def test_gathered_shards_come_from_everywhere() -> None:
+    traffic = gather_shards(np.array([[True, False, False, True]]), World(node=(0, 0, 0, 1)))
+    assert traffic.intra_in.tolist() == [0.5, 0, 0, 0] and traffic.inter_in.tolist() == [0.25, 0, 0, 0.75]
+    assert traffic.intra_out.tolist() == [0, 0.25, 0.25, 0] and traffic.inter_out.tolist() == [0.25] * 4

@@ -1,0 +1,183 @@
+"""Scripts of iterations of spAG and spRS over random placements, for ``kernels/selftest.cpp`` and `test_virtual_ranks`.
+
+The schedules and descriptors are those of training; what must come out is said from the copies alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_hecate.comm.nvlink.program import FAILURE, MAX_STEPS, Program, Signals
+from megatron_hecate.comm.nvlink.schedule import Place, Schedule
+from megatron_hecate.comm.transport import Copy
+
+WRITE, CHECK, GATHER, REDUCE, COPIES = range(5)  # COPIES: a gather of which the kernels only make the signals
+GUARD = 256  # bytes between regions that nobody may write
+PROGRAM = 1 << 16  # bytes set aside for a transfer's program
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What all ranks have."""
+
+    ranks: int
+    slots: int
+    experts: int
+    sizes: tuple[int, ...]  # elements of the tensors of a chunk
+    half: bool = False  # gradients are bf16 rather than fp32
+    shift: int = 0  # elements by which all memory is off its alignment
+
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.half else torch.float32
+
+
+class Operation(NamedTuple):
+    """Write or check ``data`` at ``address``, or run the program that it is, as transfer ``number``."""
+
+    kind: int
+    address: int
+    data: np.ndarray
+    number: int
+
+
+class Script:
+    """Regions of memory, the same on every rank, and what each rank does, one after the other.
+
+    Args:
+        begin: what progress counters stand at.
+        allocate: given the bytes of a rank's memory, says where it lies for each rank; for ``selftest.cpp``, which
+            relocates it, rank r's lies at (r + 1) << 40.
+    """
+
+    def __init__(self, setup: Setup, *, begin: int = 0, allocate: Callable[[int], Sequence[int]] | None = None) -> None:
+        self.setup, self.begin, self._number = setup, begin, 0
+        self.told = (begin - 1) % 2**32  # by everyone, before the first transfer
+        self.operations: list[list[Operation]] = [[] for _ in range(setup.ranks)]
+        self._random = torch.Generator().manual_seed(begin + setup.shift)
+        self._end, self._guards = 0, []
+        self.progress, self.arrived = self._region(4 * setup.ranks), self._region(4 * MAX_STEPS)
+        self.failure, self.program = self._region(FAILURE.itemsize), self._region(PROGRAM)
+        self.regions: dict[tuple[str, int], list[tuple[int, int]]] = {}  # offset and elements of each tensor
+        for memory, count, dtype, sizes in (
+            ("send", setup.experts, torch.bfloat16, (sum(setup.sizes),)),
+            ("slot", setup.slots, torch.bfloat16, (sum(setup.sizes),)),
+            ("grad", setup.slots, setup.grad_dtype, (sum(setup.sizes),)),
+            ("partial", setup.slots, torch.float32, (sum(setup.sizes),)),
+            ("parameters", setup.experts, torch.bfloat16, setup.sizes),
+            ("main_grad", setup.experts, torch.float32, setup.sizes),
+        ):
+            for i in range(count):
+                shift = setup.shift * dtype.itemsize
+                self.regions[memory, i] = [(self._region(n * dtype.itemsize + shift) + shift, n) for n in sizes]
+        self.bases = [(rank + 1) << 40 for rank in range(setup.ranks)] if allocate is None else allocate(self._end)
+        self._noise = torch.randint(256, (setup.ranks, self._end), generator=self._random).byte()
+        for rank, noise in enumerate(self._noise):
+            self._do(rank, WRITE, at=self.program, values=noise[self.program :])
+
+    def _region(self, size: int) -> int:
+        begin = self._end
+        self._end = -(-(begin + size) // GUARD) * GUARD + GUARD
+        self._guards.append(self._end - GUARD)
+        return begin
+
+    def _do(self, rank: int, kind: int, *, at: int, values: Tensor, number: int = -1) -> None:
+        data = values.contiguous().view(torch.uint8).numpy().copy()
+        self.operations[rank].append(Operation(kind, self.bases[rank] + at, data, number))
+
+    def _do_chunk(self, rank: int, kind: int, *, memory: tuple[str, int], values: Tensor) -> None:
+        parts = values.split([elements for _, elements in self.regions[memory]])
+        for (offset, _), part in zip(self.regions[memory], parts, strict=True):
+            self._do(rank, kind, at=offset, values=part)
+
+    def _drawn(self, dtype: torch.dtype) -> Tensor:
+        """[elements] of mixed magnitude, so that the order of a sum shows."""
+        elements = sum(self.setup.sizes)
+        scale = torch.randint(16, (elements,), generator=self._random)
+        return (torch.randn(elements, generator=self._random) * 2.0**scale).to(dtype)
+
+    def _extents(self, place: Place) -> list[tuple[int, int]]:
+        memory = "grad" if place.memory == "partial" and not self.setup.half else place.memory
+        return [(self.bases[place.rank] + at, size) for at, size in self.regions[memory, place.index]]
+
+    def _transfer(self, copies: Sequence[Copy], kind: int) -> None:
+        ranks, build = range(self.setup.ranks), Schedule.of_return if kind == REDUCE else Schedule.of_fetch
+        for rank in ranks:
+            steps = build(copies, rank, domain=ranks, elements=sum(self.setup.sizes))
+            signals = Signals(
+                rank=rank,
+                progress_at={r: self.bases[r] + self.progress for r in ranks},
+                arrived=self.bases[rank] + self.arrived,
+                failure=self.bases[rank] + self.failure,
+                timeout=20.0,
+            )
+            sums, itemsize = (True, self.setup.grad_dtype.itemsize) if kind == REDUCE else (False, 2)
+            program = Program(steps, self._extents, signals=signals, itemsize=itemsize, sums=sums, begin=self.begin)
+            program.relocate(self.bases[rank] + self.program)
+            assert len(program.data) <= PROGRAM
+            if steps.peers:
+                self._do(rank, kind, at=self.program, values=torch.from_numpy(program.data), number=self._number)
+        self.begin, self._number = self.begin + len(steps.steps) + 1, self._number + 1
+
+    def iteration(self, copies: Sequence[Copy], *, by_copies: bool = False) -> None:
+        """New weights; to the replicas, by plain copies or the kernel, and checked; new gradients; home and checked."""
+        sent = sorted({(copy.home, copy.index) for copy in copies})
+        weights = {key: self._drawn(torch.bfloat16) for key in sent}
+        totals = {key: self._drawn(torch.float32) for key in sent}
+        for home, index in sent:
+            self._do_chunk(home, WRITE, memory=("parameters", index), values=weights[home, index])
+            self._do_chunk(home, WRITE, memory=("main_grad", index), values=totals[home, index])
+        self._transfer(copies, COPIES if by_copies else GATHER)
+        grads = {copy: self._drawn(self.setup.grad_dtype) for copy in copies}
+        for copy in copies:
+            self._do_chunk(copy.rank, CHECK, memory=("slot", copy.slot), values=weights[copy.home, copy.index])
+            self._do_chunk(copy.rank, WRITE, memory=("grad", copy.slot), values=grads[copy])
+        self._transfer(copies, REDUCE)
+        for home, index in sent:
+            replicas = sorted((c for c in copies if (c.home, c.index) == (home, index)), key=lambda c: c.rank)
+            total, *others = [grads[copy].float() for copy in replicas]
+            for grad in others:
+                total = total + grad
+            self._do_chunk(home, CHECK, memory=("main_grad", index), values=totals[home, index] + total)
+
+    def end(self) -> None:
+        """A last look at the memory between regions."""
+        for rank, noise in enumerate(self._noise):
+            for at in (at for at in self._guards if at > self.program):
+                self._do(rank, CHECK, at=at, values=noise[at : at + GUARD])
+
+    def write(self, path: Path, *, blocks: int, threads: int) -> None:
+        """As ``selftest.cpp`` reads it."""
+        words = [np.array([self.setup.ranks, self._end, blocks, threads, self.told], "<u8")]
+        for operations in self.operations:
+            parts = []
+            for op in operations:
+                padded = np.zeros(-(-len(op.data) // 8) * 8, np.uint8)
+                padded[: len(op.data)] = op.data
+                parts += [np.array([op.kind, op.address, len(op.data)], "<u8"), padded.view("<u8")]
+            words += [np.array([sum(map(len, parts))], "<u8"), *parts]
+        np.concatenate(words).tofile(path)
+
+
+def random_copies(rng: np.random.Generator, *, ranks: int, slots: int, experts: int, fill: float = 0.7) -> list[Copy]:
+    """Replicas of random chunks in random slots, of which a share ``fill`` is taken; some ranks receive none."""
+    copies = []
+    for rank in range(ranks):
+        chunks = [(home, index) for home in range(ranks) if home != rank for index in range(experts)]
+        count = int(rng.binomial(slots, fill))
+        chosen = rng.choice(len(chunks), size=min(count, len(chunks)), replace=False)
+        order = rng.permutation(slots)
+        copies += [Copy(*chunks[at], rank, int(slot)) for at, slot in zip(chosen, order, strict=False)]
+    return copies
+
+
+def one_hot(ranks: int, home: int, fan_out: int) -> list[Copy]:
+    """One chunk to the next ``fan_out`` ranks."""
+    return [Copy(home, 0, (home + 1 + i) % ranks, 0) for i in range(fan_out)]

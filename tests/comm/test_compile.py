@@ -1,0 +1,97 @@
+"""Compiling at first use, and the folder that keeps results. Oracle: literal messages, and a compiler that counts."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from megatron_hecate.comm.nvlink.compile import CACHE, CompileError, cubin, host_library
+
+pytestmark = pytest.mark.fast
+COMPILER = """#!/bin/sh
+if [ "$1" = --version ]; then echo compiler 1; exit; fi
+while [ "$1" != -o ]; do shift; done
+echo compiled > "$2"
+echo once >> "$COUNT"
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for results, and a C++ compiler that takes no time and counts its runs in ``count``."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(COMPILER)
+    compiler.chmod(0o700)
+    folder = tmp_path / "cache"
+    for name, value in ((CACHE, folder), ("CXX", compiler), ("COUNT", tmp_path / "count")):
+        monkeypatch.setenv(name, str(value))
+    return folder
+
+
+def _runs(cache: Path) -> int:
+    count = cache.parent / "count"
+    return len(count.read_text().splitlines()) if count.exists() else 0
+
+
+def test_what_is_too_old_or_has_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CompileError, match=r"needs a GPU of compute capability 8.0 or more, got 7.5; use p2p"):
+        cubin((7, 5))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(CompileError, match=r"no compiler for CUDA found .*pip install cuda-bindings"):
+        cubin((9, 0))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(CompileError, match=r"no C\+\+ compiler found; install g\+\+"):
+        host_library()
+    monkeypatch.setenv("CXX", "/nowhere/c++")
+    with pytest.raises(
+        CompileError, match=r"/nowhere/c\+\+, from \$CXX, is no C\+\+ compiler .*name one in \$CXX, or use p2p"
+    ):
+        host_library()
+
+
+def test_the_cache_is_private_and_used(cache: Path) -> None:
+    assert host_library() == host_library() and _runs(cache) == 1
+    (file,) = cache.iterdir()
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700 and stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_a_damaged_file_is_made_again(cache: Path) -> None:
+    file = host_library()
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert host_library() == file
+    assert host_library() == file and _runs(cache) == 2
+
+
+def test_what_others_may_write_is_not_executed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = host_library()
+    file.chmod(0o666)
+    with pytest.raises(PermissionError, match=r"mode 666, and would be executed as a compiled kernel; remove it"):
+        host_library()
+    file.chmod(0o600)
+    cache.chmod(0o777)
+    with pytest.raises(PermissionError, match=r"mode 777: compiled kernels must lie where only this user"):
+        host_library()
+    cache.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(PermissionError, match=r"belongs to user \d+"):
+        host_library()
+
+
+def test_a_cache_that_cannot_be_made(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.write_text("")
+    monkeypatch.setenv(CACHE, str(cache / "folder"))
+    with pytest.raises(PermissionError, match=r"cannot be made .*name another folder in \$MEGATRON_HECATE_CACHE"):
+        host_library()
+
+
+def test_many_may_fill_the_cache_at_once(cache: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        assert len(set(pool.map(lambda _: host_library(), range(32)))) == len(list(cache.iterdir())) == 1

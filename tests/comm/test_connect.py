@@ -1,0 +1,126 @@
+"""Which transport is chosen, and that one which does not work is found out. Oracle: literal messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+import types
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import ranks
+
+from megatron_hecate.comm import connect as module
+from megatron_hecate.comm.connect import Connection, connect
+from megatron_hecate.comm.nvlink import selftest
+from megatron_hecate.comm.nvlink.compile import CACHE
+from megatron_hecate.comm.nvlink.transport import NVLink
+
+NOTHING = types.SimpleNamespace(wait=lambda: None)  # a transfer that moves nothing
+SITE_OF_THIS_RANK = module._Site.of_this_rank
+
+
+def _on_nvlink(domains: str) -> None:
+    """As if CPU ranks had NVLink: of every rank the name of its domain."""
+
+    def of_this_rank(*args: Any) -> Any:
+        return dataclasses.replace(SITE_OF_THIS_RANK(*args), domain=domains[dist.get_rank()], slower="")
+
+    module._Site.of_this_rank = of_this_rank
+
+
+@ranks(4)
+def test_what_is_chosen() -> None:
+    """The same on all ranks, and what was asked for where nothing speaks against it."""
+    everyone, halves = (0, 1, 2, 3), [(0, 1), (2, 3)]
+    own = halves[dist.get_rank() // 2]
+    problems: list[str] = []
+    for asked, name, why in (("p2p", "p2p", ""), ("nvlink", "nvlink", ""), ("auto", "p2p", "CPU ranks have no NVLink")):
+        connection = connect(asked, [own, everyone], problems, timeout=20.0)
+        assert (connection.name, connection.why, problems) == (name, why, [])
+        assert set(connection.transports) == {own, everyone} and len(connection.nodes) == 4
+        for group, transport in connection.transports.items():
+            assert transport.name == name and dist.get_process_group_ranks(transport.group) == list(group)
+    connection = connect("nvlink", [(0, 1)] if own == (0, 1) else [], problems, timeout=20.0)
+    assert set(connection.transports) == ({(0, 1)} if own == (0, 1) else set()), "a stage without MoE layers"
+    _on_nvlink("aabb")
+    connection = connect("auto", [everyone], problems, timeout=20.0)
+    assert (connection.name, connection.why) == ("nvlink", "peers share NVLink, and a self-test moved every byte")
+    _on_nvlink("abcd")
+    connection = connect("auto", [everyone], problems, timeout=20.0)
+    assert (connection.name, connection.why) == ("p2p", "no two ranks of a group share an NVLink domain")
+    assert not connect("nvlink", [everyone], problems, timeout=20.0).why and problems == []
+    module.MAX_RANKS = 3
+    _on_nvlink("aaaa")
+    assert connect("nvlink", [everyone], problems, timeout=20.0).transports == {}
+    assert problems == ["transport='nvlink': 4 ranks share a domain, 3 may"]
+    connection = connect("auto", [everyone], [], timeout=20.0)
+    assert (connection.name, connection.why) == ("p2p", "4 ranks share a domain, 3 may")
+
+
+@ranks(2)
+def test_problems_of_one_rank_are_problems_of_all() -> None:
+    group, rank = (0, 1), dist.get_rank()
+    known = ["a known one"] if rank else []
+    assert connect("p2p", [group], known, timeout=20.0).transports == {} and len(known) == rank
+
+    start, problems = time.monotonic(), []
+    connection = connect("auto" if rank else "nvlink", [group], problems, timeout=20.0)
+    assert connection.transports == {} and not problems, "the settings are compared later"
+    assert time.monotonic() - start < 10
+
+    if rank == 1:
+        os.environ[CACHE] = "/proc/nowhere"
+    connection = connect("nvlink", [group], problems, timeout=20.0)
+    (problem,) = problems
+    assert connection.name == "nvlink" and not connection.transports
+    assert problem.startswith("transport='nvlink': ") and "/proc/nowhere cannot be made" in problem
+    assert "name another folder in $MEGATRON_HECATE_CACHE" in problem
+
+
+@ranks(2)
+def test_a_transport_that_moves_wrong_bytes_fails_its_self_test() -> None:
+    """Asked for, it is refused; with auto it is p2p, which says why."""
+    group, problems = (0, 1), []
+    fetch, NVLink.fetch = NVLink.fetch, lambda *args, **settings: NOTHING
+    connection = connect("nvlink", [group], problems, timeout=20.0)
+    texts = [f"rank {r} got other weights than ranks [{1 - r}] sent" for r in range(2)]
+    assert problems == [f"transport='nvlink' failed its self-test: {text}" for text in texts]
+    assert connection.name == "nvlink" and not connection.transports
+    NVLink.fetch, NVLink.return_gradients = fetch, lambda *args, **settings: NOTHING
+    _on_nvlink("aa")
+    connection = connect("auto", [group], [], timeout=20.0)
+    assert connection.name == connection.transports[group].name == "p2p"
+    assert connection.why == "nvlink failed its self-test: " + "; ".join(
+        f"rank {r} got another sum than its replicas' gradients have" for r in range(2)
+    )
+
+
+@pytest.mark.parametrize(("by_engines", "chosen"), [((0.5, 1.9), True), ((0.5, 2.0), False), ((None, 0.5), False)])
+@ranks(2)
+def test_copy_engines_make_copies_where_they_are_faster_on_the_slowest_rank(by_engines: tuple, chosen: bool) -> None:
+    """As if CPU ranks had some. ``None``: they move wrong bytes, which is no problem, since kernels do not."""
+    rank, transports = dist.get_rank(), []
+
+    def seconds(transport: NVLink, device: Any) -> float:
+        transports.append(transport)
+        if transport.copy_engines and by_engines[rank] is None:
+            raise RuntimeError("wrong bytes")
+        return by_engines[rank] if transport.copy_engines else (1.0, 2.0)[rank]
+
+    selftest._can_use_copy_engines, selftest._fetch_seconds = lambda device: True, seconds
+    connection = connect("nvlink", [(0, 1)], [], timeout=20.0)
+    assert connection.transports[0, 1] is transports[0] and len(transports) == 2, "tested with both"
+    assert transports[0].copy_engines is chosen
+
+
+@ranks(1)
+def test_shared_memory_that_does_not_suffice_is_named() -> None:
+    connection = Connection("nvlink", "", tuple("aaab"), {}, (4024, 4023, 0, 9999))
+    assert connection.shared_memory_problems({0: 1000, 1: 2000, 3: 500}) == [
+        "transport='nvlink' needs 4024 bytes of shared memory on a, 4023 are free in /dev/shm; make it larger, or use "
+        "p2p, fewer slots or a shorter lifetime",
+    ]
+    assert Connection("p2p", "", tuple("aaab"), {}, (0, 0, 0, 0)).shared_memory_problems({0: 1000}) == []

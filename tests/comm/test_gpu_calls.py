@@ -1,0 +1,80 @@
+"""Calls of CUDA's driver and NVML, where there is no GPU. Oracle: their documentation, and how their bindings fail."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_hecate.comm.nvlink import launch, peers, program
+from megatron_hecate.comm.nvlink.launch import Kernels
+
+pytestmark = [pytest.mark.fast, pytest.mark.skipif(torch.cuda.is_available(), reason="would run on the GPU")]
+ONE_GPU = types.SimpleNamespace(
+    current_device=lambda: 0,
+    device_count=lambda: 1,
+    get_device_properties=lambda _: types.SimpleNamespace(uuid="12"),
+)
+
+
+def _domain(monkeypatch: pytest.MonkeyPatch, fabric: Callable[[str], Any]) -> str:
+    """Of a GPU about which NVML says what ``fabric`` does."""
+    nvml = types.SimpleNamespace(
+        init_v2=lambda: None,
+        device_get_handle_by_uuid={"GPU-12": "a handle"}.__getitem__,
+        device_get_gpu_fabric_info_v=fabric,
+        GpuFabricState=types.SimpleNamespace(COMPLETED=3),
+    )
+    monkeypatch.setattr(pytest.importorskip("cuda.bindings"), "nvml", nvml, raising=False)
+    monkeypatch.setattr(peers.torch, "cuda", ONE_GPU)
+    domain, against = peers.Peers.nvlink_domain("node a")
+    assert against == ""
+    return domain
+
+
+@pytest.mark.parametrize(
+    ("state", "cluster", "domain"),
+    [(3, bytes(range(16)), f"fabric {bytes(range(16)).hex()} 7"), (3, bytes(16), "node a"), (1, b"one", "node a")],
+    ids=["several machines", "one machine", "not ready"],
+)
+def test_machines_of_one_fabric_are_one_domain(
+    monkeypatch: pytest.MonkeyPatch, state: int, cluster: bytes, domain: str
+) -> None:
+    """A machine's own switches report a cluster of zeros."""
+    info = types.SimpleNamespace(state=state, cluster_uuid=cluster, clique_id=7)
+    assert _domain(monkeypatch, lambda _: info) == domain
+
+
+def test_a_driver_that_cannot_say_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a GPU that is too old to be asked."""
+    unsupported = pytest.importorskip("cuda.bindings.nvml").NotSupportedError
+
+    def ask(handle: str) -> Any:
+        raise unsupported.__new__(unsupported)
+
+    assert _domain(monkeypatch, ask) == "node a"
+
+
+@pytest.mark.newest
+def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a driver they end there, and not before: the bindings took their arguments."""
+    pytest.importorskip("cuda.bindings")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=0x10))
+    monkeypatch.setattr(launch, "_load_for_gpu", lambda device: 0x30)
+    monkeypatch.setattr(launch, "_function", lambda library, name: 0x20)
+    items = np.zeros(2, program.COPY)
+    items["dst"], items["src"], items["bytes"] = (0x1000, 0x2000), (0x3000, 0x4000), 16
+    kernels, at = Kernels(torch.device("cuda")), torch.zeros(16, dtype=torch.uint8)
+    for call in (
+        lambda: kernels.copy(items),
+        lambda: kernels.launch("fssdp_gather", at),
+        lambda: kernels.launch("fssdp_synchronize", at, 3, blocks=1),
+    ):
+        with pytest.raises(Exception, match="driver") as caught:
+            call()
+        assert type(caught.value).__name__ in ("DynamicLibNotFoundError", "RuntimeError"), caught.value
+    assert not Kernels.can_batch_copies()

@@ -1,0 +1,91 @@
+"""What needs a GPU, in processes of its own: ``pytest tests/comm/test_on_gpu.py`` (other tests hide GPUs).
+
+Oracle: the dense reference of `one_layer`, and compute-sanitizer. torchrun starts this file again: its processes share
+one GPU, and see each other's memory as if each had its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_layer import Reference, allocate, check, copies, make_transport
+
+from megatron_hecate.comm.transport import TransferPlan
+
+ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'comm'}"}
+SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and to be run by itself")
+
+
+def _run(command: list[str], *, timeout: float = 600, **environment: str) -> str:
+    """What ``command`` prints; fails the test when it fails."""
+    settings = {**os.environ, **ENVIRONMENT, **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=settings, cwd=ROOT)
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+@pytest.mark.parametrize("copies_by", ["kernels", "engines"])
+def test_processes_that_share_a_gpu(copies_by: str) -> None:
+    """Contexts take turns on the GPU, so this is slow, and says nothing of speed."""
+    said = _run([*TORCHRUN, "--nproc-per-node=4", __file__, copies_by], **SHARED)
+    assert "all as it should be" in said
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer on the path")
+def test_nothing_is_read_or_written_out_of_bounds() -> None:
+    """On small chunks; the values are checked as well."""
+    tests = [sys.executable, *"-m pytest -q tests/comm/test_virtual_ranks.py -k".split(), "random_placements and cuda"]
+    said = _run(["compute-sanitizer", "--tool=memcheck", "--error-exitcode=99", *tests])
+    assert "ERROR SUMMARY: 0 errors" in said and "4 passed" in said
+
+
+def test_a_peer_that_does_not_come_is_named() -> None:
+    """On the process's standard error, before whatever CUDA says."""
+    command = [*TORCHRUN, "--nproc-per-node=2", __file__, "alone"]
+    environment = {**os.environ, **ENVIRONMENT, **SHARED}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=ROOT)
+    assert done.returncode != 0
+    assert re.search(r"FSSDP: rank 0 of 2: layer 1: spAG failed .*expected rank 1 to finish \d+ steps", done.stderr)
+
+
+def _alone(device: torch.device) -> None:
+    """Rank 0 waits for rank 1."""
+    (layer,) = allocate(make_transport("nvlink", timeout=3.0), device, torch.bfloat16)
+    if layer.rank == 1:
+        time.sleep(30)
+        return
+    layer.fetch(TransferPlan(layer.rank, copies("one to all")), Reference(0, torch.bfloat16)).wait()
+    torch.cuda.synchronize()
+
+
+def _main() -> None:
+    """Run on every rank, under torchrun."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # control only
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    if sys.argv[1] == "alone":
+        _alone(device)
+        return
+    check(make_transport("nvlink", copy_engines=sys.argv[1] == "engines"), Reference(0, torch.bfloat16), device)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("all as it should be")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,138 @@
+"""Several ranks in one process: on a GPU, where there is one, in one launch; on the host by threads.
+
+Oracle: what the scripts state (`kernel_scripts`), bit for bit. On a GPU the ranks of a transfer are one cooperative
+launch: all blocks are resident and may wait for each other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from kernel_scripts import CHECK, COPIES, REDUCE, WRITE, Operation, Script, Setup, one_hot, random_copies
+from torch import Tensor
+
+from megatron_hecate.comm.nvlink.launch import THREADS, Kernels
+from megatron_hecate.comm.nvlink.program import COPY, TRANSFER
+
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.fast),
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+]
+# elements of an expert's tensors: two of SwiGLU's and one
+EXPERTS = {"mixtral": (2 * 14336 * 4096, 4096 * 14336), "deepseek-v3": (2 * 2048 * 7168, 7168 * 2048)}
+EXPERTS["qwen3-30b"] = (2 * 768 * 2048, 2048 * 768)
+
+
+class VirtualRanks:
+    """All ranks of a script, with their memory on one device."""
+
+    def __init__(self, setup: Setup, device: str, *, blocks: int, begin: int = 0) -> None:
+        self._blocks, self._kernels = blocks, Kernels(torch.device(device))
+        self._memory = torch.empty(0)
+
+        def allocate(size: int) -> list[int]:
+            self._memory = torch.zeros(setup.ranks, size, dtype=torch.uint8, device=device)
+            return [row.data_ptr() for row in self._memory]
+
+        self.script = Script(setup, begin=begin, allocate=allocate)
+        told = int(np.uint32(self.script.told).astype(np.int32))
+        self._memory[:, : 4 * setup.ranks].view(torch.int32).fill_(told)
+
+    def run(self) -> None:
+        """All of the script; raises AssertionError where a check fails."""
+        self.script.end()
+        todo = [deque(operations) for operations in self.script.operations]
+        while any(todo):
+            for rank, operations in enumerate(todo):
+                while operations and operations[0].kind in (WRITE, CHECK):
+                    op = operations.popleft()
+                    begin = op.address - self.script.bases[rank]
+                    memory = self._memory[rank, begin : begin + len(op.data)]
+                    if op.kind == WRITE:
+                        memory.copy_(torch.from_numpy(op.data))
+                        continue
+                    wrong = np.flatnonzero(memory.cpu().numpy() != op.data)
+                    size = len(op.data)
+                    assert not len(wrong), (
+                        f"rank {rank}: byte {wrong[0]} of {size} at {begin:#x} is not as it should be"
+                    )
+            waiting = [operations for operations in todo if operations]
+            first = min((operations[0].number for operations in waiting), default=0)
+            together = [operations.popleft() for operations in waiting if operations[0].number == first]
+            if together:
+                self._transfer(together)
+
+    def _transfer(self, operations: list[Operation]) -> None:
+        (kind,) = {op.kind for op in operations}
+        for op in operations:
+            rank = max(r for r, base in enumerate(self.script.bases) if base <= op.address)
+            begin = op.address - self.script.bases[rank]
+            self._memory[rank, begin : begin + len(op.data)].copy_(torch.from_numpy(op.data))
+        headers = np.concatenate([op.data[: TRANSFER.itemsize] for op in operations])
+        at = torch.from_numpy(headers).to(self._memory.device)
+        if kind != COPIES:
+            name = "fssdp_reduce" if kind == REDUCE else "fssdp_gather"
+            self._launch(name, at, ranks=len(operations), numbers=(), blocks=self._blocks)
+            return
+        steps = int(headers[: TRANSFER.itemsize].view(TRANSFER)["num_steps"][0])
+        for step in range(steps + 1):
+            self._launch("fssdp_synchronize", at, ranks=len(operations), numbers=(step,), blocks=1)
+            for op in operations if step < steps else ():
+                self._copy(op, step)
+
+    def _copy(self, op: Operation, step: int) -> None:
+        """The copies of a step, by copy engines."""
+        header = op.data[: TRANSFER.itemsize].view(TRANSFER)["steps"][0][step]
+        begin = int(header["items"]) - op.address
+        items = op.data[begin : begin + int(header["count"]) * COPY.itemsize].view(COPY)
+        if len(items) and self._memory.is_cuda:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                self._kernels.copy(items)
+            torch.cuda.synchronize()
+        elif len(items):
+            self._kernels.copy(items)
+
+    def _launch(self, name: str, headers: Tensor, *, ranks: int, numbers: tuple[int, ...], blocks: int) -> None:
+        """The kernel ``name`` for all ranks: one launch, or a thread each."""
+        function = self._kernels.function(name)
+        if not headers.is_cuda:
+            addresses = [ctypes.c_void_p(headers.data_ptr() + i * TRANSFER.itemsize) for i in range(ranks)]
+            with ThreadPoolExecutor(ranks) as pool:
+                failed = pool.map(lambda address: function(address, *(numbers or (blocks, 1))), addresses)
+                assert not any(failed), "a rank did not come"
+            return
+        from cuda.bindings import driver
+
+        stream = torch.cuda.current_stream().cuda_stream
+        arguments = ((headers.data_ptr(), *numbers), (ctypes.c_void_p, *(ctypes.c_uint,) * len(numbers)))
+        (status,) = driver.cuLaunchCooperativeKernel(function, blocks, ranks, 1, THREADS, 1, 1, 0, stream, arguments)
+        assert int(status) == 0, status
+        torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "unaligned"])
+def test_random_placements(device: str, half: bool, shift: int) -> None:
+    rng = np.random.default_rng(half + 2 * shift)
+    setup = Setup(6, 3, 2, (40000, 33, 50000, 7), half=half, shift=shift)
+    ranks = VirtualRanks(setup, device, blocks=2, begin=2**32 - 20)
+    ranks.script.iteration(one_hot(6, 1, 5))
+    for i in range(4):
+        ranks.script.iteration(random_copies(rng, ranks=6, slots=3, experts=2), by_copies=i % 2 == 1)
+    ranks.run()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", list(EXPERTS))
+@pytest.mark.parametrize("half", [False, True], ids=["fp32", "bf16"])
+def test_experts_of_real_size(name: str, half: bool) -> None:
+    ranks = VirtualRanks(Setup(4, 1, 1, EXPERTS[name], half=half), "cuda", blocks=8)
+    ranks.script.iteration(one_hot(4, 1, 3))
+    ranks.script.iteration(one_hot(4, 2, 3), by_copies=True)
+    ranks.run()

@@ -1,0 +1,1 @@
+"""Tests of planning: no ranks, no Megatron."""

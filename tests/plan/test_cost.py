@@ -1,0 +1,64 @@
+"""What replicas cost, against sums done by hand: round speeds on two nodes of two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron_hecate.plan import CopyCost, LayerShape, Link, Speeds, World
+
+pytestmark = pytest.mark.fast
+SPEEDS = Speeds(intra=Link(100.0, 1.0), inter=Link(10.0, 2.0), flops=6.0, routing=0.5, contention=0.25)
+TWO_NODES, ONE_NODE = World((0, 0, 1, 1), SPEEDS), World((0,) * 4, SPEEDS)
+SHAPE = LayerShape(expert_bytes=200, grad_bytes=400, token_bytes=10, token_flops=4.0)
+
+
+def test_a_gated_expert_of_three_matrices() -> None:
+    assert LayerShape.swiglu(4, 5, microbatches=7, hidden_seconds=0.25) == LayerShape(
+        expert_bytes=120, grad_bytes=240, token_bytes=8, token_flops=120.0, microbatches=7, hidden_seconds=0.25
+    )
+
+
+def test_copies_out_and_back_in_tokens() -> None:
+    assert SHAPE.token_seconds(TWO_NODES) == 2.0  # 3 x 4 FLOPs at 6 FLOP/s
+    assert SHAPE.fetch_seconds(TWO_NODES) == 22.0 and SHAPE.fetch_seconds(ONE_NODE) == 3.0
+    cost = SHAPE.copy_cost(TWO_NODES, hidden=0.5)
+    # 200 and 400 bytes at 100 bytes/s + 1 s each; at 10 bytes/s + 2 s each; a token takes 2 s
+    assert (cost.near, cost.far) == (8 / 2, 64 / 2)
+    assert (cost.out, cost.hidden) == (22 / 64, 0.5 * 22 / 2)
+    assert (cost.contention, cost.routing, cost.most) == (0.25, 0.25, None)
+    assert cost.crossing == 4 * 10 / 10 / 2  # four trips of 10 bytes at 10 bytes/s
+
+
+def test_inside_one_node_a_tokens_way_counts_with_its_compute() -> None:
+    token = 2.0 + 4 * 10 / 100
+    cost = SHAPE.copy_cost(ONE_NODE)
+    assert cost.near == pytest.approx(8 / token) and cost.routing == pytest.approx(0.5 / token)
+    assert (cost.crossing, cost.hidden) == (0, 0)
+
+
+def test_every_fetch_return_and_microbatch_counts() -> None:
+    often = dataclasses.replace(SHAPE, fetches=3, returns=2, microbatches=4).copy_cost(TWO_NODES, hidden=1)
+    assert often.far == (3 * 22 + 2 * 42) / 2 and often.out == 66 / 150
+    assert often.hidden == 3 * 22 / 2 and often.routing == 4 * 0.25
+
+
+@pytest.mark.parametrize(("hidden", "ffn"), [(2048, 768), (7168, 2048), (4096, 14336)])
+def test_on_an_h100_a_copy_costs_ten_thousand_tokens_across_nodes_whatever_its_size(hidden: int, ffn: int) -> None:
+    # 6 bytes and 6 FLOPs per weight: 445.05e12 FLOP/s over 45e9 bytes/s; the rest is latency
+    assert 9_890 <= LayerShape.swiglu(hidden, ffn).copy_cost(World((0, 1))).far <= 13_000
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("near", -1.0, "near=-1.0 must be 0 or more"),
+        ("far", float("nan"), "far=nan must be 0 or more"),
+        ("most", -1, "most=-1 must be 0 or more"),
+        ("contention", 1.5, "contention=1.5 and out=0.5 must be between 0 and 1"),
+    ],
+)
+def test_costs_that_cannot_be(name: str, value: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CopyCost(**{name: value})

@@ -1,0 +1,61 @@
+"""The smallest largest rank load, exactly. Oracle: scipy's maximum flow, and chains worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from megatron_hecate.plan import Placement, largest_load
+from plan.cases import chain, least_largest, some_homes, some_load, some_replicas
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_as_a_library_finds_it(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    placement = some_replicas(rng, some_homes(rng))
+    load = some_load(rng, placement.num_experts)
+    assert largest_load(load, placement) == least_largest(load, placement)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 10, 300])
+def test_tokens_run_down_a_chain(num_ranks: int) -> None:
+    load = np.zeros(num_ranks, np.int64)
+    load[:-1] = 10
+    load[0] += num_ranks - 1  # all ranks but the last have 10, the first some more: everything moves by one rank
+    total = int(load.sum())
+    assert largest_load(load, chain(num_ranks)) == max(-(-total // num_ranks), -(-int(load[0]) // 2))
+
+
+def test_without_replicas_it_is_the_fullest_home() -> None:
+    homes = Placement.initial(6, 3, num_slots=1)
+    assert largest_load(np.array([1, 2, 30, 4, 5, 6]), homes) == 34
+    assert largest_load(np.zeros(6, np.int32), homes) == 0
+
+
+def test_counts_beyond_32_bits_are_exact() -> None:
+    placement = Placement.initial(3, 3, num_slots=1).with_replicas([(0, 1), (0, 2)])
+    assert largest_load(np.array([3 * 2**45, 1, 0]), placement) == 2**45 + 1
+
+
+def test_a_thousand_ranks() -> None:
+    """A fully connected group: with room everywhere all ranks reach the mean."""
+    homes = Placement.initial(1024, 1024, num_slots=1)
+    placement = homes.with_replicas([((r + 1) % 1024, r) for r in range(1024)])
+    load = np.random.default_rng(0).integers(900, 1100, 1024)
+    assert largest_load(load, placement) >= -(-load.sum() // 1024)
+    assert largest_load(load, placement) <= 1.01 * load.mean()
+
+
+@pytest.mark.parametrize(
+    ("load", "message"),
+    [
+        ([1, 2, 3], r"load has shape \(3,\), expected \[2\]"),
+        ([1.0, 2.0], "load has dtype float64, expected integers"),
+        ([1, -2], "load must be 0 or more, got -2 for expert 1"),
+    ],
+)
+def test_loads_that_cannot_be(load: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        largest_load(np.array(load), Placement.initial(2, 2, num_slots=0))

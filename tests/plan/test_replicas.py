@@ -1,0 +1,144 @@
+"""How many replicas are planned, and where.
+
+Oracles: rules that every plan keeps, the brute-force best placement of tiny groups, and what a reader can work out
+where one price or one node decides.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from megatron_hecate.plan import (
+    CopyCost,
+    LayerShape,
+    Placement,
+    World,
+    largest_load,
+    plan_replicas,
+)
+from plan.cases import least_largest, some_homes, some_load, some_world
+
+pytestmark = pytest.mark.fast
+FREE = CopyCost()
+
+
+@pytest.mark.parametrize("seed", range(120))
+def test_every_plan_is_valid_and_the_same_again(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    homes = some_homes(rng)
+    world, forecast = some_world(rng, homes.num_ranks), some_load(rng, homes.num_experts)
+    prices = {name: float(rng.choice([0, 1, 300])) for name in ("near", "far", "hidden", "routing", "crossing")}
+    cost = CopyCost(**prices, contention=0.1, out=1 / 3, most=[None, 0, 1, 2][rng.integers(4)])
+    plan = plan_replicas(forecast, homes, world, cost=cost)
+    plan.check(num_slots=cost.most)
+    assert (plan.home == homes.home).all()
+    again = plan_replicas(forecast, homes, world, cost=cost)
+    assert (again.table == plan.table).all()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_tiny_groups_come_near_the_best_of_all_placements(seed: int) -> None:
+    """Three ranks, one slot each, every placement tried; the plan leaves a tenth of the mean more at most."""
+    rng = np.random.default_rng(seed)
+    homes = Placement.initial(6, 3, num_slots=1)
+    load = rng.integers(1, 1000, 6)
+    choices = itertools.product(*([e for e in range(6) if homes.home[e] != r] for r in range(3)))
+    best = min(least_largest(load, homes.with_replicas([(e, r) for r, e in enumerate(c)])) for c in choices)
+    plan = plan_replicas(load, homes, World((0,) * 3), cost=FREE)
+    assert largest_load(load, plan) <= best + load.sum() / 30
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64, 512, 1024])
+def test_free_slots_balance_a_skewed_load(num_ranks: int) -> None:
+    rng = np.random.default_rng(num_ranks)
+    homes = Placement.initial(1024, num_ranks, num_slots=2)
+    load = (np.exp(rng.normal(0, 1, 1024)) * 1e5).astype(np.int64)
+    plan = plan_replicas(load, homes, World(tuple(r // 8 for r in range(num_ranks))), cost=FREE)
+    plan.check(num_slots=2)
+    mean = load.sum() / num_ranks
+    assert largest_load(load, plan) <= (1.35 if num_ranks == 1024 else 1.02) * mean
+    assert plan.num_replicas >= 1.9 * num_ranks
+
+
+def test_all_tokens_on_one_expert_go_everywhere() -> None:
+    homes = Placement.initial(8, 8, num_slots=1)
+    load = np.array([8000] + [0] * 7)
+    plan = plan_replicas(load, homes, World((0,) * 8), cost=FREE)
+    assert plan.holders[0].all() and largest_load(load, plan) == 1000
+
+
+def test_copies_that_cost_more_than_they_win_are_not_made() -> None:
+    homes, world = Placement.initial(4, 4, num_slots=1), World((0,) * 4)
+    forecast = np.array([400, 100, 100, 100])  # at best 225 less
+    assert plan_replicas(forecast, homes, world, cost=CopyCost(near=50)).num_replicas > 0
+    assert plan_replicas(forecast, homes, world, cost=CopyCost(near=250)).num_replicas == 0
+    assert plan_replicas(forecast, homes, world, cost=CopyCost(routing=250)).num_replicas == 0
+    assert plan_replicas(forecast, homes, world, cost=CopyCost(near=250, hidden=1000)).num_replicas > 0
+    assert plan_replicas(forecast, homes, world, cost=CopyCost(near=0.1, most=0)) is homes.homes_only
+
+
+def test_a_layer_with_replicas_goes_on_where_one_without_would_not_start() -> None:
+    homes, world, cost = Placement.initial(2, 2, num_slots=1), World((0, 0)), CopyCost(routing=100)
+    before = homes.with_replicas([(0, 1)])
+    for tokens, starts, goes_on in ((250, True, True), (210, False, True), (190, False, True), (150, False, False)):
+        forecast = np.array([400 + tokens, 400 - tokens])  # balance wins `tokens`
+        assert bool(plan_replicas(forecast, homes, world, cost=CopyCost(routing=200)).num_replicas) is starts
+        its = plan_replicas(forecast, homes, world, cost=CopyCost(routing=200), previous=before)
+        assert bool(its.num_replicas) is goes_on
+    assert plan_replicas(np.array([600, 200]), homes, world, cost=cost, previous=before).num_replicas
+
+
+def test_the_last_plan_itself_is_returned_where_nothing_changes() -> None:
+    homes, world, forecast = Placement.initial(8, 4, num_slots=1), World((0,) * 4), np.arange(8) * 100
+    plan = plan_replicas(forecast, homes, world, cost=FREE)
+    assert plan_replicas(forecast, homes, world, cost=FREE, previous=plan) is plan
+    moved = Placement.initial(8, 4, num_slots=1)
+    moved = Placement(home=moved.home[::-1].copy(), table=np.array([[6, 7, -1], [4, 5, -1], [2, 3, -1], [0, 1, -1]]))
+    assert (plan_replicas(forecast, moved, world, cost=FREE, previous=plan).home == moved.home).all()
+
+
+def test_nodes_without_the_expert_come_first_where_that_pays() -> None:
+    """Two nodes, one hot expert: its first replica spares the other node's tokens the way, unless the copy costs
+    more."""
+    homes, world = Placement.initial(8, 8, num_slots=1), World((0,) * 4 + (1,) * 4)
+    forecast = np.array([2000] + [1000] * 7)
+    spared = plan_replicas(forecast, homes, world, cost=CopyCost(far=100, crossing=1.0))
+    assert (spared.holders[:, 4:].any(axis=1) & spared.holders[:, :4].any(axis=1)).sum() >= 6
+    dear = plan_replicas(forecast, homes, world, cost=CopyCost(near=1, far=100_000, crossing=1.0))
+    assert not (dear.holders[:4, 4:].any() or dear.holders[4:, :4].any())
+
+
+def test_prices_come_from_sizes_and_speeds() -> None:
+    """DeepSeek-V3's expert, no window: copies across nodes cost what hundreds of thousands of tokens save."""
+    world, shape = World(tuple(r // 8 for r in range(32))), LayerShape.swiglu(7168, 2048)
+    forecast = np.exp(np.random.default_rng(0).normal(0, 0.5, 64))
+    homes = Placement.initial(64, 32, num_slots=2)
+    few = plan_replicas(forecast * 32 * 1024 / forecast.sum(), homes, world, cost=shape.copy_cost(world))
+    many = plan_replicas(forecast * 32 * 2**20 / forecast.sum(), homes, world, cost=shape.copy_cost(world))
+    assert few.num_replicas == 0 and many.num_replicas >= 60
+
+
+@pytest.mark.parametrize(
+    ("forecast", "world", "message"),
+    [
+        (np.ones(3), World((0, 0)), r"forecast has shape \(3,\), expected \[4\]"),
+        (np.array([1, 2, np.nan, 3]), World((0, 0)), "forecast must be finite and 0 or more"),
+        (np.array([1, 2, -1, 3]), World((0, 0)), "forecast must be finite and 0 or more"),
+        (np.ones(4), World((0, 0, 0)), "world has 3 ranks, the placement 2"),
+    ],
+)
+def test_what_cannot_be_planned(forecast: np.ndarray, world: World, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_replicas(forecast, Placement.initial(4, 2, num_slots=1), world, cost=FREE)
+
+
+def test_without_tokens_or_slots_there_is_nothing_to_copy() -> None:
+    homes = Placement.initial(4, 2, num_slots=1)
+    assert plan_replicas(np.zeros(4), homes, World((0, 0)), cost=FREE) is homes.homes_only
+    full = Placement.initial(4, 2, num_slots=0)
+    assert plan_replicas(np.ones(4), full, World((0, 0)), cost=FREE) is full.homes_only
+    alone = Placement.initial(4, 1, num_slots=0)
+    assert plan_replicas(np.ones(4), alone, World((0,)), cost=FREE).num_replicas == 0

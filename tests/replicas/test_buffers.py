@@ -1,0 +1,71 @@
+"""Buffers of replicas: how large they are, who has which, what their chunks are. Oracle: numbers computed by hand.
+
+``test_random_schedules`` checks who owns which buffer when.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron_hecate.comm.p2p import P2P
+from megatron_hecate.comm.transport import LayerBuffer
+from megatron_hecate.replicas import buffers
+from megatron_hecate.replicas.buffers import Buffer, BufferPool, BufferSizes
+
+pytestmark = pytest.mark.fast
+
+SMALL = LayerBuffer(slots=2, elements=100, dtype=torch.bfloat16, homes=3)  # a chunk: 200 bytes of weights, 400 of grads
+LARGE = LayerBuffer(slots=2, elements=65, dtype=torch.float32, homes=3)  # 260 and 260
+NONE = LayerBuffer(slots=0, elements=100, dtype=torch.float32, homes=3)
+DOUBLE = LayerBuffer(slots=1, elements=64, dtype=torch.float64, homes=3)
+
+
+@pytest.mark.parametrize(
+    ("layers", "lifetime", "in_flight", "sizes"),
+    [
+        ([SMALL, LARGE], "iteration", 1, BufferSizes((512, 1024), (1024, 1024))),
+        ([SMALL, LARGE], "microbatch", 3, BufferSizes((1024, 1024, 1024), (1024, 1024))),
+        ([SMALL, LARGE, SMALL], "layer", 9, BufferSizes((512, 1024), (1024, 1024))),
+        ([SMALL], "layer", 1, BufferSizes((512,), (1024,))),
+        ([NONE] * 3, "iteration", 1, BufferSizes((), ())),
+        ([DOUBLE], "iteration", 1, BufferSizes((512,), (512,))),
+    ],
+)
+def test_buffers_are_so_large(layers: list[LayerBuffer], lifetime: str, in_flight: int, sizes: BufferSizes) -> None:
+    assert BufferSizes.plan(layers, lifetime, in_flight=in_flight) == sizes
+    assert sizes.total == sum(sizes.weights) + sum(sizes.grads)
+
+
+def test_more_microbatches_in_flight_than_the_schedule_has() -> None:
+    transport = P2P(SimpleNamespace(), timeout=30)
+    pool = BufferPool(transport, [SMALL, LARGE], "microbatch", in_flight=2, device=torch.device("cpu"))
+    first = pool.weights(0, label="layer 1")
+    pool.weights(1, label="layer 2")
+    with pytest.raises(
+        RuntimeError, match=r"layer 1: all 2 buffers hold replicas of microbatches whose backward has not"
+    ):
+        pool.weights(0, label="layer 1")
+    pool.free(first)
+    assert pool.weights(1, label="layer 2") is first
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_development_mode_poisons_what_is_dropped(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "sys", SimpleNamespace(flags=SimpleNamespace(dev_mode=True)))
+    buffer = Buffer(torch.zeros(1024, dtype=torch.uint8))
+    chunks = buffer.chunks(SMALL, dtype)
+    assert len(chunks) == 2 and not any(c.isnan().any() for c in chunks)
+    buffer.hold("somebody")
+    assert all(c.isnan().all() for c in chunks)
+
+
+def test_chunks_lie_apart_and_count_versions_of_their_own() -> None:
+    buffer = Buffer(torch.zeros(2048, dtype=torch.uint8)[512:])
+    a, b = buffer.chunks(SMALL, torch.float32)
+    assert b.data_ptr() - a.data_ptr() == 512
+    again, version = buffer.chunks(SMALL, torch.float32)[0], a._version
+    again.fill_(3.0)
+    assert (a == 3).all() and (b == 0).all() and a._version == version

@@ -1,0 +1,98 @@
+"""Where iterations begin and end. Oracle: literal sequences of calls, as training loops make them."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from megatron_hecate.runtime.iteration_tracker import IterationTracker
+
+pytestmark = pytest.mark.fast
+
+
+class _Log:
+    def __init__(self, num_layers: int, microbatches: int | None) -> None:
+        self.microbatches, self.waiting, self.events = microbatches, [], []
+        self.tracker = IterationTracker(
+            num_layers,
+            num_microbatches=lambda: self.microbatches,
+            on_begin=lambda: self.events.append("begin"),
+            on_forwards_done=lambda: self.events.append("done"),
+            drop_unreturned=self._drop,
+        )
+
+    def _drop(self) -> list:
+        dropped, self.waiting = self.waiting, []
+        return dropped
+
+    def forward(self, layer: int) -> bool:
+        begins = self.tracker.enter(layer)
+        self.tracker.forwarded(layer)
+        return begins
+
+
+def test_an_optimizer_step_begins_an_iteration() -> None:
+    log = _Log(num_layers=2, microbatches=2)
+    assert [log.forward(layer) for layer in (0, 1, 0, 1)] == [True, True, False, False]
+    assert log.events == ["begin", "done"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.step()
+    assert [log.forward(layer) for layer in (0, 1, 0, 1)] == [True, True, False, False]
+    assert log.events == ["begin", "done", "begin", "done"]
+
+
+def test_a_skipped_step_is_noticed_by_counting() -> None:
+    log = _Log(num_layers=2, microbatches=2)
+    firsts = [log.forward(layer) for layer in (0, 1, 0, 1, 0, 1, 0, 1)]
+    assert firsts == [True, True, False, False, True, True, False, False]
+    assert log.events == ["begin", "done", "begin", "done"]
+
+
+def test_interleaved_chunks_and_ramp_up() -> None:
+    log = _Log(num_layers=2, microbatches=2)
+    # chunk 0 runs both microbatches before chunk 1, as interleaved pipelines do
+    assert [log.forward(layer) for layer in (0, 0, 1, 1)] == [True, False, True, False]
+    assert log.events == ["begin", "done"]
+    log.microbatches = 3  # the global batch grows
+    log.tracker.weights_changed()
+    assert [log.forward(0) for _ in range(3)] == [True, False, False]
+    assert [log.forward(1) for _ in range(3)] == [True, False, False]
+    assert log.events == ["begin", "done", "begin", "done"]
+
+
+def test_unknown_number_of_microbatches() -> None:
+    log = _Log(num_layers=1, microbatches=None)
+    assert [log.forward(0) for _ in range(5)] == [True, False, False, False, False]
+    log.tracker.weights_changed()
+    assert log.forward(0)
+    assert log.events == ["begin", "begin"]
+
+
+def test_a_step_before_gradients_returned_is_an_error_once() -> None:
+    log = _Log(num_layers=1, microbatches=4)
+    log.forward(0)
+    log.waiting = [("layer 3", 1)]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(RuntimeError, match=r"SGD steps while .* last of 4 microbatches; .* seen: layer 3 \(1 of 4\)"):
+        optimizer.step()
+    optimizer.step()  # forgotten: a loop that catches the error can go on
+    assert [log.forward(0) for _ in range(5)] == [True, False, False, False, True]
+
+
+def test_an_iteration_that_begins_before_gradients_returned_is_an_error_once() -> None:
+    log = _Log(num_layers=2, microbatches=1)
+    assert log.forward(0) and log.forward(1)
+    log.waiting = [("layer 1", 1), ("layer 2", 1)]
+    with pytest.raises(RuntimeError, match=r"a new iteration begins while .* layer 1 \(1 of 1\), layer 2 \(1 of 1\)"):
+        log.forward(0)
+    assert log.forward(0) and log.forward(1)
+
+
+def test_a_dead_tracker_leaves_optimizers_alone() -> None:
+    log = _Log(num_layers=1, microbatches=1)
+    log.waiting = [("layer 1", 1)]
+    del log
+    gc.collect()
+    torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()

@@ -1,0 +1,107 @@
+"""When layers are planned, and by what, in training.
+
+Oracle: the calls that real layers make, written down in the order they come. Were a layer planned twice, late, or in
+another iteration, or left half prepared, it would fetch wrong replicas or wait for gradients that never come.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from ranks import ranks
+
+
+def _note_plans(done: list[tuple[str, Any]]) -> None:
+    """Have every plan noted as ("plan", keyword arguments and the result)."""
+    from megatron_hecate.runtime import prefetch
+
+    plan = prefetch.plan_replicas
+
+    def noted(forecast: Any, homes: Any, world: Any, **settings: Any) -> Any:
+        placement = plan(forecast, homes, world, **settings)
+        done.append(("plan", {**settings, "made": placement}))
+        return placement
+
+    prefetch.plan_replicas = noted
+
+
+@ranks(2)
+def test_a_plan_knows_the_one_before_it() -> None:
+    """Late replicas do not count: they say nothing about what the forecast was worth."""
+    import tiny_gpt
+
+    done: list[tuple[str, Any]] = []
+    _note_plans(done)
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    tiny_gpt.train(case, steps=5, hook=tiny_gpt.fssdp_hook(slots=1, late_replicas=2))
+    for layer in range(2):
+        plans = [settings for _, settings in done[layer::2]]  # from the second iteration on
+        assert len(plans) == 4
+        assert all(after["previous"] is before["made"] for before, after in itertools.pairwise(plans))
+
+
+@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
+@ranks(2)
+def test_layers_are_planned_four_at_a_time(lifetime: str) -> None:
+    """One right after another, each once in an iteration and before it is fetched, in whatever microbatch."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 11),))
+    tiny_gpt.initialize(case)
+    run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(slots=1, lifetime=lifetime))
+    done: list[tuple[str, Any]] = []
+    _note_plans(done)
+    tiny_gpt.before_transfers(run.chunks, lambda what, plan, slots, label: done.append((what, label)))
+    run.step(2)
+    layers = iter(range(1, 12))
+    done = [(what, f"layer {next(layers)}" if what == "plan" else about) for what, about in done]
+    groups = [len(list(its)) for what, its in itertools.groupby(done, lambda d: d[0]) if what == "plan"]
+    assert groups == [4, 4, 3]
+    fetched = {label for what, label in done if what == "fetch"}
+    assert len(fetched) > 4
+    assert all(done.index(("plan", label)) < done.index(("fetch", label)) for label in fetched)
+
+
+@pytest.mark.newest
+@ranks(4)
+def test_no_plan_is_made_for_another_chunk() -> None:
+    """Two pipeline stages, each with two chunks of three layers: planning stops at the end of a chunk."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(pp=2, vpp=2, accumulate=2, settings=(("num_layers", 12),))
+    tiny_gpt.initialize(case)
+    run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(slots=1))
+    done: list[tuple[str, Any]] = []
+    _note_plans(done)
+    for layer in tiny_gpt.moe_layers(run.chunks):
+        layer.router.register_forward_hook(lambda *_: done.append(("route", None)))
+    run.step(2)
+    assert [len(list(its)) for what, its in itertools.groupby(done, lambda d: d[0]) if what == "plan"] == [3, 3]
+
+
+@ranks(2)
+def test_a_plan_that_fails_leaves_no_layer_half_prepared() -> None:
+    """The loop catches the error and goes on; layers planned before must not wait for gradients of the broken step."""
+    import tiny_gpt
+
+    from megatron_hecate.runtime import prefetch
+
+    case = tiny_gpt.Case(accumulate=3, settings=(("num_layers", 4),))
+    tiny_gpt.initialize(case)
+    run = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=1))
+    plan, calls = prefetch.plan_replicas, itertools.count()
+
+    def fails_at_the_third_layer(*args: Any, **settings: Any) -> Any:
+        if next(calls) == 2:
+            raise ValueError("no plan")
+        return plan(*args, **settings)
+
+    prefetch.plan_replicas = fails_at_the_third_layer
+    with pytest.raises(ValueError, match="no plan"):
+        run.step(3)
+    for step in (4, 5):
+        run.step(step)
+    assert any(layer.fssdp.placement.num_replicas for layer in tiny_gpt.moe_layers(run.chunks))

@@ -1,0 +1,115 @@
+"""What imports what, and how large it all is. Oracle: section 8 of the design, and the budgets in ``.ci/budgets.py``.
+
+A package that drags in Megatron, or modules that know more than they should, break users late.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import megatron_hecate
+
+pytestmark = pytest.mark.fast
+
+PACKAGE = Path(megatron_hecate.__file__).parent
+CHECKOUT = PACKAGE.parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+# A room may import rooms of earlier floors, and itself. "" is the package's own __init__.
+FLOORS = [
+    {"plan", "config", "tools.trace"},
+    {"comm", "tools.metrics", "tools.measure"},
+    {"replicas"},
+    {"adapter"},
+    {"runtime"},
+    {"layer"},
+    {"convert"},
+    {""},
+    {"enable"},
+    {"__main__"},
+]
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+WITH_MEGATRON = {"adapter", "layer", "convert", "enable", "__main__", "runtime.layer_state"}
+OF_PLAN = {"json", "math", "numba", "numpy", "pathlib", "torch", "typing"}
+OF_PLAN |= {"__future__", "collections", "dataclasses", "functools", "hashlib", "heapq", "itertools", "operator"}
+
+
+def _room(module: str) -> str:
+    """Of a module's name after ``megatron_hecate.``."""
+    first, *rest = module.split(".")
+    return f"tools.{rest[0]}" if first == "tools" and rest else first
+
+
+def _imports(path: Path) -> list[str]:
+    """Absolute names of all that a file imports, also inside functions."""
+    names = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_one_way(path: Path) -> None:
+    module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+    room = _room(module)
+    for name in _imports(path):
+        top, _, rest = name.partition(".")
+        if top == "megatron_hecate":
+            other = _room(rest) if _room(rest) in FLOOR else ""
+            inside = other == room or (room, rest) == ("", "convert")  # which is lazy: it imports Megatron
+            assert inside or FLOOR[other] < FLOOR[room], f"{module} must not import {name}"
+        elif top == "megatron":
+            assert {room, module} & WITH_MEGATRON, f"{module} must not import {name}"
+        elif room == "plan":
+            assert top in OF_PLAN and not name.startswith("torch.distributed"), f"plan imports {name}"
+
+
+def test_sizes_stay_within_their_budgets(capsys: pytest.CaptureFixture) -> None:
+    spec = importlib.util.spec_from_file_location("budgets", CHECKOUT / ".ci" / "budgets.py")
+    budgets = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(budgets)
+    status = budgets.main(CHECKOUT)
+    over = [line for line in capsys.readouterr().out.splitlines() if "**over**" in line]
+    assert status == 0, "\n".join(over)
+
+
+def test_importing_touches_neither_megatron_nor_cuda() -> None:
+    code = """
+import os, sys
+before = dict(os.environ)
+import megatron_hecate, megatron_hecate.plan, megatron_hecate.comm.connect, megatron_hecate.replicas.layer_replicas
+assert megatron_hecate.HecateConfig().slots == 2
+assert not [m for m in sys.modules if m == "megatron" or m.startswith("megatron.")], "megatron was imported"
+import torch
+assert not torch.cuda.is_initialized()
+assert dict(os.environ) == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=CHECKOUT)
+
+
+def test_the_cpu_stand_in_refuses_a_gpu() -> None:
+    code = """
+import torch
+torch.cuda.is_available = lambda: True
+import megatron_on_cpu
+current_device = torch.cuda.current_device
+try:
+    megatron_on_cpu.install()
+except RuntimeError as error:
+    assert "for machines without a GPU" in str(error)
+else:
+    raise SystemExit("it loaded")
+assert torch.cuda.current_device is current_device, "something was replaced"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=CHECKOUT / "examples")
+    for path in FILES:
+        assert "megatron_on_cpu" not in path.read_text(), f"{path} must not know of the stand-in"

@@ -1,0 +1,172 @@
+"""Training that is disturbed within a step: plans that change, evaluation between microbatches, exceptions.
+
+Oracle: the same run undisturbed, bit for bit; where a step is broken off, the unconverted model, broken off alike.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ranks import ranks
+
+LIFETIMES = ("iteration", "microbatch", "layer")
+RECOMPUTED = {
+    "kept": {},
+    "recomputed": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "moe-recomputed": dict(recompute_granularity="selective", recompute_modules=["moe"]),
+}
+STEPS = 3  # replicas come in the second
+LAYERS = 3  # two share a buffer
+
+
+def _case(recompute: str) -> Any:
+    import tiny_gpt
+
+    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", LAYERS), *RECOMPUTED[recompute].items()))
+    tiny_gpt.initialize(case)
+    return case
+
+
+@pytest.mark.parametrize("recompute", ["kept", "recomputed"])
+@ranks(2)
+def test_the_backward_uses_the_plan_of_the_forward(recompute: str) -> None:
+    """Another forecast, as soon as the first forward is over, must not change a bit, nor make anybody plan again."""
+    import tiny_gpt
+
+    from megatron_hecate.runtime import prefetch
+
+    case, plan, planned_too_late = _case(recompute), prefetch.plan_replicas, [False]
+
+    def plan_in_time(*args: Any, **settings: Any) -> Any:
+        assert not planned_too_late[0], "planned twice in one iteration"
+        return plan(*args, **settings)
+
+    prefetch.plan_replicas = plan_in_time
+    for lifetime in LIFETIMES:
+        hook = tiny_gpt.fssdp_hook(lifetime=lifetime)
+        calm = tiny_gpt.train(case, hook=hook, steps=STEPS)
+        run = tiny_gpt.train(case, hook=hook, steps=0)
+        layers, disturbed = tiny_gpt.moe_layers(run.chunks), []
+        prefetcher = layers[0].prefetcher
+
+        def disturb(*_: Any, prefetcher: Any = prefetcher, disturbed: list = disturbed) -> None:
+            if prefetcher.forecast is not None:
+                prefetcher.forecast = prefetcher.forecast[:, ::-1].copy()
+                disturbed.append(1)
+            planned_too_late[0] = True
+
+        layers[-1].register_forward_hook(disturb)
+        for step in range(STEPS):
+            run.step(step)
+            planned_too_late[0] = False
+        run.read_params()
+        assert run.replicas > 0 and len(disturbed) >= case.accumulate * (STEPS - 1)
+        assert tiny_gpt.difference(calm, run) == tiny_gpt.SAME, lifetime
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTED)
+@ranks(2)
+def test_evaluation_within_a_step_changes_nothing(recompute: str) -> None:
+    """Between microbatches, and between a forward and its backward; in ``eval()``, or only without gradients."""
+    import tiny_gpt
+    import torch
+
+    case, forward_step = _case(recompute), tiny_gpt.forward_step
+    evaluated: list[float] = []
+
+    def evaluate(model: Any, *, mode: bool) -> None:
+        model.train(mode)
+        with torch.no_grad():
+            output, _ = forward_step(iter([tiny_gpt.batch(case, 77, 0)]), model, case=case)
+        model.train()
+        evaluated.append(float(output.float().mean()))
+
+    def disturbed(iterator: Any, model: Any, **kwargs: Any) -> Any:
+        evaluate(model, mode=False)
+        output, loss = forward_step(iterator, model, **kwargs)
+
+        def loss_func(output: torch.Tensor) -> Any:
+            evaluate(model, mode=False)
+            evaluate(model, mode=True)
+            return loss(output)
+
+        return output, loss_func
+
+    def train(hook: Callable | None, step: Callable) -> Any:
+        tiny_gpt.forward_step = step
+        evaluated.clear()
+        return tiny_gpt.train(case, hook=hook, steps=STEPS)
+
+    train(None, disturbed)
+    stock_evaluated = list(evaluated)
+    for lifetime in LIFETIMES:
+        hook = tiny_gpt.fssdp_hook(lifetime=lifetime)
+        calm, run = train(hook, forward_step), train(hook, disturbed)
+        assert run.replicas > 0 and len(evaluated) == STEPS * case.accumulate * 3
+        assert evaluated == pytest.approx(stock_evaluated, rel=1e-5), lifetime
+        assert tiny_gpt.difference(calm, run) == tiny_gpt.SAME, lifetime
+
+
+class _UserError(Exception):
+    pass
+
+
+def _break_off(run: Any, where: str) -> None:
+    """Have the next step fail in its first microbatch, on all ranks alike."""
+    import tiny_gpt
+
+    layers = [m for chunk in run.chunks for m in chunk.modules() if hasattr(m, "self_attention")]
+    handles = []
+
+    def fail(*_: Any) -> None:
+        for handle in handles:
+            handle.remove()
+        raise _UserError
+
+    if where == "forward":  # all forwards have run
+        handles.append(layers[-1].register_forward_hook(fail))
+    elif where == "prefetch":  # replicas of this layer and the next are on their way
+        handles.append(layers[1].self_attention.register_forward_pre_hook(fail))
+    elif where == "between":  # gradients of the first layer's replicas are on their way, its homes have not got them
+        handles.append(tiny_gpt.moe_layers(run.chunks)[0].register_full_backward_hook(fail))
+    elif where == "backward":  # the last layers' gradients have returned, or are on their way
+        handles.append(layers[1].register_forward_hook(lambda m, i, out: out[0].register_hook(fail) and None))
+    else:
+        assert where == "router", where
+        handles.append(tiny_gpt.moe_layers(run.chunks)[1].router.register_forward_hook(fail))
+
+
+@pytest.mark.parametrize("where", ["forward", "prefetch", "router", "backward", "between"])
+@ranks(2)
+def test_a_step_that_breaks_off(where: str) -> None:
+    """The loop catches the user's error and does the step again. FSSDP may object once, since the microbatches that it
+    counts do not add up; then all is as in stock, and no transfer is left without its peer."""
+    import tiny_gpt
+
+    case = _case("kept")
+
+    def train(hook: Callable | None) -> tuple[Any, list[str]]:
+        run, objections = tiny_gpt.train(case, steps=2, hook=hook), []
+        for step in range(2, 5):
+            if step < 4:
+                _break_off(run, where)
+                with pytest.raises(_UserError):
+                    run.step(step)
+            try:
+                run.step(step)
+            except RuntimeError as error:
+                objections.append(str(error))
+                run.step(step)
+        run.read_params()
+        return run, objections
+
+    stock, none = train(None)
+    assert not none
+    transports = ["p2p", "nvlink"] if where == "between" else ["p2p"]
+    for lifetime, transport in itertools.product(LIFETIMES, transports):
+        ours, objections = train(tiny_gpt.fssdp_hook(lifetime=lifetime, transport=transport))
+        assert len(objections) <= 2 and all("replicas" in text for text in objections), objections
+        tiny_gpt.assert_trained_alike(stock, ours, f"{lifetime}, {transport}")

@@ -1,0 +1,245 @@
+"""FSSDP inside a training run: evaluation, skipped steps, loops of other shape, what is planned and fetched when.
+
+Oracle: the unconverted model on the same ranks and data.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from ranks import ranks
+
+
+@ranks(2)
+def test_evaluation_between_steps_changes_nothing() -> None:
+    import tiny_gpt
+
+    case = tiny_gpt.Case(accumulate=2)
+    tiny_gpt.initialize(case)
+
+    def train(hook: Callable | None, evaluate: bool) -> tuple[list[float], list[float]]:
+        run = tiny_gpt.train(case, steps=0, hook=hook)
+        evaluated = []
+        for step in range(4):
+            run.step(step)
+            if evaluate:
+                with tiny_gpt.evaluating(run.chunks):
+                    evaluated.append(tiny_gpt.run(case, run.chunks, 100 + step, num_microbatches=3, forward_only=True))
+        return run.losses, evaluated
+
+    hook = tiny_gpt.fssdp_hook()
+    stock_losses, stock_evaluated = train(None, True)
+    losses, evaluated = train(hook, True)
+    assert losses == pytest.approx(stock_losses, rel=1e-5)
+    assert evaluated == pytest.approx(stock_evaluated, rel=1e-5)
+    assert losses == train(hook, False)[0], "evaluation must not change training by a bit"
+
+
+@ranks(2)
+def test_skipped_steps_and_replanning() -> None:
+    """A step that is skipped (gradient overflow) calls no optimizer: replicas must still be planned and stay right."""
+    import tiny_gpt
+    import torch
+
+    case = tiny_gpt.Case(accumulate=2)
+    tiny_gpt.initialize(case)
+
+    def train(hook: Callable | None) -> tuple[list[float], list]:
+        run, seen = tiny_gpt.train(case, steps=0, hook=hook), []
+        for step in range(6):
+            if step in (2, 3):  # forward and backward, but no optimizer step
+                for chunk in run.chunks:
+                    chunk.zero_grad_buffer()
+                run.losses.append(tiny_gpt.run(case, run.chunks, step, num_microbatches=2))
+            else:
+                run.step(step)
+            if hook is not None:
+                seen.append([layer.fssdp.replicas for layer in tiny_gpt.moe_layers(run.chunks)])
+        return run.losses, seen
+
+    stock, _ = train(None)
+    losses, seen = train(tiny_gpt.fssdp_hook())
+    assert losses == pytest.approx(stock, rel=1e-5)
+    for before, after in pairwise(seen[1:]):
+        for a, b in zip(before, after, strict=True):
+            assert a is None or a is not b, "replicas of one iteration were used in the next"
+    assert any(replicas is not None for step in seen for replicas in step)
+    assert torch.isfinite(torch.tensor(losses)).all()
+
+
+@ranks(2)
+def test_a_loop_without_the_microbatch_calculator() -> None:
+    """Without Megatron's calculator nobody says how many microbatches there are: gradients return with each."""
+    import tiny_gpt
+    from megatron.core import num_microbatches_calculator as calculator
+
+    case = tiny_gpt.Case(accumulate=3)
+    tiny_gpt.initialize(case)
+    calculator.unset_num_microbatches_calculator()
+    stock = tiny_gpt.train(case, steps=4)
+    ours = tiny_gpt.train(case, steps=4, hook=tiny_gpt.fssdp_hook())
+    tiny_gpt.assert_trained_alike(stock, ours)
+    assert ours.grad_norms == pytest.approx(stock.grad_norms, rel=1e-5)
+
+
+@ranks(2)
+def test_loaded_weights_replace_replicas() -> None:
+    """Weights that are loaded between two forwards of one iteration: no replica may compute with the old ones."""
+    import tiny_gpt
+    import torch
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+
+    def scenario(hook: Callable | None) -> list[float]:
+        run, seen = tiny_gpt.train(case, steps=2, hook=hook), []
+        for share in (1.0, 0.5):
+            state = {k: v * share if torch.is_tensor(v) else v for k, v in run.chunks[0].state_dict().items()}
+            run.chunks[0].load_state_dict(state)
+            with tiny_gpt.evaluating(run.chunks):
+                seen.append(tiny_gpt.run(case, run.chunks, 50, num_microbatches=1, forward_only=True))
+        return [*seen, run.step(2)]
+
+    stock, ours = scenario(None), scenario(tiny_gpt.fssdp_hook())
+    assert ours == pytest.approx(stock, rel=1e-5) and abs(stock[0] - stock[1]) > 1e-3
+
+
+@ranks(2)
+def test_replicas_come_and_go_and_are_fetched_once_per_iteration() -> None:
+    """With and without replicas in turn. A layer with replicas fetches once and returns gradients once per iteration,
+    in fp32."""
+    import tiny_gpt
+    import torch
+
+    from megatron_hecate.replicas.layer_replicas import Replicas
+    from megatron_hecate.runtime import prefetch
+
+    case = tiny_gpt.Case(accumulate=3, bf16=True)
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=6)
+    plan, in_turn, calls = prefetch.plan_replicas, [False], []
+    prefetch.plan_replicas = lambda forecast, homes, *a, **k: plan(forecast, homes, *a, **k) if in_turn[0] else homes
+
+    def note(what: str, plan: object, slots: list, label: str) -> None:
+        calls.append(f"{what} {label}")
+        assert {chunk.dtype for chunk in slots} == {torch.bfloat16 if what == "fetch" else torch.float32}
+
+    hook = tiny_gpt.fssdp_hook()
+    run = tiny_gpt.train(case, steps=0, hook=lambda chunks: tiny_gpt.before_transfers(hook(chunks), note))
+    for step in range(6):
+        in_turn[0] = step % 2 == 1
+        calls.clear()
+        run.step(step)
+        expected = ["fetch layer 1", "fetch layer 2", "return layer 2", "return layer 1"] if in_turn[0] else []
+        assert calls == expected, step
+        gc.collect()
+        alive = sum(isinstance(o, Replicas) for o in gc.get_objects())
+        assert alive == len(expected) // 2, "replicas of earlier iterations live on"
+    assert run.losses == pytest.approx(stock.losses, rel=tiny_gpt.BF16_TOLERANCE)
+    assert run.grad_norms == pytest.approx(stock.grad_norms, rel=tiny_gpt.BF16_TOLERANCE)
+
+
+@ranks(2)
+def test_every_layer_replicates_its_own_hottest_expert() -> None:
+    """Layer l's hottest expert is 5 (l - 1) mod 8 by construction: it gets the replica, from that layer's own loads."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(accumulate=4, skew=4.0, settings=(("num_layers", 3),))
+    tiny_gpt.initialize(case)
+    run = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=1))
+    replicated = [[e for e, _, _ in layer.fssdp.placement.replicas] for layer in tiny_gpt.moe_layers(run.chunks)]
+    assert replicated == [[0], [5], [2]], replicated
+    none = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=1, overlap_degree=0))
+    assert none.replicas == 0
+
+
+@ranks(2)
+def test_only_training_forwards_make_the_forecast() -> None:
+    """Neither recomputed nor evaluated tokens count: an iteration's loads sum to its tokens times top-k."""
+    import tiny_gpt
+
+    settings = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+    case = tiny_gpt.Case(accumulate=2, settings=settings)
+    tiny_gpt.initialize(case)
+    run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook())
+    monitor = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor
+    tokens = 2 * 2 * case.micro_batch * case.seq  # ranks, microbatches
+    for step in range(3):
+        run.step(step)
+        with tiny_gpt.evaluating(run.chunks):
+            tiny_gpt.run(case, run.chunks, 100 + step, num_microbatches=2, forward_only=True)
+        monitor.finish_reduce()
+        assert monitor.history.last.sum(axis=1).tolist() == [2 * tokens] * 2
+
+
+@ranks(2)
+def test_batch_size_ramp_up_after_an_evaluation() -> None:
+    import tiny_gpt
+    import torch
+
+    case = tiny_gpt.Case(accumulate=2)
+    tiny_gpt.initialize(case)
+
+    def train(hook: Callable | None) -> list[float]:
+        losses = []
+        run = tiny_gpt.train(case, steps=0, hook=hook)
+        for step, count in enumerate((2, 2, 4, 4)):
+            tiny_gpt.set_num_microbatches(case, count)
+            for chunk in run.chunks:
+                chunk.zero_grad_buffer()
+            run.optimizer.zero_grad()
+            losses.append(tiny_gpt.run(case, run.chunks, step, num_microbatches=count))
+            run.optimizer.step()
+            with tiny_gpt.evaluating(run.chunks), torch.inference_mode():
+                tiny_gpt.run(case, run.chunks, 50, num_microbatches=1, forward_only=True)
+        return losses
+
+    assert train(tiny_gpt.fssdp_hook()) == pytest.approx(train(None), rel=1e-5)
+
+
+@ranks(2)
+def test_parameters_replaced_after_the_hook() -> None:
+    """Initialization on the meta device replaces parameters after pre-wrap hooks ran: replicas must follow."""
+    import tiny_gpt
+    import torch
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+
+    def replace(chunks: list) -> list:
+        for layer in tiny_gpt.moe_layers(chunks):
+            for expert in layer.experts.local_experts:
+                for linear in (expert.linear_fc1, expert.linear_fc2):
+                    fresh = torch.nn.Parameter(linear.weight.detach().clone())
+                    fresh.__dict__.update(linear.weight.__dict__)
+                    linear.weight = fresh
+        return chunks
+
+    hook = tiny_gpt.fssdp_hook()
+    stock = tiny_gpt.train(case, hook=replace, steps=4)
+    tiny_gpt.assert_trained_alike(stock, tiny_gpt.train(case, hook=lambda c: replace(hook(c)), steps=4))
+
+
+@ranks(2)
+def test_hooks_of_users_fire_once() -> None:
+    import tiny_gpt
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
+    fired: list[str] = []
+    layer = tiny_gpt.moe_layers(run.chunks)[0]
+    layer.experts.register_forward_hook(lambda *_: fired.append("experts"))
+
+    def note(name: str) -> Callable[..., Any]:
+        return lambda *_: fired.append(name)
+
+    for index, expert in enumerate(layer.experts.local_experts):
+        expert.register_forward_pre_hook(note(f"expert {index}"))
+    run.step(2)
+    assert layer.fssdp.replicas is not None
+    assert sorted(fired) == ["expert 0", "expert 1", "expert 2", "expert 3", "experts"]
