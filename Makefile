@@ -25,11 +25,10 @@ test: lint
 	$(MAKE) test-oldest
 
 test-fast: .venv
-	$(BIN)/python -m pytest -m fast
+	$(BIN)/python -m pytest -m "fast and not slow"
 
 test-all: lint
 	$(BIN)/python -m pytest
-	$(BIN)/python tests/comm/mutations.py
 	$(MAKE) test-oldest
 
 lint: .venv

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 from loads import DATA, Trace, synthetic, synthetic_names
 from rivals.planner import Setting
+from shapes import swiglu
 
-from megatron_hecate.plan import H100, LayerShape, Speeds, World
+from megatron_hecate.plan import H100, Speeds, World
 
 SYNTHETIC_STEPS: int = 40
 
@@ -63,9 +64,7 @@ def _setting(args: argparse.Namespace, load: str, counts: np.ndarray, num_ranks:
     speeds = Speeds.load(args.measured) if args.measured else H100
     world = World(node=tuple(rank // per_node for rank in range(num_ranks)), speeds=speeds)
     per_count = args.pairs / float(counts.sum(axis=(2, 3)).mean() / num_ranks)
-    shape = LayerShape.swiglu(
-        args.hidden, args.ffn, microbatches=args.microbatches, hidden_seconds=args.hidden_us * 1e-6
-    )
+    shape = swiglu(args.hidden, args.ffn, microbatches=args.microbatches, hidden_seconds=args.hidden_us * 1e-6)
     shape = dataclasses.replace(
         shape, token_bytes=shape.token_bytes * per_count, token_flops=shape.token_flops * per_count
     )

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from megatron_hecate.comm.nvlink.domains import Domains, Messages, Stages  # noqa: E402
 from megatron_hecate.comm.nvlink.schedule import MAX_RANKS  # noqa: E402
 from megatron_hecate.comm.transport import Copy, TransferPlan  # noqa: E402
-from megatron_hecate.plan import Placement, World, plan_replicas  # noqa: E402
+from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
 from megatron_hecate.plan.world import H100  # noqa: E402
 
 ELEMENTS: int = 1_000_000  # of a chunk
@@ -75,7 +75,7 @@ def planned(trace: Path, ranks: int, slots: int, steps: int) -> list[tuple[Copy,
     found = []
     for step in range(1, min(steps + 1, len(load))):
         for layer in range(load.shape[1]):
-            placement = plan_replicas(load[step - 1, layer].astype(float), homes, world)
+            placement = plan_replicas(load[step - 1, layer].astype(float), homes, world, cost=CopyCost())
             if placement.replicas:
                 found.append(TransferPlan.from_placement(placement, 0).copies)
     return found

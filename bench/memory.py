@@ -68,7 +68,7 @@ def _transport(name: str, ranks: int) -> Transport:
     if name == P2P.name:
         return P2P(group, timeout=1.0)
     domains = [range(first, min(first + 8, ranks)) for first in range(0, ranks, 8)]
-    return NVLink(group, group, domains, timeout=1.0)
+    return NVLink(group, group, domains=domains, timeout=1.0)
 
 
 MODELS = (

@@ -22,8 +22,9 @@ from rivals.hecate import HecateLate
 from rivals.planner import Setting
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import lil_array
+from shapes import swiglu
 
-from megatron_hecate.plan import LayerShape, Placement, World, largest_load
+from megatron_hecate.plan import Placement, World, largest_load
 
 FLOOR: float = 1.01
 LIMIT: float = 60.0  # seconds for one program
@@ -97,7 +98,7 @@ def _case(path: Path, args: argparse.Namespace) -> Case:
     num_experts = trace.counts.shape[3]
     Placement.initial(num_experts, args.ranks, num_slots=args.slots)
     counts = trace.to_ranks(args.ranks, seed=0)[: args.steps]
-    setting = Setting(num_experts, World(node=(0,) * args.ranks), LayerShape.swiglu(2048, 768), slots=args.slots)
+    setting = Setting(num_experts, World(node=(0,) * args.ranks), swiglu(2048, 768), slots=args.slots)
     return Case(trace.name, counts, setting)
 
 

@@ -30,6 +30,8 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from shapes import swiglu  # noqa: E402
+
 from megatron_hecate.plan import (  # noqa: E402
     CopyCost,
     LayerShape,
@@ -45,7 +47,7 @@ from megatron_hecate.runtime.load_monitor import LoadHistory  # noqa: E402
 SIZES: tuple[tuple[int, int], ...] = ((64, 8), (64, 32), (256, 64), (1024, 1024), (256, 1024))  # experts, ranks
 TARGETS: dict[int, float] = {64: 400e-6, 1024: 4e-3}  # seconds to plan a layer, by ranks
 PAIRS: int = 8192  # (token, expert) pairs of each source in a microbatch
-SHAPE: LayerShape = LayerShape.swiglu(7168, 2048, microbatches=16)
+SHAPE: LayerShape = swiglu(7168, 2048, microbatches=16)
 MOST_LATE: int = 8
 WARM_UP: int = 3  # iterations before the first that is timed
 COLUMNS: tuple[str, ...] = (

@@ -1,7 +1,7 @@
 """``import megatron_hecate.enable``: the one line that gives a Megatron pretraining script the ``--moe-fssdp`` flags.
 
-It may stand anywhere before ``pretrain`` is called. Two functions of ``megatron.training`` are wrapped, because no
-object exists yet that could be converted; without ``--moe-fssdp`` both do what they did.
+It must stand before Megatron parses its arguments, best among the imports. Two functions of ``megatron.training`` are
+wrapped, because no object exists yet that could be converted; without ``--moe-fssdp`` both do what they did.
 """
 
 from __future__ import annotations

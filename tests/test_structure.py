@@ -36,7 +36,17 @@ FLOORS = [
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITH_MEGATRON = {"adapter", "layer", "convert", "enable", "__main__", "runtime.layer_state"}
 OF_PLAN = {"json", "math", "numba", "numpy", "pathlib", "torch", "typing"}
-OF_PLAN |= {"__future__", "collections", "dataclasses", "functools", "hashlib", "heapq", "itertools", "operator"}
+OF_PLAN |= {
+    "__future__",
+    "collections",
+    "dataclasses",
+    "functools",
+    "hashlib",
+    "heapq",
+    "itertools",
+    "operator",
+    "zlib",
+}
 
 
 def _room(module: str) -> str:

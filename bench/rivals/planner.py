@@ -115,7 +115,7 @@ class Planner(abc.ABC):
         """Tokens of each source for each holder; integers that sum to the load. Ours, if a planner has no own."""
         tables = self.setting.quotas.prepare(placement)
         tokens = self.setting.quotas.table(torch.from_numpy(np.ascontiguousarray(load)), tables)
-        return Quotas(expert=tables.expert, rank=tables.rank, tokens=tokens.numpy())
+        return Quotas(expert=tables.expert.numpy(), rank=tables.rank.numpy(), tokens=tokens.numpy())
 
     def moves(self, placed: Placement, final: Placement) -> Moves:
         """What travelled in this step, between what `place` and what `correct` returned."""

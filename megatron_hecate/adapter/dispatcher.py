@@ -38,8 +38,8 @@ class _Holders:
 
     @classmethod
     def of(cls, tables: PlacementTables, num_physical: int) -> _Holders:
-        first = torch.searchsorted(tables.expert_index, tables.expert_index)
-        return cls(tables.expert_index, first, tables.physical, num_physical)
+        first = torch.searchsorted(tables.expert, tables.expert)
+        return cls(tables.expert, first, tables.physical, num_physical)
 
     def split_tokens(self, routing_map: Tensor, probs: Tensor, quotas: Tensor) -> tuple[Tensor, Tensor]:
         """Give every token of this source a holder of each of its experts.

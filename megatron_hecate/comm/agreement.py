@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megatron_hecate.comm.transfer import wait_collective
+
 _round = 0  # how often this process has exchanged notes: each time has keys of its own
 
 
@@ -94,7 +96,7 @@ def assert_same(number: int, group: dist.ProcessGroup, *, label: str, timeout: f
 
     Raises:
         AssertionError: naming ``label`` and every rank's number.
-        RuntimeError: when a rank does not take part within ``timeout`` seconds.
+        TransferError: when a rank does not take part within ``timeout`` seconds.
     """
     own = torch.tensor([number], dtype=torch.int64)
     if dist.get_backend(group) == "nccl":
@@ -102,7 +104,7 @@ def assert_same(number: int, group: dist.ProcessGroup, *, label: str, timeout: f
     numbers = own.new_empty(group.size())
     work = dist.all_gather_into_tensor(numbers, own, group=group, async_op=True)
     assert work is not None
-    work.wait(timeout=timedelta(seconds=timeout))
+    wait_collective(work, numbers, group, what="comparing plans", label=label, timeout=timeout)
     seen = numbers.tolist()
     if len(set(seen)) > 1:
         raise AssertionError(f"{label}: ranks of {dist.get_process_group_ranks(group)} planned differently: {seen}")

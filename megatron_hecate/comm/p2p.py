@@ -31,7 +31,7 @@ class P2P:
             stop the stream from running ahead.
     """
 
-    name = "p2p"
+    name, scatters = "p2p", False
     _numbers: ClassVar[Counter[str]] = Counter()  # of transfers so far, by group
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:

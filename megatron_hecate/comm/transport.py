@@ -159,10 +159,12 @@ class Transport(Protocol):
 
     Attributes:
         name: "p2p" or "nvlink".
+        scatters: whether receivers share the work of copying, and one copy goes to each node; else homes send them all.
         group: the ranks, in a process group of its own, so that copies do not queue behind tokens.
     """
 
     name: str
+    scatters: bool
     group: dist.ProcessGroup
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:

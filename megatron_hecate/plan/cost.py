@@ -27,7 +27,8 @@ class CopyCost:
         contention: share of the hidden time that it takes from compute all the same.
         routing: having any replica at all: the exchange of loads, quotas, more physical experts.
         crossing: one token that is computed on another node than the one it starts on.
-        most: replicas that a rank may host; ``None`` is what its slots hold.
+        most: replicas that a rank may hold; ``None`` is what its slots hold.
+        scatters: whether receivers share the work of copying, and one copy goes to each node; else homes send them all.
 
     Raises:
         ValueError: for a cost below 0, or a contention above 1.
@@ -41,6 +42,7 @@ class CopyCost:
     routing: float = 0.0
     crossing: float = 0.0
     most: int | None = None
+    scatters: bool = True
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -73,19 +75,6 @@ class LayerShape:
     hidden_seconds: float = 0.0
     fetches: int = 1
     returns: int = 1
-
-    @classmethod
-    def swiglu(cls, hidden: int, ffn: int, *, microbatches: int = 1, hidden_seconds: float = 0.0) -> LayerShape:
-        """A gated expert of three ``hidden x ffn`` matrices in bf16, with fp32 gradients."""
-        elements = 3 * hidden * ffn
-        return cls(
-            expert_bytes=2 * elements,
-            grad_bytes=4 * elements,
-            token_bytes=2 * hidden,
-            token_flops=2.0 * elements,
-            microbatches=microbatches,
-            hidden_seconds=hidden_seconds,
-        )
 
     def token_seconds(self, world: World) -> float:
         """Forward and backward of one token in one expert."""

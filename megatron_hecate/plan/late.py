@@ -32,8 +32,7 @@ def add_late_replicas(
     Returns:
         The corrected placement, in which replicas that stay keep their slots; ``placement`` itself when nothing pays.
 
-    Raises:
-        ValueError: for loads that do not fit, a negative limit, or a world of other ranks.
+    Loads that do not fit, a negative limit or a world of other ranks are ValueErrors.
     """
     load = placement.checked_load(load)
     if world.num_ranks != placement.num_ranks:

@@ -52,18 +52,14 @@ class PlacementTables:
     """What quotas need of one placement. Made by `QuotaSolver.prepare`.
 
     Args:
-        expert: [C] int, on the host: the expert of each holder; holders are ordered by expert, then rank.
-        rank: [C] int, on the host: the holder's rank.
-        expert_index: [C] int64, ``expert`` on the device.
-        rank_index: [C] int64, ``rank`` on the device.
-        physical: [C] int64 on the device: the holder's physical expert, ``rank * P + slot``.
+        expert: [C] int64 on the device: the expert of each holder; holders are ordered by expert, then rank.
+        rank: [C] int64, likewise: the holder's rank.
+        physical: [C] int64, likewise: the holder's physical expert, ``rank * P + slot``.
         split: who holds what, for the solver.
     """
 
-    expert: np.ndarray
-    rank: np.ndarray
-    expert_index: Tensor
-    rank_index: Tensor
+    expert: Tensor
+    rank: Tensor
     physical: Tensor
     split: _SplitTables
 
@@ -130,11 +126,8 @@ class QuotaSolver:
         self._diagonal = upload(np.eye(len(ranks)) * (1 + RIDGE) / len(ranks))
 
     def prepare(self, placement: Placement) -> PlacementTables:
-        """What the quotas need of ``placement``, in one copy to the device that the host does not wait for.
-
-        Raises:
-            ValueError: for a placement on another number of ranks.
-        """
+        """What the quotas need of ``placement``, in one copy to the device that the host does not wait for. One on
+        another number of ranks is a ValueError."""
         if placement.num_ranks != self._num_ranks:
             raise ValueError(f"world has {self._num_ranks} ranks, the placement {placement.num_ranks}")
         expert, rank = np.nonzero(placement.holders)
@@ -143,9 +136,9 @@ class QuotaSolver:
         tables = torch.from_numpy(np.stack([expert, rank, physical]).astype(np.int64, copy=False))
         if self._device.type == "cuda":  # torch does not use the pinned buffer again before the copy is done
             tables = tables.pin_memory()
-        expert_index, rank_index, physical_index = tables.to(self._device, non_blocking=True).unbind()
-        split = self._split_tables(expert_index, rank_index, placement.num_experts)
-        return PlacementTables(expert, rank, expert_index, rank_index, physical_index, split)
+        experts, ranks, places = tables.to(self._device, non_blocking=True).unbind()
+        split = self._split_tables(experts, ranks, placement.num_experts)
+        return PlacementTables(experts, ranks, places, split)
 
     def _split_tables(self, expert: Tensor, rank: Tensor, num_experts: int) -> _SplitTables:
         """From the holders [C]."""
@@ -247,7 +240,7 @@ class QuotaSolver:
             quotas += _overlap(line, places)
         quotas = quotas.flatten(1).index_select(1, tables.split.position)  # [B, C]
         # one holder keeps all that is not sent: this, and not the solver, conserves tokens
-        sent = torch.zeros_like(mine).index_add_(1, tables.expert_index, quotas)
+        sent = torch.zeros_like(mine).index_add_(1, tables.expert, quotas)
         return quotas.scatter_add_(1, tables.split.keeper[rank], mine - sent).to(torch.int64)
 
 

@@ -17,7 +17,8 @@ from megatron_hecate.plan.world import World
 
 # A layer starts to have replicas when they win so much of their cost beyond it, and stops when they lose as much.
 HYSTERESIS: float = 0.2
-REPLACED: int = 16  # replicas that the local search replaces, at most
+REPLACED: int = 128  # replicas that the local search replaces, at most, times ranks
+BALANCED: float = 1.05  # times the mean: up to this largest rank load nothing is copied
 
 
 def plan_replicas(
@@ -56,7 +57,7 @@ def plan_replicas(
     node, members = world.node_index, np.argsort(world.node_index, kind="stable")
     begin = np.concatenate([[0], np.cumsum(np.bincount(node))])
     costs = (cost.near, cost.far, cost.out, cost.hidden, cost.contention, cost.routing, cost.crossing)
-    problem = Problem(bare.home.copy(), node, members, begin, bare.table.copy(), *map(float, costs))
+    problem = Problem(bare.home.copy(), node, members, begin, bare.table.copy(), cost.scatters, *map(float, costs))
     table = _best_plan(forecast, problem, most, previous)
     for same in (bare, previous):
         if same is not None and np.array_equal(table, same.table) and np.array_equal(bare.home, same.home):
@@ -71,11 +72,16 @@ def _best_plan(forecast: np.ndarray, problem: Problem, most: int, previous: Plac
         return plan_cost(forecast, problem, table)[0]
 
     num_ranks, number = len(problem.node), most
-    if is_free := not (problem.near or problem.far or problem.routing):
+    steps, loads = REPLACED // num_ranks, np.bincount(problem.home, weights=forecast, minlength=num_ranks)
+    if is_free := max(problem.near, problem.far) * most + problem.routing < 1:  # they do not cost a token
         table = fill(forecast, problem, most, most * num_ranks)
+    elif loads.max() <= BALANCED * loads.mean():
+        return problem.bare
     else:
         # a hot home sends a copy to every rank, unless it is cheaper that it sends about as many as a rank receives
-        limits = [(n, leaving) for n in range(most, 0, -1) for leaving in (n * num_ranks, 2 * n, n)]
+        limits = [
+            (n, leaving) for n in range(most, 0, -1) for leaving in (n * num_ranks, 2 * n, n)[0 if steps else 2 :]
+        ]
         plans = [(fill(forecast, problem, *limit), limit[0]) for limit in limits]
         table, number = min(plans, key=lambda plan: cost(plan[0]))
     starts = [table]
@@ -83,8 +89,8 @@ def _best_plan(forecast: np.ndarray, problem: Problem, most: int, previous: Plac
     if previous is not None and goes_on and previous.is_replica.sum(axis=1).max() == number:
         starts.append(previous.table.copy())
     whole = np.rint(forecast).astype(np.int64)
-    until = (REPLACED, number, whole.sum() / num_ranks / SLACK)
-    found = [overwrite(whole, problem.home, start, problem.node, np.zeros(3), until) for start in starts]
+    until = (steps, number, whole.sum() / num_ranks / SLACK)
+    found = [overwrite(whole, problem.home, start, problem.node, np.zeros(3), until) for start in starts if steps]
     table = min([table, *found], key=cost)
     least, overhead = plan_cost(forecast, problem, table)
     margin = -HYSTERESIS * overhead if goes_on else HYSTERESIS * overhead

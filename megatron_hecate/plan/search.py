@@ -26,6 +26,7 @@ class Problem(NamedTuple):
         members: [R] ranks by node.
         begin: [K + 1] where those of each node begin.
         bare: [R, P] table of the homes alone.
+        scatters: as in `CopyCost`, and so are
         near, far, out, hidden, contention, routing, crossing: costs.
     """
 
@@ -34,6 +35,7 @@ class Problem(NamedTuple):
     members: np.ndarray
     begin: np.ndarray
     bare: np.ndarray
+    scatters: bool
     near: float
     far: float
     out: float
@@ -105,7 +107,7 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
                 r, size = lowest[k], begin[k + 1] - begin[k]
                 if there[k] or r < 0 or (best >= 0 and load[r] >= load[best]):
                     continue
-                copying = (copied[k] + 1) * problem.far / size
+                copying = (copied[k] + 1) * problem.far / (size if problem.scatters else 1)
                 shown = problem.out if copying * problem.out > problem.hidden else 0.0
                 shown += 1 - problem.out if copying * (1 - problem.out) > problem.hidden else 0.0
                 if problem.crossing * forecast[e] * size / num_ranks + relief >= shown * problem.far:
@@ -167,7 +169,10 @@ def plan_cost(forecast: np.ndarray, problem: Problem, table: np.ndarray) -> tupl
                 copies_out[own] += 1
         for r in holders:
             arrives[node[r]] += crossing / len(holders)
-        sent[home[e]] += 1 if held[own] > SCATTERED else held[own] - 1
+        if problem.scatters:
+            sent[home[e]] += 1 if held[own] > SCATTERED else held[own] - 1
+        else:  # over the slowest link, one after another
+            sent[home[e]] += len(holders) - 1
     crossing = between = 0.0
     for k in range(num_nodes):
         crossing = max(crossing, problem.crossing * max(leaves[k], arrives[k]) / size[k])
@@ -175,6 +180,8 @@ def plan_cost(forecast: np.ndarray, problem: Problem, table: np.ndarray) -> tupl
     if max(received) == 0:
         return max(load) + crossing, 0.0
     copying = max(between, problem.near * max(max(received), max(sent)))
+    if not problem.scatters and num_nodes > 1:
+        copying = problem.far * max(max(received), max(sent))
     hidden = min(copying * problem.out, problem.hidden) + min(copying * (1 - problem.out), problem.hidden)
     overhead = copying - hidden + problem.contention * hidden + problem.routing
     return max(load) + crossing + overhead, overhead

@@ -124,14 +124,15 @@ class LayerState:
             )
         return self._slots
 
-    def set_plan(self, placement: Placement, *, late: bool = False) -> None:
-        """Replicas are those of ``placement`` from now on; ``late`` ones come after the gate.
-
-        In Python's development mode (``PYTHONDEVMODE=1``) the placement must be valid, and the same on all ranks.
-        """
+    def check_agreement(self, placement: Placement) -> None:
+        """In Python's development mode (``PYTHONDEVMODE=1``): a placement that ranks have just planned must be valid,
+        and the same on all of them."""
         if sys.flags.dev_mode:
             placement.check(num_slots=self.config.slots)
             assert_same(placement.fingerprint, self.group, label=self.name, timeout=self.config.timeout)
+
+    def set_plan(self, placement: Placement, *, late: bool = False) -> None:
+        """Replicas are those of ``placement`` from now on; ``late`` ones come after the gate."""
         self.placement = placement
         self.planned = self.planned if late else placement
         self.plan = TransferPlan.from_placement(placement, self.group.rank()) if placement.num_replicas else None

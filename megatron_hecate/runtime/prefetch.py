@@ -146,6 +146,7 @@ class Prefetcher:
             most=state.config.late_replicas,
             across_nodes=state.config.speeds is not None,
         )
+        state.check_agreement(placement)
         if placement is not state.placement:
             state.set_plan(placement, late=True)
             if state.replicas is None:
@@ -211,6 +212,7 @@ class Prefetcher:
         forecast = self.forecast[state.index, : homes_only.num_experts]
         cost = self._copy_cost(state)
         plan = plan_replicas(forecast, homes_only, state.world, cost=cost, previous=state.planned)
+        state.check_agreement(plan)
         state.set_plan(plan)
 
     def _copy_cost(self, state: LayerState) -> CopyCost:
@@ -218,7 +220,7 @@ class Prefetcher:
         hidden = 0.0
         if degree is None and not state.parts.layer.config.deterministic_mode:  # times differ from run to run
             hidden = self.meter.degree(shape.fetch_seconds(state.world))
-        cost = shape.copy_cost(state.world, hidden=hidden)
+        cost = dataclasses.replace(shape.copy_cost(state.world, hidden=hidden), scatters=state.transport.scatters)
         if degree is not None:  # so many are hidden, and there are never more
             cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
         return cost

@@ -40,7 +40,7 @@ def solve(loads: np.ndarray, placement: Placement, world: World) -> tuple[np.nda
 def dense(tokens: np.ndarray, tables: PlacementTables, placement: Placement) -> np.ndarray:
     """[N, E, R]"""
     table = np.zeros((len(tokens), placement.num_experts, placement.num_ranks), np.int64)
-    table[:, tables.expert, tables.rank] = tokens
+    table[:, tables.expert.numpy(), tables.rank.numpy()] = tokens
     return table
 
 
@@ -55,9 +55,9 @@ def test_every_token_goes_to_one_holder_and_rows_are_the_tables(seed: int) -> No
     tables = solver.prepare(placement)
     tokens = solver.table(torch.from_numpy(loads), tables)
     assert tokens.dtype == torch.int64 and tokens.min() >= 0
-    assert (placement.table.flat[tables.physical.numpy()] == tables.expert).all()
-    assert (tables.physical.numpy() // placement.slots_per_rank == tables.rank).all()
-    assert (np.diff(tables.expert * placement.num_ranks + tables.rank) > 0).all()
+    assert (placement.table.flat[tables.physical.numpy()] == tables.expert.numpy()).all()
+    assert (tables.physical.numpy() // placement.slots_per_rank == tables.rank.numpy()).all()
+    assert (np.diff(tables.expert.numpy() * placement.num_ranks + tables.rank.numpy()) > 0).all()
     assert (dense(tokens.numpy(), tables, placement).sum(axis=2) == loads).all()
     for own in range(num_sources):
         assert torch.equal(solver.row(torch.from_numpy(loads), tables, own), tokens[own])
@@ -70,14 +70,14 @@ def test_ranks_are_balanced_as_far_as_holders_allow(seed: int) -> None:
     placement = some_replicas(rng, some_homes(rng, most_experts=24), share=1.0)
     loads = loads_of(rng, placement.num_ranks, placement.num_experts)
     tokens, tables = solve(loads, placement, some_world(rng, placement.num_ranks))
-    largest = np.bincount(tables.rank, weights=tokens.sum(axis=0), minlength=placement.num_ranks).max()
+    largest = np.bincount(tables.rank.numpy(), weights=tokens.sum(axis=0), minlength=placement.num_ranks).max()
     assert largest <= 1.02 * largest_load(loads.sum(axis=0), placement) + placement.num_experts
 
 
 def test_a_chain_of_ranks_is_balanced() -> None:
     loads = np.tile(np.where(np.arange(16) < 8, 1200, 400), (16, 1))
     tokens, tables = solve(loads, chain(16), World((0,) * 16))
-    largest = np.bincount(tables.rank, weights=tokens.sum(axis=0)).max()
+    largest = np.bincount(tables.rank.numpy(), weights=tokens.sum(axis=0)).max()
     assert largest <= 1.03 * largest_load(loads.sum(axis=0), chain(16))
 
 
@@ -110,7 +110,7 @@ def test_few_tokens_cross_nodes(seed: int) -> None:
     placement = plan_replicas(share, Placement.initial(32, 16, num_slots=2), world, cost=CopyCost())
     loads = rng.multinomial(3000, share, size=16)
     tokens, tables = solve(loads, placement, world)
-    crossing = (tokens * (node[:, None] != node[tables.rank])).sum() / loads.sum()
+    crossing = (tokens * (node[:, None] != node[tables.rank.numpy()])).sum() / loads.sum()
     assert crossing <= fewest_crossing(loads, placement, node) + 0.04
 
 
@@ -159,7 +159,7 @@ def test_a_thousand_ranks() -> None:
     solver = QuotaSolver(World(tuple(r // 8 for r in range(1024))), "cpu")
     tables = solver.prepare(placement)
     row = solver.row(torch.from_numpy(loads), tables, 77).numpy()
-    assert (np.bincount(tables.expert, weights=row) == loads[77]).all() and row.min() >= 0
+    assert (np.bincount(tables.expert.numpy(), weights=row) == loads[77]).all() and row.min() >= 0
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -6,14 +6,15 @@ where one price or one node decides.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
+from shapes import swiglu
 
 from megatron_hecate.plan import (
     CopyCost,
-    LayerShape,
     Placement,
     World,
     largest_load,
@@ -113,7 +114,7 @@ def test_nodes_without_the_expert_come_first_where_that_pays() -> None:
 
 def test_prices_come_from_sizes_and_speeds() -> None:
     """DeepSeek-V3's expert, no window: copies across nodes cost what hundreds of thousands of tokens save."""
-    world, shape = World(tuple(r // 8 for r in range(32))), LayerShape.swiglu(7168, 2048)
+    world, shape = World(tuple(r // 8 for r in range(32))), swiglu(7168, 2048)
     forecast = np.exp(np.random.default_rng(0).normal(0, 0.5, 64))
     homes = Placement.initial(64, 32, num_slots=2)
     few = plan_replicas(forecast * 32 * 1024 / forecast.sum(), homes, world, cost=shape.copy_cost(world))
@@ -142,3 +143,24 @@ def test_without_tokens_or_slots_there_is_nothing_to_copy() -> None:
     assert plan_replicas(np.ones(4), full, World((0, 0)), cost=FREE) is full.homes_only
     alone = Placement.initial(4, 1, num_slots=0)
     assert plan_replicas(np.ones(4), alone, World((0,)), cost=FREE).num_replicas == 0
+
+
+@pytest.mark.parametrize(("num_ranks", "noise"), [(8, 0.0), (8, 0.02), (32, 0.0), (32, 0.02)])
+def test_balanced_routing_is_left_alone(num_ranks: int, noise: float) -> None:
+    """Also on several nodes, where replicas would keep tokens on their node, and whatever the speeds say."""
+    rng = np.random.default_rng(0)
+    homes, world = Placement.initial(64, num_ranks, num_slots=2), World(tuple(r // 8 for r in range(num_ranks)))
+    load = 1e5 * (1 + noise * rng.uniform(-1, 1, 64))
+    for cost in (swiglu(2048, 768, microbatches=8).copy_cost(world, hidden=8.0), CopyCost(near=1e-9, crossing=10.0)):
+        assert plan_replicas(load, homes, world, cost=cost).num_replicas == 0
+
+
+def test_copies_that_homes_send_themselves_cost_more() -> None:
+    """One hot expert on 8 ranks of one node: seven copies leave its home one by one, where receivers do not share."""
+    homes, load = Placement.initial(8, 8, num_slots=1), np.array([80_000] + [1_000] * 7)
+    cost = CopyCost(near=15_000.0, contention=0.0)
+    shared, alone = (
+        plan_replicas(load, homes, World((0,) * 8), cost=dataclasses.replace(cost, scatters=scatters))
+        for scatters in (True, False)
+    )
+    assert shared.holders[0].sum() == 8 and 2 <= alone.holders[0].sum() <= 3

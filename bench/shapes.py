@@ -1,0 +1,18 @@
+"""Sizes of experts, for benchmarks."""
+
+from __future__ import annotations
+
+from megatron_hecate.plan import LayerShape
+
+
+def swiglu(hidden: int, ffn: int, *, microbatches: int = 1, hidden_seconds: float = 0.0) -> LayerShape:
+    """A gated expert of three ``hidden x ffn`` matrices in bf16, with fp32 gradients."""
+    elements = 3 * hidden * ffn
+    return LayerShape(
+        expert_bytes=2 * elements,
+        grad_bytes=4 * elements,
+        token_bytes=2 * hidden,
+        token_flops=2.0 * elements,
+        microbatches=microbatches,
+        hidden_seconds=hidden_seconds,
+    )
