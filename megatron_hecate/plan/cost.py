@@ -26,7 +26,7 @@ class CopyCost:
             much on their way back, behind its backward.
         contention: share of the hidden time that it takes from compute all the same.
         routing: having any replica at all: the exchange of loads, quotas, more physical experts.
-        crossing: one token that is computed on another node than the one it starts on.
+        crossing: one token that is computed on another node than the one it starts on; on one node, on another rank.
         most: replicas that a rank may hold; ``None`` is what its slots hold.
         scatters: whether receivers share the work of copying, and one copy goes to each node; else homes send them all.
 
@@ -92,10 +92,7 @@ class LayerShape:
             hidden: copies per rank, over the slowest link of the group, that are fetched in the time before the layer
                 (`fetch_seconds`); a fraction is a part of one copy. As much time hides copies on their way back.
         """
-        several = world.num_nodes > 1
         token = self.token_seconds(world)
-        if not several:  # a token more on the busiest rank also travels there and back
-            token += TOKEN_TRIPS * self.token_bytes / world.speeds.intra.bandwidth
 
         def both_ways(link: Link) -> float:
             return self.fetches * link.seconds(self.expert_bytes) + self.returns * link.seconds(self.grad_bytes)
@@ -108,5 +105,5 @@ class LayerShape:
             hidden=hidden * out / token,
             contention=world.speeds.contention,
             routing=world.speeds.routing * self.microbatches / token,
-            crossing=TOKEN_TRIPS * self.token_bytes / world.speeds.inter.bandwidth / token if several else 0.0,
+            crossing=TOKEN_TRIPS * self.token_bytes / world.slowest_link.bandwidth / token,
         )

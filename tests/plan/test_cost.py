@@ -32,11 +32,10 @@ def test_copies_out_and_back_in_tokens() -> None:
     assert cost.crossing == 4 * 10 / 10 / 2  # four trips of 10 bytes at 10 bytes/s
 
 
-def test_inside_one_node_a_tokens_way_counts_with_its_compute() -> None:
-    token = 2.0 + 4 * 10 / 100
+def test_inside_one_node_tokens_travel_between_ranks() -> None:
     cost = SHAPE.copy_cost(ONE_NODE)
-    assert cost.near == pytest.approx(8 / token) and cost.routing == pytest.approx(0.5 / token)
-    assert (cost.crossing, cost.hidden) == (0, 0)
+    assert cost.near == pytest.approx(8 / 2.0) and cost.routing == pytest.approx(0.5 / 2.0)
+    assert cost.crossing == pytest.approx(4 * 10 / 100 / 2.0) and cost.hidden == 0  # at 100 bytes/s
 
 
 def test_every_fetch_return_and_microbatch_counts() -> None:

@@ -151,7 +151,10 @@ def test_balanced_routing_is_left_alone(num_ranks: int, noise: float) -> None:
     rng = np.random.default_rng(0)
     homes, world = Placement.initial(64, num_ranks, num_slots=2), World(tuple(r // 8 for r in range(num_ranks)))
     load = 1e5 * (1 + noise * rng.uniform(-1, 1, 64))
-    for cost in (swiglu(2048, 768, microbatches=8).copy_cost(world, hidden=8.0), CopyCost(near=1e-9, crossing=10.0)):
+    for cost in (
+        swiglu(2048, 768, microbatches=8).copy_cost(world, hidden=8.0),
+        CopyCost(near=5.0, far=5.0, crossing=10.0),
+    ):
         assert plan_replicas(load, homes, world, cost=cost).num_replicas == 0
 
 
@@ -164,3 +167,12 @@ def test_copies_that_homes_send_themselves_cost_more() -> None:
         for scatters in (True, False)
     )
     assert shared.holders[0].sum() == 8 and 2 <= alone.holders[0].sum() <= 3
+
+
+def test_on_one_node_tokens_stay_on_their_rank_where_homes_send_copies() -> None:
+    """Two hot experts of one rank on two ranks. One replica evens out loads; two keep all tokens where they are."""
+    homes, load = Placement.initial(8, 2, num_slots=2), np.array([50_000, 50_000, 0, 0, 0, 0, 0, 0])
+    cost = CopyCost(near=100.0, far=100.0, crossing=0.2, scatters=False)
+    assert plan_replicas(load, homes, World((0, 0)), cost=cost).holders[:2].all()
+    alone = dataclasses.replace(cost, near=1_000.0, far=1_000.0, crossing=0.0)
+    assert plan_replicas(load, homes, World((0, 0)), cost=alone).num_replicas == 1
