@@ -198,8 +198,7 @@ def _make_transports(name: str, ranks: Sequence[_Site], *, timeout: float) -> di
                 if own is None
                 else NVLink(everyone, own, domains=numbers, timeout=timeout)
             )
-    for (
-        transport
-    ) in made.values():  # NCCL connects ranks when a group is first used, by all of them; copies are by some
+    # NCCL connects ranks when a group is first used, by all of them; copies are by some
+    for transport in made.values():
         dist.all_reduce(torch.zeros(1, device=device_of_rank()), group=transport.group)
     return made

@@ -53,13 +53,13 @@ def plan_replicas(
     most = most if cost.most is None else min(cost.most, most)
     if not most or not forecast.any():
         return bare
-    # arrays that may be written to, as those of other callers: numba compiles for each kind
     node, far = world.node_index, cost.far
     if world.num_nodes == 1 and not cost.scatters:  # tokens that change rank travel as slowly as copies
         node, far = np.arange(world.num_ranks), cost.near
     members = np.argsort(node, kind="stable")
     begin = np.concatenate([[0], np.cumsum(np.bincount(node))])
     costs = (cost.near, far, cost.out, cost.hidden, cost.contention, cost.routing, cost.crossing)
+    # arrays that may be written to, as those of other callers: numba compiles for each kind
     problem = Problem(bare.home.copy(), node, members, begin, bare.table.copy(), cost.scatters, *map(float, costs))
     table = _best_plan(forecast, problem, most, previous)
     for same in (bare, previous):
