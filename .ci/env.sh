@@ -38,6 +38,12 @@ rm -rf "$folder"
 "$python" -m venv "$folder"
 "$folder/bin/pip" install --quiet --disable-pip-version-check --editable ".[demo,dev]" "torch==2.13.0" 2>&1 |
     { grep -v "is ignored: it is neither a file nor a directory" || true; }
+# TransformerEngine's own Python, which tests/te_on_cpu.py runs. Each version has a folder that is on nobody's path.
+for version in 2.20.2 2.9.0; do
+    "$folder/bin/pip" install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+        --target "$folder/transformer_engine/$version" "transformer_engine==$version" 2>&1 |
+        { grep -v "is ignored: it is neither a file nor a directory" || true; }
+done
 "$folder/bin/python" -c "import megatron.core, megatron_hecate, torch" >/dev/null 2>&1 || {
     echo "Setting up $folder failed: its Python cannot import torch and megatron.core" >&2
     exit 1

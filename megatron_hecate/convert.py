@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 
-from megatron_hecate.adapter import compat, training_state
+from megatron_hecate.adapter import compat, training_state, unsupported
 from megatron_hecate.adapter.experts import FSSDPExperts
 from megatron_hecate.comm.agreement import Note
 from megatron_hecate.comm.connect import Connection, connect, device_of_rank
@@ -100,8 +100,8 @@ def _build_parts(layers: list[MoELayer], config: HecateConfig) -> tuple[list[Lay
     """Build all that conversion needs without touching the layers; what is wrong comes back as lines of text."""
     problems = compat.broken_assumptions()
     if not problems:
-        rules = compat.UNSUPPORTED + (compat.UNSUPPORTED_WITH_SLOTS if config.slots else ())
-        found = (compat.unsupported_settings(layer.config, rules) for layer in layers)
+        rules = unsupported.MODEL + (unsupported.WITH_SLOTS if config.slots else ())
+        found = (unsupported.find(layer.config, rules) for layer in layers)
         problems = list(dict.fromkeys(problem for of_layer in found for problem in of_layer))
     if not problems:
         problems = _compile_planner()

@@ -14,7 +14,7 @@ from typing import Any
 from megatron.training import arguments, training
 
 from megatron_hecate import HecateConfig, fssdp
-from megatron_hecate.adapter import compat
+from megatron_hecate.adapter import compat, unsupported
 
 
 def _wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
@@ -36,7 +36,7 @@ def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
         settings = HecateConfig.from_arguments(megatron_args)
         if settings is None:
             return setup_model_and_optimizer(*args, **kwargs)
-        problems = compat.unsupported_settings(megatron_args, compat.UNSUPPORTED_ARGUMENTS)
+        problems = unsupported.find(megatron_args, unsupported.JOB)
         if problems:
             raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in problems))
         call = inspect.signature(setup_model_and_optimizer).bind(*args, **kwargs)

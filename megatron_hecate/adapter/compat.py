@@ -1,6 +1,6 @@
 """Everything we assume about Megatron and TransformerEngine, in one place, checked when FSSDP is switched on.
 
-`ASSUMPTIONS` lists the names and parameters we use or override, `UNSUPPORTED` the settings we do not combine with.
+`ASSUMPTIONS` lists the names and parameters we use or override; settings we do not combine with are in `unsupported`.
 `TRAINING_ASSUMPTIONS` are the two functions of ``megatron.training`` that `enable` wraps, because no object exists yet
 that could be converted.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from packaging.version import Version
@@ -91,83 +90,6 @@ TRAINING_ASSUMPTIONS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Unsupported:
-    """A Megatron setting FSSDP does not combine with.
-
-    Args:
-        setting: field of ``TransformerConfig``, or argument of ``megatron.training``.
-        unsupported: whether this value is; a version without the field has ``None``.
-        instead: why, and the way out.
-    """
-
-    setting: str
-    unsupported: Callable[[Any], bool]
-    instead: str
-
-
-def _more_than_one(value: Any) -> bool:
-    return (value or 1) > 1
-
-
-def _set(value: Any) -> bool:
-    return bool(value) and value != "none"
-
-
-UNSUPPORTED_WITH_SLOTS = (
-    _Unsupported(
-        "expert_model_parallel_size",
-        lambda size: (size or 1) < 2,
-        "FSSDP spreads the load of an expert-parallel group; set --expert-model-parallel-size to 2 or more",
-    ),
-)
-UNSUPPORTED = (
-    _Unsupported("fp8", _set, "replicas of quantized weights are not built; train the experts in bf16"),
-    _Unsupported("fp4", _set, "replicas of quantized weights are not built; train the experts in bf16"),
-    _Unsupported(
-        "moe_pad_expert_input_to_capacity",
-        _set,
-        "an expert would get its capacity on every rank that holds it; drop without padding to capacity",
-    ),
-    _Unsupported("moe_expert_rank_capacity_factor", _set, "buffers of fixed size per rank are sized for homes only"),
-    _Unsupported("moe_paged_stash", _set, "the paged stash is sized for homes only"),
-    _Unsupported("cuda_graph_impl", _set, "replicas change every iteration and cannot be captured; set it to none"),
-    _Unsupported("enable_cuda_graph", _set, "replicas change every iteration and cannot be captured"),
-    _Unsupported("external_cuda_graph", _set, "replicas change every iteration and cannot be captured"),
-    _Unsupported("delay_wgrad_compute", _set, "gradients of replicas must exist when their layer's backward ends"),
-    _Unsupported(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        _set,
-        "gradients of replicas must exist when their layer's backward ends",
-    ),
-    _Unsupported("use_transformer_engine_op_fuser", _set, "fused operators keep their own references to the weights"),
-    _Unsupported("moe_single_grouped_weight", _set, "one tensor for all experts has no room for replicas"),
-    _Unsupported("moe_single_grouped_bias", _set, "one tensor for all experts has no room for replicas"),
-    _Unsupported(
-        "moe_use_legacy_grouped_gemm", _set, "the legacy GroupedMLP has no room for replicas; use TEGroupedMLP"
-    ),
-    _Unsupported("moe_ncclep_zero_copy", _set, "its communication buffers belong to homes only"),
-    _Unsupported(
-        "moe_router_padding_for_quantization", _set, "pads logical experts for fp8; train the experts in bf16"
-    ),
-    _Unsupported("moe_router_padding_for_fp8", _set, "pads logical experts for fp8; train the experts in bf16"),
-    _Unsupported("mtp_use_repeated_layer", _set, "a layer that runs several times per microbatch cannot count them"),
-    _Unsupported("cpu_offloading", _set, "offloading moves weights that replicas are fetched from"),
-    _Unsupported("fine_grained_activation_offloading", _set, "offloaded expert inputs are not tested with replicas"),
-    _Unsupported("gtp_weight_remat_size", _more_than_one, "expert weights are sharded already"),
-    _Unsupported("expert_gtp_weight_remat_size", _more_than_one, "expert weights are sharded already"),
-    _Unsupported(
-        "transformer_impl",
-        lambda value: value == "inference_optimized",
-        "FSSDP is for training; use transformer_engine or local",
-    ),
-)
-UNSUPPORTED_ARGUMENTS = (
-    _Unsupported("use_megatron_fsdp", _set, "Megatron-FSDP owns the expert weights; use the distributed optimizer"),
-    _Unsupported("use_torch_fsdp2", _set, "FSDP2 owns the expert weights; use the distributed optimizer"),
-)
-
-
 def broken_assumptions(assumptions: tuple[_Assumption, ...] = ASSUMPTIONS) -> list[str]:
     """What this Megatron has that we do not expect, a line each; empty when all is well."""
     import megatron.core
@@ -189,14 +111,4 @@ def broken_assumptions(assumptions: tuple[_Assumption, ...] = ASSUMPTIONS) -> li
             continue
         if missing := sorted(set(assumption.takes) - known):
             problems.append(f"megatron.{assumption.name} ({assumption.why}) no longer takes {', '.join(missing)}")
-    return problems
-
-
-def unsupported_settings(settings: Any, table: tuple[_Unsupported, ...] = UNSUPPORTED) -> list[str]:
-    """Settings of a ``TransformerConfig`` or of Megatron's arguments that FSSDP does not combine with, a line each."""
-    problems = []
-    for rule in table:
-        value = getattr(settings, rule.setting, None)
-        if rule.unsupported(value):
-            problems.append(f"--moe-fssdp with {rule.setting}={value!r}: {rule.instead}")
     return problems

@@ -86,23 +86,23 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
     for name, value in planted.items():
         assert f"  - --moe-fssdp with {name}={value!r}: " in str(error.value)
     assert str(error.value).count("\n") == len(planted)
-    from megatron_hecate.adapter import compat
+    from megatron_hecate.adapter import unsupported
 
-    assert {rule.setting for rule in compat.UNSUPPORTED} == {*planted}, "an untested setting"
+    assert {rule.setting for rule in unsupported.MODEL} == {*planted}, "an untested setting"
 
 
 @pytest.mark.fast
 def test_arguments_that_own_the_expert_weights() -> None:
-    from megatron_hecate.adapter import compat
+    from megatron_hecate.adapter import unsupported
 
     given = SimpleNamespace(use_megatron_fsdp=True, use_torch_fsdp2=True)
-    problems = compat.unsupported_settings(given, compat.UNSUPPORTED_ARGUMENTS)
+    problems = unsupported.find(given, unsupported.JOB)
     assert [problem.split(": ")[0] for problem in problems] == [
         "--moe-fssdp with use_megatron_fsdp=True",
         "--moe-fssdp with use_torch_fsdp2=True",
     ]
     assert all("use the distributed optimizer" in problem for problem in problems)
-    assert not compat.unsupported_settings(SimpleNamespace(), compat.UNSUPPORTED_ARGUMENTS)
+    assert not unsupported.find(SimpleNamespace(), unsupported.JOB)
 
 
 @ranks(2)
