@@ -18,19 +18,11 @@ from torch import Tensor
 GEMMS: list[tuple[str, int, bool]] = []  # layout, number of products and accumulate of every grouped GEMM so far
 
 
-class DType(enum.IntEnum):
-    """Types as TE numbers them."""
-
-    kByte = 0
-    kInt32 = 2
-    kFloat32 = 4
-    kFloat16 = 5
-    kBFloat16 = 6
-    kFloat8E4M3 = 7
-    kFloat8E5M2 = 8
-    kFloat4E2M1 = 10
-
-
+_TYPES = {
+    "kByte": 0, "kInt32": 2, "kFloat32": 4, "kFloat16": 5, "kBFloat16": 6,
+    "kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10,
+}  # fmt: skip
+DType = enum.IntEnum("DType", _TYPES)  # as TE numbers them, and compares with its own
 TORCH = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
 
 # TE compares its own copies of these with the compiled ones
