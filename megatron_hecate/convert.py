@@ -241,9 +241,9 @@ def _refuse_owners_at_first_forward(chunk: Module, undo: contextlib.ExitStack) -
     """The model may have been wrapped, or been given adapters, after the hook."""
 
     def check(chunk: Module, _: Any) -> None:
-        handle.remove()
         if problems := unsupported.find(owners.of_model([chunk]), slots=0):
             raise ValueError("FSSDP cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        handle.remove()
 
     handle = chunk.register_forward_pre_hook(check)
     undo.callback(handle.remove)
