@@ -45,6 +45,13 @@ class Forward(enum.Enum):
         return cls.MICROBATCH if trains else cls.OTHER
 
 
+def passes_per_microbatch(layer: Module) -> int:
+    """How often a training forward runs ``layer``: with ``mtp_use_repeated_layer`` one layer predicts all tokens."""
+    config = layer.config  # type: ignore[attr-defined]
+    repeated = getattr(layer, "is_mtp_layer", False) and getattr(config, "mtp_use_repeated_layer", False)
+    return (config.mtp_num_layers or 1) if repeated else 1
+
+
 def forwards_in_flight(config: Any, chunks: Sequence[int]) -> int:
     """Forwards of a layer whose backward has not run, of all layers of this rank together, at most.
 

@@ -67,7 +67,6 @@ MODEL = (
     Rule("moe_ncclep_zero_copy", _set, "its communication buffers belong to homes only"),
     Rule("moe_router_padding_for_quantization", _set, "pads logical experts for fp8; train the experts in bf16"),
     Rule("moe_router_padding_for_fp8", _set, "pads logical experts for fp8; train the experts in bf16"),
-    Rule("mtp_use_repeated_layer", _set, "a layer that runs several times per microbatch cannot count them"),
     Rule("cpu_offloading", _set, "offloading moves weights that replicas are fetched from"),
     Rule("fine_grained_activation_offloading", _set, "offloaded expert inputs are not tested with replicas"),
     Rule("gtp_weight_remat_size", _more_than_one, "expert weights are sharded already"),
