@@ -115,8 +115,8 @@ class Prefetcher:
             if not self._was_seen(state):
                 raise NotImplementedError(
                     f"{state.name} is recomputed in the backward, but its forward ran without gradients, where it "
-                    "looks like evaluation; use Megatron's --recompute-granularity, or "
-                    "checkpoint(..., use_reentrant=False)"
+                    "looks like evaluation; use Megatron's --recompute-granularity, torch's checkpoint or "
+                    "TransformerEngine's"
                 )
             if state.skip_stock_backward():
                 return None

@@ -138,3 +138,28 @@ def test_what_is_fetched_when(lifetime: str, expected: str) -> None:
     run.step(1)
     assert all(layer.fssdp.placement.num_replicas for layer in tiny_gpt.moe_layers(run.chunks))
     assert " ".join(calls) == expected
+
+
+@pytest.mark.parametrize("lifetime", ["iteration", *LIFETIMES])
+@ranks(2)
+def test_reentrant_checkpoints_of_torch(lifetime: str) -> None:
+    """Around the MoE layer alone: the forward runs without gradients, in nobody's mode."""
+    import tiny_gpt
+    from torch.utils.checkpoint import checkpoint
+
+    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 4),))
+    tiny_gpt.initialize(case)
+
+    def checkpointed(chunks: list) -> list:
+        for layer in tiny_gpt.moe_layers(chunks):
+            forward = layer.forward
+            layer.forward = lambda x, *_, forward=forward, **__: checkpoint(forward, x, use_reentrant=True)
+        return chunks
+
+    stock = tiny_gpt.train(case, hook=checkpointed)
+    hook = tiny_gpt.fssdp_hook(lifetime=lifetime)
+    ours = tiny_gpt.train(case, hook=lambda chunks: checkpointed(hook(chunks)))
+    tiny_gpt.assert_trained_alike(stock, ours)
+    with tiny_gpt.evaluating(ours.chunks):
+        tiny_gpt.run(case, ours.chunks, 3, num_microbatches=2, forward_only=True)
+    assert ours.step(3) == pytest.approx(stock.step(3), rel=1e-5)

@@ -98,6 +98,20 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
             moe_router_load_balancing_type="aux_loss",
         ),
     ),
+    "capacity-padded": (
+        2,
+        dict(accumulate=2),
+        dict(moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True, add_bias_linear=True),
+    ),
+    "capacity-padded-allgather-ep4": (
+        4,
+        dict(ep=4),
+        dict(
+            moe_expert_capacity_factor=1.5,
+            moe_pad_expert_input_to_capacity=True,
+            moe_token_dispatcher_type="allgather",
+        ),
+    ),
     "group-limited-topk": (
         2,
         {},
