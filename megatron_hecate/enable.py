@@ -44,11 +44,11 @@ def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
         settings = HecateConfig.from_arguments(megatron_args)
         if settings is None:
             return setup_model_and_optimizer(*args, **kwargs)
-        problems = unsupported.find(megatron_args, unsupported.JOB)
-        if problems:
-            raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in problems))
         call = inspect.signature(setup_model_and_optimizer).bind(*args, **kwargs)
         model_config = getattr(call.arguments.get("cfg_container"), "model", None)
+        slots = settings.slots if megatron_args.num_experts else 0  # the hook says that there is no MoE layer
+        if problems := unsupported.find(megatron_args, model_config, slots=slots):
+            raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in problems))
         if model_config is not None:  # megatron.training builds the model from a config (0.19 on)
             model_config.pre_wrap_hooks.append(fssdp(settings))
         else:
