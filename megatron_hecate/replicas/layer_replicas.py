@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ from megatron_hecate.replicas.autograd import (
 from megatron_hecate.replicas.buffers import BufferPool
 from megatron_hecate.tools import trace
 
+# what autograd carried in place of gradients, and what takes these when they are computed
+Delayed = deque[tuple[Sequence[Tensor | None], Callable[[Sequence[Tensor | None]], PendingGradients]]]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaSlots:
@@ -38,6 +43,7 @@ class ReplicaSlots:
         pool: the rank's buffers.
         ready: called before homes are read: makes sure that they hold this iteration's values.
         label: name of the layer in errors.
+        delayed: gets each backward whose weight gradients are computed later; None: they are computed in it.
     """
 
     index: int
@@ -46,6 +52,7 @@ class ReplicaSlots:
     pool: BufferPool
     ready: Callable[[], None]
     label: str
+    delayed: Delayed | None = None
 
     @property
     def sizes(self) -> LayerBuffer:
@@ -154,7 +161,11 @@ class Replicas:
         return self.buffer.chunks(self.slots.sizes, self.slots.sizes.dtype)
 
     def _grads(self) -> list[Tensor]:
-        return self.slots.pool.grads(self.slots.index).chunks(self.slots.sizes, self.slots.sizes.grad_dtype)
+        """Where the gradients of slots add up: a fused grouped GEMM wants one dtype for all, and that of the homes."""
+        home, dtype = self.slots.homes()[0][0], self.slots.sizes.grad_dtype
+        if any(self.slots.layout.fused):
+            dtype = getattr(home, "main_grad", home).dtype
+        return self.slots.pool.grads(self.slots.index).chunks(self.slots.sizes, dtype)
 
     def materialize(self, joined_homes: tuple[PendingGradients, list[Tensor]] | None = None) -> list[list[Tensor]]:
         """The weights this rank computes with in one microbatch: homes first, then slots, each a list of parameters.
@@ -219,9 +230,25 @@ class Replicas:
                 for chunk in self._grads():
                     chunk.zero_()
 
-    def _take_gradients(self, pending: PendingGradients, replica_grads: Sequence[Tensor | None]) -> None:
-        """Take one microbatch's gradients of all slots; the last one's returns them to their homes."""
+    def _take_gradients(self, pending: PendingGradients, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Take one microbatch's gradients of all weights, or have them taken later; gives those of the homes."""
         trace.add("experts backward", self.label, self._backward_began)
+        num_homes = len(pending.homes) * len(self.slots.layout.shapes)
+        if self.slots.delayed is None:
+            self._add_gradients(pending, grads[num_homes:])
+            return grads[:num_homes]
+        pending.delay()
+        self.slots.delayed.append((grads, partial(self._take_delayed, pending)))
+        return [None] * num_homes
+
+    def _take_delayed(self, pending: PendingGradients, grads: Sequence[Tensor | None]) -> PendingGradients:
+        num_homes = len(pending.homes) * len(self.slots.layout.shapes)
+        self._add_gradients(pending, grads[num_homes:])
+        pending.computed_later(grads[:num_homes])
+        return pending
+
+    def _add_gradients(self, pending: PendingGradients, replica_grads: Sequence[Tensor | None]) -> None:
+        """Add one microbatch's gradients of all slots; the last one's returns them to their homes."""
         layout, first, chunks = self.slots.layout, not self.unreturned, self._grads()
         parts = len(layout.shapes)
         for slot in self.plan.slots:
@@ -244,8 +271,12 @@ class Replicas:
             self._return_gradients(pending, chunks)
             self._finish()
 
-    def _return_gradients(self, pending: PendingGradients, chunks: list[Tensor]) -> None:
+    def _return_gradients(self, pending: PendingGradients, summed: list[Tensor]) -> None:
         buffer = self.slots.pool.grads(self.slots.index)
+        chunks = buffer.chunks(self.slots.sizes, self.slots.sizes.grad_dtype)
+        if summed[0].dtype is not chunks[0].dtype:  # bf16: they grow in the same memory, so the last one goes first
+            for narrow, chunk in zip(reversed(summed), reversed(chunks), strict=True):
+                chunk.copy_(narrow.clone())
         pending.expect(self.plan.replicated, buffer, label=self.label)
         buffer.transfer = self.slots.pool.transport.return_gradients(self.plan, chunks, pending, label=self.label)
         buffer.abandon = pending.abandon
