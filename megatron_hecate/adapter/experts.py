@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
+from megatron_hecate.adapter import stored_weights
 from megatron_hecate.adapter.training_state import wait_for_params
 from megatron_hecate.plan import LayerShape
 from megatron_hecate.replicas.autograd import ChunkLayout, PendingGradients
@@ -65,7 +66,18 @@ class PhysicalExperts:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one replica's weights."""
-        return sum(p.numel() * p.element_size() for p in self.homes()[0])
+        return stored_weights.stored_bytes(self.homes()[0])
+
+    def stored(self) -> list[list[Tensor]]:
+        """What travels of this rank's own experts."""
+        return [stored_weights.as_stored(expert) for expert in self.homes()]
+
+    def weights_in(self, chunk: Tensor) -> list[Tensor]:
+        """The parameters of a replica, in one ``chunk`` of what has come."""
+        like = self.homes()[0]
+        if any(map(stored_weights.is_quantized, like)):
+            return stored_weights.weights_in(chunk, like)
+        return self.layout.views(chunk)
 
     def shape(self, token_bytes: int, *, microbatches: int) -> LayerShape:
         """Sizes of the layer for the cost model. Gradients travel in fp32; a matrix costs 2 FLOPs per element."""
