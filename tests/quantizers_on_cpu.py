@@ -38,10 +38,17 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 def install(tex: Any) -> None:
     """Give ``tex`` these functions."""
-    for function in (quantize, split_quantize, bgrad_quantize, dequantize, fp8_transpose, te_general_grouped_gemm):
+    for function in (quantize, split_quantize, bgrad_quantize, fp8_transpose, te_general_grouped_gemm):
         setattr(tex, function.__name__, function)
     tex.fused_multi_row_padding = tex.fused_multi_row_unpadding = _copy_rows
     tex.get_num_cublas_streams = lambda: 1
+
+
+def take_cpu_tensors() -> None:
+    """TE moves what it dequantizes to the GPU first."""
+    for stem, name in (("mxfp8", "_FromMXFP8Func"), ("nvfp4", "_FromNVFP4Func"), ("float8", "_FromFloat8Func")):
+        module = importlib.import_module(f"transformer_engine.pytorch.tensor.storage.{stem}_tensor_storage")
+        getattr(module, name).forward = staticmethod(_dequantize)
 
 
 def pretend(*capability: int) -> None:
@@ -92,11 +99,8 @@ def bgrad_quantize(tensor: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
     return tensor.sum(dim=0), tensor if exact_activations else quantize(tensor, quantizer)
 
 
-def dequantize(tensor: Any, dtype: Any) -> Tensor:
-    from transformer_engine.pytorch.constants import TE_DType
-
-    torch_dtype = next(known for known, number in TE_DType.items() if number == dtype)
-    return decode(tensor, columnwise=not _has(tensor, "rowwise")).view(tensor.size()).to(torch_dtype)
+def _dequantize(_: Any, tensor: Any, dtype: torch.dtype) -> Tensor:
+    return decode(tensor, columnwise=not _has(tensor, "rowwise")).reshape(tensor.size()).to(dtype)
 
 
 def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Tensor:
@@ -151,7 +155,7 @@ def decode(tensor: Any, *, columnwise: bool) -> Tensor:
 
 
 def _flat(data: Tensor) -> Tensor:
-    return data.detach().reshape(-1, data.shape[-1])
+    return data.detach().flatten(0, -2)
 
 
 def _has(tensor: Any, side: str) -> bool:

@@ -42,8 +42,6 @@ WITH_SLOTS = (
     ),
 )
 MODEL = (
-    Rule("fp8", _set, "replicas of quantized weights are not built; train the experts in bf16"),
-    Rule("fp4", _set, "replicas of quantized weights are not built; train the experts in bf16"),
     Rule(
         "moe_pad_expert_input_to_capacity",
         _set,
@@ -65,8 +63,6 @@ MODEL = (
     Rule("moe_single_grouped_bias", _set, "one tensor for all experts has no room for replicas"),
     Rule("moe_use_legacy_grouped_gemm", _set, "the legacy GroupedMLP has no room for replicas; use TEGroupedMLP"),
     Rule("moe_ncclep_zero_copy", _set, "its communication buffers belong to homes only"),
-    Rule("moe_router_padding_for_quantization", _set, "pads logical experts for fp8; train the experts in bf16"),
-    Rule("moe_router_padding_for_fp8", _set, "pads logical experts for fp8; train the experts in bf16"),
     Rule("mtp_use_repeated_layer", _set, "a layer that runs several times per microbatch cannot count them"),
     Rule("cpu_offloading", _set, "offloading moves weights that replicas are fetched from"),
     Rule("fine_grained_activation_offloading", _set, "offloaded expert inputs are not tested with replicas"),
