@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import types
 from collections.abc import Sequence
 from typing import Any
 
+import tex_on_cpu
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -36,32 +36,15 @@ KINDS = {  # by the quantizer: where TE keeps the tensor's class, and its name
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
-def install(tex: Any) -> None:
-    """Give ``tex`` these functions."""
+def install() -> None:
+    """Let TE quantize; after ``te_on_cpu.install()``."""
+    import transformer_engine_torch as tex
+
     for function in (quantize, split_quantize, bgrad_quantize, fp8_transpose, te_general_grouped_gemm):
         setattr(tex, function.__name__, function)
-    tex.fused_multi_row_padding = tex.fused_multi_row_unpadding = _copy_rows
-    tex.get_num_cublas_streams = lambda: 1
-
-
-def take_cpu_tensors() -> None:
-    """TE moves what it dequantizes to the GPU first."""
     for stem, name in (("mxfp8", "_FromMXFP8Func"), ("nvfp4", "_FromNVFP4Func"), ("float8", "_FromFloat8Func")):
         module = importlib.import_module(f"transformer_engine.pytorch.tensor.storage.{stem}_tensor_storage")
-        getattr(module, name).forward = staticmethod(_dequantize)
-
-
-def pretend(*capability: int) -> None:
-    """Let TE take this for a GPU of compute capability (9, 0), a Hopper, or (10, 0), a Blackwell."""
-    from transformer_engine.pytorch import quantization, utils
-
-    fields = {"major": capability[0], "minor": capability[1], "multi_processor_count": 1, "total_memory": 1 << 37}
-    torch.cuda.get_device_capability = lambda *_, **__: capability
-    torch.cuda.get_device_properties = lambda *_, **__: types.SimpleNamespace(name="a CPU", **fields)
-    for cached in (utils.is_non_tn_fp8_gemm_supported, utils.get_device_compute_capability):
-        getattr(cached, "cache_clear", lambda: None)()
-    for name in [name for name in vars(quantization) if name.endswith("_SUPPORT")]:
-        setattr(quantization, name, None)
+        getattr(module, name).forward = staticmethod(_dequantize)  # TE moves what is not on a GPU there first
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
@@ -108,19 +91,11 @@ def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Ten
     return transposed if out is None else out.copy_(transposed)
 
 
-def te_general_grouped_gemm(*args: Any) -> list:
-    """``A`` weights (wgrad: inputs), ``B`` inputs (dgrad, wgrad: gradients), in TE's order of arguments."""
-    a, transa, b, transb, out, _, splits, bias, _, single_output, _, grad, _, _, accumulate = args[:15]
-    results = out[0].split(list(splits)) if single_output else out
-    for i, (left, right, result) in enumerate(zip(a, b, results, strict=True)):
-        x, y = decode(left, columnwise=not transa), decode(right, columnwise=transb)
-        product = (y.t() if transb else y) @ (x.t() if transa else x)
-        if not grad and bias[i].numel():
-            product += bias[i].double()
-        result.copy_(result.double() + product) if accumulate else result.copy_(product)
-        if grad and bias[i].numel():
-            bias[i].copy_(y.sum(dim=0))
-    return bias
+def te_general_grouped_gemm(a: Sequence[Any], transa: bool, b: Sequence[Any], transb: bool, *rest: Any) -> Any:
+    """Also of plain operands, where a layer is not quantized."""
+    left = [decode(x, columnwise=not transa) for x in a]
+    right = [decode(x, columnwise=transb) for x in b]
+    return tex_on_cpu.te_general_grouped_gemm(left, transa, right, transb, *rest)
 
 
 def decode(tensor: Any, *, columnwise: bool) -> Tensor:
@@ -310,11 +285,3 @@ def _rotate(x: Tensor) -> Tensor:
 
 def _padded(scale: Tensor, rows: int, columns: int) -> Tensor:
     return pad(scale, (0, -scale.shape[1] % columns, 0, -scale.shape[0] % rows)).contiguous()
-
-
-def _copy_rows(source: Tensor, target: Tensor, splits: Sequence[int], wanted: Sequence[int]) -> None:
-    """Rows of each split of ``source`` at the begin of ``target``'s, whose further rows become zero."""
-    target.zero_()
-    for a, b in zip(source.split(list(splits)), target.split(list(wanted)), strict=True):
-        rows = min(len(a), len(b))
-        b[:rows] = a[:rows]
