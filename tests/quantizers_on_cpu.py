@@ -1,7 +1,7 @@
 """TransformerEngine's quantize, dequantize, transpose and GEMMs of quantized operands, in torch on a CPU.
 
-They stand in for the compiled functions of ``transformer_engine_torch``: the same bytes in the same places, held by TE's
-own tensors and chosen by TE's own quantizers. `test_quantizers` compares the bytes with TE's Python references and with
+They stand in for the compiled functions of ``transformer_engine_torch``: the same bytes in the same places, held by
+TE's own tensors and chosen by TE's own quantizers. `test_quantizers` compares the bytes with TE's Python references and with
 the formats' definitions. Two things differ from a GPU: scales stay in the compact layout, which TE permutes for its
 GEMMs, and gradients in NVFP4 are rounded to nearest, where TE rounds them stochastically.
 
@@ -275,7 +275,7 @@ def _e2m1(values: Tensor) -> Tensor:
 
 
 def _rotate(x: Tensor) -> Tensor:
-    """The random Hadamard transform of TE over each 16 of a row of ``x`` [M, K], in bf16. It is orthogonal, so a product
+    """The random Hadamard transform of TE over each 16 of a row of ``x`` [M, K], in bf16. It is orthogonal: a product
     over rotated rows is that over the rows themselves."""
     from transformer_engine.pytorch.tensor.nvfp4_tensor import get_rht_matrix
 

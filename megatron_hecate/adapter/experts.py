@@ -99,7 +99,7 @@ class PhysicalExperts:
             self.drop_quantized(0)
 
     def drop_quantized(self, first: int) -> None:
-        """Drop the quantized copies that TransformerEngine keeps over microbatches, of physical experts from ``first``."""
+        """Drop the quantized copies that TransformerEngine keeps over microbatches, of experts from ``first`` on."""
         for linear in self.twin.children():
             copies = getattr(linear, "_fp8_workspaces", {})
             for name in [name for name in copies if int(name.removeprefix("weight")) >= first]:

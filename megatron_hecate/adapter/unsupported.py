@@ -96,15 +96,14 @@ WITH_SLOTS = (
 MODEL = (
     Rule(
         "fp8_recipe",
-        "delayed scaling keeps a history for each expert's place, and replicas change theirs; custom quantizers are not "
-        "known",
+        "delayed scaling keeps a history for each expert's place, where replicas change; custom quantizers are unknown",
         instead="mxfp8",
         unsupported=lambda settings: _is_set(settings["fp8"]) and _recipe(settings["fp8_recipe"]) not in _FP8_RECIPES,
         hint=", tensorwise or blockwise",
     ),
     Rule(
         "fp4_recipe",
-        "custom quantizers are not known",
+        "custom quantizers are unknown",
         instead="nvfp4",
         unsupported=lambda settings: _is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"]) == "custom",
     ),
@@ -112,8 +111,9 @@ MODEL = (
         "moe_grouped_gemm",
         "quantized experts need TEGroupedMLP, and without it each expert is a module of its own",
         instead="true",
-        unsupported=lambda settings: not settings["moe_grouped_gemm"]
-        and (_is_set(settings["fp8"]) or _is_set(settings["fp4"])),
+        unsupported=lambda settings: (
+            not settings["moe_grouped_gemm"] and (_is_set(settings["fp8"]) or _is_set(settings["fp4"]))
+        ),
         flag="",
         hint=" or --moe-grouped-gemm",
     ),
