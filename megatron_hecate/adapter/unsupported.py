@@ -90,7 +90,6 @@ WITH_SLOTS = (
 MODEL = (
     Rule("fp8", "replicas of quantized weights are not built", instead=None, flag="--fp8-format"),
     Rule("fp4", "replicas of quantized weights are not built", instead=None, flag="--fp4-format"),
-    Rule("moe_pad_expert_input_to_capacity", "an expert would get its capacity on every rank that holds it"),
     Rule("moe_expert_rank_capacity_factor", "buffers of fixed size per rank are sized for homes only", instead=None),
     Rule("moe_paged_stash", "the paged stash is sized for homes only"),
     Rule("cuda_graph_impl", "replicas change every iteration and cannot be captured", instead="none"),
@@ -108,7 +107,6 @@ MODEL = (
     Rule("moe_ncclep_zero_copy", "its communication buffers belong to homes only"),
     Rule("moe_router_padding_for_quantization", "pads logical experts for fp8"),
     Rule("moe_router_padding_for_fp8", "pads logical experts for fp8"),
-    Rule("mtp_use_repeated_layer", "a layer that runs several times per microbatch cannot count them"),
     Rule("cpu_offloading", "weights that replicas are fetched from move", flag="--cpu-offloading-num-layers"),
     Rule("fine_grained_activation_offloading", "offloaded expert inputs are not tested with replicas"),
     Rule(
