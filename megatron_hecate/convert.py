@@ -42,7 +42,17 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
         TimeoutError: when some rank does not run the hook within ``config.timeout``.
     """
 
-    def hook(chunks: Chunks) -> Chunks:
+    return _Hook(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hook:
+    """What `fssdp` returns: an object, not a closure, so that it can be pickled and compared."""
+
+    config: HecateConfig
+
+    def __call__(self, chunks: Chunks) -> Chunks:
+        config = self.config
         layers = [(m, i) for i, chunk in enumerate(chunks) for m in chunk.modules() if isinstance(m, MoELayer)]
         converted = [layer for layer, _ in layers if isinstance(layer, FSSDPLayer)]
         if converted and len(converted) == len(layers):
@@ -71,8 +81,6 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
         if dist.get_rank() == 0:
             _say_on(notes, resolved, speeds, connection.why)
         return chunks
-
-    return hook
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,10 @@ from megatron.training import arguments, training
 from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate.adapter import compat, unsupported
 
+launched: dict[str, Any] = {}  # the flags given to our launcher, by argparse's names
 
-def _wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+
+def wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
     """Replace ``module.name`` once, however often this module is imported or reloaded."""
     original = getattr(module, name)
     if not hasattr(original, "_megatron_hecate"):
@@ -27,7 +30,11 @@ def _wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> No
 
 
 def _with_flags(add_megatron_arguments: Callable) -> Callable:
-    return lambda parser: HecateConfig.add_arguments(add_megatron_arguments(parser))
+    def add(parser: ArgumentParser) -> ArgumentParser:
+        HecateConfig.add_arguments(add_megatron_arguments(parser)).set_defaults(**launched)
+        return parser
+
+    return add
 
 
 def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
@@ -73,5 +80,5 @@ def _convert_when_built(provider: Callable, hook: Callable[[list], list], *, num
 _problems = compat.broken_assumptions(compat.TRAINING_ASSUMPTIONS)
 if _problems:
     raise ImportError("megatron_hecate.enable does not fit this Megatron:\n" + "\n".join(f"  - {p}" for p in _problems))
-_wrap(arguments, "add_megatron_arguments", _with_flags)
-_wrap(training, "setup_model_and_optimizer", _with_hook)
+wrap(arguments, "add_megatron_arguments", _with_flags)
+wrap(training, "setup_model_and_optimizer", _with_hook)

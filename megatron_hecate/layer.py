@@ -37,7 +37,7 @@ class FSSDPLayer:
         self.experts.joined_homes, state.joined_homes = state.joined_homes, None
         probs, routing_map = super().route(hidden_states, *args, **kwargs)
         if self.purpose is Forward.MICROBATCH:
-            self.prefetcher.observe(state.index, routing_map)
+            self.prefetcher.observe(state.index, state.rerouter.without_padding(routing_map, probs))
         return probs, routing_map
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,14 +45,15 @@ class FSSDPLayer:
         self.token_dispatcher = state.stock_dispatcher
         if experts.replicas is not None or state.expects_late:
             with trace.span("loads", state.name):
-                loads = state.rerouter.gather_loads(routing_map)
+                chosen = state.rerouter.without_padding(routing_map, probs)
+                loads = state.rerouter.gather_loads(chosen)
             if state.expects_late and in_training:
                 with trace.span("late", state.name):
                     experts.replicas = self.prefetcher.add_late_replicas(state.index, loads)
             if experts.replicas is not None:
                 self.token_dispatcher = state.physical_dispatcher
                 with trace.span("quotas", state.name):
-                    routing_map, probs = state.rerouter.reroute(routing_map, probs, loads, experts.replicas.placement)
+                    routing_map, probs = state.rerouter.reroute(chosen, probs, loads, experts.replicas.placement)
         if in_training:
             self.prefetcher.forwarded(state.index, experts.replicas)
         return super().preprocess(hidden_states, probs, routing_map)

@@ -81,6 +81,7 @@ class Rerouter:
         self.sources: dist.ProcessGroup = dispatcher.tp_ep_group
         self._source_rank = [n // dispatcher.tp_size for n in range(self.sources.size())]
         self._world, self._label, self._timeout = world, label, timeout
+        self._padded = dispatcher.config.moe_pad_expert_input_to_capacity
         self._solver: QuotaSolver | None = None  # made on the device of the first loads
         self._tables: tuple[Placement, PlacementTables, _Holders] | None = None  # of the last placement
 
@@ -92,6 +93,7 @@ class Rerouter:
         """
         config = copy.copy(stock.config)
         config.num_moe_experts = stock.ep_size * num_physical
+        config.moe_pad_expert_input_to_capacity = False  # an expert would get its capacity on every holder
         first = stock.ep_group.rank() * num_physical
         groups = ProcessGroupCollection(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
         dispatcher = type(stock)(
@@ -100,6 +102,11 @@ class Rerouter:
         if stock.shared_experts is not None:
             dispatcher.set_shared_experts(stock.shared_experts)
         return dispatcher
+
+    def without_padding(self, routing_map: Tensor, probs: Tensor) -> Tensor:
+        """[T, E] bool routing map of the tokens that an expert was chosen for. Padding to capacity adds others, whose
+        probability is zero: they change neither outputs nor gradients."""
+        return routing_map & (probs.detach() != 0) if self._padded else routing_map
 
     def gather_loads(self, routing_map: Tensor) -> Tensor:
         """[N, E] int32 tokens of every source for every expert, from this source's ``routing_map`` [T, E].

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch.nn import Module
 
 
@@ -31,18 +33,40 @@ class Forward(enum.Enum):
     def running(cls, layer: Module, *, gradients: bool | None) -> Forward:
         """What the running forward of ``layer`` is for.
 
-        Under Megatron's checkpointing the first pass has no gradients, so it is the model chunk's forward around it
-        that tells training from evaluation.
+        Under a checkpoint the first pass has no gradients, so it is the model chunk's forward around it that tells
+        training from evaluation.
 
         Args:
             gradients: whether that forward has them; ``None`` where none is running (``build_schedule_plan``).
         """
-        from megatron.core.tensor_parallel.random import is_checkpointing
-
         if torch._C._current_graph_task_id() != -1:
             return cls.RECOMPUTED
-        trains = layer.training and (torch.is_grad_enabled() or (is_checkpointing() and gradients is not False))
+        trains = layer.training and (torch.is_grad_enabled() or (gradients is not False and _is_checkpointed()))
         return cls.MICROBATCH if trains else cls.OTHER
+
+
+def _is_checkpointed() -> bool:
+    """Whether the running code will be computed again: by Megatron's checkpoint, or by torch's or TE's reentrant one,
+    which only the stack tells of."""
+    from megatron.core.tensor_parallel.random import is_checkpointing
+
+    if is_checkpointing():
+        return True
+    found = [torch.utils.checkpoint.CheckpointFunction]
+    if (te := sys.modules.get("transformer_engine.pytorch.distributed")) is not None:
+        found.append(te._CheckpointFunction)
+    codes = [function.forward.__code__ for function in found]
+    frame = sys._getframe()
+    while frame is not None and frame.f_code not in codes:
+        frame = frame.f_back
+    return frame is not None
+
+
+def passes_per_microbatch(layer: Module) -> int:
+    """How often a training forward runs ``layer``: with ``mtp_use_repeated_layer`` one layer predicts all tokens."""
+    config = layer.config  # type: ignore[attr-defined]
+    repeated = getattr(layer, "is_mtp_layer", False) and getattr(config, "mtp_use_repeated_layer", False)
+    return (config.mtp_num_layers or 1) if repeated else 1
 
 
 def forwards_in_flight(config: Any, chunks: Sequence[int]) -> int:

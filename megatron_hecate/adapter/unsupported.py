@@ -106,7 +106,6 @@ MODEL = (
         instead="bf16",
         unsupported=lambda settings: settings["moe_combine_bwd_dtype"] not in (None, "bf16"),
     ),
-    Rule("moe_pad_expert_input_to_capacity", "an expert would get its capacity on every rank that holds it"),
     Rule("moe_expert_rank_capacity_factor", "buffers of fixed size per rank are sized for homes only", instead=None),
     Rule("moe_paged_stash", "the paged stash is sized for homes only"),
     Rule("cuda_graph_impl", "replicas change every iteration and cannot be captured", instead="none"),
@@ -131,12 +130,11 @@ MODEL = (
         instead=1,
         unsupported=_more_than_one("mlp_chunks_for_training"),
     ),
-    Rule("mtp_use_repeated_layer", "a layer that runs several times per microbatch cannot count them"),
     Rule(
         "cpu_offloading",
         "weights that replicas are fetched from move",
-        hint=" and model.cpu_offloading_num_layers=0",
         flag="",
+        hint=" and model.cpu_offloading_num_layers=0 or leave out --cpu-offloading-num-layers",
     ),
     Rule("fine_grained_activation_offloading", "offloaded expert inputs are not tested with replicas"),
     Rule(

@@ -76,7 +76,8 @@ class Replicas:
         slots: the layer's slots.
         placement: who holds what; some rank has a replica.
         plan: this rank's part in fetching them. A buffer holds what its plan brought: each iteration makes its own.
-        microbatches: backward passes after which the gradients return; 1 returns them with each.
+        returns_after: backward passes after which the gradients return; 1 returns them with each.
+        passes: how often one microbatch runs the layer.
         meter: told of the transfers that fetch them, where it times copies.
     """
 
@@ -90,19 +91,20 @@ class Replicas:
         placement: Placement,
         plan: TransferPlan,
         *,
-        microbatches: int = 1,
+        returns_after: int = 1,
+        passes: int = 1,
         meter: OverlapMeter | None = None,
     ) -> None:
         slots.check()
-        self.slots, self.label, self.microbatches = slots, slots.label, microbatches
+        self.slots, self.label, self.returns_after, self._passes_left = slots, slots.label, returns_after, passes
         self.placement, self.plan, self._meter = placement, plan, meter
         self.buffer = slots.pool.weights(slots.index, label=slots.label)
         self.backwards, self.computed = 0, False
 
     @property
     def unreturned(self) -> int:
-        """Microbatches whose gradients wait on this rank."""
-        return self.backwards % self.microbatches
+        """Backward passes whose gradients wait on this rank."""
+        return self.backwards % self.returns_after
 
     def drop_unreturned(self) -> None:
         """Forget gradients that wait: their iteration was abandoned."""
@@ -192,7 +194,8 @@ class Replicas:
         return _ExpertsOutput.apply(self._prepare_backward, output)
 
     def _finish(self) -> None:
-        if self.after_backward is not None:
+        self._passes_left -= 1
+        if not self._passes_left and self.after_backward is not None:
             self.after_backward(self)
 
     def _main_grads(self, pending: PendingGradients) -> list[Tensor | None]:

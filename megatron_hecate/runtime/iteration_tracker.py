@@ -8,7 +8,7 @@ order on every rank of the group.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
@@ -20,29 +20,31 @@ class IterationTracker:
     a step can be skipped (gradient overflow), when all M microbatches ran and another one starts.
 
     Args:
-        num_layers: converted layers on this rank.
+        passes: of every converted layer on this rank, how often a microbatch runs it.
         num_microbatches: M of the current iteration, or ``None`` where the training loop does not say.
         on_begin: called when the first layer enters a new iteration.
         on_forwards_done: called when the last layer has routed its last microbatch.
-        drop_unreturned: forgets gradients that wait to return; returns (layer name, microbatches) of those.
+        drop_unreturned: forgets gradients that wait to return; returns (layer name, backward
+            passes seen, of how many) of those.
     """
 
     def __init__(
         self,
-        num_layers: int,
+        passes: Sequence[int],
         *,
         num_microbatches: Callable[[], int | None],
         on_begin: Callable[[], None],
         on_forwards_done: Callable[[], None],
-        drop_unreturned: Callable[[], list[tuple[str, int]]],
+        drop_unreturned: Callable[[], list[tuple[str, int, int]]],
     ) -> None:
         self._read_num_microbatches = num_microbatches
         self._on_begin, self._on_forwards_done, self._drop_unreturned = on_begin, on_forwards_done, drop_unreturned
         self.microbatches: int | None = None
         self.iteration = 0  # the one that is running
         self._begun = -1  # the last one that some layer entered
-        self._entered = [-1] * num_layers  # the last one each layer entered
-        self._forwards = [0] * num_layers  # microbatches each layer forwarded in it
+        self._passes = passes
+        self._entered = [-1] * len(passes)  # the last one each layer entered
+        self._forwards = [0] * len(passes)  # how often each layer ran forward in it
         _call_before_step(self)
 
     def enter(self, layer: int) -> bool:
@@ -61,7 +63,7 @@ class IterationTracker:
 
     def comes_to(self, layer: int) -> bool:
         """The forward of a microbatch will enter ``layer``; what `enter` returns will be the same. Raises alike."""
-        if self.is_in(layer) and self._forwards[layer] == self.microbatches:
+        if self.is_in(layer) and self._is_done(layer):
             self.weights_changed()
         if self.is_in(layer):
             return False
@@ -80,10 +82,17 @@ class IterationTracker:
         """Whether ``layer`` has routed a microbatch's tokens in the running iteration."""
         return self.is_in(layer) and self._forwards[layer] > 0
 
+    def is_within_microbatch(self, layer: int) -> bool:
+        """Whether the next forward of ``layer`` is a further pass of a microbatch that has begun."""
+        return self.is_in(layer) and self._forwards[layer] % self._passes[layer] > 0
+
+    def _is_done(self, layer: int) -> bool:
+        return self.microbatches is not None and self._forwards[layer] == self.microbatches * self._passes[layer]
+
     def forwarded(self, layer: int) -> None:
         """``layer`` has routed the tokens of a microbatch."""
         self._forwards[layer] += 1
-        if all(n == self.microbatches for n in self._forwards) and set(self._entered) == {self.iteration}:
+        if all(map(self._is_done, range(len(self._passes)))) and set(self._entered) == {self.iteration}:
             self._on_forwards_done()
 
     def weights_changed(self) -> None:
@@ -102,7 +111,7 @@ class IterationTracker:
     def _check_all_returned(self, event: str) -> None:
         waiting = self._drop_unreturned()  # forgotten, so that a loop which catches the error can go on
         if waiting:
-            layers = ", ".join(f"{name} ({count} of {self.microbatches})" for name, count in waiting)
+            layers = ", ".join(f"{name} ({count} of {total})" for name, count, total in waiting)
             self.weights_changed()
             raise RuntimeError(
                 f"FSSDP: {event} while gradients of replicas wait for the last of {self.microbatches} microbatches; "

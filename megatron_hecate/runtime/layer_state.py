@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_hecate.adapter.dispatcher import Rerouter
 from megatron_hecate.adapter.experts import PhysicalExperts
-from megatron_hecate.adapter.training_state import Forward, wait_for_params
+from megatron_hecate.adapter.training_state import Forward, passes_per_microbatch, wait_for_params
 from megatron_hecate.comm.agreement import assert_same
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
@@ -81,7 +81,9 @@ class LayerState:
     ) -> None:
         layer = parts.layer
         self.parts, self.index, self.config, self.world, self.transport = parts, index, config, world, transport
-        self.name, self.group = f"layer {layer.layer_number}", layer.ep_group
+        mtp = "mtp " if getattr(layer, "is_mtp_layer", False) else ""  # which Megatron numbers from 1 again
+        self.name, self.group = f"{mtp}layer {layer.layer_number}", layer.ep_group
+        self.passes = passes_per_microbatch(layer)
         self.stock_dispatcher, self.physical_dispatcher = layer.token_dispatcher, parts.physical_dispatcher
         self.rerouter = Rerouter(layer.token_dispatcher, world, label=self.name, timeout=config.timeout)
         self.placement = self.planned = parts.homes_only  # now, and before late replicas
@@ -92,7 +94,8 @@ class LayerState:
         self.expects_late = False  # whether the next forward may fetch late replicas
         self.planned_in = self.fetched_in = -1  # the last iterations in which it was
         self.prepared = False  # for the next forward
-        # replicas of the microbatches whose backward has not run, oldest first: Megatron's schedules keep that order
+        # replicas of the microbatches whose backward has not run, once per pass, oldest first: Megatron's schedules
+        # keep that order
         self._in_flight: deque[Replicas | None] = deque()
 
     @property
@@ -105,9 +108,9 @@ class LayerState:
         lifetime = LIFETIMES[self.config.lifetime]
         token_bytes = self.parts.layer.config.hidden_size * self.parts.experts.homes()[0][0].element_size()
         return dataclasses.replace(
-            self.parts.experts.shape(token_bytes, microbatches=microbatches),
+            self.parts.experts.shape(token_bytes, microbatches=microbatches * self.passes),
             fetches=max(1, lifetime.fetches * microbatches),
-            returns=max(1, lifetime.returns * microbatches),
+            returns=max(1, lifetime.returns * microbatches * self.passes),
         )
 
     def slots_in(self, pool: BufferPool) -> ReplicaSlots:
@@ -176,9 +179,8 @@ class LayerState:
 
     def finish_backward(self, replicas: Replicas) -> None:
         """The microbatch of ``replicas`` needs them no more."""
-        if replicas in self._in_flight:
-            while self._in_flight.popleft() is not replicas:
-                pass
+        while replicas in self._in_flight:
+            self._in_flight.popleft()
         replicas.slots.pool.free(replicas.buffer)
 
     def abandon(self) -> None:

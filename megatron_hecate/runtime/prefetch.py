@@ -58,7 +58,7 @@ class Prefetcher:
             meter=self.meter,
         )
         self.tracker = IterationTracker(
-            len(states),
+            [state.passes for state in states],
             num_microbatches=training_state.num_microbatches,
             on_begin=self._begin_iteration,
             on_forwards_done=self.monitor.start_reduce,
@@ -115,8 +115,8 @@ class Prefetcher:
             if not self._was_seen(state):
                 raise NotImplementedError(
                     f"{state.name} is recomputed in the backward, but its forward ran without gradients, where it "
-                    "looks like evaluation; use Megatron's --recompute-granularity, or "
-                    "checkpoint(..., use_reentrant=False)"
+                    "looks like evaluation; use Megatron's --recompute-granularity, torch's checkpoint or "
+                    "TransformerEngine's"
                 )
             if state.skip_stock_backward():
                 return None
@@ -188,7 +188,8 @@ class Prefetcher:
             return
         self._plan_from(state.index)
         state.prepared = True
-        if state.fetched_in == self.tracker.iteration and state.keeps_replicas:
+        still_there = state.keeps_replicas or self.tracker.is_within_microbatch(state.index)
+        if state.fetched_in == self.tracker.iteration and still_there:
             return
         state.fetched_in = self.tracker.iteration
         state.expects_late = state.config.late_replicas > 0
@@ -228,13 +229,15 @@ class Prefetcher:
     def _fetch(self, state: LayerState) -> Replicas:
         """Begin to fetch the planned replicas, for one microbatch or for all of the iteration."""
         assert state.plan is not None
-        microbatches = (self.tracker.microbatches or 1) if state.keeps_replicas else 1
+        # where layers share buffers, another layer's backward may run between two passes: each returns its gradients
+        returns_after = (self.tracker.microbatches or 1) * state.passes if state.keeps_replicas else 1
         try:
             replicas = Replicas(
                 state.slots_in(self._buffer_pool()),
                 state.placement,
                 state.plan,
-                microbatches=microbatches,
+                returns_after=returns_after,
+                passes=state.passes,
                 meter=self.meter,
             )
         except RuntimeError:
@@ -283,9 +286,9 @@ class Prefetcher:
         self.monitor.finish_reduce()
         self.forecast = self.monitor.history.forecast()
 
-    def _drop_unreturned(self) -> list[tuple[str, int]]:
+    def _drop_unreturned(self) -> list[tuple[str, int, int]]:
         waiting = [replicas for replicas in self._live if replicas.unreturned]
-        found = sorted((replicas.label, replicas.unreturned) for replicas in waiting)
+        found = sorted((replicas.label, replicas.unreturned, replicas.returns_after) for replicas in waiting)
         for replicas in waiting:
             replicas.drop_unreturned()
         return found

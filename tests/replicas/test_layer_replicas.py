@@ -89,7 +89,7 @@ def test_layers_of_different_size_share_buffers(lifetime: str) -> None:
         for of_layer in slots:
             plan = TransferPlan.from_placement(placement, rank)
             if lifetime == "iteration":
-                made.append(Replicas(of_layer, placement, plan, microbatches=microbatches))
+                made.append(Replicas(of_layer, placement, plan, returns_after=microbatches))
                 continue
             replicas = Replicas(of_layer, placement, plan)
             replicas.before_backward = Replicas.start if lifetime == "layer" else None

@@ -13,10 +13,10 @@ pytestmark = pytest.mark.fast
 
 
 class _Log:
-    def __init__(self, num_layers: int, microbatches: int | None) -> None:
+    def __init__(self, num_layers: int, microbatches: int | None, passes: tuple[int, ...] | None = None) -> None:
         self.microbatches, self.waiting, self.events = microbatches, [], []
         self.tracker = IterationTracker(
-            num_layers,
+            passes or (1,) * num_layers,
             num_microbatches=lambda: self.microbatches,
             on_begin=lambda: self.events.append("begin"),
             on_forwards_done=lambda: self.events.append("done"),
@@ -41,6 +41,17 @@ def test_an_optimizer_step_begins_an_iteration() -> None:
     optimizer.step()
     assert [log.forward(layer) for layer in (0, 1, 0, 1)] == [True, True, False, False]
     assert log.events == ["begin", "done", "begin", "done"]
+
+
+def test_a_layer_that_runs_twice_in_a_microbatch() -> None:
+    log = _Log(num_layers=2, microbatches=2, passes=(1, 2))
+    within = []
+    for layer in (0, 1, 1, 0, 1, 1):
+        within.append(log.tracker.is_within_microbatch(layer))
+        log.forward(layer)
+    assert within == [False, False, True, False, False, True]
+    assert log.events == ["begin", "done"]
+    assert [log.forward(layer) for layer in (0, 1, 1)] == [True, True, False], "the optimizer's step was skipped"
 
 
 def test_a_skipped_step_is_noticed_by_counting() -> None:
@@ -73,7 +84,7 @@ def test_unknown_number_of_microbatches() -> None:
 def test_a_step_before_gradients_returned_is_an_error_once() -> None:
     log = _Log(num_layers=1, microbatches=4)
     log.forward(0)
-    log.waiting = [("layer 3", 1)]
+    log.waiting = [("layer 3", 1, 4)]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(RuntimeError, match=r"SGD steps while .* last of 4 microbatches; .* seen: layer 3 \(1 of 4\)"):
         optimizer.step()
@@ -84,7 +95,7 @@ def test_a_step_before_gradients_returned_is_an_error_once() -> None:
 def test_an_iteration_that_begins_before_gradients_returned_is_an_error_once() -> None:
     log = _Log(num_layers=2, microbatches=1)
     assert log.forward(0) and log.forward(1)
-    log.waiting = [("layer 1", 1), ("layer 2", 1)]
+    log.waiting = [("layer 1", 1, 1), ("layer 2", 1, 1)]
     with pytest.raises(RuntimeError, match=r"a new iteration begins while .* layer 1 \(1 of 1\), layer 2 \(1 of 1\)"):
         log.forward(0)
     assert log.forward(0) and log.forward(1)
@@ -92,7 +103,7 @@ def test_an_iteration_that_begins_before_gradients_returned_is_an_error_once() -
 
 def test_a_dead_tracker_leaves_optimizers_alone() -> None:
     log = _Log(num_layers=1, microbatches=1)
-    log.waiting = [("layer 1", 1)]
+    log.waiting = [("layer 1", 1, 1)]
     del log
     gc.collect()
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()

@@ -15,6 +15,7 @@ LIFETIMES = ("microbatch", "layer")
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 SHARDED = dict(distributed_optimizer=True, overlap=True)
 COMBINED = dict(overlap_moe_expert_parallel_comm=True)
+REPEATED = dict(mtp_num_layers=3, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3)
 # name: (ranks, fields of tiny_gpt.Case, fields of TransformerConfig beside four layers, late replicas)
 CASES: dict[str, tuple[int, dict, dict, int]] = {
     "accumulate": (2, dict(accumulate=3), dict(num_layers=5), 0),
@@ -39,8 +40,17 @@ CASES: dict[str, tuple[int, dict, dict, int]] = {
     "one-expert": (2, dict(one_expert=True, accumulate=2), {}, 0),
     "bf16": (2, dict(bf16=True, accumulate=2, **SHARDED), {}, 0),
     "mtp": (2, dict(accumulate=2), dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.1), 0),
+    "mtp-repeated": (2, dict(accumulate=2), REPEATED, 0),
+    "mtp-repeated-fused-wgrad": (
+        2,
+        dict(accumulate=2, overlap=True),
+        dict(REPEATED, gradient_accumulation_fusion=True, num_layers=3),
+        0,
+    ),
+    "mtp-repeated-late-recompute": (2, dict(accumulate=2), dict(REPEATED, **FULL), 4),
     "moe-every-second-layer": (2, {}, dict(num_layers=8, moe_layer_freq=2), 0),
     "pp2": (4, dict(pp=2, accumulate=4), dict(num_layers=8), 0),
+    "mtp-repeated-pp2": (4, dict(pp=2, accumulate=4), dict(REPEATED, **FULL, num_layers=8), 0),
     "pp2-vpp2-late": (4, dict(pp=2, vpp=2, accumulate=4, **SHARDED), dict(num_layers=8), 3),
     "pp2-vpp2-ep-comm-overlap": (4, dict(pp=2, vpp=2, accumulate=4, **SHARDED), dict(COMBINED, num_layers=12), 0),
     "tp2-etp2-recompute": (4, dict(tp=2, etp=2), FULL, 0),
@@ -128,3 +138,28 @@ def test_what_is_fetched_when(lifetime: str, expected: str) -> None:
     run.step(1)
     assert all(layer.fssdp.placement.num_replicas for layer in tiny_gpt.moe_layers(run.chunks))
     assert " ".join(calls) == expected
+
+
+@pytest.mark.parametrize("lifetime", ["iteration", *LIFETIMES])
+@ranks(2)
+def test_reentrant_checkpoints_of_torch(lifetime: str) -> None:
+    """Around the MoE layer alone: the forward runs without gradients, in nobody's mode."""
+    import tiny_gpt
+    from torch.utils.checkpoint import checkpoint
+
+    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 4),))
+    tiny_gpt.initialize(case)
+
+    def checkpointed(chunks: list) -> list:
+        for layer in tiny_gpt.moe_layers(chunks):
+            forward = layer.forward
+            layer.forward = lambda x, *_, forward=forward, **__: checkpoint(forward, x, use_reentrant=True)
+        return chunks
+
+    stock = tiny_gpt.train(case, hook=checkpointed)
+    hook = tiny_gpt.fssdp_hook(lifetime=lifetime)
+    ours = tiny_gpt.train(case, hook=lambda chunks: checkpointed(hook(chunks)))
+    tiny_gpt.assert_trained_alike(stock, ours)
+    with tiny_gpt.evaluating(ours.chunks):
+        tiny_gpt.run(case, ours.chunks, 3, num_microbatches=2, forward_only=True)
+    assert ours.step(3) == pytest.approx(stock.step(3), rel=1e-5)

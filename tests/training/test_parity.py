@@ -30,6 +30,7 @@ def _compare(name: str) -> None:
     assert tiny_gpt.difference(ours, again) == tiny_gpt.SAME, "two runs differ"
 
 
+MTP_REPEATED = dict(mtp_num_layers=3, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3)
 # name: (ranks, fields of tiny_gpt.Case, fields of TransformerConfig). Those named core run on megatron-core 0.16.1 too.
 LAYOUTS: dict[str, tuple[int, dict, dict]] = {
     "core-ep2": (2, {}, {}),
@@ -97,6 +98,20 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
             moe_router_load_balancing_type="aux_loss",
         ),
     ),
+    "capacity-padded": (
+        2,
+        dict(accumulate=2),
+        dict(moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True, add_bias_linear=True),
+    ),
+    "capacity-padded-allgather-ep4": (
+        4,
+        dict(ep=4),
+        dict(
+            moe_expert_capacity_factor=1.5,
+            moe_pad_expert_input_to_capacity=True,
+            moe_token_dispatcher_type="allgather",
+        ),
+    ),
     "group-limited-topk": (
         2,
         {},
@@ -120,6 +135,13 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
         dict(overlap_moe_expert_parallel_comm=True),
     ),
     "mtp": (2, dict(accumulate=2), dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.1)),
+    "mtp-repeated": (2, dict(accumulate=2, distributed_optimizer=True, overlap=True), MTP_REPEATED),
+    "mtp-repeated-recompute": (
+        2,
+        dict(accumulate=2),
+        dict(MTP_REPEATED, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    ),
+    "mtp-repeated-pp2": (4, dict(pp=2, accumulate=4), MTP_REPEATED),
     "moe-every-second-layer": (2, {}, dict(moe_layer_freq=2)),
     "core-bf16": (2, dict(bf16=True, accumulate=4), {}),
     "bf16-distopt-overlap-edp2": (4, dict(bf16=True, distributed_optimizer=True, overlap=True, accumulate=4), {}),
