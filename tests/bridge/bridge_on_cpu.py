@@ -26,7 +26,7 @@ warnings.simplefilter("ignore")
 import megatron_on_cpu  # noqa: E402
 
 megatron_on_cpu.install()
-import megatron.core.extensions.transformer_engine  # noqa: E402  Megatron looks for the real one: before stand-ins
+import megatron.core.extensions.transformer_engine  # noqa: E402, F401  Megatron looks for the real one: before stand-ins
 import megatron.training.training  # noqa: E402, F401
 
 ABSENT = (
@@ -172,9 +172,7 @@ def _model_of_the_hub(path: str, **kwargs: Any) -> PretrainedConfig:
 
 
 def _local_layers(config: Any, **kwargs: Any) -> Any:
-    return get_gpt_decoder_block_spec(
-        config, use_transformer_engine=False, normalization=config.normalization, **kwargs
-    )
+    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, **kwargs)
 
 
 def _local_mtp(config: Any, spec: Any, *, use_transformer_engine: bool, **kwargs: Any) -> Any:
