@@ -22,7 +22,8 @@ from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests stand in for a GPU, also where there is one
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "tests.preloaded"])
+preload = _context.set_forkserver_preload  # what the process has imported that ranks are forked from
+preload(["torch", "torch.distributed", "tests.preloaded"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ recipe fit: they are Bridge's own, so a script takes them on its command line as
 from __future__ import annotations
 
 import abc
+import importlib
 import importlib.abc
 import importlib.machinery
 import logging
@@ -26,7 +27,8 @@ warnings.simplefilter("ignore")
 import megatron_on_cpu  # noqa: E402
 
 megatron_on_cpu.install()
-import megatron.core.extensions.transformer_engine  # noqa: E402, F401  Megatron looks for the real one: before stand-ins
+# before stand-ins, since Megatron looks for the real one
+import megatron.core.extensions.transformer_engine  # noqa: E402
 import megatron.training.training  # noqa: E402, F401
 
 ABSENT = (
@@ -84,12 +86,19 @@ sys.meta_path.insert(0, _Packages())
 logging.disable(logging.INFO)
 
 import megatron.bridge.models.conversion.auto_bridge as auto_bridge  # noqa: E402
+import megatron.bridge.models.glm.glm45_bridge as glm45_bridge  # noqa: E402
 import megatron.bridge.models.gpt_provider as gpt_provider  # noqa: E402
 import megatron.bridge.models.hf_pretrained.causal_lm as causal_lm  # noqa: E402
+import megatron.bridge.training.eval as bridge_eval  # noqa: E402
 import megatron.bridge.training.initialize as bridge_initialize  # noqa: E402
 import megatron.bridge.training.train as bridge_train  # noqa: E402
+from megatron.bridge.training.config import ConfigContainer  # noqa: E402
+from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides  # noqa: E402
+from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
 from transformers import AutoConfig, PretrainedConfig  # noqa: E402
 
+QWEN3 = "qwen.h100.qwen3_moe:qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config"
+GLM_AIR = "glm.h100.glm45:glm45_air_106b_pretrain_32gpu_h100_bf16_config"
 SMALL = dict(
     num_hidden_layers=2,
     hidden_size=64,
@@ -172,20 +181,30 @@ def _model_of_the_hub(path: str, **kwargs: Any) -> PretrainedConfig:
 
 
 def _local_layers(config: Any, **kwargs: Any) -> Any:
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, **kwargs)
+    return gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, **kwargs
+    )
 
 
 def _local_mtp(config: Any, spec: Any, *, use_transformer_engine: bool, **kwargs: Any) -> Any:
-    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **kwargs)
+    return _mtp(config, spec, use_transformer_engine=False, **kwargs)
 
 
-from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
-    get_gpt_decoder_block_spec,
-    get_gpt_mtp_block_spec,
-)
+_mtp = gpt_layer_specs.get_gpt_mtp_block_spec
+
 
 auto_bridge.safe_load_config_with_retry = causal_lm.safe_load_config_with_retry = _model_of_the_hub
 gpt_provider.transformer_engine_layer_spec = _local_layers
+gpt_layer_specs.get_gpt_mtp_block_spec = _local_mtp
+glm45_bridge.HAVE_TE = False
 bridge_initialize.compile_helpers = lambda: None  # the wheel has them, but no Makefile
-bridge_train.get_tensor_shapes_adjust_fn_for_distillation = lambda *args, **kwargs: None
+for loop in (bridge_train, bridge_eval):  # modelopt's, which says that there is nothing to adjust
+    loop.get_tensor_shapes_adjust_fn_for_distillation = lambda *args, **kwargs: None
 megatron_on_cpu.for_training()
+
+
+def recipe(name: str = QWEN3, *overrides: str) -> ConfigContainer:
+    """The recipe ``module:function``, made to fit."""
+    module, _, function = name.partition(":")
+    config = getattr(importlib.import_module(f"megatron.bridge.recipes.{module}"), function)()
+    return process_config_with_overrides(config, cli_overrides=[*OVERRIDES, *overrides])
