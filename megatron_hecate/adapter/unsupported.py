@@ -88,7 +88,13 @@ WITH_SLOTS = (
     ),
 )
 MODEL = (
-    Rule("fp8", "replicas of quantized weights are not built", instead=None, flag="--fp8-format"),
+    Rule(
+        "fp8",
+        "replicas of quantized weights are not built",
+        instead=None,
+        flag="--fp8-format",
+        hint=" and model.fp8_param=false",
+    ),
     Rule("fp4", "replicas of quantized weights are not built", instead=None, flag="--fp4-format"),
     Rule(
         "quant_recipe", "replicas of quantized weights are not built", instead=None, flag="--te-precision-config-file"
