@@ -44,8 +44,6 @@ WITH_SLOTS = (
 MODEL = (
     Rule("fp8", _set, "replicas of quantized weights are not built; train the experts in bf16"),
     Rule("fp4", _set, "replicas of quantized weights are not built; train the experts in bf16"),
-    Rule("moe_expert_rank_capacity_factor", _set, "buffers of fixed size per rank are sized for homes only"),
-    Rule("moe_paged_stash", _set, "the paged stash is sized for homes only"),
     Rule("cuda_graph_impl", _set, "replicas change every iteration and cannot be captured; set it to none"),
     Rule("enable_cuda_graph", _set, "replicas change every iteration and cannot be captured"),
     Rule("external_cuda_graph", _set, "replicas change every iteration and cannot be captured"),

@@ -57,8 +57,6 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
     planted = dict(
         fp8="hybrid",
         fp4="e2m1",
-        moe_expert_rank_capacity_factor=1.5,
-        moe_paged_stash=True,
         cuda_graph_impl="local",
         enable_cuda_graph=True,
         external_cuda_graph=True,
