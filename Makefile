@@ -2,6 +2,7 @@
 # make test       lint, types, budgets and the tests that matter; the oldest Megatron too, if there is a Python 3.11
 # make test-fast  the tests that start no ranks
 # make test-all   everything: thousands of random cases, sanitizers, and bugs planted to see that tests catch them
+# make test-bridge  Megatron-Bridge's own recipes on CPU ranks, in an environment of its own: 3 to 4 minutes
 # make lint       lint, types and budgets alone
 # make bench      step time, stock against FSSDP, skewed and balanced
 # make balance    what every planner leaves, on recorded loads, and how long planning takes
@@ -15,7 +16,7 @@ OLDEST = tests/training/test_parity.py tests/training/test_checkpoint.py tests/a
 # One thread a rank: ranks share the cores.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-fast test-all test-oldest lint bench balance format clean
+.PHONY: demo test test-fast test-all test-oldest test-bridge lint bench balance format clean
 
 demo: .venv
 	$(BIN)/python examples/demo.py --out "$(OUT)" $(if $(DATA),--data "$(DATA)")
@@ -44,6 +45,10 @@ test-oldest:
 	    .venv-oldest/bin/python -m pytest -m "not newest and not slow" $(OLDEST); \
 	else echo "Python 3.11 not found: megatron-core 0.16.1 is not tested"; fi
 
+test-bridge: .venv
+	.ci/bridge_env.sh .venv
+	.venv-bridge/bin/python -m pytest tests/bridge
+
 bench: .venv
 	$(BIN)/python bench/step_time.py
 
@@ -60,4 +65,4 @@ format: .venv
 FORCE:
 
 clean:
-	rm -rf .venv .venv-oldest demo-out
+	rm -rf .venv .venv-oldest .venv-bridge demo-out

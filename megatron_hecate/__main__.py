@@ -7,12 +7,16 @@
 from __future__ import annotations
 
 import argparse
+import importlib.abc
+import importlib.machinery
 import importlib.util
 import os
 import runpy
 import sys
+import types
 import warnings
 from pathlib import Path
+from typing import Any
 
 from megatron_hecate import HecateConfig, __version__
 from megatron_hecate.comm.nvlink import compile as kernels
@@ -47,9 +51,12 @@ def main(argv: list[str]) -> int:
         prog="python -m megatron_hecate", usage=USAGE, description=DESCRIPTION, allow_abbrev=False
     )
     HecateConfig.add_arguments(parser)
-    asked = parser.parse_args(argv if at is None else argv[:at])  # -h, and flags of others before the script, end here
+    unset = dict.fromkeys(HecateConfig().as_arguments(), parser)  # an object that is the value of no flag
+    # -h, and flags of others before the script, end here
+    asked = vars(parser.parse_args(argv if at is None else argv[:at], argparse.Namespace(**unset)))
+    given = {name: value for name, value in asked.items() if value is not parser}
     try:
-        settings = HecateConfig.from_arguments(asked)  # what is wrong is said now, not when Megatron has started
+        settings = HecateConfig.from_arguments(argparse.Namespace(**given))  # what is wrong is said now, not when Megatron has started
         if settings is not None and settings.speeds is not None:
             from megatron_hecate.plan import Speeds
 
@@ -62,11 +69,32 @@ def main(argv: list[str]) -> int:
     if not Path(script).exists():
         parser.error(f"{script} does not exist")
     sys.path[0] = str(Path(script).resolve().parent)  # as if the script had been started by itself
-    import megatron_hecate.enable  # noqa: F401
+    from megatron_hecate import enable
 
-    sys.argv = [script, *argv[:at], *argv[at + 1 :]]
+    enable.launched.update(given)
+    sys.meta_path.insert(0, _WithBridge())
+    sys.argv = argv[at:]
     runpy.run_path(script, run_name="__main__")
     return 0
+
+
+class _WithBridge(importlib.abc.MetaPathFinder):
+    """Imports `megatron_hecate.bridge` as soon as the script has imported Megatron-Bridge's training loop."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "megatron.bridge.training.pretrain":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None and spec.loader is not None, f"{name} is not to be found, but is imported"
+        execute = spec.loader.exec_module
+
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            import megatron_hecate.bridge  # noqa: F401
+
+        spec.loader.exec_module = exec_module
+        return spec
 
 
 def _check() -> int:

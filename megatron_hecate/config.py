@@ -98,9 +98,17 @@ class HecateConfig:
             group.add_argument(_flag_of(field.name), default=field.default, help=text, **options)
         return parser
 
+    def as_arguments(self) -> dict[str, Any]:
+        """The flags that ask for these settings, by the names argparse keeps them under."""
+        fields = dataclasses.fields(self)
+        return {_argument(FLAG): True, **{_argument(_flag_of(f.name)): getattr(self, f.name) for f in fields}}
+
     @classmethod
-    def from_arguments(cls, args: argparse.Namespace) -> HecateConfig | None:
-        """What the flags ask for, or ``None`` without ``--moe-fssdp``; other flags of ours then get a warning."""
+    def from_arguments(cls, args: Any) -> HecateConfig | None:
+        """What the flags ask for, or ``None`` without ``--moe-fssdp``; other flags of ours then get a warning.
+
+        ``args`` are Megatron's arguments, or any object with their names.
+        """
         fields = dataclasses.fields(cls)
         asked = {f.name: getattr(args, _argument(_flag_of(f.name)), f.default) for f in fields}
         if getattr(args, _argument(FLAG), False):

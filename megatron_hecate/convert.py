@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 
-from megatron_hecate.adapter import compat, training_state, unsupported
+from megatron_hecate.adapter import compat, owners, training_state, unsupported
 from megatron_hecate.adapter.experts import FSSDPExperts
 from megatron_hecate.comm.agreement import Note
 from megatron_hecate.comm.connect import Connection, connect, device_of_rank
@@ -42,14 +42,24 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
         TimeoutError: when some rank does not run the hook within ``config.timeout``.
     """
 
-    def hook(chunks: Chunks) -> Chunks:
+    return _Hook(config)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hook:
+    """What `fssdp` returns: an object, not a closure, so that it can be pickled and compared."""
+
+    config: HecateConfig
+
+    def __call__(self, chunks: Chunks) -> Chunks:
+        config = self.config
         layers = [(m, i) for i, chunk in enumerate(chunks) for m in chunk.modules() if isinstance(m, MoELayer)]
         converted = [layer for layer, _ in layers if isinstance(layer, FSSDPLayer)]
         if converted and len(converted) == len(layers):
             _check_same_settings(converted[0].fssdp.config, config)
             return chunks
         model = _Model(chunks, [layer for layer, _ in layers], [index for _, index in layers])
-        parts, problems = _build_parts(model.layers, config)
+        parts, problems = _build_parts(model, config)
         if converted:
             names = [layer.fssdp.name for layer in converted]
             problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
@@ -71,8 +81,6 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
         if dist.get_rank() == 0:
             _say_on(notes, resolved, speeds, connection.why)
         return chunks
-
-    return hook
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,17 +104,18 @@ def _check_same_settings(running: HecateConfig, asked: HecateConfig) -> None:
         raise ValueError(f"this model runs FSSDP already, with {running}; asked for {asked}")
 
 
-def _build_parts(layers: list[MoELayer], config: HecateConfig) -> tuple[list[LayerParts], list[str]]:
+def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts], list[str]]:
     """Build all that conversion needs without touching the layers; what is wrong comes back as lines of text."""
     problems = compat.broken_assumptions()
     if not problems:
-        rules = unsupported.MODEL + (unsupported.WITH_SLOTS if config.slots else ())
-        found = (unsupported.find(layer.config, rules) for layer in layers)
-        problems = list(dict.fromkeys(problem for of_layer in found for problem in of_layer))
+        around = (owners.of_model(model.chunks), owners.of_job())
+        configs = {id(layer.config): layer.config for layer in model.layers}.values()
+        found = (unsupported.find(layer_config, *around, slots=config.slots) for layer_config in configs)
+        problems = list(dict.fromkeys(problem for of_config in found for problem in of_config))
     if not problems:
         problems = _compile_planner()
     parts: list[LayerParts] = []
-    for layer in layers if not problems else ():
+    for layer in model.layers if not problems else ():
         try:
             parts.append(LayerParts.build(layer, slots=config.slots))
         except (TypeError, ValueError) as error:
@@ -229,10 +238,23 @@ def _attach(model: _Model, states: list[LayerState]) -> None:
             if id(layer) in attention:
                 undo.callback(attention[id(layer)].register_forward_pre_hook(layer.before_attention).remove)
         for index, chunk in enumerate(model.chunks):
+            _refuse_owners_at_first_forward(chunk, undo)
             begin = functools.partial(prefetcher.begin_chunk, index)
             undo.callback(chunk.register_forward_pre_hook(begin).remove)
             undo.callback(chunk.register_forward_hook(prefetcher.end_chunk, always_call=True).remove)
         undo.pop_all()
+
+
+def _refuse_owners_at_first_forward(chunk: Module, undo: contextlib.ExitStack) -> None:
+    """The model may have been wrapped, or been given adapters, after the hook."""
+
+    def check(chunk: Module, _: Any) -> None:
+        if problems := unsupported.find(owners.of_model([chunk]), slots=0):
+            raise ValueError("FSSDP cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        handle.remove()
+
+    handle = chunk.register_forward_pre_hook(check)
+    undo.callback(handle.remove)
 
 
 def _is_block(module: Module) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,10 @@ from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate.adapter import compat, unsupported
 
 
-def _wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+launched: dict[str, Any] = {}  # the flags given to our launcher, by argparse's names
+
+
+def wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
     """Replace ``module.name`` once, however often this module is imported or reloaded."""
     original = getattr(module, name)
     if not hasattr(original, "_megatron_hecate"):
@@ -27,7 +31,11 @@ def _wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> No
 
 
 def _with_flags(add_megatron_arguments: Callable) -> Callable:
-    return lambda parser: HecateConfig.add_arguments(add_megatron_arguments(parser))
+    def add(parser: ArgumentParser) -> ArgumentParser:
+        HecateConfig.add_arguments(add_megatron_arguments(parser)).set_defaults(**launched)
+        return parser
+
+    return add
 
 
 def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
@@ -36,11 +44,11 @@ def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
         settings = HecateConfig.from_arguments(megatron_args)
         if settings is None:
             return setup_model_and_optimizer(*args, **kwargs)
-        problems = unsupported.find(megatron_args, unsupported.JOB)
-        if problems:
-            raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in problems))
         call = inspect.signature(setup_model_and_optimizer).bind(*args, **kwargs)
         model_config = getattr(call.arguments.get("cfg_container"), "model", None)
+        slots = settings.slots if megatron_args.num_experts else 0  # the hook says that there is no MoE layer
+        if problems := unsupported.find(megatron_args, model_config, slots=slots):
+            raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in problems))
         if model_config is not None:  # megatron.training builds the model from a config (0.19 on)
             model_config.pre_wrap_hooks.append(fssdp(settings))
         else:
@@ -73,5 +81,5 @@ def _convert_when_built(provider: Callable, hook: Callable[[list], list], *, num
 _problems = compat.broken_assumptions(compat.TRAINING_ASSUMPTIONS)
 if _problems:
     raise ImportError("megatron_hecate.enable does not fit this Megatron:\n" + "\n".join(f"  - {p}" for p in _problems))
-_wrap(arguments, "add_megatron_arguments", _with_flags)
-_wrap(training, "setup_model_and_optimizer", _with_hook)
+wrap(arguments, "add_megatron_arguments", _with_flags)
+wrap(training, "setup_model_and_optimizer", _with_hook)

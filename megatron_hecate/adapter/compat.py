@@ -2,7 +2,7 @@
 
 `ASSUMPTIONS` lists the names and parameters we use or override; settings we do not combine with are in `unsupported`.
 `TRAINING_ASSUMPTIONS` are the two functions of ``megatron.training`` that `enable` wraps, because no object exists yet
-that could be converted.
+that could be converted. `BRIDGE_ASSUMPTIONS` are what `bridge` uses of Megatron-Bridge.
 """
 
 from __future__ import annotations
@@ -86,6 +86,19 @@ TRAINING_ASSUMPTIONS = (
         "training.training:setup_model_and_optimizer",
         ("model_type", "model_provider_func"),
         "wrapped: the hook runs when the model is built",
+    ),
+)
+BRIDGE_ASSUMPTIONS = (
+    _Assumption("bridge.training.pretrain:runtime_config_update", ("cfg",), "wrapped: settings are final after it"),
+    _Assumption("bridge.training.config:ConfigContainer", ("model", "ddp", "dist", "peft"), "whose settings we check"),
+    _Assumption(
+        "bridge.models.model_provider:ModelProviderMixin.register_pre_wrap_hook", ("hook",), "the hook runs there"
+    ),
+    _Assumption("bridge.training.callbacks:Callback.on_train_step_end", ("context",), "overridden: metrics are logged"),
+    _Assumption("bridge.training.callbacks:CallbackContext", ("state", "model"), "where metrics find model and loggers"),
+    *(
+        _Assumption(f"bridge.training.state:GlobalState.{name}_logger", (), "metrics are logged there")
+        for name in ("tensorboard", "wandb", "mlflow", "comet")
     ),
 )
 

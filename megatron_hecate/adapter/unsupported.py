@@ -1,86 +1,155 @@
 """Megatron's settings that FSSDP does not combine with, each with the way out.
 
 `MODEL` are fields of ``TransformerConfig``; `WITH_SLOTS` those that matter only where replicas are asked for; `JOB` are
-settings outside the model: of data parallelism and of fine-tuning.
+settings outside the model: of data parallelism and of fine-tuning. `find` reads them from whatever holds them and needs
+no Megatron.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A Megatron setting FSSDP does not combine with.
+    """A setting FSSDP does not combine with.
 
     Args:
         setting: field of ``TransformerConfig``, or argument of ``megatron.training``.
-        unsupported: whether this value is; a version without the field has ``None``.
-        instead: why, and the way out.
+        why: what FSSDP cannot do with it.
+        instead: a value that can be combined.
+        unsupported: whether the settings are; by default, whether `setting` is switched on.
+        part: of Bridge's configuration that holds the setting; empty for the configuration itself.
+        flag: of ``megatron.training`` where its name is another; empty where there is none.
+        hint: what follows the override on Bridge's command line.
     """
 
     setting: str
-    unsupported: Callable[[Any], bool]
-    instead: str
+    why: str
+    instead: Any = False
+    unsupported: Callable[[Settings], bool] | None = None
+    part: str = "model."
+    flag: str | None = None
+    hint: str = ""
+
+    def applies(self, settings: Settings) -> bool:
+        return _is_set(settings[self.setting]) if self.unsupported is None else self.unsupported(settings)
+
+    @property
+    def way_out(self) -> str:
+        """The overrides, for Bridge's command line and for Megatron's."""
+        text = {False: "false", None: "null"}.get(self.instead, self.instead)
+        way = f"set {self.part}{self.setting}={text}"
+        flag = f"--{self.setting.replace('_', '-')}" if self.flag is None else self.flag
+        way += self.hint
+        if flag:
+            way += f" or leave out {flag}" if self.instead in (False, None) else f" or {flag} {self.instead}"
+        return way
+
+    def explain(self, value: Any) -> str:
+        """One line on this setting's ``value``."""
+        shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+        return f"--moe-fssdp with {self.setting}={shown}: {self.why}; {self.way_out}"
 
 
-def _more_than_one(value: Any) -> bool:
-    return (value or 1) > 1
+class Settings:
+    """Settings of a job by name, wherever they stand.
+
+    Args:
+        sources: objects with attributes, or mappings. The first that switches a setting on tells its value.
+    """
+
+    def __init__(self, *sources: Any) -> None:
+        self._sources = [source for source in sources if source is not None]
+
+    def __getitem__(self, name: str) -> Any:
+        """The value, or ``None`` where no source knows the setting."""
+        found = [s.get(name) if isinstance(s, Mapping) else getattr(s, name, None) for s in self._sources]
+        return next((value for value in found if _is_set(value)), next((v for v in found if v is not None), None))
 
 
-def _set(value: Any) -> bool:
+def _is_set(value: Any) -> bool:
     return bool(value) and value != "none"
+
+
+def _more_than_one(setting: str) -> Callable[[Settings], bool]:
+    return lambda settings: (settings[setting] or 1) > 1
 
 
 WITH_SLOTS = (
     Rule(
         "expert_model_parallel_size",
-        lambda size: (size or 1) < 2,
-        "FSSDP spreads the load of an expert-parallel group; set --expert-model-parallel-size to 2 or more",
+        "FSSDP spreads the load of an expert-parallel group",
+        instead=2,
+        unsupported=lambda settings: (settings["expert_model_parallel_size"] or 1) < 2,
+        hint=" or more",
     ),
 )
 MODEL = (
-    Rule("fp8", _set, "replicas of quantized weights are not built; train the experts in bf16"),
-    Rule("fp4", _set, "replicas of quantized weights are not built; train the experts in bf16"),
-    Rule("cuda_graph_impl", _set, "replicas change every iteration and cannot be captured; set it to none"),
-    Rule("enable_cuda_graph", _set, "replicas change every iteration and cannot be captured"),
-    Rule("external_cuda_graph", _set, "replicas change every iteration and cannot be captured"),
-    Rule("delay_wgrad_compute", _set, "gradients of replicas must exist when their layer's backward ends"),
+    Rule("fp8", "replicas of quantized weights are not built", instead=None, flag="--fp8-format"),
+    Rule("fp4", "replicas of quantized weights are not built", instead=None, flag="--fp4-format"),
+    Rule("cuda_graph_impl", "replicas change every iteration and cannot be captured", instead="none"),
+    Rule("enable_cuda_graph", "replicas change every iteration and cannot be captured"),
+    Rule("external_cuda_graph", "replicas change every iteration and cannot be captured"),
+    Rule("delay_wgrad_compute", "gradients of replicas must exist when their layer's backward ends"),
     Rule(
         "overlap_dispatch_backward_with_experts_wgrad",
-        _set,
         "gradients of replicas must exist when their layer's backward ends",
     ),
-    Rule("use_transformer_engine_op_fuser", _set, "fused operators keep their own references to the weights"),
-    Rule("moe_single_grouped_weight", _set, "one tensor for all experts has no room for replicas"),
-    Rule("moe_single_grouped_bias", _set, "one tensor for all experts has no room for replicas"),
-    Rule("moe_use_legacy_grouped_gemm", _set, "the legacy GroupedMLP has no room for replicas; use TEGroupedMLP"),
-    Rule("moe_ncclep_zero_copy", _set, "its communication buffers belong to homes only"),
-    Rule("moe_router_padding_for_quantization", _set, "pads logical experts for fp8; train the experts in bf16"),
-    Rule("moe_router_padding_for_fp8", _set, "pads logical experts for fp8; train the experts in bf16"),
-    Rule("cpu_offloading", _set, "offloading moves weights that replicas are fetched from"),
-    Rule("fine_grained_activation_offloading", _set, "offloaded expert inputs are not tested with replicas"),
-    Rule("gtp_weight_remat_size", _more_than_one, "expert weights are sharded already"),
-    Rule("expert_gtp_weight_remat_size", _more_than_one, "expert weights are sharded already"),
+    Rule("use_transformer_engine_op_fuser", "fused operators keep their own references to the weights"),
+    Rule("moe_single_grouped_weight", "one tensor for all experts has no room for replicas"),
+    Rule("moe_single_grouped_bias", "one tensor for all experts has no room for replicas"),
+    Rule("moe_use_legacy_grouped_gemm", "the legacy GroupedMLP has no room for replicas"),
+    Rule("moe_ncclep_zero_copy", "its communication buffers belong to homes only"),
+    Rule("moe_router_padding_for_quantization", "pads logical experts for fp8"),
+    Rule("moe_router_padding_for_fp8", "pads logical experts for fp8"),
+    Rule("cpu_offloading", "weights that replicas are fetched from move", flag="--cpu-offloading-num-layers"),
+    Rule("fine_grained_activation_offloading", "offloaded expert inputs are not tested with replicas"),
+    Rule(
+        "gtp_weight_remat_size",
+        "expert weights are sharded already",
+        instead=1,
+        unsupported=_more_than_one("gtp_weight_remat_size"),
+        flag="--tensor-parallel-num-weight-shards",
+    ),
+    Rule(
+        "expert_gtp_weight_remat_size",
+        "expert weights are sharded already",
+        instead=1,
+        unsupported=_more_than_one("expert_gtp_weight_remat_size"),
+        flag="--expert-tensor-parallel-num-weight-shards",
+    ),
     Rule(
         "transformer_impl",
-        lambda value: value == "inference_optimized",
-        "FSSDP is for training; use transformer_engine or local",
+        "FSSDP is for training",
+        instead="transformer_engine",
+        unsupported=lambda settings: settings["transformer_impl"] == "inference_optimized",
     ),
+    Rule("restore_modelopt_state", "ModelOpt replaces the experts' linears by its own", flag=""),
 )
 JOB = (
-    Rule("use_megatron_fsdp", _set, "Megatron-FSDP owns the expert weights; use the distributed optimizer"),
-    Rule("use_torch_fsdp2", _set, "FSDP2 owns the expert weights; use the distributed optimizer"),
+    Rule(
+        "use_megatron_fsdp",
+        "Megatron-FSDP owns the expert weights; use the distributed optimizer",
+        part="ddp.",
+        hint=" and dist.use_megatron_fsdp=false",
+    ),
+    Rule("use_torch_fsdp2", "FSDP2 owns the expert weights; use the distributed optimizer", part="dist."),
+    Rule("modelopt_enabled", "ModelOpt replaces the experts' linears by its own", part="", flag=""),
+    Rule("peft", "adapters wrap the linears of the experts", instead=None, part="", flag=""),
 )
 
 
-def find(settings: Any, table: tuple[Rule, ...]) -> list[str]:
-    """Settings of a ``TransformerConfig`` or of Megatron's arguments that FSSDP does not combine with, a line each."""
-    problems = []
-    for rule in table:
-        value = getattr(settings, rule.setting, None)
-        if rule.unsupported(value):
-            problems.append(f"--moe-fssdp with {rule.setting}={value!r}: {rule.instead}")
-    return problems
+def find(*sources: Any, slots: int) -> list[str]:
+    """Every setting in any of the sources that FSSDP does not combine with, a line each.
+
+    Args:
+        sources: objects with attributes, or mappings: a ``TransformerConfig``, arguments of ``megatron.training``, a
+            Bridge configuration and its parts ``model``, ``ddp`` and ``dist``. ``None`` is skipped.
+        slots: replicas that a rank can hold per layer.
+    """
+    settings = Settings(*sources)
+    rules = (WITH_SLOTS if slots else ()) + MODEL + JOB
+    return [rule.explain(settings[rule.setting]) for rule in rules if rule.applies(settings)]

@@ -81,7 +81,8 @@ class LayerState:
     ) -> None:
         layer = parts.layer
         self.parts, self.index, self.config, self.world, self.transport = parts, index, config, world, transport
-        self.name, self.group = f"layer {layer.layer_number}", layer.ep_group
+        mtp = "mtp " if getattr(layer, "is_mtp_layer", False) else ""  # which Megatron numbers from 1 again
+        self.name, self.group = f"{mtp}layer {layer.layer_number}", layer.ep_group
         self.passes = passes_per_microbatch(layer)
         self.stock_dispatcher, self.physical_dispatcher = layer.token_dispatcher, parts.physical_dispatcher
         self.rerouter = Rerouter(layer.token_dispatcher, world, label=self.name, timeout=config.timeout)

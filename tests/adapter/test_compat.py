@@ -32,7 +32,7 @@ def test_ep_of_one() -> None:
     tiny_gpt.initialize(case)
     chunks, _ = tiny_gpt.build(case)
     before = snapshot(chunks)
-    with pytest.raises(ValueError, match=r"expert_model_parallel_size=1: .* set --expert-model-parallel-size to 2"):
+    with pytest.raises(ValueError, match=r"expert_model_parallel_size=1: .* or --expert-model-parallel-size 2"):
         tiny_gpt.fssdp_hook()(chunks)
     assert snapshot(chunks) == before
 
@@ -74,6 +74,7 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         gtp_weight_remat_size=2,
         expert_gtp_weight_remat_size=2,
         transformer_impl="inference_optimized",
+        restore_modelopt_state=True,
     )
     for name, value in planted.items():
         setattr(config, name, value)
@@ -88,17 +89,23 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
 
 
 @pytest.mark.fast
-def test_arguments_that_own_the_expert_weights() -> None:
+def test_every_source_is_read_and_both_overrides_are_named() -> None:
     from megatron_hecate.adapter import unsupported
 
-    given = SimpleNamespace(use_megatron_fsdp=True, use_torch_fsdp2=True)
-    problems = unsupported.find(given, unsupported.JOB)
-    assert [problem.split(": ")[0] for problem in problems] == [
-        "--moe-fssdp with use_megatron_fsdp=True",
-        "--moe-fssdp with use_torch_fsdp2=True",
+    model = SimpleNamespace(expert_model_parallel_size=2, cuda_graph_impl="local")
+    recipe = SimpleNamespace(peft=SimpleNamespace(), ddp=SimpleNamespace(use_megatron_fsdp=True))
+    problems = unsupported.find(model, recipe.ddp, {"use_torch_fsdp2": True}, recipe, None, slots=2)
+    assert problems == [
+        "--moe-fssdp with cuda_graph_impl='local': replicas change every iteration and cannot be captured; "
+        "set model.cuda_graph_impl=none or --cuda-graph-impl none",
+        "--moe-fssdp with use_megatron_fsdp=True: Megatron-FSDP owns the expert weights; use the distributed "
+        "optimizer; set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave out --use-megatron-fsdp",
+        "--moe-fssdp with use_torch_fsdp2=True: FSDP2 owns the expert weights; use the distributed optimizer; "
+        "set dist.use_torch_fsdp2=false or leave out --use-torch-fsdp2",
+        "--moe-fssdp with peft=SimpleNamespace: adapters wrap the linears of the experts; set peft=null",
     ]
-    assert all("use the distributed optimizer" in problem for problem in problems)
-    assert not unsupported.find(SimpleNamespace(), unsupported.JOB)
+    assert not unsupported.find({"expert_model_parallel_size": 2}, slots=2)
+    assert not unsupported.find(slots=0), "with slots=0 EP 1 trains as stock"
 
 
 @ranks(2)

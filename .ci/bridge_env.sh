@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Make .venv-bridge, Megatron-Bridge over another environment: bridge_env.sh BASE
+# BASE is a ready environment, of which everything else is used (torch, Megatron, pytest). Ready ones are kept.
+set -euo pipefail
+base=$(cd "$1" && pwd)
+cd "$(dirname "$0")/.."
+folder=.venv-bridge
+
+stamp="$folder/ready-$( (cat .ci/bridge_env.sh; echo "$base") | cksum | cut -d' ' -f1)"
+[ -e "$stamp" ] && exit 0
+echo "Setting up $folder over $base (half a minute, once)"
+rm -rf "$folder"
+"$base/bin/python" -m venv "$folder"
+site='import sysconfig; print(sysconfig.get_path("purelib"))'
+printf '%s\n' "$("$base/bin/python" -c "$site")" "$PWD" >"$("$folder/bin/python" -c "$site")/base.pth"
+install() {
+    "$folder/bin/pip" install --quiet --disable-pip-version-check "$@" 2>&1 |
+        { grep -vE "is ignored: it is neither|dependency resolver|which is not installed" || true; }
+}
+# Of what Bridge requires, that which it imports on a CPU; tests/bridge/bridge_on_cpu.py stands in for the rest.
+install --no-deps "megatron-bridge==0.6.2"
+install accelerate datasets hydra-core peft tensorboard "transformers==5.12.1"
+"$folder/bin/python" -c "import tests.bridge.bridge_on_cpu, megatron_hecate.bridge" >"$folder/log" 2>&1 || {
+    tail -5 "$folder/log" >&2
+    echo "Setting up $folder failed: its Python cannot import megatron.bridge" >&2
+    exit 1
+}
+touch "$stamp"

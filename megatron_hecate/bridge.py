@@ -1,0 +1,166 @@
+"""FSSDP for Megatron-Bridge's recipes: one line, or an override, and our metrics in Bridge's own loggers.
+
+    from megatron_hecate import bridge
+
+    bridge.enable(cfg, slots=2)                                  # in a recipe, once cfg.model is there
+    pretrain(cfg, forward_step, callbacks=[bridge.Metrics()])
+
+What is asked for lies in attributes of ``cfg.model``, named as Megatron's arguments would be. So the overrides
+``+model.moe_fssdp=true +model.moe_fssdp_slots=2`` work too, once this module is imported or our launcher runs the
+script. Bridge's ``pretrain`` settles a recipe's settings in one function: it is wrapped, because only then it is known
+what the job will run with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+from collections.abc import Callable
+from statistics import fmean
+from typing import Any
+
+import torch.distributed as dist
+from megatron.bridge.models.model_provider import ModelProviderMixin
+from megatron.bridge.training import callbacks, pretrain
+from megatron.core import parallel_state
+from megatron.training.models.base import ModelConfig
+from torch.nn import Module
+
+from megatron_hecate import HecateConfig, fssdp
+from megatron_hecate import enable as launcher
+from megatron_hecate.adapter import compat, unsupported
+from megatron_hecate.tools.metrics import layer_metrics
+
+NAMES = HecateConfig().as_arguments()
+OVERRIDE = re.compile(r"\+*(?P<at>[\w.]*)\b(?P<name>moe_fssdp\w*)=")  # on a command line
+
+
+def enable(config: Any, **settings: Any) -> None:
+    """Train the MoE layers of a recipe with FSSDP.
+
+    The recipe is checked when `pretrain` starts: overrides, mixed precision and overlaps change it until then.
+
+    Args:
+        config: the recipe, a ``ConfigContainer`` whose model is set.
+        settings: fields of `HecateConfig`, such as ``slots=2``. Overrides on the command line come before them.
+
+    Raises:
+        ValueError: when other settings were asked for before.
+    """
+    _ask(config.model, HecateConfig(**settings).as_arguments())
+    _register(config)
+
+
+class Metrics(callbacks.Callback):
+    """Log FSSDP's metrics to the loggers a recipe uses: TensorBoard, Weights & Biases, MLflow, Comet.
+
+    ``fssdp/computed/layer 3`` is `LayerMetrics.computed` of that layer, ``fssdp/computed`` the mean over the layers.
+    They are of the expert-parallel groups of Bridge's logging rank, the last one, on all pipeline stages, and are
+    logged every ``logger.tensorboard_log_interval`` iterations.
+    """
+
+    def on_train_step_end(self, context: callbacks.CallbackContext) -> None:
+        state = context.state
+        step = state.train_state.step + 1  # Bridge counts the iteration after its callbacks
+        if step % state.cfg.logger.tensorboard_log_interval == 0 and (values := _metrics(context.model)):
+            if state.tensorboard_logger:
+                for name, value in values.items():
+                    state.tensorboard_logger.add_scalar(name, value, step)
+            if state.wandb_logger:
+                state.wandb_logger.log(values, step)
+            for logger in filter(None, (state.mlflow_logger, state.comet_logger)):
+                logger.log_metrics(values, step=step)
+
+
+def _metrics(chunks: list[Module]) -> dict[str, float]:
+    """Of all layers of this rank's pipeline, by the names they are logged under."""
+    stages = [layer_metrics(chunks)]
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        stages *= parallel_state.get_pipeline_model_parallel_world_size()
+        dist.all_gather_object(stages, stages[0], group=parallel_state.get_pipeline_model_parallel_group())
+    layers = [dataclasses.asdict(layer) for stage in stages for layer in stage]
+    values = {}
+    for name in layers[0].keys() - {"layer"} if layers else ():
+        values[f"fssdp/{name}"] = fmean(layer[name] for layer in layers)
+        values.update({f"fssdp/{name}/{layer['layer']}": float(layer[name]) for layer in layers})
+    return values
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Hook:
+    """Runs when the model is built, also where a script goes round `pretrain`."""
+
+    config: Any
+
+    def __call__(self, chunks: list[Module]) -> list[Module]:
+        settings = HecateConfig.from_arguments(self.config.model)
+        if settings is None:  # an override has switched it off
+            return chunks
+        _check(self.config, settings)
+        return fssdp(settings)(chunks)
+
+
+def _ask(model: Any, asked: dict[str, Any]) -> None:
+    """Keep settings in ``model``, which must not hold others."""
+    others = {name: vars(model)[name] for name in asked if vars(model).get(name, asked[name]) != asked[name]}
+    if others:
+        wanted = ", ".join(f"{name}={asked[name]!r}" for name in others)
+        held = ", ".join(f"{name}={value!r}" for name, value in others.items())
+        raise ValueError(f"FSSDP was asked for with {held} before, now with {wanted}; say it in one place")
+    for name, value in asked.items():
+        setattr(model, name, value)
+
+
+def _register(config: Any) -> None:
+    """Have the hook run when the model is built, once, and on whichever kind of model configuration it is."""
+    model = config.model
+    if isinstance(model, ModelConfig):  # overrides empty its list, so this is done again
+        hooks, register = model.pre_wrap_hooks, model.pre_wrap_hooks.append
+    else:
+        hooks, register = getattr(model, "_pre_wrap_hooks", ()), model.register_pre_wrap_hook
+    if not any(isinstance(hook, _Hook) for hook in hooks):
+        register(_Hook(config))
+
+
+def _check(config: Any, settings: HecateConfig) -> None:
+    """Raise a ValueError that lists all settings of a recipe that do not combine with FSSDP."""
+    rules = unsupported.MODEL + (unsupported.WITH_SLOTS if settings.slots else ())
+    problems = unsupported.find(getattr(config.model, "transformer", config.model), rules)
+    for part in (config.ddp, config.dist):
+        problems += unsupported.find(part, unsupported.JOB)
+    if problems:
+        raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def _with_fssdp(runtime_config_update: Callable) -> Callable:
+    def update(cfg: Any) -> None:
+        runtime_config_update(cfg)
+        _ask(cfg.model, launcher.launched)
+        _find_lost_overrides(cfg.model)
+        settings = HecateConfig.from_arguments(cfg.model)
+        if settings is not None:
+            _check(cfg, settings)
+            _register(cfg)
+
+    return update
+
+
+def _find_lost_overrides(model: Any) -> None:
+    """Bridge drops overrides of names that it does not know, and only warns."""
+    for argument in sys.argv[1:]:
+        found = OVERRIDE.match(argument)
+        if found and (found["at"] != "model." or found["name"] not in vars(model)):
+            raise ValueError(
+                f"the override {argument!r} did not reach the model. Known are {', '.join(f'+model.{n}' for n in NAMES)}; "
+                "import megatron_hecate.bridge before overrides are applied, or start the script with our launcher"
+            )
+
+
+_problems = compat.broken_assumptions(compat.BRIDGE_ASSUMPTIONS)
+if _problems:
+    raise ImportError("megatron_hecate.bridge does not fit this Bridge:\n" + "\n".join(f"  - {p}" for p in _problems))
+for _name, _value in {**NAMES, "moe_fssdp": False}.items():  # Bridge applies overrides to attributes that exist
+    for _class in (ModelProviderMixin, ModelConfig):
+        setattr(_class, _name, _value)
+launcher.wrap(pretrain, "runtime_config_update", _with_fssdp)

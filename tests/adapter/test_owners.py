@@ -1,0 +1,164 @@
+"""Whatever else owns the experts' weights is refused on every way in. Oracle: literal messages; the model is untouched.
+
+FSDP2 and Megatron's builder are the real ones; Bridge and its adapters are stand-ins with the names of its modules.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ranks import ranks
+from test_hook import snapshot
+
+FSDP2 = r"use_torch_fsdp2=True: .* set dist.use_torch_fsdp2=false or leave out --use-torch-fsdp2"
+MEGATRON_FSDP = r"use_megatron_fsdp=True: .* set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave"
+
+
+def _stock_model() -> tuple[list, Any]:
+    import tiny_gpt
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    return tiny_gpt.build(case)
+
+
+def _forward(chunks: list) -> None:
+    import tiny_gpt
+
+    case = tiny_gpt.Case()
+    tiny_gpt.forward_step(iter([tiny_gpt.batch(case, 0, 0)]), chunks[0], case=case)
+
+
+def _shard(chunks: list) -> None:
+    """As Megatron's ``TorchFullyShardedDataParallel`` does to every layer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in chunks[0].decoder.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+
+
+def _adapt(module: Any, name: str) -> None:
+    """What Bridge's LoRA does to a linear."""
+    import torch
+
+    class LoRALinear(torch.nn.Module):
+        def __init__(self, to_wrap: torch.nn.Module) -> None:
+            super().__init__()
+            self.to_wrap = to_wrap
+
+        def forward(self, *inputs: Any) -> Any:
+            return self.to_wrap(*inputs)
+
+    LoRALinear.__module__ = "megatron.bridge.peft.lora_layers"
+    setattr(module, name, LoRALinear(getattr(module, name)))
+
+
+@ranks(2)
+@pytest.mark.parametrize("wrapped", ["before the hook", "after the hook"])
+def test_fsdp2(wrapped: str) -> None:
+    import tiny_gpt
+
+    chunks, _ = _stock_model()
+    if wrapped == "before the hook":
+        _shard(chunks)
+        before = snapshot(chunks)
+        with pytest.raises(ValueError, match=f"cannot be switched on:\n  - --moe-fssdp with {FSDP2}"):
+            tiny_gpt.fssdp_hook()(chunks)
+        assert snapshot(chunks) == before
+    else:
+        tiny_gpt.fssdp_hook()(chunks)
+        _shard(chunks)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"FSSDP cannot run:\n  - --moe-fssdp with {FSDP2}"):
+                _forward(chunks)
+
+
+@ranks(2)
+@pytest.mark.parametrize("adapted", ["before the hook", "after the hook"])
+def test_adapters_of_experts(adapted: str) -> None:
+    import tiny_gpt
+
+    chunks, _ = _stock_model()
+    attention, experts = chunks[0].decoder.layers[0].self_attention, tiny_gpt.moe_layers(chunks)[1].experts
+    _adapt(attention, "linear_proj")  # these are no concern of ours
+    if adapted == "before the hook":
+        _adapt(experts.local_experts[0], "linear_fc1")
+        with pytest.raises(ValueError, match=r"peft='LoRALinear': adapters wrap the .* experts; set peft=null"):
+            tiny_gpt.fssdp_hook()(chunks)
+    else:
+        tiny_gpt.fssdp_hook()(chunks)
+        _adapt(experts.local_experts[0], "linear_fc1")
+        with pytest.raises(ValueError, match="FSSDP cannot run:\n  - --moe-fssdp with peft='LoRALinear'"):
+            _forward(chunks)
+
+
+@ranks(2)
+@pytest.mark.parametrize("setting", ["use_megatron_fsdp", "use_torch_fsdp2"])
+def test_megatrons_builder_runs_the_hook_and_would_then_wrap(setting: str) -> None:
+    """``ModelConfig.pre_wrap_hooks`` go into this function as one."""
+    import tiny_gpt
+
+    dist_utils = pytest.importorskip("megatron.training.models.dist_utils")
+    chunks, config = _stock_model()
+    before = snapshot(chunks)
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    with pytest.raises(ValueError, match=MEGATRON_FSDP if setting == "use_megatron_fsdp" else FSDP2):
+        dist_utils.unimodal_build_distributed_models(
+            lambda *_, **__: chunks[0],
+            config,
+            ProcessGroupCollection.use_mpu_process_groups(),
+            SimpleNamespace(),
+            pre_wrap_hook=tiny_gpt.fssdp_hook(),
+            **{setting: True},
+        )
+    assert snapshot(chunks) == before
+
+
+@ranks(2)
+def test_a_providers_pre_wrap_hook() -> None:
+    import tiny_gpt
+
+    chunks, _ = _stock_model()
+
+    def get_model(hook: Any, *, use_megatron_fsdp: bool = False) -> None:
+        """As Bridge's, which a provider calls with its pre-wrap hooks."""
+        hook(chunks)
+
+    with pytest.raises(ValueError, match=MEGATRON_FSDP):
+        get_model(tiny_gpt.fssdp_hook(), use_megatron_fsdp=True)
+    get_model(tiny_gpt.fssdp_hook())
+
+
+@ranks(2)
+def test_the_hook_by_hand_in_a_job_with_arguments() -> None:
+    import tiny_gpt
+    from megatron.training import global_vars
+
+    chunks, config = _stock_model()
+    config.cuda_graph_impl = "local"
+    global_vars._GLOBAL_ARGS = SimpleNamespace(use_megatron_fsdp=True, modelopt_enabled=True)
+    with pytest.raises(ValueError, match=MEGATRON_FSDP) as error:
+        tiny_gpt.fssdp_hook()(chunks)
+    for problem in ("cuda_graph_impl='local'", "modelopt_enabled=True"):
+        assert f"  - --moe-fssdp with {problem}: " in str(error.value), "one message lists model and job"
+
+
+@ranks(2)
+def test_megatron_fsdp_by_hand() -> None:
+    """It runs on CUDA only, so its mark on the parameters that it takes is put there by hand."""
+    import inspect
+
+    import tiny_gpt
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
+
+    chunks, _ = _stock_model()
+    tiny_gpt.fssdp_hook()(chunks)
+    assert "param.__fsdp_param__ = True" in inspect.getsource(megatron_fsdp)
+    for param in chunks[0].parameters():
+        param.__fsdp_param__ = True
+    with pytest.raises(ValueError, match=MEGATRON_FSDP):
+        _forward(chunks)
