@@ -10,7 +10,7 @@ implementations of published descriptions (`bench/rivals/`), so their figures ar
 
 | column | what |
 |---|---|
-| imbalance | max / mean rank load after routing; its max is the `moe_expert_rank_capacity_factor` that no step exceeds |
+| imbalance | max / mean rank load after routing; the largest is what `moe_expert_rank_capacity_factor` must be |
 | copies, late | weights of experts received per rank, layer and step, before and after the gate |
 | most extra experts | experts on the fullest rank beyond its even share: memory |
 | GB | sent per layer and step by all ranks together: weights, gradients, optimizer state |

@@ -105,6 +105,9 @@ class FSSDPExperts:
             self.physical.twin.train(self.training)
         joined_homes, self.joined_homes = self.joined_homes, None
         weights = self.physical.named(self.replicas.materialize(joined_homes))
+        if self.config.fine_grained_activation_offloading:  # spares parameters, and these are none
+            for weight in weights.values():
+                weight._do_not_offload, weight.offloading_activation = True, False  # its name now, and in 0.16
         inputs = (hidden_states, tokens_per_expert, probs, *rest)
         output, *others = torch.func.functional_call(self.physical.twin, weights, inputs, kwargs)
         return self.replicas.computed_by(output), *others

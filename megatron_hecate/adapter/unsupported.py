@@ -106,7 +106,6 @@ MODEL = (
     Rule("moe_router_padding_for_quantization", "pads logical experts for fp8"),
     Rule("moe_router_padding_for_fp8", "pads logical experts for fp8"),
     Rule("cpu_offloading", "weights that replicas are fetched from move", flag="--cpu-offloading-num-layers"),
-    Rule("fine_grained_activation_offloading", "offloaded expert inputs are not tested with replicas"),
     Rule(
         "gtp_weight_remat_size",
         "expert weights are sharded already",

@@ -70,7 +70,6 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         moe_router_padding_for_quantization=True,
         moe_router_padding_for_fp8=True,
         cpu_offloading=True,
-        fine_grained_activation_offloading=True,
         gtp_weight_remat_size=2,
         expert_gtp_weight_remat_size=2,
         transformer_impl="inference_optimized",

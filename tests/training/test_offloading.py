@@ -20,6 +20,7 @@ def test_offloaded_experts(fused: bool) -> None:
 
     te_on_cpu.install()
     import tiny_gpt
+
     if fused:
         import test_experts
 
