@@ -112,8 +112,6 @@ MODEL = (
         instead="bf16",
         unsupported=lambda settings: settings["moe_combine_bwd_dtype"] not in (None, "bf16"),
     ),
-    Rule("moe_expert_rank_capacity_factor", "buffers of fixed size per rank are sized for homes only", instead=None),
-    Rule("moe_paged_stash", "the paged stash is sized for homes only"),
     Rule("cuda_graph_impl", "replicas change every iteration and cannot be captured", instead="none"),
     Rule("enable_cuda_graph", "replicas change every iteration and cannot be captured"),
     Rule("external_cuda_graph", "replicas change every iteration and cannot be captured"),
@@ -142,7 +140,6 @@ MODEL = (
         flag="",
         hint=" and model.cpu_offloading_num_layers=0 or leave out --cpu-offloading-num-layers",
     ),
-    Rule("fine_grained_activation_offloading", "offloaded expert inputs are not tested with replicas"),
     Rule(
         "gtp_weight_remat_size",
         "expert weights are sharded already",

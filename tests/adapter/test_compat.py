@@ -57,8 +57,6 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
     planted = dict(
         fp8="hybrid",
         fp4="e2m1",
-        moe_expert_rank_capacity_factor=1.5,
-        moe_paged_stash=True,
         cuda_graph_impl="local",
         enable_cuda_graph=True,
         external_cuda_graph=True,
@@ -78,7 +76,6 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         moe_router_padding_for_quantization=True,
         moe_router_padding_for_fp8=True,
         cpu_offloading=True,
-        fine_grained_activation_offloading=True,
         gtp_weight_remat_size=2,
         expert_gtp_weight_remat_size=2,
         transformer_impl="inference_optimized",
