@@ -125,6 +125,7 @@ class FSSDPExperts:
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any
     ) -> Any:
         if self.replicas is None:
+            tokens_per_expert = tokens_per_expert[: self.physical.num_homes]  # slots may follow, without tokens
             return super().forward(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
         wait_for_params(self)
         if self.physical.twin.training != self.training:
@@ -132,6 +133,9 @@ class FSSDPExperts:
         joined_homes, self.joined_homes = self.joined_homes, None
         weights = self.physical.named(self.replicas.materialize(joined_homes))
         self.physical.compute_with(self.replicas.plan)
+        if self.config.fine_grained_activation_offloading:  # spares parameters, and these are none
+            for weight in weights.values():
+                weight._do_not_offload, weight.offloading_activation = True, False  # its name now, and in 0.16
         inputs = (hidden_states, tokens_per_expert, probs, *rest)
         output, *others = torch.func.functional_call(self.physical.twin, weights, inputs, kwargs)
         if self.replicas.after_backward is not None:  # these replicas do not stay
