@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,6 +115,16 @@ def test_every_source_is_read_and_both_overrides_are_named() -> None:
     ]
     assert not unsupported.find({"expert_model_parallel_size": 2}, slots=2)
     assert not unsupported.find(slots=0), "with slots=0 EP 1 trains as stock"
+
+
+@pytest.mark.fast
+def test_the_page_on_compatibility_says_why_of_each_setting() -> None:
+    from megatron_hecate.adapter import unsupported
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()
+    for rule in unsupported.RULES:
+        assert f"`{rule.setting}" in page or f"{rule.setting}=" in page, rule.setting
+        assert rule.why.partition(";")[0] in page, rule.setting
 
 
 @ranks(2)
