@@ -112,8 +112,6 @@ MODEL = (
         instead="bf16",
         unsupported=lambda settings: settings["moe_combine_bwd_dtype"] not in (None, "bf16"),
     ),
-    Rule("moe_expert_rank_capacity_factor", "buffers of fixed size per rank are sized for homes only", instead=None),
-    Rule("moe_paged_stash", "the paged stash is sized for homes only"),
     Rule("cuda_graph_impl", "replicas change every iteration and cannot be captured", instead="none"),
     Rule("enable_cuda_graph", "replicas change every iteration and cannot be captured"),
     Rule("external_cuda_graph", "replicas change every iteration and cannot be captured"),
@@ -123,6 +121,23 @@ MODEL = (
         "gradients of replicas must exist when their layer's backward ends",
     ),
     Rule("use_transformer_engine_op_fuser", "fused operators keep their own references to the weights"),
+    Rule(
+        "moe_expert_rank_capacity_factor",
+        "Megatron takes it with HybridEP only under use_transformer_engine_op_fuser",
+        instead=None,
+        unsupported=lambda settings: (
+            _is_set(settings["moe_expert_rank_capacity_factor"])
+            and _is_set(settings["use_transformer_engine_op_fuser"])
+            and settings["moe_flex_dispatcher_backend"] != "ncclep"
+        ),
+    ),
+    Rule(
+        "moe_paged_stash",
+        "Megatron stashes only under use_transformer_engine_op_fuser",
+        unsupported=lambda settings: (
+            _is_set(settings["moe_paged_stash"]) and _is_set(settings["use_transformer_engine_op_fuser"])
+        ),
+    ),
     Rule("moe_single_grouped_weight", "one tensor for all experts has no room for replicas"),
     Rule("moe_single_grouped_bias", "one tensor for all experts has no room for replicas"),
     Rule("moe_use_grouped_tensor", "its grouped weights have no room for replicas"),  # 0.20
@@ -142,7 +157,6 @@ MODEL = (
         flag="",
         hint=" and model.cpu_offloading_num_layers=0 or leave out --cpu-offloading-num-layers",
     ),
-    Rule("fine_grained_activation_offloading", "offloaded expert inputs are not tested with replicas"),
     Rule(
         "gtp_weight_remat_size",
         "expert weights are sharded already",

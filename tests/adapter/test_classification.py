@@ -31,6 +31,7 @@ WORKS = """
     moe_router_pre_softmax moe_router_score_function moe_router_num_groups moe_router_group_topk
     moe_router_enable_expert_bias moe_router_bias_update_rate
     mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
+    fine_grained_activation_offloading offload_modules
 """
 # Of what only follows a setting that is refused, or has no effect without it.
 OF_REFUSED = {
@@ -41,10 +42,6 @@ OF_REFUSED = {
     "cpu_offloading": """
         cpu_offloading_activations cpu_offloading_weights cpu_offloading_num_layers cpu_offloading_double_buffering
         cpu_offloading_retain_pinned_cpu_buffers
-    """,
-    "fine_grained_activation_offloading": """
-        offload_modules activation_offload_fraction delta_offload_bytes_across_pp_ranks min_offloaded_tensor_size
-        fine_grained_offloading_max_inflight_offloads
     """,
     "fp8": """
         fp8_recipe fp8_param fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
@@ -73,6 +70,10 @@ NO_CONCERN = {
     """,
     "the heads of multi-token prediction, around its layers": """
         mtp_detach_heads mtp_hsm mtp_hybrid_override_pattern mtp_standalone
+    """,
+    "how much is offloaded, and when": """
+        activation_offload_fraction delta_offload_bytes_across_pp_ranks min_offloaded_tensor_size
+        fine_grained_offloading_max_inflight_offloads
     """,
     "losses and logs": "moe_grad_scale_func mtp_grad_scale_func moe_per_layer_logging",
     "each token by itself, in the same module with the same settings": """

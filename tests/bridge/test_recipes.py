@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from ranks import ranks
+from small import GLM_AIR
 
 FREE = str(Path(__file__).parent.parent / "free_copies.json")  # else no copy pays on so small a model
 
@@ -59,15 +60,15 @@ def train(config: Any, *more: Any) -> Run:
 
 @ranks(2)
 def test_qwen3_trains_and_evaluates_as_stock() -> None:
-    from bridge_on_cpu import QWEN3, recipe
+    from bridge_on_cpu import recipe
 
     from megatron_hecate import bridge
 
     overrides = ("validation.eval_iters=1", "validation.eval_interval=2")
-    stock = train(recipe(QWEN3, *overrides))
+    stock = train(recipe(*overrides))
     assert len(stock.steps) == 4 and stock.validation and not stock.replicas
     for slots in (0, 2):
-        config = recipe(QWEN3, *overrides)
+        config = recipe(*overrides)
         bridge.enable(config, slots=slots, speeds=FREE)
         ours = train(config)
         ours.assert_same(stock, rel=1e-5 if slots else 0)
@@ -76,12 +77,12 @@ def test_qwen3_trains_and_evaluates_as_stock() -> None:
 
 @ranks(2)
 def test_a_checkpoint_resumes_in_all_four_directions() -> None:
-    from bridge_on_cpu import QWEN3, recipe
+    from bridge_on_cpu import recipe
 
     from megatron_hecate import bridge
 
     def run(on: bool, *overrides: str) -> Run:
-        config = recipe(QWEN3, *overrides)
+        config = recipe(*overrides)
         if on:
             bridge.enable(config, speeds=FREE)
         return train(config)
@@ -98,13 +99,13 @@ def test_a_checkpoint_resumes_in_all_four_directions() -> None:
 
 @ranks(4)
 def test_two_pipeline_stages() -> None:
-    from bridge_on_cpu import QWEN3, recipe
+    from bridge_on_cpu import recipe
 
     from megatron_hecate import bridge
 
     overrides = ("model.pipeline_model_parallel_size=2", "train.train_iters=3")
-    stock = train(recipe(QWEN3, *overrides))
-    config = recipe(QWEN3, *overrides)
+    stock = train(recipe(*overrides))
+    config = recipe(*overrides)
     bridge.enable(config, speeds=FREE)
     ours = train(config)
     ours.assert_same(stock)
@@ -113,12 +114,12 @@ def test_two_pipeline_stages() -> None:
 
 @ranks(2)
 def test_multi_token_prediction() -> None:
-    from bridge_on_cpu import GLM_AIR, recipe
+    from bridge_on_cpu import recipe
 
     from megatron_hecate import bridge
 
-    stock = train(recipe(GLM_AIR))
-    config = recipe(GLM_AIR)
+    stock = train(recipe(name=GLM_AIR))
+    config = recipe(name=GLM_AIR)
     bridge.enable(config, speeds=FREE)
     ours = train(config)
     ours.assert_same(stock)
