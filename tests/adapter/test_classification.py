@@ -1,6 +1,6 @@
 """Every setting of Megatron that may touch experts is known to work, refused, or of no concern: none slips through.
 
-Oracle: the fields of ``TransformerConfig`` of the installed Megatron, and lists of those of the oldest and of main.
+Oracle: the fields of ``TransformerConfig`` of the installed Megatron, and lists of the oldest, the newest and main.
 """
 
 from __future__ import annotations
