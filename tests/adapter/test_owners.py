@@ -101,7 +101,6 @@ def test_adapters_of_experts(adapted: str) -> None:
 def test_megatrons_builder_runs_the_hook_and_would_then_wrap(setting: str) -> None:
     """``ModelConfig.pre_wrap_hooks`` go into this function as one."""
     import tiny_gpt
-
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models import dist_utils
 
