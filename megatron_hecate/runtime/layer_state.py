@@ -110,7 +110,9 @@ class LayerState:
     def shape(self, microbatches: int) -> LayerShape:
         """Sizes for the cost model, with so many ``microbatches`` in an iteration."""
         lifetime = LIFETIMES[self.config.lifetime]
-        token_bytes = self.parts.layer.config.hidden_size * self.parts.experts.homes()[0][0].element_size()
+        model = self.parts.layer.config
+        token_width = getattr(model, "moe_latent_size", None) or model.hidden_size  # as dispatched
+        token_bytes = token_width * self.parts.experts.homes()[0][0].element_size()
         return dataclasses.replace(
             self.parts.experts.shape(token_bytes, microbatches=microbatches * self.passes),
             fetches=max(1, lifetime.fetches * microbatches),
