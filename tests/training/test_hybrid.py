@@ -12,7 +12,7 @@ from ranks import ranks
 PATTERN = "*EE*E"
 
 
-def _install() -> None:
+def install() -> None:
     """`tiny_gpt` builds hybrid models."""
     import tiny_gpt
     from cpu_spec import SequenceParallelNorm
@@ -56,7 +56,7 @@ def _install() -> None:
 @pytest.mark.parametrize("lifetime", ["iteration", "microbatch", "layer"])
 @ranks(2)
 def test_multi_token_prediction_by_one_repeated_layer(lifetime: str) -> None:
-    _install()
+    install()
     import tiny_gpt
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
