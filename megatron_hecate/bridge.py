@@ -30,7 +30,7 @@ from torch.nn import Module
 from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate import enable as launcher
 from megatron_hecate.adapter import compat, unsupported
-from megatron_hecate.tools.metrics import layer_metrics
+from megatron_hecate.tools.metrics import LayerMetrics, layer_metrics
 
 NAMES = HecateConfig().as_arguments()
 OVERRIDE = re.compile(r"\+*(?P<at>[\w.]*)\b(?P<name>moe_fssdp\w*)=")  # on a command line
@@ -55,7 +55,7 @@ def enable(config: Any, **settings: Any) -> None:
 class Metrics(callbacks.Callback):
     """Log FSSDP's metrics to the loggers a recipe uses: TensorBoard, Weights & Biases, MLflow, Comet.
 
-    ``fssdp/computed/layer 3`` is `LayerMetrics.computed` of that layer, ``fssdp/computed`` the mean over the layers.
+    ``fssdp/computed layer 3`` is `LayerMetrics.computed` of that layer, ``fssdp/computed`` the mean over the layers.
     They are of the expert-parallel groups of Bridge's logging rank, the last one, on all pipeline stages, and are
     logged every ``logger.tensorboard_log_interval`` iterations.
     """
@@ -80,10 +80,10 @@ def _metrics(chunks: list[Module]) -> dict[str, float]:
         stages *= parallel_state.get_pipeline_model_parallel_world_size()
         dist.all_gather_object(stages, stages[0], group=parallel_state.get_pipeline_model_parallel_group())
     layers = [dataclasses.asdict(layer) for stage in stages for layer in stage]
-    values = {}
-    for name in layers[0].keys() - {"layer"} if layers else ():
+    values: dict[str, float] = {}
+    for name in (field.name for field in dataclasses.fields(LayerMetrics) if field.name != "layer" and layers):
         values[f"fssdp/{name}"] = fmean(layer[name] for layer in layers)
-        values.update({f"fssdp/{name}/{layer['layer']}": float(layer[name]) for layer in layers})
+        values |= {f"fssdp/{name} {layer['layer']}": float(layer[name]) for layer in layers}
     return values
 
 
@@ -125,10 +125,8 @@ def _register(config: Any) -> None:
 
 def _check(config: Any, settings: HecateConfig) -> None:
     """Raise a ValueError that lists all settings of a recipe that do not combine with FSSDP."""
-    rules = unsupported.MODEL + (unsupported.WITH_SLOTS if settings.slots else ())
-    problems = unsupported.find(getattr(config.model, "transformer", config.model), rules)
-    for part in (config.ddp, config.dist):
-        problems += unsupported.find(part, unsupported.JOB)
+    parts = (config.model, getattr(config.model, "transformer", None), config.ddp, config.dist)
+    problems = unsupported.find(*parts, config, slots=settings.slots)
     if problems:
         raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
@@ -152,8 +150,8 @@ def _find_lost_overrides(model: Any) -> None:
         found = OVERRIDE.match(argument)
         if found and (found["at"] != "model." or found["name"] not in vars(model)):
             raise ValueError(
-                f"the override {argument!r} did not reach the model. Known are {', '.join(f'+model.{n}' for n in NAMES)}; "
-                "import megatron_hecate.bridge before overrides are applied, or start the script with our launcher"
+                f"the override {argument!r} did not reach the model; known are +model.{', +model.'.join(NAMES)}. "
+                "Import megatron_hecate.bridge before overrides are applied, or start the script with our launcher"
             )
 
 

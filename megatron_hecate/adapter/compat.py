@@ -95,7 +95,7 @@ BRIDGE_ASSUMPTIONS = (
         "bridge.models.model_provider:ModelProviderMixin.register_pre_wrap_hook", ("hook",), "the hook runs there"
     ),
     _Assumption("bridge.training.callbacks:Callback.on_train_step_end", ("context",), "overridden: metrics are logged"),
-    _Assumption("bridge.training.callbacks:CallbackContext", ("state", "model"), "where metrics find model and loggers"),
+    _Assumption("bridge.training.callbacks:CallbackContext", ("state", "model"), "where metrics find the loggers"),
     *(
         _Assumption(f"bridge.training.state:GlobalState.{name}_logger", (), "metrics are logged there")
         for name in ("tensorboard", "wandb", "mlflow", "comet")
