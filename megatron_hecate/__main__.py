@@ -77,6 +77,9 @@ def main(argv: list[str]) -> int:
     sys.meta_path.insert(0, _WithBridge())
     sys.argv = argv[at:]
     runpy.run_path(script, run_name="__main__")
+    if settings is not None and "megatron_hecate.convert" not in sys.modules:
+        print(f"FSSDP: {script} built no model by megatron.training or Megatron-Bridge: FSSDP was off", file=sys.stderr)
+        return 1
     return 0
 
 
