@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import megatron_on_cpu
 
@@ -68,6 +69,8 @@ class Case:
     micro_batch: int = 2  # sequences
     skew: float = 1.5  # added to the router's logits of the first experts: see `_skew`
     one_expert: bool = False  # every token goes to expert 0
+    grouped: bool = False  # experts are a TEGroupedMLP, over TransformerEngine: call te_on_cpu.install() first
+    grad_reduce_in_fp32: bool = True
     settings: tuple[tuple[str, Any], ...] = ()  # further fields of TransformerConfig
 
     @property
@@ -155,6 +158,7 @@ def transformer_config(case: Case) -> TransformerConfig:
         apply_rope_fusion=False,
         masked_softmax_fusion=False,
         attention_softmax_in_fp32=True,
+        moe_grouped_gemm=case.grouped,
     )
     if case.vpp:  # interleaving over two stages needs it, as Megatron's own arguments set it
         fields.update(overlap_p2p_comm=True, batch_p2p_comm=False)
@@ -178,7 +182,8 @@ def build(case: Case, hook: Callable[[list], list] | None = None) -> tuple[list,
     chunks = []
     for stage in range(case.vpp or 1):
         where = {"vp_stage": stage} if case.vpp else {}
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **where)
+        with _grouped_experts(case.grouped):
+            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **where)
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where)
         spec = for_cpu(spec)
@@ -204,6 +209,19 @@ def build(case: Case, hook: Callable[[list], list] | None = None) -> tuple[list,
     if hook is not None:
         chunks = hook(chunks)
     return chunks, config
+
+
+@contextlib.contextmanager
+def _grouped_experts(wanted: bool) -> Iterator[None]:
+    """Layer specs made in this block have TransformerEngine's experts; all else stays Megatron's own."""
+    if not wanted:
+        yield
+        return
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.backends import LocalSpecProvider
+
+    with mock.patch.object(LocalSpecProvider, "grouped_mlp_modules", TESpecProvider.grouped_mlp_modules):
+        yield
 
 
 def fssdp_hook(**settings: Any) -> Callable[[list], list]:
@@ -232,7 +250,7 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
     if case.bf16 or case.fp16:
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
+        grad_reduce_in_fp32=case.grad_reduce_in_fp32,
         overlap_grad_reduce=case.overlap,
         overlap_param_gather=case.overlap and case.distributed_optimizer,
         use_distributed_optimizer=case.distributed_optimizer,

@@ -98,12 +98,16 @@ class FSSDPExperts:
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any
     ) -> Any:
         if self.replicas is None:
+            tokens_per_expert = tokens_per_expert[: self.physical.num_homes]  # slots may follow, without tokens
             return super().forward(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
         wait_for_params(self)
         if self.physical.twin.training != self.training:
             self.physical.twin.train(self.training)
         joined_homes, self.joined_homes = self.joined_homes, None
         weights = self.physical.named(self.replicas.materialize(joined_homes))
+        if self.config.fine_grained_activation_offloading:  # spares parameters, and these are none
+            for weight in weights.values():
+                weight._do_not_offload, weight.offloading_activation = True, False  # its name now, and in 0.16
         inputs = (hidden_states, tokens_per_expert, probs, *rest)
         output, *others = torch.func.functional_call(self.physical.twin, weights, inputs, kwargs)
         return self.replicas.computed_by(output), *others

@@ -88,10 +88,30 @@ WITH_SLOTS = (
     ),
 )
 MODEL = (
-    Rule("fp8", "replicas of quantized weights are not built", instead=None, flag="--fp8-format"),
+    Rule(
+        "fp8",
+        "replicas of quantized weights are not built",
+        instead=None,
+        flag="--fp8-format",
+        hint=" and model.fp8_param=false",
+    ),
     Rule("fp4", "replicas of quantized weights are not built", instead=None, flag="--fp4-format"),
-    Rule("moe_expert_rank_capacity_factor", "buffers of fixed size per rank are sized for homes only", instead=None),
-    Rule("moe_paged_stash", "the paged stash is sized for homes only"),
+    Rule(
+        "quant_recipe", "replicas of quantized weights are not built", instead=None, flag="--te-precision-config-file"
+    ),
+    Rule("use_kitchen", "experts of Kitchen's own linears have no replicas", flag=""),
+    Rule(
+        "moe_dispatch_fwd_dtype",  # 0.20
+        "tokens are dispatched to replicas in bf16 only",
+        instead="bf16",
+        unsupported=lambda settings: settings["moe_dispatch_fwd_dtype"] not in (None, "bf16"),
+    ),
+    Rule(
+        "moe_combine_bwd_dtype",  # 0.20
+        "gradients of tokens come to replicas in bf16 only",
+        instead="bf16",
+        unsupported=lambda settings: settings["moe_combine_bwd_dtype"] not in (None, "bf16"),
+    ),
     Rule("cuda_graph_impl", "replicas change every iteration and cannot be captured", instead="none"),
     Rule("enable_cuda_graph", "replicas change every iteration and cannot be captured"),
     Rule("external_cuda_graph", "replicas change every iteration and cannot be captured"),
@@ -103,25 +123,38 @@ MODEL = (
     Rule("use_transformer_engine_op_fuser", "fused operators keep their own references to the weights"),
     Rule("moe_single_grouped_weight", "one tensor for all experts has no room for replicas"),
     Rule("moe_single_grouped_bias", "one tensor for all experts has no room for replicas"),
+    Rule("moe_use_grouped_tensor", "its grouped weights have no room for replicas"),  # 0.20
     Rule("moe_use_legacy_grouped_gemm", "the legacy GroupedMLP has no room for replicas"),
     Rule("moe_ncclep_zero_copy", "its communication buffers belong to homes only"),
     Rule("moe_router_padding_for_quantization", "pads logical experts for fp8"),
     Rule("moe_router_padding_for_fp8", "pads logical experts for fp8"),
-    Rule("cpu_offloading", "weights that replicas are fetched from move", flag="--cpu-offloading-num-layers"),
-    Rule("fine_grained_activation_offloading", "offloaded expert inputs are not tested with replicas"),
+    Rule(
+        "mlp_chunks_for_training",
+        "a layer that runs several times per microbatch cannot count them",
+        instead=1,
+        unsupported=_more_than_one("mlp_chunks_for_training"),
+    ),
+    Rule(
+        "cpu_offloading",
+        "weights that replicas are fetched from move",
+        flag="",
+        hint=" and model.cpu_offloading_num_layers=0 or leave out --cpu-offloading-num-layers",
+    ),
     Rule(
         "gtp_weight_remat_size",
         "expert weights are sharded already",
         instead=1,
         unsupported=_more_than_one("gtp_weight_remat_size"),
-        flag="--tensor-parallel-num-weight-shards",
+        flag="",
+        hint=" or leave out --tensor-parallel-num-weight-shards",
     ),
     Rule(
         "expert_gtp_weight_remat_size",
         "expert weights are sharded already",
         instead=1,
         unsupported=_more_than_one("expert_gtp_weight_remat_size"),
-        flag="--expert-tensor-parallel-num-weight-shards",
+        flag="",
+        hint=" or leave out --expert-tensor-parallel-num-weight-shards",
     ),
     Rule(
         "transformer_impl",
@@ -142,6 +175,7 @@ JOB = (
     Rule("modelopt_enabled", "ModelOpt replaces the experts' linears by its own", part="", flag=""),
     Rule("peft", "adapters wrap the linears of the experts", instead=None, part="", flag=""),
 )
+RULES = WITH_SLOTS + MODEL + JOB
 
 
 def find(*sources: Any, slots: int) -> list[str]:
@@ -153,5 +187,5 @@ def find(*sources: Any, slots: int) -> list[str]:
         slots: replicas that a rank can hold per layer.
     """
     settings = Settings(*sources)
-    rules = (WITH_SLOTS if slots else ()) + MODEL + JOB
+    rules = RULES if slots else MODEL + JOB
     return [rule.explain(settings[rule.setting]) for rule in rules if rule.applies(settings)]

@@ -86,6 +86,7 @@ class LayerState:
         self.passes = passes_per_microbatch(layer)
         self.stock_dispatcher, self.physical_dispatcher = layer.token_dispatcher, parts.physical_dispatcher
         self.rerouter = Rerouter(layer.token_dispatcher, world, label=self.name, timeout=config.timeout)
+        self.always_physical = config.slots > 0 and self.rerouter.always_physical
         self.placement = self.planned = parts.homes_only  # now, and before late replicas
         self._slots: ReplicaSlots | None = None
         self.plan: TransferPlan | None = None  # of the replicas of this iteration; None without any

@@ -1,0 +1,125 @@
+"""TransformerEngine's own Python on a CPU: the unmodified wheel, with only its compiled half replaced (`tex_on_cpu`).
+
+``.ci/env.sh`` puts the wheels into the environment, in folders that are on nobody's path; `install` puts one there.
+It must run before Megatron is imported, so tests use ``@ranks(n, preload=False)`` and call it first.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import types
+import unittest.mock
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megatron_on_cpu
+import tex_on_cpu
+import torch
+
+NEWEST, OLDEST = "2.20.2", "2.9.0"
+
+
+def install(version: str = NEWEST, *, capability: tuple[int, int] = (9, 0)) -> None:
+    """Make ``transformer_engine`` of ``version`` importable, and import it.
+
+    Args:
+        capability: the compute capability that the GPU pretends to have: (9, 0) is Hopper, (10, 0) Blackwell.
+
+    Raises:
+        FileNotFoundError: when the environment has no such wheel.
+        RuntimeError: when Megatron was imported already: it has decided that there is no TransformerEngine.
+    """
+    folder = Path(sys.prefix) / "transformer_engine" / version
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not there: .ci/env.sh makes it")
+    if "megatron.core" in sys.modules:
+        raise RuntimeError("megatron.core is imported already: call te_on_cpu.install() first, @ranks(preload=False)")
+    megatron_on_cpu.install()
+    _gpu(capability)
+    sys.path.insert(0, str(folder))
+    sys.modules["transformer_engine_torch"] = tex_on_cpu.Tex("transformer_engine_torch")
+    export = "transformer_engine.pytorch.onnx_extensions"  # what needs onnx, which no training does
+    sys.modules[export] = tex_on_cpu.Tex(export)
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # TE then loads no libraries of CUDA
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected a PyTorch installation")  # without the compiled half
+        import transformer_engine.common as common
+
+        common.load_framework_extension = lambda framework: None
+        import transformer_engine.pytorch
+
+    assert Path(transformer_engine.__file__).is_relative_to(folder), transformer_engine.__file__
+    _take_cpu_tensors()
+
+
+def _gpu(capability: tuple[int, int]) -> None:
+    """TE asks for a GPU's properties while it is imported."""
+    properties = types.SimpleNamespace(
+        major=capability[0], minor=capability[1], multi_processor_count=132, total_memory=1 << 37, name="cpu"
+    )
+    cuda = torch.cuda
+    cuda.get_device_capability = lambda *_: capability
+    cuda.get_device_properties = lambda *_: properties
+    cuda.is_current_stream_capturing = lambda: False
+    torch.empty, torch.zeros = _on_cpu(torch.empty), _on_cpu(torch.zeros)
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = (lambda *_: None), (lambda: None)
+
+
+def _on_cpu(factory: Callable) -> Callable:
+    """device="cuda" is a literal in TE's backwards, where torch asks no mode of `megatron_on_cpu`."""
+
+    @functools.wraps(factory)
+    def on_cpu(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if kwargs.get("device") == "cuda":
+            kwargs["device"] = "cpu"
+        return factory(*args, **kwargs)
+
+    return on_cpu
+
+
+def _take_cpu_tensors() -> None:
+    """TE's modules refuse to be made without a GPU, and inputs that are not on one at the start of a forward."""
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    init, prepare = TransformerEngineBaseModule.__init__, TransformerEngineBaseModule.prepare_forward
+
+    def init_on_cpu(module: Any, *args: Any, **kwargs: Any) -> None:
+        with unittest.mock.patch.object(torch.cuda, "is_available", lambda: True):
+            init(module, *args, **kwargs)
+
+    def prepare_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        with _SeemsCuda():
+            prepared = prepare(module, *args, **kwargs)
+            if not hasattr(prepared, "__enter__") or isinstance(prepared, torch.Tensor):
+                return prepared
+        return _EnterAsCuda(prepared)
+
+    TransformerEngineBaseModule.__init__, TransformerEngineBaseModule.prepare_forward = init_on_cpu, prepare_forward
+
+
+class _SeemsCuda:
+    """Tensors say that they are on a GPU."""
+
+    def __enter__(self) -> None:
+        torch.Tensor.is_cuda = property(lambda tensor: True)
+
+    def __exit__(self, *error: Any) -> None:
+        del torch.Tensor.is_cuda
+
+
+class _EnterAsCuda:
+    """Older TransformerEngines prepare in a context manager, whose check runs when it is entered."""
+
+    def __init__(self, prepared: Any) -> None:
+        self.prepared = prepared
+
+    def __enter__(self) -> Any:
+        with _SeemsCuda():
+            return self.prepared.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self.prepared.__exit__(*error)
