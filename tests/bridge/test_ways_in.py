@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 from ranks import ranks
-from small import OVERRIDES
-from test_recipes import FREE, train
+from recipe_runs import FREE, OVERRIDES, train
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
