@@ -10,7 +10,7 @@ implementations of published descriptions (`bench/rivals/`), so their figures ar
 
 | column | what |
 |---|---|
-| imbalance | max / mean rank load after routing |
+| imbalance | max / mean rank load after routing; the largest is what `moe_expert_rank_capacity_factor` must be |
 | copies, late | weights of experts received per rank, layer and step, before and after the gate |
 | most extra experts | experts on the fullest rank beyond its even share: memory |
 | GB | sent per layer and step by all ranks together: weights, gradients, optimizer state |
@@ -73,6 +73,7 @@ class Result:
             imbalance_mean=float(imbalance.mean()),
             imbalance_p95=float(np.percentile(imbalance, 95)),
             imbalance_p99=float(np.percentile(imbalance, 99)),
+            imbalance_max=float(imbalance.max()),
             **{name: float(of[name].mean()) for name in ("copies", "late", "intra_gb", "inter_gb", "crossing")},
             extra=int(of["extra"].max()),
             time=float(of["seconds"].sum() / forced_seconds),

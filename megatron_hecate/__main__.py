@@ -1,6 +1,7 @@
 """``torchrun ... -m megatron_hecate --moe-fssdp pretrain_gpt.py <Megatron's arguments>``: any script, unmodified.
 
-``python -m megatron_hecate --check`` prints what FSSDP finds here and would use. ``torchrun ... -m megatron_hecate
+``python -m megatron_hecate --check`` prints what FSSDP finds here and would use; with ``--settings FILE`` whether it
+would switch on with a job's settings. ``torchrun ... -m megatron_hecate
 --measure FILE`` writes what links and cores do, for ``--moe-fssdp-speeds FILE``.
 """
 
@@ -14,24 +15,26 @@ import os
 import runpy
 import sys
 import types
-import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_hecate import HecateConfig, __version__
-from megatron_hecate.comm.nvlink import compile as kernels
+from megatron_hecate import HecateConfig, check
 
 DESCRIPTION = (
-    "Run a Megatron pretraining script with the --moe-fssdp flags. --check prints versions and whether FSSDP fits. "
+    "Run a Megatron pretraining script with the --moe-fssdp flags. --check prints versions and whether FSSDP fits; "
+    "--check --settings FILE says whether a job's settings (JSON or YAML, one or a list) can be combined with it. "
     "--measure FILE, under torchrun, writes the speeds of links and cores for --moe-fssdp-speeds."
 )
-USAGE = "python -m megatron_hecate [--moe-fssdp ...] SCRIPT.py [Megatron's arguments] | --check | --measure FILE"
+USAGE = (
+    "python -m megatron_hecate [--moe-fssdp ...] SCRIPT.py [Megatron's arguments] | --check [--settings FILE] | "
+    "--measure FILE"
+)
 
 
 def main(argv: list[str]) -> int:
     """Run ``SCRIPT.py`` with the flags known to Megatron's parser; returns the exit status of ``--check``."""
-    if argv == ["--check"]:
-        return _check()
+    if argv[:1] == ["--check"]:
+        return check.main(argv[1:])
     if argv[:1] == ["--measure"]:
         if len(argv) != 2:
             print(f"--measure takes one file, got {argv[1:]}", file=sys.stderr)
@@ -56,7 +59,8 @@ def main(argv: list[str]) -> int:
     asked = vars(parser.parse_args(argv if at is None else argv[:at], argparse.Namespace(**unset)))
     given = {name: value for name, value in asked.items() if value is not parser}
     try:
-        settings = HecateConfig.from_arguments(argparse.Namespace(**given))  # what is wrong is said now, not when Megatron has started
+        # what is wrong is said now, not when Megatron has started
+        settings = HecateConfig.from_arguments(argparse.Namespace(**given))
         if settings is not None and settings.speeds is not None:
             from megatron_hecate.plan import Speeds
 
@@ -75,6 +79,9 @@ def main(argv: list[str]) -> int:
     sys.meta_path.insert(0, _WithBridge())
     sys.argv = argv[at:]
     runpy.run_path(script, run_name="__main__")
+    if settings is not None and "megatron_hecate.convert" not in sys.modules:
+        print(f"FSSDP: {script} built no model by megatron.training or Megatron-Bridge: FSSDP was off", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -95,34 +102,6 @@ class _WithBridge(importlib.abc.MetaPathFinder):
 
         spec.loader.exec_module = exec_module
         return spec
-
-
-def _check() -> int:
-    """Print versions and what would be used; 1 when FSSDP cannot be switched on."""
-    import torch
-
-    print(f"megatron-hecate {__version__}, torch {torch.__version__}, {torch.cuda.device_count()} GPUs")
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        print("megatron-core is not installed: pip install -e '.[megatron]', or put your checkout on the path")
-        return 1
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Megatron, about what it can do without
-        import megatron.core
-
-        from megatron_hecate.adapter import compat
-
-        problems = compat.broken_assumptions()
-    version = megatron.core.__version__.partition("+")[0]  # Megatron adds the commit of any repository it runs in
-    print(f"megatron-core {version}: {'fits' if not problems else 'does not fit'}")
-    for problem in problems:
-        print(f"  - {problem}")
-    training = importlib.util.find_spec("megatron.training") is not None
-    print(f"megatron.training: {'found, --moe-fssdp flags work' if training else 'not found; use the hook'}")
-    print("transport p2p: torch.distributed point-to-point, on gloo or NCCL")
-    for line in kernels.describe():
-        print(f"transport nvlink: {line}")
-    print("transport auto: nvlink where peers share an NVLink domain and its self-test succeeds, else p2p")
-    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from megatron.training import arguments, training
 from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate.adapter import compat, unsupported
 
-
 launched: dict[str, Any] = {}  # the flags given to our launcher, by argparse's names
 
 

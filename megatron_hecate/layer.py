@@ -42,18 +42,20 @@ class FSSDPLayer:
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         state, experts, in_training = self.fssdp, self.experts, self.purpose is Forward.MICROBATCH
-        self.token_dispatcher = state.stock_dispatcher
+        chosen = state.rerouter.without_padding(routing_map, probs)
         if experts.replicas is not None or state.expects_late:
             with trace.span("loads", state.name):
-                chosen = state.rerouter.without_padding(routing_map, probs)
                 loads = state.rerouter.gather_loads(chosen)
             if state.expects_late and in_training:
                 with trace.span("late", state.name):
                     experts.replicas = self.prefetcher.add_late_replicas(state.index, loads)
-            if experts.replicas is not None:
-                self.token_dispatcher = state.physical_dispatcher
-                with trace.span("quotas", state.name):
-                    routing_map, probs = state.rerouter.reroute(chosen, probs, loads, experts.replicas.placement)
+        physical = experts.replicas is not None or state.always_physical
+        self.token_dispatcher = state.physical_dispatcher if physical else state.stock_dispatcher
+        if experts.replicas is not None:
+            with trace.span("quotas", state.name):
+                routing_map, probs = state.rerouter.reroute(chosen, probs, loads, experts.replicas.placement)
+        elif physical:
+            routing_map, probs = state.rerouter.to_homes(chosen, probs, state.parts.homes_only)
         if in_training:
             self.prefetcher.forwarded(state.index, experts.replicas)
         return super().preprocess(hidden_states, probs, routing_map)

@@ -24,7 +24,8 @@ from unittest import mock
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests stand in for a GPU, also where there is one
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "tests.preloaded"])
+preload = _context.set_forkserver_preload  # what the process has imported that ranks are forked from
+preload(["torch", "torch.distributed", "tests.preloaded"])
 _without_megatron = forkserver.ForkServer()
 _without_megatron.set_forkserver_preload(["torch", "torch.distributed"])
 

@@ -5,8 +5,12 @@ Oracle: the model before the hook (classes, parameters, state dict).
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from ranks import ranks
+
+from megatron_hecate import HecateConfig, fssdp
 
 
 def snapshot(chunks: list) -> list:
@@ -47,6 +51,13 @@ def test_converts_in_place_and_once() -> None:
     with pytest.raises(ValueError, match=r"runs FSSDP already, with .*slots=2.* asked for .*slots=3"):
         tiny_gpt.fssdp_hook(slots=3)(chunks)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.fast
+def test_the_hook_can_be_pickled() -> None:
+    """Launchers that start processes send it with the recipe."""
+    hook = fssdp(HecateConfig(slots=3))
+    assert pickle.loads(pickle.dumps(hook)) == hook != fssdp(HecateConfig(slots=2))
 
 
 @ranks(2)

@@ -30,11 +30,12 @@ FLOORS = [
     {"layer"},
     {"convert"},
     {""},
-    {"enable"},
+    {"enable", "check"},
+    {"bridge"},
     {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WITH_MEGATRON = {"adapter", "layer", "convert", "enable", "__main__", "runtime.layer_state"}
+WITH_MEGATRON = {"adapter", "layer", "convert", "enable", "check", "bridge", "__main__", "runtime.layer_state"}
 OF_PLAN = {"json", "math", "numba", "numpy", "pathlib", "torch", "typing"}
 OF_PLAN |= {
     "__future__",

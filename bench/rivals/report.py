@@ -25,6 +25,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "imbalance_mean": ("imbalance mean", ".3f"),
     "imbalance_p95": ("p95", ".3f"),
     "imbalance_p99": ("p99", ".3f"),
+    "imbalance_max": ("max", ".3f"),
     "copies": ("copies/rank", ".2f"),
     "late": ("late/rank", ".2f"),
     "extra": ("most extra experts", "d"),

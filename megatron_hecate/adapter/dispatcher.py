@@ -81,7 +81,12 @@ class Rerouter:
         self.sources: dist.ProcessGroup = dispatcher.tp_ep_group
         self._source_rank = [n // dispatcher.tp_size for n in range(self.sources.size())]
         self._world, self._label, self._timeout = world, label, timeout
-        self._padded = dispatcher.config.moe_pad_expert_input_to_capacity
+        config = dispatcher.config
+        backend = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else None
+        # its first dispatch makes one buffer for all layers, for so many experts: they must be physical from then on
+        self.always_physical = backend in ("hybridep", "ncclep")
+        self._by_probability = backend in ("deepep", "ncclep")  # its experts are the largest probabilities of a token
+        self._padded = config.moe_pad_expert_input_to_capacity
         self._solver: QuotaSolver | None = None  # made on the device of the first loads
         self._tables: tuple[Placement, PlacementTables, _Holders] | None = None  # of the last placement
 
@@ -134,10 +139,25 @@ class Rerouter:
         Returns:
             As `_Holders.split_tokens`.
         """
+        solver, tables, holders = self._prepare(placement, loads.device)
+        return self._split(holders, routing_map, probs, solver.row(loads, tables, self.sources.rank()))
+
+    def to_homes(self, routing_map: Tensor, probs: Tensor, homes_only: Placement) -> tuple[Tensor, Tensor]:
+        """As `reroute`, without replicas: every token goes to its experts' homes, and nothing is communicated."""
+        *_, holders = self._prepare(homes_only, routing_map.device)
+        return self._split(holders, routing_map, probs, routing_map.sum(dim=0))
+
+    def _prepare(self, placement: Placement, device: torch.device) -> tuple[QuotaSolver, PlacementTables, _Holders]:
         if self._solver is None:
-            self._solver = QuotaSolver(self._world, loads.device, source_rank=self._source_rank)
+            self._solver = QuotaSolver(self._world, device, source_rank=self._source_rank)
         if self._tables is None or self._tables[0] is not placement:
             tables = self._solver.prepare(placement)
             self._tables = (placement, tables, _Holders.of(tables, placement.table.size))
-        _, tables, holders = self._tables
-        return holders.split_tokens(routing_map, probs, self._solver.row(loads, tables, self.sources.rank()))
+        return self._solver, *self._tables[1:]
+
+    def _split(self, holders: _Holders, routing_map: Tensor, probs: Tensor, quotas: Tensor) -> tuple[Tensor, Tensor]:
+        physical_map, physical_probs = holders.split_tokens(routing_map, probs, quotas)
+        if self._by_probability:  # a choice of probability zero would become any physical expert, an empty slot too
+            least = physical_map * torch.finfo(probs.dtype).tiny
+            physical_probs = torch.maximum(physical_probs, least)
+        return physical_map, physical_probs

@@ -17,9 +17,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
-from megatron_hecate.adapter.grouped_linear import GroupedExperts
+from megatron_hecate.adapter import stored_weights
+from megatron_hecate.adapter.grouped_linear import GroupedExperts, copy_module
 from megatron_hecate.adapter.training_state import wait_for_params
-from megatron_hecate.adapter.twin import copy_module
+from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.plan import LayerShape
 from megatron_hecate.replicas.autograd import ChunkLayout, PendingGradients
 from megatron_hecate.replicas.layer_replicas import Delayed, Replicas
@@ -59,6 +60,7 @@ class PhysicalExperts:
                 f"experts are a {type(experts).__name__}; FSSDP knows SequentialMLP and TEGroupedMLP "
                 "(--moe-grouped-gemm with TransformerEngine)"
             )
+        self._plan: TransferPlan | None = None  # of the weights that the twin's quantized copies were made of
         # the modules that own the homes' parameters: looking names up from the top takes long for many experts
         paths = [[name.format(i).rpartition(".") for name in self._names] for i in range(self.num_homes)]
         self._owners = [[(experts.get_submodule(path), leaf) for path, _, leaf in expert] for expert in paths]
@@ -79,7 +81,18 @@ class PhysicalExperts:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one replica's weights."""
-        return sum(p.numel() * p.element_size() for p in self.homes()[0])
+        return stored_weights.stored_bytes(self.homes()[0])
+
+    def stored(self) -> list[list[Tensor]]:
+        """What travels of this rank's own experts."""
+        return [stored_weights.as_stored(expert) for expert in self.homes()]
+
+    def weights_in(self, chunk: Tensor) -> list[Tensor]:
+        """The parameters of a replica, in one ``chunk`` of what has come."""
+        like = self.homes()[0]
+        if any(map(stored_weights.is_quantized, like)):
+            return stored_weights.weights_in(chunk, like)
+        return self.layout.views(chunk)
 
     def shape(self, token_bytes: int, *, microbatches: int) -> LayerShape:
         """Sizes of the layer for the cost model. Gradients travel in fp32; a matrix costs 2 FLOPs per element."""
@@ -112,6 +125,19 @@ class PhysicalExperts:
             self.delayed.clear()
             self.grouped.drop_delayed()
 
+    def compute_with(self, plan: TransferPlan) -> None:
+        """The coming forward has the replicas of ``plan``: each iteration makes its own."""
+        if self._plan is not plan:
+            self._plan = plan
+            self.drop_quantized(0)
+
+    def drop_quantized(self, first: int) -> None:
+        """Drop the quantized copies that TransformerEngine keeps over microbatches, of experts from ``first`` on."""
+        for linear in self.twin.children():
+            copies = getattr(linear, "_fp8_workspaces", {})
+            for name in [name for name in copies if int(name.removeprefix("weight")) >= first]:
+                del copies[name]
+
     def named(self, weights: list[list[Tensor]]) -> dict[str, Tensor]:
         """The weights of all physical experts under the twin's parameter names."""
         return {
@@ -133,16 +159,23 @@ class FSSDPExperts:
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any
     ) -> Any:
         if self.replicas is None:
+            tokens_per_expert = tokens_per_expert[: self.physical.num_homes]  # slots may follow, without tokens
             return super().forward(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
         wait_for_params(self)
         if self.physical.twin.training != self.training:
             self.physical.twin.train(self.training)
         joined_homes, self.joined_homes = self.joined_homes, None
         weights = self.physical.named(self.replicas.materialize(joined_homes))
+        self.physical.compute_with(self.replicas.plan)
+        if self.config.fine_grained_activation_offloading:  # spares parameters, and these are none
+            for weight in weights.values():
+                weight._do_not_offload, weight.offloading_activation = True, False  # its name now, and in 0.16
         inputs = (hidden_states, tokens_per_expert, probs, *rest)
         output, *others = torch.func.functional_call(self.physical.twin, weights, inputs, kwargs)
         if self.physical.grouped is not None:
             self.physical.grouped.pass_over()
+        if self.replicas.after_backward is not None:  # these replicas do not stay
+            self.physical.drop_quantized(self.physical.num_homes)
         return self.replicas.computed_by(output), *others
 
     def backward_dw(self) -> None:

@@ -6,13 +6,12 @@ gradients to be computed later. A twin has more GEMMs than the module beside it,
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, Parameter
-
-from megatron_hecate.adapter.twin import copy_module
 
 _LINEARS = ("linear_fc1", "linear_fc2")
 
@@ -105,9 +104,8 @@ def _wide(linear: Module, num_gemms: int) -> Module:
         _fp8_workspaces={},
         _custom_quantizer_cache={},
         wgrad_store=_new_store(linear),
-        # Megatron's wrapper then says nothing of first microbatches. TE would take the first one as leave to overwrite
-        # main_grad, to which homes may have added, and to keep quantized weights, which change with the replicas.
-        disable_parameter_transpose_cache=True,
+        # never: TE would take it as leave to overwrite main_grad, to which the homes' own module may have added
+        is_first_microbatch=False,
     )
     wide.__dict__.update(own)
     return wide
@@ -115,3 +113,26 @@ def _wide(linear: Module, num_gemms: int) -> Module:
 
 def _new_store(linear: Module) -> Any:
     return type(linear.wgrad_store)(linear.wgrad_store.delay_wgrad_compute())
+
+
+def copy_module(module: Module, *, with_parameters: bool) -> Module:
+    """A shallow copy that can get submodules of its own and has no hooks: a user's hook on ``module`` fires there, once
+    per forward.
+
+    Args:
+        with_parameters: whether it shares parameters and submodules; else submodules are copied too, and every
+            parameter is missing, to be given in each call.
+    """
+    twin = copy.copy(module)
+    for name, value in vars(module).items():
+        if "_hooks" in name and isinstance(value, dict | list):
+            twin.__dict__[name] = type(value)()
+    if with_parameters:
+        twin._parameters, twin._modules = dict(module._parameters), dict(module._modules)
+        return twin
+    twin._parameters = dict.fromkeys(module._parameters)
+    twin._modules = {
+        name: None if child is None else copy_module(child, with_parameters=False)
+        for name, child in module._modules.items()
+    }
+    return twin

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,23 +55,28 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
     import tiny_gpt
 
     chunks, config = _stock_model()
+    config.fp8, config.fp4 = "hybrid", "e2m1"  # without them no recipe is refused
     planted = dict(
-        fp8="hybrid",
-        fp4="e2m1",
-        moe_expert_rank_capacity_factor=1.5,
-        moe_paged_stash=True,
+        fp8_recipe="delayed",
+        fp4_recipe="custom",
+        moe_grouped_gemm=False,
         cuda_graph_impl="local",
         enable_cuda_graph=True,
         external_cuda_graph=True,
         use_transformer_engine_op_fuser=True,
+        moe_expert_rank_capacity_factor=1.5,
+        moe_paged_stash=True,
         moe_single_grouped_weight=True,
         moe_single_grouped_bias=True,
         moe_use_legacy_grouped_gemm=True,
+        moe_use_grouped_tensor=True,
+        mlp_chunks_for_training=2,
+        quant_recipe="recipe.yaml",
+        use_kitchen=True,
+        moe_dispatch_fwd_dtype="fp8",
+        moe_combine_bwd_dtype="fp8",
         moe_ncclep_zero_copy=True,
-        moe_router_padding_for_quantization=True,
-        moe_router_padding_for_fp8=True,
         cpu_offloading=True,
-        fine_grained_activation_offloading=True,
         gtp_weight_remat_size=2,
         expert_gtp_weight_remat_size=2,
         transformer_impl="inference_optimized",
@@ -106,6 +112,16 @@ def test_every_source_is_read_and_both_overrides_are_named() -> None:
     ]
     assert not unsupported.find({"expert_model_parallel_size": 2}, slots=2)
     assert not unsupported.find(slots=0), "with slots=0 EP 1 trains as stock"
+
+
+@pytest.mark.fast
+def test_the_page_on_compatibility_says_why_of_each_setting() -> None:
+    from megatron_hecate.adapter import unsupported
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()
+    for rule in unsupported.RULES:
+        assert f"`{rule.setting}" in page or f"{rule.setting}=" in page, rule.setting
+        assert rule.why.partition(";")[0] in page, rule.setting
 
 
 @ranks(2)
@@ -146,8 +162,8 @@ def test_a_problem_of_one_rank_stops_all() -> None:
     chunks, config = _stock_model()
     before = snapshot(chunks)
     if dist.get_rank() == 1:
-        config.fp8 = "hybrid"
-    with pytest.raises(ValueError, match="with fp8='hybrid'"):
+        config.cuda_graph_impl = "local"
+    with pytest.raises(ValueError, match="with cuda_graph_impl='local'"):
         tiny_gpt.fssdp_hook()(chunks)
     assert snapshot(chunks) == before
 

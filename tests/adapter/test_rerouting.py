@@ -52,7 +52,7 @@ def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
     loads = torch.from_numpy(np.stack([m.sum(axis=0) for m in maps])).int()
     solver = QuotaSolver(world, "cpu", source_rank=[n // tp_size for n in range(sources)])
     tables = solver.prepare(placement)
-    config = SimpleNamespace(moe_pad_expert_input_to_capacity=False)
+    config = SimpleNamespace(moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False)
     quotas = solver.table(loads, tables)
     for source in range(sources):
         group = SimpleNamespace(size=lambda: sources, rank=lambda source=source: source)
@@ -92,7 +92,7 @@ def test_ranks_agree_on_loads() -> None:
     rank = dist.get_rank()
     routing_map = torch.zeros(5, 3, dtype=torch.bool)
     routing_map[:rank, 1] = True
-    config = SimpleNamespace(moe_pad_expert_input_to_capacity=False)
+    config = SimpleNamespace(moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False)
     dispatcher = SimpleNamespace(tp_ep_group=dist.group.WORLD, tp_size=1, config=config)
     rerouter = Rerouter(dispatcher, World((0,) * 4), label="layer 1", timeout=30)
     loads = rerouter.gather_loads(routing_map)

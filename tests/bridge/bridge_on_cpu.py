@@ -1,13 +1,16 @@
 """Megatron-Bridge and its recipes on CPU ranks, over gloo.
 
-Importing this module puts a CPU behind ``torch.cuda``, stand-ins in the place of packages that Bridge imports without
-need, small models in the place of the hub's, and gloo where Bridge asks for NCCL by name. `OVERRIDES` then make a
-recipe fit: they are Bridge's own, so a script takes them on its command line as well.
+Importing this module puts a CPU behind ``torch.cuda`` and TransformerEngine, stand-ins in the place of packages that
+Bridge imports without need, and small models in the place of the hub's. Experts are TransformerEngine's, all else is
+Megatron's own. Overrides (see ``recipe_runs.py``) then make a recipe fit. As a script it runs a script that knows
+nothing of it, as ``examples/run_on_cpu.py`` does.
 """
 
 from __future__ import annotations
 
 import abc
+import dataclasses
+import importlib
 import importlib.abc
 import importlib.machinery
 import logging
@@ -20,13 +23,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "tests/bridge", "examples")]
+sys.modules["bridge_on_cpu"] = sys.modules[__name__]  # the process that ranks are forked from knows it by another name
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.simplefilter("ignore")
 
 import megatron_on_cpu  # noqa: E402
+import te_on_cpu  # noqa: E402
 
-megatron_on_cpu.install()
-import megatron.core.extensions.transformer_engine  # noqa: E402, F401  Megatron looks for the real one: before stand-ins
+te_on_cpu.install()
 import megatron.training.training  # noqa: E402, F401
 
 ABSENT = (
@@ -38,7 +42,6 @@ ABSENT = (
     "modelopt",
     "nvidia_resiliency_ext",
     "open_clip",
-    "transformer_engine",
 )
 
 
@@ -84,108 +87,77 @@ sys.meta_path.insert(0, _Packages())
 logging.disable(logging.INFO)
 
 import megatron.bridge.models.conversion.auto_bridge as auto_bridge  # noqa: E402
+import megatron.bridge.models.glm.glm45_bridge as glm45_bridge  # noqa: E402
 import megatron.bridge.models.gpt_provider as gpt_provider  # noqa: E402
 import megatron.bridge.models.hf_pretrained.causal_lm as causal_lm  # noqa: E402
+import megatron.bridge.training.eval as bridge_eval  # noqa: E402
 import megatron.bridge.training.initialize as bridge_initialize  # noqa: E402
 import megatron.bridge.training.train as bridge_train  # noqa: E402
+from megatron.bridge.models.gpt.gpt_builder import GPTModelConfig  # noqa: E402
+from megatron.bridge.models.transformer_config import TransformerConfig  # noqa: E402
+from megatron.bridge.training.config import ConfigContainer  # noqa: E402
+from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides  # noqa: E402
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # noqa: E402
+from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
+from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
+from recipe_runs import MODELS, OVERRIDES, QWEN3, SIZES  # noqa: E402
 from transformers import AutoConfig, PretrainedConfig  # noqa: E402
-
-SMALL = dict(
-    num_hidden_layers=2,
-    hidden_size=64,
-    intermediate_size=128,
-    moe_intermediate_size=64,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    num_experts_per_tok=2,
-    vocab_size=512,
-)
-MODELS = {
-    "Qwen3-30B-A3B": ("qwen3_moe", "Qwen3MoeForCausalLM", dict(num_experts=8)),
-    "GLM-4.5-Air": (
-        "glm4_moe",
-        "Glm4MoeForCausalLM",
-        dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, num_nextn_predict_layers=1),
-    ),
-}
-# What makes a recipe small enough, and leaves out what needs a GPU.
-OVERRIDES = (
-    *(f"model.{name}=1" for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")),
-    "model.expert_model_parallel_size=2",
-    "model.sequence_parallel=false",
-    "model.seq_length=64",
-    "dataset.seq_length=64",
-    "dataset.num_workers=0",
-    "+dataset.skip_getting_attention_mask_from_dataset=false",
-    "tokenizer.tokenizer_type=NullTokenizer",
-    "tokenizer.tokenizer_model=null",
-    "tokenizer.vocab_size=500",
-    "tokenizer.hf_tokenizer_kwargs={}",
-    "train.global_batch_size=8",
-    "train.micro_batch_size=2",
-    "train.train_iters=4",
-    "scheduler.lr_warmup_iters=1",
-    "scheduler.lr_decay_iters=20",
-    "optimizer.lr=3e-3",
-    "optimizer.min_lr=1e-4",
-    "validation.eval_iters=0",
-    "logger.log_interval=1",
-    "logger.tensorboard_dir=null",
-    "checkpoint.save=null",
-    "checkpoint.load=null",
-    "dist.distributed_backend=gloo",
-    "dist.use_gloo_process_groups=true",
-    "model.transformer_impl=local",
-    "model.moe_flex_dispatcher_backend=null",
-    "model.moe_token_dispatcher_type=alltoall",
-    *(
-        f"model.{name}=false"
-        for name in (
-            "moe_grouped_gemm",
-            "moe_permute_fusion",
-            "gradient_accumulation_fusion",
-            "apply_rope_fusion",
-            "bias_dropout_fusion",
-            "bias_activation_fusion",
-            "masked_softmax_fusion",
-            "persist_layer_norm",
-        )
-    ),
-    "model.cross_entropy_fusion_impl=native",
-    # fp32, in which sums of replicas agree with stock to 1e-5
-    "mixed_precision=null",
-    *(f"{name}=false" for name in ("model.bf16", "optimizer.bf16", "optimizer.use_precision_aware_optimizer")),
-    *(
-        f"{name}=torch.float32"
-        for name in ("model.params_dtype", "model.pipeline_dtype", "model.autocast_dtype", "optimizer.params_dtype")
-    ),
-)
 
 
 def _model_of_the_hub(path: str, **kwargs: Any) -> PretrainedConfig:
     """A small configuration of the right architecture, in the place of the hub's."""
     model_type, architecture, own = MODELS[Path(path).name]
-    config = AutoConfig.for_model(model_type, **SMALL, **own)
+    config = AutoConfig.for_model(model_type, **SIZES, **own)
     config.architectures, config._name_or_path = [architecture], path
     return config
 
 
 def _local_layers(config: Any, **kwargs: Any) -> Any:
-    return get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=config.normalization, **kwargs)
+    return gpt_layer_specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization, **kwargs
+    )
 
 
 def _local_mtp(config: Any, spec: Any, *, use_transformer_engine: bool, **kwargs: Any) -> Any:
-    return get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **kwargs)
+    return _mtp(config, spec, use_transformer_engine=False, **kwargs)
 
 
-from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
-    get_gpt_decoder_block_spec,
-    get_gpt_mtp_block_spec,
-)
+_mtp = gpt_layer_specs.get_gpt_mtp_block_spec
+
 
 auto_bridge.safe_load_config_with_retry = causal_lm.safe_load_config_with_retry = _model_of_the_hub
+LocalSpecProvider.grouped_mlp_modules = TESpecProvider.grouped_mlp_modules
 gpt_provider.transformer_engine_layer_spec = _local_layers
+gpt_layer_specs.get_gpt_mtp_block_spec = _local_mtp
+glm45_bridge.HAVE_TE = False
 bridge_initialize.compile_helpers = lambda: None  # the wheel has them, but no Makefile
-bridge_train.get_tensor_shapes_adjust_fn_for_distillation = lambda *args, **kwargs: None
+bridge_initialize._warmup_jit_function = lambda *args, **kwargs: None  # nothing is compiled here
+for loop in (bridge_train, bridge_eval):  # modelopt's, which says that there is nothing to adjust
+    loop.get_tensor_shapes_adjust_fn_for_distillation = lambda *args, **kwargs: None
 megatron_on_cpu.for_training()
+
+
+def recipe(*overrides: str, name: str = QWEN3) -> ConfigContainer:
+    """The recipe ``module:function``, made to fit."""
+    module, _, function = name.partition(":")
+    config = getattr(importlib.import_module(f"megatron.bridge.recipes.{module}"), function)()
+    return process_config_with_overrides(config, cli_overrides=[*OVERRIDES, *overrides])
+
+
+def as_model_config(provider: Any) -> GPTModelConfig:
+    """The same model by Megatron's newer kind of configuration."""
+    own, layers = ({f.name for f in dataclasses.fields(c) if f.init} for c in (GPTModelConfig, TransformerConfig))
+    values = {f.name: getattr(provider, f.name) for f in dataclasses.fields(provider)}
+    transformer = TransformerConfig(**{name: value for name, value in values.items() if name in layers})
+    rest = {name: value for name, value in values.items() if name in own - {"transformer_layer_spec"}}
+    return GPTModelConfig(transformer=transformer, transformer_layer_spec=_local_layers_of_model, **rest)
+
+
+def _local_layers_of_model(config: GPTModelConfig, **kwargs: Any) -> Any:
+    return _local_layers(config.transformer, **kwargs)
+
+
+if __name__ == "__main__":
+    import run_on_cpu
+
+    run_on_cpu.main()

@@ -7,6 +7,8 @@ forward and must be fetched again in the backward. ``test_parity`` covers the li
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from ranks import ranks
@@ -142,17 +144,33 @@ def test_what_is_fetched_when(lifetime: str, expected: str) -> None:
 @pytest.mark.parametrize("lifetime", ["iteration", *LIFETIMES])
 @ranks(2)
 def test_reentrant_checkpoints_of_torch(lifetime: str) -> None:
-    """Around the MoE layer alone: the forward runs without gradients, in nobody's mode."""
-    import tiny_gpt
     from torch.utils.checkpoint import checkpoint
+
+    _compare_checkpointed(lambda forward, x: checkpoint(forward, x, use_reentrant=True), lifetime)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("lifetime", ["iteration", *LIFETIMES])
+@ranks(2, preload=False)
+def test_reentrant_checkpoints_of_transformer_engine(lifetime: str) -> None:
+    import te_on_cpu
+
+    te_on_cpu.install()
+    from transformer_engine.pytorch.distributed import checkpoint
+
+    _compare_checkpointed(checkpoint, lifetime)
+
+
+def _compare_checkpointed(checkpoint: Callable[[Callable, Any], Any], lifetime: str) -> None:
+    """Around the MoE layer alone, not by Megatron: nothing but the stack tells its forward from evaluation."""
+    import tiny_gpt
 
     case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 4),))
     tiny_gpt.initialize(case)
 
     def checkpointed(chunks: list) -> list:
         for layer in tiny_gpt.moe_layers(chunks):
-            forward = layer.forward
-            layer.forward = lambda x, *_, forward=forward, **__: checkpoint(forward, x, use_reentrant=True)
+            layer.forward = lambda x, *_, forward=layer.forward, **__: checkpoint(forward, x)
         return chunks
 
     stock = tiny_gpt.train(case, hook=checkpointed)

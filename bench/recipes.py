@@ -1,0 +1,92 @@
+"""``python bench/recipes.py > docs/recipes.md``: which recipes FSSDP switches on with, and what stands against others.
+
+The settings are those of ``tests/data/recipes.json``. Needs neither ranks nor Megatron.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from megatron_hecate.adapter import unsupported
+from megatron_hecate.check import problems
+
+RECIPES = Path(__file__).resolve().parent.parent / "tests" / "data" / "recipes.json"
+KINDS = {
+    "canonical": "Megatron-Bridge, canonical",
+    "performance": "Megatron-Bridge, performance",
+    "functional": "Megatron-LM, functional tests",
+}
+GRAPHS = {"cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"}
+HEAD = """\
+# Recipes
+
+`python bench/recipes.py > docs/recipes.md` writes this page; `tests/test_recipes.py` keeps it current. It applies the
+checks of the hook to the [settings of 426 jobs](../tests/data/README.md): all recipes with experts of Megatron-Bridge
+0.6.2, and Megatron-LM's own functional tests that train experts. Nothing is run. For your own job:
+
+```
+python -m megatron_hecate --check --settings FILE
+```
+"""
+
+
+def refused(recipe: dict[str, Any]) -> dict[str, str]:
+    """By setting, the line that says why a recipe would not switch on and which override helps."""
+    lines = problems(recipe)
+    rules = {rule.setting: f"--moe-fssdp with {rule.setting}=" for rule in unsupported.RULES}
+    return {name: line for name, start in rules.items() for line in lines if line.startswith(start)}
+
+
+def page() -> str:
+    """The whole page."""
+    recipes = json.loads(RECIPES.read_text())
+    verdicts = [(recipe, refused(recipe)) for recipe in recipes]
+    parts = [HEAD, "## How many switch on\n", _counts(verdicts), "\n## What stands against the others\n"]
+    parts += [_reasons(verdicts), "\n## Without CUDA graphs\n", _without_graphs(verdicts), "\n## With CUDA graphs\n"]
+    parts += [_with_graphs(verdicts)]
+    return "\n".join(parts)
+
+
+def _counts(verdicts: list) -> str:
+    lines = ["| | jobs | on as they are | without CUDA graphs | of these on |", "|---|---|---|---|---|"]
+    for kind, title in KINDS.items():
+        own = [found for recipe, found in verdicts if recipe["kind"] == kind]
+        eager = [found for found in own if not GRAPHS & found.keys()]
+        on = sum(not found for found in own)
+        lines.append(f"| {title} | {len(own)} | {on} | {len(eager)} | {sum(not found for found in eager)} |")
+    return "\n".join(lines)
+
+
+def _reasons(verdicts: list) -> str:
+    """A row for each override; the line that names it is cut after the setting's value."""
+    count = Counter((name, line.partition(": ")[2]) for _, found in verdicts for name, line in found.items())
+    lines = ["| setting | jobs | why, and the override |", "|---|---|---|"]
+    lines += [f"| `{name}` | {jobs} | {text} |" for (name, text), jobs in count.most_common()]
+    return "\n".join(lines)
+
+
+def _without_graphs(verdicts: list) -> str:
+    lines = ["Refused for other reasons:\n", "| job | |", "|---|---|"]
+    for recipe, found in verdicts:
+        if found and not GRAPHS & found.keys():
+            lines.append(f"| {recipe['name']} | {', '.join(f'`{name}`' for name in found)} |")
+    return "\n".join(lines)
+
+
+def _with_graphs(verdicts: list) -> str:
+    lines = ["These need `model.cuda_graph_impl=none`, and what else is named:\n"]
+    lines += ["| settings | canonical | performance | functional |", "|---|---|---|---|"]
+    groups: dict[tuple[str, ...], Counter] = {}
+    for recipe, found in verdicts:
+        if GRAPHS & found.keys():
+            groups.setdefault(tuple(sorted(found)), Counter())[recipe["kind"]] += 1
+    for names, count in sorted(groups.items(), key=lambda item: -item[1].total()):
+        lines.append(f"| {', '.join(f'`{n}`' for n in names)} | {' | '.join(str(count[kind]) for kind in KINDS)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

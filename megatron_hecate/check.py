@@ -1,0 +1,154 @@
+"""``python -m megatron_hecate --check``: what FSSDP finds here; ``--settings FILE``: whether a job could use it.
+
+A file of settings is JSON or YAML: a mapping of fields of ``TransformerConfig`` and arguments of ``megatron.training``,
+or a list of such. Parts of a Bridge configuration may stand in it as they are (``{"model": {...}, "ddp": {...}}``) or
+as prefixes (``model.fp8``), and so may ``MODEL_ARGS`` of Megatron-LM's functional tests. Settings that no rule reads
+are skipped. No Megatron is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib.util
+import json
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_hecate import HecateConfig, __version__
+from megatron_hecate.adapter import unsupported
+from megatron_hecate.comm.nvlink import compile as kernels
+
+PARTS = ("model", "transformer", "ddp", "dist", "MODEL_ARGS")
+ALIASES = {"fp8_format": "fp8", "fp4_format": "fp4"}  # arguments of megatron.training, and the fields they set
+EXPECTED = {bool: "true or false, without quotes", int: "a whole number, without quotes", str: "a name"}
+
+
+def main(argv: list[str]) -> int:
+    """Run ``--check`` with the arguments after it: 0 when all is well, 1 where FSSDP would not switch on, else 2."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_hecate --check", allow_abbrev=False)
+    parser.add_argument("--settings", metavar="FILE", help="settings of a job, or a list of such, as JSON or YAML")
+    path = parser.parse_args(argv).settings
+    if path is None:
+        return _check_here()
+    try:
+        return _check_file(Path(path))
+    except ValueError as error:
+        print(f"{path}: {error}", file=sys.stderr)
+        return 2
+
+
+def problems(settings: Mapping[str, Any], *, slots: int = HecateConfig.slots) -> list[str]:
+    """Every setting of one job that FSSDP does not combine with, a line each.
+
+    Raises:
+        ValueError: for a value of the wrong type, as quotes in YAML make it.
+    """
+    sources = _parts(settings)
+    for rule in unsupported.RULES:
+        for source in sources:
+            _check_type(rule, source.get(rule.setting))
+    return unsupported.find(*sources, slots=slots)
+
+
+def _check_file(path: Path) -> int:
+    """Print the verdict on each job in the file."""
+    jobs = _read(path)
+    if isinstance(jobs, Mapping):
+        found = problems(jobs)
+        print("\n".join(found) if found else "would switch on")
+        return 1 if found else 0
+    if not isinstance(jobs, list) or not jobs:
+        raise ValueError(f"holds {jobs!r}, not a mapping of settings or a list of such")
+    lines = []
+    for number, job in enumerate(jobs, start=1):
+        if not isinstance(job, Mapping):
+            raise ValueError(f"entry {number} is {job!r}, not a mapping of settings")
+        name = job.get("name") or job.get("case") or f"entry {number}"
+        try:
+            found = problems(job)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        lines.append(f"refused {name}: {' | '.join(found)}" if found else f"on {name}")
+    print("\n".join(lines))
+    return 1 if any(line.startswith("refused") for line in lines) else 0
+
+
+def _read(path: Path) -> Any:
+    """What the file holds, whatever it is."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot be read: {error}") from None
+    if path.suffix not in (".yaml", ".yml"):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"is not JSON: {error}") from None
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError("needs PyYAML (pip install pyyaml), which JSON does not") from None
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"is not YAML: {error}") from None
+
+
+def _parts(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Settings by the field's own name: what stands in the mapping itself, and in each of its parts."""
+    own: dict[str, Any] = {}
+    parts = [own]
+    for key, value in settings.items():
+        prefix, _, name = str(key).lstrip("-").replace("-", "_").rpartition(".")
+        if isinstance(value, Mapping) and name in PARTS:
+            parts += _parts(value)
+        elif isinstance(value, Mapping) and name == "refused":  # a record of a recipe: Python literals
+            parts.append({name: ast.literal_eval(literal) for name, literal in value.items()})
+        elif not prefix:
+            own[ALIASES.get(name, name)] = value
+        elif prefix.rpartition(".")[2] in PARTS:
+            parts.append({ALIASES.get(name, name): value})
+    return parts
+
+
+def _check_type(rule: unsupported.Rule, value: Any) -> None:
+    kind = type(rule.instead)
+    quoted = isinstance(value, str) and value.lower() in ("true", "false", "none", "null", "")
+    if kind in EXPECTED:
+        wrong = value is not None and (type(value) is not kind or (quoted and value != rule.instead))
+    else:
+        wrong = quoted or isinstance(value, bool)
+    if wrong:
+        raise ValueError(f"{rule.setting}={value!r} must be {EXPECTED.get(kind, 'null or a value')}, or left out")
+
+
+def _check_here() -> int:
+    """Print versions and what would be used; 1 when FSSDP cannot be switched on."""
+    import torch
+
+    print(f"megatron-hecate {__version__}, torch {torch.__version__}, {torch.cuda.device_count()} GPUs")
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        print("megatron-core is not installed: pip install -e '.[megatron]', or put your checkout on the path")
+        return 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Megatron, about what it can do without
+        import megatron.core
+
+        from megatron_hecate.adapter import compat
+
+        problems = compat.broken_assumptions()
+    version = megatron.core.__version__.partition("+")[0]  # Megatron adds the commit of any repository it runs in
+    print(f"megatron-core {version}: {'fits' if not problems else 'does not fit'}")
+    for problem in problems:
+        print(f"  - {problem}")
+    training = importlib.util.find_spec("megatron.training") is not None
+    print(f"megatron.training: {'found, --moe-fssdp flags work' if training else 'not found; use the hook'}")
+    print("transport p2p: torch.distributed point-to-point, on gloo or NCCL")
+    for line in kernels.describe():
+        print(f"transport nvlink: {line}")
+    print("transport auto: nvlink where peers share an NVLink domain and its self-test succeeds, else p2p")
+    return 1 if problems else 0

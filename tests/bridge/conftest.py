@@ -1,0 +1,12 @@
+"""These tests need Megatron-Bridge: ``make test-bridge``. Elsewhere they are not collected."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import ranks
+
+if importlib.util.find_spec("megatron.bridge") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:  # forked with Bridge imported, ranks start at once
+    ranks.preload(["torch", "torch.distributed", "tests.bridge.bridge_on_cpu"])

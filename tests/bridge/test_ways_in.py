@@ -1,0 +1,206 @@
+"""The ways to switch FSSDP on in Megatron-Bridge, and what they refuse.
+
+Oracle: the log of the same script without FSSDP, or literal messages.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import ranks
+from recipe_runs import FREE, OVERRIDES, train
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+SCRIPT = (str(HERE / "run_recipe.py"), "--recipe", "qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config", *OVERRIDES)
+TORCH_FSDP = "dist.use_torch_fsdp2=true"
+LAUNCHER = ("-m", "megatron_hecate")
+
+
+def run(*arguments: str) -> str:
+    """The log of a script on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command += [str(HERE / "bridge_on_cpu.py"), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=120)
+    return done.stdout + done.stderr
+
+
+def losses(log: str) -> list[float]:
+    found = dict(re.findall(r"iteration +(\d+)/.*lm loss: ([\d.E+-]+)", log))  # Bridge prints the last ones twice
+    assert found, log[-5000:]
+    return [float(found[step]) for step in sorted(found)]
+
+
+def test_launcher_overrides_and_example_train_as_stock() -> None:
+    stock = run(*LAUNCHER, *SCRIPT)
+    assert len(losses(stock)) == 4 and "FSSDP" not in stock
+    overrides = ("+model.moe_fssdp=true", "+model.moe_fssdp_slots=1", f"+model.moe_fssdp_speeds={FREE}")
+    example = (str(ROOT / "examples" / "bridge_recipe.py"), *OVERRIDES)
+    for slots, arguments in {
+        3: (*LAUNCHER, "--moe-fssdp", "--moe-fssdp-slots", "3", "--moe-fssdp-speeds", FREE, *SCRIPT),
+        1: (*LAUNCHER, *SCRIPT, *overrides),
+        2: (*example, f"+model.moe_fssdp_speeds={FREE}"),
+    }.items():
+        log = run(*arguments)
+        assert losses(log) == pytest.approx(losses(stock), rel=1e-5), arguments
+        on = f"FSSDP on: 2 MoE layers, 8 experts over 2 ranks, {slots} slots per rank and layer"
+        assert log.count(on) == 1 and "copies judged by the speeds of " + FREE in log, log[-5000:]
+
+
+@ranks(2)
+def test_an_override_that_does_not_arrive_is_an_error() -> None:
+    """Bridge drops overrides of names that it does not know."""
+    from bridge_on_cpu import recipe
+
+    from megatron_hecate import bridge
+
+    for override in ("+model.moe_fssdp_slot=1", "+moe_fssdp=true"):
+        sys.argv = ["run_recipe.py", override]
+        config = recipe(override)
+        bridge.enable(config)
+        with pytest.raises(ValueError, match=r"did not reach the model; known are \+model.moe_fssdp, ") as error:
+            train(config)
+        assert f"the override {override!r} did not" in str(error.value)
+    sys.argv = ["run_recipe.py", "logger.wandb_exp_name=moe_fssdp=true", "moe_fssdp.yaml"]
+    assert len(train(recipe("train.train_iters=1")).steps) == 1, "these are no overrides of ours"
+
+
+@ranks(2)
+def test_overrides_come_before_the_recipe() -> None:
+    from bridge_on_cpu import as_model_config, process_config_with_overrides, recipe
+    from megatron.bridge.training.callbacks import Callback
+
+    from megatron_hecate import bridge
+
+    class Slots(Callback):
+        def on_train_start(self, context: Any) -> None:
+            self.found = [m.fssdp.config.slots for c in context.model for m in c.modules() if hasattr(m, "fssdp")]
+
+    def slots(config: Any) -> list[int]:
+        callback = Slots()
+        train(config, callback)
+        return callback.found
+
+    config = recipe("train.train_iters=1", "+model.moe_fssdp_slots=1")
+    bridge.enable(config, slots=2)
+    assert slots(config) == [1, 1]
+    config = recipe("train.train_iters=1")
+    bridge.enable(config, slots=2)
+    config.model = as_model_config(config.model)
+    assert slots(config) == [2, 2], "a recipe may exchange its model afterwards"
+    config = recipe("train.train_iters=1")
+    bridge.enable(config, slots=2)
+    process_config_with_overrides(config, cli_overrides=["+model.moe_fssdp=false"])
+    assert slots(config) == [], "switched off"
+
+
+@ranks(2)
+def test_enabling_twice() -> None:
+    from bridge_on_cpu import recipe
+
+    from megatron_hecate import bridge
+
+    config = recipe("train.train_iters=1")
+    for _ in range(2):
+        bridge.enable(config, slots=1)
+    assert len(config.model._pre_wrap_hooks) == 1
+    with pytest.raises(ValueError, match=r"asked for with moe_fssdp_slots=1 before, now with moe_fssdp_slots=3"):
+        bridge.enable(config, slots=3)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'slot'"):
+        bridge.enable(config, slot=3)
+    with pytest.raises(ValueError, match="slots=-1 must be 0 or more"):
+        bridge.enable(config, slots=-1)
+    assert train(config).replicas.keys() == {"layer 1", "layer 2"}
+
+
+@ranks(2)
+def test_the_recipe_is_checked_as_it_will_run() -> None:
+    """Overrides after `enable` are seen, as well those that make a recipe fit as those that break it."""
+    from bridge_on_cpu import process_config_with_overrides, recipe
+    from megatron.bridge.peft.lora import LoRA
+    from megatron.core import parallel_state
+
+    from megatron_hecate import bridge
+
+    config = recipe("train.train_iters=1", "model.expert_model_parallel_size=1")
+    bridge.enable(config)
+    process_config_with_overrides(config, cli_overrides=["model.expert_model_parallel_size=2"])
+    train(config)
+
+    config = recipe("model.expert_model_parallel_size=2")
+    bridge.enable(config)
+    process_config_with_overrides(config, cli_overrides=["model.expert_model_parallel_size=1", TORCH_FSDP])
+    config.peft, config.checkpoint.pretrained_checkpoint = LoRA(), os.environ["TEST_FOLDER"]
+    with pytest.raises(ValueError, match="FSSDP cannot be switched on:\n") as error:
+        train(config)
+    named = re.findall(r"--moe-fssdp with (\w+)=", str(error.value))
+    assert named == ["expert_model_parallel_size", "use_torch_fsdp2", "peft"]
+    assert not parallel_state.is_initialized(), "the job must not have started"
+
+
+@ranks(2)
+def test_a_script_that_goes_round_pretrain_is_checked_when_the_model_is_built() -> None:
+    from bridge_on_cpu import recipe
+
+    from megatron_hecate import bridge
+
+    config = recipe()
+    bridge.enable(config)
+    config.ddp.use_megatron_fsdp = True
+    with pytest.raises(ValueError, match=r"FSSDP cannot be switched on:\n.*use_megatron_fsdp=True"):
+        config.model._pre_wrap_hooks[0]([])
+
+
+@ranks(2)
+def test_a_model_config_trains_as_stock() -> None:
+    """The newer kind of model configuration, whose list of hooks Bridge's overrides empty."""
+    from bridge_on_cpu import as_model_config, process_config_with_overrides, recipe
+
+    from megatron_hecate import bridge
+
+    def model_config() -> Any:
+        config = recipe()
+        config.model = as_model_config(config.model)
+        return config
+
+    stock = train(model_config())
+    config = model_config()
+    bridge.enable(config, speeds=FREE)
+    process_config_with_overrides(config, cli_overrides=["train.train_iters=4"])
+    ours = train(config)
+    ours.assert_same(stock)
+    assert ours.replicas.total()
+
+
+@ranks(2)
+def test_a_recipe_with_fssdp_can_be_pickled() -> None:
+    import pickle
+
+    from bridge_on_cpu import recipe
+
+    from megatron_hecate import bridge
+
+    config = recipe("train.train_iters=1")
+    bridge.enable(config, slots=1)
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy.model._pre_wrap_hooks[0].config is copy
+    assert train(copy).replicas.keys() == {"layer 1", "layer 2"}
+
+
+@ranks(1)
+def test_another_bridge_is_refused() -> None:
+    import bridge_on_cpu  # noqa: F401
+    from megatron.bridge.training import pretrain
+
+    pretrain.runtime_config_update = lambda config: None
+    with pytest.raises(
+        ImportError, match=r"does not fit this Bridge:\n  - megatron.bridge.training.pretrain:.* takes cfg"
+    ):
+        import megatron_hecate.bridge  # noqa: F401

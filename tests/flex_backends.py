@@ -1,0 +1,289 @@
+"""The three libraries behind Megatron's ``flex`` dispatcher, on CPU ranks: DeepEP, HybridEP and TransformerEngine's
+NCCL EP.
+
+`install` puts them where ``megatron.core.transformer.moe.fused_a2a`` imports them. Parameter names, returned tuples
+and layouts are those of the real Python (``deep_ep.Buffer``, ``deep_ep.HybridEPBuffer`` of the branch hybrid-ep,
+``transformer_engine.pytorch.ep`` as Megatron 0.19 calls it); what their kernels do is done by gathering all tokens.
+Like the real ones they hold on to what the first call told them: `CALLS` says what that was.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+CALLS: list[tuple[str, dict[str, Any]]] = []
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[N * T, ...] of all ranks."""
+    out = x.new_empty(group.size() * len(x), *x.shape[1:])
+    dist.all_gather_into_tensor(out, x.detach().contiguous(), group=group)
+    return out
+
+
+def _sum_own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's part [T, ...] of ``x`` [N * T, ...], summed over ranks."""
+    total = x.contiguous()
+    dist.all_reduce(total, group=group)
+    return total.chunk(group.size())[group.rank()].clone()
+
+
+class _ByExpert:
+    """Rows of a rank's experts, expert by expert, from a routing map [T, E]; ``budget`` rows at most."""
+
+    def __init__(
+        self, routing_map: Tensor, group: dist.ProcessGroup, num_local: int, budget: int | None = None
+    ) -> None:
+        assert routing_map.dtype == torch.bool and routing_map.shape[1] == group.size() * num_local
+        first = group.rank() * num_local
+        own = _gather(routing_map, group)[:, first : first + num_local]
+        expert, self.token = own.t().nonzero(as_tuple=True)
+        self.overflow = torch.tensor(int(budget is not None and len(expert) > budget))
+        self.column, self.token = (expert + first)[:budget], self.token[:budget]
+        self.group, self.shape, self.rows = group, routing_map.shape, len(self.token) if budget is None else budget
+        self.counts = torch.bincount(expert[:budget], minlength=num_local)
+
+    def _padded(self, x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_zeros(self.rows - len(x), *x.shape[1:])])
+
+    def dispatch(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        weights = None if probs is None else self._padded(_gather(probs, self.group)[self.token, self.column])
+        return self._padded(_gather(x, self.group)[self.token]), weights
+
+    def combine(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        tokens, count = self.group.size() * self.shape[0], len(self.token)
+        total = x.new_zeros(tokens, x.shape[1]).index_add_(0, self.token, x[:count].detach())
+        weights = None
+        if probs is not None:
+            weights = probs.new_zeros(tokens, self.shape[1])
+            weights[self.token, self.column] = probs[:count].detach()
+            weights = _sum_own(weights, self.group)
+        return _sum_own(total, self.group), weights
+
+
+class HybridEPBuffer:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        hidden_dim: int,
+        max_num_of_tokens_per_rank: int,
+        num_local_experts: int,
+        use_fp8: bool = False,
+        **sms: int,
+    ) -> None:
+        CALLS.append(("HybridEPBuffer", dict(num_local_experts=num_local_experts)))
+        self.group, self.num_local_experts, self.hidden_dim = group, num_local_experts, hidden_dim
+
+    def dispatch_with_permute(
+        self,
+        *,
+        hidden: Tensor,
+        num_of_experts_per_rank: int | None = None,
+        routing_map: Tensor | None = None,
+        probs: Tensor | None = None,
+        scaling_factor: Tensor | None = None,
+        num_permuted_tokens: int | None = None,
+        pad_multiple: int | None = None,
+        handle: tuple | None = None,
+        non_blocking: bool = False,
+    ) -> tuple:
+        assert hidden.shape[1] == self.hidden_dim and scaling_factor is None and pad_multiple is None
+        if handle is None:
+            assert num_of_experts_per_rank == self.num_local_experts, "the real one allocates its buffer anew"
+            budget = num_permuted_tokens if non_blocking else None
+            rows = _ByExpert(routing_map, self.group, num_of_experts_per_rank, budget)
+            handle = (rows, rows.overflow)
+        x, weights = handle[0].dispatch(hidden, probs)
+        return x, weights, None, handle[0].counts, handle
+
+    def combine_with_unpermute(
+        self,
+        *,
+        hidden: Tensor,
+        probs: Tensor | None = None,
+        handle: tuple | None = None,
+        pad_multiple: int | None = None,
+    ) -> tuple:
+        return handle[0].combine(hidden, probs)
+
+
+class _Config:
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        return hidden_bytes * num_ranks
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        return 0
+
+
+class Buffer:
+    """DeepEP's: a token travels once to a rank, whatever the number of its experts there."""
+
+    def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
+        CALLS.append(("Buffer", dict(num_nvl_bytes=num_nvl_bytes)))
+        self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
+
+    set_num_sms = staticmethod(lambda new_num_sms: None)
+    get_dispatch_config = get_combine_config = staticmethod(lambda num_ranks: _Config())
+
+    def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int, **events: Any) -> tuple:
+        return None, None, torch.tensor(num_experts), None, None
+
+    def dispatch(
+        self,
+        x: Tensor,
+        handle: tuple | None = None,
+        num_tokens_per_rank: Tensor | None = None,
+        num_tokens_per_rdma_rank: Tensor | None = None,
+        is_token_in_rank: Tensor | None = None,
+        num_tokens_per_expert: Tensor | None = None,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        **events: Any,
+    ) -> tuple:
+        if handle is not None:
+            token, _ = handle
+            return _gather(x, self.group)[token], None, None, None, None, _Event()
+        assert topk_idx.dtype == torch.int64 and topk_weights.dtype == torch.float32
+        num_local = int(num_tokens_per_expert) // self.group.size()
+        local = _gather(topk_idx, self.group) - self.group.rank() * num_local
+        here = (local >= 0) & (local < num_local)
+        (token,) = here.any(dim=1).nonzero(as_tuple=True)
+        local, weights = local.where(here, -1)[token], _gather(topk_weights, self.group).where(here, 0.0)[token]
+        counts = torch.bincount(local[local >= 0], minlength=num_local).tolist()
+        return _gather(x, self.group)[token], local, weights, counts, (token, len(x) * self.group.size()), _Event()
+
+    def combine(self, x: Tensor, handle: tuple, topk_weights: Tensor | None = None, **events: Any) -> tuple:
+        token, tokens = handle
+
+        def back(rows: Tensor) -> Tensor:
+            return _sum_own(rows.new_zeros(tokens, rows.shape[1]).index_add_(0, token, rows.detach()), self.group)
+
+        return back(x), None if topk_weights is None else back(topk_weights), _Event()
+
+
+class _Event:
+    def __init__(self, event: Any = None) -> None: ...
+    def current_stream_wait(self) -> None: ...
+
+
+class _EpBuffer:
+    """One of TransformerEngine's, for a dispatch and its combine."""
+
+    def __init__(
+        self,
+        top_k: int,
+        max_tokens_per_rank: int,
+        hidden_dim: int,
+        num_local_experts: int,
+        recv_capacity_per_rank: int,
+        alignment: int = 0,
+    ) -> None:
+        group, num_experts = _Bootstrapped.state
+        assert num_local_experts * group.size() == num_experts, "the group was bootstrapped for others"
+        self.group, self.num_local, self.capacity = group, num_local_experts, recv_capacity_per_rank
+
+
+class _Bootstrapped:
+    state: tuple[dist.ProcessGroup, int]
+
+
+class _EpDispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, chosen: Tensor, buffer: _EpBuffer) -> tuple:
+        table = (len(x), buffer.group.size() * buffer.num_local)
+        routing_map = torch.zeros(table, dtype=torch.bool).scatter_(1, chosen, True)
+        probs = torch.zeros(table).scatter_(1, chosen, weights.detach())
+        ctx.rows = buffer.rows = _ByExpert(routing_map, buffer.group, buffer.num_local, buffer.capacity)
+        assert not buffer.rows.overflow, "the real one traps"
+        ctx.chosen = chosen
+        return *buffer.rows.dispatch(x, probs), buffer.rows.counts
+
+    @staticmethod
+    def backward(ctx: Any, x: Tensor, weights: Tensor, counts: Any) -> tuple:
+        grad, probs = ctx.rows.combine(x, weights)
+        return grad, probs.gather(1, ctx.chosen), None, None
+
+
+class _EpCombine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, buffer: _EpBuffer) -> Tensor:
+        ctx.rows = buffer.rows
+        return buffer.rows.combine(x, None)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return ctx.rows.dispatch(grad, None)[0], None
+
+
+def te_ep() -> types.ModuleType:
+    """``transformer_engine.pytorch.ep``."""
+    module = types.ModuleType("transformer_engine.pytorch.ep")
+
+    def ep_bootstrap(
+        ep_group: dist.ProcessGroup,
+        num_experts: int,
+        max_tokens_per_rank: int,
+        recv_capacity_per_rank: int,
+        hidden_dim: int,
+        max_num_sms: int = 0,
+        zero_copy: bool = False,
+    ) -> None:
+        CALLS.append(("ep_bootstrap", dict(num_experts=num_experts, recv_capacity_per_rank=recv_capacity_per_rank)))
+        module._BOOTSTRAPPED, _Bootstrapped.state = True, (ep_group, num_experts)
+
+    def ep_dispatch(
+        buffer: _EpBuffer,
+        tokens: Tensor,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        recv_tokens: Tensor | None = None,
+        recv_topk_weights: Tensor | None = None,
+    ) -> tuple:
+        assert topk_idx.dtype == torch.int64 and topk_weights.dtype == torch.float32
+        return _EpDispatch.apply(tokens, topk_weights, topk_idx, buffer)
+
+    def ep_combine(
+        buffer: _EpBuffer, expert_out: Tensor, num_local_tokens: int | None = None, grad_out: Tensor | None = None
+    ) -> Tensor:
+        assert len(expert_out) == buffer.capacity
+        return _EpCombine.apply(expert_out, buffer)
+
+    module._BOOTSTRAPPED, module.EpBuffer = False, _EpBuffer
+    module.ep_bootstrap, module.ep_dispatch, module.ep_combine = ep_bootstrap, ep_dispatch, ep_combine
+    return module
+
+
+def install() -> None:
+    """Have Megatron find all three. It looks for them when it is imported, and so does so once more."""
+    from megatron.core.transformer.moe import fused_a2a, token_dispatcher
+
+    deep_ep, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
+    deep_ep.Buffer, deep_ep.HybridEPBuffer, deep_ep.utils = Buffer, HybridEPBuffer, utils
+    utils.EventHandle = utils.EventOverlap = _Event
+    te, pytorch = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
+    pytorch.ep = te_ep()
+    found = {"deep_ep": deep_ep, "deep_ep.utils": utils}
+    found |= {
+        "transformer_engine": te,
+        "transformer_engine.pytorch": pytorch,
+        "transformer_engine.pytorch.ep": pytorch.ep,
+    }
+    before = {name: sys.modules.get(name) for name in found}
+    sys.modules.update(found)
+    importlib.reload(fused_a2a)
+    for name, module in before.items():
+        if module is None:
+            del sys.modules[name]
+        else:
+            sys.modules[name] = module
+    for name in vars(fused_a2a):
+        if name in vars(token_dispatcher) and not name.startswith("_"):
+            setattr(token_dispatcher, name, getattr(fused_a2a, name))

@@ -1,0 +1,121 @@
+"""``python -m megatron_hecate --check --settings FILE``, for people who have a recipe and no ranks yet.
+
+Oracle: literal verdicts and exit codes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_hecate.__main__ import main
+
+pytestmark = pytest.mark.fast
+
+GRAPHS = (
+    "--moe-fssdp with cuda_graph_impl='local': replicas change every iteration and cannot be captured; "
+    "set model.cuda_graph_impl=none or --cuda-graph-impl none"
+)
+NO_FSDP = "set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave out --use-megatron-fsdp"
+
+
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture) -> Any:
+    """Exit status, and what was printed, for the text of a file."""
+
+    def run(text: str, name: str = "settings.json") -> tuple[int, str]:
+        path = tmp_path / name
+        path.write_text(text)
+        status = main(["--check", "--settings", str(path)])
+        out, err = capsys.readouterr()
+        assert status == 2 or not err
+        return status, (err if status == 2 else out).strip()
+
+    return run
+
+
+def test_one_job(check: Any) -> None:
+    works = dict(expert_model_parallel_size=8, cuda_graph_impl="none", peft=None, some_other_setting=[1])
+    assert check(json.dumps(works)) == (0, "would switch on")
+    assert check(json.dumps({**works, "cuda_graph_impl": "local"})) == (1, GRAPHS)
+    status, text = check("expert_model_parallel_size: 1\nuse_megatron_fsdp: true\n", "settings.yaml")
+    assert status == 1 and text.count("\n") == 1
+    assert "set model.expert_model_parallel_size=2 or more or --expert-model-parallel-size 2" in text
+    assert NO_FSDP in text
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model.expert_model_parallel_size": 8, "model.cuda_graph_impl": "local"},
+        {"model": {"expert_model_parallel_size": 8, "cuda_graph_impl": "local"}, "ddp": {"use_megatron_fsdp": False}},
+        {"model": {"transformer": {"expert_model_parallel_size": 8}, "cuda_graph_impl": "local"}},
+        {"MODEL_ARGS": {"--expert-model-parallel-size": 8, "--cuda-graph-impl": "local"}},
+    ],
+    ids=["prefixes", "parts", "parts of parts", "flags of Megatron's functional tests"],
+)
+def test_names_as_users_write_them(check: Any, settings: dict) -> None:
+    assert check(json.dumps(settings)) == (1, GRAPHS)
+
+
+def test_a_setting_of_any_part_counts(check: Any) -> None:
+    for part in ("ddp", "dist"):
+        job = {"model": {"expert_model_parallel_size": 2}, "ddp": {"use_megatron_fsdp": False}}
+        job |= {part: {"use_megatron_fsdp": True}}
+        assert NO_FSDP in check(json.dumps(job))[1]
+
+
+def test_a_list_has_a_line_for_each(check: Any) -> None:
+    good, bad = (
+        dict(name="good", expert_model_parallel_size=4),
+        dict(expert_model_parallel_size=4, use_torch_fsdp2=True),
+    )
+    status, text = check(json.dumps([good, {**bad, "cuda_graph_impl": "local"}]))
+    first, second = text.splitlines()
+    assert status == 1 and first == "on good"
+    assert second.startswith(f"refused entry 2: {GRAPHS} | --moe-fssdp with use_torch_fsdp2=True: ")
+    assert check(json.dumps([good])) == (0, "on good")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[]", "holds [], not a mapping of settings or a list of such"),
+        ("3", "holds 3, not a mapping"),
+        ('[{"expert_model_parallel_size": 2}, 3]', "entry 2 is 3, not a mapping"),
+        ("{", "is not JSON: "),
+        ('{"delay_wgrad_compute": "false"}', "delay_wgrad_compute='false' must be true or false, without quotes"),
+        ('{"cuda_graph_impl": "None"}', "cuda_graph_impl='None' must be a name"),
+        ('{"cuda_graph_impl": false}', "cuda_graph_impl=False must be a name"),
+        ('{"expert_model_parallel_size": "8"}', "expert_model_parallel_size='8' must be a whole number"),
+        ('{"expert_model_parallel_size": true}', "expert_model_parallel_size=True must be a whole number"),
+        ('{"peft": "none"}', "peft='none' must be null or a value"),
+        ('[{"name": "a", "model.use_kitchen": "no"}]', "a: use_kitchen='no' must be true or false"),
+    ],
+)
+def test_a_file_that_makes_no_sense_is_one_clear_error(check: Any, text: str, message: str) -> None:
+    status, error = check(text)
+    assert status == 2 and message in error and "settings.json: " in error and "\n" not in error
+
+
+def test_a_file_that_cannot_be_read(capsys: pytest.CaptureFixture, tmp_path: Path, check: Any) -> None:
+    assert main(["--check", "--settings", str(tmp_path / "missing.json")]) == 2
+    assert "missing.json: cannot be read: " in capsys.readouterr().err
+    assert check("a: [", "bad.yaml")[0] == 2
+
+
+def test_it_needs_no_megatron(tmp_path: Path) -> None:
+    """Megatron cannot be imported here."""
+    (tmp_path / "megatron.py").write_text("raise ImportError('no Megatron')")
+    (tmp_path / "job.json").write_text('{"expert_model_parallel_size": 2}')
+    checkout = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(checkout)])}
+    command = [sys.executable, "-m", "megatron_hecate", "--check", "--settings", str(tmp_path / "job.json")]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "would switch on\n"), done.stderr

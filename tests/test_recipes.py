@@ -1,0 +1,107 @@
+"""Every recipe with experts of Megatron-Bridge, and Megatron-LM's functional tests: on, or refused for known settings.
+
+Oracle: `REFUSED` and `COUNTS`, written by hand. Removing a rule removes its line in the one and changes the other.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.fast
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+RECIPES = json.loads((CHECKOUT / "tests" / "data" / "recipes.json").read_text())
+REFUSED: dict[str, Any] = {  # the values that stop a job; `...` is any
+    "expert_model_parallel_size": (1,),
+    "use_megatron_fsdp": (True,),
+    "cuda_graph_impl": ("local", "transformer_engine", "full_iteration"),
+    "external_cuda_graph": (True,),
+    "use_transformer_engine_op_fuser": (True,),
+    "fp8": ("e4m3", "hybrid"),
+    "fp4": ("e2m1",),
+    "quant_recipe": ...,
+    "delay_wgrad_compute": (True,),
+    "moe_expert_rank_capacity_factor": ...,  # with the op fuser, but not with NCCL EP
+    "moe_paged_stash": (True,),  # with the op fuser
+    "moe_router_padding_for_quantization": (True,),
+    "moe_router_padding_for_fp8": (True,),
+}
+COUNTS = {  # kind: jobs, on, without CUDA graphs, on of these
+    "canonical": (48, 32, 39, 32),
+    "performance": (308, 35, 121, 35),
+    "functional": (70, 52, 65, 52),
+}
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    spec = importlib.util.spec_from_file_location("recipes", CHECKOUT / "bench" / "recipes.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_is_refused_for_what_stands_in_the_table(bench: Any) -> None:
+    for recipe in RECIPES:
+        stops = {name: values for name, values in REFUSED.items() if name in recipe}
+        known = {name for name, values in stops.items() if values is ... or recipe[name] in values}
+        if "use_transformer_engine_op_fuser" not in known:
+            known -= {"moe_expert_rank_capacity_factor", "moe_paged_stash"}
+        elif recipe.get("moe_flex_dispatcher_backend") == "ncclep":
+            known -= {"moe_expert_rank_capacity_factor"}
+        assert bench.refused(recipe).keys() == known, recipe["name"]
+
+
+def test_how_many_switch_on(bench: Any) -> None:
+    jobs, on, eager, eager_on = Counter(), Counter(), Counter(), Counter()
+    for recipe in RECIPES:
+        kind, found = recipe["kind"], bench.refused(recipe)
+        graphs = bench.GRAPHS & found.keys()
+        jobs[kind] += 1
+        on[kind] += not found
+        eager[kind] += not graphs
+        eager_on[kind] += not found and not graphs
+    assert {kind: (jobs[kind], on[kind], eager[kind], eager_on[kind]) for kind in jobs} == COUNTS
+
+
+def test_the_overrides_that_are_named_switch_it_on(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And Megatron's own rules still accept the settings."""
+    from megatron.core.transformer import transformer_config
+
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_, **__: True)
+    for recipe in RECIPES:
+        changed = dict(recipe)
+        for line in bench.refused(recipe).values():
+            overrides = re.findall(r"(?:set|and) \w+\.(\w+)=(\S+)", line)
+            assert overrides, line
+            changed |= {name: value if value == "none" else json.loads(value) for name, value in overrides}
+        assert not bench.refused(changed), recipe["name"]
+        if recipe != changed:
+            _configure(transformer_config.TransformerConfig, recipe, changed)
+
+
+def _configure(config_class: type, recipe: dict[str, Any], changed: dict[str, Any]) -> None:
+    """A ``TransformerConfig`` takes these settings, or did not take those before the overrides either."""
+
+    def build(settings: dict[str, Any]) -> None:
+        known = {k: v for k, v in settings.items() if k in config_class.__dataclass_fields__ and k != "quant_recipe"}
+        size = dict(num_layers=8, hidden_size=64, num_attention_heads=4, num_moe_experts=128, moe_ffn_hidden_size=64)
+        config_class(**{**size, "moe_grouped_gemm": True, "add_bias_linear": False, "bf16": True, **known})
+
+    try:
+        build(recipe)
+    except (AssertionError, ValueError):
+        return
+    build(changed)
+
+
+def test_the_page_is_current(bench: Any) -> None:
+    page = (CHECKOUT / "docs" / "recipes.md").read_text()
+    assert page == bench.page(), "python bench/recipes.py > docs/recipes.md"

@@ -1,0 +1,191 @@
+"""Megatron's ``flex`` dispatcher with each backend. Oracle: the same model, not converted, over the same backend.
+
+Megatron's managers and autograd functions run as they are; the libraries behind them are those of `flex_backends`. What
+this cannot show: the libraries themselves, which need GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+from ranks import ranks
+
+pytestmark = pytest.mark.newest
+SETTINGS: dict[str, dict[str, Any]] = {
+    "deepep": dict(moe_flex_dispatcher_backend="deepep"),
+    "deepep-capacity": dict(moe_flex_dispatcher_backend="deepep", moe_expert_capacity_factor=1.0),
+    "hybridep": dict(moe_flex_dispatcher_backend="hybridep"),
+    "hybridep-padded": dict(
+        moe_flex_dispatcher_backend="hybridep", moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True
+    ),
+    "ncclep": dict(moe_flex_dispatcher_backend="ncclep", moe_expert_rank_capacity_factor=2.0),
+}
+
+
+def _case(name: str, *, settings: dict[str, Any] | None = None, **fields: Any) -> Any:
+    import flex_backends
+    import tiny_gpt
+
+    flex_backends.install()
+    settings = dict(SETTINGS[name], moe_token_dispatcher_type="flex", **(settings or {}))
+    case = tiny_gpt.Case(**fields, settings=tuple(settings.items()))
+    tiny_gpt.initialize(case)
+    return case
+
+
+def _compare(case: Any) -> None:
+    import flex_backends
+    import tiny_gpt
+
+    def evaluate(run: Any) -> float:
+        with tiny_gpt.evaluating(run.chunks):
+            return tiny_gpt.run(case, run.chunks, 9, num_microbatches=2, forward_only=True)
+
+    stock = tiny_gpt.train(case)
+    wanted = evaluate(stock)
+    told = list(flex_backends.CALLS)
+    _forget()
+    for slots in (0, 2):  # the first iteration has no replicas, and with slots runs over physical experts all the same
+        first = tiny_gpt.train(case, steps=1, hook=tiny_gpt.fssdp_hook(slots=slots))
+        assert first.losses == stock.losses[:1] and first.grad_norms == stock.grad_norms[:1]
+        _forget()
+    for lifetime in ("iteration", "microbatch"):
+        ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(lifetime=lifetime))
+        tiny_gpt.assert_trained_alike(stock, ours, lifetime)
+        assert evaluate(ours) == pytest.approx(wanted, rel=1e-5)
+        calls = list(flex_backends.CALLS)
+        _forget()
+    assert len(calls) == len(told) == 1
+    (_, ours_told), (_, stock_told) = calls[0], told[0]
+    for field in ours_told.keys() & {"num_local_experts", "num_experts"}:  # 4 homes and 2 slots
+        assert ours_told[field] * 4 == stock_told[field] * 6
+
+
+def _forget() -> None:
+    """A new model would be a new process."""
+    import flex_backends
+    from megatron.core.transformer.moe import fused_a2a
+
+    flex_backends.CALLS.clear()
+    fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None
+    fused_a2a.te_ep._BOOTSTRAPPED = False
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@ranks(2)
+def test_two_ranks(name: str) -> None:
+    _compare(_case(name, accumulate=2))
+
+
+@pytest.mark.parametrize("name", ["deepep", "hybridep", "ncclep"])
+@ranks(4)
+def test_expert_tensor_parallelism(name: str) -> None:
+    _compare(_case(name, tp=2, etp=2))
+
+
+@pytest.mark.parametrize("name", ["deepep", "ncclep"])
+@ranks(2)
+def test_choices_of_probability_zero(name: str) -> None:
+    """Both backends send a token to its largest probabilities: one that underflowed must stay the choice it was."""
+    import tiny_gpt
+
+    case = _case(name, skew=1e4)
+    stock = tiny_gpt.train(case)
+    _forget()
+    received: list[int] = []
+
+    def watched(chunks: list) -> list:
+        for layer in tiny_gpt.moe_layers(tiny_gpt.fssdp_hook()(chunks)):
+            layer.experts.register_forward_pre_hook(lambda _, inputs: received.append(int(inputs[1].sum())))
+        return chunks
+
+    ours = tiny_gpt.train(case, hook=watched)
+    tiny_gpt.assert_trained_alike(stock, ours)
+    assert received[2:] == [64] * 4, "two layers, two steps with replicas: both ranks compute half of 2 x 64 choices"
+
+
+@ranks(2)
+def test_a_budget_of_tokens_per_rank() -> None:
+    """``moe_expert_rank_capacity_factor``: a step in which some rank gets more is run again without the budget, by
+    Megatron's own runner. Stock overflows in every step; ours only until there are replicas."""
+    import tiny_gpt
+    import torch
+    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+    from megatron.core.transformer.moe import token_dispatcher
+    from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.paged_stash import PagedStashRunner
+
+    case = _case("hybridep", accumulate=2)
+    forward, make_config = SequentialMLP.forward, tiny_gpt.transformer_config
+
+    @functools.wraps(forward)
+    def of_filled_rows(self: Any, x: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple:
+        """As fused operators, which leave out the rest of the buffer; Megatron wants them for HybridEP's budget."""
+        filled = int(counts.sum())
+        output, bias = forward(self, x[:filled], counts, probs[:filled])
+        return torch.cat([output, output.new_zeros(len(x) - filled, x.shape[1])]), bias
+
+    def with_budget(case: Any) -> Any:
+        config = make_config(case)
+        config.moe_expert_rank_capacity_factor = 1.15
+        return config
+
+    token_dispatcher.get_align_size_for_quantization = lambda config: 16  # as in fp8; else Megatron divides by 0
+    SequentialMLP.forward, tiny_gpt.transformer_config = of_filled_rows, with_budget
+
+    def train(hook: Any) -> tuple[Any, list[int]]:
+        run, ran_again = tiny_gpt.train(case, steps=0, hook=hook), []
+        chunk = run.chunks[0]
+        runner = PagedStashRunner(chunk.config, False, run.chunks, run.optimizer, get_forward_backward_func())
+        assert len(runner.moe_layers) == 2
+        prepare = runner.prepare_for_rerun
+        runner.prepare_for_rerun = lambda **settings: (ran_again.append(step), prepare(**settings))
+        tiny_gpt.get_forward_backward_func = lambda: runner
+        for step in range(4):
+            run.step(step)
+        run.read_params()
+        _forget()
+        return run, ran_again
+
+    stock, stock_ran_again = train(None)
+    ours, ours_ran_again = train(tiny_gpt.fssdp_hook())
+    tiny_gpt.assert_trained_alike(stock, ours)
+    assert (stock_ran_again, ours_ran_again) == ([0, 1, 2, 3], [0])
+
+
+@pytest.mark.parametrize("name", ["deepep", "hybridep"])
+@ranks(2)
+def test_combined_forward_and_backward(name: str) -> None:
+    _compare(_case(name, accumulate=4, settings=dict(overlap_moe_expert_parallel_comm=True)))
+
+
+@ranks(2)
+def test_a_hybrid_model_with_a_repeated_layer() -> None:
+    """As Nemotron 3's recipes have it."""
+    import test_hybrid
+
+    test_hybrid.install()
+    settings = dict(num_layers=5, mtp_num_layers=2, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3)
+    _compare(_case("hybridep", accumulate=2, settings=settings))
+
+
+@ranks(1, preload=False)
+def test_the_stand_in_for_nccl_ep_is_called_as_the_real_one() -> None:
+    """TransformerEngine 2.20.2 asks `ep_bootstrap` for ``num_topk`` besides, which Megatron 0.19.2 does not give."""
+    import inspect
+
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import flex_backends
+    from transformer_engine.pytorch import ep
+
+    stand_in = flex_backends.te_ep()
+    for name in ("ep_bootstrap", "ep_dispatch", "ep_combine", "EpBuffer"):
+        ours, real = (inspect.signature(getattr(module, name)).parameters for module in (stand_in, ep))
+        assert ours.keys() <= real.keys(), name
+        needed = {p for p, value in real.items() if value.default is inspect.Parameter.empty} - ours.keys()
+        assert needed == ({"num_topk"} if name == "ep_bootstrap" else set()), name
+    assert hasattr(ep, "_BOOTSTRAPPED")

@@ -1,0 +1,62 @@
+"""Megatron's fine-grained activation offloading of experts, over TransformerEngine's own Python (`te_on_cpu`).
+
+Oracle: the same model without FSSDP. "GPU" and host are both the CPU here: what is saved for the backward goes through
+Megatron's own offloading all the same, as copies, and the originals are released. Streams and overlap need a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ranks import ranks
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("fused", [False, True])
+@ranks(2, preload=False)
+def test_offloaded_experts(fused: bool) -> None:
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import tiny_gpt
+
+    if fused:
+        import test_experts
+
+        test_experts.install_fused_wgrad()
+    import torch
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
+
+    settings = dict(
+        fine_grained_activation_offloading=True,
+        offload_modules=["expert_fc1", "moe_act"],
+        min_offloaded_tensor_size=1,
+        gradient_accumulation_fusion=fused,
+        num_layers=4,
+        moe_ffn_hidden_size=72,
+    )
+    case = tiny_gpt.Case(grouped=True, accumulate=2, settings=tuple(settings.items()))
+    tiny_gpt.initialize(case)
+    handler = offload.ChunkOffloadHandler
+    handler._can_manage_tensor_for_offload = staticmethod(lambda tensor: not isinstance(tensor, torch.nn.Parameter))
+    shapes: list[tuple[int, ...]] = []
+    copy_away = handler.offload
+
+    def noted(self: Any, tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        shapes.append(tuple(tensor.shape))
+        return copy_away(self, tensor, *args, **options)
+
+    handler.offload = noted
+
+    def train(hook: Any) -> Any:
+        offload.PipelineOffloadManager.reset_instance()
+        shapes.clear()
+        return tiny_gpt.train(case, hook=hook)
+
+    stock = train(None)
+    assert (128, 72) in shapes, "some rank computes all tokens of a layer"
+    for lifetime in ("iteration", "microbatch", "layer"):
+        ours = train(tiny_gpt.fssdp_hook(lifetime=lifetime))
+        tiny_gpt.assert_trained_alike(stock, ours, lifetime)
+        assert shapes and not {(144, 32), (32, 72)} & {*shapes}, "weights are not offloaded"
