@@ -71,7 +71,9 @@ class Case:
     one_expert: bool = False  # every token goes to expert 0
     grouped: bool = False  # experts are a TEGroupedMLP, over TransformerEngine: call te_on_cpu.install() first
     grad_reduce_in_fp32: bool = True
+    ddp: tuple[tuple[str, Any], ...] = ()  # further fields of DistributedDataParallelConfig
     settings: tuple[tuple[str, Any], ...] = ()  # further fields of TransformerConfig
+    optimizer: tuple[tuple[str, Any], ...] = ()  # further fields of OptimizerConfig
 
     @property
     def dtype(self) -> torch.dtype:
@@ -256,6 +258,7 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
         use_distributed_optimizer=case.distributed_optimizer,
         bucket_size=4000 if case.overlap else None,
         check_for_nan_in_grad=case.dtype is torch.float32,
+        **dict(case.ddp),
     )
     chunks = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
     for chunk in chunks:
@@ -266,21 +269,19 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
             starts = [c.start_param_sync for c in chunks]
             config.param_sync_func = starts if len(chunks) > 1 else starts[0]
     config.finalize_model_grads_func = finalize_model_grads
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=3e-3,
-            weight_decay=0.01,
-            clip_grad=1.0,
-            bf16=case.bf16,
-            fp16=case.fp16,
-            initial_loss_scale=2.0**10,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=case.distributed_optimizer,
-            overlap_param_gather=case.overlap and case.distributed_optimizer,
-        ),
-        chunks,
+    fields: dict[str, Any] = dict(
+        optimizer="adam",
+        lr=3e-3,
+        weight_decay=0.01,
+        clip_grad=1.0,
+        bf16=case.bf16,
+        fp16=case.fp16,
+        initial_loss_scale=2.0**10,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=case.distributed_optimizer,
+        overlap_param_gather=case.overlap and case.distributed_optimizer,
     )
+    optimizer = get_megatron_optimizer(OptimizerConfig(**{**fields, **dict(case.optimizer)}), chunks)
     config.grad_scale_func = optimizer.scale_loss
     return chunks, optimizer
 

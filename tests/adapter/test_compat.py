@@ -55,9 +55,11 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
     import tiny_gpt
 
     chunks, config = _stock_model()
+    config.fp8, config.fp4 = "hybrid", "e2m1"  # without them no recipe is refused
     planted = dict(
-        fp8="hybrid",
-        fp4="e2m1",
+        fp8_recipe="delayed",
+        fp4_recipe="custom",
+        moe_grouped_gemm=False,
         cuda_graph_impl="local",
         enable_cuda_graph=True,
         external_cuda_graph=True,
@@ -76,8 +78,6 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         moe_dispatch_fwd_dtype="fp8",
         moe_combine_bwd_dtype="fp8",
         moe_ncclep_zero_copy=True,
-        moe_router_padding_for_quantization=True,
-        moe_router_padding_for_fp8=True,
         cpu_offloading=True,
         gtp_weight_remat_size=2,
         expert_gtp_weight_remat_size=2,
@@ -164,8 +164,8 @@ def test_a_problem_of_one_rank_stops_all() -> None:
     chunks, config = _stock_model()
     before = snapshot(chunks)
     if dist.get_rank() == 1:
-        config.fp8 = "hybrid"
-    with pytest.raises(ValueError, match="with fp8='hybrid'"):
+        config.cuda_graph_impl = "local"
+    with pytest.raises(ValueError, match="with cuda_graph_impl='local'"):
         tiny_gpt.fssdp_hook()(chunks)
     assert snapshot(chunks) == before
 
