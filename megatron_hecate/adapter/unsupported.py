@@ -129,6 +129,23 @@ MODEL = (
         "gradients of replicas must exist when their layer's backward ends",
     ),
     Rule("use_transformer_engine_op_fuser", "fused operators keep their own references to the weights"),
+    Rule(
+        "moe_expert_rank_capacity_factor",
+        "Megatron takes it with HybridEP only under use_transformer_engine_op_fuser",
+        instead=None,
+        unsupported=lambda settings: (
+            _is_set(settings["moe_expert_rank_capacity_factor"])
+            and _is_set(settings["use_transformer_engine_op_fuser"])
+            and settings["moe_flex_dispatcher_backend"] != "ncclep"
+        ),
+    ),
+    Rule(
+        "moe_paged_stash",
+        "Megatron stashes only under use_transformer_engine_op_fuser",
+        unsupported=lambda settings: (
+            _is_set(settings["moe_paged_stash"]) and _is_set(settings["use_transformer_engine_op_fuser"])
+        ),
+    ),
     Rule("moe_single_grouped_weight", "one tensor for all experts has no room for replicas"),
     Rule("moe_single_grouped_bias", "one tensor for all experts has no room for replicas"),
     Rule("moe_use_grouped_tensor", "its grouped weights have no room for replicas"),  # 0.20

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,6 +65,8 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         delay_wgrad_compute=True,
         overlap_dispatch_backward_with_experts_wgrad=True,
         use_transformer_engine_op_fuser=True,
+        moe_expert_rank_capacity_factor=1.5,
+        moe_paged_stash=True,
         moe_single_grouped_weight=True,
         moe_single_grouped_bias=True,
         moe_use_legacy_grouped_gemm=True,
@@ -109,6 +112,16 @@ def test_every_source_is_read_and_both_overrides_are_named() -> None:
     ]
     assert not unsupported.find({"expert_model_parallel_size": 2}, slots=2)
     assert not unsupported.find(slots=0), "with slots=0 EP 1 trains as stock"
+
+
+@pytest.mark.fast
+def test_the_page_on_compatibility_says_why_of_each_setting() -> None:
+    from megatron_hecate.adapter import unsupported
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()
+    for rule in unsupported.RULES:
+        assert f"`{rule.setting}" in page or f"{rule.setting}=" in page, rule.setting
+        assert rule.why.partition(";")[0] in page, rule.setting
 
 
 @ranks(2)
