@@ -195,6 +195,7 @@ FUNCTIONS: dict[str, Any] = {
     "fused_multi_row_unpadding": fused_multi_row_unpadding,
     "multi_tensor_l2norm": multi_tensor_l2norm,
     "multi_tensor_scale": multi_tensor_scale,
+    "multi_tensor_scale_tensor": multi_tensor_scale,  # by a tensor that stays on the GPU
     "get_num_cublas_streams": lambda: 1,
     "get_cublasLt_version": lambda: 130200,  # too old for TE's grouped tensors, whose kernels are not here
     "get_cudnn_version": lambda: 91200,
