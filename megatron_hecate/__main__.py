@@ -59,9 +59,8 @@ def main(argv: list[str]) -> int:
     asked = vars(parser.parse_args(argv if at is None else argv[:at], argparse.Namespace(**unset)))
     given = {name: value for name, value in asked.items() if value is not parser}
     try:
-        settings = HecateConfig.from_arguments(
-            argparse.Namespace(**given)
-        )  # what is wrong is said now, not when Megatron has started
+        # what is wrong is said now, not when Megatron has started
+        settings = HecateConfig.from_arguments(argparse.Namespace(**given))
         if settings is not None and settings.speeds is not None:
             from megatron_hecate.plan import Speeds
 
@@ -80,6 +79,9 @@ def main(argv: list[str]) -> int:
     sys.meta_path.insert(0, _WithBridge())
     sys.argv = argv[at:]
     runpy.run_path(script, run_name="__main__")
+    if settings is not None and "megatron_hecate.convert" not in sys.modules:
+        print(f"FSSDP: {script} built no model by megatron.training or Megatron-Bridge: FSSDP was off", file=sys.stderr)
+        return 1
     return 0
 
 

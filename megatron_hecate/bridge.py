@@ -5,14 +5,14 @@
     bridge.enable(cfg, slots=2)                                  # in a recipe, once cfg.model is there
     pretrain(cfg, forward_step, callbacks=[bridge.Metrics()])
 
-What is asked for lies in attributes of ``cfg.model``, named as Megatron's arguments would be. So the overrides
-``+model.moe_fssdp=true +model.moe_fssdp_slots=2`` work too, once this module is imported or our launcher runs the
-script. Bridge's ``pretrain`` settles a recipe's settings in one function: it is wrapped, because only then it is known
-what the job will run with.
+Once this module is imported, or our launcher runs the script, the overrides ``+model.moe_fssdp=true
++model.moe_fssdp_slots=2`` work too: models of Bridge have attributes of these names. Bridge's ``pretrain`` settles a
+recipe's settings in one function: it is wrapped, because only then it is known what the job will run with.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import re
 import sys
@@ -48,7 +48,7 @@ def enable(config: Any, **settings: Any) -> None:
     Raises:
         ValueError: when other settings were asked for before.
     """
-    _ask(config.model, HecateConfig(**settings).as_arguments())
+    _ask(config, HecateConfig(**settings).as_arguments())
     _register(config)
 
 
@@ -94,28 +94,32 @@ class _Hook:
     config: Any
 
     def __call__(self, chunks: list[Module]) -> list[Module]:
-        settings = HecateConfig.from_arguments(self.config.model)
+        settings = _settings(self.config)
         if settings is None:  # an override has switched it off
             return chunks
         _check(self.config, settings)
         return fssdp(settings)(chunks)
 
 
-def _ask(model: Any, asked: dict[str, Any]) -> None:
-    """Keep settings in ``model``, which must not hold others."""
-    others = {name: vars(model)[name] for name in asked if vars(model).get(name, asked[name]) != asked[name]}
-    if others:
-        wanted = ", ".join(f"{name}={asked[name]!r}" for name in others)
-        held = ", ".join(f"{name}={value!r}" for name, value in others.items())
-        raise ValueError(f"FSSDP was asked for with {held} before, now with {wanted}; say it in one place")
-    for name, value in asked.items():
-        setattr(model, name, value)
+def _ask(config: Any, asked: dict[str, Any]) -> None:
+    """Keep settings, by argparse's names, with the recipe, which must not hold others."""
+    held = vars(config).setdefault("_moe_fssdp", {})
+    if others := [name for name in asked if held.get(name, asked[name]) != asked[name]]:
+        before, now = (", ".join(f"{name}={values[name]!r}" for name in others) for values in (held, asked))
+        raise ValueError(f"FSSDP was asked for with {before} before, now with {now}; say it in one place")
+    held.update(asked)
+
+
+def _settings(config: Any) -> HecateConfig | None:
+    """What a recipe and overrides ask for."""
+    overrides = {name: value for name, value in vars(config.model).items() if name in NAMES}
+    return HecateConfig.from_arguments(argparse.Namespace(**{**vars(config).get("_moe_fssdp", {}), **overrides}))
 
 
 def _register(config: Any) -> None:
-    """Have the hook run when the model is built, once, and on whichever kind of model configuration it is."""
+    """Have the hook run, once, when the model is built, whichever kind of configuration it has."""
     model = config.model
-    if isinstance(model, ModelConfig):  # overrides empty its list, so this is done again
+    if isinstance(model, ModelConfig):  # whose list overrides empty
         hooks, register = model.pre_wrap_hooks, model.pre_wrap_hooks.append
     else:
         hooks, register = getattr(model, "_pre_wrap_hooks", ()), model.register_pre_wrap_hook
@@ -134,10 +138,9 @@ def _check(config: Any, settings: HecateConfig) -> None:
 def _with_fssdp(runtime_config_update: Callable) -> Callable:
     def update(cfg: Any) -> None:
         runtime_config_update(cfg)
-        _ask(cfg.model, launcher.launched)
+        _ask(cfg, launcher.launched)
         _find_lost_overrides(cfg.model)
-        settings = HecateConfig.from_arguments(cfg.model)
-        if settings is not None:
+        if (settings := _settings(cfg)) is not None:
             _check(cfg, settings)
             _register(cfg)
 

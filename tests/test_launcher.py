@@ -49,6 +49,15 @@ def test_usage_errors(arguments: list[str], message: str) -> None:
     assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
+@pytest.mark.newest
+def test_a_script_that_never_builds_a_model_is_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    launched = _python("-m", "megatron_hecate", "--moe-fssdp", str(script), "--flag", "model.x=1", timeout=120)
+    assert "['--flag', 'model.x=1']" in launched.stdout, "our flags are not passed on"
+    assert launched.returncode == 1 and "script.py built no model by megatron.training or" in launched.stderr
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small dataset of this project's own sources."""

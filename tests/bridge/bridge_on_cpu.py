@@ -1,8 +1,9 @@
 """Megatron-Bridge and its recipes on CPU ranks, over gloo.
 
-Importing this module puts a CPU behind ``torch.cuda``, stand-ins in the place of packages that Bridge imports without
-need, and small models in the place of the hub's. Overrides (see ``small.py``) then make a recipe fit. As a script it
-runs a script that knows nothing of it, as ``examples/run_on_cpu.py`` does.
+Importing this module puts a CPU behind ``torch.cuda`` and TransformerEngine, stand-ins in the place of packages that
+Bridge imports without need, and small models in the place of the hub's. Experts are TransformerEngine's, all else is
+Megatron's own. Overrides (see ``recipe_runs.py``) then make a recipe fit. As a script it runs a script that knows
+nothing of it, as ``examples/run_on_cpu.py`` does.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "tests/bridge", "examples")]
+sys.modules["bridge_on_cpu"] = sys.modules[__name__]  # the process that ranks are forked from knows it by another name
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.simplefilter("ignore")
 
 import megatron_on_cpu  # noqa: E402
+import te_on_cpu  # noqa: E402
 
-megatron_on_cpu.install()
-# before stand-ins, since Megatron looks for the real one
-import megatron.core.extensions.transformer_engine  # noqa: E402
+te_on_cpu.install()
 import megatron.training.training  # noqa: E402, F401
 
 ABSENT = (
@@ -41,7 +42,6 @@ ABSENT = (
     "modelopt",
     "nvidia_resiliency_ext",
     "open_clip",
-    "transformer_engine",
 )
 
 
@@ -97,8 +97,10 @@ from megatron.bridge.models.gpt.gpt_builder import GPTModelConfig  # noqa: E402
 from megatron.bridge.models.transformer_config import TransformerConfig  # noqa: E402
 from megatron.bridge.training.config import ConfigContainer  # noqa: E402
 from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides  # noqa: E402
+from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # noqa: E402
+from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
 from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
-from small import MODELS, OVERRIDES, QWEN3, SIZES  # noqa: E402
+from recipe_runs import MODELS, OVERRIDES, QWEN3, SIZES  # noqa: E402
 from transformers import AutoConfig, PretrainedConfig  # noqa: E402
 
 
@@ -124,6 +126,7 @@ _mtp = gpt_layer_specs.get_gpt_mtp_block_spec
 
 
 auto_bridge.safe_load_config_with_retry = causal_lm.safe_load_config_with_retry = _model_of_the_hub
+LocalSpecProvider.grouped_mlp_modules = TESpecProvider.grouped_mlp_modules
 gpt_provider.transformer_engine_layer_spec = _local_layers
 gpt_layer_specs.get_gpt_mtp_block_spec = _local_mtp
 glm45_bridge.HAVE_TE = False

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from ranks import ranks
-from test_recipes import FREE, train
+from recipe_runs import FREE, train
 
 LOGGERS = (
     "logger.wandb_project=p",

@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 from ranks import ranks
-from small import OVERRIDES
-from test_recipes import FREE, train
+from recipe_runs import FREE, OVERRIDES, train
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -75,17 +74,31 @@ def test_an_override_that_does_not_arrive_is_an_error() -> None:
 
 @ranks(2)
 def test_overrides_come_before_the_recipe() -> None:
-    from bridge_on_cpu import process_config_with_overrides, recipe
+    from bridge_on_cpu import as_model_config, process_config_with_overrides, recipe
+    from megatron.bridge.training.callbacks import Callback
 
     from megatron_hecate import bridge
 
-    config = recipe("+model.moe_fssdp_slots=1", "train.train_iters=1")
-    with pytest.raises(ValueError, match=r"asked for with moe_fssdp_slots=1 before, now with moe_fssdp_slots=2"):
-        bridge.enable(config, slots=2)
+    class Slots(Callback):
+        def on_train_start(self, context: Any) -> None:
+            self.found = [m.fssdp.config.slots for c in context.model for m in c.modules() if hasattr(m, "fssdp")]
+
+    def slots(config: Any) -> list[int]:
+        callback = Slots()
+        train(config, callback)
+        return callback.found
+
+    config = recipe("train.train_iters=1", "+model.moe_fssdp_slots=1")
+    bridge.enable(config, slots=2)
+    assert slots(config) == [1, 1]
+    config = recipe("train.train_iters=1")
+    bridge.enable(config, slots=2)
+    config.model = as_model_config(config.model)
+    assert slots(config) == [2, 2], "a recipe may exchange its model afterwards"
     config = recipe("train.train_iters=1")
     bridge.enable(config, slots=2)
     process_config_with_overrides(config, cli_overrides=["+model.moe_fssdp=false"])
-    assert not train(config).replicas, "switched off"
+    assert slots(config) == [], "switched off"
 
 
 @ranks(2)

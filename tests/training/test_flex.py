@@ -24,12 +24,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _case(name: str, **fields: Any) -> Any:
+def _case(name: str, *, settings: dict[str, Any] | None = None, **fields: Any) -> Any:
     import flex_backends
     import tiny_gpt
 
     flex_backends.install()
-    settings = dict(SETTINGS[name], moe_token_dispatcher_type="flex")
+    settings = dict(SETTINGS[name], moe_token_dispatcher_type="flex", **(settings or {}))
     case = tiny_gpt.Case(**fields, settings=tuple(settings.items()))
     tiny_gpt.initialize(case)
     return case
@@ -153,3 +153,39 @@ def test_a_budget_of_tokens_per_rank() -> None:
     ours, ours_ran_again = train(tiny_gpt.fssdp_hook())
     tiny_gpt.assert_trained_alike(stock, ours)
     assert (stock_ran_again, ours_ran_again) == ([0, 1, 2, 3], [0])
+
+
+@pytest.mark.parametrize("name", ["deepep", "hybridep"])
+@ranks(2)
+def test_combined_forward_and_backward(name: str) -> None:
+    _compare(_case(name, accumulate=4, settings=dict(overlap_moe_expert_parallel_comm=True)))
+
+
+@ranks(2)
+def test_a_hybrid_model_with_a_repeated_layer() -> None:
+    """As Nemotron 3's recipes have it."""
+    import test_hybrid
+
+    test_hybrid.install()
+    settings = dict(num_layers=5, mtp_num_layers=2, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3)
+    _compare(_case("hybridep", accumulate=2, settings=settings))
+
+
+@ranks(1, preload=False)
+def test_the_stand_in_for_nccl_ep_is_called_as_the_real_one() -> None:
+    """TransformerEngine 2.20.2 asks `ep_bootstrap` for ``num_topk`` besides, which Megatron 0.19.2 does not give."""
+    import inspect
+
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import flex_backends
+    from transformer_engine.pytorch import ep
+
+    stand_in = flex_backends.te_ep()
+    for name in ("ep_bootstrap", "ep_dispatch", "ep_combine", "EpBuffer"):
+        ours, real = (inspect.signature(getattr(module, name)).parameters for module in (stand_in, ep))
+        assert ours.keys() <= real.keys(), name
+        needed = {p for p, value in real.items() if value.default is inspect.Parameter.empty} - ours.keys()
+        assert needed == ({"num_topk"} if name == "ep_bootstrap" else set()), name
+    assert hasattr(ep, "_BOOTSTRAPPED")

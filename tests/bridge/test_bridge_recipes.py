@@ -8,54 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections import Counter
-from pathlib import Path
-from typing import Any
 
-import pytest
 from ranks import ranks
-from small import GLM_AIR
-
-FREE = str(Path(__file__).parent.parent / "free_copies.json")  # else no copy pays on so small a model
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a run of ``pretrain`` did: an entry an iteration, of losses by name and the gradient's norm; replicas."""
-
-    steps: list[dict[str, float]]
-    validation: list[dict[str, float]]
-    replicas: Counter[str]
-
-    def assert_same(self, other: Run, *, rel: float = 1e-5) -> None:
-        assert len(self.steps) == len(other.steps), f"{len(self.steps)} steps, not {len(other.steps)}"
-        for ours, theirs in zip(self.steps + self.validation, other.steps + other.validation, strict=True):
-            assert ours == pytest.approx(theirs, rel=rel, abs=0) if rel else ours == theirs
-
-
-def train(config: Any, *more: Any) -> Run:
-    """Run ``pretrain`` on this rank, with ``more`` callbacks."""
-    from megatron.bridge.training.callbacks import Callback
-    from megatron.bridge.training.gpt_step import forward_step
-    from megatron.bridge.training.pretrain import pretrain
-    from megatron.bridge.training.utils import checkpoint_utils
-
-    from megatron_hecate.tools.metrics import layer_metrics
-
-    run = Run([], [], Counter())
-    checkpoint_utils.read_train_state.cache_clear()  # a second load would find the state of the first run's end
-
-    class Record(Callback):
-        def on_train_step_end(self, context: Any) -> None:
-            losses = {name: float(value) for name, value in context.loss_dict.items()}
-            run.steps.append({**losses, "gradient": float(context.grad_norm)})
-            run.replicas.update({layer.layer: layer.replicas for layer in layer_metrics(context.model)})
-
-        def on_eval_end(self, context: Any) -> None:
-            run.validation.append({name: float(value) for name, value in context.total_loss_dict.items()})
-
-    pretrain(config, forward_step, callbacks=[Record(), *more])
-    return run
+from recipe_runs import FREE, GLM_AIR, Run, train
 
 
 @ranks(2)
