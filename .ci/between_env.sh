@@ -16,7 +16,7 @@ printf '%s\n' "$("$base/bin/python" -c "$site")" "$PWD" >"$("$folder/bin/python"
 ln -s "$base/transformer_engine" "$folder/transformer_engine" # where tests/te_on_cpu.py looks for it
 "$folder/bin/pip" install --quiet --disable-pip-version-check --ignore-installed --no-deps "megatron-core==$2" 2>&1 |
     { grep -v "is ignored: it is neither a file nor a directory" || true; }
-found=$("$folder/bin/python" -c "import megatron.core, megatron_hecate; print(megatron.core.__version__)" 2>"$folder/log") || true
+found=$("$folder/bin/python" -c "import importlib.metadata, megatron.core, megatron_hecate; print(importlib.metadata.version('megatron-core'))" 2>"$folder/log") || true
 [ "$found" = "$2" ] || {
     tail -5 "$folder/log" >&2
     echo "Setting up $folder failed: its Python has megatron-core '$found', not $2" >&2
