@@ -12,7 +12,8 @@
 DATA ?=
 OUT ?= demo-out
 BIN = .venv/bin
-OLDEST = tests/training/test_parity.py tests/training/test_checkpoint.py tests/adapter/test_experts.py tests/test_hook.py
+OLDEST = tests/training/test_parity.py tests/training/test_checkpoint.py tests/adapter/test_experts.py tests/test_hook.py \
+    tests/adapter/test_classification.py tests/adapter/test_owners.py
 # One thread a rank: ranks share the cores.
 export OMP_NUM_THREADS = 1
 

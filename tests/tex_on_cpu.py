@@ -178,7 +178,7 @@ def multi_tensor_l2norm(chunk: int, noop: Tensor, lists: list[list[Tensor]], per
     return torch.stack(norms).norm().reshape(1), torch.stack(norms) if per_tensor else torch.empty(0)
 
 
-def multi_tensor_scale(chunk: int, noop: Tensor, lists: list[list[Tensor]], scale: float | Tensor) -> None:
+def multi_tensor_scale(chunk: int, noop: Tensor, lists: list[list[Tensor]], scale: float) -> None:
     """``lists[1]`` becomes ``lists[0]`` times ``scale``."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source * scale)
@@ -195,7 +195,7 @@ FUNCTIONS: dict[str, Any] = {
     "fused_multi_row_unpadding": fused_multi_row_unpadding,
     "multi_tensor_l2norm": multi_tensor_l2norm,
     "multi_tensor_scale": multi_tensor_scale,
-    "multi_tensor_scale_tensor": multi_tensor_scale,
+    "multi_tensor_scale_tensor": multi_tensor_scale,  # by a tensor that stays on the GPU
     "get_num_cublas_streams": lambda: 1,
     "get_cublasLt_version": lambda: 130200,  # too old for TE's grouped tensors, whose kernels are not here
     "get_cudnn_version": lambda: 91200,

@@ -71,6 +71,8 @@ class Case:
     one_expert: bool = False  # every token goes to expert 0
     grouped: bool = False  # experts are a TEGroupedMLP, over TransformerEngine: call te_on_cpu.install() first
     grad_reduce_in_fp32: bool = True
+    ddp: tuple[tuple[str, Any], ...] = ()  # further fields of DistributedDataParallelConfig
+    optimizer: tuple[tuple[str, Any], ...] = ()  # and of OptimizerConfig
     settings: tuple[tuple[str, Any], ...] = ()  # further fields of TransformerConfig
 
     @property
@@ -256,6 +258,7 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
         use_distributed_optimizer=case.distributed_optimizer,
         bucket_size=4000 if case.overlap else None,
         check_for_nan_in_grad=case.dtype is torch.float32,
+        **dict(case.ddp),
     )
     chunks = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
     for chunk in chunks:
@@ -278,6 +281,7 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
             params_dtype=config.params_dtype,
             use_distributed_optimizer=case.distributed_optimizer,
             overlap_param_gather=case.overlap and case.distributed_optimizer,
+            **dict(case.optimizer),
         ),
         chunks,
     )

@@ -16,7 +16,9 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
+from megatron_hecate.adapter import stored_weights
 from megatron_hecate.adapter.training_state import wait_for_params
+from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.plan import LayerShape
 from megatron_hecate.replicas.autograd import ChunkLayout, PendingGradients
 from megatron_hecate.replicas.layer_replicas import Replicas
@@ -47,6 +49,7 @@ class PhysicalExperts:
                 f"experts are a {type(experts).__name__}; FSSDP knows SequentialMLP and TEGroupedMLP "
                 "(--moe-grouped-gemm with TransformerEngine)"
             )
+        self._plan: TransferPlan | None = None  # of the weights that the twin's quantized copies were made of
         # the modules that own the homes' parameters: looking names up from the top takes long for many experts
         paths = [[name.format(i).rpartition(".") for name in self._names] for i in range(self.num_homes)]
         self._owners = [[(experts.get_submodule(path), leaf) for path, _, leaf in expert] for expert in paths]
@@ -65,7 +68,18 @@ class PhysicalExperts:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one replica's weights."""
-        return sum(p.numel() * p.element_size() for p in self.homes()[0])
+        return stored_weights.stored_bytes(self.homes()[0])
+
+    def stored(self) -> list[list[Tensor]]:
+        """What travels of this rank's own experts."""
+        return [stored_weights.as_stored(expert) for expert in self.homes()]
+
+    def weights_in(self, chunk: Tensor) -> list[Tensor]:
+        """The parameters of a replica, in one ``chunk`` of what has come."""
+        like = self.homes()[0]
+        if any(map(stored_weights.is_quantized, like)):
+            return stored_weights.weights_in(chunk, like)
+        return self.layout.views(chunk)
 
     def shape(self, token_bytes: int, *, microbatches: int) -> LayerShape:
         """Sizes of the layer for the cost model. Gradients travel in fp32; a matrix costs 2 FLOPs per element."""
@@ -77,6 +91,19 @@ class PhysicalExperts:
             token_flops=sum(2.0 * p.numel() for p in expert if p.dim() > 1),
             microbatches=microbatches,
         )
+
+    def compute_with(self, plan: TransferPlan) -> None:
+        """The coming forward has the replicas of ``plan``: each iteration makes its own."""
+        if self._plan is not plan:
+            self._plan = plan
+            self.drop_quantized(0)
+
+    def drop_quantized(self, first: int) -> None:
+        """Drop the quantized copies that TransformerEngine keeps over microbatches, of experts from ``first`` on."""
+        for linear in self.twin.children():
+            copies = getattr(linear, "_fp8_workspaces", {})
+            for name in [name for name in copies if int(name.removeprefix("weight")) >= first]:
+                del copies[name]
 
     def named(self, weights: list[list[Tensor]]) -> dict[str, Tensor]:
         """The weights of all physical experts under the twin's parameter names."""
@@ -105,11 +132,14 @@ class FSSDPExperts:
             self.physical.twin.train(self.training)
         joined_homes, self.joined_homes = self.joined_homes, None
         weights = self.physical.named(self.replicas.materialize(joined_homes))
+        self.physical.compute_with(self.replicas.plan)
         if self.config.fine_grained_activation_offloading:  # spares parameters, and these are none
             for weight in weights.values():
                 weight._do_not_offload, weight.offloading_activation = True, False  # its name now, and in 0.16
         inputs = (hidden_states, tokens_per_expert, probs, *rest)
         output, *others = torch.func.functional_call(self.physical.twin, weights, inputs, kwargs)
+        if self.replicas.after_backward is not None:  # these replicas do not stay
+            self.physical.drop_quantized(self.physical.num_homes)
         return self.replicas.computed_by(output), *others
 
 
@@ -153,11 +183,22 @@ def _grouped_twin(experts: TEGroupedMLP, num_physical: int) -> TEGroupedMLP:
     for linear in ("linear_fc1", "linear_fc2"):
         wide = _copy_without_parameters(getattr(experts, linear))
         wide.num_gemms = num_physical
-        bias = getattr(wide, "bias0", None)
+        wide.fp8_meta = {"fp8_checkpoint": False, "fp8_group": None}
+        wide.quantizers = {"scaling_fwd": [], "scaling_bwd": []}
+        wide.is_first_microbatch = False
+        wide.fp8_initialized = wide.fp8_meta_tensors_initialized = False
+        wide._fp8_workspaces = {}
+        wide._custom_quantizer_cache = {}
+        bias = next((v for k, v in vars(wide).items() if k == "bias0"), None)
         if isinstance(bias, torch.Tensor):  # without biases TE keeps an empty tensor for each GEMM
             for i in range(num_physical):
                 setattr(wide, f"bias{i}", bias)
         setattr(twin, linear, wide)
+    for name in ("quantization_padding", "quantization_unpadding"):
+        if hasattr(experts, name):
+            module = _bare_copy(getattr(experts, name))
+            module.num_gemms = num_physical
+            setattr(twin, name, module)
     return twin
 
 

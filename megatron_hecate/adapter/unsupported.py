@@ -78,6 +78,12 @@ def _more_than_one(setting: str) -> Callable[[Settings], bool]:
     return lambda settings: (settings[setting] or 1) > 1
 
 
+def _recipe(value: Any) -> str:
+    """Megatron's default is delayed scaling; some versions have an enumeration."""
+    return str(getattr(value, "value", value) or "delayed")
+
+
+_FP8_RECIPES = ("mxfp8", "tensorwise", "blockwise")
 WITH_SLOTS = (
     Rule(
         "expert_model_parallel_size",
@@ -89,16 +95,29 @@ WITH_SLOTS = (
 )
 MODEL = (
     Rule(
-        "fp8",
-        "replicas of quantized weights are not built",
-        instead=None,
-        flag="--fp8-format",
-        hint=" and model.fp8_param=false",
+        "fp8_recipe",
+        "delayed scaling keeps a history for each expert's place, where replicas change; custom quantizers are unknown",
+        instead="mxfp8",
+        unsupported=lambda settings: _is_set(settings["fp8"]) and _recipe(settings["fp8_recipe"]) not in _FP8_RECIPES,
+        hint=", tensorwise or blockwise",
     ),
-    Rule("fp4", "replicas of quantized weights are not built", instead=None, flag="--fp4-format"),
     Rule(
-        "quant_recipe", "replicas of quantized weights are not built", instead=None, flag="--te-precision-config-file"
+        "fp4_recipe",
+        "custom quantizers are unknown",
+        instead="nvfp4",
+        unsupported=lambda settings: _is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"]) == "custom",
     ),
+    Rule(
+        "moe_grouped_gemm",
+        "quantized experts need TEGroupedMLP, and without it each expert is a module of its own",
+        instead="true",
+        unsupported=lambda settings: (
+            not settings["moe_grouped_gemm"] and (_is_set(settings["fp8"]) or _is_set(settings["fp4"]))
+        ),
+        flag="",
+        hint=" or --moe-grouped-gemm",
+    ),
+    Rule("quant_recipe", "its recipes are not known layer by layer", instead=None, flag="--te-precision-config-file"),
     Rule("use_kitchen", "experts of Kitchen's own linears have no replicas", flag=""),
     Rule(
         "moe_dispatch_fwd_dtype",  # 0.20
@@ -121,13 +140,28 @@ MODEL = (
         "gradients of replicas must exist when their layer's backward ends",
     ),
     Rule("use_transformer_engine_op_fuser", "fused operators keep their own references to the weights"),
+    Rule(
+        "moe_expert_rank_capacity_factor",
+        "Megatron takes it with HybridEP only under use_transformer_engine_op_fuser",
+        instead=None,
+        unsupported=lambda settings: (
+            _is_set(settings["moe_expert_rank_capacity_factor"])
+            and _is_set(settings["use_transformer_engine_op_fuser"])
+            and settings["moe_flex_dispatcher_backend"] != "ncclep"
+        ),
+    ),
+    Rule(
+        "moe_paged_stash",
+        "Megatron stashes only under use_transformer_engine_op_fuser",
+        unsupported=lambda settings: (
+            _is_set(settings["moe_paged_stash"]) and _is_set(settings["use_transformer_engine_op_fuser"])
+        ),
+    ),
     Rule("moe_single_grouped_weight", "one tensor for all experts has no room for replicas"),
     Rule("moe_single_grouped_bias", "one tensor for all experts has no room for replicas"),
     Rule("moe_use_grouped_tensor", "its grouped weights have no room for replicas"),  # 0.20
     Rule("moe_use_legacy_grouped_gemm", "the legacy GroupedMLP has no room for replicas"),
     Rule("moe_ncclep_zero_copy", "its communication buffers belong to homes only"),
-    Rule("moe_router_padding_for_quantization", "pads logical experts for fp8"),
-    Rule("moe_router_padding_for_fp8", "pads logical experts for fp8"),
     Rule(
         "mlp_chunks_for_training",
         "a layer that runs several times per microbatch cannot count them",

@@ -117,12 +117,25 @@ class LayerBuffer:
         elements: of one chunk.
         dtype: of the weights.
         homes: experts that this rank owns, any of which may be sent.
+        stored_bytes: of one chunk's weights where they are quantized, and travel as bytes; else 0.
     """
 
     slots: int
     elements: int
     dtype: torch.dtype
     homes: int
+    stored_bytes: int = 0
+
+    @property
+    def weights(self) -> tuple[int, torch.dtype]:
+        """Elements of one chunk's weights as they travel, and their type."""
+        return (self.stored_bytes, torch.uint8) if self.stored_bytes else (self.elements, self.dtype)
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of one replica's weights."""
+        elements, dtype = self.weights
+        return elements * dtype.itemsize
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -131,7 +144,7 @@ class LayerBuffer:
 
     @property
     def weight_bytes(self) -> int:
-        return self.slots * self.aligned(self.elements, self.dtype)
+        return self.slots * self.aligned(*self.weights)
 
     @property
     def grad_bytes(self) -> int:
@@ -187,8 +200,9 @@ class Transport(Protocol):
 
         Args:
             plan: this rank's part.
-            homes: the parameters of each own expert, as they are; they must not change before it is over.
-            slots: [elements] for every slot, from what `allocate` gave; nothing else may write them.
+            homes: the parameters of each own expert as they are stored, all of one type; they must not change before
+                it is over.
+            slots: a chunk of such elements for every slot, from what `allocate` gave; nothing else may write them.
             label: name of the layer.
             timed: whether the transfer will be asked how long it took.
 

@@ -98,6 +98,10 @@ class Buffer:
         """[elements] for each slot of ``layer``: new tensors over the same memory."""
         return chunks_in(self._memory, layer.slots, layer.elements, dtype)
 
+    def weights(self, layer: LayerBuffer) -> list[Tensor]:
+        """The same for its weights, as they travel."""
+        return chunks_in(self._memory, layer.slots, *layer.weights)
+
     def wait(self) -> None:
         """Wait for the transfer that uses this memory, if one does."""
         transfer, self.transfer = self.transfer, None

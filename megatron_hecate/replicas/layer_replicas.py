@@ -34,7 +34,9 @@ class ReplicaSlots:
     Args:
         index: of the layer among the rank's.
         homes: looks up the parameters of this rank's own experts, expert by expert.
-        layout: how they form a chunk.
+        stored: what travels of them.
+        weights: the parameters in one chunk of what has come.
+        layout: how their gradients form a chunk.
         pool: the rank's buffers.
         ready: called before homes are read: makes sure that they hold this iteration's values.
         label: name of the layer in errors.
@@ -42,6 +44,8 @@ class ReplicaSlots:
 
     index: int
     homes: Callable[[], list[list[Parameter]]]
+    stored: Callable[[], list[list[Tensor]]]
+    weights: Callable[[Tensor], list[Tensor]]
     layout: ChunkLayout
     pool: BufferPool
     ready: Callable[[], None]
@@ -121,7 +125,7 @@ class Replicas:
         slots.ready()
         timed = self._meter is not None and self._meter.times_copies
         self.buffer.transfer = slots.pool.transport.fetch(
-            plan, slots.homes(), self._weights(), label=self.label, timed=timed
+            plan, slots.stored(), self._weights(), label=self.label, timed=timed
         )
         if self._meter is not None and timed:
             self._meter.follow(self.buffer.transfer, max(len(plan.sends), len(plan.receives)))
@@ -151,7 +155,7 @@ class Replicas:
         self.buffer.wait()
 
     def _weights(self) -> list[Tensor]:
-        return self.buffer.chunks(self.slots.sizes, self.slots.sizes.dtype)
+        return self.buffer.weights(self.slots.sizes)
 
     def _grads(self) -> list[Tensor]:
         return self.slots.pool.grads(self.slots.index).chunks(self.slots.sizes, self.slots.sizes.grad_dtype)
@@ -171,7 +175,7 @@ class Replicas:
         self.computed = True
         slots, layout = self.slots, self.slots.layout
         pending, homes = joined_homes or PendingGradients.join_homes(slots.homes(), layout)
-        by_slot = [layout.views(chunk) for chunk in self._weights()]
+        by_slot = [slots.weights(chunk) for chunk in self._weights()]
         unused = [part for slot, parts in enumerate(by_slot) if slot not in self.plan.slots for part in parts]
         if any(layout.fused):
             unused = []  # a fused grouped GEMM wants a gradient for every weight

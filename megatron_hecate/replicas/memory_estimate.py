@@ -74,7 +74,7 @@ class ExpertMemory:
         sizes = BufferSizes.plan(experts.layers, lifetime, in_flight=experts.in_flight)
         parameters = [layer.elements * layer.homes for layer in experts.layers]
         return cls(
-            weights=sum(n * layer.dtype.itemsize for layer, n in zip(experts.layers, parameters, strict=True)),
+            weights=sum(layer.homes * layer.chunk_bytes for layer in experts.layers),
             grads=sum(parameters) * experts.grad_bytes,
             optimizer=sum(parameters) * experts.optimizer_bytes,
             replica_weights=sum(sizes.weights),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_hecate.adapter.dispatcher import Rerouter
 from megatron_hecate.adapter.experts import PhysicalExperts
+from megatron_hecate.adapter.stored_weights import is_quantized
 from megatron_hecate.adapter.training_state import Forward, passes_per_microbatch, wait_for_params
 from megatron_hecate.comm.agreement import assert_same
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
@@ -62,7 +63,9 @@ class LayerParts:
     def buffer(self, slots: int, dtype: torch.dtype | None = None) -> LayerBuffer:
         """What its replicas need, for the parameters as they are now, or once they are cast to ``dtype``."""
         home = self.experts.homes()[0]
-        return LayerBuffer(slots, sum(p.numel() for p in home), dtype or home[0].dtype, self.experts.num_homes)
+        quantized = self.experts.chunk_bytes if any(map(is_quantized, home)) else 0
+        elements = sum(p.numel() for p in home)
+        return LayerBuffer(slots, elements, dtype or home[0].dtype, self.experts.num_homes, quantized)
 
 
 class LayerState:
@@ -107,7 +110,9 @@ class LayerState:
     def shape(self, microbatches: int) -> LayerShape:
         """Sizes for the cost model, with so many ``microbatches`` in an iteration."""
         lifetime = LIFETIMES[self.config.lifetime]
-        token_bytes = self.parts.layer.config.hidden_size * self.parts.experts.homes()[0][0].element_size()
+        model = self.parts.layer.config
+        token_width = getattr(model, "moe_latent_size", None) or model.hidden_size  # as dispatched
+        token_bytes = token_width * self.parts.experts.homes()[0][0].element_size()
         return dataclasses.replace(
             self.parts.experts.shape(token_bytes, microbatches=microbatches * self.passes),
             fetches=max(1, lifetime.fetches * microbatches),
@@ -121,6 +126,8 @@ class LayerState:
             self._slots = ReplicaSlots(
                 index=self.index,
                 homes=experts.homes,
+                stored=experts.stored,
+                weights=experts.weights_in,
                 layout=experts.layout,
                 pool=pool,
                 ready=lambda: wait_for_params(module),

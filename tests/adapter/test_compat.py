@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -54,15 +55,19 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
     import tiny_gpt
 
     chunks, config = _stock_model()
+    config.fp8, config.fp4 = "hybrid", "e2m1"  # without them no recipe is refused
     planted = dict(
-        fp8="hybrid",
-        fp4="e2m1",
+        fp8_recipe="delayed",
+        fp4_recipe="custom",
+        moe_grouped_gemm=False,
         cuda_graph_impl="local",
         enable_cuda_graph=True,
         external_cuda_graph=True,
         delay_wgrad_compute=True,
         overlap_dispatch_backward_with_experts_wgrad=True,
         use_transformer_engine_op_fuser=True,
+        moe_expert_rank_capacity_factor=1.5,
+        moe_paged_stash=True,
         moe_single_grouped_weight=True,
         moe_single_grouped_bias=True,
         moe_use_legacy_grouped_gemm=True,
@@ -73,8 +78,6 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         moe_dispatch_fwd_dtype="fp8",
         moe_combine_bwd_dtype="fp8",
         moe_ncclep_zero_copy=True,
-        moe_router_padding_for_quantization=True,
-        moe_router_padding_for_fp8=True,
         cpu_offloading=True,
         gtp_weight_remat_size=2,
         expert_gtp_weight_remat_size=2,
@@ -111,6 +114,16 @@ def test_every_source_is_read_and_both_overrides_are_named() -> None:
     ]
     assert not unsupported.find({"expert_model_parallel_size": 2}, slots=2)
     assert not unsupported.find(slots=0), "with slots=0 EP 1 trains as stock"
+
+
+@pytest.mark.fast
+def test_the_page_on_compatibility_says_why_of_each_setting() -> None:
+    from megatron_hecate.adapter import unsupported
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()
+    for rule in unsupported.RULES:
+        assert f"`{rule.setting}" in page or f"{rule.setting}=" in page, rule.setting
+        assert rule.why.partition(";")[0] in page, rule.setting
 
 
 @ranks(2)
@@ -151,8 +164,8 @@ def test_a_problem_of_one_rank_stops_all() -> None:
     chunks, config = _stock_model()
     before = snapshot(chunks)
     if dist.get_rank() == 1:
-        config.fp8 = "hybrid"
-    with pytest.raises(ValueError, match="with fp8='hybrid'"):
+        config.cuda_graph_impl = "local"
+    with pytest.raises(ValueError, match="with cuda_graph_impl='local'"):
         tiny_gpt.fssdp_hook()(chunks)
     assert snapshot(chunks) == before
 

@@ -95,17 +95,17 @@ def test_adapters_of_experts(adapted: str) -> None:
             _forward(chunks)
 
 
+@pytest.mark.newest
 @ranks(2)
 @pytest.mark.parametrize("setting", ["use_megatron_fsdp", "use_torch_fsdp2"])
 def test_megatrons_builder_runs_the_hook_and_would_then_wrap(setting: str) -> None:
     """``ModelConfig.pre_wrap_hooks`` go into this function as one."""
     import tiny_gpt
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.training.models import dist_utils
 
-    dist_utils = pytest.importorskip("megatron.training.models.dist_utils")
     chunks, config = _stock_model()
     before = snapshot(chunks)
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
     with pytest.raises(ValueError, match=MEGATRON_FSDP if setting == "use_megatron_fsdp" else FSDP2):
         dist_utils.unimodal_build_distributed_models(
             lambda *_, **__: chunks[0],
@@ -133,6 +133,7 @@ def test_a_providers_pre_wrap_hook() -> None:
     get_model(tiny_gpt.fssdp_hook())
 
 
+@pytest.mark.newest
 @ranks(2)
 def test_the_hook_by_hand_in_a_job_with_arguments() -> None:
     import tiny_gpt

@@ -134,7 +134,7 @@ def test_random_copies(name: str, seeds: range) -> None:
         copies = random_copies(rng, ranks=sum(sizes), slots=slots, experts=experts, fill=fill)
         elements = int(rng.choice([1, GRAIN, 5 * GRAIN + 3]))
         layer = LayerBuffer(slots=slots, elements=elements, dtype=torch.bfloat16, homes=experts)
-        width, *counts = Stages.stripe_buffers(layer, sizes)
+        width, *counts = Stages.stripe_buffers(layer, layer.elements, sizes)
         for play, most in zip((_fetch, _return), counts, strict=True):
             played = play(copies, DOMAINS[name], elements)
             assert played.stripes <= most and played.stripe_elements <= width

@@ -30,6 +30,8 @@ def _slots(homes: Sequence[list[Parameter]], lifetime: str, group: Any = None) -
         ReplicaSlots(
             index=i,
             homes=lambda h=h: [[p] for p in h],
+            stored=lambda h=h: [[p] for p in h],
+            weights=ChunkLayout((h[0].shape,), (False,)).views,
             layout=ChunkLayout((h[0].shape,), (False,)),
             pool=pool,
             ready=lambda: None,

@@ -82,6 +82,12 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
         dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2),
     ),
     "seq-aux-loss": (2, {}, dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=1e-2)),
+    "global-aux-loss": (
+        2,
+        dict(accumulate=2),
+        dict(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=1e-2),
+    ),
+    "probs-on-input": (2, {}, dict(moe_router_topk=1, moe_router_pre_softmax=True, moe_apply_probs_on_input=True)),
     "z-loss": (2, {}, dict(moe_z_loss_coeff=1e-3)),
     "core-expert-bias": (
         2,

@@ -137,16 +137,17 @@ class Stages:
         return (*stages, last)
 
     @staticmethod
-    def stripe_buffers(layer: LayerBuffer, sizes: Sequence[int]) -> tuple[int, int, int]:
+    def stripe_buffers(layer: LayerBuffer, elements: int, sizes: Sequence[int]) -> tuple[int, int, int]:
         """The stripes that a rank holds for others: elements of the largest; how many at once in a spAG, and in a spRS.
 
         Args:
             layer: whose chunks cross.
+            elements: of a chunk.
             sizes: of the domains.
         """
         least, largest = min(sizes), max(sizes)
         fewest = least - 1 if _is_spared(least, least - 1) else least
-        elements = max(end - begin for begin, end in Part.bounds(layer.elements, [1] * fewest))
+        elements = max(end - begin for begin, end in Part.bounds(elements, [1] * fewest))
         if len(sizes) == 1:
             return elements, 0, 0
         leave = min(largest * layer.homes, (sum(sizes) - least) * layer.slots)

@@ -92,12 +92,14 @@ class NVLink:
     def _sent_and_stripe_bytes(self, layers: Sequence[LayerBuffer]) -> tuple[int, int]:
         if not any(layer.slots for layer in layers):
             return 0, 0
-        sent = max(layer.homes * LayerBuffer.aligned(layer.elements, layer.dtype) for layer in layers)
-        stripes = 0
+        sent = max(layer.homes * LayerBuffer.aligned(*layer.weights) for layer in layers)
+        stripes, domains = 0, [len(domain) for domain in self._domains]
         for layer in layers:
-            elements, in_fetch, in_return = Stages.stripe_buffers(layer, [len(domain) for domain in self._domains])
-            fetched, returned = (LayerBuffer.aligned(elements, dtype) for dtype in (layer.dtype, layer.grad_dtype))
-            stripes = max(stripes, in_fetch * fetched, in_return * returned)
+            elements, dtype = layer.weights
+            fetched, in_fetch, _ = Stages.stripe_buffers(layer, elements, domains)
+            returned, _, in_return = Stages.stripe_buffers(layer, layer.elements, domains)
+            in_fetch *= LayerBuffer.aligned(fetched, dtype)
+            stripes = max(stripes, in_fetch, in_return * LayerBuffer.aligned(returned, layer.grad_dtype))
         return sent, stripes
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
@@ -117,7 +119,8 @@ class NVLink:
         self._begin = 1
         replicas, self._sent, self._stripes = self._peers.buffers.split(sizes)
         domains = [len(domain) for domain in self._domains]
-        self._stripe_elements = {layer.elements: Stages.stripe_buffers(layer, domains)[0] for layer in layers}
+        chunks = [(layer, elements) for layer in layers for elements in (layer.weights[0], layer.elements)]
+        self._stripe_elements = {n: Stages.stripe_buffers(layer, n, domains)[0] for layer, n in chunks}
         return replicas[:size]
 
     def fetch(

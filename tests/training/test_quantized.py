@@ -1,0 +1,152 @@
+"""Experts in fp8 and fp4, over TransformerEngine's own Python: FSSDP trains the model stock Megatron trains.
+
+Oracle: the same model without FSSDP, on the same ranks and data. What is compiled in TransformerEngine is torch here
+(`quantizers_on_cpu`, `tex_on_cpu`), so this says nothing of its kernels. Mostly only weights are quantized: then they
+are all that replicas could get wrong, and results agree as without quantization. With quantized activations the tokens
+that meet in a GEMM share scales, and replicas change which do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from ranks import ranks
+
+pytestmark = pytest.mark.newest
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
+
+# name: (ranks, recipe, fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
+Layout = tuple[int, str, dict, dict, dict]
+LAYOUTS: dict[str, Layout] = {
+    "mxfp8": (2, "mxfp8", {}, {}, {}),
+    "tensorwise": (2, "tensorwise", {}, {}, {}),
+    "tensorwise-blackwell": (2, "tensorwise-blackwell", {}, {}, {}),
+    "blockwise": (2, "blockwise", {}, {}, {}),
+    "nvfp4": (2, "nvfp4", {}, {}, {}),
+    "mxfp8-microbatch": (2, "mxfp8", dict(accumulate=3), {}, dict(lifetime="microbatch", late_replicas=2)),
+    "mxfp8-layer": (2, "mxfp8", {}, {}, dict(lifetime="layer")),
+    "mxfp8-recompute": (2, "mxfp8", {}, FULL, {}),
+    "nvfp4-recompute-moe-layer": (2, "nvfp4", {}, MOE, dict(lifetime="layer")),
+    "mxfp8-first-layer-bf16": (
+        2,
+        "mxfp8",
+        {},
+        dict(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0),
+        {},
+    ),
+    "mxfp8-router-padding": (2, "mxfp8", {}, dict(moe_router_padding_for_quantization=True), {}),
+    "mxfp8-edp2-distopt-overlap": (4, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
+    "mxfp8-pp2-recompute": (4, "mxfp8", dict(pp=2, accumulate=4), FULL, {}),
+    "mxfp8-biases": (2, "mxfp8", {}, dict(add_bias_linear=True), {}),
+}
+# the same, with parameters in fp8
+STORED: dict[str, Layout] = {
+    "mxfp8": (2, "mxfp8", {}, {}, {}),
+    "mxfp8-layer-nvlink": (2, "mxfp8", {}, {}, dict(lifetime="layer", transport="nvlink")),
+    "mxfp8-biases": (2, "mxfp8", {}, dict(add_bias_linear=True), {}),
+    "mxfp8-distopt-overlap": (2, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
+    "mxfp8-edp2-distopt-overlap": (4, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
+    "mxfp8-pp2-recompute": (4, "mxfp8", dict(pp=2, accumulate=4), FULL, dict(lifetime="microbatch")),
+    "tensorwise": (2, "tensorwise", {}, {}, {}),
+    "tensorwise-microbatch": (2, "tensorwise", {}, {}, dict(lifetime="microbatch")),
+    "blockwise": (2, "blockwise", {}, {}, {}),
+}
+
+
+def _case(layout: Layout, *, stored: bool = False, exact: bool = True) -> Any:
+    import quantizers_on_cpu
+    import te_on_cpu
+
+    _, recipe, fields, further, _ = layout
+    name, _, other = recipe.partition("-")
+    te_on_cpu.install(capability=HOPPER if name in ("tensorwise", "blockwise") and not other else BLACKWELL)
+    quantizers_on_cpu.install()
+    quantizers_on_cpu.exact_activations = exact
+    import tiny_gpt
+
+    settings: dict[str, Any] = dict(fp4="e2m1") if name == "nvfp4" else dict(fp8="hybrid", fp8_recipe=name)
+    settings |= further
+    ddp: dict[str, Any] = {}
+    optimizer: dict[str, Any] = {}
+    if stored:
+        settings["fp8_param"] = True
+        optimizer["fp8_recipe"] = name
+        if fields.get("distributed_optimizer"):
+            ddp["fp8_param_gather"] = True
+            ddp["reuse_grad_buf_for_mxfp8_param_ag"] = optimizer["reuse_grad_buf_for_mxfp8_param_ag"] = name == "mxfp8"
+    fields = {"accumulate": 2, "bf16": stored or not exact, **fields}
+    config = dict(settings=settings, ddp=ddp, optimizer=optimizer)
+    case = tiny_gpt.Case(grouped=True, **fields, **{name: tuple(d.items()) for name, d in config.items()})
+    tiny_gpt.initialize(case)
+    return case
+
+
+def _hook(layout: Layout | None) -> Any:
+    """Weight gradients go straight into main gradients, as in every recipe; FSSDP as ``layout`` has it."""
+    import tiny_gpt
+
+    def hook(chunks: list) -> list:
+        for layer in tiny_gpt.moe_layers(chunks):
+            layer.experts.linear_fc1.fuse_wgrad_accumulation = True
+            layer.experts.linear_fc2.fuse_wgrad_accumulation = True
+        return chunks if layout is None else tiny_gpt.fssdp_hook(**layout[4])(chunks)
+
+    return hook
+
+
+def _compare(layout: Layout, *, stored: bool = False, tolerance: float = 1e-5) -> Any:
+    case = _case(layout, stored=stored)
+    import tiny_gpt
+
+    stock = tiny_gpt.train(case, hook=_hook(None))
+    ours = tiny_gpt.train(case, hook=_hook(layout))
+    worst = tiny_gpt.assert_trained_alike(stock, ours, tolerance=tolerance)
+    print("parity", worst)
+    return ours
+
+
+def _names(layouts: dict[str, Layout], num_ranks: int) -> list[str]:
+    return [name for name, (size, *_) in layouts.items() if size == num_ranks]
+
+
+@pytest.mark.parametrize("name", _names(LAYOUTS, 2))
+@ranks(2, preload=False)
+def test_two_ranks(name: str) -> None:
+    _compare(LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", _names(LAYOUTS, 4))
+@ranks(4, preload=False)
+def test_four_ranks(name: str) -> None:
+    _compare(LAYOUTS[name])
+
+
+@pytest.mark.parametrize("name", _names(STORED, 2))
+@ranks(2, preload=False)
+def test_two_ranks_with_quantized_parameters(name: str) -> None:
+    _compare(STORED[name], stored=True, tolerance=1e-2 if "biases" in name else 1e-5)  # their gradients are bf16
+
+
+@pytest.mark.parametrize("name", _names(STORED, 4))
+@ranks(4, preload=False)
+def test_four_ranks_with_quantized_parameters(name: str) -> None:
+    _compare(STORED[name], stored=True)
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", "blockwise", "nvfp4"])
+@ranks(2, preload=False)
+def test_quantized_activations(recipe: str) -> None:
+    """Which tokens share a scale differs, and gradients with it, by less than what quantization itself does."""
+    case = _case(LAYOUTS[recipe], exact=False)
+    import tiny_gpt
+
+    stock = tiny_gpt.train(case, hook=_hook(None))
+    ours = tiny_gpt.train(case, hook=_hook(LAYOUTS[recipe]))
+    without = tiny_gpt.train(dataclasses.replace(case, settings=()), hook=_hook(None))
+    assert ours.replicas
+    replicas, quantization = tiny_gpt.difference(stock, ours), tiny_gpt.difference(stock, without)
+    assert replicas["loss"] < quantization["loss"] and replicas["grad"] < quantization["grad"]
