@@ -17,13 +17,16 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
-from megatron_hecate.adapter import stored_weights
 from megatron_hecate.adapter.grouped_linear import GroupedExperts, copy_module
+from megatron_hecate.adapter.stored_weights import StoredWeights
 from megatron_hecate.adapter.training_state import wait_for_params
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.plan import LayerShape
 from megatron_hecate.replicas.autograd import ChunkLayout, PendingGradients
 from megatron_hecate.replicas.layer_replicas import Delayed, Replicas
+
+# settings that SequentialMLP, whose experts are modules of their own, does not combine with
+_GROUPED_ONLY = ("fp8", "fp4", "quant_recipe", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
 
 
 class PhysicalExperts:
@@ -45,14 +48,12 @@ class PhysicalExperts:
             self.grouped = GroupedExperts(experts, num_physical)
             self._names, linears, self.twin = self.grouped.names, self.grouped.linears, self.grouped.twin
         elif isinstance(experts, SequentialMLP):
-            if experts.config.delay_wgrad_compute or getattr(
-                experts.config, "overlap_dispatch_backward_with_experts_wgrad", False
-            ):
-                raise ValueError(
-                    "SequentialMLP has no room for delayed weight gradients of replicas; use TEGroupedMLP "
-                    "(moe_grouped_gemm=true), or delay_wgrad_compute=false and "
-                    "overlap_dispatch_backward_with_experts_wgrad=false"
-                )
+            for setting in _GROUPED_ONLY:
+                if value := getattr(experts.config, setting, None):
+                    raise ValueError(
+                        f"SequentialMLP with {setting}={value!r} has no replicas: its experts are modules of their own; "
+                        "set model.moe_grouped_gemm=true or --moe-grouped-gemm"
+                    )
             self._names, linears = _sequential_names(experts)
             self.twin = _sequential_twin(experts, num_physical)
         else:
@@ -81,18 +82,16 @@ class PhysicalExperts:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one replica's weights."""
-        return stored_weights.stored_bytes(self.homes()[0])
+        return StoredWeights(self.homes()[0]).nbytes
 
     def stored(self) -> list[list[Tensor]]:
         """What travels of this rank's own experts."""
-        return [stored_weights.as_stored(expert) for expert in self.homes()]
+        return [StoredWeights(expert).parts() for expert in self.homes()]
 
     def weights_in(self, chunk: Tensor) -> list[Tensor]:
         """The parameters of a replica, in one ``chunk`` of what has come."""
-        like = self.homes()[0]
-        if any(map(stored_weights.is_quantized, like)):
-            return stored_weights.weights_in(chunk, like)
-        return self.layout.views(chunk)
+        like = StoredWeights(self.homes()[0])
+        return like.weights_in(chunk) if like.quantized else self.layout.views(chunk)
 
     def shape(self, token_bytes: int, *, microbatches: int) -> LayerShape:
         """Sizes of the layer for the cost model. Gradients travel in fp32; a matrix costs 2 FLOPs per element."""
