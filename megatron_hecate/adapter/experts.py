@@ -51,8 +51,8 @@ class PhysicalExperts:
             for setting in _GROUPED_ONLY:
                 if value := getattr(experts.config, setting, None):
                     raise ValueError(
-                        f"SequentialMLP with {setting}={value!r} has no replicas: its experts are modules of their own; "
-                        "set model.moe_grouped_gemm=true or --moe-grouped-gemm"
+                        f"SequentialMLP with {setting}={value!r} has no replicas: its experts are modules of their "
+                        "own; set model.moe_grouped_gemm=true or --moe-grouped-gemm"
                     )
             self._names, linears = _sequential_names(experts)
             self.twin = _sequential_twin(experts, num_physical)
