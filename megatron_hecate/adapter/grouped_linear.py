@@ -13,6 +13,8 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from megatron_hecate.adapter import compat
+
 _LINEARS = ("linear_fc1", "linear_fc2")
 
 
@@ -24,7 +26,7 @@ class GroupedExperts:
         num_physical: P, the twin's number of GEMMs.
 
     Raises:
-        ValueError: where there is no weight for every expert.
+        ValueError: for linears that lack what `compat.TE_ASSUMPTIONS` lists.
     """
 
     def __init__(self, experts: TEGroupedMLP, num_physical: int) -> None:
@@ -36,10 +38,10 @@ class GroupedExperts:
                 if isinstance(getattr(linear, f"{kind}0", None), Parameter):
                     self.names.append(f"{name}.{kind}{{}}")
                     self.linears.append(linear)
-            if f"{name}.weight{{}}" not in self.names or not hasattr(linear, "num_gemms"):
+            if missing := [attribute for attribute in compat.TE_ASSUMPTIONS if not hasattr(linear, attribute)]:
                 raise ValueError(
-                    f"TEGroupedMLP.{name} is a {type(linear).__name__} without num_gemms and one weight0, weight1, ... "
-                    "per expert; FSSDP needs TransformerEngine's GroupedLinear (TransformerEngine 2.9 or newer)"
+                    f"TEGroupedMLP.{name} is a {type(linear).__name__} without {', '.join(missing)}; FSSDP needs "
+                    "TransformerEngine's GroupedLinear with one weight per expert, and is tested from version 2.9 on"
                 )
         self.twin = copy_module(experts, with_parameters=True)
         self.twin.num_local_experts = num_physical
