@@ -241,3 +241,74 @@ def test_experts_that_are_modules_of_their_own_are_refused() -> None:
     config.fp8, config.fp8_recipe = "e4m3", "mxfp8"
     with pytest.raises(ValueError, match=r"set model\.moe_grouped_gemm=true or --moe-grouped-gemm"):
         tiny_gpt.fssdp_hook()(chunks)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@ranks(2, preload=False)
+def test_frozen_experts(stored: bool) -> None:
+    layout = LAYOUTS["mxfp8"]
+    case = _case(layout, stored=stored)
+    import tiny_gpt
+
+    def freeze(chunks: list) -> list:
+        for layer in tiny_gpt.moe_layers(chunks):
+            layer.experts.requires_grad_(False)
+        return chunks
+
+    stock = tiny_gpt.train(case, hook=freeze)
+    ours = tiny_gpt.train(case, hook=lambda chunks: _hook(layout)(freeze(chunks)))
+    tiny_gpt.assert_trained_alike(stock, ours)
+
+
+@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
+@ranks(2, preload=False)
+def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
+    """Between a forward and its backward, on quantized copies that evaluation makes for itself."""
+    layout = (*LAYOUTS["mxfp8"][:4], dict(lifetime=lifetime))
+    case = _case(layout)
+    import tiny_gpt
+    import torch
+
+    forward_step, evaluated = tiny_gpt.forward_step, []
+
+    def disturbed(iterator: Any, model: Any, **kwargs: Any) -> Any:
+        output, loss = forward_step(iterator, model, **kwargs)
+
+        def loss_func(output: Any) -> Any:
+            with tiny_gpt.evaluating([model]):
+                measured, _ = forward_step(iter([tiny_gpt.batch(case, 77, 0)]), model, case=case)
+            evaluated.append(measured.float().mean())
+            return loss(output)
+
+        return output, loss_func
+
+    calm = tiny_gpt.train(case, hook=_hook(layout))
+    tiny_gpt.forward_step = disturbed
+    stock = tiny_gpt.train(case, hook=_hook(None))
+    stock_evaluated = evaluated.copy()
+    evaluated.clear()
+    ours = tiny_gpt.train(case, hook=_hook(layout))
+    tiny_gpt.assert_trained_alike(stock, ours)
+    assert tiny_gpt.difference(calm, ours) == tiny_gpt.SAME
+    torch.testing.assert_close(torch.stack(evaluated), torch.stack(stock_evaluated), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("direction", ["to stock", "from stock"])
+@ranks(2, preload=False)
+def test_checkpoints_of_quantized_parameters(direction: str) -> None:
+    """Loaded weights are quantized anew in stock and in FSSDP, and both go on alike."""
+    layout = STORED["mxfp8-distopt-overlap"]
+    case = _case(layout, stored=True)
+    import test_checkpoint
+    import tiny_gpt
+
+    hooks = [_hook(layout), _hook(None)]
+    writer, reader = hooks if direction == "to stock" else reversed(hooks)
+    written = tiny_gpt.train(case, hook=writer)
+    folder = test_checkpoint._folder("checkpoint")
+    test_checkpoint._save(written, folder)
+    read = tiny_gpt.train(case, steps=2, hook=reader)
+    test_checkpoint._load(read, folder)
+    again = tiny_gpt.train(case, steps=2, hook=_hook(None))
+    test_checkpoint._load(again, folder)
+    assert [read.step(s) for s in (3, 4, 5)] == pytest.approx([again.step(s) for s in (3, 4, 5)], rel=1e-5)
