@@ -47,12 +47,6 @@ def multi_tensor_adam_param_remainder(chunk: int, noop: Tensor, lists: list[list
         p.copy_((((bits - low) >> 16).to(torch.int16)).view(torch.bfloat16))
 
 
-def multi_tensor_scale_tensor(chunk: int, noop: Tensor, lists: list[list[Tensor]], scale: Tensor) -> None:
-    """Scale the first list into the second: Megatron clips gradients with it."""
-    for source, out in zip(*lists, strict=True):
-        out.copy_(source * scale)
-
-
 def join(p: Tensor, remainder: Tensor) -> Tensor:
     """The fp32 values of bf16 ``p`` and the int16 ``remainder`` below it."""
     return ((p.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
@@ -61,5 +55,4 @@ def join(p: Tensor, remainder: Tensor) -> Tensor:
 FUNCTIONS = {
     "multi_tensor_adam": multi_tensor_adam,
     "multi_tensor_adam_param_remainder": multi_tensor_adam_param_remainder,
-    "multi_tensor_scale_tensor": multi_tensor_scale_tensor,
 }

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_hecate.adapter.dispatcher import Rerouter
 from megatron_hecate.adapter.experts import PhysicalExperts
-from megatron_hecate.adapter.stored_weights import is_quantized
+from megatron_hecate.adapter.stored_weights import StoredWeights
 from megatron_hecate.adapter.training_state import Forward, wait_for_params
 from megatron_hecate.comm.agreement import assert_same
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
@@ -66,9 +66,9 @@ class LayerParts:
     def buffer(self, slots: int, dtype: torch.dtype | None = None) -> LayerBuffer:
         """What its replicas need, for the parameters as they are now, or once they are cast to ``dtype``."""
         home = self.experts.homes()[0]
-        quantized = self.experts.chunk_bytes if any(map(is_quantized, home)) else 0
-        elements = sum(p.numel() for p in home)
-        return LayerBuffer(slots, elements, dtype or home[0].dtype, self.experts.num_homes, quantized)
+        elements, stored = sum(p.numel() for p in home), StoredWeights(home)
+        stored_bytes = stored.nbytes if stored.quantized else 0
+        return LayerBuffer(slots, elements, dtype or home[0].dtype, self.experts.num_homes, stored_bytes)
 
 
 class LayerState:
