@@ -1,6 +1,7 @@
 # make demo       train a small MoE GPT on real text: stock Megatron, then FSSDP, then compare
 # make test       lint, types, budgets and the tests that matter; the oldest Megatron too, if there is a Python 3.11
 # make test-fast  the tests that start no ranks
+# make test-between  the versions of Megatron between the oldest and the newest
 # make test-all   everything: thousands of random cases, sanitizers, and bugs planted to see that tests catch them
 # make test-bridge  Megatron-Bridge's own recipes on CPU ranks, in an environment of its own: 3 to 4 minutes
 # make lint       lint, types and budgets alone
@@ -12,12 +13,13 @@
 DATA ?=
 OUT ?= demo-out
 BIN = .venv/bin
-OLDEST = tests/training/test_parity.py tests/training/test_checkpoint.py tests/adapter/test_experts.py tests/test_hook.py \
+OLDEST = tests/training/test_parity.py tests/training/test_flex.py tests/training/test_checkpoint.py tests/adapter/test_experts.py tests/test_hook.py \
     tests/adapter/test_classification.py tests/adapter/test_owners.py
+BETWEEN = 0.17.1 0.18.2
 # One thread a rank: ranks share the cores.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-fast test-all test-oldest test-bridge lint bench balance format clean
+.PHONY: demo test test-fast test-all test-oldest test-between test-bridge lint bench balance format clean
 
 demo: .venv
 	$(BIN)/python examples/demo.py --out "$(OUT)" $(if $(DATA),--data "$(DATA)")
@@ -32,6 +34,7 @@ test-fast: .venv
 test-all: lint
 	$(BIN)/python -m pytest
 	$(MAKE) test-oldest
+	$(MAKE) test-between
 
 lint: .venv
 	$(BIN)/ruff check .
@@ -45,6 +48,14 @@ test-oldest:
 	@if .ci/env.sh .venv-oldest 3.11; then \
 	    .venv-oldest/bin/python -m pytest -m "not newest and not slow" $(OLDEST); \
 	else echo "Python 3.11 not found: megatron-core 0.16.1 is not tested"; fi
+
+# The versions between need Python 3.12, as the newest does.
+test-between: $(BETWEEN:%=test-between-%)
+
+test-between-%: .venv
+	@if .venv/bin/python -c "import sys; sys.exit(sys.version_info < (3, 12))"; then \
+	    .ci/between_env.sh .venv $* && .venv-$*/bin/python -m pytest -m "not newest and not slow" $(OLDEST); \
+	else echo "Python 3.12 not found: megatron-core $* is not tested"; fi
 
 test-bridge: .venv
 	.ci/bridge_env.sh .venv
@@ -66,4 +77,4 @@ format: .venv
 FORCE:
 
 clean:
-	rm -rf .venv .venv-oldest .venv-bridge demo-out
+	rm -rf .venv .venv-* demo-out

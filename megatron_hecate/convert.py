@@ -115,9 +115,10 @@ def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts],
     if not problems:
         problems = _compile_planner()
     parts: list[LayerParts] = []
-    for layer in model.layers if not problems else ():
+    passes = training_state.passes_per_microbatch(model.layers, model.chunks) if not problems else []
+    for layer, times in zip(model.layers, passes, strict=False):  # none where there are problems
         try:
-            parts.append(LayerParts.build(layer, slots=config.slots))
+            parts.append(LayerParts.build(layer, slots=config.slots, passes=times))
         except (TypeError, ValueError) as error:
             problems.append(f"layer {layer.layer_number}: {error}")
         except Exception as error:  # every rank must hear of it, whatever it is

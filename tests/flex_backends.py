@@ -222,7 +222,7 @@ class _EpCombine(torch.autograd.Function):
         return ctx.rows.dispatch(grad, None)[0], None
 
 
-def _te_ep() -> types.ModuleType:
+def te_ep() -> types.ModuleType:
     """``transformer_engine.pytorch.ep``."""
     module = types.ModuleType("transformer_engine.pytorch.ep")
 
@@ -269,7 +269,7 @@ def install() -> None:
     deep_ep.Buffer, deep_ep.HybridEPBuffer, deep_ep.utils = Buffer, HybridEPBuffer, utils
     utils.EventHandle = utils.EventOverlap = _Event
     te, pytorch = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
-    pytorch.ep = _te_ep()
+    pytorch.ep = te_ep()
     found = {"deep_ep": deep_ep, "deep_ep.utils": utils}
     found |= {
         "transformer_engine": te,

@@ -72,8 +72,8 @@ class Case:
     grouped: bool = False  # experts are a TEGroupedMLP, over TransformerEngine: call te_on_cpu.install() first
     grad_reduce_in_fp32: bool = True
     ddp: tuple[tuple[str, Any], ...] = ()  # further fields of DistributedDataParallelConfig
-    optimizer: tuple[tuple[str, Any], ...] = ()  # and of OptimizerConfig
     settings: tuple[tuple[str, Any], ...] = ()  # further fields of TransformerConfig
+    optimizer: tuple[tuple[str, Any], ...] = ()  # further fields of OptimizerConfig
 
     @property
     def dtype(self) -> torch.dtype:
@@ -269,22 +269,19 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
             starts = [c.start_param_sync for c in chunks]
             config.param_sync_func = starts if len(chunks) > 1 else starts[0]
     config.finalize_model_grads_func = finalize_model_grads
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=3e-3,
-            weight_decay=0.01,
-            clip_grad=1.0,
-            bf16=case.bf16,
-            fp16=case.fp16,
-            initial_loss_scale=2.0**10,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=case.distributed_optimizer,
-            overlap_param_gather=case.overlap and case.distributed_optimizer,
-            **dict(case.optimizer),
-        ),
-        chunks,
+    fields: dict[str, Any] = dict(
+        optimizer="adam",
+        lr=3e-3,
+        weight_decay=0.01,
+        clip_grad=1.0,
+        bf16=case.bf16,
+        fp16=case.fp16,
+        initial_loss_scale=2.0**10,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=case.distributed_optimizer,
+        overlap_param_gather=case.overlap and case.distributed_optimizer,
     )
+    optimizer = get_megatron_optimizer(OptimizerConfig(**{**fields, **dict(case.optimizer)}), chunks)
     config.grad_scale_func = optimizer.scale_loss
     return chunks, optimizer
 

@@ -70,6 +70,11 @@ ASSUMPTIONS = (
         "core.parallel_state:get_pipeline_model_parallel_rank", (), "how many microbatches are in flight on this stage"
     ),
     _Assumption("core.tensor_parallel.random:is_checkpointing", (), "tells a checkpointed forward from evaluation"),
+    _Assumption(
+        "core.transformer.multi_token_prediction:MultiTokenPredictionBlock.forward",
+        ("self",),
+        "runs its layers mtp_num_layers times with mtp_use_repeated_layer",
+    ),
     _Assumption("core.num_microbatches_calculator:get_num_microbatches", (), "which backward is the iteration's last"),
     _Assumption(
         "core.num_microbatches_calculator:_GLOBAL_NUM_MICROBATCHES_CALCULATOR", (), "None: the loop does not say"

@@ -16,12 +16,15 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
-from megatron_hecate.adapter import stored_weights
+from megatron_hecate.adapter.stored_weights import StoredWeights
 from megatron_hecate.adapter.training_state import wait_for_params
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.plan import LayerShape
 from megatron_hecate.replicas.autograd import ChunkLayout, PendingGradients
 from megatron_hecate.replicas.layer_replicas import Replicas
+
+
+QUANTIZED = ("fp8", "fp4", "quant_recipe")  # settings under which experts may be
 
 
 class PhysicalExperts:
@@ -41,6 +44,10 @@ class PhysicalExperts:
         if isinstance(experts, TEGroupedMLP):
             self._names, linears = _grouped_names(experts)
             self.twin = _grouped_twin(experts, num_physical)
+        elif isinstance(experts, SequentialMLP) and any(getattr(experts.config, name, None) for name in QUANTIZED):
+            raise ValueError(
+                "experts in fp8 or fp4 are modules of their own; set model.moe_grouped_gemm=true or --moe-grouped-gemm"
+            )
         elif isinstance(experts, SequentialMLP):
             self._names, linears = _sequential_names(experts)
             self.twin = _sequential_twin(experts, num_physical)
@@ -68,18 +75,16 @@ class PhysicalExperts:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one replica's weights."""
-        return stored_weights.stored_bytes(self.homes()[0])
+        return StoredWeights(self.homes()[0]).nbytes
 
     def stored(self) -> list[list[Tensor]]:
         """What travels of this rank's own experts."""
-        return [stored_weights.as_stored(expert) for expert in self.homes()]
+        return [StoredWeights(expert).parts() for expert in self.homes()]
 
     def weights_in(self, chunk: Tensor) -> list[Tensor]:
         """The parameters of a replica, in one ``chunk`` of what has come."""
-        like = self.homes()[0]
-        if any(map(stored_weights.is_quantized, like)):
-            return stored_weights.weights_in(chunk, like)
-        return self.layout.views(chunk)
+        like = StoredWeights(self.homes()[0])
+        return like.weights_in(chunk) if like.quantized else self.layout.views(chunk)
 
     def shape(self, token_bytes: int, *, microbatches: int) -> LayerShape:
         """Sizes of the layer for the cost model. Gradients travel in fp32; a matrix costs 2 FLOPs per element."""

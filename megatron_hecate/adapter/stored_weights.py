@@ -13,47 +13,57 @@ import torch
 from torch import Tensor
 
 
-def is_quantized(weight: Tensor) -> bool:
+class StoredWeights:
+    """The parameters of one expert, and how they lie in a chunk: as they are, or where some are quantized as bytes.
+
+    Args:
+        expert: its parameters.
+    """
+
+    def __init__(self, expert: Sequence[Tensor]) -> None:
+        self._expert = expert
+        self.quantized = any(map(_is_quantized, expert))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a chunk."""
+        return sum(part.nbytes for part in self.parts())
+
+    def parts(self) -> list[Tensor]:
+        """What travels, in the order of a chunk: the parameters themselves, or all their bytes (uint8)."""
+        if not self.quantized:
+            return list(self._expert)
+        return [part.detach().view(-1).view(torch.uint8) for _, _, part in self._stored()]
+
+    def weights_in(self, chunk: Tensor) -> list[Tensor]:
+        """Another expert's parameters in ``chunk`` [nbytes] uint8, of the same kinds and shapes."""
+        parts = self._stored()
+        found: list[dict[str, Tensor]] = [{} for _ in self._expert]
+        for (index, name, part), data in zip(parts, chunk.split([p.nbytes for _, _, p in parts]), strict=True):
+            found[index][name] = data.view(part.dtype).view(part.shape)
+        pairs = zip(self._expert, found, strict=True)
+        return [_quantized_like(w, own) if _is_quantized(w) else own[""] for w, own in pairs]
+
+    def _stored(self) -> list[tuple[int, str, Tensor]]:
+        """(parameter, name, tensor) of all that travels. Large ones come first, so that what GEMMs read is aligned."""
+        stored = []
+        for index, weight in enumerate(self._expert):
+            own = {"": weight}
+            if _is_quantized(weight):
+                metadata = weight.get_metadata()  # type: ignore[attr-defined]
+                derived = "columnwise" if metadata.get("is_2D_scaled") else "data_transpose"
+                own = {k: v for k, v in metadata.items() if isinstance(v, Tensor) and not k.startswith(derived)}
+            stored += [(index, name, part) for name, part in own.items()]
+        return sorted(stored, key=lambda part: -part[2].nbytes)
+
+
+def _is_quantized(weight: Tensor) -> bool:
     """Whether it is a ``QuantizedTensor`` of TransformerEngine."""
     return hasattr(weight, "get_metadata")
 
 
-def as_stored(expert: Sequence[Tensor]) -> list[Tensor]:
-    """What travels of an expert's parameters, in the order of a chunk: they themselves, or their bytes (uint8)."""
-    if not any(map(is_quantized, expert)):
-        return list(expert)
-    return [part.detach().view(-1).view(torch.uint8) for _, _, part in _parts(expert)]
-
-
-def stored_bytes(expert: Sequence[Tensor]) -> int:
-    """Bytes of `as_stored`."""
-    return sum(part.nbytes for part in as_stored(expert))
-
-
-def weights_in(chunk: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """An expert's parameters in ``chunk`` [`stored_bytes`] uint8, stored as those of ``like``."""
-    parts = _parts(like)
-    found: list[dict[str, Tensor]] = [{} for _ in like]
-    for (index, name, part), data in zip(parts, chunk.split([p.nbytes for _, _, p in parts]), strict=True):
-        found[index][name] = data.view(part.dtype).view(part.shape)
-    return [_quantized(w, own) if is_quantized(w) else own[""] for w, own in zip(like, found, strict=True)]
-
-
-def _parts(expert: Sequence[Tensor]) -> list[tuple[int, str, Tensor]]:
-    """(parameter, name, tensor) of all that travels. Large ones come first, so that what GEMMs read is aligned."""
-    parts = []
-    for index, weight in enumerate(expert):
-        stored = {"": weight}
-        if is_quantized(weight):
-            metadata = weight.get_metadata()
-            derived = "columnwise" if metadata.get("is_2D_scaled") else "data_transpose"
-            stored = {k: v for k, v in metadata.items() if isinstance(v, Tensor) and not k.startswith(derived)}
-        parts += [(index, name, part) for name, part in stored.items()]
-    return sorted(parts, key=lambda part: -part[2].nbytes)
-
-
-def _quantized(like: Tensor, stored: dict[str, Tensor]) -> Tensor:
-    """A tensor over ``stored``, of the same kind and shape as ``like``."""
-    metadata = like.get_metadata()
+def _quantized_like(weight: Tensor, stored: dict[str, Tensor]) -> Tensor:
+    """A tensor over ``stored``, of the same kind and shape as ``weight``."""
+    metadata = weight.get_metadata()  # type: ignore[attr-defined]
     metadata.update({name: stored.get(name) for name, value in metadata.items() if isinstance(value, Tensor)})
-    return type(like)(shape=like.shape, dtype=like.dtype, requires_grad=False, **metadata)
+    return type(weight)(shape=weight.shape, dtype=weight.dtype, requires_grad=False, **metadata)

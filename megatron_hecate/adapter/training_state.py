@@ -62,11 +62,16 @@ def _is_checkpointed() -> bool:
     return frame is not None
 
 
-def passes_per_microbatch(layer: Module) -> int:
-    """How often a training forward runs ``layer``: with ``mtp_use_repeated_layer`` one layer predicts all tokens."""
-    config = layer.config  # type: ignore[attr-defined]
-    repeated = getattr(layer, "is_mtp_layer", False) and getattr(config, "mtp_use_repeated_layer", False)
-    return (config.mtp_num_layers or 1) if repeated else 1
+def passes_per_microbatch(layers: Sequence[Module], chunks: Sequence[Module]) -> list[int]:
+    """How often a training forward runs each of ``layers``, which are in ``chunks``. With ``mtp_use_repeated_layer``
+    those of multi-token prediction run once for each token that is predicted; in hybrid models nothing marks them."""
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
+
+    passes = dict.fromkeys(layers, 1)
+    for block in (module for chunk in chunks for module in chunk.modules()):
+        if isinstance(block, MultiTokenPredictionBlock) and getattr(block.config, "mtp_use_repeated_layer", False):
+            passes |= {module: block.config.mtp_num_layers for module in block.modules() if module in passes}
+    return list(passes.values())
 
 
 def forwards_in_flight(config: Any, chunks: Sequence[int]) -> int:

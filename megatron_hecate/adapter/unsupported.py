@@ -107,17 +107,6 @@ MODEL = (
         instead="nvfp4",
         unsupported=lambda settings: _is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"]) == "custom",
     ),
-    Rule(
-        "moe_grouped_gemm",
-        "quantized experts need TEGroupedMLP, and without it each expert is a module of its own",
-        instead="true",
-        unsupported=lambda settings: (
-            not settings["moe_grouped_gemm"] and (_is_set(settings["fp8"]) or _is_set(settings["fp4"]))
-        ),
-        flag="",
-        hint=" or --moe-grouped-gemm",
-    ),
-    Rule("quant_recipe", "its recipes are not known layer by layer", instead=None, flag="--te-precision-config-file"),
     Rule("use_kitchen", "experts of Kitchen's own linears have no replicas", flag=""),
     Rule(
         "moe_dispatch_fwd_dtype",  # 0.20

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megatron_hecate.adapter.dispatcher import Rerouter
 from megatron_hecate.adapter.experts import PhysicalExperts
-from megatron_hecate.adapter.stored_weights import is_quantized
-from megatron_hecate.adapter.training_state import Forward, passes_per_microbatch, wait_for_params
+from megatron_hecate.adapter.stored_weights import StoredWeights
+from megatron_hecate.adapter.training_state import Forward, wait_for_params
 from megatron_hecate.comm.agreement import assert_same
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
@@ -37,15 +37,17 @@ class LayerParts:
         homes_only: its placement without replicas.
         physical_dispatcher: over homes and replica slots.
         experts: as the physical experts see them.
+        passes: how often a microbatch runs it.
     """
 
     layer: MoELayer
     homes_only: Placement
     physical_dispatcher: MoETokenDispatcher
     experts: PhysicalExperts
+    passes: int
 
     @classmethod
-    def build(cls, layer: MoELayer, *, slots: int) -> LayerParts:
+    def build(cls, layer: MoELayer, *, slots: int, passes: int) -> LayerParts:
         """Raises TypeError or ValueError for a layer that cannot be converted."""
         homes_only = Placement.initial(layer.config.num_moe_experts, layer.ep_group.size(), num_slots=slots)
         return cls(
@@ -53,6 +55,7 @@ class LayerParts:
             homes_only=homes_only,
             physical_dispatcher=Rerouter.physical_dispatcher(layer.token_dispatcher, homes_only.slots_per_rank),
             experts=PhysicalExperts(layer.experts, homes_only.slots_per_rank),
+            passes=passes,
         )
 
     @property
@@ -63,9 +66,9 @@ class LayerParts:
     def buffer(self, slots: int, dtype: torch.dtype | None = None) -> LayerBuffer:
         """What its replicas need, for the parameters as they are now, or once they are cast to ``dtype``."""
         home = self.experts.homes()[0]
-        quantized = self.experts.chunk_bytes if any(map(is_quantized, home)) else 0
-        elements = sum(p.numel() for p in home)
-        return LayerBuffer(slots, elements, dtype or home[0].dtype, self.experts.num_homes, quantized)
+        elements, stored = sum(p.numel() for p in home), StoredWeights(home)
+        stored_bytes = stored.nbytes if stored.quantized else 0
+        return LayerBuffer(slots, elements, dtype or home[0].dtype, self.experts.num_homes, stored_bytes)
 
 
 class LayerState:
@@ -86,7 +89,6 @@ class LayerState:
         self.parts, self.index, self.config, self.world, self.transport = parts, index, config, world, transport
         mtp = "mtp " if getattr(layer, "is_mtp_layer", False) else ""  # which Megatron numbers from 1 again
         self.name, self.group = f"{mtp}layer {layer.layer_number}", layer.ep_group
-        self.passes = passes_per_microbatch(layer)
         self.stock_dispatcher, self.physical_dispatcher = layer.token_dispatcher, parts.physical_dispatcher
         self.rerouter = Rerouter(layer.token_dispatcher, world, label=self.name, timeout=config.timeout)
         self.always_physical = config.slots > 0 and self.rerouter.always_physical
@@ -114,9 +116,9 @@ class LayerState:
         token_width = getattr(model, "moe_latent_size", None) or model.hidden_size  # as dispatched
         token_bytes = token_width * self.parts.experts.homes()[0][0].element_size()
         return dataclasses.replace(
-            self.parts.experts.shape(token_bytes, microbatches=microbatches * self.passes),
+            self.parts.experts.shape(token_bytes, microbatches=microbatches * self.parts.passes),
             fetches=max(1, lifetime.fetches * microbatches),
-            returns=max(1, lifetime.returns * microbatches * self.passes),
+            returns=max(1, lifetime.returns * microbatches * self.parts.passes),
         )
 
     def slots_in(self, pool: BufferPool) -> ReplicaSlots:

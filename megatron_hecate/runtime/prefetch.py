@@ -58,7 +58,7 @@ class Prefetcher:
             meter=self.meter,
         )
         self.tracker = IterationTracker(
-            [state.passes for state in states],
+            [state.parts.passes for state in states],
             num_microbatches=training_state.num_microbatches,
             on_begin=self._begin_iteration,
             on_forwards_done=self.monitor.start_reduce,
@@ -230,14 +230,14 @@ class Prefetcher:
         """Begin to fetch the planned replicas, for one microbatch or for all of the iteration."""
         assert state.plan is not None
         # where layers share buffers, another layer's backward may run between two passes: each returns its gradients
-        returns_after = (self.tracker.microbatches or 1) * state.passes if state.keeps_replicas else 1
+        returns_after = (self.tracker.microbatches or 1) * state.parts.passes if state.keeps_replicas else 1
         try:
             replicas = Replicas(
                 state.slots_in(self._buffer_pool()),
                 state.placement,
                 state.plan,
                 returns_after=returns_after,
-                passes=state.passes,
+                passes=state.parts.passes,
                 meter=self.meter,
             )
         except RuntimeError:

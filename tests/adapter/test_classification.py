@@ -32,6 +32,7 @@ WORKS = """
     moe_router_enable_expert_bias moe_router_bias_update_rate
     mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
     fine_grained_activation_offloading offload_modules
+    fp8 fp8_param fp4 fp4_param quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8
 """
 # Of what only follows a setting that is refused, or has no effect without it.
 OF_REFUSED = {
@@ -43,11 +44,8 @@ OF_REFUSED = {
         cpu_offloading_activations cpu_offloading_weights cpu_offloading_num_layers cpu_offloading_double_buffering
         cpu_offloading_retain_pinned_cpu_buffers
     """,
-    "fp8": """
-        fp8_recipe fp8_param fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad
-        fp8_quantizer_factory
-    """,
-    "fp4": "fp4_recipe fp4_param fp4_quantizer_factory",
+    "fp8_recipe": "fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_quantizer_factory",
+    "fp4_recipe": "fp4_quantizer_factory",
     "moe_paged_stash": """
         moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu
     """,

@@ -59,7 +59,6 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
     planted = dict(
         fp8_recipe="delayed",
         fp4_recipe="custom",
-        moe_grouped_gemm=False,
         cuda_graph_impl="local",
         enable_cuda_graph=True,
         external_cuda_graph=True,
@@ -73,7 +72,6 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         moe_use_legacy_grouped_gemm=True,
         moe_use_grouped_tensor=True,
         mlp_chunks_for_training=2,
-        quant_recipe="recipe.yaml",
         use_kitchen=True,
         moe_dispatch_fwd_dtype="fp8",
         moe_combine_bwd_dtype="fp8",

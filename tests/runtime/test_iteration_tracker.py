@@ -54,6 +54,37 @@ def test_a_layer_that_runs_twice_in_a_microbatch() -> None:
     assert [log.forward(layer) for layer in (0, 1, 1)] == [True, True, False], "the optimizer's step was skipped"
 
 
+class _Plain(torch.optim.SGD):
+    """A ``step`` that calls none of torch's, as apex's and TransformerEngine's fused optimizers have."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None: ...
+
+
+class _Inheriting(_Plain):
+    """No ``step`` of its own."""
+
+
+class _Calling(_Plain):
+    """A ``step`` that calls its parent's: both are seen."""
+
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [_Plain, _Inheriting, _Calling])
+@pytest.mark.parametrize("before", [True, False], ids=["made-before", "made-after"])
+def test_steps_of_all_kinds_of_optimizers_are_seen(kind: type, before: bool) -> None:
+    make = lambda: kind([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # noqa: E731
+    optimizer = make() if before else None
+    log = _Log(num_layers=1, microbatches=None)
+    optimizer = optimizer or make()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the object's step
+    assert [log.forward(0), log.forward(0)] == [True, False]
+    optimizer.step()
+    assert [log.forward(0), log.forward(0)] == [True, False]
+
+
 def test_a_skipped_step_is_noticed_by_counting() -> None:
     log = _Log(num_layers=2, microbatches=2)
     firsts = [log.forward(layer) for layer in (0, 1, 0, 1, 0, 1, 0, 1)]

@@ -170,3 +170,40 @@ def test_a_step_that_breaks_off(where: str) -> None:
         ours, objections = train(tiny_gpt.fssdp_hook(lifetime=lifetime, transport=transport))
         assert len(objections) <= 2 and all("replicas" in text for text in objections), objections
         tiny_gpt.assert_trained_alike(stock, ours, f"{lifetime}, {transport}")
+
+
+@ranks(2)
+def test_a_step_that_breaks_off_between_two_passes() -> None:
+    """Of a layer that runs three times in a microbatch, which is then as incomplete as the iteration."""
+    import tiny_gpt
+    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
+
+    settings = dict(mtp_num_layers=3, mtp_use_repeated_layer=True)
+    case = tiny_gpt.Case(accumulate=2, settings=tuple(settings.items()))
+    tiny_gpt.initialize(case)
+
+    def train(hook: Callable | None) -> tuple[Any, list[str]]:
+        run, objections, calls = tiny_gpt.train(case, steps=2, hook=hook), [], itertools.count(1)
+
+        def fail(*_: object) -> None:
+            if next(calls) == 2:
+                raise _UserError
+
+        (repeated,) = (m for m in run.chunks[0].modules() if isinstance(m, MultiTokenPredictionLayer))
+        repeated.register_forward_pre_hook(fail)
+        with pytest.raises(_UserError):
+            run.step(2)
+        for step in (2, 3):
+            try:
+                run.step(step)
+            except RuntimeError as error:
+                objections.append(str(error))
+                run.step(step)
+        run.read_params()
+        return run, objections
+
+    stock, _ = train(None)
+    for lifetime in LIFETIMES:
+        ours, objections = train(tiny_gpt.fssdp_hook(lifetime=lifetime))
+        assert len(objections) <= 1 and all("replicas" in text for text in objections), objections
+        tiny_gpt.assert_trained_alike(stock, ours, lifetime)
