@@ -158,6 +158,7 @@ class FSSDPExperts:
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any
     ) -> Any:
         if self.replicas is None:
+            self.physical.drop_quantized(0)
             tokens_per_expert = tokens_per_expert[: self.physical.num_homes]  # slots may follow, without tokens
             return super().forward(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
         wait_for_params(self)

@@ -43,6 +43,9 @@ class GroupedExperts:
                     f"TEGroupedMLP.{name} is a {type(linear).__name__} without {', '.join(missing)}; FSSDP needs "
                     "TransformerEngine's GroupedLinear with one weight per expert, and is tested from version 2.9 on"
                 )
+            recipes = getattr(linear, "te_quant_params", None)  # what quant_recipe has for it
+            if getattr(getattr(recipes, "training_recipe", None), "custom_recipe_factory", None):
+                raise ValueError(f"TEGroupedMLP.{name}: custom quantizers are unknown; change model.quant_recipe")
         self.twin = copy_module(experts, with_parameters=True)
         self.twin.num_local_experts = num_physical
         for name, linear in zip(_LINEARS, self._homes, strict=True):

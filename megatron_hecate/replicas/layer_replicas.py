@@ -189,7 +189,7 @@ class Replicas:
             unused = []  # a fused grouped GEMM wants a gradient for every weight
         replicas = [part for parts in by_slot for part in parts]
         weights = pending.join_replicas(homes, replicas, unused=unused, take=self._take_gradients)
-        if any(layout.fused) and slots.trained and torch.is_grad_enabled():
+        if any(layout.fused) and torch.is_grad_enabled() and slots.trained:
             for weight, main_grad in zip(weights, self._main_grads(pending), strict=True):
                 if main_grad is not None:
                     weight.main_grad, weight.grad_added_to_main_grad = main_grad, False
