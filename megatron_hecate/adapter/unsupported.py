@@ -125,11 +125,6 @@ MODEL = (
     Rule("cuda_graph_impl", "replicas change every iteration and cannot be captured", instead="none"),
     Rule("enable_cuda_graph", "replicas change every iteration and cannot be captured"),
     Rule("external_cuda_graph", "replicas change every iteration and cannot be captured"),
-    Rule("delay_wgrad_compute", "gradients of replicas must exist when their layer's backward ends"),
-    Rule(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "gradients of replicas must exist when their layer's backward ends",
-    ),
     Rule("use_transformer_engine_op_fuser", "fused operators keep their own references to the weights"),
     Rule(
         "moe_expert_rank_capacity_factor",
