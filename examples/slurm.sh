@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=fssdp
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --time=04:00:00
+# The same training on several nodes, one task per node: the ranks of a node are started by torchrun.
+#   MEGATRON=... DATA=... TOKENIZER=... sbatch --nodes 8 examples/slurm.sh --expert-model-parallel-size 32
+# Start it in this checkout, which all nodes see. Where an expert-parallel group spans nodes, have the links measured
+# once, and set SPEEDS to that file. A rank that dies is named by the others after --moe-fssdp-timeout.
+set -euo pipefail
+export NODES=$SLURM_JOB_NUM_NODES
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+export MASTER_ADDR
+srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec examples/megatron_lm.sh "$@"' megatron_lm.sh "$@"
