@@ -22,9 +22,7 @@ def test_offloaded_experts(fused: bool) -> None:
     import tiny_gpt
 
     if fused:
-        import test_experts
-
-        test_experts.install_fused_wgrad()
+        tiny_gpt.install_fused_wgrad()
     import torch
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
 
