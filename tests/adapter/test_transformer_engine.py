@@ -114,7 +114,6 @@ def test_a_linear_that_is_not_what_we_assume_is_refused() -> None:
 
     te_on_cpu.install()
     import tiny_gpt
-    from torch.nn import Module
 
     from megatron_hecate.adapter import compat
 
