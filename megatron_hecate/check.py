@@ -22,7 +22,7 @@ from megatron_hecate import HecateConfig, __version__
 from megatron_hecate.adapter import unsupported
 from megatron_hecate.comm.nvlink import compile as kernels
 
-PARTS = ("model", "transformer", "ddp", "dist", "MODEL_ARGS")
+PARTS = ("model", "transformer", "mixed_precision", "ddp", "dist", "MODEL_ARGS")
 ALIASES = {"fp8_format": "fp8", "fp4_format": "fp4"}  # arguments of megatron.training, and the fields they set
 EXPECTED = {bool: "true or false, without quotes", int: "a whole number, without quotes", str: "a name"}
 

@@ -232,7 +232,7 @@ def _attach(model: _Model, states: list[LayerState]) -> None:
         for layer, state in zip(model.layers, states, strict=True):
             experts = layer.experts
             _assign(undo, layer, fssdp=state, prefetcher=prefetcher, __class__=_subclass(FSSDPLayer, type(layer)))
-            own = dict(physical=state.parts.experts, replicas=None, joined_homes=None)
+            own = dict(physical=state.parts.experts, replicas=None, joined_homes=None, unsettled=None)
             _assign(undo, experts, **own, __class__=_subclass(FSSDPExperts, type(experts)))
             changed = experts.register_load_state_dict_post_hook(lambda *_: prefetcher.tracker.weights_changed())
             undo.callback(changed.remove)

@@ -71,3 +71,10 @@ class FSSDPLayer:
     def combine(self, *args: Any, **kwargs: Any) -> Any:
         with trace.span("combine", self.fssdp.name):
             return super().combine(*args, **kwargs)
+
+    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
+        """Megatron's combined schedule calls it for the routed experts, and after the attention's backward for shared
+        ones (with ``delay_wgrad_compute``): the return of gradients runs in between."""
+        super().backward_dw(routed_experts, shared_experts)
+        if shared_experts:
+            self.experts.settle()

@@ -71,6 +71,20 @@ def test_a_setting_of_any_part_counts(check: Any) -> None:
         assert NO_FSDP in check(json.dumps(job))[1]
 
 
+def test_rules_on_several_settings(check: Any) -> None:
+    job = dict(expert_model_parallel_size=2, fp8="e4m3")
+    status, text = check(json.dumps(job))
+    assert status == 1 and "fp8_recipe=None" in text, "Megatron's default is delayed scaling"
+    assert text.endswith("set mixed_precision.fp8_recipe=mxfp8, tensorwise or blockwise or --fp8-recipe mxfp8")
+    assert check(json.dumps({**job, "mixed_precision.fp8_recipe": "mxfp8"})) == (0, "would switch on")
+    assert check(json.dumps({**job, "mixed_precision": {"fp8_recipe": "delayed"}}))[0] == 1
+    assert check(json.dumps({**job, "fp8": None, "fp8_recipe": "delayed"}))[0] == 0
+    budget = dict(expert_model_parallel_size=2, moe_expert_rank_capacity_factor=1.5)
+    assert check(json.dumps(budget))[0] == 0
+    status, text = check(json.dumps({**budget, "use_transformer_engine_op_fuser": True}))
+    assert status == 1 and text.count("\n") == 1
+
+
 def test_a_list_has_a_line_for_each(check: Any) -> None:
     good, bad = (
         dict(name="good", expert_model_parallel_size=4),

@@ -178,7 +178,7 @@ def multi_tensor_l2norm(chunk: int, noop: Tensor, lists: list[list[Tensor]], per
     return torch.stack(norms).norm().reshape(1), torch.stack(norms) if per_tensor else torch.empty(0)
 
 
-def multi_tensor_scale(chunk: int, noop: Tensor, lists: list[list[Tensor]], scale: float) -> None:
+def multi_tensor_scale(chunk: int, noop: Tensor, lists: list[list[Tensor]], scale: float | Tensor) -> None:
     """``lists[1]`` becomes ``lists[0]`` times ``scale``."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source * scale)

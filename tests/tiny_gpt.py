@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
+import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -22,7 +24,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cpu_spec import for_cpu  # noqa: E402
 from megatron.core import num_microbatches_calculator as microbatches  # noqa: E402
-from megatron.core import parallel_state, tensor_parallel  # noqa: E402
+from megatron.core import parallel_state, tensor_parallel, utils  # noqa: E402
 from megatron.core.distributed import (  # noqa: E402
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -170,9 +172,10 @@ def transformer_config(case: Case) -> TransformerConfig:
         fields.update(moe_router_pre_softmax=True)
     fields.update(case.settings)
     # Megatron allows the combined schedule in bf16 only; fp32 takes it too, and tells right from nearly right
-    combined = fields.pop("overlap_moe_expert_parallel_comm", False)
+    combined = {name: fields.pop(name, False) for name in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")}
     config = TransformerConfig(**fields)
-    config.overlap_moe_expert_parallel_comm = combined
+    for name, value in combined.items():
+        setattr(config, name, value)
     return config
 
 
@@ -226,6 +229,19 @@ def _grouped_experts(wanted: bool) -> Iterator[None]:
         yield
 
 
+def install_fused_wgrad() -> None:
+    """The CUDA extension behind Megatron's gradient-accumulation fusion, in plain torch."""
+    module = types.ModuleType("fused_weight_gradient_mlp_cuda")
+
+    def accumulate(inputs: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
+        main_grad.add_(grad.t().matmul(inputs).to(main_grad.dtype))
+
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate
+    sys.modules["fused_weight_gradient_mlp_cuda"] = module
+    tensor_parallel.layers._grad_accum_fusion_available = True  # Megatron looked for it when it was imported
+    tensor_parallel.layers.fused_weight_gradient_mlp_cuda = utils.fused_weight_gradient_mlp_cuda = module
+
+
 def fssdp_hook(**settings: Any) -> Callable[[list], list]:
     """FSSDP with two slots, where copies cost nothing."""
     return fssdp(HecateConfig(**{"slots": 2, "speeds": FREE, "timeout": 60, **settings}))
@@ -253,6 +269,7 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
         chunks = [Float16Module(config, chunk) for chunk in chunks]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=case.grad_reduce_in_fp32,
+        delay_wgrad_compute=config.delay_wgrad_compute,
         overlap_grad_reduce=case.overlap,
         overlap_param_gather=case.overlap and case.distributed_optimizer,
         use_distributed_optimizer=case.distributed_optimizer,

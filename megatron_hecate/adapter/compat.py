@@ -108,6 +108,21 @@ BRIDGE_ASSUMPTIONS = (
 )
 
 
+# attributes of TransformerEngine's GroupedLinear, and of Megatron's class around it, that `grouped_linear` uses
+TE_ASSUMPTIONS = {
+    "num_gemms": "the twin has more",
+    "weight0": "one parameter per expert",
+    "bias0": "one per expert, or an empty tensor where there are no biases",
+    "quantizers": "kept per GEMM: the twin has its own",
+    "fp8_meta": "kept per GEMM: the twin has its own",
+    "_fp8_workspaces": "quantized weights that TE keeps: the twin has its own, dropped when weights change",
+    "fuse_wgrad_accumulation": "whether GEMMs add to main_grad",
+    "is_first_microbatch": "whether GEMMs overwrite main_grad: never once the twin ran",
+    "wgrad_store": "weight gradients to be computed later: the twin has its own",
+    "wgrad_accumulation_and_reduce_hooks": "DDP's, run when these are complete",
+}
+
+
 def broken_assumptions(assumptions: tuple[_Assumption, ...] = ASSUMPTIONS) -> list[str]:
     """What this Megatron has that we do not expect, a line each; empty when all is well."""
     import megatron.core

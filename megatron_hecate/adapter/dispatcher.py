@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_hecate.comm.transfer import wait_collective
@@ -66,6 +67,10 @@ class _Holders:
         return physical_map, physical_probs.index_copy(1, self.physical, probs[:, self.expert] * taken)
 
 
+def _flex_backend(config: TransformerConfig) -> str | None:
+    return config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else None
+
+
 class Rerouter:
     """Sends every token of this rank to a holder of its expert, in one layer.
 
@@ -82,7 +87,7 @@ class Rerouter:
         self._source_rank = [n // dispatcher.tp_size for n in range(self.sources.size())]
         self._world, self._label, self._timeout = world, label, timeout
         config = dispatcher.config
-        backend = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else None
+        backend = _flex_backend(config)
         # its first dispatch makes one buffer for all layers, for so many experts: they must be physical from then on
         self.always_physical = backend in ("hybridep", "ncclep")
         self._by_probability = backend in ("deepep", "ncclep")  # its experts are the largest probabilities of a token
@@ -95,7 +100,15 @@ class Rerouter:
         """A dispatcher of the same class and groups as ``stock``, over ``num_physical`` experts per rank.
 
         Shared experts that overlap with communication are handed over as well.
+
+        Raises:
+            ValueError: for a backend that would send tokens to empty slots.
         """
+        if _flex_backend(stock.config) == "ncclep" and stock.config.moe_expert_capacity_factor is not None:
+            raise ValueError(
+                f"moe_expert_capacity_factor={stock.config.moe_expert_capacity_factor} with NCCL EP, which sends "
+                "dropped tokens to any expert, and so to an empty slot; set model.moe_expert_capacity_factor=null"
+            )
         config = copy.copy(stock.config)
         config.num_moe_experts = stock.ep_size * num_physical
         config.moe_pad_expert_input_to_capacity = False  # an expert would get its capacity on every holder

@@ -8,7 +8,8 @@ used.
 
 from __future__ import annotations
 
-import copy
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,15 +17,16 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
+from megatron_hecate.adapter.grouped_linear import GroupedExperts, copy_module
 from megatron_hecate.adapter.stored_weights import StoredWeights
 from megatron_hecate.adapter.training_state import wait_for_params
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.plan import LayerShape
 from megatron_hecate.replicas.autograd import ChunkLayout, PendingGradients
-from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.replicas.layer_replicas import Delayed, Replicas
 
-
-QUANTIZED = ("fp8", "fp4", "quant_recipe")  # settings under which experts may be
+# settings that SequentialMLP, whose experts are modules of their own, does not combine with
+_GROUPED_ONLY = ("fp8", "fp4", "quant_recipe", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
 
 
 class PhysicalExperts:
@@ -41,14 +43,17 @@ class PhysicalExperts:
 
     def __init__(self, experts: Module, num_physical: int) -> None:
         self.num_homes = experts.num_local_experts
+        self.grouped: GroupedExperts | None = None
         if isinstance(experts, TEGroupedMLP):
-            self._names, linears = _grouped_names(experts)
-            self.twin = _grouped_twin(experts, num_physical)
-        elif isinstance(experts, SequentialMLP) and any(getattr(experts.config, name, None) for name in QUANTIZED):
-            raise ValueError(
-                "experts in fp8 or fp4 are modules of their own; set model.moe_grouped_gemm=true or --moe-grouped-gemm"
-            )
+            self.grouped = GroupedExperts(experts, num_physical)
+            self._names, linears, self.twin = self.grouped.names, self.grouped.linears, self.grouped.twin
         elif isinstance(experts, SequentialMLP):
+            for setting in _GROUPED_ONLY:
+                if value := getattr(experts.config, setting, None):
+                    raise ValueError(
+                        f"SequentialMLP with {setting}={value!r} has no replicas: its experts are modules of their "
+                        "own; set model.moe_grouped_gemm=true or --moe-grouped-gemm"
+                    )
             self._names, linears = _sequential_names(experts)
             self.twin = _sequential_twin(experts, num_physical)
         else:
@@ -60,6 +65,8 @@ class PhysicalExperts:
         # the modules that own the homes' parameters: looking names up from the top takes long for many experts
         paths = [[name.format(i).rpartition(".") for name in self._names] for i in range(self.num_homes)]
         self._owners = [[(experts.get_submodule(path), leaf) for path, _, leaf in expert] for expert in paths]
+        # microbatches whose weight gradients `compute_delayed` will give, oldest first; None: none are delayed
+        self.delayed: Delayed | None = deque() if self.grouped is not None and self.grouped.delays_wgrad else None
         # a fused GEMM writes weights' gradients only; biases go through autograd
         self.layout = ChunkLayout(
             shapes=tuple(p.shape for p in self.homes()[0]),
@@ -97,6 +104,26 @@ class PhysicalExperts:
             microbatches=microbatches,
         )
 
+    def compute_delayed(self, carried: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of all physical experts' weights, flat, of the oldest backward that delays them.
+
+        Args:
+            carried: what autograd had in their place: placeholders for weights, and in fp8 gradients of biases.
+        """
+        assert self.grouped is not None
+        computed, grads = self.grouped.compute_delayed(), list(carried)
+        for part, (name, fused) in enumerate(zip(self._names, self.layout.fused, strict=True)):
+            for i, grad in enumerate(computed[name]):
+                if not fused and grad is not None and grad.numel():
+                    grads[i * len(self._names) + part] = grad
+        return grads
+
+    def drop_delayed(self) -> None:
+        """Forget backwards whose weight gradients were to be computed: their iteration was abandoned."""
+        if self.delayed:
+            self.delayed.clear()
+            self.grouped.drop_delayed()
+
     def compute_with(self, plan: TransferPlan) -> None:
         """The coming forward has the replicas of ``plan``: each iteration makes its own."""
         if self._plan is not plan:
@@ -125,11 +152,13 @@ class FSSDPExperts:
     physical: PhysicalExperts
     replicas: Replicas | None  # of the running forward; set by the layer, and so are
     joined_homes: tuple[PendingGradients, list[Tensor]] | None  # its homes, joined before the attention
+    unsettled: PendingGradients | None  # of the last `backward_dw`
 
     def forward(
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any
     ) -> Any:
         if self.replicas is None:
+            self.physical.drop_quantized(0)
             tokens_per_expert = tokens_per_expert[: self.physical.num_homes]  # slots may follow, without tokens
             return super().forward(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
         wait_for_params(self)
@@ -143,9 +172,28 @@ class FSSDPExperts:
                 weight._do_not_offload, weight.offloading_activation = True, False  # its name now, and in 0.16
         inputs = (hidden_states, tokens_per_expert, probs, *rest)
         output, *others = torch.func.functional_call(self.physical.twin, weights, inputs, kwargs)
+        if self.physical.grouped is not None:
+            self.physical.grouped.pass_over()
         if self.replicas.after_backward is not None:  # these replicas do not stay
             self.physical.drop_quantized(self.physical.num_homes)
         return self.replicas.computed_by(output), *others
+
+    def backward_dw(self) -> None:
+        """Compute weight gradients that the backward left for later; those of replicas then return."""
+        if not self.physical.delayed:
+            super().backward_dw()
+            return
+        self.settle()
+        carried, take = self.physical.delayed.popleft()
+        self.unsettled = take(self.physical.compute_delayed(carried))
+        if not self.config.delay_wgrad_compute:  # no `settle` will come after the attention's backward
+            self.settle()
+
+    def settle(self) -> None:
+        """Complete the homes' gradients of the last `backward_dw`, unless autograd will."""
+        pending, self.unsettled = self.unsettled, None
+        if pending is not None and pending.settle():
+            self.physical.grouped.run_gradient_hooks()
 
 
 def _sequential_names(experts: SequentialMLP) -> tuple[list[str], list[Module]]:
@@ -157,74 +205,13 @@ def _sequential_names(experts: SequentialMLP) -> tuple[list[str], list[Module]]:
 
 
 def _sequential_twin(experts: SequentialMLP, num_physical: int) -> SequentialMLP:
-    twin = _bare_copy(experts)
+    twin = copy_module(experts, with_parameters=True)
     of_replicas = [
-        _copy_without_parameters(experts.local_experts[0]) for _ in range(num_physical - experts.num_local_experts)
+        copy_module(experts.local_experts[0], with_parameters=False)
+        for _ in range(num_physical - experts.num_local_experts)
     ]
     twin.num_local_experts = num_physical
     twin.local_experts = ModuleList([*experts.local_experts, *of_replicas])
-    return twin
-
-
-def _grouped_names(experts: TEGroupedMLP) -> tuple[list[str], list[Module]]:
-    names, linears = [], []
-    for linear in ("linear_fc1", "linear_fc2"):
-        module = getattr(experts, linear)
-        for kind in ("weight", "bias"):
-            if isinstance(getattr(module, f"{kind}0", None), Parameter):
-                names.append(f"{linear}.{kind}{{}}")
-                linears.append(module)
-        if f"{linear}.weight{{}}" not in names or not hasattr(module, "num_gemms"):
-            raise ValueError(
-                f"TEGroupedMLP.{linear} is a {type(module).__name__} without num_gemms and one weight0, weight1, ... "
-                "per expert; FSSDP needs TransformerEngine's GroupedLinear (TransformerEngine 1.9 or newer)"
-            )
-    return names, linears
-
-
-def _grouped_twin(experts: TEGroupedMLP, num_physical: int) -> TEGroupedMLP:
-    twin = _bare_copy(experts)
-    twin.num_local_experts = num_physical
-    for linear in ("linear_fc1", "linear_fc2"):
-        wide = _copy_without_parameters(getattr(experts, linear))
-        wide.num_gemms = num_physical
-        wide.fp8_meta = {"fp8_checkpoint": False, "fp8_group": None}
-        wide.quantizers = {"scaling_fwd": [], "scaling_bwd": []}
-        wide.is_first_microbatch = False
-        wide.fp8_initialized = wide.fp8_meta_tensors_initialized = False
-        wide._fp8_workspaces = {}
-        wide._custom_quantizer_cache = {}
-        bias = next((v for k, v in vars(wide).items() if k == "bias0"), None)
-        if isinstance(bias, torch.Tensor):  # without biases TE keeps an empty tensor for each GEMM
-            for i in range(num_physical):
-                setattr(wide, f"bias{i}", bias)
-        setattr(twin, linear, wide)
-    for name in ("quantization_padding", "quantization_unpadding"):
-        if hasattr(experts, name):
-            module = _bare_copy(getattr(experts, name))
-            module.num_gemms = num_physical
-            setattr(twin, name, module)
-    return twin
-
-
-def _bare_copy(module: Module) -> Module:
-    """A shallow copy that shares submodules and settings, can get submodules of its own, and has no hooks: a user's
-    hook on ``module`` fires there, once per forward."""
-    twin = copy.copy(module)
-    twin._parameters, twin._modules = dict(module._parameters), dict(module._modules)
-    for name, value in vars(module).items():
-        if "_hooks" in name and isinstance(value, dict):
-            setattr(twin, name, type(value)())
-    return twin
-
-
-def _copy_without_parameters(module: Module) -> Module:
-    """A shallow copy of a module tree in which every parameter is missing, to be given in each call."""
-    twin = _bare_copy(module)
-    twin._parameters = dict.fromkeys(module._parameters)
-    twin._modules = {
-        name: None if child is None else _copy_without_parameters(child) for name, child in module._modules.items()
-    }
     return twin
 
 

@@ -5,6 +5,7 @@ Both come as settings, so that `unsupported.find` says what to do.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -14,16 +15,6 @@ from torch.nn import Module
 
 from megatron_hecate.adapter import unsupported
 
-_OWNERS = {  # package whose classes show it, and the setting that asks for it
-    "torch.distributed.fsdp": "use_torch_fsdp2",
-    "megatron.core.distributed.fsdp": "use_megatron_fsdp",
-    "megatron_fsdp": "use_megatron_fsdp",
-    "megatron.bridge.peft": "peft",
-    "nemo": "peft",
-    "peft": "peft",
-    "modelopt": "modelopt_enabled",
-}
-
 
 def of_model(chunks: Iterable[Module]) -> dict[str, Any]:
     """Settings that modules and parameters of the model show to be on."""
@@ -32,9 +23,9 @@ def of_model(chunks: Iterable[Module]) -> dict[str, Any]:
         modules = list(chunk.modules())
         inside = {id(m) for layer in modules if isinstance(layer, MoELayer) for m in layer.experts.modules()}
         for module in modules:
-            for owner in {_owner(base) for base in type(module).__mro__}:
-                if owner is not None and (id(module) in inside or owner.startswith("use_")):
-                    found[owner] = True if owner != "peft" else type(module).__name__
+            for setting in _asked_for_by(type(module)):
+                if id(module) in inside or setting.startswith("use_"):
+                    found[setting] = type(module).__name__ if setting == "peft" else True
         if any(hasattr(p, "__fsdp_param__") for p in chunk.parameters()):
             found["use_megatron_fsdp"] = True
     return found
@@ -51,13 +42,25 @@ def of_job() -> dict[str, Any]:
     found = {rule.setting: getattr(args, rule.setting, None) for rule in unsupported.JOB}
     frame = sys._getframe(1)
     while frame is not None:
-        for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
+        for name in {"use_megatron_fsdp", "use_torch_fsdp2"}.intersection(frame.f_code.co_varnames):
             if frame.f_locals.get(name) is True:
                 found[name] = True
         frame = frame.f_back
     return found
 
 
-def _owner(base: type) -> str | None:
-    package = base.__module__
-    return next((s for name, s in _OWNERS.items() if package == name or package.startswith(f"{name}.")), None)
+@functools.cache
+def _asked_for_by(kind: type) -> set[str]:
+    """The settings that put modules of this type into a model, told by the packages of its classes."""
+    found = set()
+    for base in kind.__mro__:
+        package = base.__module__.split(".")
+        if "peft" in package:  # Bridge's, NeMo's, and the library of that name
+            found.add("peft")
+        elif package[0] == "modelopt":
+            found.add("modelopt_enabled")
+        elif package[:3] == ["torch", "distributed", "fsdp"]:
+            found.add("use_torch_fsdp2")
+        elif "megatron_fsdp" in package:
+            found.add("use_megatron_fsdp")
+    return found

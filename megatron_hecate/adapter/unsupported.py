@@ -21,7 +21,7 @@ class Rule:
         why: what FSSDP cannot do with it.
         instead: a value that can be combined.
         unsupported: whether the settings are; by default, whether `setting` is switched on.
-        part: of Bridge's configuration that holds the setting; empty for the configuration itself.
+        part: of Bridge's configuration that decides on the setting; empty for the configuration itself.
         flag: of ``megatron.training`` where its name is another; empty where there is none.
         hint: what follows the override on Bridge's command line.
     """
@@ -99,6 +99,7 @@ MODEL = (
         "delayed scaling keeps a history for each expert's place, where replicas change; custom quantizers are unknown",
         instead="mxfp8",
         unsupported=lambda settings: _is_set(settings["fp8"]) and _recipe(settings["fp8_recipe"]) not in _FP8_RECIPES,
+        part="mixed_precision.",
         hint=", tensorwise or blockwise",
     ),
     Rule(
@@ -106,6 +107,7 @@ MODEL = (
         "custom quantizers are unknown",
         instead="nvfp4",
         unsupported=lambda settings: _is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"]) == "custom",
+        part="mixed_precision.",
     ),
     Rule("use_kitchen", "experts of Kitchen's own linears have no replicas", flag=""),
     Rule(
@@ -123,11 +125,6 @@ MODEL = (
     Rule("cuda_graph_impl", "replicas change every iteration and cannot be captured", instead="none"),
     Rule("enable_cuda_graph", "replicas change every iteration and cannot be captured"),
     Rule("external_cuda_graph", "replicas change every iteration and cannot be captured"),
-    Rule("delay_wgrad_compute", "gradients of replicas must exist when their layer's backward ends"),
-    Rule(
-        "overlap_dispatch_backward_with_experts_wgrad",
-        "gradients of replicas must exist when their layer's backward ends",
-    ),
     Rule("use_transformer_engine_op_fuser", "fused operators keep their own references to the weights"),
     Rule(
         "moe_expert_rank_capacity_factor",

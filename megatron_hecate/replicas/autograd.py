@@ -64,6 +64,8 @@ class PendingGradients:
         self._replicated: tuple[int, ...] = ()
         self._buffer: Buffer | None = None  # whose transfer brings them
         self._sums: dict[int, Tensor] = {}
+        self._delayed = self._passed = False
+        self._later: list[Tensor | None] | None = None
         self._label, self._began = "", 0.0
 
     @classmethod
@@ -78,15 +80,32 @@ class PendingGradients:
         replicas: Sequence[Tensor],
         *,
         unused: Sequence[Tensor],
-        take: Callable[[PendingGradients, Sequence[Tensor | None]], None],
+        take: Callable[[PendingGradients, Sequence[Tensor | None]], Sequence[Tensor | None]],
     ) -> list[Tensor]:
         """The weights of all physical experts, flat: ``homes``, as `join_homes` gave them, then ``replicas``.
 
         Args:
             unused: those of ``replicas`` that no gradient is wanted for.
-            take: called in the backward with this object and the gradients of ``replicas``.
+            take: called in the backward with this object and the gradients of all; gives those of ``homes``.
         """
         return list(_PhysicalWeights.apply(partial(take, self), replicas, unused, *homes))
+
+    def delay(self) -> None:
+        """The homes' gradients will be computed after the experts' backward: `computed_later` brings them."""
+        self._delayed = True
+
+    def computed_later(self, grads: Sequence[Tensor | None]) -> None:
+        """The gradients of the homes, which were delayed."""
+        self._later = list(grads)
+
+    def settle(self) -> bool:
+        """Complete delayed gradients into ``.grad``; returns whether it was to be done here. It is not where autograd
+        has yet to come to `complete`."""
+        if not self._passed:
+            return False
+        for p, grad in zip((p for expert in self.homes for p in expert), self.complete([]), strict=True):
+            p.grad = grad if p.grad is None or grad is None else p.grad + grad
+        return True
 
     def expect(self, replicated: tuple[int, ...], buffer: Buffer, *, label: str) -> None:
         """Sums for the own experts ``replicated`` will come with the transfer of ``buffer``."""
@@ -117,6 +136,11 @@ class PendingGradients:
 
     def complete(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Wait for the sums; ``grads`` of the homes become complete."""
+        if self._delayed:
+            if self._later is None:
+                self._passed = True
+                return grads
+            grads, self._later = self._later, None
         if self._buffer is not None:
             trace.add("attention backward", self._label, self._began)
             self._buffer.wait()
@@ -152,13 +176,13 @@ class _HomeWeights(torch.autograd.Function):
 
 
 class _PhysicalWeights(torch.autograd.Function):
-    """Homes in, all physical experts' weights out; the backward hands the replicas' gradients to ``take``."""
+    """Homes in, all physical experts' weights out; the backward hands the gradients of all to ``take``."""
 
     @staticmethod
     def forward(
         ctx: Any, take: Callable, replicas: Sequence[Tensor], unused: Sequence[Tensor], *homes: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.take, ctx.num_homes = take, len(homes)
+        ctx.take = take
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*unused)
         return (*(p.view_as(p) for p in homes), *replicas)
@@ -167,5 +191,4 @@ class _PhysicalWeights(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # Dispatchers keep tensors of the last forward, and with them this node: it must not keep the replicas.
         take, ctx.take = ctx.take, None
-        take(grads[ctx.num_homes :])
-        return (None, None, None, *grads[: ctx.num_homes])
+        return (None, None, None, *take(grads))

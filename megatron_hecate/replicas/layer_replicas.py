@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +21,12 @@ from torch.nn import Parameter
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan
 from megatron_hecate.plan import Placement
-from megatron_hecate.replicas.autograd import (
-    ChunkLayout,
-    PendingGradients,
-)
+from megatron_hecate.replicas.autograd import ChunkLayout, PendingGradients
 from megatron_hecate.replicas.buffers import BufferPool
 from megatron_hecate.tools import trace
+
+# what autograd carried in place of gradients, and what takes these when they are computed
+Delayed = deque[tuple[Sequence[Tensor | None], Callable[[Sequence[Tensor | None]], PendingGradients]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +42,7 @@ class ReplicaSlots:
         pool: the rank's buffers.
         ready: called before homes are read: makes sure that they hold this iteration's values.
         label: name of the layer in errors.
+        delayed: gets each backward whose weight gradients are computed later; None: they are computed in it.
     """
 
     index: int
@@ -50,6 +53,7 @@ class ReplicaSlots:
     pool: BufferPool
     ready: Callable[[], None]
     label: str
+    delayed: Delayed | None = None
 
     @property
     def sizes(self) -> LayerBuffer:
@@ -158,7 +162,11 @@ class Replicas:
         return self.buffer.weights(self.slots.sizes)
 
     def _grads(self) -> list[Tensor]:
-        return self.slots.pool.grads(self.slots.index).chunks(self.slots.sizes, self.slots.sizes.grad_dtype)
+        """Where the gradients of slots add up: a fused grouped GEMM wants one dtype for all, and that of the homes."""
+        home, dtype = self.slots.homes()[0][0], self.slots.sizes.grad_dtype
+        if any(self.slots.layout.fused):
+            dtype = getattr(home, "main_grad", home).dtype
+        return self.slots.pool.grads(self.slots.index).chunks(self.slots.sizes, dtype)
 
     def materialize(self, joined_homes: tuple[PendingGradients, list[Tensor]] | None = None) -> list[list[Tensor]]:
         """The weights this rank computes with in one microbatch: homes first, then slots, each a list of parameters.
@@ -181,7 +189,7 @@ class Replicas:
             unused = []  # a fused grouped GEMM wants a gradient for every weight
         replicas = [part for parts in by_slot for part in parts]
         weights = pending.join_replicas(homes, replicas, unused=unused, take=self._take_gradients)
-        if any(layout.fused) and torch.is_grad_enabled():
+        if any(layout.fused) and torch.is_grad_enabled() and slots.trained:
             for weight, main_grad in zip(weights, self._main_grads(pending), strict=True):
                 if main_grad is not None:
                     weight.main_grad, weight.grad_added_to_main_grad = main_grad, False
@@ -223,9 +231,25 @@ class Replicas:
                 for chunk in self._grads():
                     chunk.zero_()
 
-    def _take_gradients(self, pending: PendingGradients, replica_grads: Sequence[Tensor | None]) -> None:
-        """Take one microbatch's gradients of all slots; the last one's returns them to their homes."""
+    def _take_gradients(self, pending: PendingGradients, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Take one microbatch's gradients of all weights, or have them taken later; gives those of the homes."""
         trace.add("experts backward", self.label, self._backward_began)
+        num_homes = len(pending.homes) * len(self.slots.layout.shapes)
+        if self.slots.delayed is None:
+            self._add_gradients(pending, grads[num_homes:])
+            return grads[:num_homes]
+        pending.delay()
+        self.slots.delayed.append((grads, partial(self._take_delayed, pending)))
+        return [None] * num_homes
+
+    def _take_delayed(self, pending: PendingGradients, grads: Sequence[Tensor | None]) -> PendingGradients:
+        num_homes = len(pending.homes) * len(self.slots.layout.shapes)
+        self._add_gradients(pending, grads[num_homes:])
+        pending.computed_later(grads[:num_homes])
+        return pending
+
+    def _add_gradients(self, pending: PendingGradients, replica_grads: Sequence[Tensor | None]) -> None:
+        """Add one microbatch's gradients of all slots; the last one's returns them to their homes."""
         layout, first, chunks = self.slots.layout, not self.unreturned, self._grads()
         parts = len(layout.shapes)
         for slot in self.plan.slots:
@@ -248,8 +272,12 @@ class Replicas:
             self._return_gradients(pending, chunks)
             self._finish()
 
-    def _return_gradients(self, pending: PendingGradients, chunks: list[Tensor]) -> None:
+    def _return_gradients(self, pending: PendingGradients, summed: list[Tensor]) -> None:
         buffer = self.slots.pool.grads(self.slots.index)
+        chunks = buffer.chunks(self.slots.sizes, self.slots.sizes.grad_dtype)
+        if summed[0].dtype is not chunks[0].dtype:  # bf16: they grow in the same memory, so the last one goes first
+            for narrow, chunk in zip(reversed(summed), reversed(chunks), strict=True):
+                chunk.copy_(narrow.clone())
         pending.expect(self.plan.replicated, buffer, label=self.label)
         buffer.transfer = self.slots.pool.transport.return_gradients(self.plan, chunks, pending, label=self.label)
         buffer.abandon = pending.abandon

@@ -134,6 +134,7 @@ class LayerState:
                 pool=pool,
                 ready=lambda: wait_for_params(module),
                 label=self.name,
+                delayed=experts.delayed,
             )
         return self._slots
 
@@ -196,5 +197,7 @@ class LayerState:
     def abandon(self) -> None:
         """Forget microbatches of an iteration that ended without their backward."""
         self._in_flight.clear()
+        self.parts.experts.drop_delayed()
+        self.parts.layer.experts.unsettled = None
         self.replicas = self.plan = self.joined_homes = None
         self.prepared = False

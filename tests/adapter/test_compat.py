@@ -62,8 +62,6 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         cuda_graph_impl="local",
         enable_cuda_graph=True,
         external_cuda_graph=True,
-        delay_wgrad_compute=True,
-        overlap_dispatch_backward_with_experts_wgrad=True,
         use_transformer_engine_op_fuser=True,
         moe_expert_rank_capacity_factor=1.5,
         moe_paged_stash=True,

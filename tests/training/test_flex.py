@@ -112,6 +112,16 @@ def test_choices_of_probability_zero(name: str) -> None:
 
 @pytest.mark.newest
 @ranks(2)
+def test_nccl_ep_that_drops_tokens_is_refused() -> None:
+    import tiny_gpt
+
+    case = _case("ncclep", settings=dict(moe_expert_capacity_factor=1.0))
+    with pytest.raises(ValueError, match=r"layer 1: moe_expert_capacity_factor=1\.0 with NCCL EP, .* set model"):
+        tiny_gpt.build(case, tiny_gpt.fssdp_hook())
+
+
+@pytest.mark.newest
+@ranks(2)
 def test_a_budget_of_tokens_per_rank() -> None:
     """``moe_expert_rank_capacity_factor``: a step in which some rank gets more is run again without the budget, by
     Megatron's own runner. Stock overflows in every step; ours only until there are replicas."""

@@ -61,14 +61,13 @@ CASES: dict[str, tuple[int, dict, dict, int]] = {
 
 
 def _compare(name: str) -> None:
-    import test_experts
-
-    _, fields, settings, late = CASES[name]
-    if "gradient_accumulation_fusion" in settings:
-        test_experts.install_fused_wgrad()
     import test_late_replicas
     import tiny_gpt
     import torch
+
+    _, fields, settings, late = CASES[name]
+    if "gradient_accumulation_fusion" in settings:
+        tiny_gpt.install_fused_wgrad()
 
     case = tiny_gpt.Case(**fields, settings=tuple({"num_layers": 4, **settings}.items()))
     tiny_gpt.initialize(case)

@@ -54,6 +54,7 @@ STORED: dict[str, Layout] = {
     "tensorwise": (2, "tensorwise", {}, {}, {}),
     "tensorwise-microbatch": (2, "tensorwise", {}, {}, dict(lifetime="microbatch")),
     "blockwise": (2, "blockwise", {}, {}, {}),
+    "nvfp4": (2, "nvfp4", {}, {}, {}),
 }
 
 
@@ -72,7 +73,9 @@ def _case(layout: Layout, *, stored: bool = False, exact: bool = True) -> Any:
     settings |= further
     ddp: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
-    if stored:
+    if stored and name == "nvfp4":
+        settings["fp4_param"] = True
+    elif stored:
         settings["fp8_param"] = True
         optimizer["fp8_recipe"] = name
         if fields.get("distributed_optimizer"):
@@ -150,3 +153,162 @@ def test_quantized_activations(recipe: str) -> None:
     assert ours.replicas
     replicas, quantization = tiny_gpt.difference(stock, ours), tiny_gpt.difference(stock, without)
     assert replicas["loss"] < quantization["loss"] and replicas["grad"] < quantization["grad"]
+
+
+@ranks(2, preload=False)
+def test_recipes_linear_by_linear() -> None:
+    """The first linear in fp4, the second one in fp8 as the rest of the model, and in bf16 when the model evaluates."""
+    layout = LAYOUTS["mxfp8"]
+    case = _case(layout)
+    import tiny_gpt
+    from megatron.core.quantization.quant_config import RecipeConfig
+
+    kind = {"transformer_engine_config_type": "TEQuantizationParams"}
+    configs = {
+        "fp4": {**kind, "training_recipe": {"fp4_quantization_recipe": "nvfp4"}},
+        "fp8": {**kind, "training_recipe": {"fp8_quantization_recipe": "mxfp8"}, "evaluation_recipe": {}},
+    }
+    matchers = {
+        f"fc{i}": dict(type="glob", pattern=f"*.experts.linear_fc{i}", config=config, enabled=True)
+        for i, config in enumerate(configs, 1)
+    }
+    recipe = RecipeConfig.from_config_dict({"configs": configs, "matchers": matchers})
+    case = dataclasses.replace(case, settings=(*case.settings, ("quant_recipe", recipe)))
+    stock = tiny_gpt.train(case, hook=_hook(None))
+    ours = tiny_gpt.train(case, hook=_hook(layout))
+    tiny_gpt.assert_trained_alike(stock, ours)
+    twin = tiny_gpt.moe_layers(ours.chunks)[0].experts.physical.twin
+    kinds = [
+        type(next(iter(linear._fp8_workspaces.values()))).__name__ for linear in (twin.linear_fc1, twin.linear_fc2)
+    ]
+    assert kinds == ["NVFP4Tensor", "MXFP8Tensor"]
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", "blockwise", "nvfp4"])
+@ranks(2, preload=False)
+def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
+    """After each backward: what is stored, and what a GEMM of the forward or the backward reads of it."""
+    layout = STORED[recipe]
+    case = _case(layout, stored=True)
+    import quantizers_on_cpu
+    import tiny_gpt
+    import torch
+    import torch.distributed as dist
+
+    from megatron_hecate.adapter.stored_weights import StoredWeights
+
+    compared = set()
+
+    def reads(weights: list) -> list:
+        for weight in weights:
+            weight.update_usage(rowwise_usage=True, columnwise_usage=True)
+        return [quantizers_on_cpu.decode(w, columnwise=c) for w in weights for c in (False, True)]
+
+    def compare(chunks: list, index: int) -> None:
+        for layer in tiny_gpt.moe_layers(chunks):
+            state, homes = layer.fssdp, layer.experts.physical.homes()
+            found = [(StoredWeights(expert).parts(), reads([p.detach() for p in expert])) for expert in homes]
+            everywhere: list = [None] * dist.get_world_size()
+            dist.all_gather_object(everywhere, found)
+            if state.replicas is None:
+                continue
+            chunks_here = state.replicas.buffer.weights(state.replicas.slots.sizes)
+            for copy in state.plan.copies:
+                if copy.rank == state.group.rank():
+                    stored, read = everywhere[copy.home][copy.index]
+                    chunk = chunks_here[copy.slot]
+                    assert torch.equal(chunk, torch.cat(stored))
+                    assert all(map(torch.equal, reads(layer.experts.physical.weights_in(chunk)), read))
+                    compared.add((index, state.index))
+
+    ours = tiny_gpt.train(case, hook=_hook(layout), before_step=compare)
+    assert ours.replicas
+    steps: list = [None] * dist.get_world_size()
+    dist.all_gather_object(steps, sorted(compared))
+    assert len({index for found in steps for index, _ in found}) >= 2, "replicas of two iterations at least"
+
+
+@ranks(2, preload=False)
+def test_experts_that_are_modules_of_their_own_are_refused() -> None:
+    import te_on_cpu
+
+    te_on_cpu.install(capability=BLACKWELL)
+    import tiny_gpt
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    chunks, config = tiny_gpt.build(case)
+    config.fp8, config.fp8_recipe = "e4m3", "mxfp8"
+    with pytest.raises(ValueError, match=r"set model\.moe_grouped_gemm=true or --moe-grouped-gemm"):
+        tiny_gpt.fssdp_hook()(chunks)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@ranks(2, preload=False)
+def test_frozen_experts(stored: bool) -> None:
+    layout = LAYOUTS["mxfp8"]
+    case = _case(layout, stored=stored)
+    import tiny_gpt
+
+    def freeze(chunks: list) -> list:
+        for layer in tiny_gpt.moe_layers(chunks):
+            layer.experts.requires_grad_(False)
+        return chunks
+
+    stock = tiny_gpt.train(case, hook=freeze)
+    ours = tiny_gpt.train(case, hook=lambda chunks: _hook(layout)(freeze(chunks)))
+    tiny_gpt.assert_trained_alike(stock, ours)
+
+
+@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
+@ranks(2, preload=False)
+def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
+    """Between a forward and its backward, on quantized copies that evaluation makes for itself."""
+    layout = (*LAYOUTS["mxfp8"][:4], dict(lifetime=lifetime))
+    case = _case(layout)
+    import tiny_gpt
+    import torch
+
+    forward_step, evaluated = tiny_gpt.forward_step, []
+
+    def disturbed(iterator: Any, model: Any, **kwargs: Any) -> Any:
+        output, loss = forward_step(iterator, model, **kwargs)
+
+        def loss_func(output: Any) -> Any:
+            with tiny_gpt.evaluating([model]):
+                measured, _ = forward_step(iter([tiny_gpt.batch(case, 77, 0)]), model, case=case)
+            evaluated.append(measured.float().mean())
+            return loss(output)
+
+        return output, loss_func
+
+    calm = tiny_gpt.train(case, hook=_hook(layout))
+    tiny_gpt.forward_step = disturbed
+    stock = tiny_gpt.train(case, hook=_hook(None))
+    stock_evaluated = evaluated.copy()
+    evaluated.clear()
+    ours = tiny_gpt.train(case, hook=_hook(layout))
+    tiny_gpt.assert_trained_alike(stock, ours)
+    assert tiny_gpt.difference(calm, ours) == tiny_gpt.SAME
+    torch.testing.assert_close(torch.stack(evaluated), torch.stack(stock_evaluated), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("direction", ["to stock", "from stock"])
+@ranks(2, preload=False)
+def test_checkpoints_of_quantized_parameters(direction: str) -> None:
+    """Loaded weights are quantized anew in stock and in FSSDP, and both go on alike."""
+    layout = STORED["mxfp8-distopt-overlap"]
+    case = _case(layout, stored=True)
+    import test_checkpoint
+    import tiny_gpt
+
+    hooks = [_hook(layout), _hook(None)]
+    writer, reader = hooks if direction == "to stock" else reversed(hooks)
+    written = tiny_gpt.train(case, hook=writer)
+    folder = test_checkpoint._folder("checkpoint")
+    test_checkpoint._save(written, folder)
+    read = tiny_gpt.train(case, steps=2, hook=reader)
+    test_checkpoint._load(read, folder)
+    again = tiny_gpt.train(case, steps=2, hook=_hook(None))
+    test_checkpoint._load(again, folder)
+    assert [read.step(s) for s in (3, 4, 5)] == pytest.approx([again.step(s) for s in (3, 4, 5)], rel=1e-5)

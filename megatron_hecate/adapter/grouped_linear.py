@@ -1,0 +1,143 @@
+"""Megatron's ``TEGroupedMLP``, and its twin over homes and replicas.
+
+TransformerEngine's ``GroupedLinear`` keeps state for each of its GEMMs: quantizers, copies of quantized weights, weight
+gradients to be computed later. A twin has more GEMMs than the module beside it, so it owns all of these.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megatron.core.transformer.moe.experts import TEGroupedMLP
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from megatron_hecate.adapter import compat
+
+_LINEARS = ("linear_fc1", "linear_fc2")
+
+
+class GroupedExperts:
+    """Megatron's grouped experts and their twin.
+
+    Args:
+        experts: the module that holds the homes.
+        num_physical: P, the twin's number of GEMMs.
+
+    Raises:
+        ValueError: for linears that lack what `compat.TE_ASSUMPTIONS` lists.
+    """
+
+    def __init__(self, experts: TEGroupedMLP, num_physical: int) -> None:
+        self.names: list[str] = []  # of one expert's parameters, with {} for its number
+        self.linears: list[Module] = []  # the one that owns each
+        self._homes = [getattr(experts, name) for name in _LINEARS]
+        for name, linear in zip(_LINEARS, self._homes, strict=True):
+            for kind in ("weight", "bias"):
+                if isinstance(getattr(linear, f"{kind}0", None), Parameter):
+                    self.names.append(f"{name}.{kind}{{}}")
+                    self.linears.append(linear)
+            if missing := [attribute for attribute in compat.TE_ASSUMPTIONS if not hasattr(linear, attribute)]:
+                raise ValueError(
+                    f"TEGroupedMLP.{name} is a {type(linear).__name__} without {', '.join(missing)}; FSSDP needs "
+                    "TransformerEngine's GroupedLinear with one weight per expert, and is tested from version 2.9 on"
+                )
+            recipes = getattr(linear, "te_quant_params", None)  # what quant_recipe has for it
+            if getattr(getattr(recipes, "training_recipe", None), "custom_recipe_factory", None):
+                raise ValueError(f"TEGroupedMLP.{name}: custom quantizers are unknown; change model.quant_recipe")
+        self.twin = copy_module(experts, with_parameters=True)
+        self.twin.num_local_experts = num_physical
+        for name, linear in zip(_LINEARS, self._homes, strict=True):
+            setattr(self.twin, name, _wide(linear, num_physical))
+        for name in ("quantization_padding", "quantization_unpadding"):  # they count GEMMs
+            if (padding := getattr(experts, name, None)) is not None:
+                wide = copy_module(padding, with_parameters=True)
+                wide.num_gemms = num_physical
+                setattr(self.twin, name, wide)
+
+    @property
+    def delays_wgrad(self) -> bool:
+        """Whether TE computes weight gradients when ``backward_dw`` is called, not in the backward."""
+        return self._homes[0].wgrad_store.delay_wgrad_compute()
+
+    def pass_over(self) -> None:
+        """The twin computed one of this iteration's microbatches in place of the homes' own module.
+
+        The next one that this module computes is not the first then: TE must add to ``main_grad``. The quantized
+        weights it kept are those of an earlier iteration.
+        """
+        for linear in self._homes:
+            linear.is_first_microbatch = False
+            linear._fp8_workspaces.clear()
+
+    def compute_delayed(self) -> dict[str, list[Tensor]]:
+        """Compute the weight gradients of the oldest backward whose are not: P tensors by parameter name. Those of
+        fused GEMMs are in ``main_grad`` then, and biases' can be empty: autograd had them."""
+        computed: dict[str, list[Tensor]] = {}
+        for name in reversed(_LINEARS):
+            (_, biases, _), (_, _, weights) = getattr(self.twin, name).wgrad_store.pop()
+            computed[f"{name}.weight{{}}"], computed[f"{name}.bias{{}}"] = weights, biases
+        return computed
+
+    def drop_delayed(self) -> None:
+        """Forget those: their iteration was abandoned."""
+        for name in _LINEARS:
+            linear = getattr(self.twin, name)
+            linear.wgrad_store = _new_store(linear)
+
+    def run_gradient_hooks(self) -> None:
+        """Tell DDP that the gradients of the homes are complete, as TE's ``backward_dw`` does."""
+        for linear in reversed(self._homes):
+            for hook in linear.wgrad_accumulation_and_reduce_hooks:
+                hook()
+
+
+def _wide(linear: Module, num_gemms: int) -> Module:
+    wide = copy_module(linear, with_parameters=False)
+    kinds = [kind for kind in ("weight", "bias") if f"{kind}0" in linear._parameters]
+    wide._parameters = {f"{kind}{i}": None for kind in kinds for i in range(num_gemms)}
+    if "bias" not in kinds:  # TE keeps an empty tensor for each GEMM
+        for i in range(num_gemms):
+            setattr(wide, f"bias{i}", linear.bias0)
+    own: dict[str, Any] = dict(  # what TE keeps for each GEMM, as in a new module
+        num_gemms=num_gemms,
+        fp8_meta={"fp8_checkpoint": False, "fp8_group": None},
+        fp8_meta_tensors_initialized=False,
+        fp8_initialized=False,
+        quantizers={way: type(of_way)() for way, of_way in linear.quantizers.items()},
+        _fp8_workspaces={},
+        _custom_quantizer_cache={},
+        wgrad_store=_new_store(linear),
+        # never: TE would take it as leave to overwrite main_grad, to which the homes' own module may have added
+        is_first_microbatch=False,
+    )
+    wide.__dict__.update(own)
+    return wide
+
+
+def _new_store(linear: Module) -> Any:
+    return type(linear.wgrad_store)(linear.wgrad_store.delay_wgrad_compute())
+
+
+def copy_module(module: Module, *, with_parameters: bool) -> Module:
+    """A shallow copy that can get submodules of its own and has no hooks: a user's hook on ``module`` fires there, once
+    per forward.
+
+    Args:
+        with_parameters: whether it shares parameters and submodules; else submodules are copied too, and every
+            parameter is missing, to be given in each call.
+    """
+    twin = copy.copy(module)
+    for name, value in vars(module).items():
+        if "_hooks" in name and isinstance(value, dict | list):
+            twin.__dict__[name] = type(value)()
+    if with_parameters:
+        twin._parameters, twin._modules = dict(module._parameters), dict(module._modules)
+        return twin
+    twin._parameters = dict.fromkeys(module._parameters)
+    twin._modules = {
+        name: None if child is None else copy_module(child, with_parameters=False)
+        for name, child in module._modules.items()
+    }
+    return twin
