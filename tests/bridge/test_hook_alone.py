@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from ranks import ranks
-from test_recipes import train
+from recipe_runs import train
 
 
 @pytest.mark.parametrize(
@@ -43,8 +43,8 @@ def test_adapters_of_experts() -> None:
     from megatron_hecate import HecateConfig, fssdp
 
     def adapt(chunks: list) -> list:
-        expert = chunks[0].decoder.layers[1].mlp.experts.local_experts[0]
-        expert.linear_fc1 = LoRALinear(expert.linear_fc1, torch.nn.Identity())
+        experts = chunks[0].decoder.layers[1].mlp.experts
+        experts.linear_fc1 = LoRALinear(experts.linear_fc1, torch.nn.Identity())
         return chunks
 
     config = recipe()
