@@ -186,6 +186,15 @@ MODEL = (
 )
 JOB = (
     Rule(
+        "overlap_grad_reduce",
+        "Megatron reduces experts' gradients before overlap_dispatch_backward_with_experts_wgrad has computed them",
+        unsupported=lambda settings: (
+            _is_set(settings["overlap_grad_reduce"])
+            and _is_set(settings["overlap_dispatch_backward_with_experts_wgrad"])
+        ),
+        part="ddp.",
+    ),
+    Rule(
         "use_megatron_fsdp",
         "Megatron-FSDP owns the expert weights; use the distributed optimizer",
         part="ddp.",

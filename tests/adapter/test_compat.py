@@ -108,6 +108,10 @@ def test_every_source_is_read_and_both_overrides_are_named() -> None:
         "set dist.use_torch_fsdp2=false or leave out --use-torch-fsdp2",
         "--moe-fssdp with peft=SimpleNamespace: adapters wrap the linears of the experts; set peft=null",
     ]
+    dispatch, overlap = {"overlap_dispatch_backward_with_experts_wgrad": True}, {"overlap_grad_reduce": True}
+    (problem,) = unsupported.find(dispatch, overlap, slots=0)
+    assert problem.endswith("; set ddp.overlap_grad_reduce=false or leave out --overlap-grad-reduce")
+    assert not unsupported.find(dispatch, slots=0) and not unsupported.find(overlap, slots=0)
     assert not unsupported.find({"expert_model_parallel_size": 2}, slots=2)
     assert not unsupported.find(slots=0), "with slots=0 EP 1 trains as stock"
 

@@ -6,6 +6,7 @@ Oracle: the same model without FSSDP, on the same ranks and data. What this cann
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -200,3 +201,23 @@ def test_a_step_that_breaks_off_before_its_weight_gradients() -> None:
         ours.step(3)
     ours.read_params()
     tiny_gpt.assert_trained_alike(stock, ours)
+
+
+@pytest.mark.slow
+@ranks(2, preload=False)
+def test_what_stock_loses_when_it_reduces_before_the_weight_gradients() -> None:
+    """Why `unsupported` has a rule on ``overlap_grad_reduce``; it can go when this fails. Oracle: stock without
+    overlap, which trains as it does without ``overlap_dispatch_backward_with_experts_wgrad``."""
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import tiny_gpt
+
+    settings = tuple({**DISPATCH, **FUSED}.items())
+    overlapped = tiny_gpt.Case(grouped=True, accumulate=2, **OVERLAP, settings=settings)
+    tiny_gpt.initialize(overlapped)
+    tiny_gpt.install_fused_wgrad()
+    calm = tiny_gpt.train(dataclasses.replace(overlapped, overlap=False))
+    plain = tiny_gpt.train(dataclasses.replace(overlapped, overlap=False, settings=tuple(FUSED.items())))
+    assert tiny_gpt.difference(plain, calm) == tiny_gpt.SAME
+    assert tiny_gpt.difference(calm, tiny_gpt.train(overlapped))["param"] > 1e-3
