@@ -109,6 +109,19 @@ MODEL = (
         unsupported=lambda settings: _is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"]) == "custom",
         part="mixed_precision.",
     ),
+    Rule(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "Megatron takes gradients of experts before they are computed, unless gradient_accumulation_fusion is on, "
+        "add_bias_linear and overlap_grad_reduce off",
+        unsupported=lambda settings: (
+            _is_set(settings["overlap_dispatch_backward_with_experts_wgrad"])
+            and (
+                settings["gradient_accumulation_fusion"] is False
+                or _is_set(settings["add_bias_linear"])
+                or _is_set(settings["overlap_grad_reduce"])
+            )
+        ),
+    ),
     Rule("use_kitchen", "experts of Kitchen's own linears have no replicas", flag=""),
     Rule(
         "moe_dispatch_fwd_dtype",  # 0.20
@@ -185,15 +198,6 @@ MODEL = (
     Rule("restore_modelopt_state", "ModelOpt replaces the experts' linears by its own", flag=""),
 )
 JOB = (
-    Rule(
-        "overlap_grad_reduce",
-        "Megatron reduces experts' gradients before overlap_dispatch_backward_with_experts_wgrad has computed them",
-        unsupported=lambda settings: (
-            _is_set(settings["overlap_grad_reduce"])
-            and _is_set(settings["overlap_dispatch_backward_with_experts_wgrad"])
-        ),
-        part="ddp.",
-    ),
     Rule(
         "use_megatron_fsdp",
         "Megatron-FSDP owns the expert weights; use the distributed optimizer",

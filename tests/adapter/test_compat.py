@@ -71,6 +71,7 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         moe_use_grouped_tensor=True,
         mlp_chunks_for_training=2,
         use_kitchen=True,
+        overlap_dispatch_backward_with_experts_wgrad=True,  # and gradients are not fused
         moe_dispatch_fwd_dtype="fp8",
         moe_combine_bwd_dtype="fp8",
         moe_ncclep_zero_copy=True,
@@ -108,10 +109,10 @@ def test_every_source_is_read_and_both_overrides_are_named() -> None:
         "set dist.use_torch_fsdp2=false or leave out --use-torch-fsdp2",
         "--moe-fssdp with peft=SimpleNamespace: adapters wrap the linears of the experts; set peft=null",
     ]
-    dispatch, overlap = {"overlap_dispatch_backward_with_experts_wgrad": True}, {"overlap_grad_reduce": True}
-    (problem,) = unsupported.find(dispatch, overlap, slots=0)
-    assert problem.endswith("; set ddp.overlap_grad_reduce=false or leave out --overlap-grad-reduce")
-    assert not unsupported.find(dispatch, slots=0) and not unsupported.find(overlap, slots=0)
+    dispatch = {"overlap_dispatch_backward_with_experts_wgrad": True, "gradient_accumulation_fusion": True}
+    assert not unsupported.find(dispatch, slots=0)
+    for breaks in ({"overlap_grad_reduce": True}, {"add_bias_linear": True}):
+        assert "set model.overlap_dispatch_backward" in unsupported.find(dispatch, breaks, slots=0)[0]
     assert not unsupported.find({"expert_model_parallel_size": 2}, slots=2)
     assert not unsupported.find(slots=0), "with slots=0 EP 1 trains as stock"
 

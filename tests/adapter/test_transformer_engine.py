@@ -173,26 +173,42 @@ def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[b
     assert len(fetches) == 3 * 2 * 2, "the iterations after the first fetch twice in both layers"
 
 
+@pytest.mark.parametrize("where", ["between the linears", "after both"])
+@pytest.mark.parametrize("lifetime", ["iteration", "microbatch"])
 @ranks(2, preload=False)
-def test_a_step_that_breaks_off_before_its_weight_gradients() -> None:
+def test_a_step_that_breaks_off_before_its_weight_gradients(lifetime: str, where: str) -> None:
     """The loop catches the error and does the step again. Oracle: stock Megatron, undisturbed."""
     import te_on_cpu
 
     te_on_cpu.install()
     import tiny_gpt
+    from transformer_engine.pytorch.module import grouped_linear
 
     case = tiny_gpt.Case(grouped=True, accumulate=2, settings=tuple({**DISPATCH, **FUSED}.items()))
     tiny_gpt.initialize(case)
     tiny_gpt.install_fused_wgrad()
     stock = tiny_gpt.train(case, steps=4)
-    ours = tiny_gpt.train(case, steps=3, hook=tiny_gpt.fssdp_hook())
+    ours = tiny_gpt.train(case, steps=3, hook=tiny_gpt.fssdp_hook(lifetime=lifetime))
     experts = tiny_gpt.moe_layers(ours.chunks)[0].experts
+    assert experts.physical.delayed is not None
 
     def fail() -> None:
         del experts.backward_dw
         raise InterruptedError
 
-    experts.backward_dw = fail
+    gemm, backwards = grouped_linear.general_grouped_gemm, []
+
+    def fail_in_first_linear(*args: Any, layout: str = "TN", **settings: Any) -> Any:
+        backwards.extend([layout] if layout == "NN" else [])
+        if len(backwards) == 2:
+            grouped_linear.general_grouped_gemm = gemm
+            raise InterruptedError
+        return gemm(*args, layout=layout, **settings)
+
+    if where == "after both":
+        experts.backward_dw = fail
+    else:
+        grouped_linear.general_grouped_gemm = fail_in_first_linear
     with pytest.raises(InterruptedError):
         ours.step(3)
     with contextlib.suppress(RuntimeError):  # the microbatches that FSSDP counts do not add up
@@ -204,20 +220,19 @@ def test_a_step_that_breaks_off_before_its_weight_gradients() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("with_", [dict(OVERLAP), dict(settings=dict(add_bias_linear=True))], ids=["overlap", "bias"])
 @ranks(2, preload=False)
-def test_what_stock_loses_when_it_reduces_before_the_weight_gradients() -> None:
-    """Why `unsupported` has a rule on ``overlap_grad_reduce``; it can go when this fails. Oracle: stock without
-    overlap, which trains as it does without ``overlap_dispatch_backward_with_experts_wgrad``."""
+def test_gradients_that_stock_takes_too_early(with_: dict[str, Any]) -> None:
+    """Why `unsupported` has a rule on ``overlap_dispatch_backward_with_experts_wgrad``; it can go when this fails.
+    Oracle: stock without that setting."""
     import te_on_cpu
 
     te_on_cpu.install()
     import tiny_gpt
 
-    settings = tuple({**DISPATCH, **FUSED}.items())
-    overlapped = tiny_gpt.Case(grouped=True, accumulate=2, **OVERLAP, settings=settings)
-    tiny_gpt.initialize(overlapped)
+    settings = {**FUSED, **with_.pop("settings", {})}
+    case = tiny_gpt.Case(grouped=True, accumulate=2, **with_, settings=tuple(settings.items()))
+    tiny_gpt.initialize(case)
     tiny_gpt.install_fused_wgrad()
-    calm = tiny_gpt.train(dataclasses.replace(overlapped, overlap=False))
-    plain = tiny_gpt.train(dataclasses.replace(overlapped, overlap=False, settings=tuple(FUSED.items())))
-    assert tiny_gpt.difference(plain, calm) == tiny_gpt.SAME
-    assert tiny_gpt.difference(calm, tiny_gpt.train(overlapped))["param"] > 1e-3
+    early = dataclasses.replace(case, settings=(*case.settings, *DISPATCH.items()))
+    assert tiny_gpt.difference(tiny_gpt.train(case), tiny_gpt.train(early))["param"] > 1e-3
