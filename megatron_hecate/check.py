@@ -48,8 +48,10 @@ def problems(settings: Mapping[str, Any], *, slots: int = HecateConfig.slots) ->
         ValueError: for a value of the wrong type, as quotes in YAML make it.
     """
     sources = _parts(settings)
-    for rule in unsupported.RULES:
-        for source in sources:
+    for source in sources:
+        for name, value in source.items():
+            _check_quotes(name, value)
+        for rule in unsupported.RULES:
             _check_type(rule, source.get(rule.setting))
     return unsupported.find(*sources, slots=slots)
 
@@ -115,14 +117,16 @@ def _parts(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     return parts
 
 
+def _check_quotes(name: str, value: Any) -> None:
+    """No setting has the text ``"false"`` for a value, but shells and quoted YAML make it; some have ``"none"``."""
+    if value in ("true", "false", "True", "False", "null", "None") or (name in ("fp8", "fp4") and value == "none"):
+        raise ValueError(f"{name}={value!r} is a text; write true, false or null without quotes")
+
+
 def _check_type(rule: unsupported.Rule, value: Any) -> None:
     kind = type(rule.instead)
-    quoted = isinstance(value, str) and value.lower() in ("true", "false", "none", "null", "")
-    if kind in EXPECTED:
-        wrong = value is not None and (type(value) is not kind or (quoted and value != rule.instead))
-    else:
-        wrong = quoted or isinstance(value, bool)
-    if wrong:
+    wrong = type(value) is not kind if kind in EXPECTED else isinstance(value, bool) or value in ("none", "")
+    if wrong and value is not None:
         raise ValueError(f"{rule.setting}={value!r} must be {EXPECTED.get(kind, 'null or a value')}, or left out")
 
 

@@ -96,7 +96,7 @@ quantized_operand: Callable[..., Tensor] | None = None
 def product(a: Any, transa: bool, b: Any, transb: bool) -> Tensor:
     """TE counts in columns: layout "TN" is ``b @ a.T``, "NN" ``b @ a``, "NT" ``b.T @ a``."""
     a, b = operand(a, columnwise=not transa), operand(b, columnwise=transb)
-    b = b.reshape(-1, b.shape[-1])
+    a, b = a.reshape(-1, a.shape[-1]), b.reshape(-1, b.shape[-1])
     return (b.t() if transb else b) @ (a.t() if transa else a)
 
 

@@ -23,7 +23,8 @@ MATTERS = re.compile(
 
 # Shown by tests, which docs/compatibility.md names, with replicas in use.
 WORKS = """
-    num_moe_experts moe_ffn_hidden_size moe_grouped_gemm moe_latent_size moe_layer_freq moe_layer_recompute
+    num_moe_experts moe_ffn_hidden_size moe_grouped_gemm moe_latent_size moe_mlp_glu_interleave_size
+    moe_layer_freq moe_layer_recompute
     moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep overlap_moe_expert_parallel_comm
     moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy moe_apply_probs_on_input
     moe_shared_expert_intermediate_size moe_shared_expert_overlap
@@ -31,6 +32,7 @@ WORKS = """
     moe_router_pre_softmax moe_router_score_function moe_router_num_groups moe_router_group_topk
     moe_router_enable_expert_bias moe_router_bias_update_rate
     mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
+    delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad
     fine_grained_activation_offloading offload_modules
     fp8 fp8_param fp4 fp4_param quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8
 """
@@ -75,7 +77,7 @@ NO_CONCERN = {
     """,
     "losses and logs": "moe_grad_scale_func mtp_grad_scale_func moe_per_layer_logging",
     "each token by itself, in the same module with the same settings": """
-        activation_func_fp8_input_store moe_mlp_glu_interleave_size moe_permute_fusion batch_invariant_mode
+        activation_func_fp8_input_store moe_permute_fusion batch_invariant_mode
         batch_invariant_backend
     """,
     "kernels of a dispatcher, which is built over physical experts as it is": """
