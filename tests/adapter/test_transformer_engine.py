@@ -37,7 +37,7 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
         2,
         dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False),
         dict(FUSED, add_bias_linear=True),
-        dict(lifetime="microbatch"),
+        dict(lifetime="microbatch", transport="nvlink"),
     ),
     "ep4-distopt-overlap": (4, dict(ep=4, accumulate=2, **OVERLAP), {}, {}),
     "ep4-fused-distopt-overlap": (4, dict(ep=4, accumulate=2, **OVERLAP), FUSED, {}),
