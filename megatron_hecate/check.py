@@ -1,9 +1,9 @@
 """``python -m megatron_hecate --check``: what FSSDP finds here; ``--settings FILE``: whether a job could use it.
 
 A file of settings is JSON or YAML: a mapping of fields of ``TransformerConfig`` and arguments of ``megatron.training``,
-or a list of such. Parts of a Bridge configuration may stand in it as they are (``{"model": {...}, "ddp": {...}}``) or
-as prefixes (``model.fp8``), and so may ``MODEL_ARGS`` of Megatron-LM's functional tests. Settings that no rule reads
-are skipped. No Megatron is needed.
+or a list of such. Parts of a Bridge configuration may stand in it as they are, as in a ``run_config.yaml``, or as
+prefixes (``model.fp8``), and so may ``MODEL_ARGS`` of Megatron-LM's functional tests. Settings that no rule reads are
+skipped. No Megatron is needed.
 """
 
 from __future__ import annotations
