@@ -47,6 +47,12 @@ ASSUMPTIONS = (
         _Assumption(f"core.transformer.moe.moe_layer:MoELayer.{name}", (), "overridden: timed in traces")
         for name in ("dispatch", "routed_experts_compute", "combine")
     ),
+    _Assumption(
+        "core.transformer.moe.moe_layer:MoELayer.backward_dw",
+        ("routed_experts", "shared_experts"),
+        "overridden: delayed gradients are complete after the call for shared experts",
+    ),
+    _Assumption("core.transformer.moe.experts:TEGroupedMLP.backward_dw", (), "overridden: the twin's are computed"),
     _Assumption("core.transformer.moe.experts:SequentialMLP.forward", _EXPERTS, "overridden: replicas join here"),
     _Assumption("core.transformer.moe.experts:TEGroupedMLP.forward", _EXPERTS, "overridden: replicas join here"),
     _Assumption(

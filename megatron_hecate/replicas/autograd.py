@@ -104,7 +104,8 @@ class PendingGradients:
         if not self._passed:
             return False
         for p, grad in zip((p for expert in self.homes for p in expert), self.complete([]), strict=True):
-            p.grad = grad if p.grad is None or grad is None else p.grad + grad
+            if grad is not None:
+                p.grad = grad.to(p.dtype) if p.grad is None else p.grad + grad
         return True
 
     def expect(self, replicated: tuple[int, ...], buffer: Buffer, *, label: str) -> None:

@@ -211,7 +211,7 @@ class Replicas:
             self.after_backward(self)
 
     def _main_grads(self, pending: PendingGradients) -> list[Tensor | None]:
-        """Where a fused GEMM adds each weight's gradient: the home's own main_grad, or the replica's fp32 memory."""
+        """Where a fused GEMM adds each weight's gradient: the home's own main_grad, or the replica's memory."""
         layout = self.slots.layout
         memory = [p.main_grad for expert in pending.homes for p in expert]
         memory += [part for chunk in self._grads() for part in layout.views(chunk)]

@@ -177,11 +177,13 @@ class LayerState:
         return self.keeps_replicas or bool(self._in_flight)
 
     def skip_stock_backward(self) -> bool:
-        """Whether the oldest microbatch ran stock code; it is then forgotten, since its backward does not tell."""
-        if self._in_flight and self._in_flight[0] is None:
+        """Whether the oldest microbatch ran stock code; it is then forgotten, since its backward does not tell. Without
+        gradients, which is so under a checkpoint inside another one, the same forward is computed once more."""
+        if not self._in_flight or self._in_flight[0] is not None:
+            return False
+        if torch.is_grad_enabled():
             self._in_flight.popleft()
-            return True
-        return False
+        return True
 
     def fetch_again(self) -> None:
         """The backward comes near: begin to fetch the oldest microbatch's replicas, unless they are here."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ranks import ranks
 
-PATTERN = "*EE*E"
+PATTERN, PREDICTION = "*EE*E", "*EEE"  # three layers of experts share two buffers
 
 
 def install() -> None:
@@ -44,7 +44,7 @@ def install() -> None:
         )
         pattern = PATTERN
         if block := arguments.pop("mtp_block_spec", None):
-            pattern += "/*EE" * config.mtp_num_layers
+            pattern += f"/{PREDICTION}" * config.mtp_num_layers
             submodules.mtp_block_spec = ModuleSpec(mtp.MultiTokenPredictionBlock, submodules=block)
         stack = ModuleSpec(hybrid_block.HybridStack, submodules=submodules)
         return HybridModel(config, stack, hybrid_layer_pattern=pattern, **arguments)
@@ -53,18 +53,21 @@ def install() -> None:
 
 
 @pytest.mark.newest
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("lifetime", ["iteration", "microbatch", "layer"])
 @ranks(2)
-def test_multi_token_prediction_by_one_repeated_layer(lifetime: str) -> None:
+def test_multi_token_prediction_by_one_repeated_layer(lifetime: str, recompute: bool) -> None:
     install()
     import tiny_gpt
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
     settings = dict(num_layers=5, mtp_num_layers=2, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3)
+    if recompute:
+        settings |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     case = tiny_gpt.Case(accumulate=2, settings=tuple(settings.items()))
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case)
     assert any(isinstance(module, MultiTokenPredictionBlock) for module in stock.chunks[0].modules())
     ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(lifetime=lifetime))
     tiny_gpt.assert_trained_alike(stock, ours)
-    assert [layer.fssdp.parts.passes for layer in tiny_gpt.moe_layers(ours.chunks)] == [1, 1, 1, 2, 2]
+    assert [layer.fssdp.parts.passes for layer in tiny_gpt.moe_layers(ours.chunks)] == [1, 1, 1, 2, 2, 2]

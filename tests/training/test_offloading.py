@@ -20,14 +20,11 @@ def test_offloaded_experts(fused: bool) -> None:
 
     te_on_cpu.install()
     import tiny_gpt
-
-    if fused:
-        import test_experts
-
-        test_experts.install_fused_wgrad()
     import torch
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
 
+    if fused:
+        tiny_gpt.install_fused_wgrad()  # for the attention
     settings = dict(
         fine_grained_activation_offloading=True,
         offload_modules=["expert_fc1", "moe_act"],

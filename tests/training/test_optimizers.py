@@ -35,9 +35,13 @@ OPTIMIZERS: dict[str, tuple[dict, dict, dict[str, int]]] = {
     "muon-layer-wise": (dict(bf16=True), dict(optimizer="dist_muon"), {"TensorParallelMuon": 3, "FusedAdam": 3}),
 }
 
+LIKE_OTHERS = {"apex-adam-distopt", "torch-adam", "te-adam-precision-aware-fp16-main"}
+
 
 @pytest.mark.newest
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_OTHERS else []) for name in OPTIMIZERS]
+)
 @ranks(2, preload=False)
 def test_every_optimizer_is_seen_and_trains_alike(name: str) -> None:
     _install(name)
