@@ -10,6 +10,7 @@ would switch on with a job's settings. ``torchrun ... -m megatron_hecate
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -17,6 +18,7 @@ import os
 import runpy
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +76,19 @@ def main(argv: list[str]) -> int:
     script = argv[at]
     if not Path(script).exists():
         parser.error(f"{script} does not exist")
+    if settings is not None and settings.speeds is not None:  # the script may change the working directory
+        given["moe_fssdp_speeds"] = str(Path(settings.speeds).absolute())
+    script = str(Path(script).absolute())
     sys.path[0] = str(Path(script).resolve().parent)  # as if the script had been started by itself
     from megatron_hecate import enable
 
     enable.launched.update(given)
-    sys.meta_path.insert(0, _WithBridge())
-    sys.argv = argv[at:]
+    if "megatron.bridge" in sys.modules:
+        import megatron_hecate.bridge  # noqa: F401
+    else:
+        sys.meta_path.insert(0, _WithBridge())
+    os.execvpe = functools.partial(_start_again, os.execvpe, given)
+    sys.argv = [script, *argv[at + 1 :]]
     runpy.run_path(script, run_name="__main__")
     if settings is not None and "megatron_hecate.convert" not in sys.modules:
         print(f"FSSDP: {script} built no model by megatron.training or Megatron-Bridge: FSSDP was off", file=sys.stderr)
@@ -88,22 +97,31 @@ def main(argv: list[str]) -> int:
 
 
 class _WithBridge(importlib.abc.MetaPathFinder):
-    """Imports `megatron_hecate.bridge` as soon as the script has imported Megatron-Bridge's training loop."""
+    """Imports `megatron_hecate.bridge` as soon as the script has imported Megatron-Bridge."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != "megatron.bridge.training.pretrain":
+        if name != "megatron.bridge":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        assert spec is not None and spec.loader is not None, f"{name} is not to be found, but is imported"
-        execute = spec.loader.exec_module
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
-        def exec_module(module: types.ModuleType) -> None:
-            execute(module)
-            import megatron_hecate.bridge  # noqa: F401
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                import megatron_hecate.bridge  # noqa: F401
 
-        spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module
         return spec
+
+
+def _start_again(execvpe: Callable, given: dict[str, Any], file: str, command: list[str], environment: dict) -> None:
+    """In the place of ``os.execvpe``, by which Bridge's scripts start anew in a recipe's environment: we come along."""
+    if file == sys.executable and command[1].endswith(".py"):
+        flags = [("--" + name.replace("_", "-"), value) for name, value in given.items()]
+        ours = [part for flag, value in flags for part in ((flag,) if value is True else (flag, str(value)))]
+        command = [file, "-m", "megatron_hecate", *ours, *command[1:]]
+    execvpe(file, command, environment)
 
 
 if __name__ == "__main__":

@@ -125,7 +125,7 @@ def _literal(text: Any) -> Any:
 
 
 def _check_quotes(name: str, value: Any) -> None:
-    """No setting has the value ``"false"``, but shells and quoted YAML make it. ``"none"`` is a value of some."""
+    """No setting has the text ``"false"`` for a value, but shells and quoted YAML make it; some have ``"none"``."""
     if value in ("true", "false", "True", "False", "null", "None") or (name in ("fp8", "fp4") and value == "none"):
         raise ValueError(f"{name}={value!r} is a text; write true, false or null without quotes")
 

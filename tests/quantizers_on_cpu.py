@@ -2,8 +2,8 @@
 
 They stand in for the compiled functions of ``transformer_engine_torch``: the same bytes in the same places, held by
 TE's own tensors and chosen by TE's own quantizers. `test_quantizers` compares the bytes with TE's Python references
-and with the formats' definitions. Two things differ from a GPU: scales stay in the compact layout, which TE permutes for its
-GEMMs, and gradients in NVFP4 are rounded to nearest, where TE rounds them stochastically.
+and with the formats' definitions. Two things differ from a GPU: scales stay in the compact layout, which TE permutes
+for its GEMMs, and gradients in NVFP4 are rounded to nearest, where TE rounds them stochastically.
 
 A GEMM decodes its operands, from the representation that a GPU would read, and multiplies in fp64: what a token gets
 does not depend on the other tokens of the GEMM.
@@ -37,11 +37,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
 def install() -> None:
-    """Let TE quantize; after ``te_on_cpu.install()``."""
-    import transformer_engine_torch as tex
-
-    for function in (quantize, split_quantize, bgrad_quantize, fp8_transpose, te_general_grouped_gemm):
-        setattr(tex, function.__name__, function)
+    """Let TE dequantize on a CPU; after ``te_on_cpu.install()``. Import this module before it."""
     for stem, name in (("mxfp8", "_FromMXFP8Func"), ("nvfp4", "_FromNVFP4Func"), ("float8", "_FromFloat8Func")):
         module = importlib.import_module(f"transformer_engine.pytorch.tensor.storage.{stem}_tensor_storage")
         getattr(module, name).forward = staticmethod(_dequantize)  # TE moves what is not on a GPU there first
@@ -193,7 +189,10 @@ def _per_tensor(x: Tensor, quantizer: Any, rowwise: bool, columnwise: bool) -> d
 
     dtype = FP8[int(quantizer.dtype)]
     amax = x.abs().amax().view(1) if x.numel() else torch.zeros(1)
-    scale = _scale(amax, quantizer, dtype)
+    if type(quantizer).__name__ == "Float8Quantizer":  # as the distributed optimizer uses it
+        scale = quantizer.scale.float().view(1)
+    else:
+        scale = _scale(amax, quantizer.force_pow_2_scales, quantizer.amax_epsilon, LARGEST[dtype])
     data = _encode(x * scale, dtype)
     both = is_non_tn_fp8_gemm_supported()  # the GPU then needs no transpose
     return {
@@ -203,11 +202,11 @@ def _per_tensor(x: Tensor, quantizer: Any, rowwise: bool, columnwise: bool) -> d
     }
 
 
-def _scale(amax: Tensor, quantizer: Any, dtype: torch.dtype) -> Tensor:
-    amax = amax.clamp(min=quantizer.amax_epsilon)
-    scale = LARGEST[dtype] / amax
+def _scale(amax: Tensor, power_of_two: bool, least: float, largest: float) -> Tensor:
+    amax = amax.clamp(min=least)
+    scale = largest / amax
     scale = torch.where(scale.isinf(), torch.finfo(torch.float32).max, scale)
-    if quantizer.force_pow_2_scales:
+    if power_of_two:
         scale = torch.exp2(torch.frexp(scale).exponent - 1.0)
     return torch.where(amax == 0, 1.0, scale)
 
@@ -221,7 +220,8 @@ def _blockwise(x: Tensor, quantizer: Any, rowwise: bool, columnwise: bool) -> di
         wide = pad(matrix, (0, -k % BLOCK, 0, -m % BLOCK if flat else 0))
         high = BLOCK if flat else 1
         tiles = wide.view(len(wide) // high, high, wide.shape[1] // BLOCK, BLOCK)
-        scale = _scale(tiles.abs().amax(dim=(1, 3)), quantizer, dtype)
+        amax = tiles.abs().amax(dim=(1, 3))
+        scale = _scale(amax, quantizer.force_pow_2_scales, quantizer.amax_epsilon, LARGEST[dtype])
         data = _encode(tiles * scale[:, None, :, None], dtype).view(wide.shape)[:m, :k].contiguous()
         inverse = scale.reciprocal()
         return data, _padded(inverse if flat else inverse.t().contiguous(), 1, 4)
@@ -285,3 +285,53 @@ def _rotate(x: Tensor) -> Tensor:
 
 def _padded(scale: Tensor, rows: int, columns: int) -> Tensor:
     return pad(scale, (0, -scale.shape[1] % columns, 0, -scale.shape[0] % rows)).contiguous()
+
+
+# What TE's part of the distributed optimizer calls: each rank has a part of each weight's elements, from `start`.
+
+
+def compute_amax(part: Tensor, amax: Tensor) -> None:
+    amax.copy_(part.abs().max())
+
+
+def multi_tensor_compute_scale_and_scale_inv(
+    chunk: int, noop: Tensor, lists: list[list[Tensor]], largest: float, power_of_two: bool, least: float
+) -> None:
+    for amax, scale, inverse in zip(*lists, strict=True):
+        scale.copy_(_scale(amax, power_of_two, least, largest))
+        inverse.copy_(scale.reciprocal())
+
+
+def fp8_block_scaling_compute_partial_amax(
+    part: Tensor, amax: Tensor, rows: int, columns: int, start: int, block: int
+) -> None:
+    whole = torch.zeros(rows * columns)
+    whole[start : start + part.numel()] = part.float().abs().view(-1)
+    wide = pad(whole.view(rows, columns), (0, -columns % block, 0, -rows % block))
+    found = wide.view(len(wide) // block, block, -1, block).amax(dim=(1, 3))
+    amax[:, : found.shape[1]] = found
+
+
+def fp8_block_scaling_partial_cast(
+    part: Tensor, out: Tensor, scale: Tensor, rows: int, columns: int, start: int, block: int, dtype: Any
+) -> None:
+    wide = scale.repeat_interleave(block, dim=0).repeat_interleave(block, dim=1)[:rows, :columns].reshape(-1)
+    out.copy_(_encode(part.float().view(-1) * wide[start : start + part.numel()], FP8[int(dtype)]))
+
+
+tex_on_cpu.FUNCTIONS.update(
+    {
+        function.__name__: function
+        for function in (
+            quantize,
+            split_quantize,
+            bgrad_quantize,
+            fp8_transpose,
+            te_general_grouped_gemm,
+            compute_amax,
+            multi_tensor_compute_scale_and_scale_inv,
+            fp8_block_scaling_compute_partial_amax,
+            fp8_block_scaling_partial_cast,
+        )
+    }
+)

@@ -50,12 +50,22 @@ def test_usage_errors(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.newest
-def test_a_script_that_never_builds_a_model_is_an_error(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("import sys; print(sys.argv[1:])")
-    launched = _python("-m", "megatron_hecate", "--moe-fssdp", str(script), "--flag", "model.x=1", timeout=120)
-    assert "['--flag', 'model.x=1']" in launched.stdout, "our flags are not passed on"
-    assert launched.returncode == 1 and "script.py built no model by megatron.training or" in launched.stderr
+def test_a_script_that_starts_itself_again_and_builds_no_model(tmp_path: Path) -> None:
+    """As Megatron-Bridge's scripts do, once they know a recipe's environment, and from another folder."""
+    script, speeds = tmp_path / "script.py", Path("tests", "free_copies.json")
+    script.write_text(
+        "import os, sys\n"
+        "again = [sys.executable, os.path.abspath(__file__), *sys.argv[1:]]\n"
+        "if 'AGAIN' not in os.environ:\n"
+        "    os.execvpe(sys.executable, again, {**os.environ, 'AGAIN': '1'})\n"
+        "from megatron_hecate import enable\n"
+        "print(enable.launched, sys.argv[1:])\n"
+    )
+    flags = ["--moe-fssdp", "--moe-fssdp-slots", "3", "--moe-fssdp-speeds", str(speeds)]
+    done = _python("-m", "megatron_hecate", *flags, str(script), "--flag", "model.x=1", timeout=120)
+    launched = {"moe_fssdp": True, "moe_fssdp_slots": 3, "moe_fssdp_speeds": str(ROOT / speeds)}
+    assert f"{launched} ['--flag', 'model.x=1']" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 1 and "script.py built no model by megatron.training or" in done.stderr
 
 
 @pytest.fixture(scope="module")

@@ -8,15 +8,11 @@ nothing of it, as ``examples/run_on_cpu.py`` does.
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import importlib
-import importlib.abc
-import importlib.machinery
 import logging
 import os
 import sys
-import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -28,64 +24,9 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.simplefilter("ignore")
 
 import megatron_on_cpu  # noqa: E402
-import te_on_cpu  # noqa: E402
+import packages_on_cpu  # noqa: E402, F401
 
-te_on_cpu.install()
-import megatron.training.training  # noqa: E402, F401
-
-ABSENT = (
-    "comet_ml",
-    "fast_hadamard_transform",
-    "megatron.bridge.diffusion",  # there, but of no interest, and it needs much
-    "megatron.energon",
-    "mlflow",
-    "modelopt",
-    "nvidia_resiliency_ext",
-    "open_clip",
-)
-
-
-class _AnyName(abc.ABCMeta):
-    """A class that has every attribute, each such a class again."""
-
-    def __getattr__(cls, name: str) -> Any:
-        return _stand_in(name)
-
-    def __getitem__(cls, item: Any) -> Any:
-        return cls
-
-    def __or__(cls, other: Any) -> Any:
-        return cls
-
-    __ror__ = __or__
-
-
-def _stand_in(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    return _AnyName(name, (), {"__init__": lambda self, *args, **kwargs: None, "__call__": lambda self, f: f})
-
-
-class _Packages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes `ABSENT` packages and all their modules, in which every name is a class that does nothing."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if any(name == absent or name.startswith(f"{absent}.") for absent in ABSENT):
-            return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        return None
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        module = types.ModuleType(spec.name)
-        module.__version__ = "0"
-        module.__getattr__ = _stand_in
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None: ...
-
-
-sys.meta_path.insert(0, _Packages())
 logging.disable(logging.INFO)
-
 import megatron.bridge.models.conversion.auto_bridge as auto_bridge  # noqa: E402
 import megatron.bridge.models.glm.glm45_bridge as glm45_bridge  # noqa: E402
 import megatron.bridge.models.gpt_provider as gpt_provider  # noqa: E402

@@ -45,26 +45,26 @@ LAYOUTS: dict[str, Layout] = {
 }
 # the same, with parameters in fp8
 STORED: dict[str, Layout] = {
-    "mxfp8": (2, "mxfp8", {}, {}, {}),
     "mxfp8-layer-nvlink": (2, "mxfp8", {}, {}, dict(lifetime="layer", transport="nvlink")),
     "mxfp8-biases": (2, "mxfp8", {}, dict(add_bias_linear=True), {}),
     "mxfp8-distopt-overlap": (2, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
     "mxfp8-edp2-distopt-overlap": (4, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
     "mxfp8-pp2-recompute": (4, "mxfp8", dict(pp=2, accumulate=4), FULL, dict(lifetime="microbatch")),
-    "tensorwise": (2, "tensorwise", {}, {}, {}),
     "tensorwise-microbatch": (2, "tensorwise", {}, {}, dict(lifetime="microbatch")),
-    "blockwise": (2, "blockwise", {}, {}, {}),
-    "nvfp4": (2, "nvfp4", {}, {}, {}),
+    "tensorwise-distopt-overlap": (2, "tensorwise", dict(distributed_optimizer=True, overlap=True), {}, {}),
+    "tensorwise-edp2-distopt-overlap": (4, "tensorwise", dict(distributed_optimizer=True, overlap=True), {}, {}),
+    "blockwise-edp2-distopt-overlap": (4, "blockwise", dict(distributed_optimizer=True, overlap=True), {}, {}),
 }
 
 
-def _case(layout: Layout, *, stored: bool = False, exact: bool = True) -> Any:
+def _case(layout: Layout, *, stored: bool = False, exact: bool = True, version: str = "2.20.2") -> Any:
     import quantizers_on_cpu
     import te_on_cpu
 
     _, recipe, fields, further, _ = layout
     name, _, other = recipe.partition("-")
-    te_on_cpu.install(capability=HOPPER if name in ("tensorwise", "blockwise") and not other else BLACKWELL)
+    hopper = name in ("tensorwise", "blockwise") and not other
+    te_on_cpu.install(version, capability=HOPPER if hopper else BLACKWELL)
     quantizers_on_cpu.install()
     quantizers_on_cpu.exact_activations = exact
     import tiny_gpt
@@ -101,15 +101,13 @@ def _hook(layout: Layout | None) -> Any:
     return hook
 
 
-def _compare(layout: Layout, *, stored: bool = False, tolerance: float = 1e-5) -> Any:
-    case = _case(layout, stored=stored)
+def _compare(layout: Layout, *, tolerance: float = 1e-5, **of_case: Any) -> None:
+    case = _case(layout, **of_case)
     import tiny_gpt
 
     stock = tiny_gpt.train(case, hook=_hook(None))
     ours = tiny_gpt.train(case, hook=_hook(layout))
-    worst = tiny_gpt.assert_trained_alike(stock, ours, tolerance=tolerance)
-    print("parity", worst)
-    return ours
+    tiny_gpt.assert_trained_alike(stock, ours, tolerance=tolerance)
 
 
 def _names(layouts: dict[str, Layout], num_ranks: int) -> list[str]:
@@ -138,6 +136,13 @@ def test_two_ranks_with_quantized_parameters(name: str) -> None:
 @ranks(4, preload=False)
 def test_four_ranks_with_quantized_parameters(name: str) -> None:
     _compare(STORED[name], stored=True)
+
+
+@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", "blockwise", "nvfp4"])
+@ranks(2, preload=False)
+def test_the_oldest_transformer_engine(recipe: str, stored: bool) -> None:
+    _compare((2, recipe, {}, {}, {}), stored=stored, version="2.9.0")
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", "blockwise", "nvfp4"])
@@ -187,8 +192,8 @@ def test_recipes_linear_by_linear() -> None:
 @pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", "blockwise", "nvfp4"])
 @ranks(2, preload=False)
 def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
-    """After each backward: what is stored, and what a GEMM of the forward or the backward reads of it."""
-    layout = STORED[recipe]
+    """After each backward: what is stored, and what a GEMM of the forward or the backward reads of it. And parity."""
+    layout: Layout = (2, recipe, {}, {}, {})
     case = _case(layout, stored=True)
     import quantizers_on_cpu
     import tiny_gpt
@@ -221,8 +226,9 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
                     assert all(map(torch.equal, reads(layer.experts.physical.weights_in(chunk)), read))
                     compared.add((index, state.index))
 
+    stock = tiny_gpt.train(case, hook=_hook(None))
     ours = tiny_gpt.train(case, hook=_hook(layout), before_step=compare)
-    assert ours.replicas
+    tiny_gpt.assert_trained_alike(stock, ours)
     steps: list = [None] * dist.get_world_size()
     dist.all_gather_object(steps, sorted(compared))
     assert len({index for found in steps for index, _ in found}) >= 2, "replicas of two iterations at least"
