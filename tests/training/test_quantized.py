@@ -19,6 +19,7 @@ slow = pytest.mark.slow
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
+DELAYED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
 
 # name: (ranks, recipe, fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
 Layout = tuple[int, str, dict, dict, dict]
@@ -43,6 +44,7 @@ LAYOUTS: dict[str, Layout] = {
     "mxfp8-edp2-distopt-overlap": (4, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
     "mxfp8-pp2-recompute": (4, "mxfp8", dict(pp=2, accumulate=4), FULL, {}),
     "mxfp8-biases": (2, "mxfp8", {}, dict(add_bias_linear=True), {}),
+    "mxfp8-delayed-biases": (2, "mxfp8", dict(accumulate=4), dict(DELAYED, add_bias_linear=True), {}),
 }
 # the same, with parameters in fp8
 STORED: dict[str, Layout] = {
@@ -51,6 +53,7 @@ STORED: dict[str, Layout] = {
     "mxfp8-distopt-overlap": (2, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
     "mxfp8-edp2-distopt-overlap": (4, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
     "mxfp8-pp2-recompute": (4, "mxfp8", dict(pp=2, accumulate=4), FULL, dict(lifetime="microbatch")),
+    "mxfp8-delayed": (2, "mxfp8", dict(accumulate=4, distributed_optimizer=True, overlap=True), DELAYED, {}),
     "tensorwise-microbatch": (2, "tensorwise", {}, {}, dict(lifetime="microbatch")),
     "tensorwise-distopt-overlap": (2, "tensorwise", dict(distributed_optimizer=True, overlap=True), {}, {}),
     "tensorwise-edp2-distopt-overlap": (4, "tensorwise", dict(distributed_optimizer=True, overlap=True), {}, {}),
