@@ -1,9 +1,9 @@
 """``python -m megatron_hecate --check``: what FSSDP finds here; ``--settings FILE``: whether a job could use it.
 
 A file of settings is JSON or YAML: a mapping of fields of ``TransformerConfig`` and arguments of ``megatron.training``,
-or a list of such. Parts of a Bridge configuration may stand in it as they are (``{"model": {...}, "ddp": {...}}``) or
-as prefixes (``model.fp8``), and so may ``MODEL_ARGS`` of Megatron-LM's functional tests. Settings that no rule reads
-are skipped. No Megatron is needed.
+or a list of such. Parts of a Bridge configuration may stand in it as they are, as in a ``run_config.yaml``, or as
+prefixes (``model.fp8``), and so may ``MODEL_ARGS`` of Megatron-LM's functional tests. Settings that no rule reads are
+skipped. No Megatron is needed.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ def problems(settings: Mapping[str, Any], *, slots: int = HecateConfig.slots) ->
 def _check_file(path: Path) -> int:
     """Print the verdict on each job in the file."""
     jobs = _read(path)
+    if not jobs or not isinstance(jobs, Mapping | list):
+        raise ValueError(f"holds {jobs!r}, not a mapping of settings or a list of such")
     if isinstance(jobs, Mapping):
         found = problems(jobs)
         print("\n".join(found) if found else "would switch on")
         return 1 if found else 0
-    if not isinstance(jobs, list) or not jobs:
-        raise ValueError(f"holds {jobs!r}, not a mapping of settings or a list of such")
     lines = []
     for number, job in enumerate(jobs, start=1):
         if not isinstance(job, Mapping):
@@ -108,13 +108,20 @@ def _parts(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         prefix, _, name = str(key).lstrip("-").replace("-", "_").rpartition(".")
         if isinstance(value, Mapping) and name in PARTS:
             parts += _parts(value)
-        elif isinstance(value, Mapping) and name == "refused":  # a record of a recipe: Python literals
-            parts.append({name: ast.literal_eval(literal) for name, literal in value.items()})
+        elif isinstance(value, Mapping) and name == "refused":  # a record of a recipe holds Python literals there
+            parts.append({name: _literal(text) for name, text in value.items()})
         elif not prefix:
             own[ALIASES.get(name, name)] = value
         elif prefix.rpartition(".")[2] in PARTS:
             parts.append({ALIASES.get(name, name): value})
     return parts
+
+
+def _literal(text: Any) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise ValueError(f"{text!r} is not a Python literal") from None
 
 
 def _check_quotes(name: str, value: Any) -> None:
