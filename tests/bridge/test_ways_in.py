@@ -191,7 +191,7 @@ def test_the_overrides_that_are_named_are_ones_that_bridge_takes(kind: str) -> N
         config.model = as_model_config(config.model)
     config.mixed_precision = "bf16_with_fp8_delayed_scaling_mixed"
     settings = getattr(config.model, "transformer", config.model)
-    settings.use_transformer_engine_op_fuser = settings.moe_single_grouped_weight = True
+    settings.use_transformer_engine_op_fuser, settings.mlp_chunks_for_training = True, 2
     config.model.restore_modelopt_state = True
     bridge.enable(config)
     with pytest.raises(ValueError, match="FSSDP cannot be switched on") as error:
