@@ -30,6 +30,11 @@ checks of the hook to the [settings of 426 jobs](../tests/data/README.md): all r
 ```
 python -m megatron_hecate --check --settings FILE
 ```
+
+`FILE` holds fields of `TransformerConfig` and arguments of Megatron, as JSON or YAML; Bridge writes one by
+`cfg.to_yaml(FILE)`, and `run_config.yaml` beside every checkpoint. With the overrides that are named below each of the
+jobs switches on, and a `TransformerConfig` that took the job's settings takes the changed ones
+(`test_the_overrides_that_are_named_switch_it_on`).
 """
 
 

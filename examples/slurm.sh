@@ -11,6 +11,6 @@
 # once, and set SPEEDS to that file. A rank that dies is named by the others after --moe-fssdp-timeout.
 set -euo pipefail
 export NODES=$SLURM_JOB_NUM_NODES
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_ADDR
+mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+export MASTER_ADDR=${hosts[0]}
 srun --kill-on-bad-exit=1 bash -c 'NODE_RANK=$SLURM_NODEID exec examples/megatron_lm.sh "$@"' megatron_lm.sh "$@"

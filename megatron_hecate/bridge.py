@@ -56,8 +56,8 @@ class Metrics(callbacks.Callback):
     """Log FSSDP's metrics to the loggers a recipe uses: TensorBoard, Weights & Biases, MLflow, Comet.
 
     ``fssdp/computed layer 3`` is `LayerMetrics.computed` of that layer, ``fssdp/computed`` the mean over the layers.
-    They are of the expert-parallel groups of Bridge's logging rank, the last one, on all pipeline stages, and are
-    logged every ``logger.tensorboard_log_interval`` iterations.
+    They are of the expert-parallel groups of Bridge's logging rank, the last one, on all pipeline stages: stages
+    exchange theirs by a small collective. It happens every ``logger.tensorboard_log_interval`` iterations.
     """
 
     def on_train_step_end(self, context: callbacks.CallbackContext) -> None:

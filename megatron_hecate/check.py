@@ -1,15 +1,16 @@
 """``python -m megatron_hecate --check``: what FSSDP finds here; ``--settings FILE``: whether a job could use it.
 
 A file of settings is JSON or YAML: a mapping of fields of ``TransformerConfig`` and arguments of ``megatron.training``,
-or a list of such. Parts of a Bridge configuration may stand in it as they are (``{"model": {...}, "ddp": {...}}``) or
-as prefixes (``model.fp8``, ``+model.fp8``), and so may ``MODEL_ARGS`` of Megatron-LM's functional tests. Settings that
-no rule reads are skipped. What only the built modules show, such as experts that are no `TEGroupedMLP`, the hook
-refuses. No Megatron is needed.
+or a list of such. Parts of a Bridge configuration may stand in it as they are, as in a ``run_config.yaml``, or as
+prefixes (``model.fp8``, ``+model.fp8``), and so may ``MODEL_ARGS`` of Megatron-LM's functional tests. Settings that no
+rule reads are skipped. What only the built modules show, such as experts that are no `TEGroupedMLP`, the hook refuses.
+No Megatron is needed.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib.util
 import json
 import sys
@@ -62,12 +63,12 @@ def problems(settings: Mapping[str, Any], *, slots: int = HecateConfig.slots) ->
 def _check_file(path: Path) -> int:
     """Print the verdict on each job in the file."""
     jobs = _read(path)
+    if not jobs or not isinstance(jobs, Mapping | list):
+        raise ValueError(f"holds {jobs!r}, not a mapping of settings or a list of such")
     if isinstance(jobs, Mapping):
         found = problems(jobs)
         print("\n".join(found) if found else "would switch on")
         return 1 if found else 0
-    if not isinstance(jobs, list) or not jobs:
-        raise ValueError(f"holds {jobs!r}, not a mapping of settings or a list of such")
     lines = []
     for number, job in enumerate(jobs, start=1):
         if not isinstance(job, Mapping):
@@ -111,6 +112,8 @@ def _parts(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         prefix, _, name = str(key).lstrip("+-").replace("-", "_").rpartition(".")
         if isinstance(value, Mapping) and name in PARTS:
             parts += _parts(value)
+        elif isinstance(value, Mapping) and name == "refused":  # a record of a recipe holds Python literals there
+            parts.append({name: _literal(text) for name, text in value.items()})
         elif name == "mixed_precision" and "delayed_scaling" in str(value):  # one of Bridge's names
             parts.append({"fp8": value, "fp8_recipe": "delayed"})
         elif not prefix or prefix.rpartition(".")[2] in PARTS:
@@ -131,6 +134,13 @@ def _derived(settings: unsupported.Settings) -> dict[str, Any]:
                 raise ValueError(f"{kind}tensor_parallel_num_weight_shards={shards!r} of {size!r} ranks: numbers only")
             found[f"{kind}gtp_weight_remat_size"] = shards // size
     return found
+
+
+def _literal(text: Any) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        raise ValueError(f"{text!r} is not a Python literal") from None
 
 
 def _check_quotes(name: str, value: Any) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -144,14 +145,18 @@ def _build(tensor: Tensor, quantizer: Any, parts: dict[str, Tensor | None]) -> A
     rename = {"scale_inv": "fp8_scale_inv", "transpose": "data_transpose"} if stem == "float8" else {}
     fields: dict[str, Any] = {rename.get(key, key): part for key, part in parts.items()}
     number = "fp4_dtype" if stem == "nvfp4" else "fp8_dtype"
-    fields.update({number: quantizer.dtype, "quantizer": quantizer, "fake_dtype": tensor.dtype})
+    fields.update({number: quantizer.dtype, "quantizer": quantizer})
     if stem == "float8_blockwise":
         fields["is_2D_scaled"] = quantizer.block_scaling_dim == 2
-    bases = [base for base in cls.__mro__ if base.__name__.endswith("Storage")]
-    if any("with_gemm_swizzled_scales" in inspect.signature(base.__new__).parameters for base in bases):
-        fields["with_gemm_swizzled_scales"] = False
+    bases = [base for base in cls.__mro__ if base.__module__.startswith("transformer_engine")]
+    known = {name for base in bases for name in inspect.signature(base.__new__).parameters}
+    newer = {"fake_dtype": tensor.dtype, "with_gemm_swizzled_scales": False}  # than the oldest TE
     if not quantizer.internal:
-        fields.update(shape=tensor.shape, dtype=tensor.dtype, requires_grad=False, device=tensor.device)
+        fields.update(shape=tensor.shape, dtype=tensor.dtype, requires_grad=False)
+        newer["device"] = tensor.device
+    fields.update({name: value for name, value in newer.items() if name in known})
+    if "data_format" in known:  # of the oldest
+        fields["data_format"] = sys.modules["transformer_engine_torch"].Float8BlockScaleTensorFormat.GEMM_READY
     return cls(**fields)
 
 

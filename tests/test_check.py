@@ -137,7 +137,9 @@ def test_a_list_has_a_line_for_each(check: Any) -> None:
     ("text", "message"),
     [
         ("[]", "holds [], not a mapping of settings or a list of such"),
+        ("{}", "holds {}, not a mapping"),
         ("3", "holds 3, not a mapping"),
+        ('{"refused": {"fp8": "e4m3 or so"}}', "'e4m3 or so' is not a Python literal"),
         ('[{"expert_model_parallel_size": 2}, 3]', "entry 2 is 3, not a mapping"),
         ("{", "is not JSON: "),
         ('{"use_kitchen": "false"}', "use_kitchen='false' is a text; write true, false or null without quotes"),

@@ -114,7 +114,8 @@ BRIDGE_ASSUMPTIONS = (
 )
 
 
-# attributes of TransformerEngine's GroupedLinear, and of Megatron's class around it, that `grouped_linear` uses
+# Attributes of TransformerEngine's GroupedLinear, and of Megatron's class around it, that `grouped_linear` uses. Of its
+# QuantizedTensor `stored_weights` assumes that ``get_metadata`` gives all that it is made of, but shape and dtype.
 TE_ASSUMPTIONS = {
     "num_gemms": "the twin has more",
     "weight0": "one parameter per expert",

@@ -5,9 +5,9 @@ known when FSSDP is switched on, before DDP and the optimizer exist. So gradient
 optimizer to be Adam with its whole state on this rank. A distributed optimizer over several copies of the experts,
 offloading, or gradients in bf16 need less. All sizes are bytes.
 
-Not counted: activations, and what the backward of one layer holds for a moment, the gradients of its homes and replicas
-in the weights' type, of at most so many experts as it has homes and slots (stock's grouped experts: of all homes; none
-with gradient accumulation fusion).
+Not counted: activations; in fp8 and fp4 the quantized copies of weights that are stored in bf16; and what the backward
+of one layer holds for a moment, the gradients of its homes and replicas in the weights' type, of at most so many
+experts as it has homes and slots (stock's grouped experts: of all homes; none with gradient accumulation fusion).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
         2,
         dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False),
         dict(FUSED, add_bias_linear=True),
-        dict(lifetime="microbatch"),
+        dict(lifetime="microbatch", transport="nvlink"),
     ),
     "ep4-distopt-overlap": (4, dict(ep=4, accumulate=2, **OVERLAP), {}, {}),
     "ep4-fused-distopt-overlap": (4, dict(ep=4, accumulate=2, **OVERLAP), FUSED, {}),
@@ -52,6 +52,12 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "delayed-fused-microbatch": (2, dict(accumulate=4), dict(COMBINED, **FUSED), dict(lifetime="microbatch")),
     "delayed-fused-overlap": (2, dict(accumulate=4, **OVERLAP), dict(COMBINED, **FUSED), dict(lifetime="layer")),
     "delayed-overlap": (2, dict(accumulate=4, **OVERLAP), COMBINED, {}),
+    "delayed-mtp": (
+        2,
+        dict(accumulate=2),
+        dict(COMBINED, **FUSED, mtp_num_layers=1, mtp_loss_scaling_factor=0.1),
+        dict(lifetime="microbatch"),
+    ),
     "delayed-pp2-vpp2": (4, dict(pp=2, vpp=2, accumulate=4, **OVERLAP), dict(COMBINED, **FUSED), {}),
     "dispatch-overlap-fused": (2, dict(accumulate=2), dict(DISPATCH, **FUSED), {}),
     "dispatch-overlap-fused-full": (2, dict(accumulate=2), dict(DISPATCH, **FUSED, **FULL), {}),
@@ -65,7 +71,7 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
 
 SLOW = {  # whose parts others have too
     "fused-bias", "fused-layer", "fused-moe", "delayed-overlap", "delayed-fused", "ep4-distopt-overlap",
-    "dispatch-overlap-fused-full", "te-2.9.0-bias",
+    "dispatch-overlap-fused-full", "te-2.9.0-bias", "delayed-mtp",
 }  # fmt: skip
 
 

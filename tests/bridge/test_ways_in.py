@@ -106,6 +106,7 @@ def test_an_override_that_does_not_arrive_is_an_error() -> None:
 
 @ranks(2)
 def test_overrides_come_before_the_recipe() -> None:
+    import torch.distributed as dist
     from bridge_on_cpu import as_model_config, process_config_with_overrides, recipe
     from megatron.bridge.training.callbacks import Callback
 
@@ -123,6 +124,10 @@ def test_overrides_come_before_the_recipe() -> None:
     config = recipe("train.train_iters=1", "+model.moe_fssdp_slots=1")
     bridge.enable(config, slots=2)
     assert slots(config) == [1, 1]
+    file = Path(os.environ["TEST_FOLDER"]) / f"{dist.get_rank()}.yaml"
+    file.write_text("model: {moe_fssdp: true, moe_fssdp_slots: 3}")
+    config = process_config_with_overrides(recipe("train.train_iters=1"), config_filepath=str(file))
+    assert slots(config) == [3, 3], "of Bridge's own kind of file"
     config = recipe("train.train_iters=1")
     bridge.enable(config, slots=2)
     config.model = as_model_config(config.model)

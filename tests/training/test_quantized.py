@@ -15,9 +15,11 @@ import pytest
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
+slow = pytest.mark.slow
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
+DELAYED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
 
 # name: (ranks, recipe, fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
 Layout = tuple[int, str, dict, dict, dict]
@@ -42,6 +44,7 @@ LAYOUTS: dict[str, Layout] = {
     "mxfp8-edp2-distopt-overlap": (4, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
     "mxfp8-pp2-recompute": (4, "mxfp8", dict(pp=2, accumulate=4), FULL, {}),
     "mxfp8-biases": (2, "mxfp8", {}, dict(add_bias_linear=True), {}),
+    "mxfp8-delayed-biases": (2, "mxfp8", dict(accumulate=4), dict(DELAYED, add_bias_linear=True), {}),
 }
 # the same, with parameters in fp8
 STORED: dict[str, Layout] = {
@@ -50,6 +53,7 @@ STORED: dict[str, Layout] = {
     "mxfp8-distopt-overlap": (2, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
     "mxfp8-edp2-distopt-overlap": (4, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
     "mxfp8-pp2-recompute": (4, "mxfp8", dict(pp=2, accumulate=4), FULL, dict(lifetime="microbatch")),
+    "mxfp8-delayed": (2, "mxfp8", dict(accumulate=4, distributed_optimizer=True, overlap=True), DELAYED, {}),
     "tensorwise-microbatch": (2, "tensorwise", {}, {}, dict(lifetime="microbatch")),
     "tensorwise-distopt-overlap": (2, "tensorwise", dict(distributed_optimizer=True, overlap=True), {}, {}),
     "tensorwise-edp2-distopt-overlap": (4, "tensorwise", dict(distributed_optimizer=True, overlap=True), {}, {}),
@@ -110,42 +114,53 @@ def _compare(layout: Layout, *, tolerance: float = 1e-5, **of_case: Any) -> None
     tiny_gpt.assert_trained_alike(stock, ours, tolerance=tolerance)
 
 
-def _names(layouts: dict[str, Layout], num_ranks: int) -> list[str]:
-    return [name for name, (size, *_) in layouts.items() if size == num_ranks]
+def _names(layouts: dict[str, Layout], num_ranks: int, quick: str) -> list:
+    """Cases for so many ranks; only the ``quick`` ones run in ``make test``."""
+    found = [name for name, (size, *_) in layouts.items() if size == num_ranks]
+    assert set(quick.split()) <= set(found)
+    return [pytest.param(name, marks=[] if name in quick.split() else slow) for name in found]
 
 
-@pytest.mark.parametrize("name", _names(LAYOUTS, 2))
+QUICK = (
+    "mxfp8 tensorwise blockwise nvfp4 mxfp8-microbatch mxfp8-layer mxfp8-recompute mxfp8-first-layer-bf16 "
+    "mxfp8-router-padding"
+)
+
+
+@pytest.mark.parametrize("name", _names(LAYOUTS, 2, QUICK))
 @ranks(2, preload=False)
 def test_two_ranks(name: str) -> None:
     _compare(LAYOUTS[name])
 
 
-@pytest.mark.parametrize("name", _names(LAYOUTS, 4))
+@pytest.mark.parametrize("name", _names(LAYOUTS, 4, "mxfp8-pp2-recompute"))
 @ranks(4, preload=False)
 def test_four_ranks(name: str) -> None:
     _compare(LAYOUTS[name])
 
 
-@pytest.mark.parametrize("name", _names(STORED, 2))
+@pytest.mark.parametrize("name", _names(STORED, 2, "mxfp8-layer-nvlink"))
 @ranks(2, preload=False)
 def test_two_ranks_with_quantized_parameters(name: str) -> None:
     _compare(STORED[name], stored=True, tolerance=1e-2 if "biases" in name else 1e-5)  # their gradients are bf16
 
 
-@pytest.mark.parametrize("name", _names(STORED, 4))
+@pytest.mark.parametrize("name", _names(STORED, 4, "mxfp8-edp2-distopt-overlap tensorwise-edp2-distopt-overlap"))
 @ranks(4, preload=False)
 def test_four_ranks_with_quantized_parameters(name: str) -> None:
     _compare(STORED[name], stored=True)
 
 
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", "blockwise", "nvfp4"])
+@pytest.mark.parametrize("stored", [pytest.param(False, marks=slow), True])
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", *(pytest.param(n, marks=slow) for n in ("tensorwise", "blockwise", "nvfp4"))]
+)
 @ranks(2, preload=False)
 def test_the_oldest_transformer_engine(recipe: str, stored: bool) -> None:
     _compare((2, recipe, {}, {}, {}), stored=stored, version="2.9.0")
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", "blockwise", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", pytest.param("blockwise", marks=slow), "nvfp4"])
 @ranks(2, preload=False)
 def test_quantized_activations(recipe: str) -> None:
     """Which tokens share a scale differs, and gradients with it, by less than what quantization itself does."""
@@ -249,7 +264,7 @@ def test_experts_that_are_modules_of_their_own_are_refused() -> None:
         tiny_gpt.fssdp_hook()(chunks)
 
 
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize("stored", [False, pytest.param(True, marks=slow)])
 @ranks(2, preload=False)
 def test_frozen_experts(stored: bool) -> None:
     layout = LAYOUTS["mxfp8"]
@@ -266,7 +281,7 @@ def test_frozen_experts(stored: bool) -> None:
     tiny_gpt.assert_trained_alike(stock, ours)
 
 
-@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
+@pytest.mark.parametrize("lifetime", ["iteration", pytest.param("layer", marks=slow)])
 @ranks(2, preload=False)
 def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
     """Between a forward and its backward, on quantized copies that evaluation makes for itself."""
@@ -299,7 +314,7 @@ def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
     torch.testing.assert_close(torch.stack(evaluated), torch.stack(stock_evaluated), rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("direction", ["to stock", "from stock"])
+@pytest.mark.parametrize("direction", ["to stock", pytest.param("from stock", marks=slow)])
 @ranks(2, preload=False)
 def test_checkpoints_of_quantized_parameters(direction: str) -> None:
     """Loaded weights are quantized anew in stock and in FSSDP, and both go on alike."""
