@@ -119,8 +119,8 @@ class PhysicalExperts:
         return grads
 
     def drop_delayed(self) -> None:
-        """Forget backwards whose weight gradients were to be computed: their iteration was abandoned."""
-        if self.delayed:
+        """Forget backwards whose weight gradients were to be computed: they broke off."""
+        if self.delayed is not None:  # a backward that broke off may have left those of one linear only
             self.delayed.clear()
             self.grouped.drop_delayed()
 

@@ -81,10 +81,11 @@ class GroupedExperts:
         return computed
 
     def drop_delayed(self) -> None:
-        """Forget those: their iteration was abandoned."""
+        """Forget those. Forwards whose backward comes hold the same stores."""
         for name in _LINEARS:
-            linear = getattr(self.twin, name)
-            linear.wgrad_store = _new_store(linear)
+            left = getattr(self.twin, name).wgrad_store.context
+            while not left.empty():
+                left.get()
 
     def run_gradient_hooks(self) -> None:
         """Tell DDP that the gradients of the homes are complete, as TE's ``backward_dw`` does."""

@@ -130,6 +130,19 @@ MODEL = (
         hint=" or leave out --kitchen-config-file and --kitchen-recipe-number",
     ),
     Rule(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "Megatron takes gradients of experts before they are computed, unless gradient_accumulation_fusion is on, "
+        "add_bias_linear and overlap_grad_reduce off",
+        unsupported=lambda settings: (
+            _is_set(settings["overlap_dispatch_backward_with_experts_wgrad"])
+            and (
+                settings["gradient_accumulation_fusion"] is False
+                or _is_set(settings["add_bias_linear"])
+                or _is_set(settings["overlap_grad_reduce"])
+            )
+        ),
+    ),
+    Rule(
         "moe_dispatch_fwd_dtype",  # 0.20
         "tokens are dispatched to replicas in bf16 only",
         instead="bf16",

@@ -43,6 +43,7 @@ class ReplicaSlots:
         ready: called before homes are read: makes sure that they hold this iteration's values.
         label: name of the layer in errors.
         delayed: gets each backward whose weight gradients are computed later; None: they are computed in it.
+        drop_delayed: called before each backward: what is still delayed then is of one that broke off.
     """
 
     index: int
@@ -54,6 +55,7 @@ class ReplicaSlots:
     ready: Callable[[], None]
     label: str
     delayed: Delayed | None = None
+    drop_delayed: Callable[[], None] = lambda: None
 
     @property
     def sizes(self) -> LayerBuffer:
@@ -219,6 +221,7 @@ class Replicas:
         return [grad if f else None for grad, f in zip(memory, fused, strict=True)]
 
     def _prepare_backward(self) -> None:
+        self.slots.drop_delayed()
         if self.before_backward is not None:
             self.before_backward(self)
         self.wait()

@@ -135,6 +135,7 @@ class LayerState:
                 ready=lambda: wait_for_params(module),
                 label=self.name,
                 delayed=experts.delayed,
+                drop_delayed=experts.drop_delayed,
             )
         return self._slots
 

@@ -32,7 +32,7 @@ WORKS = """
     moe_router_pre_softmax moe_router_score_function moe_router_num_groups moe_router_group_topk
     moe_router_enable_expert_bias moe_router_bias_update_rate
     mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
-    delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad
+    delay_wgrad_compute
     fine_grained_activation_offloading offload_modules
     fp8 fp8_param fp4 fp4_param quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8
 """

@@ -71,6 +71,7 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         moe_use_grouped_tensor=True,
         mlp_chunks_for_training=2,
         use_kitchen=True,
+        overlap_dispatch_backward_with_experts_wgrad=True,  # and gradients are not fused
         moe_dispatch_fwd_dtype="fp8",
         moe_combine_bwd_dtype="fp8",
         moe_ncclep_zero_copy=True,
@@ -109,6 +110,10 @@ def test_every_source_is_read_and_both_overrides_are_named() -> None:
         "--moe-fssdp with peft=SimpleNamespace: adapters wrap the linears of the experts; use a recipe without "
         "adapters, or set its peft to None in Python, for which Bridge takes no override",
     ]
+    dispatch = {"overlap_dispatch_backward_with_experts_wgrad": True, "gradient_accumulation_fusion": True}
+    assert not unsupported.find(dispatch, slots=0)
+    for breaks in ({"overlap_grad_reduce": True}, {"add_bias_linear": True}):
+        assert "set model.overlap_dispatch_backward" in unsupported.find(dispatch, breaks, slots=0)[0]
     assert not unsupported.find({"expert_model_parallel_size": 2}, slots=2)
     assert not unsupported.find(slots=0), "with slots=0 EP 1 trains as stock"
 

@@ -6,6 +6,7 @@ Oracle: the same model without FSSDP, on the same ranks and data. What this cann
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -178,26 +179,42 @@ def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[b
     assert len(fetches) == 3 * 2 * 2, "the iterations after the first fetch twice in both layers"
 
 
+@pytest.mark.parametrize("where", ["between the linears", "after both"])
+@pytest.mark.parametrize("lifetime", ["iteration", "microbatch"])
 @ranks(2, preload=False)
-def test_a_step_that_breaks_off_before_its_weight_gradients() -> None:
+def test_a_step_that_breaks_off_before_its_weight_gradients(lifetime: str, where: str) -> None:
     """The loop catches the error and does the step again. Oracle: stock Megatron, undisturbed."""
     import te_on_cpu
 
     te_on_cpu.install()
     import tiny_gpt
+    from transformer_engine.pytorch.module import grouped_linear
 
     case = tiny_gpt.Case(grouped=True, accumulate=2, settings=tuple({**DISPATCH, **FUSED}.items()))
     tiny_gpt.initialize(case)
     tiny_gpt.install_fused_wgrad()
     stock = tiny_gpt.train(case, steps=4)
-    ours = tiny_gpt.train(case, steps=3, hook=tiny_gpt.fssdp_hook())
+    ours = tiny_gpt.train(case, steps=3, hook=tiny_gpt.fssdp_hook(lifetime=lifetime))
     experts = tiny_gpt.moe_layers(ours.chunks)[0].experts
+    assert experts.physical.delayed is not None
 
     def fail() -> None:
         del experts.backward_dw
         raise InterruptedError
 
-    experts.backward_dw = fail
+    gemm, backwards = grouped_linear.general_grouped_gemm, []
+
+    def fail_in_first_linear(*args: Any, layout: str = "TN", **settings: Any) -> Any:
+        backwards.extend([layout] if layout == "NN" else [])
+        if len(backwards) == 2:
+            grouped_linear.general_grouped_gemm = gemm
+            raise InterruptedError
+        return gemm(*args, layout=layout, **settings)
+
+    if where == "after both":
+        experts.backward_dw = fail
+    else:
+        grouped_linear.general_grouped_gemm = fail_in_first_linear
     with pytest.raises(InterruptedError):
         ours.step(3)
     with contextlib.suppress(RuntimeError):  # the microbatches that FSSDP counts do not add up
@@ -206,3 +223,22 @@ def test_a_step_that_breaks_off_before_its_weight_gradients() -> None:
         ours.step(3)
     ours.read_params()
     tiny_gpt.assert_trained_alike(stock, ours)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_", [dict(OVERLAP), dict(settings=dict(add_bias_linear=True))], ids=["overlap", "bias"])
+@ranks(2, preload=False)
+def test_gradients_that_stock_takes_too_early(with_: dict[str, Any]) -> None:
+    """Why `unsupported` has a rule on ``overlap_dispatch_backward_with_experts_wgrad``; it can go when this fails.
+    Oracle: stock without that setting."""
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import tiny_gpt
+
+    settings = {**FUSED, **with_.pop("settings", {})}
+    case = tiny_gpt.Case(grouped=True, accumulate=2, **with_, settings=tuple(settings.items()))
+    tiny_gpt.initialize(case)
+    tiny_gpt.install_fused_wgrad()
+    early = dataclasses.replace(case, settings=(*case.settings, *DISPATCH.items()))
+    assert tiny_gpt.difference(tiny_gpt.train(case), tiny_gpt.train(early))["param"] > 1e-3
