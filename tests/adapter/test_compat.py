@@ -118,6 +118,25 @@ def test_every_source_is_read_and_both_overrides_are_named() -> None:
     assert not unsupported.find(slots=0), "with slots=0 EP 1 trains as stock"
 
 
+@pytest.mark.newest
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", ["", "expert_"])
+def test_weight_shards_are_undone_by_both_overrides_together(kind: str) -> None:
+    """Oracle: ``TransformerConfig``, which derives the one field from the other each time it is finalized."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_hecate.adapter import unsupported
+
+    size = dict(num_layers=2, hidden_size=64, num_attention_heads=4)
+    config = TransformerConfig(**size, **{f"{kind}tensor_parallel_num_weight_shards": 2})
+    (problem,) = unsupported.find(config, slots=0)
+    assert f"with {kind}gtp_weight_remat_size=2: " in problem
+    for name, value in re.findall(r"model\.(\w+)=(\w+)", problem):
+        setattr(config, name, {"1": 1, "null": None}[value])
+    config.__post_init__()
+    assert not unsupported.find(config, slots=0)
+
+
 @pytest.mark.fast
 def test_the_page_on_compatibility_says_why_of_each_setting() -> None:
     from megatron_hecate.adapter import unsupported
