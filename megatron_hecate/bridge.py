@@ -131,6 +131,12 @@ def _check(config: Any, settings: HecateConfig) -> None:
     """Raise a ValueError that lists all settings of a recipe that do not combine with FSSDP."""
     parts = (config.model, getattr(config.model, "transformer", None), config.ddp, config.dist)
     problems = unsupported.find(*parts, config, slots=settings.slots)
+    if isinstance(config.model, ModelConfig):  # which keeps what is not its own one level deeper
+
+        def deeper(override: re.Match) -> str:
+            return override[0] if override["name"] in vars(config.model) else f"model.transformer.{override['name']}="
+
+        problems = [re.sub(r"\bmodel\.(?P<name>\w+)=", deeper, problem) for problem in problems]
     if problems:
         raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in problems))
 

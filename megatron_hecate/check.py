@@ -2,8 +2,9 @@
 
 A file of settings is JSON or YAML: a mapping of fields of ``TransformerConfig`` and arguments of ``megatron.training``,
 or a list of such. Parts of a Bridge configuration may stand in it as they are, as in a ``run_config.yaml``, or as
-prefixes (``model.fp8``), and so may ``MODEL_ARGS`` of Megatron-LM's functional tests. Settings that no rule reads are
-skipped. No Megatron is needed.
+prefixes (``model.fp8``, ``+model.fp8``), and so may ``MODEL_ARGS`` of Megatron-LM's functional tests. Settings that no
+rule reads are skipped. What only the built modules show, such as experts that are no `TEGroupedMLP`, the hook refuses.
+No Megatron is needed.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ def main(argv: list[str]) -> int:
         return _check_here()
     try:
         return _check_file(Path(path))
+    except RecursionError:
+        print(f"{path}: is nested too deeply, or within itself", file=sys.stderr)
     except ValueError as error:
-        print(f"{path}: {error}", file=sys.stderr)
-        return 2
+        print(f"{path}: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
 
 
 def problems(settings: Mapping[str, Any], *, slots: int = HecateConfig.slots) -> list[str]:
@@ -48,6 +51,7 @@ def problems(settings: Mapping[str, Any], *, slots: int = HecateConfig.slots) ->
         ValueError: for a value of the wrong type, as quotes in YAML make it.
     """
     sources = _parts(settings)
+    sources.insert(0, _derived(unsupported.Settings(*sources)))
     for source in sources:
         for name, value in source.items():
             _check_quotes(name, value)
@@ -85,7 +89,7 @@ def _read(path: Path) -> Any:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot be read: {error}") from None
-    if path.suffix not in (".yaml", ".yml"):
+    if path.suffix.lower() not in (".yaml", ".yml"):
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
@@ -102,19 +106,34 @@ def _read(path: Path) -> Any:
 
 def _parts(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Settings by the field's own name: what stands in the mapping itself, and in each of its parts."""
-    own: dict[str, Any] = {}
-    parts = [own]
-    for key, value in settings.items():
-        prefix, _, name = str(key).lstrip("-").replace("-", "_").rpartition(".")
+    parts = []
+    # mixed precision comes first: Bridge has it overwrite the model's fields
+    for key, value in sorted(settings.items(), key=lambda item: "mixed_precision" not in str(item[0])):
+        prefix, _, name = str(key).lstrip("+-").replace("-", "_").rpartition(".")
         if isinstance(value, Mapping) and name in PARTS:
             parts += _parts(value)
         elif isinstance(value, Mapping) and name == "refused":  # a record of a recipe holds Python literals there
             parts.append({name: _literal(text) for name, text in value.items()})
-        elif not prefix:
-            own[ALIASES.get(name, name)] = value
-        elif prefix.rpartition(".")[2] in PARTS:
+        elif name == "mixed_precision" and "delayed_scaling" in str(value):  # one of Bridge's names
+            parts.append({"fp8": value, "fp8_recipe": "delayed"})
+        elif not prefix or prefix.rpartition(".")[2] in PARTS:
             parts.append({ALIASES.get(name, name): value})
     return parts
+
+
+def _derived(settings: unsupported.Settings) -> dict[str, Any]:
+    """Fields that ``megatron.training`` sets by arguments of other names."""
+    found = {"use_kitchen": any(settings[f"kitchen_{name}"] is not None for name in ("config_file", "recipe_number"))}
+    if settings["cpu_offloading"] is None:
+        found["cpu_offloading"] = bool(settings["cpu_offloading_num_layers"])
+    ranks = settings["tensor_model_parallel_size"] or 1
+    for kind, size in (("", ranks), ("expert_", settings["expert_tensor_parallel_size"] or ranks)):
+        shards = settings[f"{kind}tensor_parallel_num_weight_shards"]
+        if shards is not None:
+            if not isinstance(shards, int) or not isinstance(size, int):
+                raise ValueError(f"{kind}tensor_parallel_num_weight_shards={shards!r} of {size!r} ranks: numbers only")
+            found[f"{kind}gtp_weight_remat_size"] = shards // size
+    return found
 
 
 def _literal(text: Any) -> Any:

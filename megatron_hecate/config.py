@@ -111,7 +111,9 @@ class HecateConfig:
         """
         fields = dataclasses.fields(cls)
         asked = {f.name: getattr(args, _argument(_flag_of(f.name)), f.default) for f in fields}
-        if getattr(args, _argument(FLAG), False):
+        if (on := getattr(args, _argument(FLAG), False)) not in (True, False, None):  # an override may be any text
+            raise ValueError(f"{_argument(FLAG)}={on!r} must be true or false")
+        if on:
             return cls(**asked)
         idle = [f.name for f in fields if asked[f.name] != f.default]
         if idle:

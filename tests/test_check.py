@@ -57,8 +57,10 @@ def test_one_job(check: Any) -> None:
         {"model": {"expert_model_parallel_size": 8, "cuda_graph_impl": "local"}, "ddp": {"use_megatron_fsdp": False}},
         {"model": {"transformer": {"expert_model_parallel_size": 8}, "cuda_graph_impl": "local"}},
         {"MODEL_ARGS": {"--expert-model-parallel-size": 8, "--cuda-graph-impl": "local"}},
+        {"+model.expert_model_parallel_size": 8, "++model.cuda_graph_impl": "local"},
+        {"expert_model_parallel_size": 8, "--cuda-graph-impl": "local", "cuda_graph_impl": "none"},
     ],
-    ids=["prefixes", "parts", "parts of parts", "flags of Megatron's functional tests"],
+    ids=["prefixes", "parts", "parts of parts", "flags of Megatron's functional tests", "overrides", "one name twice"],
 )
 def test_names_as_users_write_them(check: Any, settings: dict) -> None:
     assert check(json.dumps(settings)) == (1, GRAPHS)
@@ -75,7 +77,8 @@ def test_rules_on_several_settings(check: Any) -> None:
     job = dict(expert_model_parallel_size=2, fp8="e4m3")
     status, text = check(json.dumps(job))
     assert status == 1 and "fp8_recipe=None" in text, "Megatron's default is delayed scaling"
-    assert text.endswith("set mixed_precision.fp8_recipe=mxfp8, tensorwise or blockwise or --fp8-recipe mxfp8")
+    assert "set mixed_precision=bf16_with_mxfp8_mixed, " in text
+    assert text.endswith("or --fp8-recipe mxfp8, tensorwise or blockwise")
     assert check(json.dumps({**job, "mixed_precision.fp8_recipe": "mxfp8"})) == (0, "would switch on")
     assert check(json.dumps({**job, "mixed_precision": {"fp8_recipe": "delayed"}}))[0] == 1
     assert check(json.dumps({**job, "fp8": None, "fp8_recipe": "delayed"}))[0] == 0
@@ -83,6 +86,39 @@ def test_rules_on_several_settings(check: Any) -> None:
     assert check(json.dumps(budget))[0] == 0
     status, text = check(json.dumps({**budget, "use_transformer_engine_op_fuser": True}))
     assert status == 1 and text.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"--cpu-offloading-num-layers": 2}, "cpu_offloading=True"),
+        ({"cpu_offloading": False, "cpu_offloading_num_layers": 2}, None),
+        ({"--kitchen-recipe-number": 0}, "use_kitchen=True"),
+        ({"--kitchen-config-file": "a.yaml"}, "use_kitchen=True"),
+        ({"--tensor-model-parallel-size": 2, "--tensor-parallel-num-weight-shards": 4}, "gtp_weight_remat_size=2"),
+        ({"gtp_weight_remat_size": 1, "tensor_parallel_num_weight_shards": 2}, "gtp_weight_remat_size=2"),
+        ({"--tensor-model-parallel-size": 2, "--tensor-parallel-num-weight-shards": 2}, None),
+        ({"--expert-tensor-parallel-num-weight-shards": 3}, "expert_gtp_weight_remat_size=3"),
+        ({"mixed_precision": "bf16_with_fp8_delayed_scaling_mixed"}, "fp8_recipe='delayed'"),
+        ({"mixed_precision": "bf16_with_mxfp8_mixed"}, None),
+        ({"model": {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, "mixed_precision.fp8_recipe": "delayed"}, "fp8_recipe="),
+        ({"model": {"fp8": "e4m3", "fp8_recipe": "delayed"}, "mixed_precision.fp8_recipe": "mxfp8"}, None),
+        (
+            dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="ncclep", moe_expert_capacity_factor=1),
+            "moe_expert_capacity_factor=1",
+        ),
+        (
+            dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="ncclep", moe_expert_capacity_factor=-1),
+            None,
+        ),
+    ],
+)
+def test_settings_of_other_names_that_lead_to_refused_ones(check: Any, settings: dict, refused: str | None) -> None:
+    status, text = check(json.dumps({"expert_model_parallel_size": 8, **settings}))
+    if refused is None:
+        assert (status, text) == (0, "would switch on")
+    else:
+        assert status == 1 and text.startswith(f"--moe-fssdp with {refused}") and "\n" not in text
 
 
 def test_a_list_has_a_line_for_each(check: Any) -> None:
@@ -126,7 +162,11 @@ def test_a_file_that_makes_no_sense_is_one_clear_error(check: Any, text: str, me
 def test_a_file_that_cannot_be_read(capsys: pytest.CaptureFixture, tmp_path: Path, check: Any) -> None:
     assert main(["--check", "--settings", str(tmp_path / "missing.json")]) == 2
     assert "missing.json: cannot be read: " in capsys.readouterr().err
-    assert check("a: [", "bad.yaml")[0] == 2
+    for text in ("a: [", "a: 1\n---\nb: 2", "&job\nmodel: *job"):
+        status, error = check(text, "bad.yaml")
+        assert status == 2 and "bad.yaml: is n" in error and "\n" not in error
+    status, error = check("[" * 100_000)
+    assert status == 2 and error.endswith("is nested too deeply, or within itself")
 
 
 def test_it_needs_no_megatron(tmp_path: Path) -> None:

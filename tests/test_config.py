@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,14 @@ def test_flags_become_settings() -> None:
     ) == HecateConfig(
         slots=4, overlap_degree=3, timeout=7.5, lifetime="layer", transport="p2p", late_replicas=6, speeds="speeds.json"
     )
+
+
+@pytest.mark.parametrize("text", ["off", "no", "false", "true", 2])
+def test_a_text_is_no_switch(text: Any) -> None:
+    """Overrides of Megatron-Bridge may bring any text; ``"off"`` must not switch FSSDP on."""
+    with pytest.raises(ValueError, match=f"moe_fssdp={text!r} must be true or false"):
+        HecateConfig.from_arguments(argparse.Namespace(moe_fssdp=text))
+    assert HecateConfig.from_arguments(argparse.Namespace(moe_fssdp=None)) is None
 
 
 def test_lifetimes_are_those_of_the_buffers() -> None:

@@ -100,15 +100,7 @@ class Rerouter:
         """A dispatcher of the same class and groups as ``stock``, over ``num_physical`` experts per rank.
 
         Shared experts that overlap with communication are handed over as well.
-
-        Raises:
-            ValueError: for a backend that would send tokens to empty slots.
         """
-        if _flex_backend(stock.config) == "ncclep" and stock.config.moe_expert_capacity_factor is not None:
-            raise ValueError(
-                f"moe_expert_capacity_factor={stock.config.moe_expert_capacity_factor} with NCCL EP, which sends "
-                "dropped tokens to any expert, and so to an empty slot; set model.moe_expert_capacity_factor=null"
-            )
         config = copy.copy(stock.config)
         config.num_moe_experts = stock.ep_size * num_physical
         config.moe_pad_expert_input_to_capacity = False  # an expert would get its capacity on every holder

@@ -21,9 +21,10 @@ class Rule:
         why: what FSSDP cannot do with it.
         instead: a value that can be combined.
         unsupported: whether the settings are; by default, whether `setting` is switched on.
-        part: of Bridge's configuration that decides on the setting; empty for the configuration itself.
+        part: of Bridge's configuration that decides on the setting.
         flag: of ``megatron.training`` where its name is another; empty where there is none.
         hint: what follows the override on Bridge's command line.
+        way: the whole way out, where Bridge takes no override of the setting itself.
     """
 
     setting: str
@@ -33,6 +34,7 @@ class Rule:
     part: str = "model."
     flag: str | None = None
     hint: str = ""
+    way: str = ""
 
     def applies(self, settings: Settings) -> bool:
         return _is_set(settings[self.setting]) if self.unsupported is None else self.unsupported(settings)
@@ -40,6 +42,8 @@ class Rule:
     @property
     def way_out(self) -> str:
         """The overrides, for Bridge's command line and for Megatron's."""
+        if self.way:
+            return self.way
         text = {False: "false", None: "null"}.get(self.instead, self.instead)
         way = f"set {self.part}{self.setting}={text}"
         flag = f"--{self.setting.replace('_', '-')}" if self.flag is None else self.flag
@@ -92,6 +96,16 @@ WITH_SLOTS = (
         unsupported=lambda settings: (settings["expert_model_parallel_size"] or 1) < 2,
         hint=" or more",
     ),
+    Rule(
+        "moe_expert_capacity_factor",
+        "NCCL EP sends dropped tokens to any expert, and so to an empty slot",
+        instead=None,
+        unsupported=lambda settings: (
+            settings["moe_token_dispatcher_type"] == "flex"
+            and settings["moe_flex_dispatcher_backend"] == "ncclep"
+            and float(settings["moe_expert_capacity_factor"] or -1) > 0
+        ),
+    ),
 )
 MODEL = (
     Rule(
@@ -99,15 +113,21 @@ MODEL = (
         "delayed scaling keeps a history for each expert's place, where replicas change; custom quantizers are unknown",
         instead="mxfp8",
         unsupported=lambda settings: _is_set(settings["fp8"]) and _recipe(settings["fp8_recipe"]) not in _FP8_RECIPES,
-        part="mixed_precision.",
-        hint=", tensorwise or blockwise",
+        way="set mixed_precision=bf16_with_mxfp8_mixed, bf16_with_fp8_current_scaling_mixed or "
+        "bf16_with_fp8_subchannel_scaling_mixed, or --fp8-recipe mxfp8, tensorwise or blockwise",
     ),
     Rule(
         "fp4_recipe",
         "custom quantizers are unknown",
         instead="nvfp4",
         unsupported=lambda settings: _is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"]) == "custom",
-        part="mixed_precision.",
+        way="set mixed_precision=bf16_with_nvfp4_mixed or --fp4-recipe nvfp4",
+    ),
+    Rule(
+        "use_kitchen",
+        "experts of Kitchen's own linears have no replicas",
+        flag="",
+        hint=" or leave out --kitchen-config-file and --kitchen-recipe-number",
     ),
     Rule(
         "overlap_dispatch_backward_with_experts_wgrad",
@@ -122,7 +142,6 @@ MODEL = (
             )
         ),
     ),
-    Rule("use_kitchen", "experts of Kitchen's own linears have no replicas", flag=""),
     Rule(
         "moe_dispatch_fwd_dtype",  # 0.20
         "tokens are dispatched to replicas in bf16 only",
@@ -179,7 +198,7 @@ MODEL = (
         instead=1,
         unsupported=_more_than_one("gtp_weight_remat_size"),
         flag="",
-        hint=" or leave out --tensor-parallel-num-weight-shards",
+        hint=" and model.tensor_parallel_num_weight_shards=null or leave out --tensor-parallel-num-weight-shards",
     ),
     Rule(
         "expert_gtp_weight_remat_size",
@@ -187,7 +206,8 @@ MODEL = (
         instead=1,
         unsupported=_more_than_one("expert_gtp_weight_remat_size"),
         flag="",
-        hint=" or leave out --expert-tensor-parallel-num-weight-shards",
+        hint=" and model.expert_tensor_parallel_num_weight_shards=null or leave out "
+        "--expert-tensor-parallel-num-weight-shards",
     ),
     Rule(
         "transformer_impl",
@@ -205,8 +225,17 @@ JOB = (
         hint=" and dist.use_megatron_fsdp=false",
     ),
     Rule("use_torch_fsdp2", "FSDP2 owns the expert weights; use the distributed optimizer", part="dist."),
-    Rule("modelopt_enabled", "ModelOpt replaces the experts' linears by its own", part="", flag=""),
-    Rule("peft", "adapters wrap the linears of the experts", instead=None, part="", flag=""),
+    Rule(
+        "modelopt_enabled",
+        "ModelOpt replaces the experts' linears by its own",
+        way="use a script that trains without ModelOpt",
+    ),
+    Rule(
+        "peft",
+        "adapters wrap the linears of the experts",
+        instead=None,
+        way="use a recipe without adapters, or set its peft to None in Python, for which Bridge takes no override",
+    ),
 )
 RULES = WITH_SLOTS + MODEL + JOB
 

@@ -107,7 +107,8 @@ def test_every_source_is_read_and_both_overrides_are_named() -> None:
         "optimizer; set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave out --use-megatron-fsdp",
         "--moe-fssdp with use_torch_fsdp2=True: FSDP2 owns the expert weights; use the distributed optimizer; "
         "set dist.use_torch_fsdp2=false or leave out --use-torch-fsdp2",
-        "--moe-fssdp with peft=SimpleNamespace: adapters wrap the linears of the experts; set peft=null",
+        "--moe-fssdp with peft=SimpleNamespace: adapters wrap the linears of the experts; use a recipe without "
+        "adapters, or set its peft to None in Python, for which Bridge takes no override",
     ]
     dispatch = {"overlap_dispatch_backward_with_experts_wgrad": True, "gradient_accumulation_fusion": True}
     assert not unsupported.find(dispatch, slots=0)

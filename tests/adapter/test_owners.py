@@ -86,7 +86,7 @@ def test_adapters_of_experts(adapted: str) -> None:
     _adapt(attention, "linear_proj")  # these are no concern of ours
     if adapted == "before the hook":
         _adapt(experts.local_experts[0], "linear_fc1")
-        with pytest.raises(ValueError, match=r"peft='LoRALinear': adapters wrap the .* experts; set peft=null"):
+        with pytest.raises(ValueError, match=r"peft='LoRALinear': adapters wrap .* set its peft to None"):
             tiny_gpt.fssdp_hook()(chunks)
     else:
         tiny_gpt.fssdp_hook()(chunks)

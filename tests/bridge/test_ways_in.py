@@ -182,6 +182,31 @@ def test_the_recipe_is_checked_as_it_will_run() -> None:
     assert not parallel_state.is_initialized(), "the job must not have started"
 
 
+@pytest.mark.parametrize("kind", ["provider", "ModelConfig"])
+@ranks(2)
+def test_the_overrides_that_are_named_are_ones_that_bridge_takes(kind: str) -> None:
+    """And they switch FSSDP on. Oracle: Bridge's own parser of overrides, which refuses names it does not know."""
+    from bridge_on_cpu import as_model_config, process_config_with_overrides, recipe
+    from megatron.bridge.training import pretrain
+
+    from megatron_hecate import bridge
+
+    config = recipe("model.expert_model_parallel_size=1", "dist.use_torch_fsdp2=true")
+    if kind == "ModelConfig":
+        config.model = as_model_config(config.model)
+    config.mixed_precision = "bf16_with_fp8_delayed_scaling_mixed"
+    settings = getattr(config.model, "transformer", config.model)
+    settings.use_transformer_engine_op_fuser, settings.mlp_chunks_for_training = True, 2
+    config.model.restore_modelopt_state = True
+    bridge.enable(config)
+    with pytest.raises(ValueError, match="FSSDP cannot be switched on") as error:
+        pretrain.runtime_config_update(config)
+    overrides = re.findall(r"(?:set|and) ([\w.]+=\w+)", str(error.value))
+    assert len(overrides) == 6, error.value
+    process_config_with_overrides(config, cli_overrides=overrides)
+    pretrain.runtime_config_update(config)
+
+
 @ranks(2)
 def test_a_script_that_goes_round_pretrain_is_checked_when_the_model_is_built() -> None:
     from bridge_on_cpu import recipe

@@ -116,7 +116,7 @@ def test_nccl_ep_that_drops_tokens_is_refused() -> None:
     import tiny_gpt
 
     case = _case("ncclep", settings=dict(moe_expert_capacity_factor=1.0))
-    with pytest.raises(ValueError, match=r"layer 1: moe_expert_capacity_factor=1\.0 with NCCL EP, .* set model"):
+    with pytest.raises(ValueError, match=r"moe_expert_capacity_factor=1\.0: NCCL EP .* set model"):
         tiny_gpt.build(case, tiny_gpt.fssdp_hook())
 
 
