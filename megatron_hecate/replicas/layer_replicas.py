@@ -42,8 +42,7 @@ class ReplicaSlots:
         pool: the rank's buffers.
         ready: called before homes are read: makes sure that they hold this iteration's values.
         label: name of the layer in errors.
-        delayed: gets each backward whose weight gradients are computed later; None: they are computed in it.
-        drop_delayed: called before each backward: what is still delayed then is of one that broke off.
+        delayed: gets each backward whose weight gradients are computed later; `drop_delayed` empties it.
     """
 
     index: int
@@ -221,7 +220,7 @@ class Replicas:
         return [grad if f else None for grad, f in zip(memory, fused, strict=True)]
 
     def _prepare_backward(self) -> None:
-        self.slots.drop_delayed()
+        self.slots.drop_delayed()  # those of a backward that broke off
         if self.before_backward is not None:
             self.before_backward(self)
         self.wait()

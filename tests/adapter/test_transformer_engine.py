@@ -21,6 +21,8 @@ OVERLAP = dict(distributed_optimizer=True, overlap=True)
 COMBINED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
 DISPATCH = dict(overlap_dispatch_backward_with_experts_wgrad=True)
 LATE = dict(late_replicas=2)
+ACTIVATION = dict(recompute_granularity="selective", recompute_modules=["moe_act"])
+REPEATED = dict(mtp_num_layers=3, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3)
 
 # name: (ranks, fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
 CASES: dict[str, tuple[int, dict, dict, dict]] = {
@@ -63,6 +65,13 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "dispatch-overlap-fused": (2, dict(accumulate=2), dict(DISPATCH, **FUSED), {}),
     "dispatch-overlap-fused-full": (2, dict(accumulate=2), dict(DISPATCH, **FUSED, **FULL), {}),
     "dispatch-overlap-fused-moe": (2, dict(accumulate=2), dict(DISPATCH, **FUSED, **MOE), dict(lifetime="layer")),
+    "dispatch-overlap-fused-mtp-repeated": (
+        2,
+        dict(accumulate=2),
+        dict(DISPATCH, **FUSED, **REPEATED, **MOE),
+        dict(lifetime="layer"),
+    ),
+    "delayed-fused-activation": (2, dict(accumulate=4), dict(COMBINED, **FUSED, **ACTIVATION), dict(lifetime="layer")),
     "te-2.9.0-delayed": (2, dict(accumulate=4, **OVERLAP), COMBINED, {}),
     "te-2.9.0-bias": (2, dict(accumulate=2), dict(add_bias_linear=True), {}),
     "te-2.9.0-fused": (2, dict(accumulate=3), FUSED, {}),

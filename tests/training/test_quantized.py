@@ -50,6 +50,13 @@ LAYOUTS: dict[str, Layout] = {
 STORED: dict[str, Layout] = {
     "mxfp8-layer-nvlink": (2, "mxfp8", {}, {}, dict(lifetime="layer", transport="nvlink")),
     "mxfp8-biases": (2, "mxfp8", {}, dict(add_bias_linear=True), {}),
+    "mxfp8-first-layer-bf16-layer": (
+        2,
+        "mxfp8",
+        dict(accumulate=3),
+        dict(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0, num_layers=3),
+        dict(lifetime="layer"),
+    ),
     "mxfp8-distopt-overlap": (2, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
     "mxfp8-edp2-distopt-overlap": (4, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
     "mxfp8-pp2-recompute": (4, "mxfp8", dict(pp=2, accumulate=4), FULL, dict(lifetime="microbatch")),
