@@ -24,16 +24,17 @@ HEAD = """\
 # Recipes
 
 `python bench/recipes.py > docs/recipes.md` writes this page; `tests/test_recipes.py` keeps it current. It applies the
-checks of the hook to the [settings of 426 jobs](../tests/data/README.md): all recipes with experts of Megatron-Bridge
-0.6.2, and Megatron-LM's own functional tests that train experts. Nothing is run. For your own job:
+table of unsupported settings to the [settings of 426 jobs](../tests/data/README.md): all recipes with experts of
+Megatron-Bridge 0.6.2, and Megatron-LM's own functional tests that train experts. Nothing is run; what only the built
+model shows is checked at switch-on. For your own job:
 
 ```
 python -m megatron_hecate --check --settings FILE
 ```
 
 `FILE` holds fields of `TransformerConfig` and arguments of Megatron, as JSON or YAML; Bridge writes one by
-`cfg.to_yaml(FILE)`, and `run_config.yaml` beside every checkpoint. With the overrides that are named below each of the
-jobs switches on, and a `TransformerConfig` that took the job's settings takes the changed ones
+`cfg.to_yaml(FILE)`, and `run_config.yaml` beside every checkpoint. With the overrides that are named below none of
+the jobs has an unsupported setting left, and a `TransformerConfig` that took the job's settings takes the changed ones
 (`test_the_overrides_that_are_named_switch_it_on`).
 """
 

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 ... examples/bridge_recipe.py train.train_iters=1000 logger.wandb_project=moe
 
-Arguments are Bridge's overrides. Those of FSSDP come before the recipe's own: ``+model.moe_fssdp_slots=3``.
+Arguments are Bridge's overrides. Those of FSSDP take precedence over the recipe's own: ``+model.moe_fssdp_slots=3``.
 """
 
 from __future__ import annotations

@@ -141,7 +141,8 @@ def report(stock: Run, ours: Run, resumed: Run, *, saved_at: int, out: Path) -> 
     for step, (a, b, d) in enumerate(zip(stock.loss, ours.loss, difference, strict=True), start=1):
         print(f"| {step} | {a:.6f} | {b:.6f} | {d:.1e} |")
     steady = slice(5, None)  # the first iterations have no forecast, or warm caches
-    print("\n| layer | imbalance routed | computed, stock | computed, FSSDP |\n|---|---|---|---|")
+    print("\nImbalance, mean of the steps after the fifth:")
+    print("| layer | routed | computed, stock | computed, FSSDP |\n|---|---|---|---|")
     for layer in range(stock.routed.shape[1]):
         values = (ours.routed, stock.computed, ours.computed)
         print(f"| {layer + 1} | " + " | ".join(f"{v[steady, layer].mean():.3f}" for v in values) + " |")

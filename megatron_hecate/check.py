@@ -44,11 +44,11 @@ def main(argv: list[str]) -> int:
     return 2
 
 
-def problems(settings: Mapping[str, Any], *, slots: int = HecateConfig.slots) -> list[str]:
+def problems(settings: Mapping[str, Any]) -> list[str]:
     """Every setting of one job that FSSDP does not combine with, a line each.
 
     Raises:
-        ValueError: for a value of the wrong type, as quotes in YAML make it.
+        ValueError: for a value of the wrong type, as quotes in YAML make it, or out of range.
     """
     sources = _parts(settings)
     sources.insert(0, _derived(unsupported.Settings(*sources)))
@@ -57,7 +57,9 @@ def problems(settings: Mapping[str, Any], *, slots: int = HecateConfig.slots) ->
             _check_quotes(name, value)
         for rule in unsupported.RULES:
             _check_type(rule, source.get(rule.setting))
-    return unsupported.find(*sources, slots=slots)
+    slots = unsupported.Settings(*sources)["moe_fssdp_slots"]
+    asked = HecateConfig() if slots is None else HecateConfig(slots=slots)
+    return unsupported.find(*sources, slots=asked.slots)
 
 
 def _check_file(path: Path) -> int:

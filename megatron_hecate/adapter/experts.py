@@ -20,13 +20,11 @@ from torch.nn import Module, ModuleList, Parameter
 from megatron_hecate.adapter.grouped_linear import GroupedExperts, copy_module
 from megatron_hecate.adapter.stored_weights import StoredWeights
 from megatron_hecate.adapter.training_state import wait_for_params
+from megatron_hecate.adapter.unsupported import GROUPED_ONLY
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.plan import LayerShape
 from megatron_hecate.replicas.autograd import ChunkLayout, PendingGradients
 from megatron_hecate.replicas.layer_replicas import Delayed, Replicas
-
-# settings that SequentialMLP, whose experts are modules of their own, does not combine with
-_GROUPED_ONLY = ("fp8", "fp4", "quant_recipe", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
 
 
 class PhysicalExperts:
@@ -48,7 +46,7 @@ class PhysicalExperts:
             self.grouped = GroupedExperts(experts, num_physical)
             self._names, linears, self.twin = self.grouped.names, self.grouped.linears, self.grouped.twin
         elif isinstance(experts, SequentialMLP):
-            for setting in _GROUPED_ONLY:
+            for setting in GROUPED_ONLY:
                 if value := getattr(experts.config, setting, None):
                     raise ValueError(
                         f"SequentialMLP with {setting}={value!r} has no replicas: its experts are modules of their "

@@ -87,6 +87,8 @@ def _recipe(value: Any) -> str:
     return str(getattr(value, "value", value) or "delayed")
 
 
+# settings that SequentialMLP, whose experts are modules of their own, does not combine with
+GROUPED_ONLY = ("fp8", "fp4", "quant_recipe", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
 _FP8_RECIPES = ("mxfp8", "tensorwise", "blockwise")
 WITH_SLOTS = (
     Rule(
@@ -122,6 +124,15 @@ MODEL = (
         instead="nvfp4",
         unsupported=lambda settings: _is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"]) == "custom",
         way="set mixed_precision=bf16_with_nvfp4_mixed or --fp4-recipe nvfp4",
+    ),
+    Rule(
+        "moe_grouped_gemm",
+        "SequentialMLP has no replicas in fp8 or fp4, or with delayed weight gradients",
+        instead=True,
+        unsupported=lambda settings: (
+            settings["moe_grouped_gemm"] is False and any(_is_set(settings[name]) for name in GROUPED_ONLY)
+        ),
+        way="set model.moe_grouped_gemm=true or --moe-grouped-gemm",
     ),
     Rule(
         "use_kitchen",

@@ -23,7 +23,7 @@ MATTERS = re.compile(
 
 # Shown by tests, which docs/compatibility.md names, with replicas in use.
 WORKS = """
-    num_moe_experts moe_ffn_hidden_size moe_grouped_gemm moe_latent_size moe_mlp_glu_interleave_size
+    num_moe_experts moe_ffn_hidden_size moe_latent_size moe_mlp_glu_interleave_size
     moe_layer_freq moe_layer_recompute
     moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep overlap_moe_expert_parallel_comm
     moe_pad_expert_input_to_capacity moe_token_drop_policy moe_apply_probs_on_input

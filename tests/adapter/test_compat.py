@@ -59,6 +59,7 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
     planted = dict(
         fp8_recipe="delayed",
         fp4_recipe="custom",
+        moe_grouped_gemm=False,  # with fp8
         cuda_graph_impl="local",
         enable_cuda_graph=True,
         external_cuda_graph=True,
