@@ -6,14 +6,9 @@ base=$(cd "$1" && pwd)
 cd "$(dirname "$0")/.."
 folder=.venv-bridge
 
-stamp="$folder/ready-$( (cat .ci/bridge_env.sh; echo "$base") | cksum | cut -d' ' -f1)"
+stamp="$folder/ready-$( (cat .ci/bridge_env.sh .ci/layer_env.sh; echo "$base") | cksum | cut -d' ' -f1)"
 [ -e "$stamp" ] && exit 0
-echo "Setting up $folder over $base (half a minute, once)"
-rm -rf "$folder"
-"$base/bin/python" -m venv "$folder"
-site='import sysconfig; print(sysconfig.get_path("purelib"))'
-printf '%s\n' "$("$base/bin/python" -c "$site")" "$PWD" >"$("$folder/bin/python" -c "$site")/base.pth"
-ln -s "$base/transformer_engine" "$folder/transformer_engine" # where tests/te_on_cpu.py looks for it
+.ci/layer_env.sh "$folder" "$base"
 install() {
     "$folder/bin/pip" install --quiet --disable-pip-version-check "$@" 2>&1 |
         { grep -vE "is ignored: it is neither|dependency resolver|which is not installed" || true; }

@@ -3,8 +3,8 @@
 Scripts of Megatron-Bridge too: ``... -m megatron_hecate --moe-fssdp run_recipe.py <its arguments and overrides>``.
 
 ``python -m megatron_hecate --check`` prints what FSSDP finds here and would use; with ``--settings FILE`` whether it
-would switch on with a job's settings. ``torchrun ... -m megatron_hecate
---measure FILE`` writes what links and cores do, for ``--moe-fssdp-speeds FILE``.
+would switch on with a job's settings. ``torchrun ... -m megatron_hecate --measure FILE`` writes what links and cores
+do, for ``--moe-fssdp-speeds FILE``.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def enable(config: Any, **settings: Any) -> None:
 
     Args:
         config: the recipe, a ``ConfigContainer`` whose model is set.
-        settings: fields of `HecateConfig`, such as ``slots=2``. Overrides on the command line come before them.
+        settings: fields of `HecateConfig`, such as ``slots=2``. Overrides on the command line take precedence.
 
     Raises:
         ValueError: when other settings were asked for before.
