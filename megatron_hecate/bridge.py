@@ -30,6 +30,7 @@ from torch.nn import Module
 from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate import enable as launcher
 from megatron_hecate.adapter import compat, unsupported
+from megatron_hecate.comm.agreement import refuse
 from megatron_hecate.tools.metrics import LayerMetrics, layer_metrics
 
 NAMES = HecateConfig().as_arguments()
@@ -137,8 +138,7 @@ def _check(config: Any, settings: HecateConfig) -> None:
             return override[0] if override["name"] in vars(config.model) else f"model.transformer.{override['name']}="
 
         problems = [re.sub(r"\bmodel\.(?P<name>\w+)=", deeper, problem) for problem in problems]
-    if problems:
-        raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in problems))
+    refuse(problems)
 
 
 def _with_fssdp(runtime_config_update: Callable) -> Callable:

@@ -114,9 +114,11 @@ def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts],
         problems = list(dict.fromkeys(problem for of_config in found for problem in of_config))
     if not problems:
         problems = _compile_planner()
+    if problems:
+        return [], problems
     parts: list[LayerParts] = []
-    passes = training_state.passes_per_microbatch(model.layers, model.chunks) if not problems else []
-    for layer, times in zip(model.layers, passes, strict=False):  # none where there are problems
+    passes = training_state.passes_per_microbatch(model.layers, model.chunks)
+    for layer, times in zip(model.layers, passes, strict=True):
         try:
             parts.append(LayerParts.build(layer, slots=config.slots, passes=times))
         except (TypeError, ValueError) as error:

@@ -16,6 +16,7 @@ from megatron.training import arguments, training
 
 from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate.adapter import compat, unsupported
+from megatron_hecate.comm.agreement import refuse
 
 launched: dict[str, Any] = {}  # the flags given to our launcher, by argparse's names
 
@@ -46,8 +47,7 @@ def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
         call = inspect.signature(setup_model_and_optimizer).bind(*args, **kwargs)
         model_config = getattr(call.arguments.get("cfg_container"), "model", None)
         slots = settings.slots if megatron_args.num_experts else 0  # the hook says that there is no MoE layer
-        if problems := unsupported.find(megatron_args, model_config, slots=slots):
-            raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in problems))
+        refuse(unsupported.find(megatron_args, model_config, slots=slots))
         if model_config is not None:  # megatron.training builds the model from a config (0.19 on)
             model_config.pre_wrap_hooks.append(fssdp(settings))
         else:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_hecate.comm.transfer import wait_collective
@@ -67,10 +66,6 @@ class _Holders:
         return physical_map, physical_probs.index_copy(1, self.physical, probs[:, self.expert] * taken)
 
 
-def _flex_backend(config: TransformerConfig) -> str | None:
-    return config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else None
-
-
 class Rerouter:
     """Sends every token of this rank to a holder of its expert, in one layer.
 
@@ -87,7 +82,7 @@ class Rerouter:
         self._source_rank = [n // dispatcher.tp_size for n in range(self.sources.size())]
         self._world, self._label, self._timeout = world, label, timeout
         config = dispatcher.config
-        backend = _flex_backend(config)
+        backend = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else None
         # its first dispatch makes one buffer for all layers, for so many experts: they must be physical from then on
         self.always_physical = backend in ("hybridep", "ncclep")
         self._by_probability = backend in ("deepep", "ncclep")  # its experts are the largest probabilities of a token

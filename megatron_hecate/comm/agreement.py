@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, Self
 
@@ -86,9 +86,14 @@ class Note:
         if not any(other.layers for other in notes):
             found["the model has no MoE layer; set --num-experts, or leave --moe-fssdp off"] = None
         found |= dict.fromkeys(find_problems(notes))
-        if found:
-            raise ValueError("FSSDP cannot be switched on:\n" + "\n".join(f"  - {problem}" for problem in found))
+        refuse(found)
         return notes
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raises a ValueError that lists all ``problems``, if there are any."""
+    if listed := "\n".join(f"  - {problem}" for problem in problems):
+        raise ValueError(f"FSSDP cannot be switched on:\n{listed}")
 
 
 def assert_same(number: int, group: dist.ProcessGroup, *, label: str, timeout: float) -> None:

@@ -164,9 +164,8 @@ class Replicas:
 
     def _grads(self) -> list[Tensor]:
         """Where the gradients of slots add up: a fused grouped GEMM wants one dtype for all, and that of the homes."""
-        home, dtype = self.slots.homes()[0][0], self.slots.sizes.grad_dtype
-        if any(self.slots.layout.fused):
-            dtype = getattr(home, "main_grad", home).dtype
+        home = self.slots.homes()[0][0] if any(self.slots.layout.fused) else None
+        dtype = self.slots.sizes.grad_dtype if home is None else getattr(home, "main_grad", home).dtype
         return self.slots.pool.grads(self.slots.index).chunks(self.slots.sizes, dtype)
 
     def materialize(self, joined_homes: tuple[PendingGradients, list[Tensor]] | None = None) -> list[list[Tensor]]:
