@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_hecate.comm.nvlink import compile as kernels  # noqa: E402
+from megatron_hecate.device import compile as kernels  # noqa: E402
 
 ARCHITECTURES: tuple[tuple[int, int], ...] = ((8, 0), (9, 0), (10, 0))
 

@@ -28,7 +28,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_hecate.comm.nvlink.launch import Kernels  # noqa: E402
+from megatron_hecate.comm.nvlink.launch import TransferKernels  # noqa: E402
 from megatron_hecate.comm.nvlink.program import FAILURE, Program, Signals  # noqa: E402
 from megatron_hecate.comm.nvlink.schedule import Place, Pull, Schedule  # noqa: E402
 
@@ -42,7 +42,7 @@ class Bench:
     """Programs for one rank that deals with nobody else, so that nothing waits."""
 
     def __init__(self, device: torch.device, elements: int) -> None:
-        self.device, self.elements, self.kernels = device, elements, Kernels(device)
+        self.device, self.elements, self.kernels = device, elements, TransferKernels(device)
         self.words = torch.zeros(64, dtype=torch.int32, device=device)
         self.failure = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self.weights = torch.randn(2, elements, device=device).bfloat16()
@@ -78,7 +78,7 @@ class Bench:
             host = self.kernels.function(name)
             run = functools.partial(host, ctypes.c_void_p(at.data_ptr()))
             return lambda blocks: run(blocks, 1) if blocks else self.kernels.copy(items)
-        return lambda blocks: self.kernels.launch(name, at, blocks=blocks) if blocks else self.kernels.copy(items)
+        return lambda blocks: self.kernels.run_at(name, at, blocks=blocks) if blocks else self.kernels.copy(items)
 
     def moved(self, what: str) -> int:
         """Bytes read and written."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from megatron_hecate import HecateConfig, __version__
 from megatron_hecate.adapter import unsupported
-from megatron_hecate.comm.nvlink import compile as kernels
+from megatron_hecate.device import compile as kernels
 
 PARTS = ("model", "transformer", "mixed_precision", "ddp", "dist", "MODEL_ARGS")
 ALIASES = {"fp8_format": "fp8", "fp4_format": "fp4"}  # arguments of megatron.training, and the fields they set

@@ -22,7 +22,7 @@ CHECKOUT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import rooms of earlier floors, and itself. "" is the package's own __init__.
 FLOORS = [
-    {"plan", "config", "tools.trace"},
+    {"plan", "config", "device", "tools.trace"},
     {"comm", "tools.metrics", "tools.measure"},
     {"replicas"},
     {"adapter"},

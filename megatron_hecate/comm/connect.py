@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hecate.comm.agreement import Note
-from megatron_hecate.comm.nvlink.launch import Kernels
+from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import COUNTERS, SHARED, Peers
 from megatron_hecate.comm.nvlink.schedule import MAX_RANKS
 from megatron_hecate.comm.nvlink.selftest import self_test
@@ -137,7 +137,7 @@ class _Site(Note):
             if device.type == "cuda" and asked != P2P.name:
                 domain, slower = Peers.nvlink_domain(node)
             if asked == NVLink.name or (asked == AUTO and not slower):
-                Kernels(device)
+                TransferKernels(device)
         except Exception as error:  # every rank must hear of it, whatever it is
             unable = f"{node}: {error or type(error).__name__}"
         return cls(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hecate.comm.nvlink.compile import CACHE, CompileError, cubin, host_library
+from megatron_hecate.device.compile import CACHE, CompileError, cubin, host_library
 
 pytestmark = pytest.mark.fast
 COMPILER = """#!/bin/sh

@@ -15,8 +15,8 @@ from ranks import ranks
 from megatron_hecate.comm import connect as module
 from megatron_hecate.comm.connect import Connection, connect
 from megatron_hecate.comm.nvlink import selftest
-from megatron_hecate.comm.nvlink.compile import CACHE
 from megatron_hecate.comm.nvlink.transport import NVLink
+from megatron_hecate.device.compile import CACHE
 
 NOTHING = types.SimpleNamespace(wait=lambda: None)  # a transfer that moves nothing
 SITE_OF_THIS_RANK = module._Site.of_this_rank

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_hecate.comm.nvlink import launch, peers, program
-from megatron_hecate.comm.nvlink.launch import Kernels
+from megatron_hecate.comm.nvlink import peers, program
+from megatron_hecate.comm.nvlink.launch import TransferKernels
+from megatron_hecate.device import launch
 
 pytestmark = [pytest.mark.fast, pytest.mark.skipif(torch.cuda.is_available(), reason="would run on the GPU")]
 ONE_GPU = types.SimpleNamespace(
@@ -68,13 +69,13 @@ def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_function", lambda library, name: 0x20)
     items = np.zeros(2, program.COPY)
     items["dst"], items["src"], items["bytes"] = (0x1000, 0x2000), (0x3000, 0x4000), 16
-    kernels, at = Kernels(torch.device("cuda")), torch.zeros(16, dtype=torch.uint8)
+    kernels, at = TransferKernels(torch.device("cuda")), torch.zeros(16, dtype=torch.uint8)
     for call in (
         lambda: kernels.copy(items),
-        lambda: kernels.launch("fssdp_gather", at),
-        lambda: kernels.launch("fssdp_synchronize", at, 3, blocks=1),
+        lambda: kernels.run_at("fssdp_gather", at),
+        lambda: kernels.run_at("fssdp_synchronize", at, 3, blocks=1),
     ):
         with pytest.raises(Exception, match="driver") as caught:
             call()
         assert type(caught.value).__name__ in ("DynamicLibNotFoundError", "RuntimeError"), caught.value
-    assert not Kernels.can_batch_copies()
+    assert not TransferKernels.can_batch_copies()

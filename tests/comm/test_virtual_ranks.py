@@ -16,7 +16,7 @@ import torch
 from kernel_scripts import CHECK, COPIES, REDUCE, WRITE, Operation, Script, Setup, one_hot, random_copies
 from torch import Tensor
 
-from megatron_hecate.comm.nvlink.launch import THREADS, Kernels
+from megatron_hecate.comm.nvlink.launch import THREADS, TransferKernels
 from megatron_hecate.comm.nvlink.program import COPY, TRANSFER
 
 DEVICES = [
@@ -32,7 +32,7 @@ class VirtualRanks:
     """All ranks of a script, with their memory on one device."""
 
     def __init__(self, setup: Setup, device: str, *, blocks: int, begin: int = 0) -> None:
-        self._blocks, self._kernels = blocks, Kernels(torch.device(device))
+        self._blocks, self._kernels = blocks, TransferKernels(torch.device(device))
         self._memory = torch.empty(0)
 
         def allocate(size: int) -> list[int]:

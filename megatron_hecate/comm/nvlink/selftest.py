@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_hecate.comm.agreement import Note
-from megatron_hecate.comm.nvlink.launch import Kernels
+from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.transport import NVLink
 from megatron_hecate.comm.transport import Copy, LayerBuffer, TransferPlan, Transport, chunks_in
 
@@ -86,7 +86,7 @@ def _test(transports: Sequence[Transport], device: torch.device, *, timeout: flo
 
 def _can_use_copy_engines(device: torch.device) -> bool:
     one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"  # copies would wait for other streams' work
-    return device.type == "cuda" and not one_queue and Kernels.can_batch_copies()
+    return device.type == "cuda" and not one_queue and TransferKernels.can_batch_copies()
 
 
 class _Total:

@@ -24,7 +24,7 @@ from megatron_hecate.comm.nvlink.domains import (
     Stage,
     Stages,
 )
-from megatron_hecate.comm.nvlink.launch import Kernels
+from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
 from megatron_hecate.comm.nvlink.program import Extent, Program
 from megatron_hecate.comm.nvlink.schedule import Place, Schedule
@@ -114,7 +114,7 @@ class NVLink:
         self._peers, self._sent, self._stripes = None, torch.empty(0), torch.empty(0)  # before there is new memory
         sizes = [LayerBuffer.aligned(size, torch.uint8), *self._sent_and_stripe_bytes(layers)]
         domain = next(domain for domain in self._domains if self._rank in domain)
-        self._kernels = Kernels(device)
+        self._kernels = TransferKernels(device)
         self._peers = Peers(self._domain, sum(sizes), device=device, ranks=domain, timeout=self.timeout)
         self._begin = 1
         replicas, self._sent, self._stripes = self._peers.buffers.split(sizes)

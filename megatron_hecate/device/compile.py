@@ -27,7 +27,7 @@ import torch
 HERE = Path(__file__).resolve().parent
 # In a checkout the sources lie beside the package; installed, in it.
 SOURCES: Path = next(
-    p for p in (HERE.parents[2] / "kernels", HERE.parents[1] / "kernels") if (p / "device.cu").exists()
+    p for p in (HERE.parents[1] / "kernels", HERE.parents[0] / "kernels") if (p / "device.cu").exists()
 )
 HEADERS: tuple[str, ...] = ("schedule.cuh", "signals.cuh", "gather.cuh", "reduce.cuh", "transfer.cuh")
 OPTIONS: tuple[str, ...] = ("-std=c++17",)  # of both compilers for GPUs
