@@ -1,5 +1,7 @@
 // The kernels: a grid of blocks, all of which take part in the transfers of one GPU. blockIdx.y picks the rank where
 // several live on it (tests); each has the same number of blocks.
+#include "reroute.cuh"
+#include "sources.cuh"
 #include "transfer.cuh"
 
 namespace fssdp {
@@ -10,6 +12,24 @@ struct Device {
   FSSDP_FN u32 block() const { return blockIdx.x; }
   FSSDP_FN u32 blocks() const { return gridDim.x; }
   FSSDP_FN bool all(bool value) const { return __syncthreads_and(value) != 0; }
+  // A team: lanes of one warp that work on one rank or expert.
+  enum { LANES = 8 };
+  FSSDP_FN i32 lanes() const { return LANES; }
+  FSSDP_FN i32 lane() const { return (i32)threadIdx.x % LANES; }
+  FSSDP_FN i32 team() const { return (i32)threadIdx.x / LANES; }
+  FSSDP_FN i32 teams() const { return (i32)blockDim.x / LANES; }
+  FSSDP_FN u32 mask() const { return 0xffu << (threadIdx.x % 32 / LANES * LANES); }
+  // The sum of this lane's value and those of the lanes before it.
+  FSSDP_FN i64 scan(i64 value) const {
+    FSSDP_UNROLL
+    for (int by = 1; by < LANES; by *= 2) {
+      const i64 other = __shfl_up_sync(mask(), value, by, LANES);
+      if (lane() >= by) value += other;
+    }
+    return value;
+  }
+  // The value of the last lane.
+  FSSDP_FN i64 last(i64 value) const { return __shfl_sync(mask(), value, LANES - 1, LANES); }
   FSSDP_FN void pause() const { __nanosleep(64); }
   FSSDP_FN u64 clock() const {
     u64 now;
@@ -85,3 +105,33 @@ extern "C" __global__ void __launch_bounds__(512, 1) fssdp_synchronize(const fss
   fssdp::Device th;
   fssdp::synchronize(th, transfers[blockIdx.y], steps);
 }
+
+// After the gate. One block; `last`: [R * P].
+extern "C" __global__ void __launch_bounds__(512, 1)
+    fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, int own, int rank, int* last) {
+  fssdp::Device th;
+  fssdp::quotas(th, group, holders, loads, work, own, rank, last);
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigned char* map, int* before, int* loads, unsigned* arrived) {
+  fssdp::Device th;
+  fssdp::count_tokens(th, {tokens, tile}, experts, map, before, loads, arrived);
+}
+
+#define FSSDP_REROUTE(BITS, TYPE)                                                                                     \
+  extern "C" __global__ void __launch_bounds__(256) fssdp_reroute_##BITS(                                             \
+      unsigned tokens, unsigned tile, const int* group, const int* holders, const int* before, const int* last,       \
+      const unsigned char* map, const TYPE* probs, unsigned long long least, unsigned char* out_map, TYPE* out) {     \
+    fssdp::Device th;                                                                                                 \
+    fssdp::reroute<TYPE>(th, {tokens, tile}, group, holders, before, last, map, probs, (TYPE)least, out_map, out);    \
+  }                                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(256)                                                                   \
+      fssdp_reroute_gradient_##BITS(unsigned tokens, const int* group, const int* holders,                            \
+                                    const unsigned char* out_map, const TYPE* out_grad, TYPE* grad) {                 \
+    fssdp::Device th;                                                                                                 \
+    fssdp::reroute_gradient<TYPE>(th, tokens, group, holders, out_map, out_grad, grad);                               \
+  }
+FSSDP_REROUTE(16, unsigned short)
+FSSDP_REROUTE(32, unsigned)
+FSSDP_REROUTE(64, unsigned long long)

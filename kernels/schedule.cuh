@@ -10,9 +10,11 @@
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define FSSDP_FN __device__ __forceinline__
 #define FSSDP_UNROLL _Pragma("unroll")
+#define FSSDP_UNROLL_8 _Pragma("unroll 8")
 #else
 #define FSSDP_FN inline
 #define FSSDP_UNROLL
+#define FSSDP_UNROLL_8
 #endif
 
 namespace fssdp {

@@ -29,7 +29,10 @@ HERE = Path(__file__).resolve().parent
 SOURCES: Path = next(
     p for p in (HERE.parents[1] / "kernels", HERE.parents[0] / "kernels") if (p / "device.cu").exists()
 )
-HEADERS: tuple[str, ...] = ("schedule.cuh", "signals.cuh", "gather.cuh", "reduce.cuh", "transfer.cuh")
+HEADERS: tuple[str, ...] = tuple(
+    f"{name}.cuh"
+    for name in ("schedule", "signals", "gather", "reduce", "transfer", "gate", "quotas", "sources", "reroute")
+)
 OPTIONS: tuple[str, ...] = ("-std=c++17",)  # of both compilers for GPUs
 OLDEST: int = 80  # compute capability, times ten
 CACHE = "MEGATRON_HECATE_CACHE"

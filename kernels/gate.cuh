@@ -1,0 +1,80 @@
+// What the kernels after the gate know: the group, the placement, and the memory they work in. No #include, as in
+// schedule.cuh, whose types are used. All tables are arrays of i32 in one buffer each, written by the host
+// (megatron_hecate/routing/tables.py) and never moved.
+//
+// Letters: E experts, R ranks, P physical experts of a rank, N sources, K nodes. A *holder* is an expert on a rank; the
+// holders of all experts are numbered by expert, then node, then rank, and those of an expert on one node are a *stretch*.
+#pragma once
+#include "schedule.cuh"
+
+namespace fssdp {
+
+typedef long long i64;
+
+// The group: fixed for the whole training.
+struct Group {
+  i32 experts, ranks, per_rank, sources, nodes;
+  const i32* node;          // [R]
+  const i32* first_source;  // [R + 1] a rank's sources in `order`; ranks stand there by node, so nodes are stretches too
+  const i32* place;         // [R] where a rank stands among them
+  const i32* first_rank;    // [K + 1] a node's ranks among them
+  const i32* order;         // [N] sources by node, then rank
+};
+FSSDP_FN Group group_at(const i32* at) {
+  Group g = {at[0], at[1], at[2], at[3], at[4], 0, 0, 0, 0, 0};
+  g.node = at + 5;
+  g.place = g.node + g.ranks;
+  g.first_source = g.place + g.ranks;
+  g.first_rank = g.first_source + g.ranks + 1;
+  g.order = g.first_rank + g.nodes + 1;
+  return g;
+}
+FSSDP_FN i32 sources_begin(const Group& g, i32 rank) { return g.first_source[g.place[rank]]; }
+FSSDP_FN i32 sources_end(const Group& g, i32 rank) { return g.first_source[g.place[rank] + 1]; }
+
+// The placement: written anew whenever replicas change. R * P bounds the number of holders.
+struct Holders {
+  i32 shared;            // experts with more than one holder
+  const i32* begin;      // [E + 1] an expert's first holder
+  const i32* shared_at;  // [E] those experts
+  const i32* expert;     // [R * P] of a holder
+  const i32* rank;       // [R * P] of a holder
+  const i32* physical;   // [R * P] of a holder: rank * P + slot
+  const i32* held;       // [R * P] the holder of each physical expert, or -1: an empty slot
+};
+FSSDP_FN Holders holders_at(const i32* at, const Group& g) {
+  const i32 most = g.ranks * g.per_rank;
+  Holders h = {at[0], at + 1, 0, 0, 0, 0, 0};
+  h.shared_at = h.begin + g.experts + 1;
+  h.expert = h.shared_at + g.experts;
+  h.rank = h.expert + most;
+  h.physical = h.rank + most;
+  h.held = h.physical + most;
+  return h;
+}
+FSSDP_FN i32 node_of(const Group& g, const Holders& h, i32 holder) { return g.node[h.rank[holder]]; }
+
+// A running sum over items that the lanes of a team take side by side.
+struct Running {
+  i64 before;
+  template <class Thread>
+  FSSDP_FN i64 upto(Thread& th, i64 value) {
+    const i64 sum = before + th.scan(value);
+    before = th.last(sum);
+    return sum;
+  }
+};
+
+FSSDP_FN i64 least(i64 a, i64 b) { return a < b ? a : b; }
+FSSDP_FN i64 positive(i64 a) { return a > 0 ? a : 0; }
+
+// amount * part / whole, rounded down. The estimate is off by little, so the remainder is right although products wrap.
+FSSDP_FN i64 share(i64 amount, i64 part, i64 whole) {
+  i64 quotient = (i64)((double)amount * ((double)part / (double)whole));
+  i64 rest = (i64)((u64)amount * (u64)part - (u64)quotient * (u64)whole);
+  for (; rest < 0; rest += whole) --quotient;
+  for (; rest >= whole; rest -= whole) ++quotient;
+  return quotient;
+}
+
+}  // namespace fssdp

@@ -1,0 +1,114 @@
+// From experts to physical experts: which holder each token of this source goes to, and back for gradients.
+//
+// Tokens are cut into tiles. `count_tokens` counts each tile's tokens per expert; the last block to finish turns counts
+// into the tokens before each tile, and adds up the source's loads. `reroute` walks down the columns of the physical
+// experts: a thread has one, and sees by the position of a token among those of its expert whether it is its own.
+#pragma once
+#include "gate.cuh"
+
+namespace fssdp {
+
+typedef unsigned char u8;
+
+struct Tokens {
+  u32 tokens, tile;  // tile: tokens of one
+  FSSDP_FN u32 tiles() const { return (tokens + tile - 1) / tile; }
+  FSSDP_FN u32 begin(u32 i) const { return i * tile; }
+  FSSDP_FN u32 end(u32 i) const { return tokens - i * tile < tile ? tokens : (i + 1) * tile; }
+};
+enum { TOGETHER = 8 };  // tokens whose choices a thread loads before it uses the first
+
+// before: [tiles, E], loads: [E], map: [T, E], arrived: zero before and after.
+template <class Thread>
+FSSDP_FN void count_tokens(Thread& th, const Tokens& t, u32 experts, const u8* map, i32* before, i32* loads, u32* arrived) {
+  for (u32 tile = th.block(); tile < t.tiles(); tile += th.blocks())
+    for (u32 e = th.id(); e < experts; e += th.count()) {
+      i32 sum = 0;
+      FSSDP_UNROLL_8
+      for (u32 i = t.begin(tile); i < t.end(tile); ++i) sum += map[(u64)i * experts + e];
+      before[(u64)tile * experts + e] = sum;
+    }
+  th.all(true);
+  bool last = true;
+  if (th.id() == 0) {
+    last = th.add_acq_rel(arrived, 1u) == th.blocks() - 1;
+    if (last) th.store_relaxed(arrived, 0u);
+  }
+  if (!th.all(last)) return;
+  for (u32 e = th.id(); e < experts; e += th.count()) {
+    i32 sum = 0;
+    for (u32 tile = 0; tile < t.tiles(); ++tile) {
+      i32* at = before + (u64)tile * experts + e;
+      const i32 own = th.load(at);
+      *at = sum;
+      sum += own;
+    }
+    loads[e] = sum;
+  }
+}
+
+// What a physical expert takes of its expert's tokens: those at places [begin, end) among them.
+struct Part {
+  i32 expert, begin, end;  // expert: -1 of an empty slot
+};
+FSSDP_FN Part part_of(const Holders& h, const i32* last, i32 physical) {
+  const i32 c = h.held[physical];
+  if (c < 0) return {-1, 0, 0};
+  const i32 expert = h.expert[c];
+  return {expert, c == h.begin[expert] ? 0 : last[c - 1], last[c]};
+}
+
+// out_map: [T, R * P], out: [T, R * P] probabilities as bits, of which a chosen one is at least `least`.
+template <class Bits, class Thread>
+FSSDP_FN void reroute(Thread& th, const Tokens& t, const i32* group, const i32* holders, const i32* before, const i32* last,
+                      const u8* map, const Bits* probs, Bits least, u8* out_map, Bits* out) {
+  const Group g = group_at(group);
+  const Holders h = holders_at(holders, g);
+  const u32 columns = (u32)(g.ranks * g.per_rank), experts = (u32)g.experts;
+  const u32 chunks = (columns + th.count() - 1) / th.count();
+  for (u32 block = th.block(); block < t.tiles() * chunks; block += th.blocks()) {
+    const u32 tile = block / chunks, column = block % chunks * th.count() + th.id();
+    if (column >= columns) continue;
+    const Part part = part_of(h, last, (i32)column);
+    const u32 expert = part.expert < 0 ? 0u : (u32)part.expert;
+    i32 place = before[(u64)tile * experts + expert];
+    for (u32 first = t.begin(tile); first < t.end(tile); first += TOGETHER) {
+      u8 chosen[TOGETHER];
+      FSSDP_UNROLL
+      for (u32 i = 0; i < TOGETHER; ++i)
+        chosen[i] = part.expert >= 0 && first + i < t.end(tile) ? map[(u64)(first + i) * experts + expert] : (u8)0;
+      FSSDP_UNROLL
+      for (u32 i = 0; i < TOGETHER; ++i) {
+        if (first + i >= t.end(tile)) continue;
+        const bool own = chosen[i] && part.begin <= place && place < part.end;
+        Bits value = 0;
+        if (own) {
+          value = probs[(u64)(first + i) * experts + expert];
+          if (value < least) value = least;
+        }
+        out_map[(u64)(first + i) * columns + column] = own;
+        out[(u64)(first + i) * columns + column] = value;
+        place += chosen[i];
+      }
+    }
+  }
+}
+
+// The gradient of `probs`, from that of `out`.
+template <class Bits, class Thread>
+FSSDP_FN void reroute_gradient(Thread& th, u32 tokens, const i32* group, const i32* holders, const u8* out_map,
+                               const Bits* out_grad, Bits* grad) {
+  const Group g = group_at(group);
+  const Holders h = holders_at(holders, g);
+  const u64 columns = (u64)g.ranks * g.per_rank, all = (u64)tokens * g.experts;
+  for (u64 i = (u64)th.block() * th.count() + th.id(); i < all; i += (u64)th.blocks() * th.count()) {
+    const u64 row = i / g.experts * columns;
+    const i32 expert = (i32)(i % g.experts);
+    Bits value = 0;
+    for (i32 c = h.begin[expert]; c < h.begin[expert + 1]; ++c)
+      if (out_map[row + h.physical[c]]) value = out_grad[row + h.physical[c]];
+    grad[i] = value;
+  }
+}
+
+}  // namespace fssdp

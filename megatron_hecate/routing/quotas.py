@@ -1,0 +1,84 @@
+"""Quotas: how many of a source's tokens for an expert go to each of its holders. The algorithm is in
+``kernels/quotas.cuh`` and ``kernels/sources.cuh``; every rank computes the same from the same loads."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_hecate.device.launch import Kernels
+from megatron_hecate.plan import Placement
+from megatron_hecate.routing.tables import GroupShape, HolderOrder
+
+THREADS: int = 512  # of the one block
+
+
+class QuotaTables:
+    """A group and its placement on a device, in buffers that never move.
+
+    Args:
+        shape: of the group.
+        device: where the loads are.
+        kernels: loaded for it.
+    """
+
+    def __init__(self, shape: GroupShape, device: torch.device, kernels: Kernels) -> None:
+        self.shape, self.kernels, self.device = shape, kernels, device
+        self.group = torch.from_numpy(shape.table()).to(device)
+        self.holders = torch.zeros(shape.holders_size, dtype=torch.int32, device=device)
+        self._placed: Placement | None = None
+
+    def place(self, placement: Placement) -> None:
+        """From here on, on the current stream, tokens go to the holders of ``placement``. The host does not wait."""
+        if placement is self._placed:
+            return
+        table = torch.from_numpy(HolderOrder.of(placement, self.shape).table(self.shape))
+        if self.device.type == "cuda":  # torch does not use the pinned buffer again before the copy is done
+            table = table.pin_memory()
+        self.holders.copy_(table, non_blocking=True)
+        self._placed = placement
+
+    def ends(self, loads: Tensor, source: int) -> Tensor:
+        """Where each holder's tokens end among those of one source for its expert; the first holder's begin at 0.
+
+        Args:
+            loads: [N, E] int32 on the device, contiguous: tokens of source n routed to expert e.
+            source: 0 to N - 1.
+
+        Returns:
+            [R * P] int32, of which the first C count: holders by expert, node and rank.
+        """
+        shape = self.shape
+        assert loads.shape == (len(shape.source_rank), shape.num_experts) and loads.dtype == torch.int32, loads.shape
+        work = torch.empty(shape.work_size(THREADS), dtype=torch.int64, device=self.device)
+        ends = torch.empty(shape.num_physical, dtype=torch.int32, device=self.device)
+        own = int(np.flatnonzero(shape.order == source)[0])
+        at = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.group, self.holders, loads, work)]
+        places = ctypes.c_int(own), ctypes.c_int(shape.source_rank[source]), ctypes.c_void_p(ends.data_ptr())
+        self.kernels.launch("fssdp_quotas", *at, *places, blocks=1, threads=THREADS)
+        return ends
+
+
+def quotas_of_all(loads: np.ndarray, placement: Placement, shape: GroupShape) -> tuple[np.ndarray, HolderOrder]:
+    """All sources' quotas on the host, for tests and benchmarks.
+
+    Args:
+        loads: [N, E] tokens of source n routed to expert e, 0 to 2^31 - 1.
+
+    Returns:
+        [N, C] int64 tokens of each source for each holder, and the order of the holders.
+    """
+    order = HolderOrder.of(placement, shape)
+    kernels = Kernels(torch.device("cpu"))
+    loads = np.ascontiguousarray(loads, np.int32)
+    work = np.empty(shape.work_size(1), np.int64)
+    ends = np.zeros((len(loads), shape.num_physical), np.int32)
+    tables = (shape.table(), order.table(shape), loads, work, ends)
+    kernels.function("fssdp_quotas_of_all")(*(ctypes.c_void_p(table.ctypes.data) for table in tables))
+    tokens = np.diff(ends[:, : len(order.expert)].astype(np.int64), axis=1, prepend=0)
+    first = np.searchsorted(order.expert, np.unique(order.expert))
+    tokens[:, first] = ends[:, first]
+    return tokens, order

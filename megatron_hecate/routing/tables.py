@@ -1,0 +1,128 @@
+"""Tables that the kernels of `kernels/gate.cuh` read: arrays of int32, one after the other in one buffer.
+
+Letters in shapes: E experts, R ranks, P physical experts of a rank, N sources, K nodes, C holders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from megatron_hecate.plan import EMPTY, Placement, World
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupShape:
+    """What never changes about a layer's group.
+
+    Args:
+        world: node of every rank.
+        num_experts: E.
+        slots_per_rank: P.
+        source_rank: [N] the rank a source's tokens start on. With expert tensor parallelism several share one.
+
+    Raises:
+        ValueError: for sources on unknown ranks.
+    """
+
+    world: World
+    num_experts: int
+    slots_per_rank: int
+    source_rank: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not all(0 <= rank < self.world.num_ranks for rank in self.source_rank):
+            raise ValueError(f"source_rank must name ranks 0 to {self.world.num_ranks - 1}, got {self.source_rank}")
+
+    @classmethod
+    def of(cls, world: World, placement: Placement, source_rank: Sequence[int] | None = None) -> GroupShape:
+        """That of ``placement`` and all with as many slots; without ``source_rank``, source n is rank n."""
+        ranks = range(world.num_ranks) if source_rank is None else source_rank
+        return cls(world, placement.num_experts, placement.slots_per_rank, tuple(ranks))
+
+    @property
+    def num_physical(self) -> int:
+        """R * P, which is also the most holders there can be."""
+        return self.world.num_ranks * self.slots_per_rank
+
+    @cached_property
+    def by_node(self) -> np.ndarray:
+        """[R] the ranks by node, then number."""
+        return np.argsort(self.world.node_index, kind="stable")
+
+    @cached_property
+    def order(self) -> np.ndarray:
+        """[N] the sources by node, then rank."""
+        place = np.empty(self.world.num_ranks, np.int64)
+        place[self.by_node] = np.arange(len(place))
+        return np.argsort(place[np.asarray(self.source_rank, np.int64)], kind="stable")
+
+    def table(self) -> np.ndarray:
+        """The group, as `group_at` reads it."""
+        world, ranks = self.world, np.arange(self.world.num_ranks)
+        place = np.empty(len(ranks), np.int64)
+        place[self.by_node] = ranks
+        sources = np.bincount(np.asarray(self.source_rank, np.int64), minlength=len(ranks))[self.by_node]
+        in_node = np.bincount(world.node_index)
+        sizes = [self.num_experts, len(ranks), self.slots_per_rank, len(self.source_rank), world.num_nodes]
+        parts = [sizes, world.node_index, place, _running(sources), _running(in_node), self.order]
+        return np.concatenate(parts).astype(np.int32)
+
+    def work_size(self, threads: int) -> int:
+        """int64 numbers that the kernel works in, with so many ``threads``; as `work_at`."""
+        ranks, most = self.world.num_ranks, self.num_physical
+        longs = self.world.num_nodes * self.num_experts + 4 * most + 2 * ranks + threads
+        return longs + (ranks + most + self.num_experts + 1) // 2
+
+    @property
+    def holders_size(self) -> int:
+        """int32 numbers of a placement's table."""
+        return 2 + 2 * self.num_experts + 4 * self.num_physical
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HolderOrder:
+    """The holders of one placement, by expert, then node, then rank.
+
+    Args:
+        expert, rank, physical: [C] of each holder; physical is ``rank * P + slot``.
+    """
+
+    expert: np.ndarray
+    rank: np.ndarray
+    physical: np.ndarray
+
+    @classmethod
+    def of(cls, placement: Placement, shape: GroupShape) -> HolderOrder:
+        """Raises ValueError for a placement that does not fit the group."""
+        if placement.table.shape != (shape.world.num_ranks, shape.slots_per_rank):
+            raise ValueError(
+                f"the group has {shape.world.num_ranks} ranks of {shape.slots_per_rank} slots, the placement "
+                f"{placement.num_ranks} of {placement.slots_per_rank}"
+            )
+        rank, slot = np.nonzero(placement.table != EMPTY)
+        expert = placement.table[rank, slot]
+        sorted_by = np.lexsort((rank, shape.world.node_index[rank], expert))
+        return cls(expert[sorted_by], rank[sorted_by], (rank * placement.slots_per_rank + slot)[sorted_by])
+
+    def table(self, shape: GroupShape) -> np.ndarray:
+        """The holders, as `holders_at` reads them."""
+        most, count = shape.num_physical, np.bincount(self.expert, minlength=shape.num_experts)
+        (shared,) = np.nonzero(count > 1)
+        held = np.full(most, -1)
+        held[self.physical] = np.arange(len(self.physical))
+        parts = [[len(shared)], _running(count), _padded(shared, shape.num_experts)]
+        parts += [_padded(part, most) for part in (self.expert, self.rank, self.physical)]
+        return np.concatenate([*parts, held]).astype(np.int32)
+
+
+def _running(sizes: np.ndarray) -> np.ndarray:
+    """[n + 1] where each of ``sizes`` [n] begins, and the end."""
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
+def _padded(numbers: np.ndarray, size: int) -> np.ndarray:
+    return np.concatenate([numbers, np.zeros(size - len(numbers), np.int64)])
