@@ -32,16 +32,18 @@ sys.path.insert(0, str(ROOT))
 
 from shapes import swiglu  # noqa: E402
 
+from megatron_hecate.device.launch import Kernels  # noqa: E402
 from megatron_hecate.plan import (  # noqa: E402
     CopyCost,
     LayerShape,
     Placement,
-    QuotaSolver,
     World,
     add_late_replicas,
     largest_load,
     plan_replicas,
 )
+from megatron_hecate.routing.quotas import QuotaTables  # noqa: E402
+from megatron_hecate.routing.tables import GroupShape  # noqa: E402
 from megatron_hecate.runtime.load_monitor import LoadHistory  # noqa: E402
 
 SIZES: tuple[tuple[int, int], ...] = ((64, 8), (64, 32), (256, 64), (1024, 1024), (256, 1024))  # experts, ranks
@@ -56,7 +58,7 @@ COLUMNS: tuple[str, ...] = (
     "largest_load",
     "add_late_replicas, nothing pays",
     "add_late_replicas, after a jump",
-    "prepare and row",
+    "place and quotas",
 )
 
 
@@ -79,7 +81,8 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
     taste = rng.normal(0, 0.3, (num_ranks, num_experts))  # of the sources
     cost = SHAPE.copy_cost(world)
     late = dict(cost=dataclasses.replace(SHAPE, microbatches=1).copy_cost(world), most=MOST_LATE, across_nodes=False)
-    solver, history = QuotaSolver(world, "cpu"), LoadHistory()
+    host = torch.device("cpu")
+    tables, history = QuotaTables(GroupShape.of(world, homes), host, Kernels(host)), LoadHistory()
     free = priced = None
     seconds = np.empty((len(COLUMNS), calls))
     for call in range(-WARM_UP, calls):
@@ -100,11 +103,16 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
             jumped = np.roll(total, num_experts // 2 + 1)
             late_s, _ = _timed(lambda: add_late_replicas(jumped, free, world, **late))  # noqa: B023
             counts = torch.from_numpy(load)
-            row_s, _ = _timed(lambda: solver.row(counts, solver.prepare(free), num_ranks // 2))  # noqa: B023
+            row_s, _ = _timed(lambda: _parts(tables, free, counts))  # noqa: B023
             if call >= 0:
                 seconds[:, call] = free_s, priced_s, largest_s, kept_s, late_s, row_s
         history.append(total[None])
     return seconds
+
+
+def _parts(tables: QuotaTables, placement: Placement, loads: torch.Tensor) -> None:
+    tables.place(placement)
+    tables.parts(loads, len(loads) // 2)
 
 
 def _timed(function: Callable[[], Any]) -> tuple[float, Any]:

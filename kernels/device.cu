@@ -106,31 +106,32 @@ extern "C" __global__ void __launch_bounds__(512, 1) fssdp_synchronize(const fss
   fssdp::synchronize(th, transfers[blockIdx.y], steps);
 }
 
-// After the gate. One block; `last`: [R * P].
+// After the gate. One block.
 extern "C" __global__ void __launch_bounds__(512, 1)
-    fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, int own, int rank, int* last) {
+    fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, int own, int rank, int* parts) {
   fssdp::Device th;
-  fssdp::quotas(th, group, holders, loads, work, own, rank, last);
+  fssdp::quotas(th, group, holders, loads, work, own, rank, parts);
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigned char* map, int* before, int* loads, unsigned* arrived) {
+    fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigned char* map, int* before, int* loads,
+                unsigned* arrived) {
   fssdp::Device th;
   fssdp::count_tokens(th, {tokens, tile}, experts, map, before, loads, arrived);
 }
 
 #define FSSDP_REROUTE(BITS, TYPE)                                                                                     \
   extern "C" __global__ void __launch_bounds__(256) fssdp_reroute_##BITS(                                             \
-      unsigned tokens, unsigned tile, const int* group, const int* holders, const int* before, const int* last,       \
+      unsigned tokens, unsigned tile, const int* group, const int* holders, const int* before, const int* parts,      \
       const unsigned char* map, const TYPE* probs, unsigned long long least, unsigned char* out_map, TYPE* out) {     \
     fssdp::Device th;                                                                                                 \
-    fssdp::reroute<TYPE>(th, {tokens, tile}, group, holders, before, last, map, probs, (TYPE)least, out_map, out);    \
+    fssdp::reroute<TYPE>(th, {tokens, tile}, group, holders, before, parts, map, probs, (TYPE)least, out_map, out);   \
   }                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(256)                                                                   \
-      fssdp_reroute_gradient_##BITS(unsigned tokens, const int* group, const int* holders,                            \
-                                    const unsigned char* out_map, const TYPE* out_grad, TYPE* grad) {                 \
+  extern "C" __global__ void __launch_bounds__(256) fssdp_reroute_gradient_##BITS(                                    \
+      unsigned tokens, unsigned tile, unsigned experts, unsigned columns, const int* before, const int* parts,        \
+      const unsigned char* map, const TYPE* out_grad, TYPE* grad) {                                                   \
     fssdp::Device th;                                                                                                 \
-    fssdp::reroute_gradient<TYPE>(th, tokens, group, holders, out_map, out_grad, grad);                               \
+    fssdp::reroute_gradient<TYPE>(th, {tokens, tile}, experts, columns, before, parts, map, out_grad, grad);          \
   }
 FSSDP_REROUTE(16, unsigned short)
 FSSDP_REROUTE(32, unsigned)

@@ -54,6 +54,15 @@ FSSDP_FN Holders holders_at(const i32* at, const Group& g) {
 }
 FSSDP_FN i32 node_of(const Group& g, const Holders& h, i32 holder) { return g.node[h.rank[holder]]; }
 
+// What one source's tokens do: of those for an expert, in order, [0, last) go to its first holder, the next, up to its
+// own `last`, to the second. Enough to find the way back when the placement is another already.
+struct Parts {
+  const i32* last;      // [R * P] by holder
+  const i32* physical;  // [R * P] by holder
+  const i32* begin;     // [E + 1]
+};
+FSSDP_FN Parts parts_at(const i32* at, u32 columns) { return {at, at + columns, at + 2 * columns}; }
+
 // A running sum over items that the lanes of a team take side by side.
 struct Running {
   i64 before;

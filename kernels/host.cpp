@@ -159,23 +159,21 @@ int fssdp_synchronize(const fssdp::Transfer* t, unsigned steps) {
 unsigned fssdp_size_of_transfer() { return sizeof(fssdp::Transfer); }
 
 // After the gate, each by one thread.
-void fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, int own, int rank, int* last) {
-  fssdp::launch([&](fssdp::Host& th) { fssdp::quotas(th, group, holders, loads, work, own, rank, last); }, 1, 1);
+void fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, int own, int rank, int* parts) {
+  fssdp::launch([&](fssdp::Host& th) { fssdp::quotas(th, group, holders, loads, work, own, rank, parts); }, 1, 1);
 }
-// Of all sources, for tests and benchmarks. last: [N, R * P]
-void fssdp_quotas_of_all(const int* group, const int* holders, const int* loads, long long* work, int* last) {
+// Of all sources, for tests and benchmarks. parts: [N, 2 * R * P + E + 1]
+void fssdp_quotas_of_all(const int* group, const int* holders, const int* loads, long long* work, int* parts) {
   using namespace fssdp;
   const Group g = group_at(group);
-  fssdp_quotas(group, holders, loads, work, 0, 0, last);
   const Holders h = holders_at(holders, g);
   const Work w = work_at(work, g, 1);
+  fssdp_quotas(group, holders, loads, work, 0, 0, parts);
   for (i32 rank = 0; rank < g.ranks; ++rank)
-    for (i32 own = sources_begin(g, rank); own < sources_end(g, rank); ++own)
-      launch(
-          [&](Host& th) {
-            deal_source(th, Sources{g, h, w, loads}, own, rank, last + (i64)g.order[own] * g.ranks * g.per_rank);
-          },
-          1, 1);
+    for (i32 own = sources_begin(g, rank); own < sources_end(g, rank); ++own) {
+      i32* at = parts + (i64)g.order[own] * (2 * g.ranks * g.per_rank + g.experts + 1);
+      launch([&](Host& th) { deal_source(th, Sources{g, h, w, loads}, own, rank, at); }, 1, 1);
+    }
 }
 void fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigned char* map, int* before, int* loads,
                  unsigned* arrived) {
@@ -183,23 +181,21 @@ void fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigne
       [&](fssdp::Host& th) { fssdp::count_tokens(th, {tokens, tile}, experts, map, before, loads, arrived); }, 1, 1);
 }
 #define FSSDP_REROUTE(BITS, TYPE)                                                                                     \
-  void fssdp_reroute_##BITS(unsigned tokens, unsigned tile, const int* group, const int* holders, const int* before,  \
-                            const int* last, const unsigned char* map, const TYPE* probs, unsigned long long least,   \
-                            unsigned char* out_map, TYPE* out) {                                                      \
-    fssdp::launch(                                                                                                    \
-        [&](fssdp::Host& th) {                                                                                        \
-          fssdp::reroute<TYPE>(th, {tokens, tile}, group, holders, before, last, map, probs, (TYPE)least, out_map,    \
-                               out);                                                                                  \
-        },                                                                                                            \
-        1, 1);                                                                                                        \
+  void fssdp_reroute_##BITS(                                                                                          \
+      unsigned tokens, unsigned tile, const int* group, const int* holders, const int* before, const int* parts,      \
+      const unsigned char* map, const TYPE* probs, unsigned long long least, unsigned char* out_map, TYPE* out) {     \
+    const auto kernel = [&](fssdp::Host& th) {                                                                        \
+      fssdp::reroute<TYPE>(th, {tokens, tile}, group, holders, before, parts, map, probs, (TYPE)least, out_map, out); \
+    };                                                                                                                \
+    fssdp::launch(kernel, 1, 1);                                                                                      \
   }                                                                                                                   \
-  void fssdp_reroute_gradient_##BITS(unsigned tokens, const int* group, const int* holders,                           \
-                                     const unsigned char* out_map, const TYPE* out_grad, TYPE* grad) {                \
-    fssdp::launch(                                                                                                    \
-        [&](fssdp::Host& th) {                                                                                        \
-          fssdp::reroute_gradient<TYPE>(th, tokens, group, holders, out_map, out_grad, grad);                         \
-        },                                                                                                            \
-        1, 1);                                                                                                        \
+  void fssdp_reroute_gradient_##BITS(                                                                                 \
+      unsigned tokens, unsigned tile, unsigned experts, unsigned columns, const int* before, const int* parts,        \
+      const unsigned char* map, const TYPE* out_grad, TYPE* grad) {                                                   \
+    const auto kernel = [&](fssdp::Host& th) {                                                                        \
+      fssdp::reroute_gradient<TYPE>(th, {tokens, tile}, experts, columns, before, parts, map, out_grad, grad);        \
+    };                                                                                                                \
+    fssdp::launch(kernel, 1, 1);                                                                                      \
   }
 FSSDP_REROUTE(16, unsigned short)
 FSSDP_REROUTE(32, unsigned)

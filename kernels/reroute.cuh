@@ -60,8 +60,8 @@ FSSDP_FN Part part_of(const Holders& h, const i32* last, i32 physical) {
 
 // out_map: [T, R * P], out: [T, R * P] probabilities as bits, of which a chosen one is at least `least`.
 template <class Bits, class Thread>
-FSSDP_FN void reroute(Thread& th, const Tokens& t, const i32* group, const i32* holders, const i32* before, const i32* last,
-                      const u8* map, const Bits* probs, Bits least, u8* out_map, Bits* out) {
+FSSDP_FN void reroute(Thread& th, const Tokens& t, const i32* group, const i32* holders, const i32* before,
+                      const i32* parts, const u8* map, const Bits* probs, Bits least, u8* out_map, Bits* out) {
   const Group g = group_at(group);
   const Holders h = holders_at(holders, g);
   const u32 columns = (u32)(g.ranks * g.per_rank), experts = (u32)g.experts;
@@ -69,7 +69,7 @@ FSSDP_FN void reroute(Thread& th, const Tokens& t, const i32* group, const i32* 
   for (u32 block = th.block(); block < t.tiles() * chunks; block += th.blocks()) {
     const u32 tile = block / chunks, column = block % chunks * th.count() + th.id();
     if (column >= columns) continue;
-    const Part part = part_of(h, last, (i32)column);
+    const Part part = part_of(h, parts, (i32)column);
     const u32 expert = part.expert < 0 ? 0u : (u32)part.expert;
     i32 place = before[(u64)tile * experts + expert];
     for (u32 first = t.begin(tile); first < t.end(tile); first += TOGETHER) {
@@ -94,20 +94,33 @@ FSSDP_FN void reroute(Thread& th, const Tokens& t, const i32* group, const i32* 
   }
 }
 
-// The gradient of `probs`, from that of `out`.
+// The gradient of `probs` [T, E], from that of `out`.
 template <class Bits, class Thread>
-FSSDP_FN void reroute_gradient(Thread& th, u32 tokens, const i32* group, const i32* holders, const u8* out_map,
-                               const Bits* out_grad, Bits* grad) {
-  const Group g = group_at(group);
-  const Holders h = holders_at(holders, g);
-  const u64 columns = (u64)g.ranks * g.per_rank, all = (u64)tokens * g.experts;
-  for (u64 i = (u64)th.block() * th.count() + th.id(); i < all; i += (u64)th.blocks() * th.count()) {
-    const u64 row = i / g.experts * columns;
-    const i32 expert = (i32)(i % g.experts);
-    Bits value = 0;
-    for (i32 c = h.begin[expert]; c < h.begin[expert + 1]; ++c)
-      if (out_map[row + h.physical[c]]) value = out_grad[row + h.physical[c]];
-    grad[i] = value;
+FSSDP_FN void reroute_gradient(Thread& th, const Tokens& t, u32 experts, u32 columns, const i32* before, const i32* parts,
+                               const u8* map, const Bits* out_grad, Bits* grad) {
+  const Parts p = parts_at(parts, columns);
+  const u32 chunks = (experts + th.count() - 1) / th.count();
+  for (u32 block = th.block(); block < t.tiles() * chunks; block += th.blocks()) {
+    const u32 tile = block / chunks, expert = block % chunks * th.count() + th.id();
+    if (expert >= experts) continue;
+    i32 place = before[(u64)tile * experts + expert], c = p.begin[expert];
+    for (u32 first = t.begin(tile); first < t.end(tile); first += TOGETHER) {
+      u8 chosen[TOGETHER];
+      FSSDP_UNROLL
+      for (u32 i = 0; i < TOGETHER; ++i)
+        chosen[i] = first + i < t.end(tile) ? map[(u64)(first + i) * experts + expert] : (u8)0;
+      FSSDP_UNROLL
+      for (u32 i = 0; i < TOGETHER; ++i) {
+        if (first + i >= t.end(tile)) continue;
+        Bits value = 0;
+        if (chosen[i]) {
+          while (c + 1 < p.begin[expert + 1] && place >= p.last[c]) ++c;
+          value = out_grad[(u64)(first + i) * columns + p.physical[c]];
+          ++place;
+        }
+        grad[(u64)(first + i) * experts + expert] = value;
+      }
+    }
   }
 }
 

@@ -98,11 +98,14 @@ struct Sources {
   }
 };
 
-// The part of one source, by the whole block.
+// The parts of one source, by the whole block.
 template <class Thread>
-FSSDP_FN void deal_source(Thread& th, const Sources& sources, i32 own, i32 rank, i32* last) {
+FSSDP_FN void deal_source(Thread& th, const Sources& sources, i32 own, i32 rank, i32* parts) {
   const Group& g = sources.g;
   const Holders& h = sources.h;
+  i32* last = parts;
+  for (i32 c = (i32)th.id(); c < h.begin[g.experts]; c += (i32)th.count()) parts[g.ranks * g.per_rank + c] = h.physical[c];
+  for (i32 e = (i32)th.id(); e <= g.experts; e += (i32)th.count()) parts[2 * g.ranks * g.per_rank + e] = h.begin[e];
   for (i32 expert = (i32)th.id(); expert < g.experts; expert += (i32)th.count()) {
     if (h.begin[expert + 1] - h.begin[expert] > 1)
       sources.deal(expert, own, rank, last);
@@ -111,15 +114,16 @@ FSSDP_FN void deal_source(Thread& th, const Sources& sources, i32 own, i32 rank,
   }
 }
 
-// Quotas of all holders, and the part of one source.
+// Quotas of all holders, and the parts of one source.
 template <class Thread>
-FSSDP_FN void quotas(Thread& th, const i32* group, const i32* holders, const i32* loads, i64* work, i32 own, i32 rank, i32* last) {
+FSSDP_FN void quotas(Thread& th, const i32* group, const i32* holders, const i32* loads, i64* work, i32 own, i32 rank,
+                     i32* parts) {
   const Group g = group_at(group);
   const Holders h = holders_at(holders, g);
   const Work w = work_at(work, g, th.count());
   Quotas<Thread>{th, g, h, w, 0, false}.solve(loads);
   th.all(true);
-  deal_source(th, Sources{g, h, w, loads}, own, rank, last);
+  deal_source(th, Sources{g, h, w, loads}, own, rank, parts);
 }
 
 }  // namespace fssdp

@@ -48,14 +48,16 @@ class FSSDPLayer:
                 loads = state.rerouter.gather_loads(chosen)
             if state.expects_late and in_training:
                 with trace.span("late", state.name):
-                    experts.replicas = self.prefetcher.add_late_replicas(state.index, loads)
+                    experts.replicas = self.prefetcher.add_late_replicas(state.index, loads.tokens)
         physical = experts.replicas is not None or state.always_physical
         self.token_dispatcher = state.physical_dispatcher if physical else state.stock_dispatcher
         if experts.replicas is not None:
             with trace.span("quotas", state.name):
-                routing_map, probs = state.rerouter.reroute(chosen, probs, loads, experts.replicas.placement)
+                state.rerouter.place(experts.replicas.placement, probs.device)
+                routing_map, probs = state.rerouter.reroute(probs, loads)
         elif physical:
-            routing_map, probs = state.rerouter.to_homes(chosen, probs, state.parts.homes_only)
+            state.rerouter.place(state.parts.homes_only, probs.device)
+            routing_map, probs = state.rerouter.to_homes(chosen, probs)
         if in_training:
             self.prefetcher.forwarded(state.index, experts.replicas)
         return super().preprocess(hidden_states, probs, routing_map)

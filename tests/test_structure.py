@@ -23,7 +23,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import rooms of earlier floors, and itself. "" is the package's own __init__.
 FLOORS = [
     {"plan", "config", "device", "tools.trace"},
-    {"comm", "tools.metrics", "tools.measure"},
+    {"routing", "comm", "tools.metrics"},
+    {"tools.measure"},
     {"replicas"},
     {"adapter"},
     {"runtime"},

@@ -18,9 +18,10 @@ from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
-import torch
 
-from megatron_hecate.plan import EMPTY, CopyCost, LayerShape, Placement, QuotaSolver, World
+from megatron_hecate.plan import EMPTY, CopyCost, LayerShape, Placement, World
+from megatron_hecate.routing.quotas import quotas_of_all
+from megatron_hecate.routing.tables import GroupShape
 from rivals import traffic
 from rivals.split import Quotas
 from rivals.traffic import Traffic, fan_out, no_traffic
@@ -63,11 +64,6 @@ class Setting:
     def cost(self) -> CopyCost:
         """What replicas cost, in counts of the load."""
         return self.shape.copy_cost(self.world, hidden=self.shape.hidden_seconds / self.shape.fetch_seconds(self.world))
-
-    @cached_property
-    def quotas(self) -> QuotaSolver:
-        """The quota algorithm that training uses, here on the CPU."""
-        return QuotaSolver(self.world, "cpu")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,9 +109,9 @@ class Planner(abc.ABC):
 
     def split(self, load: np.ndarray, placement: Placement) -> Quotas:
         """Tokens of each source for each holder; integers that sum to the load. Ours, if a planner has no own."""
-        tables = self.setting.quotas.prepare(placement)
-        tokens = self.setting.quotas.table(torch.from_numpy(np.ascontiguousarray(load)), tables)
-        return Quotas(expert=tables.expert.numpy(), rank=tables.rank.numpy(), tokens=tokens.numpy())
+        tokens, order = quotas_of_all(load, placement, GroupShape.of(self.setting.world, placement))
+        by_rank = np.lexsort((order.rank, order.expert))
+        return Quotas(order.expert[by_rank], order.rank[by_rank], tokens[:, by_rank])
 
     def moves(self, placed: Placement, final: Placement) -> Moves:
         """What travelled in this step, between what `place` and what `correct` returned."""

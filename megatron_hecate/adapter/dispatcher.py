@@ -17,53 +17,24 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 from megatron_hecate.comm.transfer import wait_collective
-from megatron_hecate.plan import Placement, PlacementTables, QuotaSolver, World
+from megatron_hecate.device.launch import Kernels
+from megatron_hecate.plan import Placement, World
+from megatron_hecate.routing.quotas import QuotaTables
+from megatron_hecate.routing.reroute import CountedTokens, reroute
+from megatron_hecate.routing.tables import GroupShape
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Holders:
-    """The C holders of one placement, by expert, then rank, on the device.
+class Loads:
+    """The loads of one microbatch.
 
     Args:
-        expert: [C] int64, whose holder it is.
-        first: [C] int64, the first holder of the same expert.
-        physical: [C] int64, its physical expert, ``rank * P + slot``.
-        num_physical: R * P.
+        tokens: [N, E] int32 tokens of every source for every expert.
+        counted: this source's tokens.
     """
 
-    expert: Tensor
-    first: Tensor
-    physical: Tensor
-    num_physical: int
-
-    @classmethod
-    def of(cls, tables: PlacementTables, num_physical: int) -> _Holders:
-        first = torch.searchsorted(tables.expert, tables.expert)
-        return cls(tables.expert, first, tables.physical, num_physical)
-
-    def split_tokens(self, routing_map: Tensor, probs: Tensor, quotas: Tensor) -> tuple[Tensor, Tensor]:
-        """Give every token of this source a holder of each of its experts.
-
-        Args:
-            routing_map: [T, E] bool.
-            probs: [T, E] routing probabilities, differentiable.
-            quotas: [C] int64, this source's tokens for each holder; over an expert's holders they sum to its tokens.
-
-        Returns:
-            [T, R * P] bool routing map and [T, R * P] probabilities over physical experts.
-        """
-        total = torch.cumsum(quotas, dim=0)
-        before = total - quotas
-        # a running sum that restarts with each expert
-        begin = before - before[self.first]
-        end = begin + quotas
-        # position of a token among those for its expert, from 1
-        position = torch.cumsum(routing_map, dim=0, dtype=torch.int32)[:, self.expert]  # [T, C]
-        taken = routing_map[:, self.expert] & (position > begin) & (position <= end)
-        physical_map = routing_map.new_zeros(len(routing_map), self.num_physical)
-        physical_map.index_copy_(1, self.physical, taken)
-        physical_probs = probs.new_zeros(len(probs), self.num_physical)
-        return physical_map, physical_probs.index_copy(1, self.physical, probs[:, self.expert] * taken)
+    tokens: Tensor
+    counted: CountedTokens
 
 
 class Rerouter:
@@ -87,8 +58,8 @@ class Rerouter:
         self.always_physical = backend in ("hybridep", "ncclep")
         self._by_probability = backend in ("deepep", "ncclep")  # its experts are the largest probabilities of a token
         self._padded = config.moe_pad_expert_input_to_capacity
-        self._solver: QuotaSolver | None = None  # made on the device of the first loads
-        self._tables: tuple[Placement, PlacementTables, _Holders] | None = None  # of the last placement
+        self._kernels: Kernels | None = None  # loaded for the device of the first placement, as the tables are
+        self._tables: QuotaTables | None = None
 
     @staticmethod
     def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoETokenDispatcher:
@@ -113,51 +84,47 @@ class Rerouter:
         probability is zero: they change neither outputs nor gradients."""
         return routing_map & (probs.detach() != 0) if self._padded else routing_map
 
-    def gather_loads(self, routing_map: Tensor) -> Tensor:
-        """[N, E] int32 tokens of every source for every expert, from this source's ``routing_map`` [T, E].
+    def place(self, placement: Placement, device: torch.device) -> None:
+        """From here on, tokens go to the holders of ``placement``: its tables are written, on the current stream, into
+        buffers of ``device`` that never move. The host does not wait."""
+        if self._tables is None:
+            shape = GroupShape.of(self._world, placement, self._source_rank)
+            self._kernels = self._kernels or Kernels(device)
+            self._tables = QuotaTables(shape, device, self._kernels)
+        self._tables.place(placement)
 
-        On a GPU the stream waits for it, not the host.
+    def gather_loads(self, routing_map: Tensor) -> Loads:
+        """Those of all sources; ``routing_map`` [T, E] is this one's. On a GPU the stream waits for them, not the host.
 
         Raises:
             TransferError: naming the layer, when a rank dies or does not answer in time.
         """
-        own = routing_map.sum(dim=0, dtype=torch.int32)
+        self._kernels = self._kernels or Kernels(routing_map.device)
+        counted = CountedTokens.of(routing_map, self._kernels)
+        own = counted.loads
         loads = own.new_empty(self.sources.size() * len(own))
         work = dist.all_gather_into_tensor(loads, own, group=self.sources, async_op=True)
         wait_collective(work, loads, self.sources, what="gathering the loads", label=self._label, timeout=self._timeout)
-        return loads.view(self.sources.size(), -1)
+        return Loads(loads.view(self.sources.size(), -1), counted)
 
-    def reroute(self, routing_map: Tensor, probs: Tensor, loads: Tensor, placement: Placement) -> tuple[Tensor, Tensor]:
-        """From experts to physical experts. Every rank computes the same quotas from the same ``loads`` [N, E].
+    def reroute(self, probs: Tensor, loads: Loads) -> tuple[Tensor, Tensor]:
+        """From experts to physical experts of the last placement. Every rank computes the same quotas.
 
         Args:
-            routing_map: [T, E] bool.
             probs: [T, E] routing probabilities, differentiable.
-            loads: what `gather_loads` gave.
-            placement: who holds what.
+            loads: what `gather_loads` gave for the same tokens.
 
         Returns:
-            As `_Holders.split_tokens`.
+            As `routing.reroute`.
         """
-        solver, tables, holders = self._prepare(placement, loads.device)
-        return self._split(holders, routing_map, probs, solver.row(loads, tables, self.sources.rank()))
+        assert self._tables is not None, "place was not called"
+        parts = self._tables.parts(loads.tokens, self.sources.rank())
+        # an expert of probability zero would become any physical expert, an empty slot too
+        return reroute(loads.counted, probs, self._tables, parts, never_zero=self._by_probability)
 
-    def to_homes(self, routing_map: Tensor, probs: Tensor, homes_only: Placement) -> tuple[Tensor, Tensor]:
-        """As `reroute`, without replicas: every token goes to its experts' homes, and nothing is communicated."""
-        *_, holders = self._prepare(homes_only, routing_map.device)
-        return self._split(holders, routing_map, probs, routing_map.sum(dim=0))
-
-    def _prepare(self, placement: Placement, device: torch.device) -> tuple[QuotaSolver, PlacementTables, _Holders]:
-        if self._solver is None:
-            self._solver = QuotaSolver(self._world, device, source_rank=self._source_rank)
-        if self._tables is None or self._tables[0] is not placement:
-            tables = self._solver.prepare(placement)
-            self._tables = (placement, tables, _Holders.of(tables, placement.table.size))
-        return self._solver, *self._tables[1:]
-
-    def _split(self, holders: _Holders, routing_map: Tensor, probs: Tensor, quotas: Tensor) -> tuple[Tensor, Tensor]:
-        physical_map, physical_probs = holders.split_tokens(routing_map, probs, quotas)
-        if self._by_probability:  # a choice of probability zero would become any physical expert, an empty slot too
-            least = physical_map * torch.finfo(probs.dtype).tiny
-            physical_probs = torch.maximum(physical_probs, least)
-        return physical_map, physical_probs
+    def to_homes(self, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """As `reroute`, where the last placement has no replicas: nothing is communicated."""
+        assert self._tables is not None and self._kernels is not None, "place was not called"
+        counted = CountedTokens.of(routing_map, self._kernels)
+        parts = self._tables.parts_of_homes
+        return reroute(counted, probs, self._tables, parts, never_zero=self._by_probability)

@@ -12,7 +12,8 @@ The modules, in the order of an iteration:
 | `search` | a greedy fill of the slots, and what a plan costs |
 | `late` | after the gate, from the true loads: which replicas to add or overwrite; and a local search before it |
 | `maxflow` | the smallest possible largest rank load |
-| `quotas` | how many tokens of each source go to each holder, on the device |
+
+Which tokens go to which holder is decided on the device, in `routing`.
 """
 
 import functools
@@ -23,7 +24,6 @@ from megatron_hecate.plan.cost import CopyCost, LayerShape
 from megatron_hecate.plan.late import add_late_replicas
 from megatron_hecate.plan.maxflow import largest_load
 from megatron_hecate.plan.placement import EMPTY, Placement
-from megatron_hecate.plan.quotas import PlacementTables, QuotaSolver
 from megatron_hecate.plan.replicas import plan_replicas
 from megatron_hecate.plan.world import CPU, H100, Link, Speeds, World
 
@@ -35,8 +35,6 @@ __all__ = [
     "LayerShape",
     "Link",
     "Placement",
-    "PlacementTables",
-    "QuotaSolver",
     "Speeds",
     "World",
     "add_late_replicas",

@@ -30,6 +30,7 @@ class QuotaTables:
         self.group = torch.from_numpy(shape.table()).to(device)
         self.holders = torch.zeros(shape.holders_size, dtype=torch.int32, device=device)
         self._placed: Placement | None = None
+        self._parts_of_homes: Tensor | None = None
 
     def place(self, placement: Placement) -> None:
         """From here on, on the current stream, tokens go to the holders of ``placement``. The host does not wait."""
@@ -41,25 +42,38 @@ class QuotaTables:
         self.holders.copy_(table, non_blocking=True)
         self._placed = placement
 
-    def ends(self, loads: Tensor, source: int) -> Tensor:
-        """Where each holder's tokens end among those of one source for its expert; the first holder's begin at 0.
+    @property
+    def parts_of_homes(self) -> Tensor:
+        """As `parts`, for all sources and loads alike, where nothing is replicated."""
+        if self._parts_of_homes is None:
+            assert self._placed is not None and not self._placed.num_replicas, "there are replicas"
+            order, size = HolderOrder.of(self._placed, self.shape), self.shape.num_physical
+            parts = np.full(self.shape.parts_size, np.iinfo(np.int32).max, np.int32)
+            parts[size : size + len(order.physical)] = order.physical
+            parts[2 * size :] = np.arange(self.shape.num_experts + 1)
+            self._parts_of_homes = torch.from_numpy(parts).to(self.device)
+        return self._parts_of_homes
+
+    def parts(self, loads: Tensor, source: int) -> Tensor:
+        """Which of one source's tokens go to which holder, by one launch.
 
         Args:
             loads: [N, E] int32 on the device, contiguous: tokens of source n routed to expert e.
             source: 0 to N - 1.
 
         Returns:
-            [R * P] int32, of which the first C count: holders by expert, node and rank.
+            [2 * R * P + E + 1] int32, `Parts` in ``kernels/gate.cuh``: where each holder's tokens end among those for
+            its expert, its physical expert, and each expert's first holder.
         """
         shape = self.shape
         assert loads.shape == (len(shape.source_rank), shape.num_experts) and loads.dtype == torch.int32, loads.shape
         work = torch.empty(shape.work_size(THREADS), dtype=torch.int64, device=self.device)
-        ends = torch.empty(shape.num_physical, dtype=torch.int32, device=self.device)
+        parts = torch.empty(shape.parts_size, dtype=torch.int32, device=self.device)
         own = int(np.flatnonzero(shape.order == source)[0])
         at = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.group, self.holders, loads, work)]
-        places = ctypes.c_int(own), ctypes.c_int(shape.source_rank[source]), ctypes.c_void_p(ends.data_ptr())
+        places = ctypes.c_int(own), ctypes.c_int(shape.source_rank[source]), ctypes.c_void_p(parts.data_ptr())
         self.kernels.launch("fssdp_quotas", *at, *places, blocks=1, threads=THREADS)
-        return ends
+        return parts
 
 
 def quotas_of_all(loads: np.ndarray, placement: Placement, shape: GroupShape) -> tuple[np.ndarray, HolderOrder]:
@@ -75,10 +89,11 @@ def quotas_of_all(loads: np.ndarray, placement: Placement, shape: GroupShape) ->
     kernels = Kernels(torch.device("cpu"))
     loads = np.ascontiguousarray(loads, np.int32)
     work = np.empty(shape.work_size(1), np.int64)
-    ends = np.zeros((len(loads), shape.num_physical), np.int32)
-    tables = (shape.table(), order.table(shape), loads, work, ends)
+    parts = np.zeros((len(loads), shape.parts_size), np.int32)
+    tables = (shape.table(), order.table(shape), loads, work, parts)
     kernels.function("fssdp_quotas_of_all")(*(ctypes.c_void_p(table.ctypes.data) for table in tables))
-    tokens = np.diff(ends[:, : len(order.expert)].astype(np.int64), axis=1, prepend=0)
+    ends = parts[:, : len(order.expert)].astype(np.int64)
+    tokens = np.diff(ends, axis=1, prepend=0)
     first = np.searchsorted(order.expert, np.unique(order.expert))
     tokens[:, first] = ends[:, first]
     return tokens, order

@@ -82,6 +82,11 @@ class GroupShape:
         """int32 numbers of a placement's table."""
         return 2 + 2 * self.num_experts + 4 * self.num_physical
 
+    @property
+    def parts_size(self) -> int:
+        """int32 numbers that say which of a source's tokens go where."""
+        return 2 * self.num_physical + self.num_experts + 1
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HolderOrder:

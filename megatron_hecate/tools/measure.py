@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.plan import Link, Placement, QuotaSolver, Speeds, World
+from megatron_hecate.device.launch import Kernels
+from megatron_hecate.plan import Link, Placement, Speeds, World
+from megatron_hecate.routing.quotas import QuotaTables
+from megatron_hecate.routing.tables import GroupShape
 
 REPEATS: int = 7
 CHUNK: int = 16 << 20  # bytes, about one expert
@@ -180,11 +183,11 @@ def _routing(world: World, device: torch.device) -> float:
     placement = homes.with_replicas((2 * r, (r + 1) % num_ranks) for r in range(num_ranks))
     own = torch.randint(0, 1000, (2 * num_ranks,), dtype=torch.int32, device=device)
     loads: Tensor = own.new_empty(num_ranks * len(own))
-    solver = QuotaSolver(world, device)
-    tables = solver.prepare(placement)
+    tables = QuotaTables(GroupShape.of(world, placement), device, Kernels(device))
+    tables.place(placement)
 
     def route() -> None:
         dist.all_gather_into_tensor(loads, own)
-        solver.row(loads.view(num_ranks, -1), tables, rank)
+        tables.parts(loads.view(num_ranks, -1), rank)
 
     return _time(route, device)

@@ -43,17 +43,20 @@ def _routing_map(rng: np.random.Generator, hot: int) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(8))
 def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
     """With expert tensor parallelism (``tp_size``) as many sources share a rank."""
-    from megatron_hecate.adapter.dispatcher import Rerouter
-    from megatron_hecate.plan import QuotaSolver, World
+    from megatron_hecate.adapter.dispatcher import Loads, Rerouter
+    from megatron_hecate.device.launch import Kernels
+    from megatron_hecate.plan import World
+    from megatron_hecate.routing.quotas import quotas_of_all
+    from megatron_hecate.routing.reroute import CountedTokens
+    from megatron_hecate.routing.tables import GroupShape
 
     rng = np.random.default_rng(seed)
     placement, world, sources = _placement(rng, seed), World((0, 0, 1, 1)), RANKS * tp_size
     maps = [_routing_map(rng, seed) for _ in range(sources)]
     loads = torch.from_numpy(np.stack([m.sum(axis=0) for m in maps])).int()
-    solver = QuotaSolver(world, "cpu", source_rank=[n // tp_size for n in range(sources)])
-    tables = solver.prepare(placement)
+    shape = GroupShape.of(world, placement, [n // tp_size for n in range(sources)])
     config = SimpleNamespace(moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False)
-    quotas = solver.table(loads, tables)
+    quotas, order = quotas_of_all(loads.numpy(), placement, shape)
     for source in range(sources):
         group = SimpleNamespace(size=lambda: sources, rank=lambda source=source: source)
         dispatcher = SimpleNamespace(tp_ep_group=group, tp_size=tp_size, config=config)
@@ -61,9 +64,11 @@ def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
         routing_map = torch.from_numpy(maps[source])
         probs = torch.rand(TOKENS, EXPERTS, dtype=torch.float64) * routing_map
         probs.requires_grad_()
-        physical_map, physical_probs = rerouter.reroute(routing_map, probs, loads, placement)
+        rerouter.place(placement, probs.device)
+        counted = CountedTokens.of(routing_map, Kernels(torch.device("cpu")))
+        physical_map, physical_probs = rerouter.reroute(probs, Loads(loads, counted))
 
-        holders = zip(tables.expert.tolist(), tables.rank.tolist(), quotas[source].tolist(), strict=True)
+        holders = zip(order.expert.tolist(), order.rank.tolist(), quotas[source].tolist(), strict=True)
         left = {(e, r): n for e, r, n in holders}
         want_map = torch.zeros(TOKENS, RANKS * placement.slots_per_rank, dtype=torch.bool)
         want_probs = torch.zeros(want_map.shape, dtype=torch.float64)
@@ -96,6 +101,7 @@ def test_ranks_agree_on_loads() -> None:
     dispatcher = SimpleNamespace(tp_ep_group=dist.group.WORLD, tp_size=1, config=config)
     rerouter = Rerouter(dispatcher, World((0,) * 4), label="layer 1", timeout=30)
     loads = rerouter.gather_loads(routing_map)
+    loads = loads.tokens
     assert loads.dtype == torch.int32 and loads.tolist() == [[0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 3, 0]]
 
 

@@ -1,0 +1,209 @@
+"""Quotas as every device computes them, by the host build of the kernels.
+
+Oracles: exact largest loads by a library's maximum flow, the fewest tokens that can cross nodes by a linear program
+(HiGHS), a loop that deals tokens one by one, and the rules themselves: tokens are conserved, non-negative and only sent
+to holders.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from plan.cases import chain, least_largest, some_homes, some_load, some_replicas, some_world
+from scipy.optimize import linprog
+from scipy.sparse import lil_array
+
+from megatron_hecate.device.launch import Kernels
+from megatron_hecate.plan import (
+    CopyCost,
+    Placement,
+    World,
+    largest_load,
+    plan_replicas,
+)
+from megatron_hecate.routing.quotas import QuotaTables, quotas_of_all
+from megatron_hecate.routing.tables import GroupShape, HolderOrder
+
+pytestmark = pytest.mark.fast
+
+
+def loads_of(rng: np.random.Generator, num_sources: int, num_experts: int, tokens: int = 20_000) -> np.ndarray:
+    """[N, E] of sources with tastes of their own, some of them without a token."""
+    return np.array([some_load(rng, num_experts, tokens=tokens) * (rng.random() < 0.9) for _ in range(num_sources)])
+
+
+HOST = torch.device("cpu")
+
+
+def solve(loads: np.ndarray, placement: Placement, world: World) -> tuple[np.ndarray, HolderOrder]:
+    return quotas_of_all(loads, placement, GroupShape.of(world, placement))
+
+
+def dense(tokens: np.ndarray, order: HolderOrder, placement: Placement) -> np.ndarray:
+    """[N, E, R]"""
+    table = np.zeros((len(tokens), placement.num_experts, placement.num_ranks), np.int64)
+    table[:, order.expert, order.rank] = tokens
+    return table
+
+
+def largest(tokens: np.ndarray, order: HolderOrder) -> int:
+    return int(np.bincount(order.rank, weights=tokens.sum(axis=0)).max())
+
+
+def deal_one_by_one(loads: np.ndarray, served: np.ndarray, node: np.ndarray, source_rank: np.ndarray) -> np.ndarray:
+    """[N, R] one expert's tokens: lines and places token by token; ``served`` [R] is what each rank serves.
+
+    First own rank, then own node, then the rest; on a line stand sources by node, rank and number, and ranks likewise.
+    """
+    ranks = sorted(range(len(served)), key=lambda r: (node[r], r))
+    line = [n for r in ranks for n in np.flatnonzero(source_rank == r) for _ in range(loads[n])]
+    places = [r for r in ranks for _ in range(served[r])]
+    dealt = np.zeros((len(loads), len(served)), np.int64)
+    for near in (lambda a, b: a == b, lambda a, b: node[a] == node[b], lambda a, b: True):
+        left = []
+        for n in line:
+            match = next((i for i, r in enumerate(places) if near(source_rank[n], r)), None)
+            if match is None:
+                left.append(n)
+            else:
+                dealt[n, places.pop(match)] += 1
+        line = left
+    assert not line and not places
+    return dealt
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_every_token_goes_to_one_holder_the_nearest_first(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    placement = some_replicas(rng, some_homes(rng))
+    num_sources = placement.num_ranks * int(rng.integers(1, 3))
+    source_rank = rng.permutation(np.arange(num_sources) % placement.num_ranks)
+    loads = loads_of(rng, num_sources, placement.num_experts, tokens=200)
+    world = some_world(rng, placement.num_ranks)
+    shape = GroupShape.of(world, placement, source_rank.tolist())
+    tokens, order = quotas_of_all(loads, placement, shape)
+    assert tokens.min() >= 0 and (placement.table.flat[order.physical] == order.expert).all()
+    assert (order.physical // placement.slots_per_rank == order.rank).all()
+    by_node = np.lexsort((order.rank, world.node_index[order.rank], order.expert))
+    assert (by_node == np.arange(len(by_node))).all() and len(by_node) == placement.holders.sum()
+    table = dense(tokens, order, placement)
+    assert (table.sum(axis=2) == loads).all()
+    for expert in range(placement.num_experts):
+        want = deal_one_by_one(loads[:, expert], table[:, expert].sum(axis=0), world.node_index, source_rank)
+        assert (table[:, expert] == want).all()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_source_finds_its_own_part(seed: int) -> None:
+    """What one rank computes on its device, against the table of all."""
+    rng = np.random.default_rng(seed)
+    placement = some_replicas(rng, some_homes(rng))
+    loads = loads_of(rng, placement.num_ranks, placement.num_experts).astype(np.int32)
+    shape = GroupShape.of(some_world(rng, placement.num_ranks), placement)
+    tokens, order = quotas_of_all(loads, placement, shape)
+    tables = QuotaTables(shape, HOST, Kernels(HOST))
+    tables.place(some_replicas(rng, placement.homes_only))  # an earlier one leaves no trace
+    tables.place(placement)
+    first = np.searchsorted(order.expert, np.arange(placement.num_experts))
+    for source in range(placement.num_ranks):
+        ends = tables.parts(torch.from_numpy(loads), source).numpy()[: len(order.expert)]
+        sizes = np.diff(ends, prepend=0)
+        sizes[first] = ends[first]
+        assert (sizes == tokens[source]).all()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_largest_load_is_the_smallest_possible(seed: int) -> None:
+    """Random holders, ranks without tokens, steep loads; one part in 4,096 above it is allowed."""
+    rng = np.random.default_rng(1000 + seed)
+    placement = some_replicas(rng, some_homes(rng, most_experts=24), share=1.0)
+    loads = loads_of(rng, placement.num_ranks, placement.num_experts)
+    tokens, order = solve(loads, placement, some_world(rng, placement.num_ranks))
+    assert largest(tokens, order) <= least_largest(loads.sum(axis=0), placement) * (1 + 1 / 4096) + 1
+
+
+@pytest.mark.parametrize("num_ranks", [16, 64])
+def test_a_chain_of_ranks_is_balanced(num_ranks: int) -> None:
+    half = num_ranks // 2
+    loads = np.tile(np.where(np.arange(num_ranks) < half, 1200, 400), (num_ranks, 1))
+    tokens, order = solve(loads, chain(num_ranks), World((0,) * num_ranks))
+    assert largest(tokens, order) <= largest_load(loads.sum(axis=0), chain(num_ranks)) * (1 + 1 / 4096) + 1
+
+
+def fewest_crossing(loads: np.ndarray, placement: Placement, node: np.ndarray) -> float:
+    """Share of tokens that must cross nodes where the largest load is at most 0.1 % above the smallest possible."""
+    expert, rank = np.nonzero(placement.holders)
+    num_nodes, size = node.max() + 1, len(expert)
+    by_node = np.zeros((num_nodes, placement.num_experts))
+    np.add.at(by_node, node, loads)
+    supply = lil_array((by_node.size, num_nodes * size))
+    served = lil_array((placement.num_ranks, num_nodes * size))
+    for k in range(num_nodes):
+        supply[k * placement.num_experts + expert, k * size + np.arange(size)] = 1
+        served[rank, k * size + np.arange(size)] = 1
+    cap = 1.001 * largest_load(loads.sum(axis=0), placement)
+    found = linprog(
+        (node[rank][None, :] != np.arange(num_nodes)[:, None]).ravel().astype(float),
+        A_ub=served.tocsr(), b_ub=np.full(placement.num_ranks, cap), A_eq=supply.tocsr(), b_eq=by_node.ravel(),
+    )  # fmt: skip
+    return found.fun / loads.sum()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_few_tokens_cross_nodes(seed: int) -> None:
+    """Planned replicas in two slots of 16 ranks on two nodes: within 0.04 of all tokens of what a linear program
+    finds."""
+    rng = np.random.default_rng(seed)
+    node = np.repeat([0, 1], 8)
+    world, share = World(tuple(node.tolist())), rng.dirichlet(np.full(32, 0.8))
+    placement = plan_replicas(share, Placement.initial(32, 16, num_slots=2), world, cost=CopyCost())
+    loads = rng.multinomial(3000, share, size=16)
+    tokens, order = solve(loads, placement, world)
+    crossing = (tokens * (node[:, None] != node[order.rank])).sum() / loads.sum()
+    assert crossing <= fewest_crossing(loads, placement, node) + 0.04
+
+
+def test_tokens_stay_on_their_rank_and_then_their_node() -> None:
+    """Balanced as they are: expert 0 is held everywhere, so nothing has to move."""
+    placement = Placement.initial(4, 4, num_slots=1).with_replicas([(0, 1), (0, 2), (0, 3)])
+    loads = np.zeros((4, 4), np.int64)
+    loads[:, 0] = 1000
+    tokens, order = solve(loads, placement, World((0, 0, 1, 1)))
+    assert (dense(tokens, order, placement)[:, 0] == np.diag([1000] * 4)).all()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2**31 - 1])
+def test_extreme_counts_are_conserved(tokens: int) -> None:
+    placement = Placement.initial(8, 4, num_slots=2).with_replicas([(0, 1), (0, 2), (0, 3), (2, 0), (3, 0)])
+    loads = np.zeros((4, 8), np.int64)
+    loads[:, 0] = tokens
+    quotas, order = solve(loads, placement, World((0, 0, 1, 1)))
+    assert (dense(quotas, order, placement).sum(axis=2) == loads).all() and quotas.min() >= 0
+    assert quotas.sum(axis=0).max() <= tokens * (1 + 1 / 4096) + 1
+
+
+def test_one_rank_and_no_replicas() -> None:
+    alone = Placement.initial(3, 1, num_slots=0)
+    tokens, _ = solve(np.array([[4, 0, 6]]), alone, World((5,)))
+    assert tokens.tolist() == [[4, 0, 6]]
+    tokens, _ = solve(np.array([[1, 2], [3, 4]]), Placement.initial(2, 2, num_slots=1), World((0, 1)))
+    assert tokens.tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_thousand_ranks() -> None:
+    rng = np.random.default_rng(0)
+    homes = Placement.initial(1024, 1024, num_slots=1)
+    placement = homes.with_replicas([(int((r * 7 + 1) % 1024), r) for r in range(1024)])
+    loads = rng.poisson(rng.pareto(3, 1024) + 0.5, (1024, 1024)).astype(np.int32)
+    tokens, order = solve(loads, placement, World(tuple(r // 8 for r in range(1024))))
+    assert tokens.min() >= 0 and (dense(tokens, order, placement).sum(axis=2) == loads).all()
+    assert largest(tokens, order) <= least_largest(loads.sum(axis=0), placement) * (1 + 1 / 4096) + 1
+
+
+def test_what_cannot_be_is_refused() -> None:
+    placement = Placement.initial(4, 4, num_slots=0)
+    with pytest.raises(ValueError, match=r"source_rank must name ranks 0 to 1, got \(0, 2\)"):
+        GroupShape(World((0, 0)), 4, 2, (0, 2))
+    with pytest.raises(ValueError, match="the group has 2 ranks of 1 slots, the placement 4 of 1"):
+        HolderOrder.of(placement, GroupShape(World((0, 0)), 4, 1, (0, 1)))
