@@ -84,7 +84,12 @@ def quotas_of_all(loads: np.ndarray, placement: Placement, shape: GroupShape) ->
 
     Returns:
         [N, C] int64 tokens of each source for each holder, and the order of the holders.
+
+    Raises:
+        ValueError: for loads that are not so.
     """
+    if loads.min() < 0 or loads.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"loads must be 0 to {np.iinfo(np.int32).max}, got {loads.min()} to {loads.max()}")
     order = HolderOrder.of(placement, shape)
     kernels = Kernels(torch.device("cpu"))
     loads = np.ascontiguousarray(loads, np.int32)

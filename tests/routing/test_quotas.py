@@ -207,3 +207,5 @@ def test_what_cannot_be_is_refused() -> None:
         GroupShape(World((0, 0)), 4, 2, (0, 2))
     with pytest.raises(ValueError, match="the group has 2 ranks of 1 slots, the placement 4 of 1"):
         HolderOrder.of(placement, GroupShape(World((0, 0)), 4, 1, (0, 1)))
+    with pytest.raises(ValueError, match="loads must be 0 to 2147483647, got 0 to 2147483648"):
+        solve(np.array([[0, 2**31]]), Placement.initial(2, 1, num_slots=0), World((0,)))
