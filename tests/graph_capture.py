@@ -297,7 +297,7 @@ def _check(name: str, op: Any, args: tuple, kwargs: dict) -> None:
     if name in _WAITS:
         refuse(f"{op} waits for the device")
     sized = kwargs.get("output_size") is not None
-    if name in _DATA_DEPENDENT or name == "aten::repeat_interleave" and op._overloadname == "Tensor" and not sized:
+    if name in _DATA_DEPENDENT or (str(op) == "aten.repeat_interleave.Tensor" and not sized):
         refuse(f"{op} has a shape that depends on data, and waits for the device")
     if name in _INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
         refuse(f"{op} with a mask has a shape that depends on data, and waits for the device")
@@ -323,7 +323,7 @@ class _Python(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _TO_HOST or func is torch.Tensor.to and "cpu" in (*args[1:], kwargs.get("device")):
+        if func in _TO_HOST or (func is torch.Tensor.to and "cpu" in (*args[1:], kwargs.get("device"))):
             refuse(f"Tensor.{func.__name__} copies from the device and waits for it")
         made = func(*args, **kwargs)
         if func in _OF_PYTHON_DATA and not isinstance(args[0] if args else None, Tensor):

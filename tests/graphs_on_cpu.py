@@ -48,12 +48,43 @@ def install() -> None:
     _note_addresses()
     _note_launches()
     _graphable_generators()
+    _samples_of_the_model()
 
 
 def local(*scopes: str, **settings: Any) -> tuple[tuple[str, Any], ...]:
-    """Fields of TransformerConfig for Megatron's own implementation: a step is recorded, then captured, then replayed."""
-    fields = dict(cuda_graph_impl="local", cuda_graph_modules=list(scopes), cuda_graph_warmup_steps=1, **settings)
-    return tuple(fields.items())
+    """Fields of TransformerConfig for Megatron's own implementation, which captures at the end of the first step."""
+    fields = dict(cuda_graph_impl="local", cuda_graph_modules=list(scopes), cuda_graph_warmup_steps=1)
+    return tuple((fields | settings).items())
+
+
+def transformer_engine(*scopes: str, **settings: Any) -> tuple[tuple[str, Any], ...]:
+    """Fields of TransformerConfig for TransformerEngine's implementation; it warms up twice with two microbatches."""
+    fields = dict(cuda_graph_impl="transformer_engine", cuda_graph_modules=list(scopes), cuda_graph_warmup_steps=4)
+    return tuple((fields | settings).items())
+
+
+def train(case: Any, *, steps: int = 4, eager_steps: int = 1, hook: Any = None) -> Any:
+    """`tiny_gpt.train` with what ``megatron.training`` does for TransformerEngine's graphs after ``eager_steps``."""
+    import tiny_gpt
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    trained = tiny_gpt.train(case, steps=eager_steps, hook=hook)
+    gathering = case.overlap and case.distributed_optimizer
+    config = tiny_gpt.moe_layers(trained.chunks)[0].config
+    helper = TECudaGraphHelper(trained.chunks, config, case.seq, case.micro_batch, [trained.optimizer])
+    for chunk in trained.chunks if gathering else ():
+        chunk.disable_forward_pre_hook(param_sync=False)
+    helper.create_cudagraphs()
+    for chunk in trained.chunks if gathering else ():
+        chunk.enable_forward_pre_hook()
+    if gathering:
+        helper.cuda_graph_set_manual_hooks()
+    for index in range(eager_steps, steps):
+        trained.step(index)
+    for chunk in trained.chunks if gathering else ():
+        chunk.start_param_sync(force_sync=True)
+    trained.read_params()
+    return trained
 
 
 def assert_replayed(at_least: int) -> None:
@@ -220,6 +251,20 @@ def _graphable_generators() -> None:
         tensor_parallel.model_parallel_cuda_manual_seed, use_cudagraphable_rng=True, force_reset_rng=True
     )
     tensor_parallel.model_parallel_cuda_manual_seed = seed
+
+
+def _samples_of_the_model() -> None:
+    """Megatron's samples for TransformerEngine are bf16; fp32 tells right from nearly right."""
+    from megatron.core.transformer.module import GraphableMegatronModule
+
+    samples = GraphableMegatronModule.get_layer_static_inputs
+
+    def in_params_dtype(layer: Any, *args: Any) -> dict[str, torch.Tensor]:
+        made = samples(layer, *args)
+        made["hidden_states"] = made["hidden_states"].detach().to(layer.config.params_dtype).requires_grad_()
+        return made
+
+    GraphableMegatronModule.get_layer_static_inputs = in_params_dtype
 
 
 def _of_the_host(factory: Any) -> Any:
