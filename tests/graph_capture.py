@@ -32,14 +32,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, NoReturn
 
+import megatron_on_cpu
 import torch
+import typing_extensions
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 Tensor = torch.Tensor
-_OURS = (str(Path(torch.__file__).parent), __file__, str(Path(__file__).with_name("graphs_on_cpu.py")))
+_BETWEEN = (  # frames of these are not the line that called torch
+    str(Path(torch.__file__).parent), typing_extensions.__file__, megatron_on_cpu.__file__, __file__,
+    str(Path(__file__).with_name("graphs_on_cpu.py")),
+)  # fmt: skip
 _WAITS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
 _DATA_DEPENDENT = {
     "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
@@ -57,7 +62,7 @@ class CaptureError(RuntimeError):
 def _where() -> str:
     """The line that called torch."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
 
@@ -109,6 +114,10 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def _place(tensor: Tensor) -> _Place:
+    return _Place(_key(tensor), tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+
+
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
 
@@ -145,6 +154,7 @@ class Graph:
         self._contents: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # what to put back
         self._generator = torch.default_generator.get_state()
         self.streams = StreamOrder(stream)
+        self.waiting = False  # for a collective, whose last copies are its own
         self._modes = (_Python(self), _Operations(self))
         Graph.current = self
         for mode in self._modes:
@@ -215,6 +225,8 @@ class Graph:
 
     def operation(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operation, and note it unless it only makes a view."""
+        if self.waiting:
+            return op(*args, **kwargs)
         name, collective = op._schema.name, op._schema.name.startswith("c10d::")
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         _check(name, op, args, kwargs)
@@ -228,16 +240,20 @@ class Graph:
         for t in inputs if collective else _written(op, args, kwargs):
             self._save(t.untyped_storage())
         leaves, spec = tree_flatten((args, kwargs))
-        what = f"{op} called at {_where()}"
-        leaves = [self._place(leaf, what) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        arguments = [_place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         results = op(*args, **kwargs)
         flat = tree_leaves(results)
         new = [(i, t) for i, t in enumerate(flat) if isinstance(t, Tensor) and _key(t) not in before]
         for _, t in new:
-            self.own(t)
+            self._mine[_key(t)], self._new[_key(t)] = t.untyped_storage(), t.dtype
         if new or collective or op._schema.is_mutable:
-            places = tuple((i, self._place(t, what)) for i, t in new) if "empty" not in name else ()
-            self.calls.append(_Call(op, leaves, spec, places, collective, what))
+            what = f"{op} called at {_where()}"
+            for t in host:  # a number: a GPU takes it into the kernel's arguments
+                self._mine[_key(t)] = t.untyped_storage()
+            for t in inputs:
+                self._note(t.untyped_storage(), what)
+            places = tuple((i, _place(t)) for i, t in new) if "empty" not in name else ()
+            self.calls.append(_Call(op, arguments, spec, places, collective, what))
         return results
 
     def launch(self, launch: Callable, args: tuple, kwargs: dict) -> None:
@@ -258,17 +274,6 @@ class Graph:
         """What runs on the host alone is not part of the graph."""
         self._host |= {_key(t): t for t in tree_leaves(made) if isinstance(t, Tensor)}
         return made
-
-    def own(self, tensor: Tensor) -> None:
-        self._mine[_key(tensor)] = tensor.untyped_storage()
-        self._new[_key(tensor)] = tensor.dtype
-
-    def _place(self, tensor: Tensor, what: str) -> _Place:
-        storage, key = tensor.untyped_storage(), _key(tensor)
-        if key in self._host:
-            self._mine[key] = storage  # a number on the host: a GPU takes it into the kernel's arguments
-        self._note(storage, what)
-        return _Place(key, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
 
     def _note(self, storage: torch.UntypedStorage, what: str) -> None:
         if storage._cdata not in self._mine and storage._cdata not in self._outside:

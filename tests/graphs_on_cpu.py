@@ -24,6 +24,7 @@ from typing import Any
 
 import megatron_on_cpu
 import torch
+import torch.distributed as dist
 from graph_capture import Capture, Graph, refuse
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -47,6 +48,7 @@ def install() -> None:
     torch.from_numpy, torch.frombuffer = _of_the_host(torch.from_numpy), _of_the_host(torch.frombuffer)
     _note_addresses()
     _note_launches()
+    _collectives_end()
     _graphable_generators()
     _samples_of_the_model()
 
@@ -285,6 +287,23 @@ def _note_addresses() -> None:
         return address
 
     torch.Tensor.data_ptr = noted
+
+
+def _collectives_end() -> None:
+    """gloo copies a result to its place when somebody waits, which a replay makes it do as well."""
+    wait = dist.Work.wait
+
+    def quietly(work: dist.Work, *args: Any) -> Any:
+        graph = Graph.current
+        if graph is not None:
+            graph.waiting = True
+        try:
+            return wait(work, *args)
+        finally:
+            if graph is not None:
+                graph.waiting = False
+
+    dist.Work.wait = quietly
 
 
 def _note_launches() -> None:
