@@ -229,7 +229,10 @@ class Graph:
             return op(*args, **kwargs)
         name, collective = op._schema.name, op._schema.name.startswith("c10d::")
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        _check(name, op, args, kwargs)
+        if _fills(name, args):
+            self.keep_on_host(args[2])
+        else:
+            _check(name, op, args, kwargs)
         host = [t for t in inputs if _key(t) in self._host]
         if host and len(host) == len(inputs):
             return self.keep_on_host(op(*args, **kwargs))
@@ -297,6 +300,15 @@ def _written(op: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
 
 
+def _masked(name: str, args: tuple) -> bool:
+    return name in _INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+
+
+def _fills(name: str, args: tuple) -> bool:
+    """Whether this is ``x[mask] = 0``, where the number comes from the host and nobody waits."""
+    return name.startswith("aten::index_put") and _masked(name, args) and args[2].dim() == 0
+
+
 def _check(name: str, op: Any, args: tuple, kwargs: dict) -> None:
     """`CaptureError` for an operation that makes the host wait for the device."""
     if name in _WAITS:
@@ -304,7 +316,7 @@ def _check(name: str, op: Any, args: tuple, kwargs: dict) -> None:
     sized = kwargs.get("output_size") is not None
     if name in _DATA_DEPENDENT or (str(op) == "aten.repeat_interleave.Tensor" and not sized):
         refuse(f"{op} has a shape that depends on data, and waits for the device")
-    if name in _INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]):
+    if _masked(name, args):
         refuse(f"{op} with a mask has a shape that depends on data, and waits for the device")
 
 

@@ -6,8 +6,9 @@ How a test uses it, on a rank::
     import graphs_on_cpu
     graphs_on_cpu.install()                 # before the model is built
     import tiny_gpt
-    case = tiny_gpt.Case(settings=graphs_on_cpu.local("attn", "moe_router"))      # or transformer_engine("attn", ...)
-    trained = tiny_gpt.train(case, ...)     # for transformer_engine: graphs_on_cpu.train(case, ...), which captures
+    case = tiny_gpt.Case(settings=graphs_on_cpu.local("attn", "moe_router"))  # or transformer_engine, full_iteration
+    trained = tiny_gpt.train(case, ...)     # for transformer_engine: graphs_on_cpu.train(case, ...), which captures;
+                                            # for full_iteration: after graphs_on_cpu.whole_iterations()
     graphs_on_cpu.assert_replayed(at_least=4)
 
 `graph_capture.not_in_graphs(owner, "name")` declares Python that must run for every microbatch, so never inside a
@@ -63,6 +64,30 @@ def transformer_engine(*scopes: str, **settings: Any) -> tuple[tuple[str, Any], 
     """Fields of TransformerConfig for TransformerEngine's implementation; it warms up twice with two microbatches."""
     fields = dict(cuda_graph_impl="transformer_engine", cuda_graph_modules=list(scopes), cuda_graph_warmup_steps=4)
     return tuple((fields | settings).items())
+
+
+def full_iteration(**settings: Any) -> tuple[tuple[str, Any], ...]:
+    """Fields of TransformerConfig for one graph of all microbatches, forward and backward; see `whole_iterations`."""
+    return tuple((dict(cuda_graph_impl="full_iteration", cuda_graph_modules=[]) | settings).items())
+
+
+def whole_iterations() -> None:
+    """From now on `tiny_gpt` trains as ``megatron.training`` does for `full_iteration`; the second step is captured.
+
+    The wrapper wants batches that are dictionaries.
+    """
+    import tiny_gpt
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+    batch, forward_step = tiny_gpt.batch, tiny_gpt.forward_step
+    wrapper = FullCudaGraphWrapper(tiny_gpt.get_forward_backward_func(), cuda_graph_warmup_steps=1)
+    tiny_gpt.get_forward_backward_func = lambda: wrapper
+    tiny_gpt.batch = lambda *arguments: {"text": batch(*arguments)}
+
+    def of_dictionaries(iterator: Any, model: Any, *arguments: Any, **settings: Any) -> Any:
+        return forward_step((data["text"] for data in iterator), model, *arguments, **settings)
+
+    tiny_gpt.forward_step = of_dictionaries
 
 
 def train(case: Any, *, steps: int = 4, eager_steps: int = 1, hook: Any = None) -> Any:

@@ -79,6 +79,25 @@ def test_transformer_engines_graphs_change_nothing(name: str) -> None:
     graphs_on_cpu.assert_replayed(at_least=4)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@ranks(2)
+def test_a_graph_of_a_whole_iteration_changes_nothing(overlap: bool) -> None:
+    """Where nothing waits for the host: every expert takes as many tokens, and a rank has one expert."""
+    import graphs_on_cpu
+    import tiny_gpt
+
+    graphs_on_cpu.install()
+    settings = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+    fields = dict(experts=2, bf16=True, accumulate=2, distributed_optimizer=overlap, overlap=overlap)
+    case = tiny_gpt.Case(settings=tuple(settings.items()), **fields)
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=4)
+    graphs_on_cpu.whole_iterations()
+    graphed = dataclasses.replace(case, settings=graphs_on_cpu.full_iteration(**settings))
+    assert tiny_gpt.difference(stock, tiny_gpt.train(graphed, steps=4)) == tiny_gpt.SAME
+    graphs_on_cpu.assert_replayed(at_least=1)
+
+
 @ranks(2)
 def test_a_layer_with_attention_and_experts_is_not_captured_by_megatrons_own_graphs() -> None:
     """It captures the layer as a whole, and the dispatcher copies its splits to the host."""
@@ -114,6 +133,12 @@ def _to_the_host(x: Any) -> Any:
 
 def _mask(x: Any) -> Any:
     return x[x > 0]
+
+
+def _mask_of_a_tensor(x: Any) -> Any:
+    y = x.clone()
+    y[x > 0] = x[x > 0]
+    return y
 
 
 def _nonzero(x: Any) -> Any:
@@ -219,6 +244,7 @@ FAULTS: dict[Callable, str] = {
     _to_list: "Tensor.tolist copies from the device",
     _to_the_host: "Tensor.to copies from the device",
     _mask: "aten.index.Tensor with a mask",
+    _mask_of_a_tensor: "aten.index.Tensor with a mask",
     _nonzero: "aten.nonzero.default has a shape that depends on data",
     _repeats: "aten.repeat_interleave.Tensor has a shape that depends on data",
     _in_the_backward: "aten._local_scalar_dense.default waits for the device",
@@ -297,6 +323,8 @@ def test_a_capture_leaves_nothing_behind_and_replays_what_the_lines_do() -> None
 
     def lines() -> tuple[torch.Tensor, ...]:
         y = (x * w).relu()
+        y = y.clone()
+        y[x == 2] = 7  # a number: nobody waits
         count.add_(y.detach() > 3)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
