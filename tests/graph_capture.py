@@ -24,6 +24,7 @@ graph's pool that somebody still reads after the pool gave its memory to another
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -154,7 +155,7 @@ class Graph:
         self._contents: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # what to put back
         self._generator = torch.default_generator.get_state()
         self.streams = StreamOrder(stream)
-        self.waiting = False  # for a collective, whose last copies are its own
+        self._quiet = False
         self._modes = (_Python(self), _Operations(self))
         Graph.current = self
         for mode in self._modes:
@@ -225,7 +226,7 @@ class Graph:
 
     def operation(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operation, and note it unless it only makes a view."""
-        if self.waiting:
+        if self._quiet:
             return op(*args, **kwargs)
         name, collective = op._schema.name, op._schema.name.startswith("c10d::")
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -263,15 +264,23 @@ class Graph:
         """Run one of our kernels, and note it; it may write wherever its pointers lead."""
         self.streams.work()
         what = f"kernel {args[0]} launched at {_where()}"
-        for argument in args:
-            reference = Graph.addresses.get(getattr(argument, "value", None) or -1)
-            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata) if reference is not None else None
-            if storage is not None:
-                self._save(storage)
-                self._note(storage, what)
-        launch(*args, **kwargs)
+        with self.quiet():
+            for argument in args:
+                reference = Graph.addresses.get(getattr(argument, "value", None) or -1)
+                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata) if reference is not None else None
+                if storage is not None:
+                    self._save(storage)
+                    self._note(storage, what)
+            launch(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         self.calls.append(_Call(launch, leaves, spec, (), False, what))
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """What runs in this block belongs to something that is noted already."""
+        self._quiet = True
+        yield
+        self._quiet = False
 
     def keep_on_host(self, made: Any) -> Any:
         """What runs on the host alone is not part of the graph."""

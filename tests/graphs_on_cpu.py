@@ -319,14 +319,8 @@ def _collectives_end() -> None:
     wait = dist.Work.wait
 
     def quietly(work: dist.Work, *args: Any) -> Any:
-        graph = Graph.current
-        if graph is not None:
-            graph.waiting = True
-        try:
+        with Graph.current.quiet() if Graph.current is not None else contextlib.nullcontext():
             return wait(work, *args)
-        finally:
-            if graph is not None:
-                graph.waiting = False
 
     dist.Work.wait = quietly
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -49,12 +48,12 @@ def test_megatrons_own_graphs_change_nothing(name: str) -> None:
     import tiny_gpt
     import tiny_hybrid
 
-    graphs_on_cpu.install()
     tiny_hybrid.install("M*EM*E")
     scopes, settings = LOCAL[name]
     case = tiny_gpt.Case(accumulate=2, settings=tuple(dict(settings, num_layers=6).items()))
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=4)
+    graphs_on_cpu.install()
     graphed = dataclasses.replace(case, settings=graphs_on_cpu.local(*scopes, **dict(case.settings)))
     assert tiny_gpt.difference(stock, tiny_gpt.train(graphed, steps=4)) == tiny_gpt.SAME
     graphs_on_cpu.assert_replayed(at_least=4)
@@ -69,11 +68,11 @@ def test_transformer_engines_graphs_change_nothing(name: str) -> None:
     import graphs_on_cpu
     import tiny_gpt
 
-    graphs_on_cpu.install()
     scopes, fields, settings = TRANSFORMER_ENGINE[name]
     case = tiny_gpt.Case(accumulate=2, settings=tuple(settings.items()), **fields)
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=4)
+    graphs_on_cpu.install()
     graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings))
     assert tiny_gpt.difference(stock, graphs_on_cpu.train(graphed, steps=4)) == tiny_gpt.SAME
     graphs_on_cpu.assert_replayed(at_least=4)
@@ -86,12 +85,12 @@ def test_a_graph_of_a_whole_iteration_changes_nothing(overlap: bool) -> None:
     import graphs_on_cpu
     import tiny_gpt
 
-    graphs_on_cpu.install()
     settings = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
     fields = dict(experts=2, bf16=True, accumulate=2, distributed_optimizer=overlap, overlap=overlap)
     case = tiny_gpt.Case(settings=tuple(settings.items()), **fields)
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=4)
+    graphs_on_cpu.install()
     graphs_on_cpu.whole_iterations()
     graphed = dataclasses.replace(case, settings=graphs_on_cpu.full_iteration(**settings))
     assert tiny_gpt.difference(stock, tiny_gpt.train(graphed, steps=4)) == tiny_gpt.SAME
@@ -306,6 +305,12 @@ def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
             module.table.resize_(100_000)
         with pytest.raises(CaptureError, match=rf"{message}.*aten.mul.Tensor called at .*test_graph_capture.py"):
             graph.replay()
+    graph, source, target = torch.cuda.CUDAGraph(), torch.ones(4), torch.zeros(4)
+    with torch.cuda.graph(graph):
+        _double(source, target)
+    del source
+    with pytest.raises(CaptureError, match=r"was freed.*kernel double_floats launched at .*test_graph_capture.py"):
+        graph.replay()
 
 
 @ranks(1)
@@ -314,12 +319,10 @@ def test_a_capture_leaves_nothing_behind_and_replays_what_the_lines_do() -> None
     import torch
     from graph_capture import Graph
 
-    from megatron_hecate.device.launch import Kernels
-
     graphs_on_cpu.install()
-    count, x, w = torch.zeros(4), torch.arange(4.0), torch.full((4,), 3.0, requires_grad=True)
+    count, doubled, x = torch.zeros(4), torch.zeros(4), torch.arange(4.0)
+    w = torch.full((4,), 3.0, requires_grad=True)
     side = torch.cuda.Stream()
-    kernels = functools.partial(Kernels.launch, _HostKernels())
 
     def lines() -> tuple[torch.Tensor, ...]:
         y = (x * w).relu()
@@ -329,9 +332,8 @@ def test_a_capture_leaves_nothing_behind_and_replays_what_the_lines_do() -> None
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             z = torch.empty_like(x)
-            kernels(
-                "double_floats", *(ctypes.c_void_p(t.data_ptr()) for t in (x, z)), ctypes.c_uint(4), blocks=1, threads=1
-            )
+            _double(x, z)
+            _double(x, doubled)
         torch.cuda.current_stream().wait_stream(side)
         (grad,) = torch.autograd.grad(y.sum(), w)
         first, last = y.view(2, 2).unbind()
@@ -340,7 +342,7 @@ def test_a_capture_leaves_nothing_behind_and_replays_what_the_lines_do() -> None
     graph, state = torch.cuda.CUDAGraph(), torch.get_rng_state()
     with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
         outputs = lines()
-    assert count.tolist() == [0, 0, 0, 0] and torch.equal(state, torch.get_rng_state())
+    assert not count.any() and not doubled.any() and torch.equal(state, torch.get_rng_state())
     assert all(bool(t.isnan().all()) for t in outputs), "a capture computes nothing"
     views = [t.view(2, -1) for t in outputs]
     for step in range(3):
@@ -349,11 +351,12 @@ def test_a_capture_leaves_nothing_behind_and_replays_what_the_lines_do() -> None
             w.add_(0.5)
         before, state = count.clone(), torch.get_rng_state()
         expected = lines()
+        doubled.zero_()
         after = count.clone()
         count.copy_(before)
         torch.set_rng_state(state)
         graph.replay()
-        assert torch.equal(count, after)
+        assert torch.equal(count, after) and torch.equal(doubled, 2 * x)
         for view, value in zip(views, expected, strict=True):
             assert torch.equal(view, value.view(2, -1))
     assert graph.replays == 3 and Graph.made == [graph]
@@ -370,6 +373,13 @@ class _HostKernels:
             floats = ctypes.POINTER(ctypes.c_float)
             for i in range(count.value):
                 ctypes.cast(target, floats)[i] = 2 * ctypes.cast(source, floats)[i]
+
+
+def _double(source: Any, target: Any) -> None:
+    from megatron_hecate.device.launch import Kernels
+
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (source, target))
+    Kernels.launch(_HostKernels(), "double_floats", *pointers, ctypes.c_uint(4), blocks=1, threads=1)
 
 
 @ranks(2)
