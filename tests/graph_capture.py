@@ -279,8 +279,10 @@ class Graph:
     def quiet(self) -> Iterator[None]:
         """What runs in this block belongs to something that is noted already."""
         self._quiet = True
-        yield
-        self._quiet = False
+        try:
+            yield
+        finally:
+            self._quiet = False
 
     def keep_on_host(self, made: Any) -> Any:
         """What runs on the host alone is not part of the graph."""

@@ -265,7 +265,6 @@ class _Generators(megatron_on_cpu._OneGenerator):
         return self.active
 
     def graphsafe_set_state(self, generator: _Generator) -> None:
-        self.active.state = self.get_state()
         self.active = generator
         self.set_state(generator.state)
 
@@ -318,9 +317,9 @@ def _collectives_end() -> None:
     """gloo copies a result to its place when somebody waits, which a replay makes it do as well."""
     wait = dist.Work.wait
 
-    def quietly(work: dist.Work, *args: Any) -> Any:
+    def quietly(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
         with Graph.current.quiet() if Graph.current is not None else contextlib.nullcontext():
-            return wait(work, *args)
+            return wait(work, *args, **kwargs)
 
     dist.Work.wait = quietly
 

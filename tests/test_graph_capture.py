@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -396,7 +397,7 @@ def test_collectives_are_replayed_on_new_data() -> None:
         work = dist.all_gather_into_tensor(gathered, x + 1, async_op=True)
         total.copy_(x)
         dist.all_reduce(total)
-        work.wait()
+        work.wait(timeout=timedelta(seconds=60))
         swapped = torch.empty(2)
         dist.all_to_all_single(swapped, x * 2)
         return gathered.sum() + swapped
