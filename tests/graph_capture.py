@@ -15,7 +15,7 @@ A capture raises `CaptureError`, which names the operation and the line that cal
   before the capture, a stream that joined and is not waited for in the end;
 * a function that a test declared to be the host's work, see `not_in_graphs`.
 
-A replay raises it when memory that the graph reads or writes was freed or moved since the capture.
+A replay raises it when memory that the graph reads or writes was freed, moved or resized since the capture.
 
 What it cannot see: a tensor that was on the host before the capture (all are CPU tensors); addresses that kernels read
 from tables in memory; a buffer that was replaced while the old one lives on (the results differ then); a tensor of the
@@ -95,6 +95,12 @@ class _Place:
     size: tuple[int, ...]
     stride: tuple[int, ...]
 
+    @property
+    def end(self) -> int:
+        """Bytes of the storage that it needs."""
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return (self.offset + last + 1) * self.dtype.itemsize if 0 not in self.size else 0
+
     def of(self, storage: torch.UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
 
@@ -129,6 +135,7 @@ class Graph:
     current: ClassVar[Graph | None] = None  # the one that captures now
     pools: ClassVar[dict[Any, dict[int, torch.UntypedStorage]]] = {}  # what graphs allocated, which stays theirs
     addresses: ClassVar[dict[int, StorageWeakRef]] = {}  # whose address was asked for, for our kernels
+    on_host: ClassVar[dict[int, Tensor]] = {}  # made of Python data inside a capture
     made: ClassVar[list[Graph]] = []  # all that were captured
 
     def __init__(self, keep_graph: bool = False) -> None:
@@ -144,17 +151,16 @@ class Graph:
     def reset(self) -> None:
         self.calls = []
 
-    def capture_begin(self, pool: Any = None, stream: Any = None, **_: Any) -> None:
+    def capture_begin(self, pool: Any = None, **_: Any) -> None:
         if Graph.current is not None:
             refuse("a capture began inside another one")
         self._pool = pool if pool is not None else object()
         self._mine = Graph.pools.setdefault(self._pool, {})
         self._outside: dict[int, tuple[StorageWeakRef, int, str]] = {}  # memory of others: alive, address, first use
         self._new: dict[int, torch.dtype] = {}  # what this capture allocates
-        self._host: dict[int, Tensor] = {}  # made of Python data
         self._contents: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # what to put back
         self._generator = torch.default_generator.get_state()
-        self.streams = StreamOrder(stream)
+        self.streams = StreamOrder()
         self._quiet = False
         self._modes = (_Python(self), _Operations(self))
         Graph.current = self
@@ -171,11 +177,17 @@ class Graph:
             if dtype.is_floating_point:
                 _bytes(self._mine[key]).fill_(255)
         torch.default_generator.set_state(self._generator)
-        del self._contents, self._host, self._generator, self._modes
+        del self._contents, self._generator, self._modes
         if failed:
             return
         self.streams.assert_joined()
-        self._addresses = {key: storage.data_ptr() for key, storage in self._mine.items()}
+        self._sizes: dict[int, int] = {}
+        for call in self.calls:
+            for place in (*(p for p in call.arguments if isinstance(p, _Place)), *(p for _, p in call.results)):
+                self._sizes[place.key] = max(place.end, self._sizes.get(place.key, 0))
+        for key in self._sizes.keys() & self._mine.keys():
+            if self._mine[key].nbytes() < self._sizes[key]:  # freed inside the capture: the pool keeps the memory
+                self._mine[key].resize_(self._sizes[key])
         self._find_outside()
         Graph.made.append(self)
 
@@ -217,9 +229,10 @@ class Graph:
             if storage.data_ptr() != address:
                 refuse("memory that a graph uses moved", what)
             storages[key] = storage
-        for key, address in self._addresses.items():
-            if self._mine[key].data_ptr() != address:
-                refuse("a result of a graph was moved or resized after the capture", f"one of {len(self.calls)} calls")
+        for key in self._sizes.keys() & self._mine.keys():
+            if self._mine[key].nbytes() < self._sizes[key]:
+                users = (call.what for call in self.calls if any(place.key == key for _, place in call.results))
+                refuse("a result of a graph was resized after the capture", next(users, ""))
         return storages
 
     # recording
@@ -230,13 +243,13 @@ class Graph:
             return op(*args, **kwargs)
         name, collective = op._schema.name, op._schema.name.startswith("c10d::")
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if _fills(name, args):
-            self.keep_on_host(args[2])
-        else:
-            _check(name, op, args, kwargs)
-        host = [t for t in inputs if _key(t) in self._host]
+        host = [t for t in inputs if _key(t) in Graph.on_host]
         if host and len(host) == len(inputs):
             return self.keep_on_host(op(*args, **kwargs))
+        if _fills(name, args):
+            host += [self.keep_on_host(args[2])]
+        else:
+            _check(name, op, args, kwargs)
         if any(t.dim() for t in host):
             refuse(f"{op} copies a tensor made of Python data to the device, which waits for the host")
         self.streams.work()
@@ -250,13 +263,13 @@ class Graph:
         new = [(i, t) for i, t in enumerate(flat) if isinstance(t, Tensor) and _key(t) not in before]
         for _, t in new:
             self._mine[_key(t)], self._new[_key(t)] = t.untyped_storage(), t.dtype
-        if new or collective or op._schema.is_mutable:
+        if (new and "empty" not in name) or collective or op._schema.is_mutable:
             what = f"{op} called at {_where()}"
             for t in host:  # a number: a GPU takes it into the kernel's arguments
                 self._mine[_key(t)] = t.untyped_storage()
             for t in inputs:
                 self._note(t.untyped_storage(), what)
-            places = tuple((i, _place(t)) for i, t in new) if "empty" not in name else ()
+            places = tuple((i, _place(t)) for i, t in new)
             self.calls.append(_Call(op, arguments, spec, places, collective, what))
         return results
 
@@ -286,7 +299,7 @@ class Graph:
 
     def keep_on_host(self, made: Any) -> Any:
         """What runs on the host alone is not part of the graph."""
-        self._host |= {_key(t): t for t in tree_leaves(made) if isinstance(t, Tensor)}
+        Graph.on_host.update({_key(t): t for t in tree_leaves(made) if isinstance(t, Tensor)})
         return made
 
     def _note(self, storage: torch.UntypedStorage, what: str) -> None:
@@ -351,7 +364,10 @@ class _Python(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _TO_HOST or (func is torch.Tensor.to and "cpu" in (*args[1:], kwargs.get("device"))):
+        from_device = args and isinstance(args[0], Tensor) and _key(args[0]) not in Graph.on_host
+        if (from_device and func in _TO_HOST) or (
+            func is torch.Tensor.to and "cpu" in (*args[1:], kwargs.get("device"))
+        ):
             refuse(f"Tensor.{func.__name__} copies from the device and waits for it")
         made = func(*args, **kwargs)
         if func in _OF_PYTHON_DATA and not isinstance(args[0] if args else None, Tensor):
@@ -366,14 +382,13 @@ class _Python(TorchFunctionMode):
 class StreamOrder:
     """Which streams take part in a capture, and what each of them has waited for."""
 
-    def __init__(self, origin: Any) -> None:
-        self.origin = origin
-        self.seen: dict[Any, dict[Any, int]] = {origin: {}}  # per stream: the last work of each stream it follows
+    def __init__(self) -> None:
+        self.origin = torch.cuda.current_stream()
+        self.seen: dict[Any, dict[Any, int]] = {self.origin: {}}  # per stream: the last work of each that it follows
         self.last: dict[Any, int] = {}
-        self.current: Callable[[], Any] = lambda: origin
 
     def work(self) -> None:
-        stream = self.current()
+        stream = torch.cuda.current_stream()
         if stream not in self.seen:
             refuse(
                 "work on a stream that has not joined the capture: no replay would do it, its memory is not the pool's"
@@ -410,8 +425,7 @@ class Capture:
 
     def __enter__(self) -> None:
         self.stream.__enter__()
-        self.graph.capture_begin(self.pool, torch.cuda.current_stream())
-        self.graph.streams.current = torch.cuda.current_stream
+        self.graph.capture_begin(self.pool)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

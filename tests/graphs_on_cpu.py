@@ -39,7 +39,7 @@ def install() -> None:
     cuda.CUDAGraph, cuda.graph = Graph, Capture
     cuda.is_current_stream_capturing = lambda: Graph.current is not None
     cuda.Stream, cuda.Event, cuda.stream = Stream, Event, _on_stream
-    cuda.current_stream, cuda.default_stream = (lambda *_: _streams[-1]), (lambda *_: _streams[0])
+    cuda.current_stream, cuda.default_stream = (lambda *_: _streams[-1]), (lambda *_: _default)
     cuda.set_stream = _set_stream
     cuda.synchronize = lambda *_: _host_waits("torch.cuda.synchronize")
     cuda.default_generators = _Generators()
@@ -188,15 +188,18 @@ class Event(megatron_on_cpu._Event):
         return True
 
 
-_streams = [Stream()]  # the current one is last
+_default = Stream()
+_streams = [_default]  # the current one is last
 
 
 @contextlib.contextmanager
 def _on_stream(stream: Any) -> Iterator[None]:
     """``torch.cuda.stream``."""
     _streams.append(stream if stream is not None else _streams[-1])
-    yield
-    _streams.pop()
+    try:
+        yield
+    finally:
+        _streams.pop()
 
 
 def _set_stream(stream: Any) -> None:

@@ -26,7 +26,12 @@ LOCAL = {
 TRANSFORMER_ENGINE = {
     "attn": (("attn",), {}, {}),
     "moe_router": (("attn", "moe_router"), dict(distributed_optimizer=True, overlap=True), {}),
-    "moe_preprocess": (("attn", "moe_router", "moe_preprocess"), dict(grouped=True), {}),
+    "recompute": (
+        ("attn", "moe_router", "moe_preprocess"),
+        dict(grouped=True),
+        dict(recompute_granularity="selective", recompute_modules=["layernorm", "core_attn", "moe_act"]),
+    ),
+    "combined": (("attn", "moe_router"), dict(accumulate=4), dict(overlap_moe_expert_parallel_comm=True)),
     "tensor-parallel": (("attn", "moe_router", "moe_preprocess"), dict(tp=2), {}),
     "pipeline": (("attn", "moe_router"), dict(ep=1, pp=2), {}),
     "shared-aux-loss": (
@@ -70,7 +75,7 @@ def test_transformer_engines_graphs_change_nothing(name: str) -> None:
     import tiny_gpt
 
     scopes, fields, settings = TRANSFORMER_ENGINE[name]
-    case = tiny_gpt.Case(accumulate=2, settings=tuple(settings.items()), **fields)
+    case = tiny_gpt.Case(**dict(dict(accumulate=2), **fields), settings=tuple(settings.items()))
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=4)
     graphs_on_cpu.install()
@@ -172,6 +177,13 @@ def _python_data(x: Any) -> Any:
     return x * torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
+def _number_of_the_device(x: Any) -> Any:
+    import torch
+
+    sizes = torch.tensor([2, 2])  # on the host alone this is fine
+    return x * sizes.sum().item() * x.sum().item()
+
+
 def _python_data_on_the_device(x: Any) -> Any:
     import torch
 
@@ -249,6 +261,7 @@ FAULTS: dict[Callable, str] = {
     _repeats: "aten.repeat_interleave.Tensor has a shape that depends on data",
     _in_the_backward: "aten._local_scalar_dense.default waits for the device",
     _python_data: "aten.mul.Tensor copies a tensor made of Python data to the device",
+    _number_of_the_device: "aten._local_scalar_dense.default waits for the device",
     _python_data_on_the_device: "tensor copies Python data to the device",
     _from_numpy: "aten.copy_.default copies a tensor made of Python data to the device",
     _indices: "memory that a graph uses was freed",
@@ -328,7 +341,7 @@ def test_a_capture_leaves_nothing_behind_and_replays_what_the_lines_do() -> None
     def lines() -> tuple[torch.Tensor, ...]:
         y = (x * w).relu()
         y = y.clone()
-        y[x == 2] = 7  # a number: nobody waits
+        y[x == 2] = torch.tensor([3, 4]).sum().item()  # a number of the host: nobody waits
         count.add_(y.detach() > 3)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
