@@ -10,6 +10,7 @@ How a test uses it, on a rank::
     trained = tiny_gpt.train(case, ...)     # for transformer_engine: graphs_on_cpu.train(case, ...), which captures;
                                             # for full_iteration: after graphs_on_cpu.whole_iterations()
     graphs_on_cpu.assert_replayed(at_least=4)
+    graphs_on_cpu.delete_graphs()           # before another model
 
 `graph_capture.not_in_graphs(owner, "name")` declares Python that must run for every microbatch, so never inside a
 capture. `graph_capture` says what else fails, and what cannot be seen here. Streams are told apart, and run in program
@@ -112,6 +113,18 @@ def train(case: Any, *, steps: int = 4, eager_steps: int = 1, hook: Any = None) 
         chunk.start_param_sync(force_sync=True)
     trained.read_params()
     return trained
+
+
+def delete_graphs() -> None:
+    """Forget all graphs, before another model is trained with Megatron's own."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+    delete_cuda_graphs()
+    for stage in ("training", "validation"):
+        FullCudaGraphWrapper.cuda_graph[stage] = None
+        FullCudaGraphWrapper.curr_iteration[stage] = 0
+    Graph.made.clear()
 
 
 def assert_replayed(at_least: int) -> None:
