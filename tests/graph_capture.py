@@ -1,0 +1,436 @@
+"""What a CUDA graph records and replays, for tensors on a CPU: the mechanism behind `graphs_on_cpu`.
+
+While a `Graph` captures, every ATen operation, every collective of torch.distributed and every launch of our kernels is
+noted with the very memory it reads and writes, in the backward too. As on a GPU, the capture itself leaves nothing
+behind: memory of before gets its contents back, and what the capture allocated holds NaN until the first replay.
+`Graph.replay` runs what was noted, on the same memory, and no Python.
+
+A capture raises `CaptureError`, which names the operation and the line that called it, for
+
+* a wait of the host: ``.item()``, ``if tensor``, ``.cpu()``, ``.tolist()``, ``.numpy()``, synchronize and query;
+* a shape that depends on data: nonzero, a mask as an index, unique, bincount, repeat_interleave without a size;
+* a tensor made of Python data that meets a device's tensor: that is a copy from pageable memory;
+* memory that is read and freed before the capture ends, for instance the indices of ``x[[0, 2]]``;
+* work on a stream that has not joined the capture (its memory is not the graph's), a stream that waits for work of
+  before the capture, a stream that joined and is not waited for in the end;
+* a function that a test declared to be the host's work, see `not_in_graphs`.
+
+A replay raises it when memory that the graph reads or writes was freed, moved or resized since the capture.
+
+What it cannot see: a tensor that was on the host before the capture (all are CPU tensors); addresses that kernels read
+from tables in memory; a buffer that was replaced while the old one lives on (the results differ then); a tensor of the
+graph's pool that somebody still reads after the pool gave its memory to another graph; Python that nobody declared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, NoReturn
+
+import megatron_on_cpu
+import torch
+import typing_extensions
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+Tensor = torch.Tensor
+_BETWEEN = (  # frames of these are not the line that called torch
+    str(Path(torch.__file__).parent), typing_extensions.__file__, megatron_on_cpu.__file__, __file__,
+    str(Path(__file__).with_name("graphs_on_cpu.py")),
+)  # fmt: skip
+_WAITS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
+_DATA_DEPENDENT = {
+    "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
+    "aten::unique_consecutive", "aten::bincount",
+}  # fmt: skip
+_INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+_OF_PYTHON_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+_TO_HOST = (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
+
+
+class CaptureError(RuntimeError):
+    """A graph of a GPU would not be captured, or would not replay what was meant."""
+
+
+def _where() -> str:
+    """The line that called torch."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
+
+
+def refuse(what: str, where: str = "") -> NoReturn:
+    raise CaptureError(f"{what}, at {where or _where()}")
+
+
+def not_in_graphs(owner: Any, name: str) -> None:
+    """From now on ``owner.name`` is the host's work: no graph may capture a call of it, as replays make none."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if Graph.current is not None:
+            refuse(f"{getattr(owner, '__name__', owner)}.{name} ran inside a capture, and no replay would run it")
+        return original(*args, **kwargs)
+
+    setattr(owner, name, checked)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor's place in a storage."""
+
+    key: int
+    dtype: torch.dtype
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        """Bytes of the storage that it needs."""
+        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
+        return (self.offset + last + 1) * self.dtype.itemsize if 0 not in self.size else 0
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True)
+class _Call:
+    """An operation with its arguments, where tensors are places, and the places of its new results, by their index."""
+
+    run: Callable
+    arguments: list
+    spec: TreeSpec
+    results: tuple[tuple[int, _Place], ...]
+    collective: bool
+    what: str
+
+
+def _key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _place(tensor: Tensor) -> _Place:
+    return _Place(_key(tensor), tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+class Graph:
+    """Stands in for ``torch.cuda.CUDAGraph``."""
+
+    current: ClassVar[Graph | None] = None  # the one that captures now
+    pools: ClassVar[dict[Any, dict[int, torch.UntypedStorage]]] = {}  # what graphs allocated, which stays theirs
+    addresses: ClassVar[dict[int, StorageWeakRef]] = {}  # whose address was asked for, for our kernels
+    on_host: ClassVar[dict[int, Tensor]] = {}  # made of Python data inside a capture
+    made: ClassVar[list[Graph]] = []  # all that were captured
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.replays = 0
+        self.calls: list[_Call] = []
+        self._pool: Any = None
+
+    def register_generator_state(self, state: Any) -> None: ...
+
+    def pool(self) -> Any:
+        return self._pool
+
+    def reset(self) -> None:
+        self.calls = []
+
+    def capture_begin(self, pool: Any = None, **_: Any) -> None:
+        if Graph.current is not None:
+            refuse("a capture began inside another one")
+        self._pool = pool if pool is not None else object()
+        self._mine = Graph.pools.setdefault(self._pool, {})
+        self._outside: dict[int, tuple[StorageWeakRef, int, str]] = {}  # memory of others: alive, address, first use
+        self._new: dict[int, torch.dtype] = {}  # what this capture allocates
+        self._contents: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # what to put back
+        self._generator = torch.default_generator.get_state()
+        self.streams = StreamOrder()
+        self._quiet = False
+        self._modes = (_Python(self), _Operations(self))
+        Graph.current = self
+        for mode in self._modes:
+            mode.__enter__()
+
+    def capture_end(self, failed: bool = False) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(None, None, None)
+        Graph.current = None
+        for storage, contents in self._contents.values():
+            _bytes(storage).copy_(contents)
+        for key, dtype in self._new.items():
+            if dtype.is_floating_point:
+                _bytes(self._mine[key]).fill_(255)
+        torch.default_generator.set_state(self._generator)
+        del self._contents, self._generator, self._modes
+        if failed:
+            return
+        self.streams.assert_joined()
+        self._sizes: dict[int, int] = {}
+        for call in self.calls:
+            for place in (*(p for p in call.arguments if isinstance(p, _Place)), *(p for _, p in call.results)):
+                self._sizes[place.key] = max(place.end, self._sizes.get(place.key, 0))
+        for key in self._sizes.keys() & self._mine.keys():
+            if self._mine[key].nbytes() < self._sizes[key]:  # freed inside the capture: the pool keeps the memory
+                self._mine[key].resize_(self._sizes[key])
+        self._find_outside()
+        Graph.made.append(self)
+
+    def replay(self) -> None:
+        if Graph.current is not None:
+            refuse("a graph was replayed inside a capture")
+        storages = self._find_outside()
+        tensors: dict[_Place, Tensor] = {}
+        works: list[Any] = []
+
+        def tensor(place: _Place) -> Tensor:
+            if place not in tensors:
+                storage = storages.get(place.key)
+                tensors[place] = place.of(self._mine[place.key] if storage is None else storage)
+            return tensors[place]
+
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            for call in self.calls:
+                if not call.collective:
+                    _wait(works)
+                leaves = [tensor(leaf) if isinstance(leaf, _Place) else leaf for leaf in call.arguments]
+                args, kwargs = tree_unflatten(leaves, call.spec)
+                results = tree_leaves(call.run(*args, **kwargs))
+                works += [result for result in results if isinstance(result, torch.ScriptObject)]
+                for index, place in call.results:
+                    if tuple(results[index].shape) != place.size:
+                        refuse(f"the shape {tuple(results[index].shape)} was {place.size} in the capture", call.what)
+                    tensor(place).copy_(results[index])
+            _wait(works)
+        self.replays += 1
+
+    def _find_outside(self) -> dict[int, torch.UntypedStorage]:
+        """The memory of others that the graph uses, which must be where it was; and so must the graph's own."""
+        storages = {}
+        for key, (reference, address, what) in self._outside.items():
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is None:
+                refuse("memory that a graph uses was freed: replays would use whatever lies there then", what)
+            if storage.data_ptr() != address:
+                refuse("memory that a graph uses moved", what)
+            storages[key] = storage
+        for key in self._sizes.keys() & self._mine.keys():
+            if self._mine[key].nbytes() < self._sizes[key]:
+                users = (call.what for call in self.calls if any(place.key == key for _, place in call.results))
+                refuse("a result of a graph was resized after the capture", next(users, ""))
+        return storages
+
+    # recording
+
+    def operation(self, op: Any, args: tuple, kwargs: dict) -> Any:
+        """Run an operation, and note it unless it only makes a view."""
+        if self._quiet:
+            return op(*args, **kwargs)
+        name, collective = op._schema.name, op._schema.name.startswith("c10d::")
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        host = [t for t in inputs if _key(t) in Graph.on_host]
+        if host and len(host) == len(inputs):
+            return self.keep_on_host(op(*args, **kwargs))
+        if _fills(name, args):
+            host += [self.keep_on_host(args[2])]
+        else:
+            _check(name, op, args, kwargs)
+        if any(t.dim() for t in host):
+            refuse(f"{op} copies a tensor made of Python data to the device, which waits for the host")
+        self.streams.work()
+        before = {_key(t) for t in inputs}
+        for t in inputs if collective else _written(op, args, kwargs):
+            self._save(t.untyped_storage())
+        leaves, spec = tree_flatten((args, kwargs))
+        arguments = [_place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        results = op(*args, **kwargs)
+        flat = tree_leaves(results)
+        new = [(i, t) for i, t in enumerate(flat) if isinstance(t, Tensor) and _key(t) not in before]
+        for _, t in new:
+            self._mine[_key(t)], self._new[_key(t)] = t.untyped_storage(), t.dtype
+        if (new and "empty" not in name) or collective or op._schema.is_mutable:
+            what = f"{op} called at {_where()}"
+            for t in host:  # a number: a GPU takes it into the kernel's arguments
+                self._mine[_key(t)] = t.untyped_storage()
+            for t in inputs:
+                self._note(t.untyped_storage(), what)
+            places = tuple((i, _place(t)) for i, t in new)
+            self.calls.append(_Call(op, arguments, spec, places, collective, what))
+        return results
+
+    def launch(self, launch: Callable, args: tuple, kwargs: dict) -> None:
+        """Run one of our kernels, and note it; it may write wherever its pointers lead."""
+        self.streams.work()
+        what = f"kernel {args[0]} launched at {_where()}"
+        with self.quiet():
+            for argument in args:
+                reference = Graph.addresses.get(getattr(argument, "value", None) or -1)
+                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata) if reference is not None else None
+                if storage is not None:
+                    self._save(storage)
+                    self._note(storage, what)
+            launch(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        self.calls.append(_Call(launch, leaves, spec, (), False, what))
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """What runs in this block belongs to something that is noted already."""
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
+
+    def keep_on_host(self, made: Any) -> Any:
+        """What runs on the host alone is not part of the graph."""
+        Graph.on_host.update({_key(t): t for t in tree_leaves(made) if isinstance(t, Tensor)})
+        return made
+
+    def _note(self, storage: torch.UntypedStorage, what: str) -> None:
+        if storage._cdata not in self._mine and storage._cdata not in self._outside:
+            self._outside[storage._cdata] = StorageWeakRef(storage), storage.data_ptr(), what
+
+    def _save(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._new and storage._cdata not in self._contents:
+            self._contents[storage._cdata] = storage, _bytes(storage).clone()
+
+
+def _wait(works: list) -> None:
+    for work in works:
+        torch._C._distributed_c10d.Work.unbox(work).wait()
+    works.clear()
+
+
+def _written(op: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+    for index, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _masked(name: str, args: tuple) -> bool:
+    return name in _INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+
+
+def _fills(name: str, args: tuple) -> bool:
+    """Whether this is ``x[mask] = 0``, where the number comes from the host and nobody waits."""
+    return name.startswith("aten::index_put") and _masked(name, args) and args[2].dim() == 0
+
+
+def _check(name: str, op: Any, args: tuple, kwargs: dict) -> None:
+    """`CaptureError` for an operation that makes the host wait for the device."""
+    if name in _WAITS:
+        refuse(f"{op} waits for the device")
+    sized = kwargs.get("output_size") is not None
+    if name in _DATA_DEPENDENT or (str(op) == "aten.repeat_interleave.Tensor" and not sized):
+        refuse(f"{op} has a shape that depends on data, and waits for the device")
+    if _masked(name, args):
+        refuse(f"{op} with a mask has a shape that depends on data, and waits for the device")
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(t not in (Tensor, torch.nn.Parameter) for t in types):
+            return NotImplemented  # a tensor of several parts: its own operations come by
+        return self.graph.operation(op, args, kwargs or {})
+
+
+class _Python(TorchFunctionMode):
+    """Sees what Python asks for before it becomes an operation."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__()
+        self.graph = graph
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        from_device = args and isinstance(args[0], Tensor) and _key(args[0]) not in Graph.on_host
+        if (from_device and func in _TO_HOST) or (
+            func is torch.Tensor.to and "cpu" in (*args[1:], kwargs.get("device"))
+        ):
+            refuse(f"Tensor.{func.__name__} copies from the device and waits for it")
+        made = func(*args, **kwargs)
+        if func in _OF_PYTHON_DATA and not isinstance(args[0] if args else None, Tensor):
+            if kwargs.get("device") not in (None, "cpu"):
+                refuse(f"{func.__name__} copies Python data to the device, which waits for the host")
+            self.graph.keep_on_host(made)
+        elif func is torch.Tensor.new_tensor:
+            refuse("new_tensor copies Python data to the device, which waits for the host")
+        return made
+
+
+class StreamOrder:
+    """Which streams take part in a capture, and what each of them has waited for."""
+
+    def __init__(self) -> None:
+        self.origin = torch.cuda.current_stream()
+        self.seen: dict[Any, dict[Any, int]] = {self.origin: {}}  # per stream: the last work of each that it follows
+        self.last: dict[Any, int] = {}
+
+    def work(self) -> None:
+        stream = torch.cuda.current_stream()
+        if stream not in self.seen:
+            refuse(
+                "work on a stream that has not joined the capture: no replay would do it, its memory is not the pool's"
+            )
+        self.last[stream] = self.seen[stream][stream] = self.last.get(stream, 0) + 1
+
+    def recorded(self, stream: Any) -> dict[Any, int] | None:
+        """What an event recorded on ``stream`` stands for; None for a stream outside."""
+        return dict(self.seen[stream]) if stream in self.seen else None
+
+    def wait(self, stream: Any, event: dict[Any, int] | None) -> None:
+        if event is None:
+            if stream in self.seen:
+                refuse("a stream that is captured waits for work from outside the capture")
+            return
+        seen = self.seen.setdefault(stream, {})
+        for other, number in event.items():
+            seen[other] = max(seen.get(other, 0), number)
+
+    def assert_joined(self) -> None:
+        for stream, number in self.last.items():
+            if self.seen[self.origin].get(stream, 0) < number:
+                refuse(f"{stream} joined the capture, and nothing waited for its last work", "the end of the capture")
+
+
+class Capture:
+    """Stands in for the context manager ``torch.cuda.graph``."""
+
+    def __init__(
+        self, cuda_graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global", **_: Any
+    ) -> None:
+        self.graph, self.pool = cuda_graph, pool
+        self.stream = torch.cuda.stream(stream if stream is not None else torch.cuda.Stream())
+
+    def __enter__(self) -> None:
+        self.stream.__enter__()
+        self.graph.capture_begin(self.pool)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.graph.capture_end(failed=error is not None)
+        finally:
+            self.stream.__exit__(kind, error, trace)

@@ -1,0 +1,355 @@
+"""CUDA graphs on a CPU: Megatron's and TransformerEngine's own capture code runs, over `graph_capture`.
+
+How a test uses it, on a rank::
+
+    te_on_cpu.install()                     # only for cuda_graph_impl "transformer_engine"; @ranks(n, preload=False)
+    import graphs_on_cpu
+    graphs_on_cpu.install()                 # before the model is built
+    import tiny_gpt
+    case = tiny_gpt.Case(settings=graphs_on_cpu.local("attn", "moe_router"))  # or transformer_engine, full_iteration
+    trained = tiny_gpt.train(case, ...)     # for transformer_engine: graphs_on_cpu.train(case, ...), which captures;
+                                            # for full_iteration: after graphs_on_cpu.whole_iterations()
+    graphs_on_cpu.assert_replayed(at_least=4)
+    graphs_on_cpu.delete_graphs()           # before another model
+
+`graph_capture.not_in_graphs(owner, "name")` declares Python that must run for every microbatch, so never inside a
+capture. `graph_capture` says what else fails, and what cannot be seen here. Streams are told apart, and run in program
+order; a generator's state is one of the CPU's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import megatron_on_cpu
+import torch
+import torch.distributed as dist
+from graph_capture import Capture, Graph, refuse
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def install() -> None:
+    """Put the emulator behind ``torch.cuda``; after ``te_on_cpu.install()``, before a model is built."""
+    megatron_on_cpu.install()
+    cuda = torch.cuda
+    cuda.CUDAGraph, cuda.graph = Graph, Capture
+    cuda.is_current_stream_capturing = lambda: Graph.current is not None
+    cuda.Stream, cuda.Event, cuda.stream = Stream, Event, _on_stream
+    cuda.current_stream, cuda.default_stream = (lambda *_: _streams[-1]), (lambda *_: _default)
+    cuda.set_stream = _set_stream
+    cuda.synchronize = lambda *_: _host_waits("torch.cuda.synchronize")
+    cuda.default_generators = _Generators()
+    cuda.memory_stats = lambda *_: {f"{kind}_bytes.all.current": 0 for kind in ("allocated", "reserved")}
+    torch._C._cuda_beginAllocateCurrentThreadToPool = lambda device, pool: _Pooled(pool).__enter__()
+    torch._C._cuda_endAllocateToPool = lambda device, pool: _pooled[-1].__exit__(None, None, None)
+    torch.from_numpy, torch.frombuffer = _of_the_host(torch.from_numpy), _of_the_host(torch.frombuffer)
+    _note_addresses()
+    _note_launches()
+    _collectives_end()
+    _graphable_generators()
+    _samples_of_the_model()
+
+
+def local(*scopes: str, **settings: Any) -> tuple[tuple[str, Any], ...]:
+    """Fields of TransformerConfig for Megatron's own implementation, which captures at the end of the first step."""
+    fields = dict(cuda_graph_impl="local", cuda_graph_modules=list(scopes), cuda_graph_warmup_steps=1)
+    return tuple((fields | settings).items())
+
+
+def transformer_engine(*scopes: str, **settings: Any) -> tuple[tuple[str, Any], ...]:
+    """Fields of TransformerConfig for TransformerEngine's implementation; it warms up twice with two microbatches."""
+    fields = dict(cuda_graph_impl="transformer_engine", cuda_graph_modules=list(scopes), cuda_graph_warmup_steps=4)
+    return tuple((fields | settings).items())
+
+
+def full_iteration(**settings: Any) -> tuple[tuple[str, Any], ...]:
+    """Fields of TransformerConfig for one graph of all microbatches, forward and backward; see `whole_iterations`."""
+    return tuple((dict(cuda_graph_impl="full_iteration", cuda_graph_modules=[]) | settings).items())
+
+
+def whole_iterations() -> None:
+    """From now on `tiny_gpt` trains as ``megatron.training`` does for `full_iteration`; the second step is captured.
+
+    The wrapper wants batches that are dictionaries.
+    """
+    import tiny_gpt
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+    batch, forward_step = tiny_gpt.batch, tiny_gpt.forward_step
+    wrapper = FullCudaGraphWrapper(tiny_gpt.get_forward_backward_func(), cuda_graph_warmup_steps=1)
+    tiny_gpt.get_forward_backward_func = lambda: wrapper
+    tiny_gpt.batch = lambda *arguments: {"text": batch(*arguments)}
+
+    def of_dictionaries(iterator: Any, model: Any, *arguments: Any, **settings: Any) -> Any:
+        return forward_step((data["text"] for data in iterator), model, *arguments, **settings)
+
+    tiny_gpt.forward_step = of_dictionaries
+
+
+def train(case: Any, *, steps: int = 4, eager_steps: int = 1, hook: Any = None) -> Any:
+    """`tiny_gpt.train` with what ``megatron.training`` does for TransformerEngine's graphs after ``eager_steps``."""
+    import tiny_gpt
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    trained = tiny_gpt.train(case, steps=eager_steps, hook=hook)
+    gathering = case.overlap and case.distributed_optimizer
+    config = tiny_gpt.moe_layers(trained.chunks)[0].config
+    helper = TECudaGraphHelper(trained.chunks, config, case.seq, case.micro_batch, [trained.optimizer])
+    for chunk in trained.chunks if gathering else ():
+        chunk.disable_forward_pre_hook(param_sync=False)
+    helper.create_cudagraphs()
+    for chunk in trained.chunks if gathering else ():
+        chunk.enable_forward_pre_hook()
+    if gathering:
+        helper.cuda_graph_set_manual_hooks()
+    for index in range(eager_steps, steps):
+        trained.step(index)
+    for chunk in trained.chunks if gathering else ():
+        chunk.start_param_sync(force_sync=True)
+    trained.read_params()
+    return trained
+
+
+def delete_graphs() -> None:
+    """Forget all graphs, before another model is trained with Megatron's own."""
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+    delete_cuda_graphs()
+    for stage in ("training", "validation"):
+        FullCudaGraphWrapper.cuda_graph[stage] = None
+        FullCudaGraphWrapper.curr_iteration[stage] = 0
+    Graph.made.clear()
+
+
+def assert_replayed(at_least: int) -> None:
+    """So many graphs were captured, and all were replayed."""
+    assert len(Graph.made) >= at_least, f"{len(Graph.made)} graphs were captured, {at_least} expected"
+    idle = [graph for graph in Graph.made if graph.calls and not graph.replays]
+    assert not idle, f"{len(idle)} of {len(Graph.made)} graphs were never replayed"
+
+
+def _host_waits(what: str) -> None:
+    if Graph.current is not None:
+        refuse(f"{what} makes the host wait inside a capture")
+
+
+class Stream:
+    """A stream of its own, which a capture can tell from others."""
+
+    cuda_stream = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cpu")
+
+    def wait_event(self, event: Any) -> None:
+        if Graph.current is not None and isinstance(event, Event) and event.recorded and not event.external:
+            Graph.current.streams.wait(self, event.seen if event.graph is Graph.current else None)
+        elif Graph.current is None and isinstance(event, Event) and event.graph is not None and not event.external:
+            refuse("a stream waits for an event that was recorded inside a capture")
+
+    def wait_stream(self, stream: Any) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Any = None) -> Any:
+        event = event if event is not None else Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        _host_waits("Stream.synchronize")
+
+    def query(self) -> bool:
+        _host_waits("Stream.query")
+        return True
+
+    def __enter__(self) -> Stream:
+        _streams.append(self)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _streams.pop()
+
+
+class Event(megatron_on_cpu._Event):
+    def __init__(self, *args: Any, external: bool = False, **kwargs: Any) -> None:
+        self.external, self.recorded = external, False
+        self.graph: Graph | None = None
+        self.seen: dict[Any, int] | None = None
+
+    def record(self, stream: Any = None) -> None:
+        super().record()
+        stream = stream if stream is not None else _streams[-1]
+        self.recorded, self.graph = True, None
+        if Graph.current is not None:
+            self.seen = Graph.current.streams.recorded(stream)
+            self.graph = Graph.current if self.seen is not None else None
+
+    def wait(self, stream: Any = None) -> None:
+        (stream if stream is not None else _streams[-1]).wait_event(self)
+
+    def synchronize(self) -> None:
+        _host_waits("Event.synchronize")
+
+    def query(self) -> bool:
+        _host_waits("Event.query")
+        return True
+
+
+_default = Stream()
+_streams = [_default]  # the current one is last
+
+
+@contextlib.contextmanager
+def _on_stream(stream: Any) -> Iterator[None]:
+    """``torch.cuda.stream``."""
+    _streams.append(stream if stream is not None else _streams[-1])
+    try:
+        yield
+    finally:
+        _streams.pop()
+
+
+def _set_stream(stream: Any) -> None:
+    _streams[-1] = stream
+
+
+_pooled: list[_Pooled] = []
+
+
+class _Pooled(TorchDispatchMode):
+    """What is allocated in this mode belongs to a graph's pool."""
+
+    def __init__(self, pool: Any) -> None:
+        super().__init__()
+        self.pool = Graph.pools.setdefault(pool, {})
+        _pooled.append(self)
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        made = op(*args, **(kwargs or {}))
+        self.pool |= {t.untyped_storage()._cdata: t.untyped_storage() for t in tree_leaves(made)}
+        return made
+
+    def __exit__(self, *error: Any) -> None:
+        _pooled.pop()
+        super().__exit__(*error)
+
+
+class _Generator:
+    """A state that torch's generator of the CPU takes on while it is this one's turn."""
+
+    def __init__(self, state: torch.Tensor) -> None:
+        self.state = state
+
+    def manual_seed(self, seed: int) -> None:
+        self.state = torch.Generator().manual_seed(seed).get_state()
+
+    def graphsafe_get_state(self) -> _Generator:
+        return self
+
+    def graphsafe_set_state(self, generator: _Generator) -> None:
+        self.state = generator.state
+
+
+class _Generators(megatron_on_cpu._OneGenerator):
+    """``torch.cuda.default_generators``, with what graphs ask of a generator."""
+
+    active = _Generator(torch.empty(0))
+
+    def __getitem__(self, index: Any) -> Any:
+        return self
+
+    def __len__(self) -> int:
+        return 1
+
+    def get_state(self) -> torch.Tensor:
+        return torch.default_generator.get_state()
+
+    def set_state(self, state: torch.Tensor) -> None:
+        torch.default_generator.set_state(state)
+
+    def clone_state(self) -> _Generator:
+        return _Generator(self.get_state())
+
+    def graphsafe_get_state(self) -> _Generator:
+        self.active.state = self.get_state()
+        return self.active
+
+    def graphsafe_set_state(self, generator: _Generator) -> None:
+        self.active = generator
+        self.set_state(generator.state)
+
+
+def _graphable_generators() -> None:
+    """Megatron captures only where its tracker of generators says that it can be captured."""
+    from megatron.core import tensor_parallel
+
+    seed = functools.partial(
+        tensor_parallel.model_parallel_cuda_manual_seed, use_cudagraphable_rng=True, force_reset_rng=True
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed = seed
+
+
+def _samples_of_the_model() -> None:
+    """Megatron's samples for TransformerEngine are bf16; fp32 tells right from nearly right."""
+    from megatron.core.transformer.module import GraphableMegatronModule
+
+    samples = GraphableMegatronModule.get_layer_static_inputs
+
+    def in_params_dtype(layer: Any, *args: Any) -> dict[str, torch.Tensor]:
+        made = samples(layer, *args)
+        made["hidden_states"] = made["hidden_states"].detach().to(layer.config.params_dtype).requires_grad_()
+        return made
+
+    GraphableMegatronModule.get_layer_static_inputs = in_params_dtype
+
+
+def _of_the_host(factory: Any) -> Any:
+    @functools.wraps(factory)
+    def made(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = factory(*args, **kwargs)
+        return Graph.current.keep_on_host(tensor) if Graph.current is not None else tensor
+
+    return made
+
+
+def _note_addresses() -> None:
+    data_ptr = torch.Tensor.data_ptr
+
+    def noted(tensor: torch.Tensor) -> int:
+        address = data_ptr(tensor)
+        Graph.addresses[address] = StorageWeakRef(tensor.untyped_storage())
+        return address
+
+    torch.Tensor.data_ptr = noted
+
+
+def _collectives_end() -> None:
+    """gloo copies a result to its place when somebody waits, which a replay makes it do as well."""
+    wait = dist.Work.wait
+
+    def quietly(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        with Graph.current.quiet() if Graph.current is not None else contextlib.nullcontext():
+            return wait(work, *args, **kwargs)
+
+    dist.Work.wait = quietly
+
+
+def _note_launches() -> None:
+    from megatron_hecate.device.launch import Kernels
+
+    launch = Kernels.launch
+
+    @functools.wraps(launch)
+    def noted(kernels: Kernels, *args: Any, **kwargs: Any) -> None:
+        if Graph.current is not None and not kernels.on_gpu:
+            Graph.current.launch(functools.partial(launch, kernels), args, kwargs)
+        else:
+            launch(kernels, *args, **kwargs)
+
+    Kernels.launch = noted

@@ -1,0 +1,427 @@
+"""The capture emulator: stock Megatron with graphs, captured and replayed by its own code and TransformerEngine's, is
+bitwise the same model without them, and every planted fault is caught and named.
+
+Oracles: stock Megatron without graphs on the same ranks and data; for single graphs, the same lines run eagerly.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from ranks import ranks
+
+pytestmark = pytest.mark.newest
+
+LOCAL = {
+    "attn": (("attn",), {}),
+    "mamba": (("mamba",), {}),
+    "moe_preprocess": (("attn", "mamba", "moe_router", "moe_preprocess"), {}),
+    "shared_experts": (("moe_router",), dict(moe_shared_expert_intermediate_size=32)),
+}
+TRANSFORMER_ENGINE = {
+    "attn": (("attn",), {}, {}),
+    "moe_router": (("attn", "moe_router"), dict(distributed_optimizer=True, overlap=True), {}),
+    "recompute": (
+        ("attn", "moe_router", "moe_preprocess"),
+        dict(grouped=True),
+        dict(recompute_granularity="selective", recompute_modules=["layernorm", "core_attn", "moe_act"]),
+    ),
+    "combined": (("attn", "moe_router"), dict(accumulate=4), dict(overlap_moe_expert_parallel_comm=True)),
+    "tensor-parallel": (("attn", "moe_router", "moe_preprocess"), dict(tp=2), {}),
+    "pipeline": (("attn", "moe_router"), dict(ep=1, pp=2), {}),
+    "shared-aux-loss": (
+        ("moe_router", "moe_preprocess"),
+        dict(bf16=True),
+        dict(
+            moe_shared_expert_intermediate_size=32,
+            moe_router_load_balancing_type="aux_loss",
+            moe_aux_loss_coeff=1e-2,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+@ranks(2)
+def test_megatrons_own_graphs_change_nothing(name: str) -> None:
+    """In a hybrid model: Megatron itself cannot capture the attention of a layer that has experts too."""
+    import graphs_on_cpu
+    import tiny_gpt
+    import tiny_hybrid
+
+    tiny_hybrid.install("M*EM*E")
+    scopes, settings = LOCAL[name]
+    case = tiny_gpt.Case(accumulate=2, settings=tuple(dict(settings, num_layers=6).items()))
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=4)
+    graphs_on_cpu.install()
+    graphed = dataclasses.replace(case, settings=graphs_on_cpu.local(*scopes, **dict(case.settings)))
+    assert tiny_gpt.difference(stock, tiny_gpt.train(graphed, steps=4)) == tiny_gpt.SAME
+    graphs_on_cpu.assert_replayed(at_least=4)
+
+
+@pytest.mark.parametrize("name", TRANSFORMER_ENGINE)
+@ranks(2, preload=False)
+def test_transformer_engines_graphs_change_nothing(name: str) -> None:
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import graphs_on_cpu
+    import tiny_gpt
+
+    scopes, fields, settings = TRANSFORMER_ENGINE[name]
+    case = tiny_gpt.Case(**dict(dict(accumulate=2), **fields), settings=tuple(settings.items()))
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=4)
+    graphs_on_cpu.install()
+    graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings))
+    assert tiny_gpt.difference(stock, graphs_on_cpu.train(graphed, steps=4)) == tiny_gpt.SAME
+    graphs_on_cpu.assert_replayed(at_least=4)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@ranks(2)
+def test_a_graph_of_a_whole_iteration_changes_nothing(overlap: bool) -> None:
+    """Where nothing waits for the host: every expert takes as many tokens, and a rank has one expert."""
+    import graphs_on_cpu
+    import tiny_gpt
+
+    settings = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+    fields = dict(experts=2, bf16=True, accumulate=2, distributed_optimizer=overlap, overlap=overlap)
+    case = tiny_gpt.Case(settings=tuple(settings.items()), **fields)
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=4)
+    graphs_on_cpu.install()
+    graphs_on_cpu.whole_iterations()
+    graphed = dataclasses.replace(case, settings=graphs_on_cpu.full_iteration(**settings))
+    assert tiny_gpt.difference(stock, tiny_gpt.train(graphed, steps=4)) == tiny_gpt.SAME
+    graphs_on_cpu.assert_replayed(at_least=1)
+
+
+@ranks(2)
+def test_a_layer_with_attention_and_experts_is_not_captured_by_megatrons_own_graphs() -> None:
+    """It captures the layer as a whole, and the dispatcher copies its splits to the host."""
+    import graphs_on_cpu
+    import tiny_gpt
+    from graph_capture import CaptureError
+
+    graphs_on_cpu.install()
+    case = tiny_gpt.Case(settings=graphs_on_cpu.local("attn"))
+    tiny_gpt.initialize(case)
+    with pytest.raises(CaptureError, match=r"Tensor.numpy copies from the device.*in MoEAlltoAll.*dtoh_and_sync"):
+        tiny_gpt.train(case, steps=1)
+
+
+# faults: how a scope goes wrong, and what the message says besides this file's name and the function's
+
+
+def _item(x: Any) -> Any:
+    return x * x.sum().item()
+
+
+def _branch(x: Any) -> Any:
+    return x + 1 if x[0] > 0 else x
+
+
+def _to_list(x: Any) -> Any:
+    return x * sum(x.tolist())
+
+
+def _to_the_host(x: Any) -> Any:
+    return x.to("cpu") * 2
+
+
+def _mask(x: Any) -> Any:
+    return x[x > 0]
+
+
+def _mask_of_a_tensor(x: Any) -> Any:
+    y = x.clone()
+    y[x > 0] = x[x > 0]
+    return y
+
+
+def _nonzero(x: Any) -> Any:
+    return x.nonzero() * 2
+
+
+def _repeats(x: Any) -> Any:
+    return x.repeat_interleave((x > 0).long())
+
+
+def _in_the_backward(x: Any) -> Any:
+    import torch
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Any) -> Any:
+            return value * 2
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            return grad * grad.max().item()
+
+    y = x.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(Scale.apply(y).sum(), y)
+    return grad
+
+
+def _python_data(x: Any) -> Any:
+    import torch
+
+    return x * torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def _number_of_the_device(x: Any) -> Any:
+    import torch
+
+    sizes = torch.tensor([2, 2])  # on the host alone this is fine
+    return x * sizes.sum().item() * x.sum().item()
+
+
+def _python_data_on_the_device(x: Any) -> Any:
+    import torch
+
+    return x * torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda")
+
+
+def _from_numpy(x: Any) -> Any:
+    import numpy as np
+    import torch
+
+    table = torch.empty_like(x)
+    table.copy_(torch.from_numpy(np.arange(4, dtype=np.float32)), non_blocking=True)
+    return x + table
+
+
+def _indices(x: Any) -> Any:
+    return x[[0, 2]] * 2
+
+
+def _synchronize(x: Any) -> Any:
+    import torch
+
+    torch.cuda.synchronize()
+    return x * 2
+
+
+def _wait_for_an_event(x: Any) -> Any:
+    import torch
+
+    y = x * 2
+    event = torch.cuda.Event()
+    event.record()
+    event.synchronize()
+    return y
+
+
+def _other_stream(x: Any) -> Any:
+    import torch
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        return x * 2
+
+
+def _never_joined(x: Any) -> Any:
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        y = x * 2
+    return y
+
+
+def _earlier_work(x: Any) -> Any:
+    import torch
+
+    torch.cuda.current_stream().wait_event(BEFORE["event"])
+    return x * 2
+
+
+def _counted(x: Any) -> Any:
+    BEFORE["counter"].count()
+    return x * 2
+
+
+BEFORE: dict[str, Any] = {}  # what the faults find from before the capture
+FAULTS: dict[Callable, str] = {
+    _item: "aten._local_scalar_dense.default waits for the device",
+    _branch: "aten._local_scalar_dense.default waits for the device",
+    _to_list: "Tensor.tolist copies from the device",
+    _to_the_host: "Tensor.to copies from the device",
+    _mask: "aten.index.Tensor with a mask",
+    _mask_of_a_tensor: "aten.index.Tensor with a mask",
+    _nonzero: "aten.nonzero.default has a shape that depends on data",
+    _repeats: "aten.repeat_interleave.Tensor has a shape that depends on data",
+    _in_the_backward: "aten._local_scalar_dense.default waits for the device",
+    _python_data: "aten.mul.Tensor copies a tensor made of Python data to the device",
+    _number_of_the_device: "aten._local_scalar_dense.default waits for the device",
+    _python_data_on_the_device: "tensor copies Python data to the device",
+    _from_numpy: "aten.copy_.default copies a tensor made of Python data to the device",
+    _indices: "memory that a graph uses was freed",
+    _synchronize: "torch.cuda.synchronize makes the host wait",
+    _wait_for_an_event: "Event.synchronize makes the host wait",
+    _other_stream: "work on a stream that has not joined the capture",
+    _never_joined: "nothing waited for its last work",
+    _earlier_work: "waits for work from outside the capture",
+    _counted: "Counter.count ran inside a capture",
+}
+
+
+@ranks(1)
+def test_every_planted_fault_is_caught_and_named() -> None:
+    import graphs_on_cpu
+    import torch
+    from graph_capture import CaptureError, Graph, not_in_graphs
+
+    class Counter:
+        def count(self) -> None: ...
+
+    graphs_on_cpu.install()
+    not_in_graphs(Counter, "count")
+    BEFORE.update(event=torch.cuda.Stream().record_event(), counter=Counter())
+    for fault, message in FAULTS.items():
+        x = torch.arange(4.0)
+        fault(x)  # right without a graph
+        with pytest.raises(CaptureError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            fault(x)
+        text = str(caught.value)
+        assert message in text, (fault.__name__, text)
+        if fault is not _never_joined:
+            assert "test_graph_capture.py" in text and fault.__name__ in text, text
+        assert Graph.current is None and not torch.cuda.is_current_stream_capturing()
+
+
+@ranks(1)
+def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
+    import graphs_on_cpu
+    import torch
+    from graph_capture import CaptureError
+
+    graphs_on_cpu.install()
+    for replace, message in (("attribute", "was freed"), ("resized", "moved")):
+        x, module = torch.arange(4.0), torch.nn.Module()
+        module.table = torch.full((4,), 2.0)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = x * module.table
+        graph.replay()
+        assert y.tolist() == [0.0, 2.0, 4.0, 6.0]
+        if replace == "attribute":
+            module.table = torch.full((4,), 3.0)
+        else:
+            module.table.resize_(100_000)
+        with pytest.raises(CaptureError, match=rf"{message}.*aten.mul.Tensor called at .*test_graph_capture.py"):
+            graph.replay()
+    graph, source, target = torch.cuda.CUDAGraph(), torch.ones(4), torch.zeros(4)
+    with torch.cuda.graph(graph):
+        _double(source, target)
+    del source
+    with pytest.raises(CaptureError, match=r"was freed.*kernel double_floats launched at .*test_graph_capture.py"):
+        graph.replay()
+
+
+@ranks(1)
+def test_a_capture_leaves_nothing_behind_and_replays_what_the_lines_do() -> None:
+    import graphs_on_cpu
+    import torch
+    from graph_capture import Graph
+
+    graphs_on_cpu.install()
+    count, doubled, x = torch.zeros(4), torch.zeros(4), torch.arange(4.0)
+    w = torch.full((4,), 3.0, requires_grad=True)
+    side = torch.cuda.Stream()
+
+    def lines() -> tuple[torch.Tensor, ...]:
+        y = (x * w).relu()
+        y = y.clone()
+        y[x == 2] = torch.tensor([3, 4]).sum().item()  # a number of the host: nobody waits
+        count.add_(y.detach() > 3)
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            z = torch.empty_like(x)
+            _double(x, z)
+            _double(x, doubled)
+        torch.cuda.current_stream().wait_stream(side)
+        (grad,) = torch.autograd.grad(y.sum(), w)
+        first, last = y.view(2, 2).unbind()
+        return y.detach(), first.detach() + last.detach(), grad, z, torch.rand(4)
+
+    graph, state = torch.cuda.CUDAGraph(), torch.get_rng_state()
+    with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
+        outputs = lines()
+    assert not count.any() and not doubled.any() and torch.equal(state, torch.get_rng_state())
+    assert all(bool(t.isnan().all()) for t in outputs), "a capture computes nothing"
+    views = [t.view(2, -1) for t in outputs]
+    for step in range(3):
+        x.copy_(torch.arange(4.0) - step)
+        with torch.no_grad():
+            w.add_(0.5)
+        before, state = count.clone(), torch.get_rng_state()
+        expected = lines()
+        doubled.zero_()
+        after = count.clone()
+        count.copy_(before)
+        torch.set_rng_state(state)
+        graph.replay()
+        assert torch.equal(count, after) and torch.equal(doubled, 2 * x)
+        for view, value in zip(views, expected, strict=True):
+            assert torch.equal(view, value.view(2, -1))
+    assert graph.replays == 3 and Graph.made == [graph]
+
+
+class _HostKernels:
+    """Instead of compiled kernels: one function, called as `Kernels.launch` calls those on a host."""
+
+    on_gpu = False
+
+    class _library:  # noqa: N801
+        @staticmethod
+        def double_floats(source: Any, target: Any, count: Any) -> None:
+            floats = ctypes.POINTER(ctypes.c_float)
+            for i in range(count.value):
+                ctypes.cast(target, floats)[i] = 2 * ctypes.cast(source, floats)[i]
+
+
+def _double(source: Any, target: Any) -> None:
+    from megatron_hecate.device.launch import Kernels
+
+    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (source, target))
+    Kernels.launch(_HostKernels(), "double_floats", *pointers, ctypes.c_uint(4), blocks=1, threads=1)
+
+
+@ranks(2)
+def test_collectives_are_replayed_on_new_data() -> None:
+    import graphs_on_cpu
+    import torch
+    import torch.distributed as dist
+
+    graphs_on_cpu.install()
+    x, rank = torch.zeros(2), dist.get_rank()
+    gathered, total = torch.empty(4), torch.zeros(2)
+
+    def lines() -> torch.Tensor:
+        work = dist.all_gather_into_tensor(gathered, x + 1, async_op=True)
+        total.copy_(x)
+        dist.all_reduce(total)
+        work.wait(timeout=timedelta(seconds=60))
+        swapped = torch.empty(2)
+        dist.all_to_all_single(swapped, x * 2)
+        return gathered.sum() + swapped
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = lines()
+    for step in range(1, 4):
+        x.copy_(torch.tensor([10.0 * rank + step, step]))
+        graph.replay()
+        replayed = out.clone(), gathered.clone(), total.clone()
+        for value, again in zip(replayed, (lines(), gathered, total), strict=True):
+            assert torch.equal(value, again), (step, value, again)
+    assert gathered.tolist() == [4.0, 4.0, 14.0, 4.0] and total.tolist() == [16.0, 6.0]
