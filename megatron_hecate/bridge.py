@@ -131,7 +131,8 @@ def _register(config: Any) -> None:
 def _check(config: Any, settings: HecateConfig) -> None:
     """Raise a ValueError that lists all settings of a recipe that do not combine with FSSDP."""
     parts = (config.model, getattr(config.model, "transformer", None), config.ddp, config.dist)
-    problems = unsupported.find(*parts, config, slots=settings.slots)
+    late = {"moe_fssdp_late_replicas": settings.late_replicas}
+    problems = unsupported.find(*parts, config, late, slots=settings.slots)
     if isinstance(config.model, ModelConfig):  # which keeps what is not its own one level deeper
 
         def deeper(override: re.Match) -> str:

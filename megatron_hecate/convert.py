@@ -16,10 +16,11 @@ from torch.nn import Module
 
 from megatron_hecate.adapter import compat, owners, training_state, unsupported
 from megatron_hecate.adapter.experts import FSSDPExperts
+from megatron_hecate.adapter.graph_parts import captured_parts
 from megatron_hecate.comm.agreement import Note
 from megatron_hecate.comm.connect import Connection, connect, device_of_rank
 from megatron_hecate.config import AUTO, HecateConfig
-from megatron_hecate.layer import FSSDPLayer
+from megatron_hecate.layer import FSSDPLayer, GraphedBlock
 from megatron_hecate.plan import Speeds, World, compile_planner
 from megatron_hecate.plan.world import CPU, H100
 from megatron_hecate.replicas import memory_estimate
@@ -110,6 +111,7 @@ def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts],
     if not problems:
         around = (owners.of_model(model.chunks), owners.of_job())
         configs = {id(layer.config): layer.config for layer in model.layers}.values()
+        around = (*around, {"moe_fssdp_late_replicas": config.late_replicas})
         found = (unsupported.find(layer_config, *around, slots=config.slots) for layer_config in configs)
         problems = list(dict.fromkeys(problem for of_config in found for problem in of_config))
     if not problems:
@@ -229,7 +231,7 @@ def _attach(model: _Model, states: list[LayerState]) -> None:
     """Turn all layers at once; an exception undoes what was done."""
     prefetcher = Prefetcher(states, model.chunk_of)
     blocks = [m for chunk in model.chunks for m in chunk.modules() if _is_block(m)]
-    attention = {id(block.mlp): block.self_attention for block in blocks}
+    block_of = {id(block.mlp): block for block in blocks}
     with contextlib.ExitStack() as undo:
         for layer, state in zip(model.layers, states, strict=True):
             experts = layer.experts
@@ -238,8 +240,12 @@ def _attach(model: _Model, states: list[LayerState]) -> None:
             _assign(undo, experts, **own, __class__=_subclass(FSSDPExperts, type(experts)))
             changed = experts.register_load_state_dict_post_hook(lambda *_: prefetcher.tracker.weights_changed())
             undo.callback(changed.remove)
-            if id(layer) in attention:
-                undo.callback(attention[id(layer)].register_forward_pre_hook(layer.before_attention).remove)
+            if (block := block_of.get(id(layer))) is not None:
+                undo.callback(block.self_attention.register_forward_pre_hook(layer.before_attention).remove)
+                if captured_parts(unsupported.Settings(layer.config)):
+                    _assign(undo, block, __class__=_subclass(GraphedBlock, type(block)))
+            if state.always_physical:
+                _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
         for index, chunk in enumerate(model.chunks):
             _refuse_owners_at_first_forward(chunk, undo)
             begin = functools.partial(prefetcher.begin_chunk, index)
@@ -268,8 +274,8 @@ def _is_block(module: Module) -> bool:
 def _assign(undo: contextlib.ExitStack, module: Module, **attributes: Any) -> None:
     """Set attributes of ``module``, and have ``undo`` put back what was there."""
     for name, value in attributes.items():
-        if name == "__class__":
-            undo.callback(setattr, module, name, module.__class__)
+        if name == "__class__" or name in vars(module):
+            undo.callback(setattr, module, name, getattr(module, name))
         else:
             undo.callback(delattr, module, name)
         setattr(module, name, value)

@@ -1,12 +1,16 @@
 """The FSSDP layer: one iteration on one screen.
 
 materialize  before the attention   first forward of an iteration: plan from the forecast; begin to fetch replicas
-observe      `route`                count this microbatch's tokens per expert
+begin        before the router      which replicas this forward computes with
 late         `preprocess`           where asked for: true loads -> late replicas where they pay
 reroute      `preprocess`           true loads -> quotas -> every token gets a holder of its expert
+observe      `dispatch`             count this microbatch's tokens per expert
 dispatch, experts, combine          Megatron's own, over physical experts
 backward     `replicas`             dropped replicas are fetched again; gradients return during the attention's backward
 step         Megatron's own, on homes
+
+CUDA graphs may hold the router, and `preprocess` too. What the host decides is then decided before the graph
+(`GraphedBlock`), and read after it, in `dispatch`: in between a graph has no Python.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_hecate.adapter.training_state import Forward
+from megatron_hecate.adapter.training_state import Forward, captures_graph
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.prefetch import Prefetcher
 from megatron_hecate.tools import trace
@@ -26,44 +30,68 @@ class FSSDPLayer:
 
     fssdp: LayerState
     prefetcher: Prefetcher
+    purpose: Forward  # of the running forward
 
     def before_attention(self, *_: Any) -> None:
         """A forward pre-hook of the attention in front of this layer."""
-        self.prefetcher.before_attention(self.fssdp.index, self.prefetcher.purpose_of_forward(self))
+        if not captures_graph() and not self.fssdp.begun:
+            self.prefetcher.before_attention(self.fssdp.index, self.prefetcher.purpose_of_forward(self))
 
-    def route(self, hidden_states: Tensor, *args: Tensor | None, **kwargs: Tensor | None) -> tuple[Tensor, Tensor]:
-        state, self.purpose = self.fssdp, self.prefetcher.purpose_of_forward(self)
+    def begin(self) -> None:
+        """What the host does before the router runs, or the graph that holds it; once per forward."""
+        state = self.fssdp
+        if state.begun:
+            return
+        self.purpose = self.prefetcher.purpose_of_forward(self)
         self.experts.replicas = self.prefetcher.materialize(state.index, self.purpose)
         self.experts.joined_homes, state.joined_homes = state.joined_homes, None
-        probs, routing_map = super().route(hidden_states, *args, **kwargs)
-        if self.purpose is Forward.MICROBATCH:
-            self.prefetcher.observe(state.index, state.rerouter.without_padding(routing_map, probs))
-        return probs, routing_map
+        if self.experts.replicas is not None or state.always_physical:
+            state.place(self.experts.replicas)
+        state.begun = True
 
-    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
-        state, experts, in_training = self.fssdp, self.experts, self.purpose is Forward.MICROBATCH
-        chosen = state.rerouter.without_padding(routing_map, probs)
-        if experts.replicas is not None or state.expects_late:
-            with trace.span("loads", state.name):
-                loads = state.rerouter.gather_loads(chosen)
-            if state.expects_late and in_training:
-                with trace.span("late", state.name):
-                    experts.replicas = self.prefetcher.add_late_replicas(state.index, loads.tokens)
-        physical = experts.replicas is not None or state.always_physical
-        self.token_dispatcher = state.physical_dispatcher if physical else state.stock_dispatcher
-        if experts.replicas is not None:
-            with trace.span("quotas", state.name):
-                state.rerouter.place(experts.replicas.placement, probs.device)
-                routing_map, probs = state.rerouter.reroute(probs, loads)
-        elif physical:
-            state.rerouter.place(state.parts.homes_only, probs.device)
-            routing_map, probs = state.rerouter.to_homes(chosen, probs)
-        if in_training:
-            self.prefetcher.forwarded(state.index, experts.replicas)
+    def route(self, hidden_states: Tensor, *args: Tensor | None, **kwargs: Tensor | None) -> tuple[Tensor, Tensor]:
+        if not captures_graph():
+            self.begin()
+        return super().route(hidden_states, *args, **kwargs)
+
+    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor | None) -> tuple[Tensor, Tensor]:
+        if routing_map is not None:  # else a graph has done it
+            probs, routing_map = self._to_physical(probs, routing_map)
         return super().preprocess(hidden_states, probs, routing_map)
 
+    def _to_physical(self, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        """Over physical experts, and by the dispatcher for these, where there are replicas or may be in a replay."""
+        state, rerouter, replicas = self.fssdp, self.fssdp.rerouter, self.experts.replicas
+        captured = captures_graph()
+        chosen = rerouter.without_padding(routing_map, probs)
+        counted = rerouter.count(chosen)
+        by_quotas = replicas is not None if not captured else state.always_physical
+        if by_quotas or (state.expects_late and not captured):
+            with trace.span("loads", state.name):
+                loads = rerouter.gather_loads(counted)
+            if state.expects_late and self.purpose is Forward.MICROBATCH:
+                with trace.span("late", state.name):
+                    replicas = self.experts.replicas = self.prefetcher.add_late_replicas(state.index, loads)
+                if by_quotas := replicas is not None:
+                    state.place(replicas)
+        physical = by_quotas or state.always_physical
+        self.token_dispatcher = state.physical_dispatcher if physical else state.stock_dispatcher
+        if by_quotas:
+            with trace.span("quotas", state.name):
+                routing_map, probs = rerouter.reroute(probs, counted, loads)
+        elif physical:
+            routing_map, probs = rerouter.to_homes(probs, counted)
+        self.token_dispatcher.expert_loads = counted.loads
+        return probs, routing_map
+
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        with trace.span("dispatch", self.fssdp.name):
+        state = self.fssdp
+        self.begin()  # a recomputation of Megatron's own graphs begins here
+        state.begun = False
+        if self.purpose is Forward.MICROBATCH:
+            self.prefetcher.observe(state.index, self.token_dispatcher.expert_loads)
+            self.prefetcher.forwarded(state.index, self.experts.replicas)
+        with trace.span("dispatch", state.name):
             return super().dispatch(*args, **kwargs)
 
     def routed_experts_compute(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,3 +108,19 @@ class FSSDPLayer:
         super().backward_dw(routed_experts, shared_experts)
         if shared_experts:
             self.experts.settle()
+
+
+class GraphedBlock:
+    """Mixin in front of a transformer layer with experts that CUDA graphs hold parts of: no hook runs inside them."""
+
+    mlp: FSSDPLayer
+
+    def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
+        self.mlp.before_attention()
+        self.mlp.begin()
+        return super()._te_cuda_graph_replay(*args, **kwargs)
+
+    def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
+        if not captures_graph():
+            self.mlp.begin()
+        return super()._forward_mlp(*args, **kwargs)

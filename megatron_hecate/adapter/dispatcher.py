@@ -8,7 +8,6 @@ first so many go to the first holder, the next to the second.
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import torch
 import torch.distributed as dist
@@ -22,19 +21,6 @@ from megatron_hecate.plan import Placement, World
 from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.reroute import CountedTokens, reroute
 from megatron_hecate.routing.tables import GroupShape
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Loads:
-    """The loads of one microbatch.
-
-    Args:
-        tokens: [N, E] int32 tokens of every source for every expert.
-        counted: this source's tokens.
-    """
-
-    tokens: Tensor
-    counted: CountedTokens
 
 
 class Rerouter:
@@ -93,38 +79,40 @@ class Rerouter:
             self._tables = QuotaTables(shape, device, self._kernels)
         self._tables.place(placement)
 
-    def gather_loads(self, routing_map: Tensor) -> Loads:
-        """Those of all sources; ``routing_map`` [T, E] is this one's. On a GPU the stream waits for them, not the host.
+    def count(self, routing_map: Tensor) -> CountedTokens:
+        """This source's tokens; ``routing_map`` [T, E] is theirs."""
+        self._kernels = self._kernels or Kernels(routing_map.device)
+        return CountedTokens.of(routing_map, self._kernels)
+
+    def gather_loads(self, counted: CountedTokens) -> Tensor:
+        """[N, E] int32 tokens of every source for every expert. On a GPU the stream waits for them, not the host.
 
         Raises:
             TransferError: naming the layer, when a rank dies or does not answer in time.
         """
-        self._kernels = self._kernels or Kernels(routing_map.device)
-        counted = CountedTokens.of(routing_map, self._kernels)
         own = counted.loads
         loads = own.new_empty(self.sources.size() * len(own))
         work = dist.all_gather_into_tensor(loads, own, group=self.sources, async_op=True)
         wait_collective(work, loads, self.sources, what="gathering the loads", label=self._label, timeout=self._timeout)
-        return Loads(loads.view(self.sources.size(), -1), counted)
+        return loads.view(self.sources.size(), -1)
 
-    def reroute(self, probs: Tensor, loads: Loads) -> tuple[Tensor, Tensor]:
+    def reroute(self, probs: Tensor, counted: CountedTokens, loads: Tensor) -> tuple[Tensor, Tensor]:
         """From experts to physical experts of the last placement. Every rank computes the same quotas.
 
         Args:
             probs: [T, E] routing probabilities, differentiable.
-            loads: what `gather_loads` gave for the same tokens.
+            counted: the same tokens.
+            loads: [N, E], what `gather_loads` gave for them.
 
         Returns:
             As `routing.reroute`.
         """
         assert self._tables is not None, "place was not called"
-        parts = self._tables.parts(loads.tokens, self.sources.rank())
+        parts = self._tables.parts(loads, self.sources.rank())
         # an expert of probability zero would become any physical expert, an empty slot too
-        return reroute(loads.counted, probs, self._tables, parts, never_zero=self._by_probability)
-
-    def to_homes(self, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """As `reroute`, where the last placement has no replicas: nothing is communicated."""
-        assert self._tables is not None and self._kernels is not None, "place was not called"
-        counted = CountedTokens.of(routing_map, self._kernels)
-        parts = self._tables.parts_of_homes
         return reroute(counted, probs, self._tables, parts, never_zero=self._by_probability)
+
+    def to_homes(self, probs: Tensor, counted: CountedTokens) -> tuple[Tensor, Tensor]:
+        """As `reroute`, where the last placement has no replicas: nothing is communicated."""
+        assert self._tables is not None, "place was not called"
+        return reroute(counted, probs, self._tables, self._tables.parts_of_homes, never_zero=self._by_probability)

@@ -22,6 +22,13 @@ def num_microbatches() -> int | None:
     return calculator.get_num_microbatches()
 
 
+def captures_graph() -> bool:
+    """Whether Megatron, or TransformerEngine for it, is capturing CUDA graphs, or warms up to: nothing trains now."""
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    return is_graph_capturing()
+
+
 class Forward(enum.Enum):
     """What a layer's forward is for."""
 

@@ -11,6 +11,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megatron_hecate.adapter.graph_parts import WITH_REPLICAS, captured_parts, holds_preprocess
+
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
@@ -82,6 +84,16 @@ def _more_than_one(setting: str) -> Callable[[Settings], bool]:
     return lambda settings: (settings[setting] or 1) > 1
 
 
+def _graphs_hold_experts(setting: str) -> Callable[[Settings], bool]:
+    """Whether ``setting`` switches graphs on that hold experts, or leave no place to fetch their replicas."""
+
+    def unsupported(settings: Settings) -> bool:
+        parts = captured_parts(settings)
+        return _is_set(settings[setting]) and (parts is None or not parts <= WITH_REPLICAS)
+
+    return unsupported
+
+
 def _recipe(value: Any) -> str:
     """Megatron's default is delayed scaling; some versions have an enumeration."""
     return str(getattr(value, "value", value) or "delayed")
@@ -89,6 +101,10 @@ def _recipe(value: Any) -> str:
 
 # settings that SequentialMLP, whose experts are modules of their own, does not combine with
 GROUPED_ONLY = ("fp8", "fp4", "quant_recipe", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
+_GRAPHS = (
+    "replicas come and go between CUDA graphs of parts, which are attn, mamba, mlp, moe_router and moe_preprocess "
+    "(cuda_graph_modules, before 0.18 cuda_graph_scope); others hold the experts as well"
+)
 _FP8_RECIPES = ("mxfp8", "tensorwise", "blockwise")
 WITH_SLOTS = (
     Rule(
@@ -165,9 +181,16 @@ MODEL = (
         instead="bf16",
         unsupported=lambda settings: settings["moe_combine_bwd_dtype"] not in (None, "bf16"),
     ),
-    Rule("cuda_graph_impl", "replicas change every iteration and cannot be captured", instead="none"),
-    Rule("enable_cuda_graph", "replicas change every iteration and cannot be captured"),
-    Rule("external_cuda_graph", "replicas change every iteration and cannot be captured"),
+    *(
+        Rule(name, _GRAPHS, instead=instead, unsupported=_graphs_hold_experts(name))
+        for name, instead in (("cuda_graph_impl", "none"), ("enable_cuda_graph", False), ("external_cuda_graph", False))
+    ),
+    Rule(
+        "moe_fssdp_late_replicas",
+        "late replicas are chosen by the host, in the middle of what a CUDA graph of moe_preprocess holds",
+        instead=0,
+        unsupported=lambda settings: (settings["moe_fssdp_late_replicas"] or 0) > 0 and holds_preprocess(settings),
+    ),
     Rule("use_transformer_engine_op_fuser", "fused operators keep their own references to the weights"),
     Rule(
         "moe_expert_rank_capacity_factor",

@@ -17,8 +17,10 @@ from torch import Tensor
 
 from megatron_hecate.adapter.dispatcher import Rerouter
 from megatron_hecate.adapter.experts import PhysicalExperts
+from megatron_hecate.adapter.graph_parts import holds_preprocess
 from megatron_hecate.adapter.stored_weights import StoredWeights
 from megatron_hecate.adapter.training_state import Forward, wait_for_params
+from megatron_hecate.adapter.unsupported import Settings
 from megatron_hecate.comm.agreement import assert_same
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
@@ -91,7 +93,11 @@ class LayerState:
         self.name, self.group = f"{mtp}layer {layer.layer_number}", layer.ep_group
         self.stock_dispatcher, self.physical_dispatcher = layer.token_dispatcher, parts.physical_dispatcher
         self.rerouter = Rerouter(layer.token_dispatcher, world, label=self.name, timeout=config.timeout)
-        self.always_physical = config.slots > 0 and self.rerouter.always_physical
+        captured = holds_preprocess(Settings(layer.config))
+        self.always_physical = config.slots > 0 and (self.rerouter.always_physical or captured)
+        if captured:  # a graph's outputs are told by names
+            for dispatcher in (self.stock_dispatcher, self.physical_dispatcher):
+                dispatcher.cudagraph_attrs.append("expert_loads")
         self.placement = self.planned = parts.homes_only  # now, and before late replicas
         self._slots: ReplicaSlots | None = None
         self.plan: TransferPlan | None = None  # of the replicas of this iteration; None without any
@@ -100,6 +106,7 @@ class LayerState:
         self.expects_late = False  # whether the next forward may fetch late replicas
         self.planned_in = self.fetched_in = -1  # the last iterations in which it was
         self.prepared = False  # for the next forward
+        self.begun = False  # the running forward knows its replicas, and has not dispatched
         # replicas of the microbatches whose backward has not run, once per pass, oldest first: Megatron's schedules
         # keep that order
         self._in_flight: deque[Replicas | None] = deque()
@@ -160,6 +167,11 @@ class LayerState:
         if purpose is Forward.RECOMPUTED and not self.keeps_replicas:
             return self._in_flight[0]
         return self.replicas
+
+    def place(self, replicas: Replicas | None) -> None:
+        """The running forward computes with ``replicas``."""
+        placement = self.parts.homes_only if replicas is None else replicas.placement
+        self.rerouter.place(placement, self.parts.experts.homes()[0][0].device)
 
     def join_homes_early(self, purpose: Forward) -> None:
         """The attention is about to run: from here on, its backward hides the return of gradients."""

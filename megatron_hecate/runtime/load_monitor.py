@@ -92,20 +92,20 @@ class LoadMonitor:
     ) -> None:
         self._shape, self._group, self._timeout = shape, group, timeout
         self._meter = meter or OverlapMeter()
-        # [L * E] and what the meter measured, int64, made on the device of the first routing map; [L, E] of it
+        # [L * E] and what the meter measured, int64, made on the device of the first loads; [L, E] of it
         self._sums: Tensor | None = None
         self._counts: Tensor
         self._reduced: tuple[Tensor, Callable[[], Any]] | None = None  # counts on the host, and how to wait for them
         self._stream: torch.cuda.Stream | None = None
         self.history = LoadHistory()
 
-    def count(self, layer: int, routing_map: Tensor) -> None:
-        """Add one microbatch: ``routing_map`` is [T, E] bool, the experts of each token."""
+    def count(self, layer: int, loads: Tensor) -> None:
+        """Add one microbatch: ``loads`` [E] are this rank's tokens per expert."""
         if self._sums is None:
             size = self._shape[0] * self._shape[1]
-            self._sums = torch.zeros(size + MEASURED, dtype=torch.int64, device=routing_map.device)
+            self._sums = torch.zeros(size + MEASURED, dtype=torch.int64, device=loads.device)
             self._counts = self._sums[:size].view(self._shape)
-        self._counts[layer, : routing_map.shape[1]] += routing_map.sum(dim=0)
+        self._counts[layer, : len(loads)] += loads
 
     def start_reduce(self) -> None:
         """Start summing this iteration's counts over the group. Every rank must call it at the same point."""

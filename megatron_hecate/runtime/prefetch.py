@@ -85,8 +85,10 @@ class Prefetcher:
             self._prepare_from(first, begins=self.tracker.comes_to(first))
 
     def end_chunk(self, *_: Any) -> None:
-        """It ends."""
+        """It ends, or breaks off."""
         self._gradients = None
+        for state in self.states:
+            state.begun = False
 
     def before_attention(self, index: int, purpose: Forward) -> None:
         """The attention before layer ``index`` is about to run."""
@@ -126,9 +128,9 @@ class Prefetcher:
             state.prepared = False
         return state.replicas_of(purpose)
 
-    def observe(self, index: int, routing_map: Tensor) -> None:
-        """Count one microbatch's ``routing_map`` [T, E]."""
-        self.monitor.count(index, routing_map.detach())
+    def observe(self, index: int, loads: Tensor) -> None:
+        """Count one microbatch: ``loads`` [E] are this rank's tokens per expert."""
+        self.monitor.count(index, loads)
         self.tracker.forwarded(index)
 
     def add_late_replicas(self, index: int, loads: Tensor) -> Replicas | None:

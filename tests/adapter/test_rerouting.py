@@ -43,11 +43,9 @@ def _routing_map(rng: np.random.Generator, hot: int) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(8))
 def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
     """With expert tensor parallelism (``tp_size``) as many sources share a rank."""
-    from megatron_hecate.adapter.dispatcher import Loads, Rerouter
-    from megatron_hecate.device.launch import Kernels
+    from megatron_hecate.adapter.dispatcher import Rerouter
     from megatron_hecate.plan import World
     from megatron_hecate.routing.quotas import quotas_of_all
-    from megatron_hecate.routing.reroute import CountedTokens
     from megatron_hecate.routing.tables import GroupShape
 
     rng = np.random.default_rng(seed)
@@ -65,8 +63,8 @@ def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
         probs = torch.rand(TOKENS, EXPERTS, dtype=torch.float64) * routing_map
         probs.requires_grad_()
         rerouter.place(placement, probs.device)
-        counted = CountedTokens.of(routing_map, Kernels(torch.device("cpu")))
-        physical_map, physical_probs = rerouter.reroute(probs, Loads(loads, counted))
+        counted = rerouter.count(routing_map)
+        physical_map, physical_probs = rerouter.reroute(probs, counted, loads)
 
         holders = zip(order.expert.tolist(), order.rank.tolist(), quotas[source].tolist(), strict=True)
         left = {(e, r): n for e, r, n in holders}
@@ -100,8 +98,7 @@ def test_ranks_agree_on_loads() -> None:
     config = SimpleNamespace(moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False)
     dispatcher = SimpleNamespace(tp_ep_group=dist.group.WORLD, tp_size=1, config=config)
     rerouter = Rerouter(dispatcher, World((0,) * 4), label="layer 1", timeout=30)
-    loads = rerouter.gather_loads(routing_map)
-    loads = loads.tokens
+    loads = rerouter.gather_loads(rerouter.count(routing_map))
     assert loads.dtype == torch.int32 and loads.tolist() == [[0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 3, 0]]
 
 

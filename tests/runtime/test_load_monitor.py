@@ -52,10 +52,8 @@ def test_counts_are_summed_over_the_group() -> None:
     monitor.finish_reduce()  # nothing counted: no message
     assert monitor.history.forecast() is None
     for _ in range(2):
-        routing_map = torch.zeros(5, 4, dtype=torch.bool)
-        routing_map[: rank + 1, 2] = True
-        monitor.count(1, routing_map)
-    monitor.count(0, torch.ones(1, 3, dtype=torch.bool))  # a layer with fewer experts
+        monitor.count(1, torch.tensor([0, 0, rank + 1, 0], dtype=torch.int32))
+    monitor.count(0, torch.ones(3, dtype=torch.int32))  # a layer with fewer experts
     monitor.start_reduce()
     monitor.start_reduce()  # once per iteration
     monitor.finish_reduce()

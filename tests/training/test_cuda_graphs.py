@@ -1,0 +1,212 @@
+"""FSSDP with CUDA graphs of parts of the model: Megatron's and TransformerEngine's own capture code, over the emulator
+of `graphs_on_cpu`, trains as stock Megatron without graphs does, with other replicas in every iteration.
+
+Oracle: unconverted Megatron without graphs on the same ranks and data. The emulator replays without Python, on fixed
+memory, and fails where a GPU's capture would.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from ranks import ranks
+
+pytestmark = pytest.mark.newest
+
+SCOPES = ("attn", "moe_router", "moe_preprocess")
+RECOMPUTED = dict(recompute_granularity="selective", recompute_modules=["layernorm", "core_attn", "moe_act"])
+TRANSFORMER_ENGINE = {  # scopes, fields of Case, fields of TransformerConfig, settings of FSSDP
+    "attn": (("attn",), {}, {}, {}),
+    "moe_router-late": (
+        ("attn", "moe_router"),
+        dict(distributed_optimizer=True, overlap=True),
+        {},
+        dict(late_replicas=4),
+    ),
+    "router-alone": (("moe_router",), dict(accumulate=4), {}, dict(lifetime="microbatch")),
+    "preprocess": (SCOPES, {}, {}, {}),
+    "preprocess-layer-recompute": (SCOPES, dict(grouped=True), RECOMPUTED, dict(lifetime="layer")),
+    "preprocess-combined": (
+        SCOPES,
+        dict(accumulate=4),
+        dict(overlap_moe_expert_parallel_comm=True),
+        {},
+    ),
+    "preprocess-shared-aux-bf16": (
+        ("moe_router", "moe_preprocess"),
+        dict(distributed_optimizer=True, overlap=True),
+        dict(
+            moe_shared_expert_intermediate_size=32,
+            moe_router_load_balancing_type="aux_loss",
+            moe_aux_loss_coeff=1e-2,
+        ),
+        {},
+    ),
+}
+
+
+def _declare() -> None:
+    """What must run for every microbatch, and so never inside a graph."""
+    from graph_capture import not_in_graphs
+
+    from megatron_hecate.runtime.prefetch import Prefetcher
+
+    for name in ("before_attention", "materialize", "observe", "forwarded", "begin_chunk", "add_late_replicas"):
+        not_in_graphs(Prefetcher, name)
+
+
+def _plans(chunks: list) -> list[int]:
+    """Fingerprints of the layers' placements."""
+    import tiny_gpt
+
+    return [layer.fssdp.planned.fingerprint for layer in tiny_gpt.moe_layers(chunks)]
+
+
+@pytest.mark.parametrize("name", TRANSFORMER_ENGINE)
+@ranks(2, preload=False)
+def test_transformer_engines_graphs(name: str) -> None:
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import graphs_on_cpu
+    import tiny_gpt
+
+    scopes, fields, settings, asked = TRANSFORMER_ENGINE[name]
+    case = tiny_gpt.Case(**dict(dict(accumulate=2), **fields), settings=tuple(settings.items()))
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=5)
+    graphs_on_cpu.install()
+    _declare()
+    graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings))
+    ours = graphs_on_cpu.train(graphed, steps=5, eager_steps=2, hook=tiny_gpt.fssdp_hook(**asked))
+    tiny_gpt.assert_trained_alike(stock, ours)
+    graphs_on_cpu.assert_replayed(at_least=4)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "mamba-microbatch"])
+@ranks(2)
+def test_megatrons_own_graphs(name: str) -> None:
+    """They hold the router and the preprocessing, and what comes after the experts."""
+    import graphs_on_cpu
+    import tiny_gpt
+    import tiny_hybrid
+
+    scopes, lifetime = {
+        "hybrid": (("attn", "moe_router"), "iteration"),
+        "mamba-microbatch": (("mamba", "moe_preprocess"), "microbatch"),
+    }[name]
+    tiny_hybrid.install("M*EM*E")
+    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 6),))
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=5)
+    graphs_on_cpu.install()
+    _declare()
+    graphed = dataclasses.replace(case, settings=graphs_on_cpu.local(*scopes, **dict(case.settings)))
+    plans: list[list[int]] = []
+    ours = tiny_gpt.train(
+        graphed, steps=5, hook=tiny_gpt.fssdp_hook(lifetime=lifetime), before_step=lambda c, _: plans.append(_plans(c))
+    )
+    tiny_gpt.assert_trained_alike(stock, ours)
+    graphs_on_cpu.assert_replayed(at_least=4)
+    assert len({str(plan) for plan in plans[1:]}) > 1, "the same replicas in all replays"
+
+
+@pytest.mark.parametrize("scopes", [("attn", "moe_router"), SCOPES], ids="-".join)
+@ranks(2, preload=False)
+def test_without_replicas_nothing_differs(scopes: tuple[str, ...]) -> None:
+    """Bitwise: no slots; then slots, where no copy pays. Evaluation in between runs without graphs."""
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import graphs_on_cpu
+    import tiny_gpt
+
+    case = tiny_gpt.Case(accumulate=2)
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=4)
+    tokens_of_evaluation = 2
+    evaluated = _evaluate(case, stock, tokens_of_evaluation)
+    graphs_on_cpu.install()
+    _declare()
+    graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*scopes))
+    for asked in (dict(slots=0), dict(speeds=None)):
+        ours = graphs_on_cpu.train(graphed, steps=4, hook=tiny_gpt.fssdp_hook(**asked))
+        assert ours.replicas == 0 and tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
+        assert _evaluate(case, ours, tokens_of_evaluation) == evaluated
+        graphs_on_cpu.assert_replayed(at_least=4)
+        graphs_on_cpu.delete_graphs()
+
+
+def _evaluate(case: Any, trained: Any, num_microbatches: int) -> float:
+    import tiny_gpt
+
+    with tiny_gpt.evaluating(trained.chunks):
+        return tiny_gpt.run(case, trained.chunks, 100, num_microbatches=num_microbatches, forward_only=True)
+
+
+@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
+@ranks(2, preload=False)
+def test_flex_dispatchers(backend: str) -> None:
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import flex_backends
+
+    flex_backends.install()
+    import graphs_on_cpu
+    import tiny_gpt
+
+    settings = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend)
+    case = tiny_gpt.Case(accumulate=2, settings=tuple(settings.items()))
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=4)
+    graphs_on_cpu.install()
+    _declare()
+    graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*SCOPES, **settings))
+    ours = graphs_on_cpu.train(graphed, steps=4, eager_steps=2, hook=tiny_gpt.fssdp_hook())
+    tiny_gpt.assert_trained_alike(stock, ours)
+    graphs_on_cpu.assert_replayed(at_least=4)
+
+
+@pytest.mark.parametrize(
+    "layout", [dict(pp=2), dict(pp=2, vpp=2, accumulate=4), dict(tp=2)], ids=["pp2", "vpp2", "tp2"]
+)
+@ranks(4, preload=False)
+def test_four_ranks(layout: dict[str, int]) -> None:
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import graphs_on_cpu
+    import tiny_gpt
+
+    case = tiny_gpt.Case(**dict(dict(accumulate=2), **layout))
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=4)
+    graphs_on_cpu.install()
+    _declare()
+    graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*SCOPES))
+    ours = graphs_on_cpu.train(graphed, steps=4, eager_steps=2, hook=tiny_gpt.fssdp_hook())
+    tiny_gpt.assert_trained_alike(stock, ours)
+    graphs_on_cpu.assert_replayed(at_least=1)
+
+
+@ranks(2)
+def test_what_graphs_cannot_hold_is_refused() -> None:
+    import graphs_on_cpu
+    import tiny_gpt
+
+    graphs_on_cpu.install()
+    tiny_gpt.initialize(tiny_gpt.Case())
+    for settings, message in (
+        (graphs_on_cpu.full_iteration(), r"cuda_graph_impl='full_iteration': .*set model.cuda_graph_impl=none"),
+        (graphs_on_cpu.transformer_engine("moe"), r"cuda_graph_impl='transformer_engine': .*cuda_graph_impl none"),
+        (graphs_on_cpu.local(), r"cuda_graph_impl='local': .*set model.cuda_graph_impl=none"),
+    ):
+        case = tiny_gpt.Case(settings=settings)
+        with pytest.raises(ValueError, match=message):
+            tiny_gpt.build(case, tiny_gpt.fssdp_hook())
+    late = tiny_gpt.Case(settings=graphs_on_cpu.transformer_engine(*SCOPES))
+    with pytest.raises(ValueError, match=r"moe_fssdp_late_replicas=2: .*or --moe-fssdp-late-replicas 0"):
+        tiny_gpt.build(late, tiny_gpt.fssdp_hook(late_replicas=2))
