@@ -241,9 +241,10 @@ def _attach(model: _Model, states: list[LayerState]) -> None:
             changed = experts.register_load_state_dict_post_hook(lambda *_: prefetcher.tracker.weights_changed())
             undo.callback(changed.remove)
             if (block := block_of.get(id(layer))) is not None:
-                undo.callback(block.self_attention.register_forward_pre_hook(layer.before_attention).remove)
                 if captured_parts(unsupported.Settings(layer.config)):
                     _assign(undo, block, __class__=_subclass(GraphedBlock, type(block)))
+                else:
+                    undo.callback(block.self_attention.register_forward_pre_hook(layer.before_attention).remove)
             if state.always_physical:
                 _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
         for index, chunk in enumerate(model.chunks):

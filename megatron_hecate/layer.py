@@ -33,7 +33,7 @@ class FSSDPLayer:
     purpose: Forward  # of the running forward
 
     def before_attention(self, *_: Any) -> None:
-        """A forward pre-hook of the attention in front of this layer."""
+        """The attention in front of this layer is about to run: a forward pre-hook of it, unless a graph holds it."""
         if not captures_graph() and not self.fssdp.begun:
             self.prefetcher.before_attention(self.fssdp.index, self.prefetcher.purpose_of_forward(self))
 
@@ -111,9 +111,14 @@ class FSSDPLayer:
 
 
 class GraphedBlock:
-    """Mixin in front of a transformer layer with experts that CUDA graphs hold parts of: no hook runs inside them."""
+    """Mixin in front of a transformer layer with experts that CUDA graphs hold parts of: no hook runs inside them,
+    and Megatron's own take no module with hooks."""
 
     mlp: FSSDPLayer
+
+    def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
+        self.mlp.before_attention()
+        return super()._forward_attention(*args, **kwargs)
 
     def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
         self.mlp.before_attention()

@@ -91,12 +91,12 @@ def whole_iterations() -> None:
     tiny_gpt.forward_step = of_dictionaries
 
 
-def train(case: Any, *, steps: int = 4, eager_steps: int = 1, hook: Any = None) -> Any:
+def train(case: Any, *, steps: int = 4, eager_steps: int = 1, hook: Any = None, before_step: Any = None) -> Any:
     """`tiny_gpt.train` with what ``megatron.training`` does for TransformerEngine's graphs after ``eager_steps``."""
     import tiny_gpt
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-    trained = tiny_gpt.train(case, steps=eager_steps, hook=hook)
+    trained = tiny_gpt.train(case, steps=eager_steps, hook=hook, before_step=before_step)
     gathering = case.overlap and case.distributed_optimizer
     config = tiny_gpt.moe_layers(trained.chunks)[0].config
     helper = TECudaGraphHelper(trained.chunks, config, case.seq, case.micro_batch, [trained.optimizer])

@@ -261,6 +261,13 @@ def _skew(layer: MoELayer, case: Case) -> None:
         bias[hot], bias[(hot + 1) % case.experts] = case.skew, case.skew / 2
     gating = layer.router.gating
     layer.router.gating = lambda hidden: gating(hidden) + bias
+    layer.skew = bias
+
+
+def move_skew(chunks: list, _: int) -> None:
+    """Other experts are hot from now on."""
+    for layer in moe_layers(chunks):
+        layer.skew.copy_(layer.skew.roll(3))
 
 
 def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any]:

@@ -189,6 +189,7 @@ MODEL = (
         "moe_fssdp_late_replicas",
         "late replicas are chosen by the host, in the middle of what a CUDA graph of moe_preprocess holds",
         instead=0,
+        way="set model.moe_fssdp_late_replicas=0 or --moe-fssdp-late-replicas 0",
         unsupported=lambda settings: (settings["moe_fssdp_late_replicas"] or 0) > 0 and holds_preprocess(settings),
     ),
     Rule("use_transformer_engine_op_fuser", "fused operators keep their own references to the weights"),
