@@ -113,21 +113,22 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   fssdp::quotas(th, group, holders, loads, work, own, rank, parts);
 }
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 4)
     fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigned char* map, int* before, int* loads,
                 unsigned* arrived) {
   fssdp::Device th;
   fssdp::count_tokens(th, {tokens, tile}, experts, map, before, loads, arrived);
 }
 
+// There are about as many blocks as multiprocessors. Told nothing, the compiler aims at eight on each, and spills for it.
 #define FSSDP_REROUTE(BITS, TYPE)                                                                                     \
-  extern "C" __global__ void __launch_bounds__(256) fssdp_reroute_##BITS(                                             \
+  extern "C" __global__ void __launch_bounds__(256, 4) fssdp_reroute_##BITS(                                          \
       unsigned tokens, unsigned tile, const int* group, const int* holders, const int* before, const int* parts,      \
       const unsigned char* map, const TYPE* probs, unsigned long long least, unsigned char* out_map, TYPE* out) {     \
     fssdp::Device th;                                                                                                 \
     fssdp::reroute<TYPE>(th, {tokens, tile}, group, holders, before, parts, map, probs, (TYPE)least, out_map, out);   \
   }                                                                                                                   \
-  extern "C" __global__ void __launch_bounds__(256) fssdp_reroute_gradient_##BITS(                                    \
+  extern "C" __global__ void __launch_bounds__(256, 4) fssdp_reroute_gradient_##BITS(                                 \
       unsigned tokens, unsigned tile, unsigned experts, unsigned columns, const int* before, const int* parts,        \
       const unsigned char* map, const TYPE* out_grad, TYPE* grad) {                                                   \
     fssdp::Device th;                                                                                                 \
