@@ -51,13 +51,18 @@ def page() -> str:
     recipes = json.loads(RECIPES.read_text())
     verdicts = [(recipe, refused(recipe)) for recipe in recipes]
     parts = [HEAD, "## How many switch on\n", _counts(verdicts), "\n## What stands against the others\n"]
-    parts += [_reasons(verdicts), "\n## Without CUDA graphs\n", _without_graphs(verdicts), "\n## With CUDA graphs\n"]
+    parts += [
+        _reasons(verdicts),
+        "\n## Without CUDA graphs, or with those of parts\n",
+        _without_graphs(verdicts),
+        "\n## With CUDA graphs of whole layers or iterations\n",
+    ]
     parts += [_with_graphs(verdicts)]
     return "\n".join(parts)
 
 
 def _counts(verdicts: list) -> str:
-    lines = ["| | jobs | on as they are | without CUDA graphs | of these on |", "|---|---|---|---|---|"]
+    lines = ["| | jobs | on as they are | CUDA graphs none, or of parts | of these on |", "|---|---|---|---|---|"]
     for kind, title in KINDS.items():
         own = [found for recipe, found in verdicts if recipe["kind"] == kind]
         eager = [found for found in own if not GRAPHS & found.keys()]

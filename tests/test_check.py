@@ -19,7 +19,9 @@ from megatron_hecate.__main__ import main
 pytestmark = pytest.mark.fast
 
 GRAPHS = (
-    "--moe-fssdp with cuda_graph_impl='local': replicas change every iteration and cannot be captured; "
+    "--moe-fssdp with cuda_graph_impl='local': replicas come and go between CUDA graphs of parts, which are attn, "
+    "mamba, mlp, moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope); others hold the "
+    "experts as well; "
     "set model.cuda_graph_impl=none or --cuda-graph-impl none"
 )
 NO_FSDP = "set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave out --use-megatron-fsdp"

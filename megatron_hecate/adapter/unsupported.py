@@ -185,13 +185,6 @@ MODEL = (
         Rule(name, _GRAPHS, instead=instead, unsupported=_graphs_hold_experts(name))
         for name, instead in (("cuda_graph_impl", "none"), ("enable_cuda_graph", False), ("external_cuda_graph", False))
     ),
-    Rule(
-        "moe_fssdp_late_replicas",
-        "late replicas are chosen by the host, in the middle of what a CUDA graph of moe_preprocess holds",
-        instead=0,
-        way="set model.moe_fssdp_late_replicas=0 or --moe-fssdp-late-replicas 0",
-        unsupported=lambda settings: (settings["moe_fssdp_late_replicas"] or 0) > 0 and holds_preprocess(settings),
-    ),
     Rule("use_transformer_engine_op_fuser", "fused operators keep their own references to the weights"),
     Rule(
         "moe_expert_rank_capacity_factor",
@@ -253,6 +246,13 @@ MODEL = (
     Rule("restore_modelopt_state", "ModelOpt replaces the experts' linears by its own", flag=""),
 )
 JOB = (
+    Rule(
+        "moe_fssdp_late_replicas",
+        "late replicas are chosen by the host, in the middle of what a CUDA graph of moe_preprocess holds",
+        instead=0,
+        way="set model.moe_fssdp_late_replicas=0 or --moe-fssdp-late-replicas 0",
+        unsupported=lambda settings: (settings["moe_fssdp_late_replicas"] or 0) > 0 and holds_preprocess(settings),
+    ),
     Rule(
         "use_megatron_fsdp",
         "Megatron-FSDP owns the expert weights; use the distributed optimizer",
