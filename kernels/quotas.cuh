@@ -17,7 +17,7 @@
 
 namespace fssdp {
 
-enum { LOCAL_ROUNDS = 2, MAX_ROUNDS = 256, MAX_DEPTH = 4096 };  // MAX_DEPTH: distances looked at, over all rounds
+enum { LOCAL_ROUNDS = 3, MAX_ROUNDS = 256, MAX_DEPTH = 4096 };  // MAX_DEPTH: distances looked at, over all rounds
 enum { SLACK = 4096 };  // the level may lie a part in SLACK above the least possible: it saves rounds
 enum { FAR = 1 << 30 };
 enum { NO_WAY = 0, IN_NODE = 1, ANYWHERE = 2 };
