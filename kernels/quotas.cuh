@@ -62,7 +62,9 @@ struct Quotas {
 
   FSSDP_FN bool is_shared(i32 expert) const { return h.begin[expert + 1] - h.begin[expert] > 1; }
   // The shared holder in a rank's slot, or -1.
-  FSSDP_FN i32 shared_in(i32 rank, i32 slot) const { return slot < g.per_rank ? h.shared_held[rank * g.per_rank + slot] : -1; }
+  FSSDP_FN i32 shared_in(i32 rank, i32 slot) const {
+    return slot < g.per_rank ? h.shared_held[rank * g.per_rank + slot] : -1;
+  }
   FSSDP_FN i64 total(i32 expert) const {
     i64 sum = 0;
     for (i32 k = 0; k < g.nodes; ++k) sum += w.by_node[(i64)k * g.experts + expert];
