@@ -41,15 +41,21 @@ struct Holders {
   const i32* rank;       // [R * P] of a holder
   const i32* physical;   // [R * P] of a holder: rank * P + slot
   const i32* held;       // [R * P] the holder of each physical expert, or -1: an empty slot
+  const i32* shared_held;    // [R * P] the same, -1 also where an expert has no other holder
+  const i32* stretch_begin;  // [R * P] of a holder: the first of its stretch
+  const i32* stretch_end;    // [R * P] and one more than the last
 };
 FSSDP_FN Holders holders_at(const i32* at, const Group& g) {
   const i32 most = g.ranks * g.per_rank;
-  Holders h = {at[0], at + 1, 0, 0, 0, 0, 0};
+  Holders h = {at[0], at + 1, 0, 0, 0, 0, 0, 0, 0, 0};
   h.shared_at = h.begin + g.experts + 1;
   h.expert = h.shared_at + g.experts;
   h.rank = h.expert + most;
   h.physical = h.rank + most;
   h.held = h.physical + most;
+  h.shared_held = h.held + most;
+  h.stretch_begin = h.shared_held + most;
+  h.stretch_end = h.stretch_begin + most;
   return h;
 }
 FSSDP_FN i32 node_of(const Group& g, const Holders& h, i32 holder) { return g.node[h.rank[holder]]; }
@@ -84,6 +90,10 @@ FSSDP_FN i64 share(i64 amount, i64 part, i64 whole) {
   for (; rest < 0; rest += whole) --quotient;
   for (; rest >= whole; rest -= whole) ++quotient;
   return quotient;
+}
+// What falls to the stretch [before, before + own) where `amount` is dealt along [0, whole).
+FSSDP_FN i64 dealt(i64 amount, i64 before, i64 own, i64 whole) {
+  return amount == 0 ? 0 : share(amount, before + own, whole) - share(amount, before, whole);
 }
 
 }  // namespace fssdp

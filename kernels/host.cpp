@@ -62,6 +62,7 @@ class Host {
   i32 teams() const { return (i32)threads_; }
   i64 scan(i64 value) const { return value; }
   i64 last(i64 value) const { return value; }
+  bool any(bool value) const { return value; }
   bool all(bool value) {
     stall();
     return barrier_.all(value);

@@ -10,28 +10,29 @@
 // 3. Where no rank above the level reaches one below it, the ranks that cannot share their load equally among
 //    themselves at best: this is the new level (a cut; Dinkelbach's method finds the tightest in few rounds).
 //
-// One block. A *team* of lanes takes a rank or an expert at a time; ranks write what is theirs, then experts do.
+// One block. A *team* of lanes takes a rank or an expert at a time. Whatever one thread writes and another reads has a
+// barrier between (`all`); how many there are is what the time depends on: bench/quota_steps.py counts them.
 #pragma once
 #include "gate.cuh"
 
 namespace fssdp {
 
-enum { LOCAL_ROUNDS = 4, MAX_ROUNDS = 256, MAX_DEPTH = 4096 };  // MAX_DEPTH: distances looked at, over all rounds
+enum { LOCAL_ROUNDS = 3, MAX_ROUNDS = 256, MAX_DEPTH = 4096 };  // MAX_DEPTH: distances looked at, over all rounds
 enum { SLACK = 4096 };  // the level may lie a part in SLACK above the least possible: it saves rounds
 enum { FAR = 1 << 30 };
+enum { NO_WAY = 0, IN_NODE = 1, ANYWHERE = 2 };
 
 struct Work {
   i64* by_node;  // [K, E] tokens that start on a node
   i64* served;   // [C] tokens that a holder serves
-  i64* taken;    // [C] of them, leaving in this push
+  i64* taken;    // [C] of them, leaving in this push; at the end those that start on the holder's rank
   i64* offered;  // [C] coming in this push
   i64* surplus;  // [C] tokens of the holder's stretch that do not start on its node
   i64* base;     // [R] tokens of experts with one holder
   i64* load;     // [R]
   i64* partial;  // [threads]
-  i32* depth;    // [R] pushes to a rank below the level
-  i32* near;     // [C] one more than the least depth in the holder's stretch
-  i32* reach;    // [E] and among all holders
+  i32* depth;    // [2, R] pushes to a rank below the level: as of this label and the one before, in turns
+  i32* way;      // [C] whether the holder's tokens can leave by a push from its rank, and how far
 };
 FSSDP_FN Work work_at(i64* at, const Group& g, u32 threads) {
   const i32 most = g.ranks * g.per_rank;
@@ -45,8 +46,7 @@ FSSDP_FN Work work_at(i64* at, const Group& g, u32 threads) {
   w.load = w.base + g.ranks;
   w.partial = w.load + g.ranks;
   w.depth = (i32*)(w.partial + threads);
-  w.near = w.depth + g.ranks;
-  w.reach = w.near + most;
+  w.way = w.depth + 2 * g.ranks;
   return w;
 }
 
@@ -57,25 +57,13 @@ struct Quotas {
   const Holders& h;
   const Work& w;
   i64 level;
-  bool local;  // tokens leave a node only if they do not start there
+  bool local;        // tokens leave a node only if they do not start there
+  const i32* depth;  // [R] the last labels
 
   FSSDP_FN bool is_shared(i32 expert) const { return h.begin[expert + 1] - h.begin[expert] > 1; }
-  FSSDP_FN bool same_node(i32 a, i32 b) const {
-    return h.expert[a] == h.expert[b] && node_of(g, h, a) == node_of(g, h, b);
-  }
-  FSSDP_FN i32 stretch_begin(i32 c) const {
-    while (c > 0 && same_node(c - 1, c)) --c;
-    return c;
-  }
-  FSSDP_FN i32 stretch_end(i32 c) const {
-    const i32 all = h.begin[g.experts];
-    while (c + 1 < all && same_node(c + 1, c)) ++c;
-    return c + 1;
-  }
   // The shared holder in a rank's slot, or -1.
   FSSDP_FN i32 shared_in(i32 rank, i32 slot) const {
-    const i32 c = slot < g.per_rank ? h.held[rank * g.per_rank + slot] : -1;
-    return c >= 0 && is_shared(h.expert[c]) ? c : -1;
+    return slot < g.per_rank ? h.shared_held[rank * g.per_rank + slot] : -1;
   }
   FSSDP_FN i64 total(i32 expert) const {
     i64 sum = 0;
@@ -87,21 +75,14 @@ struct Quotas {
     return begin + (end - begin + th.lanes() - 1) / th.lanes() * th.lanes();
   }
   FSSDP_FN i32 slots() const { return padded(0, g.per_rank); }
-
-  // The sum of all threads' values, for each of them.
-  FSSDP_FN i64 sum_of(i64 value) {
-    w.partial[th.id()] = value;
-    th.all(true);
-    i64 sum = 0;
-    if (th.id() < 32)
-      for (u32 i = th.id(); i < th.count(); i += 32) sum += w.partial[i];
-    th.all(true);
-    if (th.id() < 32) w.partial[th.id()] = sum;
-    th.all(true);
-    sum = 0;
-    for (u32 i = 0; i < 32 && i < th.count(); ++i) sum += w.partial[i];
-    th.all(true);
-    return sum;
+  FSSDP_FN i64 team_sum(i64 value) const {
+    Running sum = {0};
+    sum.upto(th, value);
+    return sum.before;
+  }
+  FSSDP_FN i64 level_of(i64 tokens, i64 ranks) const {
+    const i64 mean = (tokens + ranks - 1) / ranks;
+    return mean + mean / SLACK;
   }
 
   FSSDP_FN void count(const i32* loads) {
@@ -114,37 +95,42 @@ struct Quotas {
       w.by_node[i] = sum;
       mine += sum;
     }
-    const i64 all = sum_of(mine), mean = (all + g.ranks - 1) / g.ranks;
-    level = mean + mean / SLACK;
+    w.partial[th.id()] = mine;
+    th.all(true);
+    i64 all = 0;
+    for (u32 i = (u32)th.lane(); i < th.count(); i += (u32)th.lanes()) all += w.partial[i];
+    level = level_of(team_sum(all), g.ranks);
   }
 
   FSSDP_FN void deal_local() {
     for (i32 c = th.id(); c < h.begin[g.experts]; c += th.count()) {
       if (!is_shared(h.expert[c])) continue;
       const i64 tokens = w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
-      const i32 first = stretch_begin(c), holders = stretch_end(c) - first;
+      const i32 first = h.stretch_begin[c], holders = h.stretch_end[c] - first;
       w.served[c] = tokens * (c - first + 1) / holders - tokens * (c - first) / holders;
     }
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
-      Running sum = {0};
-      for (i32 slot = th.lane(); slot < slots(); slot += th.lanes()) {
-        const i32 c = slot < g.per_rank ? h.held[r * g.per_rank + slot] : -1;
-        sum.upto(th, c >= 0 && !is_shared(h.expert[c]) ? total(h.expert[c]) : 0);
+      i64 sum = 0;
+      for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
+        const i32 c = h.held[r * g.per_rank + slot];
+        if (c >= 0 && !is_shared(h.expert[c])) sum += total(h.expert[c]);
       }
-      if (th.lane() == 0) w.base[r] = sum.before;
+      sum = team_sum(sum);
+      if (th.lane() == 0) w.base[r] = sum;
     }
     th.all(true);
   }
 
   // Each rank adds up what it serves.
   FSSDP_FN i64 add_up(i32 rank) {
-    Running sum = {w.base[rank]};
-    for (i32 slot = th.lane(); slot < slots(); slot += th.lanes()) {
+    i64 sum = 0;
+    for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
       const i32 c = shared_in(rank, slot);
-      sum.upto(th, c >= 0 ? w.served[c] : 0);
+      if (c >= 0) sum += w.served[c];
     }
-    if (th.lane() == 0) w.load[rank] = sum.before;
-    return sum.before;
+    sum = w.base[rank] + team_sum(sum);
+    if (th.lane() == 0) w.load[rank] = sum;
+    return sum;
   }
 
   FSSDP_FN void deal_foreign() {
@@ -152,17 +138,17 @@ struct Quotas {
     th.all(true);
     for (i32 i = th.team(); i < h.shared; i += th.teams()) {
       const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
-            Running dealt = {0}, room = {0}, part = {0};
+      Running here = {0}, room = {0}, part = {0};
       for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        dealt.upto(th, c < end ? w.served[c] : 0);
+        here.upto(th, c < end ? w.served[c] : 0);
         room.upto(th, c < end ? positive(level - w.load[h.rank[c]]) : 0);
       }
-      const i64 foreign = total(expert) - dealt.before, all = room.before ? room.before : end - begin;
+      const i64 foreign = total(expert) - here.before, all = room.before ? room.before : end - begin;
       if (foreign == 0) continue;
       for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
         const i64 own = c >= end ? 0 : room.before ? positive(level - w.load[h.rank[c]]) : 1;
         const i64 upto = part.upto(th, own);
-        if (c < end) w.served[c] += share(foreign, upto, all) - share(foreign, upto - own, all);
+        if (c < end) w.served[c] += dealt(foreign, upto - own, own, all);
       }
     }
     th.all(true);
@@ -176,88 +162,94 @@ struct Quotas {
       if (th.lane() == 0) w.depth[r] = load < level ? 0 : FAR;
       balanced = balanced && load <= level;
     }
-    for (i32 i = th.id(); i < h.shared; i += th.count()) w.reach[h.shared_at[i]] = FAR;
     for (i32 c = th.id(); c < h.begin[g.experts]; c += th.count()) {
-      w.near[c] = FAR;
+      w.offered[c] = 0;
       if (!local || !is_shared(h.expert[c])) continue;
       i64 sum = -w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
-      for (i32 d = stretch_begin(c); d < stretch_end(c); ++d) sum += w.served[d];
+      for (i32 d = h.stretch_begin[c]; d < h.stretch_end[c]; ++d) sum += w.served[d];
       w.surplus[c] = sum;
     }
     return !th.all(balanced);
   }
 
-  FSSDP_FN bool may_cross(i32 c) const { return !local || w.surplus[c] > 0; }
-
-  // Labels ranks whose tokens need `depth` pushes. False: no rank was left to label, or every rank above the level is.
-  FSSDP_FN bool label(i32 depth) {
-    for (i32 i = th.team(); i < h.shared; i += th.teams()) {
-      const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
-      Running found = {0};
-      for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        found.upto(th, c < end && w.depth[h.rank[c]] == depth - 1);
-        if (c >= end || w.near[c] != FAR) continue;
-        for (i32 d = stretch_begin(c); d < end && same_node(c, d); ++d)
-          if (w.depth[h.rank[d]] == depth - 1) {
-            w.near[c] = depth;
-            break;
-          }
-      }
-      if (th.lane() == 0 && found.before && w.reach[expert] == FAR) w.reach[expert] = depth;
-    }
-    th.all(true);
-    bool none = true, all = true;
-    for (i32 r = th.id(); r < g.ranks; r += th.count()) {
-      if (w.depth[r] != FAR) continue;
-      for (i32 slot = 0; slot < g.per_rank; ++slot) {
-        const i32 c = shared_in(r, slot);
-        if (c < 0 || w.served[c] == 0) continue;
-        if (w.near[c] == depth || (w.reach[h.expert[c]] == depth && may_cross(c))) {
-          w.depth[r] = depth;
-          none = false;
-          break;
-        }
-      }
-      all = all && (w.depth[r] != FAR || w.load[r] <= level);
-    }
-    const bool found = !th.all(none);
-    return found && !th.all(all);
+  // The way of a holder's tokens, if its rank is `pushes` from one below the level.
+  FSSDP_FN i32 way_of(i32 c, const i32* labels, i32 pushes) const {
+    const i32 expert = h.expert[c], first = h.stretch_begin[c], last = h.stretch_end[c];
+    i32 way = NO_WAY;
+    for (i32 d = h.begin[expert]; d < h.begin[expert + 1]; ++d)
+      if (labels[h.rank[d]] == pushes - 1) way |= first <= d && d < last ? IN_NODE : ANYWHERE;
+    if (way & IN_NODE) return IN_NODE;
+    return way && (!local || w.surplus[c] > 0) ? ANYWHERE : NO_WAY;
   }
 
-  // No rank above the level reaches one below it: a higher level.
+  // Labels ranks whose tokens need so many pushes. `all`: every rank above the level has a label now. False: no new one.
+  FSSDP_FN bool label(i32 pushes, bool& all) {
+    const i32* before = w.depth + (pushes - 1) % 2 * g.ranks;
+    i32* after = w.depth + pushes % 2 * g.ranks;
+    bool none = true, mine = true;
+    for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
+      i32 label = before[r];
+      if (label == FAR) {
+        bool found = false;
+        for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
+          const i32 c = shared_in(r, slot);
+          if (c < 0) continue;
+          w.way[c] = way_of(c, before, pushes);
+          found = found || (w.way[c] != NO_WAY && w.served[c] > 0);
+        }
+        if (th.any(found)) {
+          label = pushes;
+          none = false;
+        }
+      }
+      if (th.lane() == 0) after[r] = label;
+      mine = mine && (label != FAR || w.load[r] <= level);
+    }
+    depth = after;
+    const bool found = !th.all(none);
+    all = th.all(mine);
+    return found;
+  }
+
+  // Some rank above the level reaches none below it: a higher level.
   FSSDP_FN void raise() {
     i64 tokens = 0, ranks = 0;
-    for (i32 r = th.id(); r < g.ranks; r += th.count())
-      if (w.depth[r] == FAR) {
+    for (i32 r = th.lane(); r < g.ranks; r += th.lanes())
+      if (depth[r] == FAR) {
         tokens += w.load[r];
         ++ranks;
       }
-    tokens = sum_of(tokens);
-    ranks = sum_of(ranks);
-    const i64 mean = (tokens + ranks - 1) / ranks, next = mean + mean / SLACK;
+    tokens = team_sum(tokens);
+    const i64 next = level_of(tokens, team_sum(ranks));
     level = next > level ? next : level + 1;
+    th.all(true);
   }
 
-  // Ranks at `depth` take what they have above the level out of what they serve. False: there is none.
-  FSSDP_FN bool take(i32 depth) {
+  FSSDP_FN i64 may_leave(i32 c) const {
+    if (c < 0 || w.way[c] == NO_WAY) return 0;
+    return local && w.way[c] == ANYWHERE ? least(w.served[c], w.surplus[c]) : w.served[c];
+  }
+
+  // Ranks at `pushes` accept what was offered, and take what they have above the level out of what they serve: first
+  // what stays on its node. False: there is none.
+  FSSDP_FN bool take(i32 pushes) {
     bool none = true;
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
-      i64 above = w.depth[r] == depth ? positive(add_up(r) - level) : 0;
-      if (above) none = false;
+      if (depth[r] != pushes) continue;
       for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
         const i32 c = shared_in(r, slot);
-        if (c >= 0) w.taken[c] = w.offered[c] = 0;
+        if (c >= 0) w.served[c] += w.offered[c];
       }
-      for (int across = 0; across < 2 && above; ++across) {
+      i64 above = positive(add_up(r) - level);
+      if (above) none = false;
+      for (i32 way = IN_NODE; way <= ANYWHERE; ++way) {
         Running sum = {0};
         for (i32 slot = th.lane(); slot < slots(); slot += th.lanes()) {
           const i32 c = shared_in(r, slot);
-          i64 most = 0;
-          if (c >= 0 && !across && w.near[c] == depth) most = w.served[c];
-          if (c >= 0 && across && w.near[c] != depth && w.reach[h.expert[c]] == depth && may_cross(c))
-            most = local ? least(w.served[c], w.surplus[c]) : w.served[c];
-          const i64 upto = sum.upto(th, most);
-          if (most) w.taken[c] = least(most, positive(above - (upto - most)));
+          const i64 most = c >= 0 && w.way[c] == way ? may_leave(c) : 0, upto = sum.upto(th, most);
+          if (c < 0 || w.way[c] != way) continue;
+          w.taken[c] = least(most, positive(above - (upto - most)));
+          w.served[c] -= w.taken[c];
         }
         above = positive(above - sum.before);
       }
@@ -265,76 +257,88 @@ struct Quotas {
     return !th.all(none);
   }
 
-  // What a rank at `depth` can be offered, as a weight.
-  FSSDP_FN i64 weight(i32 c, i32 depth) const {
+  // What leaves a rank at `pushes` that way.
+  FSSDP_FN i64 taken(i32 c, i32 pushes, i32 way) const {
+    return depth[h.rank[c]] == pushes && w.way[c] == way ? w.taken[c] : 0;
+  }
+  // What a rank at `pushes` can be offered, as a weight.
+  FSSDP_FN i64 weight(i32 c, i32 pushes) const {
     const i32 rank = h.rank[c];
-    if (w.depth[rank] != depth) return 0;
-    return depth == 0 ? level - w.load[rank] : 1;
+    if (depth[rank] != pushes) return 0;
+    return pushes == 0 ? level - w.load[rank] : 1;
   }
 
   // Experts offer what was taken to their holders one push nearer: of the same stretch, or of all.
-  FSSDP_FN void offer(i32 depth) {
+  FSSDP_FN void offer(i32 pushes) {
     for (i32 i = th.team(); i < h.shared; i += th.teams()) {
       const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
-            if (w.reach[expert] > depth) continue;
-      Running across = {0}, all = {0}, part = {0};
-      for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        across.upto(th, c < end && w.near[c] != depth ? w.taken[c] : 0);
-        all.upto(th, c < end ? weight(c, depth - 1) : 0);
+      i64 anywhere = 0, any = 0, all = 0;
+      for (i32 c = begin + th.lane(); c < end; c += th.lanes()) {
+        anywhere += taken(c, pushes, ANYWHERE);
+        any += taken(c, pushes, IN_NODE);
+        all += weight(c, pushes - 1);
       }
+      anywhere = team_sum(anywhere);
+      if (anywhere + team_sum(any) == 0) continue;
+      all = team_sum(all);
+      Running part = {0};
       for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        const i64 own = c < end ? weight(c, depth - 1) : 0, upto = part.upto(th, own);
+        const i64 own = c < end ? weight(c, pushes - 1) : 0, upto = part.upto(th, own);
         if (own == 0) continue;
         i64 inside = 0, before = 0, whole = 0;
-        for (i32 d = stretch_begin(c); d < stretch_end(c); ++d) {
-          if (w.near[d] == depth) inside += w.taken[d];
-          const i64 other = weight(d, depth - 1);
+        for (i32 d = h.stretch_begin[c]; d < h.stretch_end[c]; ++d) {
+          inside += taken(d, pushes, IN_NODE);
+          const i64 other = weight(d, pushes - 1);
           whole += other;
           if (d < c) before += other;
         }
-        i64 sum = share(inside, before + own, whole) - share(inside, before, whole);
-        if (across.before) sum += share(across.before, upto, all.before) - share(across.before, upto - own, all.before);
-        w.offered[c] = sum;
+        w.offered[c] = dealt(inside, before, own, whole) + dealt(anywhere, upto - own, own, all);
       }
     }
     th.all(true);
   }
 
-  // Ranks below the level accept as much as they have room for.
-  FSSDP_FN void accept() {
+  // Ranks below the level accept as much as they have room for. True: that was all.
+  FSSDP_FN bool accept() {
+    bool whole = true;
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
-      if (w.depth[r] != 0) continue;
+      if (depth[r] != 0) continue;
       const i64 room = level - w.load[r];
-      Running all = {0}, part = {0};
-      for (i32 slot = th.lane(); slot < slots(); slot += th.lanes()) {
+      i64 all = 0;
+      for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
         const i32 c = shared_in(r, slot);
-        all.upto(th, c >= 0 ? w.offered[c] : 0);
+        if (c >= 0) all += w.offered[c];
       }
-      if (all.before <= room) continue;
+      all = team_sum(all);
+      whole = whole && all <= room;
+      Running part = {0};
       for (i32 slot = th.lane(); slot < slots(); slot += th.lanes()) {
         const i32 c = shared_in(r, slot);
         const i64 own = c >= 0 ? w.offered[c] : 0, upto = part.upto(th, own);
-        if (own) w.offered[c] = share(room, upto, all.before) - share(room, upto - own, all.before);
+        if (own == 0) continue;
+        if (all > room) w.offered[c] = dealt(room, upto - own, own, all);
+        w.served[c] += w.offered[c];
       }
     }
-    th.all(true);
+    return th.all(whole);
   }
 
   // What was not accepted stays where it was.
-  FSSDP_FN void move() {
+  FSSDP_FN void give_back() {
     for (i32 i = th.team(); i < h.shared; i += th.teams()) {
       const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
-            Running accepted = {0}, taken = {0}, part = {0};
-      for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        accepted.upto(th, c < end ? w.offered[c] : 0);
-        taken.upto(th, c < end ? w.taken[c] : 0);
+      i64 accepted = 0, all = 0;
+      for (i32 c = begin + th.lane(); c < end; c += th.lanes()) {
+        if (depth[h.rank[c]] == 0) accepted += w.offered[c];
+        all += taken(c, 1, IN_NODE) + taken(c, 1, ANYWHERE);
       }
-      if (taken.before == 0) continue;
+      all = team_sum(all);
+      const i64 back = all - team_sum(accepted);
+      if (back == 0) continue;
+      Running part = {0};
       for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        const i64 own = c < end ? w.taken[c] : 0, upto = part.upto(th, own);
-        if (c >= end) continue;
-        const i64 leaves = share(accepted.before, upto, taken.before) - share(accepted.before, upto - own, taken.before);
-        w.served[c] += w.offered[c] - leaves;
+        const i64 own = c < end ? taken(c, 1, IN_NODE) + taken(c, 1, ANYWHERE) : 0, upto = part.upto(th, own);
+        if (own) w.served[c] += dealt(back, upto - own, own, all);
       }
     }
     th.all(true);
@@ -346,22 +350,25 @@ struct Quotas {
     for (i32 round = 0; round < MAX_ROUNDS && depths < MAX_DEPTH; ++round) {
       if (round == LOCAL_ROUNDS) local = false;
       if (!begin_round()) return;
-      i32 deepest = 1;
-      while (label(deepest)) ++deepest;
-      depths += deepest;
-      bool moved = false;
-      for (i32 depth = deepest; depth > 0; --depth) {
-        if (!take(depth)) continue;
-        moved = true;
-        offer(depth);
-        if (depth == 1) accept();
-        move();
+      i32 deepest = 0;
+      bool all = false, found = true;
+      while (found && !all) {
+        found = label(deepest + 1, all);
+        if (found) ++deepest;
+        ++depths;
       }
-      if (moved) continue;
-      if (local)
-        local = false;
-      else
+      if (!all && !local) {
         raise();
+        continue;
+      }
+      bool moved = false;
+      for (i32 pushes = deepest; pushes > 0; --pushes) {
+        if (!take(pushes)) continue;
+        moved = true;
+        offer(pushes);
+        if (pushes == 1 && !accept()) give_back();
+      }
+      if (!moved) local = false;
     }
   }
 

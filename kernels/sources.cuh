@@ -27,11 +27,16 @@ struct Sources {
     for (i32 s = first; s < last; ++s) sum += loads[(i64)g.order[s] * g.experts + expert];
     return sum;
   }
-  // Tokens of its own rank that a holder serves.
-  FSSDP_FN i64 kept(i32 c) const {
-    const i32 rank = h.rank[c];
-    return least(between(sources_begin(g, rank), sources_end(g, rank), h.expert[c]), w.served[c]);
+  // Tokens of its own rank that a holder serves: counted once, by the whole block.
+  template <class Thread>
+  FSSDP_FN void keep(Thread& th) const {
+    for (i32 c = (i32)th.id(); c < h.begin[g.experts]; c += (i32)th.count()) {
+      const i32 rank = h.rank[c];
+      w.taken[c] = least(between(sources_begin(g, rank), sources_end(g, rank), h.expert[c]), w.served[c]);
+    }
+    th.all(true);
   }
+  FSSDP_FN i64 kept(i32 c) const { return w.taken[c]; }
   // What the holders from c on, on one node, keep of their own ranks' tokens, and have room for beside.
   struct Node {
     i64 kept, room, met;  // met: tokens of the node's other ranks that find room there
@@ -121,9 +126,11 @@ FSSDP_FN void quotas(Thread& th, const i32* group, const i32* holders, const i32
   const Group g = group_at(group);
   const Holders h = holders_at(holders, g);
   const Work w = work_at(work, g, th.count());
-  Quotas<Thread>{th, g, h, w, 0, false}.solve(loads);
+  const Sources sources = {g, h, w, loads};
+  Quotas<Thread>{th, g, h, w, 0, false, 0}.solve(loads);
   th.all(true);
-  deal_source(th, Sources{g, h, w, loads}, own, rank, parts);
+  sources.keep(th);
+  deal_source(th, sources, own, rank, parts);
 }
 
 }  // namespace fssdp

@@ -180,7 +180,8 @@ def _check_here() -> int:
     training = importlib.util.find_spec("megatron.training") is not None
     print(f"megatron.training: {'found, --moe-fssdp flags work' if training else 'not found; use the hook'}")
     print("transport p2p: torch.distributed point-to-point, on gloo or NCCL")
-    for line in kernels.describe():
-        print(f"transport nvlink: {line}")
+    lines, usable = kernels.describe()
+    for line in lines:
+        print(f"kernels, of quotas and of transport nvlink: {line}")
     print("transport auto: nvlink where peers share an NVLink domain and its self-test succeeds, else p2p")
-    return 1 if problems else 0
+    return 0 if usable and not problems else 1

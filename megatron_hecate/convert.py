@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_hecate.adapter.graph_parts import captured_parts
 from megatron_hecate.comm.agreement import Note
 from megatron_hecate.comm.connect import Connection, connect, device_of_rank
 from megatron_hecate.config import AUTO, HecateConfig
+from megatron_hecate.device.launch import Kernels
 from megatron_hecate.layer import FSSDPLayer, GraphedBlock
 from megatron_hecate.plan import Speeds, World, compile_planner
 from megatron_hecate.plan.world import CPU, H100
@@ -115,7 +117,7 @@ def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts],
         found = (unsupported.find(layer_config, *around, slots=config.slots) for layer_config in configs)
         problems = list(dict.fromkeys(problem for of_config in found for problem in of_config))
     if not problems:
-        problems = _compile_planner()
+        problems = _compile_planner() + _compile_kernels()
     if problems:
         return [], problems
     parts: list[LayerParts] = []
@@ -140,6 +142,15 @@ def _compile_planner() -> list[str]:
         return [f"planning cannot be compiled: {type(error).__name__}: {error}"]
     finally:
         said.cancel()
+    return []
+
+
+def _compile_kernels() -> list[str]:
+    """The first forward needs them: a rank without them would leave the others waiting there."""
+    try:
+        Kernels(device_of_rank())
+    except Exception as error:  # every rank must hear of it, whatever it is
+        return [f"{socket.gethostname()}: the kernels cannot be compiled: {error or type(error).__name__}"]
     return []
 
 

@@ -186,3 +186,17 @@ def test_it_needs_no_megatron(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "megatron_hecate", "--check", "--settings", str(tmp_path / "job.json")]
     done = subprocess.run(command, env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "would switch on\n"), done.stderr
+
+
+def test_a_machine_without_a_compiler(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing compiled, no compiler: ``--check`` fails and says what to install; with one it succeeds."""
+    monkeypatch.setenv("MEGATRON_HECATE_CACHE", str(tmp_path / "cache"))
+    assert main(["--check"]) == 0
+    assert "CPU ranks: compiled, " in capsys.readouterr().out
+    monkeypatch.setenv("MEGATRON_HECATE_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    assert main(["--check"]) == 1
+    assert "CPU ranks: no C++ compiler found; install one (apt-get install g++)" in capsys.readouterr().out

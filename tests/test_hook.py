@@ -163,3 +163,29 @@ def test_a_model_without_moe_layers_is_an_error() -> None:
 
     with pytest.raises(ValueError, match="the model has no MoE layer; set --num-experts"):
         tiny_gpt.fssdp_hook()([torch.nn.Linear(2, 2)])
+
+
+@ranks(2)
+def test_a_rank_without_a_compiler_stops_all_at_switch_on() -> None:
+    """Rank 1 has no C++ compiler and nothing compiled: every rank is told, names the machine and what to install, and
+    the model stays as it was. With a transport that needs no kernels, too: quotas do."""
+    import tiny_gpt
+    import torch.distributed as dist
+
+    from megatron_hecate.device import launch
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    chunks, _ = tiny_gpt.build(case)
+    before = snapshot(chunks)
+    patch = pytest.MonkeyPatch()
+    if dist.get_rank() == 1:
+        launch._load_for_host.cache_clear()
+        patch.setenv("PATH", "/nowhere")
+        patch.delenv("CXX", raising=False)
+    message = r"the kernels cannot be compiled: no C\+\+ compiler found; install one \(apt-get install g\+\+\)"
+    with patch.context(), pytest.raises(ValueError, match=message):
+        tiny_gpt.fssdp_hook(transport="p2p")(chunks)
+    patch.undo()
+    assert snapshot(chunks) == before
+    tiny_gpt.fssdp_hook(transport="p2p")(chunks)  # and works once there is one

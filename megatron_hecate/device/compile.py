@@ -55,7 +55,7 @@ def cubin(capability: tuple[int, int], *, compiler: str = "auto") -> bytes:
     """
     arch = capability[0] * 10 + capability[1]
     if arch < OLDEST:
-        raise CompileError(f"transport nvlink needs a GPU of compute capability 8.0 or more, got {arch / 10}; use p2p")
+        raise CompileError(f"FSSDP needs a GPU of compute capability 8.0 (A100) or more, got {arch / 10}")
     name, version = _cuda_compiler(compiler)
     build = {"nvrtc": _nvrtc, "nvcc": _nvcc}[name]
     return _cached(
@@ -68,13 +68,13 @@ def host_library() -> Path:
     named = shlex.split(os.environ.get("CXX", ""))
     compiler = named or [path for path in (shutil.which("c++"), shutil.which("g++")) if path][:1]
     if not compiler:
-        raise CompileError("no C++ compiler found; install g++, or name one in $CXX, or use p2p")
+        raise CompileError("no C++ compiler found; install one (apt-get install g++), or name one in $CXX")
     try:
         version = _run([*compiler, "--version"]).splitlines()[0]
     except (CompileError, IndexError) as error:
         where = "$CXX" if named else "the path"
         raise CompileError(
-            f"{' '.join(compiler)}, from {where}, is no C++ compiler ({error}); name one in $CXX, or use p2p"
+            f"{' '.join(compiler)}, from {where}, is no C++ compiler ({error}); install g++, or name another in $CXX"
         ) from error
     flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-pthread"]
 
@@ -88,22 +88,25 @@ def host_library() -> Path:
     return _cached("host", machine, ("host.cpp", *HEADERS), build)[1]
 
 
-def describe() -> list[str]:
-    """What would be used here, a line each for CPU ranks and for GPUs."""
-    lines = []
+def describe() -> tuple[list[str], bool]:
+    """What would be used here, a line each for CPU ranks and for GPUs; and whether it suffices."""
+    lines, usable = [], {"cpu": True, "cuda": True}
     try:
-        lines.append(f"CPU ranks of one machine: compiled, {host_library()}")
+        lines.append(f"CPU ranks: compiled, {host_library()}")
     except (CompileError, OSError) as error:
         lines.append(f"CPU ranks: {error}")
+        usable["cpu"] = False
+    devices = range(torch.cuda.device_count())
     try:
         name, version = _cuda_compiler("auto")
         lines.append(f"GPUs: kernels are compiled by {name} {version}")
-        for capability in sorted({torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}):
+        for capability in sorted({torch.cuda.get_device_capability(i) for i in devices}):
             cubin(capability)
             lines.append(f"GPUs: compiled for sm_{capability[0]}{capability[1]}, in {_cache_folder()}")
     except (CompileError, OSError) as error:
         lines.append(f"GPUs: {error}")
-    return lines
+        usable["cuda"] = False
+    return lines, usable["cuda" if devices else "cpu"]
 
 
 def _cuda_compiler(wanted: str) -> tuple[str, str]:
@@ -123,7 +126,7 @@ def _cuda_compiler(wanted: str) -> tuple[str, str]:
         return "nvcc", _run([path, "--version"]).splitlines()[-1]
     raise CompileError(
         f"no compiler for CUDA found ({missing}; no nvcc on the path or in $CUDA_HOME); pip install cuda-bindings "
-        "nvidia-cuda-nvrtc, or use --moe-fssdp-transport p2p"
+        "nvidia-cuda-nvrtc"
     )
 
 

@@ -75,12 +75,12 @@ class GroupShape:
         """int64 numbers that the kernel works in, with so many ``threads``; as `work_at`."""
         ranks, most = self.world.num_ranks, self.num_physical
         longs = self.world.num_nodes * self.num_experts + 4 * most + 2 * ranks + threads
-        return longs + (ranks + most + self.num_experts + 1) // 2
+        return longs + (2 * ranks + most + 1) // 2
 
     @property
     def holders_size(self) -> int:
         """int32 numbers of a placement's table."""
-        return 2 + 2 * self.num_experts + 4 * self.num_physical
+        return 2 + 2 * self.num_experts + 7 * self.num_physical
 
     @property
     def parts_size(self) -> int:
@@ -119,9 +119,13 @@ class HolderOrder:
         (shared,) = np.nonzero(count > 1)
         held = np.full(most, -1)
         held[self.physical] = np.arange(len(self.physical))
+        shared_held = np.where((held >= 0) & (count[self.expert[held]] > 1), held, -1)
+        stretch = self.expert * shape.world.num_nodes + shape.world.node_index[self.rank]  # ascending
+        bounds = (np.searchsorted(stretch, stretch, side=side) for side in ("left", "right"))
         parts = [[len(shared)], _running(count), _padded(shared, shape.num_experts)]
         parts += [_padded(part, most) for part in (self.expert, self.rank, self.physical)]
-        return np.concatenate([*parts, held]).astype(np.int32)
+        parts += [held, shared_held, *(_padded(bound, most) for bound in bounds)]
+        return np.concatenate(parts).astype(np.int32)
 
 
 def _running(sizes: np.ndarray) -> np.ndarray:
