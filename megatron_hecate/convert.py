@@ -83,6 +83,8 @@ class _Hook:
             _attach(model, [_state(i, part, resolved, connection, speeds) for i, part in enumerate(parts)])
         if dist.get_rank() == 0:
             _say_on(notes, resolved, speeds, connection.why)
+            if connection.exposed:
+                print(f"FSSDP: {connection.exposed}", flush=True)
         return chunks
 
 

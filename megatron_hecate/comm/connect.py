@@ -18,6 +18,7 @@ from megatron_hecate.comm.nvlink.schedule import MAX_RANKS
 from megatron_hecate.comm.nvlink.selftest import self_test
 from megatron_hecate.comm.nvlink.transport import NVLink
 from megatron_hecate.comm.p2p import P2P
+from megatron_hecate.comm.transfer import has_one_queue
 from megatron_hecate.comm.transport import Transport
 from megatron_hecate.config import AUTO
 
@@ -31,6 +32,7 @@ class Connection:
     Args:
         name: of the transport in use.
         why: in a few words, where "auto" chose.
+        exposed: what computing waits for, and the way out, where that can be known now.
         nodes: machine of every rank of the job.
         transports: by the ranks of each FSSDP group that this rank is in; empty when there are problems.
         shared_memory: bytes that are free on the machine of every rank.
@@ -41,6 +43,7 @@ class Connection:
     nodes: tuple[str, ...]
     transports: Mapping[Group, Transport]
     shared_memory: tuple[int, ...]
+    exposed: str = ""
 
     def shared_memory_problems(self, replica_bytes: Mapping[int, int]) -> list[str]:
         """Why the memory of CPU ranks does not suffice for the transport.
@@ -94,7 +97,7 @@ def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout
     elif failed:
         problems += [f"transport={asked!r} failed its self-test: {text}" for text in failed]
         transports = {}
-    return Connection(name, why, nodes, transports, shared)
+    return Connection(name, why, nodes, transports, shared, _explain_exposed(name, ranks))
 
 
 def _on_gpus() -> bool:
@@ -118,6 +121,7 @@ class _Site(Note):
         unable: why our kernels cannot run on this rank.
         slower: why they should not, unless asked for.
         shared_memory: bytes that are free on its machine.
+        one_queue: as in `transfer.has_one_queue`.
     """
 
     groups: Sequence[Sequence[int]] = ()
@@ -126,6 +130,7 @@ class _Site(Note):
     unable: str = ""
     slower: str = ""
     shared_memory: int = 0
+    one_queue: bool = False
 
     @classmethod
     def of_this_rank(cls, asked: str, groups: Sequence[Group], problems: list[str]) -> _Site:
@@ -136,7 +141,9 @@ class _Site(Note):
             device = device_of_rank()
             if device.type == "cuda" and asked != P2P.name:
                 domain, slower = Peers.nvlink_domain(node)
-            if asked == NVLink.name or (asked == AUTO and not slower):
+                if problem := Peers.symmetric_problem(device):
+                    unable = f"{node} cannot have {problem}"
+            if not unable and (asked == NVLink.name or (asked == AUTO and not slower)):
                 TransferKernels(device)
         except Exception as error:  # every rank must hear of it, whatever it is
             unable = f"{node}: {error or type(error).__name__}"
@@ -149,6 +156,7 @@ class _Site(Note):
             unable=unable,
             slower=slower,
             shared_memory=Peers.free_bytes(),
+            one_queue=_on_gpus() and has_one_queue(),
         )
 
 
@@ -164,9 +172,32 @@ def _choose(asked: str, ranks: Sequence[_Site]) -> tuple[str, str, list[str]]:
     against += dict.fromkeys(rank.slower for rank in ranks if rank.slower)
     if all(len(domain) == 1 for domain in domains):
         against.append("no two ranks of a group share an NVLink domain")
+    elif any(rank.one_queue for rank in ranks) and _crosses_domains(ranks):
+        against.append("with CUDA_DEVICE_MAX_CONNECTIONS=1 computing would wait while stripes go from domain to domain")
     if against:
         return P2P.name, "; ".join(against), []
     return NVLink.name, "peers share NVLink, and a self-test moved every byte", []
+
+
+def _crosses_domains(ranks: Sequence[_Site]) -> bool:
+    return any(len(_domains_of(group, ranks)) > 1 for group in _groups_of_job(ranks))
+
+
+def _explain_exposed(name: str, ranks: Sequence[_Site]) -> str:
+    """What of transport ``name`` computing waits for, and the way out: work of all streams is in one queue on some
+    rank. Empty when nothing is known to be."""
+    if not any(rank.one_queue for rank in ranks):
+        return ""
+    if name == P2P.name:
+        exposed = "messages run beside computing, sums of gradients do not, nor all but the last of several rounds"
+    elif _crosses_domains(ranks):
+        exposed = "computing waits while stripes go from domain to domain; --moe-fssdp-transport p2p waits for less"
+    else:
+        exposed = "each transfer is one kernel, which runs beside computing; copy engines are not used"
+    return (
+        f"CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams in one queue. With transport {name} {exposed}. "
+        "Unset it, or set 32, where Megatron allows that: on Blackwell, or without tensor and context parallelism"
+    )
 
 
 def _groups_of_job(ranks: Sequence[_Site]) -> list[Group]:
@@ -183,7 +214,7 @@ def _domains_of(group: Group, ranks: Sequence[_Site]) -> list[Group]:
 
 def _make_transports(name: str, ranks: Sequence[_Site], *, timeout: float) -> dict[Group, Transport]:
     """Those of every FSSDP group that this rank is in, over process groups of their own. All ranks make all groups."""
-    make = functools.partial(dist.new_group, timeout=timedelta(seconds=max(timeout, 1.0)))
+    make = functools.partial(_new_group, timeout=timedelta(seconds=max(timeout, 1.0)))
     made: dict[Group, Transport] = {}
     for group in _groups_of_job(ranks):
         everyone, own = make(list(group), group_desc="fssdp transfers"), None
@@ -202,3 +233,13 @@ def _make_transports(name: str, ranks: Sequence[_Site], *, timeout: float) -> di
     for transport in made.values():
         dist.all_reduce(torch.zeros(1, device=device_of_rank()), group=transport.group)
     return made
+
+
+def _new_group(ranks: list[int], *, timeout: timedelta, group_desc: str) -> dist.ProcessGroup:
+    """A process group for transfers. NCCL's kernels run on a stream of the group's own; a peer waits for them, so they
+    come before other work."""
+    options = None
+    if _on_gpus():
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        options._timeout = timeout
+    return dist.new_group(ranks, timeout=timeout, pg_options=options, group_desc=group_desc)

@@ -57,7 +57,7 @@ class OverlapMeter:
 
     def follow(self, transfer: Transfer, copies: int) -> None:
         """``transfer`` brings at most ``copies`` chunks to this rank, and takes at most as many from it."""
-        if copies:
+        if copies and transfer.timed:
             self._copies.append((transfer, copies))
 
     def measured(self) -> list[int]:

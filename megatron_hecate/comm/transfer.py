@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -26,14 +27,15 @@ class Transfer:
 
     Without CUDA the first step of ``steps`` runs at once and leaves asynchronous works behind; `wait` runs the others.
     With CUDA all steps are enqueued on a stream of their own, after what the current stream holds, and `wait` makes the
-    current stream wait for them: the host never does.
+    current stream wait for them: the host never does. Where all streams share one hardware queue (`has_one_queue`),
+    what follows the first ``yield`` is left to `wait`: there a stream that waits would stop all others.
 
     Args:
         steps: up to its first ``yield`` it posts what can run in the background, the rest waits and sums.
         device: of the memory it moves.
         what: "spAG" or "spRS".
         label: name of the layer.
-        timed: whether it will be asked how long it took.
+        timed: whether it will be asked how long it took; nothing can tell of a transfer that is left to `wait`.
         after: without CUDA, for transfers that take the host's time: all steps run in a thread, once this has ended.
     """
 
@@ -50,17 +52,19 @@ class Transfer:
         self._steps, self._failed = steps, False
         self.what, self.label, self._watch = what, label, Stopwatch(device) if timed else None
         self.ended: Future[None] = Future()  # of the thread that runs it, where there is one
+        self._stream: torch.cuda.Stream | None = None
         self._enqueued: torch.cuda.Event | None = None
         with trace.span(f"{what} start", label):
             if device.type == "cuda":
-                stream = _transfer_stream(device)
-                stream.wait_stream(torch.cuda.current_stream(device))
-                with torch.cuda.stream(stream):
+                self._stream = transfer_stream(device)
+                self._stream.wait_stream(torch.cuda.current_stream(device))
+                with torch.cuda.stream(self._stream):
                     self._mark("begin")
-                    for _ in steps:
-                        pass
-                    self._mark("end")
-                    self._enqueued = stream.record_event()
+                    over = object()
+                    if has_one_queue() and next(steps, over) is not over:
+                        self._watch = None
+                    else:
+                        self._enqueue_rest(self._stream)
             elif after is not None or trace.Recorder.is_running() or timed:  # gloo does not tell when it is over
                 self._run_in_thread(after)
                 trace.follow(what, label, over=self.ended.done)
@@ -70,6 +74,13 @@ class Transfer:
     def _mark(self, when: str) -> None:
         if self._watch is not None:
             self._watch.mark(when)
+
+    def _enqueue_rest(self, stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            for _ in self._steps:
+                pass
+            self._mark("end")
+            self._enqueued = stream.record_event()
 
     def _run_in_thread(self, after: Future[None] | None) -> None:
         """Run all steps in a thread, which does not keep the process alive; `wait` then waits for it."""
@@ -97,6 +108,11 @@ class Transfer:
         threading.Thread(target=run, name=f"{self.what} {self.label}", daemon=True).start()
 
     @property
+    def timed(self) -> bool:
+        """Whether it will be known how long it took."""
+        return self._watch is not None
+
+    @property
     def seconds(self) -> float | None:
         """How long it took, once it is over, if it was ``timed``."""
         return None if self._watch is None else self._watch.seconds
@@ -110,11 +126,13 @@ class Transfer:
         if self._failed:
             raise TransferError(f"{self.label}: this {self.what} failed before")
         with trace.span(f"{self.what} wait", self.label):
-            if self._enqueued is not None:
-                torch.cuda.current_stream().wait_event(self._enqueued)
             try:
+                if self._stream is not None and self._enqueued is None:
+                    self._enqueue_rest(self._stream)
                 for _ in self._steps:
                     pass
+                if self._enqueued is not None:
+                    torch.cuda.current_stream().wait_event(self._enqueued)
             except BaseException:
                 self._failed = True
                 raise
@@ -181,6 +199,15 @@ def wait_collective(
         ) from error
 
 
+def has_one_queue() -> bool:
+    """Whether all streams of this process share one hardware queue of the GPU: what is enqueued runs in that order, and
+    work that waits for another stream stops all that is enqueued after it. Megatron asks for it before Blackwell."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
 @functools.cache
-def _transfer_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+def transfer_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which a rank's transfers run. A peer waits for each of them, so its blocks come before those of
+    other streams."""
+    _, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # a static method
+    return torch.cuda.Stream(device, priority=highest)

@@ -173,11 +173,14 @@ class Transport(Protocol):
     Attributes:
         name: "p2p" or "nvlink".
         scatters: whether receivers share the work of copying, and one copy goes to each node; else homes send them all.
+        allocates_early: whether buffers should be there before the first iteration, with or without replicas: their
+            memory does not come from torch's cache, which grows into what is free with the first activations.
         group: the ranks, in a process group of its own, so that copies do not queue behind tokens.
     """
 
     name: str
     scatters: bool
+    allocates_early: bool
     group: dist.ProcessGroup
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:

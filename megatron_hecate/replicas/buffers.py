@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hecate.comm.transfer import Transfer
+from megatron_hecate.comm.transfer import Transfer, has_one_queue, transfer_stream
 from megatron_hecate.comm.transport import LayerBuffer, Transport, chunks_in
 
 
@@ -93,6 +93,9 @@ class Buffer:
         self.holds: Any = None  # whose weights or gradients; compared by identity
         self.transfer: Transfer | None = None  # the one that fills or empties it
         self.abandon: Callable[[], None] | None = None  # called when nobody has used what that one brought
+        self._is_zero = False  # once the two below are done
+        self._to_zero: Sequence[Tensor] = ()
+        self._zeroed: torch.cuda.Event | None = None
 
     def chunks(self, layer: LayerBuffer, dtype: torch.dtype) -> list[Tensor]:
         """[elements] for each slot of ``layer``: new tensors over the same memory."""
@@ -114,6 +117,32 @@ class Buffer:
         abandon, self.abandon = self.abandon, None
         if abandon is not None:
             abandon()
+
+    def begin_sums(self, *, from_zero: bool) -> None:
+        """`clear` it for new gradients, which add to what is there where they start ``from_zero``."""
+        self.clear()
+        if self._zeroed is not None:
+            torch.cuda.current_stream().wait_event(self._zeroed)
+        for part in self._to_zero if self._is_zero else ():
+            part.zero_()
+        if from_zero and not self._is_zero:
+            self._memory.zero_()
+        if from_zero and sys.flags.dev_mode:
+            assert not self._memory.any(), "gradients of an earlier backward are still there"
+        self._is_zero, self._to_zero, self._zeroed = False, (), None
+
+    def zero_after_transfer(self, parts: Sequence[Tensor]) -> None:
+        """Have ``parts`` zero once the transfer that uses this memory is over, beside computing where that is possible:
+        all that `begin_sums` found zero and that is no longer."""
+        self._is_zero = True
+        if not self._memory.is_cuda or has_one_queue():
+            self._to_zero = parts
+            return
+        stream = transfer_stream(self._memory.device)
+        with torch.cuda.stream(stream):
+            for part in parts:
+                part.zero_()
+            self._zeroed = stream.record_event()
 
     def hold(self, owner: Any) -> None:
         """Drop what it holds, and hold ``owner``'s. In Python's development mode (``PYTHONDEVMODE=1``) what was

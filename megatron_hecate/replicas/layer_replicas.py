@@ -227,10 +227,7 @@ class Replicas:
         if not self.slots.trained:  # no gradient will say that the experts are done
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         elif not self.unreturned:
-            self.slots.pool.grads(self.slots.index).clear()
-            if any(self.slots.layout.fused):
-                for chunk in self._grads():
-                    chunk.zero_()
+            self.slots.pool.grads(self.slots.index).begin_sums(from_zero=any(self.slots.layout.fused))
 
     def _take_gradients(self, pending: PendingGradients, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Take one microbatch's gradients of all weights, or have them taken later; gives those of the homes."""
@@ -277,11 +274,14 @@ class Replicas:
         buffer = self.slots.pool.grads(self.slots.index)
         chunks = buffer.chunks(self.slots.sizes, self.slots.sizes.grad_dtype)
         if summed[0].dtype is not chunks[0].dtype:  # bf16: they grow in the same memory, so the last one goes first
-            for narrow, chunk in zip(reversed(summed), reversed(chunks), strict=True):
-                chunk.copy_(narrow.clone())
+            for slot in reversed(self.plan.slots):
+                chunks[slot].copy_(summed[slot].clone())
         pending.expect(self.plan.replicated, buffer, label=self.label)
         buffer.transfer = self.slots.pool.transport.return_gradients(self.plan, chunks, pending, label=self.label)
         buffer.abandon = pending.abandon
+        if any(self.slots.layout.fused):
+            written = [chunks] if summed[0].dtype is chunks[0].dtype else [summed, chunks]
+            buffer.zero_after_transfer([of[slot] for of in written for slot in self.plan.slots])
 
 
 class _ExpertsOutput(torch.autograd.Function):

@@ -68,6 +68,7 @@ class Prefetcher:
         self._live: weakref.WeakSet[Replicas] = weakref.WeakSet()
         self._gradients: bool | None = None  # of the running forward of a model chunk
         self._pool: BufferPool | None = None
+        self._has_fetched = False  # any replica, ever
         self._pool_is_checked = False  # against the parameters, in this iteration
 
     def purpose_of_forward(self, layer: Module) -> Forward:
@@ -80,6 +81,7 @@ class Prefetcher:
         training = chunk.training and self._gradients and torch._C._current_graph_task_id() == -1
         if not training or chunk_index not in self.chunk_of:
             return
+        self._allocate_early()
         first = self.chunk_of.index(chunk_index)
         if not training_state.gathers_params(self.states[first].parts.layer.experts):
             self._prepare_from(first, begins=self.tracker.comes_to(first))
@@ -231,6 +233,7 @@ class Prefetcher:
     def _fetch(self, state: LayerState) -> Replicas:
         """Begin to fetch the planned replicas, for one microbatch or for all of the iteration."""
         assert state.plan is not None
+        self._has_fetched = True
         # where layers share buffers, another layer's backward may run between two passes: each returns its gradients
         returns_after = (self.tracker.microbatches or 1) * state.parts.passes if state.keeps_replicas else 1
         try:
@@ -260,33 +263,36 @@ class Prefetcher:
         if before >= 0 and self.chunk_of[before] == self.chunk_of[before + 1]:
             self.states[before].fetch_again()
 
+    def _allocate_early(self) -> None:
+        """Have buffers before activations, where the transport wants that; parameters have their final type by then."""
+        if self.states[0].config.slots and self.states[0].transport.allocates_early:
+            self._buffer_pool()
+
     def _buffer_pool(self) -> BufferPool:
-        """The buffers, allocated when the first replicas come: parameters have their final type and place then."""
+        """The buffers, allocated when the first replicas come, if not earlier."""
         if self._pool_is_checked and self._pool is not None:
             return self._pool
         self._pool_is_checked = True
         layers = [state.parts.buffer(state.config.slots) for state in self.states]
         if self._pool is None or self._pool.layers != layers:
             first = self.states[0]
-            module = first.parts.layer.experts
-            self._pool = BufferPool(
-                first.transport,
-                layers,
-                first.config.lifetime,
-                in_flight=training_state.forwards_in_flight(first.parts.layer.config, self.chunk_of),
-                device=next(module.parameters()).device,
-            )
+            of_model, device = first.parts.layer.config, next(first.parts.layer.experts.parameters()).device
+            in_flight = training_state.forwards_in_flight(of_model, self.chunk_of)
+            lifetime = first.config.lifetime
+            self._pool = BufferPool(first.transport, layers, lifetime, in_flight=in_flight, device=device)
         return self._pool
 
     def _begin_iteration(self) -> None:
         self._pool_is_checked = False
         if self._pool is not None:
             self._pool.reset()
+        if self._has_fetched:
             self.meter.fetched()
         for state in self.states:
             state.abandon()
         self.monitor.finish_reduce()
         self.forecast = self.monitor.history.forecast()
+        self._allocate_early()
 
     def _drop_unreturned(self) -> list[tuple[str, int, int]]:
         waiting = [replicas for replicas in self._live if replicas.unreturned]

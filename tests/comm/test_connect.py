@@ -22,11 +22,13 @@ NOTHING = types.SimpleNamespace(wait=lambda: None)  # a transfer that moves noth
 SITE_OF_THIS_RANK = module._Site.of_this_rank
 
 
-def _on_nvlink(domains: str) -> None:
-    """As if CPU ranks had NVLink: of every rank the name of its domain."""
+def _on_nvlink(domains: str, *, one_queue: bool = False) -> None:
+    """As if CPU ranks had NVLink: of every rank the name of its domain; the last may have ``one_queue`` of its GPU."""
 
     def of_this_rank(*args: Any) -> Any:
-        return dataclasses.replace(SITE_OF_THIS_RANK(*args), domain=domains[dist.get_rank()], slower="")
+        domain, last = domains[dist.get_rank()], dist.get_rank() == len(domains) - 1
+        found = SITE_OF_THIS_RANK(*args)
+        return dataclasses.replace(found, domain=domain, slower="", one_queue=one_queue and last)
 
     module._Site.of_this_rank = of_this_rank
 
@@ -58,6 +60,33 @@ def test_what_is_chosen() -> None:
     assert problems == ["transport='nvlink': 4 ranks share a domain, 3 may"]
     connection = connect("auto", [everyone], [], timeout=20.0)
     assert (connection.name, connection.why) == ("p2p", "4 ranks share a domain, 3 may")
+
+
+@pytest.mark.parametrize(
+    ("asked", "domains", "name", "exposed"),
+    [
+        ("auto", "aaaa", "nvlink", "each transfer is one kernel, which runs beside computing"),
+        ("nvlink", "aaaa", "nvlink", "each transfer is one kernel, which runs beside computing"),
+        ("auto", "aabb", "p2p", "messages run beside computing, sums of gradients do not"),
+        ("p2p", "aaaa", "p2p", "messages run beside computing, sums of gradients do not"),
+        ("nvlink", "aabb", "nvlink", "computing waits while stripes go from domain to domain"),
+    ],
+)
+@ranks(4)
+def test_streams_that_share_one_queue(asked: str, domains: str, name: str, exposed: str) -> None:
+    """On one rank, and said on all: "auto" takes what computing does not wait for."""
+    _on_nvlink(domains, one_queue=True)
+    connection = connect(asked, [(0, 1, 2, 3)], [], timeout=20.0)
+    assert connection.name == name
+    assert connection.exposed.startswith(
+        f"CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams in one queue. With transport {name} {exposed}"
+    )
+    assert "Unset it, or set 32, where Megatron allows that" in connection.exposed
+    if (asked, domains) == ("auto", "aabb"):
+        assert "CUDA_DEVICE_MAX_CONNECTIONS=1 computing would wait" in connection.why
+    _on_nvlink(domains)
+    connection = connect(asked, [(0, 1, 2, 3)], [], timeout=20.0)
+    assert (connection.name, connection.exposed) == (asked.replace("auto", "nvlink"), "")
 
 
 @ranks(2)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -79,3 +84,37 @@ def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
             call()
         assert type(caught.value).__name__ in ("DynamicLibNotFoundError", "RuntimeError"), caught.value
     assert not TransferKernels.can_batch_copies()
+
+
+COPY_BY_ENGINES = """
+import sys, numpy as np, torch
+from types import SimpleNamespace
+from megatron_hecate.comm.nvlink import program
+from megatron_hecate.comm.nvlink.launch import TransferKernels
+from megatron_hecate.device import launch
+launch._load_for_gpu, torch.cuda.current_stream = lambda device: 0, lambda *_: SimpleNamespace(cuda_stream=1)
+a, b = np.arange(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8)
+items = np.zeros(2, program.COPY)
+items["src"], items["dst"], items["bytes"] = a.ctypes.data + np.r_[0, 40], b.ctypes.data + np.r_[0, 40], (40, 24)
+try:
+    TransferKernels(torch.device("cuda")).copy(items)
+except Exception as error:
+    print(error, file=sys.stderr)
+print(TransferKernels.can_batch_copies(), bool((a == b).all()))
+"""
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("version", [12070, 12090, 13000])
+def test_batches_of_copies_are_used_where_the_driver_has_them(version: int, tmp_path: Path) -> None:
+    """Oracle: the bindings, which copy through a driver (`fake_driver.c`) of this version, or cannot."""
+    pytest.importorskip("cuda.bindings")
+    compiler = shutil.which("gcc") or shutil.which("cc") or pytest.skip("needs a C compiler")
+    source = Path(__file__).with_name("fake_driver.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", source], check=True, timeout=60)
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "FAKE_DRIVER_VERSION": str(version)}
+    command = [sys.executable, "-c", COPY_BY_ENGINES]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    can, copied = done.stdout.split()
+    assert can == copied, f"can_batch_copies says {can}, the copies were made: {copied}\n{done.stderr}"
+    assert copied == "True" or version < 13000

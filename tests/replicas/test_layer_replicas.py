@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ranks import ranks
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan
@@ -21,9 +22,11 @@ from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas, ReplicaSlots
 
 
-def _slots(homes: Sequence[list[Parameter]], lifetime: str, group: Any = None) -> list[ReplicaSlots]:
+def _slots(
+    homes: Sequence[list[Parameter]], lifetime: str, group: Any = None, *, num_slots: int = 1, fused: bool = False
+) -> list[ReplicaSlots]:
     """One slot in every layer; an own expert has one parameter. All layers share the rank's buffers."""
-    layers = [LayerBuffer(slots=1, elements=h[0].numel(), dtype=h[0].dtype, homes=len(h)) for h in homes]
+    layers = [LayerBuffer(slots=num_slots, elements=h[0].numel(), dtype=h[0].dtype, homes=len(h)) for h in homes]
     transport = P2P(group or dist.group.WORLD, timeout=30)
     pool = BufferPool(transport, layers, lifetime, in_flight=len(layers), device=torch.device("cpu"))
     return [
@@ -31,8 +34,8 @@ def _slots(homes: Sequence[list[Parameter]], lifetime: str, group: Any = None) -
             index=i,
             homes=lambda h=h: [[p] for p in h],
             stored=lambda h=h: [[p] for p in h],
-            weights=ChunkLayout((h[0].shape,), (False,)).views,
-            layout=ChunkLayout((h[0].shape,), (False,)),
+            weights=ChunkLayout((h[0].shape,), (fused,)).views,
+            layout=ChunkLayout((h[0].shape,), (fused,)),
             pool=pool,
             ready=lambda: None,
             label=f"layer {i + 1}",
@@ -111,6 +114,78 @@ def test_layers_of_different_size_share_buffers(lifetime: str) -> None:
         x.sum().backward()
     for layer, home in enumerate(homes):
         assert torch.equal(home.grad, full[layer][rank].grad)
+
+
+class _FusedProduct(torch.autograd.Function):
+    """``x @ w``, whose backward adds the gradient of ``w`` to its ``main_grad``, as a fused GEMM does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.w, ctx.main_grad = w.detach(), w.main_grad
+        ctx.save_for_backward(x)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.main_grad += (ctx.saved_tensors[0].T @ grad).to(ctx.main_grad.dtype)
+        return grad @ ctx.w.T, torch.empty_like(ctx.w)  # a placeholder
+
+
+class _BytesSetToZero(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if op is torch.ops.aten.zero_.default:
+            self.bytes += args[0].nbytes
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("lifetime", ["iteration", "microbatch"])
+@pytest.mark.parametrize("main_grad_type", [torch.float32, torch.bfloat16])
+@ranks(2)
+def test_few_bytes_are_set_to_zero(lifetime: str, main_grad_type: torch.dtype) -> None:
+    """Two slots, of which rank 1 uses one and rank 0 none. Gradients of an iteration of two microbatches, before which
+    another one broke off, are those of plain products; whole numbers are exact."""
+    rank, microbatches = dist.get_rank(), 2 if lifetime == "iteration" else 1
+    homes = [Parameter(torch.full((4, 5), 1.0 + rank).to(main_grad_type)) for _ in range(2)]
+    (slots,) = _slots([homes], lifetime, num_slots=2, fused=True)
+    placement = Placement.initial(4, 2, num_slots=2).with_replicas([(0, 1)])
+
+    def step(*, breaks_off: bool = False) -> int:
+        for home in homes:
+            home.main_grad = torch.zeros(4, 5, dtype=main_grad_type)
+        with _BytesSetToZero() as counted:
+            replicas = Replicas(
+                slots, placement, TransferPlan.from_placement(placement, rank), returns_after=microbatches
+            )
+            replicas.after_backward = lambda done: done.slots.pool.free(done.buffer)
+            for microbatch in range(microbatches):
+                x = (torch.arange(8.0).view(2, 4) + rank + microbatch).to(main_grad_type).requires_grad_()
+                rows = [x, x, x if rank == 1 else x[:0], x[:0]]
+                weights = [w for (w,) in replicas.materialize()]
+                y = torch.cat([_FusedProduct.apply(part, w) for part, w in zip(rows, weights, strict=True)])
+                replicas.computed_by(y).sum().backward()
+                if breaks_off:
+                    break
+            replicas.drop_unreturned()
+            if breaks_off:
+                slots.pool.reset()
+        return counted.bytes
+
+    first, second = step(), step()
+    step(breaks_off=True)
+    third = step()
+    x = [sum((torch.arange(8.0).view(2, 4) + r + m).sum(0) for m in range(microbatches)) for r in range(2)]
+    expected = [x[0] + x[1], x[0]] if rank == 0 else [x[1], x[1]]
+    for home, row in zip(homes, expected, strict=True):
+        assert torch.equal(home.main_grad.float(), row[:, None].expand(4, 5))
+    bf16 = main_grad_type is torch.bfloat16  # gradients of slots add up in it, and travel in fp32
+    used = 4 * 5 * (4 + 2 * bf16) if rank == 1 else 0
+    memory = 2 * 256
+    assert second == used, (first, second, third, used)
+    assert first == memory and third <= memory + used, "memory that nobody knows anything of"
 
 
 @ranks(2)

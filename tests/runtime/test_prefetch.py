@@ -105,3 +105,42 @@ def test_a_plan_that_fails_leaves_no_layer_half_prepared() -> None:
     for step in (4, 5):
         run.step(step)
     assert any(layer.fssdp.placement.num_replicas for layer in tiny_gpt.moe_layers(run.chunks))
+
+
+@pytest.mark.parametrize("transport", ["nvlink", "p2p"])
+@pytest.mark.parametrize("overlap", [False, True])
+@ranks(2)
+def test_when_buffers_are_allocated(transport: str, overlap: bool) -> None:
+    """By ``nvlink`` before any activation of the first iteration, which has no replicas; by ``p2p`` with the first
+    replicas, in the second; and by both once only. With ``overlap`` parameters are still being gathered then."""
+    import tiny_gpt
+    import torch
+
+    from megatron_hecate.comm.nvlink.transport import NVLink
+    from megatron_hecate.comm.p2p import P2P
+
+    case = tiny_gpt.Case(accumulate=2, bf16=True, overlap=overlap, distributed_optimizer=overlap)
+    tiny_gpt.initialize(case)
+    done: list[str] = []
+
+    def note(kind: type) -> None:
+        allocate = kind.allocate
+
+        def noted(transport: Any, size: int, layers: Any, device: Any) -> Any:
+            assert all(layer.dtype is torch.bfloat16 for layer in layers)
+            done.append("allocate")
+            return allocate(transport, size, layers, device)
+
+        kind.allocate = noted
+
+    def hook(chunks: list) -> list:
+        chunks = tiny_gpt.fssdp_hook(transport=transport)(chunks)
+        note({"nvlink": NVLink, "p2p": P2P}[transport])  # after the self-test
+        chunks[0].embedding.register_forward_pre_hook(lambda *_: done.append("forward"))
+        return tiny_gpt.before_transfers(chunks, lambda what, *_: done.append(what))
+
+    tiny_gpt.train(case, steps=3, hook=hook)
+    at = done.index("allocate")
+    microbatches = done[:at].count("forward")
+    assert done.count("allocate") == 1 and (microbatches == 0 if transport == "nvlink" else microbatches >= 2)
+    assert "fetch" not in done[:at] and "fetch" in done

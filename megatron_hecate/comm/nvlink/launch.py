@@ -14,7 +14,8 @@ from megatron_hecate.device.launch import Kernels, check
 
 BLOCKS: int = 16  # thread blocks of a transfer on a GPU: about one in eight multiprocessors of an H100
 THREADS: int = 512  # of a block
-BATCHED_COPIES: int = 12080  # version of CUDA that has `cuMemcpyBatchAsync`
+BATCHED_COPIES: int = 12080  # the version of `cuMemcpyBatchAsync` that bindings of CUDA 12 ask the driver for
+BATCHED_COPIES_13: int = 13000  # and that those of CUDA 13 do: its arguments changed
 
 
 class TransferKernels(Kernels):
@@ -80,14 +81,16 @@ class TransferKernels(Kernels):
 
     @staticmethod
     def can_batch_copies() -> bool:
-        """Whether the driver takes batches of copies."""
+        """Whether the driver has the `cuMemcpyBatchAsync` that the bindings would call: drivers 12.8 and 12.9 have
+        only the older of the two."""
         try:
             from cuda.bindings import driver
 
             status, version = driver.cuDriverGetVersion()
         except (ImportError, OSError, RuntimeError):
             return False
-        return int(status) == 0 and version >= BATCHED_COPIES and hasattr(driver, "cuMemcpyBatchAsync")
+        asked = BATCHED_COPIES_13 if driver.CUDA_VERSION >= BATCHED_COPIES_13 else BATCHED_COPIES
+        return int(status) == 0 and version >= asked and hasattr(driver, "cuMemcpyBatchAsync")
 
     def _upload(self, program: Program, at: Tensor) -> None:
         """Bring ``program`` to ``at``, on the current stream."""

@@ -8,6 +8,7 @@ the buffers.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import mmap
 import os
 import sys
@@ -16,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ COUNTERS: int = 512  # bytes in front of the buffers: progress, one u32 per rank
 ARRIVED: int = 4 * MAX_RANKS  # where those begin
 WATCHED: float = 0.1  # seconds between two looks for a failure on a GPU
 REMEMBERED: int = 1024  # transfers that a failure can name
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # torch reads it in every rendezvous
 
 assert ARRIVED + 4 * MAX_STEPS <= COUNTERS
 
@@ -134,6 +136,20 @@ class Peers:
         return about.f_bavail * about.f_frsize
 
     @staticmethod
+    def symmetric_problem(device: torch.device) -> str:
+        """What is wrong with torch's symmetric memory on ``device``; empty when all is well. Only its backend CUDA
+        gives memory that a kernel of ours reaches by address, and a process has one backend for all."""
+        import torch.distributed._symmetric_memory as symmetric
+
+        backend = symmetric.get_backend(device)
+        if backend == "CUDA":
+            return ""
+        return (
+            f"symmetric memory of torch's backend CUDA: this process uses {backend}; unset TORCH_SYMMMEM, or call "
+            "torch.distributed._symmetric_memory.set_backend('CUDA') before other symmetric memory is allocated"
+        )
+
+    @staticmethod
     def nvlink_domain(node: str) -> tuple[str, str]:
         """The name of this GPU's NVLink domain, and why it has none.
 
@@ -225,23 +241,52 @@ def _symmetric(group: dist.ProcessGroup, size: int, *, device: torch.device) -> 
     """Torch's symmetric memory. As `_shared`."""
     import torch.distributed._symmetric_memory as symmetric
 
-    problem = ""
-    own = torch.empty(0)
+    _raise_on_all(Peers.symmetric_problem(device), group, way_out="use p2p")
+    problem, own = "", torch.empty(0)
     handle: Any = None
     try:
-        own = symmetric.empty(size, dtype=torch.uint8, device=device)
+        own = _empty_symmetric(size, device)
         own[:COUNTERS].zero_()
         torch.cuda.synchronize(device)
     except RuntimeError as error:
-        problem = f"{size} bytes of symmetric memory: {error}"
+        free, _ = torch.cuda.mem_get_info(device)
+        problem = f"{size} bytes of symmetric memory, {free} are free: {error}"
     _raise_on_all(problem, group, way_out="set fewer slots or a shorter lifetime, or use p2p")
     try:
-        handle = symmetric.rendezvous(own, group)
+        with _without_multicast():
+            handle = symmetric.rendezvous(own, group)
     except RuntimeError as error:
         problem = f"a view of its peers' memory: {error}"
+    else:
+        if handle is None:
+            problem = "a view of its peers' memory: torch knows no such symmetric memory, and warned of it"
     _raise_on_all(problem, group, way_out="use p2p")
     inside = own.data_ptr() - handle.buffer_ptrs[handle.rank]  # of the allocation
     return own, [base + inside for base in handle.buffer_ptrs], handle
+
+
+def _empty_symmetric(size: int, device: torch.device) -> Tensor:
+    """[size] uint8. It is not torch's caching allocator that gives it: what that one keeps for later is in the way."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    with contextlib.suppress(RuntimeError):
+        return symmetric.empty(size, dtype=torch.uint8, device=device)
+    torch.cuda.empty_cache()
+    return symmetric.empty(size, dtype=torch.uint8, device=device)
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Torch's rendezvous binds no multicast object: we use none, and where the switches have none left it fails."""
+    before = os.environ.get(NO_MULTICAST)
+    os.environ[NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_MULTICAST]
+        else:
+            os.environ[NO_MULTICAST] = before
 
 
 def _raise_on_all(problem: str, group: dist.ProcessGroup, *, way_out: str) -> None:

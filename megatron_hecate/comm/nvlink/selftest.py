@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Sequence
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from megatron_hecate.comm.agreement import Note
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.transport import NVLink
+from megatron_hecate.comm.transfer import has_one_queue
 from megatron_hecate.comm.transport import Copy, LayerBuffer, TransferPlan, Transport, chunks_in
 
 ELEMENTS: int = 200_003  # of a chunk: a few tiles for a few blocks, and a tail
@@ -85,8 +85,7 @@ def _test(transports: Sequence[Transport], device: torch.device, *, timeout: flo
 
 
 def _can_use_copy_engines(device: torch.device) -> bool:
-    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"  # copies would wait for other streams' work
-    return device.type == "cuda" and not one_queue and TransferKernels.can_batch_copies()
+    return device.type == "cuda" and not has_one_queue() and TransferKernels.can_batch_copies()
 
 
 class _Total:

@@ -63,7 +63,7 @@ class NVLink:
         copy_engines: whether they make the copies of a spAG.
     """
 
-    name, scatters = "nvlink", True
+    name, scatters, allocates_early = "nvlink", True, True
 
     def __init__(
         self,
@@ -176,6 +176,8 @@ class NVLink:
 
         def run() -> Iterator[None]:
             yield from steps
+            if apart:
+                yield
             for index, total in apart.items():
                 if total.is_cuda:
                     total.record_stream(torch.cuda.current_stream())
@@ -207,42 +209,40 @@ class NVLink:
         if peers.device.type == "cuda" and peers.failure is not None:
             raise TransferError(peers.explain_failure())
         tag = self._between.next_tag() if len(stages) > 1 else 0
-        runs = []
-        for stage in stages:
-            if isinstance(stage, Messages):
-                runs.append(self._run_messages(stage, job, tag=tag))
-            else:
-                runs.append(self._run_kernel(stage, job))
+        runs = [
+            self._run_messages(stage, job, tag=tag) if isinstance(stage, Messages) else self._run_kernel(stage, job)
+            for stage in stages
+        ]
 
         def run() -> Iterator[None]:
-            for steps in runs:
-                yield from steps
+            for run_stage in runs:  # none is left to `Transfer.wait`: counters go up in the order of transfers
+                run_stage()
+            yield from ()
 
         return run()
 
-    def _run_messages(self, stage: Messages, job: _Job, *, tag: int) -> Iterator[None]:
-        """The steps of a stage between domains."""
+    def _run_messages(self, stage: Messages, job: _Job, *, tag: int) -> Callable[[], None]:
+        """A stage between domains."""
         batch = self._between.batch(tag, what=job.what, label=job.label)
         for parts, post in ((stage.sends, batch.send), (stage.receives, batch.receive)):
             for part, rank in parts:
                 (tensor,) = job.memory(part.at)
                 post(tensor[part.begin - part.at.begin : part.end - part.at.begin], rank)
 
-        def run() -> Iterator[None]:
+        def run() -> None:
             batch.start()
             batch.finish()
-            yield
 
-        return run()
+        return run
 
-    def _run_kernel(self, schedule: Schedule, job: _Job) -> Iterator[None]:
-        """The steps of a stage inside the domain."""
+    def _run_kernel(self, schedule: Schedule, job: _Job) -> Callable[[], None]:
+        """A stage inside the domain."""
         peers, sums, begin = self._memory_of_peers(), job.what == "spRS", self._begin
         self._begin += len(schedule.steps) + 1
         if begin // REFRESH != self._begin // REFRESH:
             schedule = dataclasses.replace(schedule, peers=frozenset(peers.ranks) - {self._rank})
         if not schedule.peers and not any(schedule.steps):
-            return iter(())
+            return lambda: None
         expected = f"to finish {len(schedule.steps)} steps"
         failing = f"{job.name} failed (timeout {self.timeout:g} s): expected rank {{peer}} {expected}"
         peers.remember(begin, f"rank {self._rank} of {self.group.size()}: {failing}")
@@ -253,7 +253,7 @@ class NVLink:
 
         program = Program(schedule, extents, signals=peers.signals, itemsize=job.itemsize, sums=sums, begin=begin)
 
-        def run() -> Iterator[None]:
+        def run() -> None:
             start = time.monotonic()
             if peers.failure is None:
                 at = torch.empty(len(program.data), dtype=torch.uint8, device=peers.device)
@@ -274,9 +274,8 @@ class NVLink:
                 )
                 peers.report(text)  # whoever waits for it may be stuck elsewhere
                 raise TransferError(text)
-            yield
 
-        return run()
+        return run
 
 
 @functools.lru_cache(maxsize=PLANS)
