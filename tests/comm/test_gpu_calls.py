@@ -69,13 +69,51 @@ def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_function", lambda library, name: 0x20)
     items = np.zeros(2, program.COPY)
     items["dst"], items["src"], items["bytes"] = (0x1000, 0x2000), (0x3000, 0x4000), 16
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(multi_processor_count=132))
     kernels, at = TransferKernels(torch.device("cuda")), torch.zeros(16, dtype=torch.uint8)
+    three = types.SimpleNamespace(ranks=3)
     for call in (
         lambda: kernels.copy(items),
         lambda: kernels.run_at("fssdp_gather", at),
-        lambda: kernels.run_at("fssdp_synchronize", at, 3, blocks=1),
+        lambda: kernels._synchronize(three, at, 3),
     ):
         with pytest.raises(Exception, match="driver") as caught:
             call()
         assert type(caught.value).__name__ in ("DynamicLibNotFoundError", "RuntimeError"), caught.value
     assert not TransferKernels.can_batch_copies()
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "blocks"),
+    [(132, 16), (108, 16), (32, 16), (16, 8), (8, 4), (7, None), (1, None)],
+    ids=["H100", "A100", "2g of an H100", "1g of an H100", "6 % by MPS", "5 % by MPS", "one"],
+)
+def test_all_blocks_of_a_transfer_run_at_once(
+    monkeypatch: pytest.MonkeyPatch, multiprocessors: int, blocks: int | None
+) -> None:
+    """On whole GPUs and parts of one. A block takes a multiprocessor; half of them are left for what peers wait for."""
+    properties = types.SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(launch, "_load_for_gpu", lambda device: 0x30)
+    if blocks is None:
+        found = f"needs 8 multiprocessors of a GPU, this process has {multiprocessors} .*MIG.*MPS.*or use p2p"
+        with pytest.raises(RuntimeError, match=found):
+            TransferKernels(torch.device("cuda"))
+    else:
+        assert TransferKernels(torch.device("cuda")).blocks == blocks <= multiprocessors / 2
+
+
+def test_the_peers_meet_before_many_blocks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of a transfer, in order: blocks and threads of each. 72 ranks are an NVL72."""
+    launched = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(launch, "_load_for_gpu", lambda device: 0x30)
+    kernels, at = TransferKernels(torch.device("cuda")), torch.zeros(16, dtype=torch.uint8)
+    monkeypatch.setattr(kernels, "_upload", lambda *_: None)
+    monkeypatch.setattr(kernels, "launch", lambda name, *_, blocks, threads: launched.append((name, blocks, threads)))
+    for ranks in (2, 72):
+        kernels.run("fssdp_reduce", types.SimpleNamespace(ranks=ranks), at)
+    assert launched == [
+        *(("fssdp_synchronize", 1, 32), ("fssdp_reduce", 16, 256)),
+        *(("fssdp_synchronize", 1, 96), ("fssdp_reduce", 16, 256)),
+    ]
