@@ -28,22 +28,21 @@ FSSDP_FN bool await(Thread& th, const Transfer& t, i32 peer, u32 value) {
   return true;
 }
 
-// The block waits until all peers have finished as many steps. Every thread looks at peers of its own.
+// The block ends when all peers have finished as many steps. Every thread looks at peers of its own.
 template <class Thread>
-FSSDP_FN bool await_peers(Thread& th, const Transfer& t, u32 steps) {
-  bool came = true;
-  for (i32 r = (i32)th.id(); came && r < t.world; r += (i32)th.count())
-    came = !has(t.peers, r) || await(th, t, r, t.begin + steps);
-  return th.all(came);  // a barrier: what a thread acquired is visible to the block
+FSSDP_FN void await_peers(Thread& th, const Transfer& t, u32 steps) {
+  for (i32 r = (i32)th.id(); r < t.world; r += (i32)th.count())
+    if (has(t.peers, r) && !await(th, t, r, t.begin + steps)) return;
 }
 
-// The block waits until `source`, if it is another rank, has what is read in `step`; `ready`: those that have been awaited.
-// Before the first step all have met.
+// The block waits until `source`, if it is another rank, has what is read in `step`; `ready`: those that have been
+// awaited. Before the first step all have met.
 template <class Thread>
 FSSDP_FN bool await_source(Thread& th, const Transfer& t, i32 source, u32 step, Ranks& ready) {
   if (source == LOCAL || step == 0 || has(ready, source)) return true;
   put(ready, source);
-  return th.all(th.id() != 0 || await(th, t, source, t.begin + step));  // a barrier, as above
+  // a barrier: what thread 0 acquired is visible to the block
+  return th.all(th.id() != 0 || await(th, t, source, t.begin + step));
 }
 
 // The block has finished `step`; the last block to do so tells the peers. What the others wrote comes with it: each
