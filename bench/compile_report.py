@@ -1,60 +1,56 @@
-"""What the compilers make of the kernels, for every architecture: seconds, registers, spills, 16-byte accesses.
+"""What the compilers make of the kernels, for every architecture: seconds, registers, spills, and loads of 16 bytes.
 
     python bench/compile_report.py
 
-Needs no GPU. Looked up in the cubins with the disassembler that comes with triton.
+Needs no GPU: `sass` looks it up in the cubins. Loads are those of one thread, in the unrolled rounds of a kernel: how
+many are under way when the first of them is waited for, at least and at most. From that follow the bytes that the
+blocks of a transfer have under way.
 """
 
 from __future__ import annotations
 
 import os
-import re
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
+import sass  # noqa: E402
+
+from megatron_hecate.comm.nvlink.launch import BLOCKS, THREADS  # noqa: E402
 from megatron_hecate.device import compile as kernels  # noqa: E402
 
 ARCHITECTURES: tuple[tuple[int, int], ...] = ((8, 0), (9, 0), (10, 0))
+MOVE = ("fssdp_gather", "fssdp_reduce")
 
 
 def main() -> None:
     """Print a row per architecture, compiler and kernel."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-    def dump(what: str, cubin: Path) -> str:
-        return subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True, timeout=60).stdout
-
-    print("| architecture | compiler | seconds | kernel | registers | bytes spilled | 16-byte loads, stores |")
-    print("|---|---|---|---|---|---|---|")
+    heads = ["architecture", "compiler", "seconds", "kernel", "registers", "bytes spilled", "16-byte loads under way"]
+    heads.append(f"KiB under way, {BLOCKS} blocks of {THREADS} threads")
+    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
     with tempfile.TemporaryDirectory() as folder:
         os.environ[kernels.CACHE] = folder  # so that it compiles now
         for compiler in ("nvrtc", "nvcc"):
-            for capability in ARCHITECTURES:
+            for major, minor in ARCHITECTURES:
                 start = time.perf_counter()
                 try:
-                    cubin = kernels.cubin(capability, compiler=compiler)
+                    cubin = kernels.cubin((major, minor), compiler=compiler)
                 except kernels.CompileError as error:
-                    print(f"| sm_{capability[0]}{capability[1]} | {compiler} | {error} | | | | |")
+                    print(f"| sm_{major}{minor} | {compiler} | {error} |{' |' * (len(heads) - 3)}")
                     continue
-                seconds = time.perf_counter() - start
+                head = f"sm_{major}{minor} | {compiler} | {time.perf_counter() - start:.2f}"
                 file = Path(folder) / "kernels.cubin"
                 file.write_bytes(cubin)
-                uses = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", dump("-res-usage", file))
-                code = dict(re.findall(r"Function : (\w+)\n(.*?)(?=\n\t+Function : |\Z)", dump("-sass", file), re.S))
-                for name, registers, stack, local in sorted(uses):
-                    wide = [len(re.findall(rf"{op}\.E[.\w]*\.128", code[name])) for op in ("LDG", "STG")]
-                    print(
-                        f"| sm_{capability[0]}{capability[1]} | {compiler} | {seconds:.2f} | {name} | {registers} | "
-                        f"{int(stack) + int(local)} | {wide[0]}, {wide[1]} |"
-                    )
+                code = sass.disassemble(file)
+                for name, (registers, spilled) in sorted(sass.registers_and_stack(file).items()):
+                    loads = [each.under_way for each in sass.unrolled(code[name])] if name in MOVE else []
+                    sizes = [count * sass.VECTOR * THREADS * BLOCKS >> 10 for count in loads]
+                    cells = (f"{min(numbers)} to {max(numbers)}" if numbers else "" for numbers in (loads, sizes))
+                    print(f"| {head} | {name} | {registers} | {spilled} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

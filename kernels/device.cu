@@ -91,18 +91,26 @@ struct Device {
   }
 };
 
+// Of a block that moves bytes. That the number of threads is fixed leaves the addresses of a thread's vectors at fixed
+// distances; that it is small leaves each thread 255 registers, most of which hold what is under way.
+struct Wide : Device {
+  enum { THREADS = 256 };
+  FSSDP_FN u32 count() const { return THREADS; }
+};
+
 }  // namespace fssdp
 
 // `transfers`: one per rank on this GPU.
-#define FSSDP_KERNEL(NAME, OP)                                                                                   \
-  extern "C" __global__ void __launch_bounds__(512, 1) NAME(const fssdp::Transfer* transfers) {                  \
-    fssdp::Device th;                                                                                            \
-    fssdp::transfer<OP>(th, transfers[blockIdx.y]);                                                              \
+#define FSSDP_KERNEL(NAME, OP)                                                                                       \
+  extern "C" __global__ void __launch_bounds__(fssdp::Wide::THREADS, 1) NAME(const fssdp::Transfer* transfers) {     \
+    fssdp::Wide th;                                                                                                  \
+    fssdp::transfer<OP>(th, transfers[blockIdx.y]);                                                                  \
   }
 FSSDP_KERNEL(fssdp_gather, fssdp::Gather)
 FSSDP_KERNEL(fssdp_reduce, fssdp::Reduce)
 
-extern "C" __global__ void __launch_bounds__(512, 1) fssdp_synchronize(const fssdp::Transfer* transfers, unsigned steps) {
+// One small block.
+extern "C" __global__ void __launch_bounds__(96) fssdp_synchronize(const fssdp::Transfer* transfers, unsigned steps) {
   fssdp::Device th;
   fssdp::synchronize(th, transfers[blockIdx.y], steps);
 }

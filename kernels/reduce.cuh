@@ -38,40 +38,60 @@ struct Bf16 {
   FSSDP_FN static float load(Thread& th, u64 address) { return as_float((u32)th.load((const u16*)address) << 16); }
 };
 
-// The sum starts with the first source, not with 0: 0 + -0.0 is not -0.0.
-template <class Wire, int IN_FLIGHT, class Thread>
-FSSDP_FN void sum_vector(Thread& th, const Sum& s, const Source* sources, u64 element) {
-  enum { N = Wire::PER_VECTOR };
-  float total[N];
-  for (u32 first = 0; first < s.sources; first += IN_FLIGHT) {
-    Vector held[IN_FLIGHT];
-    FSSDP_UNROLL
-    for (int k = 0; k < IN_FLIGHT; ++k)
-      if (first + k < s.sources) held[k] = th.load((const Vector*)(sources[first + k].src + element * Wire::BYTES));
-    FSSDP_UNROLL
-    for (int k = 0; k < IN_FLIGHT; ++k)
-      if (first + k < s.sources) {
-        FSSDP_UNROLL
-        for (int i = 0; i < N; ++i)
-          total[i] = first + k == 0 ? Wire::element(held[k], i) : total[i] + Wire::element(held[k], i);
-      }
-  }
-  const bool add = s.flags & ADD;
-  Vector* dst = (Vector*)(s.dst + element * 4);
+// -0.0: adding it to a number changes nothing, not even 0.
+enum : u32 { NOTHING = 0x80000000u };
+
+template <int VECTORS, class Thread>
+FSSDP_FN void load_all(Thread& th, Vector* held, u64 address, u32 stride) {
   FSSDP_UNROLL
-  for (int part = 0; part < N / 4; ++part) {
-    Vector out;
-    if (add) out = th.load(dst + part);
+  for (int v = 0; v < VECTORS; ++v) held[v] = th.load((const Vector*)address + v * stride);
+}
+
+// VECTORS vectors of every source, the block's threads apart, from `element` on. A thread waits for a source when it has
+// asked for all vectors of it; for the first fp32 source when it has asked for those of the destination and, if there
+// is one, of the second source too.
+template <class Wire, int VECTORS, class Thread>
+FSSDP_FN void sum_vectors(Thread& th, const Sum& s, const Source* sources, u64 element) {
+  enum { N = Wire::PER_VECTOR, PARTS = N / 4 };  // PARTS: vectors of the sum to one of a source
+  const u32 stride = th.count();
+  const u64 offset = element * Wire::BYTES;
+  float total[VECTORS][N];
+  Vector held[VECTORS];
+  load_all<VECTORS>(th, held, sources[0].src + offset, stride);
+  FSSDP_UNROLL
+  for (int v = 0; v < VECTORS; ++v) {
     FSSDP_UNROLL
-    for (int i = 0; i < 4; ++i)
-      out.word[i] = as_bits(add ? as_float(out.word[i]) + total[4 * part + i] : total[4 * part + i]);
-    th.store(dst + part, out);
+    for (int i = 0; i < N; ++i) total[v][i] = Wire::element(held[v], i);
+  }
+  FSSDP_ROLLED
+  for (u32 k = 1; k < s.sources; ++k) {
+    load_all<VECTORS>(th, held, sources[k].src + offset, stride);
+    FSSDP_UNROLL
+    for (int v = 0; v < VECTORS; ++v) {
+      FSSDP_UNROLL
+      for (int i = 0; i < N; ++i) total[v][i] = total[v][i] + Wire::element(held[v], i);
+    }
+  }
+  FSSDP_UNROLL
+  for (int part = 0; part < PARTS; ++part) {
+    const u64 dst = s.dst + element * 4 + part * VECTOR;
+    Vector out[VECTORS];
+    FSSDP_UNROLL
+    for (int v = 0; v < VECTORS; ++v) out[v] = {{NOTHING, NOTHING, NOTHING, NOTHING}};
+    if (s.flags & ADD) load_all<VECTORS>(th, out, dst, stride * PARTS);
+    FSSDP_UNROLL
+    for (int v = 0; v < VECTORS; ++v) {
+      FSSDP_UNROLL
+      for (int i = 0; i < 4; ++i) out[v].word[i] = as_bits(as_float(out[v].word[i]) + total[v][4 * part + i]);
+      th.store((Vector*)dst + v * stride * PARTS, out[v]);
+    }
   }
 }
 
 template <class Wire, class Thread>
 FSSDP_FN void sum_element(Thread& th, const Sum& s, const Source* sources, u64 element) {
   float total = Wire::load(th, sources[0].src + element * Wire::BYTES);
+  FSSDP_ROLLED
   for (u32 k = 1; k < s.sources; ++k) total += Wire::load(th, sources[k].src + element * Wire::BYTES);
   const bool add = s.flags & ADD;
   u32* dst = (u32*)(s.dst + element * 4);
@@ -82,11 +102,16 @@ FSSDP_FN void sum_element(Thread& th, const Sum& s, const Source* sources, u64 e
 template <class Wire, int IN_FLIGHT, class Thread>
 FSSDP_FN void sum_tile(Thread& th, const Sum& s, const Source* sources, u32 tile, bool vectors) {
   const Span part = span(s.elements * Wire::BYTES, tile, s.first_tile);
-  const u64 begin = part.begin / Wire::BYTES, length = part.length / Wire::BYTES;
-  const u64 whole = vectors ? length / Wire::PER_VECTOR : 0;
-  for (u64 v = th.id(); v < whole; v += th.count())
-    sum_vector<Wire, IN_FLIGHT>(th, s, sources, begin + v * Wire::PER_VECTOR);
-  for (u64 e = whole * Wire::PER_VECTOR + th.id(); e < length; e += th.count())
+  const u64 begin = part.begin / Wire::BYTES;
+  const u32 length = (u32)part.length / Wire::BYTES, stride = th.count();
+  const u32 whole = vectors ? length / Wire::PER_VECTOR : 0u;
+  u32 v = th.id();
+  FSSDP_ROLLED
+  for (; v + (IN_FLIGHT - 1) * stride < whole; v += IN_FLIGHT * stride)
+    sum_vectors<Wire, IN_FLIGHT>(th, s, sources, begin + (u64)v * Wire::PER_VECTOR);
+  FSSDP_ROLLED
+  for (; v < whole; v += stride) sum_vectors<Wire, 1>(th, s, sources, begin + (u64)v * Wire::PER_VECTOR);
+  for (u32 e = whole * Wire::PER_VECTOR + th.id(); e < length; e += stride)
     sum_element<Wire>(th, s, sources, begin + e);
 }
 
@@ -98,7 +123,7 @@ FSSDP_FN bool sums(Thread& th, const Transfer& t, u32 step) {
   u32 at = 0;
   for (u32 tile = th.block(); tile < todo.tiles; tile += th.blocks()) {
     at = seek(items, todo.count, at, tile);
-    const Sum s = items[at];
+    const Sum& s = items[at];
     const Source* sources = todo.sources + s.first_source;
     bool vectors = aligned(s.dst, 0);
     for (u32 k = 0; k < s.sources; ++k) {

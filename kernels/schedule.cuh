@@ -11,10 +11,12 @@
 #define FSSDP_FN __device__ __forceinline__
 #define FSSDP_UNROLL _Pragma("unroll")
 #define FSSDP_UNROLL_8 _Pragma("unroll 8")
+#define FSSDP_ROLLED _Pragma("unroll 1")
 #else
 #define FSSDP_FN inline
 #define FSSDP_UNROLL
 #define FSSDP_UNROLL_8
+#define FSSDP_ROLLED
 #endif
 
 namespace fssdp {

@@ -88,12 +88,12 @@ void rank_main(int rank, const std::vector<u64>& script, u32 blocks, u32 threads
         }
     } else {
       const Transfer& t = load(address, bytes, size, op == REDUCE);
-      if (op == COPIES)
+      if (op == COPIES) {
         copies(t, threads);
-      else if (op == REDUCE)
-        run<Reduce>(t, blocks, threads);
-      else
-        run<Gather>(t, blocks, threads);
+      } else {
+        run_synchronize(t, 0, threads);
+        op == REDUCE ? run<Reduce>(t, blocks, threads) : run<Gather>(t, blocks, threads);
+      }
       if (t.failure->failed) {
         const Failure& f = *t.failure;
         std::printf("FAIL rank %u waits for rank %u: expected step %u, seen %d\n", f.rank, f.peer, f.expected, (int)f.seen);

@@ -5,33 +5,28 @@
 
 namespace fssdp {
 
+enum { IN_FLIGHT = 16 };  // vectors per thread that are asked for before one is waited for: 64 KiB of a block of 256
+
 struct Gather {
   template <class Thread>
-  FSSDP_FN static bool run(Thread& th, const Transfer& t, u32 step) { return copies<8>(th, t, step); }
+  FSSDP_FN static bool run(Thread& th, const Transfer& t, u32 step) { return copies<IN_FLIGHT>(th, t, step); }
 };
 struct Reduce {
   template <class Thread>
-  FSSDP_FN static bool run(Thread& th, const Transfer& t, u32 step) { return sums<4>(th, t, step); }
+  FSSDP_FN static bool run(Thread& th, const Transfer& t, u32 step) { return sums<IN_FLIGHT>(th, t, step); }
 };
 
-// All peers have finished as many steps.
-template <class Thread>
-FSSDP_FN void await_peers(Thread& th, const Transfer& t, u32 steps) {
-  for (i32 r = 0; r < t.world; ++r)
-    if (has(t.peers, r) && !await(th, t, r, t.begin + steps)) return;
-}
-
-// This rank has finished so many steps, and goes on when its peers have: before a step made of plain copies, and after
-// the last. One block.
+// This rank has finished so many steps, and goes on when its peers have: before the first step, before every step made
+// of plain copies, and after the last of those. One block, small, because it may wait long.
 template <class Thread>
 FSSDP_FN void synchronize(Thread& th, const Transfer& t, u32 steps) {
   tell(th, t, t.begin + steps);
   await_peers(th, t, steps);
 }
 
+// By blocks that all run at once, when the peers have met: `synchronize` of 0 steps.
 template <class Op, class Thread>
 FSSDP_FN void transfer(Thread& th, const Transfer& t) {
-  if (th.block() == 0) tell(th, t, t.begin);  // what this rank had before may be read
   for (u32 step = 0; step < t.num_steps; ++step) {
     if (!Op::run(th, t, step)) return;
     finish(th, t, step);

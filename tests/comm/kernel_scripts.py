@@ -98,10 +98,13 @@ class Script:
             self._do(rank, kind, at=offset, values=part)
 
     def _drawn(self, dtype: torch.dtype) -> Tensor:
-        """[elements] of mixed magnitude, so that the order of a sum shows."""
+        """[elements] of mixed magnitude, so that the order of a sum shows; always the same of them are -0.0, so that it
+        shows when a sum starts with 0."""
         elements = sum(self.setup.sizes)
         scale = torch.randint(16, (elements,), generator=self._random)
-        return (torch.randn(elements, generator=self._random) * 2.0**scale).to(dtype)
+        values = torch.randn(elements, generator=self._random) * 2.0**scale
+        values[::16] = -0.0
+        return values.to(dtype)
 
     def _extents(self, place: Place) -> list[tuple[int, int]]:
         memory = "grad" if place.memory == "partial" and not self.setup.half else place.memory

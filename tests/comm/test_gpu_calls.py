@@ -74,11 +74,13 @@ def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_function", lambda library, name: 0x20)
     items = np.zeros(2, program.COPY)
     items["dst"], items["src"], items["bytes"] = (0x1000, 0x2000), (0x3000, 0x4000), 16
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(multi_processor_count=132))
     kernels, at = TransferKernels(torch.device("cuda")), torch.zeros(16, dtype=torch.uint8)
+    three = types.SimpleNamespace(ranks=3)
     for call in (
         lambda: kernels.copy(items),
         lambda: kernels.run_at("fssdp_gather", at),
-        lambda: kernels.run_at("fssdp_synchronize", at, 3, blocks=1),
+        lambda: kernels._synchronize(three, at, 3),
     ):
         with pytest.raises(Exception, match="driver") as caught:
             call()
@@ -93,6 +95,7 @@ from megatron_hecate.comm.nvlink import program
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.device import launch
 launch._load_for_gpu, torch.cuda.current_stream = lambda device: 0, lambda *_: SimpleNamespace(cuda_stream=1)
+torch.cuda.get_device_properties = lambda _: SimpleNamespace(multi_processor_count=132)
 a, b = np.arange(64, dtype=np.uint8), np.zeros(64, dtype=np.uint8)
 items = np.zeros(2, program.COPY)
 items["src"], items["dst"], items["bytes"] = a.ctypes.data + np.r_[0, 40], b.ctypes.data + np.r_[0, 40], (40, 24)
@@ -118,3 +121,39 @@ def test_batches_of_copies_are_used_where_the_driver_has_them(version: int, tmp_
     can, copied = done.stdout.split()
     assert can == copied, f"can_batch_copies says {can}, the copies were made: {copied}\n{done.stderr}"
     assert copied == "True" or version < 13000
+
+
+@pytest.mark.parametrize(
+    ("multiprocessors", "blocks"),
+    [(132, 16), (108, 16), (32, 16), (16, 8), (8, 4), (7, None), (1, None)],
+    ids=["H100", "A100", "2g of an H100", "1g of an H100", "6 % by MPS", "5 % by MPS", "one"],
+)
+def test_all_blocks_of_a_transfer_run_at_once(
+    monkeypatch: pytest.MonkeyPatch, multiprocessors: int, blocks: int | None
+) -> None:
+    """On whole GPUs and parts of one. A block takes a multiprocessor; half of them are left for what peers wait for."""
+    properties = types.SimpleNamespace(multi_processor_count=multiprocessors)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(launch, "_load_for_gpu", lambda device: 0x30)
+    if blocks is None:
+        found = f"needs 8 multiprocessors of a GPU, this process has {multiprocessors} .*MIG.*MPS.*or use p2p"
+        with pytest.raises(RuntimeError, match=found):
+            TransferKernels(torch.device("cuda"))
+    else:
+        assert TransferKernels(torch.device("cuda")).blocks == blocks <= multiprocessors / 2
+
+
+def test_the_peers_meet_before_many_blocks_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of a transfer, in order: blocks and threads of each. 72 ranks are an NVL72."""
+    launched = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(launch, "_load_for_gpu", lambda device: 0x30)
+    kernels, at = TransferKernels(torch.device("cuda")), torch.zeros(16, dtype=torch.uint8)
+    monkeypatch.setattr(kernels, "_upload", lambda *_: None)
+    monkeypatch.setattr(kernels, "launch", lambda name, *_, blocks, threads: launched.append((name, blocks, threads)))
+    for ranks in (2, 72):
+        kernels.run("fssdp_reduce", types.SimpleNamespace(ranks=ranks), at)
+    assert launched == [
+        *(("fssdp_synchronize", 1, 32), ("fssdp_reduce", 16, 256)),
+        *(("fssdp_synchronize", 1, 96), ("fssdp_reduce", 16, 256)),
+    ]

@@ -16,7 +16,7 @@ import torch
 from kernel_scripts import CHECK, COPIES, REDUCE, WRITE, Operation, Script, Setup, one_hot, random_copies
 from torch import Tensor
 
-from megatron_hecate.comm.nvlink.launch import THREADS, TransferKernels
+from megatron_hecate.comm.nvlink.launch import THREADS, WARP, TransferKernels
 from megatron_hecate.comm.nvlink.program import COPY, TRANSFER
 
 DEVICES = [
@@ -77,6 +77,7 @@ class VirtualRanks:
         at = torch.from_numpy(headers).to(self._memory.device)
         if kind != COPIES:
             name = "fssdp_reduce" if kind == REDUCE else "fssdp_gather"
+            self._launch("fssdp_synchronize", at, ranks=len(operations), numbers=(0,), blocks=1)
             self._launch(name, at, ranks=len(operations), numbers=(), blocks=self._blocks)
             return
         steps = int(headers[: TRANSFER.itemsize].view(TRANSFER)["num_steps"][0])
@@ -110,7 +111,8 @@ class VirtualRanks:
 
         stream = torch.cuda.current_stream().cuda_stream
         arguments = ((headers.data_ptr(), *numbers), (ctypes.c_void_p, *(ctypes.c_uint,) * len(numbers)))
-        (status,) = driver.cuLaunchCooperativeKernel(function, blocks, ranks, 1, THREADS, 1, 1, 0, stream, arguments)
+        threads = WARP if numbers else THREADS
+        (status,) = driver.cuLaunchCooperativeKernel(function, blocks, ranks, 1, threads, 1, 1, 0, stream, arguments)
         assert int(status) == 0, status
         torch.cuda.synchronize()
 

@@ -12,29 +12,37 @@ from torch import Tensor
 from megatron_hecate.comm.nvlink.program import TRANSFER, Program
 from megatron_hecate.device.launch import Kernels, check
 
-BLOCKS: int = 16  # thread blocks of a transfer on a GPU: about one in eight multiprocessors of an H100
-THREADS: int = 512  # of a block
+BLOCKS: int = 16  # thread blocks of a transfer on a GPU, at most: about one in eight multiprocessors of an H100
+THREADS: int = 256  # of a block: `Wide` in kernels/device.cu
+WARP: int = 32
+FEWEST: int = 8  # multiprocessors of a GPU
 BATCHED_COPIES: int = 12080  # the version of `cuMemcpyBatchAsync` that bindings of CUDA 12 ask the driver for
 BATCHED_COPIES_13: int = 13000  # and that those of CUDA 13 do: its arguments changed
 
 
 class TransferKernels(Kernels):
-    """The kernels of transfers, compiled and loaded. As `Kernels`."""
+    """The kernels of transfers, compiled and loaded. As `Kernels`.
+
+    Raises:
+        RuntimeError: also for a GPU that is too small.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         if not self.on_gpu:
             size = self.function("fssdp_size_of_transfer")()
             assert size == TRANSFER.itemsize, f"a transfer has {size} bytes there, {TRANSFER.itemsize} here"
+        self.blocks = _blocks(torch.cuda.get_device_properties(device).multi_processor_count) if self.on_gpu else 1
 
     def run(self, name: str, program: Program, at: Tensor) -> None:
-        """All steps of a transfer, by the kernel ``name``.
+        """All steps of a transfer, by the kernel ``name``, once its peers are here: one small block waits for them.
 
         Args:
             program: that of the transfer.
             at: memory for it, on the device.
         """
         self._upload(program, at)
+        self._synchronize(program, at, 0)
         self.run_at(name, at)
 
     def run_by_copy_engines(self, program: Program, at: Tensor, *, stopped: Callable[[], bool]) -> None:
@@ -45,18 +53,22 @@ class TransferKernels(Kernels):
         self._upload(program, at)
         steps = program.copies()
         for finished in range(len(steps) + 1):
-            self.run_at("fssdp_synchronize", at, finished, blocks=1)
+            self._synchronize(program, at, finished)
             if not self.on_gpu and stopped():
                 return
             if finished < len(steps) and len(steps[finished]):
                 self.copy(steps[finished])
 
-    def run_at(self, name: str, at: Tensor, *numbers: int, blocks: int = BLOCKS) -> None:
-        """Run the program that lies in ``at`` by the kernel ``name``; ``numbers`` are its further arguments."""
-        if not self.on_gpu:
-            numbers = numbers or (1, 1)  # one block of one thread
-        further = (ctypes.c_uint(number) for number in numbers)
-        self.launch(name, ctypes.c_void_p(at.data_ptr()), *further, blocks=blocks, threads=THREADS)
+    def run_at(self, name: str, at: Tensor, *, blocks: int | None = None) -> None:
+        """Run the program that lies in ``at`` by the kernel ``name``. Its peers must be here."""
+        further = () if self.on_gpu else (ctypes.c_uint(1), ctypes.c_uint(1))  # one block of one thread
+        self.launch(name, ctypes.c_void_p(at.data_ptr()), *further, blocks=blocks or self.blocks, threads=THREADS)
+
+    def _synchronize(self, program: Program, at: Tensor, finished: int) -> None:
+        """Tell the peers that so many steps are finished, and wait until theirs are: a thread for each of them."""
+        threads = -(-program.ranks // WARP) * WARP
+        arguments = ctypes.c_void_p(at.data_ptr()), ctypes.c_uint(finished)
+        self.launch("fssdp_synchronize", *arguments, blocks=1, threads=threads)
 
     def copy(self, items: np.ndarray) -> None:
         """Make copies: by the GPU's copy engines where it can, on the current stream, which must not be the default
@@ -102,3 +114,17 @@ class TransferKernels(Kernels):
             at[:size].copy_(pinned, non_blocking=True)
         else:
             at.numpy()[:size] = program.data
+
+
+def _blocks(multiprocessors: int) -> int:
+    """Thread blocks of a transfer on a GPU of which this process has so many ``multiprocessors``.
+
+    They wait for peers between steps, so all must run at once, and beside whatever those peers wait for: each takes a
+    multiprocessor, and all of them at most every second.
+    """
+    if multiprocessors < FEWEST:
+        raise RuntimeError(
+            f"transport nvlink needs {FEWEST} multiprocessors of a GPU, this process has {multiprocessors} (a slice by "
+            "MIG, or a share by MPS); make it larger, or use p2p"
+        )
+    return min(BLOCKS, multiprocessors // 2)

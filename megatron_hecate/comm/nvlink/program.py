@@ -117,6 +117,7 @@ class Program:
             self.data[position : position + part.nbytes] = part.view(np.uint8).reshape(-1)
             position += _padded(part.nbytes)
         self._at = 0  # its address
+        self.ranks = len(signals.numbers)  # of the domain
 
     def relocate(self, at: int) -> None:
         """Make it one that lies at address ``at``, a multiple of `ALIGNMENT`."""
