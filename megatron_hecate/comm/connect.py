@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
 from megatron_hecate.comm.agreement import shorten
-from megatron_hecate.comm.groups import new_group, num_process_groups
+from megatron_hecate.comm.groups import new_group
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import COUNTERS, SHARED, Peers
 from megatron_hecate.comm.nvlink.schedule import MAX_RANKS
@@ -183,7 +184,7 @@ class _Site:
             has_problems=bool(problems),
             groups=[_name_of(group) for group in groups],
             first_of=[group for group in groups if group[0] == dist.get_rank()],
-            process_groups=num_process_groups(),
+            process_groups=len(_world.pg_names),
             node=node,
             domain=domain,
             unable=unable,

@@ -11,11 +11,6 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 
-def num_process_groups() -> int:
-    """In how many process groups this rank is."""
-    return len(_world.pg_names)
-
-
 def new_group(ranks: Sequence[int], made: int, *, description: str, timeout: float) -> dist.ProcessGroup:
     """A process group that only its ``ranks`` make.
 
@@ -31,7 +26,7 @@ def new_group(ranks: Sequence[int], made: int, *, description: str, timeout: flo
         timeout=timedelta(seconds=max(timeout, 1.0)), use_local_synchronization=True, group_desc=description
     )
     with _no_bound_device():
-        while num_process_groups() < made:
+        while len(_world.pg_names) < made:
             dist.new_group([dist.get_rank()], backend="gloo", **settings)
         return dist.new_group(list(ranks), **settings)
 
