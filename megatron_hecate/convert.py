@@ -75,9 +75,11 @@ class _Hook:
             problems=problems,
             summary=_summary(parts, config),
             memory=_estimate_memory(parts, model, config, connection) if parts and not problems else {},
+            slower_by_engines=connection.slower_by_engines,
         )
-        notes = note.agree(timeout=config.timeout, find_problems=functools.partial(_job_problems, config, connection))
-        lifetime = _job_memory(notes).choose_lifetime(config.lifetime)
+        judge = functools.partial(_judge, config, connection)
+        (lifetime, by_engines), notes = note.agree(timeout=config.timeout, judge=judge)
+        connection.choose_copy_engines(by_engines)
         resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
         if parts:
             _attach(model, [_state(i, part, resolved, connection, speeds) for i, part in enumerate(parts)])
@@ -210,13 +212,14 @@ def _job_memory(notes: list[Note]) -> JobMemory:
     return JobMemory({rank: RankMemory.parse(note.memory) for rank, note in enumerate(notes) if note.memory})
 
 
-def _job_problems(config: HecateConfig, connection: Connection, notes: list[Note]) -> list[str]:
-    """What is wrong with the job as a whole."""
+def _judge(config: HecateConfig, connection: Connection, notes: list[Note]) -> tuple[list[str], tuple[str, bool]]:
+    """Rank 0: what is wrong with the job as a whole; its lifetime, and whether copy engines make copies."""
     memory = _job_memory(notes)
     lifetime = memory.choose_lifetime(config.lifetime)
     replica_bytes = {rank: own.by_lifetime[lifetime].replicas for rank, own in memory.ranks.items()}
     too_large = memory.explain_too_large(lifetime, slots=config.slots)
-    return connection.shared_memory_problems(replica_bytes) + ([] if too_large is None else [too_large])
+    problems = connection.shared_memory_problems(replica_bytes) + ([] if too_large is None else [too_large])
+    return problems, (lifetime, Connection.engines_pay([note.slower_by_engines for note in notes]))
 
 
 def _say_on(notes: list[Note], config: HecateConfig, speeds: Speeds, why: str) -> None:
@@ -236,7 +239,7 @@ def _say_on(notes: list[Note], config: HecateConfig, speeds: Speeds, why: str) -
 
 
 def _state(index: int, parts: LayerParts, config: HecateConfig, connection: Connection, speeds: Speeds) -> LayerState:
-    world = World.from_names([connection.nodes[rank] for rank in parts.ranks], speeds)
+    world = World(connection.nodes[parts.ranks], speeds)
     return LayerState(parts, index, config, world=world, transport=connection.transports[parts.ranks])
 
 

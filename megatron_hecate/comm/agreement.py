@@ -1,29 +1,23 @@
-"""All ranks switch FSSDP on alike, or none does and all say why.
-
-Ranks tell each other over the rendezvous store, not over a process group: a rank that was started without the flag is
-then a named error after the timeout, not a collective that hangs.
-"""
+"""All ranks switch FSSDP on alike, or none does and all say why."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable, Iterable
-from datetime import timedelta
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
+from megatron_hecate.comm.question import Question, Verdict
 from megatron_hecate.comm.transfer import wait_collective
 
-_round = 0  # how often this process has exchanged notes: each time has keys of its own
+LISTED: int = 64  # problems that ranks other than 0 list, at most
 
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """What a rank tells the others; all of it what JSON can hold.
+    """What a rank tells of its model; all of it what JSON can hold.
 
     Args:
         settings: on which ranks must agree, by name.
@@ -31,6 +25,7 @@ class Note:
         problems: what stops it.
         summary: what the line that says FSSDP is on tells of its layers.
         memory: what it needs, and has; empty without MoE layers.
+        slower_by_engines: see `Connection`.
     """
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -38,56 +33,72 @@ class Note:
     problems: list[str] = dataclasses.field(default_factory=list)
     summary: str = ""
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slower_by_engines: float | None = None
 
-    def exchange(self, *, timeout: float) -> list[Self]:
-        """The notes of all ranks, by rank. All ranks call at once.
-
-        Args:
-            timeout: seconds to wait for the others.
-
-        Raises:
-            TimeoutError: naming the ranks that did not come in time.
-        """
-        global _round
-        _round += 1
-        store, rank, size = _get_default_store(), dist.get_rank(), dist.get_world_size()
-        keys = [f"megatron_hecate/agree/{_round}/{r}" for r in range(size)]
-        store.set(keys[rank], json.dumps(dataclasses.asdict(self)))
-        try:
-            store.wait(keys, timedelta(seconds=timeout))
-        except RuntimeError as error:  # DistStoreError is one
-            missing = [r for r, key in enumerate(keys) if not store.check([key])]
-            raise TimeoutError(
-                f"FSSDP: rank {rank} waited {timeout:g} s for ranks {missing} to switch FSSDP on; is --moe-fssdp "
-                "given on every rank, and do all of them build the model?"
-            ) from error
-        return [type(self)(**json.loads(store.get(key))) for key in keys]
-
-    def agree(self, *, timeout: float, find_problems: Callable[[list[Note]], list[str]] = lambda _: []) -> list[Note]:
+    def agree(
+        self, *, timeout: float, judge: Callable[[list[Note]], tuple[list[str], Any]] = lambda _: ([], None)
+    ) -> tuple[Any, list[Note]]:
         """Wait for all ranks of the job and compare notes.
 
         Args:
             timeout: seconds to wait for the others.
-            find_problems: problems that show only when all notes are seen; the same on every rank.
+            judge: problems that show only when all notes are seen, and what is decided for all ranks (of what JSON can
+                hold, and small). It runs on rank 0 only.
 
         Returns:
-            The notes of all ranks, by rank.
+            What was decided; and the notes of all ranks, by rank, on rank 0, elsewhere none.
 
-        Raises:
-            ValueError: when any rank has a problem or other settings, or no rank has a MoE layer.
+        Raises (on all ranks):
+            ValueError: when any rank has a problem or other settings, or no rank has a MoE layer. Rank 0 lists all
+                problems, others the first `LISTED`.
             TimeoutError: naming the ranks that did not come in time.
+            RuntimeError: when ``judge`` raises anything.
         """
-        notes: list[Note] = list(self.exchange(timeout=timeout))
-        found = dict.fromkeys(problem for other in notes for problem in other.problems)
-        for r, other in enumerate(notes):
-            for name, value in other.settings.items():
-                if value != notes[0].settings[name]:
-                    found[f"rank {r} has {name}={value!r}, rank 0 has {name}={notes[0].settings[name]!r}"] = None
-        if not any(other.layers for other in notes):
-            found["the model has no MoE layer; set --num-experts, or leave --moe-fssdp off"] = None
-        found |= dict.fromkeys(find_problems(notes))
-        refuse(found)
-        return notes
+        notes: list[Note] = []
+        found: list[str] = []
+
+        def compare(told: list[Any]) -> Verdict:
+            notes.extend(Note(**fields) for fields in told)
+            problems, decision = judge(notes)
+            found.extend(dict.fromkeys([*_find_problems(notes), *problems]))
+            return Verdict({"problems": shorten(found), "decision": decision})
+
+        verdict = Question.next(timeout=timeout).ask(dataclasses.asdict(self), compare)
+        refuse(found or verdict.job["problems"])
+        return verdict.job["decision"], notes
+
+
+def _find_problems(notes: Sequence[Note]) -> Iterable[str]:
+    """What the ranks say, and where they differ."""
+    for note in notes:
+        yield from note.problems
+    with_value: dict[tuple[str, str], list[int]] = {}
+    for rank, note in enumerate(notes):
+        for name, value in note.settings.items():
+            if value != notes[0].settings[name]:
+                with_value.setdefault((name, repr(value)), []).append(rank)
+    for (name, value), ranks in with_value.items():
+        who = f"ranks {format_ranks(ranks)} have" if len(ranks) > 1 else f"rank {ranks[0]} has"
+        yield f"{who} {name}={value}, rank 0 has {name}={notes[0].settings[name]!r}"
+    if not any(note.layers for note in notes):
+        yield "the model has no MoE layer; set --num-experts, or leave --moe-fssdp off"
+
+
+def shorten(texts: Iterable[str]) -> list[str]:
+    """The first `LISTED` different ones, so that what all ranks of a large job read stays small."""
+    first = list(dict.fromkeys(texts))
+    return first if len(first) <= LISTED else [*first[:LISTED], f"and {len(first) - LISTED} more"]
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ascending ranks as text, runs of them as "0-7"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def refuse(problems: Iterable[str]) -> None:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import socket
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
 
-from megatron_hecate.comm.agreement import Note
+from megatron_hecate.comm.agreement import shorten
+from megatron_hecate.comm.groups import new_group
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import COUNTERS, SHARED, Peers
 from megatron_hecate.comm.nvlink.schedule import MAX_RANKS
 from megatron_hecate.comm.nvlink.selftest import self_test
 from megatron_hecate.comm.nvlink.transport import NVLink
 from megatron_hecate.comm.p2p import P2P
+from megatron_hecate.comm.question import Question, Verdict
 from megatron_hecate.comm.transfer import has_one_queue
 from megatron_hecate.comm.transport import Transport
 from megatron_hecate.config import AUTO
@@ -32,38 +36,54 @@ class Connection:
     Args:
         name: of the transport in use.
         why: in a few words, where "auto" chose.
-        exposed: what computing waits for, and the way out, where that can be known now.
-        nodes: machine of every rank of the job.
-        transports: by the ranks of each FSSDP group that this rank is in; empty when there are problems.
-        shared_memory: bytes that are free on the machine of every rank.
+        nodes: by the ranks of each FSSDP group that this rank is in, the numbers of their machines.
+        transports: by the same; empty when there are problems.
+        machines: on rank 0, of every rank of the job the machine's name and the bytes of shared memory that are free
+            on it; elsewhere empty.
+        slower_by_engines: seconds that a fetch by copy engines takes longer on this rank than one by our kernels on the
+            slowest; ``None`` where they were not tried.
+        exposed: on rank 0, what computing waits for, and the way out, where that can be known now.
     """
 
     name: str
     why: str
-    nodes: tuple[str, ...]
+    nodes: Mapping[Group, tuple[int, ...]]
     transports: Mapping[Group, Transport]
-    shared_memory: tuple[int, ...]
+    machines: Sequence[tuple[str, int]] = ()
+    slower_by_engines: float | None = None
     exposed: str = ""
 
+    @staticmethod
+    def engines_pay(slower_by_engines: Iterable[float | None]) -> bool:
+        """Whether copy engines are faster on the slowest rank of the job, from what every rank's connection says."""
+        return all(seconds is not None and seconds < 0 for seconds in slower_by_engines)
+
+    def choose_copy_engines(self, chosen: bool) -> None:
+        """Have them make the copies, or our kernels; the same on all ranks."""
+        for transport in self.transports.values():
+            if isinstance(transport, NVLink):
+                transport.copy_engines = chosen
+
     def shared_memory_problems(self, replica_bytes: Mapping[int, int]) -> list[str]:
-        """Why the memory of CPU ranks does not suffice for the transport.
+        """On rank 0: why the memory of CPU ranks does not suffice for the transport.
 
         Args:
             replica_bytes: of the ranks that have replicas: their buffers, and what the transport needs beside.
         """
         if self.name != NVLink.name or _on_gpus():
             return []
-        problems = []
-        for node in sorted({self.nodes[rank] for rank in replica_bytes}):
-            here = [rank for rank in replica_bytes if self.nodes[rank] == node]
-            needed = sum(replica_bytes[rank] + COUNTERS for rank in here)
-            free = min(self.shared_memory[rank] for rank in here)
-            if needed > free:
-                problems.append(
-                    f"transport={self.name!r} needs {needed} bytes of shared memory on {node}, {free} are free in "
-                    f"{SHARED}; make it larger, or use p2p, fewer slots or a shorter lifetime"
-                )
-        return problems
+        needed: Counter[str] = Counter()
+        free: dict[str, int] = {}
+        for rank, size in replica_bytes.items():
+            node, here = self.machines[rank]
+            needed[node] += size + COUNTERS
+            free[node] = min(free.get(node, here), here)
+        return [
+            f"transport={self.name!r} needs {needed[node]} bytes of shared memory on {node}, {free[node]} are free in "
+            f"{SHARED}; make it larger, or use p2p, fewer slots or a shorter lifetime"
+            for node in sorted(needed)
+            if needed[node] > free[node]
+        ]
 
 
 def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout: float) -> Connection:
@@ -78,18 +98,29 @@ def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout
     Raises:
         TimeoutError: naming the ranks that did not come in time.
     """
-    ranks = _Site.of_this_rank(asked, groups, problems).exchange(timeout=timeout)
-    name, why, against = _choose(asked, ranks)
-    problems += against
-    nodes, shared = tuple(rank.node for rank in ranks), tuple(rank.shared_memory for rank in ranks)
-    if against or any(rank.problems or rank.settings != ranks[0].settings for rank in ranks):
-        return Connection(name, why, nodes, {}, shared)
-    transports = _make_transports(name, ranks, timeout=timeout)
+    sites: list[_Site] = []  # of all ranks, on rank 0
+
+    def judge(told: list[Any]) -> Verdict:
+        sites.extend(_Site(**fields) for fields in told)
+        return _judge(sites)
+
+    site = _Site.of_this_rank(asked, groups, problems)
+    names = {group: _name_of(group) for group in sorted(groups)}
+    question = Question.next(timeout=timeout)
+    verdict = question.ask(dataclasses.asdict(site), judge, groups=list(names.values()))
+    name, why = verdict.job["name"], verdict.job["why"]
+    problems += verdict.job["against"]
+    machines = [(other.node, other.shared_memory) for other in sites]
+    if not verdict.job["go on"]:
+        return Connection(name, why, {}, {}, machines)
+    parts = {group: verdict.groups[of_group] for group, of_group in names.items()}
+    nodes = {group: tuple(part["nodes"]) for group, part in parts.items()}
+    transports = _make_transports(name, parts, timeout=timeout)
     failed: list[str] = []
-    usable = True
+    usable, slower = True, None
     if name == NVLink.name:
         tested = [transport for transport in transports.values() if isinstance(transport, NVLink)]
-        failed, usable = self_test(tested, device_of_rank(), timeout=timeout)
+        failed, usable, slower = self_test(tested, device_of_rank(), timeout=timeout)
     if failed and asked == AUTO and usable:
         why = f"{name} failed its self-test: {'; '.join(failed)}"
         name = P2P.name
@@ -97,7 +128,7 @@ def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout
     elif failed:
         problems += [f"transport={asked!r} failed its self-test: {text}" for text in failed]
         transports = {}
-    return Connection(name, why, nodes, transports, shared, _explain_exposed(name, ranks))
+    return Connection(name, why, nodes, transports, machines, slower, _explain_exposed(name, sites))
 
 
 def _on_gpus() -> bool:
@@ -111,11 +142,15 @@ def device_of_rank() -> torch.device:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Site(Note):
-    """What a rank tells the others before they choose a transport: as settings, which one it was asked for.
+class _Site:
+    """What a rank tells before a transport is chosen.
 
     Args:
-        groups: ranks of the FSSDP groups it is in.
+        asked: which one it was asked for.
+        has_problems: whether it knows of any.
+        groups: names of the FSSDP groups that it is in.
+        first_of: the ranks of those of them whose first rank it is: so that each is told once.
+        process_groups: in how many it is.
         node: name of the machine it runs on.
         domain: name of its NVLink domain; CPU ranks of one machine are one.
         unable: why our kernels cannot run on this rank.
@@ -124,7 +159,11 @@ class _Site(Note):
         one_queue: as in `transfer.has_one_queue`.
     """
 
-    groups: Sequence[Sequence[int]] = ()
+    asked: str
+    has_problems: bool = False
+    groups: Sequence[str] = ()
+    first_of: Sequence[Sequence[int]] = ()
+    process_groups: int = 0
     node: str = ""
     domain: str = ""
     unable: str = ""
@@ -148,9 +187,11 @@ class _Site(Note):
         except Exception as error:  # every rank must hear of it, whatever it is
             unable = f"{node}: {error or type(error).__name__}"
         return cls(
-            settings={"transport": asked},
-            problems=list(problems),
-            groups=groups,
+            asked=asked,
+            has_problems=bool(problems),
+            groups=[_name_of(group) for group in groups],
+            first_of=[group for group in groups if group[0] == dist.get_rank()],
+            process_groups=len(_world.pg_names),
             node=node,
             domain=domain,
             unable=unable,
@@ -160,37 +201,62 @@ class _Site(Note):
         )
 
 
-def _choose(asked: str, ranks: Sequence[_Site]) -> tuple[str, str, list[str]]:
-    """The name of the transport that ``asked`` means, why, and what speaks against it: the same on all ranks."""
-    if asked == P2P.name or any(rank.settings != ranks[0].settings for rank in ranks):
+def _judge(sites: Sequence[_Site]) -> Verdict:
+    """Rank 0: the transport, what speaks against it, and what the ranks of each FSSDP group need to make theirs."""
+    ready = not any(site.has_problems or site.asked != sites[0].asked for site in sites)
+    groups = sorted(tuple(group) for site in sites for group in site.first_of)
+    domains = {group: _domains_of(group, sites) for group in groups}
+    name, why, against = _choose(sites, [domain for of_group in domains.values() for domain in of_group])
+    if ready:  # else some ranks may have built no layers
+        against += _check_groups(groups, sites)
+    parts: dict[str, Any] = {}
+    made = [site.process_groups for site in sites]
+    for group in groups if ready and not against else []:
+        number = {rank: i for i, domain in enumerate(domains[group]) for rank in domain}
+        nodes: dict[str, int] = {}
+        parts[_name_of(group)] = {
+            "nodes": [nodes.setdefault(sites[rank].node, len(nodes)) for rank in group],
+            "domains": [number[rank] for rank in group],
+            "made": max(made[rank] for rank in group),
+        }
+        more = 1 + (name == NVLink.name and len(domains[group]) > 1)
+        for rank in group:
+            made[rank] = parts[_name_of(group)]["made"] + more
+    job = {"name": name, "why": why, "against": shorten(against), "go on": ready and not against}
+    return Verdict(job, parts)
+
+
+def _choose(sites: Sequence[_Site], domains: Sequence[Group]) -> tuple[str, str, list[str]]:
+    """The name of the transport that was asked for means, why, and what speaks against it."""
+    asked = sites[0].asked
+    if asked == P2P.name or any(site.asked != asked for site in sites):
         return P2P.name, "", []
-    domains = [domain for group in _groups_of_job(ranks) for domain in _domains_of(group, ranks)]
     too_large = [f"{len(d)} ranks share a domain, {MAX_RANKS} may" for d in domains if len(d) > MAX_RANKS]
-    against = [*dict.fromkeys(rank.unable for rank in ranks if rank.unable), *too_large]
+    against = shorten([*(site.unable for site in sites if site.unable), *too_large])
     if asked == NVLink.name:
         return asked, "", [f"transport={asked!r}: {text}" for text in against]
-    against += dict.fromkeys(rank.slower for rank in ranks if rank.slower)
+    against = shorten([*against, *(site.slower for site in sites if site.slower)])
     if all(len(domain) == 1 for domain in domains):
         against.append("no two ranks of a group share an NVLink domain")
-    elif any(rank.one_queue for rank in ranks) and _crosses_domains(ranks):
+    elif any(site.one_queue for site in sites) and _crosses_domains(sites):
         against.append("with CUDA_DEVICE_MAX_CONNECTIONS=1 computing would wait while stripes go from domain to domain")
     if against:
         return P2P.name, "; ".join(against), []
     return NVLink.name, "peers share NVLink, and a self-test moved every byte", []
 
 
-def _crosses_domains(ranks: Sequence[_Site]) -> bool:
-    return any(len(_domains_of(group, ranks)) > 1 for group in _groups_of_job(ranks))
+def _crosses_domains(sites: Sequence[_Site]) -> bool:
+    return any(len(_domains_of(tuple(group), sites)) > 1 for site in sites for group in site.first_of)
 
 
-def _explain_exposed(name: str, ranks: Sequence[_Site]) -> str:
+def _explain_exposed(name: str, sites: Sequence[_Site]) -> str:
     """What of transport ``name`` computing waits for, and the way out: work of all streams is in one queue on some
     rank. Empty when nothing is known to be."""
-    if not any(rank.one_queue for rank in ranks):
+    if not any(site.one_queue for site in sites):
         return ""
     if name == P2P.name:
         exposed = "messages run beside computing, sums of gradients do not, nor all but the last of several rounds"
-    elif _crosses_domains(ranks):
+    elif _crosses_domains(sites):
         exposed = "computing waits while stripes go from domain to domain; --moe-fssdp-transport p2p waits for less"
     else:
         exposed = "each transfer is one kernel, which runs beside computing; copy engines are not used"
@@ -200,46 +266,53 @@ def _explain_exposed(name: str, ranks: Sequence[_Site]) -> str:
     )
 
 
-def _groups_of_job(ranks: Sequence[_Site]) -> list[Group]:
-    return sorted({tuple(group) for rank in ranks for group in rank.groups})
+def _check_groups(groups: Sequence[Group], sites: Sequence[_Site]) -> list[str]:
+    """Groups that not all of their ranks are in, or that their first rank is not."""
+    asking = Counter(name for site in sites for name in site.groups)
+    known = {_name_of(group): len(group) for group in groups}
+    return [
+        f"of the FSSDP group {name} (its first rank, and a hash of its ranks) {count} ranks have MoE layers, "
+        f"{known.get(name, 'others')} should"
+        for name, count in asking.items()
+        if count != known.get(name)
+    ]
 
 
-def _domains_of(group: Group, ranks: Sequence[_Site]) -> list[Group]:
+def _name_of(group: Sequence[int]) -> str:
+    return f"{group[0]}-{zlib.crc32(repr(tuple(group)).encode()):08x}"
+
+
+def _domains_of(group: Group, sites: Sequence[_Site]) -> list[Group]:
     """The ranks of ``group`` by NVLink domain, in the order of their first rank."""
     by_domain: dict[str, list[int]] = {}
     for rank in group:
-        by_domain.setdefault(ranks[rank].domain, []).append(rank)
+        by_domain.setdefault(sites[rank].domain, []).append(rank)
     return [tuple(domain) for domain in by_domain.values()]
 
 
-def _make_transports(name: str, ranks: Sequence[_Site], *, timeout: float) -> dict[Group, Transport]:
-    """Those of every FSSDP group that this rank is in, over process groups of their own. All ranks make all groups."""
-    make = functools.partial(_new_group, timeout=timedelta(seconds=max(timeout, 1.0)))
+def _make_transports(name: str, parts: Mapping[Group, Any], *, timeout: float) -> dict[Group, Transport]:
+    """Those of every FSSDP group that this rank is in, over process groups of their own.
+
+    Args:
+        name: of the transport.
+        parts: of the verdict, by group: all ranks make their groups in ascending order, so none waits for another in a
+            circle.
+        timeout: seconds per wait.
+    """
     made: dict[Group, Transport] = {}
-    for group in _groups_of_job(ranks):
-        everyone, own = make(list(group), group_desc="fssdp transfers"), None
-        domains = _domains_of(group, ranks)
-        for domain in domains if name == NVLink.name else []:
-            of_domain = everyone if len(domains) == 1 else make(list(domain), group_desc="fssdp domain")
-            own = of_domain if dist.get_rank() in domain else own
-        if dist.get_rank() in group:
-            numbers = [[group.index(rank) for rank in domain] for domain in domains]
-            made[group] = (
-                P2P(everyone, timeout=timeout)
-                if own is None
-                else NVLink(everyone, own, domains=numbers, timeout=timeout)
-            )
+    for group, part in parts.items():
+        everyone = new_group(group, part["made"], description="fssdp transfers", timeout=timeout)
+        if name != NVLink.name:
+            made[group] = P2P(everyone, timeout=timeout)
+            continue
+        of_rank = part["domains"]
+        domains = [[i for i, other in enumerate(of_rank) if other == n] for n in range(max(of_rank) + 1)]
+        own = everyone
+        if len(domains) > 1:
+            ranks = [group[i] for i in domains[of_rank[everyone.rank()]]]
+            own = new_group(ranks, part["made"] + 1, description="fssdp domain", timeout=timeout)
+        made[group] = NVLink(everyone, own, domains=domains, timeout=timeout)
     # NCCL connects ranks when a group is first used, by all of them; copies are by some
     for transport in made.values():
         dist.all_reduce(torch.zeros(1, device=device_of_rank()), group=transport.group)
     return made
-
-
-def _new_group(ranks: list[int], *, timeout: timedelta, group_desc: str) -> dist.ProcessGroup:
-    """A process group for transfers. NCCL's kernels run on a stream of the group's own; a peer waits for them, so they
-    come before other work."""
-    options = None
-    if _on_gpus():
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timeout
-    return dist.new_group(ranks, timeout=timeout, pg_options=options, group_desc=group_desc)

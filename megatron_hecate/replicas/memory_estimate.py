@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megatron_hecate.comm.agreement import format_ranks
 from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.config import AUTO
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferSizes
@@ -211,7 +212,7 @@ class JobMemory:
 def _format_table(memory: RankMemory, lifetime: str, *, ranks: Sequence[int]) -> str:
     used = memory.by_lifetime[lifetime]
     lines = [
-        f"expert memory of rank {_format_ranks(ranks)}: homes {_size(used.homes)} ({ASSUMED}: "
+        f"expert memory of rank {format_ranks(ranks)}: homes {_size(used.homes)} ({ASSUMED}: "
         f"weights {_size(used.weights)}, gradients {_size(used.grads)}, "
         f"optimizer {_size(used.optimizer)}); {_size(memory.free)} free now",
         f"  {'lifetime':<12}{'replicas, weights':>17}{'gradients':>12}{'transport':>12}{'with homes':>12}",
@@ -224,17 +225,6 @@ def _format_table(memory: RankMemory, lifetime: str, *, ranks: Sequence[int]) ->
     if used.expected > memory.free:
         lines.append(f"  {_size(used.expected)} of this are to come, more than is free: it may run out of memory")
     return "\n".join(lines)
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks as text, runs of them as "0-7"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def _size(count: int) -> str:

@@ -120,7 +120,12 @@ def _link(world: World, device: torch.device, *, same_node: bool) -> Link | None
     if same_node:
         ring = [r for r in range(len(node)) if node[r] == node[rank]]
     else:
-        ring = [r for r in range(len(node)) if sum(node[q] == node[r] for q in range(r)) == place]
+        seen: Counter[int] = Counter()
+        ring = []
+        for r, of_rank in enumerate(node):
+            if seen[of_rank] == place:
+                ring.append(r)
+            seen[of_rank] += 1
     if _slowest(-len(ring)) > -2:  # some rank has no peer
         return None
     at = ring.index(rank)

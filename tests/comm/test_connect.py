@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import time
 import types
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ranks import ranks
 
 from megatron_hecate.comm import connect as module
+from megatron_hecate.comm.agreement import Note
 from megatron_hecate.comm.connect import Connection, connect
 from megatron_hecate.comm.nvlink import selftest
 from megatron_hecate.comm.nvlink.transport import NVLink
@@ -42,7 +45,8 @@ def test_what_is_chosen() -> None:
     for asked, name, why in (("p2p", "p2p", ""), ("nvlink", "nvlink", ""), ("auto", "p2p", "CPU ranks have no NVLink")):
         connection = connect(asked, [own, everyone], problems, timeout=20.0)
         assert (connection.name, connection.why, problems) == (name, why, [])
-        assert set(connection.transports) == {own, everyone} and len(connection.nodes) == 4
+        assert set(connection.transports) == {own, everyone} and connection.nodes == {own: (0, 0), everyone: (0,) * 4}
+        assert len(connection.machines) == (0 if dist.get_rank() else 4)
         for group, transport in connection.transports.items():
             assert transport.name == name and dist.get_process_group_ranks(transport.group) == list(group)
     connection = connect("nvlink", [(0, 1)] if own == (0, 1) else [], problems, timeout=20.0)
@@ -142,14 +146,64 @@ def test_copy_engines_make_copies_where_they_are_faster_on_the_slowest_rank(by_e
     selftest._can_use_copy_engines, selftest._fetch_seconds = lambda device: True, seconds
     connection = connect("nvlink", [(0, 1)], [], timeout=20.0)
     assert connection.transports[0, 1] is transports[0] and len(transports) == 2, "tested with both"
+    note = Note(layers=["layer 1"], slower_by_engines=connection.slower_by_engines)
+    decided, _ = note.agree(
+        timeout=20.0, judge=lambda notes: ([], Connection.engines_pay(note.slower_by_engines for note in notes))
+    )
+    connection.choose_copy_engines(decided)
     assert transports[0].copy_engines is chosen
+
+
+@pytest.mark.parametrize("transport", ["p2p", "nvlink"])
+@ranks(4)
+def test_only_members_make_a_process_group(transport: str) -> None:
+    """Also where ranks are in different numbers of groups before, by which torch names the next one: here by groups of
+    their own, and by FSSDP groups of two and of four. A job bound to a device stays so, but no group is split from it:
+    NCCL would wait for all ranks. Oracle: the ranks that called, and what each group sums."""
+    rank, new_group, made = dist.get_rank(), dist.new_group, []
+    _on_nvlink("aabb")
+    for _ in range((0, 2, 1, 0)[rank]):
+        new_group([rank], use_local_synchronization=True)
+    job = dist.group.WORLD
+
+    def spy(ranks: list[int], **settings: Any) -> Any:
+        assert job.bound_device_id is None
+        made.append(tuple(ranks))
+        return new_group(ranks, **settings)
+
+    dist.new_group, bound = spy, torch.device("cuda", 0)
+    groups = {0: [(0, 1), (0, 1, 2)], 1: [(0, 1), (0, 1, 2)], 2: [(0, 1, 2)], 3: []}[rank]
+    for _ in range(2):
+        job.bound_device_id = bound
+        connection = connect(transport, groups, [], timeout=20.0)
+        assert job.bound_device_id == bound
+        job.bound_device_id = None
+        assert sorted(connection.transports) == groups
+        for group, of_group in connection.transports.items():
+            total = torch.tensor([2**rank])
+            dist.all_reduce(total, group=of_group.group)
+            assert int(total) == sum(2**r for r in group)
+    asked = {group for group in made if group != (rank,)}
+    domain = [(0, 1)] if rank < 2 and transport == "nvlink" else []
+    assert asked == {*groups, *domain}
+    dist.barrier()
+
+
+@ranks(3)
+def test_ranks_that_see_other_groups_are_a_problem_of_all() -> None:
+    rank, problems = dist.get_rank(), []
+    groups = {0: [(0, 1)], 1: [(0, 1), (1, 2)], 2: []}[rank]
+    assert connect("p2p", groups, problems, timeout=20.0).transports == {}
+    (problem,) = problems
+    assert re.fullmatch(r"of the FSSDP group 1-\w+ \(its first .*\) 1 ranks have MoE layers, 2 should", problem)
 
 
 @ranks(1)
 def test_shared_memory_that_does_not_suffice_is_named() -> None:
-    connection = Connection("nvlink", "", tuple("aaab"), {}, (4024, 4023, 0, 9999))
+    machines = [("a", 4024), ("a", 4023), ("a", 0), ("b", 9999)]
+    connection = Connection("nvlink", "", {}, {}, machines)
     assert connection.shared_memory_problems({0: 1000, 1: 2000, 3: 500}) == [
         "transport='nvlink' needs 4024 bytes of shared memory on a, 4023 are free in /dev/shm; make it larger, or use "
         "p2p, fewer slots or a shorter lifetime",
     ]
-    assert Connection("p2p", "", tuple("aaab"), {}, (0, 0, 0, 0)).shared_memory_problems({0: 1000}) == []
+    assert Connection("p2p", "", {}, {}, [("a", 0)]).shared_memory_problems({0: 1000}) == []

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_hecate.comm.agreement import Note
+from megatron_hecate.comm.agreement import shorten
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.transport import NVLink
+from megatron_hecate.comm.question import Question, Verdict
 from megatron_hecate.comm.transfer import has_one_queue
 from megatron_hecate.comm.transport import Copy, LayerBuffer, TransferPlan, Transport, chunks_in
 
@@ -20,51 +23,67 @@ TIMED_FETCHES: int = 5
 LABEL = "self-test of the transport"
 
 
-def self_test(transports: Sequence[NVLink], device: torch.device, *, timeout: float) -> tuple[list[str], bool]:
-    """Test this rank's transports, and choose who makes their copies. All ranks call at once.
-
-    The copy engines do, where they move every byte, and faster on the slowest rank than our kernels on theirs.
+def self_test(
+    transports: Sequence[NVLink], device: torch.device, *, timeout: float
+) -> tuple[list[str], bool, float | None]:
+    """Test this rank's transports, and try copy engines. All ranks call at once.
 
     Returns:
-        What goes wrong on any rank, the same on all; and whether all can go on: a kernel that fails ends its process's
-        CUDA context.
+        What goes wrong on any rank, the same on all; whether all can go on: a kernel that fails ends its process's CUDA
+        context; and by how many seconds copies by copy engines are slower on this rank than by our kernels on the
+        slowest, infinitely where bytes were wrong, ``None`` where they were not tried.
     """
-    results = _test(transports, device, timeout=timeout)
-    if not any(result.problems for result in results) and all(result.copy_engines for result in results):
-        by_kernels = max(result.seconds for result in results)
+
+    def sum_up(told: list[Any]) -> Verdict:
+        return Verdict(dataclasses.asdict(_Result.of_all([_Result(**fields) for fields in told])))
+
+    own = dataclasses.asdict(_test(transports, device))
+    result = _Result(**Question.next(timeout=timeout).ask(own, sum_up).job)
+    slower = None
+    if not result.problems and result.copy_engines:
         for transport in transports:
             transport.copy_engines = True
-        results = _test(transports, device, timeout=timeout)
-        failed = any(result.problems for result in results)
+        tried = _test(transports, device)
         for transport in transports:
-            transport.copy_engines = not failed and max(result.seconds for result in results) < by_kernels
-        if failed and all(result.usable for result in results):
-            return [], True
-    problems = list(dict.fromkeys(text for result in results for text in result.problems))
-    usable = all(result.usable for result in results)
-    if not usable:
-        end = "start again with --moe-fssdp-transport p2p: CUDA does not go on after this"
-        problems = [f"{text}; {end}" for text in problems]
-    return problems, usable
+            transport.copy_engines = False
+        slower = math.inf if tried.problems else tried.seconds - result.seconds
+        if not tried.usable:
+            result = tried
+    if result.usable:
+        return result.problems, True, slower
+    end = "start again with --moe-fssdp-transport p2p: CUDA does not go on after this"
+    return [f"{text}; {end}" for text in result.problems], False, slower
 
 
 @dataclasses.dataclass(frozen=True)
-class _Result(Note):
-    """What a rank tells the others of its test: as problems, what went wrong.
+class _Result:
+    """What a rank tells of its test, and what rank 0 makes of those of all.
 
     Args:
+        problems: what went wrong.
         usable: whether its device still takes work.
         copy_engines: whether they are worth a test.
         seconds: of a fetch, where they are.
     """
 
-    usable: bool = True
-    copy_engines: bool = False
-    seconds: float = 0.0
+    problems: list[str]
+    usable: bool
+    copy_engines: bool
+    seconds: float
+
+    @classmethod
+    def of_all(cls, results: Sequence[_Result]) -> _Result:
+        """All problems, and the seconds of the slowest rank."""
+        return cls(
+            problems=shorten(text for result in results for text in result.problems),
+            usable=all(result.usable for result in results),
+            copy_engines=all(result.copy_engines for result in results),
+            seconds=max(result.seconds for result in results),
+        )
 
 
-def _test(transports: Sequence[Transport], device: torch.device, *, timeout: float) -> list[_Result]:
-    """The results of all ranks."""
+def _test(transports: Sequence[Transport], device: torch.device) -> _Result:
+    """The result of this rank."""
     problems: list[str] = []
     usable, copy_engines, seconds = True, _can_use_copy_engines(device), 0.0
     for transport in transports:
@@ -80,8 +99,7 @@ def _test(transports: Sequence[Transport], device: torch.device, *, timeout: flo
             torch.cuda.synchronize(device)
         except RuntimeError:
             usable = False
-    result = _Result(problems=problems, usable=usable, copy_engines=copy_engines, seconds=seconds)
-    return result.exchange(timeout=timeout)
+    return _Result(problems, usable, copy_engines, seconds)
 
 
 def _can_use_copy_engines(device: torch.device) -> bool:

@@ -1,0 +1,51 @@
+"""Process groups that only their own ranks make."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+
+
+def new_group(ranks: Sequence[int], made: int, *, description: str, timeout: float) -> dist.ProcessGroup:
+    """A process group that only its ``ranks`` make.
+
+    torch names it by its ranks and by how many process groups a rank is in, so that all of them must be in as many.
+
+    Args:
+        ranks: of the job, ascending.
+        made: the most process groups that one of them is in; a rank in fewer makes some of its own first.
+        description: for torch's logs.
+        timeout: seconds, of the group.
+    """
+    settings: dict[str, Any] = dict(
+        timeout=timedelta(seconds=max(timeout, 1.0)), use_local_synchronization=True, group_desc=description
+    )
+    with _no_bound_device():
+        while len(_world.pg_names) < made:
+            dist.new_group([dist.get_rank()], backend="gloo", **settings)
+        if "nccl" in str(dist.get_backend_config()):  # its kernels run on the group's own stream; peers wait for them
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = settings["timeout"]
+            settings["pg_options"] = options
+        return dist.new_group(list(ranks), **settings)
+
+
+@contextlib.contextmanager
+def _no_bound_device() -> Iterator[None]:
+    """Where the job's process group is bound to a device, torch would have NCCL split the job's communicator, for which
+    NCCL waits for all ranks of the job."""
+    job = dist.group.WORLD
+    assert job is not None
+    bound = job.bound_device_id
+    if bound is not None:
+        job.bound_device_id = None
+    try:
+        yield
+    finally:
+        if bound is not None:
+            job.bound_device_id = bound
