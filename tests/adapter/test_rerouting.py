@@ -65,7 +65,7 @@ def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
         probs = torch.rand(TOKENS, EXPERTS, dtype=torch.float64) * routing_map
         probs.requires_grad_()
         rerouter.place(placement, probs.device)
-        counted = CountedTokens.of(routing_map, Kernels(torch.device("cpu")))
+        counted = CountedTokens.of(routing_map, Kernels(probs.device))
         physical_map, physical_probs = rerouter.reroute(probs, Loads(loads, counted))
 
         holders = zip(order.expert.tolist(), order.rank.tolist(), quotas[source].tolist(), strict=True)
