@@ -51,11 +51,20 @@ install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check 
 install wheels/*.whl
 install --no-build-isolation --editable .
 if [ -e te ]; then
-    # its half for PyTorch is compiled here, which takes minutes, a C++ compiler and the headers of CUDA and cuDNN
+    # its half for PyTorch is compiled here, which takes minutes, a C++ compiler and a CUDA toolkit
+    site=$(.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+    nvidia=$("$python" -c "import nvidia; print(next(iter(nvidia.__path__)))" 2>/dev/null) || nvidia=
+    [ -z "$nvidia" ] || [ -e "$site/nvidia" ] || ln -s "$nvidia" "$site/nvidia" # where it looks for cuDNN
     install te/*.whl
-    export NVTE_FRAMEWORK=pytorch MAX_JOBS=${MAX_JOBS:-$(nproc)}
-    timeout 1200 .venv/bin/python -m pip install --quiet --no-index --no-deps --no-build-isolation te/*.tar.gz ||
-        echo "TransformerEngine's half for PyTorch could not be built: what needs it will be left out"
+    for include in "$site"/nvidia/*/include; do CPATH=$include:${CPATH:-}; done
+    export CPATH NVTE_FRAMEWORK=pytorch MAX_JOBS=${MAX_JOBS:-$(nproc)}
+    timeout 1200 .venv/bin/python -m pip install --quiet --no-index --no-deps --no-build-isolation te/*.tar.gz || true
+    # half of it would stop Megatron from starting
+    .venv/bin/python -c "import torch, transformer_engine.pytorch" || {
+        .venv/bin/python -m pip uninstall --quiet --yes transformer_engine{,_cu13,_torch} 2>/dev/null
+        rm -rf "$site/transformer_engine" # what is left would look like a package
+        echo "TransformerEngine could not be built or imported: it is not installed, and what needs it will be left out"
+    }
 fi
 echo "Ready. Now run: cd $folder && make gpu"
 """
