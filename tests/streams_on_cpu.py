@@ -25,6 +25,10 @@ class Stream:
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
         self.cuda_stream, self.priority, self.device = next(_handles), priority, torch.device("cuda", 0)
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, -5
+
     def wait_stream(self, stream: Any) -> None:
         self.wait_event(stream.record_event())
 
