@@ -7,6 +7,8 @@
 # make lint       lint, types and budgets alone
 # make bench      step time, stock against FSSDP, skewed and balanced
 # make balance    what every planner leaves, on recorded loads, and how long planning takes
+# make gpu        on a machine with a GPU: check and time everything, write docs/gpu-results.md; 25 minutes at most
+# make gpu-bundle  what `make gpu` needs where there is no internet, in build/gpu-bundle
 # make format     format the code
 # Each sets up what it needs in .venv; nothing else is to be installed.
 
@@ -19,7 +21,8 @@ BETWEEN = 0.17.1 0.18.2
 # One thread a rank: ranks share the cores.
 export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-fast test-all test-oldest test-between test-bridge lint bench balance format clean
+.PHONY: demo test test-fast test-all test-oldest test-between test-bridge lint bench balance gpu gpu-bundle \
+    format clean
 
 demo: .venv
 	$(BIN)/python examples/demo.py --out "$(OUT)" $(if $(DATA),--data "$(DATA)")
@@ -67,6 +70,13 @@ bench: .venv
 balance: .venv
 	$(BIN)/python bench/balance.py
 	$(BIN)/python bench/planner_speed.py
+
+# Uses what is there: nothing could be installed on a machine without internet.
+gpu:
+	$(firstword $(wildcard $(BIN)/python) python3) bench/gpu.py
+
+gpu-bundle: .venv
+	$(BIN)/python bench/gpu_bundle.py
 
 format: .venv
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

@@ -1,0 +1,187 @@
+"""Puts what `make gpu` needs on a machine without internet into archives that are small enough to carry.
+
+    make gpu-bundle     or  python bench/gpu_bundle.py [--out build/gpu-bundle] [--without-te]
+
+The machine has one GPU, Python 3.12 and a torch built for CUDA 13. The bundle holds our sources as they are committed,
+wheels of Megatron and of whatever else torch does not bring along, at the versions that run here, and
+TransformerEngine: its core for CUDA 13 as a wheel, its half for PyTorch as sources, as no registry has it built. It is
+one tar archive, in pieces, with ``SHA256SUMS`` and ``install.sh``, which checks, joins and installs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import shutil
+import subprocess
+import sys
+import tarfile
+import time
+import tomllib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parent.parent
+PIECE: int = 60_000_000  # bytes
+TOOLS: tuple[str, ...] = ("pytest", "matplotlib", "hypothesis", "pip", "setuptools", "wheel", "ninja", "pybind11")
+TE: str = "2.20.2"
+TE_NEEDS: tuple[str, ...] = ("onnxscript", "onnx", "onnx-ir", "nvdlfw-inspect", "nvidia-cudnn-frontend", "ml-dtypes")
+TARGET: tuple[str, ...] = ("--python-version", "3.12", "--only-binary", ":all:", "--no-deps")
+PLATFORMS: tuple[str, ...] = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
+INSTALL = """#!/usr/bin/env bash
+# Check, join and install: ./install.sh [FOLDER]. Needs Python 3.12 whose torch is there ($PYTHON, else python3).
+set -euo pipefail
+cd "$(dirname "$0")"
+folder=${1:-megatron-hecate}
+python=${PYTHON:-python3}
+sha256sum --check --quiet SHA256SUMS
+mkdir -p "$folder"
+cat gpu-bundle.tar.?? | tar -x -C "$folder"
+cd "$folder"
+"$python" -c "import torch; print('torch', torch.__version__, 'for CUDA', torch.version.cuda)"
+"$python" -m venv --system-site-packages .venv
+# a virtual environment that was made from another one sees only the first one's packages
+"$python" -c "import site; print(*site.getsitepackages(), sep='\\n')" \\
+    >"$(.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth"
+install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps "$@"; }
+install wheels/*.whl
+install --no-build-isolation --editable .
+if [ -e te ]; then
+    # its half for PyTorch is compiled here, which takes minutes, a C++ compiler and a CUDA toolkit
+    site=$(.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+    nvidia=$("$python" -c "import nvidia; print(next(iter(nvidia.__path__)))" 2>/dev/null) || nvidia=
+    [ -z "$nvidia" ] || [ -e "$site/nvidia" ] || ln -s "$nvidia" "$site/nvidia" # where it looks for cuDNN
+    install te/*.whl
+    for include in "$site"/nvidia/*/include; do CPATH=$include:${CPATH:-}; done
+    export CPATH NVTE_FRAMEWORK=pytorch MAX_JOBS=${MAX_JOBS:-$(nproc)}
+    timeout 1200 .venv/bin/python -m pip install --quiet --no-index --no-deps --no-build-isolation te/*.tar.gz || true
+    # half of it would stop Megatron from starting
+    .venv/bin/python -c "import torch, transformer_engine.pytorch" || {
+        .venv/bin/python -m pip uninstall --quiet --yes transformer_engine{,_cu13,_torch} 2>/dev/null
+        rm -rf "$site/transformer_engine" # what is left would look like a package
+        echo "TransformerEngine could not be built or imported: it is not installed, and what needs it will be left out"
+    }
+fi
+echo "Ready. Now run: cd $folder && make gpu"
+"""
+
+
+def closure(names: Iterable[str]) -> dict[str, str]:
+    """What ``names`` need, directly or not, and the versions that are installed here; none of what torch needs."""
+    of_torch = set(_walk(["torch"]))
+    return {name: version for name, version in sorted(_walk(names).items()) if name not in of_torch}
+
+
+def _walk(names: Iterable[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    todo = [Requirement(name) for name in names]
+    while todo:
+        wanted = todo.pop()
+        name = canonicalize_name(wanted.name)
+        if name in found:
+            continue
+        try:
+            about = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of another platform, or a tool that is installed nowhere here
+        found[name] = about.version
+        for line in about.requires or ():
+            needed = Requirement(line)
+            extras = wanted.extras or {""}
+            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+                todo.append(needed)
+    return found
+
+
+def own_requirements() -> list[str]:
+    """Those of this project, with what the demo and the tests share."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["training"]]
+    return [text for text in wanted if (marker := Requirement(text).marker) is None or marker.evaluate()]
+
+
+def download(names: Iterable[str], into: Path) -> None:
+    """The wheels of ``names``, each ``name==version`` or a name, for Linux on x86-64.
+
+    Raises:
+        SystemExit: naming those for which there is none.
+    """
+    into.mkdir(parents=True, exist_ok=True)
+    platforms = [word for name in PLATFORMS for word in ("--platform", name)]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *TARGET, *platforms]
+    done = subprocess.run([*pip, "--dest", str(into), *names], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"pip found not all wheels:\n{done.stderr.strip()[-2000:]}")
+
+
+def split(archive: Path, into: Path, *, size: int = PIECE) -> list[Path]:
+    """Pieces of ``archive`` with at most ``size`` bytes, named after it, and ``SHA256SUMS``."""
+    pieces = []
+    for number, piece in enumerate(_pieces(archive, size)):
+        assert number < 100, f"{archive} has more than 100 pieces of {size} bytes"
+        pieces.append(into / f"{archive.name}.{number:02}")
+        pieces[-1].write_bytes(piece)
+    sums = [f"{hashlib.sha256(piece.read_bytes()).hexdigest()}  {piece.name}\n" for piece in pieces]
+    (into / "SHA256SUMS").write_text("".join(sums))
+    return pieces
+
+
+def _pieces(archive: Path, size: int) -> Iterator[bytes]:
+    with archive.open("rb") as file:
+        while piece := file.read(size):
+            yield piece
+
+
+def sources(into: Path) -> str:
+    """Unpack what is committed; returns the commit, which goes into a file ``COMMIT`` as well."""
+    into.mkdir(parents=True)
+    git = ["git", "-C", str(ROOT)]
+    tar = subprocess.run([*git, "archive", "HEAD"], capture_output=True, check=True).stdout
+    subprocess.run(["tar", "-x", "-C", str(into)], input=tar, check=True)
+    commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+    (into / "COMMIT").write_text(commit.stdout)
+    return commit.stdout.strip()
+
+
+def main() -> None:
+    """Make the bundle, and print what is in it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-bundle")
+    parser.add_argument("--without-te", action="store_true", help="leave TransformerEngine out, which is most of it")
+    options = parser.parse_args()
+    began = time.monotonic()
+    shutil.rmtree(options.out, ignore_errors=True)
+    content = options.out / "content"
+    commit = sources(content)
+    pinned = [f"{name}=={version}" for name, version in closure(own_requirements()).items()]
+    known = {canonicalize_name(text.partition("==")[0]) for text in pinned}
+    tools = closure(TOOLS)
+    pinned += [f"{name}=={version}" for name, version in tools.items() if name not in known]
+    download([*pinned, *(tool for tool in TOOLS if tool not in {*tools, *known})], content / "wheels")
+    if not options.without_te:
+        download([f"transformer_engine=={TE}", f"transformer_engine_cu13=={TE}", *TE_NEEDS], content / "te")
+        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+        pip += ["--no-build-isolation", "--dest", str(content / "te"), f"transformer_engine_torch=={TE}"]
+        subprocess.run(pip, check=True)
+    for part in ("wheels", "te"):
+        files = sorted((content / part).glob("*"))
+        print(f"{part}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
+    archive = options.out / "gpu-bundle.tar"
+    with tarfile.open(archive, "w") as tar:  # wheels are compressed already
+        tar.add(content, arcname=".")
+    shutil.rmtree(content)
+    pieces = split(archive, options.out)
+    archive.unlink()
+    (options.out / "install.sh").write_text(INSTALL)
+    (options.out / "install.sh").chmod(0o755)
+    whole = sum(piece.stat().st_size for piece in pieces)
+    print(f"{options.out}: commit {commit}, {len(pieces)} pieces, {whole / 1e6:.1f} MB in all")
+    print(f"{time.monotonic() - began:.0f} s; carry the folder to the machine and run ./install.sh there")
+
+
+if __name__ == "__main__":
+    main()

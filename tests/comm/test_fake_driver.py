@@ -1,0 +1,206 @@
+"""The CUDA branch of the transport `nvlink` and of routing as a whole, over a driver without a GPU (`gpu_on_cpu`).
+
+Oracles: the dense reference of `one_layer`, bitwise, to which both transports are held; the loop of `test_rerouting`;
+the header of CUDA's driver, with which the stand-in is compiled; and what the cubin says of its kernels' parameters.
+That the stand-in notices is shown by faults planted here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from one_layer import HOMES, KINDS, Reference, Sums, allocate, check, copies, make_transport
+from ranks import ranks
+
+from megatron_hecate.comm.nvlink import program, selftest
+from megatron_hecate.comm.nvlink.launch import TransferKernels
+from megatron_hecate.comm.transfer import TransferError
+from megatron_hecate.comm.transport import TransferPlan
+from megatron_hecate.device.launch import Kernels
+
+pytestmark = pytest.mark.newest
+APART = ((0, 1), (2, 3))
+KERNELS = "fssdp_gather fssdp_reduce"
+ENGINES = "fssdp_synchronize fssdp_reduce"
+PART_HOST = "fails until the host code of nvlink is mended (section 3 of the issue on the first GPU)"
+
+
+@pytest.mark.parametrize("domains", [(), APART], ids=["one domain", "two domains"])
+@pytest.mark.parametrize("copy_engines", [False, True], ids=["kernels", "copy engines"])
+@ranks(4)
+def test_transfers(domains: tuple, copy_engines: bool) -> None:
+    import gpu_on_cpu
+
+    driver = gpu_on_cpu.install()
+    transport = make_transport("nvlink", domains, copy_engines=copy_engines)
+    check(transport, Reference(0, torch.bfloat16, domains), gpu_on_cpu.GPU)
+    assert not driver.faults, driver.log
+    assert set(driver.launched) == set((ENGINES if copy_engines else KERNELS).split())
+    assert any(line.startswith("copies ") for line in driver.log) == copy_engines
+    streams = {launch["stream"] for launch in gpu_on_cpu.launches(driver.log)}
+    assert len(streams) == 1 and "(nil)" not in streams, "transfers have one stream, which is not the default one"
+
+
+@ranks(2)
+def test_both_transports_give_the_same_bits() -> None:
+    """Oracle: p2p. Of one fetch and one return of every kind of plan."""
+    import gpu_on_cpu
+
+    gpu_on_cpu.install()
+    found = {}
+    for name in ("p2p", "nvlink"):
+        (layer,) = allocate(make_transport(name), gpu_on_cpu.GPU, torch.bfloat16)
+        found[name] = []
+        for number, kind in enumerate(KINDS):
+            reference, plan = Reference(number, torch.bfloat16), TransferPlan(layer.rank, copies(kind, number))
+            layer.fetch(plan, reference).wait()
+            found[name] += [layer.weights[slot].clone() for slot in plan.slots]
+            sums = Sums([[t.float() for t in reference.drawn(2, layer.rank, i)] for i in range(HOMES)], direct=False)
+            layer.give_back(plan, reference, sums).wait()
+            found[name] += [sums.added[index] for index in sorted(sums.added)]
+    assert found["p2p"] and all(map(torch.equal, found["p2p"], found["nvlink"]))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@ranks(1)
+def test_routing(tp_size: int) -> None:
+    import gpu_on_cpu
+
+    from tests.adapter.test_rerouting import test_every_token_gets_a_holder_by_quota as reroutes
+
+    driver = gpu_on_cpu.install()
+    for seed in range(4):
+        reroutes(seed, tp_size)
+    assert not driver.faults, driver.log
+    kernels = ("fssdp_count", "fssdp_quotas", "fssdp_reroute_64", "fssdp_reroute_gradient_64")
+    assert {driver.launched.count(name) for name in kernels} == {4 * 4 * tp_size}, "one launch of each, for each source"
+
+
+@pytest.mark.parametrize("version", [13000, 12090, 12070])
+@ranks(2)
+def test_self_test_chooses(version: int) -> None:
+    """As if each rank had a GPU. Where copy engines do not do it, kernels do."""
+    import gpu_on_cpu
+
+    from megatron_hecate.comm import connect
+
+    driver = gpu_on_cpu.install(version=version)
+    connect._on_gpus = lambda: True
+    selftest.TIMED_ELEMENTS = 1 << 20
+    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+    problems: list[str] = []
+    connection = connect.connect("auto", [(0, 1)], problems, timeout=20.0)
+    assert (connection.name, problems) == ("nvlink", []) and not driver.faults, (connection, driver.log)
+    (transport,) = connection.transports.values()
+    tried = {"fssdp_gather", "fssdp_reduce"} | ({"fssdp_synchronize"} if TransferKernels.can_batch_copies() else set())
+    assert set(driver.launched) == tried
+    check(transport, Reference(0, torch.bfloat16), gpu_on_cpu.GPU)
+
+
+@pytest.mark.parametrize(
+    "version",
+    [12070, *(pytest.param(v, marks=pytest.mark.xfail(reason=PART_HOST, strict=True)) for v in (12080, 12090))],
+)
+@ranks(1)
+def test_copies_are_batched_where_the_driver_takes_them(version: int) -> None:
+    """The driver has batches since 12.8, and since 13.0 another function of that name, which bindings ask for."""
+    import gpu_on_cpu
+
+    driver = gpu_on_cpu.install(version=version)
+    items, memory = np.zeros(1, program.COPY), torch.arange(64, dtype=torch.uint8)
+    items["src"], items["dst"], items["bytes"] = memory.data_ptr(), memory.data_ptr() + 32, 16
+    if TransferKernels.can_batch_copies():
+        with torch.cuda.stream(torch.cuda.Stream()):
+            TransferKernels(gpu_on_cpu.GPU).copy(items)
+        assert memory[32:48].tolist() == list(range(16))
+    assert not driver.faults, driver.log
+
+
+@pytest.mark.xfail(reason=PART_HOST, strict=True)
+@ranks(2)
+def test_a_slice_of_a_gpu() -> None:
+    """With fewer multiprocessors than blocks that wait for each other, some would never begin."""
+    import gpu_on_cpu
+
+    driver = gpu_on_cpu.install(multiprocessors=8)
+    check(make_transport("nvlink"), Reference(0, torch.bfloat16), gpu_on_cpu.GPU)
+    assert not driver.faults, driver.log
+
+
+@ranks(2)
+def test_a_peer_that_does_not_come_is_named() -> None:
+    """The kernel gives up, and with it the context, as CUDA's does."""
+    import gpu_on_cpu
+
+    gpu_on_cpu.install()
+    (layer,) = allocate(make_transport("nvlink", timeout=1.0), gpu_on_cpu.GPU, torch.bfloat16)
+    if layer.rank == 0:
+        plan = TransferPlan(layer.rank, copies("one to all"))
+        for _ in range(2):
+            with pytest.raises(TransferError, match=r"rank 0 of 2: layer 1: spAG failed .*expected rank 1 to finish"):
+                layer.fetch(plan, Reference(0, torch.bfloat16))
+        with pytest.raises(RuntimeError, match="unspecified launch failure"):
+            torch.cuda.synchronize()
+    dist.barrier()
+
+
+@ranks(1)
+def test_planted_faults_are_noticed() -> None:
+    import gpu_on_cpu
+    import streams_on_cpu
+
+    driver = gpu_on_cpu.install(multiprocessors=32)
+    kernels, at = TransferKernels(gpu_on_cpu.GPU), ctypes.c_void_p(4096)
+    torch.cuda.set_stream(torch.cuda.Stream())
+
+    def launch(*arguments: Any, name: str = "fssdp_gather", blocks: int = 1, threads: int = 512) -> Callable:
+        return lambda: kernels.launch(name, *arguments, blocks=blocks, threads=threads)
+
+    def batch(**changed: Any) -> Callable:
+        memory = torch.arange(64, dtype=torch.uint8)
+        items = np.zeros(2, program.COPY)
+        items["src"], items["dst"], items["bytes"] = (0, 8), (32, 40), 8
+        for name, values in changed.items():
+            items[name] = values
+        items["src"] += memory.data_ptr()
+        items["dst"] += memory.data_ptr()
+        return lambda: (kernels.copy(items), memory)
+
+    def on_default_stream(call: Callable) -> Callable:
+        def run() -> None:
+            with torch.cuda.stream(streams_on_cpu.DEFAULT):
+                call()
+
+        return run
+
+    faults = [
+        (launch(at, at), "fssdp_gather: 2 arguments, it takes 1"),
+        (launch(), "fssdp_gather: 0 arguments, it takes 1"),
+        (launch(ctypes.c_uint(1)), "fssdp_gather: argument 0 has 4 bytes, it takes 8"),
+        (launch(at, at, name="fssdp_synchronize"), "fssdp_synchronize: argument 1 has 8 bytes, it takes 4"),
+        (launch(at, threads=513), "fssdp_gather: 513 threads, it allows 512"),
+        (launch(at, blocks=0), "fssdp_gather: an empty grid or block"),
+        (launch(at, blocks=33), "fssdp_gather: 33 blocks wait for each other on 32 SMs"),
+        (on_default_stream(launch(at)), "fssdp_gather: on the default stream"),
+        (on_default_stream(batch()), "cuMemcpyBatchAsync: on the default stream"),
+        (batch(dst=(32, 36)), "cuMemcpyBatchAsync: copies 0 and 1 write the same memory"),
+        (batch(dst=(32, 4)), "cuMemcpyBatchAsync: copy 1 writes what copy 0 reads"),
+        (batch(bytes=(8, 0)), "cuMemcpyBatchAsync: copy 1 is of nothing"),
+    ]
+    for call, expected in faults:
+        driver.clear()
+        with pytest.raises(RuntimeError, match=r"failed: <CUresult.CUDA_ERROR_INVALID_VALUE"):
+            call()
+        assert driver.faults == [expected]
+    driver.clear()
+    _, memory = batch()()
+    assert memory[32:48].tolist() == list(range(16)) and not driver.faults
+    with pytest.raises(RuntimeError, match=r"cuLibraryGetKernel failed: <CUresult.CUDA_ERROR_NOT_FOUND"):
+        Kernels(gpu_on_cpu.GPU).function("fssdp_nothing")

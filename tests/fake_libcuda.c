@@ -1,0 +1,212 @@
+// A CUDA driver without a GPU, for tests (`gpu_on_cpu.py`). It checks what it is asked for against the driver's own
+// header, with which it is compiled, and against what the cubin says of its kernels. A launch runs the host build of the
+// same kernel, at once. Whatever a driver would refuse, or a GPU would hang on, is a fault: it is noted, and the call
+// fails.
+#define _GNU_SOURCE
+#include <cuda.h>
+#include <cudaTypedefs.h>
+#include <dlfcn.h>
+#include <elf.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#undef cuGetProcAddress
+#undef cuMemcpyBatchAsync
+
+enum { MAX_KERNELS = 64, MAX_PARAMS = 16, LOG = 1 << 22 };
+// Attributes of a kernel in a cubin, as `cuobjdump -elf` names them.
+enum { EIFMT_SVAL = 4, EIATTR_MAX_THREADS = 0x05, EIATTR_KPARAM_INFO = 0x17 };
+
+typedef struct {
+  char name[64];
+  unsigned params, size[MAX_PARAMS], max_threads;
+  int meets;         // waits for other ranks: takes a Transfer
+  int (*host)(long, long, long, long, long, long, long, long, long, long, long, long);
+} Kernel;
+
+static struct {
+  int version, sms, failed;
+  void* host;
+  Kernel kernels[MAX_KERNELS];
+  unsigned count, given[MAX_PARAMS], num_given;
+  char log[LOG];  // a line for every call
+  size_t end;
+} fake = {.version = 13000, .sms = 132, .num_given = ~0u};
+
+static void note(const char* format, ...) {
+  va_list args;
+  va_start(args, format);
+  const int size = vsnprintf(fake.log + fake.end, LOG - fake.end, format, args);
+  va_end(args);
+  if (size > 0 && fake.end + (size_t)size < LOG) fake.end += (size_t)size;
+}
+#define FAULT(...) (note("FAULT "), note(__VA_ARGS__), note("\n"), CUDA_ERROR_INVALID_VALUE)
+#define CONTEXT \
+  if (fake.failed) return CUDA_ERROR_LAUNCH_FAILED  // a kernel gave up: nothing works any more
+
+// For the tests.
+const char* fake_log(void) { return fake.log; }
+int fake_has_failed(void) { return fake.failed; }
+void fake_clear(void) { fake.log[0] = 0, fake.end = 0; }
+void fake_set(int version, int sms, const char* host) {
+  fake.version = version, fake.sms = sms;
+  fake.host = dlopen(host, RTLD_NOW);
+}
+// What the next launch is given, which a driver can only read as the kernel says.
+void fake_given(unsigned count, const unsigned* size) {
+  fake.num_given = count;
+  for (unsigned i = 0; i < count && i < MAX_PARAMS; ++i) fake.given[i] = size[i];
+}
+
+static CUresult init(unsigned flags) { return flags ? FAULT("cuInit(%u)", flags) : CUDA_SUCCESS; }
+static CUresult driver_version(int* version) { return *version = fake.version, CUDA_SUCCESS; }
+
+static CUresult device_attribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+  CONTEXT;
+  if (device) return FAULT("cuDeviceGetAttribute of device %d", device);
+  if (attribute != CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) return FAULT("cuDeviceGetAttribute %d", (int)attribute);
+  return *value = fake.sms, CUDA_SUCCESS;
+}
+
+// The kernels of a cubin: a section `.nv.info.NAME` for each.
+static CUresult load(CUlibrary* library, const void* code, CUjit_option* o, void** ov, unsigned n, CUlibraryOption* l,
+                     void** lv, unsigned m) {
+  CONTEXT;
+  (void)o, (void)ov, (void)l, (void)lv;
+  const char* const base = code;
+  const Elf64_Ehdr* elf = code;
+  if (n || m) return FAULT("cuLibraryLoadData with %u and %u options", n, m);
+  if (memcmp(elf->e_ident, ELFMAG, SELFMAG) || elf->e_machine != 190) return FAULT("cuLibraryLoadData of no cubin");
+  const Elf64_Shdr* sections = (const Elf64_Shdr*)(base + elf->e_shoff);
+  const char* names = base + sections[elf->e_shstrndx].sh_offset;
+  fake.count = 0;
+  for (unsigned s = 0; s < elf->e_shnum; ++s) {
+    const char* name = names + sections[s].sh_name;
+    if (strncmp(name, ".nv.info.", 9) || fake.count == MAX_KERNELS) continue;
+    Kernel k = {.max_threads = 1024};
+    snprintf(k.name, sizeof k.name, "%s", name + 9);
+    const unsigned char *at = (const unsigned char*)base + sections[s].sh_offset, *end = at + sections[s].sh_size;
+    while (at < end) {
+      const unsigned format = at[0], attribute = at[1], size = at[2] | at[3] << 8;
+      unsigned words[4] = {0};
+      at += 4;
+      if (format != EIFMT_SVAL) continue;
+      memcpy(words, at, size < sizeof words ? size : sizeof words);
+      at += size;
+      if (attribute == EIATTR_MAX_THREADS) k.max_threads = words[0];
+      if (attribute != EIATTR_KPARAM_INFO) continue;
+      const unsigned ordinal = words[1] & 0xffff;  // then the offset
+      if (ordinal >= MAX_PARAMS) return FAULT("%s has too many parameters for this driver", k.name);
+      k.size[ordinal] = words[2] >> 18;
+      if (ordinal >= k.params) k.params = ordinal + 1;
+    }
+    *(void**)&k.host = dlsym(fake.host, k.name);
+    k.meets = !strcmp(k.name, "fssdp_gather") || !strcmp(k.name, "fssdp_reduce") || !strcmp(k.name, "fssdp_synchronize");
+    fake.kernels[fake.count++] = k;
+  }
+  note("load %u kernels\n", fake.count);
+  return *library = (CUlibrary)&fake, CUDA_SUCCESS;
+}
+
+static CUresult get_kernel(CUkernel* kernel, CUlibrary library, const char* name) {
+  CONTEXT;
+  if ((void*)library != (void*)&fake) return FAULT("cuLibraryGetKernel of no library");
+  for (unsigned i = 0; i < fake.count; ++i)
+    if (!strcmp(fake.kernels[i].name, name)) return *kernel = (CUkernel)&fake.kernels[i], CUDA_SUCCESS;
+  return note("no kernel %s\n", name), CUDA_ERROR_NOT_FOUND;
+}
+
+// What waits for others, or must not be waited for, has no place on a stream that waits for all.
+static int is_default(CUstream stream) { return !stream || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD; }
+
+static CUresult launch(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                       unsigned shared, CUstream stream, void** params, void** extra) {
+  CONTEXT;
+  const Kernel* k = (const Kernel*)f;
+  if (k < fake.kernels || k >= fake.kernels + fake.count) return FAULT("cuLaunchKernel of no kernel");
+  const unsigned given = fake.num_given;
+  fake.num_given = ~0u;
+  note("launch %s grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p\n", k->name, gx, gy, gz, bx, by, bz, shared, stream);
+  if (!gx || !gy || !gz || !bx || !by || !bz) return FAULT("%s: an empty grid or block", k->name);
+  if (bx * by * bz > k->max_threads) return FAULT("%s: %u threads, it allows %u", k->name, bx * by * bz, k->max_threads);
+  if (extra) return FAULT("%s: extra arguments", k->name);
+  if (given != k->params) return FAULT("%s: %d arguments, it takes %u", k->name, (int)given, k->params);
+  for (unsigned i = 0; i < given; ++i)
+    if (fake.given[i] != k->size[i])
+      return FAULT("%s: argument %u has %u bytes, it takes %u", k->name, i, fake.given[i], k->size[i]);
+  if (k->meets && is_default(stream)) return FAULT("%s: on the default stream", k->name);
+  if (k->meets && gx * gy * gz > (unsigned)fake.sms)
+    return FAULT("%s: %u blocks wait for each other on %d SMs", k->name, gx * gy * gz, fake.sms);
+  if (!k->host) return FAULT("%s: no such function in the host build", k->name);
+  long a[MAX_PARAMS] = {0};
+  for (unsigned i = 0; i < given; ++i) memcpy(a + i, params[i], k->size[i]);
+  if (k->meets && given == 1) a[1] = gx < 2 ? gx : 2, a[2] = 1;  // the host's blocks and threads
+  // A C function ignores arguments that it does not take.
+  const int failed = k->host(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]);
+  if (k->meets && failed) fake.failed = 1;
+  return CUDA_SUCCESS;
+}
+
+static CUresult copy_batch(CUdeviceptr* to, CUdeviceptr* from, size_t* size, size_t count, CUmemcpyAttributes* how,
+                           size_t* first, size_t num, CUstream stream) {
+  CONTEXT;
+  note("copies %zu stream=%p\n", count, stream);
+  if (!count || !num || num > count || first[0]) return FAULT("cuMemcpyBatchAsync: %zu copies, %zu attributes", count, num);
+  if (is_default(stream)) return FAULT("cuMemcpyBatchAsync: on the default stream");
+  for (size_t i = 0; i < num; ++i) {
+    if (i && first[i] <= first[i - 1]) return FAULT("cuMemcpyBatchAsync: attributes are not ascending");
+    if (how[i].srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
+      return FAULT("cuMemcpyBatchAsync: sources are not read in stream order");
+    if (how[i].flags & ~(unsigned)CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+      return FAULT("cuMemcpyBatchAsync: flags %u", how[i].flags);
+  }
+  for (size_t i = 0; i < count; ++i) {
+    if (!to[i] || !from[i] || !size[i]) return FAULT("cuMemcpyBatchAsync: copy %zu is of nothing", i);
+    for (size_t j = 0; j < count; ++j) {
+      if (j != i && to[i] < to[j] + size[j] && to[j] < to[i] + size[i])
+        return FAULT("cuMemcpyBatchAsync: copies %zu and %zu write the same memory", i, j);
+      if (to[i] < from[j] + size[j] && from[j] < to[i] + size[i])
+        return FAULT("cuMemcpyBatchAsync: copy %zu writes what copy %zu reads", i, j);
+    }
+  }
+  for (size_t i = count; i-- > 0;) memcpy((void*)to[i], (void*)from[i], size[i]);  // in no order that can be relied on
+  return CUDA_SUCCESS;
+}
+static CUresult copy_batch_12(CUdeviceptr* to, CUdeviceptr* from, size_t* size, size_t count, CUmemcpyAttributes* how,
+                              size_t* first, size_t num, size_t* failed, CUstream stream) {
+  if (failed) *failed = SIZE_MAX;
+  return copy_batch(to, from, size, count, how, first, num, stream);
+}
+
+static CUresult proc_address(const char* name, void** function, int version, cuuint64_t flags,
+                             CUdriverProcAddressQueryResult* status) {
+  CUdriverProcAddressQueryResult found = CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
+  *function = NULL;
+  if (flags > CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM) return FAULT("cuGetProcAddress: flags %d", (int)flags);
+  if (version > fake.version) return CUDA_ERROR_INVALID_VALUE;
+  // The header has a type for every version of a function: the compiler compares.
+#define ENTRY(NAME, SINCE, FUNCTION)                                                      \
+  if (!strcmp(name, #NAME)) {                                                             \
+    const PFN_##NAME##_v##SINCE typed = FUNCTION;                                         \
+    if (SINCE <= version) *(PFN_##NAME##_v##SINCE*)function = typed;                      \
+    found = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT; \
+  }
+  ENTRY(cuInit, 2000, init)
+  ENTRY(cuDriverGetVersion, 2020, driver_version)
+  ENTRY(cuDeviceGetAttribute, 2000, device_attribute)
+  ENTRY(cuLibraryLoadData, 12000, load)
+  ENTRY(cuLibraryGetKernel, 12000, get_kernel)
+  ENTRY(cuLaunchKernel, 4000, launch)
+  ENTRY(cuMemcpyBatchAsync, 12080, copy_batch_12)
+  ENTRY(cuMemcpyBatchAsync, 13000, copy_batch)
+  ENTRY(cuGetProcAddress, 12000, proc_address)
+  if (*function) note("asked %s at %d\n", name, version);
+  if (status) *status = found;
+  return CUDA_SUCCESS;
+}
+CUresult cuGetProcAddress_v2(const char* name, void** function, int version, cuuint64_t flags,
+                             CUdriverProcAddressQueryResult* status) {
+  return proc_address(name, function, version, flags, status);
+}

@@ -1,0 +1,194 @@
+"""One GPU per rank that is none: the CUDA branch of our code runs as a whole, on CPU ranks.
+
+| what our code uses | what stands in |
+|---|---|
+| ``cuda.bindings.driver`` | itself, over the driver ``fake_libcuda.c``, which checks each call and runs host kernels |
+| ``torch.cuda``: streams, events | `streams_on_cpu` |
+| tensors of a GPU | CPU tensors that say they lie on ``cuda:0`` |
+| symmetric memory | POSIX shared memory |
+
+How a test uses it, on a rank::
+
+    driver = gpu_on_cpu.install()  # before our kernels are loaded
+    ...
+    assert not driver.faults, driver.log
+
+Work runs at once and in program order: whether streams wait for each other as they must is for `stream_order`. A kernel
+runs on two blocks of one thread. Memory of the host and of the GPU cannot be told apart.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import megatron_on_cpu
+import streams_on_cpu
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hecate.device.compile import host_library
+
+GPU = torch.device("cuda", 0)
+OFFSET = 1024  # of a tensor in its allocation of symmetric memory
+
+
+class Driver:
+    """The driver, as a test sees it.
+
+    Args:
+        version: of CUDA, as ``cuDriverGetVersion`` says it.
+        multiprocessors: of the GPU.
+    """
+
+    def __init__(self, *, version: int = 13000, multiprocessors: int = 132) -> None:
+        folder = Path(os.environ.get("TEST_FOLDER") or tempfile.mkdtemp())
+        built = folder / f"rank-{os.environ.get('RANK', 0)}" / "libcuda.so.1"
+        built.parent.mkdir(exist_ok=True)
+        source = Path(__file__).with_name("fake_libcuda.c")
+        options = "-O1 -Wall -Wextra -Werror -shared -fPIC -Wl,-soname,libcuda.so.1".split()
+        # -I, of a header of CUDA 13 that its wheel or triton's brings along
+        command = ["gcc", *options, f"-I{_headers()}", "-o", str(built), str(source), "-ldl"]
+        subprocess.run(command, check=True, timeout=60)
+        # whoever asks for a library of that name gets the one that is loaded
+        self._library = ctypes.CDLL(str(built), mode=ctypes.RTLD_GLOBAL)
+        self._library.fake_log.restype = ctypes.c_char_p
+        self._library.fake_set(version, multiprocessors, str(host_library()).encode())
+        self.multiprocessors = multiprocessors
+
+    @property
+    def log(self) -> list[str]:
+        """A line for every call so far, faults among them."""
+        return self._library.fake_log().decode().splitlines()
+
+    @property
+    def faults(self) -> list[str]:
+        """What a driver would refuse, or a GPU hang on."""
+        return [line.removeprefix("FAULT ") for line in self.log if line.startswith("FAULT ")]
+
+    @property
+    def launched(self) -> list[str]:
+        """The names of the kernels."""
+        return [line.split()[1] for line in self.log if line.startswith("launch ")]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a kernel gave up, which ended the context."""
+        return bool(self._library.fake_has_failed())
+
+    def clear(self) -> None:
+        """Forget calls and faults."""
+        self._library.fake_clear()
+
+    def tell_arguments(self, packed: Any) -> None:
+        """Note how many arguments the next launch has, and their sizes: a driver takes addresses alone."""
+        sizes = [ctypes.sizeof(kind) if kind is not None else 8 for kind in packed[1]] if packed else []
+        self._library.fake_given(len(sizes), (ctypes.c_uint * len(sizes))(*sizes))
+
+
+def install(*, version: int = 13000, multiprocessors: int = 132) -> Driver:
+    """Put it all in place, in this process for good."""
+    made = Driver(version=version, multiprocessors=multiprocessors)
+    megatron_on_cpu.install()
+    streams_on_cpu.install()
+    _bindings(made)
+    _torch_cuda(made)
+    _tensors()
+    _symmetric_memory()
+    return made
+
+
+def _headers() -> Path:
+    import nvidia
+
+    found = [path for root in nvidia.__path__ for path in Path(root).glob("*/include/cuda.h")]
+    assert found, "no cuda.h beside torch: its build for CUDA 13 brings one along"
+    return found[0].parent
+
+
+def _bindings(made: Driver) -> None:
+    from cuda.bindings import driver
+
+    launch = driver.cuLaunchKernel
+
+    @functools.wraps(launch)
+    def checked(*arguments: Any) -> Any:
+        made.tell_arguments(arguments[9])
+        return launch(*arguments)
+
+    driver.cuLaunchKernel = checked
+
+
+def _torch_cuda(made: Driver) -> None:
+    cuda = torch.cuda
+
+    def synchronize(*_: Any) -> None:
+        streams_on_cpu.DEFAULT.synchronize()
+        if made.has_failed:
+            raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    properties = SimpleNamespace(name="a GPU on a CPU", major=9, minor=0, uuid="none")
+    properties.total_memory, properties.multi_processor_count = 8 << 30, made.multiprocessors
+    cuda.init, cuda.synchronize = (lambda: None), synchronize
+    cuda.get_device_capability = lambda *_: (9, 0)
+    cuda.get_device_properties = lambda *_: properties
+    cuda.current_device, cuda.device_count = (lambda: 0), (lambda: 1)
+    cuda.is_current_stream_capturing, cuda.mem_get_info = (lambda: False), (lambda *_: (8 << 30, 8 << 30))
+
+
+def _tensors() -> None:
+    """Every tensor is on the GPU, to whoever asks in Python."""
+    torch.Tensor.is_cuda = property(lambda tensor: True)
+    torch.Tensor.device = property(lambda tensor: GPU)
+
+
+def _symmetric_memory() -> None:
+    import torch.distributed._symmetric_memory as symmetric
+
+    files: dict[int, str] = {}
+
+    def memory(name: str) -> Tensor:
+        descriptor = os.open(name, os.O_RDWR)
+        try:
+            return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+
+    def empty(*size: Any, dtype: torch.dtype, device: Any) -> Tensor:
+        assert dtype is torch.uint8 and torch.device(device).type == "cuda"
+        (count,) = size
+        descriptor, name = tempfile.mkstemp(prefix="megatron-hecate-test-", dir="/dev/shm")
+        os.ftruncate(descriptor, OFFSET + count)
+        os.close(descriptor)
+        own = memory(name)[OFFSET:]
+        own.random_(256)  # as memory is that was used before
+        files[own.data_ptr()] = name
+        return own
+
+    def rendezvous(own: Tensor, group: Any) -> Any:
+        name = files.pop(own.data_ptr())
+        names: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(names, name, group=group)
+        rank = dist.get_rank(group)
+        blocks = [own if other == name else memory(other) for other in names]
+        pointers = [block.data_ptr() - OFFSET * (at == rank) for at, block in enumerate(blocks)]
+        dist.barrier(group)
+        Path(name).unlink()
+        return SimpleNamespace(rank=rank, world_size=len(names), buffer_ptrs=pointers, keeps=blocks, multicast_ptr=0)
+
+    symmetric.empty, symmetric.rendezvous, symmetric.get_backend = empty, rendezvous, lambda device: "CUDA"
+
+
+def launches(log: Sequence[str]) -> list[dict[str, str]]:
+    """What a driver's log says of each launch: name, grid, block, shared, stream."""
+    words = [line.split()[1:] for line in log if line.startswith("launch ")]
+    return [{"name": name, **dict(word.split("=") for word in rest)} for name, *rest in words]
