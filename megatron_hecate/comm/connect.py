@@ -20,6 +20,7 @@ from megatron_hecate.comm.nvlink.peers import COUNTERS, SHARED, Peers
 from megatron_hecate.comm.nvlink.schedule import MAX_RANKS
 from megatron_hecate.comm.nvlink.selftest import self_test
 from megatron_hecate.comm.nvlink.transport import NVLink
+from megatron_hecate.comm.overlap import explain_exposed
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.question import Question, Verdict
 from megatron_hecate.comm.transfer import has_one_queue
@@ -128,7 +129,9 @@ def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout
     elif failed:
         problems += [f"transport={asked!r} failed its self-test: {text}" for text in failed]
         transports = {}
-    return Connection(name, why, nodes, transports, machines, slower, _explain_exposed(name, sites))
+    one_queue = any(site.one_queue for site in sites)
+    exposed = explain_exposed(name, across_domains=_crosses_domains(sites)) if one_queue else ""
+    return Connection(name, why, nodes, transports, machines, slower, exposed)
 
 
 def _on_gpus() -> bool:
@@ -247,23 +250,6 @@ def _choose(sites: Sequence[_Site], domains: Sequence[Group]) -> tuple[str, str,
 
 def _crosses_domains(sites: Sequence[_Site]) -> bool:
     return any(len(_domains_of(tuple(group), sites)) > 1 for site in sites for group in site.first_of)
-
-
-def _explain_exposed(name: str, sites: Sequence[_Site]) -> str:
-    """What of transport ``name`` computing waits for, and the way out: work of all streams is in one queue on some
-    rank. Empty when nothing is known to be."""
-    if not any(site.one_queue for site in sites):
-        return ""
-    if name == P2P.name:
-        exposed = "messages run beside computing, sums of gradients do not, nor all but the last of several rounds"
-    elif _crosses_domains(sites):
-        exposed = "computing waits while stripes go from domain to domain; --moe-fssdp-transport p2p waits for less"
-    else:
-        exposed = "each transfer is one kernel, which runs beside computing; copy engines are not used"
-    return (
-        f"CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams in one queue. With transport {name} {exposed}. "
-        "Unset it, or set 32, where Megatron allows that: on Blackwell, or without tensor and context parallelism"
-    )
 
 
 def _check_groups(groups: Sequence[Group], sites: Sequence[_Site]) -> list[str]:

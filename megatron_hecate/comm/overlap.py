@@ -108,3 +108,22 @@ class OverlapMeter:
 
 def _smooth(old: float | None, new: float) -> float:
     return new if old is None else (1 - WEIGHT) * old + WEIGHT * new
+
+
+def explain_exposed(transport: str, *, across_domains: bool) -> str:
+    """What computing waits for where the work of all streams is in one hardware queue, and the way out.
+
+    Args:
+        transport: its name.
+        across_domains: whether a group spans NVLink domains.
+    """
+    if transport == "p2p":
+        exposed = "messages run beside computing, sums of gradients do not, nor all but the last of several rounds"
+    elif across_domains:
+        exposed = "computing waits while stripes go from domain to domain; --moe-fssdp-transport p2p waits for less"
+    else:
+        exposed = "each transfer is one kernel, which runs beside computing; copy engines are not used"
+    return (
+        f"CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams in one queue. With transport {transport} {exposed}. "
+        "Unset it, or set 32, where Megatron allows that: on Blackwell, or without tensor and context parallelism"
+    )
