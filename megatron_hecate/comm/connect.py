@@ -130,7 +130,7 @@ def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout
         problems += [f"transport={asked!r} failed its self-test: {text}" for text in failed]
         transports = {}
     one_queue = any(site.one_queue for site in sites)
-    exposed = explain_exposed(name, across_domains=_crosses_domains(sites)) if one_queue else ""
+    exposed = explain_exposed(name, across_domains=_cross_domains(sites)) if one_queue else ""
     return Connection(name, why, nodes, transports, machines, slower, exposed)
 
 
@@ -241,15 +241,11 @@ def _choose(sites: Sequence[_Site], domains: Sequence[Group]) -> tuple[str, str,
     against = shorten([*against, *(site.slower for site in sites if site.slower)])
     if all(len(domain) == 1 for domain in domains):
         against.append("no two ranks of a group share an NVLink domain")
-    elif any(site.one_queue for site in sites) and _crosses_domains(sites):
+    elif any(site.one_queue for site in sites) and _cross_domains(sites):
         against.append("with CUDA_DEVICE_MAX_CONNECTIONS=1 computing would wait while stripes go from domain to domain")
     if against:
         return P2P.name, "; ".join(against), []
     return NVLink.name, "peers share NVLink, and a self-test moved every byte", []
-
-
-def _crosses_domains(sites: Sequence[_Site]) -> bool:
-    return any(len(_domains_of(tuple(group), sites)) > 1 for site in sites for group in site.first_of)
 
 
 def _check_groups(groups: Sequence[Group], sites: Sequence[_Site]) -> list[str]:
@@ -266,6 +262,10 @@ def _check_groups(groups: Sequence[Group], sites: Sequence[_Site]) -> list[str]:
 
 def _name_of(group: Sequence[int]) -> str:
     return f"{group[0]}-{zlib.crc32(repr(tuple(group)).encode()):08x}"
+
+
+def _cross_domains(sites: Sequence[_Site]) -> bool:
+    return any(len(_domains_of(tuple(group), sites)) > 1 for site in sites for group in site.first_of)
 
 
 def _domains_of(group: Group, sites: Sequence[_Site]) -> list[Group]:
