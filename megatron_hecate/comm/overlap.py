@@ -125,5 +125,6 @@ def explain_exposed(transport: str, *, across_domains: bool) -> str:
         exposed = "each transfer is one kernel, which runs beside computing; copy engines are not used"
     return (
         f"CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams in one queue. With transport {transport} "
-        f"{exposed}. Unset it, or set 32, where Megatron allows that: on Blackwell, or without tensor and context parallelism"
+        f"{exposed}. Unset it, or set 32, where Megatron allows that: on Blackwell, or without tensor and context "
+        "parallelism"
     )
