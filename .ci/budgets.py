@@ -69,7 +69,7 @@ def main(root: Path) -> int:
         (f"functions with more than {MOST_ARGUMENTS} arguments", len(wide), 0, ", ".join(n.name for n in wide[:5])),
         ("most arguments", max(num_arguments(node) for _, node in functions(every)), MOST_ARGUMENTS, ""),
         ("longest function", sizes[longest], None, longest[1]),
-        ("longest file", lines([longest_file]), 305, longest_file.name),
+        ("longest file", lines([longest_file]), 300, longest_file.name),
         ("named numbers, all", len(constants(every)), None, ""),
         ("plan: lines", lines(plan), 1400, ""),
         ("plan: files", len(plan), 10, ""),

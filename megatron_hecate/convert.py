@@ -44,7 +44,6 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
         ValueError: for settings that cannot be combined, differ between ranks, or do not fit the model.
         TimeoutError: when some rank does not run the hook within ``config.timeout``.
     """
-
     return _Hook(config)
 
 
@@ -84,9 +83,7 @@ class _Hook:
         if parts:
             _attach(model, [_state(i, part, resolved, connection, speeds) for i, part in enumerate(parts)])
         if dist.get_rank() == 0:
-            _say_on(notes, resolved, speeds, connection.why)
-            if connection.exposed:
-                print(f"FSSDP: {connection.exposed}", flush=True)
+            _say_on(notes, resolved, speeds, connection)
         return chunks
 
 
@@ -115,9 +112,8 @@ def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts],
     """Build all that conversion needs without touching the layers; what is wrong comes back as lines of text."""
     problems = compat.broken_assumptions()
     if not problems:
-        around = (owners.of_model(model.chunks), owners.of_job())
+        around = (owners.of_model(model.chunks), owners.of_job(), {"moe_fssdp_late_replicas": config.late_replicas})
         configs = {id(layer.config): layer.config for layer in model.layers}.values()
-        around = (*around, {"moe_fssdp_late_replicas": config.late_replicas})
         found = (unsupported.find(layer_config, *around, slots=config.slots) for layer_config in configs)
         problems = list(dict.fromkeys(problem for of_config in found for problem in of_config))
     if not problems:
@@ -222,11 +218,11 @@ def _judge(config: HecateConfig, connection: Connection, notes: list[Note]) -> t
     return problems, (lifetime, Connection.engines_pay([note.slower_by_engines for note in notes]))
 
 
-def _say_on(notes: list[Note], config: HecateConfig, speeds: Speeds, why: str) -> None:
+def _say_on(notes: list[Note], config: HecateConfig, speeds: Speeds, connection: Connection) -> None:
     """Print what is on, and what it takes of every rank's memory; ranks with the same figures share a table."""
     num_layers = len({key for note in notes for key in note.layers})
     summary = next(note.summary for note in notes if note.summary)
-    transport = f"transport {config.transport}" + (f" ({why})" if why else "")
+    transport = f"transport {config.transport}" + (f" ({connection.why})" if connection.why else "")
     late = f", at most {config.late_replicas} late replicas per layer" if config.late_replicas else ""
     measured = config.speeds or ("an H100 node" if speeds is H100 else "CPU ranks")
     print(
@@ -236,6 +232,8 @@ def _say_on(notes: list[Note], config: HecateConfig, speeds: Speeds, why: str) -
     )
     if config.slots:
         print(_job_memory(notes).describe(config.lifetime), flush=True)
+    if connection.exposed:
+        print(f"FSSDP: {connection.exposed}", flush=True)
 
 
 def _state(index: int, parts: LayerParts, config: HecateConfig, connection: Connection, speeds: Speeds) -> LayerState:
@@ -246,8 +244,7 @@ def _state(index: int, parts: LayerParts, config: HecateConfig, connection: Conn
 def _attach(model: _Model, states: list[LayerState]) -> None:
     """Turn all layers at once; an exception undoes what was done."""
     prefetcher = Prefetcher(states, model.chunk_of)
-    blocks = [m for chunk in model.chunks for m in chunk.modules() if _is_block(m)]
-    block_of = {id(block.mlp): block for block in blocks}
+    block_of = {id(m.mlp): m for chunk in model.chunks for m in chunk.modules() if _is_block(m)}
     with contextlib.ExitStack() as undo:
         for layer, state in zip(model.layers, states, strict=True):
             experts = layer.experts

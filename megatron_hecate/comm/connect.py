@@ -107,8 +107,7 @@ def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout
 
     site = _Site.of_this_rank(asked, groups, problems)
     names = {group: _name_of(group) for group in sorted(groups)}
-    question = Question.next(timeout=timeout)
-    verdict = question.ask(dataclasses.asdict(site), judge, groups=list(names.values()))
+    verdict = Question.next(timeout=timeout).ask(dataclasses.asdict(site), judge, groups=list(names.values()))
     name, why = verdict.job["name"], verdict.job["why"]
     problems += verdict.job["against"]
     machines = [(other.node, other.shared_memory) for other in sites]
@@ -117,8 +116,7 @@ def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout
     parts = {group: verdict.groups[of_group] for group, of_group in names.items()}
     nodes = {group: tuple(part["nodes"]) for group, part in parts.items()}
     transports = _make_transports(name, parts, timeout=timeout)
-    failed: list[str] = []
-    usable, slower = True, None
+    failed, usable, slower = list[str](), True, None
     if name == NVLink.name:
         tested = [transport for transport in transports.values() if isinstance(transport, NVLink)]
         failed, usable, slower = self_test(tested, device_of_rank(), timeout=timeout)
@@ -130,7 +128,7 @@ def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout
         problems += [f"transport={asked!r} failed its self-test: {text}" for text in failed]
         transports = {}
     one_queue = any(site.one_queue for site in sites)
-    exposed = explain_exposed(name, across_domains=_cross_domains(sites)) if one_queue else ""
+    exposed = explain_exposed(name, across_domains=verdict.job["across"]) if one_queue else ""
     return Connection(name, why, nodes, transports, machines, slower, exposed)
 
 
@@ -209,7 +207,7 @@ def _judge(sites: Sequence[_Site]) -> Verdict:
     ready = not any(site.has_problems or site.asked != sites[0].asked for site in sites)
     groups = sorted(tuple(group) for site in sites for group in site.first_of)
     domains = {group: _domains_of(group, sites) for group in groups}
-    name, why, against = _choose(sites, [domain for of_group in domains.values() for domain in of_group])
+    name, why, against = _choose(sites, list(domains.values()))
     if ready:  # else some ranks may have built no layers
         against += _check_groups(groups, sites)
     parts: dict[str, Any] = {}
@@ -226,14 +224,16 @@ def _judge(sites: Sequence[_Site]) -> Verdict:
         for rank in group:
             made[rank] = parts[_name_of(group)]["made"] + more
     job = {"name": name, "why": why, "against": shorten(against), "go on": ready and not against}
+    job["across"] = any(len(of_group) > 1 for of_group in domains.values())
     return Verdict(job, parts)
 
 
-def _choose(sites: Sequence[_Site], domains: Sequence[Group]) -> tuple[str, str, list[str]]:
-    """The name of the transport that was asked for means, why, and what speaks against it."""
+def _choose(sites: Sequence[_Site], domains_of_groups: Sequence[Sequence[Group]]) -> tuple[str, str, list[str]]:
+    """The name of the transport that was asked for, or that "auto" means, why, and what speaks against it."""
     asked = sites[0].asked
     if asked == P2P.name or any(site.asked != asked for site in sites):
         return P2P.name, "", []
+    domains = [domain for of_group in domains_of_groups for domain in of_group]
     too_large = [f"{len(d)} ranks share a domain, {MAX_RANKS} may" for d in domains if len(d) > MAX_RANKS]
     against = shorten([*(site.unable for site in sites if site.unable), *too_large])
     if asked == NVLink.name:
@@ -241,7 +241,7 @@ def _choose(sites: Sequence[_Site], domains: Sequence[Group]) -> tuple[str, str,
     against = shorten([*against, *(site.slower for site in sites if site.slower)])
     if all(len(domain) == 1 for domain in domains):
         against.append("no two ranks of a group share an NVLink domain")
-    elif any(site.one_queue for site in sites) and _cross_domains(sites):
+    elif any(site.one_queue for site in sites) and len(domains) > len(domains_of_groups):
         against.append("with CUDA_DEVICE_MAX_CONNECTIONS=1 computing would wait while stripes go from domain to domain")
     if against:
         return P2P.name, "; ".join(against), []
@@ -262,10 +262,6 @@ def _check_groups(groups: Sequence[Group], sites: Sequence[_Site]) -> list[str]:
 
 def _name_of(group: Sequence[int]) -> str:
     return f"{group[0]}-{zlib.crc32(repr(tuple(group)).encode()):08x}"
-
-
-def _cross_domains(sites: Sequence[_Site]) -> bool:
-    return any(len(_domains_of(tuple(group), sites)) > 1 for site in sites for group in site.first_of)
 
 
 def _domains_of(group: Group, sites: Sequence[_Site]) -> list[Group]:

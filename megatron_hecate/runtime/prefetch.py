@@ -64,8 +64,7 @@ class Prefetcher:
             on_forwards_done=self.monitor.start_reduce,
             drop_unreturned=self._drop_unreturned,
         )
-        # of any layer, as long as some backward may need them
-        self._live: weakref.WeakSet[Replicas] = weakref.WeakSet()
+        self._live: weakref.WeakSet[Replicas] = weakref.WeakSet()  # of any layer, while a backward may need them
         self._gradients: bool | None = None  # of the running forward of a model chunk
         self._pool: BufferPool | None = None
         self._has_fetched = False  # any replica, ever
@@ -278,8 +277,7 @@ class Prefetcher:
             first = self.states[0]
             of_model, device = first.parts.layer.config, next(first.parts.layer.experts.parameters()).device
             in_flight = training_state.forwards_in_flight(of_model, self.chunk_of)
-            lifetime = first.config.lifetime
-            self._pool = BufferPool(first.transport, layers, lifetime, in_flight=in_flight, device=device)
+            self._pool = BufferPool(first.transport, layers, first.config.lifetime, in_flight=in_flight, device=device)
         return self._pool
 
     def _begin_iteration(self) -> None:
