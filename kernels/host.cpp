@@ -192,9 +192,11 @@ void fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigne
   }                                                                                                                   \
   void fssdp_reroute_gradient_##BITS(                                                                                 \
       unsigned tokens, unsigned tile, unsigned experts, unsigned columns, const int* before, const int* parts,        \
-      const unsigned char* map, const TYPE* out_grad, TYPE* grad) {                                                   \
+      const unsigned char* map, const TYPE* out_grad, unsigned long long row, unsigned long long column,              \
+      TYPE* grad) {                                                                                                   \
     const auto kernel = [&](fssdp::Host& th) {                                                                        \
-      fssdp::reroute_gradient<TYPE>(th, {tokens, tile}, experts, columns, before, parts, map, out_grad, grad);        \
+      const fssdp::Gradient<TYPE> out = {out_grad, row, column};                                                      \
+      fssdp::reroute_gradient<TYPE>(th, {tokens, tile}, experts, columns, before, parts, map, out, grad);             \
     };                                                                                                                \
     fssdp::launch(kernel, 1, 1);                                                                                      \
   }
