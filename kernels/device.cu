@@ -31,6 +31,7 @@ struct Device {
   // The value of the last lane.
   FSSDP_FN i64 last(i64 value) const { return __shfl_sync(mask(), value, LANES - 1, LANES); }
   FSSDP_FN bool any(bool value) const { return __any_sync(mask(), value) != 0; }
+  FSSDP_FN void begins(Pass) const {}
   FSSDP_FN void pause() const { __nanosleep(64); }
   FSSDP_FN u64 clock() const {
     u64 now;

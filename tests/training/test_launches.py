@@ -47,8 +47,8 @@ class Counted:
 
 @ranks(2)
 def test_at_most_eight_launches_and_no_wait() -> None:
-    """Per layer and microbatch with replicas. What happens once per iteration (the tables of a placement, the sum of the
-    loads) does not count, nor does fetching."""
+    """Per layer and microbatch with replicas. What happens once per iteration (the tables of a placement, the sum of
+    the loads) does not count, nor does fetching."""
     import tiny_gpt
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from torch.utils._python_dispatch import TorchDispatchMode
