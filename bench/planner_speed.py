@@ -6,7 +6,8 @@
 it (an expert of DeepSeek-V3's size, SwiGLU of 7168 x 2048, on H100 nodes, 16 microbatches per iteration, no copy
 hidden). `largest_load` is what the true loads could be balanced to. `add_late_replicas` corrects by one microbatch's
 true loads, inside nodes, 8 late replicas at most: where they are as forecast, and after a jump, when every expert is as
-popular as another was. `prepare` and `row` are this rank's quotas as torch operations on a CPU.
+popular as another was. `place and quotas` writes the tables of a placement and computes one rank's quotas, by the host
+build of the kernels.
 
 Loads change from iteration to iteration, so no plan repeats the one before; everything is drawn from a seed, compiled
 before it is timed, and timed by the wall clock. Sizes are experts/ranks, 8 ranks per node; with 256 experts on 1,024

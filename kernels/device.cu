@@ -31,6 +31,7 @@ struct Device {
   // The value of the last lane.
   FSSDP_FN i64 last(i64 value) const { return __shfl_sync(mask(), value, LANES - 1, LANES); }
   FSSDP_FN bool any(bool value) const { return __any_sync(mask(), value) != 0; }
+  FSSDP_FN void begins(Pass) const {}
   FSSDP_FN void pause() const { __nanosleep(64); }
   FSSDP_FN u64 clock() const {
     u64 now;
@@ -139,9 +140,11 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   }                                                                                                                   \
   extern "C" __global__ void __launch_bounds__(256, 4) fssdp_reroute_gradient_##BITS(                                 \
       unsigned tokens, unsigned tile, unsigned experts, unsigned columns, const int* before, const int* parts,        \
-      const unsigned char* map, const TYPE* out_grad, TYPE* grad) {                                                   \
+      const unsigned char* map, const TYPE* out_grad, unsigned long long row, unsigned long long column,              \
+      TYPE* grad) {                                                                                                   \
     fssdp::Device th;                                                                                                 \
-    fssdp::reroute_gradient<TYPE>(th, {tokens, tile}, experts, columns, before, parts, map, out_grad, grad);          \
+    const fssdp::Gradient<TYPE> out = {out_grad, row, column};                                                        \
+    fssdp::reroute_gradient<TYPE>(th, {tokens, tile}, experts, columns, before, parts, map, out, grad);               \
   }
 FSSDP_REROUTE(16, unsigned short)
 FSSDP_REROUTE(32, unsigned)

@@ -63,6 +63,7 @@ class Host {
   i64 scan(i64 value) const { return value; }
   i64 last(i64 value) const { return value; }
   bool any(bool value) const { return value; }
+  void begins(Pass) const {}
   bool all(bool value) {
     stall();
     return barrier_.all(value);
@@ -114,6 +115,20 @@ class Host {
   }
   const u32 id_, threads_, block_, blocks_;
   Barrier& barrier_;
+};
+
+// Counts the passes of the quotas, and the barriers.
+class Counter : public Host {
+ public:
+  Counter(const Host& th, i64* passes) : Host(th), passes_(passes) {}
+  void begins(Pass pass) { ++passes_[pass]; }
+  bool all(bool value) {
+    ++passes_[PASSES];
+    return Host::all(value);
+  }
+
+ private:
+  i64* passes_;
 };
 
 // One rank's grid, in which every thread calls `kernel`; returns when all have ended.
@@ -177,6 +192,15 @@ void fssdp_quotas_of_all(const int* group, const int* holders, const int* loads,
       launch([&](Host& th) { deal_source(th, Sources{g, h, w, loads}, own, rank, at); }, 1, 1);
     }
 }
+// passes: [PASSES + 1], zero at first: how often each was made, and how many barriers there were.
+void fssdp_quotas_passes(const int* group, const int* holders, const int* loads, long long* work, int* parts,
+                         long long* passes) {
+  const auto kernel = [&](fssdp::Host& host) {
+    fssdp::Counter th(host, passes);
+    fssdp::quotas(th, group, holders, loads, work, 0, 0, parts);
+  };
+  fssdp::launch(kernel, 1, 1);
+}
 void fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigned char* map, int* before, int* loads,
                  unsigned* arrived) {
   fssdp::launch(
@@ -193,9 +217,11 @@ void fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigne
   }                                                                                                                   \
   void fssdp_reroute_gradient_##BITS(                                                                                 \
       unsigned tokens, unsigned tile, unsigned experts, unsigned columns, const int* before, const int* parts,        \
-      const unsigned char* map, const TYPE* out_grad, TYPE* grad) {                                                   \
+      const unsigned char* map, const TYPE* out_grad, unsigned long long row, unsigned long long column,              \
+      TYPE* grad) {                                                                                                   \
     const auto kernel = [&](fssdp::Host& th) {                                                                        \
-      fssdp::reroute_gradient<TYPE>(th, {tokens, tile}, experts, columns, before, parts, map, out_grad, grad);        \
+      const fssdp::Gradient<TYPE> out = {out_grad, row, column};                                                      \
+      fssdp::reroute_gradient<TYPE>(th, {tokens, tile}, experts, columns, before, parts, map, out, grad);             \
     };                                                                                                                \
     fssdp::launch(kernel, 1, 1);                                                                                      \
   }

@@ -20,6 +20,8 @@ namespace fssdp {
 enum { LOCAL_ROUNDS = 3, MAX_ROUNDS = 256, MAX_DEPTH = 4096 };  // MAX_DEPTH: distances looked at, over all rounds
 enum { SLACK = 4096 };  // the level may lie a part in SLACK above the least possible: it saves rounds
 enum { FAR = 1 << 30 };
+// Passes over ranks or experts, each with a barrier behind it; a policy may count them (`begins`).
+enum Pass { ROUND, LABEL, RAISE, TAKE, OFFER, ACCEPT, GIVE_BACK, PASSES };
 enum { NO_WAY = 0, IN_NODE = 1, ANYWHERE = 2 };
 
 struct Work {
@@ -156,6 +158,7 @@ struct Quotas {
 
   // Begins a round: loads, and which ranks are below the level. False: no rank is above it.
   FSSDP_FN bool begin_round() {
+    th.begins(ROUND);
     bool balanced = true;
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
       const i64 load = add_up(r);
@@ -184,6 +187,7 @@ struct Quotas {
 
   // Labels ranks whose tokens need so many pushes. `all`: every rank above the level has a label now. False: no new one.
   FSSDP_FN bool label(i32 pushes, bool& all) {
+    th.begins(LABEL);
     const i32* before = w.depth + (pushes - 1) % 2 * g.ranks;
     i32* after = w.depth + pushes % 2 * g.ranks;
     bool none = true, mine = true;
@@ -213,6 +217,7 @@ struct Quotas {
 
   // Some rank above the level reaches none below it: a higher level.
   FSSDP_FN void raise() {
+    th.begins(RAISE);
     i64 tokens = 0, ranks = 0;
     for (i32 r = th.lane(); r < g.ranks; r += th.lanes())
       if (depth[r] == FAR) {
@@ -233,6 +238,7 @@ struct Quotas {
   // Ranks at `pushes` accept what was offered, and take what they have above the level out of what they serve: first
   // what stays on its node. False: there is none.
   FSSDP_FN bool take(i32 pushes) {
+    th.begins(TAKE);
     bool none = true;
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
       if (depth[r] != pushes) continue;
@@ -270,6 +276,7 @@ struct Quotas {
 
   // Experts offer what was taken to their holders one push nearer: of the same stretch, or of all.
   FSSDP_FN void offer(i32 pushes) {
+    th.begins(OFFER);
     for (i32 i = th.team(); i < h.shared; i += th.teams()) {
       const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
       i64 anywhere = 0, any = 0, all = 0;
@@ -278,8 +285,8 @@ struct Quotas {
         any += taken(c, pushes, IN_NODE);
         all += weight(c, pushes - 1);
       }
+      if (!th.any(anywhere + any > 0)) continue;
       anywhere = team_sum(anywhere);
-      if (anywhere + team_sum(any) == 0) continue;
       all = team_sum(all);
       Running part = {0};
       for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
@@ -300,6 +307,7 @@ struct Quotas {
 
   // Ranks below the level accept as much as they have room for. True: that was all.
   FSSDP_FN bool accept() {
+    th.begins(ACCEPT);
     bool whole = true;
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
       if (depth[r] != 0) continue;
@@ -325,6 +333,7 @@ struct Quotas {
 
   // What was not accepted stays where it was.
   FSSDP_FN void give_back() {
+    th.begins(GIVE_BACK);
     for (i32 i = th.team(); i < h.shared; i += th.teams()) {
       const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
       i64 accepted = 0, all = 0;
@@ -332,9 +341,9 @@ struct Quotas {
         if (depth[h.rank[c]] == 0) accepted += w.offered[c];
         all += taken(c, 1, IN_NODE) + taken(c, 1, ANYWHERE);
       }
+      if (!th.any(all > 0)) continue;
       all = team_sum(all);
       const i64 back = all - team_sum(accepted);
-      if (back == 0) continue;
       Running part = {0};
       for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
         const i64 own = c < end ? taken(c, 1, IN_NODE) + taken(c, 1, ANYWHERE) : 0, upto = part.upto(th, own);

@@ -94,10 +94,17 @@ FSSDP_FN void reroute(Thread& th, const Tokens& t, const i32* group, const i32* 
   }
 }
 
-// The gradient of `probs` [T, E], from that of `out`.
+// The gradient of `out` [T, R * P], wherever its rows and columns lie: Megatron's permutation makes it column by column.
+template <class Bits>
+struct Gradient {
+  const Bits* at;
+  u64 row, column;  // elements from one to the next
+};
+
+// The gradient of `probs` [T, E].
 template <class Bits, class Thread>
 FSSDP_FN void reroute_gradient(Thread& th, const Tokens& t, u32 experts, u32 columns, const i32* before, const i32* parts,
-                               const u8* map, const Bits* out_grad, Bits* grad) {
+                               const u8* map, const Gradient<Bits>& out, Bits* grad) {
   const Parts p = parts_at(parts, columns);
   const u32 chunks = (experts + th.count() - 1) / th.count();
   for (u32 block = th.block(); block < t.tiles() * chunks; block += th.blocks()) {
@@ -115,7 +122,7 @@ FSSDP_FN void reroute_gradient(Thread& th, const Tokens& t, u32 experts, u32 col
         Bits value = 0;
         if (chosen[i]) {
           while (c + 1 < p.begin[expert + 1] && place >= p.last[c]) ++c;
-          value = out_grad[(u64)(first + i) * columns + p.physical[c]];
+          value = out.at[(first + i) * out.row + (u32)p.physical[c] * out.column];
           ++place;
         }
         grad[(u64)(first + i) * experts + expert] = value;

@@ -10,7 +10,7 @@ import torch
 
 from megatron_hecate.device.compile import cubin, host_library
 
-Argument = ctypes.c_void_p | ctypes.c_uint
+Argument = ctypes.c_void_p | ctypes.c_uint | ctypes.c_int | ctypes.c_ulonglong
 
 
 class Kernels:

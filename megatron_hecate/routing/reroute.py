@@ -93,13 +93,14 @@ class _Reroute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         routing_map, before, parts = ctx.saved_tensors
-        (num_tokens, num_experts), grad = routing_map.shape, grad.contiguous()
-        into = grad.new_empty(routing_map.shape)
-        numbers = [ctypes.c_uint(number) for number in (num_tokens, ctx.tile, num_experts, grad.shape[1])]
-        memory = _at(before, parts, routing_map, grad, into)
+        num_tokens, num_experts = routing_map.shape
+        into = torch.empty(routing_map.shape, dtype=grad.dtype, device=grad.device)
+        arguments = [ctypes.c_uint(number) for number in (num_tokens, ctx.tile, num_experts, grad.shape[1])]
+        arguments += _at(before, parts, routing_map, grad)
+        arguments += [ctypes.c_ulonglong(stride) for stride in grad.stride()]  # Megatron's lies column by column
         blocks = len(before) * -(-num_experts // THREADS)
         name = f"fssdp_reroute_gradient_{BITS[grad.dtype]}"
-        ctx.kernels.launch(name, *numbers, *memory, blocks=blocks, threads=THREADS)
+        ctx.kernels.launch(name, *arguments, *_at(into), blocks=blocks, threads=THREADS)
         return into, None, None, None, None
 
 

@@ -105,7 +105,7 @@ class LoadMonitor:
             size = self._shape[0] * self._shape[1]
             self._sums = torch.zeros(size + MEASURED, dtype=torch.int64, device=loads.device)
             self._counts = self._sums[:size].view(self._shape)
-        self._counts[layer, : len(loads)] += loads
+        self._counts[layer, : len(loads)].add_(loads)  # += copies, too
 
     def start_reduce(self) -> None:
         """Start summing this iteration's counts over the group. Every rank must call it at the same point."""

@@ -58,19 +58,25 @@ def chain(num_ranks: int) -> Placement:
     return homes.with_replicas([(e, e + 1) for e in range(num_ranks - 1)])
 
 
-def least_largest(load: np.ndarray, placement: Placement) -> int:
-    """The smallest largest rank load: bisection over scipy's maximum flow from experts through holders to ranks."""
+def fits(load: np.ndarray, placement: Placement, cap: int) -> bool:
+    """Whether no rank needs more than ``cap`` tokens: scipy's maximum flow from experts through holders to ranks."""
     num_experts, num_ranks, total = placement.num_experts, placement.num_ranks, int(load.sum())
     expert, rank = np.nonzero(placement.holders)
     source, sink = num_experts + num_ranks, num_experts + num_ranks + 1
     head = np.concatenate([np.full(num_experts, source), expert, num_experts + np.arange(num_ranks)])
     tail = np.concatenate([np.arange(num_experts), num_experts + rank, np.full(num_ranks, sink)])
-    low, high = -(-total // num_ranks), total
+    capacity = np.concatenate([load, load[expert], np.full(num_ranks, cap)]).astype(np.int32)
+    graph = csr_array((capacity, (head, tail)), shape=(sink + 1, sink + 1))
+    return maximum_flow(graph, source, sink).flow_value == total
+
+
+def least_largest(load: np.ndarray, placement: Placement) -> int:
+    """The smallest largest rank load, by bisection."""
+    total = int(load.sum())
+    low, high = -(-total // placement.num_ranks), total
     while low < high:
         cap = (low + high) // 2
-        capacity = np.concatenate([load, load[expert], np.full(num_ranks, cap)]).astype(np.int32)
-        graph = csr_array((capacity, (head, tail)), shape=(sink + 1, sink + 1))
-        if maximum_flow(graph, source, sink).flow_value == total:
+        if fits(load, placement, cap):
             high = cap
         else:
             low = cap + 1

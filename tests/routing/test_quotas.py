@@ -7,10 +7,12 @@ to holders.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from plan.cases import chain, least_largest, some_homes, some_load, some_replicas, some_world
+from plan.cases import chain, fits, least_largest, some_homes, some_load, some_replicas, some_world
 from scipy.optimize import linprog
 from scipy.sparse import lil_array
 
@@ -33,6 +35,7 @@ def loads_of(rng: np.random.Generator, num_sources: int, num_experts: int, token
     return np.array([some_load(rng, num_experts, tokens=tokens) * (rng.random() < 0.9) for _ in range(num_sources)])
 
 
+TRACES = Path(__file__).resolve().parents[2] / "bench" / "data"
 HOST = torch.device("cpu")
 
 
@@ -45,6 +48,11 @@ def dense(tokens: np.ndarray, order: HolderOrder, placement: Placement) -> np.nd
     table = np.zeros((len(tokens), placement.num_experts, placement.num_ranks), np.int64)
     table[:, order.expert, order.rank] = tokens
     return table
+
+
+def by_expert(tokens: np.ndarray, order: HolderOrder) -> np.ndarray:
+    """[N, E] what all holders of an expert serve."""
+    return np.add.reduceat(tokens, np.flatnonzero(np.diff(order.expert, prepend=-1)), axis=1)
 
 
 def largest(tokens: np.ndarray, order: HolderOrder) -> int:
@@ -123,6 +131,25 @@ def test_the_largest_load_is_the_smallest_possible(seed: int) -> None:
     assert largest(tokens, order) <= least_largest(loads.sum(axis=0), placement) * (1 + 1 / 4096) + 1
 
 
+@pytest.mark.parametrize("trace", ["pysrc_e64k6_aux0", "pysrc_e64k6_aux1e-2"])
+@pytest.mark.parametrize("num_ranks", [8, 16, 32, 64])
+@pytest.mark.parametrize("slots", [1, 2])
+def test_recorded_loads_are_balanced(trace: str, num_ranks: int, slots: int) -> None:
+    """Replicas planned from the step before: never more than 0.1 % above the smallest largest load there is."""
+    with np.load(TRACES / f"{trace}.npz") as archive:
+        counts = archive["counts"].astype(np.int64)  # [T, L, N, E]
+    rng, world = np.random.default_rng(num_ranks), World(tuple(rank // 8 for rank in range(num_ranks)))
+    source_rank = np.arange(counts.shape[2]) * num_ranks // counts.shape[2]
+    for step, layer in zip(rng.integers(1, len(counts), 6), rng.integers(counts.shape[1], size=6), strict=True):
+        homes = Placement.initial(counts.shape[3], num_ranks, num_slots=slots)
+        placement = plan_replicas(counts[step - 1, layer].sum(axis=0), homes, world, cost=CopyCost())
+        loads = counts[step, layer]
+        tokens, order = quotas_of_all(loads, placement, GroupShape.of(world, placement, source_rank.tolist()))
+        assert (dense(tokens, order, placement).sum(axis=2) == loads).all() and tokens.min() >= 0
+        below = int((largest(tokens, order) - 1) / 1.001)
+        assert below * num_ranks < loads.sum() or not fits(loads.sum(axis=0), placement, below)
+
+
 @pytest.mark.parametrize("num_ranks", [16, 64])
 def test_a_chain_of_ranks_is_balanced(num_ranks: int) -> None:
     half = num_ranks // 2
@@ -178,9 +205,12 @@ def test_extreme_counts_are_conserved(tokens: int) -> None:
     placement = Placement.initial(8, 4, num_slots=2).with_replicas([(0, 1), (0, 2), (0, 3), (2, 0), (3, 0)])
     loads = np.zeros((4, 8), np.int64)
     loads[:, 0] = tokens
-    quotas, order = solve(loads, placement, World((0, 0, 1, 1)))
-    assert (dense(quotas, order, placement).sum(axis=2) == loads).all() and quotas.min() >= 0
-    assert quotas.sum(axis=0).max() <= tokens * (1 + 1 / 4096) + 1
+    for world in (World((0, 0, 1, 1)), World((0, 1, 1, 1))):
+        quotas, order = solve(loads, placement, world)
+        assert (dense(quotas, order, placement).sum(axis=2) == loads).all() and quotas.min() >= 0
+        assert quotas.sum(axis=0).max() <= tokens * (1 + 1 / 4096) + 1
+    quotas, _ = solve(np.full((4, 8), tokens), placement, World((0, 0, 1, 1)))
+    assert quotas.sum() == 32 * tokens and quotas.min() >= 0
 
 
 def test_one_rank_and_no_replicas() -> None:
@@ -191,13 +221,20 @@ def test_one_rank_and_no_replicas() -> None:
     assert tokens.tolist() == [[1, 2], [3, 4]]
 
 
+def test_a_chain_of_a_thousand_ranks_ends_and_conserves() -> None:
+    """The longest ways there are: the work is bounded, so not all of it may be balanced."""
+    loads = np.tile(np.where(np.arange(1024) < 512, 12, 4), (1024, 1))
+    tokens, order = solve(loads, chain(1024), World(tuple(r // 8 for r in range(1024))))
+    assert tokens.min() >= 0 and (by_expert(tokens, order) == loads).all()
+
+
 def test_a_thousand_ranks() -> None:
     rng = np.random.default_rng(0)
     homes = Placement.initial(1024, 1024, num_slots=1)
     placement = homes.with_replicas([(int((r * 7 + 1) % 1024), r) for r in range(1024)])
     loads = rng.poisson(rng.pareto(3, 1024) + 0.5, (1024, 1024)).astype(np.int32)
     tokens, order = solve(loads, placement, World(tuple(r // 8 for r in range(1024))))
-    assert tokens.min() >= 0 and (dense(tokens, order, placement).sum(axis=2) == loads).all()
+    assert tokens.min() >= 0 and (by_expert(tokens, order) == loads).all()
     assert largest(tokens, order) <= least_largest(loads.sum(axis=0), placement) * (1 + 1 / 4096) + 1
 
 

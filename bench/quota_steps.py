@@ -1,0 +1,130 @@
+"""How many dependent steps the quotas of one layer take, and how long that would be on a GPU: an estimate.
+
+    python bench/quota_steps.py
+
+64 ranks on nodes of 8. Loads: the recordings in `bench/data` as they are (64 experts), their four layers side by side
+as one layer of 256 experts, and drawn ones (256 experts, log-normal popularity that drifts). Replicas are those that
+`plan_replicas` puts into all slots from the forecast. Counted on the host, by the build that CPU ranks run; the GPU's
+kernel makes the same passes. Between two barriers, all threads make one *pass* over the ranks or the experts.
+
+The estimate is arithmetic, not a measurement: `CYCLES` per pass, counted along the longest chain of dependent
+instructions of one thread, for 512 threads, teams of 8 lanes, at most 8 physical experts per rank, 128 experts with
+replicas and 16 holders of an expert: 33 cycles for a load that hits L1, 30 for a shuffle of 64 bits, 150 for a
+division, 40 for a barrier (published measurements of H100), at 1.7 GHz.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from loads import DATA, Trace  # noqa: E402
+
+from megatron_hecate.device.launch import Kernels  # noqa: E402
+from megatron_hecate.plan import CopyCost, Placement, World, largest_load, plan_replicas  # noqa: E402
+from megatron_hecate.routing.quotas import quotas_of_all  # noqa: E402
+from megatron_hecate.routing.tables import GroupShape, HolderOrder  # noqa: E402
+from megatron_hecate.runtime.load_monitor import LoadHistory  # noqa: E402
+
+RANKS, PER_NODE = 64, 8
+PASSES = ("rounds", "labels", "raises", "takes", "offers", "accepts", "given back", "barriers")
+CYCLES = np.array([400, 420, 450, 770, 1300, 550, 900, 0])
+# counting 256 x 8 numbers from L2, the even start, foreign tokens, and one source's parts at the end
+CYCLES_BESIDE: int = 8500
+GHZ: float = 1.7
+LAUNCH_US: float = 3.0
+
+
+def recorded(name: str, *, together: bool) -> np.ndarray:
+    """[T, L, R, E] counts; ``together``: one layer of all layers' experts."""
+    counts = Trace.read(DATA / f"{name}.npz").to_ranks(RANKS)
+    if together:
+        steps, layers, ranks, experts = counts.shape
+        counts = counts.transpose(0, 2, 1, 3).reshape(steps, 1, ranks, layers * experts)
+    return counts
+
+
+def drawn(steps: int) -> np.ndarray:
+    """[T, 1, R, 256] counts."""
+    rng, experts = np.random.default_rng(0), 256
+    popularity, taste = rng.normal(0, 1, experts), rng.normal(0, 0.3, (RANKS, experts))
+    counts = []
+    for _ in range(steps):
+        share = np.exp(popularity + taste)
+        counts.append(rng.poisson(share / share.sum(axis=1, keepdims=True) * 8192))
+        popularity += rng.normal(0, 0.1, experts)
+    return np.array(counts)[:, None]
+
+
+def replays(counts: np.ndarray, slots: int, every: int) -> Iterator[tuple[np.ndarray, Placement, GroupShape]]:
+    """Loads [R, E], the replicas planned for them, and the group; every so many steps of every layer."""
+    world = World(tuple(rank // PER_NODE for rank in range(RANKS)))
+    for layer in range(counts.shape[1]):
+        homes = Placement.initial(counts.shape[3], RANKS, num_slots=slots)
+        history, placement = LoadHistory(), homes
+        for step, loads in enumerate(counts[:, layer]):
+            if step:
+                forecast = history.forecast()
+                assert forecast is not None
+                placement = plan_replicas(forecast[0], homes, world, cost=CopyCost(), previous=placement)
+                if step % every == 0:
+                    yield loads, placement, GroupShape.of(world, placement)
+            history.append(loads.sum(axis=0)[None])
+
+
+def count_passes(loads: np.ndarray, placement: Placement, shape: GroupShape) -> np.ndarray:
+    """[8] int64, in the order of ``PASSES``."""
+    function = Kernels(torch.device("cpu")).function("fssdp_quotas_passes")
+    passes = np.zeros(len(PASSES), np.int64)
+    tables = (shape.table(), HolderOrder.of(placement, shape).table(shape), np.ascontiguousarray(loads, np.int32))
+    memory = (np.empty(shape.work_size(1), np.int64), np.empty(shape.parts_size, np.int32), passes)
+    function(*(ctypes.c_void_p(array.ctypes.data) for array in (*tables, *memory)))
+    return passes
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--every", type=int, default=4, help="steps from one that is counted to the next (%(default)s)")
+    every = parser.parse_args().every
+    if every < 1:
+        parser.error(f"--every={every} must be 1 or more")
+    names = sorted(path.stem for path in DATA.glob("*.npz"))
+    cases = {f"{name}, 64": recorded(name, together=False) for name in names}
+    cases |= {f"{name}, 256": recorded(name, together=True) for name in names}
+    cases["drawn, 256"] = drawn(240)
+    columns = ", ".join(PASSES[:-1])
+    print(
+        f"| load, experts | slots | {columns}: mean | barriers: mean, p99, most | load over optimum: mean, p99 | us |"
+    )
+    print("|---|---|---|---|---|---|")
+    for name, counts in cases.items():
+        for slots in (1, 2):
+            passes, over = [], []
+            for loads, placement, shape in replays(counts, slots, every):
+                passes.append(count_passes(loads, placement, shape))
+                tokens, order = quotas_of_all(loads, placement, shape)
+                largest = np.bincount(order.rank, weights=tokens.sum(axis=0)).max()
+                over.append(largest / largest_load(loads.sum(axis=0), placement))
+            found = np.array(passes)
+            mean, barriers = found.mean(axis=0), found[:, -1]
+            us = (found @ CYCLES + CYCLES_BESIDE) / GHZ / 1e3 + LAUNCH_US
+            print(
+                f"| {name} | {slots} | {', '.join(f'{value:.1f}' for value in mean[:-1])} | {mean[-1]:.0f}, "
+                f"{np.percentile(barriers, 99):.0f}, {barriers.max()} | {np.mean(over):.5f}, "
+                f"{np.percentile(over, 99):.5f} | {us.mean():.0f}, p99 {np.percentile(us, 99):.0f} |",
+                flush=True,
+            )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

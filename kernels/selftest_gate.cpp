@@ -1,0 +1,130 @@
+// One block as threads, and teams of lanes among them, for the kernels after the gate: ThreadSanitizer and
+// AddressSanitizer watch, and what comes out is compared with what a file says. tests/routing/test_gate_kernels.py
+// writes the files.
+//
+//     g++ -std=c++17 -pthread -fsanitize=thread -DFSSDP_STALLS -o selftest_gate selftest_gate.cpp && ./selftest_gate FILE
+//
+// A file is arrays, each a u64 number of bytes and them, in the order in which `main` reads them.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "host.cpp"
+
+namespace {
+
+using namespace fssdp;
+
+// Lanes that exchange values as a GPU's do: all of a team must come, or none does.
+struct Team {
+  explicit Team(u32 lanes) : barrier(lanes), values(lanes) {}
+  Barrier barrier;
+  std::vector<i64> values;
+};
+
+class Lanes : public Host {
+ public:
+  Lanes(const Host& th, i32 lanes, std::vector<Team*>& teams) : Host(th), lanes_(lanes), teams_(teams) {}
+  i32 lanes() const { return lanes_; }
+  i32 lane() const { return (i32)id() % lanes_; }
+  i32 team() const { return (i32)id() / lanes_; }
+  i32 teams() const { return (i32)count() / lanes_; }
+  i64 scan(i64 value) { return over(value, 0, lane() + 1); }
+  i64 last(i64 value) { return over(value, lanes_ - 1, lanes_); }
+  bool any(bool value) { return over(value, 0, lanes_) != 0; }
+
+ private:
+  i64 over(i64 value, i32 begin, i32 end) {
+    Team& own = *teams_[team()];
+    own.values[lane()] = value;
+    own.barrier.all(true);
+    i64 sum = 0;
+    for (i32 i = begin; i < end; ++i) sum += own.values[i];
+    own.barrier.all(true);
+    return sum;
+  }
+  const i32 lanes_;
+  std::vector<Team*>& teams_;
+};
+
+FILE* file;
+
+// Arrays end where their memory does, so that AddressSanitizer sees what goes too far.
+template <class T>
+struct Array {
+  u64 bytes = 0;
+  T* at;
+  Array() {
+    if (std::fread(&bytes, 8, 1, file) != 1) std::_Exit(2);
+    at = (T*)std::malloc(bytes);
+    if (bytes && std::fread(at, bytes, 1, file) != 1) std::_Exit(2);
+  }
+  explicit Array(u64 count) : bytes(count * sizeof(T)), at((T*)std::malloc(bytes)) { std::memset(at, 0xab, bytes); }
+  Array(const Array&) = delete;
+  ~Array() { std::free(at); }
+};
+
+template <class T>
+void compare(const char* what, const Array<T>& found, const Array<T>& expected) {
+  for (u64 b = 0; b < expected.bytes; ++b)
+    if (((const char*)found.at)[b] != ((const char*)expected.at)[b]) {
+      std::printf("FAIL %s: element %llu is not as it should be\n", what, b / sizeof(T));
+      std::fflush(stdout), std::_Exit(1);
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  file = argc == 2 ? std::fopen(argv[1], "rb") : nullptr;
+  if (!file) return 2;
+  enum { THREADS, LANES, BLOCKS, TOKENS, TILE, OWN, RANK, WORK, EXPERTS, COLUMNS };
+  const Array<i32> head, group, holders, loads, parts_wanted;
+  const Array<u8> map;
+  const Array<i32> before_wanted, loads_wanted;
+  const Array<u32> probs;
+  const Array<u8> out_map_wanted;
+  const Array<u32> out_wanted, out_grad, grad_wanted;
+  const i32* n = head.at;
+  const Tokens tokens = {(u32)n[TOKENS], (u32)n[TILE]};
+
+  Array<i64> work((u64)n[WORK]);
+  Array<i32> parts(parts_wanted.bytes / 4), before(before_wanted.bytes / 4), own_loads(loads_wanted.bytes / 4);
+  std::memcpy(parts.at, parts_wanted.at, parts.bytes);  // what lies beyond the last holder is not written
+  for (i32 c = 0; c < holders.at[1 + n[EXPERTS]]; ++c) parts.at[c] = -1;
+  std::vector<Team*> teams;
+  for (i32 i = 0; i < n[THREADS] / n[LANES]; ++i) teams.push_back(new Team((u32)n[LANES]));
+  const auto solve = [&](Host& host) {
+    Lanes th(host, n[LANES], teams);
+    quotas(th, group.at, holders.at, loads.at, work.at, n[OWN], n[RANK], parts.at);
+  };
+  launch(solve, 1, (u32)n[THREADS]);
+  for (Team* team : teams) delete team;
+  compare("parts", parts, parts_wanted);
+
+  u32 arrived = 0;
+  const auto count = [&](Host& th) {
+    count_tokens(th, tokens, (u32)n[EXPERTS], map.at, before.at, own_loads.at, &arrived);
+  };
+  for (int again = 0; again < 2; ++again) launch(count, (u32)n[BLOCKS], (u32)n[THREADS]);
+  compare("tokens before tiles", before, before_wanted);
+  compare("loads", own_loads, loads_wanted);
+
+  Array<u8> out_map(out_map_wanted.bytes);
+  Array<u32> out(out_wanted.bytes / 4), grad(grad_wanted.bytes / 4);
+  const auto forward = [&](Host& th) {
+    reroute<u32>(th, tokens, group.at, holders.at, before.at, parts.at, map.at, probs.at, 0u, out_map.at, out.at);
+  };
+  launch(forward, (u32)n[BLOCKS], (u32)n[THREADS]);
+  compare("routing map", out_map, out_map_wanted);
+  compare("probabilities", out, out_wanted);
+  const auto backward = [&](Host& th) {
+    const Gradient<u32> gradient = {out_grad.at, 1, tokens.tokens};  // column by column
+    const u32 experts = (u32)n[EXPERTS], columns = (u32)n[COLUMNS];
+    reroute_gradient<u32>(th, tokens, experts, columns, before.at, parts.at, map.at, gradient, grad.at);
+  };
+  launch(backward, (u32)n[BLOCKS], (u32)n[THREADS]);
+  compare("gradient", grad, grad_wanted);
+  std::fclose(file);
+  std::puts("OK");
+}

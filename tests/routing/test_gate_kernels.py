@@ -1,0 +1,139 @@
+"""The kernels after the gate as one block of threads, with teams of lanes, under sanitizers; and with bugs planted.
+
+Oracle: the sanitizers, and values: quotas by one thread, which `test_quotas` compares with libraries' solvers; tokens
+rerouted one by one in Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gate_mutations import MUTATIONS
+from plan.cases import chain, some_homes, some_replicas, some_world
+
+from megatron_hecate.device.compile import SOURCES
+from megatron_hecate.plan import Placement, World
+from megatron_hecate.routing.quotas import quotas_of_all
+from megatron_hecate.routing.tables import GroupShape, HolderOrder
+
+pytestmark = pytest.mark.slow
+SANITIZERS = {"thread": "-fsanitize=thread", "address": "-fsanitize=address,undefined"}
+TILE = 7
+
+
+def build(folder: Path, sanitizer: str, sources: Path = SOURCES) -> Path:
+    out = folder / f"selftest-{sanitizer}"
+    flags = f"-std=c++17 -g -O1 -pthread {SANITIZERS[sanitizer]} -DFSSDP_STALLS".split()
+    subprocess.run(["g++", *flags, "-o", str(out), str(sources / "selftest_gate.cpp")], check=True, timeout=300)
+    return out
+
+
+def run(binary: Path, file: Path, timeout: float = 120) -> subprocess.CompletedProcess:
+    fixed = shutil.which("setarch") and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0
+    options = {"TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": "halt_on_error=1"}
+    command = [*(["setarch", "-R"] if fixed else []), str(binary), str(file)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **options})
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Block:
+    """What is run: a placement, the loads of all sources, and how many threads, lanes of a team and blocks."""
+
+    placement: Placement
+    world: World
+    loads: np.ndarray
+    threads: int
+    lanes: int
+    blocks: int = 3
+
+    def write(self, path: Path, rng: np.random.Generator) -> None:
+        """One source's part of it, with tokens of its own that its loads follow."""
+        experts, tokens = self.placement.num_experts, int(rng.integers(1, 40))
+        chosen = rng.random((tokens, experts)) < 0.3
+        rank, loads = int(rng.integers(self.placement.num_ranks)), self.loads.astype(np.int32)
+        loads[rank] = chosen.sum(axis=0)
+        shape = GroupShape.of(self.world, self.placement)
+        quotas, order = quotas_of_all(loads, self.placement, shape)
+        most, counts = shape.num_physical, np.bincount(order.expert, minlength=experts)
+        begin = np.concatenate([[0], np.cumsum(counts)])
+        parts = np.zeros(shape.parts_size, np.int32)
+        for e in range(experts):
+            parts[begin[e] : begin[e + 1]] = quotas[rank, begin[e] : begin[e + 1]].cumsum()
+        parts[most : most + len(order.physical)], parts[2 * most :] = order.physical, begin
+        tiles = range(0, tokens, TILE)
+        before = np.array([chosen[:first].sum(axis=0) for first in tiles], np.int32)
+        probs, out_grad = (rng.integers(1, 2**31, size, np.uint32) for size in ((tokens, experts), (tokens, most)))
+        out_map, out, grad = np.zeros((tokens, most), bool), np.zeros((tokens, most), np.uint32), np.zeros_like(probs)
+        place = np.zeros(experts, np.int64)
+        for token, expert in np.argwhere(chosen):
+            last = parts[begin[expert] : begin[expert + 1]]
+            physical = order.physical[begin[expert] + np.flatnonzero(place[expert] < last)[0]]
+            place[expert] += 1
+            out_map[token, physical], out[token, physical] = True, probs[token, expert]
+            grad[token, expert] = out_grad[token, physical]
+        own = int(np.flatnonzero(shape.order == rank)[0])
+        head = [self.threads, self.lanes, self.blocks, tokens, TILE, own, rank, shape.work_size(self.threads)]
+        arrays = [
+            np.array([*head, experts, most], np.int32),
+            shape.table(),
+            HolderOrder.of(self.placement, shape).table(shape),
+        ]
+        arrays += [loads, parts, chosen, before, loads[rank], probs, out_map, out, out_grad.T, grad]
+        path.write_bytes(b"".join(np.uint64(a.nbytes).tobytes() + np.ascontiguousarray(a).tobytes() for a in arrays))
+
+
+def some_block(seed: int, *, threads: int, lanes: int) -> tuple[Block, np.random.Generator]:
+    """Steep loads on random holders; every fourth a chain of ranks, every fourth counts near 2^31."""
+    rng = np.random.default_rng(seed)
+    placement = chain(int(rng.integers(3, 14))) if seed % 4 == 1 else some_replicas(rng, some_homes(rng), share=1.0)
+    world = some_world(rng, placement.num_ranks)
+    scale = 2**31 - 1 if seed % 4 == 2 else 3000
+    loads = (rng.dirichlet(np.full(placement.num_experts, 0.3), placement.num_ranks) * scale).astype(np.int64)
+    loads[rng.random(placement.num_ranks) < 0.2] = 0
+    return Block(placement, world, loads, threads, lanes), rng
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("gate")
+    return {sanitizer: build(folder, sanitizer) for sanitizer in SANITIZERS}
+
+
+@pytest.mark.parametrize(("threads", "lanes"), [(1, 1), (6, 1), (6, 2), (8, 4), (8, 8)])
+@pytest.mark.parametrize("sanitizer", list(SANITIZERS))
+def test_a_block_of_threads(
+    programs: dict[str, Path], tmp_path: Path, sanitizer: str, threads: int, lanes: int
+) -> None:
+    """The same integers for any number of threads and lanes; no race, no access out of bounds, no overflow."""
+    for seed in range(8):
+        block, rng = some_block(seed, threads=threads, lanes=lanes)
+        block.write(tmp_path / "file", rng)
+        done = run(programs[sanitizer], tmp_path / "file")
+        assert (done.stdout, done.returncode) == ("OK\n", 0), (seed, done.stdout + done.stderr)
+
+
+@pytest.mark.parametrize("bug", list(MUTATIONS))
+def test_a_planted_bug_is_caught(tmp_path: Path, bug: str) -> None:
+    """By a sanitizer, a wrong value, or a run that does not end."""
+    file, text, replacement, sanitizer = MUTATIONS[bug]
+    sources = tmp_path / "kernels"
+    shutil.copytree(SOURCES, sources)
+    source = (sources / file).read_text()
+    assert source.count(text) == 1, f"{file} has {source.count(text)} times {text!r}"
+    (sources / file).write_text(source.replace(text, replacement))
+    binary = build(tmp_path, sanitizer, sources)
+    for seed in range(24):
+        block, rng = some_block(seed, threads=8, lanes=2)
+        block.write(tmp_path / "file", rng)
+        try:
+            if run(binary, tmp_path / "file", timeout=30).returncode:
+                return
+        except subprocess.TimeoutExpired:
+            return
+    pytest.fail("the bug was not caught")
