@@ -19,7 +19,7 @@ from megatron_hecate.comm.nvlink.schedule import Place, Schedule
 from megatron_hecate.comm.transport import Copy
 
 WRITE, CHECK, GATHER, REDUCE, COPIES = range(5)  # COPIES: a gather of which the kernels only make the signals
-GUARD = 256  # bytes between regions that nobody may write
+GUARD = 256  # bytes between regions that nobody may write, at least; regions begin at multiples of it
 PROGRAM = 1 << 16  # bytes set aside for a transfer's program
 
 
@@ -62,7 +62,8 @@ class Script:
         self.told = (begin - 1) % 2**32  # by everyone, before the first transfer
         self.operations: list[list[Operation]] = [[] for _ in range(setup.ranks)]
         self._random = torch.Generator().manual_seed(begin + setup.shift)
-        self._end, self._guards = 0, []
+        self._end = 0
+        self._guards: list[tuple[int, int]] = []  # [begin, end) of what lies between regions
         self.progress, self.arrived = self._region(4 * setup.ranks), self._region(4 * MAX_STEPS)
         self.failure, self.program = self._region(FAILURE.itemsize), self._region(PROGRAM)
         self.regions: dict[tuple[str, int], list[tuple[int, int]]] = {}  # offset and elements of each tensor
@@ -85,7 +86,7 @@ class Script:
     def _region(self, size: int) -> int:
         begin = self._end
         self._end = -(-(begin + size) // GUARD) * GUARD + GUARD
-        self._guards.append(self._end - GUARD)
+        self._guards.append((begin + size, self._end))
         return begin
 
     def _do(self, rank: int, kind: int, *, at: int, values: Tensor, number: int = -1) -> None:
@@ -130,7 +131,8 @@ class Script:
         self.begin, self._number = self.begin + len(steps.steps) + 1, self._number + 1
 
     def iteration(self, copies: Sequence[Copy], *, by_copies: bool = False) -> None:
-        """New weights; to the replicas, by plain copies or the kernel, and checked; new gradients; home and checked."""
+        """New weights; to the replicas, by plain copies or the kernel, and checked; new gradients; home, written over
+        by the next backward as soon as they may be, and checked."""
         sent = sorted({(copy.home, copy.index) for copy in copies})
         weights = {key: self._drawn(torch.bfloat16) for key in sent}
         totals = {key: self._drawn(torch.float32) for key in sent}
@@ -143,6 +145,9 @@ class Script:
             self._do_chunk(copy.rank, CHECK, memory=("slot", copy.slot), values=weights[copy.home, copy.index])
             self._do_chunk(copy.rank, WRITE, memory=("grad", copy.slot), values=grads[copy])
         self._transfer(copies, REDUCE)
+        for copy in copies:
+            values = self._drawn(self.setup.grad_dtype)
+            self._do_chunk(copy.rank, WRITE, memory=("grad", copy.slot), values=values)
         for home, index in sent:
             replicas = sorted((c for c in copies if (c.home, c.index) == (home, index)), key=lambda c: c.rank)
             total, *others = [grads[copy].float() for copy in replicas]
@@ -153,8 +158,9 @@ class Script:
     def end(self) -> None:
         """A last look at the memory between regions."""
         for rank, noise in enumerate(self._noise):
-            for at in (at for at in self._guards if at > self.program):
-                self._do(rank, CHECK, at=at, values=noise[at : at + GUARD])
+            for begin, end in self._guards:
+                if begin > self.program:
+                    self._do(rank, CHECK, at=begin, values=noise[begin:end])
 
     def write(self, path: Path, *, blocks: int, threads: int) -> None:
         """As ``selftest.cpp`` reads it."""

@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import sass
+import torch
 from kernel_scripts import Script, Setup, one_hot, random_copies
 from mutations import MUTATIONS
 
@@ -154,6 +155,34 @@ def test_as_many_threads_as_the_kernels_are_made_for() -> None:
     (threads,) = re.findall(r"THREADS = (\d+) };", (kernels.SOURCES / "device.cu").read_text())
     (vectors,) = re.findall(r"IN_FLIGHT = (\d+) };", (kernels.SOURCES / "transfer.cuh").read_text())
     assert int(threads) == launch.THREADS and int(threads) * int(vectors) * sass.VECTOR == program.TILE
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("peer_is_here", [True, False])
+def test_nothing_moves_before_the_ranks_have_met(peer_is_here: bool) -> None:
+    """Whatever the peer's memory holds, it is read only if the peer has come; and the record says who has not."""
+    words, record = np.zeros(8, np.uint32), np.zeros((), program.FAILURE)
+    theirs, own = np.arange(100, dtype=np.uint16), np.zeros(100, np.uint16)
+    memory = {Place(1, "send", 0): theirs, Place(0, "slot", 0): own}
+    words[1] = 4 if peer_is_here else 1  # what the peer has told
+    signals = Signals(
+        0, {0: words.ctypes.data, 1: words[2:].ctypes.data}, words[4:].ctypes.data, record.ctypes.data, 0.05
+    )
+    made = Program(
+        Schedule(((Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 100),),), frozenset({1})),
+        lambda place: [(memory[place].ctypes.data, 100)],
+        signals=signals,
+        itemsize=2,
+        sums=False,
+        begin=3,
+    )
+    launch.TransferKernels(torch.device("cpu")).run(
+        "fssdp_gather", made, torch.empty(len(made.data), dtype=torch.uint8)
+    )
+    assert (own == (theirs if peer_is_here else 0)).all()
+    assert words[2] == (4 if peer_is_here else 3), "what this rank tells: it came, and has finished"
+    if not peer_is_here:
+        assert (record["failed"], record["peer"], record["expected"], record["seen"].astype("i4")) == (1, 1, 0, -2)
 
 
 GRAD, OTHER, TOTAL, NEAR, ODD = (
