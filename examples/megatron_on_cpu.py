@@ -155,8 +155,11 @@ def _streams() -> None:
 
 
 def _is_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
+    """Also of a number, which is a GPU's."""
+    return (
+        type(device) is int
+        or (isinstance(device, str) and device.startswith("cuda"))
+        or (isinstance(device, torch.device) and device.type == "cuda")
     )
 
 

@@ -149,6 +149,14 @@ def _tensors() -> None:
     """Every tensor is on the GPU, to whoever asks in Python."""
     torch.Tensor.is_cuda = property(lambda tensor: True)
     torch.Tensor.device = property(lambda tensor: GPU)
+    backward = torch.autograd._engine_run_backward
+
+    def with_mode(*args: Any, **kwargs: Any) -> Any:
+        """A mode takes itself out of what it calls, which a whole backward is."""
+        with megatron_on_cpu._CudaIsCpu():
+            return backward(*args, **kwargs)
+
+    torch.autograd._engine_run_backward = with_mode
 
 
 def _symmetric_memory() -> None:

@@ -1,0 +1,89 @@
+"""Megatron trains with FSSDP as on GPUs (`gpu_on_cpu`); what it tells its streams is played through (`stream_order`).
+
+Oracles: the same model without FSSDP, and CUDA's rules of streams. That the recording has what matters is shown by
+leaving out the waits for transfers, which must be found.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import ranks
+from stream_order import Recordings, Wait, Work, hazards, lost_overlap, play
+
+pytestmark = pytest.mark.newest
+
+
+def _fetches(work: Work) -> bool:
+    return work.name.startswith("spAG")
+
+
+def _returns(work: Work) -> bool:
+    return work.name.startswith("spRS")
+
+
+def _computes(work: Work) -> bool:
+    return work.name.removeprefix("attention ") in ("mm", "bmm")
+
+
+def _without_waits_for_transfers(recordings: Recordings) -> Recordings:
+    of_transfers = {entry.stream for entries in recordings for entry in entries if _is_transfer(entry)}
+    events = {
+        entry.event for entries in recordings for entry in entries if getattr(entry, "stream", None) in of_transfers
+        and not isinstance(entry, Work | Wait)
+    }  # fmt: skip
+    return [[e for e in entries if not (isinstance(e, Wait) and e.event in events)] for entries in recordings]
+
+
+def _is_transfer(entry: Any) -> bool:
+    return isinstance(entry, Work) and (_fetches(entry) or _returns(entry))
+
+
+@pytest.mark.parametrize(("engines", "lifetime"), [(True, "iteration"), (False, "layer")], ids=str)
+@ranks(2, timeout=300)
+def test_an_iteration(engines: bool, lifetime: str) -> None:
+    import tiny_gpt
+
+    case = tiny_gpt.Case(accumulate=2)
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case)
+    import gpu_on_cpu
+    from stream_recording import Recording
+
+    from megatron_hecate.comm import connect
+    from megatron_hecate.comm.nvlink import selftest
+
+    driver = gpu_on_cpu.install()
+    connect._on_gpus = lambda: True
+    selftest._fetch_seconds = lambda transport, device: 1.0 if transport.copy_engines == engines else 2.0
+    recording = Recording()
+    ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(transport="nvlink", lifetime=lifetime))
+    tiny_gpt.assert_trained_alike(stock, ours, lifetime, tolerance=1e-5)
+    recording.begin(ours.chunks)
+    ours.step(len(ours.losses))
+    recordings: list[Any] = [None, None]
+    dist.all_gather_object(recordings, recording.end())
+    assert not driver.faults, driver.log
+    if dist.get_rank() == 0:
+        _check(recordings, engines=engines)
+
+
+def _check(recordings: Recordings, *, engines: bool) -> None:
+    works = [entry for entries in recordings for entry in entries if isinstance(entry, Work)]
+    assert any(map(_fetches, works)) and any(map(_returns, works)) and any(map(_computes, works))
+    assert any(not work.on_sms for work in works) == engines
+    assert hazards(recordings) == []
+    assert hazards(_without_waits_for_transfers(recordings)), "nothing waited for transfers, and nothing was found"
+    shares = {}
+    for queues, sms in ((32, 132), (1, 132), (32, 16), (1, 16)):
+        played = play(recordings, queues=queues, sms=sms)
+        assert not played.deadlock, (queues, sms, played.deadlock)
+        lost = lost_overlap(recordings, played, _is_transfer, _computes)
+        shares[queues, sms] = played.overlap(_fetches, _computes), played.overlap(_returns, _computes), len(lost)
+        fetched, returned, _ = shares[queues, sms]
+        print(f"{queues} queues, {sms} SMs: beside GEMMs {fetched:.0%} of fetches, {returned:.0%} of returns; {lost}")
+    assert shares[32, 132][2] == 0, "with queues enough, whatever may overlap does"
+    assert shares[32, 132][0] > 0.5
+    assert shares[1, 132][2] > 0, "one queue loses overlap, which the message at switch-on says"
