@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import socket
 import zlib
 from collections import Counter
@@ -127,8 +128,7 @@ def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout
     elif failed:
         problems += [f"transport={asked!r} failed its self-test: {text}" for text in failed]
         transports = {}
-    one_queue = any(site.one_queue for site in sites)
-    exposed = explain_exposed(name, across_domains=verdict.job["across"]) if one_queue else ""
+    exposed = explain_exposed(name, across_domains=verdict.job["across"]) if any(s.one_queue for s in sites) else ""
     return Connection(name, why, nodes, transports, machines, slower, exposed)
 
 
@@ -281,9 +281,9 @@ def _make_transports(name: str, parts: Mapping[Group, Any], *, timeout: float) -
             circle.
         timeout: seconds per wait.
     """
-    made: dict[Group, Transport] = {}
+    make, made = functools.partial(new_group, timeout=timeout, on_gpus=_on_gpus()), dict[Group, Transport]()
     for group, part in parts.items():
-        everyone = new_group(group, part["made"], description="fssdp transfers", timeout=timeout)
+        everyone = make(group, part["made"], description="fssdp transfers")
         if name != NVLink.name:
             made[group] = P2P(everyone, timeout=timeout)
             continue
@@ -292,7 +292,7 @@ def _make_transports(name: str, parts: Mapping[Group, Any], *, timeout: float) -
         own = everyone
         if len(domains) > 1:
             ranks = [group[i] for i in domains[of_rank[everyone.rank()]]]
-            own = new_group(ranks, part["made"] + 1, description="fssdp domain", timeout=timeout)
+            own = make(ranks, part["made"] + 1, description="fssdp domain")
         made[group] = NVLink(everyone, own, domains=domains, timeout=timeout)
     # NCCL connects ranks when a group is first used, by all of them; copies are by some
     for transport in made.values():

@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 
-def new_group(ranks: Sequence[int], made: int, *, description: str, timeout: float) -> dist.ProcessGroup:
+def new_group(
+    ranks: Sequence[int], made: int, *, description: str, timeout: float, on_gpus: bool = False
+) -> dist.ProcessGroup:
     """A process group that only its ``ranks`` make.
 
     torch names it by its ranks and by how many process groups a rank is in, so that all of them must be in as many.
@@ -21,6 +23,7 @@ def new_group(ranks: Sequence[int], made: int, *, description: str, timeout: flo
         made: the most process groups that one of them is in; a rank in fewer makes some of its own first.
         description: for torch's logs.
         timeout: seconds, of the group.
+        on_gpus: whether its messages are NCCL's.
     """
     settings: dict[str, Any] = dict(
         timeout=timedelta(seconds=max(timeout, 1.0)), use_local_synchronization=True, group_desc=description
@@ -28,7 +31,7 @@ def new_group(ranks: Sequence[int], made: int, *, description: str, timeout: flo
     with _no_bound_device():
         while len(_world.pg_names) < made:
             dist.new_group([dist.get_rank()], backend="gloo", **settings)
-        if "nccl" in str(dist.get_backend_config()):  # its kernels run on the group's own stream; peers wait for them
+        if on_gpus:  # NCCL's kernels run on the group's own stream; peers wait for them
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = settings["timeout"]
             settings["pg_options"] = options

@@ -41,9 +41,14 @@ def _is_transfer(entry: Any) -> bool:
     return isinstance(entry, Work) and (_fetches(entry) or _returns(entry))
 
 
-@pytest.mark.parametrize(("engines", "lifetime"), [(True, "iteration"), (False, "layer")], ids=str)
+@pytest.mark.parametrize(
+    ("engines", "lifetime", "sms"),
+    [(True, "iteration", 132), (False, "layer", 132), (True, "iteration", 16), (False, "layer", 16)],
+    ids=str,
+)
 @ranks(2, timeout=300)
-def test_an_iteration(engines: bool, lifetime: str) -> None:
+def test_an_iteration(engines: bool, lifetime: str, sms: int) -> None:
+    """Our kernels take fewer blocks on a GPU of fewer SMs (`sms`), where collectives need theirs as well."""
     import tiny_gpt
 
     case = tiny_gpt.Case(accumulate=2)
@@ -55,7 +60,7 @@ def test_an_iteration(engines: bool, lifetime: str) -> None:
     from megatron_hecate.comm import connect
     from megatron_hecate.comm.nvlink import selftest
 
-    driver = gpu_on_cpu.install()
+    driver = gpu_on_cpu.install(multiprocessors=sms)
     connect._on_gpus = lambda: True
     selftest._fetch_seconds = lambda transport, device: 1.0 if transport.copy_engines == engines else 2.0
     recording = Recording()
@@ -67,23 +72,25 @@ def test_an_iteration(engines: bool, lifetime: str) -> None:
     dist.all_gather_object(recordings, recording.end())
     assert not driver.faults, driver.log
     if dist.get_rank() == 0:
-        _check(recordings, engines=engines)
+        _check(recordings, engines=engines, sms=sms)
 
 
-def _check(recordings: Recordings, *, engines: bool) -> None:
+def _check(recordings: Recordings, *, engines: bool, sms: int) -> None:
     works = [entry for entries in recordings for entry in entries if isinstance(entry, Work)]
     assert any(map(_fetches, works)) and any(map(_returns, works)) and any(map(_computes, works))
     assert any(not work.on_sms for work in works) == engines
     assert hazards(recordings) == []
     assert hazards(_without_waits_for_transfers(recordings)), "nothing waited for transfers, and nothing was found"
     shares = {}
-    for queues, sms in ((32, 132), (1, 132), (32, 16), (1, 16)):
+    for queues in (32, 1):
         played = play(recordings, queues=queues, sms=sms)
         assert not played.deadlock, (queues, sms, played.deadlock)
         lost = lost_overlap(recordings, played, _is_transfer, _computes)
-        shares[queues, sms] = played.overlap(_fetches, _computes), played.overlap(_returns, _computes), len(lost)
-        fetched, returned, _ = shares[queues, sms]
+        shares[queues] = played.overlap(_fetches, _computes), played.overlap(_returns, _computes), len(lost)
+        fetched, returned, _ = shares[queues]
         print(f"{queues} queues, {sms} SMs: beside GEMMs {fetched:.0%} of fetches, {returned:.0%} of returns; {lost}")
-    assert shares[32, 132][2] == 0, "with queues enough, whatever may overlap does"
-    assert shares[32, 132][0] > 0.5
-    assert shares[1, 132][2] > 0, "one queue loses overlap, which the message at switch-on says"
+    if sms == 16:
+        return  # what may overlap is then a question of SMs
+    assert shares[32][2] == 0, "with queues enough, whatever may overlap does"
+    assert shares[32][0] > 0.5
+    assert shares[1][2] > 0, "one queue loses overlap, which the message at switch-on says"

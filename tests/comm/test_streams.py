@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hecate.comm import connect, transfer
+from megatron_hecate.comm import groups, transfer
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Transfer
@@ -165,11 +165,8 @@ class _OnGpu(torch.Tensor):
 def test_messages_of_nccl_come_before_other_work(monkeypatch: pytest.MonkeyPatch, on_gpus: bool) -> None:
     """NCCL's kernels run on streams of its own; gloo has no such options."""
     made: list[Any] = []
-    monkeypatch.setattr(connect, "_on_gpus", lambda: on_gpus)
-    monkeypatch.setattr(connect, "_domains_of", lambda group, ranks: [group])
-    monkeypatch.setattr(connect, "_groups_of_job", lambda ranks: [(1, 2)])
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **settings: made.append(settings["pg_options"]))
-    connect._make_transports("p2p", [], timeout=30.0)
+    monkeypatch.setattr(groups, "_no_bound_device", contextlib.nullcontext)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **settings: made.append(settings.get("pg_options")))
+    groups.new_group((1, 2), 0, description="transfers", timeout=30.0, on_gpus=on_gpus)
     (options,) = made
     assert options.is_high_priority_stream if on_gpus else options is None

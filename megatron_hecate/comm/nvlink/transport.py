@@ -257,10 +257,14 @@ class NVLink:
             start = time.monotonic()
             if peers.failure is None:
                 at = torch.empty(len(program.data), dtype=torch.uint8, device=peers.device)
-                if self.copy_engines and not sums:
-                    self._kernels.run_by_copy_engines(program, at, stopped=lambda: peers.failure is not None)
-                else:
-                    self._kernels.run("fssdp_reduce" if sums else "fssdp_gather", program, at)
+                try:
+                    if self.copy_engines and not sums:
+                        self._kernels.run_by_copy_engines(program, at, stopped=lambda: peers.failure is not None)
+                    else:
+                        self._kernels.run("fssdp_reduce" if sums else "fssdp_gather", program, at)
+                except RuntimeError:
+                    if peers.failure is None:  # else the block that meets the peers gave up, and CUDA with it
+                        raise
             if peers.failure is not None:
                 if peers.device.type == "cuda" or not schedule.peers:
                     raise TransferError(peers.explain_failure())
