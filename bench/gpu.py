@@ -89,7 +89,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         "Grouped GEMM",
         "TransformerEngine's grouped GEMM with replicas against the same tokens without",
-        "python bench/grouped_gemm.py",
+        "python bench/experts_gemm.py",
         120,
         r"\| Mixtral",
         ("transformer_engine", "transformer_engine_torch"),

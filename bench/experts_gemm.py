@@ -1,6 +1,6 @@
 """TransformerEngine's grouped GEMM on one GPU: a rank's tokens on its homes alone, and split among more experts.
 
-    python bench/grouped_gemm.py
+    python bench/experts_gemm.py
 
 Two comparisons, forward and backward, for the linears of one expert layer in bf16. *Same tokens, more experts*: what
 it costs that two replicas are further groups of a GEMM. *Hot rank*: the fullest rank of a skewed layer with stock
