@@ -107,8 +107,9 @@ H100 = Speeds(
     # 989 TFLOP/s dense bf16 (datasheet), of which grouped expert GEMMs reach about 45 %. (Megatron-Bridge's published
     # 299 TFLOP/s of a whole Qwen3-30B step is 30 %, attention and all-to-all included.)
     flops=0.45 * 989e12,
-    # Not measured yet: 167 small kernels of 2 to 3 microseconds and one all-gather.
-    routing=0.45e-3,
+    # Not measured yet. Estimates: 30 us for the all-gather of loads, 50 for quotas (docs/gpu.md), 30 for the five other
+    # launches, 40 for more physical experts in the grouped GEMMs.
+    routing=0.15e-3,
     # Not measured yet: NCCL moves bytes with 16 of 132 SMs.
     contention=0.12,
 )
@@ -117,7 +118,7 @@ CPU = Speeds(
     intra=Link(bandwidth=0.9e9, latency=350e-6),
     inter=Link(bandwidth=0.9e9, latency=350e-6),
     flops=90e9,
-    routing=1.5e-3,
+    routing=0.5e-3,
     contention=1.0,
 )
 
