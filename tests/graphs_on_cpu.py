@@ -255,6 +255,12 @@ class _Generator:
     def graphsafe_set_state(self, generator: _Generator) -> None:
         self.state = generator.state
 
+    def get_state(self) -> torch.Tensor:
+        return self.state
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.state = state
+
 
 class _Generators(megatron_on_cpu._OneGenerator):
     """``torch.cuda.default_generators``, with what graphs ask of a generator."""
@@ -289,9 +295,12 @@ def _graphable_generators() -> None:
     """Megatron captures only where its tracker of generators says that it can be captured."""
     from megatron.core import tensor_parallel
 
-    seed = functools.partial(
-        tensor_parallel.model_parallel_cuda_manual_seed, use_cudagraphable_rng=True, force_reset_rng=True
-    )
+    make = tensor_parallel.model_parallel_cuda_manual_seed
+
+    def seed(seed: int, *trackers: bool, **settings: Any) -> None:
+        trackers = trackers[:2]  # what comes third says whether they can be captured
+        make(seed, *trackers, **{**settings, "use_cudagraphable_rng": True, "force_reset_rng": True})
+
     tensor_parallel.model_parallel_cuda_manual_seed = seed
 
 

@@ -95,3 +95,28 @@ def test_multi_token_prediction() -> None:
     ours = train(config)
     ours.assert_same(stock)
     assert ours.replicas["layer 2"] and ours.replicas["mtp layer 1"], ours.replicas
+
+
+@ranks(2)
+def test_a_recipe_with_cuda_graphs_of_the_router() -> None:
+    """As Bridge captures them, by TransformerEngine, over the capture emulator; stock runs without them."""
+    from bridge_on_cpu import recipe
+
+    import graphs_on_cpu
+    from megatron_hecate import bridge
+
+    graphs_on_cpu.install()
+    settings = [f"model.recompute_{name}=null" for name in ("granularity", "method", "num_layers")]
+    settings.append("rng.te_rng_tracker=true")
+    stock = train(recipe(*settings))
+    config = recipe(
+        *settings,
+        "model.cuda_graph_impl=transformer_engine",
+        "model.cuda_graph_scope=[attn,moe_router]",
+        "model.cuda_graph_warmup_steps=1",
+    )
+    bridge.enable(config, speeds=FREE)
+    ours = train(config)
+    ours.assert_same(stock)
+    assert ours.replicas.total()
+    graphs_on_cpu.assert_replayed(at_least=1)
