@@ -102,12 +102,13 @@ def test_a_recipe_with_cuda_graphs_of_the_router() -> None:
     """As Bridge captures them, by TransformerEngine, over the capture emulator; stock runs without them."""
     from bridge_on_cpu import recipe
 
+    settings = [f"model.recompute_{name}=null" for name in ("granularity", "method", "num_layers")]
+    settings.append("rng.te_rng_tracker=true")
     import graphs_on_cpu
+
     from megatron_hecate import bridge
 
     graphs_on_cpu.install()
-    settings = [f"model.recompute_{name}=null" for name in ("granularity", "method", "num_layers")]
-    settings.append("rng.te_rng_tracker=true")
     stock = train(recipe(*settings))
     config = recipe(
         *settings,
