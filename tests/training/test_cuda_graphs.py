@@ -227,6 +227,12 @@ def test_what_graphs_cannot_hold_is_refused() -> None:
             ),
             r"cuda_graph_impl='transformer_engine': .*--cuda-graph-impl none",
         ),
+        (
+            graphs_on_cpu.transformer_engine(
+                *SCOPES, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True
+            ),
+            r"moe_pad_expert_input_to_capacity=True: .*=false or leave out --moe-pad-expert-input-to-capacity",
+        ),
         (graphs_on_cpu.local(), r"cuda_graph_impl='local': .*set model.cuda_graph_impl=none"),
     ):
         case = tiny_gpt.Case(settings=settings)
