@@ -63,6 +63,8 @@ class FSSDPLayer:
         """Over physical experts, and by the dispatcher for these, where there are replicas or may be in a replay."""
         state, rerouter, replicas = self.fssdp, self.fssdp.rerouter, self.experts.replicas
         captured = captures_graph()
+        if captured and state.always_physical and not rerouter.is_placed:
+            state.place(None)  # graphs are captured before the first iteration; this is still their warmup
         chosen = rerouter.without_padding(routing_map, probs)
         counted = rerouter.count(chosen)
         by_quotas = replicas is not None if not captured else state.always_physical

@@ -70,6 +70,11 @@ class Rerouter:
         probability is zero: they change neither outputs nor gradients."""
         return routing_map & (probs.detach() != 0) if self._padded else routing_map
 
+    @property
+    def is_placed(self) -> bool:
+        """Whether `place` was called."""
+        return self._tables is not None
+
     def place(self, placement: Placement, device: torch.device) -> None:
         """From here on, tokens go to the holders of ``placement``: its tables are written, on the current stream, into
         buffers of ``device`` that never move. The host does not wait."""

@@ -124,6 +124,16 @@ WITH_SLOTS = (
             and float(settings["moe_expert_capacity_factor"] or -1) > 0
         ),
     ),
+    Rule(
+        "moe_pad_expert_input_to_capacity",
+        "replicas take no padding, so the host waits for their numbers of tokens in the middle of what a CUDA graph of "
+        "moe_preprocess holds",
+        unsupported=lambda settings: (
+            _is_set(settings["moe_pad_expert_input_to_capacity"])
+            and settings["moe_token_dispatcher_type"] != "flex"
+            and holds_preprocess(settings)
+        ),
+    ),
 )
 MODEL = (
     Rule(

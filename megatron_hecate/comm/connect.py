@@ -294,7 +294,4 @@ def _make_transports(name: str, parts: Mapping[Group, Any], *, timeout: float) -
             ranks = [group[i] for i in domains[of_rank[everyone.rank()]]]
             own = make(ranks, part["made"] + 1, description="fssdp domain")
         made[group] = NVLink(everyone, own, domains=domains, timeout=timeout)
-    # NCCL connects ranks when a group is first used, by all of them; copies are by some
-    for transport in made.values():
-        dist.all_reduce(torch.zeros(1, device=device_of_rank()), group=transport.group)
     return made

@@ -7,14 +7,18 @@ from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
+
+from megatron_hecate.comm.transfer import wait_collective
 
 
 def new_group(
     ranks: Sequence[int], made: int, *, description: str, timeout: float, on_gpus: bool = False
 ) -> dist.ProcessGroup:
-    """A process group that only its ``ranks`` make.
+    """A process group that only its ``ranks`` make, and that has connected them: NCCL does so when a group is first
+    used, by all of them, and copies are by some.
 
     torch names it by its ranks and by how many process groups a rank is in, so that all of them must be in as many.
 
@@ -24,6 +28,9 @@ def new_group(
         description: for torch's logs.
         timeout: seconds, of the group.
         on_gpus: whether its messages are NCCL's.
+
+    Raises:
+        RuntimeError: naming the ranks, when one of them does not come.
     """
     settings: dict[str, Any] = dict(
         timeout=timedelta(seconds=max(timeout, 1.0)), use_local_synchronization=True, group_desc=description
@@ -35,7 +42,17 @@ def new_group(
             options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
             options._timeout = settings["timeout"]
             settings["pg_options"] = options
-        return dist.new_group(list(ranks), **settings)
+        try:
+            group = dist.new_group(list(ranks), **settings)
+        except RuntimeError as error:  # torch's own says who does not come in some cases only
+            raise RuntimeError(
+                f"FSSDP: rank {dist.get_rank()} could not make the process group of ranks {list(ranks)} "
+                f"({description}) within {timeout:g} s: one of them died, hangs, or failed. Cause: {error}"
+            ) from error
+    one = torch.zeros(1, device="cuda" if on_gpus else "cpu")
+    work = dist.all_reduce(one, group=group, async_op=True)
+    wait_collective(work, one, group, what="connecting the ranks", label=description, timeout=timeout)
+    return group
 
 
 @contextlib.contextmanager

@@ -215,4 +215,4 @@ class LayerState:
         self.parts.experts.drop_delayed()
         self.parts.layer.experts.unsettled = None
         self.replicas = self.plan = self.joined_homes = None
-        self.prepared = False
+        self.prepared = self.begun = False

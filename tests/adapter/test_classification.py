@@ -26,7 +26,7 @@ WORKS = """
     num_moe_experts moe_ffn_hidden_size moe_latent_size moe_mlp_glu_interleave_size
     moe_layer_freq moe_layer_recompute
     moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep overlap_moe_expert_parallel_comm
-    moe_pad_expert_input_to_capacity moe_token_drop_policy moe_apply_probs_on_input
+    moe_token_drop_policy moe_apply_probs_on_input
     moe_shared_expert_intermediate_size moe_shared_expert_overlap
     moe_router_dtype moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_pre_softmax moe_router_score_function moe_router_num_groups moe_router_group_topk

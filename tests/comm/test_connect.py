@@ -190,6 +190,19 @@ def test_only_members_make_a_process_group(transport: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.parametrize("connects", [False, True])
+@ranks(3, killed=frozenset({1}), preload=False)
+def test_a_rank_that_dies_while_groups_are_made(connects: bool) -> None:
+    """Before it makes its own, or when it has: the others say in time which ranks they wait for."""
+    if dist.get_rank() == 1:
+        last = (dist, "all_reduce") if connects else (module, "_make_transports")
+        setattr(*last, lambda *_, **__: os._exit(1))
+    start = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2\].* one.*died") as error:
+        connect("p2p", [(0, 1, 2)], [], timeout=3.0)
+    assert time.monotonic() - start < 15, error
+
+
 @ranks(3)
 def test_ranks_that_see_other_groups_are_a_problem_of_all() -> None:
     rank, problems = dist.get_rank(), []

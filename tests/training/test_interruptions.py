@@ -179,6 +179,40 @@ def test_a_step_that_breaks_off(where: str) -> None:
 
 
 @ranks(2)
+def test_a_combined_step_that_breaks_off() -> None:
+    """The schedule that runs the layers' parts itself, between a layer's router and its dispatch: no forward of a model
+    chunk ends there."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(accumulate=2, settings=(("overlap_moe_expert_parallel_comm", True),))
+    tiny_gpt.initialize(case)
+
+    def train(hook: Callable | None) -> tuple[Any, list[str]]:
+        run, objections, calls = tiny_gpt.train(case, steps=2, hook=hook), [], itertools.count(1)
+        dispatcher = tiny_gpt.moe_layers(run.chunks)[1].token_dispatcher
+        preprocess = dispatcher.dispatch_preprocess
+
+        def fail(*args: Any) -> Any:
+            if next(calls) == 2:  # the second microbatch's
+                raise _UserError
+            return preprocess(*args)
+
+        dispatcher.dispatch_preprocess = fail
+        with pytest.raises(_UserError):
+            run.step(2)
+        for step in (2, 3):
+            objections += _step_again(run, step)
+        run.read_params()
+        return run, objections
+
+    stock, _ = train(None)
+    for lifetime in LIFETIMES:
+        ours, objections = train(tiny_gpt.fssdp_hook(lifetime=lifetime))
+        assert len(objections) <= 1 and all("replicas" in text for text in objections), objections
+        tiny_gpt.assert_trained_alike(stock, ours, lifetime)
+
+
+@ranks(2)
 def test_a_step_that_breaks_off_between_two_passes() -> None:
     """Of a layer that runs three times in a microbatch, which is then as incomplete as the iteration."""
     import tiny_gpt
