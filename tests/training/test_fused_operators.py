@@ -100,7 +100,13 @@ def test_four_ranks(name: str) -> None:
     _compare(name)
 
 
-def _compare(name: str) -> None:
+@pytest.mark.slow
+@ranks(2, preload=False)
+def test_frozen_experts() -> None:
+    _compare("plain", frozen=True)
+
+
+def _compare(name: str, *, frozen: bool = False) -> None:
     import operators_on_cpu
     import quantizers_on_cpu
     import te_on_cpu
@@ -134,7 +140,12 @@ def _compare(name: str) -> None:
 
     def train(hook: Any = None) -> Any:
         fused_a2a._hybrid_ep_buffer, fused_a2a.te_ep._BOOTSTRAPPED = None, False  # a new model would be a new process
-        return tiny_gpt.train(case, hook=hook)
+        return tiny_gpt.train(case, hook=lambda chunks: (hook or list)(freeze(chunks) if frozen else chunks))
+
+    def freeze(chunks: list) -> list:
+        for layer in tiny_gpt.moe_layers(chunks):
+            layer.experts.requires_grad_(False)
+        return chunks
 
     stock = train()
     operators = operators_on_cpu.of(tiny_gpt.moe_layers(stock.chunks)[0].experts)
