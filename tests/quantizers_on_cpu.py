@@ -71,6 +71,8 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 def split_quantize(tensor: Tensor, splits: Sequence[int], quantizers: Sequence[Any], **_: Any) -> list:
     parts = torch.split(tensor, list(splits))
     if exact_activations:
+        for part in parts:
+            part.update_usage = lambda **_: None  # which operators of TE call
         return list(parts)
     return [quantize(part, quantizer) for part, quantizer in zip(parts, quantizers, strict=True)]
 

@@ -128,6 +128,11 @@ TE_ASSUMPTIONS = {
     "wgrad_store": "weight gradients to be computed later: the twin has its own",
     "wgrad_accumulation_and_reduce_hooks": "DDP's, run when these are complete",
 }
+# Attributes of Megatron's TEGroupedMLP that `grouped_linear` uses where it has operators of TransformerEngine.
+FUSED_ASSUMPTIONS = {
+    "_make_fused_ops": "makes them: two GroupedLinear, and an activation between them",
+    "_fused_ops": "those that the forward runs, or None",
+}
 
 
 def broken_assumptions(assumptions: tuple[_Assumption, ...] = ASSUMPTIONS) -> list[str]:

@@ -8,6 +8,7 @@ used.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -71,6 +72,7 @@ class PhysicalExperts:
             fused=tuple(
                 "weight" in name and _fuses_wgrad(linear) for name, linear in zip(self._names, linears, strict=True)
             ),
+            uniform=self.grouped is not None and self.grouped.has_operators,
         )
 
     def homes(self) -> list[list[Parameter]]:
@@ -169,9 +171,11 @@ class FSSDPExperts:
             for weight in weights.values():
                 weight._do_not_offload, weight.offloading_activation = True, False  # its name now, and in 0.16
         inputs = (hidden_states, tokens_per_expert, probs, *rest)
-        output, *others = torch.func.functional_call(self.physical.twin, weights, inputs, kwargs)
-        if self.physical.grouped is not None:
-            self.physical.grouped.pass_over()
+        grouped = self.physical.grouped
+        with contextlib.nullcontext() if grouped is None else grouped.over(weights):
+            output, *others = torch.func.functional_call(self.physical.twin, weights, inputs, kwargs)
+        if grouped is not None:
+            grouped.pass_over()
         if self.replicas.after_backward is not None:  # these replicas do not stay
             self.physical.drop_quantized(self.physical.num_homes)
         return self.replicas.computed_by(output), *others

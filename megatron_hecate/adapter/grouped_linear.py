@@ -2,13 +2,18 @@
 
 TransformerEngine's ``GroupedLinear`` keeps state for each of its GEMMs: quantizers, copies of quantized weights, weight
 gradients to be computed later. A twin has more GEMMs than the module beside it, so it owns all of these.
+
+With ``use_transformer_engine_op_fuser`` Megatron computes by TransformerEngine's operators, over the same parameters.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -26,7 +31,7 @@ class GroupedExperts:
         num_physical: P, the twin's number of GEMMs.
 
     Raises:
-        ValueError: for linears that lack what `compat.TE_ASSUMPTIONS` lists.
+        ValueError: for linears that lack what `compat.TE_ASSUMPTIONS` lists, or experts what `FUSED_ASSUMPTIONS` does.
     """
 
     def __init__(self, experts: TEGroupedMLP, num_physical: int) -> None:
@@ -55,6 +60,16 @@ class GroupedExperts:
                 wide = copy_module(padding, with_parameters=True)
                 wide.num_gemms = num_physical
                 setattr(self.twin, name, wide)
+        self._operators = _Operators(self.twin) if self.has_operators else None
+
+    @property
+    def has_operators(self) -> bool:
+        """Whether Megatron computes with operators of TransformerEngine, instead of its modules."""
+        return bool(getattr(self.twin, "_with_fused_impl", False))
+
+    def over(self, weights: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
+        """In this block the twin's operators, if it has such, have ``weights``, which are under its parameter names."""
+        return contextlib.nullcontext() if self._operators is None else self._operators.over(weights)
 
     @property
     def delays_wgrad(self) -> bool:
@@ -76,7 +91,8 @@ class GroupedExperts:
         fused GEMMs are in ``main_grad`` then, and biases' can be empty: autograd had them."""
         computed: dict[str, list[Tensor]] = {}
         for name in reversed(_LINEARS):
-            (_, biases, _), (_, _, weights) = getattr(self.twin, name).wgrad_store.pop()
+            gemm, (_, _, weights) = getattr(self.twin, name).wgrad_store.pop()
+            biases = [] if self.has_operators else gemm[1]
             computed[f"{name}.weight{{}}"], computed[f"{name}.bias{{}}"] = weights, biases
         return computed
 
@@ -92,6 +108,69 @@ class GroupedExperts:
         for linear in reversed(self._homes):
             for hook in linear.wgrad_accumulation_and_reduce_hooks:
                 hook()
+
+
+class _Operators:
+    """The twin's operators.
+
+    Megatron registers parameters on them. TransformerEngine lists these for autograd when it fuses operators, and its
+    backward asks an operator for them once more, to find their ``main_grad``. The twin's weights are other tensors in
+    each forward, and several forwards can wait for their backward. So each has operators of its own; they share their
+    quantizers, and with the twin's linears the queues of delayed weight gradients.
+    """
+
+    def __init__(self, twin: TEGroupedMLP) -> None:
+        if missing := [name for name in compat.FUSED_ASSUMPTIONS if not hasattr(twin, name)]:
+            raise ValueError(
+                f"{type(twin).__name__} with use_transformer_engine_op_fuser lacks {', '.join(missing)}; set "
+                "model.use_transformer_engine_op_fuser=false or leave out --use-transformer-engine-op-fuser"
+            )
+        self._twin, self._linears = twin, [getattr(twin, name) for name in _LINEARS]
+        twin._fused_ops = None  # a copy's: Megatron's, over the homes
+        self._last: list[Module] = []  # without weights: what the next forward's are copied from
+        self._sequence: type[Module] = Module
+
+    @contextlib.contextmanager
+    def over(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """As `GroupedExperts.over`."""
+        if not self._last:
+            self._make(weights[f"{_LINEARS[0]}.weight0"].dtype)
+        if not torch.is_grad_enabled():  # of these some say that they require gradients, others that they do not
+            weights = {name: weight.detach() for name, weight in weights.items()}
+        operators = [copy_module(operator, with_parameters=False) for operator in self._last]
+        for name, operator in zip(_LINEARS, operators[::2], strict=True):
+            operator._parameters = {leaf: weights.get(f"{name}.{leaf}") for leaf in operator._parameters}
+            # TransformerEngine insists on one whenever its GEMMs could add to it; without gradients there is none
+            operator._accumulate_into_main_grad = hasattr(operator.weight0, "main_grad")
+        self._twin._fused_ops = (self._sequence(*operators),)
+        try:
+            yield
+        finally:
+            self._twin._fused_ops = None
+            # with the quantizers that this forward may have made, and without its weights
+            self._last = [copy_module(operator, with_parameters=False) for operator in operators]
+        for operator in self._last:  # checks that all weights are alike were made, and take longer than all else here
+            operator.pre_first_fuser_forward = _nothing
+
+    def _make(self, dtype: torch.dtype) -> None:
+        """Have Megatron make operators, over stand-ins for weights of ``dtype``."""
+        stand_in = Parameter(torch.empty(0, dtype=dtype, device="meta"))
+        missing = [linear._parameters for linear in self._linears]
+        for linear, names in zip(self._linears, missing, strict=True):
+            linear._parameters = dict.fromkeys(names, stand_in)
+        try:
+            made = self._twin._make_fused_ops()
+        finally:
+            for linear, names in zip(self._linears, missing, strict=True):
+                linear._parameters = names
+        self._sequence, self._last = type(made), list(made)
+        assert len(self._last) == 3, f"{self._last}: not a linear, an activation and a linear"
+        for linear, operator in zip(self._linears, self._last[::2], strict=True):
+            operator.wgrad_store = linear.wgrad_store
+
+
+def _nothing() -> None:
+    pass
 
 
 def _wide(linear: Module, num_gemms: int) -> Module:

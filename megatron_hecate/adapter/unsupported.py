@@ -195,20 +195,9 @@ MODEL = (
         Rule(name, _GRAPHS, instead=instead, unsupported=_graphs_hold_experts(name))
         for name, instead in (("cuda_graph_impl", "none"), ("enable_cuda_graph", False), ("external_cuda_graph", False))
     ),
-    Rule("use_transformer_engine_op_fuser", "fused operators keep their own references to the weights"),
-    Rule(
-        "moe_expert_rank_capacity_factor",
-        "Megatron takes it with HybridEP only under use_transformer_engine_op_fuser",
-        instead=None,
-        unsupported=lambda settings: (
-            _is_set(settings["moe_expert_rank_capacity_factor"])
-            and _is_set(settings["use_transformer_engine_op_fuser"])
-            and settings["moe_flex_dispatcher_backend"] != "ncclep"
-        ),
-    ),
     Rule(
         "moe_paged_stash",
-        "Megatron stashes only under use_transformer_engine_op_fuser",
+        "what fused operators stash in pages was never run with replicas",
         unsupported=lambda settings: (
             _is_set(settings["moe_paged_stash"]) and _is_set(settings["use_transformer_engine_op_fuser"])
         ),

@@ -36,10 +36,12 @@ class ChunkLayout:
         shapes: shape of every parameter, in the order of the expert's module.
         fused: whether a GEMM adds this parameter's gradient straight into ``main_grad``
             (Megatron's ``gradient_accumulation_fusion``), and what autograd then carries is a placeholder.
+        uniform: whether all weights must require gradients where some do, also those of empty slots.
     """
 
     shapes: tuple[torch.Size, ...]
     fused: tuple[bool, ...]
+    uniform: bool = False
 
     @property
     def elements(self) -> int:

@@ -185,7 +185,7 @@ class Replicas:
         pending, homes = joined_homes or PendingGradients.join_homes(slots.homes(), layout)
         by_slot = [slots.weights(chunk) for chunk in self._weights()]
         unused = [part for slot, parts in enumerate(by_slot) if slot not in self.plan.slots for part in parts]
-        if any(layout.fused):
+        if any(layout.fused) or layout.uniform:
             unused = []  # a fused grouped GEMM wants a gradient for every weight
         replicas = [part for parts in by_slot for part in parts]
         weights = pending.join_replicas(homes, replicas, unused=unused, take=self._take_gradients)

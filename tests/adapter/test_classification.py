@@ -32,7 +32,7 @@ WORKS = """
     moe_router_pre_softmax moe_router_score_function moe_router_num_groups moe_router_group_topk
     moe_router_enable_expert_bias moe_router_bias_update_rate
     mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
-    delay_wgrad_compute
+    delay_wgrad_compute use_transformer_engine_op_fuser moe_expert_rank_capacity_factor moe_ncclep_static_shape
     fine_grained_activation_offloading offload_modules
     fp8 fp8_param fp4 fp4_param quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8
 """
@@ -83,7 +83,7 @@ NO_CONCERN = {
     "kernels of a dispatcher, which is built over physical experts as it is": """
         moe_permute_fusion_into_hybridep moe_deepep_num_sms moe_flex_dispatcher_num_sms moe_hybridep_num_sms
         moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
-        moe_hybridep_pad_uneven_dispatch_inputs moe_ncclep_static_shape
+        moe_hybridep_pad_uneven_dispatch_inputs
     """,
     "Megatron refuses it, or takes it as another field": "moe_token_dropping moe_extended_tp",
 }

@@ -56,6 +56,7 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
 
     chunks, config = _stock_model()
     config.fp8, config.fp4 = "hybrid", "e2m1"  # without them no recipe is refused
+    config.use_transformer_engine_op_fuser = True
     planted = dict(
         fp8_recipe="delayed",
         fp4_recipe="custom",
@@ -63,9 +64,7 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         cuda_graph_impl="local",
         enable_cuda_graph=True,
         external_cuda_graph=True,
-        use_transformer_engine_op_fuser=True,
-        moe_expert_rank_capacity_factor=1.5,
-        moe_paged_stash=True,
+        moe_paged_stash=True,  # with the op fuser
         moe_single_grouped_weight=True,
         moe_single_grouped_bias=True,
         moe_use_legacy_grouped_gemm=True,

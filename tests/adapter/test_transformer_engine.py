@@ -149,6 +149,11 @@ def test_a_linear_that_is_not_what_we_assume_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             tiny_gpt.fssdp_hook()(chunks)
         setattr(linear, name, value)
+    experts = tiny_gpt.moe_layers(chunks)[0].experts
+    experts._with_fused_impl, compat.FUSED_ASSUMPTIONS["gone"] = True, ""
+    with pytest.raises(ValueError, match="TEGroupedMLP with use_transformer_engine_op_fuser lacks gone; set model"):
+        tiny_gpt.fssdp_hook()(chunks)
+    experts._with_fused_impl = False
     tiny_gpt.fssdp_hook()(chunks)
     twin = tiny_gpt.moe_layers(chunks)[0].experts.physical.twin.linear_fc1
     for name in ("fp8_meta", "quantizers", "_fp8_workspaces", "_custom_quantizer_cache", "wgrad_store"):

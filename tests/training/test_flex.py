@@ -6,7 +6,6 @@ this cannot show: the libraries themselves, which need GPUs.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -121,34 +120,24 @@ def test_nccl_ep_that_drops_tokens_is_refused() -> None:
 
 
 @pytest.mark.newest
-@ranks(2)
+@ranks(2, preload=False)
 def test_a_budget_of_tokens_per_rank() -> None:
     """``moe_expert_rank_capacity_factor``: a step in which some rank gets more is run again without the budget, by
     Megatron's own runner. Stock overflows in every step; ours only until there are replicas."""
+    import operators_on_cpu
+    import te_on_cpu
+
+    te_on_cpu.install()
+    operators_on_cpu.install()
     import tiny_gpt
-    import torch
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.moe import token_dispatcher
-    from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 
-    case = _case("hybridep", accumulate=2)
-    forward, make_config = SequentialMLP.forward, tiny_gpt.transformer_config
-
-    @functools.wraps(forward)
-    def of_filled_rows(self: Any, x: torch.Tensor, counts: torch.Tensor, probs: torch.Tensor) -> tuple:
-        """As fused operators, which leave out the rest of the buffer; Megatron wants them for HybridEP's budget."""
-        filled = int(counts.sum())
-        output, bias = forward(self, x[:filled], counts, probs[:filled])
-        return torch.cat([output, output.new_zeros(len(x) - filled, x.shape[1])]), bias
-
-    def with_budget(case: Any) -> Any:
-        config = make_config(case)
-        config.moe_expert_rank_capacity_factor = 1.15
-        return config
-
-    token_dispatcher.get_align_size_for_quantization = lambda config: 16  # as in fp8; else Megatron divides by 0
-    SequentialMLP.forward, tiny_gpt.transformer_config = of_filled_rows, with_budget
+    budget = dict(moe_expert_rank_capacity_factor=1.15, use_transformer_engine_op_fuser=True)
+    case = _case("hybridep", grouped=True, accumulate=2, settings=budget)
+    token_dispatcher.get_align_size_for_quantization = lambda config: 16  # 256 is more than this model's tokens
+    operators_on_cpu.leave_out_empty_rows()
 
     def train(hook: Any) -> tuple[Any, list[int]]:
         run, ran_again = tiny_gpt.train(case, steps=0, hook=hook), []
