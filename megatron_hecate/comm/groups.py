@@ -49,10 +49,14 @@ def new_group(
                 f"FSSDP: rank {dist.get_rank()} could not make the process group of ranks {list(ranks)} "
                 f"({description}) within {timeout:g} s: one of them died, hangs, or failed. Cause: {error}"
             ) from error
-    one = torch.zeros(1, device="cuda" if on_gpus else "cpu")
-    work = dist.all_reduce(one, group=group, async_op=True)
-    wait_collective(work, one, group, what="connecting the ranks", label=description, timeout=timeout)
+    _connect(group, "cuda" if on_gpus else "cpu", label=description, timeout=timeout)
     return group
+
+
+def _connect(group: dist.ProcessGroup, device: str, *, label: str, timeout: float) -> None:
+    one = torch.zeros(1, device=device)
+    work = dist.all_reduce(one, group=group, async_op=True)
+    wait_collective(work, one, group, what="connecting the ranks", label=label, timeout=timeout)
 
 
 @contextlib.contextmanager

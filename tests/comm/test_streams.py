@@ -167,6 +167,7 @@ def test_messages_of_nccl_come_before_other_work(monkeypatch: pytest.MonkeyPatch
     made: list[Any] = []
     monkeypatch.setattr(groups, "_no_bound_device", contextlib.nullcontext)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **settings: made.append(settings.get("pg_options")))
+    monkeypatch.setattr(groups, "_connect", lambda *_, **__: None)
     groups.new_group((1, 2), 0, description="transfers", timeout=30.0, on_gpus=on_gpus)
     (options,) = made
     assert options.is_high_priority_stream if on_gpus else options is None
