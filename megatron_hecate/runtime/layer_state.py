@@ -22,9 +22,10 @@ from megatron_hecate.adapter.stored_weights import StoredWeights
 from megatron_hecate.adapter.training_state import Forward, wait_for_params
 from megatron_hecate.adapter.unsupported import Settings
 from megatron_hecate.comm.agreement import assert_same
+from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
-from megatron_hecate.plan import LayerShape, Placement, World
+from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
 from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas, ReplicaSlots
@@ -127,6 +128,17 @@ class LayerState:
             fetches=max(1, lifetime.fetches * microbatches),
             returns=max(1, lifetime.returns * microbatches * self.parts.passes),
         )
+
+    def copy_cost(self, microbatches: int, meter: OverlapMeter) -> CopyCost:
+        """What replicas cost that serve so many ``microbatches``."""
+        shape, degree = self.shape(microbatches), self.config.overlap_degree
+        hidden = 0.0
+        if degree is None and not self.parts.layer.config.deterministic_mode:  # times differ from run to run
+            hidden = meter.degree(shape.fetch_seconds(self.world))
+        cost = dataclasses.replace(shape.copy_cost(self.world, hidden=hidden), scatters=self.transport.scatters)
+        if degree is not None:  # so many are hidden, and there are never more
+            cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
+        return cost
 
     def slots_in(self, pool: BufferPool) -> ReplicaSlots:
         """The layer's replica slots, in the buffers of ``pool``."""

@@ -26,12 +26,13 @@ from torch.nn import Module
 from megatron_hecate.adapter import training_state
 from megatron_hecate.adapter.training_state import Forward
 from megatron_hecate.comm.overlap import OverlapMeter
-from megatron_hecate.plan import CopyCost, add_late_replicas, plan_replicas
+from megatron_hecate.plan import add_late_replicas, plan_replicas
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.load_monitor import LoadMonitor
+from megatron_hecate.runtime.progress import here
 from megatron_hecate.tools import trace
 
 # Layers planned one after another. The first finds the planner's code and tables in no cache, and takes 1.3 to 2 times
@@ -214,20 +215,10 @@ class Prefetcher:
             state.set_plan(homes_only)
             return
         forecast = self.forecast[state.index, : homes_only.num_experts]
-        cost = self._copy_cost(state)
+        cost = state.copy_cost(self.tracker.microbatches or 1, self.meter)
         plan = plan_replicas(forecast, homes_only, state.world, cost=cost, previous=state.planned)
         state.check_agreement(plan)
         state.set_plan(plan)
-
-    def _copy_cost(self, state: LayerState) -> CopyCost:
-        shape, degree = state.shape(self.tracker.microbatches or 1), state.config.overlap_degree
-        hidden = 0.0
-        if degree is None and not state.parts.layer.config.deterministic_mode:  # times differ from run to run
-            hidden = self.meter.degree(shape.fetch_seconds(state.world))
-        cost = dataclasses.replace(shape.copy_cost(state.world, hidden=hidden), scatters=state.transport.scatters)
-        if degree is not None:  # so many are hidden, and there are never more
-            cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
-        return cost
 
     def _fetch(self, state: LayerState) -> Replicas:
         """Begin to fetch the planned replicas, for one microbatch or for all of the iteration."""
@@ -281,6 +272,7 @@ class Prefetcher:
         return self._pool
 
     def _begin_iteration(self) -> None:
+        here.iteration = training_state.iteration() or here.iteration + 1
         self._pool_is_checked = False
         if self._pool is not None:
             self._pool.reset()
