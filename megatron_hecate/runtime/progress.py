@@ -1,9 +1,8 @@
 """For whom is everyone waiting? Ranks tell the job's store where they are; ranks that wait for long name those behind.
 
-Where Megatron's own all-to-all waits for a rank, no wait of ours ends with an error, and nobody says a word. So every
-rank publishes how far it has come, from a thread of its own and over a connection of its own. When there is no progress
-for long, one of the ranks that wait reads what all have published, twice, and publishes who is behind; every rank
-that waits prints that, once, and goes on waiting as Megatron decides.
+Where Megatron's own all-to-all waits for a rank, no wait of ours ends with an error. So every rank publishes how far it
+has come, from a thread and over a connection of its own. When there is no progress for long, one of the ranks that wait
+looks twice who is behind; every rank that waits prints that, once, and goes on waiting as Megatron decides.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
@@ -28,20 +28,14 @@ from megatron_hecate.comm.question import BLOCK
 SHORTEST_PAUSE: float = 3.0  # seconds between two words of a rank
 WORDS_PER_SECOND: float = 500.0  # of all ranks together: a store serves some 14,500 operations a second
 NAMED: int = 8  # ranks behind that a line names, at most
-PATIENCE: float = 1.0  # seconds that the end of the process waits for the last word
 PREFIX = "megatron_hecate/progress"
+SILENCE = "The rendezvous store does not answer: rank 0, which runs it unless torchrun does, stands still"
 
 
 @dataclasses.dataclass
 class Position:
-    """Where the training thread of this process is; it writes, and the reporter's thread reads.
-
-    Args:
-        steps: routers and dispatches of FSSDP layers that it has come to, in whatever forward: the ranks of a group
-            come to the same ones, in the same order.
-        iteration: that runs.
-        layer: name of the last one.
-    """
+    """Where the training thread of this process is; only it writes. ``steps`` counts routers and dispatches of FSSDP
+    layers: ranks of a group come to the same ones, in the same order."""
 
     steps: int = 0
     iteration: int = 0
@@ -98,14 +92,11 @@ def name_ranks_behind(before: Sequence[Word | None], now: Sequence[Word | None])
 
 
 class Reporter(threading.Thread):
-    """Publishes where this rank is, and prints for whom it waits.
+    """Publishes where ``rank`` is, of so many, and prints for whom it waits after ``timeout`` seconds without progress.
 
     Args:
         store: of the job, over a connection that nobody else uses.
-        rank: of this process.
-        size: ranks of the job.
         group: the first rank of its FSSDP group, or -1.
-        timeout: seconds without progress after which it says for whom it waits.
         is_over: whether the job's process group has gone.
     """
 
@@ -118,14 +109,18 @@ class Reporter(threading.Thread):
         self.interval = max(size / WORDS_PER_SECOND, min(SHORTEST_PAUSE, timeout / 4))
         self._ends = threading.Event()
         self._pid, self._beat, self._host = os.getpid(), 0, socket.gethostname()
-        self._connection = _connection_of(store)
-        self._moved()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        found = re.search(r"SocketImpl\(fd=(\d+)", repr(store))  # of a TCPStore, which tells it in its name only
+        self._connection = socket.socket(fileno=os.dup(int(found[1]))) if found else None
+        self._steps = -1
+        self._start_anew()
 
     def stop(self) -> None:
         """Say that this rank has ended; waits for that a moment. Does nothing in a forked process."""
         if os.getpid() == self._pid and self.is_alive():
             self._ends.set()
-            self.join(PATIENCE)
+            self.join(1.0)
 
     def run(self) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # the store has gone, and with it the job
@@ -135,40 +130,30 @@ class Reporter(threading.Thread):
                 self._publish()
                 passed, last = time.monotonic() - last, time.monotonic()
                 if here.steps != self._steps:
-                    self._moved()
+                    self._start_anew()
                 elif self._steps and not self._told:
                     self._stalled += min(passed, 2 * self.interval)  # this process may have stood still itself
                     if self._stalled >= self._timeout / 2:
-                        self._wait_on()
+                        silence = threading.Timer(self.interval + self._timeout / 2, self._say, [SILENCE])
+                        silence.daemon = True
+                        silence.start()
+                        try:
+                            self._see_who_is_behind()
+                        finally:
+                            silence.cancel()
             if not self._store_has_gone():
                 self._publish(left=True)
 
-    def _moved(self) -> None:
-        self._steps, self._since = here.steps, time.time()
-        self._told = False  # whether this wait's line is printed
-        self._wait_anew()
-
-    def _wait_anew(self) -> None:
+    def _start_anew(self) -> None:
+        if here.steps != self._steps:
+            self._steps, self._since, self._told = here.steps, time.time(), False  # told: this wait's line is printed
         self._stalled = 0.0  # seconds without progress
         self._seen: int | None = None  # number of the last verdict, when half of the timeout had passed
         self._attempt = 0  # to be the rank that looks
         self._first_look: tuple[float, list[Word | None]] | None = None
 
-    def _wait_on(self) -> None:
-        where = f" on {self._connection.getpeername()[0].removeprefix('::ffff:')}" if self._connection else ""
-        silence = (
-            f"The rendezvous store{where} does not answer: rank 0, which runs it unless torchrun does, stands still"
-        )
-        timer = threading.Timer(self.interval + self._timeout / 2, self._say, [silence])
-        timer.daemon = True
-        timer.start()
-        try:
-            self._ask()
-        finally:
-            timer.cancel()
-
-    def _ask(self) -> None:
-        """See who is behind, or hear it from the rank that looks."""
+    def _see_who_is_behind(self) -> None:
+        """Or hear it from the rank that looks."""
         if self._seen is None:
             self._seen = self._verdict()[0]
         if (attempt := int(self._stalled / self._timeout + 0.5)) > self._attempt:  # who looked first may be gone
@@ -182,11 +167,10 @@ class Reporter(threading.Thread):
             self._first_look = None
             self._store.set(f"{PREFIX}/behind", json.dumps([self._seen + 1, text]))
         number, text = self._verdict()
-        if number > self._seen:
-            if text:
-                self._say(f"Behind: {text}")
-            else:  # all have come as far, as in a long checkpoint or after the last iteration
-                self._wait_anew()
+        if number > self._seen and text:
+            self._say(f"Behind: {text}")
+        elif number > self._seen:  # all have come as far, as in a long checkpoint or after the last iteration
+            self._start_anew()
 
     def _say(self, text: str) -> None:
         if here.steps == self._steps and not self._told:
@@ -226,25 +210,12 @@ class Reporter(threading.Thread):
             return False
 
 
-def _connection_of(store: dist.Store) -> socket.socket | None:
-    """That of a client of a TCPStore, which torch tells only in its name; ``None`` for other stores."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    found = re.search(r"SocketImpl\(fd=(\d+)", repr(store)) if isinstance(store, dist.TCPStore) else None
-    return socket.socket(fileno=os.dup(int(found[1]))) if found else None
-
-
 _running: Reporter | None = None
 
 
 def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
     """Have one thread tell where this process is, until it ends or the job's process group is destroyed. All ranks call
-    it, once per model.
-
-    Args:
-        groups: of this rank's layers, the first of which tells how far it has come; none without MoE layers.
-        timeout: see `Reporter`.
-    """
+    it, once per model, with the FSSDP groups of their layers."""
     global _running
     if _running is not None:
         if _running.is_alive() and not _running.is_over():
@@ -252,13 +223,8 @@ def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
         _running.stop()
     here.steps = 0
     job = weakref.ref(dist.group.WORLD)
-    _running = Reporter(
-        _get_default_store().clone(),
-        dist.get_rank(),
-        dist.get_world_size(),
-        group=groups[0][0] if groups else -1,
-        timeout=timeout,
-        is_over=lambda: dist.group.WORLD is not job(),
-    )
+    settings: dict[str, Any] = dict(timeout=timeout, is_over=lambda: dist.group.WORLD is not job())
+    first = groups[0][0] if groups else -1
+    _running = Reporter(_get_default_store().clone(), dist.get_rank(), dist.get_world_size(), group=first, **settings)
     atexit.register(_running.stop)
     _running.start()
