@@ -9,6 +9,7 @@ import dataclasses
 import sys
 from collections import deque
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -105,6 +106,8 @@ class LayerState:
         self.replicas: Replicas | None = None  # of the coming or running forward
         self.joined_homes: tuple[PendingGradients, list[Tensor]] | None = None  # those of the running forward
         self.expects_late = False  # whether the next forward may fetch late replicas
+        self.microbatch_load: np.ndarray | None = None  # [E] tokens over the group, where routes are replayed
+        self.knows_loads = False  # the plan is made for true loads
         self.planned_in = self.fetched_in = -1  # the last iterations in which it was
         self.prepared = False  # for the next forward
         self.begun = False  # the running forward knows its replicas, and has not dispatched

@@ -30,6 +30,7 @@ from megatron_hecate.plan import add_late_replicas, plan_replicas
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
+from megatron_hecate.runtime.known_routes import KnownRoutes
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.load_monitor import LoadMonitor
 from megatron_hecate.runtime.progress import here
@@ -51,6 +52,7 @@ class Prefetcher:
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self.states, self.chunk_of = states, chunk_of
         self.forecast: np.ndarray | None = None  # [L, E] of the running iteration
+        self.routes = KnownRoutes(states, chunk_of)
         self.meter = OverlapMeter()
         self.monitor = LoadMonitor(
             (len(states), max(state.parts.homes_only.num_experts for state in states)),
@@ -196,11 +198,13 @@ class Prefetcher:
         if state.fetched_in == self.tracker.iteration and still_there:
             return
         state.fetched_in = self.tracker.iteration
-        state.expects_late = state.config.late_replicas > 0
+        state.expects_late = state.config.late_replicas > 0 and not state.knows_loads
         state.replicas = None if state.plan is None else self._fetch(state)
 
     def _plan_from(self, index: int) -> None:
         """Plan layer ``index``, unless it is planned, and with it the next ones of its chunk."""
+        if not self.tracker.is_within_microbatch(index):
+            self.routes.begin_microbatch(index, self.tracker.iteration, self.tracker.microbatches or 1)
         if self.states[index].planned_in == self.tracker.iteration:
             return
         for state in self.states[index : index + PLANNED_TOGETHER]:
@@ -211,11 +215,11 @@ class Prefetcher:
 
     def _plan(self, state: LayerState) -> None:
         homes_only = state.parts.homes_only
-        if self.forecast is None or not state.config.slots:
+        forecast, microbatches = self.routes.forecast(state, self.forecast, self.tracker.microbatches or 1)
+        if forecast is None or not state.config.slots:
             state.set_plan(homes_only)
             return
-        forecast = self.forecast[state.index, : homes_only.num_experts]
-        cost = state.copy_cost(self.tracker.microbatches or 1, self.meter)
+        cost = state.copy_cost(microbatches, self.meter)
         plan = plan_replicas(forecast, homes_only, state.world, cost=cost, previous=state.planned)
         state.check_agreement(plan)
         state.set_plan(plan)
@@ -281,7 +285,8 @@ class Prefetcher:
         for state in self.states:
             state.abandon()
         self.monitor.finish_reduce()
-        self.forecast = self.monitor.history.forecast()
+        known = self.routes.begin_iteration()
+        self.forecast = self.monitor.history.forecast() if known is None else known
         self._allocate_early()
 
     def _drop_unreturned(self) -> list[tuple[str, int, int]]:
