@@ -34,9 +34,10 @@ class KnownRoutes:
             state.knows_loads, state.microbatch_load = routes is not None, None
         return None if routes is None else self._sum(self.states, routes)
 
-    def begin_microbatch(self, index: int, iteration: int, microbatches: int) -> None:
-        """A microbatch comes to layer ``index`` in an ``iteration`` of so many. Where it is the first layer of a chunk
-        and routes are replayed, they become known, and layers are planned anew that fetch for every microbatch."""
+    def begin_microbatch(self, index: int, iteration: int, microbatches: int | None) -> None:
+        """A microbatch comes to layer ``index`` in an ``iteration`` of so many (``None``: the loop does not say). Where
+        routes are replayed and it is the first layer of a chunk, they become known; layers that fetch for every
+        microbatch are then planned anew."""
         state, chunk = self.states[index], self._chunk_of[index]
         whole = state.keeps_replicas  # one plan for all microbatches
         is_planned = whole and (state.knows_loads or state.planned_in == iteration)

@@ -204,7 +204,7 @@ class Prefetcher:
     def _plan_from(self, index: int) -> None:
         """Plan layer ``index``, unless it is planned, and with it the next ones of its chunk."""
         if not self.tracker.is_within_microbatch(index):
-            self.routes.begin_microbatch(index, self.tracker.iteration, self.tracker.microbatches or 1)
+            self.routes.begin_microbatch(index, self.tracker.iteration, self.tracker.microbatches)
         if self.states[index].planned_in == self.tracker.iteration:
             return
         for state in self.states[index : index + PLANNED_TOGETHER]:
