@@ -73,9 +73,8 @@ class KnownRoutes:
         experts = max(state.parts.homes_only.num_experts for state in states)
         sums = torch.stack([_count(of_layer, experts).to(home.device) for of_layer in routes])
         work = dist.all_reduce(sums, group=group, async_op=True)
-        assert work is not None
-        names = dict(what="counting replayed routes", label=states[0].name)
-        wait_collective(work, sums, group, **names, timeout=states[0].config.timeout)
+        names, timeout = dict(what="counting replayed routes", label=states[0].name), states[0].config.timeout
+        wait_collective(work, sums, group, **names, timeout=timeout)
         return sums.cpu().numpy()
 
 

@@ -75,9 +75,7 @@ class Word:
 def name_ranks_behind(before: Sequence[Word | None], now: Sequence[Word | None]) -> str:
     """From two looks at the words of all ranks, by rank, more than `Reporter.interval` apart: who has come less far
     than others of its FSSDP group, or stands still as a process. Empty when nobody does."""
-    furthest: dict[int, int] = {}
-    for word in filter(None, now):
-        furthest[word.group] = max(furthest.get(word.group, 0), word.steps)
+    furthest = {word.group: word.steps for word in sorted(filter(None, now), key=lambda word: word.steps)}
     behind: list[tuple[float, int, str]] = []
     for rank, (was, word) in enumerate(zip(before, now, strict=True)):
         if word is None:
@@ -175,9 +173,8 @@ class Reporter(threading.Thread):
     def _say(self, text: str) -> None:
         if here.steps == self._steps and not self._told:
             self._told = True
-            print(
-                f"FSSDP: rank {self._rank} has waited {time.time() - self._since:.0f} s in {here}. {text}", flush=True
-            )
+            stands = f"made no progress for {time.time() - self._since:.0f} s: {here}"
+            print(f"FSSDP: rank {self._rank} {stands}. {text}", flush=True)
 
     def _publish(self, *, left: bool = False) -> None:
         self._beat += 1

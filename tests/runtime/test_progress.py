@@ -52,7 +52,7 @@ def _start_over_tcp() -> Callable[[int], str]:
 
 
 def _lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if "has waited" in line]
+    return [line for line in text.splitlines() if "made no progress" in line]
 
 
 def _when_all_wait(read: Callable[[int], str], waiting: list[int], act: Callable[[], None], lines: int = 1) -> None:
@@ -103,7 +103,7 @@ def test_a_stopped_rank_is_named_and_training_goes_on() -> None:
     for survivor in (0, 1):
         (line,) = _lines(read(survivor))
         found = re.fullmatch(
-            rf"FSSDP: rank {survivor} has waited (\d+) s in iteration 3, layer 2\. Behind: rank 2 on {host} "
+            rf"FSSDP: rank {survivor} made no progress for (\d+) s: iteration 3, layer 2\. Behind: rank 2 on {host} "
             r"\(stands still, or is cut off; last heard of: iteration 3, layer 2, since ([\d: -]+)\)",
             line,
         )
@@ -126,7 +126,7 @@ def test_a_stopped_rank_is_named_and_training_goes_on() -> None:
     for survivor in (0, 1):
         behind = _lines(read(survivor))[1]
         assert re.fullmatch(
-            rf"FSSDP: rank {survivor} has waited \d+ s in iteration 5, layer 1\. Behind: rank 2 on {host} "
+            rf"FSSDP: rank {survivor} made no progress for \d+ s: iteration 5, layer 1\. Behind: rank 2 on {host} "
             r"\(iteration 4, layer 2, since [\d: -]+\)",
             behind,
         ), behind
@@ -244,8 +244,8 @@ def test_when_the_rank_that_looks_is_gone_another_one_does(
     _until(lambda: out.append(capfd.readouterr().out) or "".join(out))
     reporter.stop()
     assert re.fullmatch(
-        r"FSSDP: rank 0 has waited \d+ s in iteration 4, layer 2\. Behind: rank 1 on b \(stands still, or is cut off; "
-        r"last heard of: before its first forward, since [\d: -]+\)\n",
+        r"FSSDP: rank 0 made no progress for \d+ s: iteration 4, layer 2\. Behind: rank 1 on b \(stands still, "
+        r"or is cut off; last heard of: before its first forward, since [\d: -]+\)\n",
         "".join(out),
     ), out
 
@@ -271,8 +271,8 @@ def test_a_store_that_stands_still_is_named_and_one_that_goes_away_is_not(
         out: list[str] = []
         _until(lambda: out.append(capfd.readouterr().out) or "".join(out))
         assert re.fullmatch(
-            r"FSSDP: rank 0 has waited \d+ s in iteration 4, layer 2\. The rendezvous store does not answer: rank 0, "
-            r"which runs it unless torchrun does, stands still\n",
+            r"FSSDP: rank 0 made no progress for \d+ s: iteration 4, layer 2\. The rendezvous store does not answer: "
+            r"rank 0, which runs it unless torchrun does, stands still\n",
             "".join(out),
         ), out
         server.send_signal(signal.SIGCONT)
