@@ -25,8 +25,7 @@ def num_microbatches() -> int | None:
 def iteration() -> int | None:
     """The running iteration as ``megatron.training`` logs it, or ``None`` in another training loop."""
     arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    begun = getattr(arguments, "curr_iteration", None)
-    return None if begun is None else begun + 1
+    return None if (begun := getattr(arguments, "curr_iteration", None)) is None else begun + 1
 
 
 def captures_graph() -> bool:

@@ -50,8 +50,7 @@ class KnownRoutes:
             state.microbatch_load = loads[row] if loads is not None and loads[row].any() else None
             is_known = state.microbatch_load is not None
             state.knows_loads = is_known and (not whole or microbatches == 1)
-            if is_known and not whole:
-                state.planned_in = -1
+            state.planned_in = -1 if is_known and not whole else state.planned_in
 
     @staticmethod
     def forecast(state: LayerState, forecast: np.ndarray | None, microbatches: int) -> tuple[np.ndarray | None, int]:

@@ -91,12 +91,8 @@ def name_ranks_behind(before: Sequence[Word | None], now: Sequence[Word | None])
 
 class Reporter(threading.Thread):
     """Publishes where ``rank`` is, of so many, and prints for whom it waits after ``timeout`` seconds without progress.
-
-    Args:
-        store: of the job, over a connection that nobody else uses.
-        group: the first rank of its FSSDP group, or -1.
-        is_over: whether the job's process group has gone.
-    """
+    Nobody else uses the connection of ``store``; ``group`` is the first rank of its FSSDP group, or -1, and ``is_over``
+    tells whether the job's process group has gone."""
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, *, group: int, timeout: float, is_over: Callable[[], bool]
@@ -185,9 +181,8 @@ class Reporter(threading.Thread):
 
     def _verdict(self) -> tuple[int, str]:
         """The last one: its number, and who is behind."""
-        key = f"{PREFIX}/behind"
-        number, text = json.loads(self._store.get(key)) if self._store.check([key]) else (0, "")
-        return number, text
+        there = self._store.check([f"{PREFIX}/behind"])
+        return tuple(json.loads(self._store.get(f"{PREFIX}/behind"))) if there else (0, "")
 
     def _look(self) -> list[Word | None]:
         """The last words of all ranks, by rank."""
