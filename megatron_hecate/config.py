@@ -54,7 +54,7 @@ class HecateConfig:
         "File with measured speeds (python -m megatron_hecate --measure FILE) by which copies are judged to pay; None "
         "takes those of an H100 node, or of CPU cores without GPUs.",
     )
-    timeout: float = _flag(600.0, "Seconds before a wait for another rank becomes an error that names it.")
+    timeout: float = _flag(600.0, "Seconds before a wait for another rank becomes an error, or a line, that names it.")
 
     def __post_init__(self) -> None:
         for name, optional in (("slots", False), ("overlap_degree", True), ("late_replicas", False)):

@@ -27,6 +27,7 @@ from megatron_hecate.plan import Speeds, World, compile_planner
 from megatron_hecate.plan.world import CPU, H100
 from megatron_hecate.replicas import memory_estimate
 from megatron_hecate.replicas.memory_estimate import JobMemory, RankMemory
+from megatron_hecate.runtime import progress
 from megatron_hecate.runtime.layer_state import LayerParts, LayerState
 from megatron_hecate.runtime.prefetch import Prefetcher
 
@@ -80,6 +81,7 @@ class _Hook:
         (lifetime, by_engines), notes = note.agree(timeout=config.timeout, judge=judge)
         connection.choose_copy_engines(by_engines)
         resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
+        progress.watch(groups, timeout=config.timeout)
         if parts:
             _attach(model, [_state(i, part, resolved, connection, speeds) for i, part in enumerate(parts)])
         if dist.get_rank() == 0:
@@ -220,8 +222,7 @@ def _judge(config: HecateConfig, connection: Connection, notes: list[Note]) -> t
 
 def _say_on(notes: list[Note], config: HecateConfig, speeds: Speeds, connection: Connection) -> None:
     """Print what is on, and what it takes of every rank's memory; ranks with the same figures share a table."""
-    num_layers = len({key for note in notes for key in note.layers})
-    summary = next(note.summary for note in notes if note.summary)
+    num_layers, summary = len({k for note in notes for k in note.layers}), next(n.summary for n in notes if n.summary)
     transport = f"transport {config.transport}" + (f" ({connection.why})" if connection.why else "")
     late = f", at most {config.late_replicas} late replicas per layer" if config.late_replicas else ""
     measured = config.speeds or ("an H100 node" if speeds is H100 else "CPU ranks")
@@ -276,8 +277,7 @@ def _refuse_owners_at_first_forward(chunk: Module, undo: contextlib.ExitStack) -
             raise ValueError("FSSDP cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
         handle.remove()
 
-    handle = chunk.register_forward_pre_hook(check)
-    undo.callback(handle.remove)
+    undo.callback((handle := chunk.register_forward_pre_hook(check)).remove)
 
 
 def _is_block(module: Module) -> bool:

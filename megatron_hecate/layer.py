@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron_hecate.adapter.training_state import Forward, captures_graph
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.prefetch import Prefetcher
+from megatron_hecate.runtime.progress import here
 from megatron_hecate.tools import trace
 
 
@@ -42,6 +43,7 @@ class FSSDPLayer:
         state = self.fssdp
         if state.begun:
             return
+        here.reach(state.name)
         self.purpose = self.prefetcher.purpose_of_forward(self)
         self.experts.replicas = self.prefetcher.materialize(state.index, self.purpose)
         self.experts.joined_homes, state.joined_homes = state.joined_homes, None
@@ -90,6 +92,7 @@ class FSSDPLayer:
         state = self.fssdp
         self.begin()  # a recomputation of Megatron's own graphs begins here
         state.begun = False
+        here.reach(state.name)
         if self.purpose is Forward.MICROBATCH:
             self.prefetcher.observe(state.index, self.token_dispatcher.expert_loads)
             self.prefetcher.forwarded(state.index, self.experts.replicas)

@@ -9,6 +9,7 @@ import dataclasses
 import sys
 from collections import deque
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -22,9 +23,10 @@ from megatron_hecate.adapter.stored_weights import StoredWeights
 from megatron_hecate.adapter.training_state import Forward, wait_for_params
 from megatron_hecate.adapter.unsupported import Settings
 from megatron_hecate.comm.agreement import assert_same
+from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
-from megatron_hecate.plan import LayerShape, Placement, World
+from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
 from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas, ReplicaSlots
@@ -104,6 +106,8 @@ class LayerState:
         self.replicas: Replicas | None = None  # of the coming or running forward
         self.joined_homes: tuple[PendingGradients, list[Tensor]] | None = None  # those of the running forward
         self.expects_late = False  # whether the next forward may fetch late replicas
+        self.microbatch_load: np.ndarray | None = None  # [E] tokens over the group, where routes are replayed
+        self.knows_loads = False  # the plan is made for true loads
         self.planned_in = self.fetched_in = -1  # the last iterations in which it was
         self.prepared = False  # for the next forward
         self.begun = False  # the running forward knows its replicas, and has not dispatched
@@ -127,6 +131,17 @@ class LayerState:
             fetches=max(1, lifetime.fetches * microbatches),
             returns=max(1, lifetime.returns * microbatches * self.parts.passes),
         )
+
+    def copy_cost(self, microbatches: int, meter: OverlapMeter) -> CopyCost:
+        """What replicas cost that serve so many ``microbatches``."""
+        shape, degree = self.shape(microbatches), self.config.overlap_degree
+        hidden = 0.0
+        if degree is None and not self.parts.layer.config.deterministic_mode:  # times differ from run to run
+            hidden = meter.degree(shape.fetch_seconds(self.world))
+        cost = dataclasses.replace(shape.copy_cost(self.world, hidden=hidden), scatters=self.transport.scatters)
+        if degree is not None:  # so many are hidden, and there are never more
+            cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
+        return cost
 
     def slots_in(self, pool: BufferPool) -> ReplicaSlots:
         """The layer's replica slots, in the buffers of ``pool``."""

@@ -26,12 +26,14 @@ from torch.nn import Module
 from megatron_hecate.adapter import training_state
 from megatron_hecate.adapter.training_state import Forward
 from megatron_hecate.comm.overlap import OverlapMeter
-from megatron_hecate.plan import CopyCost, add_late_replicas, plan_replicas
+from megatron_hecate.plan import add_late_replicas, plan_replicas
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
+from megatron_hecate.runtime.known_routes import KnownRoutes
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.load_monitor import LoadMonitor
+from megatron_hecate.runtime.progress import here
 from megatron_hecate.tools import trace
 
 # Layers planned one after another. The first finds the planner's code and tables in no cache, and takes 1.3 to 2 times
@@ -50,6 +52,7 @@ class Prefetcher:
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self.states, self.chunk_of = states, chunk_of
         self.forecast: np.ndarray | None = None  # [L, E] of the running iteration
+        self.routes = KnownRoutes(states, chunk_of)
         self.meter = OverlapMeter()
         self.monitor = LoadMonitor(
             (len(states), max(state.parts.homes_only.num_experts for state in states)),
@@ -195,11 +198,13 @@ class Prefetcher:
         if state.fetched_in == self.tracker.iteration and still_there:
             return
         state.fetched_in = self.tracker.iteration
-        state.expects_late = state.config.late_replicas > 0
+        state.expects_late = state.config.late_replicas > 0 and not state.knows_loads
         state.replicas = None if state.plan is None else self._fetch(state)
 
     def _plan_from(self, index: int) -> None:
         """Plan layer ``index``, unless it is planned, and with it the next ones of its chunk."""
+        if not self.tracker.is_within_microbatch(index):
+            self.routes.begin_microbatch(index, self.tracker.iteration, self.tracker.microbatches)
         if self.states[index].planned_in == self.tracker.iteration:
             return
         for state in self.states[index : index + PLANNED_TOGETHER]:
@@ -210,24 +215,14 @@ class Prefetcher:
 
     def _plan(self, state: LayerState) -> None:
         homes_only = state.parts.homes_only
-        if self.forecast is None or not state.config.slots:
+        forecast, microbatches = self.routes.forecast(state, self.forecast, self.tracker.microbatches or 1)
+        if forecast is None or not state.config.slots:
             state.set_plan(homes_only)
             return
-        forecast = self.forecast[state.index, : homes_only.num_experts]
-        cost = self._copy_cost(state)
+        cost = state.copy_cost(microbatches, self.meter)
         plan = plan_replicas(forecast, homes_only, state.world, cost=cost, previous=state.planned)
         state.check_agreement(plan)
         state.set_plan(plan)
-
-    def _copy_cost(self, state: LayerState) -> CopyCost:
-        shape, degree = state.shape(self.tracker.microbatches or 1), state.config.overlap_degree
-        hidden = 0.0
-        if degree is None and not state.parts.layer.config.deterministic_mode:  # times differ from run to run
-            hidden = self.meter.degree(shape.fetch_seconds(state.world))
-        cost = dataclasses.replace(shape.copy_cost(state.world, hidden=hidden), scatters=state.transport.scatters)
-        if degree is not None:  # so many are hidden, and there are never more
-            cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
-        return cost
 
     def _fetch(self, state: LayerState) -> Replicas:
         """Begin to fetch the planned replicas, for one microbatch or for all of the iteration."""
@@ -281,6 +276,7 @@ class Prefetcher:
         return self._pool
 
     def _begin_iteration(self) -> None:
+        here.iteration = training_state.iteration() or here.iteration + 1
         self._pool_is_checked = False
         if self._pool is not None:
             self._pool.reset()
@@ -289,7 +285,8 @@ class Prefetcher:
         for state in self.states:
             state.abandon()
         self.monitor.finish_reduce()
-        self.forecast = self.monitor.history.forecast()
+        known = self.routes.begin_iteration()
+        self.forecast = self.monitor.history.forecast() if known is None else known
         self._allocate_early()
 
     def _drop_unreturned(self) -> list[tuple[str, int, int]]:

@@ -1,0 +1,222 @@
+"""For whom is everyone waiting? Ranks tell the job's store where they are; ranks that wait for long name those behind.
+
+Where Megatron's own all-to-all waits for a rank, no wait of ours ends with an error. So every rank publishes how far it
+has come, from a thread and over a connection of its own. When there is no progress for long, one of the ranks that wait
+looks twice who is behind; every rank that waits prints that, once, and goes on waiting as Megatron decides.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron_hecate.comm.question import BLOCK
+
+SHORTEST_PAUSE: float = 3.0  # seconds between two words of a rank
+WORDS_PER_SECOND: float = 500.0  # of all ranks together: a store serves some 14,500 operations a second
+NAMED: int = 8  # ranks behind that a line names, at most
+PREFIX = "megatron_hecate/progress"
+SILENCE = "The rendezvous store does not answer: rank 0, which runs it unless torchrun does, stands still"
+
+
+@dataclasses.dataclass
+class Position:
+    """Where the training thread of this process is; only it writes. ``steps`` counts routers and dispatches of FSSDP
+    layers: ranks of a group come to the same ones, in the same order."""
+
+    steps: int = 0
+    iteration: int = 0
+    layer: str = ""
+
+    def reach(self, layer: str) -> None:
+        """The training thread comes to the router, or to the dispatch, of ``layer``."""
+        self.layer = layer
+        self.steps += 1
+
+    def __str__(self) -> str:
+        return f"iteration {self.iteration}, {self.layer}" if self.steps else "before its first forward"
+
+
+here = Position()
+
+
+@dataclasses.dataclass(frozen=True)
+class Word:
+    """What a rank publishes: how often it has done so, how far it has come (see `Position`), where that is, since when
+    (seconds since 1970), its host, the first rank of its FSSDP group (-1: no MoE layers), and whether it has ended."""
+
+    beat: int
+    steps: int
+    where: str
+    since: float
+    host: str
+    group: int
+    left: bool = False
+
+    def describe(self, *, silent: bool) -> str:
+        state = "stands still, or is cut off; last heard of: " if silent else "has ended; " if self.left else ""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
+        return f"on {self.host} ({state}{self.where}, since {since})"
+
+
+def name_ranks_behind(before: Sequence[Word | None], now: Sequence[Word | None]) -> str:
+    """From two looks at the words of all ranks, by rank, more than `Reporter.interval` apart: who has come less far
+    than others of its FSSDP group, or stands still as a process. Empty when nobody does."""
+    furthest = {word.group: word.steps for word in sorted(filter(None, now), key=lambda word: word.steps)}
+    behind: list[tuple[float, int, str]] = []
+    for rank, (was, word) in enumerate(zip(before, now, strict=True)):
+        if word is None:
+            behind.append((0.0, rank, "(nothing was ever heard of it)"))
+        elif was is None or was.steps == word.steps:  # else it moves
+            silent = was is not None and was.beat == word.beat and not word.left
+            if silent or word.steps < furthest[word.group]:
+                behind.append((word.since, rank, word.describe(silent=silent)))
+    behind.sort()  # who stopped first may be why the others did
+    more = f", and {len(behind) - NAMED} more" if len(behind) > NAMED else ""
+    return ", ".join(f"rank {rank} {what}" for _, rank, what in behind[:NAMED]) + more
+
+
+class Reporter(threading.Thread):
+    """Publishes where ``rank`` is, of so many, and prints for whom it waits after ``timeout`` seconds without progress.
+    Nobody else uses the connection of ``store``; ``group`` is the first rank of its FSSDP group, or -1, and ``is_over``
+    tells whether the job's process group has gone."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, *, group: int, timeout: float, is_over: Callable[[], bool]
+    ) -> None:
+        super().__init__(name="fssdp progress", daemon=True)
+        self._store, self._rank, self._size, self._group, self._timeout = store, rank, size, group, timeout
+        self.is_over = is_over
+        self.interval = max(size / WORDS_PER_SECOND, min(SHORTEST_PAUSE, timeout / 4))
+        self._ends = threading.Event()
+        self._pid, self._beat, self._host = os.getpid(), 0, socket.gethostname()
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        found = re.search(r"SocketImpl\(fd=(\d+)", repr(store))  # of a TCPStore, which tells it in its name only
+        self._connection = socket.socket(fileno=os.dup(int(found[1]))) if found else None
+        self._steps = -1
+        self._start_anew()
+
+    def stop(self) -> None:
+        """Say that this rank has ended; waits for that a moment. Does nothing in a forked process."""
+        if os.getpid() == self._pid and self.is_alive():
+            self._ends.set()
+            self.join(1.0)
+
+    def run(self) -> None:
+        with contextlib.suppress(RuntimeError, OSError):  # the store has gone, and with it the job
+            self._publish()
+            last = time.monotonic()
+            while not self._ends.wait(self.interval) and not self.is_over() and not self._store_has_gone():
+                self._publish()
+                passed, last = time.monotonic() - last, time.monotonic()
+                if here.steps != self._steps:
+                    self._start_anew()
+                elif self._steps and not self._told:
+                    self._stalled += min(passed, 2 * self.interval)  # this process may have stood still itself
+                    if self._stalled >= self._timeout / 2:
+                        silence = threading.Timer(self.interval + self._timeout / 2, self._say, [SILENCE])
+                        silence.daemon = True
+                        silence.start()
+                        try:
+                            self._see_who_is_behind()
+                        finally:
+                            silence.cancel()
+            if not self._store_has_gone():
+                self._publish(left=True)
+
+    def _start_anew(self) -> None:
+        if here.steps != self._steps:
+            self._steps, self._since, self._told = here.steps, time.time(), False  # told: this wait's line is printed
+        self._stalled = 0.0  # seconds without progress
+        self._seen: int | None = None  # number of the last verdict, when half of the timeout had passed
+        self._attempt = 0  # to be the rank that looks
+        self._first_look: tuple[float, list[Word | None]] | None = None
+
+    def _see_who_is_behind(self) -> None:
+        """Or hear it from the rank that looks."""
+        if self._seen is None:
+            self._seen = self._verdict()[0]
+        if (attempt := int(self._stalled / self._timeout + 0.5)) > self._attempt:  # who looked first may be gone
+            self._attempt = attempt
+            if self._store.add(f"{PREFIX}/look/{self._seen + 1}/{attempt}", 1) == 1:
+                self._first_look = (self._stalled, self._look())
+        if self._stalled < self._timeout:
+            return
+        if self._first_look is not None and self._stalled - self._first_look[0] > 2 * self.interval:
+            text = name_ranks_behind(self._first_look[1], self._look())
+            self._first_look = None
+            self._store.set(f"{PREFIX}/behind", json.dumps([self._seen + 1, text]))
+        number, text = self._verdict()
+        if number > self._seen and text:
+            self._say(f"Behind: {text}")
+        elif number > self._seen:  # all have come as far, as in a long checkpoint or after the last iteration
+            self._start_anew()
+
+    def _say(self, text: str) -> None:
+        if here.steps == self._steps and not self._told:
+            self._told = True
+            stands = f"made no progress for {time.time() - self._since:.0f} s: {here}"
+            print(f"FSSDP: rank {self._rank} {stands}. {text}", flush=True)
+
+    def _publish(self, *, left: bool = False) -> None:
+        self._beat += 1
+        steps, where = here.steps, str(here)
+        since = self._since if steps == self._steps else time.time()
+        word = Word(self._beat, steps, where, round(since, 1), self._host, self._group, left)
+        self._store.set(f"{PREFIX}/at/{self._rank}", json.dumps(dataclasses.astuple(word)))
+
+    def _verdict(self) -> tuple[int, str]:
+        """The last one: its number, and who is behind."""
+        there = self._store.check([f"{PREFIX}/behind"])
+        return tuple(json.loads(self._store.get(f"{PREFIX}/behind"))) if there else (0, "")
+
+    def _look(self) -> list[Word | None]:
+        """The last words of all ranks, by rank."""
+        words: list[Word | None] = []
+        for first in range(0, self._size, BLOCK):
+            keys = [f"{PREFIX}/at/{rank}" for rank in range(first, min(first + BLOCK, self._size))]
+            there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
+            found = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
+            words += [Word(*json.loads(found[key])) if key in found else None for key in keys]
+        return words
+
+    def _store_has_gone(self) -> bool:
+        """Whether its server has closed the connection: torch would print a page of warnings if it were used."""
+        try:
+            return self._connection is not None and not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+
+
+_running: Reporter | None = None
+
+
+def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
+    """Have one thread tell where this process is, until it ends or the job's process group is destroyed. All ranks call
+    it, once per model, with the FSSDP groups of their layers."""
+    global _running
+    if _running is not None:
+        if _running.is_alive() and not _running.is_over():
+            return
+        _running.stop()
+    here.steps = 0
+    job = weakref.ref(dist.group.WORLD)
+    settings: dict[str, Any] = dict(timeout=timeout, is_over=lambda: dist.group.WORLD is not job())
+    first = groups[0][0] if groups else -1
+    _running = Reporter(_get_default_store().clone(), dist.get_rank(), dist.get_world_size(), group=first, **settings)
+    atexit.register(_running.stop)
+    _running.start()

@@ -1,0 +1,305 @@
+"""Replayed routes (Megatron's own router replay) are the forecast. They jump with every step and microbatch.
+
+Oracle: stock Megatron that replays the same routes, for losses, gradients and parameters; loads counted token by token
+in Python from the routes of all ranks.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import ranks
+
+EXPERTS, TOKENS = 8, 32  # of a microbatch and rank, as `tiny_gpt.Case` has them
+REPLAY = ("moe_enable_routing_replay", True)
+RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+def routes_of(step: int, microbatch: int, layer: int, rank: int) -> torch.Tensor:
+    """[T, 2] experts of each token; two of three tokens choose the same one."""
+    generator = torch.Generator().manual_seed(1_000 * step + 100 * microbatch + 10 * layer + rank)
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator)
+    scores[::3] += 0.5
+    scores[torch.arange(TOKENS) % 3 > 0, (5 * step + 3 * microbatch + layer) % EXPERTS] += 1
+    return scores.topk(2).indices
+
+
+def count(step: int, microbatches: range, layer: int, num_ranks: int) -> np.ndarray:
+    """[E] tokens, one by one."""
+    load = np.zeros(EXPERTS, dtype=np.int64)
+    for microbatch in microbatches:
+        for rank in range(num_ranks):
+            for token in routes_of(step, microbatch, layer, rank).tolist():
+                for expert in token:
+                    load[expert] += 1
+    return load
+
+
+def replay(accumulate: int, *, then_backward: bool = True) -> None:
+    """Have every forward of `tiny_gpt` replay routes as training loops for RL do: set right before the forward of each
+    microbatch, and replayed once more where the backward computes it again."""
+    import tiny_gpt
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    original, seen = tiny_gpt.forward_step, {}
+
+    def forward_step(iterator: Any, model: Any, *args: Any, **settings: Any) -> Any:
+        number = seen[model] = seen.get(model, -1) + 1
+        for layer in tiny_gpt.moe_layers([model]):
+            routes = routes_of(
+                number // accumulate,
+                number % accumulate,
+                layer.layer_number - 1,
+                parallel_state.get_data_parallel_rank(),
+            )
+            layer.router.router_replay.set_target_indices(routes)
+            layer.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        result = original(iterator, model, *args, **settings)
+        for layer in tiny_gpt.moe_layers([model]) if then_backward else []:
+            layer.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        return result
+
+    tiny_gpt.forward_step = forward_step
+
+
+def note_forecasts(found: list[np.ndarray]) -> None:
+    from megatron_hecate.runtime import prefetch
+
+    plan = prefetch.plan_replicas
+
+    def noted(forecast: np.ndarray, *args: Any, **settings: Any) -> Any:
+        found.append(np.array(forecast))
+        return plan(forecast, *args, **settings)
+
+    prefetch.plan_replicas = noted
+
+
+def expecting(case: Any, chunks_of: Callable[[], list]) -> Callable[[int], None]:
+    """What says before a step which routes it will have."""
+    from megatron.core import parallel_state
+
+    from megatron_hecate.runtime.known_routes import expect_routes
+
+    def expect(step: int) -> None:
+        rank = parallel_state.get_data_parallel_rank()
+        layers = range(case.layers)
+        own = [[routes_of(step, m, layer, rank) for m in range(case.accumulate)] for layer in layers]
+        expect_routes(chunks_of(), [torch.cat(routes) for routes in own])
+
+    return expect
+
+
+def _train(case: Any, steps: int, *, before: Callable[[list, int], None] | None = None, **settings: Any) -> Any:
+    """Train step by step; the first step as all others."""
+    import tiny_gpt
+
+    run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(**settings) if settings else None)
+    for step in range(steps):
+        if before is not None:
+            before(run.chunks, step)
+        run.step(step)
+    if case.overlap and case.distributed_optimizer:
+        for chunk in run.chunks:
+            chunk.start_param_sync(force_sync=True)
+    run.read_params()
+    return run
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("lifetime", "fields", "megatron"),
+    [
+        ("iteration", {}, {}),
+        ("microbatch", dict(accumulate=3), {}),
+        ("layer", dict(accumulate=2, distributed_optimizer=True, overlap=True), RECOMPUTE),
+        ("microbatch", dict(accumulate=2), dict(overlap_moe_expert_parallel_comm=True)),
+    ],
+    ids=["iteration", "microbatch", "layer-recompute-overlap", "ep-comm-overlap"],
+)
+@ranks(2)
+def test_plans_are_made_for_the_replayed_routes(lifetime: str, fields: dict, megatron: dict) -> None:
+    """From the first step on, every plan is made for the loads that come; no replica comes after the gate, though it
+    might."""
+    import tiny_gpt
+
+    from megatron_hecate.tools.metrics import layer_metrics
+
+    case = tiny_gpt.Case(**fields, settings=(REPLAY, *megatron.items()))
+    tiny_gpt.initialize(case)
+    replay(case.accumulate, then_backward=not megatron or megatron is RECOMPUTE)
+    stock = _train(case, 3)
+    found: list[np.ndarray] = []
+    note_forecasts(found)
+    ours = _train(case, 3, lifetime=lifetime, slots=2, late_replicas=2)
+    tiny_gpt.assert_trained_alike(stock, ours, lifetime)
+    true = [
+        count(step, range(microbatch, microbatch + 1), layer, 2)
+        for step in range(3)
+        for microbatch in range(case.accumulate)
+        for layer in range(case.layers)
+    ]
+    assert len(found) == len(true)
+    assert all(np.array_equal(forecast, load) for forecast, load in zip(found, true, strict=True)), (found, true)
+    assert [m.late for m in layer_metrics(ours.chunks)] == [0, 0]
+
+
+@pytest.mark.newest
+@ranks(2)
+def test_an_iteration_of_several_microbatches_is_planned_for_their_sum_where_it_is_told() -> None:
+    import tiny_gpt
+
+    from megatron_hecate.runtime.known_routes import expect_routes
+
+    case = tiny_gpt.Case(accumulate=2, settings=(REPLAY,))
+    tiny_gpt.initialize(case)
+    replay(case.accumulate)
+    stock = _train(case, 3)
+    found: list[np.ndarray] = []
+    note_forecasts(found)
+
+    def before(chunks: list, step: int) -> None:
+        expecting(case, lambda: chunks)(step)
+
+    ours = _train(case, 3, before=before, slots=2, late_replicas=2)
+    tiny_gpt.assert_trained_alike(stock, ours)
+    true = [count(step, range(2), layer, 2) for step in range(3) for layer in range(2)]
+    assert all(np.array_equal(forecast, load) for forecast, load in zip(found, true, strict=True)), (found, true)
+    with pytest.raises(ValueError, match="routes of 1 layers, but this rank has 2 MoE layers"):
+        expect_routes(ours.chunks, [torch.zeros(1, 2)])
+
+
+@pytest.mark.newest
+@ranks(2)
+def test_of_an_iteration_the_first_microbatch_is_known_and_the_rest_expected() -> None:
+    """Where nobody tells: the first microbatch's loads, plus those of each further one, which are taken to be alike in
+    the first step, and later half of those of the last step with two microbatches (with two steps the forecast is the
+    last step's loads, see `LoadHistory`)."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(accumulate=2, settings=(REPLAY,))
+    tiny_gpt.initialize(case)
+    replay(case.accumulate)
+    found: list[np.ndarray] = []
+    note_forecasts(found)
+    _train(case, 2, slots=2)
+    first = [count(step, range(1), layer, 2) for step in range(2) for layer in range(2)]
+    before = [count(0, range(2), layer, 2) for layer in range(2)]
+    expected = [2 * first[0], 2 * first[1], first[2] + before[0] / 2, first[3] + before[1] / 2]
+    for forecast, load in zip(found, expected, strict=True):
+        np.testing.assert_allclose(forecast, load, rtol=1e-12)
+
+
+@pytest.mark.newest
+@ranks(4)
+def test_a_pipeline_replays_alike() -> None:
+    """Two stages of two chunks, with recomputation: each chunk's layers are planned for its own microbatch."""
+    import tiny_gpt
+
+    fields = dict(pp=2, vpp=2, accumulate=4, distributed_optimizer=True, overlap=True)
+    case = tiny_gpt.Case(**fields, settings=(REPLAY, *RECOMPUTE.items()))
+    tiny_gpt.initialize(case)
+    replay(case.accumulate)
+    stock = _train(case, 2)
+    found: list[np.ndarray] = []
+    note_forecasts(found)
+    ours = _train(case, 2, lifetime="layer", slots=2)
+    tiny_gpt.assert_trained_alike(stock, ours)
+    own = [layer.layer_number - 1 for layer in tiny_gpt.moe_layers(ours.chunks)]
+    true = [
+        count(step, range(microbatch, microbatch + 1), layer, 2)
+        for step in range(2)
+        for microbatch in range(4)
+        for layer in own
+    ]
+    assert sorted(map(tuple, found)) == sorted(map(tuple, true))
+
+
+@pytest.mark.newest
+@ranks(4)
+def test_the_busiest_rank_has_little_more_than_the_mean() -> None:
+    """Four ranks with a single slot each. Oracle: largest rank load by the placement's holders for true loads, solved
+    by scipy as a linear program; where the same run forecasts from the past, it is far from the mean."""
+    import tiny_gpt
+
+    from megatron_hecate.runtime import known_routes
+
+    case = tiny_gpt.Case(ep=4, settings=(REPLAY,))
+    tiny_gpt.initialize(case)
+    replay(case.accumulate)
+    steps = range(4)
+
+    def worst(known: Callable[[Any], bool]) -> float:
+        known_routes._replays = known
+        run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(slots=1))
+        found = []
+        for step in steps:
+            run.step(step)
+            for index, layer in enumerate(tiny_gpt.moe_layers(run.chunks)):
+                load = count(step, range(1), index, 4)
+                found.append(_least_largest_load(load, layer.fssdp.placement.holders) / load.sum() * 4)
+        return float(np.mean(found[4:]))  # from the third step on the past has something to say
+
+    routed = np.mean([_home_load(count(step, range(1), layer, 4)) for step in steps[2:] for layer in range(2)])
+    by_routes, by_past = worst(known_routes._replays), worst(lambda state: False)
+    assert by_routes < 1.05 < 1.25 < by_past < routed, (by_routes, by_past, routed)
+
+
+def _home_load(load: np.ndarray) -> float:
+    """Largest rank load over the mean without replicas: two experts per rank."""
+    by_rank = load.reshape(4, 2).sum(axis=1)
+    return float(by_rank.max() / by_rank.mean())
+
+
+def _least_largest_load(load: np.ndarray, holders: np.ndarray) -> float:
+    """Tokens of the busiest rank under the best split of ``load`` [E] over ``holders`` [E, R] bool."""
+    from scipy.optimize import linprog
+
+    pairs = np.argwhere(holders)
+    cost = np.append(np.zeros(len(pairs)), 1.0)
+    split = np.array([np.append(pairs[:, 0] == expert, 0.0) for expert in range(len(load))])
+    most = np.array([np.append(pairs[:, 1] == rank, -1.0) for rank in range(holders.shape[1])])
+    return linprog(cost, A_ub=most, b_ub=np.zeros(len(most)), A_eq=split, b_eq=load).fun
+
+
+def _layer(action: Any) -> types.SimpleNamespace:
+    """As much of a layer's state as decides whether its routes are known."""
+    router = types.SimpleNamespace(router_replay=types.SimpleNamespace(router_replay_action=action))
+    layer = types.SimpleNamespace(router=router, config=types.SimpleNamespace(moe_router_fusion=False))
+    return types.SimpleNamespace(parts=types.SimpleNamespace(layer=layer))
+
+
+@pytest.mark.fast
+@pytest.mark.newest
+def test_only_the_replaying_forward_knows_its_routes() -> None:
+    """Megatron's own actions; a fused router does not heed them."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    from megatron_hecate.runtime.known_routes import _replays
+
+    told = {action: _replays(_layer(action)) for action in [None, *RouterReplayAction]}
+    assert [action for action, known in told.items() if known] == [RouterReplayAction.REPLAY_FORWARD]
+    fused = _layer(RouterReplayAction.REPLAY_FORWARD)
+    fused.parts.layer.config.moe_router_fusion = True
+    assert not _replays(fused)
+    del fused.parts.layer.router.router_replay
+    assert not _replays(fused)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_tokens_are_counted_as_megatron_routes_them(dtype: torch.dtype) -> None:
+    """Literal counts: an expert given twice counts once, one that is not known (-1) does not."""
+    from megatron_hecate.runtime.known_routes import _count
+
+    routes = [[0, 1], [1, 1], [3, 0]]
+    assert _count(torch.tensor(routes, dtype=dtype), 4).tolist() == [2, 2, 0, 1]
+    assert _count(None, 4).tolist() == [0, 0, 0, 0]
+    assert _count(torch.empty(0, 2, dtype=dtype), 4).tolist() == [0, 0, 0, 0]
+    if dtype is not torch.uint8:
+        assert _count(torch.tensor([*routes, [-1, -1]], dtype=dtype), 4).tolist() == [2, 2, 0, 1]
