@@ -23,11 +23,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import rooms of earlier floors, and itself. "" is the package's own __init__.
 FLOORS = [
     {"plan", "config", "device", "tools.trace"},
-    {"routing", "comm", "tools.metrics"},
+    {"routing", "comm", "tools.metrics", "tools.traffic"},
     {"tools.measure"},
     {"replicas"},
     {"adapter"},
     {"runtime"},
+    {"tools.simulate", "tools.presets"},
+    {"tools.job"},
+    {"tools.what_if"},
     {"layer"},
     {"convert"},
     {""},
