@@ -19,6 +19,7 @@ import numpy as np
 from megatron_hecate.plan import World
 from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.replicas.buffers import LIFETIMES
+from megatron_hecate.tools import run_folder
 from megatron_hecate.tools.job import Job, Outcome, spread
 from megatron_hecate.tools.presets import CLUSTERS, MODELS, Cluster, Model
 from megatron_hecate.tools.simulate import Timing
@@ -40,8 +41,6 @@ def read_loads(path: Path | str) -> np.ndarray:
     path = Path(path)
     try:
         if path.is_dir():
-            from megatron_hecate.tools import run_folder
-
             counts = run_folder.read(path).load[:, :, None]
         elif path.suffix == ".json":
             domains = next(iter(json.loads(path.read_text())["counts"].values()))
