@@ -68,10 +68,8 @@ def forced() -> None:
         sizes = dict(ranks=ranks, ep=ep, pp=pp, batch=(batch, micro))
         predicted = forced_step(Model.named(name), CLUSTERS[cluster], **sizes)
         use = "fitted" if (name, cluster) in fitted else "held back"
-        rows.append(
-            dict(model=name, cluster=cluster, ranks=ranks, ep=ep, pp=pp, measured=measured, predicted=predicted)
-        )
-        rows[-1] |= dict(off=predicted / measured - 1, use=use))
+        row = dict(model=name, cluster=cluster, ranks=ranks, ep=ep, pp=pp, measured=measured, predicted=predicted)
+        rows.append(row | dict(off=predicted / measured - 1, use=use))
     columns = dict(model=("model", "s"), cluster=("cluster", "s"), ranks=("ranks", "d"), ep=("EP", "d"), pp=("PP", "d"))
     columns |= dict(measured=("measured, s", ".2f"), predicted=("predicted, s", ".2f"), off=("off", "+.1%"))
     print(markdown(rows, columns | dict(use=("use", "s"))))
