@@ -113,8 +113,9 @@ def make_job(args: argparse.Namespace) -> Job:
         raise ValueError(f"--ep {ep} does not divide {per_stage} ranks and {experts} experts: take one of {fits}")
     world = World(tuple(rank // cluster.per_node for rank in range(ep)), cluster.speeds)
     loads = np.repeat(loads, 3, axis=0) if len(loads) == 1 else loads  # a single step is taken to go on
-    steps = min(args.steps, len(loads) - 1)
-    layers = min(loads.shape[1], max(2, int(EFFORT / steps / max(ep, 64) ** 2)))
+    most = EFFORT / max(ep, 64) ** 2  # layers times steps
+    steps = min(args.steps, len(loads) - 1, max(1, int(most / 2)))
+    layers = min(loads.shape[1], max(2, int(most / steps)))
     loads = loads[:, np.linspace(0, loads.shape[1] - 1, layers).round().astype(int)]
     tokens, nodes = args.micro_batch * model.seq, world.num_nodes
     timing = Timing(
