@@ -12,23 +12,24 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 
 import numpy as np
+import torch
 from loads import DATA, Trace
 from rivals import find_planners
 from rivals.planner import Planner, Setting
 from rivals.report import markdown
 from rivals.score import STATE_PER_GRAD
 
-from megatron_hecate.plan import LayerShape, Link, World
+from megatron_hecate.plan import CPU, LayerShape, Link, Placement, World
+from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.tools.presets import CLUSTERS, Cluster, Model
 from megatron_hecate.tools.simulate import LayerPlan, Schedule, Timing, Work, simulate
 from megatron_hecate.tools.traffic import add
 
 PUBLISHED: dict = json.loads((DATA / "published.json").read_text())
-A100_DENSE: float = (
-    0.45 * 312e12
-)  # FLOP/s outside experts, before any fit: the share that `plan.H100` takes for experts
+A100_DENSE: float = 0.45 * 312e12  # FLOP/s outside experts: the share of the peak that `plan.H100` takes for experts
 SYSTEMS = {"FSDP": 0.05, "FLEX": 0.05, "LAER": 0.10}  # and by how much a prediction may be off
 
 
@@ -226,7 +227,54 @@ def hecate() -> None:
 
 
 def cpu() -> None:
-    """..."""
+    """Our own runs: 2 CPU ranks of bench/step_time.py. The forced-balance step is taken as given; 10 % are allowed."""
+    run = PUBLISHED["cpu"]
+    elements = 2 * run["hidden"] * run["ffn"]
+    sizes = dict(expert_bytes=4 * elements, grad_bytes=4 * elements, token_bytes=4 * run["hidden"])
+    shape = LayerShape(**sizes, token_flops=2.0 * elements, microbatches=run["microbatches"])
+    world = World(node=(0, 0), speeds=CPU)
+    load, table = np.array(run["load"]), np.array(run["table"])
+    schedule = Schedule.even(2, 1, microbatches=run["microbatches"])
+    placements = [Placement(np.repeat([0, 1], 8), rows) for rows in table]
+    counts = np.stack([load - load // 2, load // 2], axis=1)  # [L, R, E] each rank routes half
+    plans = {
+        name: [[LayerPlan.of(c, p, world, shape) for c, p in zip(counts, placed, strict=True)]]
+        for name, placed in {"stock": [p.homes_only for p in placements], "FSSDP": placements}.items()
+    }
+    forced = Work.balanced(float(load[0].sum()) / 2, world, shape).layers([0, 0])
+    measured = run["skewed_stock_s"] / run["skewed_fssdp_s"]
+    rows = []
+    for how, pair in (
+        ("GEMMs at the speed of `plan.CPU`", shape.token_flops / CPU.flops),
+        ("timed alone", _cpu_pair()),
+    ):
+        none = Timing(dense=0.0, pair=pair, contention=CPU.contention)
+        rest = run["forced_s"] - float(simulate(forced, none, schedule).total[0])
+        times = dataclasses.replace(none, dense=rest / (1 + BACKWARD) / 2 / run["microbatches"])
+        step = {
+            name: float(simulate(Work.of(plan, world, shape), times, schedule).total[0]) for name, plan in plans.items()
+        }
+        ratio = step["stock"] / step["FSSDP"]
+        rows.append(dict(how=how, stock=step["stock"], fssdp=step["FSSDP"], ratio=ratio, off=ratio / measured - 1))
+    rows.append(dict(how="measured", stock=run["skewed_stock_s"], fssdp=run["skewed_fssdp_s"], ratio=measured, off=0.0))
+    columns = dict(how=("experts", "s"), stock=("stock, s", ".3f"), fssdp=("FSSDP, s", ".3f"))
+    print(markdown(rows, columns | dict(ratio=("stock / FSSDP", ".3f"), off=("off", "+.1%"))))
+    print(f"\nForced balance: predicted 1 (nothing is copied), measured {run['balanced_ratio']:.2f} and 1.00.")
+
+
+def _cpu_pair() -> float:
+    """Forward seconds of a pair in an expert of that run on one core here: a third of forward and backward."""
+    width, ffn, tokens = PUBLISHED["cpu"]["hidden"], PUBLISHED["cpu"]["ffn"], 2048
+    torch.set_num_threads(1)
+    expert = torch.nn.Sequential(torch.nn.Linear(width, ffn), torch.nn.GELU(), torch.nn.Linear(ffn, width))
+    spent = []
+    for _ in range(30):
+        x, order = torch.randn(tokens, width, requires_grad=True), torch.randperm(tokens)
+        begin = time.process_time()  # of this process alone: other load on the machine counts little
+        y = expert(x.index_select(0, order)) * torch.rand(tokens, 1)
+        torch.zeros_like(y).index_add(0, order, y).sum().backward()
+        spent.append(time.process_time() - begin)
+    return float(np.median(spent)) / tokens / (1 + BACKWARD)
 
 
 SECTIONS = {"forced": forced, "laer": laer, "marin": marin, "hecate": hecate, "cpu": cpu}

@@ -18,6 +18,8 @@ from megatron_hecate.__main__ import main
 from megatron_hecate.plan import H100, LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.tools.presets import CLUSTERS, MODELS, Cluster, Model
+from megatron_hecate.tools.run_folder import RunInfo
+from megatron_hecate.tools.run_writer import RunWriter
 from megatron_hecate.tools.simulate import LayerPlan, Schedule, Timing, Work, simulate
 from megatron_hecate.tools.what_if import read_loads
 
@@ -148,6 +150,44 @@ def test_the_critical_path_is_that_of_single_ranks(seed: int) -> None:
     expected = event_simulation(loads, [list(stage) for stage in schedule.stages], microbatches, times)
     trip = times.pop("trip")
     assert seconds(work(loads.max(axis=1).tolist(), trip=trip), Timing(**times), schedule) == pytest.approx(expected)
+
+
+def forward_by_ticks(peak: list[int], dense: int, trip: int, fetch: list[int], ahead: int) -> int:
+    """Ticks of a forward in which every layer's replicas are fetched. A fetch gets on, behind the fetches before it, in
+    ticks that are no all-to-all, from the one on in which the layer ``ahead`` of it begins."""
+    left, posted, tick = list(fetch), 0, 0
+
+    def pass_(ticks: int, *, copies: bool) -> None:
+        nonlocal tick
+        for _ in range(ticks):
+            tick += 1
+            first = next((j for j in range(posted) if left[j]), None)
+            if copies and first is not None:
+                left[first] -= 1
+
+    for layer, pairs in enumerate(peak):
+        posted = min(len(peak), layer + ahead + 1)
+        pass_(dense, copies=True)
+        while left[layer]:
+            pass_(1, copies=True)
+        pass_(trip, copies=False)
+        pass_(pairs, copies=True)
+        pass_(trip, copies=False)
+    return tick
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("lifetime", ["iteration", "microbatch"])
+def test_copies_are_waited_for_as_tick_by_tick(seed: int, lifetime: str) -> None:
+    rng = np.random.default_rng(seed)
+    layers, dense, trip = int(rng.integers(1, 8)), int(rng.integers(0, 6)), int(rng.integers(0, 4))
+    peak, fetch = rng.integers(1, 6, layers).tolist(), rng.integers(0, 12, layers).tolist()
+    of = dataclasses.replace(work(peak, trip=trip), fetch=np.array([fetch], float))
+    schedule = Schedule.even(layers, 1, microbatches=1, lifetime=lifetime)
+    timing = Timing(dense=float(dense), pair=1.0)
+    backward = 2 * (layers * dense + sum(peak)) + 2 * layers * trip
+    forward = forward_by_ticks(peak, dense, trip, fetch, LIFETIMES[lifetime].ahead)
+    assert seconds(of, timing, schedule) == forward + backward
 
 
 SHAPE = LayerShape(expert_bytes=100.0, grad_bytes=200.0, token_bytes=10.0, token_flops=1.0, microbatches=2)
@@ -284,6 +324,12 @@ def test_kinds_of_traces(tmp_path: Path) -> None:
     load = np.arange(1, 25).reshape(2, 3, 4)
     np.savez(tmp_path / "sums.npz", load=load)
     assert (read_loads(tmp_path / "sums.npz")[:, :, 0] == load).all()
+    info = RunInfo(mode="observe", layers=("layer 1", "layer 2", "layer 3"), num_experts=4, ranks=2, node=(0, 0))
+    writer = RunWriter(tmp_path / "run", info)
+    for iteration, loads in enumerate(load):
+        writer.append(iteration, load=loads)
+    writer.close()
+    assert (read_loads(tmp_path / "run")[:, :, 0] == load).all()
     olmoe = {"counts": {"model": {"a": {"0": [1, 2], "7": [3, 4]}, "b": {"0": [5, 6], "7": [7, 8]}}}}
     (tmp_path / "olmoe.json").write_text(json.dumps(olmoe))
     assert read_loads(tmp_path / "olmoe.json").tolist() == [[[[6, 8]], [[10, 12]]]]
