@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_hecate.device.compile import CompileError
 from megatron_hecate.plan import World
 from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.replicas.buffers import LIFETIMES
@@ -183,7 +184,7 @@ def main(argv: Sequence[str]) -> int:
             saved = dict(recommendation=text, settings=best and dict(slots=best.slots, lifetime=best.lifetime))
             saved |= dict(arguments=vars(args), outcomes=[dataclasses.asdict(one) for one in outcomes])
             args.save.write_text(json.dumps(saved, indent=1, default=str) + "\n")
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, CompileError) as error:
         parser.error(str(error))
     steps, layers, ranks, _ = job.counts[job.first :].shape
     print(

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from megatron_hecate.__main__ import main
+from megatron_hecate.device import launch
 from megatron_hecate.plan import H100, LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.tools.presets import CLUSTERS, MODELS, Cluster, Model
@@ -360,6 +361,18 @@ def test_errors_say_the_way_out(change: list[str], message: str, tmp_path: Path,
         main(["--what-if", skewed(tmp_path / "a.npz", hot=3), *BASE, *change])
     error = " ".join(capsys.readouterr().err.split())
     assert stopped.value.code == 2 and message in error, error
+
+
+def test_without_a_compiler_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    trace = skewed(tmp_path / "hot.npz", hot=30)
+    monkeypatch.setenv("CXX", str(tmp_path / "none"))
+    monkeypatch.setenv("MEGATRON_HECATE_CACHE", str(tmp_path / "cache"))
+    launch._load_for_host.cache_clear()
+    with pytest.raises(SystemExit):
+        main(["--what-if", trace, *BASE])
+    assert "install g++" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(
