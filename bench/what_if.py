@@ -199,7 +199,7 @@ def hecate() -> None:
     rates = {"A": (0.45 * 125e12, 150e9, 100e9 / 8), "B": (0.45 * 312e12, 300e9, 400e9 / 8)}  # datasheets; bytes/s
     rows = []
     for name, (flops, nvlink, net) in rates.items():
-        links = dict(intra=Link(0.8 * nvlink, 17e-6), inter=Link(0.9 * net / 8, 25e-6))
+        links = dict(intra=Link(0.8 * nvlink, 12e-6), inter=Link(0.9 * net / 8, 25e-6))
         speeds = dataclasses.replace(CLUSTERS["a100x8"].speeds, **links, flops=flops)
         for size, width in (("GPT-MoE-S", 768), ("GPT-MoE-L", 1536)):
             for tokens in (4096, 16384):

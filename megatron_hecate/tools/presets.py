@@ -78,8 +78,9 @@ def _heads(hidden: int, heads: int, groups: int, width: int = 128) -> dict[str, 
     return dict(attention=2 * hidden * width * (heads + groups), width=heads * width)
 
 
-# Sizes: config.json of each model on huggingface.co (2026-11). DeepSeek's attention: q_lora 1536, kv_lora 512, 128
-# heads of 128 + 64 (values 128). Windows of GPT-OSS's attention are not modelled, nor multi-token prediction.
+# Sizes: each model's published config.json; a test compares the number of parameters. DeepSeek's attention: q_lora
+# 1536, kv_lora 512, 128 heads of 128 + 64 (values 128). Windows of GPT-OSS's attention are not modelled, nor
+# multi-token prediction.
 MODELS: Mapping[str, Model] = {
     "qwen3-30b-a3b": Model(layers=48, hidden=2048, ffn=768, experts=128, top_k=8, vocab=151936, **_heads(2048, 32, 4)),
     "qwen3-235b-a22b": Model(
@@ -131,15 +132,15 @@ class Cluster:
 
 def _cluster(per_node: int, intra: float, inter: float, flops: tuple[float, float], memory: float) -> Cluster:
     """GB/s, GB/s, TFLOP/s of experts and of all else, GB."""
-    links = dict(intra=Link(intra * 1e9, 17e-6), inter=Link(inter * 1e9, 25e-6))
+    links = dict(intra=Link(intra * 1e9, 12e-6), inter=Link(inter * 1e9, 25e-6))
     speeds = dataclasses.replace(H100, **links, flops=flops[0] * 1e12)
     return Cluster(per_node=per_node, speeds=speeds, dense=flops[1] * 1e12, memory=memory * 1e9)
 
 
-# intra: bus bandwidth of NCCL's all-to-all at 512 MiB, and latency of small ones (NVIDIA's AIConfigurator at 095f58a,
-# Apache-2.0; GB200 on 4 GPUs). inter: 90 % of the adapter's rate (datasheets). Experts: 45 % of dense bf16, as in
-# `plan.H100`. All else: H100 and GB200 are fitted to one published row each (docs/what-if.md), H200 is as H100, B200
-# and A100 are scaled by their peaks.
+# intra: bus bandwidth of NCCL's all-to-all at 512 MiB, and latency of small ones (NVIDIA's AIConfigurator at
+# 095f58a, Apache-2.0; GB200 on 4 GPUs). inter: 90 % of the adapter's rate (datasheets); its latency is an
+# assumption. Experts: 45 % of dense bf16, as in `plan.H100`. All else: H100 and GB200 are fitted to one published
+# row each (docs/what-if.md), H200 is as H100, B200 and A100 are scaled by their peaks.
 CLUSTERS: Mapping[str, Cluster] = {
     "a100x8": _cluster(8, 203, 22.5, (140, 75), 80),
     "h100x8": _cluster(8, 320, 45, (445, 237), 80),
