@@ -28,7 +28,7 @@ from megatron_hecate.tools.presets import CLUSTERS, Cluster, Model
 from megatron_hecate.tools.simulate import LayerPlan, Schedule, Timing, Work, simulate
 from megatron_hecate.tools.traffic import add
 
-PUBLISHED: dict = json.loads((DATA / "published.json").read_text())
+PUBLISHED: dict = json.loads((DATA / "published" / "figures.json").read_text())
 A100_DENSE: float = 0.45 * 312e12  # FLOP/s outside experts: the share of the peak that `plan.H100` takes for experts
 SYSTEMS = {"FSDP": 0.05, "FLEX": 0.05, "LAER": 0.10}  # and by how much a prediction may be off
 
@@ -102,7 +102,7 @@ def laer_row(row: dict, system: str) -> tuple[float, float]:
 
 def _laer_tokens(kind: str, system: str) -> np.ndarray:
     """[I, L, R] tokens of a microbatch; the first iteration, in which no system knows anything, is left out."""
-    with np.load(DATA / "laer_tokens.npz") as archive:
+    with np.load(DATA / "published" / "laer_tokens.npz") as archive:
         return archive[f"{kind}_{system}"][1:].astype(np.float64)
 
 

@@ -27,7 +27,7 @@ from shapes import swiglu
 
 from megatron_hecate.plan import H100, World
 
-DATA = Path(__file__).resolve().parent / "data" / "published.json"
+DATA = Path(__file__).resolve().parent / "data" / "published" / "figures.json"
 NAMES = (
     *("W0_balanced", "W1_hot_expert_set", "W2_hot_rank", "W3_spread_hot_experts"),
     *("W4_source_ragged", "W5_zero_expert_rank", "W6_rotating_hotspot", "W7_burst"),

@@ -79,7 +79,8 @@ def recommend(outcomes: Sequence[Outcome], capacity: float) -> tuple[Outcome | N
     gain, lost = 1 - best.seconds / stock.seconds, 1 - forced.seconds / stock.seconds
     memory = best.memory.replicas
     price = f"{memory / capacity:.1%} of memory" if capacity else f"{best.memory.added:.1%} of the experts' memory"
-    reason = f"{gain:.1%} of a step to win (imbalance costs {lost:.1%}), for {memory / 2**30:.2f} GiB, {price}"
+    costs = f"imbalance costs {lost:.1%}" + ("; replicas save messages, too" if gain > lost else "")
+    reason = f"{gain:.1%} of a step to win ({costs}), for {memory / 2**30:.2f} GiB, {price}"
     if gain < WORTH:
         return None, f"do not switch it on: {reason}"
     return best, f"switch it on, --moe-fssdp-slots {best.slots} --moe-fssdp-lifetime {best.lifetime}: {reason}"

@@ -61,6 +61,7 @@ def test_skew_is_worth_it_and_balance_is_not(tmp_path: Path, capsys: pytest.Capt
     assert main(["--what-if", skewed(tmp_path / "hot.npz", hot=30), *BASE, "--save", str(plan)]) == 0
     text = capsys.readouterr().out
     assert "switch it on, --moe-fssdp-slots" in text and "do not" not in text
+    assert "replicas save messages, too" in text  # here every rank can hold the hot expert: its tokens stay
     saved = json.loads(plan.read_text())
     forced, stock, *ways = saved["outcomes"]
     best = next(way for way in ways if {k: way[k] for k in ("slots", "lifetime")} == saved["settings"])
