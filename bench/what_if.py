@@ -53,10 +53,8 @@ def forced_step(model: Model, cluster: Cluster, *, ranks: int, ep: int, pp: int,
     """Seconds of a step under forced balance with HybridEP; ``batch``: global, micro."""
     microbatches = batch[0] * pp // (ranks * batch[1])
     world, shape = world_of(cluster, ep), model.shape(microbatches=microbatches)
-    nodes = world.num_nodes
-    once = nodes * (1 - (1 - 1 / nodes) ** model.top_k) / model.top_k if nodes > 1 else 1.0
     pairs = microbatches * batch[1] * model.seq * model.top_k
-    work = Work.balanced(pairs, world, shape, crossing=once).layers([0] * model.layers)
+    work = Work.balanced(pairs, world, shape, once=model.top_k).layers([0] * model.layers)
     schedule = Schedule.even(model.layers, pp, microbatches=microbatches)
     return float(simulate(work, timing(model, cluster, batch[1]), schedule).total[0])
 

@@ -51,7 +51,7 @@ class Job:
         world: the expert-parallel group.
         timing: of a microbatch.
         stages, microbatches: of the pipeline.
-        crossing: as in `Work.of`.
+        once: as in `Work.of`.
     """
 
     model: Model
@@ -61,7 +61,7 @@ class Job:
     timing: Timing
     stages: int
     microbatches: int
-    crossing: float = 1.0
+    once: int = 0
 
     def shape(self, lifetime: str) -> LayerShape:
         """Of a layer, as FSSDP prices it."""
@@ -88,7 +88,7 @@ class Job:
         """With these placements by step, from `first` on, and layer: FSSDP's quotas and copies."""
         shape, steps = self.shape("iteration"), zip(self.counts[self.first :], placed, strict=True)
         plans = [[LayerPlan.of(c, p, self.world, shape) for c, p in zip(*step, strict=True)] for step in steps]
-        return Work.of(plans, self.world, shape, crossing=self.crossing)
+        return Work.of(plans, self.world, shape, once=self.once)
 
     def run(self, name: str, work: Work, *, slots: int = 0, lifetime: str = "iteration") -> Outcome:
         """Steps whose layers do ``work``: the recorded layers are stretched over the model's."""
@@ -117,7 +117,7 @@ class Job:
     def compare(self, slots: Sequence[int] = (), lifetimes: Sequence[str] = ()) -> list[Outcome]:
         """Forced balance, stock, and FSSDP with each number of slots and each lifetime."""
         pairs = self.counts.sum(axis=(2, 3)).mean() / self.world.num_ranks
-        forced = Work.balanced(pairs, self.world, self.shape("iteration"), crossing=self.crossing)
+        forced = Work.balanced(pairs, self.world, self.shape("iteration"), once=self.once)
         homes = Placement.initial(self.model.experts, self.world.num_ranks, num_slots=0)
         stock = self.work([[homes] * self.counts.shape[1]] * (len(self.counts) - self.first))
         outcomes, known = [self.run("forced balance", forced), self.run("stock", stock)], {}

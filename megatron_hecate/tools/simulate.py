@@ -72,31 +72,32 @@ class Work:
     home: np.ndarray
 
     @classmethod
-    def of(
-        cls, plans: Sequence[Sequence[LayerPlan]], world: World, shape: LayerShape, *, crossing: float = 1.0
-    ) -> Work:
+    def of(cls, plans: Sequence[Sequence[LayerPlan]], world: World, shape: LayerShape, *, once: int = 0) -> Work:
         """From the plans of every step and, within it, every layer.
 
         Args:
-            crossing: messages to other nodes per pair that crosses: below 1 where a token is sent to a node once.
+            once: experts of a token, where it is sent to a node once; 0: it is sent once for every expert.
         """
 
         def figures(plan: LayerPlan) -> tuple[float, ...]:
             tokens, ways = token_traffic(plan.flow, world), (plan.early, plan.back, plan.late)
-            tokens = Traffic(tokens.intra_out, tokens.intra_in, tokens.inter_out * crossing, tokens.inter_in * crossing)
+            if once and tokens.inter:  # as if the pairs that cross were spread evenly over tokens and nodes
+                share, others = tokens.inter / float(plan.flow.sum()), world.num_nodes - 1
+                sent = others * (1 - (1 - share / others) ** once) / (once * share)  # per pair that crosses
+                tokens = Traffic(tokens.intra_out, tokens.intra_in, tokens.inter_out * sent, tokens.inter_in * sent)
             peak = float(plan.flow.sum(axis=0).max()) / shape.microbatches
             trip = tokens.seconds(shape.token_bytes / shape.microbatches, world)
-            sent = [way.intra + way.inter for way in ways]
-            routing = world.speeds.routing if sum(sent) else 0.0
-            return peak, trip, *(way.seconds(1, world) for way in ways), routing, sent[0] + sent[2], sent[1]
+            out, home, late = (way.intra + way.inter for way in ways)
+            routing = world.speeds.routing if out + late else 0.0
+            return peak, trip, *(way.seconds(1, world) for way in ways), routing, out + late, home
 
         return cls(*np.moveaxis([[figures(plan) for plan in step] for step in plans], -1, 0))
 
     @classmethod
-    def balanced(cls, pairs: float, world: World, shape: LayerShape, *, crossing: float = 1.0) -> Work:
+    def balanced(cls, pairs: float, world: World, shape: LayerShape, *, once: int = 0) -> Work:
         """[1, 1] forced balance: every rank sends as many of its ``pairs``, of all microbatches, to each rank."""
         flow, none = np.full((world.num_ranks,) * 2, pairs / world.num_ranks), no_traffic(world.num_ranks)
-        return cls.of([[LayerPlan(flow, none, none, none)]], world, shape, crossing=crossing)
+        return cls.of([[LayerPlan(flow, none, none, none)]], world, shape, once=once)
 
     def layers(self, of: Sequence[int]) -> Work:
         """The same with other layers: column l is the old column ``of[l]``."""

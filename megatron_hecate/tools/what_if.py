@@ -119,7 +119,7 @@ def make_job(args: argparse.Namespace) -> Job:
     steps = min(args.steps, len(loads) - 1, max(1, int(most / 2)))
     layers = min(loads.shape[1], max(2, int(most / steps)))
     loads = loads[:, np.linspace(0, loads.shape[1] - 1, layers).round().astype(int)]
-    tokens, nodes = args.micro_batch * model.seq, world.num_nodes
+    tokens = args.micro_batch * model.seq
     timing = Timing(
         dense=tokens * model.dense_flops() / cluster.dense,
         pair=model.shape().token_seconds(world) / (1 + BACKWARD),
@@ -137,8 +137,7 @@ def make_job(args: argparse.Namespace) -> Job:
         timing=timing,
         stages=args.pp,
         microbatches=args.microbatches,
-        # of the nodes, a token with k experts reaches so many on average
-        crossing=nodes * (1 - (1 - 1 / nodes) ** model.top_k) / model.top_k if args.dispatcher == "flex" else 1.0,
+        once=model.top_k if args.dispatcher == "flex" else 0,
     )
     return job if args.step_ms is None else job.lasting(args.step_ms / 1e3)
 
