@@ -61,11 +61,11 @@ def main(root: Path) -> int:
     longest = max(sizes, key=lambda key: sizes[key])
     wide = [node for _, node in functions(every) if num_arguments(node) > MOST_ARGUMENTS]
     rows: list[tuple[str, int, int | None, str]] = [
-        ("files", len(every), 64, ""),
+        ("files", len(every), 72, ""),
         ("lines, all", lines(every), None, ""),
-        ("lines without comm/nvlink", lines(core), 8000, ""),
+        ("lines without comm/nvlink", lines(core), 9300, ""),
         ("lines of comm/nvlink", lines(nvlink), 1900, ""),
-        ("public names", len(public_names(every)), 122, ""),
+        ("public names", len(public_names(every)), 156, ""),
         (f"functions with more than {MOST_ARGUMENTS} arguments", len(wide), 0, ", ".join(n.name for n in wide[:5])),
         ("most arguments", max(num_arguments(node) for _, node in functions(every)), MOST_ARGUMENTS, ""),
         ("longest function", sizes[longest], None, longest[1]),

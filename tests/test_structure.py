@@ -22,12 +22,15 @@ CHECKOUT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import rooms of earlier floors, and itself. "" is the package's own __init__.
 FLOORS = [
-    {"plan", "config", "device", "tools.trace"},
-    {"routing", "comm", "tools.metrics"},
+    {"plan", "config", "device", "tools.trace", "tools.run_folder"},
+    {"routing", "comm", "tools.metrics", "tools.run_writer", "tools.traffic"},
     {"tools.measure"},
     {"replicas"},
     {"adapter"},
     {"runtime"},
+    {"tools.simulate", "tools.presets"},
+    {"tools.job"},
+    {"tools.what_if"},
     {"layer"},
     {"convert"},
     {""},

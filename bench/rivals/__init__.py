@@ -6,7 +6,6 @@ What a rival's paper leaves open is decided in its favour and said in its docstr
 | file | what |
 |---|---|
 | `planner` | the interface: place before the gate, correct after it, split the tokens; what moves for it |
-| `traffic` | tokens and chunks on links: fan-out of copies, their way back, shards gathered from everywhere |
 | `split` | what a split is; even among holders, and sources for given totals |
 | `score` | one step of one planner in figures |
 | `report` | table, CSV and the dump |

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hecate.plan import Placement, World
+from megatron_hecate.tools.traffic import Traffic, backwards, no_traffic
 from rivals.planner import Moves, Planner, Setting, from_holders
 from rivals.split import Quotas, even_split
-from rivals.traffic import backwards, gather_shards, no_traffic
 
 
 class LAER(Planner):
@@ -82,3 +82,12 @@ def _lay_out(load: np.ndarray, count: np.ndarray, setting: Setting) -> np.ndarra
         rank_load[rank] += weight[i]
         room[rank] -= 1
     return holders
+
+
+def gather_shards(held: np.ndarray, world: World) -> Traffic:
+    """Chunks cut over all ranks: a holder gets one share from every rank. ``held``: [E, R] bool."""
+    node = np.asarray(world.node)
+    same = (node[:, None] == node[None, :]) & ~np.eye(len(node), dtype=bool)
+    other = node[:, None] != node[None, :]
+    chunks = held.sum(axis=0) / len(node)
+    return Traffic(same @ chunks, same.sum(axis=0) * chunks, other @ chunks, other.sum(axis=0) * chunks)

@@ -22,9 +22,9 @@ import numpy as np
 from megatron_hecate.plan import EMPTY, CopyCost, LayerShape, Placement, World
 from megatron_hecate.routing.quotas import quotas_of_all
 from megatron_hecate.routing.tables import GroupShape
-from rivals import traffic
+from megatron_hecate.tools import traffic
+from megatron_hecate.tools.traffic import Traffic, copies, fan_out, no_traffic
 from rivals.split import Quotas
-from rivals.traffic import Traffic, fan_out, no_traffic
 
 WINDOW: int = 5  # steps in the mean of `mean_load`; the Hecate paper's window
 
@@ -149,13 +149,6 @@ class Resident(Planner):
         back = fan_out(copies(final), final.home, world)
         grads = traffic.add((back, 1), (traffic.backwards(back), 1))
         return Moves(early=new, late=no_traffic(self.setting.num_ranks), grads=grads, state=new)
-
-
-def copies(placement: Placement) -> np.ndarray:
-    """[E, R] bool: held, and not as home."""
-    held = placement.holders.copy()
-    held[np.arange(placement.num_experts), placement.home] = False
-    return held
 
 
 def mean_load(history: Sequence[np.ndarray], window: int = WINDOW) -> np.ndarray:

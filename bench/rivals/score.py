@@ -15,9 +15,9 @@ import dataclasses
 import numpy as np
 
 from megatron_hecate.plan import Placement
+from megatron_hecate.tools.traffic import add, token_traffic
 from rivals.planner import Moves, Setting
 from rivals.split import Quotas
-from rivals.traffic import add, token_traffic
 
 TOKEN_TRIPS: int = 4  # dispatch and combine, forward and backward
 STATE_PER_GRAD: int = 3  # fp32 values per fp32 gradient value: master weight and Adam's two moments
@@ -59,7 +59,7 @@ def score(quotas: Quotas, placement: Placement, moves: Moves, setting: Setting) 
     late, grads = add((moves.late, shape.expert_bytes)), add((moves.grads, shape.grad_bytes))
     moved = add((early, 1), (late, 1), (grads, 1))
     experts = float(load.max()) * shape.token_seconds(world)
-    all_to_all = TOKEN_TRIPS * token_traffic(quotas, world).seconds(shape.token_bytes, world)
+    all_to_all = TOKEN_TRIPS * token_traffic(quotas.flow(setting.num_ranks), world).seconds(shape.token_bytes, world)
     # whoever holds copies pays for sending tokens to them; the cost model's price, the same for all
     routing = world.speeds.routing * shape.microbatches if placement.holders.sum() > setting.num_experts else 0.0
     exposed = sum(max(0.0, part.seconds(1, world) - shape.hidden_seconds) for part in (early, grads))

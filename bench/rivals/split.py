@@ -31,6 +31,12 @@ class Quotas:
         np.add.at(load, self.rank, self.tokens.sum(axis=0))
         return load
 
+    def flow(self, num_ranks: int) -> np.ndarray:
+        """[R, R] tokens of rank r that rank d computes."""
+        flow = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+        np.add.at(flow.T, self.rank, self.tokens.T)
+        return flow
+
 
 def even_split(
     load: np.ndarray, placement: Placement, world: World, *, nearest: Literal["rank", "node", "any"]

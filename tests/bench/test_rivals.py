@@ -20,15 +20,15 @@ from rivals.fastermoe import FasterMoE
 from rivals.fill import Fill
 from rivals.flexmoe import FlexMoE
 from rivals.forced import ForcedBalance
-from rivals.laer import LAER, _replicas
+from rivals.laer import LAER, _replicas, gather_shards
 from rivals.llep import _spill
 from rivals.planner import Setting
 from rivals.score import score
 from rivals.smartmoe import SmartMoE
 from rivals.split import even_split, nearest_sources
-from rivals.traffic import fan_out, gather_shards, token_traffic
 
 from megatron_hecate.plan import H100, LayerShape, Link, Placement, Speeds, World
+from megatron_hecate.tools.traffic import fan_out, token_traffic
 
 UNIT = LayerShape(expert_bytes=1, grad_bytes=2, token_bytes=1, token_flops=1.0)
 ANY_NUMBER_OF_COPIES = {"fastermoe", "llep"}  # as their docstrings say
@@ -262,7 +262,7 @@ def test_a_step_adds_up() -> None:
     load = np.array([[5, 3, 2, 0], [0, 5, 0, 5], [0, 0, 10, 0], [1, 0, 0, 9]])
     plan = find_planners()["ep"](Setting(4, world, shape, slots=1))
     homes = plan.place([])
-    traffic = token_traffic(plan.split(load, homes), world)
+    traffic = token_traffic(plan.split(load, homes).flow(world.num_ranks), world)
     assert traffic.intra_out.tolist() == [3, 0, 0, 0] and traffic.inter_out.tolist() == [2, 5, 0, 1]
     assert traffic.seconds(10, world) == 5.5
     bare = score(plan.split(load, homes), homes, plan.moves(homes, homes), plan.setting)
@@ -272,7 +272,7 @@ def test_a_step_adds_up() -> None:
     )  # one copy crosses: 200 bytes at 20 bytes/s + 2 s hide, 400 do not
     with_replicas = score(plan.split(load, placed), placed, plan.moves(placed, placed), plan.setting)
     quotas = plan.split(load, placed)
-    tokens = quotas.rank_load(4).max() * 2 + 4 * token_traffic(quotas, world).seconds(10, world)
+    tokens = quotas.rank_load(4).max() * 2 + 4 * token_traffic(quotas.flow(4), world).seconds(10, world)
     assert with_replicas.seconds == pytest.approx(3 * 12 + tokens + 0.5 + 10)
     assert (with_replicas.copies, with_replicas.extra) == (0.75, 1)
 

@@ -11,8 +11,7 @@ import dataclasses
 
 import numpy as np
 
-from megatron_hecate.plan import World
-from rivals.split import Quotas
+from megatron_hecate.plan import Placement, World
 
 SCATTER_FROM: int = 3  # fan-out from which receivers take shares and exchange them
 
@@ -52,10 +51,9 @@ def no_traffic(num_ranks: int) -> Traffic:
     return Traffic(*(np.zeros(num_ranks) for _ in range(4)))
 
 
-def token_traffic(quotas: Quotas, world: World) -> Traffic:
-    """Tokens that leave and reach every rank in one dispatch."""
-    flow = np.zeros((world.num_ranks, world.num_ranks), dtype=np.int64)
-    np.add.at(flow.T, quotas.rank, quotas.tokens.T)
+def token_traffic(flow: np.ndarray, world: World) -> Traffic:
+    """Tokens that leave and reach every rank in one dispatch. ``flow``: [R, R] tokens of r that d computes."""
+    flow = flow.copy()
     np.fill_diagonal(flow, 0)
     node = world.node_index
     intra = np.where(node[:, None] == node, flow, 0)
@@ -95,13 +93,11 @@ def fan_out(receives: np.ndarray, source: np.ndarray, world: World) -> Traffic:
     return Traffic(intra_out, intra_in, inter_out, inter_in)
 
 
-def gather_shards(held: np.ndarray, world: World) -> Traffic:
-    """Chunks cut over all ranks: a holder gets one share from every rank. ``held``: [E, R] bool."""
-    node = np.asarray(world.node)
-    same = (node[:, None] == node[None, :]) & ~np.eye(len(node), dtype=bool)
-    other = node[:, None] != node[None, :]
-    chunks = held.sum(axis=0) / len(node)
-    return Traffic(same @ chunks, same.sum(axis=0) * chunks, other @ chunks, other.sum(axis=0) * chunks)
+def copies(placement: Placement) -> np.ndarray:
+    """[E, R] bool: held, and not as home."""
+    held = placement.holders.copy()
+    held[np.arange(placement.num_experts), placement.home] = False
+    return held
 
 
 def backwards(traffic: Traffic) -> Traffic:

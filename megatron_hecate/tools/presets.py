@@ -1,0 +1,150 @@
+"""Sizes of published models, and machines as public measurements show them: what `what_if` knows by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from megatron_hecate.plan import H100, LayerShape, Link, Speeds
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model of gated experts (three matrices), bf16 weights.
+
+    Args:
+        layers: with experts.
+        hidden, ffn: of an expert.
+        experts, top_k: of a layer.
+        attention: parameters of one layer's attention.
+        width: heads times head dimension: of queries and keys, or, where they differ, its mean with that of values.
+        vocab, seq: tokens.
+        shared: ffn of the shared experts of a layer, together.
+        plain, plain_ffn: layers without experts, and their ffn.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    experts: int
+    top_k: int
+    attention: int
+    width: int
+    vocab: int
+    seq: int = 4096
+    shared: int = 0
+    plain: int = 0
+    plain_ffn: int = 0
+
+    @classmethod
+    def named(cls, text: str) -> Model:
+        """``NAME[,field=value...]``, such as ``olmoe,layers=8``. Raises ValueError, with the names there are."""
+        name, *changes = text.split(",")
+        fields = [field.name for field in dataclasses.fields(cls)]
+        values = {}
+        for change in changes:
+            field, _, value = change.partition("=")
+            if field not in fields or not value.isdecimal() or (not int(value) and field not in fields[-3:]):
+                raise ValueError(
+                    f"{change!r} in model {text!r} must be FIELD=NUMBER, with a field of {', '.join(fields)}"
+                )
+            values[field] = int(value)
+        if name not in MODELS:
+            raise ValueError(
+                f"no model is named {name!r}; there are {', '.join(MODELS)}; change sizes as in olmoe,layers=8"
+            )
+        return dataclasses.replace(MODELS[name], **values)
+
+    @property
+    def expert_elements(self) -> int:
+        return 3 * self.hidden * self.ffn
+
+    def dense_flops(self) -> float:
+        """Forward FLOPs of a token in a layer outside its experts; those of plain layers are spread over all."""
+        attention = 2.0 * self.attention + 2.0 * self.seq * self.width  # causal: half of all scores
+        plain = self.plain * (attention + 6.0 * self.hidden * self.plain_ffn)
+        return attention + 6.0 * self.hidden * self.shared + plain / self.layers
+
+    def shape(self, **options: float) -> LayerShape:
+        """Of one layer; ``options`` are further fields."""
+        elements = self.expert_elements
+        sizes = dict(expert_bytes=2 * elements, grad_bytes=4 * elements, token_bytes=2 * self.hidden)
+        return LayerShape(**sizes, token_flops=2.0 * elements, **options)
+
+
+def _heads(hidden: int, heads: int, groups: int, width: int = 128) -> dict[str, int]:
+    """Of attention with ``groups`` key-value heads."""
+    return dict(attention=2 * hidden * width * (heads + groups), width=heads * width)
+
+
+# Sizes: each model's published config.json; a test compares the number of parameters. DeepSeek's attention: q_lora
+# 1536, kv_lora 512, 128 heads of 128 + 64 (values 128). Windows of GPT-OSS's attention are not modelled, nor
+# multi-token prediction.
+MODELS: Mapping[str, Model] = {
+    "qwen3-30b-a3b": Model(layers=48, hidden=2048, ffn=768, experts=128, top_k=8, vocab=151936, **_heads(2048, 32, 4)),
+    "qwen3-235b-a22b": Model(
+        layers=94, hidden=4096, ffn=1536, experts=128, top_k=8, vocab=151936, **_heads(4096, 64, 4)
+    ),
+    "deepseek-v3": Model(
+        **dict(layers=58, hidden=7168, ffn=2048, experts=256, top_k=8, vocab=129280, shared=2048),
+        **dict(attention=187_107_328, width=20480, plain=3, plain_ffn=18432),
+    ),
+    "mixtral-8x7b": Model(layers=32, hidden=4096, ffn=14336, experts=8, top_k=2, vocab=32000, **_heads(4096, 32, 8)),
+    "mixtral-8x22b": Model(layers=56, hidden=6144, ffn=16384, experts=8, top_k=2, vocab=32000, **_heads(6144, 48, 8)),
+    "olmoe": Model(layers=16, hidden=2048, ffn=1024, experts=64, top_k=8, vocab=50304, **_heads(2048, 16, 16)),
+    "gpt-oss-120b": Model(
+        layers=36, hidden=2880, ffn=2880, experts=128, top_k=4, vocab=201088, **_heads(2880, 64, 8, 64)
+    ),
+    "gpt-oss-20b": Model(
+        layers=24, hidden=2880, ffn=2880, experts=32, top_k=4, vocab=201088, **_heads(2880, 64, 8, 64)
+    ),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """A machine.
+
+    Args:
+        per_node: ranks that share the fast link.
+        speeds: of links and cores.
+        dense: FLOP/s that a rank reaches outside experts, with all the time counted that is no GEMM.
+        memory: bytes of a rank; 0 where it is not known.
+    """
+
+    per_node: int
+    speeds: Speeds
+    dense: float
+    memory: float
+
+    @classmethod
+    def named(cls, name: str, *, per_node: int = 8) -> Cluster:
+        """One of the table, or what ``--measure`` wrote, with ``per_node`` ranks; else ValueError."""
+        if name in CLUSTERS:
+            return CLUSTERS[name]
+        if not Path(name).is_file():
+            known = ", ".join(CLUSTERS)
+            raise ValueError(f"no cluster and no file is named {name!r}; there are {known}, and files from --measure")
+        speeds = Speeds.load(name)
+        return cls(per_node=per_node, speeds=speeds, dense=speeds.flops, memory=0.0)
+
+
+def _cluster(per_node: int, intra: float, inter: float, flops: tuple[float, float], memory: float) -> Cluster:
+    """GB/s, GB/s, TFLOP/s of experts and of all else, GB."""
+    links = dict(intra=Link(intra * 1e9, 12e-6), inter=Link(inter * 1e9, 25e-6))
+    speeds = dataclasses.replace(H100, **links, flops=flops[0] * 1e12)
+    return Cluster(per_node=per_node, speeds=speeds, dense=flops[1] * 1e12, memory=memory * 1e9)
+
+
+# intra: bus bandwidth of NCCL's all-to-all at 512 MiB, and latency of small ones (NVIDIA's AIConfigurator at
+# 095f58a, Apache-2.0; GB200 on 4 GPUs). inter: 90 % of the adapter's rate (datasheets); its latency is an
+# assumption. Experts: 45 % of dense bf16, as in `plan.H100`. All else: H100 and GB200 are fitted to one published
+# row each (docs/what-if.md), H200 is as H100, B200 and A100 are scaled by their peaks.
+CLUSTERS: Mapping[str, Cluster] = {
+    "a100x8": _cluster(8, 203, 22.5, (140, 75), 80),
+    "h100x8": _cluster(8, 320, 45, (445, 237), 80),
+    "h200x8": _cluster(8, 321, 45, (445, 237), 141),
+    "b200x8": _cluster(8, 565, 45, (1010, 870), 180),
+    "gb200x72": _cluster(72, 508, 45, (1100, 950), 186),
+}

@@ -1,0 +1,194 @@
+"""``python -m megatron_hecate --what-if TRACE --model NAME --cluster NAME --ranks N``: is FSSDP worth it for a run?
+
+Steps are simulated from recorded loads, under forced balance, stock expert parallelism, and FSSDP as it would plan.
+What the prediction rests on, and how far it was found to be off, is in docs/what-if.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megatron_hecate.device.compile import CompileError
+from megatron_hecate.plan import World
+from megatron_hecate.plan.cost import BACKWARD
+from megatron_hecate.replicas.buffers import LIFETIMES
+from megatron_hecate.tools import run_folder
+from megatron_hecate.tools.job import Job, Outcome, spread
+from megatron_hecate.tools.presets import CLUSTERS, MODELS, Cluster, Model
+from megatron_hecate.tools.simulate import Timing
+
+WORTH: float = 0.03  # of a step: what is won must be more than the simulation can tell
+ALIKE: float = 0.005  # of ways whose steps differ by less, the one that takes least memory is recommended
+EFFORT: float = 4e6  # layers times steps times ranks squared: how much is planned for one way
+
+
+def read_loads(path: Path | str) -> np.ndarray:
+    """[T, L, N, E] pairs of source n for expert e; N is 1 where only sums were recorded.
+
+    A run folder; an .npz with ``counts`` [T, L, N, E], or ``load`` [T, L, E]; or JSON with ``counts`` by model, domain
+    and layer, as OLMoE publishes them: of the first model, all domains together are one step.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    path = Path(path)
+    try:
+        if path.is_dir():
+            counts = run_folder.read(path).load[:, :, None]
+        elif path.suffix == ".json":
+            domains = next(iter(json.loads(path.read_text())["counts"].values()))
+            counts = np.sum([list(layers.values()) for layers in domains.values()], axis=0)[None, :, None]
+        else:
+            with np.load(path, allow_pickle=False) as archive:
+                counts = archive["counts"] if "counts" in archive.files else archive["load"][:, :, None]
+        if counts.ndim != 4 or not counts.size or counts.dtype.kind not in "iuf":
+            raise ValueError(f"loads are {counts.dtype} of shape {counts.shape}")
+        if not np.isfinite(counts).all() or counts.min() < 0 or not counts.sum(axis=(2, 3)).all():
+            raise ValueError("loads must be 0 or more, and some in every step and layer")
+    except (OSError, KeyError, TypeError, ValueError, AttributeError, StopIteration, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{path} holds no loads ({type(error).__name__}: {error}); give a folder of --moe-fssdp-record, an .npz "
+            "with counts [steps, layers, sources, experts] or load [steps, layers, experts], or OLMoE's JSON"
+        ) from error
+    return counts
+
+
+def recommend(outcomes: Sequence[Outcome], capacity: float) -> tuple[Outcome | None, str]:
+    """What to do: one of the ``outcomes`` of `Job.compare`, or ``None``; and why.
+
+    Args:
+        capacity: bytes of a rank; 0 where it is not known.
+    """
+    (forced, stock), most = outcomes[:2], capacity or math.inf
+    if not outcomes[2:]:
+        return None, "do not switch it on: there are no slots, or experts are not spread over ranks"
+    fits = [way for way in outcomes[2:] if way.memory.total < most]
+    if not fits:
+        least = min(way.memory.total for way in outcomes[2:])
+        return None, f"it does not fit: experts take {least / 2**30:.1f} of {most / 2**30:.0f} GiB; use more ranks"
+    fastest = min(way.seconds for way in fits)
+    best = min((w for w in fits if w.seconds <= (1 + ALIKE) * fastest), key=lambda w: (w.memory.total, w.seconds))
+    gain, lost = 1 - best.seconds / stock.seconds, 1 - forced.seconds / stock.seconds
+    memory = best.memory.replicas
+    price = f"{memory / capacity:.1%} of memory" if capacity else f"{best.memory.added:.1%} of the experts' memory"
+    costs = f"imbalance costs {lost:.1%}" + ("; replicas save messages, too" if gain > lost else "")
+    reason = f"{gain:.1%} of a step to win ({costs}), for {memory / 2**30:.2f} GiB, {price}"
+    if gain < WORTH:
+        return None, f"do not switch it on: {reason}"
+    return best, f"switch it on, --moe-fssdp-slots {best.slots} --moe-fssdp-lifetime {best.lifetime}: {reason}"
+
+
+def describe(outcomes: Sequence[Outcome]) -> str:
+    """As a table."""
+    heads = ("step, ms", "of forced", "imbalance", "copies, MB", "waits, ms", "experts, GiB")
+    lines = [f"{'':<28}" + "".join(f"{head:>13}" for head in heads)]
+    for one in outcomes:
+        name = f"FSSDP, {one.slots} slots, {one.lifetime}" if one.slots else one.name
+        figures = (f"{one.seconds * 1e3:.1f}", f"{outcomes[0].seconds / one.seconds:.1%}", f"{one.imbalance:.3f}")
+        figures += (f"{one.sent / 1e6:.1f}", f"{one.exposed * 1e3:.2f}", f"{one.memory.total / 2**30:.2f}")
+        lines.append(f"{name:<28}" + "".join(f"{figure:>13}" for figure in figures) + f" (+{one.memory.added:.1%})")
+    return "\n".join(lines)
+
+
+def make_job(args: argparse.Namespace) -> Job:
+    """What the command line asks for. Raises ValueError, with the way out."""
+    model, cluster = Model.named(args.model), Cluster.named(args.cluster, per_node=args.per_node)
+    loads, model = read_loads(args.trace), dataclasses.replace(model, seq=args.seq or model.seq)
+    if (experts := loads.shape[3]) != model.experts:
+        raise ValueError(
+            f"{args.trace} has {experts} experts, {args.model} {model.experts}: give loads of this model, or take "
+            f"layers of its size with as many experts as were recorded: --model {args.model},experts={experts}"
+        )
+    per_stage, rest = divmod(args.ranks, args.pp)
+    if rest or args.pp > model.layers:
+        raise ValueError(f"--ranks {args.ranks} must divide among --pp {args.pp} stages, of {model.layers} at most")
+    fits = [size for size in range(1, per_stage + 1) if per_stage % size == 0 and experts % size == 0]
+    if (ep := args.ep or fits[-1]) not in fits:
+        raise ValueError(f"--ep {ep} does not divide {per_stage} ranks and {experts} experts: take one of {fits}")
+    world = World(tuple(rank // cluster.per_node for rank in range(ep)), cluster.speeds)
+    loads = np.repeat(loads, 3, axis=0) if len(loads) == 1 else loads  # a single step is taken to go on
+    most = EFFORT / max(ep, 64) ** 2  # layers times steps
+    steps = min(args.steps, len(loads) - 1, max(1, int(most / 2)))
+    layers = min(loads.shape[1], max(2, int(most / steps)))
+    loads = loads[:, np.linspace(0, loads.shape[1] - 1, layers).round().astype(int)]
+    tokens = args.micro_batch * model.seq
+    timing = Timing(
+        dense=tokens * model.dense_flops() / cluster.dense,
+        pair=model.shape().token_seconds(world) / (1 + BACKWARD),
+        head=tokens * 2 * model.hidden * model.vocab / cluster.dense,
+        send=cluster.speeds.inter.seconds(2 * tokens * model.hidden),
+        contention=cluster.speeds.contention,
+        hidden=args.hidden_all_to_all,
+        recompute=args.recompute,
+    )
+    job = Job(
+        model=model,
+        counts=spread(loads, ep, tokens * model.top_k * args.microbatches),
+        first=len(loads) - steps,
+        world=world,
+        timing=timing,
+        stages=args.pp,
+        microbatches=args.microbatches,
+        once=model.top_k if args.dispatcher == "flex" else 0,
+    )
+    return job if args.step_ms is None else job.lasting(args.step_ms / 1e3)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table and the recommendation; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m megatron_hecate --what-if", description=__doc__)
+    add = parser.add_argument
+    add("trace", help="a run folder, an .npz with counts or load, or OLMoE's JSON")
+    add("--model", required=True, help=f"{', '.join(MODELS)}; sizes may follow, as in olmoe,layers=8")
+    add("--cluster", required=True, help=f"{', '.join(CLUSTERS)}, or a file from --measure")
+    add("--ranks", type=int, required=True, help="of the job")
+    add("--ep", type=int, help="expert-parallel size (default: the largest that fits)")
+    add("--pp", type=int, default=1, help="pipeline stages (%(default)s)")
+    add("--per-node", type=int, default=8, help="ranks of a node, with a file from --measure (%(default)s)")
+    add("--microbatches", type=int, default=8, help="per step (%(default)s)")
+    add("--micro-batch", type=int, default=1, help="sequences (%(default)s)")
+    add("--seq", type=int, help="tokens of a sequence (default: the model's)")
+    add("--slots", default="1,2,4", help="replicas per rank and layer (%(default)s)")
+    add("--lifetime", default=",".join(LIFETIMES), help="of replicas (%(default)s)")
+    add("--dispatcher", choices=("alltoall", "flex"), default="alltoall", help="flex: a token reaches a node once")
+    add("--hidden-all-to-all", type=float, default=0.0, help="share that hides behind compute (%(default)s)")
+    add("--recompute", action="store_true", help="layers run their forward again in the backward")
+    add("--step-ms", type=float, help="how long a step of stock really lasts")
+    add("--steps", type=int, default=16, help="so many at the end of the trace, at most (%(default)s)")
+    add("--save", type=Path, metavar="FILE.json", help="write figures and recommendation")
+    args = parser.parse_args(argv)
+    try:
+        for name in ("ranks", "ep", "pp", "per_node", "microbatches", "micro_batch", "seq", "steps"):
+            if getattr(args, name) is not None and getattr(args, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+        if not 0 <= args.hidden_all_to_all <= 1:
+            raise ValueError(f"--hidden-all-to-all must be from 0 to 1, got {args.hidden_all_to_all}")
+        if unknown := [name for name in args.lifetime.split(",") if name not in LIFETIMES]:
+            raise ValueError(f"--lifetime {','.join(unknown)}: there are {', '.join(LIFETIMES)}")
+        if not all(count.isdecimal() for count in args.slots.split(",")):
+            raise ValueError(f"--slots takes numbers of replicas, as in 1,2,4, got {args.slots!r}")
+        job = make_job(args)
+        most = job.model.experts - job.model.experts // job.world.num_ranks
+        slots = sorted({min(int(count), most) for count in args.slots.split(",")} - {0})
+        outcomes = job.compare(slots, args.lifetime.split(","))
+        best, text = recommend(outcomes, Cluster.named(args.cluster).memory)
+        if args.save:
+            saved = dict(recommendation=text, settings=best and dict(slots=best.slots, lifetime=best.lifetime))
+            saved |= dict(arguments=vars(args), outcomes=[dataclasses.asdict(one) for one in outcomes])
+            args.save.write_text(json.dumps(saved, indent=1, default=str) + "\n")
+    except (ValueError, OSError, CompileError) as error:
+        parser.error(str(error))
+    steps, layers, ranks, _ = job.counts[job.first :].shape
+    print(
+        f"{args.model} on {args.cluster}: {args.ranks} ranks, EP {ranks}, PP {args.pp}, {args.microbatches} "
+        f"microbatches; {steps} steps and {layers} layers of {args.trace}\n\n{describe(outcomes)}\n\n{text}"
+    )
+    return 0
