@@ -4,7 +4,7 @@ Scripts of Megatron-Bridge too: ``... -m megatron_hecate --moe-fssdp run_recipe.
 
 ``python -m megatron_hecate --check`` prints what FSSDP finds here and would use; with ``--settings FILE`` whether it
 would switch on with a job's settings. ``torchrun ... -m megatron_hecate --measure FILE`` writes what links and cores
-do, for ``--moe-fssdp-speeds FILE``.
+do, for ``--moe-fssdp-speeds FILE``. ``--report RUN_DIR`` writes a page that says what a recorded run lost and won.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from megatron_hecate import HecateConfig, check
 DESCRIPTION = (
     "Run a Megatron pretraining script with the --moe-fssdp flags. --check prints versions and whether FSSDP fits; "
     "--check --settings FILE says whether a job's settings (JSON or YAML, one or a list) can be combined with it. "
-    "--measure FILE, under torchrun, writes the speeds of links and cores for --moe-fssdp-speeds."
+    "--measure FILE, under torchrun, writes the speeds of links and cores for --moe-fssdp-speeds. "
+    "--report RUN_DIR writes a page about a recorded run."
 )
 USAGE = (
     "python -m megatron_hecate [--moe-fssdp ...] SCRIPT.py [Megatron's arguments] | --check [--settings FILE] | "
-    "--measure FILE"
+    "--measure FILE | --report RUN_DIR [--out FILE]"
 )
 
 
@@ -39,6 +40,10 @@ def main(argv: list[str]) -> int:
     """Run ``SCRIPT.py`` with the flags known to Megatron's parser; returns the exit status of ``--check``."""
     if argv[:1] == ["--check"]:
         return check.main(argv[1:])
+    if argv[:1] == ["--report"]:
+        from megatron_hecate.tools import report
+
+        return report.main(argv[1:])
     if argv[:1] == ["--measure"]:
         if len(argv) != 2:
             print(f"--measure takes one file, got {argv[1:]}", file=sys.stderr)
