@@ -22,8 +22,8 @@ CHECKOUT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import rooms of earlier floors, and itself. "" is the package's own __init__.
 FLOORS = [
-    {"plan", "config", "device", "tools.trace"},
-    {"routing", "comm", "tools.metrics"},
+    {"plan", "config", "device", "tools.trace", "tools.run_folder"},
+    {"routing", "comm", "tools.metrics", "tools.run_writer"},
     {"tools.measure"},
     {"replicas"},
     {"adapter"},
