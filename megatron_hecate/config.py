@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
 import warnings
@@ -14,9 +15,9 @@ AUTO = "auto"  # of a setting that chooses by itself
 SHORTEST, LONGEST = 1e-3, 1e8  # seconds of a timeout; process groups take no more
 
 
-def _flag(default: Any, text: str) -> Any:
+def _flag(default: Any, text: str, *, metavar: str | None = None) -> Any:
     """A field with what its flag says in ``--help``."""
-    return dataclasses.field(default=default, metadata={"help": text})
+    return dataclasses.field(default=default, metadata={"help": text, "metavar": metavar})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,12 @@ class HecateConfig:
         "File with measured speeds (python -m megatron_hecate --measure FILE) by which copies are judged to pay; None "
         "takes those of an H100 node, or of CPU cores without GPUs.",
     )
+    trace: str | None = _flag(
+        None,
+        "Iterations A-B, counted as in Megatron's log, of which every rank records what it does and when, into the "
+        "folder of the run; python -m megatron_hecate --report FOLDER puts all ranks on one timeline.",
+        metavar="A-B",
+    )
     timeout: float = _flag(600.0, "Seconds before a wait for another rank becomes an error that names it.")
 
     def __post_init__(self) -> None:
@@ -72,11 +79,27 @@ class HecateConfig:
             raise ValueError(f"timeout={self.timeout!r} must be a number of seconds from {SHORTEST:g} to {LONGEST:g}")
         if self.speeds is not None and not isinstance(self.speeds, str):
             raise ValueError(f"speeds={self.speeds!r} must be the name of a file, or None")
+        _ = self.traced
         for name in ("lifetime", "transport"):
             value = getattr(self, name)
             known = typing.get_args(typing.get_type_hints(type(self))[name])
             if value not in known:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
+
+    @property
+    def traced(self) -> tuple[int, int] | None:
+        """First and last iteration of ``trace``.
+
+        Raises:
+            ValueError: where it does not name them.
+        """
+        if self.trace is None:
+            return None
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", str(self.trace))
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if first > last:
+            raise ValueError(f"trace={self.trace!r} must name iterations, such as 10-12 or 10")
+        return first, last
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -93,7 +116,8 @@ class HecateConfig:
             else:
                 optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
                 options["type"] = typing.get_args(hint)[0] if optional else hint
-                options["metavar"] = {str: "FILE", float: "SECONDS"}.get(options["type"], "N")
+                metavar = field.metadata["metavar"]
+                options["metavar"] = metavar or {str: "FILE", float: "SECONDS"}.get(options["type"], "N")
             text = field.metadata["help"] + " (default: %(default)s)"
             group.add_argument(_flag_of(field.name), default=field.default, help=text, **options)
         return parser

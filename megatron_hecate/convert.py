@@ -23,10 +23,10 @@ from megatron_hecate.comm.connect import Connection, connect, device_of_rank
 from megatron_hecate.config import AUTO, HecateConfig
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.layer import FSSDPLayer, GraphedBlock
-from megatron_hecate.plan import Speeds, World, compile_planner
-from megatron_hecate.plan.world import CPU, H100
+from megatron_hecate.plan import CPU, H100, Speeds, World, compile_planner
 from megatron_hecate.replicas import memory_estimate
 from megatron_hecate.replicas.memory_estimate import JobMemory, RankMemory
+from megatron_hecate.runtime import tracing
 from megatron_hecate.runtime.layer_state import LayerParts, LayerState
 from megatron_hecate.runtime.prefetch import Prefetcher
 
@@ -63,11 +63,10 @@ class _Hook:
         model = _Model(chunks, [layer for layer, _ in layers], [index for _, index in layers])
         parts, problems = _build_parts(model, config)
         if converted:
-            names = [layer.fssdp.name for layer in converted]
-            problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
+            names = ", ".join(layer.fssdp.name for layer in converted)
+            problems.append(f"some layers run FSSDP already and others do not: {names} of {len(layers)}")
         speeds = _read_speeds(config, problems)
-        groups = sorted({part.ranks for part in parts})
-        connection = connect(config.transport, groups, problems, timeout=config.timeout)
+        connection = connect(config.transport, sorted({p.ranks for p in parts}), problems, timeout=config.timeout)
         note = Note(
             settings={**dataclasses.asdict(config), "speeds": dataclasses.asdict(speeds)},  # not where the file lies
             layers=[_layer_key(layer) for layer in model.layers],
@@ -80,8 +79,9 @@ class _Hook:
         (lifetime, by_engines), notes = note.agree(timeout=config.timeout, judge=judge)
         connection.choose_copy_engines(by_engines)
         resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
+        listeners = tracing.listeners(config)  # on every rank
         if parts:
-            _attach(model, [_state(i, part, resolved, connection, speeds) for i, part in enumerate(parts)])
+            _attach(model, [_state(i, p, resolved, connection, speeds) for i, p in enumerate(parts)], listeners)
         if dist.get_rank() == 0:
             _say_on(notes, resolved, speeds, connection)
         return chunks
@@ -183,9 +183,8 @@ def _estimate_memory(
 ) -> dict[str, Any]:
     """A `RankMemory` of this rank, as fields."""
     layer_config = parts[0].layer.config
-    dtype = None
-    if layer_config.bf16 or layer_config.fp16:  # Megatron casts after this hook
-        dtype = torch.bfloat16 if layer_config.bf16 else torch.float16
+    # Megatron casts after this hook
+    dtype = torch.bfloat16 if layer_config.bf16 else torch.float16 if layer_config.fp16 else None
     layers = tuple(part.buffer(config.slots, dtype) for part in parts)
     transport = connection.transports.get(parts[0].ranks)
     experts = memory_estimate.RankExperts.with_adam(
@@ -241,9 +240,10 @@ def _state(index: int, parts: LayerParts, config: HecateConfig, connection: Conn
     return LayerState(parts, index, config, world=world, transport=connection.transports[parts.ranks])
 
 
-def _attach(model: _Model, states: list[LayerState]) -> None:
+def _attach(model: _Model, states: list[LayerState], listeners: list[Callable[[], None]]) -> None:
     """Turn all layers at once; an exception undoes what was done."""
     prefetcher = Prefetcher(states, model.chunk_of)
+    prefetcher.tracker.listeners += listeners
     block_of = {id(m.mlp): m for chunk in model.chunks for m in chunk.modules() if _is_block(m)}
     with contextlib.ExitStack() as undo:
         for layer, state in zip(model.layers, states, strict=True):

@@ -1,13 +1,14 @@
 """What a recorded run says: who waited for whom, what that cost, and what FSSDP made of it. Record in, numbers out.
 
 Loads are counted; times come from `plan`'s cost model, with the sizes and speeds that the record holds. Letters in
-shapes: T iterations, L layers, N ranks, E experts.
+shapes: T iterations, L layers, N ranks, E experts, S slots.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -16,31 +17,23 @@ from megatron_hecate.plan.replicas import problem_of
 from megatron_hecate.plan.search import plan_cost
 from megatron_hecate.tools.run_folder import RunInfo, RunRecord
 
-SCATTERING = "nvlink"  # the transport whose receivers share the work of copying
-
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """The recorded sizes and speeds, as `plan` takes them.
-
-    Args:
-        shape: of every layer.
-        world: ranks, nodes and speeds.
-        scatters: as in `CopyCost`.
-    """
+    """The recorded sizes and speeds: of a layer, of the ``world``, and what copies cost with nothing hidden."""
 
     shape: LayerShape
     world: World
-    scatters: bool
+    copy: CopyCost
 
     @classmethod
     def of(cls, info: RunInfo) -> Costs | None:
         """``None`` where the record holds no sizes or no speeds."""
         if not (info.shape and info.speeds):
             return None
-        speeds = {**info.speeds, "intra": Link(**info.speeds["intra"]), "inter": Link(**info.speeds["inter"])}
-        world = World(tuple(info.node), Speeds(**speeds))
-        return cls(LayerShape(**info.shape), world, info.transport == SCATTERING)
+        links = {name: Link(**info.speeds[name]) for name in ("intra", "inter")}
+        shape, world = LayerShape(**info.shape), World(info.node, Speeds(**{**info.speeds, **links}))
+        return cls(shape, world, dataclasses.replace(shape.copy_cost(world), scatters=info.transport == "nvlink"))
 
     @property
     def token_ms(self) -> float:
@@ -48,74 +41,60 @@ class Costs:
         return 1e3 * self.shape.token_seconds(self.world)
 
     @property
-    def copy(self) -> CopyCost:
-        """What copies cost, nothing hidden."""
-        return dataclasses.replace(self.shape.copy_cost(self.world), scatters=self.scatters)
+    def routing_ms(self) -> float:
+        """Milliseconds per iteration of a layer with any replica."""
+        return 1e3 * self.world.speeds.routing * self.shape.microbatches
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Figures:
-    """Of one run, per iteration.
+    """Of one run.
 
     Args:
         record: they are of.
-        stage: [L] pipeline stage of each layer.
-        costs: ``None`` where times are not known; then all of the fields in ms are 0.
-        before: [T, L, N] tokens of each rank as the router left them, each at its expert's home.
-        after: [T, L, N] tokens that each rank computed.
-        replicas: [T, L, N] replicas on each rank.
-        copying_ms: [T, L] of the busiest link, out and back.
-        hidden_ms: [T, L] the part of it behind compute.
-        price_ms: [T, L] what replicas cost: copies that do not hide, what hidden ones take from compute, and routing.
+        stages: names of the layers of each pipeline stage; none where there is one stage.
+
+    Raises:
+        ValueError: when experts cannot be split over ranks evenly.
     """
 
     record: RunRecord
-    stage: np.ndarray
-    costs: Costs | None
-    before: np.ndarray
-    after: np.ndarray
-    replicas: np.ndarray
-    copying_ms: np.ndarray
-    hidden_ms: np.ndarray
-    price_ms: np.ndarray
+    stages: Sequence[Sequence[str]] = ()
 
-    @classmethod
-    def of(cls, record: RunRecord, stages: Sequence[Sequence[str]] = ()) -> Figures:
-        """Of a ``record``; ``stages`` names the layers of each pipeline stage, where there are several.
-
-        Raises:
-            ValueError: when experts cannot be split over ranks evenly.
-        """
-        info, (num, layers, experts) = record.info, record.load.shape
-        homes = Placement.initial(experts, info.ranks, num_slots=info.slots)
-        before = record.load.reshape(num, layers, info.ranks, -1).sum(axis=3)
-        held = np.zeros(before.shape, np.int64) if record.replica is None else (record.replica != EMPTY).sum(axis=3)
-        costs = Costs.of(info)
-        copying = hidden = price = np.zeros((num, layers))
-        if costs is not None and record.replica is not None:
-            copying = _copying(record.replica, homes, costs)
-            hidden = _hidden(copying, costs, record.hidden)
-            routing = 1e3 * costs.world.speeds.routing * costs.shape.microbatches
-            price = copying - hidden + costs.world.speeds.contention * hidden + routing * held.any(axis=2)
-        stage_of = {name: stage for stage, names in enumerate(stages) for name in names}
-        return cls(
-            record=record,
-            stage=np.array([stage_of.get(name, 0) for name in info.layers]),
-            costs=costs,
-            before=before,
-            after=before if record.rank_load is None else record.rank_load,
-            replicas=held,
-            copying_ms=copying,
-            hidden_ms=hidden,
-            price_ms=price,
-        )
+    @cached_property
+    def costs(self) -> Costs | None:
+        """``None`` where times are not known: all milliseconds are 0 then."""
+        return Costs.of(self.record.info)
 
     @property
     def observed(self) -> bool:
         """Whether FSSDP was off."""
-        return self.record.info.mode == "observe"
+        return self.record.replica is None
 
-    def imbalance(self, load: np.ndarray) -> np.ndarray:
+    @cached_property
+    def homes(self) -> Placement:
+        """Of every layer."""
+        info = self.record.info
+        return Placement.initial(self.record.load.shape[2], info.ranks, num_slots=0 if self.observed else info.slots)
+
+    @cached_property
+    def before(self) -> np.ndarray:
+        """[T, L, N] tokens of each rank as the router left them, each at its expert's home."""
+        return self.record.load.reshape(*self.record.load.shape[:2], self.homes.num_ranks, -1).sum(axis=3)
+
+    @property
+    def after(self) -> np.ndarray:
+        """[T, L, N] tokens that each rank computed."""
+        return self.before if self.record.rank_load is None else self.record.rank_load
+
+    @cached_property
+    def replicas(self) -> np.ndarray:
+        """[T, L, N] replicas on each rank."""
+        replica = self.record.replica
+        return np.zeros_like(self.before) if replica is None else (replica != EMPTY).sum(axis=3)
+
+    @staticmethod
+    def imbalance(load: np.ndarray) -> np.ndarray:
         """[T, L] largest of ``load`` [T, L, N] over its mean; 1 without tokens."""
         mean = load.mean(axis=2)
         return np.divide(load.max(axis=2), mean, out=np.ones_like(mean), where=mean > 0)
@@ -124,65 +103,79 @@ class Figures:
         """[T, L] time that the fullest rank takes beyond the mean, with ``load`` [T, L, N]."""
         return (load.max(axis=2) - load.mean(axis=2)) * (0.0 if self.costs is None else self.costs.token_ms)
 
-    def of_step(self, values: np.ndarray) -> np.ndarray:
-        """[T] of the whole step from [T, L] of layers: layers add up, and of stages, which work at once, the largest
-        counts."""
-        return np.max([values[:, self.stage == stage].sum(axis=1) for stage in np.unique(self.stage)], axis=0)
+    @cached_property
+    def copying_ms(self) -> np.ndarray:
+        """[T, L] of replicas out and back on the busiest link, hidden or not."""
+        replica, of_layers = self.record.replica, np.zeros(self.before.shape[:2])
+        if self.costs is None or replica is None:
+            return of_layers
+        free = dataclasses.replace(self.costs.copy, routing=0.0, crossing=0.0)
+        problem, load = problem_of(self.homes, self.costs.world, free), np.zeros(self.homes.num_experts)
+        homes = self.homes.table[:, : self.homes.slots_per_rank - replica.shape[3]]
+        tokens: dict[bytes, float] = {}  # of each placement; most come again
+        for at in np.ndindex(of_layers.shape):
+            slots = np.ascontiguousarray(replica[at], dtype=np.int64)
+            if (key := slots.tobytes()) not in tokens:
+                tokens[key] = plan_cost(load, problem, np.hstack([homes, slots]))[1]
+            of_layers[at] = tokens[key]
+        return of_layers * self.costs.token_ms
 
-    @property
+    @cached_property
+    def hidden_ms(self) -> np.ndarray:
+        """[T, L] the part of it behind compute: the measured share, or else what the layer's time allows."""
+        if self.costs is None:
+            return self.copying_ms
+        shape, out, measured = self.costs.shape, self.costs.copy.out, self.record.hidden
+        allowed = np.minimum(self.copying_ms * out, 1e3 * shape.hidden_seconds * shape.fetches)
+        allowed += np.minimum(self.copying_ms * (1 - out), 1e3 * shape.hidden_seconds * shape.returns)
+        share = np.full((len(allowed), 1), np.nan) if measured is None else measured[:, None]
+        return np.where(np.isnan(share), allowed, self.copying_ms * np.nan_to_num(share))
+
+    @cached_property
+    def price_ms(self) -> np.ndarray:
+        """[T, L] what replicas cost: copies that do not hide, what hidden ones take from compute, and routing."""
+        if self.costs is None:
+            return self.copying_ms
+        shown, taken = self.copying_ms - self.hidden_ms, self.costs.copy.contention * self.hidden_ms
+        return shown + taken + self.costs.routing_ms * self.replicas.any(axis=2)
+
+    def of_stages(self, values: np.ndarray) -> np.ndarray:
+        """[K, T, ...] sums over the layers of each of K stages of ``values`` [T, L, ...]."""
+        stage_of = {name: stage for stage, names in enumerate(self.stages) for name in names}
+        stage = np.array([stage_of.get(name, 0) for name in self.record.info.layers])
+        return np.stack([values[:, stage == one].sum(axis=1) for one in np.unique(stage)])
+
+    def of_step(self, values: np.ndarray) -> np.ndarray:
+        """[T] of a whole step, from [T, L] of layers: stages work at once, so the largest one counts."""
+        return self.of_stages(values).max(axis=0)
+
+    @cached_property
     def lost_ms(self) -> np.ndarray:
         """[T] what imbalance costs a step as the router left it."""
         return self.of_step(self.waiting_ms(self.before))
 
-    @property
+    @cached_property
     def left_ms(self) -> np.ndarray:
-        """[T] what imbalance and replicas cost it with FSSDP."""
+        """[T] what imbalance and replicas cost it as computed."""
         return self.of_step(self.waiting_ms(self.after) + self.price_ms)
 
     @property
-    def step_seconds(self) -> float:
+    def step_ms(self) -> float:
         """Median time of a step as measured; NaN for a single iteration."""
-        passed, steps = np.diff(self.record.time), np.diff(self.record.iteration)
-        return float(np.median(passed / steps)) if len(passed) else float("nan")
+        steps = np.diff(self.record.time) / np.diff(self.record.iteration)
+        return 1e3 * float(np.median(steps)) if len(steps) else float("nan")
 
     def fullest_rank(self, load: np.ndarray) -> np.ndarray:
-        """[T] tokens of all layers together that the fullest rank keeps in a microbatch, with ``load`` [T, L, N]."""
-        of_stages = [load[:, self.stage == stage].sum(axis=1).max(axis=1) for stage in np.unique(self.stage)]
-        return np.max(of_stages, axis=0) / (1 if self.costs is None else self.costs.shape.microbatches)
+        """[T] tokens that the fullest rank keeps in a microbatch, in all layers, with ``load`` [T, L, N]."""
+        return self.of_stages(load).max(axis=(0, 2)) / (1 if self.costs is None else self.costs.shape.microbatches)
 
     @property
     def replica_bytes(self) -> np.ndarray:
-        """[T] weights and gradients of the replicas that the fullest rank holds at once."""
+        """[T] weights and gradients of the replicas that the fullest rank holds at once, by their lifetime: of all
+        layers, or of the two whose buffers exist."""
         if self.costs is None:
             return np.zeros(len(self.replicas))
-        of_stages = [self.replicas[:, self.stage == stage] for stage in np.unique(self.stage)]
-        all_layers = np.max([held.sum(axis=1).max(axis=1) for held in of_stages], axis=0)
-        two_layers = 2 * self.replicas.max(axis=(1, 2))
-        lifetime, shape = self.record.info.lifetime, self.costs.shape
-        weights, grads = (two_layers if lifetime in kept else all_layers for kept in (("layer",), ("layer", "microbatch")))
-        return weights * shape.expert_bytes + grads * shape.grad_bytes
-
-
-def _copying(replica: np.ndarray, homes: Placement, costs: Costs) -> np.ndarray:
-    """[T, L] milliseconds of copies, nothing hidden, with experts ``replica`` [T, L, N, S] in the slots."""
-    free = dataclasses.replace(costs.copy, routing=0.0, crossing=0.0)
-    problem, load = problem_of(homes, costs.world, free), np.zeros(homes.num_experts)
-    held = homes.slots_per_rank - replica.shape[3]
-    tokens: dict[bytes, float] = {}  # of each placement; most come again
-    of_layers = np.empty(replica.shape[:2])
-    for at in np.ndindex(of_layers.shape):
-        slots = np.ascontiguousarray(replica[at], dtype=np.int64)
-        if (key := slots.tobytes()) not in tokens:
-            tokens[key] = plan_cost(load, problem, np.hstack([homes.table[:, :held], slots]))[1]
-        of_layers[at] = tokens[key]
-    return of_layers * costs.token_ms
-
-
-def _hidden(copying: np.ndarray, costs: Costs, measured: np.ndarray | None) -> np.ndarray:
-    """[T, L] milliseconds of ``copying`` behind compute: the ``measured`` share [T], else what the layer's time allows."""
-    shape, out = costs.shape, costs.copy.out
-    room = 1e3 * shape.hidden_seconds
-    allowed = np.minimum(copying * out, room * shape.fetches)
-    allowed += np.minimum(copying * (1 - out), room * shape.returns)
-    share = np.full(len(copying), np.nan) if measured is None else measured
-    return np.where(np.isnan(share)[:, None], allowed, copying * np.nan_to_num(share)[:, None])
+        every, two = self.of_stages(self.replicas).max(axis=(0, 2)), 2 * self.replicas.max(axis=(1, 2))
+        lifetime = self.record.info.lifetime
+        weights, grads = two if lifetime == "layer" else every, every if lifetime == "iteration" else two
+        return weights * self.costs.shape.expert_bytes + grads * self.costs.shape.grad_bytes

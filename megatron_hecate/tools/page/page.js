@@ -1,6 +1,6 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
-const observed = data.mode === "observe", names = data.layers.names, sides = observed ? ["as routed"] : ["as routed", "as computed"];
+const { observed, info, mean } = data, names = info.layers, sides = observed ? ["as routed"] : ["as routed", "as computed"];
 const NONE = 65535, LEVELS = 65534;
 const redraws = [], charts = [];
 
@@ -95,7 +95,7 @@ function lines(spec, node) {
       width, height: matchMedia("print").matches ? 220 : 300, scales: { x: { time: false }, y: { range: (u, low, high) => [spec.name === "imbalance" ? 1 : Math.min(0, low), high > low ? high * 1.04 : low + 1] } },
       axes: [{ ...axis, label: "iteration", size: 34, labelSize: 20, values: (u, v) => v.map((i) => (Number.isInteger(i) ? i : "")) }, { ...axis, size: 62, label: spec.unit, labelSize: 22 }],
       series: [{ label: "iteration" }, ...series], cursor: { points: { size: 7 } },
-      bands: (spec.bands || []).map(([high, low, name]) => ({ series: [high + 1, low + 1], fill: css(name, 0.16) })),
+      bands: (spec.name === "imbalance" ? [2, 6].slice(0, spec.series.length / 4) : []).map((at) => ({ series: [at, at + 2], fill: css(spec.series[at - 1][1], 0.16) })),
     }, [x, ...spec.series.map((s) => s[2])], box);
     box.querySelectorAll(".u-series").forEach((row, i) => { row.hidden = i > 0 && thin(spec.series[i - 1][0]); });
   };
@@ -188,15 +188,21 @@ function pair(node) {
 }
 
 function summary() {
-  document.getElementById("title").textContent = document.title = data.title;
-  document.getElementById("facts").textContent = data.facts.map(([name, value]) => `${name} ${value}`).join(" · ");
+  document.getElementById("title").textContent = document.title = observed ? "What imbalance costs" : "What FSSDP did";
+  const facts = { run: info.folder, started: info.started, "top k": info.top_k, ...(observed ? {} : { slots: info.slots, lifetime: info.lifetime, transport: info.transport }), "median step": /nan/.test(info.step) ? "" : info.step, ...info.versions };
+  document.getElementById("facts").textContent = Object.entries(facts).filter(([, value]) => value !== "").map((fact) => fact.join(" ")).join(" · ");
+  const ms = (value) => (Math.abs(value) >= 999.5 ? (value / 1e3).toFixed(2) + " s" : +value.toPrecision(3) + " ms"), won = mean.lost - mean.left;
+  const shown = [["fullest rank, of the mean", observed ? mean.before.toFixed(2) : `${mean.before.toFixed(2)} → ${mean.after.toFixed(3)}`, observed ? "as routed" : "as routed → as computed"]];
+  if (data.lines.lost) shown.push(["lost to imbalance", ms(mean.lost), "per step, as routed"]);
+  if (data.lines.lost && !observed) shown.push(["won back", ms(won), mean.lost ? `${((100 * won) / mean.lost).toFixed(1)} % of it` : "there was nothing to win"]);
+  if (!observed) shown.push(["replicas", mean.replicas.toFixed(1), "per layer, on all ranks together"]);
   const node = section("summary", "In short");
-  const cards = data.cards.map(([what, value, remark]) => make("div", {}, make("dt", {}, what), make("dd", { class: "value" }, value), make("dd", {}, remark)));
+  const cards = shown.map(([what, value, remark]) => make("div", {}, make("dt", {}, what), make("dd", { class: "value" }, value), make("dd", {}, remark)));
   node.append(make("dl", { class: "cards" }, ...cards), ...data.words.map((text) => make("p", {}, text)));
 }
 function loads() {
-  const { groups, ranks, top } = data.loads, span = spanOf(top), num = groups.length, mean = "Load of each rank over the mean of its layer. ";
-  const text = mean + (observed ? "Bright columns are ranks that others wait for." : "Left: every token at its expert's home. Right: with replicas. The more even, the less waiting.");
+  const { groups, top } = data.loads, ranks = info.ranks, span = spanOf(top), num = groups.length;
+  const text = "Load of each rank over the mean of its layer. " + (observed ? "Bright columns are ranks that others wait for." : "Left: every token at its expert's home. Right: with replicas. The more even, the less waiting.");
   const node = section("loads", "Load of layers and ranks", text, "Loads");
   const whole = data.loads.whole.map((t) => unpack(t, top)), parts = data.loads.parts.map((t) => unpack(t, top));
   const [label, select] = chooser("Show", ["all layers"]);
@@ -206,10 +212,10 @@ function loads() {
   const view = (side) => () => {
     const layer = +select.value, at = +slider.value - 1;
     if (layer < 0) {
-      const value = (r, c) => (at < 0 ? whole[side][r * ranks + c] : parts[side][(r * num + at) * ranks + c]);
+      const value = (r, c) => (at < 0 ? whole[side][r * ranks + c] : parts[side][(r * ranks + c) * num + at]);
       return { rows: names.length, columns: ranks, value, span, row: (r) => names[r], tick: String, axis: "rank", say: (r, c) => `${names[r]}, rank ${c}: ${times(value(r, c))}` };
     }
-    const value = (r, c) => parts[side][(layer * num + c) * ranks + r];
+    const value = (r, c) => parts[side][(layer * ranks + r) * num + c];
     return { rows: ranks, columns: num, value, span, row: (r) => `rank ${r}`, tick: (c) => String(groups[c][0]), axis: "iteration", say: (r, c) => `${names[layer]}, rank ${r}, ${iterations(groups[c])}: ${times(value(r, c))}` };
   };
   const box = pair(node), draws = sides.map((side, i) => picture(box, side[0].toUpperCase() + side.slice(1), view(i)));
@@ -240,15 +246,16 @@ function spread() {
   figures(node, "imbalance of every layer", () => [["layer", ...groups.map(iterations)], names.flatMap((name, r) => sides.map((side, i) => [`${name}, ${side}`, ...groups.map((_, c) => parts[i][r * num + c].toFixed(3))]))]);
 }
 function experts() {
-  const { groups, top, rows } = data.experts, span = spanOf(top), num = groups.length, most = rows[0].length, parts = unpack(data.experts.parts, top);
+  const { groups, top } = data.hot, { number, home, replicas } = data.experts, span = spanOf(top), num = groups.length, most = number[0].length;
+  const parts = unpack(data.hot.parts[0], top), whole = unpack(data.hot.whole[0], top);
   const node = section("experts", "The hottest experts", `The ${most} experts of a layer with most tokens, as routed, over the mean expert.`, "Experts");
   const [label, select] = chooser("Layer", []);
   node.append(make("div", { class: "controls" }, label));
-  const value = (r, c) => parts[(+select.value * most + r) * num + c], of = (r) => rows[+select.value][r];
-  const draw = picture(node, "Load of each expert", () => ({ rows: most, columns: num, value, span, row: (r) => `expert ${of(r)[0]}`, tick: (c) => String(groups[c][0]), axis: "iteration",
-    say: (r, c) => `expert ${of(r)[0]}, home on rank ${of(r)[1]}, ${iterations(groups[c])}: ${times(value(r, c))}` }));
+  const value = (r, c) => parts[(+select.value * most + r) * num + c], of = (list, r) => list[+select.value][r];
+  const draw = picture(node, "Load of each expert", () => ({ rows: most, columns: num, value, span, row: (r) => `expert ${of(number, r)}`, tick: (c) => String(groups[c][0]), axis: "iteration",
+    say: (r, c) => `expert ${of(number, r)}, home on rank ${of(home, r)}, ${iterations(groups[c])}: ${times(value(r, c))}` }));
   legend(node, top);
-  const table = figures(node, "the hottest experts of this layer", () => [["expert", "home rank", "load over the mean expert", ...(observed ? [] : ["replicas on average"])], rows[+select.value].map((row) => [String(row[0]), String(row[1]), row[2], ...(observed ? [] : [row[3]])])]);
+  const table = figures(node, "the hottest experts of this layer", () => [["expert", "home rank", "load over the mean expert", ...(observed ? [] : ["replicas on average"])], number[+select.value].map((e, r) => [String(e), String(of(home, r)), +whole[+select.value * most + r].toFixed(3), ...(observed ? [] : [of(replicas, r)])])]);
   select.onchange = () => { draw(); table(); };
 }
 function layers() {
@@ -257,7 +264,7 @@ function layers() {
   node.classList.add("long"); node.append(scroll);
   const heads = ["layer", "as routed", "worst", "as computed", "worst", "replicas", "% of iterations without", "late", "ms lost", "ms won back", "why"];
   const kept = observed ? [0, 1, 2, 8, 10] : heads.map((_, i) => i);
-  const rows = data.layers.rows.map((row, i) => [names[i], ...row]).map((row) => row.map((v, i) => (i === 6 ? +(100 * v).toFixed(1) : v)));
+  const rows = data.layers.map((row, i) => [names[i], ...row]).map((row) => row.map((v, i) => (i === 6 ? +(100 * v).toFixed(1) : v)));
   fill(scroll, kept.map((i) => heads[i]), rows.map((row) => kept.map((i) => row[i])), true);
 }
 const TITLES = {
@@ -267,8 +274,8 @@ const TITLES = {
   memory: ["Memory of the fullest rank", "What the fullest rank keeps of a microbatch, all layers together: the experts' inputs (their other activations grow alike), and the replicas that it holds.", "Memory"],
 };
 function line(name) {
-  const spec = data.lines.find((one) => one.name === name);
-  if (spec) lines(spec, section(name, ...TITLES[name]));
+  const spec = data.lines[name];
+  if (spec) lines({ name, ...spec }, section(name, ...TITLES[name]));
 }
 
 summary(); line("lost"); line("imbalance"); layers(); loads(); spread(); experts(); line("copies"); line("memory");
