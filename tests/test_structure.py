@@ -28,7 +28,7 @@ FLOORS = [
     {"replicas"},
     {"adapter"},
     {"runtime"},
-    {"layer"},
+    {"layer", "observe"},
     {"convert"},
     {""},
     {"enable", "check"},
@@ -36,7 +36,17 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WITH_MEGATRON = {"adapter", "layer", "convert", "enable", "check", "bridge", "__main__", "runtime.layer_state"}
+WITH_MEGATRON = {
+    "adapter",
+    "layer",
+    "observe",
+    "convert",
+    "enable",
+    "check",
+    "bridge",
+    "__main__",
+    "runtime.layer_state",
+}
 OF_PLAN = {"json", "math", "numba", "numpy", "pathlib", "torch", "typing"}
 OF_PLAN |= {
     "__future__",
