@@ -81,8 +81,9 @@ def main(argv: list[str]) -> int:
     script = argv[at]
     if not Path(script).exists():
         parser.error(f"{script} does not exist")
-    if settings is not None and settings.speeds is not None:  # the script may change the working directory
-        given["moe_fssdp_speeds"] = str(Path(settings.speeds).absolute())
+    for name in ("moe_fssdp_speeds", "moe_fssdp_record"):  # the script may change the working directory
+        if given.get(name) is not None:
+            given[name] = str(Path(given[name]).absolute())
     script = str(Path(script).absolute())
     sys.path[0] = str(Path(script).resolve().parent)  # as if the script had been started by itself
     from megatron_hecate import enable

@@ -129,7 +129,9 @@ def _register(config: Any) -> None:
 
 
 def _check(config: Any, settings: HecateConfig) -> None:
-    """Raise a ValueError that lists all settings of a recipe that do not combine with FSSDP."""
+    """Raise a ValueError that lists all settings of a recipe that do not combine with FSSDP; all do with observing."""
+    if settings.observe:
+        return
     parts = (config.model, getattr(config.model, "transformer", None), config.ddp, config.dist)
     late = {"moe_fssdp_late_replicas": settings.late_replicas}
     problems = unsupported.find(*parts, config, late, slots=settings.slots)

@@ -23,10 +23,12 @@ from megatron_hecate.comm.connect import Connection, connect, device_of_rank
 from megatron_hecate.config import AUTO, HecateConfig
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.layer import FSSDPLayer, GraphedBlock
-from megatron_hecate.plan import CPU, H100, Speeds, World, compile_planner
+from megatron_hecate.observe import observe, read_speeds
+from megatron_hecate.plan import H100, Speeds, World, compile_planner
 from megatron_hecate.replicas import memory_estimate
 from megatron_hecate.replicas.memory_estimate import JobMemory, RankMemory
 from megatron_hecate.runtime import tracing
+from megatron_hecate.runtime.layer_recorder import LayerRecorder
 from megatron_hecate.runtime.layer_state import LayerParts, LayerState
 from megatron_hecate.runtime.prefetch import Prefetcher
 
@@ -55,6 +57,8 @@ class _Hook:
 
     def __call__(self, chunks: Chunks) -> Chunks:
         config = self.config
+        if config.observe:
+            return observe(chunks, config)
         layers = [(m, i) for i, chunk in enumerate(chunks) for m in chunk.modules() if isinstance(m, MoELayer)]
         converted = [layer for layer, _ in layers if isinstance(layer, FSSDPLayer)]
         if converted and len(converted) == len(layers):
@@ -63,10 +67,11 @@ class _Hook:
         model = _Model(chunks, [layer for layer, _ in layers], [index for _, index in layers])
         parts, problems = _build_parts(model, config)
         if converted:
-            names = ", ".join(layer.fssdp.name for layer in converted)
-            problems.append(f"some layers run FSSDP already and others do not: {names} of {len(layers)}")
-        speeds = _read_speeds(config, problems)
-        connection = connect(config.transport, sorted({p.ranks for p in parts}), problems, timeout=config.timeout)
+            names = [layer.fssdp.name for layer in converted]
+            problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
+        speeds = read_speeds(config, problems)
+        groups = sorted({part.ranks for part in parts})
+        connection = connect(config.transport, groups, problems, timeout=config.timeout)
         note = Note(
             settings={**dataclasses.asdict(config), "speeds": dataclasses.asdict(speeds)},  # not where the file lies
             layers=[_layer_key(layer) for layer in model.layers],
@@ -154,18 +159,6 @@ def _compile_kernels() -> list[str]:
     return []
 
 
-def _read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:
-    """By which copies are judged: measured, or those of an H100 node (where NCCL is), or of CPU ranks."""
-    usual = H100 if device_of_rank().type == "cuda" else CPU
-    if config.speeds is None:
-        return usual
-    try:
-        return Speeds.load(config.speeds)
-    except ValueError as error:
-        problems.append(f"speeds: {error}")
-        return usual
-
-
 def _layer_key(layer: MoELayer) -> str:
     """Tells a model's layers apart: multi-token prediction numbers its own from 1."""
     return f"{'mtp ' if getattr(layer, 'is_mtp_layer', False) else ''}{layer.layer_number}"
@@ -183,8 +176,9 @@ def _estimate_memory(
 ) -> dict[str, Any]:
     """A `RankMemory` of this rank, as fields."""
     layer_config = parts[0].layer.config
-    # Megatron casts after this hook
-    dtype = torch.bfloat16 if layer_config.bf16 else torch.float16 if layer_config.fp16 else None
+    dtype = None
+    if layer_config.bf16 or layer_config.fp16:  # Megatron casts after this hook
+        dtype = torch.bfloat16 if layer_config.bf16 else torch.float16
     layers = tuple(part.buffer(config.slots, dtype) for part in parts)
     transport = connection.transports.get(parts[0].ranks)
     experts = memory_estimate.RankExperts.with_adam(
@@ -244,12 +238,13 @@ def _attach(model: _Model, states: list[LayerState], listeners: list[Callable[[]
     """Turn all layers at once; an exception undoes what was done."""
     prefetcher = Prefetcher(states, model.chunk_of)
     prefetcher.tracker.listeners += listeners
+    prefetcher.monitor.recorder = LayerRecorder(states, prefetcher.meter)
     block_of = {id(m.mlp): m for chunk in model.chunks for m in chunk.modules() if _is_block(m)}
     with contextlib.ExitStack() as undo:
         for layer, state in zip(model.layers, states, strict=True):
             experts = layer.experts
             _assign(undo, layer, fssdp=state, prefetcher=prefetcher, __class__=_subclass(FSSDPLayer, type(layer)))
-            own = dict(physical=state.parts.experts, replicas=None, joined_homes=None, unsettled=None)
+            own = dict(physical=state.parts.experts, replicas=None, joined_homes=None, unsettled=None, num_tokens=0)
             _assign(undo, experts, **own, __class__=_subclass(FSSDPExperts, type(experts)))
             changed = experts.register_load_state_dict_post_hook(lambda *_: prefetcher.tracker.weights_changed())
             undo.callback(changed.remove)

@@ -21,6 +21,8 @@ FLAGS = {
     "--moe-fssdp-speeds",
     "--moe-fssdp-trace",
     "--moe-fssdp-timeout",
+    "--moe-fssdp-observe",
+    "--moe-fssdp-record",
 }
 
 
@@ -31,7 +33,7 @@ def _parse(*argv: str) -> HecateConfig | None:
 def test_the_flags_are_these() -> None:
     parser = HecateConfig.add_arguments(argparse.ArgumentParser(add_help=False))
     assert {option for action in parser._actions for option in action.option_strings} == FLAGS
-    assert len(FLAGS) <= 9
+    assert len(FLAGS) <= 11
 
 
 def test_flags_become_settings() -> None:

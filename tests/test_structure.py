@@ -24,11 +24,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"plan", "config", "device", "tools.trace", "tools.run_folder"},
     {"routing", "comm", "tools.metrics", "tools.run_writer"},
-    {"tools.measure"},
+    {"tools.measure", "tools.figures"},
+    {"tools.report"},
     {"replicas"},
     {"adapter"},
     {"runtime"},
-    {"layer"},
+    {"layer", "observe"},
     {"convert"},
     {""},
     {"enable", "check"},
@@ -36,7 +37,17 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WITH_MEGATRON = {"adapter", "layer", "convert", "enable", "check", "bridge", "__main__", "runtime.layer_state"}
+WITH_MEGATRON = {
+    "adapter",
+    "layer",
+    "observe",
+    "convert",
+    "enable",
+    "check",
+    "bridge",
+    "__main__",
+    "runtime.layer_state",
+}
 OF_PLAN = {"json", "math", "numba", "numpy", "pathlib", "torch", "typing"}
 OF_PLAN |= {
     "__future__",

@@ -12,11 +12,10 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_hecate.adapter import training_state
-from megatron_hecate.config import HecateConfig
+from megatron_hecate.adapter.training_globals import running_iteration
+from megatron_hecate.config import OBSERVED, HecateConfig
 from megatron_hecate.tools import trace
 
-FOLDER = "fssdp-run"  # where a run records, if it is not told where
 PINGS: int = 8  # to rank 0; the fastest counts
 _number = itertools.count()  # of a comparison of clocks, the same on all ranks
 
@@ -32,8 +31,8 @@ def listeners(config: HecateConfig) -> list[Callable[[], None]]:
     rank, store = dist.get_rank(), dist.PrefixStore(f"megatron_hecate/clock/{next(_number)}", _get_default_store())
     host = Path("/proc/sys/kernel/random/boot_id").read_text()
     shift = to_rank_0(store, rank, dist.get_world_size(), timeout=config.timeout, host=host)
-    traced = trace.Iterations(config.traced, getattr(config, "record", None) or FOLDER, rank=rank, shift=shift)
-    return [lambda: traced.begin(training_state.iteration())]
+    traced = trace.Iterations(config.traced, config.record or OBSERVED, rank=rank, shift=shift)
+    return [lambda: traced.begin(running_iteration())]
 
 
 def to_rank_0(store: dist.Store, rank: int, size: int, *, timeout: float, host: str) -> float:
