@@ -104,7 +104,7 @@ function lines(spec, node) {
     if (event.key === "Escape") plot.setData(plot.data);
     if (!step) return;
     event.preventDefault();
-    at = Math.max(0, Math.min(x.length - 1, at < 0 ? (step > 0 ? 0 : x.length - 1) : at + step));
+    at = Math.max(0, Math.min(x.length - 1, (at >= 0 ? at : step > 0 ? -1 : x.length) + step));
     plot.setCursor({ left: plot.valToPos(x[at], "x"), top: 10 });
     tip.value = `iteration ${x[at]}: ` + spec.series.map(([label, , values]) => `${label} ${plain(values[at])}`).join(", ");
   });
