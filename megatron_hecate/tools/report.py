@@ -115,7 +115,7 @@ def sentences(figures: Figures, folder: Path) -> list[str]:
         found[1] += f" With replicas it computed {mean['after']:.3f} times the mean, and {worst:.2f} times at worst."
     found.append(_times(figures, mean))
     if figures.observed:
-        return [*found, f"What FSSDP would win on this run, says python -m megatron_hecate --what-if {folder}"]
+        return [*found, f"To learn what FSSDP would win on this run: python -m megatron_hecate --what-if {folder}"]
     bypassed = (figures.replicas.sum(axis=2) == 0).mean()
     late = 0 if record.late is None else int(record.late.sum())
     return [

@@ -2,7 +2,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const { observed, info, mean } = data, names = info.layers, sides = observed ? ["as routed"] : ["as routed", "as computed"];
 const NONE = 65535, LEVELS = 65534;
-const redraws = [], charts = [];
+const redraws = [], root = document.documentElement;
 
 function make(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -92,7 +92,7 @@ function lines(spec, node) {
       dash: /worst/.test(label) ? [2, 3] : undefined, points: { show: x.length < 3, size: 8 }, value: (u, v) => (v == null ? "–" : plain(v)),
     }));
     plot = new uPlot({
-      width, height: matchMedia("print").matches ? 220 : 300, scales: { x: { time: false }, y: { range: (u, low, high) => [spec.name === "imbalance" ? 1 : Math.min(0, low), high > low ? high * 1.04 : low + 1] } },
+      width, height: root.classList.contains("print") ? 200 : 300, scales: { x: { time: false }, y: { range: (u, low, high) => [spec.name === "imbalance" ? 1 : Math.min(0, low), high > low ? high * 1.04 : low + 1] } },
       axes: [{ ...axis, label: "iteration", size: 34, labelSize: 20, values: (u, v) => v.map((i) => (Number.isInteger(i) ? i : "")) }, { ...axis, size: 62, label: spec.unit, labelSize: 22 }],
       series: [{ label: "iteration" }, ...series], cursor: { points: { size: 7 } },
       bands: (spec.name === "imbalance" ? [2, 6].slice(0, spec.series.length / 4) : []).map((at) => ({ series: [at, at + 2], fill: css(spec.series[at - 1][1], 0.16) })),
@@ -121,7 +121,7 @@ function picture(node, caption, view) { // view() gives rows, columns, value(r, 
   const draw = () => {
     now = view();
     const width = canvas.clientWidth, scale = devicePixelRatio || 1;
-    high = Math.max(3, Math.min(22, Math.floor((matchMedia("print").matches ? 300 : 460) / now.rows)));
+    high = Math.max(3, Math.min(22, Math.floor((root.classList.contains("print") ? 300 : 460) / now.rows)));
     wide = (width - left) / now.columns;
     const height = high * now.rows;
     canvas.width = width * scale; canvas.height = (height + bottom) * scale; canvas.style.height = height + bottom + "px";
@@ -202,7 +202,7 @@ function summary() {
 }
 function loads() {
   const { groups, top } = data.loads, ranks = info.ranks, span = spanOf(top), num = groups.length;
-  const text = "Load of each rank over the mean of its layer. " + (observed ? "Bright columns are ranks that others wait for." : "Left: every token at its expert's home. Right: with replicas. The more even, the less waiting.");
+  const text = "Load of each rank over the mean of its layer. " + (observed ? "Others wait for hot ranks." : "Left: every token at its expert's home. Right: with replicas. The more even, the less waiting.");
   const node = section("loads", "Load of layers and ranks", text, "Loads");
   const whole = data.loads.whole.map((t) => unpack(t, top)), parts = data.loads.parts.map((t) => unpack(t, top));
   const [label, select] = chooser("Show", ["all layers"]);
@@ -268,10 +268,10 @@ function layers() {
   fill(scroll, kept.map((i) => heads[i]), rows.map((row) => kept.map((i) => row[i])), true);
 }
 const TITLES = {
-  lost: ["Milliseconds lost and won back", "What each step waits for the fullest rank, by the cost model. With FSSDP, the price of replicas is part of what is lost.", "Time"],
+  lost: [observed ? "Milliseconds lost" : "Milliseconds lost and won back", "What each step waits for the fullest rank, by the cost model." + (observed ? "" : " With FSSDP, what replicas cost is part of what is lost."), "Time"],
   imbalance: ["Imbalance over time", "Load of the fullest rank over the mean, over the layers: the line is the median, the band holds the middle 80 %, dots are the worst layer.", "Imbalance"],
   copies: ["Copies: hidden and not", "Time of replicas on their way out and back, on the busiest link. What hides behind compute costs little; where that was not measured, the cost model says how much hides.", "Copies"],
-  memory: ["Memory of the fullest rank", "What the fullest rank keeps of a microbatch, all layers together: the experts' inputs (their other activations grow alike), and the replicas that it holds.", "Memory"],
+  memory: ["Memory of the fullest rank", "What the fullest rank keeps of a microbatch, all layers together: the experts' inputs (their other activations grow alike)" + (observed ? "." : ", and the replicas that it holds."), "Memory"],
 };
 function line(name) {
   const spec = data.lines[name];
@@ -281,11 +281,11 @@ function line(name) {
 summary(); line("lost"); line("imbalance"); layers(); loads(); spread(); experts(); line("copies"); line("memory");
 let drawn = 0;
 function redraw() { palette = {}; drawn = innerWidth; for (const one of redraws) one(); }
-const theme = document.getElementById("theme"), root = document.documentElement;
+const theme = document.getElementById("theme");
 theme.onchange = () => { root.dataset.theme = theme.value; redraw(); };
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 addEventListener("resize", () => { if (innerWidth !== drawn) redraw(); });
-addEventListener("beforeprint", () => { root.dataset.theme = "light"; redraw(); });
-addEventListener("afterprint", () => { root.dataset.theme = theme.value; redraw(); });
+addEventListener("beforeprint", () => { root.dataset.theme = "light"; root.classList.add("print"); redraw(); });
+addEventListener("afterprint", () => { root.dataset.theme = theme.value; root.classList.remove("print"); redraw(); });
 redraw();
 root.dataset.ready = Math.round(performance.now());
