@@ -92,7 +92,8 @@ class HecateConfig:
                 raise ValueError(f"{name}={value!r} must be the name of a {what}, or None")
         if not isinstance(self.observe, bool):
             raise ValueError(f"observe={self.observe!r} must be True or False")
-        _ = self.traced
+        if self.traced and self.observe:
+            raise ValueError(f"trace={self.trace!r} shows what FSSDP does, which observe=True leaves off")
         for name in ("lifetime", "transport"):
             value = getattr(self, name)
             known = typing.get_args(typing.get_type_hints(type(self))[name])

@@ -33,6 +33,8 @@ def test_flags_name_the_iterations() -> None:
     asked = HecateConfig.from_arguments(parser.parse_args(["--moe-fssdp", "--moe-fssdp-trace", "10-12"]))
     assert asked == HecateConfig(trace="10-12") and asked.traced == (10, 12)
     assert HecateConfig(trace="7").traced == (7, 7) and HecateConfig().traced is None
+    with pytest.raises(ValueError, match="trace='7' shows what FSSDP does, which observe=True leaves off"):
+        HecateConfig(trace="7", observe=True)
 
 
 @ranks(3)

@@ -136,17 +136,12 @@ function picture(node, caption, view) { // view() gives rows, columns, value(r, 
     pen.imageSmoothingEnabled = false;
     pen.drawImage(small, left, 0, width - left, height);
     pen.fillStyle = css("soft"); pen.font = "12px system-ui, sans-serif"; pen.textBaseline = "middle"; pen.textAlign = "right";
-    for (let r = 0, free = 0; r < now.rows; r++) {
-      if (r * high < free) continue;
-      pen.fillText(now.row(r), left - 6, (r + 0.5) * high, left - 8);
-      free = r * high + 15;
-    }
+    const step = (size, room) => [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000].find((every) => every * size >= room) || 2000;
+    for (let r = 0; r < now.rows; r += step(high, 15)) pen.fillText(now.row(r), left - 6, Math.max(7, (r + 0.5) * high), left - 8);
     pen.textAlign = "center";
-    for (let c = 0, free = left; c < now.columns; c++) {
-      const text = now.tick(c), half = pen.measureText(text).width / 2, middle = Math.min(width - half, left + (c + 0.5) * wide);
-      if (middle - half < free && c) continue;
-      pen.fillText(text, middle, height + 10);
-      free = middle + half + 14;
+    const widest = pen.measureText(now.tick(now.columns - 1)).width;
+    for (let c = 0; c < now.columns; c += step(wide, widest + 12)) {
+      pen.fillText(now.tick(c), Math.min(width - widest / 2, left + (c + 0.5) * wide), height + 10);
     }
     pen.fillText(now.axis, left + (width - left) / 2, height + 26);
     if (cell) { pen.strokeStyle = css("focus"); pen.lineWidth = 2; pen.strokeRect(left + cell[1] * wide, cell[0] * high, Math.max(3, wide), high); }
