@@ -96,7 +96,7 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
     layers = tiny_gpt.moe_layers(observed.chunks)
     observer = layers[0].router.observer
     assert not observer.counts.any(), "evaluation was counted"
-    observer.close()
+    observer.stage.close()
     loads = torch.tensor(np.array([[step[i] for i in range(len(layers))] for step in counted[0][:3]]))
     dist.all_reduce(loads, group=layers[0].token_dispatcher.tp_ep_group)
     dist.barrier()
@@ -170,7 +170,6 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
 
     run = tiny_gpt.train(case, hook=watch, before_step=before_step, steps=4)
     monitor = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor
-    monitor.finish_reduce()
     monitor.recorder.stage.close()
     total = torch.stack(seen[:4])
     dist.all_reduce(total)
