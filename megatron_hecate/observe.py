@@ -75,7 +75,7 @@ def read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:
 
 def _warms_up() -> bool:
     """Whether a forward runs that trains nothing, before a CUDA graph is captured."""
-    return captures_graph() and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return captures_graph() and not torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
@@ -92,6 +92,7 @@ def _observed(router: type) -> type:
             else:  # numbers of experts, one per choice; below 0 is none
                 chosen = chosen.reshape(-1).long()
                 self.observed.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
+            self.observer.has_counted = True
         return routed
 
     return type(f"Observed{router.__name__}", (router,), {"forward": forward})
@@ -130,6 +131,7 @@ class Observer:
         self._experts = [layer.config.num_moe_experts for layer in layers]
         self._sums: deque[tuple[int, float, GroupSum]] = deque()
         self._stream = torch.cuda.Stream() if self.counts.is_cuda else None
+        self.has_counted = False  # any token, ever
         self._optimizer: weakref.ref[Optimizer] | None = None
         alive = weakref.ref(self)
         hook = register_optimizer_step_pre_hook(
@@ -138,10 +140,11 @@ class Observer:
         weakref.finalize(self, hook.remove)
 
     def step(self, optimizer: Optimizer) -> None:
-        """``optimizer`` is about to step. Megatron chains several: the first that ever stepped counts iterations."""
-        if self._optimizer is None or self._optimizer() is None:
+        """``optimizer`` is about to step. Megatron chains several, and other models have theirs: the first that stepped
+        after this model's forward tells where iterations end. (In a graph a forward has no Python.)"""
+        if self.has_counted and (self._optimizer is None or self._optimizer() is None):
             self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is not optimizer:
+        if self._optimizer is None or self._optimizer() is not optimizer:
             return
         self.collect()
         counts = self.counts.clone()
