@@ -238,7 +238,8 @@ def _attach(model: _Model, states: list[LayerState], listeners: list[Callable[[]
     """Turn all layers at once; an exception undoes what was done."""
     prefetcher = Prefetcher(states, model.chunk_of)
     prefetcher.tracker.listeners += listeners
-    prefetcher.monitor.recorder = LayerRecorder(states, prefetcher.meter)
+    monitor = prefetcher.monitor
+    monitor.recorder = LayerRecorder(states, prefetcher.meter, collect=monitor.collect_ready)
     block_of = {id(m.mlp): m for chunk in model.chunks for m in chunk.modules() if _is_block(m)}
     with contextlib.ExitStack() as undo:
         for layer, state in zip(model.layers, states, strict=True):

@@ -7,7 +7,6 @@ expert-parallel group begins; it is read at the next step or a later one, when i
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
 import socket
@@ -32,8 +31,6 @@ from megatron_hecate.runtime.load_monitor import GroupSum
 from megatron_hecate.runtime.recorder import StageRecorder, describe_run
 from megatron_hecate.tools.metrics import step_metrics
 
-PATIENCE: float = 5.0  # seconds for the last sum, when training ends
-
 
 def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
     """Count what the routers of these model chunks choose. All ranks call it, before DDP wraps the chunks.
@@ -50,16 +47,17 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
     names = [f"{'mtp ' if getattr(m, 'is_mtp_layer', False) else ''}layer {m.layer_number}" for m in layers]
     note = Note(settings={**dataclasses.asdict(config), "speeds": ""}, layers=names, problems=problems)
     _, notes = note.agree(timeout=config.timeout)
-    folder = config.record or OBSERVED
     if layers:
-        observer = Observer(layers, names, speeds=speeds, folder=folder)
+        observer = Observer(layers, names, speeds=speeds, config=config)
         for layer, counts in zip(layers, observer.counts, strict=True):
             layer.router.observed = counts[: layer.config.num_moe_experts]
             layer.router.__class__ = _observed(type(layer.router))
             layer.router.observer = observer  # which lives as long as the model
     if dist.get_rank() == 0:
         num_layers = len({name for of_rank in notes for name in of_rank.layers})
-        print(f"FSSDP observes {num_layers} MoE layers and is off; the record is {folder}", flush=True)
+        print(
+            f"FSSDP observes {num_layers} MoE layers and is off; the record is {config.record or OBSERVED}", flush=True
+        )
     return chunks
 
 
@@ -77,7 +75,7 @@ def read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:
 
 def _warms_up() -> bool:
     """Whether a forward runs that trains nothing, before a CUDA graph is captured."""
-    return captures_graph() and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return captures_graph() and not torch.cuda.is_current_stream_capturing()
 
 
 @functools.cache
@@ -94,6 +92,7 @@ def _observed(router: type) -> type:
             else:  # numbers of experts, one per choice; below 0 is none
                 chosen = chosen.reshape(-1).long()
                 self.observed.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
+            self.observer.has_counted = True
         return routed
 
     return type(f"Observed{router.__name__}", (router,), {"forward": forward})
@@ -106,10 +105,10 @@ class Observer:
         layers: Megatron's, unconverted.
         names: of each.
         speeds: by which lost time is modelled.
-        folder: of the record.
+        config: names the record.
     """
 
-    def __init__(self, layers: list[MoELayer], names: list[str], *, speeds: Speeds, folder: str) -> None:
+    def __init__(self, layers: list[MoELayer], names: list[str], *, speeds: Speeds, config: HecateConfig) -> None:
         first, experts = layers[0], max(layer.config.num_moe_experts for layer in layers)
         self.counts = torch.zeros((len(layers), experts), dtype=torch.int64, device=device_of_rank())
         self._group, ranks = first.token_dispatcher.tp_ep_group, first.ep_group.size()
@@ -127,45 +126,39 @@ class Observer:
             node=world.node,
             top_k=first.config.moe_router_topk,
         )
-        self.stage = StageRecorder(info, folder, group=self._group)
+        self.stage = StageRecorder(info, config.record or OBSERVED, group=self._group, collect=self.collect)
         self._token_ms = 1e3 * shape.token_seconds(world)
         self._experts = [layer.config.num_moe_experts for layer in layers]
         self._sums: deque[tuple[int, float, GroupSum]] = deque()
         self._stream = torch.cuda.Stream() if self.counts.is_cuda else None
+        self.has_counted = False  # any token, ever
         self._optimizer: weakref.ref[Optimizer] | None = None
         alive = weakref.ref(self)
         hook = register_optimizer_step_pre_hook(
             lambda optimizer, *_: observer.step(optimizer) if (observer := alive()) else None
         )
         weakref.finalize(self, hook.remove)
-        atexit.register(lambda: observer.close() if (observer := alive()) else None)
 
     def step(self, optimizer: Optimizer) -> None:
-        """``optimizer`` is about to step. Megatron chains several: the first that ever stepped counts iterations."""
-        if self._optimizer is None or self._optimizer() is None:
+        """``optimizer`` is about to step. Megatron chains several, and other models have theirs: the first that stepped
+        after this model's forward tells where iterations end. (In a graph a forward has no Python.)"""
+        if self.has_counted and (self._optimizer is None or self._optimizer() is None):
             self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is not optimizer:
+        if self._optimizer is None or self._optimizer() is not optimizer:
             return
         self.collect()
         counts = self.counts.clone()
         self.counts.zero_()
-        total = GroupSum(counts, self._group, timeout=PATIENCE, stream=self._stream)
+        total = GroupSum(counts, self._group, timeout=1.0, stream=self._stream)
         self._sums.append((self.stage.begin(), time.time(), total))
 
-    def collect(self) -> None:
-        """Take the sums that are here."""
+    def collect(self) -> bool:
+        """Take the sums that are here; returns whether none is under way."""
         while self._sums and self._sums[0][2].ready:
             iteration, ended, total = self._sums.popleft()
             load = total.read()
             self.stage.take(iteration, {"load": load, "time": ended}, functools.partial(self._values, load))
-
-    def close(self) -> None:
-        """Training ends: take the last sums, if they come soon, and write all."""
-        deadline = time.monotonic() + PATIENCE
-        while self._sums and time.monotonic() < deadline:
-            self.collect()
-            time.sleep(1e-3)
-        self.stage.close()
+        return not self._sums
 
     def _values(self, load: np.ndarray) -> dict[str, np.ndarray]:
         ranks = self.stage.info.ranks

@@ -23,7 +23,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import rooms of earlier floors, and itself. "" is the package's own __init__.
 FLOORS = [
     {"plan", "config", "device", "tools.trace", "tools.run_folder"},
-    {"routing", "comm", "tools.metrics", "tools.run_writer"},
+    {"routing", "comm", "tools.metrics", "tools.run_writer", "tools.megatron_files"},
     {"tools.measure", "tools.figures"},
     {"tools.report"},
     {"replicas"},

@@ -30,19 +30,22 @@ def logs_per_layer() -> bool:
     return bool(getattr(_arguments(), "moe_per_layer_logging", False))
 
 
-def log_step(iteration: int, values: Callable[[], Mapping[str, float]]) -> None:
-    """Log ``values()`` to Megatron's TensorBoard and Weights & Biases, on the rank that has them, when it is time."""
+def log_step(iteration: int, values: Callable[[], Mapping[str, float]], *, ended: bool = False) -> None:
+    """Log ``values()`` to Megatron's TensorBoard and Weights & Biases, on the rank that has them, when it is time. Once
+    training has ``ended``, a run of the latter is closed."""
     args = _arguments()
     if args is None or iteration % getattr(args, "tensorboard_log_interval", 1):
         return
     names = sys.modules["megatron.training.global_vars"]
-    board, wandb = names.get_tensorboard_writer(), names.get_wandb_writer()
+    board, wandb = names.get_tensorboard_writer(), None if ended else names.get_wandb_writer()
     if board is None and wandb is None:
         return
     found = values()
     if board is not None:
         for name, value in found.items():
             board.add_scalar(name, value, iteration)
+        if ended:
+            board.flush()
     if wandb is not None:
         wandb.log(dict(found), iteration)
 

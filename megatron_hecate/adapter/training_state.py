@@ -22,13 +22,6 @@ def num_microbatches() -> int | None:
     return calculator.get_num_microbatches()
 
 
-def iteration() -> int | None:
-    """The running iteration, from 1 as Megatron's log counts, or ``None`` in another training loop than Megatron's."""
-    globals_of_training = sys.modules.get("megatron.training.global_vars")
-    before = getattr(getattr(globals_of_training, "_GLOBAL_ARGS", None), "curr_iteration", None)
-    return None if before is None else before + 1
-
-
 def captures_graph() -> bool:
     """Whether Megatron, or TransformerEngine for it, is capturing CUDA graphs, or warms up to: nothing trains now."""
     from megatron.core.transformer.cuda_graphs import is_graph_capturing

@@ -3,7 +3,7 @@ loads: no message is added."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,10 @@ class LayerRecorder:
     Args:
         states: of its layers.
         meter: what is known of copies.
+        collect: see `StageRecorder`.
     """
 
-    def __init__(self, states: Sequence[LayerState], meter: OverlapMeter) -> None:
+    def __init__(self, states: Sequence[LayerState], meter: OverlapMeter, *, collect: Callable[[], bool]) -> None:
         self._states, self._meter = states, meter
         first = states[0]
         config, world, model = first.config, first.world, first.parts.layer.config
@@ -44,7 +45,7 @@ class LayerRecorder:
             top_k=model.moe_router_topk,
             **{name: getattr(config, name) for name in ("slots", "lifetime", "transport", "overlap_degree")},
         )
-        self.stage = StageRecorder(info, config.record, group=first.rerouter.sources)
+        self.stage = StageRecorder(info, config.record, group=first.rerouter.sources, collect=collect)
         self._iteration = 0
 
     def begin(self) -> int:

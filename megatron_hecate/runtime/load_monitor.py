@@ -188,3 +188,9 @@ class LoadMonitor:
             self._meter.agree(sums[self._size :][:MEASURED].tolist())
             if self.recorder is not None:
                 self.recorder.take(load, sums[self._size + MEASURED :])
+
+    def collect_ready(self) -> bool:
+        """As `collect`, without waiting; returns whether no sum is under way."""
+        if self._reduced is not None and self._reduced.ready:
+            self.collect()
+        return self._reduced is None

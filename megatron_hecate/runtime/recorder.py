@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import datetime
 import importlib.metadata
 import sys
+import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,6 +21,7 @@ from megatron_hecate.tools.run_folder import RunInfo
 from megatron_hecate.tools.run_writer import RunWriter
 
 PACKAGES = ("megatron-hecate", "megatron-core", "torch", "transformer-engine")
+PATIENCE: float = 5.0  # seconds for what is under way when training ends
 Values = dict[str, np.ndarray]  # [L] each, and [L, N]
 
 
@@ -28,11 +32,16 @@ class StageRecorder:
         info: what does not change.
         folder: where the run is recorded, by one rank of the stage; ``None``: nowhere.
         group: the ranks that share the layers' experts.
+        collect: has `take` called for all that is here, and says whether nothing else will come.
     """
 
-    def __init__(self, info: RunInfo, folder: str | None, *, group: dist.ProcessGroup) -> None:
-        self.info, self.running = info, 0  # the iteration, where a loop says it, else counted here
+    def __init__(
+        self, info: RunInfo, folder: str | None, *, group: dist.ProcessGroup, collect: Callable[[], bool]
+    ) -> None:
+        self.info, self._collect = info, collect
+        self.running = 0  # the iteration, where a loop says it, else counted here
         self.newest: tuple[int, Callable[[], Values]] | None = None  # the last that was taken, and its metrics
+        self._ended = False  # whether training has
         self._writer: RunWriter | None = None
         stage, records = place_of_rank(group)
         if folder is not None and records:
@@ -40,6 +49,8 @@ class StageRecorder:
                 self._writer = RunWriter(folder, info, stage=stage)
             except (OSError, ValueError) as error:
                 print(f"FSSDP: this run is not recorded: {error}", file=sys.stderr, flush=True)
+        alive = weakref.ref(self)
+        atexit.register(lambda: recorder.close() if (recorder := alive()) is not None else None)
 
     def begin(self) -> int:
         """An iteration trains that was not seen before; returns its number."""
@@ -57,10 +68,17 @@ class StageRecorder:
         self.newest = iteration, values
         if self._writer is not None:
             self._writer.append(iteration, **arrays)
-        log_step(iteration, lambda: summarize(self.info.layers, values(), per_layer=logs_per_layer()))
+        log_step(
+            iteration,
+            lambda: summarize(self.info.layers, values(), per_layer=logs_per_layer()),
+            ended=self._ended,
+        )
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """Training has ended: take the last iterations, if they come soon, and write all."""
+        self._ended, deadline = True, time.monotonic() + PATIENCE
+        while not self._collect() and time.monotonic() < deadline:
+            time.sleep(1e-3)
         if self._writer is not None:
             self._writer.close()
 
