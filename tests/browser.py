@@ -94,16 +94,20 @@ class Browser:
     def open(self, page: Path) -> None:
         """Load a file and wait until it says that it is ready."""
         self.call("Page.navigate", url=page.resolve().as_uri())
-        deadline = time.monotonic() + 60
-        while self.evaluate("document.documentElement?.dataset.ready || ''") == "":
-            assert time.monotonic() < deadline, f"{page} is not ready after 60 s: {self.messages}"
-            time.sleep(0.05)
+        self.wait_for("document.documentElement?.dataset.ready")
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
+
+    def wait_for(self, expression: str) -> None:
+        """Wait until it holds."""
+        deadline = time.monotonic() + 60
+        while not self.evaluate(f"!!({expression})"):
+            assert time.monotonic() < deadline, f"{expression} does not hold after 60 s: {self.messages}"
+            time.sleep(0.02)
 
     def press(self, key: str) -> None:
         """A key, where the focus is."""

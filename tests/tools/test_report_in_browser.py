@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import numpy as np
@@ -72,10 +71,7 @@ def test_it_renders_and_its_controls_work(tmp_path: Path) -> None:
         assert see(drawn) != first and see("document.querySelector('#when').disabled")
         see("document.querySelector('#loads summary').click()")
         rows = "document.querySelectorAll('#loads details tbody tr').length"
-        deadline = time.monotonic() + 10
-        while see(rows) != 2 * SIZE.ranks and time.monotonic() < deadline:  # it opens a moment later
-            time.sleep(0.02)
-        assert see(rows) == 2 * SIZE.ranks, "the table shows the layer that was chosen"
+        browser.wait_for(f"{rows} === {2 * SIZE.ranks}")  # of the layer that was chosen
 
         # arrow keys: a cell of a picture, an iteration of a line
         see("document.querySelector('#experts canvas.heat').focus()")
@@ -92,7 +88,7 @@ def test_it_renders_and_its_controls_work(tmp_path: Path) -> None:
         see("(s => { s.value = 'dark'; s.onchange(); })(document.querySelector('#theme'))")
         assert see(background) == "rgb(21, 24, 28)" and see(drawn) != first
         browser.resize(400, 800)
-        assert see(OVERFLOW) <= 0, "a narrow window does not scroll sideways"
+        browser.wait_for(f"innerWidth === 400 && {OVERFLOW} <= 0")  # it does not scroll sideways
         assert browser.messages == [] and browser.requests == [page.resolve().as_uri()]
 
 
