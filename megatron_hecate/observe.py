@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import socket
+import sys
 import time
 import weakref
 from collections import deque
@@ -145,6 +146,9 @@ class Observer:
         if self.has_counted and (self._optimizer is None or self._optimizer() is None):
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer is None or self._optimizer() is not optimizer:
+            return
+        if torch.cuda.is_current_stream_capturing():  # no step has Python from now on
+            print("FSSDP observes no longer: a CUDA graph holds the optimizer's step", file=sys.stderr, flush=True)
             return
         self.collect()
         counts = self.counts.clone()

@@ -4,10 +4,13 @@ iteration and the loggers."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
+
+from megatron_hecate.tools.metrics import summarize
 
 
 def place_of_rank(group: dist.ProcessGroup) -> tuple[int, bool]:
@@ -25,14 +28,11 @@ def running_iteration() -> int | None:
     return None if begun is None else begun + 1
 
 
-def logs_per_layer() -> bool:
-    """Whether ``--moe-per-layer-logging`` is set."""
-    return bool(getattr(_arguments(), "moe_per_layer_logging", False))
-
-
-def log_step(iteration: int, values: Callable[[], Mapping[str, float]], *, ended: bool = False) -> None:
-    """Log ``values()`` to Megatron's TensorBoard and Weights & Biases, on the rank that has them, when it is time. Once
-    training has ``ended``, a run of the latter is closed."""
+def log_step(
+    iteration: int, layers: Sequence[str], values: Callable[[], Mapping[str, np.ndarray]], *, ended: bool
+) -> None:
+    """Log the metrics ``values()`` of ``layers`` to Megatron's TensorBoard and Weights & Biases, on the rank that has
+    them, when it is time. Once training has ``ended``, a run of the latter is closed."""
     args = _arguments()
     if args is None or iteration % getattr(args, "tensorboard_log_interval", 1):
         return
@@ -40,14 +40,14 @@ def log_step(iteration: int, values: Callable[[], Mapping[str, float]], *, ended
     board, wandb = names.get_tensorboard_writer(), None if ended else names.get_wandb_writer()
     if board is None and wandb is None:
         return
-    found = values()
+    found = summarize(layers, values(), per_layer=bool(getattr(args, "moe_per_layer_logging", False)))
     if board is not None:
         for name, value in found.items():
             board.add_scalar(name, value, iteration)
         if ended:
             board.flush()
     if wandb is not None:
-        wandb.log(dict(found), iteration)
+        wandb.log(found, iteration)
 
 
 def _arguments() -> Any | None:

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch.distributed as dist
 
-from megatron_hecate.adapter.training_globals import log_step, logs_per_layer, place_of_rank, running_iteration
+from megatron_hecate.adapter.training_globals import log_step, place_of_rank, running_iteration
 from megatron_hecate.plan import LayerShape, Speeds
-from megatron_hecate.tools.metrics import summarize
 from megatron_hecate.tools.run_folder import RunInfo
 from megatron_hecate.tools.run_writer import RunWriter
 
@@ -68,11 +67,7 @@ class StageRecorder:
         self.newest = iteration, values
         if self._writer is not None:
             self._writer.append(iteration, **arrays)
-        log_step(
-            iteration,
-            lambda: summarize(self.info.layers, values(), per_layer=logs_per_layer()),
-            ended=self._ended,
-        )
+        log_step(iteration, self.info.layers, values, ended=self._ended)
 
     def close(self) -> None:
         """Training has ended: take the last iterations, if they come soon, and write all."""
@@ -85,18 +80,12 @@ class StageRecorder:
 
 def describe_run(mode: str, layers: Sequence[str], *, shape: LayerShape, speeds: Speeds, **fields: object) -> RunInfo:
     """`RunInfo` of a run that starts now; ``fields`` are the others of it."""
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     return RunInfo(
         mode=mode,
         layers=tuple(layers),
         shape=dataclasses.asdict(shape),
         speeds=dataclasses.asdict(speeds),
-        versions=versions,
+        versions={name: d.version for name in PACKAGES for d in importlib.metadata.distributions(name=name)},
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **fields,
     )

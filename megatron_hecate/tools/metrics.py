@@ -105,7 +105,7 @@ def summarize(layers: Sequence[str], values: Mapping[str, np.ndarray], *, per_la
     Args:
         layers: [L] names.
         values: what `step_metrics` gave, and more of that kind, for all layers.
-        per_layer: whether each layer is logged too.
+        per_layer: whether each layer is logged too, numbered from 0 as by Megatron.
     """
     factor = values["overload_factor"]
     found = {"moe/avg_overload_factor": factor.mean(), "moe/max_overload_factor": factor.max()}
@@ -117,6 +117,6 @@ def summarize(layers: Sequence[str], values: Mapping[str, np.ndarray], *, per_la
             averaged = name in ("max_vio", "hidden_share")
             found[f"{group}/{name}"] = of_layers.mean() if averaged else of_layers.sum()
         if per_layer and name != "rank_load":
-            numbers = [f"{name}_layer_{layer.removeprefix('layer ').replace(' ', '_')}" for layer in layers]
-            found |= {f"{group}/{key}": value for key, value in zip(numbers, of_layers, strict=True)}
+            numbered = [(*layer.rpartition(" ")[::2], value) for layer, value in zip(layers, of_layers, strict=True)]
+            found |= {f"{group}/{name}_{of}_{int(n) - 1}".replace(" ", "_"): value for of, n, value in numbered}
     return {name: float(value) for name, value in found.items()}

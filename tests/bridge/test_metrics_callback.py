@@ -104,12 +104,12 @@ def test_every_logger_has_the_metrics_of_all_stages(observe: bool) -> None:
             layers = [every[1], every[3]]  # this pipeline's: ranks 0 and 1 are the first stage
             factors = [float(layer.get("computed", layer["routed"])) for layer in layers]
             values = {"moe/avg_overload_factor": fmean(factors), "moe/max_overload_factor": max(factors)}
-            values |= {f"moe/overload_factor_layer_{i + 1}": factor for i, factor in enumerate(factors)}
+            values |= {f"moe/overload_factor_layer_{i}": factor for i, factor in enumerate(factors)}
             values["moe/max_vio"] = fmean(float(layer["max_vio"]) for layer in layers)
             values["moe/dead_experts"] = sum(int(layer["dead"]) for layer in layers)
             if not observe:
                 values["fssdp/replicas"] = sum(layer["replicas"] for layer in layers)
-                values |= {f"fssdp/replicas_layer_{i + 1}": layer["replicas"] for i, layer in enumerate(layers)}
+                values |= {f"fssdp/replicas_layer_{i}": layer["replicas"] for i, layer in enumerate(layers)}
                 values["fssdp/bypassed_layers"] = sum(layer["bypassed"] for layer in layers)
             expected[context.state.train_state.step + 1] = values
 

@@ -56,7 +56,7 @@ def test_a_script_logs_what_was_routed(
         "moe/max_cum_overload_factor": over_layers.max(axis=1) / over_layers.mean(axis=1),
         "moe/max_vio": (expert - 1).mean(axis=1),
         "moe/dead_experts": (load == 0).sum(axis=(1, 2)),
-        "moe/overload_factor_layer_2": factor[:, 1],
+        "moe/overload_factor_layer_1": factor[:, 1],
         "fssdp/ms_recovered": (routed - computed.max(axis=2)).sum(axis=1),
         "fssdp/ms_lost_to_imbalance": (computed.max(axis=2) - computed.mean(axis=2)).sum(axis=1),
     }

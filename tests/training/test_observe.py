@@ -237,3 +237,27 @@ def test_graphs_hold_the_counting(graphs: str) -> None:
     graphs_on_cpu.assert_replayed(at_least=1)
     assert tiny_gpt.difference(eager, ours) == tiny_gpt.SAME
     assert len(loads[0]) == 5 and loads[0] == loads[1]
+
+
+@ranks(2)
+def test_a_graph_of_the_optimizers_step_ends_observing() -> None:
+    """Nothing of ours may be captured. Oracle: a capture of the emulator; counts and iterations stay as they are."""
+    import contextlib
+    import io
+
+    import graphs_on_cpu
+    import tiny_gpt
+    import torch
+
+    graphs_on_cpu.install()
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    hook = fssdp(HecateConfig(observe=True, record=os.environ["TEST_FOLDER"] + "/run"))
+    run = tiny_gpt.train(case, steps=2, hook=hook)
+    observer = tiny_gpt.moe_layers(run.chunks)[0].router.observer
+    observer.counts.fill_(1)
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        observer.step(observer._optimizer())
+    assert "FSSDP observes no longer" in said.getvalue()
+    assert observer.counts.all() and observer.stage.running == 2
