@@ -19,7 +19,7 @@ from megatron_hecate.tools.run_folder import RunInfo, RunRecord
 
 
 @dataclasses.dataclass(frozen=True)
-class Costs:
+class _Costs:
     """The recorded sizes and speeds: of a layer, of the ``world``, and what copies cost with nothing hidden."""
 
     shape: LayerShape
@@ -27,7 +27,7 @@ class Costs:
     copy: CopyCost
 
     @classmethod
-    def of(cls, info: RunInfo) -> Costs | None:
+    def of(cls, info: RunInfo) -> _Costs | None:
         """``None`` where the record holds no sizes or no speeds."""
         if not (info.shape and info.speeds):
             return None
@@ -62,9 +62,9 @@ class Figures:
     stages: Sequence[Sequence[str]] = ()
 
     @cached_property
-    def costs(self) -> Costs | None:
+    def costs(self) -> _Costs | None:
         """``None`` where times are not known: all milliseconds are 0 then."""
-        return Costs.of(self.record.info)
+        return _Costs.of(self.record.info)
 
     @property
     def observed(self) -> bool:

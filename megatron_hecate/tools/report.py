@@ -58,7 +58,7 @@ def write(folder: Path, out: Path) -> list[str]:
     """
     record = run_folder.read(folder)
     stages = [json.loads(path.read_text())["layers"] for path in sorted(folder.glob("run-*.json"))]
-    found = content(Figures(record, stages), folder)
+    found = _content(Figures(record, stages), folder)
     page = (PAGE / "page.html").read_text()
     for name in ("uplot.min.css", "uplot.min.js", "uplot.LICENSE", "page.css", "page.js"):
         page = page.replace(f"/*{name}*/", (PAGE / name).read_text())
@@ -67,7 +67,7 @@ def write(folder: Path, out: Path) -> list[str]:
     return found["words"]
 
 
-def content(figures: Figures, folder: Path) -> dict[str, Any]:
+def _content(figures: Figures, folder: Path) -> dict[str, Any]:
     """All that the page shows, as JSON: words, lines over iterations, pictures, and a row for each layer."""
     record, (num, layers, _) = figures.record, figures.record.load.shape
     few = _groups(num, POINTS)
@@ -85,7 +85,7 @@ def content(figures: Figures, folder: Path) -> dict[str, Any]:
     return {
         "info": {**dataclasses.asdict(record.info), "folder": str(folder), "step": _ms(figures.step_ms)},
         "observed": figures.observed,
-        "words": sentences(figures, folder),
+        "words": _sentences(figures, folder),
         "mean": _means(figures),
         "iterations": [round(float(record.iteration[a:b].mean()), 1) for a, b in few],
         "lines": _lines(figures, few),
@@ -97,7 +97,7 @@ def content(figures: Figures, folder: Path) -> dict[str, Any]:
     }
 
 
-def sentences(figures: Figures, folder: Path) -> list[str]:
+def _sentences(figures: Figures, folder: Path) -> list[str]:
     """What matters, in words."""
     record, mean = figures.record, _means(figures)
     num, layers, experts = record.load.shape

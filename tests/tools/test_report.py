@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import recorded
 
+from megatron_hecate.__main__ import main
 from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.plan.replicas import problem_of
 from megatron_hecate.plan.search import plan_cost
@@ -229,7 +230,7 @@ def test_no_record_and_no_place_for_the_page(tmp_path: Path, capsys: pytest.Capt
     folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE))
     assert report.main([str(folder), "--out", str(tmp_path / "missing" / "page.html")]) == 1
     assert "missing" in capsys.readouterr().err
-    assert report.main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    assert main(["--report", str(folder), "--out", str(tmp_path / "page.html")]) == 0, "by the command line, too"
     assert (tmp_path / "page.html").exists() and not (folder / "report.html").exists()
 
 
