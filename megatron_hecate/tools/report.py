@@ -118,11 +118,10 @@ def _sentences(figures: Figures, folder: Path) -> list[str]:
         return [*found, f"To learn what FSSDP would win on this run: python -m megatron_hecate --what-if {folder}"]
     bypassed = (figures.replicas.sum(axis=2) == 0).mean()
     late = 0 if record.late is None else int(record.late.sum())
-    return [
-        *found,
-        f"A layer had {mean['replicas']:.1f} replicas on average. In {_percent(bypassed)} of all cases it had none: "
-        f"copies did not pay, or there was no forecast yet. {_count(late, 'replica')} came after the gate.",
-    ]
+    text = f"A layer had {mean['replicas']:.1f} replicas on average; {_count(late, 'replica')} came after the gate."
+    if bypassed:
+        text += f" In {_percent(bypassed)} of all cases it had none: copies did not pay, or there was no forecast yet."
+    return [*found, text]
 
 
 def _times(figures: Figures, mean: dict[str, float]) -> str:
@@ -254,6 +253,8 @@ def _percent(share: float) -> str:
 
 
 def _ms(milliseconds: float) -> str:
+    if 0 < abs(milliseconds) < 1e-3:
+        return "less than 0.001 ms"
     if abs(milliseconds) >= 999.5:
         return f"{milliseconds / 1e3:.2f} s"
     return f"{milliseconds:.0f} ms" if abs(milliseconds) >= 99.5 else f"{milliseconds:.3g} ms"

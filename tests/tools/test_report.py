@@ -256,6 +256,14 @@ def test_one_file_that_needs_nothing_and_escapes_names(tmp_path: Path) -> None:
 
 
 def test_numbers_in_words() -> None:
-    values = {0.0: "0 ms", 0.01234: "0.0123 ms", 12.345: "12.3 ms", 99.7: "100 ms", 999.4: "999 ms", 1500: "1.50 s"}
+    values = {
+        0.0: "0 ms",
+        -1e-9: "less than 0.001 ms",
+        0.01234: "0.0123 ms",
+        12.345: "12.3 ms",
+        99.7: "100 ms",
+        999.4: "999 ms",
+        1500: "1.50 s",
+    }
     for value, text in values.items():
         assert report._ms(value) == text

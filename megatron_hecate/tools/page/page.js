@@ -186,7 +186,7 @@ function summary() {
   document.getElementById("title").textContent = document.title = observed ? "What imbalance costs" : "What FSSDP did";
   const facts = { run: info.folder, started: info.started, "top k": info.top_k, ...(observed ? {} : { slots: info.slots, lifetime: info.lifetime, transport: info.transport }), "median step": /nan/.test(info.step) ? "" : info.step, ...info.versions };
   document.getElementById("facts").textContent = Object.entries(facts).filter(([, value]) => value !== "").map((fact) => fact.join(" ")).join(" · ");
-  const ms = (value) => (Math.abs(value) >= 999.5 ? (value / 1e3).toFixed(2) + " s" : +value.toPrecision(3) + " ms"), won = mean.lost - mean.left;
+  const ms = (value) => (Math.abs(value) >= 999.5 ? (value / 1e3).toFixed(2) + " s" : +(+value.toPrecision(3)).toFixed(3) + " ms"), won = mean.lost - mean.left;
   const shown = [["fullest rank, of the mean", observed ? mean.before.toFixed(2) : `${mean.before.toFixed(2)} → ${mean.after.toFixed(3)}`, observed ? "as routed" : "as routed → as computed"]];
   if (data.lines.lost) shown.push(["lost to imbalance", ms(mean.lost), "per step, as routed"]);
   if (data.lines.lost && !observed) shown.push(["won back", ms(won), mean.lost ? `${((100 * won) / mean.lost).toFixed(1)} % of it` : "there was nothing to win"]);
