@@ -80,6 +80,9 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
 
     case, folder = _case(CASES[name]), os.environ["TEST_FOLDER"] + "/run"
     tiny_gpt.initialize(case)
+    if name == "no expert parallelism":
+        with pytest.raises(ValueError, match="FSSDP cannot be switched on"):
+            tiny_gpt.build(case, tiny_gpt.fssdp_hook())
     torch.manual_seed(0)
     stock = tiny_gpt.train(case)
     counted: list = []
@@ -256,6 +259,7 @@ def test_a_graph_of_the_optimizers_step_ends_observing() -> None:
     run = tiny_gpt.train(case, steps=2, hook=hook)
     observer = tiny_gpt.moe_layers(run.chunks)[0].router.observer
     observer.counts.fill_(1)
+    observer._stream = torch.cuda.Stream()  # as on a GPU
     said = io.StringIO()
     with contextlib.redirect_stderr(said), torch.cuda.graph(torch.cuda.CUDAGraph()):
         observer.step(observer._optimizer())
