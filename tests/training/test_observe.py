@@ -69,7 +69,10 @@ def _count(chunks: list) -> list:
     return counted
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = {"group-limited", "Sinkhorn", "all-gather", "one expert"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
 @ranks(2)
 def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str) -> None:
     import tiny_gpt
@@ -194,7 +197,7 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("graphs", ["router", "experts", "whole iteration"])
+@pytest.mark.parametrize("graphs", ["router", pytest.param("experts", marks=pytest.mark.slow), "whole iteration"])
 @ranks(2, preload=False)
 def test_graphs_hold_the_counting(graphs: str) -> None:
     """Those of experts and of whole iterations are refused by FSSDP. Oracle: stock Megatron with the same graphs, and
