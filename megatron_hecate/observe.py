@@ -147,7 +147,7 @@ class Observer:
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer is None or self._optimizer() is not optimizer:
             return
-        if torch.cuda.is_current_stream_capturing():  # no step has Python from now on
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():  # no step has Python from now on
             print("FSSDP observes no longer: a CUDA graph holds the optimizer's step", file=sys.stderr, flush=True)
             return
         self.collect()

@@ -160,11 +160,11 @@ class LoadMonitor:
         if self.recorder is not None:
             self.recorder.computed(layer, tokens, sent)
         if self._due:
-            self._due = False
             self.start_reduce()
 
     def start_reduce(self) -> None:
         """Start summing this iteration's counts over the group. Every rank must call it at the same point."""
+        self._due = False
         if self._sums is None or self._reduced is not None:
             return
         sums, self._sums = self._sums, None
