@@ -5,7 +5,8 @@
 
 Everything goes through ``megatron.training.pretrain`` on 2 processes (a CPU is enough), or on ``--gpus N`` GPUs. The
 FSSDP run differs from the stock run by the launcher and a flag: ``-m megatron_hecate --moe-fssdp``. Stock Megatron then
-loads its checkpoint. Tables go to the screen, plots, checkpoint and logs to ``--out``.
+loads its checkpoint. Tables go to the screen; plots, checkpoint and logs go to ``--out``, and so do the page and the
+trace that ``python -m megatron_hecate --report`` makes of the FSSDP run's record.
 """
 
 from __future__ import annotations
@@ -243,12 +244,16 @@ def main() -> int:
 
     stock = launch("stock", common, out, gpus=gpus)
     slots = arguments.slots if ranks > 1 else 0  # a single rank has nobody to share experts with
-    flags = ["--moe-fssdp", "--moe-fssdp-slots", str(slots)]
+    flags = ["--moe-fssdp", "--moe-fssdp-slots", str(slots), "--moe-fssdp-record", str(out / "run")]
+    flags += ["--moe-fssdp-trace", f"{arguments.steps // 2}-{arguments.steps // 2 + 1}"]
     ours = launch("fssdp", [*common, *save], out, gpus=gpus, fssdp=flags)
     resumed = launch("stock-from-fssdp-checkpoint", [*common, *load], out, gpus=gpus)
     same = report(stock, ours, resumed, saved_at=arguments.steps, out=out)
+    print()
+    command = [sys.executable, "-m", "megatron_hecate", "--report", str(out / "run"), "--out", str(out / "report.html")]
+    made = subprocess.run(command).returncode == 0
     print(f"{time.monotonic() - began:.0f} s in all")
-    return 0 if same else 1
+    return 0 if same and made else 1
 
 
 if __name__ == "__main__":

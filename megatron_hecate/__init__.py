@@ -8,12 +8,13 @@ Importing this package touches neither Megatron nor CUDA.
 | package | in an iteration |
 |---|---|
 | `convert`, `layer` | the hook that switches FSSDP on; the layer, one iteration on one screen |
+| `observe` | stock training, loads counted and recorded |
 | `runtime` | when things happen: iterations, load history and forecast, planning and fetching ahead |
 | `plan` | which rank holds what, and which token goes where: pure, numpy in, frozen plans out |
 | `replicas` | the copies on this rank: buffers, lifetimes, autograd |
 | `comm` | how they travel: transfer plans, the transports `p2p` and `nvlink` |
 | `adapter` | what touches Megatron: assumptions, dispatcher and rerouting, experts |
-| `tools` | metrics, traces, measured speeds |
+| `tools` | metrics, records of runs, traces, measured speeds |
 | `config`, `enable`, `__main__` | settings and flags; the line for a script; the launcher |
 """
 

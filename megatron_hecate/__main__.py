@@ -5,6 +5,7 @@ Scripts of Megatron-Bridge too: ``... -m megatron_hecate --moe-fssdp run_recipe.
 ``python -m megatron_hecate --check`` prints what FSSDP finds here and would use; with ``--settings FILE`` whether it
 would switch on with a job's settings. ``torchrun ... -m megatron_hecate --measure FILE`` writes what links and cores
 do, for ``--moe-fssdp-speeds FILE``. ``python -m megatron_hecate --what-if TRACE ...`` says whether FSSDP is worth it.
+``--report RUN_DIR`` writes a page that says what a recorded run lost and won.
 """
 
 from __future__ import annotations
@@ -28,11 +29,12 @@ DESCRIPTION = (
     "Run a Megatron pretraining script with the --moe-fssdp flags. --check prints versions and whether FSSDP fits; "
     "--check --settings FILE says whether a job's settings (JSON or YAML, one or a list) can be combined with it. "
     "--measure FILE, under torchrun, writes the speeds of links and cores for --moe-fssdp-speeds. "
-    "--what-if TRACE says, from recorded loads, whether FSSDP is worth it; --what-if --help lists its settings."
+    "--what-if TRACE says, from recorded loads, whether FSSDP is worth it; --what-if --help lists its settings. "
+    "--report RUN_DIR writes a page about a recorded run."
 )
 USAGE = (
     "python -m megatron_hecate [--moe-fssdp ...] SCRIPT.py [Megatron's arguments] | --check [--settings FILE] | "
-    "--measure FILE | --what-if TRACE ..."
+    "--measure FILE | --what-if TRACE ... | --report RUN_DIR [--out FILE]"
 )
 
 
@@ -44,6 +46,10 @@ def main(argv: list[str]) -> int:
         from megatron_hecate.tools import what_if
 
         return what_if.main(argv[1:])
+    if argv[:1] == ["--report"]:
+        from megatron_hecate.tools import report
+
+        return report.main(argv[1:])
     if argv[:1] == ["--measure"]:
         if len(argv) != 2:
             print(f"--measure takes one file, got {argv[1:]}", file=sys.stderr)
@@ -81,8 +87,9 @@ def main(argv: list[str]) -> int:
     script = argv[at]
     if not Path(script).exists():
         parser.error(f"{script} does not exist")
-    if settings is not None and settings.speeds is not None:  # the script may change the working directory
-        given["moe_fssdp_speeds"] = str(Path(settings.speeds).absolute())
+    for name in ("moe_fssdp_speeds", "moe_fssdp_record"):  # the script may change the working directory
+        if given.get(name) is not None:
+            given[name] = str(Path(given[name]).absolute())
     script = str(Path(script).absolute())
     sys.path[0] = str(Path(script).resolve().parent)  # as if the script had been started by itself
     from megatron_hecate import enable

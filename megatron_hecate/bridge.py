@@ -17,9 +17,9 @@ import dataclasses
 import re
 import sys
 from collections.abc import Callable
-from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from megatron.bridge.models.model_provider import ModelProviderMixin
 from megatron.bridge.training import callbacks, pretrain
@@ -31,7 +31,8 @@ from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate import enable as launcher
 from megatron_hecate.adapter import compat, unsupported
 from megatron_hecate.comm.agreement import refuse
-from megatron_hecate.tools.metrics import LayerMetrics, layer_metrics
+from megatron_hecate.runtime.recorder import StageRecorder
+from megatron_hecate.tools.metrics import summarize
 
 NAMES = HecateConfig().as_arguments()
 OVERRIDE = re.compile(r"\+*(?P<at>[\w.]*)\b(?P<name>moe_fssdp\w*)=")  # on a command line
@@ -54,17 +55,23 @@ def enable(config: Any, **settings: Any) -> None:
 
 
 class Metrics(callbacks.Callback):
-    """Log FSSDP's metrics to the loggers a recipe uses: TensorBoard, Weights & Biases, MLflow, Comet.
+    """Log the metrics of docs/observe.md to the loggers a recipe uses: TensorBoard, Weights & Biases, MLflow, Comet.
 
-    ``fssdp/computed layer 3`` is `LayerMetrics.computed` of that layer, ``fssdp/computed`` the mean over the layers.
     They are of the expert-parallel groups of Bridge's logging rank, the last one, on all pipeline stages: stages
-    exchange theirs by a small collective. It happens every ``logger.tensorboard_log_interval`` iterations.
+    exchange theirs by a small collective. It happens every ``logger.tensorboard_log_interval`` iterations; each layer
+    is logged with the model's ``moe_per_layer_logging``.
     """
+
+    def on_train_step_start(self, context: callbacks.CallbackContext) -> None:
+        if (recorder := _recorder(context.model)) is not None:
+            recorder.running = context.state.train_state.step  # finished so far, which nobody else tells
 
     def on_train_step_end(self, context: callbacks.CallbackContext) -> None:
         state = context.state
-        step = state.train_state.step + 1  # Bridge counts the iteration after its callbacks
-        if step % state.cfg.logger.tensorboard_log_interval == 0 and (values := _metrics(context.model)):
+        if (settings := _settings(state.cfg)) is None:
+            return
+        step = state.train_state.step + (not settings.observe)  # Bridge counts after callbacks, and that is known then
+        if step and step % state.cfg.logger.tensorboard_log_interval == 0 and (values := _metrics(context.model, step)):
             if state.tensorboard_logger:
                 for name, value in values.items():
                     state.tensorboard_logger.add_scalar(name, value, step)
@@ -74,18 +81,35 @@ class Metrics(callbacks.Callback):
                 logger.log_metrics(values, step=step)
 
 
-def _metrics(chunks: list[Module]) -> dict[str, float]:
-    """Of all layers of this rank's pipeline, by the names they are logged under."""
-    stages = [layer_metrics(chunks)]
+def _recorder(chunks: list[Module]) -> StageRecorder | None:
+    """Of this rank's stage, if it has MoE layers."""
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if hasattr(module, "fssdp"):
+            module.prefetcher.monitor.collect()
+            return module.prefetcher.monitor.recorder.stage
+        if hasattr(module, "observer"):
+            return module.observer.stage
+    return None
+
+
+def _metrics(chunks: list[Module], step: int) -> dict[str, float]:
+    """Of all layers of this rank's pipeline, by the names they are logged under; nothing where a stage is not ready."""
+    recorder = _recorder(chunks)
+    mine: Any = None
+    if recorder is not None:
+        known, values = recorder.newest or (0, dict)
+        mine = (recorder.info.layers, values()) if known == step else ()
+    stages = [mine]
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
         stages *= parallel_state.get_pipeline_model_parallel_world_size()
-        dist.all_gather_object(stages, stages[0], group=parallel_state.get_pipeline_model_parallel_group())
-    layers = [dataclasses.asdict(layer) for stage in stages for layer in stage]
-    values: dict[str, float] = {}
-    for name in (field.name for field in dataclasses.fields(LayerMetrics) if field.name != "layer" and layers):
-        values[f"fssdp/{name}"] = fmean(layer[name] for layer in layers)
-        values |= {f"fssdp/{name} {layer['layer']}": float(layer[name]) for layer in layers}
-    return values
+        dist.all_gather_object(stages, mine, group=parallel_state.get_pipeline_model_parallel_group())
+    found = [stage for stage in stages if stage is not None]
+    if not found or () in found:
+        return {}
+    names = [name for name in found[0][1] if all(name in values for _, values in found)]
+    joined = {name: np.concatenate([values[name] for _, values in found]) for name in names}
+    per_layer = bool(getattr(getattr(chunks[0], "config", None), "moe_per_layer_logging", False))
+    return summarize([layer for layers, _ in found for layer in layers], joined, per_layer=per_layer)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -129,7 +153,9 @@ def _register(config: Any) -> None:
 
 
 def _check(config: Any, settings: HecateConfig) -> None:
-    """Raise a ValueError that lists all settings of a recipe that do not combine with FSSDP."""
+    """Raise a ValueError that lists all settings of a recipe that do not combine with FSSDP; all do with observing."""
+    if settings.observe:
+        return
     parts = (config.model, getattr(config.model, "transformer", None), config.ddp, config.dist)
     late = {"moe_fssdp_late_replicas": settings.late_replicas}
     problems = unsupported.find(*parts, config, late, slots=settings.slots)

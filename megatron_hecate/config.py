@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
 import warnings
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 FLAG = "--moe-fssdp"
 AUTO = "auto"  # of a setting that chooses by itself
+OBSERVED = "fssdp-run"  # where an observed run is recorded, unless a folder is named
 SHORTEST, LONGEST = 1e-3, 1e8  # seconds of a timeout; process groups take no more
 
 
@@ -54,7 +56,22 @@ class HecateConfig:
         "File with measured speeds (python -m megatron_hecate --measure FILE) by which copies are judged to pay; None "
         "takes those of an H100 node, or of CPU cores without GPUs.",
     )
+    trace: str | None = _flag(
+        None,
+        "Iterations A-B, counted as in Megatron's log, of which every rank records what it does and when, into the "
+        "folder of the run; python -m megatron_hecate --report FOLDER puts all ranks on one timeline.",
+    )
     timeout: float = _flag(600.0, "Seconds before a wait for another rank becomes an error, or a line, that names it.")
+    observe: bool = _flag(
+        False,
+        "Train as without FSSDP, bit for bit, with any settings, and record how many tokens each expert gets. Needs no "
+        "--moe-fssdp, and goes before it.",
+    )
+    record: str | None = _flag(
+        None,
+        f"Folder for a record of what each MoE layer did in each iteration; None records nothing, and {OBSERVED} with "
+        "--moe-fssdp-observe.",
+    )
 
     def __post_init__(self) -> None:
         for name, optional in (("slots", False), ("overlap_degree", True), ("late_replicas", False)):
@@ -70,13 +87,33 @@ class HecateConfig:
             raise ValueError(f"overlap_degree={self.overlap_degree} must be 0 or more, or None to measure it")
         if type(self.timeout) not in (int, float) or not SHORTEST <= self.timeout <= LONGEST:
             raise ValueError(f"timeout={self.timeout!r} must be a number of seconds from {SHORTEST:g} to {LONGEST:g}")
-        if self.speeds is not None and not isinstance(self.speeds, str):
-            raise ValueError(f"speeds={self.speeds!r} must be the name of a file, or None")
+        for name, what in (("speeds", "file"), ("record", "folder")):
+            if (value := getattr(self, name)) is not None and not (isinstance(value, str) and value):
+                raise ValueError(f"{name}={value!r} must be the name of a {what}, or None")
+        if not isinstance(self.observe, bool):
+            raise ValueError(f"observe={self.observe!r} must be True or False")
+        if self.traced and self.observe:
+            raise ValueError(f"trace={self.trace!r} shows what FSSDP does, which observe=True leaves off")
         for name in ("lifetime", "transport"):
             value = getattr(self, name)
             known = typing.get_args(typing.get_type_hints(type(self))[name])
             if value not in known:
                 raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
+
+    @property
+    def traced(self) -> tuple[int, int] | None:
+        """First and last iteration of ``trace``.
+
+        Raises:
+            ValueError: where it does not name them.
+        """
+        if self.trace is None:
+            return None
+        found = re.fullmatch(r"(\d+)(?:-(\d+))?", str(self.trace))
+        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if first > last:
+            raise ValueError(f"trace={self.trace!r} must name iterations, such as 10-12 or 10")
+        return first, last
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -90,10 +127,13 @@ class HecateConfig:
             hint, options = hints[field.name], {}
             if typing.get_origin(hint) is Literal:
                 options["choices"] = typing.get_args(hint)
+            elif hint is bool:
+                options["action"] = "store_true"
             else:
                 optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
                 options["type"] = typing.get_args(hint)[0] if optional else hint
-                options["metavar"] = {str: "FILE", float: "SECONDS"}.get(options["type"], "N")
+                named = {"record": "DIR", "trace": "A-B"}.get(field.name, "FILE")
+                options["metavar"] = {str: named, float: "SECONDS"}.get(options["type"], "N")
             text = field.metadata["help"] + " (default: %(default)s)"
             group.add_argument(_flag_of(field.name), default=field.default, help=text, **options)
         return parser
@@ -105,15 +145,19 @@ class HecateConfig:
 
     @classmethod
     def from_arguments(cls, args: Any) -> HecateConfig | None:
-        """What the flags ask for, or ``None`` without ``--moe-fssdp``; other flags of ours then get a warning.
+        """What the flags ask for, or ``None`` without ``--moe-fssdp`` and ``--moe-fssdp-observe``; other flags of ours
+        then get a warning.
 
         ``args`` are Megatron's arguments, or any object with their names.
         """
         fields = dataclasses.fields(cls)
         asked = {f.name: getattr(args, _argument(_flag_of(f.name)), f.default) for f in fields}
-        if (on := getattr(args, _argument(FLAG), False)) not in (True, False, None):  # an override may be any text
-            raise ValueError(f"{_argument(FLAG)}={on!r} must be true or false")
-        if on:
+        on = getattr(args, _argument(FLAG), False)
+        for name, value in ((FLAG, on), (_flag_of("observe"), asked["observe"])):
+            if value not in (True, False, None):  # an override may be any text
+                raise ValueError(f"{_argument(name)}={value!r} must be true or false")
+        asked["observe"] = bool(asked["observe"])
+        if on or asked["observe"]:
             return cls(**asked)
         idle = [f.name for f in fields if asked[f.name] != f.default]
         if idle:

@@ -23,11 +23,12 @@ from megatron_hecate.comm.connect import Connection, connect, device_of_rank
 from megatron_hecate.config import AUTO, HecateConfig
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.layer import FSSDPLayer, GraphedBlock
-from megatron_hecate.plan import Speeds, World, compile_planner
-from megatron_hecate.plan.world import CPU, H100
+from megatron_hecate.observe import observe, read_speeds
+from megatron_hecate.plan import H100, Speeds, World, compile_planner
 from megatron_hecate.replicas import memory_estimate
 from megatron_hecate.replicas.memory_estimate import JobMemory, RankMemory
-from megatron_hecate.runtime import progress
+from megatron_hecate.runtime import progress, tracing
+from megatron_hecate.runtime.layer_recorder import LayerRecorder
 from megatron_hecate.runtime.layer_state import LayerParts, LayerState
 from megatron_hecate.runtime.prefetch import Prefetcher
 
@@ -56,6 +57,8 @@ class _Hook:
 
     def __call__(self, chunks: Chunks) -> Chunks:
         config = self.config
+        if config.observe:
+            return observe(chunks, config)
         layers = [(m, i) for i, chunk in enumerate(chunks) for m in chunk.modules() if isinstance(m, MoELayer)]
         converted = [layer for layer, _ in layers if isinstance(layer, FSSDPLayer)]
         if converted and len(converted) == len(layers):
@@ -66,7 +69,7 @@ class _Hook:
         if converted:
             names = [layer.fssdp.name for layer in converted]
             problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
-        speeds = _read_speeds(config, problems)
+        speeds = read_speeds(config, problems)
         groups = sorted({part.ranks for part in parts})
         connection = connect(config.transport, groups, problems, timeout=config.timeout)
         note = Note(
@@ -82,8 +85,9 @@ class _Hook:
         connection.choose_copy_engines(by_engines)
         resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
         progress.watch(groups, timeout=config.timeout)
+        listeners = tracing.listeners(config)  # on every rank
         if parts:
-            _attach(model, [_state(i, part, resolved, connection, speeds) for i, part in enumerate(parts)])
+            _attach(model, [_state(i, p, resolved, connection, speeds) for i, p in enumerate(parts)], listeners)
         if dist.get_rank() == 0:
             _say_on(notes, resolved, speeds, connection)
         return chunks
@@ -154,18 +158,6 @@ def _compile_kernels() -> list[str]:
     except Exception as error:  # every rank must hear of it, whatever it is
         return [f"{socket.gethostname()}: the kernels cannot be compiled: {error or type(error).__name__}"]
     return []
-
-
-def _read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:
-    """By which copies are judged: measured, or those of an H100 node (where NCCL is), or of CPU ranks."""
-    usual = H100 if device_of_rank().type == "cuda" else CPU
-    if config.speeds is None:
-        return usual
-    try:
-        return Speeds.load(config.speeds)
-    except ValueError as error:
-        problems.append(f"speeds: {error}")
-        return usual
 
 
 def _layer_key(layer: MoELayer) -> str:
@@ -242,15 +234,18 @@ def _state(index: int, parts: LayerParts, config: HecateConfig, connection: Conn
     return LayerState(parts, index, config, world=world, transport=connection.transports[parts.ranks])
 
 
-def _attach(model: _Model, states: list[LayerState]) -> None:
+def _attach(model: _Model, states: list[LayerState], listeners: list[Callable[[], None]]) -> None:
     """Turn all layers at once; an exception undoes what was done."""
     prefetcher = Prefetcher(states, model.chunk_of)
+    prefetcher.tracker.listeners += listeners
+    monitor = prefetcher.monitor
+    monitor.recorder = LayerRecorder(states, prefetcher.meter, collect=monitor.collect_ready)
     block_of = {id(m.mlp): m for chunk in model.chunks for m in chunk.modules() if _is_block(m)}
     with contextlib.ExitStack() as undo:
         for layer, state in zip(model.layers, states, strict=True):
             experts = layer.experts
             _assign(undo, layer, fssdp=state, prefetcher=prefetcher, __class__=_subclass(FSSDPLayer, type(layer)))
-            own = dict(physical=state.parts.experts, replicas=None, joined_homes=None, unsettled=None)
+            own = dict(physical=state.parts.experts, replicas=None, joined_homes=None, unsettled=None, num_tokens=0)
             _assign(undo, experts, **own, __class__=_subclass(FSSDPExperts, type(experts)))
             changed = experts.register_load_state_dict_post_hook(lambda *_: prefetcher.tracker.weights_changed())
             undo.callback(changed.remove)

@@ -47,7 +47,8 @@ def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
         call = inspect.signature(setup_model_and_optimizer).bind(*args, **kwargs)
         model_config = getattr(call.arguments.get("cfg_container"), "model", None)
         slots = settings.slots if megatron_args.num_experts else 0  # the hook says that there is no MoE layer
-        refuse(unsupported.find(megatron_args, model_config, slots=slots))
+        if not settings.observe:
+            refuse(unsupported.find(megatron_args, model_config, slots=slots))
         if model_config is not None:  # megatron.training builds the model from a config (0.19 on)
             model_config.pre_wrap_hooks.append(fssdp(settings))
         else:

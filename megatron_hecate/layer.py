@@ -101,7 +101,11 @@ class FSSDPLayer:
 
     def routed_experts_compute(self, *args: Any, **kwargs: Any) -> Any:
         with trace.span("experts", self.fssdp.name):
-            return super().routed_experts_compute(*args, **kwargs)
+            computed = super().routed_experts_compute(*args, **kwargs)
+        if self.purpose is Forward.MICROBATCH:
+            sent = getattr(self.token_dispatcher, "input_splits", None)
+            self.prefetcher.monitor.computed(self.fssdp.index, self.experts.num_tokens, sent)
+        return computed
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:
         with trace.span("combine", self.fssdp.name):

@@ -23,15 +23,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import rooms of earlier floors, and itself. "" is the package's own __init__.
 FLOORS = [
     {"plan", "config", "device", "tools.trace", "tools.run_folder"},
-    {"routing", "comm", "tools.metrics", "tools.run_writer", "tools.traffic"},
-    {"tools.measure"},
+    {"routing", "comm", "tools.metrics", "tools.run_writer", "tools.traffic", "tools.megatron_files"},
+    {"tools.measure", "tools.figures"},
+    {"tools.report"},
     {"replicas"},
     {"adapter"},
     {"runtime"},
     {"tools.simulate", "tools.presets"},
     {"tools.job"},
     {"tools.what_if"},
-    {"layer"},
+    {"layer", "observe"},
     {"convert"},
     {""},
     {"enable", "check"},
@@ -39,7 +40,17 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WITH_MEGATRON = {"adapter", "layer", "convert", "enable", "check", "bridge", "__main__", "runtime.layer_state"}
+WITH_MEGATRON = {
+    "adapter",
+    "layer",
+    "observe",
+    "convert",
+    "enable",
+    "check",
+    "bridge",
+    "__main__",
+    "runtime.layer_state",
+}
 OF_PLAN = {"json", "math", "numba", "numpy", "pathlib", "torch", "typing"}
 OF_PLAN |= {
     "__future__",

@@ -75,6 +75,7 @@ ASSUMPTIONS = (
     _Assumption(
         "core.parallel_state:get_pipeline_model_parallel_rank", (), "how many microbatches are in flight on this stage"
     ),
+    _Assumption("core.parallel_state:get_expert_data_parallel_rank", (), "which rank of a stage records it"),
     _Assumption("core.tensor_parallel.random:is_checkpointing", (), "tells a checkpointed forward from evaluation"),
     _Assumption(
         "core.transformer.multi_token_prediction:MultiTokenPredictionBlock.forward",
@@ -97,6 +98,10 @@ TRAINING_ASSUMPTIONS = (
         "training.training:setup_model_and_optimizer",
         ("model_type", "model_provider_func"),
         "wrapped: the hook runs when the model is built",
+    ),
+    *(
+        _Assumption(f"training.global_vars:get_{name}_writer", (), "metrics go there")
+        for name in ("tensorboard", "wandb")
     ),
 )
 BRIDGE_ASSUMPTIONS = (

@@ -153,10 +153,12 @@ class FSSDPExperts:
     replicas: Replicas | None  # of the running forward; set by the layer, and so are
     joined_homes: tuple[PendingGradients, list[Tensor]] | None  # its homes, joined before the attention
     unsettled: PendingGradients | None  # of the last `backward_dw`
+    num_tokens: int  # of the last forward, as it came: one for each expert that a token went to
 
     def forward(
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any
     ) -> Any:
+        self.num_tokens = len(hidden_states)
         if self.replicas is None:
             self.physical.drop_quantized(0)
             tokens_per_expert = tokens_per_expert[: self.physical.num_homes]  # slots may follow, without tokens

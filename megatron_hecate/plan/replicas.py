@@ -53,6 +53,16 @@ def plan_replicas(
     most = most if cost.most is None else min(cost.most, most)
     if not most or not forecast.any():
         return bare
+    problem = problem_of(bare, world, cost)
+    table = _best_plan(forecast, problem, most, previous)
+    for same in (bare, previous):
+        if same is not None and np.array_equal(table, same.table) and np.array_equal(bare.home, same.home):
+            return same
+    return Placement.trusted(bare.home, table)
+
+
+def problem_of(bare: Placement, world: World, cost: CopyCost) -> Problem:
+    """What `search` plans for: the homes alone, the nodes of their ranks, and what copies cost."""
     node, far = world.node_index, cost.far
     if world.num_nodes == 1 and not cost.scatters:  # tokens that change rank travel as slowly as copies
         node, far = np.arange(world.num_ranks), cost.near
@@ -60,12 +70,7 @@ def plan_replicas(
     begin = np.concatenate([[0], np.cumsum(np.bincount(node))])
     costs = (cost.near, far, cost.out, cost.hidden, cost.contention, cost.routing, cost.crossing)
     # arrays that may be written to, as those of other callers: numba compiles for each kind
-    problem = Problem(bare.home.copy(), node, members, begin, bare.table.copy(), cost.scatters, *map(float, costs))
-    table = _best_plan(forecast, problem, most, previous)
-    for same in (bare, previous):
-        if same is not None and np.array_equal(table, same.table) and np.array_equal(bare.home, same.home):
-            return same
-    return Placement.trusted(bare.home, table)
+    return Problem(bare.home.copy(), node, members, begin, bare.table.copy(), cost.scatters, *map(float, costs))
 
 
 def _best_plan(forecast: np.ndarray, problem: Problem, most: int, previous: Placement | None) -> np.ndarray:

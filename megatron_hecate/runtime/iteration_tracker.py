@@ -39,6 +39,7 @@ class IterationTracker:
     ) -> None:
         self._read_num_microbatches = num_microbatches
         self._on_begin, self._on_forwards_done, self._drop_unreturned = on_begin, on_forwards_done, drop_unreturned
+        self.listeners: list[Callable[[], None]] = []  # called like `on_begin`, before it
         self.microbatches: int | None = None
         self.iteration = 0  # the one that is running
         self._begun = -1  # the last one that some layer entered
@@ -71,6 +72,8 @@ class IterationTracker:
             self._check_all_returned("a new iteration begins")
             self._begun = self.iteration
             self.microbatches = self._read_num_microbatches()
+            for listener in self.listeners:
+                listener()
             self._on_begin()
         return True
 

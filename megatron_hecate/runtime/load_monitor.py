@@ -8,7 +8,7 @@ that one comes from the loads of the iterations before.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_hecate.comm.overlap import MEASURED, OverlapMeter
 from megatron_hecate.comm.transfer import wait_collective
+from megatron_hecate.runtime.layer_recorder import LayerRecorder
 
 FORGET: float = 0.85  # weight of an iteration in the measured trend, relative to the one after it
 MOST: float = 1.2  # of the last change that may be expected to happen again; below 0, part of it is taken back
@@ -72,6 +73,45 @@ class LoadHistory:
         return expected * np.divide(last, total, out=np.zeros_like(total), where=total > 0)
 
 
+class GroupSum:
+    """A sum over a group on its way to the host. Every rank must make it at the same point.
+
+    Args:
+        counts: int64, this rank's; the sum is written into them.
+        group: whose ranks take part.
+        timeout: seconds to wait for them.
+        stream: where results are copied on a GPU, so that reading waits for this sum alone.
+    """
+
+    def __init__(
+        self, counts: Tensor, group: dist.ProcessGroup, *, timeout: float, stream: torch.cuda.Stream | None
+    ) -> None:
+        work = dist.all_reduce(counts, group=group, async_op=True)
+        if stream is None:
+            self._host, self._ready = counts, work.is_completed
+            names = dict(what="sum of the loads", label="load history")
+            self._wait: Callable[[], Any] = partial(wait_collective, work, counts, group, **names, timeout=timeout)
+            return
+        self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        with torch.cuda.stream(stream):
+            work.wait()
+            self._host.copy_(counts, non_blocking=True)
+            counts.record_stream(stream)
+            copied = torch.cuda.Event()
+            copied.record()
+        self._ready, self._wait = copied.query, copied.synchronize
+
+    @property
+    def ready(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._ready()
+
+    def read(self) -> np.ndarray:
+        """The sum, once it is here."""
+        self._wait()
+        return self._host.numpy()
+
+
 class LoadMonitor:
     """Counts the tokens of this rank and sums them over the group.
 
@@ -91,44 +131,48 @@ class LoadMonitor:
         meter: OverlapMeter | None = None,
     ) -> None:
         self._shape, self._group, self._timeout = shape, group, timeout
-        self._meter = meter or OverlapMeter()
-        # [L * E] and what the meter measured, int64, made on the device of the first loads; [L, E] of it
+        self._meter, self._size = meter or OverlapMeter(), shape[0] * shape[1]
+        # [L * E] and what was measured, int64, made on the device of the first loads; [L, E] of it
         self._sums: Tensor | None = None
         self._counts: Tensor
-        self._reduced: tuple[Tensor, Callable[[], Any]] | None = None  # counts on the host, and how to wait for them
+        self._reduced: GroupSum | None = None
         self._stream: torch.cuda.Stream | None = None
         self.history = LoadHistory()
+        self.recorder: LayerRecorder | None = None  # what it measures travels along
+        self._due = False  # whether the sum is to start when experts have computed
 
     def count(self, layer: int, loads: Tensor) -> None:
         """Add one microbatch: ``loads`` [E] are this rank's tokens per expert."""
         if self._sums is None:
-            size = self._shape[0] * self._shape[1]
-            self._sums = torch.zeros(size + MEASURED, dtype=torch.int64, device=loads.device)
-            self._counts = self._sums[:size].view(self._shape)
+            more = MEASURED if self.recorder is None else MEASURED + self.recorder.begin()
+            self._sums = torch.zeros(self._size + more, dtype=torch.int64, device=loads.device)
+            self._counts = self._sums[: self._size].view(self._shape)
         self._counts[layer, : len(loads)].add_(loads)  # += copies, too
+
+    def forwards_done(self) -> None:
+        """The last layer has routed its last microbatch. What it then computes is awaited, where that is recorded."""
+        self._due = self.recorder is not None and self.recorder.measures
+        if not self._due:
+            self.start_reduce()
+
+    def computed(self, layer: int, tokens: int, sent: Sequence[int] | None) -> None:
+        """The experts of ``layer`` have computed ``tokens`` of a microbatch; this rank ``sent`` so many to each."""
+        if self.recorder is not None:
+            self.recorder.computed(layer, tokens, sent)
+        if self._due:
+            self.start_reduce()
 
     def start_reduce(self) -> None:
         """Start summing this iteration's counts over the group. Every rank must call it at the same point."""
+        self._due = False
         if self._sums is None or self._reduced is not None:
             return
         sums, self._sums = self._sums, None
-        measured = torch.tensor(self._meter.measured(), pin_memory=sums.is_cuda)
-        sums[-MEASURED:].copy_(measured, non_blocking=True)
-        work = dist.all_reduce(sums, group=self._group, async_op=True)
-        if not sums.is_cuda:
-            names = dict(what="sum of the loads", label="load history")
-            wait = partial(wait_collective, work, sums, self._group, **names, timeout=self._timeout)
-            self._reduced = (sums, wait)
-            return
-        self._stream = self._stream or torch.cuda.Stream()  # its own, so that reading waits for this sum alone
-        host = torch.empty(len(sums), dtype=torch.int64, pin_memory=True)
-        with torch.cuda.stream(self._stream):
-            work.wait()
-            host.copy_(sums, non_blocking=True)
-            sums.record_stream(self._stream)
-            copied = torch.cuda.Event()
-            copied.record()
-        self._reduced = (host, copied.synchronize)
+        more = self._meter.measured() + ([] if self.recorder is None else self.recorder.measured())
+        sums[self._size :].copy_(torch.tensor(more, pin_memory=sums.is_cuda), non_blocking=True)
+        if sums.is_cuda:
+            self._stream = self._stream or torch.cuda.Stream()
+        self._reduced = GroupSum(sums, self._group, timeout=self._timeout, stream=self._stream)
 
     def finish_reduce(self) -> None:
         """Sum what was counted, wait and add it to the history; does nothing when no forward was counted."""
@@ -138,8 +182,15 @@ class LoadMonitor:
     def collect(self) -> None:
         """Add a sum that was started to the history. Communicates nothing itself: any rank may call it at any time."""
         if self._reduced is not None:
-            sums, wait = self._reduced
-            self._reduced = None
-            wait()
-            self.history.append(sums[:-MEASURED].view(self._shape).numpy())
-            self._meter.agree(sums[-MEASURED:].tolist())
+            sums, self._reduced = self._reduced.read(), None
+            load = sums[: self._size].reshape(self._shape)
+            self.history.append(load)
+            self._meter.agree(sums[self._size :][:MEASURED].tolist())
+            if self.recorder is not None:
+                self.recorder.take(load, sums[self._size + MEASURED :])
+
+    def collect_ready(self) -> bool:
+        """As `collect`, without waiting; returns whether no sum is under way."""
+        if self._reduced is not None and self._reduced.ready:
+            self.collect()
+        return self._reduced is None

@@ -64,7 +64,7 @@ class Prefetcher:
             [state.parts.passes for state in states],
             num_microbatches=training_state.num_microbatches,
             on_begin=self._begin_iteration,
-            on_forwards_done=self.monitor.start_reduce,
+            on_forwards_done=self.monitor.forwards_done,
             drop_unreturned=self._drop_unreturned,
         )
         self._live: weakref.WeakSet[Replicas] = weakref.WeakSet()  # of any layer, while a backward may need them

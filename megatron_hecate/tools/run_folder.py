@@ -104,7 +104,10 @@ def read(folder: str | Path) -> RunRecord:
     folder = Path(folder)
     headers = sorted(folder.glob("run-*.json"))
     if not headers:
-        raise ValueError(f"{folder} holds no record of a run; write one with --moe-fssdp-record {folder}")
+        raise ValueError(
+            f"{folder} holds no record of a run; write one with --moe-fssdp-record {folder}, or read Megatron's own "
+            "files with tools.megatron_files"
+        )
     infos = [read_info(path) for path in headers]
     stages = [_read_stage(folder, int(path.stem.removeprefix("run-"))) for path in headers]
     common = functools.reduce(np.intersect1d, [stage["iteration"] for stage in stages])
@@ -112,7 +115,7 @@ def read(folder: str | Path) -> RunRecord:
         raise ValueError(f"{folder} holds no iteration yet that all of its {len(stages)} stages have recorded")
     stages = [{k: a[np.searchsorted(s["iteration"], common)] for k, a in s.items()} for s in stages]
     layers = [name for info in infos for name in info.layers]
-    order = sorted(range(len(layers)), key=lambda at: _place_in_model(layers[at]))  # chunks of stages alternate
+    order = sorted(range(len(layers)), key=lambda at: place_in_model(layers[at]))  # chunks of stages alternate
     experts = max(info.num_experts for info in infos)
     for stage in stages:
         stage["load"] = np.pad(stage["load"], ((0, 0), (0, 0), (0, experts - stage["load"].shape[2])))
@@ -172,6 +175,7 @@ def read_info(path: Path) -> RunInfo:
         raise ValueError(f"{path} does not describe a run ({type(error).__name__}: {error})") from error
 
 
-def _place_in_model(layer: str) -> tuple[bool, int]:
+def place_in_model(layer: str) -> tuple[bool, int]:
+    """By which names of layers are sorted."""
     number = re.search(r"\d+$", layer)
     return layer.startswith("mtp"), int(number[0]) if number else 0

@@ -10,6 +10,7 @@ transfers themselves show as NCCL kernels on a stream of their own. Where transf
 
 | span | where |
 |---|---|
+| ``iteration`` | from the first layer's forward to that of the next iteration (`Iterations` only) |
 | ``plan`` | replicas chosen for an iteration |
 | ``spAG``, ``spRS`` | a transfer in flight (recorder only) |
 | ``spAG start``, ``spRS start`` | posting it |
@@ -18,14 +19,18 @@ transfers themselves show as NCCL kernels on a stream of their own. Where transf
 | ``dispatch``, ``experts``, ``combine`` | Megatron's own work |
 | ``experts backward``, ``attention backward`` | likewise, of layers with replicas (recorder only) |
 
-When neither runs, a span costs a comparison.
+When neither runs, a span costs a comparison. A run records chosen iterations by itself with ``--moe-fssdp-trace A-B``
+(`Iterations`), on every rank; `merge` puts what ranks recorded on one timeline. The times are the host's: on GPUs they
+show when work was posted and waited for, not when it ran.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -91,31 +96,96 @@ class Recorder:
             total[what] += end - begin
         return dict(total)
 
-    def save(self, path: str | Path, *, rank: int) -> None:
-        """Write Chrome's trace format: work and transfers on tracks of their own.
+    def save(self, path: str | Path, *, rank: int, shift: float = 0.0) -> None:
+        """Write Chrome's trace format: iterations, work and transfers on tracks of their own.
 
         Args:
             path: of this rank's file.
             rank: its number in the viewer, which can show several files together.
+            shift: seconds that are added to all times.
         """
-        tracks = {"work": 0, "spAG": 1, "spRS": 2}
+        tracks = {"iteration": 0, "work": 1, "spAG": 2, "spRS": 3}
         events: list[dict] = [
             {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
+            {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
             *(
                 {"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": name}}
                 for name, tid in tracks.items()
             ),
         ]
         for what, layer, begin, end in sorted(self.spans, key=lambda span: span[2]):
-            name, tid = f"{PREFIX}{what} {layer}", tracks[what] if what in IN_FLIGHT else tracks["work"]
-            event = {"name": name, "cat": "fssdp", "pid": rank, "tid": tid, "ts": begin * 1e6}
+            name, tid = f"{PREFIX}{what} {layer}", tracks.get(what, tracks["work"])
+            event = {"name": name, "cat": "fssdp", "pid": rank, "tid": tid, "ts": (begin + shift) * 1e6}
             if what in IN_FLIGHT:  # they overlap each other, which only asynchronous events may
-                number = len(events)
+                number = f"{rank}.{len(events)}"  # unlike those of other ranks
                 events.append({**event, "ph": "b", "id": number})
-                events.append({**event, "ph": "e", "id": number, "ts": end * 1e6})
+                events.append({**event, "ph": "e", "id": number, "ts": (end + shift) * 1e6})
             else:
                 events.append({**event, "ph": "X", "dur": (end - begin) * 1e6})
         Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + os.linesep)
+
+
+class Iterations:
+    """Records chosen iterations of a run into ``FOLDER/trace-{rank}.json``. What cannot be written is said, and
+    training goes on.
+
+    Args:
+        chosen: the first and the last one.
+        folder: of the run; made where it is missing.
+        rank: this one.
+        shift: seconds to add to this rank's clock, so that ranks agree.
+    """
+
+    def __init__(self, chosen: tuple[int, int], folder: str | Path, *, rank: int, shift: float) -> None:
+        self.first, self.last = chosen
+        self._folder, self._rank, self._shift = Path(folder), rank, shift
+        self._recorder: Recorder | None = None
+        self._begun = 0
+        self._running: tuple[int, float] | None = None  # the iteration, and when it began
+
+    def begin(self, number: int | None) -> None:
+        """Iteration ``number`` begins, and the one before it has ended; ``None`` counts them here, from 1."""
+        self._begun += 1
+        number = self._begun if number is None else number
+        if self.first <= number <= self.last:
+            if self._recorder is None and not Recorder.is_running():  # the user may record, too
+                self._recorder = Recorder().__enter__()
+                atexit.register(self.close)  # the run may end here
+            self._end()
+            self._running = (number, time.perf_counter())
+        else:
+            self.close()
+
+    def _end(self) -> None:
+        if self._recorder is not None and self._running is not None:
+            number, began = self._running
+            with _lock:
+                self._recorder.add("iteration", str(number), began, time.perf_counter())
+
+    def close(self) -> None:
+        """Write what was recorded."""
+        if self._recorder is None:
+            return
+        self._end()
+        recorder, self._recorder, self._running = self._recorder, None, None
+        recorder.__exit__()
+        atexit.unregister(self.close)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            recorder.save(self._folder / f"trace-{self._rank}.json", rank=self._rank, shift=self._shift)
+        except OSError as error:
+            print(f"FSSDP: rank {self._rank} cannot write its trace: {error}", file=sys.stderr, flush=True)
+
+
+def merge(folder: str | Path) -> Path | None:
+    """Write what all ranks recorded into ``FOLDER/trace.json``, for ui.perfetto.dev; ``None`` where no rank did."""
+    paths = sorted(Path(folder).glob("trace-*.json"))
+    if not paths:
+        return None
+    events = [event for path in paths for event in json.loads(path.read_text())["traceEvents"]]
+    merged = Path(folder) / "trace.json"
+    merged.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + os.linesep)
+    return merged
 
 
 _recorder: Recorder | None = None

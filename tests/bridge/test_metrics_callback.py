@@ -1,7 +1,8 @@
 """`bridge.Metrics` in Bridge's own loggers.
 
-Oracle: `layer_metrics` of each rank after each iteration. TensorBoard is the real one, read back from its file; of the
-other loggers, which need accounts or servers, stand-ins record what they are called with.
+Oracle: `layer_metrics` of each rank after each iteration, and maps of routers counted by hand. TensorBoard is the real
+one, read back from its file; of the other loggers, which need accounts or servers, stand-ins record what they are
+called with.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import types
 from statistics import fmean
 from typing import Any
 
+import pytest
 from ranks import ranks
 from recipe_runs import FREE, train
 
@@ -24,6 +26,9 @@ LOGGERS = (
     "logger.comet_project=p",
     "logger.comet_experiment_name=e",
 )
+
+# Bridge logs losses of each layer under "moe/", too
+OURS = ("fssdp/", *(f"moe/{name}" for name in ("avg_overload", "max_", "dead_experts", "overload_factor_layer_")))
 
 
 class _Recorder(types.ModuleType):
@@ -50,12 +55,14 @@ class _Recorder(types.ModuleType):
         return self
 
 
+@pytest.mark.parametrize("observe", [False, True])
 @ranks(4)
-def test_every_logger_has_the_metrics_of_all_stages() -> None:
+def test_every_logger_has_the_metrics_of_all_stages(observe: bool) -> None:
     import torch
     import torch.distributed as dist
     from bridge_on_cpu import recipe
     from megatron.bridge.training.callbacks import Callback
+    from megatron.core.transformer.moe.moe_layer import MoELayer
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     from megatron_hecate import bridge
@@ -63,41 +70,70 @@ def test_every_logger_has_the_metrics_of_all_stages() -> None:
 
     recorders = {name: _Recorder(name) for name in ("wandb", "mlflow", "comet_ml")}
     sys.modules.update(recorders)
-    folder = f"{os.environ['TEST_FOLDER']}/tensorboard"
-    stages = "model.pipeline_model_parallel_size=2"
-    config = recipe(*LOGGERS, f"logger.tensorboard_dir={folder}", stages, "logger.tensorboard_log_interval=2")
-    bridge.enable(config, speeds=FREE)
+    folder = os.environ["TEST_FOLDER"]
+    settings = ("model.pipeline_model_parallel_size=2", "model.moe_per_layer_logging=true")
+    board_settings = (f"logger.tensorboard_dir={folder}/board", "logger.tensorboard_log_interval=2")
+    config = recipe(*LOGGERS, *settings, *board_settings)
+    bridge.enable(config, speeds=FREE, observe=observe, record=f"{folder}/run")
     expected: dict[int, dict[str, float]] = {}
+    counts = torch.zeros(8, dtype=torch.int64)
 
     class Expect(Callback):
+        def on_train_start(self, context: Any) -> None:
+            (self.layer,) = [m for chunk in context.model for m in chunk.modules() if isinstance(m, MoELayer)]
+
+            def count(router: Any, args: Any, routed: Any) -> None:
+                if torch._C._current_graph_task_id() == -1:  # not once more in the backward
+                    counts.add_(routed[1].sum(dim=0))
+
+            self.layer.router.register_forward_hook(count)
+
         def on_train_step_end(self, context: Any) -> None:
-            mine = [dataclasses.asdict(layer) for layer in layer_metrics(context.model)]
+            load = counts.clone()
+            counts.zero_()
+            dist.all_reduce(load, group=self.layer.ep_group)
+            mine: dict[str, float] = {"max_vio": load.max() / load.double().mean() - 1, "dead": (load == 0).sum()}
+            homes = load.view(2, 4).sum(dim=1)
+            mine |= {"routed": homes.max() / homes.double().mean()}
+            if not observe:
+                (layer,) = layer_metrics(context.model)
+                assert layer.routed == pytest.approx(float(mine["routed"]))
+                mine |= dataclasses.asdict(layer)
             every: list = [None] * 4
             dist.all_gather_object(every, mine)
-            layers = [*every[1], *every[3]]  # this pipeline's: ranks 0 and 1 are the first stage
-            assert [layer["layer"] for layer in layers] == ["layer 1", "layer 2"]
-            values = {f"fssdp/{n} {layer['layer']}": layer[n] for layer in layers for n in layer if n != "layer"}
-            values |= {f"fssdp/{n}": fmean(layer[n] for layer in layers) for n in layers[0] if n != "layer"}
+            layers = [every[1], every[3]]  # this pipeline's: ranks 0 and 1 are the first stage
+            factors = [float(layer.get("computed", layer["routed"])) for layer in layers]
+            values = {"moe/avg_overload_factor": fmean(factors), "moe/max_overload_factor": max(factors)}
+            values |= {f"moe/overload_factor_layer_{i}": factor for i, factor in enumerate(factors)}
+            values["moe/max_vio"] = fmean(float(layer["max_vio"]) for layer in layers)
+            values["moe/dead_experts"] = sum(int(layer["dead"]) for layer in layers)
+            if not observe:
+                values["fssdp/replicas"] = sum(layer["replicas"] for layer in layers)
+                values |= {f"fssdp/replicas_layer_{i}": layer["replicas"] for i, layer in enumerate(layers)}
+                values["fssdp/bypassed_layers"] = sum(layer["bypassed"] for layer in layers)
             expected[context.state.train_state.step + 1] = values
 
-    train(config, bridge.Metrics(), Expect())
-    del expected[1], expected[3]
-    assert all(any(name.startswith("fssdp/replicas") and value for name, value in e.items()) for e in expected.values())
+    stock = train(recipe(*settings)) if observe else None
+    ours = train(config, bridge.Metrics(), Expect())
+    if stock is not None:
+        ours.assert_same(stock, rel=0)
+    expected = {step: values for step, values in expected.items() if step == 2 or (step == 4 and not observe)}
+    assert observe or all(values["fssdp/replicas"] for values in expected.values())
     logged = {
-        name: {step: {n: v for n, v in values.items() if n.startswith("fssdp/")} for step, values in r.logged.items()}
+        name: {step: {n: v for n, v in values.items() if n.startswith(OURS)} for step, values in r.logged.items()}
         for name, r in recorders.items()
     }
     if dist.get_rank() < 3:
         assert not any(recorder.logged for recorder in recorders.values()), "Bridge logs on the last rank"
         return
-    for name, by_step in logged.items():
-        assert {step: values for step, values in by_step.items() if values} == expected, name
-    events = EventAccumulator(folder).Reload()
     board: dict[int, dict[str, float]] = {}
-    for tag in (tag for tag in events.Tags()["scalars"] if tag.startswith("fssdp/")):
+    events = EventAccumulator(f"{folder}/board").Reload()
+    for tag in (tag for tag in events.Tags()["scalars"] if tag.startswith(OURS)):
         for event in events.Scalars(tag):
             board.setdefault(event.step, {})[tag] = event.value
-    single = {
-        step: {n: float(torch.tensor(v, dtype=torch.float32)) for n, v in e.items()} for step, e in expected.items()
-    }
-    assert board == single
+    for name, by_step in {**logged, "tensorboard": board}.items():
+        found = {step: values for step, values in by_step.items() if values}
+        assert found.keys() == expected.keys(), name
+        for step, values in found.items():
+            assert {n: values[n] for n in expected[step]} == pytest.approx(expected[step], rel=1e-6), (name, step)
+    assert not observe or not any(n.startswith("fssdp/repl") for values in board.values() for n in values)

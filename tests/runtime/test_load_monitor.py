@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -60,3 +62,28 @@ def test_counts_are_summed_over_the_group() -> None:
     assert monitor.history.last.tolist() == [[3, 3, 3, 0], [0, 0, 2 * (1 + 2 + 3), 0]]
     monitor.finish_reduce()
     assert monitor.history.last.tolist() == [[3, 3, 3, 0], [0, 0, 12, 0]]
+
+
+@ranks(2)
+def test_a_forward_that_broke_off_starts_no_sum_of_the_next_iteration() -> None:
+    """With a record, the last layer's experts start the sum; here they never ran. Literal numbers."""
+    taken: list[tuple[list, list]] = []
+    recorder = SimpleNamespace(
+        measures=True,
+        begin=lambda: 1,
+        computed=lambda *_: None,
+        measured=lambda: [10 + dist.get_rank()],
+        take=lambda load, measured: taken.append((load.tolist(), measured.tolist())),
+    )
+    monitor = LoadMonitor((1, 2), dist.group.WORLD, timeout=30)
+    monitor.recorder = recorder
+    monitor.count(0, torch.tensor([1, 2]))
+    monitor.forwards_done()
+    assert not taken
+    monitor.finish_reduce()  # the next iteration begins
+    assert taken == [([[2, 4]], [21])]
+    for _ in range(2):  # of two microbatches
+        monitor.count(0, torch.tensor([0, 3]))
+        monitor.computed(0, 3, None)
+    monitor.finish_reduce()
+    assert taken[1:] == [([[0, 12]], [21])]

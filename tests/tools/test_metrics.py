@@ -69,3 +69,44 @@ def test_where_copies_do_not_pay_the_layer_runs_stock_code() -> None:
     assert tiny_gpt.moe_layers(ours.chunks)[0].fssdp.world.speeds is CPU  # also where a CPU stands in for a GPU
     metrics = layer_metrics(ours.chunks)
     assert len(metrics) == 2 and all(m.bypassed and m.replicas == 0 and m.computed == m.routed > 1 for m in metrics)
+
+
+@pytest.mark.fast
+def test_what_is_logged_of_two_layers() -> None:
+    """Literal numbers: a layer with one hot and one dead expert, and a layer without tokens."""
+    import numpy as np
+
+    from megatron_hecate.tools.metrics import step_metrics, summarize
+
+    load = np.array([[60, 20, 20, 0], [0, 0, 0, 0]])
+    routed, computed = np.array([[80, 20], [0, 0]]), np.array([[55, 45], [0, 0]])
+    values = step_metrics(load, routed, computed, token_ms=2.0) | {"hidden_share": np.array([0.5, 1.0])}
+    found = summarize(["layer 3", "mtp layer 1"], values, per_layer=True)
+    assert found == pytest.approx(
+        {
+            "moe/avg_overload_factor": 1.05,
+            "moe/max_overload_factor": 1.1,
+            "moe/max_cum_overload_factor": 1.1,
+            "moe/max_vio": (60 / 25 - 1) / 2,
+            "moe/dead_experts": 5,
+            "fssdp/ms_lost_to_imbalance": 10,
+            "fssdp/ms_recovered": 50,
+            "fssdp/hidden_share": 0.75,
+            "moe/overload_factor_layer_2": 1.1,
+            "moe/overload_factor_mtp_layer_0": 1,
+            "moe/max_vio_layer_2": 1.4,
+            "moe/max_vio_mtp_layer_0": 0,
+            "moe/dead_experts_layer_2": 1,
+            "moe/dead_experts_mtp_layer_0": 4,
+            "fssdp/ms_lost_to_imbalance_layer_2": 10,
+            "fssdp/ms_lost_to_imbalance_mtp_layer_0": 0,
+            "fssdp/ms_recovered_layer_2": 50,
+            "fssdp/ms_recovered_mtp_layer_0": 0,
+            "fssdp/hidden_share_layer_2": 0.5,
+            "fssdp/hidden_share_mtp_layer_0": 1,
+        }
+    )
+    without = summarize(
+        ["layer 3", "mtp layer 1"], step_metrics(load, routed, computed[:, :1], token_ms=2.0), per_layer=False
+    )
+    assert "moe/max_cum_overload_factor" not in without and without["moe/max_overload_factor"] == pytest.approx(1.1)

@@ -1,0 +1,111 @@
+"""What observing costs: step time of an observed model over stock Megatron's, on 2 CPU ranks.
+
+    python bench/observe.py
+
+Two stock models and an observed one live in the same processes and take turns in random order, so that a noisy machine
+slows all alike. The second stock model shows the noise. Wall time is the slower rank's; CPU time is of all threads of
+both ranks. The last line is the time of what observing adds, measured by itself: the noise hides it in the first two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import tempfile
+import time
+
+import numpy as np
+from launch import again_on_ranks
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Print the table; runs on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    import tiny_gpt
+
+    from megatron_hecate import HecateConfig, fssdp
+
+    model = dict(num_layers=4, hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512)
+    case = tiny_gpt.Case(
+        experts=options.experts, seq=128, micro_batch=16, accumulate=2, skew=2.0, settings=tuple(model.items())
+    )
+    tiny_gpt.initialize(case)
+    folder: list[str] = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    hook = fssdp(HecateConfig(observe=True, record=f"{folder[0]}/run"))
+    runs = {name: tiny_gpt.train(case, steps=0) for name in ("stock", "stock again")}
+    runs["observed"] = tiny_gpt.train(case, steps=0, hook=hook)
+    seconds = torch.zeros((3, options.steps, 2), dtype=torch.float64)
+    order = random.Random(0)
+    for step in range(-3, options.steps):
+        for at in order.sample(range(3), 3):
+            run = list(runs.values())[at]
+            dist.barrier()
+            wall, cpu = time.perf_counter(), time.process_time()
+            run.step(step + 3)
+            if step >= 0:
+                seconds[at, step] = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu])
+    dist.all_reduce(seconds[..., 0], op=dist.ReduceOp.MAX)
+    dist.all_reduce(seconds[..., 1])
+    added = _added(tiny_gpt.moe_layers(runs["observed"].chunks), case)
+    if dist.get_rank() == 0:
+        _say(seconds.numpy(), added)
+
+
+def _added(layers: list, case: object) -> float:
+    """Seconds of CPU that observing adds to a step: counting in each layer and microbatch, and the sum; the fastest of
+    many, which other processes disturb least."""
+    import torch
+
+    observer = layers[0].router.observer
+    chosen = torch.rand(case.seq * case.micro_batch, case.experts).topk(2).indices
+    routed = torch.zeros(case.seq * case.micro_batch, case.experts, dtype=torch.bool).scatter_(1, chosen, True)
+    base = type(layers[0].router).__mro__[1]
+    forward, base.forward = base.forward, lambda *_: (None, routed)
+    optimizer = observer._optimizer()
+    count, end = [], []
+    for _ in range(200):
+        start = time.thread_time()
+        for layer in layers:
+            layer.router.forward(None)
+        count.append(time.thread_time() - start)
+        start = time.thread_time()
+        observer.step(optimizer)
+        end.append(time.thread_time() - start)
+    base.forward = forward
+    return case.accumulate * min(count) + min(end)
+
+
+def _say(seconds: np.ndarray, added: float) -> None:
+    stock = seconds[0]
+    print(f"stock: {np.median(stock[:, 0]):.3f} s a step, {np.median(stock[:, 1]):.3f} s of CPU on both ranks")
+    print("| over stock, median of paired steps | wall | quartiles | CPU | quartiles |\n|---|---|---|---|---|")
+    for name, of_run in (("stock again", seconds[1]), ("observed", seconds[2])):
+        low, middle, high = np.quantile(of_run / stock, (0.25, 0.5, 0.75), axis=0)
+        cells = [f"{middle[i]:.4f} | {low[i]:.3f} to {high[i]:.3f}" for i in (0, 1)]
+        print(f"| {name} | {' | '.join(cells)} |")
+    share = added / (np.median(stock[:, 1]) / 2)
+    print(
+        f"counting and summing by themselves: {added * 1e6:.0f} us of CPU a step and rank, {share:.2%} of a stock step"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--experts", type=int, default=16)
+    options = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(options)
+    else:
+        sys.exit(again_on_ranks(__file__, 2))
+
+
+if __name__ == "__main__":
+    main()

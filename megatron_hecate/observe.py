@@ -1,0 +1,184 @@
+"""Observe only: Megatron trains as it always does, and the tokens of every expert are counted.
+
+A router becomes an object of a subclass of its class, whose forward adds the tokens of each expert to a buffer that
+never moves, so that CUDA graphs can hold the addition. When the optimizer steps, one asynchronous sum over the
+expert-parallel group begins; it is read at the next step or a later one, when it is there, and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import socket
+import sys
+import time
+import weakref
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch.nn import Module
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from megatron_hecate.adapter.training_state import captures_graph, num_microbatches
+from megatron_hecate.comm.agreement import Note
+from megatron_hecate.comm.connect import device_of_rank
+from megatron_hecate.config import OBSERVED, HecateConfig
+from megatron_hecate.plan import CPU, H100, LayerShape, Speeds, World
+from megatron_hecate.runtime.load_monitor import GroupSum
+from megatron_hecate.runtime.recorder import StageRecorder, describe_run
+from megatron_hecate.tools.metrics import step_metrics
+
+
+def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
+    """Count what the routers of these model chunks choose. All ranks call it, before DDP wraps the chunks.
+
+    Raises (on every rank):
+        ValueError: for settings that differ between ranks, speeds that cannot be read, or a model without MoE layers.
+        TimeoutError: when some rank does not come within ``config.timeout``.
+    """
+    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
+    if any(hasattr(layer.router, "observer") for layer in layers):
+        return chunks
+    problems: list[str] = []
+    speeds = read_speeds(config, problems)
+    names = [f"{'mtp ' if getattr(m, 'is_mtp_layer', False) else ''}layer {m.layer_number}" for m in layers]
+    note = Note(settings={**dataclasses.asdict(config), "speeds": ""}, layers=names, problems=problems)
+    _, notes = note.agree(timeout=config.timeout)
+    if layers:
+        observer = Observer(layers, names, speeds=speeds, config=config)
+        for layer, counts in zip(layers, observer.counts, strict=True):
+            layer.router.observed = counts[: layer.config.num_moe_experts]
+            layer.router.__class__ = _observed(type(layer.router))
+            layer.router.observer = observer  # which lives as long as the model
+    if dist.get_rank() == 0:
+        num_layers = len({name for of_rank in notes for name in of_rank.layers})
+        print(
+            f"FSSDP observes {num_layers} MoE layers and is off; the record is {config.record or OBSERVED}", flush=True
+        )
+    return chunks
+
+
+def read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:
+    """By which copies and tokens are judged: measured, or those of an H100 node (where NCCL is), or of CPU ranks."""
+    usual = H100 if device_of_rank().type == "cuda" else CPU
+    if config.speeds is None:
+        return usual
+    try:
+        return Speeds.load(config.speeds)
+    except ValueError as error:
+        problems.append(f"speeds: {error}")
+        return usual
+
+
+def _warms_up() -> bool:
+    """Whether a forward runs that trains nothing, before a CUDA graph is captured."""
+    return captures_graph() and not torch.cuda.is_current_stream_capturing()
+
+
+@functools.cache
+def _observed(router: type) -> type:
+    """A subclass of a router's class that counts. (A mixin would change the object's layout: routers are ABCs.)"""
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        routed = router.forward(self, *args, **kwargs)
+        # with a checkpoint around it, the first pass has no gradients and the recomputed one has
+        if self.training and torch.is_grad_enabled() and not _warms_up():
+            chosen = routed[1].detach()
+            if chosen.dtype is torch.bool:
+                self.observed.add_(chosen.view(-1, chosen.shape[-1]).sum(dim=0))
+            else:  # numbers of experts, one per choice; below 0 is none
+                chosen = chosen.reshape(-1).long()
+                self.observed.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
+            self.observer.has_counted = True
+        return routed
+
+    return type(f"Observed{router.__name__}", (router,), {"forward": forward})
+
+
+class Observer:
+    """Sums what this rank's routers counted over the expert-parallel group, once per optimizer step.
+
+    Args:
+        layers: Megatron's, unconverted.
+        names: of each.
+        speeds: by which lost time is modelled.
+        config: names the record.
+    """
+
+    def __init__(self, layers: list[MoELayer], names: list[str], *, speeds: Speeds, config: HecateConfig) -> None:
+        first, experts = layers[0], max(layer.config.num_moe_experts for layer in layers)
+        self.counts = torch.zeros((len(layers), experts), dtype=torch.int64, device=device_of_rank())
+        self._group, ranks = first.token_dispatcher.tp_ep_group, first.ep_group.size()
+        hosts: list[str] = [""] * ranks
+        dist.all_gather_object(hosts, socket.gethostname(), group=first.ep_group)
+        world = World.from_names(hosts, speeds)
+        shape = _shape(first)
+        info = describe_run(
+            "observe",
+            names,
+            shape=shape,
+            speeds=speeds,
+            num_experts=experts,
+            ranks=ranks,
+            node=world.node,
+            top_k=first.config.moe_router_topk,
+        )
+        self.stage = StageRecorder(info, config.record or OBSERVED, group=self._group, collect=self.collect)
+        self._token_ms = 1e3 * shape.token_seconds(world)
+        self._experts = [layer.config.num_moe_experts for layer in layers]
+        self._sums: deque[tuple[int, float, GroupSum]] = deque()
+        self._stream = torch.cuda.Stream() if self.counts.is_cuda else None
+        self.has_counted = False  # any token, ever
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        alive = weakref.ref(self)
+        hook = register_optimizer_step_pre_hook(
+            lambda optimizer, *_: observer.step(optimizer) if (observer := alive()) else None
+        )
+        weakref.finalize(self, hook.remove)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """``optimizer`` is about to step. Megatron chains several, and other models have theirs: the first that stepped
+        after this model's forward tells where iterations end. (In a graph a forward has no Python.)"""
+        if self.has_counted and (self._optimizer is None or self._optimizer() is None):
+            self._optimizer = weakref.ref(optimizer)
+        if self._optimizer is None or self._optimizer() is not optimizer:
+            return
+        if self._stream is not None and torch.cuda.is_current_stream_capturing():  # no step has Python from now on
+            print("FSSDP observes no longer: a CUDA graph holds the optimizer's step", file=sys.stderr, flush=True)
+            return
+        self.collect()
+        counts = self.counts.clone()
+        self.counts.zero_()
+        total = GroupSum(counts, self._group, timeout=1.0, stream=self._stream)
+        self._sums.append((self.stage.begin(), time.time(), total))
+
+    def collect(self) -> bool:
+        """Take the sums that are here; returns whether none is under way."""
+        while self._sums and self._sums[0][2].ready:
+            iteration, ended, total = self._sums.popleft()
+            load = total.read()
+            self.stage.take(iteration, {"load": load, "time": ended}, functools.partial(self._values, load))
+        return not self._sums
+
+    def _values(self, load: np.ndarray) -> dict[str, np.ndarray]:
+        ranks = self.stage.info.ranks
+        routed = np.stack([of[:n].reshape(ranks, -1).sum(axis=1) for of, n in zip(load, self._experts, strict=True)])
+        return step_metrics(load, routed, routed, token_ms=self._token_ms)
+
+
+def _shape(layer: MoELayer) -> LayerShape:
+    """Of an expert as Megatron has built it; with the optimizer to come, nothing of it is sharded yet."""
+    params = list(layer.experts.parameters())
+    elements = sum(p.numel() for p in params) / layer.num_local_experts
+    width, size = params[0].element_size(), getattr(layer.config, "moe_latent_size", None) or layer.config.hidden_size
+    return LayerShape(
+        expert_bytes=elements * width,
+        grad_bytes=elements * max(4, width),
+        token_bytes=size * width,
+        token_flops=2.0 * elements,
+        microbatches=num_microbatches() or 1,
+    )

@@ -1,0 +1,269 @@
+"""The page about a recorded run. Oracle: sums and maxima by plain loops over the record, and the planner's own cost."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import recorded
+
+from megatron_hecate.__main__ import main
+from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
+from megatron_hecate.plan.replicas import problem_of
+from megatron_hecate.plan.search import plan_cost
+from megatron_hecate.tools import report, run_folder
+from megatron_hecate.tools.figures import Figures
+
+pytestmark = pytest.mark.fast
+SIZE = recorded.Size()
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """What the page holds, as a browser would read it."""
+    report.write(folder, folder / "report.html")
+    text = (folder / "report.html").read_text()
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found[1])
+
+
+def _values(picture: dict[str, Any], kind: str, side: int) -> list[float]:
+    words = np.frombuffer(base64.b64decode(picture[kind][side]), "<u2")
+    return [math.nan if word == 65535 else word * picture["top"] / 65534 for word in words.tolist()]
+
+
+def _series(content: dict[str, Any], chart: str) -> dict[str, list[float]]:
+    return {name: values for name, _, values in content["lines"][chart]["series"]}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    held = recorded.arrays(SIZE)
+    return held, _content(recorded.write(tmp_path / "run", SIZE, held=held))
+
+
+def _sides(held: dict[str, np.ndarray], t: int, layer: int) -> tuple[list[int], list[int]]:
+    """Tokens of each rank before and after, by loops."""
+    load, per_rank = held["load"][t, layer].tolist(), SIZE.experts // SIZE.ranks
+    before = [0] * SIZE.ranks
+    for expert, tokens in enumerate(load):
+        before[expert // per_rank] += tokens
+    return before, held["rank_load"][t, layer].tolist()
+
+
+def _token_ms() -> float:
+    """Forward, and a backward of twice as much."""
+    return 1e3 * 3 * recorded.SHAPE["token_flops"] / recorded.SPEEDS["flops"]
+
+
+def _price_ms(held: dict[str, np.ndarray], t: int, layer: int) -> float:
+    """By the planner's own cost: exactly so where a measured share of the copies' time is not known."""
+    links = {name: Link(**recorded.SPEEDS[name]) for name in ("intra", "inter")}
+    world, shape = World((0, 0, 1, 1), Speeds(**{**recorded.SPEEDS, **links})), LayerShape(**recorded.SHAPE)
+    homes = Placement.initial(SIZE.experts, SIZE.ranks, num_slots=SIZE.slots)
+    pairs = [(e, r) for r in range(SIZE.ranks) for e in held["replica"][t, layer, r].tolist() if e >= 0]
+    table = homes.with_replicas(pairs).table.copy()
+    load = held["load"][t, layer].astype(float)
+    share = held["hidden"][t]
+    if math.isnan(share):
+        cost = shape.copy_cost(world, hidden=shape.hidden_seconds / shape.fetch_seconds(world))
+        return plan_cost(load, problem_of(homes, world, cost), table)[1] * _token_ms()
+    bare, free = shape.copy_cost(world), np.zeros(SIZE.experts)
+    both = plan_cost(free, problem_of(homes, world, bare), table)[1]
+    if not pairs:
+        return 0.0
+    copies = both - bare.routing
+    return (copies * (1 - share) + copies * share * bare.contention + bare.routing) * _token_ms()
+
+
+def test_time_lost_and_won_back(made: tuple) -> None:
+    held, content = made
+    lost, left = _series(content, "lost")["lost, as routed"], _series(content, "lost")["lost, with FSSDP"]
+    for t in range(SIZE.num):
+        before_ms = after_ms = 0.0
+        for layer in range(SIZE.layers):
+            before, after = _sides(held, t, layer)
+            before_ms += (max(before) - sum(before) / SIZE.ranks) * _token_ms()
+            after_ms += (max(after) - sum(after) / SIZE.ranks) * _token_ms() + _price_ms(held, t, layer)
+        assert lost[t] == pytest.approx(before_ms, rel=1e-4) and left[t] == pytest.approx(after_ms, rel=1e-4), t
+        assert _series(content, "lost")["won back"][t] == pytest.approx(before_ms - after_ms, abs=1e-5)
+    assert content["mean"]["lost"] == pytest.approx(statistics.fmean(lost), rel=1e-4)
+    assert len(set(left)) > 3 and any(a != b for a, b in zip(lost, left, strict=True))
+    copies = _series(content, "copies")
+    assert max(copies["all copies"]) > 0 and copies["all copies"][0] == 0
+    for t in range(SIZE.num):
+        assert copies["all copies"][t] == pytest.approx(copies["hidden behind compute"][t] + copies["not hidden"][t])
+        if not math.isnan(held["hidden"][t]):
+            assert copies["hidden behind compute"][t] == pytest.approx(
+                held["hidden"][t] * copies["all copies"][t], abs=2e-6
+            )
+
+
+def test_imbalance_pictures_and_tables(made: tuple) -> None:
+    held, content = made
+    ratios = {"as routed": [], "as computed": []}  # [L][T] each
+    for layer in range(SIZE.layers):
+        sides = [_sides(held, t, layer) for t in range(SIZE.num)]
+        for at, name in enumerate(ratios):
+            loads = [side[at] for side in sides]
+            of_layer = [max(load) / statistics.fmean(load) for load in loads]
+            ratios[name].append(of_layer)
+            whole, parts = (_values(content["loads"], kind, at) for kind in ("whole", "parts"))
+            for rank in range(SIZE.ranks):
+                total, mean = (sum(f(load) for load in loads) for f in (lambda x, r=rank: x[r], statistics.fmean))
+                assert whole[layer * SIZE.ranks + rank] == pytest.approx(total / mean, abs=1e-4)
+                for t in range(SIZE.num):
+                    right = loads[t][rank] / statistics.fmean(loads[t])
+                    assert parts[(layer * SIZE.ranks + rank) * SIZE.num + t] == pytest.approx(right, abs=1e-4)
+            spread = _values(content["spread"], "parts", at)[layer * SIZE.num : (layer + 1) * SIZE.num]
+            assert spread == pytest.approx(of_layer, abs=1e-4)
+        row = content["layers"][layer]
+        before, after = ratios["as routed"][layer], ratios["as computed"][layer]
+        count = [sum(e >= 0 for e in held["replica"][t, layer].ravel().tolist()) for t in range(SIZE.num)]
+        right = [statistics.fmean(before), max(before), statistics.fmean(after), max(after), statistics.fmean(count)]
+        right += [count.count(0) / SIZE.num, statistics.fmean(held["late"][:, layer].tolist())]
+        assert row[:7] == pytest.approx(right, rel=1e-4)
+    series = _series(content, "imbalance")
+    for name, of_layers in ratios.items():
+        for t in range(SIZE.num):
+            values = sorted(of_layer[t] for of_layer in of_layers)
+            assert series[f"{name}, worst layer"][t] == pytest.approx(values[-1], rel=1e-4)
+            assert series[f"{name}, median layer"][t] == pytest.approx(statistics.median(values), rel=1e-4)
+            assert series[f"{name}, 10 % of layers below"][t] <= series[f"{name}, 90 % of layers below"][t]
+    assert content["layers"][1][-1].startswith("Not worth it"), "fewer milliseconds to win than routing takes"
+    assert "replicas brought the fullest rank from" in content["layers"][0][-1]
+    words = " ".join(content["words"])
+    assert "6 iterations (1 to 6) of 3 MoE layers with 8 experts over 4 ranks on 2 nodes. FSSDP was on." in words
+    assert f"{content['mean']['before']:.2f} times the mean load" in words
+
+
+def test_hottest_experts_and_memory(made: tuple) -> None:
+    held, content = made
+    for layer in range(SIZE.layers):
+        total = held["load"][:, layer].sum(axis=0).tolist()
+        order = sorted(range(SIZE.experts), key=lambda e: (-total[e], e))
+        assert content["experts"]["number"][layer] == order
+        assert content["experts"]["home"][layer] == [e // 2 for e in order]
+        whole = _values(content["hot"], "whole", 0)[layer * SIZE.experts : (layer + 1) * SIZE.experts]
+        assert whole == pytest.approx([total[e] / statistics.fmean(total) for e in order], abs=1e-4)
+        for e, count in zip(order, content["experts"]["replicas"][layer], strict=True):
+            assert count * SIZE.num == pytest.approx((held["replica"][:, layer] == e).sum())
+    memory = _series(content, "memory")
+    for t in range(SIZE.num):
+        ranks = [_sides(held, t, layer) for layer in range(SIZE.layers)]
+        for at, name in enumerate(("as routed", "as computed")):
+            tokens = max(sum(side[at][rank] for side in ranks) for rank in range(SIZE.ranks))
+            right = tokens / recorded.SHAPE["microbatches"] * recorded.SHAPE["token_bytes"] / 2**20
+            assert memory[f"expert inputs, {name}"][t] == pytest.approx(right, rel=1e-4)
+        most = max(sum((held["replica"][t, :, rank] >= 0).ravel().tolist()) for rank in range(SIZE.ranks))
+        each = (recorded.SHAPE["expert_bytes"] + recorded.SHAPE["grad_bytes"]) / 2**20
+        assert memory["replicas"][t] == pytest.approx(most * each, rel=1e-4)
+
+
+def test_only_observed_and_without_sizes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    held = recorded.arrays(SIZE, fssdp=False)
+    folder = recorded.write(tmp_path / "observed", SIZE, held=held)
+    assert report.main([str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "FSSDP was off" in said and f"--what-if {folder}" in said and "ranks wait" in said
+    content = _content(folder)
+    assert content["observed"] and content["lines"].keys() == {"imbalance", "memory", "lost"}
+    assert [len(content[name]["parts"]) for name in ("loads", "spread")] == [1, 1]
+    assert {row[-1].split(":")[0] for row in content["layers"]} <= {"Uneven", "Balanced"}
+    bare = recorded.write(tmp_path / "bare", SIZE, held=held, shape={}, speeds={})
+    content = _content(bare)
+    assert content["lines"].keys() == {"imbalance", "memory"} and content["lines"]["memory"]["unit"] == "tokens"
+    assert any("times are not known" in words for words in content["words"])
+
+
+@pytest.mark.parametrize("fssdp", [True, False])
+@pytest.mark.parametrize(
+    "size",
+    [
+        recorded.Size(num=1, layers=1),
+        recorded.Size(num=1),
+        recorded.Size(layers=1),
+        recorded.Size(num=3, tokens=0),
+        recorded.Size(num=2500, layers=2),
+        recorded.Size(ranks=1, slots=0),
+    ],
+    ids=["one-one", "one-iteration", "one-layer", "no-tokens", "many-iterations", "one-rank"],
+)
+def test_odd_records(tmp_path: Path, size: recorded.Size, fssdp: bool) -> None:
+    content = _content(recorded.write(tmp_path / "run", size, held=recorded.arrays(size, fssdp=fssdp)))
+    points = min(size.num, 1000)
+    assert len(content["iterations"]) == points and content["iterations"] == sorted(content["iterations"])
+    for chart in content["lines"].values():
+        assert {len(values) for _, _, values in chart["series"]} == {points}
+    assert len(content["layers"]) == size.layers
+    loads = _values(content["loads"], "whole", 0)
+    assert len(loads) == size.layers * size.ranks and all(map(math.isnan, loads)) == (size.tokens == 0)
+    first, last = content["loads"]["groups"][0][0], content["loads"]["groups"][-1][1]
+    assert (first, last) == (1, size.num)
+
+
+def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
+    """Of two stages with one layer each, the one that waits longer counts."""
+    size, folder = recorded.Size(layers=1, skew=2.0), tmp_path / "run"
+    stages = [recorded.arrays(size, seed=seed, fssdp=False) for seed in (1, 2)]
+    for stage, held in enumerate(stages):
+        recorded.write(folder, size, held={**held, "time": stages[0]["time"]}, stage=stage)
+    waits = []
+    for held in stages:
+        ranks = held["load"].reshape(size.num, size.ranks, -1).sum(axis=2)
+        waits.append((ranks.max(axis=1) - ranks.mean(axis=1)) * _token_ms())
+    assert (waits[0] != waits[1]).all() and min(map(min, waits)) > 0
+    lost = _series(_content(folder), "lost")["lost, as routed"]
+    assert lost == pytest.approx(np.maximum(*waits), rel=1e-4)
+    assert Figures(run_folder.read(folder)).lost_ms == pytest.approx(sum(waits)), "one stage: layers add up"
+
+
+def test_no_record_and_no_place_for_the_page(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert report.main([str(tmp_path)]) == 1
+    assert "no report: " in capsys.readouterr().err
+    folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE))
+    assert report.main([str(folder), "--out", str(tmp_path / "missing" / "page.html")]) == 1
+    assert "missing" in capsys.readouterr().err
+    assert main(["--report", str(folder), "--out", str(tmp_path / "page.html")]) == 0, "by the command line, too"
+    assert (tmp_path / "page.html").exists() and not (folder / "report.html").exists()
+
+
+def test_traces_of_ranks_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE))
+    for rank in (0, 1):
+        (folder / f"trace-{rank}.json").write_text(json.dumps({"traceEvents": [{"ph": "X", "pid": rank}]}))
+    assert report.main([str(folder)]) == 0
+    assert f"{folder / 'trace.json'}: open it in ui.perfetto.dev" in capsys.readouterr().out
+    assert [e["pid"] for e in json.loads((folder / "trace.json").read_text())["traceEvents"]] == [0, 1]
+
+
+def test_one_file_that_needs_nothing_and_escapes_names(tmp_path: Path) -> None:
+    evil = ["</script><b>layer 1", "layer <!-- 2", "layer 3"]
+    folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE), layers=evil)
+    assert sorted(_content(folder)["info"]["layers"]) == sorted(evil)
+    page = (folder / "report.html").read_text()
+    assert page.count("</script>") == 3 and "/*data*/" not in page and "/*page.js*/" not in page
+    addresses = set(re.findall(r"(?:https?:)?//[a-z][\w.-]+\.[a-z]{2,}[^\s\"')]*", re.sub(r"\s//\s.*", "", page)))
+    assert addresses == {"https://github.com/leeoniya/uPlot"}, "but for the library's own comment, no address"
+    assert not re.search(r"\b(?:src|href)\s*=\s*[\"'](?!#|data:,)", page) and "@import" not in page
+    assert not re.search(r"\b(?:fetch|XMLHttpRequest|WebSocket|import)\s*\(", page)
+
+
+def test_numbers_in_words() -> None:
+    values = {
+        0.0: "0 ms",
+        -1e-9: "less than 0.001 ms",
+        0.01234: "0.0123 ms",
+        12.345: "12.3 ms",
+        99.7: "100 ms",
+        999.4: "999 ms",
+        1500: "1.50 s",
+    }
+    for value, text in values.items():
+        assert report._ms(value) == text

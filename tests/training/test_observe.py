@@ -1,0 +1,270 @@
+"""Observe only: Megatron trains as ever, and the record holds what it routed.
+
+Oracle: stock Megatron, bit for bit; the routing maps its dispatcher is given, counted in plain Python beside the run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import ranks
+
+from megatron_hecate import HecateConfig, fssdp
+
+CASES = {
+    "plain": {},
+    "accumulated, distributed optimizer, overlap": dict(accumulate=3, distributed_optimizer=True, overlap=True),
+    "no expert parallelism": dict(ep=1),
+    "full recomputation": dict(
+        settings=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1), accumulate=2
+    ),
+    "recomputed layers": dict(settings=dict(recompute_granularity="selective", recompute_modules=["moe"])),
+    "group-limited": dict(settings=dict(moe_router_num_groups=4, moe_router_group_topk=2)),
+    "Sinkhorn": dict(settings=dict(moe_router_load_balancing_type="sinkhorn")),
+    "expert bias, sequence loss": dict(
+        settings=dict(
+            moe_router_enable_expert_bias=True,
+            moe_router_score_function="sigmoid",
+            moe_router_load_balancing_type="seq_aux_loss",
+            moe_aux_loss_coeff=0.01,
+        )
+    ),
+    "dropped and padded": dict(
+        settings=dict(
+            moe_expert_capacity_factor=0.5, moe_pad_expert_input_to_capacity=True, moe_token_drop_policy="probs"
+        )
+    ),
+    "all-gather": dict(settings=dict(moe_token_dispatcher_type="allgather")),
+    "tensor parallel": dict(tp=2, etp=1),
+    "bf16, combined schedule": dict(bf16=True, settings=dict(overlap_moe_expert_parallel_comm=True)),
+    "one expert": dict(one_expert=True),
+}
+
+
+def _case(fields: dict[str, Any]) -> Any:
+    import tiny_gpt
+
+    return tiny_gpt.Case(**{**fields, "settings": tuple(fields.get("settings", {}).items())})
+
+
+def _count(chunks: list) -> list:
+    """[step][layer][expert] of this rank, from the maps that the dispatchers of a training forward are given."""
+    import tiny_gpt
+    import torch
+
+    counted: list = [defaultdict(lambda: 0)]
+    for index, layer in enumerate(tiny_gpt.moe_layers(chunks)):
+        preprocess = layer.token_dispatcher.dispatch_preprocess
+
+        def count(hidden: Any, routing_map: Any, *rest: Any, i: int = index, original: Any = preprocess) -> Any:
+            if torch._C._current_graph_task_id() == -1 and counted[0] is not None:
+                counted[-1][i] = counted[-1][i] + np.array(routing_map.int().sum(dim=0).tolist())
+            return original(hidden, routing_map, *rest)
+
+        layer.token_dispatcher.dispatch_preprocess = count
+    return counted
+
+
+SLOW = {"group-limited", "Sinkhorn", "all-gather", "one expert"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
+@ranks(2)
+def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str) -> None:
+    import tiny_gpt
+    import torch
+    import torch.distributed as dist
+
+    from megatron_hecate.tools.run_folder import read
+
+    case, folder = _case(CASES[name]), os.environ["TEST_FOLDER"] + "/run"
+    tiny_gpt.initialize(case)
+    if name == "no expert parallelism":
+        with pytest.raises(ValueError, match="FSSDP cannot be switched on"):
+            tiny_gpt.build(case, tiny_gpt.fssdp_hook())
+    torch.manual_seed(0)
+    stock = tiny_gpt.train(case)
+    counted: list = []
+
+    def hook(chunks: list) -> list:
+        counted.extend([_count(chunks)])
+        return fssdp(HecateConfig(observe=True, record=folder))(chunks)
+
+    observed = tiny_gpt.train(case, hook=hook, before_step=lambda *_: counted[0].append(defaultdict(lambda: 0)))
+    assert observed.losses == stock.losses and observed.grad_norms == stock.grad_norms
+    assert all(torch.equal(p, stock.params[n]) for n, p in observed.params.items()), "parameters"
+    with tiny_gpt.evaluating(observed.chunks):  # which must not be counted
+        tiny_gpt.run(case, observed.chunks, 7, num_microbatches=1, forward_only=True)
+    layers = tiny_gpt.moe_layers(observed.chunks)
+    observer = layers[0].router.observer
+    assert not observer.counts.any(), "evaluation was counted"
+    observer.stage.close()
+    loads = torch.tensor(np.array([[step[i] for i in range(len(layers))] for step in counted[0][:3]]))
+    dist.all_reduce(loads, group=layers[0].token_dispatcher.tp_ep_group)
+    dist.barrier()
+    record = read(folder)
+    assert record.info.mode == "observe" and record.info.ranks == case.ep and record.info.num_experts == 8
+    assert record.info.layers == ("layer 1", "layer 2")
+    assert record.iteration.tolist() == [1, 2, 3]
+    if case.ep > 1 or dist.get_rank() == 0:
+        assert record.load.tolist() == loads.tolist()
+    assert record.load.sum() > 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, dict(late_replicas=4, lifetime="microbatch"), dict(slots=0), dict(lifetime="layer")],
+    ids=["iteration", "late", "no slots", "recomputed"],
+)
+@ranks(4)
+def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) -> None:
+    """Two machines, by name. Oracle: tokens that each rank's experts are given; where every token starts and is
+    computed, from the maps over physical experts; placements read when the optimizer steps."""
+    import socket
+
+    import tiny_gpt
+    import torch
+    import torch.distributed as dist
+
+    from megatron_hecate.tools.run_folder import read
+
+    rank, folder = dist.get_rank(), os.environ["TEST_FOLDER"] + "/run"
+    socket.gethostname = lambda: f"machine {rank // 2}"
+    recomputed = dict(settings=(("recompute_granularity", "selective"), ("recompute_modules", ["moe"])))
+    case = tiny_gpt.Case(ep=4, accumulate=2, skew=3, **(recomputed if settings.get("lifetime") == "layer" else {}))
+    tiny_gpt.initialize(case)
+    hook = tiny_gpt.fssdp_hook(record=folder, **settings)
+    seen: list = [torch.zeros(2, 4 + 8 + 1, dtype=torch.int64)]  # [L] tokens by rank, by expert, crossing
+    placed: list = []
+
+    def watch(chunks: list) -> list:
+        chunks = hook(chunks)
+        for i, layer in enumerate(tiny_gpt.moe_layers(chunks)):
+            layer.experts.register_forward_pre_hook(lambda _, args, i=i: computed(i, len(args[0])))
+            for dispatcher in {layer.fssdp.stock_dispatcher, layer.fssdp.physical_dispatcher}:
+                original = dispatcher.dispatch_preprocess
+                dispatcher.dispatch_preprocess = lambda *a, o=original, i=i, s=layer.fssdp, d=dispatcher: sent(
+                    i, o, s, d, *a
+                )
+        return chunks
+
+    def computed(i: int, tokens: int) -> None:
+        if torch._C._current_graph_task_id() == -1:
+            seen[-1][i, rank] += tokens
+
+    def sent(i: int, original: Any, state: Any, dispatcher: Any, hidden: Any, routing_map: Any, *rest: Any) -> Any:
+        if torch._C._current_graph_task_id() == -1:
+            table = state.placement.table if dispatcher is state.physical_dispatcher else state.parts.homes_only.table
+            if dispatcher is not state.physical_dispatcher:
+                table = table[:, :2]
+            for physical, tokens in enumerate(routing_map.sum(dim=0).tolist()):
+                holder, slot = divmod(physical, table.shape[1])
+                if tokens:
+                    seen[-1][i, 4 + table[holder, slot]] += tokens
+                if holder // 2 != rank // 2:
+                    seen[-1][i, 12] += tokens
+        return original(hidden, routing_map, *rest)
+
+    def before_step(chunks: list, _: int) -> None:
+        placed.append([(la.fssdp.planned, la.fssdp.placement) for la in tiny_gpt.moe_layers(chunks)])
+        seen.append(torch.zeros_like(seen[0]))
+        tiny_gpt.move_skew(chunks, 0)
+
+    run = tiny_gpt.train(case, hook=watch, before_step=before_step, steps=4)
+    monitor = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor
+    monitor.recorder.stage.close()
+    total = torch.stack(seen[:4])
+    dist.all_reduce(total)
+    record, slots = read(folder), settings.get("slots", 2)
+    assert record.info.mode == "fssdp" and record.info.node == (0, 0, 1, 1) and record.info.slots == slots
+    assert record.iteration.tolist() == [1, 2, 3, 4]
+    assert record.rank_load.tolist() == total[:, :, :4].tolist()
+    assert record.load.tolist() == total[:, :, 4:12].tolist()
+    assert record.crossing.tolist() == total[:, :, 12].tolist()
+    for t, layers in enumerate(placed):
+        for at, (planned, now) in enumerate(layers):
+            recorded = {(e, n) for n, held in enumerate(record.replica[t, at].tolist()) for e in held if e >= 0}
+            held = {(e, n) for e, n in np.argwhere(now.holders).tolist() if n != e // 2}
+            assert recorded == held
+            assert record.late[t, at] == len(held - {(e, n) for e, n in np.argwhere(planned.holders).tolist()})
+    assert (record.replica >= 0).any() == bool(slots)
+    if settings.get("late_replicas"):
+        assert record.late.any()
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("graphs", ["router", pytest.param("experts", marks=pytest.mark.slow), "whole iteration"])
+@ranks(2, preload=False)
+def test_graphs_hold_the_counting(graphs: str) -> None:
+    """Those of experts and of whole iterations are refused by FSSDP. Oracle: stock Megatron with the same graphs, and
+    the same model observed without graphs."""
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import dataclasses
+
+    import graphs_on_cpu
+    import tiny_gpt
+    import torch.distributed as dist
+
+    from megatron_hecate.tools.run_folder import read
+
+    settings, fields = {}, {}
+    if graphs != "router":  # where nothing waits for the host: every expert takes as many tokens
+        settings = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+        fields = dict(experts=2, bf16=True)
+    case = tiny_gpt.Case(accumulate=2, settings=tuple(settings.items()), **fields)
+    tiny_gpt.initialize(case)
+    loads = []
+
+    def observed(case: Any, train: Any) -> Any:
+        folder = f"{os.environ['TEST_FOLDER']}/{len(loads)}"
+        trained = train(case, steps=5, hook=fssdp(HecateConfig(observe=True, record=folder)))
+        tiny_gpt.moe_layers(trained.chunks)[0].router.observer.stage.close()
+        dist.barrier()
+        loads.append(read(folder).load.tolist())
+        return trained
+
+    eager = observed(case, tiny_gpt.train)
+    graphs_on_cpu.install()
+    train = tiny_gpt.train
+    if graphs == "whole iteration":
+        graphs_on_cpu.whole_iterations()
+        graphed = dataclasses.replace(case, settings=graphs_on_cpu.full_iteration(**settings))
+    else:
+        scopes = ("attn", "moe_router") if graphs == "router" else ("moe",)
+        graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings))
+        train = graphs_on_cpu.train
+    ours = observed(graphed, train)
+    graphs_on_cpu.assert_replayed(at_least=1)
+    assert tiny_gpt.difference(eager, ours) == tiny_gpt.SAME
+    assert len(loads[0]) == 5 and loads[0] == loads[1]
+
+
+@ranks(2)
+def test_a_graph_of_the_optimizers_step_ends_observing() -> None:
+    """Nothing of ours may be captured. Oracle: a capture of the emulator; counts and iterations stay as they are."""
+    import contextlib
+    import io
+
+    import graphs_on_cpu
+    import tiny_gpt
+    import torch
+
+    graphs_on_cpu.install()
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    hook = fssdp(HecateConfig(observe=True, record=os.environ["TEST_FOLDER"] + "/run"))
+    run = tiny_gpt.train(case, steps=2, hook=hook)
+    observer = tiny_gpt.moe_layers(run.chunks)[0].router.observer
+    observer.counts.fill_(1)
+    observer._stream = torch.cuda.Stream()  # as on a GPU
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        observer.step(observer._optimizer())
+    assert "FSSDP observes no longer" in said.getvalue()
+    assert observer.counts.all() and observer.stage.running == 2
