@@ -5,5 +5,8 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["megatron_hecate", "megatron_hecate.*"]), "megatron_hecate.kernels"],
     package_dir={"megatron_hecate.kernels": "kernels"},  # sources, compiled at first use
-    package_data={"megatron_hecate": ["py.typed", "tools/page/*"], "megatron_hecate.kernels": ["*.cuh", "*.cu", "*.cpp"]},
+    package_data={
+        "megatron_hecate": ["py.typed", "tools/page/*"],
+        "megatron_hecate.kernels": ["*.cuh", "*.cu", "*.cpp"],
+    },
 )
