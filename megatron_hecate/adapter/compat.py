@@ -76,6 +76,11 @@ ASSUMPTIONS = (
         "core.parallel_state:get_pipeline_model_parallel_rank", (), "how many microbatches are in flight on this stage"
     ),
     _Assumption("core.parallel_state:get_expert_data_parallel_rank", (), "which rank of a stage records it"),
+    _Assumption(
+        "core.transformer.moe.router_replay:RouterReplayAction.REPLAY_FORWARD",
+        (),
+        "its target_topk_idx are routes to come",
+    ),
     _Assumption("core.tensor_parallel.random:is_checkpointing", (), "tells a checkpointed forward from evaluation"),
     _Assumption(
         "core.transformer.multi_token_prediction:MultiTokenPredictionBlock.forward",
