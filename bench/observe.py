@@ -1,10 +1,10 @@
-"""What observing costs: step time of an observed model over stock Megatron's, on 2 CPU ranks.
+"""What observing costs: step time with observing over that without, on 2 CPU ranks.
 
     python bench/observe.py
 
-Two stock models and an observed one live in the same processes and take turns in random order, so that a noisy machine
-slows all alike. The second stock model shows the noise. Wall time is the slower rank's; CPU time is of all threads of
-both ranks. The last line is the time of what observing adds, measured by itself: the noise hides it in the first two.
+One model trains, and is observed in one of three steps, in random order, so that a noisy machine slows all alike: the
+other two show the noise. Wall time is the slower rank's; CPU time is of all threads of both ranks. The last line is the
+time of what observing adds, measured by itself: the noise hides it in the table.
 """
 
 from __future__ import annotations
@@ -38,24 +38,29 @@ def measure(options: argparse.Namespace) -> None:
     tiny_gpt.initialize(case)
     folder: list[str] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
-    hook = fssdp(HecateConfig(observe=True, record=f"{folder[0]}/run"))
-    runs = {name: tiny_gpt.train(case, steps=0) for name in ("stock", "stock again")}
-    runs["observed"] = tiny_gpt.train(case, steps=0, hook=hook)
+    run = tiny_gpt.train(case, steps=3, hook=fssdp(HecateConfig(observe=True, record=f"{folder[0]}/run")))
+    layers = tiny_gpt.moe_layers(run.chunks)
+    observer, observed = layers[0].router.observer, type(layers[0].router)
     seconds = torch.zeros((3, options.steps, 2), dtype=torch.float64)
     order = random.Random(0)
-    for step in range(-3, options.steps):
+    for step in range(options.steps):
         for at in order.sample(range(3), 3):
-            run = list(runs.values())[at]
+            for layer in layers:
+                layer.router.__class__ = observed if at == 2 else observed.__mro__[1]
+            observer.step = type(observer).step.__get__(observer) if at == 2 else lambda _: None
             dist.barrier()
-            wall, cpu = time.perf_counter(), time.process_time()
-            run.step(step + 3)
-            if step >= 0:
-                seconds[at, step] = torch.tensor([time.perf_counter() - wall, time.process_time() - cpu])
-    dist.all_reduce(seconds[..., 0], op=dist.ReduceOp.MAX)
-    dist.all_reduce(seconds[..., 1])
-    added = _added(tiny_gpt.moe_layers(runs["observed"].chunks), case)
+            start, busy = time.perf_counter(), time.process_time()
+            run.step(3 + 3 * step + at)
+            seconds[at, step] = torch.tensor([time.perf_counter() - start, time.process_time() - busy])
+    for layer in layers:
+        layer.router.__class__ = observed
+    del observer.step
+    wall, cpu = (part.contiguous() for part in seconds.unbind(dim=2))
+    dist.all_reduce(wall, op=dist.ReduceOp.MAX)
+    dist.all_reduce(cpu)
+    added = _added(layers, case)
     if dist.get_rank() == 0:
-        _say(seconds.numpy(), added)
+        _say(torch.stack([wall, cpu], dim=2).numpy(), added)
 
 
 def _added(layers: list, case: object) -> float:
