@@ -23,7 +23,7 @@ from megatron_hecate.comm.connect import Connection, connect, device_of_rank
 from megatron_hecate.config import AUTO, HecateConfig
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.layer import FSSDPLayer, GraphedBlock
-from megatron_hecate.observe import observe, read_speeds
+from megatron_hecate.observe import has_run, note_run, observe, read_speeds
 from megatron_hecate.plan import H100, Speeds, World, compile_planner
 from megatron_hecate.replicas import memory_estimate
 from megatron_hecate.replicas.memory_estimate import JobMemory, RankMemory
@@ -64,6 +64,8 @@ class _Hook:
         if converted and len(converted) == len(layers):
             _check_same_settings(converted[0].fssdp.config, config)
             return chunks
+        if not layers and has_run(chunks, observing=False):
+            return chunks
         model = _Model(chunks, [layer for layer, _ in layers], [index for _, index in layers])
         parts, problems = _build_parts(model, config)
         if converted:
@@ -88,6 +90,7 @@ class _Hook:
         listeners = tracing.listeners(config)  # on every rank
         if parts:
             _attach(model, [_state(i, p, resolved, connection, speeds) for i, p in enumerate(parts)], listeners)
+        note_run(chunks, observing=False)
         if dist.get_rank() == 0:
             _say_on(notes, resolved, speeds, connection)
         return chunks

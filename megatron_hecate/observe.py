@@ -41,7 +41,7 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
         TimeoutError: when some rank does not come within ``config.timeout``.
     """
     layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
-    if any(hasattr(layer.router, "observer") for layer in layers):
+    if has_run(chunks, observing=True):
         return chunks
     problems: list[str] = []
     speeds = read_speeds(config, problems)
@@ -54,12 +54,24 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
             layer.router.observed = counts[: layer.config.num_moe_experts]
             layer.router.__class__ = _observed(type(layer.router))
             layer.router.observer = observer  # which lives as long as the model
+    note_run(chunks, observing=True)
     if dist.get_rank() == 0:
         num_layers = len({name for of_rank in notes for name in of_rank.layers})
         print(
             f"FSSDP observes {num_layers} MoE layers and is off; the record is {config.record or OBSERVED}", flush=True
         )
     return chunks
+
+
+def has_run(chunks: list[Module], *, observing: bool) -> bool:
+    """Whether the hook has run on these model chunks; a pipeline stage without MoE layers does not show it."""
+    return any(getattr(module, "_fssdp_hook", None) is observing for chunk in chunks for module in chunk.modules())
+
+
+def note_run(chunks: list[Module], *, observing: bool) -> None:
+    """Have `has_run` say so."""
+    for chunk in chunks:
+        chunk._fssdp_hook = observing
 
 
 def read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:

@@ -5,6 +5,7 @@ Oracle: the model before the hook (classes, parameters, state dict).
 
 from __future__ import annotations
 
+import os
 import pickle
 
 import pytest
@@ -154,6 +155,24 @@ def test_a_stage_without_moe_layers_is_fine() -> None:
     stock = tiny_gpt.train(case)
     ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook())
     assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("observe", [False, True])
+@ranks(4)
+def test_again_where_a_stage_has_no_moe_layers(observe: bool) -> None:
+    """As where Megatron is given the hook twice: no rank may ask others that have nothing to do."""
+    import tiny_gpt
+    from megatron.core import parallel_state
+
+    case = tiny_gpt.Case(pp=2, settings=(("moe_layer_freq", [0, 1]),))
+    tiny_gpt.initialize(case)
+    hook = fssdp(HecateConfig(observe=observe, speeds=tiny_gpt.FREE, timeout=15, record=os.environ["TEST_FOLDER"]))
+    chunks = hook(tiny_gpt.build(case)[0])
+    assert hook(chunks) is chunks
+    wrapped = tiny_gpt.wrap(case, chunks, chunks[0].config)[0]
+    assert hook(wrapped) is wrapped
+    assert len(tiny_gpt.moe_layers(hook(tiny_gpt.build(case)[0]))) == parallel_state.get_pipeline_model_parallel_rank()
 
 
 @ranks(2)

@@ -29,7 +29,8 @@ class LayerRecorder:
         self._states, self._meter = states, meter
         first = states[0]
         config, world, model = first.config, first.world, first.parts.layer.config
-        self.measures = config.record is not None  # what ranks compute and send: all ranks, or none
+        plans_often = not first.keeps_replicas and getattr(first.parts.layer.router, "router_replay", None) is not None
+        self.measures = config.record is not None or plans_often  # what ranks compute and send: all ranks, or none
         self._rank, self._per_rank = first.group.rank(), first.rerouter.sources.size() // world.num_ranks
         self._elsewhere = world.node_index != world.node_index[self._rank]  # [N] whether on another node than this
         self._crosses = hasattr(first.stock_dispatcher, "input_splits") and not model.moe_pad_expert_input_to_capacity

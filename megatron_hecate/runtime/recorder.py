@@ -46,7 +46,7 @@ class StageRecorder:
         if folder is not None and records:
             try:
                 self._writer = RunWriter(folder, info, stage=stage)
-            except (OSError, ValueError) as error:
+            except Exception as error:  # training goes on, whatever it is
                 print(f"FSSDP: this run is not recorded: {error}", file=sys.stderr, flush=True)
         alive = weakref.ref(self)
         atexit.register(lambda: recorder.close() if (recorder := alive()) is not None else None)

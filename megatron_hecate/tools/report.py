@@ -38,14 +38,12 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     folder, out = arguments.run_dir, arguments.out or arguments.run_dir / "report.html"
     try:
-        words = write(folder, out)
-        merged = trace.merge(folder)
+        if (merged := trace.merge(folder)) is not None:
+            print(f"The trace of all ranks is {merged}: open it in ui.perfetto.dev.")
+        print("\n".join([*write(folder, out), f"The page is {out} ({out.stat().st_size / 1e6:.1f} MB)."]))
     except (ValueError, OSError) as error:
         print(f"no report: {error}", file=sys.stderr)
         return 1
-    print("\n".join([*words, f"The page is {out} ({out.stat().st_size / 1e6:.1f} MB)."]))
-    if merged is not None:
-        print(f"The trace of all ranks is {merged}: open it in ui.perfetto.dev.")
     return 0
 
 

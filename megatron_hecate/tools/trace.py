@@ -122,7 +122,9 @@ class Recorder:
                 events.append({**event, "ph": "e", "id": number, "ts": (end + shift) * 1e6})
             else:
                 events.append({**event, "ph": "X", "dur": (end - begin) * 1e6})
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + os.linesep)
+        beside = Path(path).with_suffix(".tmp")  # half a file would break `merge`
+        beside.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + os.linesep)
+        beside.replace(path)
 
 
 class Iterations:

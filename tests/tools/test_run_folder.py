@@ -204,6 +204,38 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert not failures, failures
 
 
+def test_a_run_that_goes_on_with_another_dispatcher_is_read(tmp_path: Path) -> None:
+    """Only Megatron's all-to-all tells what crosses nodes: some segments hold an array that others lack."""
+    for first, more in ((1, {"crossing": np.array([3, 4])}), (4, {})):
+        writer = RunWriter(tmp_path, INFO)
+        for iteration in range(first, first + 3):
+            writer.append(iteration, load=_load(iteration), **more)
+        writer.close()
+    record = read(tmp_path)
+    assert record.iteration.tolist() == [1, 2, 3, 4, 5, 6]
+    assert (record.load == np.stack([_load(i) for i in range(1, 7)])).all()
+    assert record.crossing is None
+
+
+def test_bytes_that_were_changed_are_named(tmp_path: Path) -> None:
+    """Wherever a disk has changed a byte; the reader's libraries have several kinds of errors for it."""
+    writer = RunWriter(tmp_path, INFO)
+    for iteration in range(257):
+        writer.append(iteration, load=_load(iteration))
+    writer.close()
+    segment = min(tmp_path.glob("loads-*.npz"))
+    right = segment.read_bytes()
+    refused = 0
+    for at in range(0, len(right), len(right) // 100):
+        segment.write_bytes(right[:at] + bytes([right[at] ^ 0x55]) + right[at + 1 :])
+        try:
+            read(tmp_path)
+        except ValueError as error:
+            assert f"{segment.name} is broken" in str(error)
+            refused += 1
+    assert refused > 50
+
+
 def test_what_is_no_record_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no record of a run"):
         read(tmp_path)

@@ -250,6 +250,45 @@ def test_the_busiest_rank_has_little_more_than_the_mean() -> None:
     assert by_routes < 1.05 < 1.25 < by_past < routed, (by_routes, by_past, routed)
 
 
+@pytest.mark.newest
+@ranks(4)
+def test_metrics_of_a_plan_for_each_microbatch() -> None:
+    """Every microbatch has two hot experts of its own, and no record is kept. Oracle: tokens that the experts of every
+    rank are given."""
+    import tiny_gpt
+    import torch.distributed as dist
+
+    def routes(step: int, microbatch: int, layer: int, rank: int) -> torch.Tensor:
+        return torch.tensor([[6, 7] if microbatch else [0, 1]] * TOKENS)
+
+    globals()["routes_of"] = routes
+    case = tiny_gpt.Case(ep=4, accumulate=2, settings=(REPLAY,))
+    tiny_gpt.initialize(case)
+    replay(case.accumulate)
+    computed = torch.zeros(case.layers, 4, dtype=torch.int64)
+
+    def note(chunks: list, step: int) -> None:
+        computed.zero_()
+        for index, layer in enumerate(tiny_gpt.moe_layers(chunks) if not step else []):
+            layer.experts.register_forward_pre_hook(lambda _, args, i=index: _add(computed, i, len(args[0])))
+
+    run = _train(case, 2, before=note, lifetime="microbatch", slots=1)
+    dist.all_reduce(computed)
+    recorder = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor.recorder.stage
+    recorder.close()
+    iteration, values = recorder.newest
+    assert iteration == 2 and computed.sum(dim=1).tolist() == [2 * 2 * 4 * TOKENS] * 2
+    fullest = computed.double().amax(dim=1) / computed.double().mean(dim=1)
+    assert values()["overload_factor"].tolist() == pytest.approx(fullest.tolist())
+    assert fullest.max() < 1.1
+
+
+def _add(computed: torch.Tensor, layer: int, tokens: int) -> None:
+    from torch.distributed import get_rank
+
+    computed[layer, get_rank()] += tokens
+
+
 def _home_load(load: np.ndarray) -> float:
     """Largest rank load over the mean without replicas: two experts per rank."""
     by_rank = load.reshape(4, 2).sum(axis=1)
