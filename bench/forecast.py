@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_hecate.runtime.load_monitor import LoadHistory
+from megatron_hecate.runtime.forecast import LoadHistory
 
 DATA = Path(__file__).resolve().parent / "data"
 

@@ -45,7 +45,7 @@ from megatron_hecate.plan import (  # noqa: E402
 )
 from megatron_hecate.routing.quotas import QuotaTables  # noqa: E402
 from megatron_hecate.routing.tables import GroupShape  # noqa: E402
-from megatron_hecate.runtime.load_monitor import LoadHistory  # noqa: E402
+from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
 
 SIZES: tuple[tuple[int, int], ...] = ((64, 8), (64, 32), (256, 64), (1024, 1024), (256, 1024))  # experts, ranks
 TARGETS: dict[int, float] = {64: 400e-6, 1024: 4e-3}  # seconds to plan a layer, by ranks

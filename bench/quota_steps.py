@@ -33,7 +33,7 @@ from megatron_hecate.device.launch import Kernels  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, largest_load, plan_replicas  # noqa: E402
 from megatron_hecate.routing.quotas import quotas_of_all  # noqa: E402
 from megatron_hecate.routing.tables import GroupShape, HolderOrder  # noqa: E402
-from megatron_hecate.runtime.load_monitor import LoadHistory  # noqa: E402
+from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
 
 RANKS, PER_NODE = 64, 8
 PASSES = ("rounds", "labels", "raises", "takes", "offers", "accepts", "given back", "barriers")

@@ -113,6 +113,7 @@ def test_importing_touches_neither_megatron_nor_cuda() -> None:
 import os, sys
 before = dict(os.environ)
 import megatron_hecate, megatron_hecate.plan, megatron_hecate.comm.connect, megatron_hecate.replicas.layer_replicas
+import megatron_hecate.tools.report, megatron_hecate.tools.what_if  # also used where no job runs
 assert megatron_hecate.HecateConfig().slots == 2
 assert not [m for m in sys.modules if m == "megatron" or m.startswith("megatron.")], "megatron was imported"
 import torch

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hecate.plan import CopyCost, Placement, add_late_replicas, plan_replicas
-from megatron_hecate.runtime.load_monitor import LoadHistory
+from megatron_hecate.runtime.forecast import LoadHistory
 from rivals.planner import Planner, Setting
 
 # What a late replica must win for `hecate-late`, in mean rank loads: less than its fetch costs, to show what is left.

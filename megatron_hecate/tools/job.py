@@ -14,7 +14,7 @@ from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.plan import LayerShape, Placement, World, plan_replicas
 from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.replicas.memory_estimate import ExpertMemory, RankExperts
-from megatron_hecate.runtime.load_monitor import LoadHistory
+from megatron_hecate.runtime.forecast import LoadHistory
 from megatron_hecate.tools.presets import Model
 from megatron_hecate.tools.simulate import LayerPlan, Schedule, Timing, Work, simulate
 

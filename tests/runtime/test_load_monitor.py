@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from ranks import ranks
 
-from megatron_hecate.runtime.load_monitor import LoadHistory, LoadMonitor
+from megatron_hecate.runtime.forecast import LoadHistory
+from megatron_hecate.runtime.load_monitor import LoadMonitor
 
 
 @pytest.mark.fast
