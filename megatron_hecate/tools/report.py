@@ -113,7 +113,11 @@ def _sentences(figures: Figures, folder: Path) -> list[str]:
         found[1] += f" With replicas it computed {mean['after']:.3f} times the mean, and {worst:.2f} times at worst."
     found.append(_times(figures, mean))
     if figures.observed:
-        return [*found, f"To learn what FSSDP would win on this run: python -m megatron_hecate --what-if {folder}"]
+        return [
+            *found,
+            f"To learn what FSSDP would win on this run: python -m megatron_hecate --what-if {folder} --model NAME "
+            "--cluster NAME --ranks N --step-ms MS (--what-if --help lists names)",
+        ]
     bypassed = (figures.replicas.sum(axis=2) == 0).mean()
     late = 0 if record.late is None else int(record.late.sum())
     text = f"A layer had {mean['replicas']:.1f} replicas on average; {_count(late, 'replica')} came after the gate."
@@ -128,7 +132,8 @@ def _times(figures: Figures, mean: dict[str, float]) -> str:
         return "The record holds no sizes or no speeds, so times are not known; loads are."
     lost, won = mean["lost"], mean["lost"] - mean["left"]
     stock = figures.step_ms + won  # what stock training would take
-    share = f", {_percent(lost / stock)} of a step of {_ms(stock)}" if stock > 0 else ""  # NaN is not
+    share = f", {_percent(lost / stock)} of the {_ms(stock)} that a step" if stock > 0 else ""  # NaN is not
+    share += (" took" if figures.observed else " would have taken without FSSDP, by the same model") if share else ""
     text = f"By the cost model ranks {'wait' if figures.observed else 'would have waited'} {_ms(lost)} per step{share}."
     if figures.observed:
         return text

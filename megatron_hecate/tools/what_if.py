@@ -46,6 +46,8 @@ def read_loads(path: Path | str) -> np.ndarray:
         elif path.suffix == ".json":
             domains = next(iter(json.loads(path.read_text())["counts"].values()))
             counts = np.sum([list(layers.values()) for layers in domains.values()], axis=0)[None, :, None]
+        elif not path.exists():
+            raise ValueError("it does not exist")
         else:
             with np.load(path, allow_pickle=False) as archive:
                 counts = archive["counts"] if "counts" in archive.files else archive["load"][:, :, None]
@@ -54,8 +56,9 @@ def read_loads(path: Path | str) -> np.ndarray:
         if not np.isfinite(counts).all() or counts.min() < 0 or not counts.sum(axis=(2, 3)).all():
             raise ValueError("loads must be 0 or more, and some in every step and layer")
     except (OSError, KeyError, TypeError, ValueError, AttributeError, StopIteration, zipfile.BadZipFile) as error:
+        why = "it is no such file" if "allow_pickle" in str(error) else error
         raise ValueError(
-            f"{path} holds no loads ({type(error).__name__}: {error}); give a folder of --moe-fssdp-record, an .npz "
+            f"{path} holds no loads ({why}); give a folder of --moe-fssdp-record, an .npz "
             "with counts [steps, layers, sources, experts] or load [steps, layers, experts], or OLMoE's JSON"
         ) from error
     return counts
@@ -88,14 +91,36 @@ def recommend(outcomes: Sequence[Outcome], capacity: float) -> tuple[Outcome | N
 
 def describe(outcomes: Sequence[Outcome]) -> str:
     """As a table."""
-    heads = ("step, ms", "of forced", "imbalance", "copies, MB", "waits, ms", "experts, GiB")
+    heads = ("step, ms", "speed", "imbalance", "copies, MB", "waits, ms", "experts, GiB")
     lines = [f"{'':<28}" + "".join(f"{head:>13}" for head in heads)]
     for one in outcomes:
-        name = f"FSSDP, {one.slots} slots, {one.lifetime}" if one.slots else one.name
+        name = f"FSSDP, {one.slots} slot{'s' * (one.slots > 1)}, {one.lifetime}" if one.slots else one.name
         figures = (f"{one.seconds * 1e3:.1f}", f"{outcomes[0].seconds / one.seconds:.1%}", f"{one.imbalance:.3f}")
         figures += (f"{one.sent / 1e6:.1f}", f"{one.exposed * 1e3:.2f}", f"{one.memory.total / 2**30:.2f}")
         lines.append(f"{name:<28}" + "".join(f"{figure:>13}" for figure in figures) + f" (+{one.memory.added:.1%})")
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            *lines,
+            "",
+            "speed: forced balance is 100%. copies: sent by a rank in a step; waits: of a step, for copies alone",
+        ]
+    )
+
+
+def _doubts(args: argparse.Namespace) -> list[str]:
+    """What makes the prediction worse than it has to be."""
+    found = []
+    if args.step_ms is None:
+        found.append("absolute times can be off by up to 44% (docs/what-if.md): give --step-ms, what your step takes")
+    if Path(args.trace).is_dir():
+        info = run_folder.read(args.trace).info
+        model = Model.named(args.model)
+        if (info.ranks, len(info.layers)) != (args.ep, model.layers):
+            found.append(
+                f"the record is of {len(info.layers)} layers on {info.ranks} ranks, this is of {model.layers} on "
+                f"{args.ep}: a guess about another run"
+            )
+    return found
 
 
 def make_job(args: argparse.Namespace) -> Job:
@@ -107,12 +132,20 @@ def make_job(args: argparse.Namespace) -> Job:
             f"{args.trace} has {experts} experts, {args.model} {model.experts}: give loads of this model, or take "
             f"layers of its size with as many experts as were recorded: --model {args.model},experts={experts}"
         )
+    recorded = run_folder.read(args.trace).info.ranks if Path(args.trace).is_dir() else None
+    if args.ranks is None:
+        if recorded is None:
+            raise ValueError("--ranks N, the ranks of the job, is needed: only a run folder tells its own")
+        args.ranks = recorded * args.pp
     per_stage, rest = divmod(args.ranks, args.pp)
     if rest or args.pp > model.layers:
         raise ValueError(f"--ranks {args.ranks} must divide among --pp {args.pp} stages, of {model.layers} at most")
     fits = [size for size in range(1, per_stage + 1) if per_stage % size == 0 and experts % size == 0]
-    if (ep := args.ep or fits[-1]) not in fits:
-        raise ValueError(f"--ep {ep} does not divide {per_stage} ranks and {experts} experts: take one of {fits}")
+    args.ep = ep = args.ep or (recorded if recorded in fits else fits[-1])
+    if ep not in fits:
+        raise ValueError(
+            f"--ep {ep} must divide {per_stage} ranks of a stage and {experts} experts: take one of {fits}"
+        )
     world = World(tuple(rank // cluster.per_node for rank in range(ep)), cluster.speeds)
     loads = np.repeat(loads, 3, axis=0) if len(loads) == 1 else loads  # a single step is taken to go on
     most = EFFORT / max(ep, 64) ** 2  # layers times steps
@@ -144,13 +177,15 @@ def make_job(args: argparse.Namespace) -> Job:
 
 def main(argv: Sequence[str]) -> int:
     """Print the table and the recommendation; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_hecate --what-if", description=__doc__)
+    program = "python -m megatron_hecate --what-if"
+    usage = f"{program} TRACE --model NAME --cluster NAME [--ranks N] [--ep N] [--step-ms MS] [...]; --help says more"
+    parser = argparse.ArgumentParser(prog=program, usage=usage, description=__doc__)
     add = parser.add_argument
     add("trace", help="a run folder, an .npz with counts or load, or OLMoE's JSON")
     add("--model", required=True, help=f"{', '.join(MODELS)}; sizes may follow, as in olmoe,layers=8")
     add("--cluster", required=True, help=f"{', '.join(CLUSTERS)}, or a file from --measure")
-    add("--ranks", type=int, required=True, help="of the job")
-    add("--ep", type=int, help="expert-parallel size (default: the largest that fits)")
+    add("--ranks", type=int, help="of the job (default: those of a run folder)")
+    add("--ep", type=int, help="expert-parallel size (default: that of a run folder, else the largest that fits)")
     add("--pp", type=int, default=1, help="pipeline stages (%(default)s)")
     add("--per-node", type=int, default=8, help="ranks of a node, with a file from --measure (%(default)s)")
     add("--microbatches", type=int, default=8, help="per step (%(default)s)")
@@ -191,4 +226,6 @@ def main(argv: Sequence[str]) -> int:
         f"{args.model} on {args.cluster}: {args.ranks} ranks, EP {ranks}, PP {args.pp}, {args.microbatches} "
         f"microbatches; {steps} steps and {layers} layers of {args.trace}\n\n{describe(outcomes)}\n\n{text}"
     )
+    for doubt in _doubts(args):
+        print(f"note: {doubt}")
     return 0

@@ -196,13 +196,13 @@ def test_the_overrides_that_are_named_are_ones_that_bridge_takes(kind: str) -> N
         config.model = as_model_config(config.model)
     config.mixed_precision = "bf16_with_fp8_delayed_scaling_mixed"
     settings = getattr(config.model, "transformer", config.model)
-    settings.use_transformer_engine_op_fuser, settings.mlp_chunks_for_training = True, 2
+    settings.mlp_chunks_for_training = 2
     config.model.restore_modelopt_state = True
     bridge.enable(config)
     with pytest.raises(ValueError, match="FSSDP cannot be switched on") as error:
         pretrain.runtime_config_update(config)
     overrides = re.findall(r"(?:set|and) ([\w.]+=\w+)", str(error.value))
-    assert len(overrides) == 6, error.value
+    assert len(overrides) == 5, error.value
     process_config_with_overrides(config, cli_overrides=overrides)
     pretrain.runtime_config_update(config)
 

@@ -188,8 +188,8 @@ function summary() {
   document.getElementById("facts").textContent = Object.entries(facts).filter(([, value]) => value !== "").map((fact) => fact.join(" ")).join(" · ");
   const ms = (value) => (Math.abs(value) >= 999.5 ? (value / 1e3).toFixed(2) + " s" : +(+value.toPrecision(3)).toFixed(3) + " ms"), won = mean.lost - mean.left;
   const shown = [["fullest rank, of the mean", observed ? mean.before.toFixed(2) : `${mean.before.toFixed(2)} → ${mean.after.toFixed(3)}`, observed ? "as routed" : "as routed → as computed"]];
-  if (data.lines.lost) shown.push(["lost to imbalance", ms(mean.lost), "per step, as routed"]);
-  if (data.lines.lost && !observed) shown.push(["won back", ms(won), mean.lost ? `${((100 * won) / mean.lost).toFixed(1)} % of it` : "there was nothing to win"]);
+  if (data.lines.lost) shown.push(["lost to imbalance, modelled", ms(mean.lost), "per step, as routed"]);
+  if (data.lines.lost && !observed) shown.push(["won back, modelled", ms(won), mean.lost ? `${((100 * won) / mean.lost).toFixed(1)} % of it` : "there was nothing to win"]);
   if (!observed) shown.push(["replicas", mean.replicas.toFixed(1), "per layer, on all ranks together"]);
   const node = section("summary", "In short");
   const cards = shown.map(([what, value, remark]) => make("div", {}, make("dt", {}, what), make("dd", { class: "value" }, value), make("dd", {}, remark)));
