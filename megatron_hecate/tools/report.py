@@ -113,7 +113,8 @@ def _sentences(figures: Figures, folder: Path) -> list[str]:
         found[1] += f" With replicas it computed {mean['after']:.3f} times the mean, and {worst:.2f} times at worst."
     found.append(_times(figures, mean))
     if figures.observed:
-        return [*found, f"To learn what FSSDP would win on this run: python -m megatron_hecate --what-if {folder}"]
+        command = f"python -m megatron_hecate --what-if {folder} --model NAME --cluster NAME --ranks N"
+        return [*found, f"To learn what FSSDP would win on this run: {command}"]
     bypassed = (figures.replicas.sum(axis=2) == 0).mean()
     late = 0 if record.late is None else int(record.late.sum())
     text = f"A layer had {mean['replicas']:.1f} replicas on average; {_count(late, 'replica')} came after the gate."

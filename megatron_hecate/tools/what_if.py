@@ -107,6 +107,8 @@ def make_job(args: argparse.Namespace) -> Job:
             f"{args.trace} has {experts} experts, {args.model} {model.experts}: give loads of this model, or take "
             f"layers of its size with as many experts as were recorded: --model {args.model},experts={experts}"
         )
+    if model.top_k > experts:
+        raise ValueError(f"--model {args.model}: a token cannot go to {model.top_k} of {experts} experts; set top_k")
     per_stage, rest = divmod(args.ranks, args.pp)
     if rest or args.pp > model.layers:
         raise ValueError(f"--ranks {args.ranks} must divide among --pp {args.pp} stages, of {model.layers} at most")
@@ -169,6 +171,8 @@ def main(argv: Sequence[str]) -> int:
         for name in ("ranks", "ep", "pp", "per_node", "microbatches", "micro_batch", "seq", "steps"):
             if getattr(args, name) is not None and getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+        if args.step_ms is not None and not 0 < args.step_ms < math.inf:
+            raise ValueError(f"--step-ms must be above 0 and finite, got {args.step_ms}")
         if not 0 <= args.hidden_all_to_all <= 1:
             raise ValueError(f"--hidden-all-to-all must be from 0 to 1, got {args.hidden_all_to_all}")
         if unknown := [name for name in args.lifetime.split(",") if name not in LIFETIMES]:
