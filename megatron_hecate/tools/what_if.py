@@ -20,8 +20,8 @@ from megatron_hecate.device.compile import CompileError
 from megatron_hecate.plan import World
 from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.replicas.buffers import LIFETIMES
-from megatron_hecate.tools import run_folder
 from megatron_hecate.tools.job import Job, Outcome, spread
+from megatron_hecate.tools.megatron_files import read_any
 from megatron_hecate.tools.presets import CLUSTERS, MODELS, Cluster, Model
 from megatron_hecate.tools.simulate import Timing
 
@@ -30,11 +30,12 @@ ALIKE: float = 0.005  # of ways whose steps differ by less, the one that takes l
 EFFORT: float = 4e6  # layers times steps times ranks squared: how much is planned for one way
 
 
-def read_loads(path: Path | str) -> np.ndarray:
+def read_loads(path: Path | str, *, num_experts: int | None = None) -> np.ndarray:
     """[T, L, N, E] pairs of source n for expert e; N is 1 where only sums were recorded.
 
-    A run folder; an .npz with ``counts`` [T, L, N, E], or ``load`` [T, L, E]; or JSON with ``counts`` by model, domain
-    and layer, as OLMoE publishes them: of the first model, all domains together are one step.
+    A run folder, or one of Megatron's own files, which may not name the last of ``num_experts``; an .npz with
+    ``counts`` [T, L, N, E], or ``load`` [T, L, E]; or JSON with ``counts`` by model, domain and layer, as OLMoE
+    publishes them: of the first model, all domains together are one step.
 
     Raises:
         ValueError: for anything else.
@@ -42,7 +43,7 @@ def read_loads(path: Path | str) -> np.ndarray:
     path = Path(path)
     try:
         if path.is_dir():
-            counts = run_folder.read(path).load[:, :, None]
+            counts = read_any(path, num_experts=num_experts).load[:, :, None]
         elif path.suffix == ".json":
             domains = next(iter(json.loads(path.read_text())["counts"].values()))
             counts = np.sum([list(layers.values()) for layers in domains.values()], axis=0)[None, :, None]
@@ -55,8 +56,9 @@ def read_loads(path: Path | str) -> np.ndarray:
             raise ValueError("loads must be 0 or more, and some in every step and layer")
     except (OSError, KeyError, TypeError, ValueError, AttributeError, StopIteration, zipfile.BadZipFile) as error:
         raise ValueError(
-            f"{path} holds no loads ({type(error).__name__}: {error}); give a folder of --moe-fssdp-record, an .npz "
-            "with counts [steps, layers, sources, experts] or load [steps, layers, experts], or OLMoE's JSON"
+            f"{path} holds no loads ({type(error).__name__}: {error}); give a folder of --moe-fssdp-record, or of "
+            "files that Megatron wrote, an .npz with counts [steps, layers, sources, experts] or load [steps, layers, "
+            "experts], or OLMoE's JSON"
         ) from error
     return counts
 
@@ -101,7 +103,8 @@ def describe(outcomes: Sequence[Outcome]) -> str:
 def make_job(args: argparse.Namespace) -> Job:
     """What the command line asks for. Raises ValueError, with the way out."""
     model, cluster = Model.named(args.model), Cluster.named(args.cluster, per_node=args.per_node)
-    loads, model = read_loads(args.trace), dataclasses.replace(model, seq=args.seq or model.seq)
+    model = dataclasses.replace(model, seq=args.seq or model.seq)
+    loads = read_loads(args.trace, num_experts=model.experts)
     if (experts := loads.shape[3]) != model.experts:
         raise ValueError(
             f"{args.trace} has {experts} experts, {args.model} {model.experts}: give loads of this model, or take "
@@ -148,7 +151,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the table and the recommendation; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m megatron_hecate --what-if", description=__doc__)
     add = parser.add_argument
-    add("trace", help="a run folder, an .npz with counts or load, or OLMoE's JSON")
+    add("trace", help="a run folder, one of Megatron's own files, an .npz with counts or load, or OLMoE's JSON")
     add("--model", required=True, help=f"{', '.join(MODELS)}; sizes may follow, as in olmoe,layers=8")
     add("--cluster", required=True, help=f"{', '.join(CLUSTERS)}, or a file from --measure")
     add("--ranks", type=int, required=True, help="of the job")

@@ -158,7 +158,10 @@ def test_without_a_compiler_it_says_what_to_install(
         ({"other": np.ones(3)}, "holds no loads (KeyError"),
         ({"counts": np.ones((2, 2))}, "loads are float64 of shape (2, 2)"),
         ({"counts": -np.ones((1, 1, 1, 2))}, "loads must be 0 or more, and some in every step and layer"),
-        ({"load": np.zeros((1, 1, 2))}, "give a folder of --moe-fssdp-record, an .npz with counts"),
+        (
+            {"load": np.zeros((1, 1, 2))},
+            "give a folder of --moe-fssdp-record, or of files that Megatron wrote, an .npz",
+        ),
     ],
 )
 def test_bad_traces(arrays: dict, message: str, tmp_path: Path) -> None:
