@@ -46,6 +46,7 @@ class StageRecorder:
         if folder is not None and records:
             try:
                 self._writer = RunWriter(folder, info, stage=stage)
+                weakref.finalize(self, self._writer.stop)  # when the model has gone, before another one comes
             except Exception as error:  # training goes on, whatever it is
                 print(f"FSSDP: this run is not recorded: {error}", file=sys.stderr, flush=True)
         alive = weakref.ref(self)

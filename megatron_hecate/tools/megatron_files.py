@@ -10,7 +10,22 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_hecate.tools import run_folder
 from megatron_hecate.tools.run_folder import RunInfo, RunRecord, place_in_model
+
+
+def read_any(folder: str | Path, *, num_experts: int | None = None) -> RunRecord:
+    """A run's own record, or else what Megatron wrote, which may not name the last of ``num_experts``.
+
+    Raises:
+        ValueError: for a folder that holds neither, or a file that cannot be read.
+    """
+    if any(Path(folder).glob("run-*.json")):
+        return run_folder.read(folder)
+    try:
+        return read_megatron(folder, num_experts=num_experts)
+    except (KeyError, TypeError, IndexError) as error:
+        raise ValueError(f"{folder} holds .jsonl files that Megatron did not write ({error!r})") from error
 
 
 def read_megatron(folder: str | Path, *, ranks: int | None = None, num_experts: int | None = None) -> RunRecord:
@@ -23,7 +38,7 @@ def read_megatron(folder: str | Path, *, ranks: int | None = None, num_experts: 
         num_experts: E; ``None`` takes the highest that got a token, or all that ranks hold.
 
     Raises:
-        ValueError: for a folder without such files, or without an iteration that has all layers.
+        ValueError: for a folder without such files, without an iteration that has all layers, or with more experts.
     """
     traces = sorted(Path(folder).glob("router_trace_rank*.jsonl"))
     files = traces or sorted(Path(folder).rglob("rank*.jsonl"))
@@ -49,9 +64,15 @@ def read_megatron(folder: str | Path, *, ranks: int | None = None, num_experts: 
     layers = sorted({name for of_layers in loads.values() for name in of_layers}, key=place_in_model)
     iterations = sorted(iteration for iteration, of_layers in loads.items() if len(of_layers) == len(layers))
     if not iterations:
-        raise ValueError(f"{folder} holds no record of a run, nor files of Megatron with an iteration of all layers")
+        raise ValueError(
+            f"{folder} holds no record of a run (--moe-fssdp-record {folder} writes one), nor files of Megatron "
+            "(--moe-routing-trace-path, --save-tokens-per-expert-interval) with an iteration of all layers"
+        )
     counted = [[loads[iteration][name] for name in layers] for iteration in iterations]
-    experts = num_experts or 1 + max(expert for of_layers in counted for counts in of_layers for expert in counts)
+    experts = 1 + max(expert for of_layers in counted for counts in of_layers for expert in counts)
+    if num_experts and experts > num_experts:
+        raise ValueError(f"{folder} has tokens for expert {experts - 1}, and num_experts is {num_experts}")
+    experts = num_experts or experts
     experts = -(-experts // ranks) * ranks
     return RunRecord(
         info=RunInfo(

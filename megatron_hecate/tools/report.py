@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from megatron_hecate.plan.replicas import BALANCED
-from megatron_hecate.tools import run_folder, trace
+from megatron_hecate.tools import trace
 from megatron_hecate.tools.figures import Figures
+from megatron_hecate.tools.megatron_files import read_any
 
 PAGE = Path(__file__).with_name("page")
 POINTS: int = 1000  # of a line
@@ -54,7 +55,7 @@ def write(folder: Path, out: Path) -> list[str]:
         ValueError: for a folder without a record, or one that cannot be read.
         OSError: when ``out`` cannot be written.
     """
-    record = run_folder.read(folder)
+    record = read_any(folder)
     stages = [json.loads(path.read_text())["layers"] for path in sorted(folder.glob("run-*.json"))]
     found = _content(Figures(record, stages), folder)
     page = (PAGE / "page.html").read_text()

@@ -103,10 +103,7 @@ def read(folder: str | Path) -> RunRecord:
     folder = Path(folder)
     headers = sorted(folder.glob("run-*.json"))
     if not headers:
-        raise ValueError(
-            f"{folder} holds no record of a run; write one with --moe-fssdp-record {folder}, or read Megatron's own "
-            "files with tools.megatron_files"
-        )
+        raise ValueError(f"{folder} holds no record of a run; write one with --moe-fssdp-record {folder}")
     infos = [read_info(path) for path in headers]
     stages = [_read_stage(folder, int(path.stem.removeprefix("run-"))) for path in headers]
     common = functools.reduce(np.intersect1d, [stage["iteration"] for stage in stages])

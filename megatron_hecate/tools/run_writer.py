@@ -96,20 +96,23 @@ class RunWriter:
                     )
                     print(text, file=sys.stderr, flush=True)
 
+    def stop(self) -> None:
+        """Have the thread write all and end; does not wait for it."""
+        self._closed = True
+        self._wake.set()
+
     def close(self) -> None:
         """Write all, and stop."""
-        if not self._closed:
-            self._closed = True
-            atexit.unregister(self.close)
-            self._wake.set()
-            self._thread.join()
-            self.flush()
+        self.stop()
+        self._thread.join()
+        atexit.unregister(self.close)
 
     def _run(self) -> None:
         while not self._closed:
             self._wake.wait(self._seconds)
             self._wake.clear()
             self.flush()
+        self.flush()
 
     def _first_segment(self) -> tuple[int, bool]:
         """How many rows belong to it, and whether it is finished: it is full, or the run went back after it."""

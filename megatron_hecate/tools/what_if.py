@@ -20,8 +20,8 @@ from megatron_hecate.device.compile import CompileError
 from megatron_hecate.plan import World
 from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.replicas.buffers import LIFETIMES
-from megatron_hecate.tools import run_folder
 from megatron_hecate.tools.job import Job, Outcome, spread
+from megatron_hecate.tools.megatron_files import read_any
 from megatron_hecate.tools.presets import CLUSTERS, MODELS, Cluster, Model
 from megatron_hecate.tools.simulate import Timing
 
@@ -30,11 +30,12 @@ ALIKE: float = 0.005  # of ways whose steps differ by less, the one that takes l
 EFFORT: float = 4e6  # layers times steps times ranks squared: how much is planned for one way
 
 
-def read_loads(path: Path | str) -> np.ndarray:
+def read_loads(path: Path | str, *, num_experts: int | None = None) -> np.ndarray:
     """[T, L, N, E] pairs of source n for expert e; N is 1 where only sums were recorded.
 
-    A run folder; an .npz with ``counts`` [T, L, N, E], or ``load`` [T, L, E]; or JSON with ``counts`` by model, domain
-    and layer, as OLMoE publishes them: of the first model, all domains together are one step.
+    A run folder, or one of Megatron's own files, which may not name the last of ``num_experts``; an .npz with
+    ``counts`` [T, L, N, E], or ``load`` [T, L, E]; or JSON with ``counts`` by model, domain and layer, as OLMoE
+    publishes them: of the first model, all domains together are one step.
 
     Raises:
         ValueError: for anything else.
@@ -42,7 +43,7 @@ def read_loads(path: Path | str) -> np.ndarray:
     path = Path(path)
     try:
         if path.is_dir():
-            counts = run_folder.read(path).load[:, :, None]
+            counts = read_any(path, num_experts=num_experts).load[:, :, None]
         elif path.suffix == ".json":
             domains = next(iter(json.loads(path.read_text())["counts"].values()))
             counts = np.sum([list(layers.values()) for layers in domains.values()], axis=0)[None, :, None]
@@ -58,7 +59,7 @@ def read_loads(path: Path | str) -> np.ndarray:
     except (OSError, KeyError, TypeError, ValueError, AttributeError, StopIteration, zipfile.BadZipFile) as error:
         why = "it is no such file" if "allow_pickle" in str(error) else error
         raise ValueError(
-            f"{path} holds no loads ({why}); give a folder of --moe-fssdp-record, an .npz "
+            f"{path} holds no loads ({why}); give a folder of --moe-fssdp-record, or of files that Megatron wrote, an .npz "
             "with counts [steps, layers, sources, experts] or load [steps, layers, experts], or OLMoE's JSON"
         ) from error
     return counts
@@ -112,7 +113,7 @@ def _doubts(args: argparse.Namespace) -> list[str]:
     found = []
     if args.step_ms is None:
         found.append("absolute times can be off by up to 44% (docs/what-if.md): give --step-ms, what your step takes")
-    if Path(args.trace).is_dir():
+    if _is_record(args.trace):
         info = run_folder.read(args.trace).info
         model = Model.named(args.model)
         if (info.ranks, len(info.layers)) != (args.ep, model.layers):
@@ -123,16 +124,23 @@ def _doubts(args: argparse.Namespace) -> list[str]:
     return found
 
 
+def _is_record(trace: str) -> bool:
+    return any(Path(trace).glob("run-*.json"))
+
+
 def make_job(args: argparse.Namespace) -> Job:
     """What the command line asks for. Raises ValueError, with the way out."""
     model, cluster = Model.named(args.model), Cluster.named(args.cluster, per_node=args.per_node)
-    loads, model = read_loads(args.trace), dataclasses.replace(model, seq=args.seq or model.seq)
+    model = dataclasses.replace(model, seq=args.seq or model.seq)
+    loads = read_loads(args.trace, num_experts=model.experts)
     if (experts := loads.shape[3]) != model.experts:
         raise ValueError(
             f"{args.trace} has {experts} experts, {args.model} {model.experts}: give loads of this model, or take "
             f"layers of its size with as many experts as were recorded: --model {args.model},experts={experts}"
         )
-    recorded = run_folder.read(args.trace).info.ranks if Path(args.trace).is_dir() else None
+    if model.top_k > experts:
+        raise ValueError(f"--model {args.model}: a token cannot go to {model.top_k} of {experts} experts; set top_k")
+    recorded = run_folder.read(args.trace).info.ranks if _is_record(args.trace) else None
     if args.ranks is None:
         if recorded is None:
             raise ValueError("--ranks N, the ranks of the job, is needed: only a run folder tells its own")
@@ -181,7 +189,7 @@ def main(argv: Sequence[str]) -> int:
     usage = f"{program} TRACE --model NAME --cluster NAME [--ranks N] [--ep N] [--step-ms MS] [...]; --help says more"
     parser = argparse.ArgumentParser(prog=program, usage=usage, description=__doc__)
     add = parser.add_argument
-    add("trace", help="a run folder, an .npz with counts or load, or OLMoE's JSON")
+    add("trace", help="a run folder, one of Megatron's own files, an .npz with counts or load, or OLMoE's JSON")
     add("--model", required=True, help=f"{', '.join(MODELS)}; sizes may follow, as in olmoe,layers=8")
     add("--cluster", required=True, help=f"{', '.join(CLUSTERS)}, or a file from --measure")
     add("--ranks", type=int, help="of the job (default: those of a run folder)")
@@ -204,6 +212,8 @@ def main(argv: Sequence[str]) -> int:
         for name in ("ranks", "ep", "pp", "per_node", "microbatches", "micro_batch", "seq", "steps"):
             if getattr(args, name) is not None and getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+        if args.step_ms is not None and not 0 < args.step_ms < math.inf:
+            raise ValueError(f"--step-ms must be above 0 and finite, got {args.step_ms}")
         if not 0 <= args.hidden_all_to_all <= 1:
             raise ValueError(f"--hidden-all-to-all must be from 0 to 1, got {args.hidden_all_to_all}")
         if unknown := [name for name in args.lifetime.split(",") if name not in LIFETIMES]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ranks import ranks
 
-from megatron_hecate.tools.megatron_files import read_megatron
+from megatron_hecate.tools.megatron_files import read_any, read_megatron
 from megatron_hecate.tools.run_folder import RunRecord
 
 
@@ -34,7 +34,9 @@ def test_files_of_a_run_hold_what_an_observer_counted() -> None:
     from megatron.training.activation_logging import ActivationLogger
 
     from megatron_hecate import HecateConfig, fssdp
+    from megatron_hecate.tools import report
     from megatron_hecate.tools.run_folder import read
+    from megatron_hecate.tools.what_if import read_loads
 
     folder, rank = Path(os.environ["TEST_FOLDER"]), dist.get_rank()
     case = tiny_gpt.Case(accumulate=2, grouped=True)
@@ -57,6 +59,11 @@ def test_files_of_a_run_hold_what_an_observer_counted() -> None:
     assert observed.iteration.tolist() == [1, 2, 3, 4]
     _assert_same(read_megatron(folder / "trace", num_experts=8), observed, [1, 2, 3])
     _assert_same(read_megatron(folder / "saved"), observed, [2])
+    if rank == 0:  # the commands read them, too
+        assert read_loads(folder / "trace", num_experts=8)[:, :, 0].tolist() == observed.load[:3].tolist()
+        words = report.write(folder / "saved", folder / "saved.html")
+        assert "1 iteration (2 to 2) of 2 MoE layers with 8 experts over 2 ranks" in words[0]
+    dist.barrier()
 
 
 @pytest.mark.fast
@@ -77,5 +84,10 @@ def test_unfinished_files_layers_of_mtp_and_groups(tmp_path: Path) -> None:
     assert record.iteration.tolist() == [5]
     assert record.load.tolist() == [[[6, 2, 6, 4], [0, 14, 0, 14]]]
     assert np.isnan(record.time).all()
-    with pytest.raises(ValueError, match="holds no record of a run, nor files of Megatron"):
+    with pytest.raises(ValueError, match=r"holds no record of a run .*, nor files of Megatron"):
         read_megatron(tmp_path / "other")
+    with pytest.raises(ValueError, match="has tokens for expert 3, and num_experts is 2"):
+        read_megatron(tmp_path, ranks=2, num_experts=2)
+    (tmp_path / "rank0.jsonl").write_text('{"iter": 5}\n')
+    with pytest.raises(ValueError, match=r"\.jsonl files that Megatron did not write .KeyError.*layer"):
+        read_any(tmp_path)

@@ -119,6 +119,7 @@ def test_kinds_of_traces(tmp_path: Path) -> None:
             "'layer=3' in model 'olmoe,layer=3' must be FIELD=NUMBER, with a field of layers",
         ),
         (["--model", "olmoe"], "has 16 experts, olmoe 64: give loads of this model"),
+        (["--model", "olmoe,experts=16,top_k=17"], "a token cannot go to 17 of 16 experts"),
         (["--cluster", "h100"], "no cluster and no file is named 'h100'; there are a100x8"),
         (["--ep", "3"], "--ep 3 must divide 8 ranks of a stage and 16 experts: take one of [1, 2, 4, 8]"),
         (["--pp", "3"], "--ranks 8 must divide among --pp 3 stages, of 4 at most"),
@@ -126,6 +127,8 @@ def test_kinds_of_traces(tmp_path: Path) -> None:
         (["--lifetime", "week"], "--lifetime week: there are iteration, microbatch, layer"),
         (["--slots", "two"], "--slots takes numbers of replicas, as in 1,2,4, got 'two'"),
         (["--step-ms", "0.01"], "is less than experts and all-to-alls alone take"),
+        (["--step-ms", "nan"], "--step-ms must be above 0 and finite, got nan"),
+        (["--step-ms", "inf"], "--step-ms must be above 0 and finite, got inf"),
         (["--hidden-all-to-all", "2"], "--hidden-all-to-all must be from 0 to 1, got 2.0"),
         (["--save", "no/such/folder.json"], "No such file or directory"),
     ],
@@ -155,7 +158,10 @@ def test_without_a_compiler_it_says_what_to_install(
         ({"other": np.ones(3)}, "holds no loads ('load is not a file"),
         ({"counts": np.ones((2, 2))}, "loads are float64 of shape (2, 2)"),
         ({"counts": -np.ones((1, 1, 1, 2))}, "loads must be 0 or more, and some in every step and layer"),
-        ({"load": np.zeros((1, 1, 2))}, "give a folder of --moe-fssdp-record, an .npz with counts"),
+        (
+            {"load": np.zeros((1, 1, 2))},
+            "give a folder of --moe-fssdp-record, or of files that Megatron wrote, an .npz",
+        ),
     ],
 )
 def test_bad_traces(arrays: dict, message: str, tmp_path: Path) -> None:

@@ -1,0 +1,33 @@
+"""What becomes of a record when its model goes. Oracle: the threads of this process, and the folder."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_hecate.runtime import recorder
+from megatron_hecate.tools.run_folder import RunInfo, read
+
+pytestmark = pytest.mark.fast
+
+
+def test_a_model_that_has_gone_leaves_a_whole_record_and_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """As where post-training builds one model after another in a process, and all record into one folder."""
+    monkeypatch.setattr(recorder, "place_of_rank", lambda group: (0, True))
+    info = RunInfo(mode="observe", layers=("layer 1",), num_experts=2, ranks=1, node=(0,))
+    for iteration in (1, 2):
+        before = set(threading.enumerate())
+        stage = recorder.StageRecorder(info, str(tmp_path), group=None, collect=lambda: True)
+        stage.take(iteration, {"load": np.array([[iteration, 0]])}, dict)
+        (writer,) = set(threading.enumerate()) - before
+        del stage
+        writer.join(10)
+        assert not writer.is_alive()
+    record = read(tmp_path)
+    assert record.iteration.tolist() == [1, 2] and record.load[:, 0, 0].tolist() == [1, 2]
+    assert not capsys.readouterr().err
