@@ -23,6 +23,7 @@ from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.tools.job import Job, Outcome, spread
 from megatron_hecate.tools.megatron_files import read_any
 from megatron_hecate.tools.presets import CLUSTERS, MODELS, Cluster, Model
+from megatron_hecate.tools.run_folder import read as read_run
 from megatron_hecate.tools.simulate import Timing
 
 WORTH: float = 0.03  # of a step: what is won must be more than the simulation can tell
@@ -59,8 +60,8 @@ def read_loads(path: Path | str, *, num_experts: int | None = None) -> np.ndarra
     except (OSError, KeyError, TypeError, ValueError, AttributeError, StopIteration, zipfile.BadZipFile) as error:
         why = "it is no such file" if "allow_pickle" in str(error) else error
         raise ValueError(
-            f"{path} holds no loads ({why}); give a folder of --moe-fssdp-record, or of files that Megatron wrote, an .npz "
-            "with counts [steps, layers, sources, experts] or load [steps, layers, experts], or OLMoE's JSON"
+            f"{path} holds no loads ({why}); give a folder of --moe-fssdp-record, or of files that Megatron wrote, an "
+            ".npz with counts [steps, layers, sources, experts] or load [steps, layers, experts], or OLMoE's JSON"
         ) from error
     return counts
 
@@ -114,7 +115,7 @@ def _doubts(args: argparse.Namespace) -> list[str]:
     if args.step_ms is None:
         found.append("absolute times can be off by up to 44% (docs/what-if.md): give --step-ms, what your step takes")
     if _is_record(args.trace):
-        info = run_folder.read(args.trace).info
+        info = read_run(args.trace).info
         model = Model.named(args.model)
         if (info.ranks, len(info.layers)) != (args.ep, model.layers):
             found.append(
@@ -140,7 +141,7 @@ def make_job(args: argparse.Namespace) -> Job:
         )
     if model.top_k > experts:
         raise ValueError(f"--model {args.model}: a token cannot go to {model.top_k} of {experts} experts; set top_k")
-    recorded = run_folder.read(args.trace).info.ranks if _is_record(args.trace) else None
+    recorded = read_run(args.trace).info.ranks if _is_record(args.trace) else None
     if args.ranks is None:
         if recorded is None:
             raise ValueError("--ranks N, the ranks of the job, is needed: only a run folder tells its own")

@@ -110,6 +110,23 @@ def test_kinds_of_traces(tmp_path: Path) -> None:
     assert read_loads(tmp_path / "olmoe.json").tolist() == [[[[6, 8]], [[10, 12]]]]
 
 
+def test_a_run_folder_tells_ranks_and_what_is_guessed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Oracle: what was written into the folder."""
+    info = RunInfo(mode="observe", layers=("layer 1", "layer 2"), num_experts=16, ranks=4, node=(0, 0, 0, 0))
+    writer = RunWriter(tmp_path / "run", info)
+    for iteration, load in enumerate(np.random.default_rng(0).integers(100, 5000, size=(6, 2, 16))):
+        writer.append(iteration, load=load)
+    writer.close()
+    command = ["--what-if", str(tmp_path / "run"), "--model", SMALL, "--cluster", "h100x8", "--slots", "1"]
+    assert main(command) == 0
+    text = capsys.readouterr().out
+    assert "4 ranks, EP 4, PP 1" in text and "the record is of 2 layers on 4 ranks, this is of 4 on 4" in text
+    assert "give --step-ms" in text
+    assert main([*command, "--ranks", "8", "--model", "olmoe,experts=16,layers=2", "--step-ms", "1e5"]) == 0
+    text = capsys.readouterr().out
+    assert "8 ranks, EP 4, PP 1" in text and "note:" not in text
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
