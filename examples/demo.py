@@ -174,9 +174,7 @@ def report(stock: Run, ours: Run, resumed: Run, *, saved_at: int, out: Path) -> 
         writer.writerows(zip(*series, strict=True))
     plot(stock, ours, out)
     print(f"Plots, steps.csv, logs and the checkpoint are in {out}/")
-    print(
-        "Step times are measured one run after the other, and show other load of the machine. The report's are modelled."
-    )
+    print("Step times are of one run after the other, and show other load of the machine; the report's are modelled.")
     print("FSSDP trained the same model as stock Megatron." if same else "THE RUNS DIFFER: see the table above.")
     return bool(same)
 
