@@ -22,12 +22,6 @@ def num_microbatches() -> int | None:
     return calculator.get_num_microbatches()
 
 
-def iteration() -> int | None:
-    """The running iteration as ``megatron.training`` logs it, or ``None`` in another training loop."""
-    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    return None if (begun := getattr(arguments, "curr_iteration", None)) is None else begun + 1
-
-
 def captures_graph() -> bool:
     """Whether Megatron, or TransformerEngine for it, is capturing CUDA graphs, or warms up to: nothing trains now."""
     from megatron.core.transformer.cuda_graphs import is_graph_capturing

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_hecate.adapter import training_state
+from megatron_hecate.adapter.training_globals import running_iteration
 from megatron_hecate.adapter.training_state import Forward
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.plan import add_late_replicas, plan_replicas
@@ -276,7 +277,7 @@ class Prefetcher:
         return self._pool
 
     def _begin_iteration(self) -> None:
-        here.iteration = training_state.iteration() or here.iteration + 1
+        here.iteration = running_iteration() or here.iteration + 1
         self._pool_is_checked = False
         if self._pool is not None:
             self._pool.reset()

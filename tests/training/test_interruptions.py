@@ -124,6 +124,27 @@ def _step_again(run: Any, step: int) -> list[str]:
     return []
 
 
+def _compare_after_a_failure(train: Callable[[Callable | None], Any]) -> None:
+    """``train`` does two steps with a hook and has the third fail, once; then each lifetime trains as stock does, with
+    at most one objection."""
+    import tiny_gpt
+
+    def go_on(hook: Callable | None) -> tuple[Any, list[str]]:
+        run, objections = train(hook), []
+        with pytest.raises(_UserError):
+            run.step(2)
+        for step in (2, 3):
+            objections += _step_again(run, step)
+        run.read_params()
+        return run, objections
+
+    stock, _ = go_on(None)
+    for lifetime in LIFETIMES:
+        ours, objections = go_on(tiny_gpt.fssdp_hook(lifetime=lifetime))
+        assert len(objections) <= 1 and all("replicas" in text for text in objections), objections
+        tiny_gpt.assert_trained_alike(stock, ours, lifetime)
+
+
 def _break_off(run: Any, where: str) -> None:
     """Have the next step fail in its first microbatch, on all ranks alike."""
     import tiny_gpt
@@ -187,8 +208,8 @@ def test_a_combined_step_that_breaks_off() -> None:
     case = tiny_gpt.Case(accumulate=2, settings=(("overlap_moe_expert_parallel_comm", True),))
     tiny_gpt.initialize(case)
 
-    def train(hook: Callable | None) -> tuple[Any, list[str]]:
-        run, objections, calls = tiny_gpt.train(case, steps=2, hook=hook), [], itertools.count(1)
+    def train(hook: Callable | None) -> Any:
+        run, calls = tiny_gpt.train(case, steps=2, hook=hook), itertools.count(1)
         dispatcher = tiny_gpt.moe_layers(run.chunks)[1].token_dispatcher
         preprocess = dispatcher.dispatch_preprocess
 
@@ -198,18 +219,9 @@ def test_a_combined_step_that_breaks_off() -> None:
             return preprocess(*args)
 
         dispatcher.dispatch_preprocess = fail
-        with pytest.raises(_UserError):
-            run.step(2)
-        for step in (2, 3):
-            objections += _step_again(run, step)
-        run.read_params()
-        return run, objections
+        return run
 
-    stock, _ = train(None)
-    for lifetime in LIFETIMES:
-        ours, objections = train(tiny_gpt.fssdp_hook(lifetime=lifetime))
-        assert len(objections) <= 1 and all("replicas" in text for text in objections), objections
-        tiny_gpt.assert_trained_alike(stock, ours, lifetime)
+    _compare_after_a_failure(train)
 
 
 @ranks(2)
@@ -222,8 +234,8 @@ def test_a_step_that_breaks_off_between_two_passes() -> None:
     case = tiny_gpt.Case(accumulate=2, settings=tuple(settings.items()))
     tiny_gpt.initialize(case)
 
-    def train(hook: Callable | None) -> tuple[Any, list[str]]:
-        run, objections, calls = tiny_gpt.train(case, steps=2, hook=hook), [], itertools.count(1)
+    def train(hook: Callable | None) -> Any:
+        run, calls = tiny_gpt.train(case, steps=2, hook=hook), itertools.count(1)
 
         def fail(*_: object) -> None:
             if next(calls) == 2:
@@ -231,15 +243,6 @@ def test_a_step_that_breaks_off_between_two_passes() -> None:
 
         (repeated,) = (m for m in run.chunks[0].modules() if isinstance(m, MultiTokenPredictionLayer))
         repeated.register_forward_pre_hook(fail)
-        with pytest.raises(_UserError):
-            run.step(2)
-        for step in (2, 3):
-            objections += _step_again(run, step)
-        run.read_params()
-        return run, objections
+        return run
 
-    stock, _ = train(None)
-    for lifetime in LIFETIMES:
-        ours, objections = train(tiny_gpt.fssdp_hook(lifetime=lifetime))
-        assert len(objections) <= 1 and all("replicas" in text for text in objections), objections
-        tiny_gpt.assert_trained_alike(stock, ours, lifetime)
+    _compare_after_a_failure(train)
