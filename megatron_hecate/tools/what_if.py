@@ -23,7 +23,7 @@ from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.tools.job import Job, Outcome, spread
 from megatron_hecate.tools.megatron_files import read_any
 from megatron_hecate.tools.presets import CLUSTERS, MODELS, Cluster, Model
-from megatron_hecate.tools.run_folder import read as read_run
+from megatron_hecate.tools.run_folder import read_info
 from megatron_hecate.tools.simulate import Timing
 
 WORTH: float = 0.03  # of a step: what is won must be more than the simulation can tell
@@ -114,19 +114,20 @@ def _doubts(args: argparse.Namespace) -> list[str]:
     found = []
     if args.step_ms is None:
         found.append("absolute times can be off by up to 44% (docs/what-if.md): give --step-ms, what your step takes")
-    if _is_record(args.trace):
-        info = read_run(args.trace).info
-        model = Model.named(args.model)
-        if (info.ranks, len(info.layers)) != (args.ep, model.layers):
+    if (recorded := _recorded(args.trace)) is not None:
+        (ranks, layers), model = recorded, Model.named(args.model)
+        if recorded != (args.ep, model.layers):
             found.append(
-                f"the record is of {len(info.layers)} layers on {info.ranks} ranks, this is of {model.layers} on "
-                f"{args.ep}: a guess about another run"
+                f"the record is of {layers} layers on {ranks} ranks, this is of {model.layers} on {args.ep}: a guess "
+                "about another run"
             )
     return found
 
 
-def _is_record(trace: str) -> bool:
-    return any(Path(trace).glob("run-*.json"))
+def _recorded(trace: str) -> tuple[int, int] | None:
+    """Ranks of an expert-parallel group, and layers, of a run folder; ``None`` for another trace."""
+    infos = [read_info(path) for path in sorted(Path(trace).glob("run-*.json"))]
+    return (infos[0].ranks, sum(len(info.layers) for info in infos)) if infos else None
 
 
 def make_job(args: argparse.Namespace) -> Job:
@@ -141,7 +142,7 @@ def make_job(args: argparse.Namespace) -> Job:
         )
     if model.top_k > experts:
         raise ValueError(f"--model {args.model}: a token cannot go to {model.top_k} of {experts} experts; set top_k")
-    recorded = read_run(args.trace).info.ranks if _is_record(args.trace) else None
+    recorded, _ = _recorded(args.trace) or (None, None)
     if args.ranks is None:
         if recorded is None:
             raise ValueError("--ranks N, the ranks of the job, is needed: only a run folder tells its own")
