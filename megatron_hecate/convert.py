@@ -76,7 +76,7 @@ class _Hook:
         connection = connect(config.transport, groups, problems, timeout=config.timeout)
         note = Note(
             settings={**dataclasses.asdict(config), "speeds": dataclasses.asdict(speeds)},  # not where the file lies
-            layers=[_layer_key(layer) for layer in model.layers],
+            layers=[training_state.name_of_layer(layer) for layer in model.layers],
             problems=problems,
             summary=_summary(parts, config),
             memory=_estimate_memory(parts, model, config, connection) if parts and not problems else {},
@@ -161,11 +161,6 @@ def _compile_kernels() -> list[str]:
     except Exception as error:  # every rank must hear of it, whatever it is
         return [f"{socket.gethostname()}: the kernels cannot be compiled: {error or type(error).__name__}"]
     return []
-
-
-def _layer_key(layer: MoELayer) -> str:
-    """Tells a model's layers apart: multi-token prediction numbers its own from 1."""
-    return f"{'mtp ' if getattr(layer, 'is_mtp_layer', False) else ''}{layer.layer_number}"
 
 
 def _summary(parts: list[LayerParts], config: HecateConfig) -> str:

@@ -23,7 +23,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from megatron_hecate.adapter.training_state import captures_graph, num_microbatches
+from megatron_hecate.adapter.training_state import captures_graph, name_of_layer, num_microbatches
 from megatron_hecate.comm.agreement import Note
 from megatron_hecate.comm.connect import device_of_rank
 from megatron_hecate.config import OBSERVED, HecateConfig
@@ -45,7 +45,7 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
         return chunks
     problems: list[str] = []
     speeds = read_speeds(config, problems)
-    names = [f"{'mtp ' if getattr(m, 'is_mtp_layer', False) else ''}layer {m.layer_number}" for m in layers]
+    names = [name_of_layer(layer) for layer in layers]
     note = Note(settings={**dataclasses.asdict(config), "speeds": ""}, layers=names, problems=problems)
     _, notes = note.agree(timeout=config.timeout)
     if layers:

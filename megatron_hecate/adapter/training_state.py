@@ -22,6 +22,11 @@ def num_microbatches() -> int | None:
     return calculator.get_num_microbatches()
 
 
+def name_of_layer(layer: Module) -> str:
+    """Tells a model's MoE layers apart: Megatron numbers those of multi-token prediction from 1 again."""
+    return f"{'mtp ' if getattr(layer, 'is_mtp_layer', False) else ''}layer {layer.layer_number}"
+
+
 def captures_graph() -> bool:
     """Whether Megatron, or TransformerEngine for it, is capturing CUDA graphs, or warms up to: nothing trains now."""
     from megatron.core.transformer.cuda_graphs import is_graph_capturing

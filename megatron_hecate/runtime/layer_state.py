@@ -20,7 +20,7 @@ from megatron_hecate.adapter.dispatcher import Rerouter
 from megatron_hecate.adapter.experts import PhysicalExperts
 from megatron_hecate.adapter.graph_parts import holds_preprocess
 from megatron_hecate.adapter.stored_weights import StoredWeights
-from megatron_hecate.adapter.training_state import Forward, wait_for_params
+from megatron_hecate.adapter.training_state import Forward, name_of_layer, wait_for_params
 from megatron_hecate.adapter.unsupported import Settings
 from megatron_hecate.comm.agreement import assert_same
 from megatron_hecate.comm.overlap import OverlapMeter
@@ -91,8 +91,7 @@ class LayerState:
     ) -> None:
         layer = parts.layer
         self.parts, self.index, self.config, self.world, self.transport = parts, index, config, world, transport
-        mtp = "mtp " if getattr(layer, "is_mtp_layer", False) else ""  # which Megatron numbers from 1 again
-        self.name, self.group = f"{mtp}layer {layer.layer_number}", layer.ep_group
+        self.name, self.group = name_of_layer(layer), layer.ep_group
         self.stock_dispatcher, self.physical_dispatcher = layer.token_dispatcher, parts.physical_dispatcher
         self.rerouter = Rerouter(layer.token_dispatcher, world, label=self.name, timeout=config.timeout)
         captured = holds_preprocess(Settings(layer.config))
