@@ -80,6 +80,14 @@ class Placement:
         table[:, :per_rank] = np.arange(num_experts).reshape(num_ranks, per_rank)
         return cls(home=home, table=table)
 
+    def with_homes(self, order: np.ndarray) -> Placement:
+        """As many homes on each rank, without replicas: ``order`` [E] is the expert in each place, rank by rank."""
+        table, of_rank = np.full_like(self.table, EMPTY), order.reshape(self.num_ranks, -1)
+        table[:, : of_rank.shape[1]] = of_rank
+        home = np.empty_like(self.home)
+        home[of_rank] = np.arange(self.num_ranks)[:, None]
+        return Placement(home=home, table=table)
+
     def with_replicas(self, replicas: Iterable[tuple[int, int]]) -> Placement:
         """The same homes, and exactly these replicas.
 

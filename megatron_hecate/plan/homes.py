@@ -1,0 +1,288 @@
+"""Which rank is home to which expert, chosen anew every so many iterations: a permutation of every layer's homes.
+
+An assignment is the order of experts over *positions*: ``order[p]`` is the expert at position p, and position p belongs
+to one rank for ever. Replicas are planned for loads by position, ``load[order]``, by code that knows of no experts.
+
+Hot experts have replicas, so an expert is weighed by what it leaves on its home's rank and node while it has those that
+are planned for it now, and also without any. Pairs swap places, the best first, where that evens the weights out. All
+swaps, or the first few, are then judged by planning for other loads. Letters in shapes: L layers, E experts, T
+iterations, R ranks, K nodes, F kinds of weights.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from megatron_hecate.plan.cost import CopyCost
+from megatron_hecate.plan.maxflow import balance, compiled
+from megatron_hecate.plan.placement import Placement
+from megatron_hecate.plan.replicas import plan_replicas, problem_of
+from megatron_hecate.plan.search import SCATTERED, SLACK, Problem, plan_cost
+from megatron_hecate.plan.world import World
+
+JUDGED: int = 3  # iterations by whose loads swaps are judged
+LEAST: float = 0.02  # of what a layer costs, that its move must save: forecasts and model are no better
+FEWER: int = 4  # of a layer's swaps all are judged, the first of so many, of so many times so many, ...
+Kinds = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Moving:
+    """What moving a home costs, and when it pays.
+
+    Args:
+        expert_bytes: all that moves with an expert, from one rank: weights, main parameters, optimizer state.
+        token_seconds: of one token in one expert (`LayerShape.token_seconds`).
+        horizon: iterations that new homes are expected to last.
+        margin: times its cost that a move must save.
+        most_bytes: that a rank may send in one look.
+
+    Raises:
+        ValueError: for a value that is not above 0.
+    """
+
+    expert_bytes: float
+    token_seconds: float
+    horizon: int
+    margin: float = 2.0
+    most_bytes: float = math.inf
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"{name}={value} must be more than 0")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rehoming:
+    """Better homes.
+
+    Args:
+        order: [L, E] int64, the expert at each position.
+        num_bytes: that all ranks together send to get there.
+        seconds: that moving takes when all ranks send and receive at once and nothing is hidden.
+        saved: seconds of every iteration, by the cost model.
+    """
+
+    order: np.ndarray
+    num_bytes: float
+    seconds: float
+    saved: float
+
+
+class _Choice(NamedTuple):
+    """New ``order`` [E] of one layer, [4, R] experts that move (`_swapped`), tokens saved in every iteration."""
+
+    layer: int
+    order: np.ndarray
+    moves: np.ndarray
+    saved: float
+
+
+def better_homes(
+    load: np.ndarray, order: np.ndarray, homes: Placement, *, world: World, cost: CopyCost, moving: Moving
+) -> Rehoming | None:
+    """Choose homes for a stage's layers that save more than it costs to move there; ``None`` when nothing does.
+
+    The older half of the iterations chooses, the newer half judges: what does not last that long is no gain. The same
+    arguments give the same result on every rank.
+
+    Args:
+        load: [T, L, E] or [L, E] tokens per expert in past iterations, oldest first, summed over the group.
+        order: [L, E] int, the expert at each position now.
+        homes: ``home`` [E] is the rank of each position; free slots are for replicas.
+        world: nodes and links.
+        cost: of replicas, in an iteration.
+        moving: cost of moving, limits.
+
+    Raises:
+        ValueError: for shapes that do not fit, loads that are none, an order that is no permutation.
+    """
+    window = np.asarray(load, dtype=np.float64)
+    window = window[None] if window.ndim == 2 else window
+    fits = window.ndim == 3 and len(window) and window.shape[1:] == order.shape == (len(order), homes.num_experts)
+    fits = fits and (np.sort(order, axis=1) == np.arange(homes.num_experts)).all()
+    if not fits or world.num_ranks != homes.num_ranks or not (np.isfinite(window) & (window >= 0)).all():
+        raise ValueError(
+            f"load {np.shape(load)} must be finite and 0 or more, order {order.shape} must name each of "
+            f"{homes.num_experts} experts once in every layer, and {world.num_ranks} ranks be {homes.num_ranks}"
+        )
+    half, problem = len(window) // 2, problem_of(homes.homes_only, world, cost)
+    past, judged = (
+        window[: max(half, 1)].mean(axis=0),
+        np.unique(np.linspace(half, len(window) - 1, JUDGED).astype(int)),
+    )
+    # what is judged must win half of what it costs where all ranks, two by two, swap at the same time
+    each = moving.margin / world.num_ranks / moving.horizon / moving.token_seconds
+    near, far = (each * link.seconds(moving.expert_bytes) for link in (world.speeds.intra, world.speeds.inter))
+    limits = (near, far, moving.most_bytes / moving.expert_bytes)
+
+    def tokens(layer: int, now: np.ndarray) -> float:
+        """Mean over recent iterations, each with replicas that are planned for the one before it."""
+        plan, total, loads = homes.homes_only, 0.0, window[:, layer, now]
+        for t in judged:
+            plan = plan_replicas(loads[max(t - 1, 0)], homes, world, cost=cost, previous=plan)
+            total += _layer_tokens(loads[t], plan.table.copy(), problem)
+        return total / len(judged)
+
+    choices = []
+    for layer, now in enumerate(order.astype(np.int64)):
+        plan, before = plan_replicas(past[layer, now], homes, world, cost=cost), tokens(layer, now)
+        for placed in (plan, homes.homes_only)[: 2 if plan.num_replicas else 1]:
+            kinds = _weights(past[layer, now], placed.holders, problem)
+            pairs = _swaps(kinds, problem.home, world.node_index, limits)
+            while len(pairs):
+                new, moves = _swapped(now, pairs, problem.home, world)
+                if (saved := before - tokens(layer, new)) > LEAST * before:
+                    choices.append(_Choice(layer, new, moves, saved))
+                pairs = pairs[: len(pairs) // FEWER]
+    return _affordable(choices, order, world, moving)
+
+
+@compiled
+def _layer_tokens(load: np.ndarray, table: np.ndarray, problem: Problem) -> float:
+    """As `plan_cost`, but tokens also cross where their node has a holder that has no room for them."""
+    num_ranks, size, whole = len(table), np.diff(problem.begin), np.rint(load).astype(np.int64)
+    begin, rank, share, computed, _ = balance(whole, table, int(load.sum() / num_ranks / SLACK), False)
+    leaves, arrives, taken = np.zeros(len(size)), np.zeros(len(size)), np.zeros(len(size))
+    for e in range(len(load)):
+        taken[:] = 0
+        for c in range(begin[e], begin[e + 1]):
+            taken[problem.node[rank[c]]] += share[c]
+        more = taken - load[e] * size / num_ranks
+        arrives += np.maximum(more, 0)
+        leaves += np.maximum(-more, 0)
+    crossing = problem.crossing * (np.maximum(leaves, arrives) / size).max()
+    return max(computed) + crossing + plan_cost(load, problem, table)[1]
+
+
+def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:
+    """What experts leave on the rank and on the node of their home while ``holders`` [E, R] share their tokens.
+
+    Returns:
+        [E, F] weights in units of the fullest group's; [E, F] the group of the position, its rank or its node; [E, F] 1
+        over ranks in it; [F] tokens that the fullest group costs beyond an even distribution.
+    """
+    home, num_ranks, size = problem.home, len(problem.node), np.diff(problem.begin)
+    held = np.stack([holders[:, problem.node == k].sum(axis=1) for k in range(len(size))], axis=1)  # [E, K]
+    count, own = held.sum(axis=1), held[np.arange(len(home)), problem.node[home]]
+    crossing = load * (1 - ((held > 0) * size).sum(axis=1) / num_ranks)
+    sent = np.where(own > SCATTERED, 1, own - 1) if problem.scatters else count - 1
+
+    def exposed(copying: float) -> float:
+        hidden = min(copying * problem.out, problem.hidden) + min(copying * (1 - problem.out), problem.hidden)
+        return copying - (1 - problem.contention) * hidden
+
+    by_rank, by_node = (home, np.ones(len(home))), (problem.node[home], 1 / size[problem.node[home]])
+    kinds: list[tuple[np.ndarray, tuple[np.ndarray, np.ndarray], Callable[[float], float]]] = [
+        (load / count, by_rank, lambda tokens: tokens),
+        (crossing / count, by_node, lambda tokens: problem.crossing * tokens),
+        ((held > 0).sum(axis=1) - 1.0, by_node, lambda copies: exposed(problem.far * copies)),
+        (sent * 1.0, by_rank, lambda copies: exposed((problem.near if problem.scatters else problem.far) * copies)),
+    ]
+    fullest = [np.bincount(group, weights=values * part).max() for values, (group, part), _ in kinds]
+    prices = np.array(
+        [price(most) - price(v.sum() / num_ranks) for most, (v, _, price) in zip(fullest, kinds, strict=True)]
+    )
+    pays = prices > 0
+    columns = [(v / max(most, 1e-300), *by) for most, (v, by, _) in zip(fullest, kinds, strict=True)]
+    weights, groups, parts = (np.stack(column, axis=1)[:, pays] for column in zip(*columns, strict=True))
+    return weights, groups, parts, prices[pays]
+
+
+@compiled
+def _swaps(kinds: Kinds, home: np.ndarray, node: np.ndarray, limits: tuple[float, float, float]) -> np.ndarray:
+    """[S, 2] pairs of positions that swap experts, each in turn the best one for an expert of a fullest group.
+
+    The best lowers the sum of fourth powers most: it stands for the largest, and falls with each of several.
+    """
+    adds, group, part, price = kinds
+    (near, far, most), (num_experts, num_kinds) = limits, adds.shape
+    moved, total, held = np.zeros(len(node)), np.zeros((num_kinds, len(node))), np.empty(adds.shape)
+    full, pairs = np.empty(num_kinds, np.int64), np.empty((num_experts, 2), np.int64)
+    adds = adds.copy()
+    for p in range(num_experts):
+        for f in range(num_kinds):
+            total[f, group[p, f]] += adds[p, f] * part[p, f]
+    for step in range(num_experts):
+        for f in range(num_kinds):
+            full[f] = np.argmax(total[f])
+            for p in range(num_experts):
+                held[p, f] = total[f, group[p, f]]
+        best = 0.0
+        for p in range(num_experts):
+            if not (group[p] == full).any() or moved[home[p]] + 1 > most:
+                continue
+            for q in range(num_experts):
+                if home[p] == home[q] or moved[home[q]] + 1 > most:
+                    continue
+                gain = -near if node[home[p]] == node[home[q]] else -far
+                for f in range(num_kinds):
+                    if group[p, f] != group[q, f]:
+                        more, x, y = adds[q, f] - adds[p, f], held[p, f], held[q, f]
+                        v, w = x + more * part[p, f], y - more * part[q, f]
+                        x, y, v, w = x * x, y * y, v * v, w * w
+                        gain += price[f] * (x * x + y * y - v * v - w * w)
+                if gain > best:
+                    best, pairs[step, 0], pairs[step, 1] = gain, p, q
+        if best == 0:
+            return pairs[:step]
+        i, j = pairs[step]
+        for f in range(num_kinds):
+            more = adds[j, f] - adds[i, f]
+            total[f, group[i, f]] += more * part[i, f]
+            total[f, group[j, f]] -= more * part[j, f]
+            adds[i, f], adds[j, f] = adds[j, f], adds[i, f]
+        moved[home[i]] += 1
+        moved[home[j]] += 1
+    return pairs
+
+
+def _swapped(now: np.ndarray, pairs: np.ndarray, home: np.ndarray, world: World) -> tuple[np.ndarray, np.ndarray]:
+    """[E] the order after these swaps, in which experts that are on their rank again are where they were; [4, R]
+    experts that each rank sends and receives inside its node, and sends and receives across nodes."""
+    new, order, position = now.copy(), now.copy(), np.argsort(home, kind="stable")
+    for pair in pairs:
+        new[pair] = new[pair[::-1]]
+    came = (home[np.argsort(now)[new]] != home)[position]
+    left = (home[np.argsort(new)[now]] != home)[position]
+    order[position[left]] = new[position[came]]
+    origin, node = home[np.argsort(now)[order]], world.node_index
+    inside = node[origin] == node[home]
+    ways = [end[of] for of in ((origin != home) & inside, ~inside) for end in (origin, home)]
+    return order, np.array([np.bincount(way, minlength=world.num_ranks) for way in ways])
+
+
+def _seconds(moves: np.ndarray, world: World, expert_bytes: float) -> float:
+    """How long ``moves`` take when all ranks send and receive at once; a node's adapters are shared by its ranks."""
+    node, links = world.node_index, world.speeds
+    across = max((np.bincount(node, weights=way) / np.bincount(node)).max() for way in moves[2:])
+    return max(links.intra.seconds(moves[:2].max() * expert_bytes), links.inter.seconds(across * expert_bytes))
+
+
+def _affordable(choices: list[_Choice], order: np.ndarray, world: World, moving: Moving) -> Rehoming | None:
+    """Of each layer at most one choice, those first that save most for what they move, as far as the limits allow."""
+    size, best, most = moving.expert_bytes, None, 0.0
+    taken: dict[int, tuple[float, _Choice]] = {}
+
+    def gain(*some: _Choice) -> float:
+        seconds = _seconds(np.sum([c.moves for c in some], axis=0), world, size)
+        return moving.horizon * moving.token_seconds * sum(c.saved for c in some) - moving.margin * seconds
+
+    pays = [(gain(choice), choice) for choice in choices]
+    for own, choice in sorted(pays, key=lambda pair: -pair[0] / pair[1].moves[::2].sum()):
+        chosen = [c for layer, (_, c) in taken.items() if layer != choice.layer] + [choice]
+        moves = np.sum([c.moves for c in chosen], axis=0)
+        if own <= taken.get(choice.layer, (-math.inf,))[0] or moves[::2].sum(axis=0).max() * size > moving.most_bytes:
+            continue
+        taken[choice.layer] = own, choice
+        if (now := gain(*chosen)) > most:
+            new, saved = order.astype(np.int64), sum(c.saved for c in chosen) * moving.token_seconds
+            new[[c.layer for c in chosen]] = [c.order for c in chosen]
+            best, most = Rehoming(new, float(moves[::2].sum() * size), _seconds(moves, world, size), saved), now
+    return best
