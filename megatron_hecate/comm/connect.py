@@ -72,7 +72,7 @@ class Connection:
         Args:
             replica_bytes: of the ranks that have replicas: their buffers, and what the transport needs beside.
         """
-        if self.name != NVLink.name or _on_gpus():
+        if self.name != NVLink.name or on_gpus():
             return []
         needed: Counter[str] = Counter()
         free: dict[str, int] = {}
@@ -132,14 +132,14 @@ def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout
     return Connection(name, why, nodes, transports, machines, slower, exposed)
 
 
-def _on_gpus() -> bool:
+def on_gpus() -> bool:
     """Whether this job trains on GPUs."""
     return "nccl" in str(dist.get_backend_config())
 
 
 def device_of_rank() -> torch.device:
     """Where this rank trains."""
-    return torch.device("cuda", torch.cuda.current_device()) if _on_gpus() else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpus() else torch.device("cpu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +198,7 @@ class _Site:
             unable=unable,
             slower=slower,
             shared_memory=Peers.free_bytes(),
-            one_queue=_on_gpus() and has_one_queue(),
+            one_queue=on_gpus() and has_one_queue(),
         )
 
 
@@ -281,7 +281,7 @@ def _make_transports(name: str, parts: Mapping[Group, Any], *, timeout: float) -
             circle.
         timeout: seconds per wait.
     """
-    make, made = functools.partial(new_group, timeout=timeout, on_gpus=_on_gpus()), dict[Group, Transport]()
+    make, made = functools.partial(new_group, timeout=timeout, on_gpus=on_gpus()), dict[Group, Transport]()
     for group, part in parts.items():
         everyone = make(group, part["made"], description="fssdp transfers")
         if name != NVLink.name:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from megatron_hecate.comm.question import Question, Verdict
 from megatron_hecate.comm.transfer import wait_collective
 
 
@@ -51,6 +52,42 @@ def new_group(
             ) from error
     _connect(group, "cuda" if on_gpus else "cpu", label=description, timeout=timeout)
     return group
+
+
+def connected_group(groups: Sequence[Sequence[int]], *, timeout: float, on_gpus: bool) -> dist.ProcessGroup | None:
+    """A process group of all ranks that are connected by ``groups``: those this rank is in, any ranks of the job that
+    share one. All ranks of the job call it; without groups a rank gets none.
+
+    Raises:
+        TimeoutError: naming the ranks that did not come in time.
+        RuntimeError: as `new_group`.
+    """
+
+    def judge(told: list[tuple[int, list[list[int]]]]) -> Verdict:
+        above = list(range(len(told)))  # of each rank, a lower one that it is connected with, or itself
+
+        def lowest(rank: int) -> int:
+            while above[rank] != rank:
+                above[rank] = rank = above[above[rank]]
+            return rank
+
+        for first, *others in (ranks for _, of_rank in told for ranks in of_rank):
+            for other in others:
+                low, high = sorted((lowest(first), lowest(other)))
+                above[high] = low
+        members: dict[int, list[int]] = {}
+        for rank in range(len(told)):
+            members.setdefault(lowest(rank), []).append(rank)
+        made = {low: max(told[rank][0] for rank in ranks) for low, ranks in members.items()}
+        named = {str(of_rank[0][0]): lowest(rank) for rank, (_, of_rank) in enumerate(told) if of_rank}
+        return Verdict(None, {name: [members[low], made[low]] for name, low in named.items()})
+
+    names = [str(groups[0][0])] if groups else []  # the same for all ranks of that group
+    heard = Question.next(timeout=timeout).ask([len(_world.pg_names), list(map(list, groups))], judge, groups=names)
+    if not groups:
+        return None
+    ranks, most = heard.groups[names[0]]
+    return new_group(ranks, most, description="fssdp homes", timeout=timeout, on_gpus=on_gpus)
 
 
 def _connect(group: dist.ProcessGroup, device: str, *, label: str, timeout: float) -> None:

@@ -1,0 +1,41 @@
+"""What is compiled when FSSDP is switched on: ranks that cannot would leave others waiting in the first forward."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import torch.distributed as dist
+
+from megatron_hecate.comm.connect import device_of_rank
+from megatron_hecate.device.launch import Kernels
+from megatron_hecate.plan import compile_planner
+
+QUIET: float = 3.0  # seconds of compiling after which rank 0 says what takes so long
+
+
+def compile_all() -> list[str]:
+    """Compile the planner and the kernels; what went wrong comes back as lines of text."""
+    return _compile_planner() + _compile_kernels()
+
+
+def _compile_planner() -> list[str]:
+    said = threading.Timer(QUIET, print, ["FSSDP: compiling the planner, some 20 seconds, once per machine"])
+    try:
+        if dist.get_rank() == 0:
+            said.start()
+        compile_planner()
+    except Exception as error:  # every rank must hear of it, whatever it is
+        return [f"planning cannot be compiled: {type(error).__name__}: {error}"]
+    finally:
+        said.cancel()
+    return []
+
+
+def _compile_kernels() -> list[str]:
+    """The first forward needs them: a rank without them would leave the others waiting there."""
+    try:
+        Kernels(device_of_rank())
+    except Exception as error:  # every rank must hear of it, whatever it is
+        return [f"{socket.gethostname()}: the kernels cannot be compiled: {error or type(error).__name__}"]
+    return []

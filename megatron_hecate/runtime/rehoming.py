@@ -1,0 +1,142 @@
+"""When homes move, and where to: at every so many iterations better ones are looked for.
+
+One rank of the group decides (`plan.homes`), from the loads of all that share gradients, and tells the others.
+Before the model is saved or loaded all homes go back to where Megatron built them, so that a checkpoint knows nothing
+of this; the next iteration moves them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_hecate.comm.connect import device_of_rank
+from megatron_hecate.comm.overlap import OverlapMeter
+from megatron_hecate.comm.transfer import wait_collective
+from megatron_hecate.plan.homes import Moving, better_homes
+from megatron_hecate.runtime.forecast import LoadHistory
+from megatron_hecate.runtime.homes import Homes, Order
+from megatron_hecate.runtime.layer_state import LayerState
+
+LOOKED_AT: int = 16  # iterations of those since the last look
+MOST_BYTES: float = 2e9  # that a rank sends after one look
+
+
+class Rehoming:
+    """Looks for better homes, and has them in use.
+
+    Args:
+        homes: of the model's layers.
+        states: of these.
+        group: as in `Homes`.
+        history: of the loads of this rank's expert-parallel group.
+        weights_changed: what replicas hold is out of date: tells the model's `IterationTracker`.
+    """
+
+    def __init__(
+        self,
+        homes: Homes,
+        states: Sequence[LayerState],
+        group: dist.ProcessGroup,
+        *,
+        history: LoadHistory,
+        weights_changed: Callable[[], None],
+    ) -> None:
+        self.homes, self._states, self._group, self._history = homes, states, group, history
+        self._weights_changed = weights_changed
+        self._window: list[np.ndarray] = []  # [L, E] of each iteration since the last look
+        self._last: np.ndarray | None = None
+        self._wanted: list[Order] | None = None  # where homes shall be, if they are elsewhere
+        self._changed = False  # since ranks compared them
+
+    def begin_iteration(self, iteration: int, microbatches: int, meter: OverlapMeter) -> None:
+        """Before the first forward: look, if it is time, and move. All ranks of the group call it at the same point.
+
+        Args:
+            iteration: for what is printed.
+            microbatches: in an iteration.
+            meter: what is known of copies.
+
+        Raises:
+            As `Homes.check` and `Homes.move`.
+        """
+        try:
+            self._begin_iteration(iteration, microbatches, meter)
+        except BaseException:
+            self._weights_changed()  # a loop that catches this begins anew
+            raise
+
+    def _begin_iteration(self, iteration: int, microbatches: int, meter: OverlapMeter) -> None:
+        if self._changed:
+            self.homes.check()
+            self._changed = False
+        if self._history.last is not None and self._history.last is not self._last:
+            self._last = self._history.last
+            self._window.append(self._last)
+        if len(self._window) >= self._states[0].config.rehome and self.homes.has_state:
+            self._wanted = self._look(iteration, microbatches, meter) or self._wanted
+            self._window.clear()
+        if self._wanted is not None:
+            self._changed = True
+            self.homes.move(self._wanted)
+            self._wanted = None
+
+    def restore(self) -> None:
+        """Have all homes where Megatron built them, until the next iteration begins. All ranks call it; where no homes
+        moved nothing happens."""
+        if self.homes.are_moved:
+            wanted = self._wanted or self.homes.now
+            self.homes.move(self.homes.built)
+            self._wanted = wanted
+            self._weights_changed()
+
+    def refuse_if_moved(self, *_: Any) -> None:
+        """Raises RuntimeError where weights would be read or written as if homes were where Megatron built them."""
+        if self.homes.are_moved:
+            raise RuntimeError(
+                "FSSDP has moved homes of experts: in this state_dict experts would have each other's names; call "
+                "megatron_hecate.restore_homes(model) on all ranks first"
+            )
+
+    def _look(self, iteration: int, microbatches: int, meter: OverlapMeter) -> list[Order] | None:
+        """Better homes, if some pay."""
+        timeout, first = self._states[0].config.timeout, self._states[0]
+        every = np.unique(np.linspace(0, len(self._window) - 1, LOOKED_AT).astype(np.int64))
+        load = torch.from_numpy(np.stack([self._window[i] for i in every]).astype(np.int64)).to(device_of_rank())
+        work = dist.all_reduce(load, group=self._group, async_op=True)
+        wait_collective(work, load, self._group, what="summing loads", label="homes", timeout=timeout)
+        on_ranks = self.homes.state_of(first)
+        order = np.stack(self.homes.now)
+        found = torch.tensor(order, device=load.device)  # a copy
+        if self._group.rank() == 0:
+            moving = Moving(
+                expert_bytes=on_ranks.expert_bytes,
+                token_seconds=first.shape(microbatches).token_seconds(first.world),
+                horizon=first.config.rehome,
+                most_bytes=MOST_BYTES,
+            )
+            better = better_homes(
+                load.cpu().numpy() // first.group.size(),
+                order,
+                first.parts.homes_only,
+                world=first.world,
+                cost=first.copy_cost(microbatches, meter),
+                moving=moving,
+            )
+            if better is not None:
+                found.copy_(torch.from_numpy(better.order))
+                changed = better.order != order
+                print(
+                    f"FSSDP: iteration {iteration}: {changed.sum()} experts of {changed.any(axis=1).sum()} layers move "
+                    f"to better homes, {better.num_bytes / 2**20:.0f} MiB; it saves {1e3 * better.saved:.2f} ms of an "
+                    "iteration by the cost model",
+                    flush=True,
+                )
+        work = dist.broadcast(found, group=self._group, group_src=0, async_op=True)
+        wait_collective(work, found, self._group, what="telling better homes", label="homes", timeout=timeout)
+        told = found.cpu().numpy()
+        return list(told) if not np.array_equal(told, order) else None

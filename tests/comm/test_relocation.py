@@ -1,0 +1,82 @@
+"""Elements that change ranks. Oracle: a table of who keeps what, element by element; and all values in one place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ranks import ranks
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("hundred", range(4))
+def test_pieces_are_the_wanted_elements_each_from_a_rank_that_keeps_it(hundred: int) -> None:
+    for seed in range(100 * hundred, 100 * hundred + 100):
+        _check_pieces(seed)
+
+
+def _check_pieces(seed: int) -> None:
+    """Random shards, which may lie over one another: of a tensor cut once (the distributed optimizer's), and of whole
+    ones and parts at random."""
+    from megatron_hecate.comm.relocation import Shard, pieces
+
+    rng = np.random.default_rng(seed)
+    size, num_ranks = int(rng.integers(1, 40)), int(rng.integers(1, 6))
+    bounds = np.sort(rng.integers(0, size + 1, num_ranks - 1)).tolist()
+    kept = [Shard(r, b, e) for r, (b, e) in enumerate(zip([0, *bounds], [*bounds, size], strict=True)) if b < e]
+    for _ in range(int(rng.integers(0, 3))):
+        begin, end = sorted(rng.integers(0, size + 1, 2).tolist())
+        others = set(range(num_ranks)) - {shard.rank for shard in kept}  # a rank keeps one stretch
+        if begin < end and others:
+            kept.append(Shard(min(others), begin, end))
+    begin, end = sorted(rng.integers(0, size + 1, 2).tolist())
+    wanted = Shard(int(rng.integers(num_ranks)), begin, end)
+    found = pieces(kept, wanted)
+    source_of = [piece.rank for piece in found for _ in range(piece.begin, piece.end)]
+    expected = []
+    for element in range(begin, end):
+        keeping = {shard.rank for shard in kept if shard.begin <= element < shard.end}
+        expected.append(wanted.rank if wanted.rank in keeping else min(keeping))
+    assert [e for piece in found for e in range(piece.begin, piece.end)] == list(range(begin, end))
+    own = [a == wanted.rank for a in expected]
+    assert [a == wanted.rank for a in source_of] == own, "what it keeps itself does not travel"
+    for element, source in zip(range(begin, end), source_of, strict=True):
+        assert any(s.rank == source and s.begin <= element < s.end for s in kept)
+
+
+@pytest.mark.fast
+def test_an_element_that_nobody_keeps_is_named() -> None:
+    from megatron_hecate.comm.relocation import Shard, pieces
+
+    with pytest.raises(ValueError, match=r"element 3 of Shard\(rank=0, begin=0, end=5\) is on none of"):
+        pieces([Shard(0, 0, 3), Shard(1, 4, 9)], Shard(0, 0, 5))
+
+
+@ranks(4)
+def test_values_of_all_types_arrive_before_any_is_written() -> None:
+    """Each rank sends to some of the others tensors of odd sizes, empty ones among them, out of the middle of others;
+    two tensors take what comes. Nothing changes before `write`."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron_hecate.comm.relocation import Relocation
+
+    rng, own = np.random.default_rng(0), dist.get_rank()
+    dtypes = (torch.float32, torch.bfloat16, torch.int16, torch.uint8, torch.float64)
+    relocation = Relocation(dist.group.WORLD, torch.device("cpu"), label="test", timeout=30)
+    received = []
+    for number in range(60):
+        source, target, size = (int(n) for n in rng.integers(0, (4, 4, 9)))
+        if source == 3 or target == 2:
+            continue  # a rank that sends nothing, and one that receives nothing
+        values = torch.from_numpy(rng.integers(0, 100, size + 3)).to(dtypes[number % 5])[1 : size + 1]
+        if source == own:
+            relocation.send(target, values)
+        if target == own:
+            into = [torch.full_like(values, 101) for _ in range(1 + number % 2)]
+            relocation.receive(source, into)
+            received.append((into, values))
+    relocation.exchange()
+    assert all((tensor == 101).all() for into, _ in received for tensor in into)
+    relocation.write()
+    assert bool(received) == (own != 2) == bool(relocation.received_bytes)
+    assert all(torch.equal(tensor, values) for into, values in received for tensor in into)
