@@ -21,11 +21,12 @@ Importing this package touches neither Megatron nor CUDA.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from megatron_hecate.config import HecateConfig
 
 __version__ = "0.1.0"
-__all__ = ["HecateConfig", "fssdp"]
+__all__ = ["HecateConfig", "fssdp", "restore_homes"]
 
 
 def fssdp(config: HecateConfig | None = None) -> Callable[[list], list]:
@@ -33,3 +34,14 @@ def fssdp(config: HecateConfig | None = None) -> Callable[[list], list]:
     from megatron_hecate import convert  # imports Megatron
 
     return convert.fssdp(config or HecateConfig())
+
+
+def restore_homes(model: Any) -> None:
+    """Have the experts of a model (a chunk, or a list of chunks, wrapped or not) where Megatron built them, until the
+    next iteration begins. All ranks call it before they read or write weights in ways that FSSDP does not know; saving
+    and loading checkpoints, and Bridge's conversions, call it themselves. It does nothing where no home has moved."""
+    for module in (module for chunk in (model if isinstance(model, list) else [model]) for module in chunk.modules()):
+        if hasattr(module, "fssdp"):
+            if module.prefetcher.rehoming is not None:
+                module.prefetcher.rehoming.restore()
+            return

@@ -13,25 +13,25 @@ recipe's settings in one function: it is wrapped, because only then it is known 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import functools
 import re
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-import torch.distributed as dist
+from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.model_provider import ModelProviderMixin
 from megatron.bridge.training import callbacks, pretrain
-from megatron.core import parallel_state
 from megatron.training.models.base import ModelConfig
 from torch.nn import Module
 
-from megatron_hecate import HecateConfig, fssdp
+from megatron_hecate import HecateConfig, fssdp, restore_homes
 from megatron_hecate import enable as launcher
 from megatron_hecate.adapter import compat, unsupported
+from megatron_hecate.adapter.training_globals import log_scalars
 from megatron_hecate.comm.agreement import refuse
-from megatron_hecate.runtime.recorder import StageRecorder
+from megatron_hecate.runtime.recorder import PATIENCE, JobMetrics, StageRecorder
 from megatron_hecate.tools.metrics import summarize
 
 NAMES = HecateConfig().as_arguments()
@@ -57,73 +57,59 @@ def enable(config: Any, **settings: Any) -> None:
 class Metrics(callbacks.Callback):
     """Log the metrics of docs/observe.md to the loggers a recipe uses: TensorBoard, Weights & Biases, MLflow, Comet.
 
-    They are of the expert-parallel groups of Bridge's logging rank, the last one, on all pipeline stages: stages
-    exchange theirs by a small collective. It happens every ``logger.tensorboard_log_interval`` iterations; each layer
-    is logged with the model's ``moe_per_layer_logging``.
+    They are of the expert-parallel groups of Bridge's logging rank, the last one, on all pipeline stages, every
+    ``logger.tensorboard_log_interval`` iterations. They are logged when they have arrived from all stages: one or a few
+    iterations later, as of the iteration they belong to. Each layer is logged with the model's
+    ``moe_per_layer_logging``.
     """
+
+    def __init__(self) -> None:
+        self._arrived: deque[tuple] = deque()  # from a thread; MLflow would not know which run that logs to
+
+    def on_train_start(self, context: callbacks.CallbackContext) -> None:
+        if (metrics := JobMetrics.newest) is not None:
+            metrics.log = lambda *step, ended: self._arrived.append(step)
+            metrics.interval = context.state.cfg.logger.tensorboard_log_interval
 
     def on_train_step_start(self, context: callbacks.CallbackContext) -> None:
         if (recorder := _recorder(context.model)) is not None:
             recorder.running = context.state.train_state.step  # finished so far, which nobody else tells
 
     def on_train_step_end(self, context: callbacks.CallbackContext) -> None:
-        state = context.state
-        if (settings := _settings(state.cfg)) is None:
-            return
-        step = state.train_state.step + (not settings.observe)  # Bridge counts after callbacks, and that is known then
-        if step and step % state.cfg.logger.tensorboard_log_interval == 0 and (values := _metrics(context.model, step)):
-            if state.tensorboard_logger:
-                for name, value in values.items():
-                    state.tensorboard_logger.add_scalar(name, value, step)
-            if state.wandb_logger:
-                state.wandb_logger.log(values, step)
+        state, model = context.state, context.model[0]
+        per_layer = bool(getattr(getattr(model, "config", None), "moe_per_layer_logging", False))
+        while self._arrived:
+            step, layers, of_layers = self._arrived.popleft()
+            values = summarize(layers, of_layers, per_layer=per_layer)
+            log_scalars(values, step, board=state.tensorboard_logger, wandb=state.wandb_logger)
             for logger in filter(None, (state.mlflow_logger, state.comet_logger)):
                 logger.log_metrics(values, step=step)
+
+    def on_train_end(self, context: callbacks.CallbackContext) -> None:
+        if (recorder := _recorder(context.model)) is not None:
+            recorder.close()
+        if (metrics := JobMetrics.newest) is not None:
+            metrics.stop(PATIENCE)
+        self.on_train_step_end(context)
 
 
 def _recorder(chunks: list[Module]) -> StageRecorder | None:
     """Of this rank's stage, if it has MoE layers."""
     for module in (module for chunk in chunks for module in chunk.modules()):
         if hasattr(module, "fssdp"):
-            module.prefetcher.monitor.collect()
             return module.prefetcher.monitor.recorder.stage
         if hasattr(module, "observer"):
             return module.observer.stage
     return None
 
 
-def _metrics(chunks: list[Module], step: int) -> dict[str, float]:
-    """Of all layers of this rank's pipeline, by the names they are logged under; nothing where a stage is not ready."""
-    recorder = _recorder(chunks)
-    mine: Any = None
-    if recorder is not None:
-        known, values = recorder.newest or (0, dict)
-        mine = (recorder.info.layers, values()) if known == step else ()
-    stages = [mine]
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        stages *= parallel_state.get_pipeline_model_parallel_world_size()
-        dist.all_gather_object(stages, mine, group=parallel_state.get_pipeline_model_parallel_group())
-    found = [stage for stage in stages if stage is not None]
-    if not found or () in found:
-        return {}
-    names = [name for name in found[0][1] if all(name in values for _, values in found)]
-    joined = {name: np.concatenate([values[name] for _, values in found]) for name in names}
-    per_layer = bool(getattr(getattr(chunks[0], "config", None), "moe_per_layer_logging", False))
-    return summarize([layer for layers, _ in found for layer in layers], joined, per_layer=per_layer)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Hook:
+def _hook(config: Any, chunks: list[Module]) -> list[Module]:
     """Runs when the model is built, also where a script goes round `pretrain`."""
-
-    config: Any
-
-    def __call__(self, chunks: list[Module]) -> list[Module]:
-        settings = _settings(self.config)
-        if settings is None:  # an override has switched it off
-            return chunks
-        _check(self.config, settings)
-        return fssdp(settings)(chunks)
+    settings = _settings(config)
+    if settings is None:  # an override has switched it off
+        return chunks
+    _check(config, settings)
+    return fssdp(settings)(chunks)
 
 
 def _ask(config: Any, asked: dict[str, Any]) -> None:
@@ -148,8 +134,8 @@ def _register(config: Any) -> None:
         hooks, register = model.pre_wrap_hooks, model.pre_wrap_hooks.append
     else:
         hooks, register = getattr(model, "_pre_wrap_hooks", ()), model.register_pre_wrap_hook
-    if not any(isinstance(hook, _Hook) for hook in hooks):
-        register(_Hook(config))
+    if not any(getattr(hook, "func", None) is _hook for hook in hooks):
+        register(functools.partial(_hook, config))
 
 
 def _check(config: Any, settings: HecateConfig) -> None:
@@ -157,8 +143,8 @@ def _check(config: Any, settings: HecateConfig) -> None:
     if settings.observe:
         return
     parts = (config.model, getattr(config.model, "transformer", None), config.ddp, config.dist)
-    late = {"moe_fssdp_late_replicas": settings.late_replicas}
-    problems = unsupported.find(*parts, config, late, slots=settings.slots)
+    parts += (config.checkpoint, config.optimizer, config, settings.as_arguments())
+    problems = unsupported.find(*parts, slots=settings.slots)
     if isinstance(config.model, ModelConfig):  # which keeps what is not its own one level deeper
 
         def deeper(override: re.Match) -> str:
@@ -180,6 +166,16 @@ def _with_fssdp(runtime_config_update: Callable) -> Callable:
     return update
 
 
+def _where_megatron_built_them(convert: Callable) -> Callable:
+    def conversion(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Module) or (isinstance(value, list) and value and isinstance(value[0], Module)):
+                restore_homes(value)
+        return convert(*args, **kwargs)
+
+    return conversion
+
+
 def _find_lost_overrides(model: Any) -> None:
     """Bridge drops overrides of names that it does not know, and only warns."""
     for argument in sys.argv[1:]:
@@ -198,3 +194,5 @@ for _name, _value in {**NAMES, "moe_fssdp": False}.items():  # Bridge applies ov
     for _class in (ModelProviderMixin, ModelConfig):
         setattr(_class, _name, _value)
 launcher.wrap(pretrain, "runtime_config_update", _with_fssdp)
+for _name in compat.BRIDGE_CONVERSIONS:
+    launcher.wrap(MegatronModelBridge, _name, _where_megatron_built_them)

@@ -61,6 +61,11 @@ class HecateConfig:
         "Iterations A-B, counted as in Megatron's log, of which every rank records what it does and when, into the "
         "folder of the run; python -m megatron_hecate --report FOLDER puts all ranks on one timeline.",
     )
+    rehome: int = _flag(
+        0,
+        "Iterations between two looks for better homes of experts, which then move with their optimizer state, where "
+        "that pays before the next look; 0 leaves them where Megatron built them.",
+    )
     timeout: float = _flag(600.0, "Seconds before a wait for another rank becomes an error, or a line, that names it.")
     observe: bool = _flag(
         False,
@@ -74,11 +79,11 @@ class HecateConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, optional in (("slots", False), ("overlap_degree", True), ("late_replicas", False)):
+        for name, optional in (("slots", False), ("overlap_degree", True), ("late_replicas", False), ("rehome", False)):
             value = getattr(self, name)
             if type(value) is not int and not (optional and value is None):
                 raise ValueError(f"{name}={value!r} must be a whole number{' or None' if optional else ''}")
-        for name in ("slots", "late_replicas"):
+        for name in ("slots", "late_replicas", "rehome"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be 0 or more")
         if self.late_replicas and not self.slots:
@@ -94,6 +99,8 @@ class HecateConfig:
             raise ValueError(f"observe={self.observe!r} must be True or False")
         if self.traced and self.observe:
             raise ValueError(f"trace={self.trace!r} shows what FSSDP does, which observe=True leaves off")
+        if self.rehome and self.observe:
+            raise ValueError(f"rehome={self.rehome} moves experts, which observe=True leaves where they are")
         for name in ("lifetime", "transport"):
             value = getattr(self, name)
             known = typing.get_args(typing.get_type_hints(type(self))[name])

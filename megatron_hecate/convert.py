@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import get_expert_data_parallel_group, get_expert_data_parallel_rank
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 
@@ -19,21 +18,24 @@ from megatron_hecate.adapter import compat, owners, training_state, unsupported
 from megatron_hecate.adapter.experts import FSSDPExperts
 from megatron_hecate.adapter.graph_parts import captured_parts
 from megatron_hecate.comm.agreement import Note
-from megatron_hecate.comm.connect import Connection, connect, device_of_rank
+from megatron_hecate.comm.connect import Connection, connect, device_of_rank, on_gpus
+from megatron_hecate.comm.groups import connected_group
 from megatron_hecate.config import AUTO, HecateConfig
-from megatron_hecate.device.launch import Kernels
 from megatron_hecate.layer import FSSDPLayer, GraphedBlock
 from megatron_hecate.observe import has_run, note_run, observe, read_speeds
-from megatron_hecate.plan import H100, Speeds, World, compile_planner
+from megatron_hecate.plan import H100, Speeds, World
 from megatron_hecate.replicas import memory_estimate
 from megatron_hecate.replicas.memory_estimate import JobMemory, RankMemory
 from megatron_hecate.runtime import progress, tracing
+from megatron_hecate.runtime.compiling import compile_all
+from megatron_hecate.runtime.homes import Homes
 from megatron_hecate.runtime.layer_recorder import LayerRecorder
 from megatron_hecate.runtime.layer_state import LayerParts, LayerState
 from megatron_hecate.runtime.prefetch import Prefetcher
+from megatron_hecate.runtime.recorder import JobMetrics
+from megatron_hecate.runtime.rehoming import Rehoming
 
 Chunks = list[Module]
-QUIET: float = 3.0  # seconds of compiling after which rank 0 says what takes so long
 
 
 def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
@@ -49,7 +51,7 @@ def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
     return _Hook(config)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)  # Bridge copies what is in a model's configuration, and sets attributes
 class _Hook:
     """What `fssdp` returns: an object, not a closure, so that it can be pickled and compared."""
 
@@ -88,8 +90,15 @@ class _Hook:
         resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
         progress.watch(groups, timeout=config.timeout)
         listeners = tracing.listeners(config)  # on every rank
+        everyone = None
+        if config.rehome:
+            replicas = [dist.get_process_group_ranks(get_expert_data_parallel_group())] if parts else []
+            everyone = connected_group([*groups, *replicas], timeout=config.timeout, on_gpus=on_gpus())
         if parts:
-            _attach(model, [_state(i, p, resolved, connection, speeds) for i, p in enumerate(parts)], listeners)
+            states = [_state(i, p, resolved, connection, speeds) for i, p in enumerate(parts)]
+            _attach(model, states, listeners, everyone)
+        else:
+            JobMetrics(())
         note_run(chunks, observing=False)
         if dist.get_rank() == 0:
             _say_on(notes, resolved, speeds, connection)
@@ -121,12 +130,12 @@ def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts],
     """Build all that conversion needs without touching the layers; what is wrong comes back as lines of text."""
     problems = compat.broken_assumptions()
     if not problems:
-        around = (owners.of_model(model.chunks), owners.of_job(), {"moe_fssdp_late_replicas": config.late_replicas})
+        around = (owners.of_model(model.chunks), owners.of_job(), config.as_arguments())
         configs = {id(layer.config): layer.config for layer in model.layers}.values()
         found = (unsupported.find(layer_config, *around, slots=config.slots) for layer_config in configs)
         problems = list(dict.fromkeys(problem for of_config in found for problem in of_config))
     if not problems:
-        problems = _compile_planner() + _compile_kernels()
+        problems = compile_all()
     if problems:
         return [], problems
     parts: list[LayerParts] = []
@@ -138,29 +147,11 @@ def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts],
             problems.append(f"layer {layer.layer_number}: {error}")
         except Exception as error:  # every rank must hear of it, whatever it is
             problems.append(f"layer {layer.layer_number}: {type(error).__name__}: {error}")
+    if config.rehome and len(experts := {part.homes_only.num_experts for part in parts}) > 1:
+        problems.append(
+            f"rehome={config.rehome} with layers of {sorted(experts)} experts: homes move in equal layers only"
+        )
     return parts, problems
-
-
-def _compile_planner() -> list[str]:
-    said = threading.Timer(QUIET, print, ["FSSDP: compiling the planner, some 20 seconds, once per machine"])
-    try:
-        if dist.get_rank() == 0:
-            said.start()
-        compile_planner()
-    except Exception as error:  # every rank must hear of it, whatever it is
-        return [f"planning cannot be compiled: {type(error).__name__}: {error}"]
-    finally:
-        said.cancel()
-    return []
-
-
-def _compile_kernels() -> list[str]:
-    """The first forward needs them: a rank without them would leave the others waiting there."""
-    try:
-        Kernels(device_of_rank())
-    except Exception as error:  # every rank must hear of it, whatever it is
-        return [f"{socket.gethostname()}: the kernels cannot be compiled: {error or type(error).__name__}"]
-    return []
 
 
 def _summary(parts: list[LayerParts], config: HecateConfig) -> str:
@@ -232,21 +223,36 @@ def _state(index: int, parts: LayerParts, config: HecateConfig, connection: Conn
     return LayerState(parts, index, config, world=world, transport=connection.transports[parts.ranks])
 
 
-def _attach(model: _Model, states: list[LayerState], listeners: list[Callable[[], None]]) -> None:
-    """Turn all layers at once; an exception undoes what was done."""
+def _attach(
+    model: _Model,
+    states: list[LayerState],
+    listeners: list[Callable[[], None]],
+    everyone: dist.ProcessGroup | None,
+) -> None:
+    """Turn all layers at once; an exception undoes what was done. ``everyone``: the group in which homes move."""
     prefetcher = Prefetcher(states, model.chunk_of)
     prefetcher.tracker.listeners += listeners
-    monitor = prefetcher.monitor
-    monitor.recorder = LayerRecorder(states, prefetcher.meter, collect=monitor.collect_ready)
+    if everyone is not None:
+        tracker, own = prefetcher.tracker, get_expert_data_parallel_rank()
+        homes = Homes(states, everyone, replica=own, optimizers=tracker.optimizers)
+        changes = dict(history=prefetcher.monitor.history, weights_changed=tracker.weights_changed)
+        prefetcher.rehoming = Rehoming(homes, states, everyone, **changes)
+    rehoming, monitor = prefetcher.rehoming, prefetcher.monitor
+    known = dict(chunk_of=model.chunk_of, collect=monitor.collect_ready)
+    monitor.recorder = LayerRecorder(states, prefetcher.meter, **known)
     block_of = {id(m.mlp): m for chunk in model.chunks for m in chunk.modules() if _is_block(m)}
     with contextlib.ExitStack() as undo:
         for layer, state in zip(model.layers, states, strict=True):
             experts = layer.experts
             _assign(undo, layer, fssdp=state, prefetcher=prefetcher, __class__=_subclass(FSSDPLayer, type(layer)))
             own = dict(physical=state.parts.experts, replicas=None, joined_homes=None, unsettled=None, num_tokens=0)
+            own |= dict(restore_homes=None if rehoming is None else rehoming.restore)
             _assign(undo, experts, **own, __class__=_subclass(FSSDPExperts, type(experts)))
             changed = experts.register_load_state_dict_post_hook(lambda *_: prefetcher.tracker.weights_changed())
             undo.callback(changed.remove)
+            if rehoming is not None:
+                undo.callback(experts.register_state_dict_pre_hook(rehoming.refuse_if_moved).remove)
+                undo.callback(experts.register_load_state_dict_pre_hook(rehoming.refuse_if_moved).remove)
             if (block := block_of.get(id(layer))) is not None:
                 if captured_parts(unsupported.Settings(layer.config)):
                     _assign(undo, block, __class__=_subclass(GraphedBlock, type(block)))

@@ -92,12 +92,11 @@ class FSSDPLayer:
         state = self.fssdp
         self.begin()  # a recomputation of Megatron's own graphs begins here
         state.begun = False
-        here.reach(state.name)
         if self.purpose is Forward.MICROBATCH:
             self.prefetcher.observe(state.index, self.token_dispatcher.expert_loads)
             self.prefetcher.forwarded(state.index, self.experts.replicas)
         with trace.span("dispatch", state.name):
-            return super().dispatch(*args, **kwargs)
+            return here.through(state.name, super().dispatch, *args, **kwargs)
 
     def routed_experts_compute(self, *args: Any, **kwargs: Any) -> Any:
         with trace.span("experts", self.fssdp.name):
@@ -109,7 +108,7 @@ class FSSDPLayer:
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:
         with trace.span("combine", self.fssdp.name):
-            return super().combine(*args, **kwargs)
+            return here.through(self.fssdp.name, super().combine, *args, **kwargs)
 
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
         """Megatron's combined schedule calls it for the routed experts, and after the attention's backward for shared

@@ -14,22 +14,29 @@ import sys
 import time
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from megatron_hecate.adapter.training_state import captures_graph, name_of_layer, num_microbatches
+from megatron_hecate.adapter.training_globals import running_iteration
+from megatron_hecate.adapter.training_state import captures_graph, forwards_in_flight, name_of_layer, num_microbatches
 from megatron_hecate.comm.agreement import Note
 from megatron_hecate.comm.connect import device_of_rank
+from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.config import OBSERVED, HecateConfig
 from megatron_hecate.plan import CPU, H100, LayerShape, Speeds, World
+from megatron_hecate.replicas.memory_estimate import RankExperts
+from megatron_hecate.runtime import progress
 from megatron_hecate.runtime.load_monitor import GroupSum
-from megatron_hecate.runtime.recorder import StageRecorder, describe_run
+from megatron_hecate.runtime.progress import here
+from megatron_hecate.runtime.recorder import JobMetrics, StageRecorder, describe_run
 from megatron_hecate.tools.metrics import step_metrics
 
 
@@ -50,16 +57,22 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
     _, notes = note.agree(timeout=config.timeout)
     if layers:
         observer = Observer(layers, names, speeds=speeds, config=config)
-        for layer, counts in zip(layers, observer.counts, strict=True):
+        for layer, name, counts in zip(layers, names, observer.counts, strict=True):
             layer.router.observed = counts[: layer.config.num_moe_experts]
             layer.router.__class__ = _observed(type(layer.router))
             layer.router.observer = observer  # which lives as long as the model
+            layer.router.observed_name = layer.observed_name = name
+            layer.__class__ = _watched(type(layer))
+    else:
+        JobMetrics(())
+    progress.watch([_ranks_in_step(layers[0])] if layers else [], timeout=config.timeout)
     note_run(chunks, observing=True)
+    _, again = Note(layers=names, summary=observer.stage.refused if layers else "").agree(timeout=config.timeout)
     if dist.get_rank() == 0:
         num_layers = len({name for of_rank in notes for name in of_rank.layers})
-        print(
-            f"FSSDP observes {num_layers} MoE layers and is off; the record is {config.record or OBSERVED}", flush=True
-        )
+        refused = "; ".join(sorted({of_rank.summary for of_rank in again} - {""}))
+        record = f"not recorded: {refused}" if refused else f"the record is {config.record or OBSERVED}"
+        print(f"FSSDP observes {num_layers} MoE layers and is off; {record}", flush=True)
     return chunks
 
 
@@ -86,19 +99,39 @@ def read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:
         return usual
 
 
-def _warms_up() -> bool:
-    """Whether a forward runs that trains nothing, before a CUDA graph is captured."""
-    return captures_graph() and not torch.cuda.is_current_stream_capturing()
+def _captures() -> bool:
+    return device_of_rank().type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _ranks_in_step(layer: MoELayer) -> list[int]:
+    """Ranks that come to the same places as this one, and wait for each other there, or at the iteration's end."""
+    alone = layer.ep_group.size() == 1
+    return dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group() if alone else layer.ep_group)
+
+
+@functools.cache
+def _watched(layer: type) -> type:
+    """A subclass of a MoE layer's class that says where it is."""
+
+    def through(method: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, *args, **kwargs: here.through(self.observed_name, method, self, *args, **kwargs)
+
+    return type(layer.__name__, (layer,), {name: through(getattr(layer, name)) for name in ("dispatch", "combine")})
 
 
 @functools.cache
 def _observed(router: type) -> type:
-    """A subclass of a router's class that counts. (A mixin would change the object's layout: routers are ABCs.)"""
+    """A subclass of a router's class that counts. (A mixin would change the object's layout: routers are ABCs.) Its
+    name is the same: Megatron-FSDP tells by it that every rank has all of a router."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.observer.comes_to(self.observed_name, trains=self.training)
         routed = router.forward(self, *args, **kwargs)
         # with a checkpoint around it, the first pass has no gradients and the recomputed one has
-        if self.training and torch.is_grad_enabled() and not _warms_up():
+        trains = self.training and torch.is_grad_enabled()
+        if trains and (
+            not captures_graph() or torch.cuda.is_current_stream_capturing()
+        ):  # else it warms up to a capture
             chosen = routed[1].detach()
             if chosen.dtype is torch.bool:
                 self.observed.add_(chosen.view(-1, chosen.shape[-1]).sum(dim=0))
@@ -108,7 +141,7 @@ def _observed(router: type) -> type:
             self.observer.has_counted = True
         return routed
 
-    return type(f"Observed{router.__name__}", (router,), {"forward": forward})
+    return type(router.__name__, (router,), {"forward": forward})
 
 
 class Observer:
@@ -128,29 +161,39 @@ class Observer:
         hosts: list[str] = [""] * ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=first.ep_group)
         world = World.from_names(hosts, speeds)
-        shape = _shape(first)
-        info = describe_run(
-            "observe",
-            names,
-            shape=shape,
-            speeds=speeds,
-            num_experts=experts,
-            ranks=ranks,
-            node=world.node,
-            top_k=first.config.moe_router_topk,
-        )
+        shape, model = _shape(first), first.config
+        elements, dtype = int(shape.token_flops / 2), next(first.experts.parameters()).dtype
+        buffers = (LayerBuffer(0, elements, dtype, first.num_local_experts),) * len(layers)
+        memory = RankExperts.with_adam(buffers, in_flight=forwards_in_flight(model, [0] * len(layers)))
+        sizes = dict(num_experts=experts, ranks=ranks, node=world.node, top_k=model.moe_router_topk)
+        sizes |= dict(memory=memory.for_record(model, "iteration"))
+        info = describe_run("observe", names, shape=shape, speeds=speeds, **sizes)
         self.stage = StageRecorder(info, config.record or OBSERVED, group=self._group, collect=self.collect)
         self._token_ms = 1e3 * shape.token_seconds(world)
         self._experts = [layer.config.num_moe_experts for layer in layers]
         self._sums: deque[tuple[int, float, GroupSum]] = deque()
         self._stream = torch.cuda.Stream() if self.counts.is_cuda else None
         self.has_counted = False  # any token, ever
+        self._iteration = 0  # the number of the one that trains, once a forward has Python
+        self._forwards, self._ended = 0, False  # forwards, and whether any iteration has
         self._optimizer: weakref.ref[Optimizer] | None = None
         alive = weakref.ref(self)
         hook = register_optimizer_step_pre_hook(
             lambda optimizer, *_: observer.step(optimizer) if (observer := alive()) else None
         )
         weakref.finalize(self, hook.remove)
+
+    def comes_to(self, layer: str, *, trains: bool) -> None:
+        """A router's forward begins, of ``layer``. In a graph it has no Python."""
+        if trains and not captures_graph():
+            if self._iteration and running_iteration() not in (None, self._iteration) and not _captures():
+                self.end_iteration()  # Megatron skipped the step, or the optimizer is none of torch's
+            self._iteration = here.iteration = self._iteration or self.stage.begin()
+            self._forwards += 1
+            if not self._ended and self._forwards == len(self.counts) * 10 * (num_microbatches() or 10):
+                text = "FSSDP records nothing until an optimizer steps that is one of torch's"
+                print(text, file=sys.stderr, flush=True)
+        here.reach(layer)
 
     def step(self, optimizer: Optimizer) -> None:
         """``optimizer`` is about to step. Megatron chains several, and other models have theirs: the first that stepped
@@ -159,14 +202,26 @@ class Observer:
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer is None or self._optimizer() is not optimizer:
             return
-        if self._stream is not None and torch.cuda.is_current_stream_capturing():  # no step has Python from now on
+        module, alive = sys.modules.get("megatron.core.optimizer.optimizer_cuda_graph"), weakref.ref(self)
+        graph = module and module.OptimizerCudaGraphWrapper.cuda_graph
+        if not _captures():
+            self.end_iteration()
+        elif graph is None:
             print("FSSDP observes no longer: a CUDA graph holds the optimizer's step", file=sys.stderr, flush=True)
-            return
+        else:  # no step has Python from now on, but every replay has
+            replay = graph.replay
+            graph.replay = lambda: ((observer := alive()) and observer.end_iteration(), replay())[1]
+
+    def end_iteration(self) -> None:
+        """Begin to sum what was counted. Every rank of the group must call it at the same point."""
+        iteration, self._iteration = self._iteration or self.stage.begin(), 0
+        here.iteration, self._ended = iteration, True
+        here.reach("the optimizer's step")
         self.collect()
         counts = self.counts.clone()
         self.counts.zero_()
         total = GroupSum(counts, self._group, timeout=1.0, stream=self._stream)
-        self._sums.append((self.stage.begin(), time.time(), total))
+        self._sums.append((iteration, time.time(), total))
 
     def collect(self) -> bool:
         """Take the sums that are here; returns whether none is under way."""

@@ -21,6 +21,8 @@ SPEEDS = dict(
     routing=4.5e-4,
     contention=0.12,
 )
+MEMORY = dict(weights=4e6, grads=8e6, optimizer=2.4e7, replica_weights=2e6, replica_grads=4e6, transport=1e6)
+MEMORY |= dict(token=7e3, kept=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +65,10 @@ def arrays(size: Size, *, seed: int = 0, fssdp: bool = True) -> dict[str, np.nda
             fair[holders] += load[t, layer, expert] / len(holders)
         rank_load[t, layer] = np.diff(np.rint(np.concatenate([[0], np.cumsum(fair)])).astype(np.int64))
     late = (replica >= 0).any(axis=(2, 3)) * rng.integers(0, 2, (size.num, size.layers))
-    hidden = np.where(np.arange(size.num) % 3 == 2, np.nan, rng.uniform(0.3, 1, size.num))
-    return {**found, "replica": replica, "rank_load": rank_load, "late": late, "hidden": hidden}
+    window, copy = rng.uniform(1e-4, 3e-4, (2, size.num, size.layers))  # seconds
+    window[2::3] = copy[2::3] = copy[3::3] = np.nan  # not yet measured, or copies not
+    found |= {"replica": replica, "rank_load": rank_load, "late": late}
+    return {**found, "window": window, "copy": copy}
 
 
 def write(folder: Path, size: Size, *, held: dict[str, np.ndarray], stage: int = 0, **fields: Any) -> Path:
@@ -81,6 +85,7 @@ def write(folder: Path, size: Size, *, held: dict[str, np.ndarray], stage: int =
         slots=size.slots if "replica" in held else 0,
         shape=SHAPE,
         speeds=SPEEDS,
+        memory=MEMORY if "replica" in held else {**MEMORY, **dict.fromkeys(list(MEMORY)[3:6], 0)},
         lifetime="iteration",
         transport="nvlink",
         overlap_degree=None,

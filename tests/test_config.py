@@ -18,6 +18,7 @@ FLAGS = {
     "--moe-fssdp-transport",
     "--moe-fssdp-overlap-degree",
     "--moe-fssdp-late-replicas",
+    "--moe-fssdp-rehome",
     "--moe-fssdp-speeds",
     "--moe-fssdp-trace",
     "--moe-fssdp-timeout",
@@ -33,7 +34,7 @@ def _parse(*argv: str) -> HecateConfig | None:
 def test_the_flags_are_these() -> None:
     parser = HecateConfig.add_arguments(argparse.ArgumentParser(add_help=False))
     assert {option for action in parser._actions for option in action.option_strings} == FLAGS
-    assert len(FLAGS) <= 11
+    assert len(FLAGS) <= 12
 
 
 def test_flags_become_settings() -> None:

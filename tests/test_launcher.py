@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,23 +78,23 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prefix
 
 
-def _pretrain(text: Path, *arguments: str, launcher: list[str], script: Path = SCRIPT, settings: str = "") -> str:
-    """Train the demo's model, smaller, on 2 processes; returns the log, or raises with it."""
-    code, log = _run(text, *arguments, launcher=launcher, script=script, settings=settings)
+def _pretrain(text: Path, *arguments: str, launcher: list[str], **run: Any) -> str:
+    """Train the demo's model, smaller; returns the log, or raises with it. ``run`` is as of `_run`."""
+    code, log = _run(text, *arguments, launcher=launcher, **run)
     assert code == 0, log[-6000:]
     return log
 
 
 def _run(
-    text: Path, *arguments: str, launcher: list[str], script: Path = SCRIPT, settings: str = ""
+    text: Path, *arguments: str, launcher: list[str], script: Path = SCRIPT, settings: str = "", ranks: int = 2
 ) -> tuple[int, str]:
-    """Exit status and log of a run, after which none of its processes lives."""
+    """Exit status and log of a run on so many processes, after which none of them lives."""
     import demo
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
     command += [str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
     command += demo.megatron_flags()
     command += "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4".split()

@@ -23,8 +23,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import rooms of earlier floors, and itself. "" is the package's own __init__.
 FLOORS = [
     {"plan", "config", "device", "tools.trace", "tools.run_folder"},
-    {"routing", "comm", "tools.metrics", "tools.run_writer", "tools.traffic", "tools.megatron_files"},
-    {"tools.measure", "tools.figures"},
+    {"routing", "comm", "tools.metrics", "tools.run_writer", "tools.megatron_files"},
+    {"tools.measure", "tools.figures", "tools.traffic"},
     {"tools.report"},
     {"replicas"},
     {"adapter"},

@@ -76,6 +76,12 @@ ASSUMPTIONS = (
         "core.parallel_state:get_pipeline_model_parallel_rank", (), "how many microbatches are in flight on this stage"
     ),
     _Assumption("core.parallel_state:get_expert_data_parallel_rank", (), "which rank of a stage records it"),
+    _Assumption("core.parallel_state:get_expert_data_parallel_group", (), "which ranks have the same homes"),
+    *(
+        _Assumption(f"core.transformer.moe.experts:{name}.sharded_state_dict", (), "overridden: homes are restored")
+        for name in ("SequentialMLP", "TEGroupedMLP")
+    ),
+    _Assumption("core.parallel_state:get_pipeline_model_parallel_group", (), "whose metrics are logged together"),
     _Assumption(
         "core.transformer.moe.router_replay:RouterReplayAction.REPLAY_FORWARD",
         (),
@@ -109,17 +115,35 @@ TRAINING_ASSUMPTIONS = (
         for name in ("tensorboard", "wandb")
     ),
 )
+# Methods that read or write a model's weights parameter by parameter, with the model among their arguments.
+BRIDGE_CONVERSIONS = (
+    "stream_weights_megatron_to_hf",
+    "stream_weights_megatron_to_hf_quant",
+    "load_weights_hf_to_megatron",
+    "stream_weights_hf_to_megatron",
+)
 BRIDGE_ASSUMPTIONS = (
     _Assumption("bridge.training.pretrain:runtime_config_update", ("cfg",), "wrapped: settings are final after it"),
     _Assumption("bridge.training.config:ConfigContainer", ("model", "ddp", "dist", "peft"), "whose settings we check"),
     _Assumption(
         "bridge.models.model_provider:ModelProviderMixin.register_pre_wrap_hook", ("hook",), "the hook runs there"
     ),
-    _Assumption("bridge.training.callbacks:Callback.on_train_step_end", ("context",), "overridden: metrics are logged"),
+    *(
+        _Assumption(
+            f"bridge.training.callbacks:Callback.on_train_{when}", ("context",), "overridden: metrics are logged"
+        )
+        for when in ("start", "step_end", "end")
+    ),
     _Assumption("bridge.training.callbacks:CallbackContext", ("state", "model"), "where metrics find the loggers"),
     *(
         _Assumption(f"bridge.training.state:GlobalState.{name}_logger", (), "metrics are logged there")
         for name in ("tensorboard", "wandb", "mlflow", "comet")
+    ),
+    *(
+        _Assumption(
+            f"bridge.models.conversion.model_bridge:MegatronModelBridge.{name}", (), "wrapped: homes are restored"
+        )
+        for name in BRIDGE_CONVERSIONS
     ),
 )
 

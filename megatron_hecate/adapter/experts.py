@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -154,6 +154,7 @@ class FSSDPExperts:
     joined_homes: tuple[PendingGradients, list[Tensor]] | None  # its homes, joined before the attention
     unsettled: PendingGradients | None  # of the last `backward_dw`
     num_tokens: int  # of the last forward, as it came: one for each expert that a token went to
+    restore_homes: Callable[[], None] | None  # where homes may move
 
     def forward(
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any
@@ -181,6 +182,12 @@ class FSSDPExperts:
         if self.replicas.after_backward is not None:  # these replicas do not stay
             self.physical.drop_quantized(self.physical.num_homes)
         return self.replicas.computed_by(output), *others
+
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Megatron's own, where Megatron built the experts. All ranks ask for it at once."""
+        if self.restore_homes is not None:
+            self.restore_homes()
+        return super().sharded_state_dict(*args, **kwargs)
 
     def backward_dw(self) -> None:
         """Compute weight gradients that the backward left for later; those of replicas then return."""

@@ -44,6 +44,13 @@ class StoredWeights:
         pairs = zip(self._expert, found, strict=True)
         return [_quantized_like(w, own) if _is_quantized(w) else own[""] for w, own in pairs]
 
+    def drop_derived(self) -> None:
+        """Have TransformerEngine derive anew what does not travel, from bytes that have changed."""
+        for weight in filter(_is_quantized, self._expert):
+            metadata = weight.get_metadata()  # type: ignore[attr-defined]
+            if metadata.get("is_2D_scaled") or "data_transpose" in metadata:
+                weight.update_usage(rowwise_usage=True, columnwise_usage=False)  # type: ignore[attr-defined]
+
     def _stored(self) -> list[tuple[int, str, Tensor]]:
         """(parameter, name, tensor) of all that travels. Large ones come first, so that what GEMMs read is aligned."""
         stored = []

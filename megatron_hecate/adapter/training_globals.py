@@ -3,8 +3,9 @@ iteration and the loggers."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,26 +29,46 @@ def running_iteration() -> int | None:
     return None if begun is None else begun + 1
 
 
-def log_step(
-    iteration: int, layers: Sequence[str], values: Callable[[], Mapping[str, np.ndarray]], *, ended: bool
-) -> None:
-    """Log the metrics ``values()`` of ``layers`` to Megatron's TensorBoard and Weights & Biases, on the rank that has
-    them, when it is time. Once training has ``ended``, a run of the latter is closed."""
+def logging_pipeline() -> list[int]:
+    """The ranks, by stage, of the pipeline with the job's last rank, which has the loggers; none on other ranks."""
+    from megatron.core import parallel_state
+
+    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    return ranks if dist.get_world_size() - 1 in ranks else []
+
+
+def log_interval() -> int | None:
+    """Iterations from one that is logged to the next; ``None`` where Megatron has no loggers."""
     args = _arguments()
-    if args is None or iteration % getattr(args, "tensorboard_log_interval", 1):
-        return
+    logs = getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None)
+    return args.tensorboard_log_interval if logs else None
+
+
+def log_step(iteration: int, layers: Sequence[str], values: Mapping[str, np.ndarray], *, ended: bool) -> None:
+    """Log the metrics ``values`` [L] of ``layers`` to Megatron's TensorBoard and Weights & Biases. Once training has
+    ``ended``, nobody else writes the former to disk."""
     names = sys.modules["megatron.training.global_vars"]
-    board, wandb = names.get_tensorboard_writer(), None if ended else names.get_wandb_writer()
-    if board is None and wandb is None:
-        return
-    found = summarize(layers, values(), per_layer=bool(getattr(args, "moe_per_layer_logging", False)))
-    if board is not None:
-        for name, value in found.items():
-            board.add_scalar(name, value, iteration)
-        if ended:
-            board.flush()
-    if wandb is not None:
-        wandb.log(found, iteration)
+    board, wandb = names.get_tensorboard_writer(), names.get_wandb_writer()
+    found = summarize(layers, values, per_layer=getattr(_arguments(), "moe_per_layer_logging", False))
+    log_scalars(found, iteration, board=board, wandb=wandb)
+    if ended and board:
+        board.flush()
+
+
+def log_scalars(found: Mapping[str, float], iteration: int, *, board: Any, wandb: Any) -> None:
+    """Log them as of ``iteration``, which is over. W&B drops what is of a step before its own: there they join its own,
+    and their iteration stands beside them, as their charts' x-axis."""
+    for name, value in found.items() if board else ():
+        board.add_scalar(name, value, iteration)
+    if wandb and (run := wandb.run):  # which a script may have finished
+        for name in found:
+            _draw_over_iterations(run, name)
+        run.log({**found, "fssdp/iteration": iteration}, commit=False)
+
+
+@functools.cache
+def _draw_over_iterations(run: Any, name: str) -> None:
+    run.define_metric(name, step_metric="fssdp/iteration")
 
 
 def _arguments() -> Any | None:

@@ -7,77 +7,11 @@ no Megatron.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from megatron_hecate.adapter.graph_parts import WITH_REPLICAS, captured_parts, holds_preprocess
-
-
-@dataclasses.dataclass(frozen=True)
-class Rule:
-    """A setting FSSDP does not combine with.
-
-    Args:
-        setting: field of ``TransformerConfig``, or argument of ``megatron.training``.
-        why: what FSSDP cannot do with it.
-        instead: a value that can be combined.
-        unsupported: whether the settings are; by default, whether `setting` is switched on.
-        part: of Bridge's configuration that decides on the setting.
-        flag: of ``megatron.training`` where its name is another; empty where there is none.
-        hint: what follows the override on Bridge's command line.
-        way: the whole way out, where Bridge takes no override of the setting itself.
-    """
-
-    setting: str
-    why: str
-    instead: Any = False
-    unsupported: Callable[[Settings], bool] | None = None
-    part: str = "model."
-    flag: str | None = None
-    hint: str = ""
-    way: str = ""
-
-    def applies(self, settings: Settings) -> bool:
-        return _is_set(settings[self.setting]) if self.unsupported is None else self.unsupported(settings)
-
-    @property
-    def way_out(self) -> str:
-        """The overrides, for Bridge's command line and for Megatron's."""
-        if self.way:
-            return self.way
-        text = {False: "false", None: "null"}.get(self.instead, self.instead)
-        way = f"set {self.part}{self.setting}={text}"
-        flag = f"--{self.setting.replace('_', '-')}" if self.flag is None else self.flag
-        way += self.hint
-        if flag:
-            way += f" or leave out {flag}" if self.instead in (False, None) else f" or {flag} {self.instead}"
-        return way
-
-    def explain(self, value: Any) -> str:
-        """One line on this setting's ``value``."""
-        shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
-        return f"--moe-fssdp with {self.setting}={shown}: {self.why}; {self.way_out}"
-
-
-class Settings:
-    """Settings of a job by name, wherever they stand.
-
-    Args:
-        sources: objects with attributes, or mappings. The first that switches a setting on tells its value.
-    """
-
-    def __init__(self, *sources: Any) -> None:
-        self._sources = [source for source in sources if source is not None]
-
-    def __getitem__(self, name: str) -> Any:
-        """The value, or ``None`` where no source knows the setting."""
-        found = [s.get(name) if isinstance(s, Mapping) else getattr(s, name, None) for s in self._sources]
-        return next((value for value in found if _is_set(value)), next((v for v in found if v is not None), None))
-
-
-def _is_set(value: Any) -> bool:
-    return bool(value) and value != "none"
+from megatron_hecate.adapter.rules import Rule, Settings, is_set
 
 
 def _more_than_one(setting: str) -> Callable[[Settings], bool]:
@@ -89,9 +23,15 @@ def _graphs_hold_experts(setting: str) -> Callable[[Settings], bool]:
 
     def unsupported(settings: Settings) -> bool:
         parts = captured_parts(settings)
-        return _is_set(settings[setting]) and (parts is None or not parts <= WITH_REPLICAS)
+        return is_set(settings[setting]) and (parts is None or not parts <= WITH_REPLICAS)
 
     return unsupported
+
+
+def _moves_scaled(setting: str) -> Callable[[Settings], bool]:
+    """Whether homes move, and ``setting`` has TransformerEngine scale what an optimizer keeps; a dtype or its name."""
+    scaled = ("fp16", "fp8", "torch.float16", "torch.uint8")
+    return lambda settings: (settings["moe_fssdp_rehome"] or 0) > 0 and str(settings[setting]) in scaled
 
 
 def _recipe(value: Any) -> str:
@@ -129,7 +69,7 @@ WITH_SLOTS = (
         "replicas take no padding, so the host waits for their numbers of tokens in the middle of what a CUDA graph of "
         "moe_preprocess holds",
         unsupported=lambda settings: (
-            _is_set(settings["moe_pad_expert_input_to_capacity"])
+            is_set(settings["moe_pad_expert_input_to_capacity"])
             and settings["moe_token_dispatcher_type"] != "flex"
             and holds_preprocess(settings)
         ),
@@ -140,7 +80,7 @@ MODEL = (
         "fp8_recipe",
         "delayed scaling keeps a history for each expert's place, where replicas change; custom quantizers are unknown",
         instead="mxfp8",
-        unsupported=lambda settings: _is_set(settings["fp8"]) and _recipe(settings["fp8_recipe"]) not in _FP8_RECIPES,
+        unsupported=lambda settings: is_set(settings["fp8"]) and _recipe(settings["fp8_recipe"]) not in _FP8_RECIPES,
         way="set mixed_precision=bf16_with_mxfp8_mixed, bf16_with_fp8_current_scaling_mixed or "
         "bf16_with_fp8_subchannel_scaling_mixed, or --fp8-recipe mxfp8, tensorwise or blockwise",
     ),
@@ -148,7 +88,7 @@ MODEL = (
         "fp4_recipe",
         "custom quantizers are unknown",
         instead="nvfp4",
-        unsupported=lambda settings: _is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"]) == "custom",
+        unsupported=lambda settings: is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"]) == "custom",
         way="set mixed_precision=bf16_with_nvfp4_mixed or --fp4-recipe nvfp4",
     ),
     Rule(
@@ -156,7 +96,7 @@ MODEL = (
         "SequentialMLP has no replicas in fp8 or fp4, or with delayed weight gradients",
         instead=True,
         unsupported=lambda settings: (
-            settings["moe_grouped_gemm"] is False and any(_is_set(settings[name]) for name in GROUPED_ONLY)
+            settings["moe_grouped_gemm"] is False and any(is_set(settings[name]) for name in GROUPED_ONLY)
         ),
         way="set model.moe_grouped_gemm=true or --moe-grouped-gemm",
     ),
@@ -171,11 +111,11 @@ MODEL = (
         "Megatron takes gradients of experts before they are computed, unless gradient_accumulation_fusion is on, "
         "add_bias_linear and overlap_grad_reduce off",
         unsupported=lambda settings: (
-            _is_set(settings["overlap_dispatch_backward_with_experts_wgrad"])
+            is_set(settings["overlap_dispatch_backward_with_experts_wgrad"])
             and (
                 settings["gradient_accumulation_fusion"] is False
-                or _is_set(settings["add_bias_linear"])
-                or _is_set(settings["overlap_grad_reduce"])
+                or is_set(settings["add_bias_linear"])
+                or is_set(settings["overlap_grad_reduce"])
             )
         ),
     ),
@@ -199,7 +139,7 @@ MODEL = (
         "moe_paged_stash",
         "what fused operators stash in pages was never run with replicas",
         unsupported=lambda settings: (
-            _is_set(settings["moe_paged_stash"]) and _is_set(settings["use_transformer_engine_op_fuser"])
+            is_set(settings["moe_paged_stash"]) and is_set(settings["use_transformer_engine_op_fuser"])
         ),
     ),
     Rule("moe_single_grouped_weight", "one tensor for all experts has no room for replicas"),
@@ -251,6 +191,25 @@ JOB = (
         instead=0,
         way="set model.moe_fssdp_late_replicas=0 or --moe-fssdp-late-replicas 0",
         unsupported=lambda settings: (settings["moe_fssdp_late_replicas"] or 0) > 0 and holds_preprocess(settings),
+    ),
+    *(
+        Rule(
+            name,
+            "what TransformerEngine keeps with one scale for a whole shard cannot move with experts",
+            instead="fp32",
+            unsupported=_moves_scaled(name),
+            way=f"set model.moe_fssdp_rehome=0, --moe-fssdp-rehome 0 or --{name.replace('_', '-')} fp32",
+        )
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    ),
+    Rule(
+        "ckpt_format",
+        "ranks write these checkpoints one by one, with homes where they have moved (moe_fssdp_rehome)",
+        instead="torch_dist",
+        part="checkpoint.",
+        unsupported=lambda settings: (
+            (settings["moe_fssdp_rehome"] or 0) > 0 and settings["ckpt_format"] not in (None, "torch_dist")
+        ),
     ),
     Rule(
         "use_megatron_fsdp",

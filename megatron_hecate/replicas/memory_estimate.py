@@ -52,6 +52,19 @@ class RankExperts:
         master = 0 if layers[0].dtype is torch.float32 else 4
         return cls(layers, in_flight, grad_bytes=4, optimizer_bytes=8 + master, transport_bytes=transport_bytes)
 
+    def for_record(self, config: Any, lifetime: str) -> dict[str, float]:
+        """`RunInfo.memory`, with Megatron's ``config`` of the layers. Linears keep their inputs, an activation its own
+        and, unless it is fused, what is between its steps. What quantization keeps is not counted."""
+        memory = dataclasses.asdict(ExpertMemory.estimate(self, lifetime))
+        selective = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
+        again = config.recompute_granularity == "full" or "moe" in selective
+        ffn = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
+        gated = bool(config.gated_linear_unit)
+        steps = 0 if "moe_act" in selective else 1 if config.bias_activation_fusion else 2 + 2 * gated
+        width = (getattr(config, "moe_latent_size", None) or config.hidden_size) + (1 + gated + steps) * ffn
+        kept = 0 if again else self.in_flight / len(self.layers)
+        return {**memory, "token": width * self.layers[0].dtype.itemsize, "kept": kept}
+
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMemory:

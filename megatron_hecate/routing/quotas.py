@@ -30,7 +30,7 @@ class QuotaTables:
         self.group = torch.from_numpy(shape.table()).to(device)
         self.holders = torch.zeros(shape.holders_size, dtype=torch.int32, device=device)
         self._placed: Placement | None = None
-        self._parts_of_homes: Tensor | None = None
+        self._homes: tuple[Placement, Tensor] | None = None  # the last without replicas, and its `parts`
 
     def place(self, placement: Placement) -> None:
         """From here on, on the current stream, tokens go to the holders of ``placement``. The host does not wait."""
@@ -45,14 +45,14 @@ class QuotaTables:
     @property
     def parts_of_homes(self) -> Tensor:
         """As `parts`, for all sources and loads alike, where nothing is replicated."""
-        if self._parts_of_homes is None:
-            assert self._placed is not None and not self._placed.num_replicas, "there are replicas"
+        assert self._placed is not None and not self._placed.num_replicas, "there are replicas"
+        if self._homes is None or self._homes[0] is not self._placed:
             order, size = HolderOrder.of(self._placed, self.shape), self.shape.num_physical
             parts = np.full(self.shape.parts_size, np.iinfo(np.int32).max, np.int32)
             parts[size : size + len(order.physical)] = order.physical
             parts[2 * size :] = np.arange(self.shape.num_experts + 1)
-            self._parts_of_homes = torch.from_numpy(parts).to(self.device)
-        return self._parts_of_homes
+            self._homes = self._placed, torch.from_numpy(parts).to(self.device)
+        return self._homes[1]
 
     def parts(self, loads: Tensor, source: int) -> Tensor:
         """Which of one source's tokens go to which holder, by one launch.

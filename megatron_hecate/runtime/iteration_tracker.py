@@ -46,6 +46,7 @@ class IterationTracker:
         self._passes = passes
         self._entered = [-1] * len(passes)  # the last one each layer entered
         self._forwards = [0] * len(passes)  # how often each layer ran forward in it
+        self._stepped: dict[int, weakref.ref[Optimizer]] = {}
         _call_before_step(self)
 
     def enter(self, layer: int) -> bool:
@@ -108,8 +109,13 @@ class IterationTracker:
         Raises:
             RuntimeError: when gradients of replicas have not returned.
         """
+        self._stepped[id(optimizer)] = weakref.ref(optimizer)
         self.weights_changed()
         self._check_all_returned(f"{type(optimizer).__name__} steps")
+
+    def optimizers(self) -> list[Optimizer]:
+        """All that have stepped and are there, whose ever they are; in the order of their first step."""
+        return [optimizer for reference in self._stepped.values() if (optimizer := reference()) is not None]
 
     def _check_all_returned(self, event: str) -> None:
         waiting = self._drop_unreturned()  # forgotten, so that a loop which catches the error can go on

@@ -19,9 +19,9 @@ from torch import Tensor
 from megatron_hecate.adapter.dispatcher import Rerouter
 from megatron_hecate.adapter.experts import PhysicalExperts
 from megatron_hecate.adapter.graph_parts import holds_preprocess
+from megatron_hecate.adapter.rules import Settings
 from megatron_hecate.adapter.stored_weights import StoredWeights
 from megatron_hecate.adapter.training_state import Forward, name_of_layer, wait_for_params
-from megatron_hecate.adapter.unsupported import Settings
 from megatron_hecate.comm.agreement import assert_same
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
@@ -38,7 +38,7 @@ class LayerParts:
 
     Args:
         layer: Megatron's layer.
-        homes_only: its placement without replicas.
+        homes_only: its placement without replicas, as Megatron built it.
         physical_dispatcher: over homes and replica slots.
         experts: as the physical experts see them.
         passes: how often a microbatch runs it.
@@ -95,11 +95,12 @@ class LayerState:
         self.stock_dispatcher, self.physical_dispatcher = layer.token_dispatcher, parts.physical_dispatcher
         self.rerouter = Rerouter(layer.token_dispatcher, world, label=self.name, timeout=config.timeout)
         captured = holds_preprocess(Settings(layer.config))
-        self.always_physical = config.slots > 0 and (self.rerouter.always_physical or captured)
+        self.always_physical = config.slots + config.rehome > 0 and (self.rerouter.always_physical or captured)
         if captured:  # a graph's outputs are told by names
             for dispatcher in (self.stock_dispatcher, self.physical_dispatcher):
                 dispatcher.cudagraph_attrs.append("expert_loads")
-        self.placement = self.planned = parts.homes_only  # now, and before late replicas
+        self.homes = parts.homes_only  # where homes are now
+        self.placement = self.planned = self.homes  # now, and before late replicas
         self._slots: ReplicaSlots | None = None
         self.plan: TransferPlan | None = None  # of the replicas of this iteration; None without any
         self.replicas: Replicas | None = None  # of the coming or running forward
@@ -173,6 +174,13 @@ class LayerState:
         self.planned = self.planned if late else placement
         self.plan = TransferPlan.from_placement(placement, self.group.rank()) if placement.num_replicas else None
 
+    def move_homes(self, homes: Placement) -> None:
+        """Experts have other homes from now on, between two iterations. Megatron's own dispatcher knows those of its
+        own only, so that physical experts stay in use."""
+        self.homes, self.always_physical = homes, True
+        self.planned = homes
+        self.set_plan(homes)
+
     def replicas_of(self, purpose: Forward) -> Replicas | None:
         """Those that a forward computes with. Evaluation runs without: its weights may be others (averages, for
         example) than those of training."""
@@ -184,7 +192,7 @@ class LayerState:
 
     def place(self, replicas: Replicas | None) -> None:
         """The running forward computes with ``replicas``."""
-        placement = self.parts.homes_only if replicas is None else replicas.placement
+        placement = self.homes if replicas is None else replicas.placement
         self.rerouter.place(placement, self.parts.experts.homes()[0][0].device)
 
     def join_homes_early(self, purpose: Forward) -> None:

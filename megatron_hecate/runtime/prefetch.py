@@ -35,10 +35,10 @@ from megatron_hecate.runtime.known_routes import KnownRoutes
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.load_monitor import LoadMonitor
 from megatron_hecate.runtime.progress import here
+from megatron_hecate.runtime.rehoming import Rehoming
 from megatron_hecate.tools import trace
 
-# Layers planned one after another. The first finds the planner's code and tables in no cache, and takes 1.3 to 2 times
-# as long as the others; with more of them the first forward would wait for longer.
+# Layers planned one after another. The first finds no cache warm, and takes up to twice as long; more would delay it.
 PLANNED_TOGETHER: int = 4
 
 
@@ -68,6 +68,7 @@ class Prefetcher:
             on_forwards_done=self.monitor.forwards_done,
             drop_unreturned=self._drop_unreturned,
         )
+        self.rehoming: Rehoming | None = None
         self._live: weakref.WeakSet[Replicas] = weakref.WeakSet()  # of any layer, while a backward may need them
         self._gradients: bool | None = None  # of the running forward of a model chunk
         self._pool: BufferPool | None = None
@@ -215,13 +216,12 @@ class Prefetcher:
                 state.planned_in = self.tracker.iteration
 
     def _plan(self, state: LayerState) -> None:
-        homes_only = state.parts.homes_only
         forecast, microbatches = self.routes.forecast(state, self.forecast, self.tracker.microbatches or 1)
         if forecast is None or not state.config.slots:
-            state.set_plan(homes_only)
+            state.set_plan(state.homes)
             return
         cost = state.copy_cost(microbatches, self.meter)
-        plan = plan_replicas(forecast, homes_only, state.world, cost=cost, previous=state.planned)
+        plan = plan_replicas(forecast, state.homes, state.world, cost=cost, previous=state.planned)
         state.check_agreement(plan)
         state.set_plan(plan)
 
@@ -270,8 +270,8 @@ class Prefetcher:
         self._pool_is_checked = True
         layers = [state.parts.buffer(state.config.slots) for state in self.states]
         if self._pool is None or self._pool.layers != layers:
-            first = self.states[0]
-            of_model, device = first.parts.layer.config, next(first.parts.layer.experts.parameters()).device
+            first, experts = self.states[0], self.states[0].parts.layer.experts
+            of_model, device = first.parts.layer.config, next(experts.parameters()).device
             in_flight = training_state.forwards_in_flight(of_model, self.chunk_of)
             self._pool = BufferPool(first.transport, layers, first.config.lifetime, in_flight=in_flight, device=device)
         return self._pool
@@ -288,6 +288,8 @@ class Prefetcher:
         self.monitor.finish_reduce()
         known = self.routes.begin_iteration()
         self.forecast = self.monitor.history.forecast() if known is None else known
+        if self.rehoming is not None:
+            self.rehoming.begin_iteration(here.iteration, self.tracker.microbatches or 1, self.meter)
         self._allocate_early()
 
     def _drop_unreturned(self) -> list[tuple[str, int, int]]:

@@ -20,6 +20,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -34,20 +35,34 @@ SILENCE = "The rendezvous store does not answer: rank 0, which runs it unless to
 
 @dataclasses.dataclass
 class Position:
-    """Where the training thread of this process is; only it writes. ``steps`` counts routers and dispatches of FSSDP
-    layers: ranks of a group come to the same ones, in the same order."""
+    """Where the training thread of this process is; only it, or autograd's while it waits for that, writes. ``steps``
+    counts places in front of which a rank computes and after which ranks wait for each other: routers, dispatches and
+    combines of MoE layers, forward and backward, and the ends of backwards. Ranks of a group come to the same ones."""
 
     steps: int = 0
     iteration: int = 0
-    layer: str = ""
+    place: str = ""
 
-    def reach(self, layer: str) -> None:
-        """The training thread comes to the router, or to the dispatch, of ``layer``."""
-        self.layer = layer
+    def reach(self, place: str) -> None:
+        """The training thread comes to ``place``: a layer, as a rule."""
+        self.place = place
         self.steps += 1
 
+    def through(self, layer: str, exchange: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``exchange``, in which ``layer`` waits for other ranks; it does so in its backward, too."""
+        self.reach(layer)
+        exchanged = exchange(*args, **kwargs)
+        for tensor in exchanged if isinstance(exchanged, tuple) else (exchanged,):
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._reach_backward(layer))
+        return exchanged
+
+    def _reach_backward(self, layer: str) -> None:
+        self.reach(f"backward of {layer}")
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: self.reach("after a backward"))
+
     def __str__(self) -> str:
-        return f"iteration {self.iteration}, {self.layer}" if self.steps else "before its first forward"
+        return f"iteration {self.iteration}, {self.place}" if self.steps else "before its first forward"
 
 
 here = Position()
@@ -89,32 +104,46 @@ def name_ranks_behind(before: Sequence[Word | None], now: Sequence[Word | None])
     return ", ".join(f"rank {rank} {what}" for _, rank, what in behind[:NAMED]) + more
 
 
-class Reporter(threading.Thread):
-    """Publishes where ``rank`` is, of so many, and prints for whom it waits after ``timeout`` seconds without progress.
-    Nobody else uses the connection of ``store``; ``group`` is the first rank of its FSSDP group, or -1, and ``is_over``
-    tells whether the job's process group has gone."""
+class StoreThread(threading.Thread):
+    """Works beside training, over the connection of ``store``, which nobody else uses."""
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, *, group: int, timeout: float, is_over: Callable[[], bool]
-    ) -> None:
-        super().__init__(name="fssdp progress", daemon=True)
-        self._store, self._rank, self._size, self._group, self._timeout = store, rank, size, group, timeout
-        self.is_over = is_over
-        self.interval = max(size / WORDS_PER_SECOND, min(SHORTEST_PAUSE, timeout / 4))
-        self._ends = threading.Event()
-        self._pid, self._beat, self._host = os.getpid(), 0, socket.gethostname()
+    def __init__(self, name: str, store: dist.Store) -> None:
+        super().__init__(name=f"fssdp {name}", daemon=True)
+        self._store, self._ends, self._pid = store, threading.Event(), os.getpid()
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         found = re.search(r"SocketImpl\(fd=(\d+)", repr(store))  # of a TCPStore, which tells it in its name only
         self._connection = socket.socket(fileno=os.dup(int(found[1]))) if found else None
-        self._steps = -1
-        self._start_anew()
 
-    def stop(self) -> None:
-        """Say that this rank has ended; waits for that a moment. Does nothing in a forked process."""
+    def stop(self, patience: float = 1.0) -> None:
+        """Have it end, and wait for that so many seconds. Does nothing in a forked process."""
         if os.getpid() == self._pid and self.is_alive():
             self._ends.set()
-            self.join(1.0)
+            self.join(patience)
+
+    def _store_has_gone(self) -> bool:
+        """Whether its server has closed the connection: torch would print a page of warnings if it were used."""
+        try:
+            return self._connection is not None and not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+
+
+class Reporter(StoreThread):
+    """Publishes where ``rank`` is, of so many, and prints for whom it waits after ``timeout`` seconds without progress.
+    ``group`` is the first rank of its FSSDP group, or -1, and ``is_over`` tells whether the job's process group has
+    gone."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, *, group: int, timeout: float, is_over: Callable[[], bool]
+    ) -> None:
+        super().__init__("progress", store)
+        self._rank, self._size, self._group, self._timeout = rank, size, group, timeout
+        self.is_over = is_over
+        self.interval = max(size / WORDS_PER_SECOND, min(SHORTEST_PAUSE, timeout / 4))
+        self._beat, self._host = 0, socket.gethostname()
+        self._steps = -1
+        self._start_anew()
 
     def run(self) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # the store has gone, and with it the job
@@ -194,20 +223,13 @@ class Reporter(threading.Thread):
             words += [Word(*json.loads(found[key])) if key in found else None for key in keys]
         return words
 
-    def _store_has_gone(self) -> bool:
-        """Whether its server has closed the connection: torch would print a page of warnings if it were used."""
-        try:
-            return self._connection is not None and not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-
 
 _running: Reporter | None = None
 
 
 def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
     """Have one thread tell where this process is, until it ends or the job's process group is destroyed. All ranks call
-    it, once per model, with the FSSDP groups of their layers."""
+    it, once per model, with the groups of ranks that compute their layers together."""
     global _running
     if _running is not None:
         if _running.is_alive() and not _running.is_over():

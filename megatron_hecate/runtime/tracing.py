@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -31,7 +31,9 @@ def listeners(config: HecateConfig) -> list[Callable[[], None]]:
     rank, store = dist.get_rank(), dist.PrefixStore(f"megatron_hecate/clock/{next(_number)}", _get_default_store())
     host = Path("/proc/sys/kernel/random/boot_id").read_text()
     shift = to_rank_0(store, rank, dist.get_world_size(), timeout=config.timeout, host=host)
-    traced = trace.Iterations(config.traced, config.record or OBSERVED, rank=rank, shift=shift)
+    now = datetime.now(UTC).isoformat()
+    job = store.compare_set("job", "", now).decode()  # what the first rank here says
+    traced = trace.Iterations(config.traced, config.record or OBSERVED, rank=rank, shift=shift, job=job)
     return [lambda: traced.begin(running_iteration())]
 
 

@@ -86,6 +86,39 @@ def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
             assert probs.grad[token, expert] == weights[token, physical]
 
 
+@pytest.mark.fast
+def test_without_replicas_tokens_follow_homes_that_move() -> None:
+    """A token for expert e reaches the place that holds e now, and its gradient comes back from there. In between
+    there are replicas, and a backward that runs after the next move is that of its own forward."""
+    from megatron_hecate.adapter.dispatcher import Rerouter
+    from megatron_hecate.plan import Placement, World
+
+    group = SimpleNamespace(size=lambda: RANKS, rank=lambda: 0)
+    config = SimpleNamespace(moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False)
+    dispatcher = SimpleNamespace(tp_ep_group=group, tp_size=1, config=config)
+    rerouter = Rerouter(dispatcher, World((0, 0, 1, 1)), label="layer 1", timeout=30)
+    routing_map = torch.eye(EXPERTS, dtype=torch.bool)  # token e goes to expert e
+    forwards = []
+    for seed in range(4):
+        order = np.random.default_rng(seed).permutation(EXPERTS).reshape(RANKS, -1)
+        initial = Placement.initial(EXPERTS, RANKS, num_slots=1)
+        table, home = initial.table.copy(), initial.home.copy()
+        table[:, :2] = order
+        home[order] = np.arange(RANKS)[:, None]
+        homes = Placement(home=home, table=table)
+        rerouter.place(homes, torch.device("cpu"))
+        probs = torch.rand(EXPERTS, EXPERTS, dtype=torch.float64) * routing_map
+        probs.requires_grad_()
+        physical_map, physical_probs = rerouter.to_homes(probs, rerouter.count(routing_map))
+        place = {int(e): 3 * r + i for (r, i), e in np.ndenumerate(order)}
+        assert physical_map.nonzero().tolist() == [[e, place[e]] for e in range(EXPERTS)]
+        forwards.append((probs, physical_probs, torch.rand_like(physical_probs), place))
+        rerouter.place(homes.with_replicas([(int(order[0, 0]), 3)]), torch.device("cpu"))
+    for probs, physical_probs, weights, place in forwards:
+        (physical_probs * weights).sum().backward()
+        assert [probs.grad[e, e] for e in range(EXPERTS)] == [weights[e, place[e]] for e in range(EXPERTS)]
+
+
 @ranks(4)
 def test_ranks_agree_on_loads() -> None:
     """All ranks gather the same loads, in the order of their ranks."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_hecate.adapter.training_globals import log_step, running_iteration
+from megatron_hecate.adapter.training_globals import log_interval, log_step, running_iteration
 from megatron_hecate.tools.metrics import step_metrics
 
 pytestmark = pytest.mark.fast
@@ -18,8 +19,28 @@ class _Logger:
     def __init__(self) -> None:
         self.calls: list[tuple] = []
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return lambda *args: self.calls.append((name, *args))
+
+
+class _Run:
+    """As a run of W&B keeps steps: rows only come after one another, and what has no step joins the running one."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.x_axes: list[tuple[str, str]] = []
+        self.run: _Run | None = self  # wandb's own name for it
+
+    def log(self, values: dict[str, float], step: int | None = None, *, commit: bool | None = None) -> None:
+        running = len(self.rows) if step is None else step
+        if running < len(self.rows):
+            return  # dropped
+        self.rows += [{} for _ in range(running - len(self.rows) + 1)] if step is not None else []
+        self.rows[-1] |= values
+        assert commit is not True
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.x_axes.append((name, step_metric))
 
 
 def _values() -> dict[str, np.ndarray]:
@@ -27,30 +48,37 @@ def _values() -> dict[str, np.ndarray]:
     return step_metrics(load, load, load, token_ms=1.0)
 
 
-def test_metrics_go_to_both_loggers_when_it_is_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    args = SimpleNamespace(tensorboard_log_interval=2, moe_per_layer_logging=True, curr_iteration=3)
-    board, wandb = _Logger(), _Logger()
+def test_metrics_go_to_both_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with the iteration they belong to, though Megatron has logged others since."""
+    args = SimpleNamespace(
+        tensorboard_dir=None,
+        wandb_project="p",
+        tensorboard_log_interval=2,
+        moe_per_layer_logging=True,
+        curr_iteration=3,
+    )
+    board, wandb = _Logger(), _Run()
     module = SimpleNamespace(_GLOBAL_ARGS=args, get_tensorboard_writer=lambda: board, get_wandb_writer=lambda: wandb)
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
-    assert running_iteration() == 4
-    log_step(3, ["layer 1"], _values, ended=False)
-    assert not board.calls and not wandb.calls
-    log_step(4, ["layer 1"], _values, ended=False)
+    assert running_iteration() == 4 and log_interval() == 2
+    wandb.log({"loss": 0.5}, 5)
+    wandb.log({"loss": 0.6}, 6)
+    log_step(4, ["layer 1"], _values(), ended=False)
     logged = {name: value for _, name, value, step in board.calls if step == 4}
     assert logged["moe/max_overload_factor"] == logged["moe/overload_factor_layer_0"] == 1.5
-    assert wandb.calls == [("log", logged, 4)]
-    log_step(6, ["layer 1"], _values, ended=True)  # by now W&B's run is closed
-    assert len(wandb.calls) == 1 and board.calls[-1] == ("flush",)
+    assert wandb.rows[-1] == {"loss": 0.6, **logged, "fssdp/iteration": 4}
+    log_step(6, ["layer 1"], _values(), ended=True)
+    assert board.calls[-1] == ("flush",)
+    assert sorted(wandb.x_axes) == sorted((name, "fssdp/iteration") for name in logged), "each once"
+    wandb.run, rows = None, str(wandb.rows)  # a script has finished the run
+    log_step(8, ["layer 1"], _values(), ended=True)
+    assert str(wandb.rows) == rows
 
 
 def test_other_loops_have_neither(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And ranks without loggers compute nothing."""
+    """Nor do scripts that log nothing."""
     monkeypatch.delitem(sys.modules, "megatron.training.global_vars", raising=False)
-    assert running_iteration() is None
-    log_step(1, ["layer 1"], lambda: pytest.fail("computed"), ended=False)
-    nothing = SimpleNamespace(
-        _GLOBAL_ARGS=SimpleNamespace(), get_tensorboard_writer=lambda: None, get_wandb_writer=lambda: None
-    )
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", nothing)
-    assert running_iteration() is None
-    log_step(1, ["layer 1"], lambda: pytest.fail("computed"), ended=False)
+    assert running_iteration() is None and log_interval() is None
+    args = SimpleNamespace(tensorboard_dir=None, wandb_project="", tensorboard_log_interval=1)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
+    assert running_iteration() is None and log_interval() is None

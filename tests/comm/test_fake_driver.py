@@ -91,7 +91,7 @@ def test_self_test_chooses(version: int) -> None:
     from megatron_hecate.comm import connect
 
     driver = gpu_on_cpu.install(version=version)
-    connect._on_gpus = lambda: True
+    connect.on_gpus = lambda: True
     selftest.TIMED_ELEMENTS = 1 << 20
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     problems: list[str] = []

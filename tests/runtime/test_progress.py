@@ -5,28 +5,24 @@ Oracle: which rank was stopped, and where; literal lines; and an undisturbed run
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from ranks import ranks
 
+from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate.runtime import progress
-from megatron_hecate.runtime.progress import Reporter, Word, here, name_ranks_behind
 
 TIMEOUT = 2.0
 
@@ -67,11 +63,43 @@ def _when_all_wait(read: Callable[[int], str], waiting: list[int], act: Callable
     threading.Thread(target=watch, daemon=True).start()
 
 
+def _train(case: Any, mode: str, **settings: Any) -> Any:
+    """Two steps of a model whose ranks have no replicas: only Megatron's own collectives wait."""
+    import tiny_gpt
+
+    if mode == "observe":
+        folder = os.environ["TEST_FOLDER"] + "/run"
+        hook = fssdp(HecateConfig(observe=True, record=folder, timeout=TIMEOUT))
+    else:
+        hook = tiny_gpt.fssdp_hook(slots=0, timeout=TIMEOUT)
+    return tiny_gpt.train(case, steps=2, hook=hook, **settings)
+
+
+def _lines_at(text: str, at: str) -> list[str]:
+    return [line for line in _lines(text) if f": iteration {at}. Behind: rank 2 " in line]
+
+
+def _until_all_wait(read: Callable[[int], str], at: str) -> None:
+    """On rank 2, for which everyone waits: until ranks 0 and 1 have said so, ``at`` an "iteration, place"."""
+    deadline = time.monotonic() + 30
+    while not all(_lines_at(read(rank), at) for rank in (0, 1)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _check_line(text: str, rank: int, at: str, behind: str) -> re.Match:
+    """The one line about ``rank``, which waits at "iteration, place", and where rank 2 is."""
+    (line,), since = _lines_at(text, at), r"since (?P<since>[\d: -]+)"
+    expected = rf"FSSDP: rank {rank} made no progress for (?P<seconds>\d+) s: iteration {at}\. "
+    found = re.fullmatch(expected + rf"Behind: rank 2 on {socket.gethostname()} \({behind}, {since}\)", line)
+    assert found, line
+    return found
+
+
+@pytest.mark.parametrize("mode", ["fssdp", "observe"])
 @ranks(3)
-def test_a_stopped_rank_is_named_and_training_goes_on() -> None:
+def test_a_stopped_rank_is_named_and_training_goes_on(mode: str) -> None:
     """Rank 2 stops as a process (SIGSTOP) between attention and router of layer 2, in the third iteration; then its
-    data loader hangs, in the fifth. In between it is slow, but moves. Survivors have no replicas, so that only
-    Megatron's own collectives wait."""
+    data loader hangs, in the fifth. In between it is slow, but moves."""
     import tiny_gpt
 
     case = tiny_gpt.Case(ep=3, experts=6)
@@ -82,9 +110,9 @@ def test_a_stopped_rank_is_named_and_training_goes_on() -> None:
 
     parallel_state.destroy_model_parallel()
     tiny_gpt.initialize(case)
-    rank, host, folder = dist.get_rank(), socket.gethostname(), Path(os.environ["TEST_FOLDER"])
+    rank, folder = dist.get_rank(), Path(os.environ["TEST_FOLDER"])
     (folder / f"pid{rank}").write_text(str(os.getpid()))
-    ours = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(slots=0, timeout=TIMEOUT))
+    ours = _train(case, mode)
     layer = tiny_gpt.moe_layers(ours.chunks)[1]
 
     def stop(*_: Any) -> None:
@@ -101,16 +129,12 @@ def test_a_stopped_rank_is_named_and_training_goes_on() -> None:
     ours.step(2)
     hook.remove()
     for survivor in (0, 1):
-        (line,) = _lines(read(survivor))
-        found = re.fullmatch(
-            rf"FSSDP: rank {survivor} made no progress for (\d+) s: iteration 3, layer 2\. Behind: rank 2 on {host} "
-            r"\(stands still, or is cut off; last heard of: iteration 3, layer 2, since ([\d: -]+)\)",
-            line,
-        )
-        assert found, line
-        assert int(found[1]) + 1 >= TIMEOUT
-        since = time.mktime(time.strptime(found[2], "%Y-%m-%d %H:%M:%S"))
-        assert since - began >= -2
+        assert len(_lines(read(survivor))) == 1
+        # FSSDP decides before the router is called; an observed router says so when it runs
+        state = rf"stands still, or is cut off; last heard of: iteration 3, layer {1 if mode == 'observe' else 2}"
+        found = _check_line(read(survivor), survivor, "3, layer 2", state)
+        assert int(found["seconds"]) + 1 >= TIMEOUT
+        assert time.mktime(time.strptime(found["since"], "%Y-%m-%d %H:%M:%S")) - began >= -2
     slow = [part for moe in tiny_gpt.moe_layers(ours.chunks) for part in (moe.router, moe.experts)]
     if rank == 2:  # it moves: each half of a layer takes less than the timeout, the step more
         pauses = [part.register_forward_pre_hook(lambda *_: time.sleep(0.35 * TIMEOUT)) for part in slow]
@@ -119,17 +143,11 @@ def test_a_stopped_rank_is_named_and_training_goes_on() -> None:
     if rank == 2:
         for pause in pauses:
             pause.remove()
-        deadline = time.monotonic() + 30  # the data loader
-        while any(len(_lines(read(survivor))) < 2 for survivor in (0, 1)) and time.monotonic() < deadline:
-            time.sleep(0.1)
+        _until_all_wait(read, "5, layer 1")  # the data loader
     ours.step(4)
+    last = "the optimizer's step" if mode == "observe" else "after a backward"
     for survivor in (0, 1):
-        behind = _lines(read(survivor))[1]
-        assert re.fullmatch(
-            rf"FSSDP: rank {survivor} made no progress for \d+ s: iteration 5, layer 1\. Behind: rank 2 on {host} "
-            r"\(iteration 4, layer 2, since [\d: -]+\)",
-            behind,
-        ), behind
+        _check_line(read(survivor), survivor, "5, layer 1", f"iteration 4, {last}")
     ours.read_params()
     assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
     dist.barrier()
@@ -146,168 +164,42 @@ def test_a_stopped_rank_is_named_and_training_goes_on() -> None:
     dist.barrier()  # rank 0 serves the store
 
 
-def _word(**changed: Any) -> Word:
-    fields = dict(beat=5, steps=40, where="iteration 2, layer 3", since=0.0, host="a", group=0)
-    return Word(**{**fields, **changed})
+@pytest.mark.parametrize("mode", [pytest.param("fssdp", marks=pytest.mark.slow), "observe"])
+@ranks(3)
+def test_a_rank_that_hangs_in_its_backward_is_named(mode: str) -> None:
+    """It lives, and hangs in turn before its backward begins, in the backward of experts and of the embedding, and in
+    the forward of experts: all ranks have then come through the same routers and dispatches."""
+    import tiny_gpt
 
+    case = tiny_gpt.Case(ep=3, experts=6)
+    tiny_gpt.initialize(case)
+    read = _start_over_tcp()
+    from megatron.core import parallel_state
 
-@pytest.mark.fast
-def test_who_is_behind_is_told_from_two_looks() -> None:
-    """Literal cases: two groups of an FSSDP job, ranks 0-3 and 4-5, and rank 6 without MoE layers."""
-    alive = [_word(), _word(), _word(), _word(), _word(group=4, steps=7), _word(group=4, steps=7)]
-    alive += [_word(group=-1, steps=0, where="before its first forward")]
-    later = [dataclasses.replace(word, beat=6) for word in alive]
+    parallel_state.destroy_model_parallel()
+    tiny_gpt.initialize(case)
+    ours = _train(case, mode)
+    model, iteration, waits = ours.chunks[0].module, 2, ""
 
-    def named(changes: dict[int, Word | None], first: dict[int, Word | None] | None = None) -> list[int]:
-        before, now = list(alive), list(later)
-        for rank, word in (first or {}).items():
-            before[rank] = word
-        for rank, word in changes.items():
-            now[rank] = word
-        return [int(rank) for rank in re.findall(r"rank (\d+) ", name_ranks_behind(before, now))]
+    def hang(*_: Any) -> None:
+        hook.remove()
+        if dist.get_rank() == 2:
+            _until_all_wait(read, waits)
 
-    assert named({}) == [], "all have come as far as their group"
-    assert named({2: alive[2]}) == [2], "it stands still as a process"
-    assert named({6: alive[6]}) == [6], "without MoE layers, too"
-    assert named({2: _word(beat=6, steps=39)}, {2: _word(steps=39)}) == [2], "its training thread does"
-    assert named({2: _word(beat=6, steps=39)}, {2: _word(steps=30)}) == [], "it moves"
-    assert named({5: dataclasses.replace(alive[5], left=True)}) == [], "it has ended, as far as the others"
-    assert named({5: _word(beat=6, steps=6, group=4, left=True)}, {5: _word(steps=6, group=4)}) == [5]
-    assert named({3: None}, {3: None}) == [3], "nothing was heard of it"
-    assert named({1: _word(since=9.0), 4: _word(group=4, steps=7, since=8.0)}) == [4, 1], "who stopped first"
-    many = name_ranks_behind([_word()] * 100, [_word()] * 100)
-    assert many.count("rank ") == 8 and many.endswith(", and 92 more")
-
-
-@pytest.mark.fast
-def test_large_jobs_ask_little_of_the_store() -> None:
-    """Words of all ranks together: at most 500 a second, of some 14,500 operations (docs/scale.md); a look at 1,024
-    ranks takes two operations for 128 of them. Counted at a real store."""
-    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    for size in (2, 1_000, 16_384):
-        reporter = Reporter(server, 0, size, group=0, timeout=600, is_over=lambda: False)
-        assert size / reporter.interval <= 500
-    assert Reporter(server, 0, 2, group=0, timeout=600, is_over=lambda: False).interval == 3
-    reporter = Reporter(server, 0, 1_024, group=0, timeout=600, is_over=lambda: False)
-    for rank in range(1_023):
-        reporter._rank = rank
-        reporter._publish()
-    counted = mock.Mock(wraps=server)
-    reporter._store = counted
-    words = reporter._look()
-    assert [rank for rank, word in enumerate(words) if word is None] == [1_023]
-    assert len(counted.method_calls) == 2 * 8 + 128, "the last block is not complete, and asked for one by one"
-    reporter._rank = 1_023
-    reporter._publish()
-    counted.reset_mock()
-    assert None not in reporter._look()
-    assert len(counted.method_calls) == 2 * 8
-
-
-@pytest.fixture
-def waiting() -> Iterator[Callable[[dist.Store], Reporter]]:
-    """What starts the reporter of rank 0 of two, which has come to a layer and waits there, with a timeout of 1 s."""
-    started: list[Reporter] = []
-
-    def start(store: dist.Store) -> Reporter:
-        reporter = Reporter(store, 0, 2, group=0, timeout=1.0, is_over=lambda: False)
-        started.append(reporter)
-        reporter.start()
-        return reporter
-
-    before = dataclasses.replace(here)
-    here.iteration = 4
-    here.reach("layer 2")
-    yield start
-    for reporter in started:
-        reporter.stop()
-    vars(here).update(vars(before))
-
-
-def _until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not true():
-        assert time.monotonic() < deadline, "it did not happen within 30 s"
-        time.sleep(0.05)
-
-
-def test_when_the_rank_that_looks_is_gone_another_one_does(
-    waiting: Callable[[dist.Store], Reporter], capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Somebody has claimed to look, and never says a word."""
-    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    server.add(f"{progress.PREFIX}/look/1/1", 1)
-    word = dataclasses.astuple(_word(steps=0, where="before its first forward", host="b"))
-    server.set(f"{progress.PREFIX}/at/1", json.dumps(word))
-    out: list[str] = []
-    reporter = waiting(server.clone())
-    _until(lambda: out.append(capfd.readouterr().out) or "".join(out))
-    reporter.stop()
-    assert re.fullmatch(
-        r"FSSDP: rank 0 made no progress for \d+ s: iteration 4, layer 2\. Behind: rank 1 on b \(stands still, "
-        r"or is cut off; last heard of: before its first forward, since [\d: -]+\)\n",
-        "".join(out),
-    ), out
-
-
-def test_a_store_that_stands_still_is_named_and_one_that_goes_away_is_not(
-    waiting: Callable[[dist.Store], Reporter], capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Rank 0 serves the store and is stopped: the others say so. Later it ends before them: so does the thread, without
-    a word of ours or torch's."""
-    code = (
-        "import time, torch.distributed as dist\n"
-        "server = dist.TCPStore('127.0.0.1', 0, None, True, wait_for_workers=False)\n"
-        "print(server.port, flush=True)\ntime.sleep(60)"
-    )
-    server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        port = int(server.stdout.readline())
-        client = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-        reporter = waiting(client)
-        client.clone().wait([f"{progress.PREFIX}/at/0"])
-        server.send_signal(signal.SIGSTOP)
-        out: list[str] = []
-        _until(lambda: out.append(capfd.readouterr().out) or "".join(out))
-        assert re.fullmatch(
-            r"FSSDP: rank 0 made no progress for \d+ s: iteration 4, layer 2\. The rendezvous store does not answer: "
-            r"rank 0, which runs it unless torchrun does, stands still\n",
-            "".join(out),
-        ), out
-        server.send_signal(signal.SIGCONT)
-        beat = reporter._beat
-        _until(lambda: reporter._beat > beat + 1)
-        capfd.readouterr()
-        server.kill()
-        reporter.join(20)
-        assert not reporter.is_alive() and capfd.readouterr() == ("", "")
-    finally:
-        server.kill()
-        server.wait()
-
-
-def test_a_process_ends_as_if_there_were_no_thread() -> None:
-    """Also with a forked child that ends as Python ends, and of which nobody hears; the last word says that the rank
-    has ended. Oracle: exit codes, and what is in the store."""
-    server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    code = """
-import atexit, os, sys, time
-import torch.distributed as dist
-from megatron_hecate.runtime.progress import Reporter
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
-reporter = Reporter(store, 0, 2, group=0, timeout=600, is_over=lambda: False)
-reporter.start()
-atexit.register(reporter.stop)
-time.sleep(0.5)
-if (pid := os.fork()) == 0:
-    sys.exit(0)
-status = os.waitpid(pid, 0)[1]
-time.sleep(0.5)
-print("child", status, reporter.is_alive(), store.get("megatron_hecate/progress/at/0"))
-"""
-    command = [sys.executable, "-W", "ignore", "-c", code, str(server.port)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith("child 0 True ") and "false" in done.stdout
-    assert Word(*json.loads(server.get(f"{progress.PREFIX}/at/0"))).left
+    experts = tiny_gpt.moe_layers(ours.chunks)[0].experts
+    weight = next(p for name, p in experts.named_parameters() if "linear_fc2" in name)
+    before_backward = lambda act: model.register_forward_hook(lambda _, __, loss: loss.register_hook(act) and None)  # noqa: E731
+    for register, at, behind in (
+        (before_backward, "backward of layer 2", "layer 2"),
+        (weight.register_hook, "backward of layer 1", "backward of layer 1"),
+        (model.embedding.word_embeddings.weight.register_hook, "after a backward", "backward of layer 1"),
+        (experts.register_forward_pre_hook, "layer 1", "layer 1"),
+    ):
+        iteration += 1
+        waits = f"{iteration}, {at}"
+        hook = register(hang)
+        ours.step(iteration - 1)
+        hook.remove()
+        for survivor in (0, 1):
+            _check_line(read(survivor), survivor, waits, f"iteration {iteration}, {behind}")
+    dist.barrier()  # rank 0 serves the store

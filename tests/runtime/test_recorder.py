@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from megatron_hecate.runtime import recorder
 from megatron_hecate.tools.run_folder import RunInfo, read
@@ -18,16 +19,21 @@ def test_a_model_that_has_gone_leaves_a_whole_record_and_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """As where post-training builds one model after another in a process, and all record into one folder."""
-    monkeypatch.setattr(recorder, "place_of_rank", lambda group: (0, True))
+    monkeypatch.setattr(recorder.training_globals, "place_of_rank", lambda group: (0, True))
+    monkeypatch.setattr(recorder.training_globals, "logging_pipeline", lambda: [0])
+    monkeypatch.setattr(recorder, "_get_default_store", dist.HashStore)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     info = RunInfo(mode="observe", layers=("layer 1",), num_experts=2, ranks=1, node=(0,))
     for iteration in (1, 2):
         before = set(threading.enumerate())
         stage = recorder.StageRecorder(info, str(tmp_path), group=None, collect=lambda: True)
         stage.take(iteration, {"load": np.array([[iteration, 0]])}, dict)
-        (writer,) = set(threading.enumerate()) - before
+        started = set(threading.enumerate()) - before
+        assert len(started) == 2  # a writer, and what takes metrics to loggers
         del stage
-        writer.join(10)
-        assert not writer.is_alive()
+        for thread in started:
+            thread.join(10)
+            assert not thread.is_alive()
     record = read(tmp_path)
     assert record.iteration.tolist() == [1, 2] and record.load[:, 0, 0].tolist() == [1, 2]
     assert not capsys.readouterr().err

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from ranks import ranks
 
@@ -107,6 +108,36 @@ def test_choices_of_probability_zero(name: str) -> None:
     ours = tiny_gpt.train(case, hook=watched)
     tiny_gpt.assert_trained_alike(stock, ours)
     assert received[2:] == [64] * 4, "two layers, two steps with replicas: both ranks compute half of 2 x 64 choices"
+
+
+@ranks(2)
+def test_padding_to_capacity_is_not_recorded_as_tokens() -> None:
+    """Without replicas Megatron's own dispatcher pads. Oracle: rows whose probability is not zero."""
+    import os
+
+    import tiny_gpt
+    import torch.distributed as dist
+
+    from megatron_hecate.tools.run_folder import read
+
+    case, folder = _case("hybridep-padded"), f"{os.environ['TEST_FOLDER']}/run"
+    rows: list[tuple[int, int]] = []  # all, and tokens among them
+
+    def watched(chunks: list) -> list:
+        for layer in tiny_gpt.moe_layers(tiny_gpt.fssdp_hook(slots=0, record=folder)(chunks)):
+            layer.experts.register_forward_pre_hook(
+                lambda _, inputs: rows.append((len(inputs[0]), int((inputs[2] != 0).sum())))
+            )
+        return chunks
+
+    run = tiny_gpt.train(case, hook=watched)
+    tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor.recorder.stage.close()
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, rows)
+    if dist.get_rank() == 0:
+        every, tokens = np.array(of_ranks).reshape(2, 3, 2, 2).transpose(3, 1, 2, 0)  # [T, L, N] each
+        assert (every > tokens).all()
+        assert read(folder).rank_load.tolist() == tokens.tolist()
 
 
 @pytest.mark.newest

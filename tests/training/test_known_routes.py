@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -253,34 +254,44 @@ def test_the_busiest_rank_has_little_more_than_the_mean() -> None:
 @pytest.mark.newest
 @ranks(4)
 def test_metrics_of_a_plan_for_each_microbatch() -> None:
-    """Every microbatch has two hot experts of its own, and no record is kept. Oracle: tokens that the experts of every
-    rank are given."""
+    """All experts get tokens of the first microbatch, two those of the last one, and no record is kept. Oracle: tokens
+    that the experts of every rank are given, and the replicas that are there then."""
     import tiny_gpt
     import torch.distributed as dist
 
     def routes(step: int, microbatch: int, layer: int, rank: int) -> torch.Tensor:
-        return torch.tensor([[6, 7] if microbatch else [0, 1]] * TOKENS)
+        return torch.tensor([[0, 1] if microbatch else [2 * (t % 4), 2 * (t % 4) + 1] for t in range(TOKENS)])
 
     globals()["routes_of"] = routes
     case = tiny_gpt.Case(ep=4, accumulate=2, settings=(REPLAY,))
     tiny_gpt.initialize(case)
     replay(case.accumulate)
-    computed = torch.zeros(case.layers, 4, dtype=torch.int64)
+    computed, held = torch.zeros(case.layers, 4, dtype=torch.int64), [[], []]  # by layer
 
     def note(chunks: list, step: int) -> None:
         computed.zero_()
         for index, layer in enumerate(tiny_gpt.moe_layers(chunks) if not step else []):
             layer.experts.register_forward_pre_hook(lambda _, args, i=index: _add(computed, i, len(args[0])))
+            layer.experts.register_forward_pre_hook(
+                lambda experts, _, i=index: held[i].append(_count_replicas(experts))
+            )
 
     run = _train(case, 2, before=note, lifetime="microbatch", slots=1)
     dist.all_reduce(computed)
     recorder = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor.recorder.stage
-    recorder.close()
-    iteration, values = recorder.newest
+    with mock.patch.object(recorder, "take") as take:
+        recorder.close()
+    iteration, _, values = take.call_args.args
     assert iteration == 2 and computed.sum(dim=1).tolist() == [2 * 2 * 4 * TOKENS] * 2
     fullest = computed.double().amax(dim=1) / computed.double().mean(dim=1)
     assert values()["overload_factor"].tolist() == pytest.approx(fullest.tolist())
     assert fullest.max() < 1.1
+    assert len(held[0]) == 4 and held[0][2] > held[0][3] > 0 and held[1][2] > held[1][3] > 0
+    assert values()["replicas"].tolist() == [of_layer[2] for of_layer in held]
+
+
+def _count_replicas(experts: Any) -> int:
+    return 0 if experts.replicas is None else experts.replicas.placement.num_replicas
 
 
 def _add(computed: torch.Tensor, layer: int, tokens: int) -> None:

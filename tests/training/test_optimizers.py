@@ -108,13 +108,24 @@ def _offload_from_cpu(hybrid: type) -> None:
     """It tells what is on the host by ``is_cuda``: let all be on a GPU but what it has pinned."""
     import torch
 
-    split = hybrid._get_sub_optimizer_param_groups
+    split, clone, as_fp32 = hybrid._get_sub_optimizer_param_groups, torch.Tensor.clone, torch.Tensor.float
 
     def split_as_on_gpu(optimizer: Any, fraction: float) -> tuple:
-        pinned: set[int] = set()
-        seems = property(lambda tensor: id(tensor) not in pinned)
-        pin = mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: pinned.add(id(tensor)) or tensor)
-        with mock.patch.object(torch.Tensor, "is_cuda", seems, create=True), pin:
+        on_host: dict[int, torch.Tensor] = {}  # by address, which stays theirs while they are here
+
+        def pin(tensor: torch.Tensor) -> torch.Tensor:
+            return on_host.setdefault(tensor.data_ptr(), tensor)
+
+        def like(source: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+            return pin(made) if source.data_ptr() in on_host else made
+
+        on_tensors = dict(
+            is_cuda=property(lambda tensor: tensor.data_ptr() not in on_host),
+            pin_memory=pin,
+            clone=lambda tensor: like(tensor, clone(tensor)),
+            float=lambda tensor: like(tensor, as_fp32(tensor)),
+        )
+        with mock.patch.multiple(torch.Tensor, create=True, **on_tensors):
             groups = split(optimizer, fraction)
         assert groups[0] and groups[1], "some parameters must be on the host and some on the device"
         return groups

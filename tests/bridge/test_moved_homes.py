@@ -1,0 +1,70 @@
+"""Homes of experts move in a recipe that Bridge trains: it trains as stock, and what leaves it is Megatron's own.
+
+Oracle: the same recipe without FSSDP: losses, checkpoints that stock resumes from, and weights that Bridge exports to
+Hugging Face's names while the model is in memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from typing import Any
+
+from ranks import ranks
+from recipe_runs import FREE, Run, train
+
+STEPS = "train.train_iters=6"
+
+
+def moved(config: Any) -> Any:
+    """``config`` with FSSDP, which looks for homes at every second iteration and finds others each time."""
+    import moved_homes
+
+    from megatron_hecate import bridge
+
+    moved_homes.find()
+    bridge.enable(config, speeds=FREE, rehome=2)
+    return config
+
+
+@ranks(2)
+def test_export_of_a_model_in_memory() -> None:
+    import torch
+    from bridge_on_cpu import _model_of_the_hub, recipe
+    from megatron.bridge import AutoBridge
+    from megatron.bridge.training.callbacks import Callback
+
+    exported: list[dict[str, torch.Tensor]] = []
+    seen: list[bool] = []
+
+    class Export(Callback):
+        def on_train_end(self, context: Any) -> None:
+            layers = [m for chunk in context.model for m in chunk.modules() if hasattr(m, "fssdp")]
+            seen.extend(layer.prefetcher.rehoming.homes.are_moved for layer in layers[:1])
+            hub = AutoBridge.from_hf_config(_model_of_the_hub("Qwen/Qwen3-30B-A3B"))
+            weights = hub.export_hf_weights(context.model, cpu=True, show_progress=False)
+            exported.append({name: weight.clone() for name, weight in weights})
+
+    stock = train(recipe(STEPS), Export())
+    ours = train(moved(recipe(STEPS)), Export())
+    ours.assert_same(stock)
+    assert seen == [True]
+    assert exported[0].keys() == exported[1].keys() and sum(".experts." in name for name in exported[0]) >= 48
+    for name, weight in exported[0].items():
+        torch.testing.assert_close(exported[1][name], weight, rtol=0, atol=2e-5, msg=name)
+
+
+@ranks(2)
+def test_a_checkpoint_of_moved_homes_resumes_anywhere() -> None:
+    from bridge_on_cpu import recipe
+
+    def run(on: bool, *overrides: str) -> Run:
+        config = recipe(STEPS, *overrides)
+        return train(moved(config) if on else config)
+
+    whole = run(False)
+    folder = f"{os.environ['TEST_FOLDER']}/moved"
+    first = run(True, f"checkpoint.save={folder}", "checkpoint.save_interval=3", "train.train_iters=3")
+    first.assert_same(dataclasses.replace(whole, steps=whole.steps[:3]))
+    for on in (False, True):
+        run(on, f"checkpoint.load={folder}").assert_same(dataclasses.replace(whole, steps=whole.steps[3:]))

@@ -1,0 +1,112 @@
+"""What becomes of a move that breaks off: old homes or new ones, on all ranks, or an error before the next step.
+
+Oracle: hashes of weights and moments before the move, and literal messages.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from ranks import ranks
+from test_moved_checkpoint import hashes, homes_of
+from test_rehoming import rehoming_hook
+
+TIMEOUT = 5
+
+
+def about_to_move(**fields: Any) -> Any:
+    """A model whose next iteration begins with a move."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(distributed_optimizer=True, **fields)
+    tiny_gpt.initialize(case)
+    run = tiny_gpt.train(case, steps=3, hook=rehoming_hook(timeout=TIMEOUT))
+    assert not homes_of(run).are_moved
+    return run
+
+
+@ranks(3, killed=frozenset([1]))
+def test_a_rank_that_dies_is_named_and_homes_stay() -> None:
+    import torch.distributed as dist
+
+    from megatron_hecate.comm.relocation import Relocation
+    from megatron_hecate.comm.transfer import TransferError
+
+    run = about_to_move(ep=3, experts=9)
+    weights = [p.detach().clone() for p in run.chunks[0].parameters()]
+    if dist.get_rank() == 1:
+        Relocation.exchange = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+    begin = time.monotonic()
+    with pytest.raises(TransferError, match=r"homes of layer 1: moving experts failed on rank \d of 3.*\[0, 1, 2\]"):
+        run.step(3)
+    assert time.monotonic() - begin < 3 * TIMEOUT
+    assert not homes_of(run).are_moved
+    assert all(a.equal(b) for a, b in zip(weights, run.chunks[0].parameters(), strict=True))
+
+
+@ranks(2)
+def test_an_error_before_all_has_come_leaves_the_old_homes() -> None:
+    import torch.distributed as dist
+
+    from megatron_hecate.comm.relocation import Relocation
+    from megatron_hecate.comm.transfer import TransferError
+
+    run = about_to_move()
+    before, exchange = hashes(run), Relocation.exchange
+
+    def fails(relocation: Relocation) -> None:
+        exchange(relocation)
+        raise MemoryError("no room")
+
+    if dist.get_rank() == 1:
+        Relocation.exchange = fails
+    with pytest.raises((MemoryError, TransferError), match=r"no room|homes of layer 1: comparing plans failed"):
+        run.step(3)
+    assert not homes_of(run).are_moved
+    assert hashes(run) == before
+
+
+@ranks(2)
+def test_an_error_while_one_rank_writes_stops_all_before_the_next_step() -> None:
+    import torch.distributed as dist
+
+    from megatron_hecate.comm.relocation import Relocation
+    from megatron_hecate.comm.transfer import TransferError
+
+    run = about_to_move()
+    write = Relocation.write
+
+    def fails(relocation: Relocation) -> None:
+        write(relocation)
+        raise KeyboardInterrupt
+
+    if dist.get_rank() == 1:
+        Relocation.write = fails
+        with pytest.raises(KeyboardInterrupt):
+            run.step(3)
+        with pytest.raises(RuntimeError, match="moved homes"):
+            run.chunks[0].state_dict()
+        with pytest.raises(RuntimeError, match="this rank has some of them only; start again from the last checkpoint"):
+            run.step(3)
+    else:
+        with pytest.raises(TransferError, match="homes: asking who keeps what failed on rank 0 of 2"):
+            run.step(3)
+
+
+@ranks(2)
+def test_homes_that_differ_are_found_before_the_next_step() -> None:
+    import tiny_gpt
+    import torch.distributed as dist
+
+    run = about_to_move()
+    run.step(3)
+    assert homes_of(run).are_moved
+    if dist.get_rank() == 1:
+        state = tiny_gpt.moe_layers(run.chunks)[0].fssdp
+        state.move_homes(state.parts.homes_only)
+    with pytest.raises(RuntimeError, match="moved on some ranks only; start again"):
+        run.step(4)

@@ -1,0 +1,289 @@
+"""Observe only, where Megatron wraps or captures what it trains, and where iterations end.
+
+Oracle: stock Megatron with the same settings, bit for bit; the maps that dispatchers are given, counted beside the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import sys
+import types
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import ranks
+
+from megatron_hecate import HecateConfig, fssdp
+from megatron_hecate.runtime import progress
+
+FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+
+
+def _record(chunks: list, folder: str) -> Any:
+    """What was recorded, once training has ended on all ranks."""
+    import tiny_gpt
+    import torch.distributed as dist
+
+    from megatron_hecate.tools.run_folder import read
+
+    tiny_gpt.moe_layers(chunks)[0].router.observer.stage.close()
+    dist.barrier()
+    return read(folder)
+
+
+class _Counted:
+    """The hook observes into ``folder``; beside it, the maps of a training forward's dispatchers are counted."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.steps: list = [defaultdict(int)]  # of each, by layer: [experts]
+
+    def __call__(self, chunks: list) -> list:
+        import tiny_gpt
+
+        for index, layer in enumerate(tiny_gpt.moe_layers(chunks)):
+            original = layer.token_dispatcher.dispatch_preprocess
+            self.group = layer.token_dispatcher.tp_ep_group
+            layer.token_dispatcher.dispatch_preprocess = lambda *a, i=index, o=original: self._count(i, o, *a)
+        return fssdp(HecateConfig(observe=True, record=self.folder))(chunks)
+
+    def _count(self, layer: int, original: Any, hidden: Any, routing_map: Any, *rest: Any) -> Any:
+        import torch
+
+        if torch._C._current_graph_task_id() == -1:  # not recomputed
+            self.steps[-1][layer] = self.steps[-1][layer] + np.array(routing_map.int().sum(dim=0).tolist())
+        return original(hidden, routing_map, *rest)
+
+    def loads(self, steps: int) -> list:
+        """[step][layer][expert] of the ranks that are recorded together."""
+        import torch
+        import torch.distributed as dist
+
+        loads = torch.tensor(np.array([[step[i] for i in range(2)] for step in self.steps[:steps]]))
+        dist.all_reduce(loads, group=self.group)
+        return loads.tolist()
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "graphs",
+    [
+        "router",
+        pytest.param("experts", marks=pytest.mark.slow),
+        "layer",
+        pytest.param("layer, local", marks=pytest.mark.slow),
+        "whole iteration",
+    ],
+)
+@ranks(2, preload=False)
+def test_graphs_hold_the_counting(graphs: str) -> None:
+    """Those of experts, layers and whole iterations are refused by FSSDP. Oracle: the same model observed without
+    graphs."""
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import graphs_on_cpu
+    import tiny_gpt
+
+    settings, fields = {}, {}
+    if graphs != "router":  # where nothing waits for the host: every expert takes as many tokens
+        settings = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+        fields = dict(experts=2, bf16=True)
+    case = tiny_gpt.Case(accumulate=2, settings=tuple(settings.items()), **fields)
+    tiny_gpt.initialize(case)
+    loads = []
+
+    def observed(case: Any, train: Any) -> Any:
+        folder = f"{os.environ['TEST_FOLDER']}/{len(loads)}"
+        trained = train(case, steps=5, hook=fssdp(HecateConfig(observe=True, record=folder)))
+        loads.append(_record(trained.chunks, folder).load.tolist())
+        return trained
+
+    eager = observed(case, tiny_gpt.train)
+    graphs_on_cpu.install()
+    train = tiny_gpt.train
+    if graphs == "whole iteration":
+        graphs_on_cpu.whole_iterations()
+        graphed = dataclasses.replace(case, settings=graphs_on_cpu.full_iteration(**settings))
+    elif graphs == "layer, local":
+        graphed = dataclasses.replace(case, settings=graphs_on_cpu.local(**settings))
+    else:
+        scopes = {"router": ("attn", "moe_router"), "experts": ("moe",), "layer": ()}[graphs]
+        graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings))
+        train = graphs_on_cpu.train
+    ours = observed(graphed, train)
+    graphs_on_cpu.assert_replayed(at_least=1)
+    assert tiny_gpt.difference(eager, ours) == tiny_gpt.SAME
+    assert len(loads[0]) == 5 and loads[0] == loads[1]
+
+
+def _captured(step: Any) -> Any:
+    """``step`` in a graph of its own, captured at the first call."""
+    import torch
+
+    graph, results = torch.cuda.CUDAGraph(), []
+
+    def replay() -> Any:
+        if not results:
+            with torch.cuda.graph(graph):
+                results.append(step())
+        graph.replay()
+        return results[0]
+
+    return replay
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("megatrons", [True, False], ids=["Megatron's", "somebody's"])
+@ranks(2)
+def test_a_graph_of_the_optimizers_step(megatrons: bool) -> None:
+    """Every replay of Megatron's (``--optimizer-cuda-graph``) ends an iteration; nothing of ours is captured, also in a
+    graph of somebody else, after which nothing is recorded. Oracle: stock Megatron; counts of the same run without."""
+    import graphs_on_cpu
+    import tiny_gpt
+    import torch
+    from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+    from megatron_hecate import observe
+
+    def train(case: Any, *, graph: bool, hook: Any = None) -> Any:
+        run = tiny_gpt.train(case, steps=1, hook=hook, before_step=tiny_gpt.move_skew)
+        run.optimizer.get_grad_norm = lambda: 0.0  # Megatron's, without TransformerEngine's kernels, waits for it
+        if graph:
+            observe.device_of_rank = lambda: torch.device("cuda")
+            run.optimizer.step = (OptimizerCudaGraphWrapper if megatrons else _captured)(run.optimizer.step)
+        for step in range(1, 5):
+            run.step(step)
+        run.read_params()
+        return run
+
+    def observed(folder: str, *, graph: bool) -> Any:
+        path = f"{os.environ['TEST_FOLDER']}/{folder}"
+        run = train(case, graph=graph, hook=fssdp(HecateConfig(observe=True, record=path)))
+        return run, _record(run.chunks, path)
+
+    graphs_on_cpu.install()
+    case = tiny_gpt.Case(accumulate=2, optimizer=(("optimizer", "sgd"), ("lr", 0.1), ("clip_grad", 0.0)))
+    tiny_gpt.initialize(case)
+    stock = train(case, graph=False)
+    _, eager = observed("eager", graph=False)
+    OptimizerCudaGraphWrapper.curr_iteration = 1  # the next step is captured
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        ours, graphed = observed("graphed", graph=True)
+    graphs_on_cpu.assert_replayed(at_least=1)
+    assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
+    assert eager.iteration.tolist() == [1, 2, 3, 4, 5] and len({str(load) for load in eager.load.tolist()}) == 5
+    kept = 5 if megatrons else 1
+    assert graphed.load.tolist() == eager.load.tolist()[:kept] and graphed.iteration.tolist() == list(
+        range(1, kept + 1)
+    )
+    assert ("FSSDP observes no longer" in said.getvalue()) is not megatrons
+
+
+class _Descent:
+    """An optimizer that is none of torch's, behind the names that the training loop calls."""
+
+    def __init__(self, chunks: list) -> None:
+        self.params = [p for chunk in chunks for p in chunk.parameters()]
+
+    def step(self) -> tuple[bool, float, None]:
+        for p in self.params:
+            p.data.add_(p.main_grad, alpha=-0.1)
+        return True, 0.0, None
+
+
+@pytest.mark.parametrize("numbered", [True, False], ids=["Megatron's script", "own loop"])
+@ranks(2)
+def test_an_optimizer_that_is_none_of_torchs(numbered: bool) -> None:
+    """Where Megatron's arguments number iterations, their end is told by the next one's first forward; elsewhere one
+    line says that nothing is recorded. Oracle: the dispatchers' maps, counted beside the run."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(accumulate=2, settings=FULL)
+    tiny_gpt.initialize(case)
+    arguments, counted = types.SimpleNamespace(curr_iteration=0), _Counted(os.environ["TEST_FOLDER"] + "/run")
+    if numbered:
+        nobody = dict.fromkeys(("get_tensorboard_writer", "get_wandb_writer"), lambda: None)
+        sys.modules["megatron.training.global_vars"] = types.SimpleNamespace(_GLOBAL_ARGS=arguments, **nobody)
+    run = tiny_gpt.train(case, steps=0, hook=counted)
+    run.optimizer.step = _Descent(run.chunks).step
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        for step in range(11):
+            arguments.curr_iteration = step
+            run.step(step)
+            counted.steps.append(defaultdict(int))
+    loads, line = counted.loads(10), "FSSDP records nothing until an optimizer steps that is one of torch's"
+    assert said.getvalue().count(line) == (0 if numbered else 1)
+    if numbered:
+        record = _record(run.chunks, counted.folder)
+        assert record.iteration.tolist() == list(range(1, 11)) and record.load.tolist() == loads
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("sharded", "fields"),
+    [
+        ("optim_grads_params", dict(ep=1)),
+        pytest.param("optim_grads", {}, marks=pytest.mark.slow),
+        ("optim", dict(tp=2, etp=1)),
+    ],
+)
+@ranks(2)
+def test_megatron_fsdp(sharded: str, fields: dict[str, Any]) -> None:
+    """``--use-megatron-fsdp``, by Megatron's own wrapper, which runs on CPU ranks without a fused scaling of NCCL's."""
+    import tiny_gpt
+    import torch
+    import torch.distributed as dist
+    from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    case = tiny_gpt.Case(accumulate=2, distributed_optimizer=True, **fields)
+    tiny_gpt.initialize(case)
+    ddp = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy=sharded,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=sharded == "optim_grads_params",
+        grad_reduce_in_fp32=True,
+        gradient_reduce_div_fusion=False,
+    )
+
+    def train(counted: _Counted | None) -> tuple[list, list, dict[str, str | None], list]:
+        """Losses and norms of three steps, this rank's parameters, how Megatron-FSDP takes them to be split; the model
+        that it wraps."""
+        chunks, config = tiny_gpt.build(case, counted)
+        torch.cuda.current_device = lambda: 0
+        wrapped = FullyShardedDataParallel(config, ddp, chunks[0], device=torch.device("cpu"))
+        torch.cuda.current_device = lambda: torch.device("cpu")
+        split = {name: getattr(p, "_tensor_parallel_mode", None) for name, p in chunks[0].named_parameters()}
+        config.no_sync_func, config.finalize_model_grads_func = wrapped.no_sync, finalize_model_grads
+        settings = OptimizerConfig(optimizer="adam", lr=3e-3, use_distributed_optimizer=True)
+        optimizer, seen = get_megatron_optimizer(settings, [wrapped]), []
+        config.grad_scale_func = optimizer.scale_loss
+        for step in range(3):
+            wrapped.zero_grad_buffer()
+            optimizer.zero_grad()
+            seen.append(tiny_gpt.run(case, [wrapped], step, num_microbatches=2))
+            if counted:
+                counted.steps.append(defaultdict(int))
+            seen += optimizer.step()[:2]
+        params = [getattr(p, "_local_tensor", p).detach().clone() for p in optimizer.get_parameters()]
+        return seen, params, split, chunks
+
+    stock = train(None)
+    counted = _Counted(os.environ["TEST_FOLDER"] + "/run")
+    seen, params, split, chunks = train(counted)
+    assert seen == stock[0] and split == stock[2]
+    assert progress._running._group == 0, "without expert parallelism, replicas of the data wait for each other"
+    assert len(params) == len(stock[1]) > 0 and all(map(torch.equal, params, stock[1]))
+    loads, record = counted.loads(3), _record(chunks, counted.folder)
+    assert dist.get_rank() or (record.load.tolist() == loads and record.load.sum() > 0)

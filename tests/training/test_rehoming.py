@@ -1,0 +1,101 @@
+"""Homes of experts move while a model trains, with their optimizer state, and nobody can tell.
+
+Oracle: stock Megatron, same ranks and settings: losses, gradients and parameters. A test gives the homes that are
+wanted; what would be chosen is the business of `tests/plan/test_homes.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import moved_homes
+import pytest
+import torch
+from ranks import ranks
+
+LAYOUTS: dict[str, tuple[int, dict, dict]] = {
+    "ep2": (2, {}, {}),
+    "ep2-edp2-distopt-overlap": (4, dict(distributed_optimizer=True, overlap=True, accumulate=2), {}),
+    "pp2-vpp2-ep2-distopt": (4, dict(pp=2, vpp=2, accumulate=4, distributed_optimizer=True), {}),
+    "bf16-distopt": (2, dict(bf16=True, distributed_optimizer=True, accumulate=2), {}),
+}
+
+
+def rehoming_hook(orders: Callable = moved_homes.wanted_at, **settings: Any) -> Callable[[list], list]:
+    """FSSDP that looks for homes at every iteration, and finds those that ``orders`` gives."""
+    import tiny_gpt
+
+    moved_homes.find(orders)
+    return tiny_gpt.fssdp_hook(**{"rehome": 3, **settings})
+
+
+def train_both(case: Any, steps: int = 8, **settings: Any) -> tuple[Any, Any]:
+    import tiny_gpt
+
+    stock = tiny_gpt.train(case, steps=steps)
+    ours = tiny_gpt.train(case, steps=steps, hook=rehoming_hook(**settings))
+    return stock, ours
+
+
+def _layouts(world_size: int) -> list[str]:
+    return [name for name, (size, _, _) in LAYOUTS.items() if size == world_size]
+
+
+@pytest.mark.parametrize("name", _layouts(2))
+@ranks(2)
+def test_two_ranks(name: str) -> None:
+    _trains_as_stock(name)
+
+
+@pytest.mark.parametrize("name", _layouts(4))
+@ranks(4)
+def test_four_ranks(name: str) -> None:
+    _trains_as_stock(name)
+
+
+def _trains_as_stock(name: str) -> None:
+    import tiny_gpt
+
+    _, fields, settings = LAYOUTS[name]
+    case = tiny_gpt.Case(**fields, settings=tuple(settings.items()))
+    tiny_gpt.initialize(case)
+    stock, ours = train_both(case)
+    tolerance = tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
+    layer = tiny_gpt.moe_layers(ours.chunks)[0]
+    assert layer.prefetcher.rehoming.homes.are_moved
+    layer.prefetcher.rehoming.restore()
+    ours.read_params()
+    ours.grads = stock.grads
+    worst = tiny_gpt.difference(stock, ours)
+    assert worst["loss"] < tolerance and worst["param"] < tolerance, worst
+
+
+@ranks(2)
+def test_a_record_knows_where_homes_were() -> None:
+    """Oracles: the layers' homes after the last iteration; and the record's own loads, by Megatron's order before."""
+    import os
+
+    import numpy as np
+    import tiny_gpt
+
+    from megatron_hecate.tools.figures import Figures
+    from megatron_hecate.tools.run_folder import read
+
+    case = tiny_gpt.Case(accumulate=2)
+    tiny_gpt.initialize(case)
+    folder = f"{os.environ['TEST_FOLDER']}/run"
+    run = tiny_gpt.train(case, steps=8, hook=rehoming_hook(record=folder))
+    monitor = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor
+    monitor.collect()
+    monitor.recorder.stage.close()
+    torch.distributed.barrier()
+    record = read(folder)
+    figures = Figures(record)
+    built = np.repeat(np.arange(2), 4)
+    assert (figures.home[:3] == built).all() and len(record.load) == 8
+    for layer, module in enumerate(tiny_gpt.moe_layers(run.chunks)):
+        assert (figures.home[-1, layer] == module.fssdp.homes.home).all() and (figures.home[-1, layer] != built).any()
+    assert (figures.after.sum(axis=2) == record.load.sum(axis=2)).all()
+    assert (figures.before[..., 0] == record.load[..., :4].sum(axis=2)).all()
+    assert np.isfinite(figures.price_ms).all()

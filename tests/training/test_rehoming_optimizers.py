@@ -1,0 +1,108 @@
+"""Whatever an optimizer keeps for experts moves with them: moments, main parameters, copies on the host.
+
+Oracle: stock Megatron with the same optimizer on the same ranks; bit for bit without replicas (`training_with_moves`).
+How optimizers are made to run on a CPU is told in `test_optimizers`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import test_optimizers
+from ranks import ranks
+from training_with_moves import params
+
+pytestmark = pytest.mark.newest
+DISTOPT = dict(distributed_optimizer=True, overlap=True)
+MOMENTS_IN_BF16 = dict(test_optimizers.PRECISION_AWARE, exp_avg_sq_dtype="bfloat16")
+OFFLOAD = dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+BIASES = dict(add_bias_linear=True)
+# name, which begins as in test_optimizers: (ranks, fields of tiny_gpt.Case, of OptimizerConfig, of TransformerConfig)
+OPTIMIZERS: dict[str, tuple[int, dict, dict, dict]] = {
+    "torch-adam": (2, {}, {}, {}),
+    "torch-sgd": (2, {}, dict(optimizer="sgd", sgd_momentum=0.9), BIASES),
+    "torch-sgd-without-momentum": (2, {}, dict(optimizer="sgd", sgd_momentum=0.0), {}),
+    "te-adam-distopt": (2, DISTOPT, {}, BIASES),
+    "te-adam-precision-aware": (2, test_optimizers.BF16, MOMENTS_IN_BF16, {}),
+    "te-adam-precision-aware-edp2": (4, dict(test_optimizers.BF16, overlap=True), MOMENTS_IN_BF16, BIASES),
+    "te-adam-precision-aware-whole-main": (
+        2,
+        test_optimizers.BF16,
+        dict(MOMENTS_IN_BF16, store_param_remainders=False),
+        {},
+    ),
+    "cpu-offload": (2, dict(bf16=True, distributed_optimizer=True), OFFLOAD, BIASES),
+    "cpu-offload-precision-aware-edp2": (
+        4,
+        dict(bf16=True, distributed_optimizer=True),
+        dict(OFFLOAD, use_precision_aware_optimizer=True),
+        {},
+    ),
+    "muon": (2, {}, dict(optimizer="muon"), {}),
+    "muon-biases": (2, {}, dict(optimizer="muon"), BIASES),
+    "muon-layer-wise": (2, dict(bf16=True), dict(optimizer="dist_muon"), {}),
+    "muon-layer-wise-edp2": (4, dict(bf16=True), dict(optimizer="dist_muon"), BIASES),
+}
+
+
+@pytest.mark.parametrize("name", params(OPTIMIZERS, 2, "muon-biases"))
+@ranks(2, preload=False)
+def test_two_ranks(name: str) -> None:
+    _compare(name)
+
+
+@pytest.mark.parametrize("name", params(OPTIMIZERS, 4, "cpu-offload-precision-aware-edp2"))
+@ranks(4, preload=False)
+def test_four_ranks(name: str) -> None:
+    _compare(name)
+
+
+def _case(name: str) -> Any:
+    test_optimizers._install("cpu-offload" if name.startswith("cpu-offload") else name)
+    import tiny_gpt
+    import torch
+    from megatron.core import optimizer
+
+    if name.startswith("cpu-offload"):
+        optimizer.Adam = torch.optim.AdamW  # on the device too: an expert steps here and there, and rounds alike
+    _, fields, settings, of_model = OPTIMIZERS[name]
+    settings = {k: getattr(torch, v) if k.endswith("_dtype") else v for k, v in settings.items()}
+    case = tiny_gpt.Case(**fields, accumulate=2, optimizer=tuple(settings.items()), settings=tuple(of_model.items()))
+    tiny_gpt.initialize(case)
+    return case
+
+
+def _compare(name: str) -> None:
+    case = _case(name)
+    import tiny_gpt
+    import training_with_moves
+
+    training_with_moves.compare(case, tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5)
+
+
+@pytest.mark.parametrize("field", ["main_params_dtype", pytest.param("exp_avg_dtype", marks=pytest.mark.slow)])
+@ranks(2, preload=False)
+def test_states_with_a_scale_per_shard_are_refused(field: str) -> None:
+    """When FSSDP is switched on, where Megatron's arguments tell of them; else at the first look, on all ranks. Without
+    moves they are none of its business."""
+    test_optimizers._install("te-adam-precision-aware")
+    from types import SimpleNamespace
+
+    import test_rehoming
+    import tiny_gpt
+    import torch
+    from megatron.training import global_vars
+
+    settings = dict(use_precision_aware_optimizer=True, main_grads_dtype=torch.bfloat16, **{field: torch.float16})
+    case = tiny_gpt.Case(**test_optimizers.BF16, optimizer=tuple(settings.items()))
+    tiny_gpt.initialize(case)
+    trained = tiny_gpt.train(case, steps=3, hook=test_rehoming.rehoming_hook())
+    with pytest.raises(ValueError, match=r"leave --moe-fssdp-rehome out"):
+        trained.step(3)
+    flag = field.replace("_", "-")
+    for scaled in (torch.float16, torch.uint8):
+        global_vars._GLOBAL_ARGS = SimpleNamespace(**{field: scaled})
+        with pytest.raises(ValueError, match=rf"with {field}={scaled}: .* --moe-fssdp-rehome 0 or --{flag} fp32"):
+            tiny_gpt.build(case, test_rehoming.rehoming_hook())
+    tiny_gpt.build(case, tiny_gpt.fssdp_hook())
