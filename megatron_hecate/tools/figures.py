@@ -52,14 +52,14 @@ class Figures:
 
     Args:
         record: they are of.
-        stages: names of the layers of each pipeline stage; none where there is one stage.
+        stages: what describes each pipeline stage; none where there is one stage.
 
     Raises:
         ValueError: when experts cannot be split over ranks evenly.
     """
 
     record: RunRecord
-    stages: Sequence[Sequence[str]] = ()
+    stages: Sequence[RunInfo] = ()
 
     @cached_property
     def costs(self) -> _Costs | None:
@@ -73,13 +73,19 @@ class Figures:
 
     @cached_property
     def homes(self) -> Placement:
-        """Of every layer."""
+        """Of every layer, as Megatron built them."""
         info = self.record.info
         return Placement.initial(self.record.load.shape[2], info.ranks, num_slots=0 if self.observed else info.slots)
 
     @cached_property
+    def home(self) -> np.ndarray:
+        """[T, L, E] rank of each expert's home."""
+        built = np.broadcast_to(self.homes.home, self.record.load.shape)
+        return built if self.record.home is None else self.record.home
+
+    @cached_property
     def before(self) -> np.ndarray:
-        """[T, L, N] tokens of each rank as the router left them, each at its expert's home."""
+        """[T, L, N] tokens of each rank as the router left them, each where Megatron built its expert."""
         return self.record.load.reshape(*self.record.load.shape[:2], self.homes.num_ranks, -1).sum(axis=3)
 
     @property
@@ -104,32 +110,51 @@ class Figures:
         return (load.max(axis=2) - load.mean(axis=2)) * (0.0 if self.costs is None else self.costs.token_ms)
 
     @cached_property
-    def copying_ms(self) -> np.ndarray:
-        """[T, L] of replicas out and back on the busiest link, hidden or not."""
-        replica, of_layers = self.record.replica, np.zeros(self.before.shape[:2])
+    def most_copies(self) -> np.ndarray:
+        """[T, L] replicas that one rank takes or gives, the most of any."""
+        if (replica := self.record.replica) is None:
+            return np.zeros(self.before.shape[:2], np.int64)
+        at, of_layers = np.nonzero(replica.reshape(*replica.shape[:2], -1) != EMPTY)[:2], np.zeros_like(self.before)
+        np.add.at(of_layers, (*at, self.home[(*at, replica[replica != EMPTY])]), 1)
+        return np.maximum(of_layers, self.replicas).max(axis=2)
+
+    @cached_property
+    def _ways_ms(self) -> np.ndarray:
+        """[2, T, L] of replicas out and back, hidden or not: by the measured time of a copy, or else by the model, on
+        the busiest link."""
+        replica, found = self.record.replica, np.zeros((2, *self.before.shape[:2]))
         if self.costs is None or replica is None:
-            return of_layers
+            return found
+        shape, copy = self.costs.shape, self.record.copy
+        times = np.array([shape.fetches, shape.returns * shape.grad_bytes / shape.expert_bytes])[:, None, None]
+        found += np.nan if copy is None else 1e3 * times * copy * self.most_copies
         free = dataclasses.replace(self.costs.copy, routing=0.0, crossing=0.0)
-        problem, load = problem_of(self.homes, self.costs.world, free), np.zeros(self.homes.num_experts)
-        homes = self.homes.table[:, : self.homes.slots_per_rank - replica.shape[3]]
+        load, per_rank = np.zeros(self.homes.num_experts), self.homes.slots_per_rank - replica.shape[3]
         tokens: dict[bytes, float] = {}  # of each placement; most come again
-        for at in np.ndindex(of_layers.shape):
-            slots = np.ascontiguousarray(replica[at], dtype=np.int64)
-            if (key := slots.tobytes()) not in tokens:
-                tokens[key] = plan_cost(load, problem, np.hstack([homes, slots]))[1]
-            of_layers[at] = tokens[key]
-        return of_layers * self.costs.token_ms
+        for at in zip(*np.nonzero(np.isnan(found[0])), strict=True):
+            slots, home = np.ascontiguousarray(replica[at], dtype=np.int64), self.home[at]
+            if (key := slots.tobytes() + home.tobytes()) not in tokens:
+                homes = self.homes.with_homes(np.argsort(home, kind="stable"))
+                problem = problem_of(homes, self.costs.world, free)
+                tokens[key] = plan_cost(load, problem, np.hstack([homes.table[:, :per_rank], slots]))[1]
+            both = tokens[key] * self.costs.token_ms
+            found[(slice(None), *at)] = both * free.out, both * (1 - free.out)
+        return found
+
+    @property
+    def copying_ms(self) -> np.ndarray:
+        """[T, L] of replicas out and back, hidden or not."""
+        return self._ways_ms.sum(axis=0)
 
     @cached_property
     def hidden_ms(self) -> np.ndarray:
-        """[T, L] the part of it behind compute: the measured share, or else what the layer's time allows."""
+        """[T, L] the part of it behind compute: what the time before the experts allows, as measured or as modelled."""
         if self.costs is None:
             return self.copying_ms
-        shape, out, measured = self.costs.shape, self.costs.copy.out, self.record.hidden
-        allowed = np.minimum(self.copying_ms * out, 1e3 * shape.hidden_seconds * shape.fetches)
-        allowed += np.minimum(self.copying_ms * (1 - out), 1e3 * shape.hidden_seconds * shape.returns)
-        share = np.full((len(allowed), 1), np.nan) if measured is None else measured[:, None]
-        return np.where(np.isnan(share), allowed, self.copying_ms * np.nan_to_num(share))
+        shape, window = self.costs.shape, self.record.window
+        seconds = shape.hidden_seconds if window is None else np.where(np.isnan(window), shape.hidden_seconds, window)
+        times = np.array([shape.fetches, shape.returns])[:, None, None]
+        return np.minimum(self._ways_ms, 1e3 * times * seconds).sum(axis=0)
 
     @cached_property
     def price_ms(self) -> np.ndarray:
@@ -139,15 +164,15 @@ class Figures:
         shown, taken = self.copying_ms - self.hidden_ms, self.costs.copy.contention * self.hidden_ms
         return shown + taken + self.costs.routing_ms * self.replicas.any(axis=2)
 
-    def of_stages(self, values: np.ndarray) -> np.ndarray:
-        """[K, T, ...] sums over the layers of each of K stages of ``values`` [T, L, ...]."""
-        stage_of = {name: stage for stage, names in enumerate(self.stages) for name in names}
-        stage = np.array([stage_of.get(name, 0) for name in self.record.info.layers])
-        return np.stack([values[:, stage == one].sum(axis=1) for one in np.unique(stage)])
+    @cached_property
+    def stage(self) -> np.ndarray:
+        """[L] the pipeline stage of each layer."""
+        stage_of = {name: stage for stage, info in enumerate(self.stages) for name in info.layers}
+        return np.array([stage_of.get(name, 0) for name in self.record.info.layers])
 
     def of_step(self, values: np.ndarray) -> np.ndarray:
         """[T] of a whole step, from [T, L] of layers: stages work at once, so the largest one counts."""
-        return self.of_stages(values).max(axis=0)
+        return np.max([values[:, self.stage == one].sum(axis=1) for one in np.unique(self.stage)], axis=0)
 
     @cached_property
     def lost_ms(self) -> np.ndarray:
@@ -165,17 +190,13 @@ class Figures:
         steps = np.diff(self.record.time) / np.diff(self.record.iteration)
         return 1e3 * float(np.median(steps)) if len(steps) else float("nan")
 
-    def fullest_rank(self, load: np.ndarray) -> np.ndarray:
-        """[T] tokens that the fullest rank keeps in a microbatch, in all layers, with ``load`` [T, L, N]."""
-        return self.of_stages(load).max(axis=(0, 2)) / (1 if self.costs is None else self.costs.shape.microbatches)
-
-    @property
-    def replica_bytes(self) -> np.ndarray:
-        """[T] weights and gradients of the replicas that the fullest rank holds at once, by their lifetime: of all
-        layers, or of the two whose buffers exist."""
-        if self.costs is None:
-            return np.zeros(len(self.replicas))
-        every, two = self.of_stages(self.replicas).max(axis=(0, 2)), 2 * self.replicas.max(axis=(1, 2))
-        lifetime = self.record.info.lifetime
-        weights, grads = two if lifetime == "layer" else every, every if lifetime == "iteration" else two
-        return weights * self.costs.shape.expert_bytes + grads * self.costs.shape.grad_bytes
+    def memory(self, load: np.ndarray, *names: str) -> np.ndarray:
+        """[T] bytes of the fullest rank, the most of any stage: the parts ``names`` of `RunInfo.memory`, and what
+        ``load`` [T, L, N] leaves for the backward; where the record does not say, tokens of a microbatch."""
+        microbatches, found = 1 if self.costs is None else self.costs.shape.microbatches, []
+        for stage, info in enumerate(self.stages or [self.record.info]):
+            held = info.memory or {**dict.fromkeys(names, 0), "token": 1, "kept": 1}
+            tokens = load[:, self.stage == stage]
+            tokens = (tokens.sum(axis=1) if held["kept"] else tokens.max(axis=1)).max(axis=1) / microbatches
+            found.append(sum(held[name] for name in names) + tokens * held["token"] * max(held["kept"], 1))
+        return np.max(found, axis=0)

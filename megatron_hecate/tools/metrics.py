@@ -75,27 +75,30 @@ def layer_metrics(chunks: Iterable[Module]) -> list[LayerMetrics]:
 
 
 def step_metrics(
-    load: np.ndarray, routed: np.ndarray, computed: np.ndarray, *, token_ms: float
+    load: np.ndarray, routed: np.ndarray, computed: np.ndarray, *, token_ms: float, price_ms: np.ndarray | float = 0.0
 ) -> dict[str, np.ndarray]:
-    """What layers did in an iteration, [L] each, by the names they are logged under (docs/observe.md).
+    """What the layers of a stage did in an iteration, [L] each, by the names they are logged under (docs/observe.md).
 
     Args:
         load: [L, E] tokens per expert.
         routed: [L, N] tokens per rank without replicas.
         computed: [L, N] tokens that each rank computed; or [L, 1], the largest of them.
         token_ms: milliseconds of one token in one expert, forward and backward, by the speeds in use.
+        price_ms: [L] what replicas cost (`Figures.price_ms`).
     """
     tokens = load.sum(axis=1)
     rank, expert = tokens / routed.shape[1], tokens / load.shape[1]
     fullest, without = computed.max(axis=1), routed.max(axis=1)
-    some = tokens > 0
+    some, total = tokens > 0, computed.sum(axis=0)
+    measured = computed.shape == routed.shape and total.any()
     return {
         "overload_factor": np.divide(fullest, rank, out=np.ones(len(load)), where=some),
         "max_vio": np.divide(load.max(axis=1), expert, out=np.ones(len(load)), where=some) - 1,
         "dead_experts": (load == 0).sum(axis=1),
         "ms_lost_to_imbalance": np.maximum(fullest - rank, 0) * token_ms,
-        "ms_recovered": (without - fullest) * token_ms,
-        **({"rank_load": computed} if computed.shape == routed.shape else {}),
+        "ms_recovered_gross": (without - fullest) * token_ms,
+        "ms_recovered": (without - fullest) * token_ms - price_ms,
+        **({"cum_overload_factor": np.full(len(load), total.max() / total.mean())} if measured else {}),
     }
 
 
@@ -104,19 +107,20 @@ def summarize(layers: Sequence[str], values: Mapping[str, np.ndarray], *, per_la
 
     Args:
         layers: [L] names.
-        values: what `step_metrics` gave, and more of that kind, for all layers.
+        values: [L] what `step_metrics` gave, and more of that kind, of all stages, one after another; NaN is left out.
         per_layer: whether each layer is logged too, numbered from 0 as by Megatron.
     """
     factor = values["overload_factor"]
     found = {"moe/avg_overload_factor": factor.mean(), "moe/max_overload_factor": factor.max()}
-    if "rank_load" in values and (total := values["rank_load"].sum(axis=0)).any():
-        found["moe/max_cum_overload_factor"] = total.max() / total.mean()
-    for name, of_layers in values.items():
+    if (of_stages := values.get("cum_overload_factor")) is not None:
+        found["moe/max_cum_overload_factor"] = of_stages.max()
+    for name, of_layers in ((name, of_layers) for name, of_layers in values.items() if of_layers is not of_stages):
         group = "moe" if name in ("overload_factor", "max_vio", "dead_experts") else "fssdp"
-        if name not in ("overload_factor", "rank_load"):
+        if name != "overload_factor":
+            known = of_layers[~np.isnan(of_layers)]
             averaged = name in ("max_vio", "hidden_share")
-            found[f"{group}/{name}"] = of_layers.mean() if averaged else of_layers.sum()
-        if per_layer and name != "rank_load":
+            found |= {f"{group}/{name}": known.mean() if averaged else known.sum()} if len(known) else {}
+        if per_layer:
             numbered = [(*layer.rpartition(" ")[::2], value) for layer, value in zip(layers, of_layers, strict=True)]
             found |= {f"{group}/{name}_{of}_{int(n) - 1}".replace(" ", "_"): value for of, n, value in numbered}
-    return {name: float(value) for name, value in found.items()}
+    return {name: float(value) for name, value in found.items() if not np.isnan(value)}

@@ -81,11 +81,11 @@ def _heads(hidden: int, heads: int, groups: int, width: int = 128) -> dict[str, 
 # Sizes: each model's published config.json; a test compares the number of parameters. DeepSeek's attention: q_lora
 # 1536, kv_lora 512, 128 heads of 128 + 64 (values 128). Windows of GPT-OSS's attention are not modelled, nor
 # multi-token prediction.
+_QWEN3 = dict(experts=128, top_k=8, vocab=151936)
+_GPT_OSS = dict(hidden=2880, ffn=2880, top_k=4, vocab=201088, **_heads(2880, 64, 8, 64))
 MODELS: Mapping[str, Model] = {
-    "qwen3-30b-a3b": Model(layers=48, hidden=2048, ffn=768, experts=128, top_k=8, vocab=151936, **_heads(2048, 32, 4)),
-    "qwen3-235b-a22b": Model(
-        layers=94, hidden=4096, ffn=1536, experts=128, top_k=8, vocab=151936, **_heads(4096, 64, 4)
-    ),
+    "qwen3-30b-a3b": Model(layers=48, hidden=2048, ffn=768, **_QWEN3, **_heads(2048, 32, 4)),
+    "qwen3-235b-a22b": Model(layers=94, hidden=4096, ffn=1536, **_QWEN3, **_heads(4096, 64, 4)),
     "deepseek-v3": Model(
         **dict(layers=58, hidden=7168, ffn=2048, experts=256, top_k=8, vocab=129280, shared=2048),
         **dict(attention=187_107_328, width=20480, plain=3, plain_ffn=18432),
@@ -93,12 +93,8 @@ MODELS: Mapping[str, Model] = {
     "mixtral-8x7b": Model(layers=32, hidden=4096, ffn=14336, experts=8, top_k=2, vocab=32000, **_heads(4096, 32, 8)),
     "mixtral-8x22b": Model(layers=56, hidden=6144, ffn=16384, experts=8, top_k=2, vocab=32000, **_heads(6144, 48, 8)),
     "olmoe": Model(layers=16, hidden=2048, ffn=1024, experts=64, top_k=8, vocab=50304, **_heads(2048, 16, 16)),
-    "gpt-oss-120b": Model(
-        layers=36, hidden=2880, ffn=2880, experts=128, top_k=4, vocab=201088, **_heads(2880, 64, 8, 64)
-    ),
-    "gpt-oss-20b": Model(
-        layers=24, hidden=2880, ffn=2880, experts=32, top_k=4, vocab=201088, **_heads(2880, 64, 8, 64)
-    ),
+    "gpt-oss-120b": Model(layers=36, experts=128, **_GPT_OSS),
+    "gpt-oss-20b": Model(layers=24, experts=32, **_GPT_OSS),
 }
 
 
@@ -140,11 +136,11 @@ def _cluster(per_node: int, intra: float, inter: float, flops: tuple[float, floa
 # intra: bus bandwidth of NCCL's all-to-all at 512 MiB, and latency of small ones (NVIDIA's AIConfigurator at
 # 095f58a, Apache-2.0; GB200 on 4 GPUs). inter: 90 % of the adapter's rate (datasheets); its latency is an
 # assumption. Experts: 45 % of dense bf16, as in `plan.H100`. All else: H100 and GB200 are fitted to one published
-# row each (docs/what-if.md), H200 is as H100, B200 and A100 are scaled by their peaks.
+# row each (docs/what-if-checks.md), H200 is as H100, B200 and A100 are scaled by their peaks.
 CLUSTERS: Mapping[str, Cluster] = {
     "a100x8": _cluster(8, 203, 22.5, (140, 75), 80),
     "h100x8": _cluster(8, 320, 45, (445, 237), 80),
     "h200x8": _cluster(8, 321, 45, (445, 237), 141),
-    "b200x8": _cluster(8, 565, 45, (1010, 870), 180),
-    "gb200x72": _cluster(72, 508, 45, (1100, 950), 186),
+    "b200x8": _cluster(8, 565, 45, (1010, 856), 180),
+    "gb200x72": _cluster(72, 508, 45, (1100, 935), 186),
 }

@@ -22,6 +22,7 @@ from megatron_hecate.plan.replicas import BALANCED
 from megatron_hecate.tools import trace
 from megatron_hecate.tools.figures import Figures
 from megatron_hecate.tools.megatron_files import read_any
+from megatron_hecate.tools.run_folder import read_info
 
 PAGE = Path(__file__).with_name("page")
 POINTS: int = 1000  # of a line
@@ -36,28 +37,29 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m megatron_hecate --report", description=__doc__.splitlines()[0])
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder that a run records into")
     parser.add_argument("--out", type=Path, help="the page (default: report.html in RUN_DIR)")
+    parser.add_argument("--stages", type=int, help="pipeline stages, where Megatron's own files are read")
     arguments = parser.parse_args(argv)
     folder, out = arguments.run_dir, arguments.out or arguments.run_dir / "report.html"
     try:
         if (merged := trace.merge(folder)) is not None:
             print(f"The trace of all ranks is {merged}: open it in ui.perfetto.dev.")
-        print("\n".join([*write(folder, out), f"The page is {out} ({out.stat().st_size / 1e6:.1f} MB)."]))
+        print("\n".join(write(folder, out, arguments.stages)))
+        print(f"The page is {out} ({out.stat().st_size / 1e6:.1f} MB).")
     except (ValueError, OSError) as error:
         print(f"no report: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def write(folder: Path, out: Path) -> list[str]:
-    """Read the record in ``folder``, write the page to ``out``; returns its summary.
+def write(folder: Path, out: Path, stages: int | None = None) -> list[str]:
+    """Read the record in ``folder``, write the page to ``out``; returns its summary. ``stages`` as in `read_megatron`.
 
     Raises:
         ValueError: for a folder without a record, or one that cannot be read.
         OSError: when ``out`` cannot be written.
     """
-    record = read_any(folder)
-    stages = [json.loads(path.read_text())["layers"] for path in sorted(folder.glob("run-*.json"))]
-    found = _content(Figures(record, stages), folder)
+    infos = [read_info(path) for path in sorted(folder.glob("run-*.json"))]
+    found = _content(Figures(read_any(folder, stages=stages), infos), folder)
     page = (PAGE / "page.html").read_text()
     for name in ("uplot.min.css", "uplot.min.js", "uplot.LICENSE", "page.css", "page.js"):
         page = page.replace(f"/*{name}*/", (PAGE / name).read_text())
@@ -75,7 +77,7 @@ def _content(figures: Figures, folder: Path) -> dict[str, Any]:
     loads = [figures.before] if figures.observed else [figures.before, figures.after]
     spread = [figures.imbalance(load)[:, :, None] for load in loads]
     of_hottest = np.take_along_axis(record.load, hottest[None], axis=2)
-    home = figures.homes.home
+    home = np.take_along_axis(figures.home[-1], hottest, axis=1)
     replica = None if record.replica is None else record.replica.reshape(num, layers, -1)
     copies = [
         [0.0 if replica is None else float((replica[:, layer] == e).sum() / num) for e in hottest[layer]]
@@ -91,7 +93,11 @@ def _content(figures: Figures, folder: Path) -> dict[str, Any]:
         "loads": _picture(record.iteration, loads, figures.before.mean(axis=2), CELLS),
         "spread": _picture(record.iteration, spread, np.ones((num, layers)), layers * POINTS // 4),
         "hot": _picture(record.iteration, [of_hottest], record.load.mean(axis=2), CELLS // 4),
-        "experts": {"number": hottest.tolist(), "home": home[hottest].tolist(), "replicas": copies},
+        "experts": {
+            "number": hottest.tolist(),
+            "home": home.tolist(),
+            "replicas": copies,
+        },
         "layers": _rows(figures),
     }
 
@@ -161,26 +167,36 @@ def _lines(figures: Figures, groups: Sequence[tuple[int, int]]) -> dict[str, Any
         quantiles = np.quantile(figures.imbalance(load), (1.0, 0.9, 0.5, 0.1), axis=1)
         names = ("worst layer", "90 % of layers below", "median layer", "10 % of layers below")
         spread += [(f"as {what}, {name}", colour, of) for name, of in zip(names, quantiles, strict=True)]
-    size = figures.costs.shape.token_bytes / MIB if figures.costs is not None else 1.0
     lost, copying = figures.lost_ms, figures.copying_ms
-    memory = [("expert inputs, as routed", "before", size * figures.fullest_rank(figures.before))]
     time = [("lost, as routed", "before", lost)]
     if on:
-        memory.append(("expert inputs, as computed", "after", size * figures.fullest_rank(figures.after)))
-        memory.append(("replicas", "won", figures.replica_bytes / MIB))
-        time += [("lost, with FSSDP", "after", figures.left_ms), ("won back", "won", lost - figures.left_ms)]
+        time += [("lost, with FSSDP", "after", figures.left_ms), ("won back, net", "won", lost - figures.left_ms)]
+        time += [("what replicas cost, in both", "grey", figures.of_step(figures.price_ms))]
     copies = [
         ("all copies", "grey", figures.of_step(copying)),
         ("hidden behind compute", "after", figures.of_step(figures.hidden_ms)),
         ("not hidden", "before", figures.of_step(copying - figures.hidden_ms)),
     ]
-    charts = {"imbalance": ("times the mean", spread), "memory": ("MiB" if known else "tokens", memory[: 2 + known])}
+    charts = {"imbalance": ("times the mean", spread), "memory": _memory(figures)}
     charts |= {"lost": ("ms per step", time)} if known else {}
     charts |= {"copies": ("ms per step", copies)} if known and on else {}
     return {
         name: {"unit": unit, "series": [(*key, [_short(of[a:b].mean()) for a, b in groups]) for *key, of in series]}
         for name, (unit, series) in charts.items()
     }
+
+
+def _memory(figures: Figures) -> tuple[str, list[tuple[str, str, np.ndarray]]]:
+    """The chart of memory: its unit and series."""
+    sides = [("stock", "before", figures.before), ("FSSDP", "after", figures.after)][: 2 - figures.observed]
+    if not all(info.memory for info in figures.stages or [figures.record.info]):
+        return "tokens", [(f"{what}, experts' inputs", colour, figures.memory(load)) for what, colour, load in sides]
+    homes, replicas = ("weights", "grads", "optimizer"), ("replica_weights", "replica_grads", "transport")
+    parts = [(f"{what}, all", colour, load, homes + replicas * (what != "stock")) for what, colour, load in sides]
+    parts += [("homes: weights, gradients, optimizer", "grey", 0 * figures.before, homes)]
+    parts += [("replicas: buffers for all slots", "won", 0 * figures.before, replicas)] * (not figures.observed)
+    parts += [(f"{what}, activations of experts", colour, load, ()) for what, colour, load in sides]
+    return "MiB", [(name, colour, figures.memory(load, *names) / MIB) for name, colour, load, names in parts]
 
 
 def _picture(iteration: np.ndarray, parts: Sequence[np.ndarray], over: np.ndarray, cells: int) -> dict[str, Any]:

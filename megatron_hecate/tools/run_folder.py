@@ -23,7 +23,7 @@ import numpy as np
 
 VERSION: int = 1
 RETRIES: int = 100  # of reading a folder whose files change
-ARRAYS = ("load", "replica", "late", "rank_load", "crossing", "hidden")
+ARRAYS = ("load", "home", "replica", "late", "rank_load", "crossing", "window", "copy")
 Arrays = dict[str, np.ndarray]
 
 
@@ -41,6 +41,8 @@ class RunInfo:
         slots: S, replicas that a rank can hold per layer; 0 when observing.
         shape: fields of `plan.LayerShape`; empty where they are not known.
         speeds: fields of `plan.Speeds`; empty where they are not known.
+        memory: bytes of a rank of the stage: fields of `replicas.memory_estimate.ExpertMemory`; ``token``, what a token
+            leaves in one expert for the backward; ``kept``, microbatches in flight, 0 where experts are recomputed.
         lifetime, transport, overlap_degree: as in `HecateConfig`, once decided.
         versions: of packages, by name.
         started: when, ISO 8601 with time zone.
@@ -55,6 +57,7 @@ class RunInfo:
     slots: int = 0
     shape: Mapping[str, float] = dataclasses.field(default_factory=dict)
     speeds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
     lifetime: str = ""
     transport: str = ""
     overlap_degree: int | None = None
@@ -77,10 +80,13 @@ class RunRecord:
         time: [T] float64 unix seconds when it ended.
         load: [T, L, E] int64 tokens per expert, over the group; 0 for experts that a layer lacks.
         replica: [T, L, N, S] int64 experts in replica slots, -1 empty; ``None`` like all that follow when observing.
+            Where microbatches have plans of their own, that with most replicas.
         late: [T, L] int64 how many of them came after the gate.
-        rank_load: [T, L, N] int64 tokens that each rank computed.
+        rank_load: [T, L, N] int64 tokens that each rank computed, without padding.
         crossing: [T, L] int64 tokens computed on another node than they came from; ``None`` where not counted.
-        hidden: [T] float64 share of the copies' time that was hidden, mean of the stages; NaN where not measured.
+        window: [T, L] float64 measured seconds from a layer's attention to its experts, which hide copies; NaN before.
+        copy: [T, L] float64 measured seconds that one copy of weights takes; NaN before.
+        home: [T, L, E] int64 rank of each expert's home, where homes move; else they are where Megatron built them.
     """
 
     info: RunInfo
@@ -91,7 +97,9 @@ class RunRecord:
     late: np.ndarray | None = None
     rank_load: np.ndarray | None = None
     crossing: np.ndarray | None = None
-    hidden: np.ndarray | None = None
+    window: np.ndarray | None = None
+    copy: np.ndarray | None = None
+    home: np.ndarray | None = None
 
 
 def read(folder: str | Path) -> RunRecord:
@@ -117,11 +125,8 @@ def read(folder: str | Path) -> RunRecord:
         stage["load"] = np.pad(stage["load"], ((0, 0), (0, 0), (0, experts - stage["load"].shape[2])))
     joined: Arrays = {}
     for name in (name for name in ARRAYS if all(name in stage for stage in stages)):
-        of_stages = [stage[name] for stage in stages]
-        if name == "hidden":
-            joined[name] = np.ma.masked_invalid(of_stages).mean(axis=0).filled(np.nan)
-        else:
-            joined[name] = np.concatenate(of_stages, axis=1)[:, order].astype(np.int64)
+        array = np.concatenate([stage[name] for stage in stages], axis=1)[:, order]
+        joined[name] = array if array.dtype.kind == "f" else array.astype(np.int64)
     info = dataclasses.replace(infos[0], layers=tuple(layers[at] for at in order), num_experts=experts)
     return RunRecord(info=info, iteration=common, time=np.max([stage["time"] for stage in stages], axis=0), **joined)
 

@@ -3,50 +3,22 @@
 An all-to-all ends for no rank before the last rank has begun it. So between two of them only the fullest rank counts,
 and a layer lasts: compute outside the experts, dispatch, experts of the fullest rank, combine. Copies travel beside
 that, one layer's after the other. They share the network with the all-to-alls, so they get on while ranks compute.
-Pipeline stages run one forward, one backward (1F1B). Letters in shapes: T steps, L layers, E experts, R ranks.
+Pipeline stages run one forward, one backward (1F1B), also where each has several chunks, interleaved as Megatron does.
+Letters in shapes: T steps, L layers, E experts, R ranks.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from megatron_hecate.plan import LayerShape, Placement, World
+from megatron_hecate.plan import LayerShape, World
 from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.replicas.buffers import LIFETIMES
-from megatron_hecate.routing.quotas import quotas_of_all
-from megatron_hecate.routing.tables import GroupShape
-from megatron_hecate.tools.traffic import Traffic, add, backwards, copies, fan_out, no_traffic, token_traffic
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LayerPlan:
-    """What one layer does in one step, whoever planned it.
-
-    Args:
-        flow: [R, R] (token, expert) pairs that start on rank r and that rank d computes, of all microbatches.
-        early, late: bytes of weights that travel before and after the gate, each time they are fetched.
-        back: bytes of gradients, each time they return.
-    """
-
-    flow: np.ndarray
-    early: Traffic
-    late: Traffic
-    back: Traffic
-
-    @classmethod
-    def of(cls, load: np.ndarray, placement: Placement, world: World, shape: LayerShape) -> LayerPlan:
-        """FSSDP's: our quotas for ``load`` [R, E], and replicas that come from their homes and return there."""
-        tokens, order = quotas_of_all(load, placement, GroupShape.of(world, placement))
-        by_rank = np.argsort(order.rank, kind="stable")
-        ranks, first = np.unique(order.rank[by_rank], return_index=True)
-        flow = np.zeros((len(load), world.num_ranks), dtype=np.int64)
-        flow[:, ranks] = np.add.reduceat(tokens[:, by_rank], first, axis=1)
-        chunks = fan_out(copies(placement), placement.home, world)
-        early, back = add((chunks, shape.expert_bytes)), add((backwards(chunks), shape.grad_bytes))
-        return cls(flow, early, no_traffic(world.num_ranks), back)
+from megatron_hecate.tools.traffic import LayerPlan, Traffic, no_traffic, token_traffic
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -57,7 +29,7 @@ class Work:
         peak: pairs of the fullest rank in one microbatch.
         trip: seconds of one all-to-all.
         fetch, back: seconds of one layer's copies on their way out, once, and home, once, when nothing else travels.
-        late: seconds of copies after the gate, in each microbatch.
+        late: seconds of copies after the gate.
         routing: seconds that routing to replicas adds to each microbatch.
         out, home: bytes that one fetch (with a late one), and one return, send in all.
     """
@@ -76,17 +48,20 @@ class Work:
         """From the plans of every step and, within it, every layer.
 
         Args:
-            once: experts of a token, where it is sent to a node once; 0: it is sent once for every expert.
+            once: experts of a token, where it is sent to a node, and to a rank of its node, once; 0: once per expert.
         """
 
         def figures(plan: LayerPlan) -> tuple[float, ...]:
-            tokens, ways = token_traffic(plan.flow, world), (plan.early, plan.back, plan.late)
-            if once and tokens.inter:  # as if the pairs that cross were spread evenly over tokens and nodes
-                share, others = tokens.inter / float(plan.flow.sum()), world.num_nodes - 1
-                sent = others * (1 - (1 - share / others) ** once) / (once * share)  # per pair that crosses
-                tokens = Traffic(tokens.intra_out, tokens.intra_in, tokens.inter_out * sent, tokens.inter_in * sent)
+            tokens = token_traffic(plan.flow, world)
+            if once and plan.flow.any():  # as if pairs were spread evenly over tokens, and over nodes and their ranks
+                others = np.maximum([world.num_ranks / world.num_nodes - 1, world.num_nodes - 1], 1)
+                share = np.maximum([tokens.intra, tokens.inter], 1e-9) / plan.flow.sum()
+                near, far = others * (1 - (1 - share / others) ** once) / (once * share)  # messages per pair
+                inside = (tokens.intra_out * near, tokens.intra_in * near)
+                tokens = Traffic(*inside, tokens.inter_out * far, tokens.inter_in * far)
             peak = float(plan.flow.sum(axis=0).max()) / shape.microbatches
             trip = tokens.seconds(shape.token_bytes / shape.microbatches, world)
+            ways = (plan.early, plan.back, plan.late)
             out, home, late = (way.intra + way.inter for way in ways)
             routing = world.speeds.routing if out + late else 0.0
             return peak, trip, *(way.seconds(1, world) for way in ways), routing, out + late, home
@@ -129,17 +104,44 @@ class Timing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """``stages``: layers (columns of a `Work`) of each pipeline stage; ``lifetime``: of replicas."""
+    """Who does what when.
+
+    Args:
+        stages: layers (columns of a `Work`); of P stages, number ``c * P + p`` is chunk c of stage p.
+        chunks: of each stage; from 2 on they are interleaved.
+        corrects: whether late copies are chosen anew in every microbatch; else in the first, after which they stay.
+    """
 
     stages: tuple[tuple[int, ...], ...]
     microbatches: int
     lifetime: str = "iteration"
+    chunks: int = 1
+    corrects: bool = False
 
     @classmethod
-    def even(cls, layers: int, stages: int, *, microbatches: int, lifetime: str = "iteration") -> Schedule:
-        """Neighbouring layers, as evenly as they divide; the first stages get one more."""
-        parts = np.array_split(np.arange(layers), stages)
-        return cls(stages=tuple(tuple(p.tolist()) for p in parts), microbatches=microbatches, lifetime=lifetime)
+    def even(cls, layers: int, stages: int, *, microbatches: int, chunks: int = 1, **options: Any) -> Schedule:
+        """Neighbouring layers, as evenly as they divide; the first get one more. ``options`` are further fields."""
+        parts = np.array_split(np.arange(layers), stages * chunks)
+        return cls(stages=tuple(tuple(p.tolist()) for p in parts), microbatches=microbatches, chunks=chunks, **options)
+
+    @property
+    def depth(self) -> int:
+        return len(self.stages) // self.chunks
+
+    def ahead(self, stage: int) -> int:
+        """Forwards of one chunk that a stage runs before its first backward; Megatron's."""
+        ahead = (self.depth - 1 - stage) * min(2, self.chunks) + (self.chunks - 1) * self.depth
+        return min(ahead, self.microbatches * self.chunks)
+
+    def order(self, stage: int) -> list[tuple[bool, int, int]]:
+        """What a stage runs, in Megatron's order: (whether it is a forward, which of `stages`, microbatch)."""
+        stages, count, ahead = self.depth, self.microbatches, self.ahead(stage)
+        groups = [range(m, min(m + stages, count)) for m in range(0, count, stages)]
+        table = [(c, m) for group in groups for c in range(self.chunks) for m in group]
+        forwards = [(True, c * stages + stage, m) for c, m in table]
+        backwards = [(False, (self.chunks - 1 - c) * stages + stage, m) for c, m in table]
+        paired = [task for pair in zip(forwards[ahead:], backwards, strict=False) for task in pair]
+        return forwards[:ahead] + paired + backwards[len(forwards) - ahead :]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,15 +163,20 @@ def simulate(work: Work, timing: Timing, schedule: Schedule) -> StepTime:
     """How long steps last."""
     lifetime, last, count = LIFETIMES[schedule.lifetime], len(schedule.stages) - 1, schedule.microbatches
     fetches, returns = count if lifetime.fetches else 1, count if lifetime.returns else 1
+    # FSSDP's late copies come early the next time
+    later = work if schedule.corrects else dataclasses.replace(work, fetch=work.fetch + work.late, late=0 * work.late)
     forward, backward, exposed = [], [], []
     for at, layers in enumerate(schedule.stages):
-        stage = _Stage(work.layers(layers), timing, schedule.lifetime, head=timing.head if at == last else 0.0)
-        out, back = stage.forward(moves=True), stage.backward(moves=True)
-        forward.append([out.total] * fetches + [stage.forward(moves=False).total] * (count - fetches))
+        head = timing.head if at == last else 0.0
+        first, stage = (_Stage(of.layers(layers), timing, schedule.lifetime, head=head) for of in (work, later))
+        outs, back = [first.forward(moves=True)], stage.backward(moves=True)
+        outs += [stage.forward(moves=True)] * (fetches - 1)
+        forward.append([out.total for out in outs] + [stage.forward(moves=False).total] * (count - fetches))
         backward.append([stage.backward(moves=False).total] * (count - returns) + [back.total] * returns)
-        exposed.append(fetches * out.exposed + returns * back.exposed)
+        exposed.append(sum(out.exposed for out in outs) + returns * back.exposed)
+    waits = np.sum(np.reshape(exposed, (schedule.chunks, -1, len(work.out))), axis=0).max(axis=0)
     sent = work.out.sum(axis=1) * fetches * max(1, lifetime.fetches) + work.home.sum(axis=1) * returns
-    return StepTime(_one_forward_one_backward(forward, backward, timing.send), np.max(exposed, axis=0), sent)
+    return StepTime(_one_forward_one_backward(forward, backward, schedule, timing.send), waits, sent)
 
 
 class _Clock:
@@ -206,27 +213,26 @@ class _Stage:
         self.trips = 2 * work.trip * (1 - timing.hidden)  # dispatch and combine
 
     def forward(self, *, moves: bool) -> _Clock:
-        """``moves``: with the fetch of every layer's replicas."""
-        clock, began = _Clock(self.steps, self.timing.contention), []
+        """``moves``: with the fetch of every layer's replicas, and late ones."""
+        clock, fetched = _Clock(self.steps, self.timing.contention), []
         for layer in range(self.layers):
-            began.append(clock.free)
-            self._layer(clock, layer, began[max(0, layer - self.lifetime.ahead)] if moves else None)
+            if moves:
+                fetched += self._post(clock, self.work.fetch.T, layer)
+            self._layer(clock, layer, fetched, late=moves)
         clock.run(self.head)
         return clock
 
     def backward(self, *, moves: bool) -> _Clock:
         """``moves``: with the return of every layer's gradients, and a second fetch where the lifetime is ``layer``."""
-        clock = _Clock(self.steps, self.timing.contention)
+        clock, fetched, arrivals = _Clock(self.steps, self.timing.contention), [], []
         clock.run(BACKWARD * self.head)
-        began: list[np.ndarray] = []
-        arrivals: list[np.ndarray] = []
         for layer in reversed(range(self.layers)):
-            began.append(clock.free)
-            since = began[max(0, len(began) - 1 - self.lifetime.ahead)] if moves and self.lifetime.fetches > 1 else None
+            if moves and self.lifetime.fetches > 1:
+                fetched += self._post(clock, self.work.fetch.T[::-1], self.layers - 1 - layer)
             if self.timing.recompute:
-                self._layer(clock, layer, since)
-            else:
-                self._fetch(clock, layer, since)
+                self._layer(clock, layer, fetched, late=False)
+            elif fetched:
+                clock.wait(fetched.pop(0), self.work.fetch[:, layer])
             if self.in_turn and len(arrivals) > 1:
                 clock.wait(arrivals[-2])  # layers share two buffers of gradients
             clock.run(BACKWARD * self.experts[:, layer], self.trips[:, layer])
@@ -237,41 +243,39 @@ class _Stage:
             clock.wait(arrivals[-1], self.work.back.sum(axis=1))
         return clock
 
-    def _layer(self, clock: _Clock, layer: int, since: np.ndarray | None) -> None:
-        """Its forward; its fetch began at ``since``, if there is one."""
-        clock.run(self.timing.dense + self.work.routing[:, layer], self.work.late[:, layer])
-        self._fetch(clock, layer, since)
-        clock.run(self.experts[:, layer], self.trips[:, layer])
+    def _post(self, clock: _Clock, fetches: np.ndarray, turn: int) -> list[np.ndarray]:
+        """Arrivals of the ``fetches`` [L, T] that begin with the layer whose ``turn`` it is."""
+        ahead = turn + self.lifetime.ahead
+        return [clock.post("out", seconds, clock.free) for seconds in fetches[ahead if turn else 0 : ahead + 1]]
 
-    def _fetch(self, clock: _Clock, layer: int, since: np.ndarray | None) -> None:
-        if since is not None:
-            seconds = self.work.fetch[:, layer]
-            clock.wait(clock.post("out", seconds, since), seconds)
+    def _layer(self, clock: _Clock, layer: int, fetched: list[np.ndarray], *, late: bool) -> None:
+        """Its forward, with its copies if they are on their way; late ones follow those of the next layers."""
+        clock.run(self.timing.dense + self.work.routing[:, layer])
+        if fetched:
+            clock.wait(fetched.pop(0), self.work.fetch[:, layer])
+        seconds = self.work.late[:, layer]
+        if late and seconds.any():
+            clock.wait(np.where(seconds, clock.post("out", seconds, clock.free), 0.0))
+        clock.run(self.experts[:, layer], self.trips[:, layer])
 
 
 def _one_forward_one_backward(
-    forward: Sequence[Sequence[np.ndarray]], backward: Sequence[Sequence[np.ndarray]], send: float
+    forward: Sequence[Sequence[np.ndarray]], backward: Sequence[Sequence[np.ndarray]], schedule: Schedule, send: float
 ) -> np.ndarray:
-    """[T] when the last stage has finished; ``forward``, ``backward``: seconds [T] of stage p for microbatch m."""
-    stages, count = len(forward), len(forward[0])
-    left = []
-    for p in range(stages):
-        ahead = min(stages - 1 - p, count)
-        order = [(True, m) for m in range(ahead)]
-        order += [(first, m + ahead * first) for m in range(count - ahead) for first in (True, False)]
-        left.append(order + [(False, m) for m in range(count - ahead, count)])
+    """[T] when the last stage has finished; ``forward``, ``backward``: seconds [T] of virtual stage v, microbatch m."""
+    left = [schedule.order(p) for p in range(schedule.depth)]
     done: dict[tuple[bool, int, int], np.ndarray] = {}
-    clock = [np.zeros_like(forward[0][0]) for _ in range(stages)]
+    clock = [np.zeros_like(forward[0][0]) for _ in left]
     while any(left):
-        for p in range(stages):
+        for p in range(schedule.depth):
             while left[p]:
-                is_forward, m = left[p][0]
-                before = p - 1 if is_forward else p + 1
+                is_forward, v, m = left[p][0]
+                before = v - 1 if is_forward else v + 1
                 ready = clock[p]
-                if 0 <= before < stages:
+                if 0 <= before < len(forward):
                     if (is_forward, before, m) not in done:
                         break
                     ready = np.maximum(ready, done[is_forward, before, m] + send)
-                clock[p] = done[is_forward, p, m] = ready + (forward if is_forward else backward)[p][m]
+                clock[p] = done[is_forward, v, m] = ready + (forward if is_forward else backward)[v][m]
                 left[p].pop(0)
     return np.max(clock, axis=0)

@@ -41,7 +41,6 @@ import torch
 from torch.autograd.profiler import record_function
 
 PREFIX = "fssdp/"
-IN_FLIGHT = ("spAG", "spRS")
 
 
 class Recorder:
@@ -96,34 +95,43 @@ class Recorder:
             total[what] += end - begin
         return dict(total)
 
-    def save(self, path: str | Path, *, rank: int, shift: float = 0.0) -> None:
-        """Write Chrome's trace format: iterations, work and transfers on tracks of their own.
+    def save(self, path: str | Path, *, rank: int, shift: float = 0.0, job: str = "") -> None:
+        """Write Chrome's trace format: iterations, work and transfers on tracks of their own. Perfetto drops spans of a
+        track that overlap without being nested, so such a span goes to another track of the same name; and it takes
+        thread 0 for the idle one, so numbers of tracks start above, and differ between ranks.
 
         Args:
             path: of this rank's file.
             rank: its number in the viewer, which can show several files together.
             shift: seconds that are added to all times.
+            job: which one this is; `merge` keeps the files of one job apart from others'.
         """
-        tracks = {"iteration": 0, "work": 1, "spAG": 2, "spRS": 3}
+        first = 10_000 * (rank + 1)
+        lanes: dict[str, list[list[int]]] = {"iteration": [], "work": [], "spAG": [], "spRS": []}  # ends of open spans
         events: list[dict] = [
             {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
             {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
-            *(
-                {"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": name}}
-                for name, tid in tracks.items()
-            ),
         ]
-        for what, layer, begin, end in sorted(self.spans, key=lambda span: span[2]):
-            name, tid = f"{PREFIX}{what} {layer}", tracks.get(what, tracks["work"])
-            event = {"name": name, "cat": "fssdp", "pid": rank, "tid": tid, "ts": (begin + shift) * 1e6}
-            if what in IN_FLIGHT:  # they overlap each other, which only asynchronous events may
-                number = f"{rank}.{len(events)}"  # unlike those of other ranks
-                events.append({**event, "ph": "b", "id": number})
-                events.append({**event, "ph": "e", "id": number, "ts": (end + shift) * 1e6})
-            else:
-                events.append({**event, "ph": "X", "dur": (end - begin) * 1e6})
+        # whole microseconds, so that rounding keeps what is nested so
+        whole = [(w, layer, *(round((t + shift) * 1e6) for t in (a, b))) for w, layer, a, b in self.spans]
+        for what, layer, begin, end in sorted(whole, key=lambda span: (span[2], -span[3])):
+            kind = what if what in lanes else "work"
+            tracks = lanes[kind]
+            for track in tracks:
+                while track and track[-1] <= begin:
+                    track.pop()
+            fits = [not track or (kind == "work" and track[-1] >= end) for track in tracks]
+            at = fits.index(True) if any(fits) else len(tracks)
+            tid = first + 1000 * [*lanes].index(kind) + at
+            if at == len(tracks):
+                tracks.append([])
+                events.append({"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": kind}})
+            tracks[at].append(end)
+            event = {"name": f"{PREFIX}{what} {layer}", "cat": "fssdp", "ph": "X", "pid": rank, "tid": tid}
+            events.append({**event, "ts": begin, "dur": end - begin})
         beside = Path(path).with_suffix(".tmp")  # half a file would break `merge`
-        beside.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + os.linesep)
+        found = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"job": job}}
+        beside.write_text(json.dumps(found) + os.linesep)
         beside.replace(path)
 
 
@@ -136,11 +144,12 @@ class Iterations:
         folder: of the run; made where it is missing.
         rank: this one.
         shift: seconds to add to this rank's clock, so that ranks agree.
+        job: when it started, the same on all ranks.
     """
 
-    def __init__(self, chosen: tuple[int, int], folder: str | Path, *, rank: int, shift: float) -> None:
+    def __init__(self, chosen: tuple[int, int], folder: str | Path, *, rank: int, shift: float, job: str = "") -> None:
         self.first, self.last = chosen
-        self._folder, self._rank, self._shift = Path(folder), rank, shift
+        self._folder, self._rank, self._shift, self._job = Path(folder), rank, shift, job
         self._recorder: Recorder | None = None
         self._begun = 0
         self._running: tuple[int, float] | None = None  # the iteration, and when it began
@@ -174,17 +183,23 @@ class Iterations:
         atexit.unregister(self.close)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            recorder.save(self._folder / f"trace-{self._rank}.json", rank=self._rank, shift=self._shift)
+            path = self._folder / f"trace-{self._rank}.json"
+            recorder.save(path, rank=self._rank, shift=self._shift, job=self._job)
         except OSError as error:
             print(f"FSSDP: rank {self._rank} cannot write its trace: {error}", file=sys.stderr, flush=True)
 
 
 def merge(folder: str | Path) -> Path | None:
-    """Write what all ranks recorded into ``FOLDER/trace.json``, for ui.perfetto.dev; ``None`` where no rank did."""
-    paths = sorted(Path(folder).glob("trace-*.json"))
-    if not paths:
+    """Write what all ranks recorded into ``FOLDER/trace.json``, for ui.perfetto.dev; ``None`` where no rank did. What a
+    former job left there is left out, and said."""
+    held = [(path, json.loads(path.read_text())) for path in sorted(Path(folder).glob("trace-*.json"))]
+    if not held:
         return None
-    events = [event for path in paths for event in json.loads(path.read_text())["traceEvents"]]
+    jobs = [trace.get("otherData", {}).get("job", "") for _, trace in held]
+    if older := [path.name for (path, _), job in zip(held, jobs, strict=True) if job < max(jobs)]:
+        text = f"{folder}: left out of the trace, since a job before that of {max(jobs)} wrote them: {', '.join(older)}"
+        print(text, file=sys.stderr, flush=True)
+    events = [e for (_, trace), job in zip(held, jobs, strict=True) if job == max(jobs) for e in trace["traceEvents"]]
     merged = Path(folder) / "trace.json"
     merged.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + os.linesep)
     return merged

@@ -11,7 +11,9 @@ import dataclasses
 
 import numpy as np
 
-from megatron_hecate.plan import Placement, World
+from megatron_hecate.plan import LayerShape, Placement, World
+from megatron_hecate.routing.quotas import quotas_of_all
+from megatron_hecate.routing.tables import GroupShape
 
 SCATTER_FROM: int = 3  # fan-out from which receivers take shares and exchange them
 
@@ -37,14 +39,10 @@ class Traffic:
         """How long it takes when every rank sends and receives at once. A node's adapters are shared by its ranks."""
         if not self.intra and not self.inter:
             return 0.0
-        node, speeds = world.node_index, world.speeds
-        per_rank = [
-            np.bincount(node, weights=way) * item_bytes / np.bincount(node) for way in (self.inter_out, self.inter_in)
-        ]
-        return max(
-            speeds.intra.seconds(max(self.intra_out.max(), self.intra_in.max()) * item_bytes),
-            speeds.inter.seconds(max(way.max() for way in per_rank)),
-        )
+        node, speeds, ways = world.node_index, world.speeds, (self.inter_out, self.inter_in)
+        per_rank = [np.bincount(node, weights=way) * item_bytes / np.bincount(node) for way in ways]
+        inside = max(self.intra_out.max(), self.intra_in.max()) * item_bytes
+        return max(speeds.intra.seconds(inside), speeds.inter.seconds(max(way.max() for way in per_rank)))
 
 
 def no_traffic(num_ranks: int) -> Traffic:
@@ -107,9 +105,37 @@ def backwards(traffic: Traffic) -> Traffic:
 
 def add(*weighted: tuple[Traffic, float]) -> Traffic:
     """Sum of traffics, each times its weight (bytes per chunk, say)."""
-    return Traffic(
-        *(
-            sum(getattr(traffic, way) * weight for traffic, weight in weighted)
-            for way in ("intra_out", "intra_in", "inter_out", "inter_in")
+    ways = [field.name for field in dataclasses.fields(Traffic)]
+    return Traffic(*(sum(getattr(traffic, way) * weight for traffic, weight in weighted) for way in ways))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerPlan:
+    """What one layer does in one step, whoever planned it.
+
+    Args:
+        flow: [R, R] (token, expert) pairs that start on rank r and that rank d computes, of all microbatches.
+        early, late: bytes of weights that travel before and after the gate, each time they are fetched.
+        back: bytes of gradients, each time they return.
+    """
+
+    flow: np.ndarray
+    early: Traffic
+    late: Traffic
+    back: Traffic
+
+    @classmethod
+    def of(cls, load: np.ndarray, placed: Placement, final: Placement, world: World, shape: LayerShape) -> LayerPlan:
+        """FSSDP's: our quotas for ``load`` [R, E], and replicas that come from their homes and return there; those that
+        ``final`` has beyond ``placed`` are late."""
+        tokens, order = quotas_of_all(load, final, GroupShape.of(world, final))
+        by_rank = np.argsort(order.rank, kind="stable")
+        ranks, first = np.unique(order.rank[by_rank], return_index=True)
+        flow = np.zeros((len(load), world.num_ranks), dtype=np.int64)
+        flow[:, ranks] = np.add.reduceat(tokens[:, by_rank], first, axis=1)
+        early = fan_out(copies(placed), placed.home, world)
+        late = fan_out(copies(final) & ~placed.holders, final.home, world)
+        back = backwards(fan_out(copies(final), final.home, world))
+        return cls(
+            flow, add((early, shape.expert_bytes)), add((late, shape.expert_bytes)), add((back, shape.grad_bytes))
         )
-    )

@@ -1,16 +1,19 @@
 """``python -m megatron_hecate --what-if TRACE --model NAME --cluster NAME --ranks N``: is FSSDP worth it for a run?
 
 Steps are simulated from recorded loads, under forced balance, stock expert parallelism, and FSSDP as it would plan.
-What the prediction rests on, and how far it was found to be off, is in docs/what-if.md.
+What the prediction rests on is in docs/what-if.md, and how far it was found to be off in docs/what-if-checks.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import json
 import math
+import sys
 import zipfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +27,8 @@ from megatron_hecate.tools.job import Job, Outcome, spread
 from megatron_hecate.tools.megatron_files import read_any
 from megatron_hecate.tools.presets import CLUSTERS, MODELS, Cluster, Model
 from megatron_hecate.tools.run_folder import read_info
-from megatron_hecate.tools.simulate import Timing
+from megatron_hecate.tools.simulate import Schedule, Timing
+from megatron_hecate.tools.traffic import copies
 
 WORTH: float = 0.03  # of a step: what is won must be more than the simulation can tell
 ALIKE: float = 0.005  # of ways whose steps differ by less, the one that takes least memory is recommended
@@ -80,7 +84,10 @@ def recommend(outcomes: Sequence[Outcome], capacity: float) -> tuple[Outcome | N
         least = min(way.memory.total for way in outcomes[2:])
         return None, f"it does not fit: experts take {least / 2**30:.1f} of {most / 2**30:.0f} GiB; use more ranks"
     fastest = min(way.seconds for way in fits)
-    best = min((w for w in fits if w.seconds <= (1 + ALIKE) * fastest), key=lambda w: (w.memory.total, w.seconds))
+    best = min(
+        (w for w in fits if w.seconds <= (1 + ALIKE) * fastest),
+        key=lambda w: (w.memory.total, w.late, w.rehome, w.seconds),
+    )
     gain, lost = 1 - best.seconds / stock.seconds, 1 - forced.seconds / stock.seconds
     memory = best.memory.replicas
     price = f"{memory / capacity:.1%} of memory" if capacity else f"{best.memory.added:.1%} of the experts' memory"
@@ -88,39 +95,57 @@ def recommend(outcomes: Sequence[Outcome], capacity: float) -> tuple[Outcome | N
     reason = f"{gain:.1%} of a step to win ({costs}), for {memory / 2**30:.2f} GiB, {price}"
     if gain < WORTH:
         return None, f"do not switch it on: {reason}"
-    return best, f"switch it on, --moe-fssdp-slots {best.slots} --moe-fssdp-lifetime {best.lifetime}: {reason}"
+    return best, f"switch it on, {_flags(best)}: {reason}"
+
+
+def _flags(way: Outcome) -> str:
+    late = f" --moe-fssdp-late-replicas {way.late}" if way.late else ""
+    rehome = f" --moe-fssdp-rehome {way.rehome}" if way.rehome else ""
+    return f"--moe-fssdp-slots {way.slots} --moe-fssdp-lifetime {way.lifetime}{late}{rehome}"
+
+
+def _plan(job: Job, way: Outcome) -> dict[int, list[list[float]]]:
+    """By number of a layer in the trace: its most frequent replicas that fit, as [expert, rank, share of steps]."""
+    homes, _ = job.homes(way.slots, way.lifetime, way.rehome)
+    placed, plan = job.place(homes, way.lifetime), {}
+    final = job.add_late(placed, way.late) if way.late else placed
+    for number, steps in zip(job.layers, zip(*final, strict=True), strict=True):
+        often = Counter(tuple(pair) for step in steps for pair in np.argwhere(copies(step)).tolist())
+        plan[number] = [
+            [*pair, count / len(steps)] for pair, count in often.most_common(way.slots * placed[0][0].num_ranks)
+        ]
+    return plan
+
+
+def _rivals(names: str, job: Job, slots: int) -> list[Outcome]:
+    """Planners of bench/rivals under the same job; ValueError where there is no checkout, and for unknown names."""
+    if not ((bench := Path(__file__).resolve().parents[2] / "bench") / "rivals").is_dir():
+        raise ValueError(f"--rivals {names}: other systems' planners are not installed; run this in a checkout")
+    sys.path.append(str(bench))
+    return importlib.import_module("rivals.simulated").outcomes(names.split(","), job, slots)
 
 
 def describe(outcomes: Sequence[Outcome]) -> str:
     """As a table."""
     heads = ("step, ms", "speed", "imbalance", "copies, MB", "waits, ms", "experts, GiB")
-    lines = [f"{'':<28}" + "".join(f"{head:>13}" for head in heads)]
+    lines = [f"{'':<37}" + "".join(f"{head:>13}" for head in heads)]
     for one in outcomes:
-        name = f"FSSDP, {one.slots} slot{'s' * (one.slots > 1)}, {one.lifetime}" if one.slots else one.name
         figures = (f"{one.seconds * 1e3:.1f}", f"{outcomes[0].seconds / one.seconds:.1%}", f"{one.imbalance:.3f}")
         figures += (f"{one.sent / 1e6:.1f}", f"{one.exposed * 1e3:.2f}", f"{one.memory.total / 2**30:.2f}")
-        lines.append(f"{name:<28}" + "".join(f"{figure:>13}" for figure in figures) + f" (+{one.memory.added:.1%})")
-    return "\n".join(
-        [
-            *lines,
-            "",
-            "speed: forced balance is 100%. copies: sent by a rank in a step; waits: of a step, for copies alone",
-        ]
-    )
+        added = one.memory.total / outcomes[1].memory.total - 1
+        lines.append(f"{one.name:<37}" + "".join(f"{figure:>13}" for figure in figures) + f" (+{added:.1%})")
+    lines += ["", "speed: forced balance is 100%. copies: sent by a rank in a step; waits: of a step, for copies alone"]
+    return "\n".join(lines)
 
 
 def _doubts(args: argparse.Namespace) -> list[str]:
     """What makes the prediction worse than it has to be."""
-    found = []
+    found, layers = [], Model.named(args.model).layers
     if args.step_ms is None:
-        found.append("absolute times can be off by up to 44% (docs/what-if.md): give --step-ms, what your step takes")
-    if (recorded := _recorded(args.trace)) is not None:
-        (ranks, layers), model = recorded, Model.named(args.model)
-        if recorded != (args.ep, model.layers):
-            found.append(
-                f"the record is of {layers} layers on {ranks} ranks, this is of {model.layers} on {args.ep}: a guess "
-                "about another run"
-            )
+        found.append("absolute times can be off by up to 45% (docs/what-if.md): give --step-ms, what your step takes")
+    if (recorded := _recorded(args.trace)) not in (None, (args.ep, layers)):
+        of = f"the record is of {recorded[1]} layers on {recorded[0]} ranks, this is of {layers} on {args.ep}"
+        found.append(f"{of}: a guess about another run")
     return found
 
 
@@ -148,8 +173,11 @@ def make_job(args: argparse.Namespace) -> Job:
             raise ValueError("--ranks N, the ranks of the job, is needed: only a run folder tells its own")
         args.ranks = recorded * args.pp
     per_stage, rest = divmod(args.ranks, args.pp)
-    if rest or args.pp > model.layers:
-        raise ValueError(f"--ranks {args.ranks} must divide among --pp {args.pp} stages, of {model.layers} at most")
+    if rest or args.pp * args.vpp > model.layers:
+        most = f"{model.layers} layers at most" + f" with --vpp {args.vpp}" * (args.vpp > 1)
+        raise ValueError(f"--ranks {args.ranks} must divide among --pp {args.pp} stages, of {most}")
+    if args.vpp > 1 and (args.pp == 1 or args.microbatches % args.pp):
+        raise ValueError(f"--vpp needs --pp above 1 that divides --microbatches, got {args.pp}, {args.microbatches}")
     fits = [size for size in range(1, per_stage + 1) if per_stage % size == 0 and experts % size == 0]
     args.ep = ep = args.ep or (recorded if recorded in fits else fits[-1])
     if ep not in fits:
@@ -161,7 +189,7 @@ def make_job(args: argparse.Namespace) -> Job:
     most = EFFORT / max(ep, 64) ** 2  # layers times steps
     steps = min(args.steps, len(loads) - 1, max(1, int(most / 2)))
     layers = min(loads.shape[1], max(2, int(most / steps)))
-    loads = loads[:, np.linspace(0, loads.shape[1] - 1, layers).round().astype(int)]
+    replayed = np.linspace(0, loads.shape[1] - 1, layers).round().astype(int).tolist()
     tokens = args.micro_batch * model.seq
     timing = Timing(
         dense=tokens * model.dense_flops() / cluster.dense,
@@ -174,12 +202,13 @@ def make_job(args: argparse.Namespace) -> Job:
     )
     job = Job(
         model=model,
-        counts=spread(loads, ep, tokens * model.top_k * args.microbatches),
+        layers=replayed,
+        counts=spread(loads[:, replayed], ep, tokens * model.top_k * args.microbatches),
         first=len(loads) - steps,
         world=world,
         timing=timing,
-        stages=args.pp,
-        microbatches=args.microbatches,
+        schedule=Schedule.even(model.layers, args.pp, microbatches=args.microbatches, chunks=args.vpp),
+        measured=args.cluster not in CLUSTERS,
         once=model.top_k if args.dispatcher == "flex" else 0,
     )
     return job if args.step_ms is None else job.lasting(args.step_ms / 1e3)
@@ -197,21 +226,25 @@ def main(argv: Sequence[str]) -> int:
     add("--ranks", type=int, help="of the job (default: those of a run folder)")
     add("--ep", type=int, help="expert-parallel size (default: that of a run folder, else the largest that fits)")
     add("--pp", type=int, default=1, help="pipeline stages (%(default)s)")
+    add("--vpp", type=int, default=1, help="chunks of a stage, interleaved (%(default)s)")
     add("--per-node", type=int, default=8, help="ranks of a node, with a file from --measure (%(default)s)")
     add("--microbatches", type=int, default=8, help="per step (%(default)s)")
     add("--micro-batch", type=int, default=1, help="sequences (%(default)s)")
     add("--seq", type=int, help="tokens of a sequence (default: the model's)")
     add("--slots", default="1,2,4", help="replicas per rank and layer (%(default)s)")
     add("--lifetime", default=",".join(LIFETIMES), help="of replicas (%(default)s)")
+    add("--late-replicas", default="0", help="of a layer, after the gate; several as in 0,8 (%(default)s)")
+    add("--rehome", default="0", help="steps between looks for better homes; several as in 0,50 (%(default)s)")
+    add("--rivals", metavar="NAME,...", help="also planners of bench/rivals, in a checkout, as in eplb,flexmoe,laer")
     add("--dispatcher", choices=("alltoall", "flex"), default="alltoall", help="flex: a token reaches a node once")
     add("--hidden-all-to-all", type=float, default=0.0, help="share that hides behind compute (%(default)s)")
     add("--recompute", action="store_true", help="layers run their forward again in the backward")
     add("--step-ms", type=float, help="how long a step of stock really lasts")
     add("--steps", type=int, default=16, help="so many at the end of the trace, at most (%(default)s)")
-    add("--save", type=Path, metavar="FILE.json", help="write figures and recommendation")
+    add("--save", type=Path, metavar="FILE.json", help="write figures, recommendation, its flags and its replicas")
     args = parser.parse_args(argv)
     try:
-        for name in ("ranks", "ep", "pp", "per_node", "microbatches", "micro_batch", "seq", "steps"):
+        for name in ("ranks", "ep", "pp", "vpp", "per_node", "microbatches", "micro_batch", "seq", "steps"):
             if getattr(args, name) is not None and getattr(args, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
         if args.step_ms is not None and not 0 < args.step_ms < math.inf:
@@ -220,17 +253,22 @@ def main(argv: Sequence[str]) -> int:
             raise ValueError(f"--hidden-all-to-all must be from 0 to 1, got {args.hidden_all_to_all}")
         if unknown := [name for name in args.lifetime.split(",") if name not in LIFETIMES]:
             raise ValueError(f"--lifetime {','.join(unknown)}: there are {', '.join(LIFETIMES)}")
-        if not all(count.isdecimal() for count in args.slots.split(",")):
-            raise ValueError(f"--slots takes numbers of replicas, as in 1,2,4, got {args.slots!r}")
+        for flag in ("slots", "late-replicas", "rehome"):
+            value = getattr(args, flag.replace("-", "_"))
+            if not all(count.isdecimal() for count in value.split(",")):
+                raise ValueError(f"--{flag} takes numbers, as in 1,2,4, got {value!r}")
         job = make_job(args)
         most = job.model.experts - job.model.experts // job.world.num_ranks
         slots = sorted({min(int(count), most) for count in args.slots.split(",")} - {0})
-        outcomes = job.compare(slots, args.lifetime.split(","))
+        late, rehome = (sorted({int(n) for n in of.split(",")}) for of in (args.late_replicas, args.rehome))
+        outcomes = job.compare(slots, args.lifetime.split(","), late, rehome)
         best, text = recommend(outcomes, Cluster.named(args.cluster).memory)
+        outcomes += _rivals(args.rivals, job, max(slots, default=0)) if args.rivals else []
         if args.save:
-            saved = dict(recommendation=text, settings=best and dict(slots=best.slots, lifetime=best.lifetime))
-            saved |= dict(arguments=vars(args), outcomes=[dataclasses.asdict(one) for one in outcomes])
-            args.save.write_text(json.dumps(saved, indent=1, default=str) + "\n")
+            saved = dict(recommendation=text, flags=best and f"--moe-fssdp {_flags(best)}")
+            saved |= dict(plan=best and _plan(job, best), arguments=vars(args))
+            saved |= dict(outcomes=[dataclasses.asdict(one) for one in outcomes])
+            args.save.write_text(json.dumps(saved, default=str) + "\n")
     except (ValueError, OSError, CompileError) as error:
         parser.error(str(error))
     steps, layers, ranks, _ = job.counts[job.first :].shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from ranks import ranks
 
+from megatron_hecate.tools import report
 from megatron_hecate.tools.megatron_files import read_any, read_megatron
 from megatron_hecate.tools.run_folder import RunRecord
 
@@ -34,7 +36,6 @@ def test_files_of_a_run_hold_what_an_observer_counted() -> None:
     from megatron.training.activation_logging import ActivationLogger
 
     from megatron_hecate import HecateConfig, fssdp
-    from megatron_hecate.tools import report
     from megatron_hecate.tools.run_folder import read
     from megatron_hecate.tools.what_if import read_loads
 
@@ -64,6 +65,67 @@ def test_files_of_a_run_hold_what_an_observer_counted() -> None:
         words = report.write(folder / "saved", folder / "saved.html")
         assert "1 iteration (2 to 2) of 2 MoE layers with 8 experts over 2 ranks" in words[0]
     dist.barrier()
+
+
+def _write(folder: Path, layers: list[int], *, per_stage: int, skew: float, trace: bool) -> np.ndarray:
+    """Files as Megatron's of a pipeline with so many ``layers`` per stage, each of ``per_stage`` ranks, with 8 experts;
+    of tokens per expert, in expert-parallel groups of two. Returns [T, L, E] what they hold."""
+    rng, size, tokens = np.random.default_rng(0), 2 if not trace else 1, 200
+    total = np.zeros((3, sum(layers), 8), dtype=int)
+    folder.mkdir()
+    for stage, num in enumerate(layers):
+        shares = np.exp(skew * rng.normal(size=(num, 8)))
+        for group in range(per_stage // size):
+            lines: list[list[dict]] = [[] for _ in range(size)]
+            for step, layer in np.ndindex(3, num):
+                chosen = rng.choice(8, (2, size * tokens), p=shares[layer] / shares[layer].sum())  # of 2 microbatches
+                counts = np.array([np.bincount(of, minlength=8) for of in chosen])
+                total[step, sum(layers[:stage]) + layer] += counts.sum(axis=0)
+                at = {"block": "decoder", "layer": layer}
+                if trace:
+                    lines[0] += [{"step": step, **at, "topk": 1, "top_indices": of[:, None].tolist()} for of in chosen]
+                else:
+                    for rank, of in enumerate(np.split(counts, 2, axis=1)):
+                        lines[rank].append({"iter": step + 1, **at, "tpe": of.tolist()})
+            for rank, of_rank in enumerate(lines):
+                name = f"{'router_trace_' * trace}rank{stage * per_stage + group * size + rank}.jsonl"
+                (folder / name).write_text("".join(json.dumps(line) + "\n" for line in of_rank))
+    return total
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("trace", [True, False], ids=["trace", "tokens per expert"])
+@pytest.mark.parametrize("skew", [2.0, 0.0])
+@pytest.mark.parametrize("layers", [[2, 2], [3, 2], [2]], ids=["even", "uneven", "one stage"])
+def test_pipeline_stages_are_noticed_and_joined(tmp_path: Path, layers: list[int], skew: float, trace: bool) -> None:
+    """Oracle: the tokens as they were made up. 12 ranks per stage, so that names do not sort as numbers do."""
+    written = _write(tmp_path / "run", layers, per_stage=12, skew=skew, trace=trace)
+    found = read_megatron(tmp_path / "run", ranks=2 if trace else None, stages=len(layers))
+    assert found.load.tolist() == written.tolist()
+    assert found.info.layers == tuple(f"layer {n + 1}" for n in range(sum(layers)))
+    assert found.info.ranks == 2 and found.iteration.tolist() == [1, 2, 3]
+    if len(layers) == 1 or (skew == 0 and layers == [2, 2]):  # routers without preference look all the same
+        assert read_any(tmp_path / "run").load.sum() == written.sum()
+        return
+    why = (
+        r"rank12\.jsonl has 2 layers, \S*rank0\.jsonl has 3" if layers[0] == 3 else "in 2 blocks of files .*correlation"
+    )
+    (tmp_path / "run" / f"{'router_trace_' * trace}rank24.jsonl").touch()  # a rank without experts
+    with pytest.raises(ValueError, match=f"{why}.*--stages, or stages="):
+        read_any(tmp_path / "run")
+    assert report.main([str(tmp_path / "run"), "--stages", "2"]) == 0
+    for stages in (0, 5):
+        with pytest.raises(ValueError, match=f"holds files of 24 ranks, not of stages={stages} with groups of"):
+            read_megatron(tmp_path / "run", stages=stages)
+
+
+@pytest.mark.fast
+def test_forced_balance_says_nothing_of_groups(tmp_path: Path) -> None:
+    """Every expert of four ranks gets as many tokens."""
+    for rank in range(4):
+        (tmp_path / f"rank{rank}.jsonl").write_text('{"iter": 1, "layer": 0, "tpe": [[5, 5], [5, 5]]}\n')
+    found = read_megatron(tmp_path)
+    assert found.info.ranks == 4 and found.load.tolist() == [[[10] * 8]]
 
 
 @pytest.mark.fast

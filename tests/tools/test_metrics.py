@@ -80,7 +80,8 @@ def test_what_is_logged_of_two_layers() -> None:
 
     load = np.array([[60, 20, 20, 0], [0, 0, 0, 0]])
     routed, computed = np.array([[80, 20], [0, 0]]), np.array([[55, 45], [0, 0]])
-    values = step_metrics(load, routed, computed, token_ms=2.0) | {"hidden_share": np.array([0.5, 1.0])}
+    values = step_metrics(load, routed, computed, token_ms=2.0, price_ms=np.array([60.0, 0.0]))
+    values["hidden_share"] = np.array([0.5, np.nan])  # no copies there
     found = summarize(["layer 3", "mtp layer 1"], values, per_layer=True)
     assert found == pytest.approx(
         {
@@ -90,8 +91,9 @@ def test_what_is_logged_of_two_layers() -> None:
             "moe/max_vio": (60 / 25 - 1) / 2,
             "moe/dead_experts": 5,
             "fssdp/ms_lost_to_imbalance": 10,
-            "fssdp/ms_recovered": 50,
-            "fssdp/hidden_share": 0.75,
+            "fssdp/ms_recovered_gross": 50,
+            "fssdp/ms_recovered": -10,
+            "fssdp/hidden_share": 0.5,
             "moe/overload_factor_layer_2": 1.1,
             "moe/overload_factor_mtp_layer_0": 1,
             "moe/max_vio_layer_2": 1.4,
@@ -100,13 +102,17 @@ def test_what_is_logged_of_two_layers() -> None:
             "moe/dead_experts_mtp_layer_0": 4,
             "fssdp/ms_lost_to_imbalance_layer_2": 10,
             "fssdp/ms_lost_to_imbalance_mtp_layer_0": 0,
-            "fssdp/ms_recovered_layer_2": 50,
+            "fssdp/ms_recovered_gross_layer_2": 50,
+            "fssdp/ms_recovered_gross_mtp_layer_0": 0,
+            "fssdp/ms_recovered_layer_2": -10,
             "fssdp/ms_recovered_mtp_layer_0": 0,
             "fssdp/hidden_share_layer_2": 0.5,
-            "fssdp/hidden_share_mtp_layer_0": 1,
         }
     )
     without = summarize(
         ["layer 3", "mtp layer 1"], step_metrics(load, routed, computed[:, :1], token_ms=2.0), per_layer=False
+    )
+    assert "hidden_share" not in " ".join(
+        summarize(["layer 3", "mtp layer 1"], {**values, "hidden_share": np.full(2, np.nan)}, per_layer=True)
     )
     assert "moe/max_cum_overload_factor" not in without and without["moe/max_overload_factor"] == pytest.approx(1.1)

@@ -64,24 +64,32 @@ def _token_ms() -> float:
     return 1e3 * 3 * recorded.SHAPE["token_flops"] / recorded.SPEEDS["flops"]
 
 
-def _price_ms(held: dict[str, np.ndarray], t: int, layer: int) -> float:
-    """By the planner's own cost: exactly so where a measured share of the copies' time is not known."""
+def _price_ms(held: dict[str, np.ndarray], t: int, layer: int) -> tuple[float, float, float]:
+    """What replicas cost, and all copies and those hidden: by the measured seconds of a copy, counted by loops, or else
+    by the planner's own cost of copies."""
     links = {name: Link(**recorded.SPEEDS[name]) for name in ("intra", "inter")}
     world, shape = World((0, 0, 1, 1), Speeds(**{**recorded.SPEEDS, **links})), LayerShape(**recorded.SHAPE)
     homes = Placement.initial(SIZE.experts, SIZE.ranks, num_slots=SIZE.slots)
     pairs = [(e, r) for r in range(SIZE.ranks) for e in held["replica"][t, layer, r].tolist() if e >= 0]
     table = homes.with_replicas(pairs).table.copy()
-    load = held["load"][t, layer].astype(float)
-    share = held["hidden"][t]
-    if math.isnan(share):
-        cost = shape.copy_cost(world, hidden=shape.hidden_seconds / shape.fetch_seconds(world))
-        return plan_cost(load, problem_of(homes, world, cost), table)[1] * _token_ms()
-    bare, free = shape.copy_cost(world), np.zeros(SIZE.experts)
-    both = plan_cost(free, problem_of(homes, world, bare), table)[1]
     if not pairs:
-        return 0.0
-    copies = both - bare.routing
-    return (copies * (1 - share) + copies * share * bare.contention + bare.routing) * _token_ms()
+        return 0.0, 0.0, 0.0
+    window, copy = held["window"][t, layer], held["copy"][t, layer]
+    bare = shape.copy_cost(world)
+    if math.isnan(copy):
+        copies = plan_cost(np.zeros(SIZE.experts), problem_of(homes, world, bare), table)[1] - bare.routing
+        out, back = (copies * part * _token_ms() for part in (bare.out, 1 - bare.out))
+    else:
+        taken, given = [0] * SIZE.ranks, [0] * SIZE.ranks
+        for expert, rank in pairs:
+            taken[rank] += 1
+            given[expert // (SIZE.experts // SIZE.ranks)] += 1
+        out = 1e3 * copy * max(*taken, *given)
+        back = out * recorded.SHAPE["grad_bytes"] / recorded.SHAPE["expert_bytes"]  # fetched and returned once
+    allowed = 1e3 * (recorded.SHAPE["hidden_seconds"] if math.isnan(window) else window)
+    hidden = min(out, allowed) + min(back, allowed)
+    price = out + back - hidden + bare.contention * hidden + bare.routing * _token_ms()
+    return price, out + back, hidden
 
 
 def test_time_lost_and_won_back(made: tuple) -> None:
@@ -92,19 +100,19 @@ def test_time_lost_and_won_back(made: tuple) -> None:
         for layer in range(SIZE.layers):
             before, after = _sides(held, t, layer)
             before_ms += (max(before) - sum(before) / SIZE.ranks) * _token_ms()
-            after_ms += (max(after) - sum(after) / SIZE.ranks) * _token_ms() + _price_ms(held, t, layer)
+            after_ms += (max(after) - sum(after) / SIZE.ranks) * _token_ms() + _price_ms(held, t, layer)[0]
         assert lost[t] == pytest.approx(before_ms, rel=1e-4) and left[t] == pytest.approx(after_ms, rel=1e-4), t
-        assert _series(content, "lost")["won back"][t] == pytest.approx(before_ms - after_ms, abs=1e-5)
+        assert _series(content, "lost")["won back, net"][t] == pytest.approx(before_ms - after_ms, abs=1e-5)
     assert content["mean"]["lost"] == pytest.approx(statistics.fmean(lost), rel=1e-4)
     assert len(set(left)) > 3 and any(a != b for a, b in zip(lost, left, strict=True))
     copies = _series(content, "copies")
     assert max(copies["all copies"]) > 0 and copies["all copies"][0] == 0
     for t in range(SIZE.num):
-        assert copies["all copies"][t] == pytest.approx(copies["hidden behind compute"][t] + copies["not hidden"][t])
-        if not math.isnan(held["hidden"][t]):
-            assert copies["hidden behind compute"][t] == pytest.approx(
-                held["hidden"][t] * copies["all copies"][t], abs=2e-6
-            )
+        every, hidden = (sum(_price_ms(held, t, layer)[at] for layer in range(SIZE.layers)) for at in (1, 2))
+        assert copies["all copies"][t] == pytest.approx(every, abs=2e-6)
+        assert copies["hidden behind compute"][t] == pytest.approx(hidden, abs=2e-6)
+        assert copies["not hidden"][t] == pytest.approx(every - hidden, abs=2e-6)
+    assert any(copies["not hidden"]) and any(copies["hidden behind compute"])
 
 
 def test_imbalance_pictures_and_tables(made: tuple) -> None:
@@ -159,13 +167,32 @@ def test_hottest_experts_and_memory(made: tuple) -> None:
     memory = _series(content, "memory")
     for t in range(SIZE.num):
         ranks = [_sides(held, t, layer) for layer in range(SIZE.layers)]
-        for at, name in enumerate(("as routed", "as computed")):
+        for at, name in enumerate(("stock", "FSSDP")):
             tokens = max(sum(side[at][rank] for side in ranks) for rank in range(SIZE.ranks))
-            right = tokens / recorded.SHAPE["microbatches"] * recorded.SHAPE["token_bytes"] / 2**20
-            assert memory[f"expert inputs, {name}"][t] == pytest.approx(right, rel=1e-4)
-        most = max(sum((held["replica"][t, :, rank] >= 0).ravel().tolist()) for rank in range(SIZE.ranks))
-        each = (recorded.SHAPE["expert_bytes"] + recorded.SHAPE["grad_bytes"]) / 2**20
-        assert memory["replicas"][t] == pytest.approx(most * each, rel=1e-4)
+            kept = 2 * tokens / recorded.SHAPE["microbatches"] * 7e3
+            assert memory[f"{name}, activations of experts"][t] == pytest.approx(kept / 2**20, rel=1e-4)
+            assert memory[f"{name}, all"][t] == pytest.approx((3.6e7 + 7e6 * at + kept) / 2**20, rel=1e-4)
+    assert memory["homes: weights, gradients, optimizer"] == pytest.approx([3.6e7 / 2**20] * SIZE.num, rel=1e-4)
+    assert memory["replicas: buffers for all slots"] == pytest.approx([7e6 / 2**20] * SIZE.num, rel=1e-4)
+
+
+def test_memory_of_stages_of_their_own_and_recomputed_experts(tmp_path: Path) -> None:
+    """The first stage keeps more microbatches, the second one recomputes: of its layers one lives at a time."""
+    size, folder = recorded.Size(num=4, layers=2), tmp_path / "run"
+    stages = [recorded.arrays(size, seed=seed, fssdp=False) for seed in (1, 2)]
+    for stage, held in enumerate(stages):
+        memory = recorded.MEMORY | ([dict(kept=3), dict(kept=0, weights=6e6)][stage])
+        recorded.write(folder, size, held={**held, "time": stages[0]["time"]}, stage=stage, memory=memory)
+    found = _series(_content(folder), "memory")
+    for t in range(size.num):
+        totals, activations = [], []
+        for stage, held in enumerate(stages):
+            ranks = [[sum(of[2 * r : 2 * r + 2]) for r in range(size.ranks)] for of in held["load"][t].tolist()]
+            tokens = max(map(max, ranks)) if stage else 3 * max(map(sum, zip(*ranks, strict=True)))
+            activations.append(tokens / recorded.SHAPE["microbatches"] * 7e3 / 2**20)
+            totals.append((3.2e7 + [4e6, 6e6][stage]) / 2**20 + activations[-1])
+        assert found["stock, all"][t] == pytest.approx(max(totals), rel=1e-4)
+        assert found["stock, activations of experts"][t] == pytest.approx(max(activations), rel=1e-4)
 
 
 def test_only_observed_and_without_sizes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -178,7 +205,7 @@ def test_only_observed_and_without_sizes(tmp_path: Path, capsys: pytest.CaptureF
     assert content["observed"] and content["lines"].keys() == {"imbalance", "memory", "lost"}
     assert [len(content[name]["parts"]) for name in ("loads", "spread")] == [1, 1]
     assert {row[-1].split(":")[0] for row in content["layers"]} <= {"Uneven", "Balanced"}
-    bare = recorded.write(tmp_path / "bare", SIZE, held=held, shape={}, speeds={})
+    bare = recorded.write(tmp_path / "bare", SIZE, held=held, shape={}, speeds={}, memory={})
     content = _content(bare)
     assert content["lines"].keys() == {"imbalance", "memory"} and content["lines"]["memory"]["unit"] == "tokens"
     assert any("times are not known" in words for words in content["words"])

@@ -45,7 +45,7 @@ def test_what_was_written_is_read_and_readable_while_it_grows(tmp_path: Path) ->
     assert (record.load == np.stack([_load(iteration) for iteration in range(1, 601)])).all()
     assert record.load.dtype == np.int64
     assert record.replica is None
-    assert record.hidden is None
+    assert record.window is None and record.copy is None
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -64,24 +64,24 @@ def test_all_arrays_of_a_run_with_replicas_of_two_stages(tmp_path: Path) -> None
                 late=rng.integers(0, 3, size),
                 rank_load=rng.integers(0, 5e9, (size, 2)),
                 crossing=rng.integers(0, 100, size),
+                window=rng.uniform(0, 1, size),
+                copy=np.full(size, np.nan if iteration == 20 else 1e-4),
             )
-            hidden = (0.25 if stage else 0.75) if iteration != 20 else (0.5 if stage else np.nan)
-            writer.append(iteration, time=iteration + stage, hidden=hidden, **rows[stage, iteration])
+            writer.append(iteration, time=iteration + stage, **rows[stage, iteration])
         writer.close()
     record = read(tmp_path)
     assert record.info.layers == ("layer 2", "layer 3", "layer 10", "layer 11", "mtp layer 1")
     assert record.info.num_experts == 6
     assert record.iteration.tolist() == list(range(5, 37))
     assert record.time.tolist() == list(range(6, 38))
-    assert record.hidden.tolist() == [0.5] * 32
     for at, (stage, place) in enumerate([(0, 0), (1, 0), (0, 1), (1, 2), (1, 1)]):
-        for name in ("load", "replica", "late", "rank_load", "crossing"):
+        for name in ("load", "replica", "late", "rank_load", "crossing", "window", "copy"):
             written = np.stack([rows[stage, iteration][name][place] for iteration in range(5, 37)])
             found = getattr(record, name)[:, at]
             if name == "load":
                 assert not found[:, written.shape[1] :].any()
                 found = found[:, : written.shape[1]]
-            assert (found == written).all(), (name, at)
+            assert np.array_equal(found, written, equal_nan=name == "copy"), (name, at)
 
 
 def test_bytes_are_bounded_and_stages_keep_the_same_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

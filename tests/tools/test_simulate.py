@@ -14,7 +14,8 @@ import pytest
 
 from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.replicas.buffers import LIFETIMES
-from megatron_hecate.tools.simulate import LayerPlan, Schedule, Timing, Work, simulate
+from megatron_hecate.tools.simulate import Schedule, Timing, Work, simulate
+from megatron_hecate.tools.traffic import LayerPlan
 
 pytestmark = pytest.mark.fast
 
@@ -77,10 +78,31 @@ def test_layers_share_two_buffers_of_gradients() -> None:
         assert seconds(three, timing, schedule) == pytest.approx(8 + begins + 10 + 5), lifetime
 
 
-def test_routing_and_late_copies_are_paid_in_every_microbatch() -> None:
+def test_routing_is_paid_in_every_microbatch_and_late_copies_once() -> None:
+    """Planners that choose late copies anew for every microbatch pay each time. Where replicas live for a microbatch,
+    late ones come early from the second on, behind 1 s of attention."""
     routed = dataclasses.replace(work([1, 1], late=0.5), routing=np.array([[0.25, 0.0]]))
-    schedule = Schedule.even(2, 1, microbatches=3)
-    assert seconds(routed, Timing(dense=1.0, pair=0.0), schedule) == pytest.approx(3 * (3 * 2 + 2 * 0.5 + 0.25))
+    timing, bare = Timing(dense=1.0, pair=0.0), 3 * (3 * 2 + 0.25)
+    for lifetime in ("iteration", "microbatch"):
+        schedule = Schedule.even(2, 1, microbatches=3, lifetime=lifetime)
+        time = simulate(routed, timing, schedule)
+        assert time.total[0] == pytest.approx(bare + 2 * 0.5) and time.exposed[0] == pytest.approx(2 * 0.5), lifetime
+    time = simulate(routed, timing, dataclasses.replace(schedule, corrects=True))
+    assert time.total[0] == pytest.approx(bare + 3 * 2 * 0.5) and time.exposed[0] == pytest.approx(3 * 2 * 0.5)
+
+
+def test_a_late_copy_follows_what_is_already_on_its_way() -> None:
+    """Layer 0 fetches nothing early and 0.5 s late; layer 1's early fetch, 3 s, began with layer 0. So the late copy is
+    there after 3.5 s instead of 1.5, and layer 1 does not wait any more."""
+    two = dataclasses.replace(work([0, 0]), fetch=np.array([[0.0, 3.0]]), late=np.array([[0.5, 0.0]]))
+    time = simulate(two, Timing(dense=1.0, pair=0.0), Schedule.even(2, 1, microbatches=1))
+    assert time.exposed[0] == pytest.approx(2.5) and time.total[0] == pytest.approx(3 * 2 + 2.5)
+    recomputed = simulate(two, Timing(dense=1.0, pair=0.0, recompute=True), Schedule.even(2, 1, microbatches=1))
+    assert recomputed.total[0] == pytest.approx(4 * 2 + 2.5)  # copies are there
+    anew = simulate(
+        two, Timing(dense=1.0, pair=0.0, recompute=True), Schedule.even(2, 1, microbatches=1, corrects=True)
+    )
+    assert anew.total[0] == recomputed.total[0]
 
 
 def test_a_fetch_does_not_get_on_during_an_all_to_all() -> None:
@@ -211,37 +233,42 @@ def test_a_placement_becomes_work_by_hand() -> None:
     world = World(node=(0, 0, 1), speeds=SLOW)
     homes = Placement.initial(3, 3, num_slots=1)
     load = np.array([[4, 0, 0], [4, 0, 0], [0, 0, 4]])
-    bare = Work.of([[LayerPlan.of(load, homes, world, SHAPE)]], world, SHAPE)
+    bare = Work.of([[LayerPlan.of(load, homes, homes, world, SHAPE)]], world, SHAPE)
     assert bare.peak[0, 0] == 8 / 2 and bare.routing[0, 0] == bare.fetch[0, 0] == 0
     assert bare.trip[0, 0] == pytest.approx(0.5 + 4 * 10 / 2 / 1000)
-    plan = LayerPlan.of(load, homes.with_replicas([(0, 1)]), world, SHAPE)
+    one = homes.with_replicas([(0, 1)])
+    plan = LayerPlan.of(load, one, one, world, SHAPE)
     assert plan.flow.sum(axis=0).tolist() == [4, 4, 4] and plan.flow[1, 1] == 4  # each at home
     near = Work.of([[plan]], world, SHAPE)
     assert near.fetch[0, 0] == pytest.approx(0.5 + 0.1) and near.back[0, 0] == pytest.approx(0.5 + 0.2)
     assert near.trip[0, 0] == 0 and near.routing[0, 0] == 0.125
-    far = Work.of([[LayerPlan.of(load, homes.with_replicas([(0, 2)]), world, SHAPE)]], world, SHAPE)
+    two = homes.with_replicas([(0, 2)])
+    far = Work.of([[LayerPlan.of(load, two, two, world, SHAPE)]], world, SHAPE)
     assert far.fetch[0, 0] == pytest.approx(0.25 + 1.0 / 1)  # the one rank of node 1 receives it alone
     assert far.out[0, 0] == 100 and far.home[0, 0] == 200
 
 
-def test_a_token_may_reach_a_node_once() -> None:
-    """Oracle: tokens that draw k ranks at random, counted. The messages between nodes are what lasts here."""
+@pytest.mark.parametrize(("per_node", "nodes"), [(2, 2), (2, 3), (1, 4), (1, 2)])
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_token_may_reach_a_node_and_a_rank_once(per_node: int, nodes: int, inside: bool) -> None:
+    """Oracle: tokens that draw k ranks at random, counted. The messages between nodes are what lasts here, and those to
+    other ranks where there is one node: it has as many ranks as there are nodes else."""
     rng, top_k = np.random.default_rng(0), 4
-    for nodes in (2, 3):
-        world = World(node=tuple(rank // 2 for rank in range(2 * nodes)), speeds=SLOW)
-        pairs = 4 * 200_000.0
-        every, once = (Work.balanced(pairs, world, SHAPE, once=k).trip[0, 0] - SLOW.inter.latency for k in (0, top_k))
-        reached = rng.integers(0, nodes, (200_000, top_k))
-        crossing = sum((reached != 0).sum(axis=1))
-        messages = sum(len(set(row) - {0}) for row in reached.tolist())
-        assert once / every == pytest.approx(messages / crossing, rel=0.01)
+    node = (0,) * nodes if inside else tuple(rank // per_node for rank in range(per_node * nodes))
+    world, latency = World(node=node, speeds=SLOW), (SLOW.intra if inside else SLOW.inter).latency
+    every, once = (Work.balanced(4 * 2e5, world, SHAPE, once=k).trip[0, 0] - latency for k in (0, top_k))
+    reached = rng.integers(0, nodes, (200_000, top_k))
+    crossing = sum((reached != 0).sum(axis=1))
+    messages = sum(len(set(row) - {0}) for row in reached.tolist())
+    assert once / every == pytest.approx(messages / crossing, rel=0.01)
 
 
 def test_balanced_loads_are_forced_balance_and_one_rank_sends_nothing() -> None:
     for ranks in (1, 4):
         world = World(node=(0,) * ranks)
         load = np.full((ranks, 8), 100)
-        stock = Work.of([[LayerPlan.of(load, Placement.initial(8, ranks, num_slots=0), world, SHAPE)]], world, SHAPE)
+        homes = Placement.initial(8, ranks, num_slots=0)
+        stock = Work.of([[LayerPlan.of(load, homes, homes, world, SHAPE)]], world, SHAPE)
         forced = Work.balanced(800.0, world, SHAPE)
         for field in dataclasses.fields(Work):
             assert getattr(stock, field.name) == pytest.approx(getattr(forced, field.name)), field.name
@@ -253,7 +280,7 @@ def test_free_links_leave_compute_alone() -> None:
     world, load = World(node=(0, 0, 1, 1), speeds=free), np.full((4, 8), 25)
     placement = Placement.initial(8, 4, num_slots=2).with_replicas([(0, 1), (1, 2)])
     time = simulate(
-        Work.of([[LayerPlan.of(load, placement, world, SHAPE)]], world, SHAPE),
+        Work.of([[LayerPlan.of(load, placement, placement, world, SHAPE)]], world, SHAPE),
         Timing(dense=1.0, pair=0.01),
         Schedule.even(1, 1, microbatches=2),
     )

@@ -6,12 +6,14 @@ import json
 import os
 import socket
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from ranks import ranks
+from test_trace import assert_a_viewer_shows_all
 
 from megatron_hecate import HecateConfig
 from megatron_hecate.runtime import tracing
@@ -112,19 +114,20 @@ def test_both_ranks_see_a_transfer_at_the_same_time() -> None:
     dist.barrier()
     if dist.get_rank():
         return
+    written = [json.loads(Path("fssdp-run", f"trace-{rank}.json").read_text()) for rank in (0, 1)]
+    (job,) = {trace["otherData"]["job"] for trace in written}
+    assert datetime.fromisoformat(job) < datetime.now(UTC)
     merged = trace.merge("fssdp-run")
     assert merged == Path("fssdp-run/trace.json")
     events = json.loads(merged.read_text())["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1}
     assert {e["name"] for e in events if "iteration" in e["name"]} == {"fssdp/iteration 3", "fssdp/iteration 4"}
-    begun = {e["id"]: e for e in events if e["ph"] == "b"}
-    ended = {e["id"]: e["ts"] for e in events if e["ph"] == "e"}
-    assert begun.keys() == ended.keys() and len(begun) == sum(e["ph"] == "b" for e in events), "ids are unique"
+    assert_a_viewer_shows_all(events)
     spans: dict[str, dict[int, list]] = {}  # (begin, end) by name and rank
-    ends = [(e, ended[at]) for at, e in begun.items()]
-    ends += [(e, e["ts"] + e["dur"]) for e in events if e["ph"] == "X"]
-    for event, end in ends:
-        spans.setdefault(event["name"], {}).setdefault(event["pid"], []).append((event["ts"], end))
+    complete = [e for e in events if e["ph"] == "X"]
+    for event in complete:
+        of_rank = spans.setdefault(event["name"], {}).setdefault(event["pid"], [])
+        of_rank.append((event["ts"], event["ts"] + event["dur"]))
     overlaps: dict[str, list[bool]] = {}
     for name, of_rank in spans.items():
         kind = name.removeprefix("fssdp/").split()[0]
@@ -137,4 +140,4 @@ def test_both_ranks_see_a_transfer_at_the_same_time() -> None:
     assert len(overlaps["loads"]) == 4 and all(overlaps["loads"]), spans
     assert any(overlaps["spAG"]) and {"spAG", "spRS"} <= overlaps.keys(), spans
     now = time.time()
-    assert all(now - 120 < e["ts"] / 1e6 < now + 1 for e in begun.values()), "unix time"
+    assert all(now - 120 < e["ts"] / 1e6 < now + 1 for e in complete), "unix time"

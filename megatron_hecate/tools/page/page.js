@@ -89,12 +89,12 @@ function lines(spec, node) {
     const axis = { stroke: () => css("soft"), grid: { stroke: () => css("grid"), width: 1 }, ticks: { stroke: () => css("line"), width: 1 } };
     const series = spec.series.map(([label, name]) => ({
       label, stroke: css(name, thin(label) ? 0.35 : 1), width: thin(label) ? 1 : /worst/.test(label) ? 1.2 : 2.2,
-      dash: /worst/.test(label) ? [2, 3] : undefined, points: { show: x.length < 3, size: 8 }, value: (u, v) => (v == null ? "–" : plain(v)),
+      dash: /worst|activations/.test(label) ? [2, 3] : undefined, points: { show: x.length < 3, size: 8 }, value: (u, v) => (v == null ? "–" : plain(v)),
     }));
     plot = new uPlot({
       width, height: root.classList.contains("print") ? 200 : 300, scales: { x: { time: false }, y: { range: (u, low, high) => [spec.name === "imbalance" ? 1 : Math.min(0, low), high > low ? high * 1.04 : low + 1] } },
       axes: [{ ...axis, label: "iteration", size: 34, labelSize: 20, values: (u, v) => v.map((i) => (Number.isInteger(i) ? i : "")) }, { ...axis, size: 62, label: spec.unit, labelSize: 22 }],
-      series: [{ label: "iteration" }, ...series], cursor: { points: { size: 7 } },
+      legend: { markers: { dash: (u, i) => (u.series[i].dash ? "dotted" : "solid") } }, series: [{ label: "iteration" }, ...series], cursor: { points: { size: 7 } },
       bands: (spec.name === "imbalance" ? [2, 6].slice(0, spec.series.length / 4) : []).map((at) => ({ series: [at, at + 2], fill: css(spec.series[at - 1][1], 0.16) })),
     }, [x, ...spec.series.map((s) => s[2])], box);
     box.querySelectorAll(".u-series").forEach((row, i) => { row.hidden = i > 0 && thin(spec.series[i - 1][0]); });
@@ -189,7 +189,7 @@ function summary() {
   const ms = (value) => (Math.abs(value) >= 999.5 ? (value / 1e3).toFixed(2) + " s" : +(+value.toPrecision(3)).toFixed(3) + " ms"), won = mean.lost - mean.left;
   const shown = [["fullest rank, of the mean", observed ? mean.before.toFixed(2) : `${mean.before.toFixed(2)} → ${mean.after.toFixed(3)}`, observed ? "as routed" : "as routed → as computed"]];
   if (data.lines.lost) shown.push(["lost to imbalance, modelled", ms(mean.lost), "per step, as routed"]);
-  if (data.lines.lost && !observed) shown.push(["won back, modelled", ms(won), mean.lost ? `${((100 * won) / mean.lost).toFixed(1)} % of it` : "there was nothing to win"]);
+  if (data.lines.lost && !observed) shown.push(["won back, net of replicas' cost", ms(won), mean.lost ? `${((100 * won) / mean.lost).toFixed(1)} % of it` : "there was nothing to win"]);
   if (!observed) shown.push(["replicas", mean.replicas.toFixed(1), "per layer, on all ranks together"]);
   const node = section("summary", "In short");
   const cards = shown.map(([what, value, remark]) => make("div", {}, make("dt", {}, what), make("dd", { class: "value" }, value), make("dd", {}, remark)));
@@ -257,16 +257,18 @@ function layers() {
   const node = section("layers", "Every layer: what was decided, and why", "Load of the fullest rank over the mean, as routed and as computed: mean and worst iteration. Replicas of all ranks together. Milliseconds per step, by the cost model. A column's head sorts by it.", "Decisions");
   const scroll = make("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "decisions" });
   node.classList.add("long"); node.append(scroll);
-  const heads = ["layer", "as routed", "worst", "as computed", "worst", "replicas", "% of iterations without", "late", "ms lost", "ms won back", "why"];
+  const heads = ["layer", "as routed", "worst, as routed", "as computed", "worst, as computed", "replicas", "% of iterations without", "late", "ms lost", "ms won back, net", "why"];
   const kept = observed ? [0, 1, 2, 8, 10] : heads.map((_, i) => i);
   const rows = data.layers.map((row, i) => [names[i], ...row]).map((row) => row.map((v, i) => (i === 6 ? +(100 * v).toFixed(1) : v)));
   fill(scroll, kept.map((i) => heads[i]), rows.map((row) => kept.map((i) => row[i])), true);
 }
 const TITLES = {
-  lost: [observed ? "Milliseconds lost" : "Milliseconds lost and won back", "What each step waits for the fullest rank, by the cost model." + (observed ? "" : " With FSSDP, what replicas cost is part of what is lost."), "Time"],
+  lost: [observed ? "Milliseconds lost" : "Milliseconds lost and won back", "What each step waits for the fullest rank, by the cost model." + (observed ? "" : " With FSSDP, what replicas cost is part of what is lost, and taken off what is won back."), "Time"],
   imbalance: ["Imbalance over time", "Load of the fullest rank over the mean, over the layers: the line is the median, the band holds the middle 80 %, dots are the worst layer.", "Imbalance"],
-  copies: ["Copies: hidden and not", "Time of replicas on their way out and back, on the busiest link. What hides behind compute costs little; where that was not measured, the cost model says how much hides.", "Copies"],
-  memory: ["Memory of the fullest rank", "What the fullest rank keeps of a microbatch, all layers together: the experts' inputs (their other activations grow alike)" + (observed ? "." : ", and the replicas that it holds."), "Memory"],
+  copies: ["Copies: hidden and not", "Time of replicas on their way out and back, on the busiest link. What hides behind compute costs little; in iterations in which they were not measured, both are the cost model's.", "Copies"],
+  memory: ["Memory of the fullest rank", data.lines.memory.unit === "MiB"
+    ? "Estimated, for experts alone: their weights, gradients and Adam state (not sharded), " + (observed ? "" : "buffers for replicas, ") + "and activations that wait for the backward, of all microbatches in flight. Activations grow with the tokens of the fullest rank."
+    : "Tokens that the fullest rank keeps of a microbatch, all layers together. The record says nothing of bytes.", "Memory"],
 };
 function line(name) {
   const spec = data.lines[name];
