@@ -40,20 +40,21 @@ def measure(options: argparse.Namespace) -> None:
     dist.broadcast_object_list(folder)
     run = tiny_gpt.train(case, steps=3, hook=fssdp(HecateConfig(observe=True, record=f"{folder[0]}/run")))
     layers = tiny_gpt.moe_layers(run.chunks)
-    observer, observed = layers[0].router.observer, type(layers[0].router)
+    observer = layers[0].router.observer
+    observed = [(part, type(part), type(part).__mro__[1]) for layer in layers for part in (layer, layer.router)]
     seconds = torch.zeros((3, options.steps, 2), dtype=torch.float64)
     order = random.Random(0)
     for step in range(options.steps):
         for at in order.sample(range(3), 3):
-            for layer in layers:
-                layer.router.__class__ = observed if at == 2 else observed.__mro__[1]
+            for part, ours, stock in observed:
+                part.__class__ = ours if at == 2 else stock
             observer.step = type(observer).step.__get__(observer) if at == 2 else lambda _: None
             dist.barrier()
             start, busy = time.perf_counter(), time.process_time()
             run.step(3 + 3 * step + at)
             seconds[at, step] = torch.tensor([time.perf_counter() - start, time.process_time() - busy])
-    for layer in layers:
-        layer.router.__class__ = observed
+    for part, ours, _ in observed:
+        part.__class__ = ours
     del observer.step
     wall, cpu = (part.contiguous() for part in seconds.unbind(dim=2))
     dist.all_reduce(wall, op=dist.ReduceOp.MAX)
@@ -64,8 +65,8 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def _added(layers: list, case: object) -> float:
-    """Seconds of CPU that observing adds to a step: counting in each layer and microbatch, and the sum; the fastest of
-    many, which other processes disturb least."""
+    """Seconds of CPU that observing adds to a step: counting and saying where it is in each layer and microbatch, and
+    the sum; the fastest of many, which other processes disturb least."""
     import torch
 
     observer = layers[0].router.observer
@@ -74,17 +75,33 @@ def _added(layers: list, case: object) -> float:
     base = type(layers[0].router).__mro__[1]
     forward, base.forward = base.forward, lambda *_: (None, routed)
     optimizer = observer._optimizer()
-    count, end = [], []
+    count, end, places = [], [], ([], [])
     for _ in range(200):
         start = time.thread_time()
         for layer in layers:
             layer.router.forward(None)
         count.append(time.thread_time() - start)
+        for seconds, watched in zip(places, (False, True), strict=True):
+            start = time.thread_time()
+            for _ in layers:
+                _exchange(watched)
+            seconds.append(time.thread_time() - start)
         start = time.thread_time()
         observer.step(optimizer)
         end.append(time.thread_time() - start)
     base.forward = forward
-    return case.accumulate * min(count) + min(end)
+    return case.accumulate * (min(count) + min(places[1]) - min(places[0])) + min(end)
+
+
+def _exchange(watched: bool) -> None:
+    """What a layer's dispatch and combine leave of themselves in autograd, and its backward."""
+    import torch
+
+    from megatron_hecate.runtime.progress import here
+
+    tensor = torch.zeros(1, requires_grad=True)
+    for exchange in (lambda: (tensor * 1, tensor * 1), lambda: (tensor * 1,)):
+        sum(here.through("layer 1", exchange) if watched else exchange()).backward()
 
 
 def _say(seconds: np.ndarray, added: float) -> None:

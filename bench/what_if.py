@@ -1,9 +1,9 @@
 """How far the simulator behind ``--what-if`` is off: its predictions beside published and our own measurements.
 
-    python bench/what_if.py [--only forced,laer,marin,hecate,cpu]
+    python bench/what_if.py [--only forced,parts,laer,marin,hecate,cpu]
 
-Each table says what was fitted to the measurements and what was held back. docs/what-if.md keeps the output. Sources
-and licences of the measurements: bench/data/README.md. W0 to W7 have a command of their own, bench/workloads.py.
+Each table says what was fitted to the measurements and what was held back. docs/what-if-checks.md keeps the output.
+Sources and licences of the measurements: bench/data/README.md. W0 to W7 have their own command, bench/workloads.py.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ import time
 import numpy as np
 import torch
 from loads import DATA, Trace
+from parts import rows
 from rivals import find_planners
-from rivals.planner import Planner, Setting
+from rivals.planner import Setting
 from rivals.report import markdown
-from rivals.score import STATE_PER_GRAD
+from rivals.simulated import planned
 
 from megatron_hecate.plan import CPU, LayerShape, Link, Placement, World
 from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.tools.presets import CLUSTERS, Cluster, Model
-from megatron_hecate.tools.simulate import LayerPlan, Schedule, Timing, Work, simulate
-from megatron_hecate.tools.traffic import add
+from megatron_hecate.tools.simulate import Schedule, Timing, Work, simulate
+from megatron_hecate.tools.traffic import LayerPlan
 
 PUBLISHED: dict = json.loads((DATA / "published" / "figures.json").read_text())
 A100_DENSE: float = 0.45 * 312e12  # FLOP/s outside experts: the share of the peak that `plan.H100` takes for experts
@@ -72,6 +73,13 @@ def forced() -> None:
     columns = dict(model=("model", "s"), cluster=("cluster", "s"), ranks=("ranks", "d"), ep=("EP", "d"), pp=("PP", "d"))
     columns |= dict(measured=("measured, s", ".2f"), predicted=("predicted, s", ".2f"), off=("off", "+.1%"))
     print(markdown(rows, columns | dict(use=("use", "s"))))
+
+
+def parts() -> None:
+    """Single kernels."""
+    columns = dict(source=("measured", "s"), what=("what", "s"), cluster=("cluster", "s"), ranks=("ranks", "d"))
+    columns |= dict(published=("published", ".2f"), predicted=("predicted", ".2f"), off=("off", "+.1%"))
+    print(markdown(list(rows()), columns | dict(use=("use", "s"))))
 
 
 def laer_row(row: dict, system: str) -> tuple[float, float]:
@@ -174,23 +182,6 @@ def marin() -> None:
     print(markdown(rows, columns))
 
 
-def planned(planner: type[Planner], counts: np.ndarray, setting: Setting) -> Work:
-    """What layers do under any planner of `rivals`. ``counts``: [T, L, R, E] pairs of a step."""
-    world, shape, plans = setting.world, setting.shape, []
-    each = [planner(setting) for _ in range(counts.shape[1])]
-    for step in range(len(counts)):
-        plans.append([])
-        for layer, plan in enumerate(each):
-            placed = plan.place(list(counts[:step, layer]))
-            load = plan.gate(counts[step, layer])
-            final = plan.correct(load, placed)
-            moves = plan.moves(placed, final)
-            early = add((moves.early, shape.expert_bytes), (moves.state, STATE_PER_GRAD * shape.grad_bytes))
-            late, back = add((moves.late, shape.expert_bytes)), add((moves.grads, shape.grad_bytes))
-            plans[-1].append(LayerPlan(plan.split(load, final).flow(world.num_ranks), early, late, back))
-    return Work.of(plans, world, shape)
-
-
 def hecate() -> None:
     """The Hecate paper's printed ratios. Its batch and its loads are not printed: ours stand in."""
     trace = Trace.read(DATA / "pysrc_e64k6_aux0.npz")
@@ -236,7 +227,7 @@ def cpu() -> None:
     placements = [Placement(np.repeat([0, 1], 8), rows) for rows in table]
     counts = np.stack([load - load // 2, load // 2], axis=1)  # [L, R, E] each rank routes half
     plans = {
-        name: [[LayerPlan.of(c, p, world, shape) for c, p in zip(counts, placed, strict=True)]]
+        name: [[LayerPlan.of(c, p, p, world, shape) for c, p in zip(counts, placed, strict=True)]]
         for name, placed in {"stock": [p.homes_only for p in placements], "FSSDP": placements}.items()
     }
     forced = Work.balanced(float(load[0].sum()) / 2, world, shape).layers([0, 0])
@@ -275,7 +266,7 @@ def _cpu_pair() -> float:
     return float(np.median(spent)) / tokens / (1 + BACKWARD)
 
 
-SECTIONS = {"forced": forced, "laer": laer, "marin": marin, "hecate": hecate, "cpu": cpu}
+SECTIONS = {"forced": forced, "parts": parts, "laer": laer, "marin": marin, "hecate": hecate, "cpu": cpu}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -8,7 +8,9 @@ What a rival's paper leaves open is decided in its favour and said in its docstr
 | `planner` | the interface: place before the gate, correct after it, split the tokens; what moves for it |
 | `split` | what a split is; even among holders, and sources for given totals |
 | `score` | one step of one planner in figures |
+| `simulated` | a planner in the simulation of whole steps |
 | `report` | table, CSV and the dump |
+| `algorithm2` | homes of all layers by the Hecate paper; no planner, `bench/homes.py` compares it |
 | all others | one planner each |
 """
 

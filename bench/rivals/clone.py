@@ -19,7 +19,7 @@ class CloneInNode(Planner):
     clone must take at least one in a hundred of the mean rank load.
     """
 
-    name, when = "clone-in-node", "gate"
+    name, when, lifetime = "clone-in-node", "gate", "microbatch"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         return self.setting.homes

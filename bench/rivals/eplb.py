@@ -7,10 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hecate.plan import Placement
-from rivals.planner import Resident, from_holders
+from rivals.planner import INTERVAL, Resident, from_holders
 from rivals.split import Quotas, even_split
-
-INTERVAL: int = 25  # steps between two plans; EPLB itself leaves it to its user
 
 
 def balanced_packing(weight: np.ndarray, num_packs: int) -> np.ndarray:

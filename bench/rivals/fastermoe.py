@@ -22,7 +22,7 @@ class FasterMoE(Planner):
     Ignores the slots: a shadowed expert is on every rank.
     """
 
-    name, when = "fastermoe", "gate"
+    name, when, lifetime = "fastermoe", "gate", "microbatch"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         return self.setting.homes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hecate.plan import Placement
-from rivals.planner import Planner
+from rivals.planner import Planner, Setting
 
 
 class ForcedBalance(Planner):
@@ -18,6 +18,10 @@ class ForcedBalance(Planner):
     """
 
     name, when = "forced", "ideal"
+
+    @classmethod
+    def memory(cls, setting: Setting) -> dict[str, int]:
+        return {}
 
     def gate(self, load: np.ndarray) -> np.ndarray:
         num_ranks, num_experts = load.shape

@@ -25,7 +25,12 @@ class LAER(Planner):
     placements is a name for one holder and owns nothing.
     """
 
-    name, when = "laer", "history"
+    name, when, lifetime = "laer", "history", "layer"
+
+    @classmethod
+    def memory(cls, setting: Setting) -> dict[str, int | str]:
+        """Beside its shard, which is as large as homes: all C experts of two layers."""
+        return dict(slots=setting.homes_per_rank + setting.slots, lifetime=cls.lifetime)
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         homes = self.setting.homes

@@ -27,7 +27,7 @@ class LLEP(Planner):
     Ignores the slots: as many copies as pieces.
     """
 
-    name, when = "llep", "gate"
+    name, when, lifetime = "llep", "gate", "microbatch"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         return self.setting.homes

@@ -15,7 +15,7 @@ import abc
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from megatron_hecate.tools import traffic
 from megatron_hecate.tools.traffic import Traffic, copies, fan_out, no_traffic
 from rivals.split import Quotas
 
+INTERVAL: int = 25  # steps between two plans of those that plan now and then; EPLB leaves it to its user
 WINDOW: int = 5  # steps in the mean of `mean_load`; the Hecate paper's window
 
 
@@ -86,11 +87,17 @@ class Moves:
 class Planner(abc.ABC):
     """Copies for one step: fetched from their home, gradients summed there, then dropped.
 
-    A subclass states ``name`` (its row in the table) and ``when`` (when it plans).
+    A subclass states ``name`` (its row in the table), ``when`` (when it plans) and the ``lifetime`` of its copies.
     """
 
     name: ClassVar[str]
     when: ClassVar[str]
+    lifetime: ClassVar[str] = "iteration"
+
+    @classmethod
+    def memory(cls, setting: Setting) -> dict[str, Any]:
+        """What `tools.job.Job.memory` is asked for."""
+        return dict(slots=setting.slots, lifetime=cls.lifetime)
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -130,6 +137,10 @@ class Resident(Planner):
     Every copy updates itself with an optimizer of its own, as in FlexMoE; otherwise it had to fetch its weights again
     after each update. An all-reduce counts as a way home and a way back.
     """
+
+    @classmethod
+    def memory(cls, setting: Setting) -> dict[str, Any]:
+        return dict(resident=setting.slots)
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hecate.plan import Placement
-from rivals.planner import Resident, from_holders
-
-INTERVAL: int = 25  # steps between two placements
+from rivals.planner import INTERVAL, Resident, Setting, from_holders
 
 
 class SmartMoE(Resident):
@@ -20,6 +18,10 @@ class SmartMoE(Resident):
     """
 
     name, when = "smartmoe", f"every {INTERVAL}"
+
+    @classmethod
+    def memory(cls, setting: Setting) -> dict[str, int]:
+        return {}
 
     def replan(self, history: Sequence[np.ndarray], now: Placement) -> Placement:
         if not history or len(history) % INTERVAL:
