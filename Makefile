@@ -3,7 +3,7 @@
 # make test-fast  the tests that start no ranks
 # make test-between  the versions of Megatron between the oldest and the newest
 # make test-all   everything: thousands of random cases, sanitizers, and bugs planted to see that tests catch them
-# make test-bridge  Megatron-Bridge's own recipes on CPU ranks, in an environment of its own: 3 to 4 minutes
+# make test-bridge  Megatron-Bridge's own recipes on CPU ranks, in an environment of its own: 4 to 5 minutes
 # make lint       lint, types and budgets alone
 # make bench      step time, stock against FSSDP, skewed and balanced
 # make balance    what every planner leaves, on recorded loads, and how long planning takes

@@ -61,18 +61,18 @@ def main(root: Path) -> int:
     longest = max(sizes, key=lambda key: sizes[key])
     wide = [node for _, node in functions(every) if num_arguments(node) > MOST_ARGUMENTS]
     rows: list[tuple[str, int, int | None, str]] = [
-        ("files", len(every), 82, ""),
+        ("files", len(every), 89, ""),
         ("lines, all", lines(every), None, ""),
-        ("lines without comm/nvlink and tools", lines(core), 8700, ""),
-        ("lines of tools", lines(tools), 2500, ""),
+        ("lines without comm/nvlink and tools", lines(core), 10000, ""),
+        ("lines of tools", lines(tools), 2670, ""),
         ("lines of comm/nvlink", lines(nvlink), 1900, ""),
-        ("public names", len(public_names(every)), 186, ""),
+        ("public names", len(public_names(every)), 208, ""),
         (f"functions with more than {MOST_ARGUMENTS} arguments", len(wide), 0, ", ".join(n.name for n in wide[:5])),
         ("most arguments", max(num_arguments(node) for _, node in functions(every)), MOST_ARGUMENTS, ""),
         ("longest function", sizes[longest], None, longest[1]),
         ("longest file", lines([longest_file]), 300, longest_file.name),
         ("named numbers, all", len(constants(every)), None, ""),
-        ("plan: lines", lines(plan), 1400, ""),
+        ("plan: lines", lines(plan), 1450, ""),
         ("plan: files", len(plan), 10, ""),
         ("plan: tuned constants", len(constants(plan)), 15, ""),
         ("README: lines", lines([root / "README.md"]), 120, ""),
