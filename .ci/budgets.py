@@ -61,12 +61,12 @@ def main(root: Path) -> int:
     longest = max(sizes, key=lambda key: sizes[key])
     wide = [node for _, node in functions(every) if num_arguments(node) > MOST_ARGUMENTS]
     rows: list[tuple[str, int, int | None, str]] = [
-        ("files", len(every), 89, ""),
+        ("files", len(every), 90, ""),
         ("lines, all", lines(every), None, ""),
-        ("lines without comm/nvlink and tools", lines(core), 10000, ""),
+        ("lines without comm/nvlink and tools", lines(core), 10020, ""),
         ("lines of tools", lines(tools), 2670, ""),
         ("lines of comm/nvlink", lines(nvlink), 1900, ""),
-        ("public names", len(public_names(every)), 208, ""),
+        ("public names", len(public_names(every)), 209, ""),
         (f"functions with more than {MOST_ARGUMENTS} arguments", len(wide), 0, ", ".join(n.name for n in wide[:5])),
         ("most arguments", max(num_arguments(node) for _, node in functions(every)), MOST_ARGUMENTS, ""),
         ("longest function", sizes[longest], None, longest[1]),

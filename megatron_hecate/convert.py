@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from megatron_hecate.adapter import compat, owners, training_state, unsupported
 from megatron_hecate.adapter.experts import FSSDPExperts
+from megatron_hecate.adapter.gradient_buckets import keep_bucket_order
 from megatron_hecate.adapter.graph_parts import captured_parts
 from megatron_hecate.comm.agreement import Note
 from megatron_hecate.comm.connect import Connection, connect, device_of_rank, on_gpus
@@ -230,26 +231,26 @@ def _attach(
     everyone: dist.ProcessGroup | None,
 ) -> None:
     """Turn all layers at once; an exception undoes what was done. ``everyone``: the group in which homes move."""
-    prefetcher = Prefetcher(states, model.chunk_of)
-    prefetcher.tracker.listeners += listeners
+    tracker = (prefetcher := Prefetcher(states, model.chunk_of)).tracker
+    tracker.listeners += listeners
     if everyone is not None:
-        tracker, own = prefetcher.tracker, get_expert_data_parallel_rank()
+        own = get_expert_data_parallel_rank()
         homes = Homes(states, everyone, replica=own, optimizers=tracker.optimizers)
         changes = dict(history=prefetcher.monitor.history, weights_changed=tracker.weights_changed)
         prefetcher.rehoming = Rehoming(homes, states, everyone, **changes)
-    rehoming, monitor = prefetcher.rehoming, prefetcher.monitor
-    known = dict(chunk_of=model.chunk_of, collect=monitor.collect_ready)
-    monitor.recorder = LayerRecorder(states, prefetcher.meter, **known)
+    rehoming, monitor, chunk_of = prefetcher.rehoming, prefetcher.monitor, model.chunk_of
+    monitor.recorder = LayerRecorder(states, prefetcher.meter, chunk_of=chunk_of, collect=monitor.collect_ready)
     block_of = {id(m.mlp): m for chunk in model.chunks for m in chunk.modules() if _is_block(m)}
     with contextlib.ExitStack() as undo:
+        if states[0].config.slots:
+            tracker.listeners.append(keep_bucket_order(model.chunks, undo))
         for layer, state in zip(model.layers, states, strict=True):
             experts = layer.experts
             _assign(undo, layer, fssdp=state, prefetcher=prefetcher, __class__=_subclass(FSSDPLayer, type(layer)))
             own = dict(physical=state.parts.experts, replicas=None, joined_homes=None, unsettled=None, num_tokens=0)
             own |= dict(restore_homes=None if rehoming is None else rehoming.restore)
             _assign(undo, experts, **own, __class__=_subclass(FSSDPExperts, type(experts)))
-            changed = experts.register_load_state_dict_post_hook(lambda *_: prefetcher.tracker.weights_changed())
-            undo.callback(changed.remove)
+            undo.callback(experts.register_load_state_dict_post_hook(lambda *_: tracker.weights_changed()).remove)
             if rehoming is not None:
                 undo.callback(experts.register_state_dict_pre_hook(rehoming.refuse_if_moved).remove)
                 undo.callback(experts.register_load_state_dict_pre_hook(rehoming.refuse_if_moved).remove)

@@ -102,6 +102,14 @@ ASSUMPTIONS = (
         ("self",),
         "the hooks it makes are told by this name, and run before parameters are read",
     ),
+    _Assumption(
+        "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
+        ("self",),
+        "starts a reduction; held back until the groups before have started",
+    ),
+    _Assumption(
+        "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.reset", ("self",), "called in every iteration"
+    ),
 )
 TRAINING_ASSUMPTIONS = (
     _Assumption("training.arguments:add_megatron_arguments", ("parser",), "wrapped: the flags are added here"),
