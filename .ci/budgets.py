@@ -63,7 +63,7 @@ def main(root: Path) -> int:
     rows: list[tuple[str, int, int | None, str]] = [
         ("files", len(every), 90, ""),
         ("lines, all", lines(every), None, ""),
-        ("lines without comm/nvlink and tools", lines(core), 10020, ""),
+        ("lines without comm/nvlink and tools", lines(core), 10050, ""),
         ("lines of tools", lines(tools), 2670, ""),
         ("lines of comm/nvlink", lines(nvlink), 1900, ""),
         ("public names", len(public_names(every)), 209, ""),
@@ -72,7 +72,7 @@ def main(root: Path) -> int:
         ("longest function", sizes[longest], None, longest[1]),
         ("longest file", lines([longest_file]), 300, longest_file.name),
         ("named numbers, all", len(constants(every)), None, ""),
-        ("plan: lines", lines(plan), 1450, ""),
+        ("plan: lines", lines(plan), 1470, ""),
         ("plan: files", len(plan), 10, ""),
         ("plan: tuned constants", len(constants(plan)), 15, ""),
         ("README: lines", lines([root / "README.md"]), 120, ""),

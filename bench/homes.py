@@ -38,8 +38,7 @@ from rivals.planner import Setting
 from rivals.report import Row, markdown, write_csv
 from rivals.score import check_plan, score
 
-from megatron_hecate.plan import Placement, plan_replicas
-from megatron_hecate.plan.homes import Moving, better_homes
+from megatron_hecate.plan import HomeSearch, Placement, plan_replicas
 from megatron_hecate.runtime.forecast import LoadHistory
 from megatron_hecate.tools.job import MOVED
 from megatron_hecate.tools.traffic import Traffic
@@ -100,14 +99,16 @@ class Moved(Homes):
     name = "moved"
 
     def look(self, window: np.ndarray) -> list[np.ndarray]:
-        world, shape = self.setting.world, self.setting.shape
-        moving = Moving(
+        shape = self.setting.shape
+        search = HomeSearch(
+            homes=self.homes[0],
+            world=self.setting.world,
+            cost=dataclasses.replace(self.setting.cost, most=self.setting.slots),
             expert_bytes=state_bytes(self.setting),
-            token_seconds=shape.token_seconds(world),
+            token_seconds=shape.token_seconds(self.setting.world),
             horizon=self.horizon,
         )
-        cost = dataclasses.replace(self.setting.cost, most=self.setting.slots)
-        found = better_homes(window, self.order, self.homes[0], world=world, cost=cost, moving=moving)
+        found = search.find(window, self.order)
         self.order = self.order if found is None else found.order
         return self.by_expert()
 

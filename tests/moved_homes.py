@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -15,16 +14,22 @@ def wanted_at(look: int, num_experts: int) -> np.ndarray:
 
 def find(orders: Callable[[int, int], np.ndarray] = wanted_at) -> None:
     """From here on each look of this process finds what ``orders`` gives, for 100 times the layer plus the look."""
-    from megatron_hecate.plan.homes import Rehoming
+    from megatron_hecate.plan.homes import Choice, HomeSearch, Rehoming
     from megatron_hecate.runtime import rehoming
 
     looks = 0
 
-    def choose(load: np.ndarray, order: np.ndarray, *_: Any, **__: Any) -> Rehoming:
-        nonlocal looks
-        looks += 1
-        assert load.sum() > 0
-        found = np.stack([orders(looks + 100 * layer, order.shape[1]) for layer in range(len(order))])
-        return Rehoming(order=found, num_bytes=1.0, seconds=1.0, saved=1.0)
+    class Wanted(HomeSearch):
+        def choose(self, load: np.ndarray, order: np.ndarray, layers: Iterable[int]) -> list[Choice]:
+            nonlocal looks
+            looks += 1
+            assert load.sum() > 0
+            return [Choice(layer, orders(looks + 100 * layer, order.shape[1]), 1.0) for layer in layers]
 
-    rehoming.better_homes = choose
+        def afford(self, choices: Iterable[Choice], order: np.ndarray) -> Rehoming:
+            found = {choice.layer: choice.order for choice in choices}
+            return Rehoming(
+                order=np.stack([found[i] for i in range(len(order))]), num_bytes=1.0, seconds=1.0, saved=1.0
+            )
+
+    rehoming.HomeSearch = Wanted

@@ -11,6 +11,7 @@ The modules, in the order of an iteration:
 | `replicas` | before the gate, from a forecast: how many replicas pay, and which |
 | `search` | a greedy fill of the slots, and what a plan costs |
 | `late` | after the gate, from the true loads: which replicas to add or overwrite; and a local search before it |
+| `homes` | every so many iterations: which rank is home to which expert |
 | `maxflow` | the smallest possible largest rank load |
 
 Which tokens go to which holder is decided on the device, in `routing`.
@@ -21,6 +22,7 @@ import functools
 import numpy as np
 
 from megatron_hecate.plan.cost import CopyCost, LayerShape
+from megatron_hecate.plan.homes import HomeSearch
 from megatron_hecate.plan.late import add_late_replicas
 from megatron_hecate.plan.maxflow import largest_load
 from megatron_hecate.plan.placement import EMPTY, Placement
@@ -32,6 +34,7 @@ __all__ = [
     "EMPTY",
     "H100",
     "CopyCost",
+    "HomeSearch",
     "LayerShape",
     "Link",
     "Placement",
@@ -53,3 +56,6 @@ def compile_planner() -> None:
     plan = plan_replicas(load, homes, world, cost=CopyCost(near=1.0, far=1.0, crossing=1.0))
     largest_load(load, plan)
     add_late_replicas(load, homes, world, cost=CopyCost(), most=2, across_nodes=True)
+    HomeSearch(
+        homes=homes, world=world, cost=CopyCost(crossing=1.0), expert_bytes=1.0, token_seconds=1.0, horizon=1000
+    ).find(load[None], np.arange(8)[None])

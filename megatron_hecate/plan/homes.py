@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -29,33 +29,6 @@ JUDGED: int = 3  # iterations by whose loads swaps are judged
 LEAST: float = 0.02  # of what a layer costs, that its move must save: forecasts and model are no better
 FEWER: int = 4  # of a layer's swaps all are judged, the first of so many, of so many times so many, ...
 Kinds = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Moving:
-    """What moving a home costs, and when it pays.
-
-    Args:
-        expert_bytes: all that moves with an expert, from one rank: weights, main parameters, optimizer state.
-        token_seconds: of one token in one expert (`LayerShape.token_seconds`).
-        horizon: iterations that new homes are expected to last.
-        margin: times its cost that a move must save.
-        most_bytes: that a rank may send in one look.
-
-    Raises:
-        ValueError: for a value that is not above 0.
-    """
-
-    expert_bytes: float
-    token_seconds: float
-    horizon: int
-    margin: float = 2.0
-    most_bytes: float = math.inf
-
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if not value > 0:
-                raise ValueError(f"{name}={value} must be more than 0")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,73 +48,130 @@ class Rehoming:
     saved: float
 
 
-class _Choice(NamedTuple):
-    """New ``order`` [E] of one layer, [4, R] experts that move (`_swapped`), tokens saved in every iteration."""
+class Choice(NamedTuple):
+    """New ``order`` [E] of one layer, and tokens that it saves in every iteration."""
 
     layer: int
     order: np.ndarray
-    moves: np.ndarray
     saved: float
 
 
-def better_homes(
-    load: np.ndarray, order: np.ndarray, homes: Placement, *, world: World, cost: CopyCost, moving: Moving
-) -> Rehoming | None:
-    """Choose homes for a stage's layers that save more than it costs to move there; ``None`` when nothing does.
-
-    The older half of the iterations chooses, the newer half judges: what does not last that long is no gain. The same
-    arguments give the same result on every rank.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HomeSearch:
+    """Looks for homes that save more than moving there costs; the same arguments give the same result on every rank.
 
     Args:
-        load: [T, L, E] or [L, E] tokens per expert in past iterations, oldest first, summed over the group.
-        order: [L, E] int, the expert at each position now.
         homes: ``home`` [E] is the rank of each position; free slots are for replicas.
         world: nodes and links.
         cost: of replicas, in an iteration.
-        moving: cost of moving, limits.
+        expert_bytes: all that moves with an expert, from one rank: weights, main parameters, optimizer state.
+        token_seconds: of one token in one expert (`LayerShape.token_seconds`).
+        horizon: iterations that new homes are expected to last.
+        margin: times its cost that a move must save.
+        most_bytes: that a rank may send in one look.
 
     Raises:
-        ValueError: for shapes that do not fit, loads that are none, an order that is no permutation.
+        ValueError: for a number that is not above 0.
     """
-    window = np.asarray(load, dtype=np.float64)
-    window = window[None] if window.ndim == 2 else window
-    fits = window.ndim == 3 and len(window) and window.shape[1:] == order.shape == (len(order), homes.num_experts)
-    fits = fits and (np.sort(order, axis=1) == np.arange(homes.num_experts)).all()
-    if not fits or world.num_ranks != homes.num_ranks or not (np.isfinite(window) & (window >= 0)).all():
-        raise ValueError(
-            f"load {np.shape(load)} must be finite and 0 or more, order {order.shape} must name each of "
-            f"{homes.num_experts} experts once in every layer, and {world.num_ranks} ranks be {homes.num_ranks}"
-        )
-    half, problem = len(window) // 2, problem_of(homes.homes_only, world, cost)
-    past, judged = (
-        window[: max(half, 1)].mean(axis=0),
-        np.unique(np.linspace(half, len(window) - 1, JUDGED).astype(int)),
-    )
-    # what is judged must win half of what it costs where all ranks, two by two, swap at the same time
-    each = moving.margin / world.num_ranks / moving.horizon / moving.token_seconds
-    near, far = (each * link.seconds(moving.expert_bytes) for link in (world.speeds.intra, world.speeds.inter))
-    limits = (near, far, moving.most_bytes / moving.expert_bytes)
 
-    def tokens(layer: int, now: np.ndarray) -> float:
-        """Mean over recent iterations, each with replicas that are planned for the one before it."""
-        plan, total, loads = homes.homes_only, 0.0, window[:, layer, now]
-        for t in judged:
-            plan = plan_replicas(loads[max(t - 1, 0)], homes, world, cost=cost, previous=plan)
-            total += _layer_tokens(loads[t], plan.table.copy(), problem)
-        return total / len(judged)
+    homes: Placement
+    world: World
+    cost: CopyCost
+    expert_bytes: float
+    token_seconds: float
+    horizon: int
+    margin: float = 2.0
+    most_bytes: float = math.inf
 
-    choices = []
-    for layer, now in enumerate(order.astype(np.int64)):
-        plan, before = plan_replicas(past[layer, now], homes, world, cost=cost), tokens(layer, now)
-        for placed in (plan, homes.homes_only)[: 2 if plan.num_replicas else 1]:
-            kinds = _weights(past[layer, now], placed.holders, problem)
-            pairs = _swaps(kinds, problem.home, world.node_index, limits)
-            while len(pairs):
-                new, moves = _swapped(now, pairs, problem.home, world)
-                if (saved := before - tokens(layer, new)) > LEAST * before:
-                    choices.append(_Choice(layer, new, moves, saved))
-                pairs = pairs[: len(pairs) // FEWER]
-    return _affordable(choices, order, world, moving)
+    def __post_init__(self) -> None:
+        for name in ("expert_bytes", "token_seconds", "horizon", "margin", "most_bytes"):
+            if not (value := getattr(self, name)) > 0:
+                raise ValueError(f"{name}={value} must be more than 0")
+
+    def find(self, load: np.ndarray, order: np.ndarray) -> Rehoming | None:
+        """Better homes for all layers of a stage, as `choose` and `afford` have it; ``None`` when nothing pays."""
+        return self.afford(self.choose(load, order, range(len(order))), order)
+
+    @property
+    def most_choices(self) -> int:
+        """Of a layer."""
+        return 2 * (1 + int(math.log(self.homes.num_experts, FEWER)))
+
+    def choose(self, load: np.ndarray, order: np.ndarray, layers: Iterable[int]) -> list[Choice]:
+        """What may be done in ``layers``, one by one. The older half of the iterations chooses, the newer half judges:
+        what does not last that long is no gain.
+
+        Args:
+            load: [T, L, E] or [L, E] tokens per expert in past iterations, oldest first, summed over the group.
+            order: [L, E] int, the expert at each position now.
+
+        Raises:
+            ValueError: for shapes that do not fit, loads that are none, an order that is no permutation.
+        """
+        homes, world, cost = self.homes, self.world, self.cost
+        window = np.asarray(load, dtype=np.float64)
+        window = window[None] if window.ndim == 2 else window
+        fits = window.ndim == 3 and len(window) and window.shape[1:] == order.shape == (len(order), homes.num_experts)
+        fits = fits and (np.sort(order, axis=1) == np.arange(homes.num_experts)).all()
+        if not fits or world.num_ranks != homes.num_ranks or not (np.isfinite(window) & (window >= 0)).all():
+            raise ValueError(
+                f"load {np.shape(load)} must be finite and 0 or more, order {order.shape} must name each of "
+                f"{homes.num_experts} experts once in every layer, and {world.num_ranks} ranks be {homes.num_ranks}"
+            )
+        half, problem = len(window) // 2, problem_of(homes.homes_only, world, cost)
+        past = window[: max(half, 1)].mean(axis=0)
+        judged = np.unique(np.linspace(half, len(window) - 1, JUDGED).astype(int))
+        # what is judged must win half of what it costs where all ranks, two by two, swap at the same time
+        each = self.margin / world.num_ranks / self.horizon / self.token_seconds
+        near, far = (each * link.seconds(self.expert_bytes) for link in (world.speeds.intra, world.speeds.inter))
+        limits = (near, far, self.most_bytes / self.expert_bytes)
+
+        def tokens(layer: int, now: np.ndarray) -> float:
+            """Mean over recent iterations, each with replicas that are planned for the one before it."""
+            plan, total, loads = homes.homes_only, 0.0, np.ascontiguousarray(window[:, layer, now])
+            for t in judged:
+                plan = plan_replicas(loads[max(t - 1, 0)], homes, world, cost=cost, previous=plan)
+                total += _layer_tokens(loads[t], plan.table.copy(), problem)
+            return total / len(judged)
+
+        choices = []
+        for layer in layers:
+            now = order[layer].astype(np.int64)
+            plan, before = plan_replicas(past[layer, now], homes, world, cost=cost), tokens(layer, now)
+            for placed in (plan, homes.homes_only)[: 2 if plan.num_replicas else 1]:
+                kinds = _weights(past[layer, now], placed.holders, problem)
+                pairs = _swaps(kinds, problem.home, world.node_index, limits)
+                while len(pairs):
+                    new = _swapped(now, pairs, problem.home)
+                    if (saved := before - tokens(layer, new)) > LEAST * before:
+                        choices.append(Choice(layer, new, saved))
+                    pairs = pairs[: len(pairs) // FEWER]
+        return choices
+
+    def afford(self, choices: Iterable[Choice], order: np.ndarray) -> Rehoming | None:
+        """Of each layer at most one choice, those first that save most for what they move, as far as limits allow."""
+        world, size, best, most = self.world, self.expert_bytes, None, 0.0
+        taken: dict[int, tuple[float, Choice, np.ndarray]] = {}
+
+        def gain(saved: float, moves: np.ndarray) -> float:
+            return self.horizon * self.token_seconds * saved - self.margin * _seconds(moves, world, size)
+
+        ways = [(choice, _moves(order[choice.layer], choice.order, self.homes.home, world)) for choice in choices]
+        pays = [(gain(choice.saved, moves), choice, moves) for choice, moves in ways]
+        for own in sorted(pays, key=lambda way: -way[0] / way[2][::2].sum()):
+            chosen = {**taken, own[1].layer: own}
+            moves = np.sum([of_layer for _, _, of_layer in chosen.values()], axis=0)
+            worse = own[0] <= taken[own[1].layer][0] if own[1].layer in taken else False
+            if worse or moves[::2].sum(axis=0).max() * size > self.most_bytes:
+                continue
+            taken, saved = chosen, sum(choice.saved for _, choice, _ in chosen.values())
+            if (now := gain(saved, moves)) > most:
+                new = order.astype(np.int64)
+                for layer, (_, choice, _) in chosen.items():
+                    new[layer] = choice.order
+                seconds = _seconds(moves, world, size)
+                best, most = Rehoming(new, float(moves[::2].sum() * size), seconds, saved * self.token_seconds), now
+        return best
 
 
 @compiled
@@ -191,7 +221,7 @@ def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:
     )
     pays = prices > 0
     columns = [(v / max(most, 1e-300), *by) for most, (v, by, _) in zip(fullest, kinds, strict=True)]
-    weights, groups, parts = (np.stack(column, axis=1)[:, pays] for column in zip(*columns, strict=True))
+    weights, groups, parts = (np.stack(column, axis=1)[:, pays].copy("C") for column in zip(*columns, strict=True))
     return weights, groups, parts, prices[pays]
 
 
@@ -243,19 +273,23 @@ def _swaps(kinds: Kinds, home: np.ndarray, node: np.ndarray, limits: tuple[float
     return pairs
 
 
-def _swapped(now: np.ndarray, pairs: np.ndarray, home: np.ndarray, world: World) -> tuple[np.ndarray, np.ndarray]:
-    """[E] the order after these swaps, in which experts that are on their rank again are where they were; [4, R]
-    experts that each rank sends and receives inside its node, and sends and receives across nodes."""
+def _swapped(now: np.ndarray, pairs: np.ndarray, home: np.ndarray) -> np.ndarray:
+    """The order after these swaps; experts that are on their rank again are where they were."""
     new, order, position = now.copy(), now.copy(), np.argsort(home, kind="stable")
     for pair in pairs:
         new[pair] = new[pair[::-1]]
     came = (home[np.argsort(now)[new]] != home)[position]
     left = (home[np.argsort(new)[now]] != home)[position]
     order[position[left]] = new[position[came]]
+    return order
+
+
+def _moves(now: np.ndarray, order: np.ndarray, home: np.ndarray, world: World) -> np.ndarray:
+    """[4, R] experts that each rank sends and receives inside its node, and sends and receives across nodes."""
     origin, node = home[np.argsort(now)[order]], world.node_index
     inside = node[origin] == node[home]
     ways = [end[of] for of in ((origin != home) & inside, ~inside) for end in (origin, home)]
-    return order, np.array([np.bincount(way, minlength=world.num_ranks) for way in ways])
+    return np.array([np.bincount(way, minlength=world.num_ranks) for way in ways])
 
 
 def _seconds(moves: np.ndarray, world: World, expert_bytes: float) -> float:
@@ -263,26 +297,3 @@ def _seconds(moves: np.ndarray, world: World, expert_bytes: float) -> float:
     node, links = world.node_index, world.speeds
     across = max((np.bincount(node, weights=way) / np.bincount(node)).max() for way in moves[2:])
     return max(links.intra.seconds(moves[:2].max() * expert_bytes), links.inter.seconds(across * expert_bytes))
-
-
-def _affordable(choices: list[_Choice], order: np.ndarray, world: World, moving: Moving) -> Rehoming | None:
-    """Of each layer at most one choice, those first that save most for what they move, as far as the limits allow."""
-    size, best, most = moving.expert_bytes, None, 0.0
-    taken: dict[int, tuple[float, _Choice]] = {}
-
-    def gain(*some: _Choice) -> float:
-        seconds = _seconds(np.sum([c.moves for c in some], axis=0), world, size)
-        return moving.horizon * moving.token_seconds * sum(c.saved for c in some) - moving.margin * seconds
-
-    pays = [(gain(choice), choice) for choice in choices]
-    for own, choice in sorted(pays, key=lambda pair: -pair[0] / pair[1].moves[::2].sum()):
-        chosen = [c for layer, (_, c) in taken.items() if layer != choice.layer] + [choice]
-        moves = np.sum([c.moves for c in chosen], axis=0)
-        if own <= taken.get(choice.layer, (-math.inf,))[0] or moves[::2].sum(axis=0).max() * size > moving.most_bytes:
-            continue
-        taken[choice.layer] = own, choice
-        if (now := gain(*chosen)) > most:
-            new, saved = order.astype(np.int64), sum(c.saved for c in chosen) * moving.token_seconds
-            new[[c.layer for c in chosen]] = [c.order for c in chosen]
-            best, most = Rehoming(new, float(moves[::2].sum() * size), _seconds(moves, world, size), saved), now
-    return best

@@ -1,6 +1,7 @@
 """When homes move, and where to: at every so many iterations better ones are looked for.
 
-One rank of the group decides (`plan.homes`), from the loads of all that share gradients, and tells the others.
+The ranks of one expert-parallel group search the layers (`plan.homes`), by the loads of all that share gradients; one
+decides and tells the others.
 Before the model is saved or loaded all homes go back to where Megatron built them, so that a checkpoint knows nothing
 of this; the next iteration moves them again.
 """
@@ -17,7 +18,8 @@ import torch.distributed as dist
 from megatron_hecate.comm.connect import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transfer import wait_collective
-from megatron_hecate.plan.homes import Moving, better_homes
+from megatron_hecate.plan import HomeSearch
+from megatron_hecate.plan.homes import Choice
 from megatron_hecate.runtime.forecast import LoadHistory
 from megatron_hecate.runtime.homes import Homes, Order
 from megatron_hecate.runtime.layer_state import LayerState
@@ -109,34 +111,46 @@ class Rehoming:
         load = torch.from_numpy(np.stack([self._window[i] for i in every]).astype(np.int64)).to(device_of_rank())
         work = dist.all_reduce(load, group=self._group, async_op=True)
         wait_collective(work, load, self._group, what="summing loads", label="homes", timeout=timeout)
-        on_ranks = self.homes.state_of(first)
         order = np.stack(self.homes.now)
+        search = HomeSearch(
+            homes=first.parts.homes_only,
+            world=first.world,
+            cost=first.copy_cost(microbatches, meter),
+            expert_bytes=self.homes.state_of(first).expert_bytes,
+            token_seconds=first.shape(microbatches).token_seconds(first.world),
+            horizon=first.config.rehome,
+            most_bytes=MOST_BYTES,
+        )
+        choices = self._choose(search, load.cpu().numpy() // first.group.size(), order)
         found = torch.tensor(order, device=load.device)  # a copy
-        if self._group.rank() == 0:
-            moving = Moving(
-                expert_bytes=on_ranks.expert_bytes,
-                token_seconds=first.shape(microbatches).token_seconds(first.world),
-                horizon=first.config.rehome,
-                most_bytes=MOST_BYTES,
+        if self._group.rank() == 0 and (better := search.afford(choices, order)) is not None:
+            found.copy_(torch.from_numpy(better.order))
+            changed = better.order != order
+            print(
+                f"FSSDP: iteration {iteration}: {changed.sum()} experts of {changed.any(axis=1).sum()} layers move "
+                f"to better homes, {better.num_bytes / 2**20:.0f} MiB; it saves {1e3 * better.saved:.2f} ms of an "
+                "iteration by the cost model",
+                flush=True,
             )
-            better = better_homes(
-                load.cpu().numpy() // first.group.size(),
-                order,
-                first.parts.homes_only,
-                world=first.world,
-                cost=first.copy_cost(microbatches, meter),
-                moving=moving,
-            )
-            if better is not None:
-                found.copy_(torch.from_numpy(better.order))
-                changed = better.order != order
-                print(
-                    f"FSSDP: iteration {iteration}: {changed.sum()} experts of {changed.any(axis=1).sum()} layers move "
-                    f"to better homes, {better.num_bytes / 2**20:.0f} MiB; it saves {1e3 * better.saved:.2f} ms of an "
-                    "iteration by the cost model",
-                    flush=True,
-                )
         work = dist.broadcast(found, group=self._group, group_src=0, async_op=True)
         wait_collective(work, found, self._group, what="telling better homes", label="homes", timeout=timeout)
         told = found.cpu().numpy()
         return list(told) if not np.array_equal(told, order) else None
+
+    def _choose(self, search: HomeSearch, load: np.ndarray, order: np.ndarray) -> list[Choice]:
+        """What may be done in each layer: every rank of the first one's expert-parallel group looks at some layers, for
+        seconds of a large model's planning would be many times as long on one."""
+        first, layers = self._states[0], range(0)
+        if dist.get_global_rank(self._group, 0) in first.parts.ranks:
+            layers = range(first.group.rank(), len(order), first.group.size())
+        table = np.zeros((len(order), search.most_choices, 1 + order.shape[1]))
+        number = [0] * len(order)
+        for choice in search.choose(load, order, layers):
+            table[choice.layer, number[choice.layer]] = choice.saved, *choice.order
+            number[choice.layer] += 1
+        choices = torch.from_numpy(table).to(device_of_rank())  # zeros where others look
+        work = dist.all_reduce(choices, group=self._group, async_op=True)
+        wait_collective(work, choices, self._group, what="choosing homes", label="homes", timeout=first.config.timeout)
+        table = choices.cpu().numpy()
+        chosen = np.argwhere(table[..., 0] > 0).tolist()
+        return [Choice(i, table[i, k, 1:].astype(np.int64), float(table[i, k, 0])) for i, k in chosen]

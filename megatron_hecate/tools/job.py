@@ -13,8 +13,7 @@ import torch
 
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import LayerBuffer
-from megatron_hecate.plan import CopyCost, LayerShape, Placement, World, add_late_replicas, plan_replicas
-from megatron_hecate.plan.homes import Moving, better_homes
+from megatron_hecate.plan import CopyCost, HomeSearch, LayerShape, Placement, World, add_late_replicas, plan_replicas
 from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.replicas.memory_estimate import ExpertMemory, RankExperts
 from megatron_hecate.runtime.forecast import LoadHistory
@@ -97,13 +96,15 @@ class Job:
         now, found, seconds = [built] * len(order), [], []
         for step in range(len(totals)):
             if every and step >= max(1, self.first) and (step - self.first) % every == 0:
-                moving = Moving(
+                search = HomeSearch(
+                    homes=built,
+                    world=world,
+                    cost=self.copy_cost(lifetime),
                     expert_bytes=MOVED * self.model.expert_elements,
                     token_seconds=self.shape(lifetime).token_seconds(world),
                     horizon=every,
                 )
-                settings = dict(world=world, cost=self.copy_cost(lifetime), moving=moving)
-                better = better_homes(totals[max(0, step - every) : step], order, built, **settings)
+                better = search.find(totals[max(0, step - every) : step], order)
                 seconds.append(better.seconds if better else 0.0)
                 if better is not None:
                     order = better.order

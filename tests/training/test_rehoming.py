@@ -99,3 +99,41 @@ def test_a_record_knows_where_homes_were() -> None:
     assert (figures.after.sum(axis=2) == record.load.sum(axis=2)).all()
     assert (figures.before[..., 0] == record.load[..., :4].sum(axis=2)).all()
     assert np.isfinite(figures.price_ms).all()
+
+
+@ranks(4)
+def test_ranks_share_the_search() -> None:
+    """Oracle: one rank that looks at all layers by itself."""
+    import numpy as np
+    import tiny_gpt
+    import torch.distributed as dist
+
+    from megatron_hecate.plan import HomeSearch
+    from megatron_hecate.runtime import rehoming
+
+    looked_at: list[list[int]] = []
+    found: list[int] = []
+
+    class Shared(HomeSearch):
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "token_seconds", 1.0)  # tokens so slow that everything pays
+
+        def choose(self, load: np.ndarray, order: np.ndarray, layers: Any) -> list:
+            self.__dict__["load"] = load
+            looked_at.append(list(layers))
+            return super().choose(load, order, layers)
+
+        def afford(self, choices: list, order: np.ndarray) -> Any:
+            alone = super().choose(self.__dict__["load"], order, range(len(order)))
+            found.append(len(alone))
+            for ours, theirs in zip(choices, alone, strict=True):
+                assert ours.layer == theirs.layer and ours.saved == theirs.saved
+                np.testing.assert_array_equal(ours.order, theirs.order)
+            return super().afford(choices, order)
+
+    rehoming.HomeSearch = Shared
+    case = tiny_gpt.Case(ep=2)
+    tiny_gpt.initialize(case)
+    tiny_gpt.train(case, steps=8, hook=tiny_gpt.fssdp_hook(rehome=3, slots=0))
+    assert looked_at == [[[0], [1], [], []][dist.get_rank()]] * 2
+    assert (max(found, default=0) > 0) == (dist.get_rank() == 0), found
