@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +12,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def again_on_ranks(script: str, ranks: int, **environment: str) -> int:
     """Run ``script`` with this process's arguments under torchrun, at most half an hour; returns its exit status."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     path = os.pathsep.join(str(ROOT / folder) for folder in ("", "tests", "examples"))
     settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     command += [script, *sys.argv[1:]]
     return subprocess.run(command, env={**os.environ, **settings, **environment}, timeout=1800).returncode

@@ -18,7 +18,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -77,11 +76,8 @@ def launch(name: str, arguments: list[str], out: Path, *, gpus: int, fssdp: list
     Raises:
         SystemExit: when training fails; the end of its log is shown.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     ranks = gpus or RANKS
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     command += [] if gpus else [str(HERE / "run_on_cpu.py")]
     command += [] if fssdp is None else ["-m", "megatron_hecate", *fssdp]
     command += [str(HERE / "pretrain_gpt.py"), *arguments]

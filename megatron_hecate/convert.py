@@ -81,7 +81,7 @@ class _Hook:
             settings={**dataclasses.asdict(config), "speeds": dataclasses.asdict(speeds)},  # not where the file lies
             layers=[training_state.name_of_layer(layer) for layer in model.layers],
             problems=problems,
-            summary=_summary(parts, config),
+            summary=_summary(parts, config) if parts else "",
             memory=_estimate_memory(parts, model, config, connection) if parts and not problems else {},
             slower_by_engines=connection.slower_by_engines,
         )
@@ -156,10 +156,9 @@ def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts],
 
 
 def _summary(parts: list[LayerParts], config: HecateConfig) -> str:
-    if not parts:
-        return ""
     experts, ranks = parts[0].homes_only.num_experts, len(parts[0].ranks)
-    return f"{experts} experts over {ranks} ranks, {config.slots} slots per rank and layer"
+    looks = f", better homes looked for every {config.rehome} iterations" if config.rehome else ""
+    return f"{experts} experts over {ranks} ranks, {config.slots} slots per rank and layer{looks}"
 
 
 def _estimate_memory(

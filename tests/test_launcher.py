@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -91,10 +90,7 @@ def _run(
     """Exit status and log of a run on so many processes, after which none of them lives."""
     import demo
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", f"--master-port={port}"]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     command += [str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
     command += demo.megatron_flags()
     command += "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4".split()

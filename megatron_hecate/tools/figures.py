@@ -83,6 +83,12 @@ class Figures:
         built = np.broadcast_to(self.homes.home, self.record.load.shape)
         return built if self.record.home is None else self.record.home
 
+    @property
+    def moves(self) -> int:
+        """How often some expert was at another home than in the iteration before, or than where Megatron built it."""
+        built = np.broadcast_to(self.homes.home, (1, *self.home.shape[1:]))
+        return int((np.diff(self.home, axis=0, prepend=built) != 0).sum())
+
     @cached_property
     def before(self) -> np.ndarray:
         """[T, L, N] tokens of each rank as the router left them, each where Megatron built its expert."""
@@ -161,7 +167,10 @@ class Figures:
         """[T, L] what replicas cost: copies that do not hide, what hidden ones take from compute, and routing."""
         if self.costs is None:
             return self.copying_ms
-        shown, taken = self.copying_ms - self.hidden_ms, self.costs.copy.contention * self.hidden_ms
+        works = 1.0  # the part of its time in which a copy does not wait for its partner
+        if self.record.copy is not None:
+            works = np.fmin(self.costs.shape.fetch_seconds(self.costs.world) / self.record.copy, 1)
+        shown, taken = self.copying_ms - self.hidden_ms, self.costs.copy.contention * works * self.hidden_ms
         return shown + taken + self.costs.routing_ms * self.replicas.any(axis=2)
 
     @cached_property

@@ -117,18 +117,21 @@ def _sentences(figures: Figures, folder: Path) -> list[str]:
     ]
     if not figures.observed:
         worst = figures.imbalance(figures.after).max()
-        found[1] += f" With replicas it computed {mean['after']:.3f} times the mean, and {worst:.2f} times at worst."
+        found[1] += f" With FSSDP it computed {mean['after']:.3f} times the mean, and {worst:.2f} times at worst."
+        if moves := figures.moves:
+            found[1] += f" Experts changed homes {_count(moves, 'time')}; the time of moving is in no figure here."
     found.append(_times(figures, mean))
     if figures.observed:
+        step = f" --step-ms {figures.step_ms:.0f}" if figures.step_ms > 0 else ""  # NaN is not
         return [
             *found,
             f"To learn what FSSDP would win on this run: python -m megatron_hecate --what-if {folder} --model NAME "
-            "--cluster NAME --ranks N --step-ms MS (--what-if --help lists names)",
+            f"--cluster NAME{step} (--what-if --help lists names; of several pipeline stages, name --pp)",
         ]
     bypassed = (figures.replicas.sum(axis=2) == 0).mean()
     late = 0 if record.late is None else int(record.late.sum())
     text = f"A layer had {mean['replicas']:.1f} replicas on average; {_count(late, 'replica')} came after the gate."
-    if bypassed:
+    if bypassed and record.info.slots:
         text += f" In {_percent(bypassed)} of all cases it had none: copies did not pay, or there was no forecast yet."
     return [*found, text]
 

@@ -26,7 +26,7 @@ from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.tools.job import Job, Outcome, spread
 from megatron_hecate.tools.megatron_files import read_any
 from megatron_hecate.tools.presets import CLUSTERS, MODELS, Cluster, Model
-from megatron_hecate.tools.run_folder import read_info
+from megatron_hecate.tools.run_folder import RunInfo, read_info
 from megatron_hecate.tools.simulate import Schedule, Timing
 from megatron_hecate.tools.traffic import copies
 
@@ -151,8 +151,13 @@ def _doubts(args: argparse.Namespace) -> list[str]:
 
 def _recorded(trace: str) -> tuple[int, int] | None:
     """Ranks of an expert-parallel group, and layers, of a run folder; ``None`` for another trace."""
-    infos = [read_info(path) for path in sorted(Path(trace).glob("run-*.json"))]
+    infos = _infos(trace)
     return (infos[0].ranks, sum(len(info.layers) for info in infos)) if infos else None
+
+
+def _infos(trace: str) -> list[RunInfo]:
+    """Of a run folder; none of another trace."""
+    return [read_info(path) for path in sorted(Path(trace).glob("run-*.json"))]
 
 
 def make_job(args: argparse.Namespace) -> Job:
@@ -161,9 +166,10 @@ def make_job(args: argparse.Namespace) -> Job:
     model = dataclasses.replace(model, seq=args.seq or model.seq)
     loads = read_loads(args.trace, num_experts=model.experts)
     if (experts := loads.shape[3]) != model.experts:
+        top_k = f",top_k={infos[0].top_k}" if (infos := _infos(args.trace)) else ""
         raise ValueError(
             f"{args.trace} has {experts} experts, {args.model} {model.experts}: give loads of this model, or take "
-            f"layers of its size with as many experts as were recorded: --model {args.model},experts={experts}"
+            f"layers of its size with as many experts as were recorded: --model {args.model},experts={experts}{top_k}"
         )
     if model.top_k > experts:
         raise ValueError(f"--model {args.model}: a token cannot go to {model.top_k} of {experts} experts; set top_k")
@@ -257,13 +263,16 @@ def main(argv: Sequence[str]) -> int:
             value = getattr(args, flag.replace("-", "_"))
             if not all(count.isdecimal() for count in value.split(",")):
                 raise ValueError(f"--{flag} takes numbers, as in 1,2,4, got {value!r}")
+        if args.save and not (args.save.parent.is_dir() and not args.save.is_dir()):
+            raise ValueError(f"--save {args.save} must name a file in a folder that exists")
         job = make_job(args)
         most = job.model.experts - job.model.experts // job.world.num_ranks
         slots = sorted({min(int(count), most) for count in args.slots.split(",")} - {0})
         late, rehome = (sorted({int(n) for n in of.split(",")}) for of in (args.late_replicas, args.rehome))
+        rivals = _rivals(args.rivals, job, max(slots, default=0)) if args.rivals else []
         outcomes = job.compare(slots, args.lifetime.split(","), late, rehome)
         best, text = recommend(outcomes, Cluster.named(args.cluster).memory)
-        outcomes += _rivals(args.rivals, job, max(slots, default=0)) if args.rivals else []
+        outcomes += rivals
         if args.save:
             saved = dict(recommendation=text, flags=best and f"--moe-fssdp {_flags(best)}")
             saved |= dict(plan=best and _plan(job, best), arguments=vars(args))

@@ -88,7 +88,8 @@ def _price_ms(held: dict[str, np.ndarray], t: int, layer: int) -> tuple[float, f
         back = out * recorded.SHAPE["grad_bytes"] / recorded.SHAPE["expert_bytes"]  # fetched and returned once
     allowed = 1e3 * (recorded.SHAPE["hidden_seconds"] if math.isnan(window) else window)
     hidden = min(out, allowed) + min(back, allowed)
-    price = out + back - hidden + bare.contention * hidden + bare.routing * _token_ms()
+    waits_not = 1.0 if math.isnan(copy) else min(1.0, shape.fetch_seconds(world) / copy)
+    price = out + back - hidden + bare.contention * waits_not * hidden + bare.routing * _token_ms()
     return price, out + back, hidden
 
 

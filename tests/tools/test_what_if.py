@@ -227,7 +227,7 @@ def test_kinds_of_traces(tmp_path: Path) -> None:
 
 def test_a_run_folder_tells_ranks_and_what_is_guessed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Oracle: what was written into the folder."""
-    info = RunInfo(mode="observe", layers=("layer 1", "layer 2"), num_experts=16, ranks=4, node=(0, 0, 0, 0))
+    info = RunInfo(mode="observe", layers=("layer 1", "layer 2"), num_experts=16, ranks=4, node=(0, 0, 0, 0), top_k=2)
     writer = RunWriter(tmp_path / "run", info)
     for iteration, load in enumerate(np.random.default_rng(0).integers(100, 5000, size=(6, 2, 16))):
         writer.append(iteration, load=load)
@@ -240,6 +240,9 @@ def test_a_run_folder_tells_ranks_and_what_is_guessed(tmp_path: Path, capsys: py
     assert main([*command, "--ranks", "8", "--model", "olmoe,experts=16,layers=2", "--step-ms", "1e5"]) == 0
     text = capsys.readouterr().out
     assert "8 ranks, EP 4, PP 1" in text and "note:" not in text
+    with pytest.raises(SystemExit):
+        main([*command, "--model", "olmoe"])
+    assert "--model olmoe,experts=16,top_k=2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -266,7 +269,7 @@ def test_a_run_folder_tells_ranks_and_what_is_guessed(tmp_path: Path, capsys: py
         (["--step-ms", "nan"], "--step-ms must be above 0 and finite, got nan"),
         (["--step-ms", "inf"], "--step-ms must be above 0 and finite, got inf"),
         (["--hidden-all-to-all", "2"], "--hidden-all-to-all must be from 0 to 1, got 2.0"),
-        (["--save", "no/such/folder.json"], "No such file or directory"),
+        (["--save", "no/such/folder.json"], "must name a file in a folder that exists"),
     ],
 )
 def test_errors_say_the_way_out(change: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
