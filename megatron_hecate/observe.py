@@ -233,8 +233,9 @@ class Observer:
 
     def _values(self, load: np.ndarray) -> dict[str, np.ndarray]:
         ranks = self.stage.info.ranks
-        routed = np.stack([of[:n].reshape(ranks, -1).sum(axis=1) for of, n in zip(load, self._experts, strict=True)])
-        return step_metrics(load, routed, routed, token_ms=self._token_ms)
+        own = [of[:n] for of, n in zip(load, self._experts, strict=True)]
+        routed = np.stack([of.reshape(ranks, -1).sum(axis=1) for of in own])
+        return step_metrics(own, routed, routed, token_ms=self._token_ms)
 
 
 def _shape(layer: MoELayer) -> LayerShape:

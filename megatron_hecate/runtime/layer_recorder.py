@@ -133,9 +133,8 @@ class LayerRecorder:
             LayerMetrics.from_load(s.name, of[: p[1].num_experts], planned=p[0], placement=p[1]) for s, of, p in states
         ]
         homes = [state.parts.homes_only.home for state in self._states]
-        routed = np.stack(
-            [np.bincount(h, of[: len(h)], len(self._elsewhere)) for h, of in zip(homes, load, strict=True)]
-        )
+        own = [of[: len(home)] for of, home in zip(load, homes, strict=True)]
+        routed = np.stack([np.bincount(h, of, len(self._elsewhere)) for h, of in zip(homes, own, strict=True)])
         computed = arrays.get("rank_load", np.array([[layer.computed_tokens] for layer in layers]))
         shapes = [state.shape(num_microbatches() or 1) for state in self._states]
         replicas = np.array([layer.replicas for layer in layers])
@@ -146,7 +145,7 @@ class LayerRecorder:
         copying, hidden, known = one.copying_ms[0], one.hidden_ms[0], ~np.isnan(arrays["copy"])
         token_ms = 1e3 * shapes[0].token_seconds(self._states[0].world)
         return {
-            **step_metrics(load, routed, computed, token_ms=token_ms, price_ms=one.price_ms[0]),
+            **step_metrics(own, routed, computed, token_ms=token_ms, price_ms=one.price_ms[0]),
             "replicas": replicas,
             "late_replicas": np.array([layer.late for layer in layers]),
             "bypassed_layers": np.array([layer.bypassed for layer in layers]),

@@ -140,7 +140,8 @@ class Figures:
         for at in zip(*np.nonzero(np.isnan(found[0])), strict=True):
             slots, home = np.ascontiguousarray(replica[at], dtype=np.int64), self.home[at]
             if (key := slots.tobytes() + home.tobytes()) not in tokens:
-                homes = self.homes.with_homes(np.argsort(home, kind="stable"))
+                moved = self.record.home is not None
+                homes = self.homes.with_homes(np.argsort(home, kind="stable")) if moved else self.homes
                 problem = problem_of(homes, self.costs.world, free)
                 tokens[key] = plan_cost(load, problem, np.hstack([homes.table[:, :per_rank], slots]))[1]
             both = tokens[key] * self.costs.token_ms

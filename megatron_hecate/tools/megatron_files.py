@@ -26,10 +26,7 @@ def read_any(folder: str | Path, *, num_experts: int | None = None, stages: int 
     """
     if any(Path(folder).glob("run-*.json")):
         return run_folder.read(folder)
-    try:
-        return read_megatron(folder, num_experts=num_experts, stages=stages)
-    except (KeyError, TypeError, IndexError) as error:
-        raise ValueError(f"{folder} holds .jsonl files that Megatron did not write ({error!r})") from error
+    return read_megatron(folder, num_experts=num_experts, stages=stages)
 
 
 def read_megatron(
@@ -49,25 +46,28 @@ def read_megatron(
         ValueError: for a folder without such files, without an iteration that has all layers, with more experts, or
             with more pipeline stages.
     """
-    traces = list(Path(folder).glob("router_trace_rank*.jsonl"))
+    traces = list(Path(folder).glob("router_trace_rank[0-9]*.jsonl"))
     files = [
-        path for path in traces or Path(folder).rglob("rank*.jsonl") if path.stat().st_size
+        path for path in traces or Path(folder).rglob("rank[0-9]*.jsonl") if path.stat().st_size
     ]  # else without experts
     files.sort(key=lambda path: int(re.findall(r"\d+", path.stem)[-1]))
     held: defaultdict[tuple[int, int, tuple[int, int]], list[np.ndarray]] = defaultdict(list)
     top_k = 1
     for at, path in enumerate(files):
-        for line in path.read_text().splitlines(keepends=True):
-            if not line.endswith("\n"):
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True), 1):
+            if not line.endswith(b"\n"):
                 continue  # being written
-            record = json.loads(line)
-            layer = record.get("mtp_idx", -1), record["layer"]
-            if traces:  # steps are counted from 0 there
-                held[at, record["step"] + 1, layer].append(np.bincount(np.ravel(record["top_indices"])))
-                top_k = record["topk"]
-            else:
-                rows = np.array(record["tpe"])
-                held[at, record["iter"], layer] += [rows[0::2].sum(axis=0), rows[1::2].sum(axis=0)]
+            try:
+                record = json.loads(line)
+                layer = int(record.get("mtp_idx", -1)), int(record["layer"])
+                if traces:  # steps are counted from 0 there
+                    held[at, record["step"] + 1, layer].append(np.bincount(np.ravel(record["top_indices"])))
+                    top_k = record["topk"]
+                else:  # an iteration that is trained again has a second line
+                    rows = np.array(record["tpe"], dtype=np.int64).reshape(len(record["tpe"]), -1)
+                    held[at, record["iter"], layer] = [rows[0::2].sum(axis=0), rows[1::2].sum(axis=0)]
+            except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {number}, was not written by Megatron ({error!r})") from error
     nothing = ValueError(
         f"{folder} holds no record of a run (--moe-fssdp-record {folder} writes one), nor files of Megatron "
         "(--moe-routing-trace-path, --save-tokens-per-expert-interval) with an iteration of all layers"

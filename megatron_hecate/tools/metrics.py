@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from torch.nn import Module
@@ -75,26 +76,26 @@ def layer_metrics(chunks: Iterable[Module]) -> list[LayerMetrics]:
 
 
 def step_metrics(
-    load: np.ndarray, routed: np.ndarray, computed: np.ndarray, *, token_ms: float, price_ms: np.ndarray | float = 0.0
+    load: Sequence[np.ndarray], routed: np.ndarray, computed: np.ndarray, *, token_ms: float, price_ms: Any = 0.0
 ) -> dict[str, np.ndarray]:
     """What the layers of a stage did in an iteration, [L] each, by the names they are logged under (docs/observe.md).
 
     Args:
-        load: [L, E] tokens per expert.
+        load: of each layer, tokens per expert of its own.
         routed: [L, N] tokens per rank without replicas.
         computed: [L, N] tokens that each rank computed; or [L, 1], the largest of them.
         token_ms: milliseconds of one token in one expert, forward and backward, by the speeds in use.
         price_ms: [L] what replicas cost (`Figures.price_ms`).
     """
-    tokens = load.sum(axis=1)
-    rank, expert = tokens / routed.shape[1], tokens / load.shape[1]
+    tokens = np.array([of.sum() for of in load])
+    rank, expert = tokens / routed.shape[1], tokens / [len(of) for of in load]
     fullest, without = computed.max(axis=1), routed.max(axis=1)
     some, total = tokens > 0, computed.sum(axis=0)
     measured = computed.shape == routed.shape and total.any()
     return {
         "overload_factor": np.divide(fullest, rank, out=np.ones(len(load)), where=some),
-        "max_vio": np.divide(load.max(axis=1), expert, out=np.ones(len(load)), where=some) - 1,
-        "dead_experts": (load == 0).sum(axis=1),
+        "max_vio": np.divide([of.max() for of in load], expert, out=np.ones(len(load)), where=some) - 1,
+        "dead_experts": np.array([(of == 0).sum() for of in load]),
         "ms_lost_to_imbalance": np.maximum(fullest - rank, 0) * token_ms,
         "ms_recovered_gross": (without - fullest) * token_ms,
         "ms_recovered": (without - fullest) * token_ms - price_ms,

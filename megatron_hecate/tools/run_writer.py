@@ -55,12 +55,15 @@ class RunWriter:
         self._lock, self._writes, self._wake = threading.Lock(), threading.Lock(), threading.Event()
         self._closed = self._complained = False
         self._folder.mkdir(parents=True, exist_ok=True)
-        if self._header.exists() and (held := read_info(self._header)).form != info.form:
-            raise ValueError(
-                f"{folder} holds another run, started {held.started or 'at an unknown time'} (mode {held.mode}, "
-                f"{len(held.layers)} layers, {held.num_experts} experts, {held.ranks} ranks, {held.slots} slots); "
-                "name another folder, or remove that one"
-            )
+        for path in self._folder.glob("run-*.json"):
+            held, own = read_info(path), path == self._header
+            alike = held.form == info.form if own else held.mode == info.mode and not {*held.layers} & {*info.layers}
+            if not alike:
+                raise ValueError(
+                    f"{folder} holds another run, started {held.started or 'at an unknown time'} (mode {held.mode}, "
+                    f"{len(held.layers)} layers, {held.num_experts} experts, {held.ranks} ranks, {held.slots} slots); "
+                    "name another folder, or remove that one"
+                )
         # of finished segments, ascending: bytes, and every how manyth iteration was kept
         self._finished: dict[int, tuple[int, int]] = {}
         for number, path in segments_of(self._folder, stage).items():

@@ -128,12 +128,13 @@ def _rivals(names: str, job: Job, slots: int) -> list[Outcome]:
 def describe(outcomes: Sequence[Outcome]) -> str:
     """As a table."""
     heads = ("step, ms", "speed", "imbalance", "copies, MB", "waits, ms", "experts, GiB")
-    lines = [f"{'':<37}" + "".join(f"{head:>13}" for head in heads)]
+    wide = max(37, *(len(one.name) for one in outcomes))
+    lines = [" " * wide + "".join(f"{head:>13}" for head in heads)]
     for one in outcomes:
         figures = (f"{one.seconds * 1e3:.1f}", f"{outcomes[0].seconds / one.seconds:.1%}", f"{one.imbalance:.3f}")
         figures += (f"{one.sent / 1e6:.1f}", f"{one.exposed * 1e3:.2f}", f"{one.memory.total / 2**30:.2f}")
         added = one.memory.total / outcomes[1].memory.total - 1
-        lines.append(f"{one.name:<37}" + "".join(f"{figure:>13}" for figure in figures) + f" (+{added:.1%})")
+        lines.append(f"{one.name:<{wide}}" + "".join(f"{figure:>13}" for figure in figures) + f" (+{added:.1%})")
     lines += ["", "speed: forced balance is 100%. copies: sent by a rank in a step; waits: of a step, for copies alone"]
     return "\n".join(lines)
 

@@ -151,5 +151,36 @@ def test_unfinished_files_layers_of_mtp_and_groups(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has tokens for expert 3, and num_experts is 2"):
         read_megatron(tmp_path, ranks=2, num_experts=2)
     (tmp_path / "rank0.jsonl").write_text('{"iter": 5}\n')
-    with pytest.raises(ValueError, match=r"\.jsonl files that Megatron did not write .KeyError.*layer"):
+    with pytest.raises(ValueError, match=r"rank0\.jsonl, line 1, was not written by Megatron .KeyError.*layer"):
         read_any(tmp_path)
+
+
+@pytest.mark.fast
+def test_a_run_that_goes_back_to_a_checkpoint_counts_an_iteration_once(tmp_path: Path) -> None:
+    """Megatron appends what it trains again to the same file; the later line counts, as in our own record."""
+    lines = [f'{{"iter": {i}, "layer": 0, "tpe": [[{n}, 1], [2, 3]]}}\n' for i, n in ((10, 5), (20, 6), (20, 8))]
+    (tmp_path / "rank0.jsonl").write_text("".join(lines))
+    record = read_megatron(tmp_path)
+    assert record.iteration.tolist() == [10, 20]
+    assert record.load.tolist() == [[[7, 4]], [[10, 4]]]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"step": 0, "layer": 0, "topk": 1, "to{"step": 1}',  # a process was killed, and another one went on
+        b'{"step": 0, "layer": 0, "topk": 1, "top_indices": [[0], [-1]]}',
+        b'{"step": 0, "layer": 0, "topk": 1, "top_indices": [[0], [1, 2]]}',
+        b'{"step": 0, "layer": 0}',
+        b"[1, 2]",
+        b"\xff",
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, capsys: pytest.CaptureFixture, line: bytes) -> None:
+    """Oracle: where it stands."""
+    whole = b'{"step": 0, "layer": 0, "topk": 1, "top_indices": [[0], [1]]}'
+    (tmp_path / "router_trace_rank0.jsonl").write_bytes(b"\n".join([whole, line, b""]))
+    assert report.main([str(tmp_path)]) == 1
+    assert "no report: " in (said := capsys.readouterr().err)
+    assert f"{tmp_path}/router_trace_rank0.jsonl, line 2, was not written by Megatron" in said

@@ -116,3 +116,18 @@ def test_what_is_logged_of_two_layers() -> None:
         summarize(["layer 3", "mtp layer 1"], {**values, "hidden_share": np.full(2, np.nan)}, per_layer=True)
     )
     assert "moe/max_cum_overload_factor" not in without and without["moe/max_overload_factor"] == pytest.approx(1.1)
+
+
+@pytest.mark.fast
+def test_experts_that_a_layer_lacks_are_not_dead() -> None:
+    """Layers of four and of two experts on two ranks, in one record. Literal numbers."""
+    import numpy as np
+
+    from megatron_hecate.tools.metrics import step_metrics
+
+    load = [np.array([6, 0, 1, 1]), np.array([3, 1])]
+    rank = np.array([[6, 2], [3, 1]])
+    values = step_metrics(load, rank, rank, token_ms=1.0)
+    assert values["dead_experts"].tolist() == [1, 0]
+    assert values["max_vio"].tolist() == [2.0, 0.5]
+    assert values["overload_factor"].tolist() == [1.5, 1.5]

@@ -140,6 +140,21 @@ def test_another_run_and_another_job_are_told_apart(tmp_path: Path, capsys: pyte
     assert (read(tmp_path).load == _load(1)).all()
 
 
+def test_stages_of_another_run_are_not_mixed_with_those_that_are_there(tmp_path: Path) -> None:
+    """A run of one stage, then the same model as two stages, of which the second finds no file of its own number; a
+    stage of another mode. Oracle: the folder as it was."""
+    writer = RunWriter(tmp_path, INFO)
+    writer.append(1, load=_load(1))
+    writer.close()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    for mode, layer in (("observe", "layer 3"), ("fssdp", "layer 4")):
+        info = RunInfo(mode=mode, layers=(layer,), num_experts=6, ranks=2, node=(0, 1))
+        with pytest.raises(ValueError, match=r"holds another run.*2 layers, 6 experts.*name another folder"):
+            RunWriter(tmp_path, info, stage=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert (read(tmp_path).load == _load(1)).all()
+
+
 def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
     """The operating system refuses files past a limit, as a full disk does; later there is room again."""
     code = f"""

@@ -144,6 +144,15 @@ def test_homes_that_move_spare_copies(tmp_path: Path, capsys: pytest.CaptureFixt
     assert stay["seconds"] == move["seconds"]
 
 
+def test_long_names_keep_the_columns() -> None:
+    """Oracle: where the rows' figures end."""
+    memory = ExpertMemory(1, 1, 1, 0, 0, 0)
+    of = dict(slots=1, lifetime="layer", late=0, seconds=1.0, imbalance=1.0, exposed=0.0, sent=0.0, memory=memory)
+    names = ("forced balance", "stock", "FSSDP, 4 slots, microbatch, 64 late, homes every 100")
+    head, *rows = what_if.describe([Outcome(name=name, **of) for name in names]).splitlines()[:4]
+    assert {row.rindex(" (") for row in rows} == {len(head)}
+
+
 def test_rivals_stand_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Oracles: what the command itself says of stock and of forced balance; and that loads which never change are level
     for planners that know them from the steps before."""
