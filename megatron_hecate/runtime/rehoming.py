@@ -20,6 +20,7 @@ from megatron_hecate.comm.transfer import wait_collective
 from megatron_hecate.plan.homes import Moving, better_homes
 from megatron_hecate.runtime.forecast import LoadHistory
 from megatron_hecate.runtime.homes import Homes, Order
+from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.layer_state import LayerState
 
 LOOKED_AT: int = 16  # iterations of those since the last look
@@ -53,15 +54,14 @@ class Rehoming:
         self._wanted: list[Order] | None = None  # where homes shall be, if they are elsewhere
         self._changed = False  # since ranks compared them
 
-    def begin_iteration(self, iteration: int, microbatches: int, meter: OverlapMeter, *, stepped: bool) -> None:
+    def begin_iteration(self, iteration: int, tracker: IterationTracker, meter: OverlapMeter) -> None:
         """Before the first forward: look, if it is time, and move. All ranks of the group call it at the same point.
 
         Args:
             iteration: for what is printed.
-            microbatches: in an iteration.
+            tracker: of the model. Where no optimizer has stepped, gradients lie with homes as they are, and in fp16
+                there may be no state yet: nothing moves.
             meter: what is known of copies.
-            stepped: an optimizer has, since the iteration before began. Else that is not done, and its gradients lie
-                with homes as they are; or, in fp16, there may be no state yet.
 
         Raises:
             As `Homes.check` and `Homes.move`.
@@ -71,10 +71,10 @@ class Rehoming:
             if self._history.last is not None and self._history.last is not self._last:
                 self._last = self._history.last
                 self._window.append(self._last)
-            if stepped and len(self._window) >= self._states[0].config.rehome:
-                self._wanted = self._look(iteration, microbatches, meter) or self._wanted
+            if tracker.has_stepped and len(self._window) >= self._states[0].config.rehome:
+                self._wanted = self._look(iteration, tracker.microbatches or 1, meter) or self._wanted
                 self._window.clear()
-            if stepped and self._wanted is not None:
+            if tracker.has_stepped and self._wanted is not None:
                 self._changed = True
                 self.homes.move(self._wanted)
                 self._wanted = None
