@@ -64,7 +64,7 @@ def main(root: Path) -> int:
         ("files", len(every), 90, ""),
         ("lines, all", lines(every), None, ""),
         ("lines without comm/nvlink and tools", lines(core), 10050, ""),
-        ("lines of tools", lines(tools), 2690, ""),
+        ("lines of tools", lines(tools), 2700, ""),
         ("lines of comm/nvlink", lines(nvlink), 1900, ""),
         ("public names", len(public_names(every)), 209, ""),
         (f"functions with more than {MOST_ARGUMENTS} arguments", len(wide), 0, ", ".join(n.name for n in wide[:5])),

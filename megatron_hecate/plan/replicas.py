@@ -66,9 +66,9 @@ def problem_of(bare: Placement, world: World, cost: CopyCost) -> Problem:
     node, far = world.node_index, cost.far
     if world.num_nodes == 1 and not cost.scatters:  # tokens that change rank travel as slowly as copies
         node, far = np.arange(world.num_ranks), cost.near
-    members = np.argsort(node, kind="stable")
-    begin = np.concatenate([[0], np.cumsum(np.bincount(node))])
-    costs = (cost.near, far, cost.out, cost.hidden, cost.contention, cost.routing, cost.crossing)
+    members, begin = np.argsort(node, kind="stable"), np.concatenate([[0], np.cumsum(np.bincount(node))])
+    hidden = cost.hidden * (cost.contention < 1)  # is measured; where it wins nothing it must not tell plans apart
+    costs = (cost.near, far, cost.out, hidden, cost.contention, cost.routing, cost.crossing)
     # arrays that may be written to, as those of other callers: numba compiles for each kind
     return Problem(bare.home.copy(), node, members, begin, bare.table.copy(), cost.scatters, *map(float, costs))
 

@@ -71,11 +71,6 @@ class Homes:
         return self._writing or any(map(_differ, self.built, self.now))
 
     @property
-    def has_state(self) -> bool:
-        """Whether optimizers keep something yet: in fp16 the first steps are skipped, until the loss's scale fits."""
-        return not self._states[0].parts.layer.config.fp16 or bool(self._optimizers())
-
-    @property
     def _fingerprint(self) -> int:
         """Of all layers' homes; the hash of a tuple of integers is the same in every process."""
         return hash(tuple(state.homes.fingerprint for state in self._states))

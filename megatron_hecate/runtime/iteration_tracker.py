@@ -46,7 +46,8 @@ class IterationTracker:
         self._passes = passes
         self._entered = [-1] * len(passes)  # the last one each layer entered
         self._forwards = [0] * len(passes)  # how often each layer ran forward in it
-        self._stepped: dict[int, weakref.ref[Optimizer]] = {}
+        self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # and in which iteration, last
+        self.has_stepped = False  # any, since the last iteration began
         _call_before_step(self)
 
     def enter(self, layer: int) -> bool:
@@ -76,6 +77,7 @@ class IterationTracker:
             for listener in self.listeners:
                 listener()
             self._on_begin()
+            self.has_stepped = False
         return True
 
     def is_in(self, layer: int) -> bool:
@@ -109,13 +111,15 @@ class IterationTracker:
         Raises:
             RuntimeError: when gradients of replicas have not returned.
         """
-        self._stepped[id(optimizer)] = weakref.ref(optimizer)
+        self._stepped[id(optimizer)], self.has_stepped = (weakref.ref(optimizer), self._begun), True
         self.weights_changed()
         self._check_all_returned(f"{type(optimizer).__name__} steps")
 
     def optimizers(self) -> list[Optimizer]:
-        """All that have stepped and are there, whose ever they are; in the order of their first step."""
-        return [optimizer for reference in self._stepped.values() if (optimizer := reference()) is not None]
+        """All that have stepped and are there, whose ever they are; one that others took the place of comes after them,
+        else they are in the order of their first step."""
+        newest = sorted(self._stepped.values(), key=lambda stepped: -stepped[1])
+        return [optimizer for reference, _ in newest if (optimizer := reference()) is not None]
 
     def _check_all_returned(self, event: str) -> None:
         waiting = self._drop_unreturned()  # forgotten, so that a loop which catches the error can go on

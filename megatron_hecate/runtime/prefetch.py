@@ -289,7 +289,7 @@ class Prefetcher:
         known = self.routes.begin_iteration()
         self.forecast = self.monitor.history.forecast() if known is None else known
         if self.rehoming is not None:
-            self.rehoming.begin_iteration(here.iteration, self.tracker.microbatches or 1, self.meter)
+            self.rehoming.begin_iteration(here.iteration, self.tracker, self.meter)
         self._allocate_early()
 
     def _drop_unreturned(self) -> list[tuple[str, int, int]]:

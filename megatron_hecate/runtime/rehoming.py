@@ -22,6 +22,7 @@ from megatron_hecate.plan import HomeSearch
 from megatron_hecate.plan.homes import Choice
 from megatron_hecate.runtime.forecast import LoadHistory
 from megatron_hecate.runtime.homes import Homes, Order
+from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.layer_state import LayerState
 
 LOOKED_AT: int = 16  # iterations of those since the last look
@@ -55,46 +56,50 @@ class Rehoming:
         self._wanted: list[Order] | None = None  # where homes shall be, if they are elsewhere
         self._changed = False  # since ranks compared them
 
-    def begin_iteration(self, iteration: int, microbatches: int, meter: OverlapMeter) -> None:
+    def begin_iteration(self, iteration: int, tracker: IterationTracker, meter: OverlapMeter) -> None:
         """Before the first forward: look, if it is time, and move. All ranks of the group call it at the same point.
 
         Args:
             iteration: for what is printed.
-            microbatches: in an iteration.
+            tracker: of the model. Where no optimizer has stepped, gradients lie with homes as they are, and in fp16
+                there may be no state yet: nothing moves.
             meter: what is known of copies.
 
         Raises:
             As `Homes.check` and `Homes.move`.
         """
         try:
-            self._begin_iteration(iteration, microbatches, meter)
+            self._check()
+            if self._history.last is not None and self._history.last is not self._last:
+                self._last = self._history.last
+                self._window.append(self._last)
+            if tracker.has_stepped and len(self._window) >= self._states[0].config.rehome:
+                self._wanted = self._look(iteration, tracker.microbatches or 1, meter) or self._wanted
+                self._window.clear()
+            if tracker.has_stepped and self._wanted is not None:
+                self._changed = True
+                self.homes.move(self._wanted)
+                self._wanted = None
         except BaseException:
             self._weights_changed()  # a loop that catches this begins anew
             raise
 
-    def _begin_iteration(self, iteration: int, microbatches: int, meter: OverlapMeter) -> None:
+    def _check(self) -> None:
+        """Have ranks compare their homes, if these have changed since. Raises as `Homes.check`."""
         if self._changed:
             self.homes.check()
             self._changed = False
-        if self._history.last is not None and self._history.last is not self._last:
-            self._last = self._history.last
-            self._window.append(self._last)
-        if len(self._window) >= self._states[0].config.rehome and self.homes.has_state:
-            self._wanted = self._look(iteration, microbatches, meter) or self._wanted
-            self._window.clear()
-        if self._wanted is not None:
-            self._changed = True
-            self.homes.move(self._wanted)
-            self._wanted = None
 
     def restore(self) -> None:
         """Have all homes where Megatron built them, until the next iteration begins. All ranks call it; where no homes
-        moved nothing happens."""
+        moved nothing happens. Raises as `Homes.check` and `Homes.move`."""
+        self._check()
         if self.homes.are_moved:
-            wanted = self._wanted or self.homes.now
+            wanted, self._changed = self._wanted or self.homes.now, True
+            self._weights_changed()
             self.homes.move(self.homes.built)
             self._wanted = wanted
-            self._weights_changed()
+            self._check()
 
     def refuse_if_moved(self, *_: Any) -> None:
         """Raises RuntimeError where weights would be read or written as if homes were where Megatron built them."""

@@ -176,3 +176,18 @@ def test_on_one_node_tokens_stay_on_their_rank_where_homes_send_copies() -> None
     assert plan_replicas(load, homes, World((0, 0)), cost=cost).holders[:2].all()
     alone = dataclasses.replace(cost, near=1_000.0, far=1_000.0, crossing=0.0)
     assert plan_replicas(load, homes, World((0, 0)), cost=alone).num_replicas == 1
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_measured_times_change_no_plan_where_hiding_wins_nothing(seed: int) -> None:
+    """On CPU ranks, whose cores move the bytes: two runs plan alike. Oracle: the plan with nothing hidden."""
+    rng = np.random.default_rng(seed)
+    homes = some_homes(rng)
+    world, forecast = some_world(rng, homes.num_ranks), some_load(rng, homes.num_experts)
+    price = (0.01, 1000 / 3)[seed % 2]
+    cost = CopyCost(near=price, far=price, out=0.5, crossing=1e-5 * price, contention=1.0, scatters=False)
+    tables = [
+        plan_replicas(forecast, homes, world, cost=dataclasses.replace(cost, hidden=hidden)).table.tolist()
+        for hidden in (0.0, *rng.uniform(0, 4 * price, 6))
+    ]
+    assert all(table == tables[0] for table in tables)

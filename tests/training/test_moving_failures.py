@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from ranks import ranks
-from test_moved_checkpoint import hashes, homes_of
+from test_checkpoint import _folder
+from test_moved_checkpoint import hashes, homes_of, save
 from test_rehoming import rehoming_hook
 
 TIMEOUT = 5
@@ -110,3 +111,39 @@ def test_homes_that_differ_are_found_before_the_next_step() -> None:
         state.move_homes(state.parts.homes_only)
     with pytest.raises(RuntimeError, match="moved on some ranks only; start again"):
         run.step(4)
+
+
+@pytest.mark.parametrize("back", [False, True], ids=["moving", "moving back"])
+@ranks(2)
+def test_what_an_interruption_leaves_is_not_saved(back: bool) -> None:
+    """Somebody stops all ranks while they write, and their loop catches it and saves, or goes on."""
+    from unittest import mock
+
+    from megatron_hecate.comm.relocation import Relocation
+
+    run = about_to_move()
+    if back:
+        run.step(3)
+    with mock.patch.object(Relocation, "write", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        save(run, _folder("interrupted")) if back else run.step(3)
+    with pytest.raises(RuntimeError, match="this rank has some of them only; start again from the last checkpoint"):
+        save(run, _folder("checkpoint"))
+    with pytest.raises(RuntimeError, match="this rank has some of them only; start again from the last checkpoint"):
+        run.step(3)
+
+
+@ranks(2)
+def test_homes_that_differ_are_not_saved() -> None:
+    """All have moved, but not to the same places: they would send each other the wrong experts."""
+    import tiny_gpt
+    import torch.distributed as dist
+
+    run = about_to_move()
+    run.step(3)
+    if dist.get_rank() == 1:
+        state = tiny_gpt.moe_layers(run.chunks)[0].fssdp
+        order = state.homes.table[:, :4].ravel()
+        order[[0, 4]] = order[[4, 0]]
+        state.move_homes(state.homes.with_homes(order))
+    with pytest.raises(RuntimeError, match="moved on some ranks only; start again"):
+        save(run, _folder("checkpoint"))

@@ -154,3 +154,36 @@ def test_around_cuda_graphs(slots: int) -> None:
         assert worst["loss"] < 1e-5 and worst["param"] < 1e-5, worst
     else:
         assert worst == tiny_gpt.SAME
+
+
+@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@ranks(2)
+def test_a_loop_of_its_own(distributed_optimizer: bool) -> None:
+    """It makes its optimizer anew, while the old one is still there, and runs the schedule twice before a step: no home
+    moves under gradients of a step to come."""
+    import test_rehoming
+    import tiny_gpt
+    import training_with_moves
+
+    case = tiny_gpt.Case(distributed_optimizer=distributed_optimizer, optimizer=(("clip_grad", 0.0),))
+    tiny_gpt.initialize(case)
+
+    def train(hook: Any) -> tuple[Any, list[float]]:
+        trained, losses = tiny_gpt.train(case, steps=2, hook=hook), []
+        (chunk,), config = trained.chunks, trained.chunks[0].module.config
+        (wrapped,), optimizer = tiny_gpt.wrap(case, [chunk.module], config)
+        for step in range(2, 8):
+            wrapped.zero_grad_buffer()
+            optimizer.zero_grad()
+            for half in (0, 100):
+                losses.append(tiny_gpt.run(case, [wrapped], step + half, num_microbatches=1))
+            assert optimizer.step()[0]
+        return trained, losses
+
+    stock, expected = train(None)
+    moved, found = train(test_rehoming.rehoming_hook(slots=0))
+    assert found == expected
+    training_with_moves.restore(moved)
+    moved.grads = stock.grads
+    stock.read_params()
+    assert tiny_gpt.difference(stock, moved) == tiny_gpt.SAME
