@@ -73,7 +73,8 @@ class Rehoming:
             if self._history.last is not None and self._history.last is not self._last:
                 self._last = self._history.last
                 self._window.append(self._last)
-            if tracker.has_stepped and len(self._window) >= self._states[0].config.rehome:
+            unseen = not (self._states[0].parts.layer.config.fp16 or tracker.optimizers())  # the look refuses these
+            if (tracker.has_stepped or unseen) and len(self._window) >= self._states[0].config.rehome:
                 self._wanted = self._look(iteration, tracker.microbatches or 1, meter) or self._wanted
                 self._window.clear()
             if tracker.has_stepped and self._wanted is not None:

@@ -55,6 +55,22 @@ def test_experts_of_which_some_are_frozen_stay() -> None:
 
 
 @ranks(2)
+def test_an_optimizer_that_is_not_of_torch_is_refused() -> None:
+    """Nothing tells when it steps, as here, nor what it keeps."""
+    import test_rehoming
+    import tiny_gpt
+
+    from megatron_hecate.runtime import iteration_tracker
+
+    iteration_tracker._call_before_step = lambda tracker: None
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    trained = tiny_gpt.train(case, steps=3, hook=test_rehoming.rehoming_hook(slots=0))
+    with pytest.raises(ValueError, match=r"no optimizer of torch was seen to step all experts alike"):
+        trained.step(3)
+
+
+@ranks(2)
 def test_evaluation_between_steps() -> None:
     """It computes with homes where they are, before, between and after moves; also right after they were restored."""
     import test_rehoming
