@@ -63,7 +63,7 @@ def main(root: Path) -> int:
     rows: list[tuple[str, int, int | None, str]] = [
         ("files", len(every), 90, ""),
         ("lines, all", lines(every), None, ""),
-        ("lines without comm/nvlink and tools", lines(core), 10050, ""),
+        ("lines without comm/nvlink and tools", lines(core), 10110, ""),
         ("lines of tools", lines(tools), 2700, ""),
         ("lines of comm/nvlink", lines(nvlink), 1900, ""),
         ("public names", len(public_names(every)), 209, ""),

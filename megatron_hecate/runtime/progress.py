@@ -14,10 +14,12 @@ import json
 import os
 import re
 import socket
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,7 +73,8 @@ here = Position()
 @dataclasses.dataclass(frozen=True)
 class Word:
     """What a rank publishes: how often it has done so, how far it has come (see `Position`), where that is, since when
-    (seconds since 1970), its host, the first rank of its FSSDP group (-1: no MoE layers), and whether it has ended."""
+    (seconds since 1970), its host, the first rank of its FSSDP group (-1: no MoE layers), whether it has ended, and
+    which line its main thread is in, if that has made no progress since the word before."""
 
     beat: int
     steps: int
@@ -80,6 +83,7 @@ class Word:
     host: str
     group: int
     left: bool = False
+    line: str = ""
 
     def describe(self, *, silent: bool) -> str:
         state = "stands still, or is cut off; last heard of: " if silent else "has ended; " if self.left else ""
@@ -89,7 +93,8 @@ class Word:
 
 def name_ranks_behind(before: Sequence[Word | None], now: Sequence[Word | None]) -> str:
     """From two looks at the words of all ranks, by rank, more than `Reporter.interval` apart: who has come less far
-    than others of its FSSDP group, or stands still as a process. Empty when nobody does."""
+    than others of its FSSDP group, or stands still as a process. Where nobody does and nobody moves, as when pipeline
+    stages wait for each other, which lines ranks are in; empty when all are in the same."""
     furthest = {word.group: word.steps for word in sorted(filter(None, now), key=lambda word: word.steps)}
     behind: list[tuple[float, int, str]] = []
     for rank, (was, word) in enumerate(zip(before, now, strict=True)):
@@ -101,7 +106,28 @@ def name_ranks_behind(before: Sequence[Word | None], now: Sequence[Word | None])
                 behind.append((word.since, rank, word.describe(silent=silent)))
     behind.sort()  # who stopped first may be why the others did
     more = f", and {len(behind) - NAMED} more" if len(behind) > NAMED else ""
-    return ", ".join(f"rank {rank} {what}" for _, rank, what in behind[:NAMED]) + more
+    if behind:
+        return "Behind: " + ", ".join(f"rank {rank} {what}" for _, rank, what in behind[:NAMED]) + more
+    lines: dict[str, list[int]] = {}
+    for rank, word in enumerate(now):
+        lines.setdefault(word.line if word else "", []).append(rank)
+    if len(lines) < 2 or any(was and word and was.steps != word.steps for was, word in zip(before, now, strict=True)):
+        return ""
+    rarest = sorted(lines.items(), key=lambda found: len(found[1]))[:NAMED]  # most wait for few
+    named = [f"{line or 'unknown'} (rank {', '.join(map(str, found[:NAMED]))})" for line, found in rarest]
+    return f"No rank is behind its group. They are in {'; '.join(named)}"
+
+
+def _running_line() -> str:
+    """The main thread's, outside of torch and of Python's own library."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        own = path.is_relative_to(Path(os.__file__).parent) and "site-packages" not in path.parts
+        if not own and "torch" not in path.parts and path.is_absolute():
+            return f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 class StoreThread(threading.Thread):
@@ -191,8 +217,8 @@ class Reporter(StoreThread):
             self._store.set(f"{PREFIX}/behind", json.dumps([self._seen + 1, text]))
         number, text = self._verdict()
         if number > self._seen and text:
-            self._say(f"Behind: {text}")
-        elif number > self._seen:  # all have come as far, as in a long checkpoint or after the last iteration
+            self._say(text)
+        elif number > self._seen:  # all have come as far and are in one line, as in a long evaluation
             self._start_anew()
 
     def _say(self, text: str) -> None:
@@ -205,7 +231,8 @@ class Reporter(StoreThread):
         self._beat += 1
         steps, where = here.steps, str(here)
         since = self._since if steps == self._steps else time.time()
-        word = Word(self._beat, steps, where, round(since, 1), self._host, self._group, left)
+        line = "" if steps != self._steps else _running_line()
+        word = Word(self._beat, steps, where, round(since, 1), self._host, self._group, left, line)
         self._store.set(f"{PREFIX}/at/{self._rank}", json.dumps(dataclasses.astuple(word)))
 
     def _verdict(self) -> tuple[int, str]:
