@@ -254,13 +254,13 @@ def test_the_busiest_rank_has_little_more_than_the_mean() -> None:
 @pytest.mark.newest
 @ranks(4)
 def test_metrics_of_a_plan_for_each_microbatch() -> None:
-    """All experts get tokens of the first microbatch, two those of the last one, and no record is kept. Oracle: tokens
-    that the experts of every rank are given, and the replicas that are there then."""
+    """Two experts get the tokens of the first microbatch, all those of the last one, and no record is kept. Oracle:
+    tokens that the experts of every rank are given, and the replicas that are there then."""
     import tiny_gpt
     import torch.distributed as dist
 
     def routes(step: int, microbatch: int, layer: int, rank: int) -> torch.Tensor:
-        return torch.tensor([[0, 1] if microbatch else [2 * (t % 4), 2 * (t % 4) + 1] for t in range(TOKENS)])
+        return torch.tensor([[2 * (t % 4), 2 * (t % 4) + 1] if microbatch else [0, 1] for t in range(TOKENS)])
 
     globals()["routes_of"] = routes
     case = tiny_gpt.Case(ep=4, accumulate=2, settings=(REPLAY,))
@@ -286,7 +286,7 @@ def test_metrics_of_a_plan_for_each_microbatch() -> None:
     fullest = computed.double().amax(dim=1) / computed.double().mean(dim=1)
     assert values()["overload_factor"].tolist() == pytest.approx(fullest.tolist())
     assert fullest.max() < 1.1
-    assert len(held[0]) == 4 and held[0][2] > held[0][3] > 0 and held[1][2] > held[1][3] > 0
+    assert len(held[0]) == 4 and held[0][2] > held[0][3] and held[1][2] > held[1][3]
     assert values()["replicas"].tolist() == [of_layer[2] for of_layer in held]
 
 

@@ -72,6 +72,34 @@ def test_an_error_before_all_has_come_leaves_the_old_homes() -> None:
 
 
 @ranks(2)
+def test_a_loop_that_catches_an_error_goes_on() -> None:
+    """The first layer has moved, the second finds no room. Oracle: stock, bit for bit."""
+    import tiny_gpt
+
+    from megatron_hecate.comm.relocation import Relocation
+
+    case = tiny_gpt.Case(distributed_optimizer=True, optimizer=(("clip_grad", 0.0),))
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=8)
+    run = tiny_gpt.train(case, steps=3, hook=rehoming_hook(timeout=TIMEOUT, slots=0))
+    exchange, calls = Relocation.exchange, 0
+
+    def fails_once(relocation: Relocation) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise MemoryError("no room")
+        exchange(relocation)
+
+    Relocation.exchange = fails_once
+    with pytest.raises(MemoryError):
+        run.step(3)
+    for step in range(3, 8):
+        run.step(step)
+    assert run.losses == stock.losses and homes_of(run).are_moved
+
+
+@ranks(2)
 def test_an_error_while_one_rank_writes_stops_all_before_the_next_step() -> None:
     import torch.distributed as dist
 

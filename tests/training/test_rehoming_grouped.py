@@ -77,3 +77,20 @@ def test_in_bf16_with_biases() -> None:
     case = tiny_gpt.Case(grouped=True, bf16=True, accumulate=2, settings=(("add_bias_linear", True),), **SHARDED)
     tiny_gpt.initialize(case)
     training_with_moves.compare(case, tolerance=tiny_gpt.BF16_TOLERANCE)
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.slow
+@ranks(4, preload=False)
+def test_fused_weight_gradients(ep: int) -> None:
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import tiny_gpt
+    import training_with_moves
+
+    tiny_gpt.install_fused_wgrad()
+    fused = (("gradient_accumulation_fusion", True),)
+    case = tiny_gpt.Case(ep=ep, grouped=True, accumulate=2, settings=fused, **SHARDED)
+    tiny_gpt.initialize(case)
+    training_with_moves.compare(case, repeat=True, lifetime="microbatch")
