@@ -20,7 +20,9 @@ from megatron_hecate.adapter.training_state import wait_for_params
 from megatron_hecate.comm.agreement import assert_same
 from megatron_hecate.comm.connect import device_of_rank
 from megatron_hecate.comm.relocation import Relocation
+from megatron_hecate.comm.transfer import TransferError
 from megatron_hecate.plan import Placement
+from megatron_hecate.runtime import progress
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.tools import trace
 
@@ -106,8 +108,11 @@ class Homes:
             wait_for_params(experts)
             on_ranks = self.state_of(state)
             for moves in _rounds(_order_of(state.homes), order, state.parts.experts.num_homes, on_ranks.expert_bytes):
-                with trace.span("homes move", state.name):
-                    self._carry_out(moves, state, on_ranks)
+                try:
+                    with trace.span("homes move", state.name):
+                        self._carry_out(moves, state, on_ranks)
+                except TransferError as error:  # of a collective, which does not know who is missing
+                    raise TransferError(f"{error} Of all ranks: {progress.name_silent_ranks()}") from error
 
     def state_of(self, state: LayerState) -> StateOnRanks:
         """Who keeps what of a layer's experts. All ranks of the group call it."""

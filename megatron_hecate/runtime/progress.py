@@ -208,11 +208,11 @@ class Reporter(StoreThread):
         if (attempt := int(self._stalled / self._timeout + 0.5)) > self._attempt:  # who looked first may be gone
             self._attempt = attempt
             if self._store.add(f"{PREFIX}/look/{self._seen + 1}/{attempt}", 1) == 1:
-                self._first_look = (self._stalled, self._look())
+                self._first_look = (self._stalled, _look(self._store, self._size))
         if self._stalled < self._timeout:
             return
         if self._first_look is not None and self._stalled - self._first_look[0] > 2 * self.interval:
-            text = name_ranks_behind(self._first_look[1], self._look())
+            text = name_ranks_behind(self._first_look[1], _look(self._store, self._size))
             self._first_look = None
             self._store.set(f"{PREFIX}/behind", json.dumps([self._seen + 1, text]))
         number, text = self._verdict()
@@ -240,15 +240,32 @@ class Reporter(StoreThread):
         there = self._store.check([f"{PREFIX}/behind"])
         return tuple(json.loads(self._store.get(f"{PREFIX}/behind"))) if there else (0, "")
 
-    def _look(self) -> list[Word | None]:
-        """The last words of all ranks, by rank."""
-        words: list[Word | None] = []
-        for first in range(0, self._size, BLOCK):
-            keys = [f"{PREFIX}/at/{rank}" for rank in range(first, min(first + BLOCK, self._size))]
-            there = keys if self._store.check(keys) else [key for key in keys if self._store.check([key])]
-            found = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
-            words += [Word(*json.loads(found[key])) if key in found else None for key in keys]
-        return words
+
+def _look(store: dist.Store, size: int) -> list[Word | None]:
+    """The last words of all ranks, by rank."""
+    words: list[Word | None] = []
+    for first in range(0, size, BLOCK):
+        keys = [f"{PREFIX}/at/{rank}" for rank in range(first, min(first + BLOCK, size))]
+        there = keys if store.check(keys) else [key for key in keys if store.check([key])]
+        found = dict(zip(there, store.multi_get(there), strict=True)) if there else {}
+        words += [Word(*json.loads(found[key])) if key in found else None for key in keys]
+    return words
+
+
+def name_silent_ranks() -> str:
+    """Those whose processes say nothing any more, for an error after which training does not go on: takes seconds."""
+    with contextlib.suppress(RuntimeError, OSError):  # the store may have gone with a rank
+        store, size = _get_default_store().clone(), dist.get_world_size()
+        before = _look(store, size)
+        time.sleep(2.5 * (SHORTEST_PAUSE if _running is None else _running.interval))
+        pairs = enumerate(zip(before, _look(store, size), strict=True))
+        silent = [
+            f"rank {rank} {now.describe(silent=True)}"
+            for rank, (was, now) in pairs
+            if now and now == was and not now.left
+        ]
+        return "; ".join(silent[:NAMED]) or "all ranks still live"
+    return "the rendezvous store does not answer"
 
 
 _running: Reporter | None = None

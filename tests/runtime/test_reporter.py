@@ -20,7 +20,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_hecate.runtime import progress
-from megatron_hecate.runtime.progress import Reporter, Word, here, name_ranks_behind
+from megatron_hecate.runtime.progress import Reporter, Word, _look, here, name_ranks_behind
 
 
 def _word(**changed: Any) -> Word:
@@ -71,13 +71,13 @@ def test_large_jobs_ask_little_of_the_store() -> None:
         reporter._publish()
     counted = mock.Mock(wraps=server)
     reporter._store = counted
-    words = reporter._look()
+    words = _look(counted, 1_024)
     assert [rank for rank, word in enumerate(words) if word is None] == [1_023]
     assert len(counted.method_calls) == 2 * 8 + 128, "the last block is not complete, and asked for one by one"
     reporter._rank = 1_023
     reporter._publish()
     counted.reset_mock()
-    assert None not in reporter._look()
+    assert None not in _look(counted, 1_024)
     assert len(counted.method_calls) == 2 * 8
 
 
