@@ -189,10 +189,18 @@ class Iterations:
             print(f"FSSDP: rank {self._rank} cannot write its trace: {error}", file=sys.stderr, flush=True)
 
 
+def _read(path: Path) -> dict:
+    try:
+        trace = json.loads(path.read_text())
+        return {**trace, "traceEvents": list(trace["traceEvents"])}
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no trace that FSSDP wrote ({error!r}); remove it") from error
+
+
 def merge(folder: str | Path) -> Path | None:
     """Write what all ranks recorded into ``FOLDER/trace.json``, for ui.perfetto.dev; ``None`` where no rank did. What a
-    former job left there is left out, and said."""
-    held = [(path, json.loads(path.read_text())) for path in sorted(Path(folder).glob("trace-*.json"))]
+    former job left there is left out, and said. Raises ValueError for a file that is no trace."""
+    held = [(path, _read(path)) for path in sorted(Path(folder).glob("trace-*.json"))]
     if not held:
         return None
     jobs = [trace.get("otherData", {}).get("job", "") for _, trace in held]

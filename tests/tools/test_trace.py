@@ -90,6 +90,13 @@ def test_traces_of_a_former_larger_job_are_left_out(tmp_path: Path, capsys: pyte
     assert said.rstrip().endswith("trace-2.json, trace-3.json, trace-9.json")
 
 
+@pytest.mark.parametrize("text", ["{", "[1]", "{}", '{"traceEvents": 3}'])
+def test_a_file_that_is_no_trace_is_named(text: str, tmp_path: Path) -> None:
+    (tmp_path / "trace-0.json").write_text(text)
+    with pytest.raises(ValueError, match=r"trace-0\.json is no trace that FSSDP wrote .* remove it"):
+        trace.merge(tmp_path)
+
+
 @ranks(2)
 def test_spans_of_a_step_in_a_recorder_and_in_the_profiler(tmp_path: Path) -> None:
     import tiny_gpt
