@@ -254,18 +254,23 @@ def _look(store: dist.Store, size: int) -> list[Word | None]:
 
 def name_silent_ranks() -> str:
     """Those whose processes say nothing any more, for an error after which training does not go on: takes seconds."""
+    pause, found = 2.5 * (SHORTEST_PAUSE if _running is None else _running.interval), list[str]()
+    looks = threading.Thread(target=lambda: found.append(_silent_ranks(pause)), daemon=True)
+    looks.start()
+    looks.join(3 * pause)  # a store whose host has gone is asked for minutes
+    return found[0] if found else "the rendezvous store does not answer"
+
+
+def _silent_ranks(pause: float) -> str:
     with contextlib.suppress(RuntimeError, OSError):  # the store may have gone with a rank
         store, size = _get_default_store().clone(), dist.get_world_size()
         before = _look(store, size)
-        time.sleep(2.5 * (SHORTEST_PAUSE if _running is None else _running.interval))
+        time.sleep(pause)
         pairs = enumerate(zip(before, _look(store, size), strict=True))
-        silent = [
-            f"rank {rank} {now.describe(silent=True)}"
-            for rank, (was, now) in pairs
-            if now and now == was and not now.left
-        ]
-        return "; ".join(silent[:NAMED]) or "all ranks still live"
-    return "the rendezvous store does not answer"
+        silent = [(rank, now) for rank, (was, now) in pairs if now is not None and now == was and not now.left]
+        named = [f"rank {rank} {now.describe(silent=True)}" for rank, now in silent[:NAMED]]
+        return "; ".join(named) or "all ranks still live"
+    return "the rendezvous store has gone"
 
 
 _running: Reporter | None = None

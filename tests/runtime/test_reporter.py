@@ -188,3 +188,11 @@ print("child", status, reporter.is_alive(), store.get("megatron_hecate/progress/
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.startswith("child 0 True ") and "false" in done.stdout
     assert Word(*json.loads(server.get(f"{progress.PREFIX}/at/0"))).left
+
+
+def test_a_store_that_does_not_answer_delays_an_error_by_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "SHORTEST_PAUSE", 0.1)
+    monkeypatch.setattr(progress, "_get_default_store", lambda: time.sleep(60))
+    begin = time.monotonic()
+    assert progress.name_silent_ranks() == "the rendezvous store does not answer"
+    assert time.monotonic() - begin < 10
