@@ -1,6 +1,7 @@
 """`bridge.Metrics` in Bridge's own loggers.
 
-Oracle: `layer_metrics` of each rank after each iteration, and maps of routers counted by hand. TensorBoard is the real
+Oracle: maps of routers and rows of experts counted by hand, and `layer_metrics` of each rank after each iteration for
+what cannot be counted. TensorBoard is the real
 one, read back from its file; of the other loggers, which need accounts or servers, stand-ins record what they are
 called with.
 """
@@ -87,7 +88,7 @@ def test_every_logger_has_the_metrics_of_all_stages(observe: bool) -> None:
     config = recipe(*LOGGERS, *settings, *board_settings)
     bridge.enable(config, speeds=FREE, observe=observe, record=f"{folder}/run")
     expected: dict[int, dict[str, float]] = {}
-    counts = torch.zeros(8, dtype=torch.int64)
+    counts, rows = torch.zeros(8, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
     class Expect(Callback):
         def on_train_start(self, context: Any) -> None:
@@ -100,7 +101,12 @@ def test_every_logger_has_the_metrics_of_all_stages(observe: bool) -> None:
                 if torch._C._current_graph_task_id() == -1:  # not once more in the backward
                     counts.add_(routed[1].sum(dim=0))
 
+            def compute(experts: Any, args: Any) -> None:
+                if torch._C._current_graph_task_id() == -1:
+                    rows.add_(len(args[0]))
+
             self.layer.router.register_forward_hook(count)
+            self.layer.experts.register_forward_pre_hook(compute)
 
         def on_train_step_end(self, context: Any) -> None:
             mine: dict[str, float] = {}
@@ -111,6 +117,10 @@ def test_every_logger_has_the_metrics_of_all_stages(observe: bool) -> None:
                 homes = load.view(2, 4).sum(dim=1)
                 mine = {"max_vio": load.max() / load.double().mean() - 1, "dead": (load == 0).sum()}
                 mine |= {"routed": homes.max() / homes.double().mean()}
+                computed = rows.repeat(2)
+                dist.all_gather_into_tensor(computed, rows, group=self.layer.ep_group)
+                rows.zero_()
+                mine["counted"] = computed.max() / computed.double().mean()
             if not observe:
                 (layer,) = layer_metrics(context.model)
                 assert layer.routed == pytest.approx(float(mine["routed"]))
@@ -118,7 +128,7 @@ def test_every_logger_has_the_metrics_of_all_stages(observe: bool) -> None:
             every: list = [None] * 4
             dist.all_gather_object(every, mine)
             layers = [of for of in (every[1], every[3]) if of]  # this pipeline's: ranks 0 and 1 are the first stage
-            factors = [float(layer.get("computed", layer["routed"])) for layer in layers]
+            factors = [float(layer["counted"]) for layer in layers]
             values = {"moe/avg_overload_factor": fmean(factors), "moe/max_overload_factor": max(factors)}
             values |= {f"moe/overload_factor_layer_{i}": factor for i, factor in enumerate(factors)}
             values["moe/max_vio"] = fmean(float(layer["max_vio"]) for layer in layers)

@@ -252,7 +252,7 @@ def test_a_recipe_with_fssdp_can_be_pickled() -> None:
     config = recipe("train.train_iters=1")
     bridge.enable(config, slots=1)
     copy = pickle.loads(pickle.dumps(config))
-    assert copy.model._pre_wrap_hooks[0].config is copy
+    assert copy.model._pre_wrap_hooks[0].args[0] is copy
     assert train(copy).replicas.keys() == {"layer 1", "layer 2"}
 
 
