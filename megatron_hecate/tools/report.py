@@ -22,7 +22,7 @@ from megatron_hecate.plan.replicas import BALANCED
 from megatron_hecate.tools import trace
 from megatron_hecate.tools.figures import Figures
 from megatron_hecate.tools.megatron_files import read_any
-from megatron_hecate.tools.run_folder import read_info
+from megatron_hecate.tools.run_folder import read_infos
 
 PAGE = Path(__file__).with_name("page")
 POINTS: int = 1000  # of a line
@@ -58,8 +58,8 @@ def write(folder: Path, out: Path, stages: int | None = None) -> list[str]:
         ValueError: for a folder without a record, or one that cannot be read.
         OSError: when ``out`` cannot be written.
     """
-    infos = [read_info(path) for path in sorted(folder.glob("run-*.json"))]
-    found = _content(Figures(read_any(folder, stages=stages), infos), folder)
+    infos = read_infos(folder)
+    found = _content(Figures(read_any(folder, stages=stages), [*infos.values()]), folder)
     page = (PAGE / "page.html").read_text()
     for name in ("uplot.min.css", "uplot.min.js", "uplot.LICENSE", "page.css", "page.js"):
         page = page.replace(f"/*{name}*/", (PAGE / name).read_text())

@@ -109,10 +109,10 @@ def read(folder: str | Path) -> RunRecord:
         ValueError: for a folder that holds no record, none of an iteration that all stages have, or a broken file.
     """
     folder = Path(folder)
-    headers = sorted(folder.glob("run-*.json"))
+    headers = read_infos(folder)
     if not headers:
         raise ValueError(f"{folder} holds no record of a run; write one with --moe-fssdp-record {folder}")
-    infos = [read_info(path) for path in headers]
+    infos = list(headers.values())
     stages = [_read_stage(folder, int(path.stem.removeprefix("run-"))) for path in headers]
     common = functools.reduce(np.intersect1d, [stage["iteration"] for stage in stages])
     if not len(common):
@@ -168,8 +168,12 @@ def segments_of(folder: Path, stage: int) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def read_info(path: Path) -> RunInfo:
-    """What a header says; ValueError when it is none."""
+def read_infos(folder: Path) -> dict[Path, RunInfo]:
+    """What the headers in ``folder`` say, stage by stage; none where it is no run's. ValueError for a broken one."""
+    return {path: _read_info(path) for path in sorted(folder.glob("run-*.json"))}
+
+
+def _read_info(path: Path) -> RunInfo:
     try:
         values = json.loads(path.read_text())
         if values["version"] != VERSION:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_hecate.tools.run_folder import VERSION, Arrays, RunInfo, in_order, load_segment, read_info, segments_of
+from megatron_hecate.tools.run_folder import VERSION, Arrays, RunInfo, in_order, load_segment, read_infos, segments_of
 
 BOUND: int = 256 << 20  # bytes of all segments of a stage
 SEGMENT_BYTES: int = 4 << 20  # of a segment's arrays, before compression
@@ -55,8 +55,8 @@ class RunWriter:
         self._lock, self._writes, self._wake = threading.Lock(), threading.Lock(), threading.Event()
         self._closed = self._complained = False
         self._folder.mkdir(parents=True, exist_ok=True)
-        for path in self._folder.glob("run-*.json"):
-            held, own = read_info(path), path == self._header
+        for path, held in read_infos(self._folder).items():
+            own = path == self._header
             alike = held.form == info.form if own else held.mode == info.mode and not {*held.layers} & {*info.layers}
             if not alike:
                 raise ValueError(

@@ -26,7 +26,7 @@ from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.tools.job import Job, Outcome, spread
 from megatron_hecate.tools.megatron_files import read_any
 from megatron_hecate.tools.presets import CLUSTERS, MODELS, Cluster, Model
-from megatron_hecate.tools.run_folder import RunInfo, read_info
+from megatron_hecate.tools.run_folder import read_infos
 from megatron_hecate.tools.simulate import Schedule, Timing
 from megatron_hecate.tools.traffic import copies
 
@@ -152,13 +152,8 @@ def _doubts(args: argparse.Namespace) -> list[str]:
 
 def _recorded(trace: str) -> tuple[int, int] | None:
     """Ranks of an expert-parallel group, and layers, of a run folder; ``None`` for another trace."""
-    infos = _infos(trace)
+    infos = list(read_infos(Path(trace)).values())
     return (infos[0].ranks, sum(len(info.layers) for info in infos)) if infos else None
-
-
-def _infos(trace: str) -> list[RunInfo]:
-    """Of a run folder; none of another trace."""
-    return [read_info(path) for path in sorted(Path(trace).glob("run-*.json"))]
 
 
 def make_job(args: argparse.Namespace) -> Job:
@@ -167,7 +162,8 @@ def make_job(args: argparse.Namespace) -> Job:
     model = dataclasses.replace(model, seq=args.seq or model.seq)
     loads = read_loads(args.trace, num_experts=model.experts)
     if (experts := loads.shape[3]) != model.experts:
-        top_k = f",top_k={infos[0].top_k}" if (infos := _infos(args.trace)) else ""
+        infos = list(read_infos(Path(args.trace)).values())
+        top_k = f",top_k={infos[0].top_k}" if infos else ""
         raise ValueError(
             f"{args.trace} has {experts} experts, {args.model} {model.experts}: give loads of this model, or take "
             f"layers of its size with as many experts as were recorded: --model {args.model},experts={experts}{top_k}"
