@@ -85,6 +85,10 @@ class Word:
     left: bool = False
     line: str = ""
 
+    def is_silent_since(self, was: Word | None) -> bool:
+        """Whether its process has said nothing since it said ``was``, and has not ended."""
+        return was is not None and was.beat == self.beat and not self.left
+
     def describe(self, *, silent: bool) -> str:
         state = "stands still, or is cut off; last heard of: " if silent else "has ended; " if self.left else ""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
@@ -101,7 +105,7 @@ def name_ranks_behind(before: Sequence[Word | None], now: Sequence[Word | None])
         if word is None:
             behind.append((0.0, rank, "(nothing was ever heard of it)"))
         elif was is None or was.steps == word.steps:  # else it moves
-            silent = was is not None and was.beat == word.beat and not word.left
+            silent = word.is_silent_since(was)
             if silent or word.steps < furthest[word.group]:
                 behind.append((word.since, rank, word.describe(silent=silent)))
     behind.sort()  # who stopped first may be why the others did
@@ -267,7 +271,7 @@ def _silent_ranks(pause: float) -> str:
         before = _look(store, size)
         time.sleep(pause)
         pairs = enumerate(zip(before, _look(store, size), strict=True))
-        silent = [(rank, now) for rank, (was, now) in pairs if now is not None and now == was and not now.left]
+        silent = [(rank, now) for rank, (was, now) in pairs if now is not None and now.is_silent_since(was)]
         named = [f"rank {rank} {now.describe(silent=True)}" for rank, now in silent[:NAMED]]
         return "; ".join(named) or "all ranks still live"
     return "the rendezvous store has gone"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,8 +131,8 @@ def test_an_error_while_one_rank_writes_stops_all_before_the_next_step() -> None
             run.step(3)
 
 
-@ranks(2)
-def test_homes_that_differ_are_found_before_the_next_step() -> None:
+def moved_differently(order_of: Callable[[Any], Any]) -> Any:
+    """A run in which homes have moved, and on rank 1 those of the first layer are as ``order_of`` its state says."""
     import tiny_gpt
     import torch.distributed as dist
 
@@ -140,7 +141,13 @@ def test_homes_that_differ_are_found_before_the_next_step() -> None:
     assert homes_of(run).are_moved
     if dist.get_rank() == 1:
         state = tiny_gpt.moe_layers(run.chunks)[0].fssdp
-        state.move_homes(state.parts.homes_only)
+        state.move_homes(state.homes.with_homes(order_of(state)))
+    return run
+
+
+@ranks(2)
+def test_homes_that_differ_are_found_before_the_next_step() -> None:
+    run = moved_differently(lambda state: state.parts.homes_only.table[:, :4].ravel())
     with pytest.raises(RuntimeError, match="moved on some ranks only; start again"):
         run.step(4)
 
@@ -167,15 +174,6 @@ def test_what_an_interruption_leaves_is_not_saved(back: bool) -> None:
 @ranks(2)
 def test_homes_that_differ_are_not_saved() -> None:
     """All have moved, but not to the same places: they would send each other the wrong experts."""
-    import tiny_gpt
-    import torch.distributed as dist
-
-    run = about_to_move()
-    run.step(3)
-    if dist.get_rank() == 1:
-        state = tiny_gpt.moe_layers(run.chunks)[0].fssdp
-        order = state.homes.table[:, :4].ravel()
-        order[[0, 4]] = order[[4, 0]]
-        state.move_homes(state.homes.with_homes(order))
+    run = moved_differently(lambda state: state.homes.table[:, :4].ravel()[[4, 1, 2, 3, 0, 5, 6, 7]])
     with pytest.raises(RuntimeError, match="moved on some ranks only; start again"):
         save(run, _folder("checkpoint"))
