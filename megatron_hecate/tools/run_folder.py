@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -153,11 +154,10 @@ def in_order(segments: Sequence[Arrays]) -> Arrays:
 
 def load_segment(path: Path) -> Arrays:
     """Its arrays, iterations first; ValueError when it is broken."""
+    content = io.BytesIO(path.read_bytes())  # a broken archive raises OSError, too, as the disk does
     try:
-        with np.load(path) as archive:
+        with np.load(content) as archive:
             return {**archive, "iteration": archive["iteration"].astype(np.int64)}
-    except OSError:
-        raise
     except Exception as error:  # zip, zlib, numpy and the tokenizer it uses have their own
         raise ValueError(f"{path} is broken ({type(error).__name__}: {error}); remove it to read the rest") from error
 
