@@ -12,7 +12,6 @@ import importlib
 import json
 import math
 import sys
-import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -61,7 +60,7 @@ def read_loads(path: Path | str, *, num_experts: int | None = None) -> np.ndarra
             raise ValueError(f"loads are {counts.dtype} of shape {counts.shape}")
         if not np.isfinite(counts).all() or counts.min() < 0 or not counts.sum(axis=(2, 3)).all():
             raise ValueError("loads must be 0 or more, and some in every step and layer")
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, StopIteration, zipfile.BadZipFile) as error:
+    except Exception as error:  # zip, zlib, numpy and the tokenizer it uses have their own
         why = "it is no such file" if "allow_pickle" in str(error) else error
         raise ValueError(
             f"{path} holds no loads ({why}); give a folder of --moe-fssdp-record, or of files that Megatron wrote, an "

@@ -322,3 +322,19 @@ def test_bad_traces(arrays: dict, message: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no record of a run"):
         read_loads(tmp_path / "empty")
+
+
+def test_a_changed_trace_is_named(tmp_path: Path) -> None:
+    """The libraries that read an .npz have several kinds of errors for changed bytes; all name the file."""
+    path = tmp_path / "changed.npz"
+    np.savez_compressed(path, counts=np.random.default_rng(0).integers(1, 9, (4, 2, 2, 8)))
+    right = path.read_bytes()
+    refused = 0
+    for at in range(len(right)):
+        path.write_bytes(right[:at] + bytes([right[at] ^ 0x55]) + right[at + 1 :])
+        try:
+            read_loads(path)
+        except ValueError as error:
+            assert str(error).startswith(f"{path} holds no loads (")
+            refused += 1
+    assert refused > len(right) // 2
