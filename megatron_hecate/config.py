@@ -59,7 +59,7 @@ class HecateConfig:
     trace: str | None = _flag(
         None,
         "Iterations A-B, counted as in Megatron's log, of which every rank records what it does and when, into the "
-        "folder of the run; python -m megatron_hecate --report FOLDER puts all ranks on one timeline.",
+        "folder of record (or fssdp-run); python -m megatron_hecate --report FOLDER puts all ranks on one timeline.",
     )
     rehome: int = _flag(
         0,

@@ -24,9 +24,11 @@ def read_any(folder: str | Path, *, num_experts: int | None = None, stages: int 
     Raises:
         ValueError: for a folder that holds neither, or a file that cannot be read.
     """
-    if any(Path(folder).glob("run-*.json")):
-        return run_folder.read(folder)
-    return read_megatron(folder, num_experts=num_experts, stages=stages)
+    if not any(Path(folder).glob("run-*.json")):
+        return read_megatron(folder, num_experts=num_experts, stages=stages)
+    if stages is not None:
+        raise ValueError(f"{folder} names its own pipeline stages; leave stages={stages} out")
+    return run_folder.read(folder)
 
 
 def read_megatron(
