@@ -2,7 +2,7 @@
 
 How a test uses it, on a rank::
 
-    te_on_cpu.install()                     # only for cuda_graph_impl "transformer_engine"; @ranks(n, preload=False)
+    te_on_cpu.install()                     # only for cuda_graph_impl "transformer_engine"; @ranks(n, preload="te")
     import graphs_on_cpu
     graphs_on_cpu.install()                 # before the model is built
     import tiny_gpt

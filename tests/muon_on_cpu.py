@@ -79,7 +79,7 @@ class _Absent(torch.optim.Optimizer):
 
 def install() -> None:
     """Make the names importable, as version 0.2."""
-    assert "megatron.core" not in sys.modules, "megatron.core has looked for the package already: @ranks(preload=False)"
+    assert "megatron.core" not in sys.modules, "megatron.core has looked for the package already: @ranks(preload=None)"
     contents: dict[str, dict] = {
         "": {},
         ".registry": dict(get_optimizer_name_list=list, get_optimizer_cls=None),

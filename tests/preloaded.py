@@ -1,4 +1,4 @@
-"""Imported once, by the process that all ranks are forked from.
+"""Imported once by each process that ranks are forked from (`ranks.ranks`), with the packages named in ``PRELOADED``.
 
 Otherwise every rank of every test imports Megatron and loads the compiled planner again, which is most of a small
 test's time. The planner is compiled here when it must be, before any rank waits for another one. That process knows no
@@ -8,13 +8,18 @@ path of pytest's, so the module is ``tests.preloaded`` to it, and finds its neig
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "examples", "bench")]
 
-with contextlib.suppress(ImportError):
+with contextlib.suppress(ImportError, FileNotFoundError):  # in an environment without them, ranks say what they miss
+    if (packages := os.environ["PRELOADED"]) != "megatron":
+        import te_on_cpu
+
+        te_on_cpu.install(capability={"te": te_on_cpu.HOPPER, "te-blackwell": te_on_cpu.BLACKWELL}[packages])
     import tiny_gpt  # noqa: F401
 
     import megatron_hecate.convert  # noqa: F401

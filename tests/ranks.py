@@ -24,10 +24,8 @@ from unittest import mock
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests stand in for a GPU, also where there is one
 _context = multiprocessing.get_context("forkserver")
-preload = _context.set_forkserver_preload  # what the process has imported that ranks are forked from
-preload(["torch", "torch.distributed", "tests.preloaded"])
-_without_megatron = forkserver.ForkServer()
-_without_megatron.set_forkserver_preload(["torch", "torch.distributed"])
+preloaded = "tests.preloaded"  # the module that imports what ranks start with
+_servers: dict[str | None, forkserver.ForkServer] = {}  # which fork the ranks, by what they have imported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +64,21 @@ def _run_rank(this: _Rank, args: tuple, kwargs: dict, errors) -> None:
     os._exit(0)
 
 
+def _server(packages: str | None) -> forkserver.ForkServer:
+    if packages not in _servers:
+        server = _servers[packages] = forkserver.ForkServer()
+        server.set_forkserver_preload(["torch", "torch.distributed", *([preloaded] if packages else [])])
+        with mock.patch.dict(os.environ, PRELOADED=packages or ""):
+            server.ensure_running()
+    return _servers[packages]
+
+
 def ranks(
-    world_size: int, *, timeout: float = 120, killed: frozenset[int] = frozenset(), preload: bool = True
+    world_size: int,
+    *,
+    timeout: float = 120,
+    killed: frozenset[int] = frozenset(),
+    preload: str | Callable[..., str | None] | None = "megatron",
 ) -> Callable[[Callable], Callable]:
     """Decorate a test so that its body runs on every rank of a fresh process group.
 
@@ -75,7 +86,9 @@ def ranks(
         world_size: number of processes.
         timeout: seconds for the whole test; then the ranks still running are named and killed.
         killed: ranks that the test kills on purpose.
-        preload: whether the ranks start with Megatron imported, which takes them 2 seconds otherwise.
+        preload: what the ranks have imported when they start, which takes them 1 to 3 seconds otherwise: ``megatron``;
+            ``te`` or ``te-blackwell``, Megatron over TransformerEngine's newest Python, as `te_on_cpu.install` puts it
+            there for Hopper or Blackwell; ``None``, neither. Or a function of the test's arguments that says it.
     """
 
     def decorate(body: Callable) -> Callable:
@@ -91,7 +104,7 @@ def ranks(
                     )
                     for rank in range(world_size)
                 ]
-                server = forkserver if preload else _without_megatron
+                server = _server(preload(*args, **kwargs) if callable(preload) else preload)
                 with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
                     for process in processes:
                         process.start()

@@ -1,7 +1,8 @@
 """TransformerEngine's own Python on a CPU: the unmodified wheel, with only its compiled half replaced (`tex_on_cpu`).
 
 ``.ci/env.sh`` puts the wheels into the environment, in folders that are on nobody's path; `install` puts one there.
-It must run before Megatron is imported, so tests use ``@ranks(n, preload=False)`` and call it first.
+It must run before Megatron is imported: tests start with it (``@ranks(n, preload="te")``), or call it first, with
+``preload=None``.
 """
 
 from __future__ import annotations
@@ -21,23 +22,27 @@ import tex_on_cpu
 import torch
 
 NEWEST, OLDEST = "2.20.2", "2.9.0"
+HOPPER, BLACKWELL = (9, 0), (10, 0)
+_installed: list[tuple[str, tuple[int, int]]] = []
 
 
-def install(version: str = NEWEST, *, capability: tuple[int, int] = (9, 0)) -> None:
-    """Make ``transformer_engine`` of ``version`` importable, and import it.
+def install(version: str = NEWEST, *, capability: tuple[int, int] = HOPPER) -> None:
+    """Make ``transformer_engine`` of ``version`` importable, and import it; again is no error.
 
     Args:
-        capability: the compute capability that the GPU pretends to have: (9, 0) is Hopper, (10, 0) Blackwell.
+        capability: the compute capability that the GPU pretends to have.
 
     Raises:
         FileNotFoundError: when the environment has no such wheel.
         RuntimeError: when Megatron was imported already: it has decided that there is no TransformerEngine.
     """
+    if _installed == [(version, capability)]:
+        return
     folder = Path(sys.prefix) / "transformer_engine" / version
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not there: .ci/env.sh makes it")
     if "megatron.core" in sys.modules:
-        raise RuntimeError("megatron.core is imported already: call te_on_cpu.install() first, @ranks(preload=False)")
+        raise RuntimeError("megatron.core is imported already: call te_on_cpu.install() first, @ranks(preload=None)")
     megatron_on_cpu.install()
     _gpu(capability)
     sys.path.insert(0, str(folder))
@@ -54,6 +59,7 @@ def install(version: str = NEWEST, *, capability: tuple[int, int] = (9, 0)) -> N
 
     assert Path(transformer_engine.__file__).is_relative_to(folder), transformer_engine.__file__
     _take_cpu_tensors()
+    _installed.append((version, capability))
 
 
 def _gpu(capability: tuple[int, int]) -> None:

@@ -66,7 +66,7 @@ def test_megatrons_own_graphs_change_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRANSFORMER_ENGINE)
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_transformer_engines_graphs_change_nothing(name: str) -> None:
     import te_on_cpu
 

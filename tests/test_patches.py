@@ -57,7 +57,7 @@ def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@ranks(1, preload=False)
+@ranks(1, preload=lambda folder: None if folder else "te")
 def _mtp_gradients(folder: Path | None) -> None:
     """In a first microbatch, with and without fused weight gradients; with ``folder`` these must be the same."""
     if folder is not None:

@@ -44,7 +44,8 @@ FusedAttnBackend.NVTE_F16_max512_seqlen = 0  # older TransformerEngines name it;
 
 
 class _Missing(type):
-    """The class of a name that nobody wrote here: good for annotations and comparisons, not for a call."""
+    """The class of a name that nobody has written yet: good for annotations and comparisons; a call needs `FUNCTIONS`,
+    to which further stand-ins may have added it since."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -54,6 +55,8 @@ class _Missing(type):
         return value
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls.__name__ in FUNCTIONS:
+            return FUNCTIONS[cls.__name__](*args, **kwargs)
         raise NotImplementedError(f"tests/tex_on_cpu.py has no tex.{cls.__name__}")
 
     def __int__(cls) -> int:
@@ -68,9 +71,12 @@ class Tex(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        value = FUNCTIONS[name] if name in FUNCTIONS else _Missing(name, (), {})
-        setattr(self, name, value)
-        return value
+        if name not in FUNCTIONS and name not in _missing:
+            _missing[name] = _Missing(name, (), {})
+        return FUNCTIONS[name] if name in FUNCTIONS else _missing[name]
+
+
+_missing: dict[str, _Missing] = {}
 
 
 def operand(tensor: Any, *, columnwise: bool) -> Tensor:

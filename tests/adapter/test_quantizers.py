@@ -27,7 +27,7 @@ def _install(*capability: int) -> Any:
     return x.to(torch.bfloat16)
 
 
-@ranks(1, preload=False)
+@ranks(1, preload="te")
 def test_nvfp4_and_one_scale_are_those_of_the_references() -> None:
     x = _install(9, 0)
     import torch
@@ -57,7 +57,7 @@ def test_nvfp4_and_one_scale_are_those_of_the_references() -> None:
         assert torch.equal(own._transpose, ref.data_t.view(torch.uint8))
 
 
-@ranks(1, preload=False)
+@ranks(1, preload="te-blackwell")
 def test_mxfp8_is_the_format_of_the_standard() -> None:
     """A block of 32 has the smallest power of two with which its largest element is a number of the format, and each
     element is the nearest number."""
@@ -90,7 +90,7 @@ def test_mxfp8_is_the_format_of_the_standard() -> None:
         assert error.norm() < 0.03 * x.double().norm()
 
 
-@ranks(1, preload=False)
+@ranks(1, preload="te")
 def test_blocks_have_the_scales_of_the_reference_and_te_decodes_them() -> None:
     x = _install(9, 0)
     import quantizers_on_cpu

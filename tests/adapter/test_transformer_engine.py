@@ -118,18 +118,18 @@ def _compare(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", _cases(2))
-@ranks(2, preload=False)
+@ranks(2, preload=lambda name: None if name.startswith("te-") else "te")
 def test_two_ranks(name: str) -> None:
     _compare(name)
 
 
 @pytest.mark.parametrize("name", _cases(4))
-@ranks(4, preload=False)
+@ranks(4, preload="te")
 def test_four_ranks(name: str) -> None:
     _compare(name)
 
 
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_a_linear_that_is_not_what_we_assume_is_refused() -> None:
     import te_on_cpu
 
@@ -161,7 +161,7 @@ def test_a_linear_that_is_not_what_we_assume_is_refused() -> None:
 
 
 @pytest.mark.parametrize("with_replicas", [(True, False), (False, True)], ids=["replicas-homes", "homes-replicas"])
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[bool, bool]) -> None:
     """One of two microbatches has replicas. TE overwrites ``main_grad`` in what it is told is the first; Megatron says
     so in the first forward of all, and in fp8 in that of each iteration, as here."""
@@ -195,7 +195,7 @@ def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[b
 
 @pytest.mark.parametrize("where", ["between the linears", "after both"])
 @pytest.mark.parametrize("lifetime", ["iteration", "microbatch"])
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_a_step_that_breaks_off_before_its_weight_gradients(lifetime: str, where: str) -> None:
     """The loop catches the error and does the step again. Oracle: stock Megatron, undisturbed."""
     import te_on_cpu
@@ -241,7 +241,7 @@ def test_a_step_that_breaks_off_before_its_weight_gradients(lifetime: str, where
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_", [dict(OVERLAP), dict(settings=dict(add_bias_linear=True))], ids=["overlap", "bias"])
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_gradients_that_stock_takes_too_early(with_: dict[str, Any]) -> None:
     """Why `unsupported` has a rule on ``overlap_dispatch_backward_with_experts_wgrad``; it can go when this fails.
     Oracle: stock without that setting."""

@@ -9,4 +9,4 @@ import ranks
 if importlib.util.find_spec("megatron.bridge") is None:
     collect_ignore_glob = ["test_*.py"]
 else:  # forked with Bridge imported, ranks start at once
-    ranks.preload(["torch", "torch.distributed", "tests.bridge.bridge_on_cpu"])
+    ranks.preloaded = "tests.bridge.bridge_on_cpu"

@@ -60,7 +60,7 @@ def test_launcher_overrides_and_example_train_as_stock() -> None:
             assert losses(log) == pytest.approx(losses(stock), rel=1e-5), arguments
 
 
-@ranks(1, preload=False)
+@ranks(1, preload=None)
 def test_the_launcher_waits_for_a_script_to_import_bridge() -> None:
     """Before overrides are applied, which scripts may do before they import a training loop."""
     import packages_on_cpu  # noqa: F401

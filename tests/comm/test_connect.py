@@ -191,7 +191,7 @@ def test_only_members_make_a_process_group(transport: str) -> None:
 
 
 @pytest.mark.parametrize("connects", [False, True])
-@ranks(3, killed=frozenset({1}), preload=False)
+@ranks(3, killed=frozenset({1}), preload=None)
 def test_a_rank_that_dies_while_groups_are_made(connects: bool) -> None:
     """Before it makes its own, or when it has: the others say in time which ranks they wait for."""
     if dist.get_rank() == 1:

@@ -24,7 +24,7 @@ def _assert_same(found: RunRecord, observed: RunRecord, iterations: list[int]) -
 
 
 @pytest.mark.newest
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_files_of_a_run_hold_what_an_observer_counted() -> None:
     """A trace of the first three iterations, and tokens per expert of the second."""
     import te_on_cpu

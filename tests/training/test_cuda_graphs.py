@@ -86,7 +86,7 @@ def _assert_alike(stock: Any, ours: Any, moving: _Moving, *, eager_steps: int) -
 
 
 @pytest.mark.parametrize("name", TRANSFORMER_ENGINE)
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_transformer_engines_graphs(name: str) -> None:
     import te_on_cpu
 
@@ -132,7 +132,7 @@ def test_megatrons_own_graphs(name: str) -> None:
 
 
 @pytest.mark.parametrize("scopes", [("attn", "moe_router"), SCOPES], ids="-".join)
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_without_replicas_nothing_differs(scopes: tuple[str, ...]) -> None:
     """Bitwise: no slots; then slots, where no copy pays. Evaluation in between runs without graphs."""
     import te_on_cpu
@@ -165,7 +165,7 @@ def _evaluate(case: Any, trained: Any, num_microbatches: int) -> float:
 
 
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_flex_dispatchers(backend: str) -> None:
     import te_on_cpu
 
@@ -193,7 +193,7 @@ def test_flex_dispatchers(backend: str) -> None:
 @pytest.mark.parametrize(
     "layout", [dict(pp=2), dict(pp=2, vpp=2, accumulate=4), dict(tp=2)], ids=["pp2", "vpp2", "tp2"]
 )
-@ranks(4, preload=False)
+@ranks(4, preload="te")
 def test_four_ranks(layout: dict[str, int]) -> None:
     import te_on_cpu
 

@@ -151,7 +151,7 @@ def test_nccl_ep_that_drops_tokens_is_refused() -> None:
 
 
 @pytest.mark.newest
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_a_budget_of_tokens_per_rank() -> None:
     """``moe_expert_rank_capacity_factor``: a step in which some rank gets more is run again without the budget, by
     Megatron's own runner. Stock overflows in every step; ours only until there are replicas."""
@@ -209,7 +209,7 @@ def test_a_hybrid_model_with_a_repeated_layer() -> None:
 
 
 @pytest.mark.newest
-@ranks(1, preload=False)
+@ranks(1, preload="te")
 def test_the_stand_in_for_nccl_ep_is_called_as_the_real_one() -> None:
     """TransformerEngine 2.20.2 asks `ep_bootstrap` for ``num_topk`` besides, which Megatron 0.19.2 does not give."""
     import inspect

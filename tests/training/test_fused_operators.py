@@ -15,7 +15,6 @@ from ranks import ranks
 
 pytestmark = pytest.mark.newest
 
-HOPPER, BLACKWELL = (9, 0), (10, 0)
 FUSED = dict(gradient_accumulation_fusion=True)
 OVERLAP = dict(distributed_optimizer=True, overlap=True)
 COMBINED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
@@ -88,20 +87,24 @@ def _cases(num_ranks: int) -> list:
     return [pytest.param(name, marks=[] if name in QUICK.split() else pytest.mark.slow) for name in names]
 
 
+def _packages(name: str) -> str:
+    return "te-blackwell" if CASES[name][2].keys() & {"fp8", "fp4"} else "te"
+
+
 @pytest.mark.parametrize("name", _cases(2))
-@ranks(2, preload=False)
+@ranks(2, preload=_packages)
 def test_two_ranks(name: str) -> None:
     _compare(name)
 
 
 @pytest.mark.parametrize("name", _cases(4))
-@ranks(4, preload=False)
+@ranks(4, preload=_packages)
 def test_four_ranks(name: str) -> None:
     _compare(name)
 
 
 @pytest.mark.slow
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_frozen_experts() -> None:
     _compare("plain", frozen=True)
 
@@ -112,8 +115,8 @@ def _compare(name: str, *, frozen: bool = False) -> None:
     import te_on_cpu
 
     _, fields, settings, ours_ = CASES[name]
-    quantized = settings.keys() & {"fp8", "fp4"}
-    te_on_cpu.install(capability=BLACKWELL if quantized else HOPPER)
+    quantized = _packages(name) == "te-blackwell"
+    te_on_cpu.install(capability=te_on_cpu.BLACKWELL if quantized else te_on_cpu.HOPPER)
     operators_on_cpu.install()
     if quantized:
         quantizers_on_cpu.install()

@@ -19,7 +19,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_two_ranks(name: str) -> None:
     import te_on_cpu
 

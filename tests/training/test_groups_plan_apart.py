@@ -21,7 +21,7 @@ SLOW = {"plain", "bf16-distopt"}  # whose parts others have too
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
-@ranks(4, preload=False)
+@ranks(4, preload=lambda name: "te" if CASES[name].get("grouped") else "megatron")
 def test_one_group_without_replicas(name: str) -> None:
     if CASES[name].get("grouped"):
         import te_on_cpu

@@ -151,7 +151,7 @@ def test_reentrant_checkpoints_of_torch(lifetime: str) -> None:
 
 @pytest.mark.newest
 @pytest.mark.parametrize("lifetime", ["iteration", *LIFETIMES])
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_reentrant_checkpoints_of_transformer_engine(lifetime: str) -> None:
     import te_on_cpu
 

@@ -116,7 +116,7 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
 
 
 @pytest.mark.newest
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_memory_of_a_rank_in_the_record() -> None:
     """Oracle: the parameters' own bytes; what autograd saves in the experts' forward for 64 tokens beyond that for 32,
     without the probability of each (4 bytes)."""

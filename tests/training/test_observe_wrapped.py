@@ -80,7 +80,7 @@ class _Counted:
         "whole iteration",
     ],
 )
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_graphs_hold_the_counting(graphs: str) -> None:
     """Those of experts, layers and whole iterations are refused by FSSDP. Oracle: the same model observed without
     graphs."""

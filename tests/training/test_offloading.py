@@ -21,7 +21,7 @@ from ranks import ranks
         (["fused_group_mlp"], True),
     ],
 )
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_offloaded_experts(modules: list[str], fused: bool) -> None:
     import operators_on_cpu
     import te_on_cpu

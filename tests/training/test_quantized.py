@@ -16,7 +16,6 @@ from ranks import ranks
 
 pytestmark = pytest.mark.newest
 slow = pytest.mark.slow
-HOPPER, BLACKWELL = (9, 0), (10, 0)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 DELAYED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
@@ -68,14 +67,20 @@ STORED: dict[str, Layout] = {
 }
 
 
+def packages(recipe: str) -> str:
+    """What ranks start with: those of Hopper and of Blackwell are computed otherwise."""
+    name, _, other = recipe.partition("-")
+    return "te" if name in ("tensorwise", "blockwise") and not other else "te-blackwell"
+
+
 def _case(layout: Layout, *, stored: bool = False, exact: bool = True, version: str = "2.20.2") -> Any:
     import quantizers_on_cpu
     import te_on_cpu
 
     _, recipe, fields, further, _ = layout
-    name, _, other = recipe.partition("-")
-    hopper = name in ("tensorwise", "blockwise") and not other
-    te_on_cpu.install(version, capability=HOPPER if hopper else BLACKWELL)
+    name, _, _ = recipe.partition("-")
+    hopper = packages(recipe) == "te"
+    te_on_cpu.install(version, capability=te_on_cpu.HOPPER if hopper else te_on_cpu.BLACKWELL)
     quantizers_on_cpu.install()
     quantizers_on_cpu.exact_activations = exact
     import tiny_gpt
@@ -135,25 +140,25 @@ QUICK = (
 
 
 @pytest.mark.parametrize("name", _names(LAYOUTS, 2, QUICK))
-@ranks(2, preload=False)
+@ranks(2, preload=lambda name: packages(LAYOUTS[name][1]))
 def test_two_ranks(name: str) -> None:
     _compare(LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", _names(LAYOUTS, 4, "mxfp8-pp2-recompute"))
-@ranks(4, preload=False)
+@ranks(4, preload=lambda name: packages(LAYOUTS[name][1]))
 def test_four_ranks(name: str) -> None:
     _compare(LAYOUTS[name])
 
 
 @pytest.mark.parametrize("name", _names(STORED, 2, "mxfp8-layer-nvlink"))
-@ranks(2, preload=False)
+@ranks(2, preload=lambda name: packages(STORED[name][1]))
 def test_two_ranks_with_quantized_parameters(name: str) -> None:
     _compare(STORED[name], stored=True, tolerance=1e-2 if "biases" in name else 1e-5)  # their gradients are bf16
 
 
 @pytest.mark.parametrize("name", _names(STORED, 4, "mxfp8-edp2-distopt-overlap tensorwise-edp2-distopt-overlap"))
-@ranks(4, preload=False)
+@ranks(4, preload=lambda name: packages(STORED[name][1]))
 def test_four_ranks_with_quantized_parameters(name: str) -> None:
     _compare(STORED[name], stored=True)
 
@@ -162,13 +167,13 @@ def test_four_ranks_with_quantized_parameters(name: str) -> None:
 @pytest.mark.parametrize(
     "recipe", ["mxfp8", *(pytest.param(n, marks=slow) for n in ("tensorwise", "blockwise", "nvfp4"))]
 )
-@ranks(2, preload=False)
+@ranks(2, preload=None)
 def test_the_oldest_transformer_engine(recipe: str, stored: bool) -> None:
     _compare((2, recipe, {}, {}, {}), stored=stored, version="2.9.0")
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", pytest.param("blockwise", marks=slow), "nvfp4"])
-@ranks(2, preload=False)
+@ranks(2, preload=packages)
 def test_quantized_activations(recipe: str) -> None:
     """Which tokens share a scale differs, and gradients with it, by less than what quantization itself does."""
     case = _case(LAYOUTS[recipe], exact=False)
@@ -182,7 +187,7 @@ def test_quantized_activations(recipe: str) -> None:
     assert replicas["loss"] < quantization["loss"] and replicas["grad"] < quantization["grad"]
 
 
-@ranks(2, preload=False)
+@ranks(2, preload="te-blackwell")
 def test_recipes_linear_by_linear() -> None:
     """The first linear in fp4, the second one in fp8 as the rest of the model, and in bf16 when the model evaluates."""
     layout = LAYOUTS["mxfp8"]
@@ -212,7 +217,7 @@ def test_recipes_linear_by_linear() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", "blockwise", "nvfp4"])
-@ranks(2, preload=False)
+@ranks(2, preload=packages)
 def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
     """After each backward: what is stored, and what a GEMM of the forward or the backward reads of it. And parity."""
     layout: Layout = (2, recipe, {}, {}, {})
@@ -256,11 +261,11 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
     assert len({index for found in steps for index, _ in found}) >= 2, "replicas of two iterations at least"
 
 
-@ranks(2, preload=False)
+@ranks(2, preload="te-blackwell")
 def test_experts_that_are_modules_of_their_own_are_refused() -> None:
     import te_on_cpu
 
-    te_on_cpu.install(capability=BLACKWELL)
+    te_on_cpu.install(capability=te_on_cpu.BLACKWELL)
     import tiny_gpt
 
     case = tiny_gpt.Case()
@@ -274,7 +279,7 @@ def test_experts_that_are_modules_of_their_own_are_refused() -> None:
 
 
 @pytest.mark.parametrize("stored", [False, pytest.param(True, marks=slow)])
-@ranks(2, preload=False)
+@ranks(2, preload="te-blackwell")
 def test_frozen_experts(stored: bool) -> None:
     layout = LAYOUTS["mxfp8"]
     case = _case(layout, stored=stored)
@@ -291,7 +296,7 @@ def test_frozen_experts(stored: bool) -> None:
 
 
 @pytest.mark.parametrize("lifetime", ["iteration", pytest.param("layer", marks=slow)])
-@ranks(2, preload=False)
+@ranks(2, preload="te-blackwell")
 def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
     """Between a forward and its backward, on quantized copies that evaluation makes for itself."""
     layout = (*LAYOUTS["mxfp8"][:4], dict(lifetime=lifetime))
@@ -324,7 +329,7 @@ def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
 
 
 @pytest.mark.parametrize("direction", ["to stock", pytest.param("from stock", marks=slow)])
-@ranks(2, preload=False)
+@ranks(2, preload="te-blackwell")
 def test_checkpoints_of_quantized_parameters(direction: str) -> None:
     """Loaded weights are quantized anew in stock and in FSSDP, and both go on alike."""
     layout = STORED["mxfp8-distopt-overlap"]

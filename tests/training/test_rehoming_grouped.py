@@ -39,19 +39,19 @@ STORED: dict[str, Layout] = {
 
 
 @pytest.mark.parametrize("name", params(COMPUTED, 2))
-@ranks(2, preload=False)
+@ranks(2, preload=lambda name: test_quantized.packages(COMPUTED[name][1]))
 def test_computed_in_fp8(name: str) -> None:
     _compare(COMPUTED[name])
 
 
 @pytest.mark.parametrize("name", params(STORED, 2))
-@ranks(2, preload=False)
+@ranks(2, preload=lambda name: test_quantized.packages(STORED[name][1]))
 def test_quantized_parameters_of_two_ranks(name: str) -> None:
     _compare(STORED[name], stored=True)
 
 
 @pytest.mark.parametrize("name", params(STORED, 4, "blockwise-edp2-distopt-overlap"))
-@ranks(4, preload=False)
+@ranks(4, preload=lambda name: test_quantized.packages(STORED[name][1]))
 def test_quantized_parameters_of_four_ranks(name: str) -> None:
     _compare(STORED[name], stored=True)
 
@@ -66,7 +66,7 @@ def _compare(layout: Layout, **of_case: Any) -> None:
 
 
 @pytest.mark.slow
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_in_bf16_with_biases() -> None:
     import te_on_cpu
 
@@ -81,7 +81,7 @@ def test_in_bf16_with_biases() -> None:
 
 @pytest.mark.parametrize("ep", [2, 4])
 @pytest.mark.slow
-@ranks(4, preload=False)
+@ranks(4, preload="te")
 def test_fused_weight_gradients(ep: int) -> None:
     import te_on_cpu
 

@@ -143,7 +143,7 @@ def test_optimizers_sharded_over_a_part_of_the_ranks() -> None:
 
 
 @pytest.mark.parametrize("slots", [0, pytest.param(2, marks=pytest.mark.slow)])
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_around_cuda_graphs(slots: int) -> None:
     """Graphs of the router and of what comes before the experts are captured before homes move, and replayed after."""
     import te_on_cpu

@@ -47,13 +47,13 @@ OPTIMIZERS: dict[str, tuple[int, dict, dict, dict]] = {
 
 
 @pytest.mark.parametrize("name", params(OPTIMIZERS, 2, "muon-biases"))
-@ranks(2, preload=False)
+@ranks(2, preload=test_optimizers.packages)
 def test_two_ranks(name: str) -> None:
     _compare(name)
 
 
 @pytest.mark.parametrize("name", params(OPTIMIZERS, 4, "cpu-offload-precision-aware-edp2"))
-@ranks(4, preload=False)
+@ranks(4, preload=test_optimizers.packages)
 def test_four_ranks(name: str) -> None:
     _compare(name)
 
@@ -82,7 +82,7 @@ def _compare(name: str) -> None:
 
 
 @pytest.mark.parametrize("field", ["main_params_dtype", pytest.param("exp_avg_dtype", marks=pytest.mark.slow)])
-@ranks(2, preload=False)
+@ranks(2, preload="te")
 def test_states_with_a_scale_per_shard_are_refused(field: str) -> None:
     """When FSSDP is switched on, where Megatron's arguments tell of them; else at the first look, on all ranks. Without
     moves they are none of its business."""
