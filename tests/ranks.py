@@ -13,6 +13,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -22,6 +23,8 @@ from multiprocessing import forkserver
 from typing import Any
 from unittest import mock
 
+# Megatron compiles an extension of torch's. Versions of torch that share a folder lock it in different ways, and wait.
+os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests stand in for a GPU, also where there is one
 _context = multiprocessing.get_context("forkserver")
 preloaded = "tests.preloaded"  # the module that imports what ranks start with
