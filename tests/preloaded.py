@@ -19,7 +19,7 @@ with contextlib.suppress(ImportError, FileNotFoundError):  # in an environment w
     if (packages := os.environ["PRELOADED"]) != "megatron":
         import te_on_cpu
 
-        te_on_cpu.install(capability={"te": te_on_cpu.HOPPER, "te-blackwell": te_on_cpu.BLACKWELL}[packages])
+        te_on_cpu.install(packages=packages)
     import tiny_gpt  # noqa: F401
 
     import megatron_hecate.convert  # noqa: F401

@@ -22,21 +22,22 @@ import tex_on_cpu
 import torch
 
 NEWEST, OLDEST = "2.20.2", "2.9.0"
-HOPPER, BLACKWELL = (9, 0), (10, 0)
-_installed: list[tuple[str, tuple[int, int]]] = []
+# Compute capability that the GPU pretends to have, by what ranks start with (`ranks.ranks`): of Hopper and Blackwell.
+CAPABILITY = {"te": (9, 0), "te-blackwell": (10, 0)}
+_installed: list[tuple[str, str]] = []
 
 
-def install(version: str = NEWEST, *, capability: tuple[int, int] = HOPPER) -> None:
+def install(version: str = NEWEST, *, packages: str = "te") -> None:
     """Make ``transformer_engine`` of ``version`` importable, and import it; again is no error.
 
     Args:
-        capability: the compute capability that the GPU pretends to have.
+        packages: a key of `CAPABILITY`.
 
     Raises:
         FileNotFoundError: when the environment has no such wheel.
         RuntimeError: when Megatron was imported already: it has decided that there is no TransformerEngine.
     """
-    if _installed == [(version, capability)]:
+    if _installed == [(version, packages)]:
         return
     folder = Path(sys.prefix) / "transformer_engine" / version
     if not folder.is_dir():
@@ -44,7 +45,7 @@ def install(version: str = NEWEST, *, capability: tuple[int, int] = HOPPER) -> N
     if "megatron.core" in sys.modules:
         raise RuntimeError("megatron.core is imported already: call te_on_cpu.install() first, @ranks(preload=None)")
     megatron_on_cpu.install()
-    _gpu(capability)
+    _gpu(CAPABILITY[packages])
     sys.path.insert(0, str(folder))
     sys.modules["transformer_engine_torch"] = tex_on_cpu.Tex("transformer_engine_torch")
     export = "transformer_engine.pytorch.onnx_extensions"  # what needs onnx, which no training does
@@ -59,7 +60,7 @@ def install(version: str = NEWEST, *, capability: tuple[int, int] = HOPPER) -> N
 
     assert Path(transformer_engine.__file__).is_relative_to(folder), transformer_engine.__file__
     _take_cpu_tensors()
-    _installed.append((version, capability))
+    _installed.append((version, packages))
 
 
 def _gpu(capability: tuple[int, int]) -> None:

@@ -14,12 +14,12 @@ from ranks import ranks
 pytestmark = pytest.mark.newest
 
 
-def _install(*capability: int) -> Any:
+def _install(packages: str) -> Any:
     import quantizers_on_cpu
     import te_on_cpu
     import torch
 
-    te_on_cpu.install(capability=capability)
+    te_on_cpu.install(packages=packages)
     quantizers_on_cpu.install()
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(160, 96, generator=generator) * torch.exp(2 * torch.randn(160, 1, generator=generator))
@@ -29,7 +29,7 @@ def _install(*capability: int) -> Any:
 
 @ranks(1, preload="te")
 def test_nvfp4_and_one_scale_are_those_of_the_references() -> None:
-    x = _install(9, 0)
+    x = _install("te")
     import torch
     from transformer_engine.pytorch.custom_recipes.reference_current_scaling import CurrentScalingQuantizerRef
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
@@ -61,7 +61,7 @@ def test_nvfp4_and_one_scale_are_those_of_the_references() -> None:
 def test_mxfp8_is_the_format_of_the_standard() -> None:
     """A block of 32 has the smallest power of two with which its largest element is a number of the format, and each
     element is the nearest number."""
-    x = _install(10, 0)
+    x = _install("te-blackwell")
     import quantizers_on_cpu
     import tex_on_cpu
     import torch
@@ -92,7 +92,7 @@ def test_mxfp8_is_the_format_of_the_standard() -> None:
 
 @ranks(1, preload="te")
 def test_blocks_have_the_scales_of_the_reference_and_te_decodes_them() -> None:
-    x = _install(9, 0)
+    x = _install("te")
     import quantizers_on_cpu
     import tex_on_cpu
     import torch

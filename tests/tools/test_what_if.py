@@ -23,7 +23,6 @@ from megatron_hecate.tools import what_if
 from megatron_hecate.tools.job import Outcome
 from megatron_hecate.tools.run_folder import RunInfo
 from megatron_hecate.tools.run_writer import RunWriter
-from megatron_hecate.tools.what_if import read_loads
 
 pytestmark = pytest.mark.fast
 
@@ -219,21 +218,6 @@ def test_one_rank_has_nothing_to_balance(tmp_path: Path, capsys: pytest.CaptureF
     assert "do not switch it on: there are no slots, or experts are not spread over ranks" in capsys.readouterr().out
 
 
-def test_kinds_of_traces(tmp_path: Path) -> None:
-    load = np.arange(1, 25).reshape(2, 3, 4)
-    np.savez(tmp_path / "sums.npz", load=load)
-    assert (read_loads(tmp_path / "sums.npz")[:, :, 0] == load).all()
-    info = RunInfo(mode="observe", layers=("layer 1", "layer 2", "layer 3"), num_experts=4, ranks=2, node=(0, 0))
-    writer = RunWriter(tmp_path / "run", info)
-    for iteration, loads in enumerate(load):
-        writer.append(iteration, load=loads)
-    writer.close()
-    assert (read_loads(tmp_path / "run")[:, :, 0] == load).all()
-    olmoe = {"counts": {"model": {"a": {"0": [1, 2], "7": [3, 4]}, "b": {"0": [5, 6], "7": [7, 8]}}}}
-    (tmp_path / "olmoe.json").write_text(json.dumps(olmoe))
-    assert read_loads(tmp_path / "olmoe.json").tolist() == [[[[6, 8]], [[10, 12]]]]
-
-
 def test_a_run_folder_tells_ranks_and_what_is_guessed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Oracle: what was written into the folder."""
     info = RunInfo(mode="observe", layers=("layer 1", "layer 2"), num_experts=16, ranks=4, node=(0, 0, 0, 0), top_k=2)
@@ -298,43 +282,3 @@ def test_without_a_compiler_it_says_what_to_install(
     with pytest.raises(SystemExit):
         main(["--what-if", trace, *BASE])
     assert "install g++" in " ".join(capsys.readouterr().err.split())
-
-
-@pytest.mark.parametrize(
-    ("arrays", "message"),
-    [
-        ({"other": np.ones(3)}, "holds no loads ('load is not a file"),
-        ({"counts": np.ones((2, 2))}, "loads are float64 of shape (2, 2)"),
-        ({"counts": -np.ones((1, 1, 1, 2))}, "loads must be 0 or more, and some in every step and layer"),
-        (
-            {"load": np.zeros((1, 1, 2))},
-            "give a folder of --moe-fssdp-record, or of files that Megatron wrote, an .npz",
-        ),
-    ],
-)
-def test_bad_traces(arrays: dict, message: str, tmp_path: Path) -> None:
-    np.savez(tmp_path / "bad.npz", **arrays)
-    with pytest.raises(ValueError) as error:
-        read_loads(tmp_path / "bad.npz")
-    assert message in str(error.value)
-    with pytest.raises(ValueError, match=r"missing\.npz holds no loads \(it does not exist"):
-        read_loads(tmp_path / "missing.npz")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no record of a run"):
-        read_loads(tmp_path / "empty")
-
-
-def test_a_changed_trace_is_named(tmp_path: Path) -> None:
-    """The libraries that read an .npz have several kinds of errors for changed bytes; all name the file."""
-    path = tmp_path / "changed.npz"
-    np.savez_compressed(path, counts=np.random.default_rng(0).integers(1, 9, (4, 2, 2, 8)))
-    right = path.read_bytes()
-    refused = 0
-    for at in range(len(right)):
-        path.write_bytes(right[:at] + bytes([right[at] ^ 0x55]) + right[at + 1 :])
-        try:
-            read_loads(path)
-        except ValueError as error:
-            assert str(error).startswith(f"{path} holds no loads (")
-            refused += 1
-    assert refused > len(right) // 2

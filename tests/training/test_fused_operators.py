@@ -115,8 +115,8 @@ def _compare(name: str, *, frozen: bool = False) -> None:
     import te_on_cpu
 
     _, fields, settings, ours_ = CASES[name]
-    quantized = _packages(name) == "te-blackwell"
-    te_on_cpu.install(capability=te_on_cpu.BLACKWELL if quantized else te_on_cpu.HOPPER)
+    quantized = settings.keys() & {"fp8", "fp4"}
+    te_on_cpu.install(packages=_packages(name))
     operators_on_cpu.install()
     if quantized:
         quantizers_on_cpu.install()

@@ -79,8 +79,7 @@ def _case(layout: Layout, *, stored: bool = False, exact: bool = True, version: 
 
     _, recipe, fields, further, _ = layout
     name, _, _ = recipe.partition("-")
-    hopper = packages(recipe) == "te"
-    te_on_cpu.install(version, capability=te_on_cpu.HOPPER if hopper else te_on_cpu.BLACKWELL)
+    te_on_cpu.install(version, packages=packages(recipe))
     quantizers_on_cpu.install()
     quantizers_on_cpu.exact_activations = exact
     import tiny_gpt
@@ -265,7 +264,7 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
 def test_experts_that_are_modules_of_their_own_are_refused() -> None:
     import te_on_cpu
 
-    te_on_cpu.install(capability=te_on_cpu.BLACKWELL)
+    te_on_cpu.install(packages="te-blackwell")
     import tiny_gpt
 
     case = tiny_gpt.Case()
