@@ -61,21 +61,21 @@ def main(root: Path) -> int:
     longest = max(sizes, key=lambda key: sizes[key])
     wide = [node for _, node in functions(every) if num_arguments(node) > MOST_ARGUMENTS]
     rows: list[tuple[str, int, int | None, str]] = [
-        ("files", len(every), 90, ""),
+        ("files", len(every), None, ""),
         ("lines, all", lines(every), None, ""),
-        ("lines without comm/nvlink and tools", lines(core), 10110, ""),
-        ("lines of tools", lines(tools), 2700, ""),
-        ("lines of comm/nvlink", lines(nvlink), 1900, ""),
-        ("public names", len(public_names(every)), 210, ""),
+        ("lines without comm/nvlink and tools", lines(core), None, ""),
+        ("lines of tools", lines(tools), None, ""),
+        ("lines of comm/nvlink", lines(nvlink), None, ""),
+        ("public names", len(public_names(every)), None, ""),
         (f"functions with more than {MOST_ARGUMENTS} arguments", len(wide), 0, ", ".join(n.name for n in wide[:5])),
         ("most arguments", max(num_arguments(node) for _, node in functions(every)), MOST_ARGUMENTS, ""),
-        ("longest function", sizes[longest], None, longest[1]),
-        ("longest file", lines([longest_file]), 300, longest_file.name),
+        ("longest function", sizes[longest], 85, longest[1]),
+        ("longest file", lines([longest_file]), 400, longest_file.name),
         ("named numbers, all", len(constants(every)), None, ""),
-        ("plan: lines", lines(plan), 1470, ""),
-        ("plan: files", len(plan), 10, ""),
+        ("plan: lines", lines(plan), None, ""),
+        ("plan: files", len(plan), None, ""),
         ("plan: tuned constants", len(constants(plan)), 15, ""),
-        ("README: lines", lines([root / "README.md"]), 120, ""),
+        ("README: lines", lines([root / "README.md"]), 140, ""),
         ("longest page of docs", max(lines([page]) for page in (root / "docs").glob("*.md")), 250, ""),
     ]
     within: Callable[[int, int | None], bool] = lambda size, budget: budget is None or size <= budget  # noqa: E731
