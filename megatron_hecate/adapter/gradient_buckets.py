@@ -16,7 +16,8 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from torch.nn import Module
-from torch.nn.modules.module import register_module_module_registration_hook
+
+from megatron_hecate.adapter.global_hooks import listen_to_parts, stop_listening_to_parts
 
 
 class _OrderedReduction:
@@ -42,18 +43,25 @@ class _OrderedReduction:
         self.started, self._held = False, None
 
 
+class _Around:
+    """Modules that ``chunks`` become part of."""
+
+    def __init__(self, chunks: Iterable[Module]) -> None:
+        self.modules = weakref.WeakSet(chunks)
+
+    def added(self, module: Module, part: Module | None) -> None:
+        if part in self.modules:
+            self.modules.add(module)
+
+
 def keep_bucket_order(chunks: Iterable[Module], undo: contextlib.ExitStack) -> Callable[[], None]:
     """Watch for the DDP that will wrap ``chunks``, however deep. What is returned orders its experts' buckets: to be
     called before the first backward; later calls do nothing."""
-    around = weakref.WeakSet(chunks)
-
-    def registered(module: Module, _: str, part: Module | None) -> None:
-        if part in around:
-            around.add(module)
+    around = _Around(chunks)
 
     def order() -> None:
-        watch.remove()
-        for module in around:
+        stop_listening_to_parts(around)
+        for module in around.modules:
             if isinstance(module, DistributedDataParallel) and module.ddp_config.overlap_grad_reduce:
                 groups = module.expert_parallel_bucket_groups
                 kinds = {
@@ -61,8 +69,8 @@ def keep_bucket_order(chunks: Iterable[Module], undo: contextlib.ExitStack) -> C
                 }
                 for group, before, after in zip(groups, [None, *groups], [*groups[1:], None], strict=False):
                     group.before, group.after, group.__class__ = before, after, kinds[type(group)]
-        around.clear()
+        around.modules.clear()
 
-    watch = register_module_module_registration_hook(registered)
-    undo.callback(watch.remove)
+    listen_to_parts(around)
+    undo.callback(stop_listening_to_parts, around)
     return order

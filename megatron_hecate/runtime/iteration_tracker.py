@@ -10,7 +10,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
+
+from megatron_hecate.adapter.global_hooks import listen_to_steps
 
 
 class IterationTracker:
@@ -48,7 +50,7 @@ class IterationTracker:
         self._forwards = [0] * len(passes)  # how often each layer ran forward in it
         self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # and in which iteration, last
         self.has_stepped = False  # any, since the last iteration began
-        _call_before_step(self)
+        listen_to_steps(self)
 
     def enter(self, layer: int) -> bool:
         """The forward of a microbatch starts in ``layer``; evaluation and recomputation do not count.
@@ -132,14 +134,3 @@ class IterationTracker:
                 "iteration must run that many training forwards, each with its backward, and nothing else may step or "
                 "run a training forward in between."
             )
-
-
-def _call_before_step(tracker: IterationTracker) -> None:
-    reference = weakref.ref(tracker)
-
-    def hook(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if (alive := reference()) is not None:
-            alive.before_step(optimizer)
-
-    handle = register_optimizer_step_pre_hook(hook)
-    weakref.finalize(tracker, handle.remove)
