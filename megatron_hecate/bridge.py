@@ -67,6 +67,7 @@ class Metrics(callbacks.Callback):
         self._arrived: deque[tuple] = deque()  # from a thread; MLflow would not know which run that logs to
 
     def on_train_start(self, context: callbacks.CallbackContext) -> None:
+        self._arrived.clear()  # of an attempt before, in this process
         if (metrics := JobMetrics.newest) is not None:
             metrics.log = lambda *step, ended: self._arrived.append(step)
             metrics.interval = context.state.cfg.logger.tensorboard_log_interval

@@ -50,7 +50,9 @@ def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
         if not settings.observe:
             refuse(unsupported.find(megatron_args, model_config, slots=slots))
         if model_config is not None:  # megatron.training builds the model from a config (0.19 on)
-            model_config.pre_wrap_hooks.append(fssdp(settings))
+            hooks, hook = model_config.pre_wrap_hooks, fssdp(settings)
+            if hook not in hooks:  # an attempt before may have had the same configuration
+                hooks.append(hook)
         else:
             chunks = 1
             if megatron_args.pipeline_model_parallel_size > 1:

@@ -23,8 +23,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
+from megatron_hecate.adapter.global_hooks import listen_to_steps
 from megatron_hecate.adapter.training_globals import running_iteration
 from megatron_hecate.adapter.training_state import captures_graph, forwards_in_flight, name_of_layer, num_microbatches
 from megatron_hecate.comm.agreement import Note
@@ -177,11 +178,7 @@ class Observer:
         self._iteration = 0  # the number of the one that trains, once a forward has Python
         self._forwards, self._ended = 0, False  # forwards, and whether any iteration has
         self._optimizer: weakref.ref[Optimizer] | None = None
-        alive = weakref.ref(self)
-        hook = register_optimizer_step_pre_hook(
-            lambda optimizer, *_: observer.step(optimizer) if (observer := alive()) else None
-        )
-        weakref.finalize(self, hook.remove)
+        listen_to_steps(self)
 
     def comes_to(self, layer: str, *, trains: bool) -> None:
         """A router's forward begins, of ``layer``. In a graph it has no Python."""
@@ -195,7 +192,7 @@ class Observer:
                 print(text, file=sys.stderr, flush=True)
         here.reach(layer)
 
-    def step(self, optimizer: Optimizer) -> None:
+    def before_step(self, optimizer: Optimizer) -> None:
         """``optimizer`` is about to step. Megatron chains several, and other models have theirs: the first that stepped
         after this model's forward tells where iterations end. (In a graph a forward has no Python.)"""
         if self.has_counted and (self._optimizer is None or self._optimizer() is None):

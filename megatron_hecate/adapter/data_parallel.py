@@ -31,8 +31,8 @@ from typing import Any, Protocol
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
 from torch.nn import Module
-from torch.nn.modules.module import register_module_module_registration_hook
 
+from megatron_hecate.adapter.global_hooks import listen_to_parts, stop_listening_to_parts
 from megatron_hecate.adapter.gradient_buckets import order_buckets
 
 
@@ -129,10 +129,11 @@ class DataParallel:
         self._events = events
         self._orders = orders
         self._has_ordered = False
-        self._watch = register_module_module_registration_hook(self._registered)
-        undo.callback(self._watch.remove)
+        listen_to_parts(self)
+        undo.callback(stop_listening_to_parts, self)
 
-    def _registered(self, module: Module, _: str, part: Module | None) -> None:
+    def added(self, module: Module, part: Module | None) -> None:
+        """Note that ``part`` becomes part of ``module``, and report the events of a DDP around a chunk."""
         for index, around in enumerate(self._around):
             if part not in around:
                 continue
@@ -145,7 +146,7 @@ class DataParallel:
 
     def begin_iteration(self) -> None:
         """Order buckets of experts before the first backward."""
-        self._watch.remove()
+        stop_listening_to_parts(self)
         self.set_no_sync_func()
         for ddp in self._found() if self._orders and not self._has_ordered else ():
             if ddp.ddp_config.overlap_grad_reduce:

@@ -3,8 +3,8 @@ iteration and the loggers."""
 
 from __future__ import annotations
 
-import functools
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +12,9 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_hecate.tools.metrics import summarize
+
+# metrics drawn over iterations, by run of W&B: a process may have several
+_drawn: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def place_of_rank(group: dist.ProcessGroup) -> tuple[int, bool]:
@@ -61,14 +64,11 @@ def log_scalars(found: Mapping[str, float], iteration: int, *, board: Any, wandb
     for name, value in found.items() if board else ():
         board.add_scalar(name, value, iteration)
     if wandb and (run := wandb.run):  # which a script may have finished
-        for name in found:
-            _draw_over_iterations(run, name)
+        known = _drawn.setdefault(run, set())
+        for name in found.keys() - known:
+            run.define_metric(name, step_metric="fssdp/iteration")
+        known.update(found)
         run.log({**found, "fssdp/iteration": iteration}, commit=False)
-
-
-@functools.cache
-def _draw_over_iterations(run: Any, name: str) -> None:
-    run.define_metric(name, step_metric="fssdp/iteration")
 
 
 def _arguments() -> Any | None:

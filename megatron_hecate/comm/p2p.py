@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import ClassVar
@@ -33,7 +33,8 @@ class P2P:
 
     # Its memory comes from torch's cache, which makes room by itself; a job without replicas never needs it.
     name, scatters, allocates_early = "p2p", False, False
-    _numbers: ClassVar[Counter[str]] = Counter()  # of transfers so far, by group
+    # Of transfers so far. By object: in another attempt of the job groups have the same names, and ranks must agree.
+    _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, int]] = weakref.WeakKeyDictionary()
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
         self.group, self.timeout = group, timeout
@@ -53,6 +54,9 @@ class P2P:
         self._returning, self._staging = None, torch.empty(0)  # the old memory goes before the new one comes
         self._staging = torch.empty(self.extra_bytes(layers), dtype=torch.uint8, device=device)
         return torch.empty(size, dtype=torch.uint8, device=device)
+
+    def release(self) -> None:
+        self._returning, self._staging = None, self._staging.new_empty(0)
 
     def fetch(
         self,
@@ -130,8 +134,8 @@ class P2P:
 
         Backends that know tags (gloo) tell transfers apart by it, so that one may go on while another has begun.
         """
-        self._numbers[self.group.group_name] += 1
-        return self._numbers[self.group.group_name] % (1 << 30)
+        number = self._numbers[self.group] = self._numbers.get(self.group, 0) + 1
+        return number % (1 << 30)
 
     def batch(self, tag: int, *, what: str, label: str) -> _Messages:
         """Messages of transfer ``tag`` that are posted together."""

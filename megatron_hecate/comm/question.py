@@ -17,12 +17,12 @@ from typing import Any, Self
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megatron_hecate.comm.attempt import Attempt
+
 BLOCK: int = 128  # notes that rank 0 reads at once; of all at once a store takes longer
 NAMED: int = 64  # missing ranks that are named, at most
 LOOKS: tuple[float, float] = (0.02, 1.0)  # seconds between two looks for notes: the first time, and the most
 NAMING: float = 2.0  # seconds after which rank 0 says for whom it waits
-
-_asked = 0  # how many questions this process has asked: notes tell it, since keys are used again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,8 @@ class Question:
         store: that all ranks see.
         rank: this one.
         size: how many there are.
-        number: of the question, the same on all ranks, more each time.
+        number: of the question in this attempt of the job, the same on all ranks, more each time: notes carry it, since
+            keys are used again.
         timeout: seconds to wait for the others.
     """
 
@@ -61,9 +62,8 @@ class Question:
     @classmethod
     def next(cls, *, timeout: float) -> Self:
         """Of the ranks of this job, over the rendezvous store. All ranks ask at once."""
-        global _asked
-        _asked += 1
-        return cls(_get_default_store(), dist.get_rank(), dist.get_world_size(), _asked, timeout)
+        number = Attempt.current().count("question")
+        return cls(_get_default_store(), dist.get_rank(), dist.get_world_size(), number, timeout)
 
     def ask(self, note: Any, judge: Callable[[list[Any]], Verdict], *, groups: Sequence[str] = ()) -> Verdict:
         """Tell ``note``, and hear the verdict.

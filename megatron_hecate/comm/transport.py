@@ -190,6 +190,9 @@ class Transport(Protocol):
         """[size] uint8 for the buffers of replicas, where the transport can reach it. All ranks of the group call at
         once, once per model; what `extra_bytes` says comes on top."""
 
+    def release(self) -> None:
+        """Let go of what `allocate` gave: the attempt of the job is over. A transfer under way keeps what it uses."""
+
     def fetch(
         self,
         plan: TransferPlan,

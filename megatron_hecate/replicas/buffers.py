@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_hecate.comm.attempt import Attempt
 from megatron_hecate.comm.transfer import Transfer, has_one_queue, transfer_stream
 from megatron_hecate.comm.transport import LayerBuffer, Transport, chunks_in
 
@@ -118,6 +119,11 @@ class Buffer:
         if abandon is not None:
             abandon()
 
+    def release(self) -> None:
+        """Let go of the memory: a transfer that uses it keeps it until then."""
+        self._memory, self._to_zero = self._memory.new_empty(0), ()
+        self.holds = self.transfer = self.abandon = None
+
     def begin_sums(self, *, from_zero: bool) -> None:
         """`clear` it for new gradients, which add to what is there where they start ``from_zero``."""
         self.clear()
@@ -179,6 +185,13 @@ class BufferPool:
         buffers = [Buffer(part) for part in memory.split([*sizes.weights, *sizes.grads])]
         self._weights, self._grads = buffers[: len(sizes.weights)], buffers[len(sizes.weights) :]
         self._free = list(self._weights)  # for lifetime microbatch
+        Attempt.current().at_end(self.release)
+
+    def release(self) -> None:
+        """The attempt of the job is over: give memory back, also where something keeps the model."""
+        for buffer in (*self._weights, *self._grads):
+            buffer.release()
+        self.transport.release()
 
     def weights(self, layer: int, *, label: str) -> Buffer:
         """The buffer for weights of ``layer`` in one microbatch (lifetime ``iteration``: in all of them).

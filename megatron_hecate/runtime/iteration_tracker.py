@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch.optim.optimizer import Optimizer
 
-from megatron_hecate.runtime import optimizer_steps
+from megatron_hecate.adapter.global_hooks import listen_to_steps
 
 
 class IterationTracker:
@@ -52,7 +52,7 @@ class IterationTracker:
         # every optimizer that has stepped, by its id, with the iteration of its last step
         self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         self.has_stepped = False
-        optimizer_steps.listen(self)
+        listen_to_steps(self)
 
     def enter(self, layer: int) -> bool:
         """Note that the forward of a microbatch starts in ``layer``; evaluation and recomputation do not count.

@@ -17,7 +17,6 @@ import socket
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megatron_hecate.comm.attempt import Attempt
 from megatron_hecate.comm.question import BLOCK
 
 SHORTEST_PAUSE: float = 3.0  # seconds between two words of a rank
@@ -140,6 +140,7 @@ class StoreThread(threading.Thread):
     def __init__(self, name: str, store: dist.Store) -> None:
         super().__init__(name=f"fssdp {name}", daemon=True)
         self._store, self._ends, self._pid = store, threading.Event(), os.getpid()
+        self._is_abandoned = False  # no more work, whatever waits for it
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         found = re.search(r"SocketImpl\(fd=(\d+)", repr(store))  # of a TCPStore, which tells it in its name only
@@ -150,6 +151,15 @@ class StoreThread(threading.Thread):
         if os.getpid() == self._pid and self.is_alive():
             self._ends.set()
             self.join(patience)
+
+    def abandon(self) -> None:
+        """Have it end without what it still has to do, and close its connection."""
+        self._is_abandoned = True
+        atexit.unregister(self.stop)
+        self.stop()
+        if self._connection is not None and not self.is_alive():
+            self._connection.close()
+            self._connection = None
 
     def _store_has_gone(self) -> bool:
         """Whether its server has closed the connection: torch would print a page of warnings if it were used."""
@@ -284,14 +294,15 @@ def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
     """Have one thread tell where this process is, until it ends or the job's process group is destroyed. All ranks call
     it, once per model, with the groups of ranks that compute their layers together."""
     global _running
+    attempt = Attempt.current()
     if _running is not None:
         if _running.is_alive() and not _running.is_over():
             return
-        _running.stop()
-    here.steps = 0
-    job = weakref.ref(dist.group.WORLD)
-    settings: dict[str, Any] = dict(timeout=timeout, is_over=lambda: dist.group.WORLD is not job())
+        _running.abandon()
+    vars(here).update(vars(Position()))
+    settings: dict[str, Any] = dict(timeout=timeout, is_over=lambda: attempt.is_over)
     first = groups[0][0] if groups else -1
     _running = Reporter(_get_default_store().clone(), dist.get_rank(), dist.get_world_size(), group=first, **settings)
     atexit.register(_running.stop)
     _running.start()
+    attempt.at_end(_running.abandon)

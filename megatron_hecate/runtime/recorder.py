@@ -10,8 +10,8 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import datetime
+import functools
 import importlib.metadata
-import itertools
 import json
 import math
 import sys
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.adapter import training_globals
+from megatron_hecate.comm.attempt import Attempt
 from megatron_hecate.plan import LayerShape, Speeds
 from megatron_hecate.runtime.progress import StoreThread
 from megatron_hecate.tools.run_folder import RunInfo
@@ -35,8 +36,6 @@ PACKAGES = ("megatron-hecate", "megatron-core", "torch", "transformer-engine")
 PATIENCE: float = 5.0  # seconds for what is under way when training ends
 PAUSE: float = 0.25  # seconds between two looks for metrics to send, or to log
 Values = Mapping[str, np.ndarray]  # [L] each
-
-_models = itertools.count()  # that were converted, or are observed: as many on every rank
 
 
 class JobMetrics(StoreThread):
@@ -50,7 +49,9 @@ class JobMetrics(StoreThread):
         super().__init__("metrics", store.clone() if self._stages else store)
         self.interval: int | None = None  # iterations from one that is logged to the next, where Megatron tells none
         self.log: Callable[..., None] = training_globals.log_step
-        self._prefix, self._layers = f"megatron_hecate/metrics/{next(_models)}", tuple(layers)
+        attempt = Attempt.current()
+        model = attempt.count("model")  # that was converted, or is observed: as many on every rank
+        self._prefix, self._layers = f"megatron_hecate/metrics/{model}", tuple(layers)
         self._logs = self._stages[-1:] == [self._rank]
         self._sent, self._read = 0, dict.fromkeys(self._stages, 0)  # messages of this rank, and of each
         self._heads: dict[int, Any] = {}  # by rank: a message that was read, and waits for those of others
@@ -61,16 +62,25 @@ class JobMetrics(StoreThread):
         if self._stages:
             atexit.register(self.stop, PATIENCE)
             self.start()
+        attempt.at_end(self.abandon)
+
+    def abandon(self) -> None:
+        """The attempt of the job is over: send and log no more. What was taken would keep its model alive."""
+        super().abandon()
+        self._taken.clear()
+        if JobMetrics.newest is self:
+            JobMetrics.newest = None
 
     def put(self, iteration: float, values: Callable[[], Values]) -> None:
         """Metrics of an iteration, which the thread computes if they are to be logged; after the last one, infinity."""
         every = self.interval or training_globals.log_interval()
-        if self._stages and (iteration == math.inf or (every and iteration % every == 0)):
+        wanted = bool(self._stages) and not self._is_abandoned
+        if wanted and (iteration == math.inf or (every and iteration % every == 0)):
             self._taken.append((iteration, values))
 
     def run(self) -> None:
         over = False  # whether nothing comes from this rank, or on the one that logs, from any
-        while not over and not self._store_has_gone():
+        while not over and not self._is_abandoned and not self._store_has_gone():
             self._ends.wait(PAUSE)
             try:
                 while self._taken:
@@ -141,8 +151,10 @@ class StageRecorder:
             except Exception as error:  # training goes on, whatever it is
                 self.refused = f"stage {stage}: {error}"
                 print(f"FSSDP: this run is not recorded: {self.refused}", file=sys.stderr, flush=True)
-        alive = weakref.ref(self)
-        atexit.register(lambda: recorder.close() if (recorder := alive()) is not None else None)
+        self._at_exit = functools.partial(_close, weakref.ref(self))
+        atexit.register(self._at_exit)
+        weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
+        Attempt.current().at_end(self.abandon)
 
     def begin(self) -> int:
         """An iteration trains that was not seen before; returns its number."""
@@ -161,6 +173,12 @@ class StageRecorder:
             self._writer.append(iteration, **arrays)
         self._metrics.put(iteration, values)
 
+    def abandon(self) -> None:
+        """The attempt of the job is over: write what is here. Sums under way belong to groups that have gone."""
+        atexit.unregister(self._at_exit)
+        if self._writer is not None:
+            self._writer.close()
+
     def close(self) -> None:
         """Training has ended: take the last iterations, if they come soon, and write all."""
         deadline = time.monotonic() + PATIENCE
@@ -169,6 +187,11 @@ class StageRecorder:
         self._metrics.put(math.inf, dict)
         if self._writer is not None:
             self._writer.close()
+
+
+def _close(recorder: weakref.ref[StageRecorder]) -> None:
+    if (alive := recorder()) is not None:
+        alive.close()
 
 
 def describe_run(mode: str, layers: Sequence[str], *, shape: LayerShape, speeds: Speeds, **fields: object) -> RunInfo:

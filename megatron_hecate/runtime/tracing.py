@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.adapter.training_globals import running_iteration
+from megatron_hecate.comm.attempt import Attempt
 from megatron_hecate.config import OBSERVED, HecateConfig
 from megatron_hecate.tools import trace
 
 PINGS: int = 8  # to rank 0; the fastest counts
-_number = itertools.count()  # of a comparison of clocks, the same on all ranks
 
 
 def listeners(config: HecateConfig) -> list[Callable[[], None]]:
@@ -28,12 +28,14 @@ def listeners(config: HecateConfig) -> list[Callable[[], None]]:
     """
     if config.traced is None:
         return []
-    rank, store = dist.get_rank(), dist.PrefixStore(f"megatron_hecate/clock/{next(_number)}", _get_default_store())
+    attempt, rank = Attempt.current(), dist.get_rank()
+    store = dist.PrefixStore(f"megatron_hecate/clock/{attempt.count('clock')}", _get_default_store())
     host = Path("/proc/sys/kernel/random/boot_id").read_text()
     shift = to_rank_0(store, rank, dist.get_world_size(), timeout=config.timeout, host=host)
     now = datetime.now(UTC).isoformat()
     job = store.compare_set("job", "", now).decode()  # what the first rank here says
     traced = trace.Iterations(config.traced, config.record or OBSERVED, rank=rank, shift=shift, job=job)
+    attempt.at_end(traced.close)  # one recorder runs in a process: the next attempt has its own
     return [lambda: traced.begin(running_iteration())]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import mmap
 import os
 import sys
@@ -17,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.comm.attempt import Attempt
 from megatron_hecate.comm.nvlink.program import FAILURE, MAX_STEPS, Signals
 from megatron_hecate.comm.nvlink.schedule import MAX_RANKS
 
@@ -34,6 +36,7 @@ COUNTERS: int = 512  # bytes in front of the buffers: progress, one u32 per rank
 ARRIVED: int = 4 * MAX_RANKS  # where those begin
 WATCHED: float = 0.1  # seconds between two looks for a failure on a GPU
 REMEMBERED: int = 1024  # transfers that a failure can name
+BEYOND: int = 1 << 30  # steps of the counters that no transfer under way waits for
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # torch reads it in every rendezvous
 
 assert ARRIVED + 4 * MAX_STEPS <= COUNTERS
@@ -71,10 +74,31 @@ class Peers:
             timeout=timeout,
         )
         self._begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
-        self._reported = False
+        self._reported = self._is_abandoned = False
+        self._look = functools.partial(_is_over, weakref.ref(self))
         if on_gpu:  # what CUDA says of a kernel that gave up names nobody
-            threading.Thread(target=_watch, args=(weakref.ref(self),), name="fssdp watch", daemon=True).start()
-            atexit.register(_is_over, weakref.ref(self))  # the process may end before the next look
+            threading.Thread(target=_watch, args=(self._look,), name="fssdp watch", daemon=True).start()
+            atexit.register(self._look)  # the process may end before the next look
+        Attempt.current().at_end(self.abandon)
+
+    def abandon(self) -> None:
+        """The attempt of the job is over: whatever waits for a peer goes on at once, as if all had come.
+
+        Nobody reads what it moves, while a kernel that gives up takes the GPU's context with it.
+        """
+        self._is_abandoned = True
+        atexit.unregister(self._look)
+        if not self._begun:
+            return
+        counters = self._whole[: 4 * len(self.ranks)]
+        beyond = np.full(len(self.ranks), (self._begun[-1][0] + BEYOND) % 2**32, np.uint32)
+        passed = torch.from_numpy(beyond.view(np.uint8))
+        if not counters.is_cuda:
+            counters.copy_(passed)
+            return
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):  # beside the kernels that wait
+            counters.copy_(passed.pin_memory(), non_blocking=True)
+            torch.cuda.current_stream().synchronize()
 
     def address(self, tensor: Tensor, rank: int) -> int:
         """Where this rank sees, in ``rank``'s memory, what ``tensor`` is in its own."""
@@ -170,16 +194,16 @@ class Peers:
         return _fabric() or node, ""  # a process that sees one GPU cannot look; the self-test shows what works
 
 
-def _watch(peers: weakref.ref[Peers]) -> None:
+def _watch(look: Callable[[], bool]) -> None:
     """Say on stderr why a kernel gave up, as soon as it has: whoever uses CUDA next only hears that one did."""
-    while not _is_over(peers):
+    while not look():
         time.sleep(WATCHED)
 
 
 def _is_over(peers: weakref.ref[Peers]) -> bool:
-    """Whether there is nothing more to wait for: a kernel gave up, or the memory is gone."""
+    """Whether there is nothing more to wait for: a kernel gave up, the memory is gone, or the attempt is over."""
     seen = peers()
-    return seen is None or seen.look_for_failure()
+    return seen is None or seen._is_abandoned or seen.look_for_failure()
 
 
 def _fabric() -> str:

@@ -123,6 +123,10 @@ class NVLink:
         self._stripe_elements = {n: Stages.stripe_buffers(layer, n, domains)[0] for layer, n in chunks}
         return replicas[:size]
 
+    def release(self) -> None:
+        self._peers = None
+        self._sent, self._stripes = self._sent.new_empty(0), self._stripes.new_empty(0)
+
     def fetch(
         self,
         plan: TransferPlan,
