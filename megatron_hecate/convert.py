@@ -14,7 +14,7 @@ from megatron.core.parallel_state import get_expert_data_parallel_group, get_exp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 
-from megatron_hecate.adapter import compat, owners, training_state, unsupported
+from megatron_hecate.adapter import compat, foreign_code, owners, training_state, unsupported
 from megatron_hecate.adapter.experts import FSSDPExperts
 from megatron_hecate.adapter.gradient_buckets import keep_bucket_order
 from megatron_hecate.adapter.graph_parts import captured_parts
@@ -135,6 +135,7 @@ def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts],
         configs = {id(layer.config): layer.config for layer in model.layers}.values()
         found = (unsupported.find(layer_config, *around, slots=config.slots) for layer_config in configs)
         problems = list(dict.fromkeys(problem for of_config in found for problem in of_config))
+        problems += foreign_code.find_foreign_layers(model.chunks)
     if not problems:
         problems = compile_all()
     if problems:
