@@ -29,11 +29,16 @@ __version__ = "0.1.0"
 __all__ = ["HecateConfig", "fssdp", "restore_homes"]
 
 
-def fssdp(config: HecateConfig | None = None) -> Callable[[list], list]:
-    """The hook ``list[model chunk] -> list[model chunk]``; see `megatron_hecate.convert.fssdp`."""
+def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
+    """The hook that takes a list of model chunks, or a model, and returns it; see `megatron_hecate.convert.fssdp`.
+
+    Raises:
+        TypeError: for a ``config`` that is none.
+    """
+    config = HecateConfig.check(config)
     from megatron_hecate import convert  # imports Megatron
 
-    return convert.fssdp(config or HecateConfig())
+    return convert.fssdp(config)
 
 
 def restore_homes(model: Any) -> None:

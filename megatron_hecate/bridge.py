@@ -30,7 +30,7 @@ from megatron_hecate import HecateConfig, fssdp, restore_homes
 from megatron_hecate import enable as launcher
 from megatron_hecate.adapter import compat, unsupported
 from megatron_hecate.adapter.training_globals import log_scalars
-from megatron_hecate.comm.agreement import refuse
+from megatron_hecate.comm.agreement import SwitchOnError, refuse
 from megatron_hecate.runtime.recorder import PATIENCE, JobMetrics, StageRecorder
 from megatron_hecate.tools.metrics import summarize
 
@@ -48,8 +48,11 @@ def enable(config: Any, **settings: Any) -> None:
         settings: fields of `HecateConfig`, such as ``slots=2``. Overrides on the command line take precedence.
 
     Raises:
-        ValueError: when other settings were asked for before.
+        ValueError: for settings out of range, or when other settings were asked for before.
+        TypeError: where ``config`` is no recipe.
     """
+    if not hasattr(config, "model"):
+        raise TypeError(f"bridge.enable takes a recipe, a ConfigContainer, got a {type(config).__name__}")
     _ask(config, HecateConfig(**settings).as_arguments())
     _register(config)
 
@@ -118,14 +121,18 @@ def _ask(config: Any, asked: dict[str, Any]) -> None:
     held = vars(config).setdefault("_moe_fssdp", {})
     if others := [name for name in asked if held.get(name, asked[name]) != asked[name]]:
         before, now = (", ".join(f"{name}={values[name]!r}" for name in others) for values in (held, asked))
-        raise ValueError(f"FSSDP was asked for with {before} before, now with {now}; say it in one place")
+        raise SwitchOnError([f"FSSDP was asked for with {before} before, now with {now}; say it in one place"])
     held.update(asked)
 
 
 def _settings(config: Any) -> HecateConfig | None:
     """What a recipe and overrides ask for."""
     overrides = {name: value for name, value in vars(config.model).items() if name in NAMES}
-    return HecateConfig.from_arguments(argparse.Namespace(**{**vars(config).get("_moe_fssdp", {}), **overrides}))
+    asked = {**vars(config).get("_moe_fssdp", {}), **overrides}
+    try:
+        return HecateConfig.from_arguments(argparse.Namespace(**asked))
+    except ValueError as error:
+        raise SwitchOnError([str(error)]) from None
 
 
 def _register(config: Any) -> None:
@@ -163,6 +170,8 @@ def _with_fssdp(runtime_config_update: Callable) -> Callable:
         if (settings := _settings(cfg)) is not None:
             _check(cfg, settings)
             _register(cfg)
+            # a caller's own ``pre_wrap_hook`` replaces all that are registered: `entry` finds these where DDP wraps
+            vars(cfg.model).update(settings.as_arguments())
 
     return update
 
@@ -182,10 +191,9 @@ def _find_lost_overrides(model: Any) -> None:
     for argument in sys.argv[1:]:
         found = OVERRIDE.match(argument)
         if found and (found["at"] != "model." or found["name"] not in vars(model)):
-            raise ValueError(
-                f"the override {argument!r} did not reach the model; known are +model.{', +model.'.join(NAMES)}. "
-                "Import megatron_hecate.bridge before overrides are applied, or start the script with our launcher"
-            )
+            known = f"known are +model.{', +model.'.join(NAMES)}"
+            way = "Import megatron_hecate.bridge before overrides are applied, or start the script with our launcher"
+            raise SwitchOnError([f"the override {argument!r} did not reach the model; {known}. {way}"])
 
 
 _problems = compat.broken_assumptions(compat.BRIDGE_ASSUMPTIONS)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 import types
 import typing
 import warnings
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal
 
 FLAG = "--moe-fssdp"
 AUTO = "auto"  # of a setting that chooses by itself
 OBSERVED = "fssdp-run"  # where an observed run is recorded, unless a folder is named
 SHORTEST, LONGEST = 1e-3, 1e8  # seconds of a timeout; process groups take no more
+# of whole numbers, the most that any job has a use for; what fits a model is known when it is built
+MOST = {"slots": 4096, "overlap_degree": 4096, "late_replicas": 1 << 20, "rehome": 10**9}
 
 
 def _flag(default: Any, text: str) -> Any:
@@ -79,33 +84,70 @@ class HecateConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, optional in (("slots", False), ("overlap_degree", True), ("late_replicas", False), ("rehome", False)):
-            value = getattr(self, name)
+        for name in ("speeds", "record"):
+            if isinstance(path := getattr(self, name), os.PathLike):
+                object.__setattr__(self, name, os.fspath(path))
+        if problems := [*self._wrong_numbers(), *self._wrong_texts(), *self._wrong_together()]:
+            raise ValueError("; ".join(problems))
+
+    @classmethod
+    def check(cls, config: Any) -> HecateConfig:
+        """Return ``config``, the defaults for ``None``.
+
+        Raises:
+            TypeError: for anything else, such as the model itself.
+        """
+        if config is not None and not isinstance(config, cls):
+            shown = repr(config) if isinstance(config, int | float | str) else f"a {type(config).__name__}"
+            raise TypeError(
+                f"fssdp takes a HecateConfig, or nothing, got {shown}; write fssdp(HecateConfig(slots=2))(model_chunks)"
+            )
+        return cls() if config is None else config
+
+    def _wrong_numbers(self) -> Iterator[str]:
+        for name, most in MOST.items():
+            value, optional = getattr(self, name), name == "overlap_degree"
+            or_none = " or None" if optional else ""
             if type(value) is not int and not (optional and value is None):
-                raise ValueError(f"{name}={value!r} must be a whole number{' or None' if optional else ''}")
-        for name in ("slots", "late_replicas", "rehome"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be 0 or more")
-        if self.late_replicas and not self.slots:
-            raise ValueError(f"late_replicas={self.late_replicas} needs slots for them, got slots=0")
-        if self.overlap_degree is not None and self.overlap_degree < 0:
-            raise ValueError(f"overlap_degree={self.overlap_degree} must be 0 or more, or None to measure it")
+                yield f"{name}={value!r} must be a whole number{or_none}"
+            elif value is not None and value < 0:
+                yield f"{name}={value} must be 0 or more{', or None to measure it' if optional else ''}"
+            elif value is not None and value > most:
+                yield f"{name}={value} must be {most} or less"
         if type(self.timeout) not in (int, float) or not SHORTEST <= self.timeout <= LONGEST:
-            raise ValueError(f"timeout={self.timeout!r} must be a number of seconds from {SHORTEST:g} to {LONGEST:g}")
-        for name, what in (("speeds", "file"), ("record", "folder")):
-            if (value := getattr(self, name)) is not None and not (isinstance(value, str) and value):
-                raise ValueError(f"{name}={value!r} must be the name of a {what}, or None")
+            yield f"timeout={self.timeout!r} must be a number of seconds from {SHORTEST:g} to {LONGEST:g}"
+
+    def _wrong_texts(self) -> Iterator[str]:
         if not isinstance(self.observe, bool):
-            raise ValueError(f"observe={self.observe!r} must be True or False")
-        if self.traced and self.observe:
-            raise ValueError(f"trace={self.trace!r} shows what FSSDP does, which observe=True leaves off")
-        if self.rehome and self.observe:
-            raise ValueError(f"rehome={self.rehome} moves experts, which observe=True leaves where they are")
+            yield f"observe={self.observe!r} must be True or False"
         for name in ("lifetime", "transport"):
             value = getattr(self, name)
             known = typing.get_args(typing.get_type_hints(type(self))[name])
             if value not in known:
-                raise ValueError(f"{name}={value!r} is none of {', '.join(known)}")
+                yield f"{name}={value!r} is none of {', '.join(known)}"
+        for name, what in (("speeds", "file"), ("record", "folder")):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                yield f"{name}={value!r} must be the name of a {what}, or None"
+            elif name == "speeds" and value is not None and not Path(value).is_file():
+                yield f"speeds={value!r} is no file; write it with torchrun ... -m megatron_hecate --measure FILE"
+            elif name == "record" and value is not None and Path(value).is_file():
+                yield f"record={value!r} is a file; name a folder"
+
+    def _wrong_together(self) -> Iterator[str]:
+        try:
+            traced = self.traced
+        except ValueError as error:
+            yield str(error)
+            return
+        if traced and self.observe is True:
+            yield f"trace={self.trace!r} shows what FSSDP does, which observe=True leaves off"
+        if self.slots == 0 and not self.observe:
+            for name, needs in (("late_replicas", "slots for them"), ("rehome", "slots")):
+                if getattr(self, name):
+                    yield f"{name}={getattr(self, name)} needs {needs}, got slots=0, which trains as without FSSDP"
+        if self.rehome and self.observe is True:
+            yield f"rehome={self.rehome} moves experts, which observe=True leaves where they are"
 
     @property
     def traced(self) -> tuple[int, int] | None:
@@ -116,10 +158,11 @@ class HecateConfig:
         """
         if self.trace is None:
             return None
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", str(self.trace))
+        shown = self.trace if isinstance(self.trace, str) else repr(self.trace)
+        found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", shown)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if first > last:
-            raise ValueError(f"trace={self.trace!r} must name iterations, such as 10-12 or 10")
+        if not 1 <= first <= last:
+            raise ValueError(f"trace={self.trace!r} must name iterations, from 1 on, such as 10-12 or 10")
         return first, last
 
     @classmethod

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from megatron.core.parallel_state import get_expert_data_parallel_group, get_expert_data_parallel_rank
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 
-from megatron_hecate.adapter import compat, owners, training_state, unsupported
+from megatron_hecate.adapter import compat, foreign_code, owners, training_state, unsupported
 from megatron_hecate.adapter.data_parallel import DataParallel
 from megatron_hecate.adapter.experts import FSSDPExperts
 from megatron_hecate.adapter.graph_parts import captured_parts
-from megatron_hecate.comm.agreement import Note
+from megatron_hecate.comm.agreement import Note, refuse
 from megatron_hecate.comm.connect import Connection, connect, device_of_rank, on_gpus
 from megatron_hecate.comm.groups import connected_group
 from megatron_hecate.config import AUTO, HecateConfig
@@ -39,17 +39,19 @@ from megatron_hecate.runtime.rehoming import Rehoming
 Chunks = list[Module]
 
 
-def fssdp(config: HecateConfig) -> Callable[[Chunks], Chunks]:
+def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
     """The hook: turns every ``MoELayer`` of a model into an FSSDP layer, in place.
 
     Run it on all ranks, after the model chunks are built and before DDP wraps them: as a pre-wrap hook of a
     Megatron-Bridge provider or of ``megatron.training``'s model config, or by hand. Running it again changes nothing.
+    It takes the list of model chunks, or a model, and returns what it was given.
 
     Raises (on every rank, listing what is wrong on any, and leaving the model as it was):
         ValueError: for settings that cannot be combined, differ between ranks, or do not fit the model.
+        TypeError: for a ``config`` or a model that is none.
         TimeoutError: when some rank does not run the hook within ``config.timeout``.
     """
-    return _Hook(config)
+    return _Hook(HecateConfig.check(config))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)  # Bridge copies what is in a model's configuration, and sets attributes
@@ -58,19 +60,22 @@ class _Hook:
 
     config: HecateConfig
 
-    def __call__(self, chunks: Chunks) -> Chunks:
-        config = self.config
-        if config.observe:
-            return observe(chunks, config)
+    def __call__(self, model: Any) -> Any:
+        chunks = _chunks_of(model)
+        (observe if self.config.observe else self._convert)(chunks, self.config)
+        return model
+
+    def _convert(self, chunks: Chunks, config: HecateConfig) -> None:
         layers = [(m, i) for i, chunk in enumerate(chunks) for m in chunk.modules() if isinstance(m, MoELayer)]
         converted = [layer for layer, _ in layers if isinstance(layer, FSSDPLayer)]
         if converted and len(converted) == len(layers):
             _check_same_settings(converted[0].fssdp.config, config)
-            return chunks
+            return
         if not layers and has_run(chunks, observing=False):
-            return chunks
+            return
         model = _Model(chunks, [layer for layer, _ in layers], [index for _, index in layers])
         parts, problems = _build_parts(model, config)
+        problems += owners.find_wrapped(chunks)
         if converted:
             names = [layer.fssdp.name for layer in converted]
             problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
@@ -103,7 +108,17 @@ class _Hook:
         note_run(chunks, observing=False)
         if dist.get_rank() == 0:
             _say_on(notes, resolved, speeds, connection)
-        return chunks
+
+
+def _chunks_of(model: Any) -> Chunks:
+    """Return the chunks of a list, a tuple or a `ModuleList` of them, or of one model."""
+    if isinstance(model, Module) and not isinstance(model, ModuleList):
+        return [model]
+    if isinstance(model, list | tuple | ModuleList) and all(isinstance(chunk, Module) for chunk in model):
+        return list(model)
+    kinds = sorted({type(part).__name__ for part in model}) if isinstance(model, list | tuple) else []
+    shown = f"a {type(model).__name__}" + (f" of {', '.join(kinds)}" if kinds else "")
+    raise TypeError(f"the hook takes a list of model chunks, or a model, got {shown}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +139,7 @@ class _Model:
 def _check_same_settings(running: HecateConfig, asked: HecateConfig) -> None:
     chosen = {name: getattr(running, name) for name in ("lifetime", "transport") if getattr(asked, name) == AUTO}
     if running != dataclasses.replace(asked, **chosen):
-        raise ValueError(f"this model runs FSSDP already, with {running}; asked for {asked}")
+        refuse([f"this model runs FSSDP already, with {running}; asked for {asked}"])
 
 
 def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts], list[str]]:
@@ -135,6 +150,7 @@ def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts],
         configs = {id(layer.config): layer.config for layer in model.layers}.values()
         found = (unsupported.find(layer_config, *around, slots=config.slots) for layer_config in configs)
         problems = list(dict.fromkeys(problem for of_config in found for problem in of_config))
+        problems += foreign_code.find_foreign_layers(model.chunks)
     if not problems:
         problems = compile_all()
     if problems:

@@ -1,7 +1,9 @@
 """``import megatron_hecate.enable``: the one line that gives a Megatron pretraining script the ``--moe-fssdp`` flags.
 
-It must stand before Megatron parses its arguments, best among the imports. Two functions of ``megatron.training`` are
-wrapped, because no object exists yet that could be converted; without ``--moe-fssdp`` both do what they did.
+It must stand before Megatron parses its arguments, best among the imports. Two functions of
+``megatron.training`` are wrapped, because no object exists yet that could be converted; without
+``--moe-fssdp`` both do what they did. Scripts with a setup of their own call only the first: for
+these `entry` watches where models are wrapped.
 """
 
 from __future__ import annotations
@@ -14,11 +16,10 @@ from typing import Any
 
 from megatron.training import arguments, training
 
-from megatron_hecate import HecateConfig, fssdp
+from megatron_hecate import HecateConfig, entry, fssdp
 from megatron_hecate.adapter import compat, unsupported
 from megatron_hecate.comm.agreement import refuse
-
-launched: dict[str, Any] = {}  # the flags given to our launcher, by argparse's names
+from megatron_hecate.entry import launched
 
 
 def wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
@@ -33,6 +34,14 @@ def wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> Non
 def _with_flags(add_megatron_arguments: Callable) -> Callable:
     def add(parser: ArgumentParser) -> ArgumentParser:
         HecateConfig.add_arguments(add_megatron_arguments(parser)).set_defaults(**launched)
+        parse = parser.parse_known_args  # `parse_args` calls it, too
+
+        def parse_and_note(*args: Any, **kwargs: Any) -> Any:
+            namespace, rest = parse(*args, **kwargs)
+            entry.note_parsed(namespace)
+            return namespace, rest
+
+        parser.parse_known_args = parse_and_note  # type: ignore[method-assign]
         return parser
 
     return add
@@ -41,7 +50,7 @@ def _with_flags(add_megatron_arguments: Callable) -> Callable:
 def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
     def setup(*args: Any, **kwargs: Any) -> Any:
         megatron_args = training.get_args()
-        settings = HecateConfig.from_arguments(megatron_args)
+        settings = entry.asked()
         if settings is None:
             return setup_model_and_optimizer(*args, **kwargs)
         call = inspect.signature(setup_model_and_optimizer).bind(*args, **kwargs)
@@ -83,5 +92,6 @@ def _convert_when_built(provider: Callable, hook: Callable[[list], list], *, num
 _problems = compat.broken_assumptions(compat.TRAINING_ASSUMPTIONS)
 if _problems:
     raise ImportError("megatron_hecate.enable does not fit this Megatron:\n" + "\n".join(f"  - {p}" for p in _problems))
+entry.install()
 wrap(arguments, "add_megatron_arguments", _with_flags)
 wrap(training, "setup_model_and_optimizer", _with_hook)

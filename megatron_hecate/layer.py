@@ -54,7 +54,10 @@ class FSSDPLayer:
     def route(self, hidden_states: Tensor, *args: Tensor | None, **kwargs: Tensor | None) -> tuple[Tensor, Tensor]:
         if not captures_graph():
             self.begin()
-        return super().route(hidden_states, *args, **kwargs)
+        probs, routing_map = super().route(hidden_states, *args, **kwargs)
+        if routing_map is not None:
+            self.fssdp.check_routes(routing_map, self.router)
+        return probs, routing_map
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor | None) -> tuple[Tensor, Tensor]:
         if routing_map is not None:  # else a graph has done it

@@ -40,6 +40,9 @@ from megatron_hecate.runtime.progress import here
 from megatron_hecate.runtime.recorder import JobMetrics, StageRecorder, describe_run
 from megatron_hecate.tools.metrics import step_metrics
 
+# whether the hook observes, of all models of this process that it ran on
+_switched_on: set[bool] = set()
+
 
 def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
     """Count what the routers of these model chunks choose. All ranks call it, before DDP wraps the chunks.
@@ -84,8 +87,14 @@ def has_run(chunks: list[Module], *, observing: bool) -> bool:
 
 def note_run(chunks: list[Module], *, observing: bool) -> None:
     """Have `has_run` say so."""
+    _switched_on.add(observing)
     for chunk in chunks:
         chunk._fssdp_hook = observing
+
+
+def is_on() -> bool:
+    """Whether the hook has run on any model of this process."""
+    return bool(_switched_on)
 
 
 def read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:

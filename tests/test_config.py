@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_hecate import HecateConfig
+from megatron_hecate import HecateConfig, fssdp
 
 pytestmark = pytest.mark.fast
 
+SPEEDS = str(Path(__file__).with_name("free_copies.json"))
 FLAGS = {
     "--moe-fssdp",
     "--moe-fssdp-slots",
@@ -45,9 +47,9 @@ def test_flags_become_settings() -> None:
     assert _parse(
         *"--moe-fssdp --moe-fssdp-slots 4 --moe-fssdp-overlap-degree 3 --moe-fssdp-timeout 7.5".split(),
         *"--moe-fssdp-lifetime layer --moe-fssdp-transport p2p".split(),
-        *"--moe-fssdp-late-replicas 6 --moe-fssdp-speeds speeds.json".split(),
+        *f"--moe-fssdp-late-replicas 6 --moe-fssdp-speeds {SPEEDS}".split(),
     ) == HecateConfig(
-        slots=4, overlap_degree=3, timeout=7.5, lifetime="layer", transport="p2p", late_replicas=6, speeds="speeds.json"
+        slots=4, overlap_degree=3, timeout=7.5, lifetime="layer", transport="p2p", late_replicas=6, speeds=SPEEDS
     )
 
 
@@ -101,6 +103,40 @@ def test_settings_cannot_be_changed() -> None:
         (dict(timeout="30"), ValueError, "timeout='30' must be"),
         (dict(timeout=True), ValueError, "timeout=True must be"),
         (dict(speeds=5), ValueError, "speeds=5 must be the name of a file"),
+        (dict(slots=10**9), ValueError, "slots=1000000000 must be 4096 or less"),
+        (dict(slots=float("nan")), ValueError, "slots=nan must be a whole number"),
+        (dict(slots=None), ValueError, "slots=None must be a whole number"),
+        (dict(overlap_degree=10**9), ValueError, "overlap_degree=1000000000 must be 4096 or less"),
+        (dict(overlap_degree=True), ValueError, "overlap_degree=True must be a whole number or None"),
+        (dict(late_replicas=10**9), ValueError, "late_replicas=1000000000 must be 1048576 or less"),
+        (dict(late_replicas="1"), ValueError, "late_replicas='1' must be a whole number"),
+        (dict(rehome=-1), ValueError, "rehome=-1 must be 0 or more"),
+        (dict(rehome=10**10), ValueError, "rehome=10000000000 must be 1000000000 or less"),
+        (dict(rehome=True), ValueError, "rehome=True must be a whole number"),
+        (dict(rehome=3, slots=0), ValueError, "rehome=3 needs slots, got slots=0, which trains as without FSSDP"),
+        (dict(timeout=-5), ValueError, "timeout=-5 must be"),
+        (dict(timeout=None), ValueError, "timeout=None must be"),
+        (dict(observe=1), ValueError, "observe=1 must be True or False"),
+        (dict(observe="true"), ValueError, "observe='true' must be True or False"),
+        (dict(lifetime=None), ValueError, "lifetime=None is none of auto, iteration, microbatch, layer"),
+        (dict(lifetime=True), ValueError, "lifetime=True is none of"),
+        (dict(transport=["p2p"]), ValueError, r"transport=\['p2p'\] is none of auto, p2p, nvlink"),
+        (dict(trace="0-3"), ValueError, "trace='0-3' must name iterations, from 1 on, such as 10-12 or 10"),
+        (dict(trace="7-3"), ValueError, "trace='7-3' must name iterations"),
+        (dict(trace="-3"), ValueError, "trace='-3' must name iterations"),
+        (dict(trace=True), ValueError, "trace=True must name iterations"),
+        (dict(trace=float("nan")), ValueError, "trace=nan must name iterations"),
+        (dict(speeds="no/such.json"), ValueError, "speeds='no/such.json' is no file; write it with .* --measure FILE"),
+        (dict(speeds=Path("no/such.json")), ValueError, "speeds='no/such.json' is no file"),
+        (dict(speeds=""), ValueError, "speeds='' must be the name of a file, or None"),
+        (dict(speeds=b"x"), ValueError, "speeds=b'x' must be the name of a file"),
+        (dict(record=3), ValueError, "record=3 must be the name of a folder"),
+        (dict(record=SPEEDS), ValueError, "record='.*free_copies.json' is a file; name a folder"),
+        (
+            dict(slots=-1, timeout=0, lifetime="x"),
+            ValueError,
+            "slots=-1 must .*; timeout=0 must .*; lifetime='x' is none",
+        ),
         (dict(lifetime="epoch"), ValueError, "lifetime='epoch' is none of auto, iteration, microbatch, layer"),
         (dict(transport="sm"), ValueError, "transport='sm' is none of auto, p2p, nvlink"),
         (dict(transport="pigeon"), ValueError, "transport='pigeon' is none of auto, p2p, nvlink"),
@@ -109,3 +145,26 @@ def test_settings_cannot_be_changed() -> None:
 def test_bad_settings_say_what_to_do(settings: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         HecateConfig(**settings)
+
+
+def test_paths_may_be_objects(tmp_path: Path) -> None:
+    assert HecateConfig(speeds=Path(SPEEDS), record=tmp_path) == HecateConfig(speeds=SPEEDS, record=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "shown"),
+    [
+        (2, "2"),
+        (0, "0"),
+        ("slots=2", "'slots=2'"),
+        ([], "a list"),
+        ({"slots": 2}, "a dict"),
+        (HecateConfig, "a type"),
+        (argparse.Namespace(slots=2), "a Namespace"),
+    ],
+)
+def test_the_hook_is_made_of_settings(wrong: Any, shown: str) -> None:
+    """Not of the model, say, which would make a hook that nobody calls."""
+    with pytest.raises(TypeError, match="fssdp takes a HecateConfig, or nothing, got ") as error:
+        fssdp(wrong)
+    assert f"got {shown}; write fssdp(HecateConfig(slots=2))(model_chunks)" in str(error.value)

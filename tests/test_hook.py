@@ -208,3 +208,44 @@ def test_a_rank_without_a_compiler_stops_all_at_switch_on() -> None:
     patch.undo()
     assert snapshot(chunks) == before
     tiny_gpt.fssdp_hook(transport="p2p")(chunks)  # and works once there is one
+
+
+@ranks(2)
+def test_the_hook_takes_a_model_or_its_chunks() -> None:
+    import tiny_gpt
+    import torch
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    for form in (
+        lambda model: model,
+        lambda model: [model],
+        lambda model: (model,),
+        lambda m: torch.nn.ModuleList([m]),
+    ):
+        given = form(tiny_gpt.build(case)[0][0])
+        assert tiny_gpt.fssdp_hook()(given) is given
+        chunks = [given] if isinstance(given, torch.nn.Module) else given
+        assert all(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(chunks))
+    model = tiny_gpt.build(case)[0][0]
+    for wrong, shown in ((None, "a NoneType"), ([[model]], "a list of list"), (iter([model]), "a list_iterator")):
+        for observing in (False, True):
+            with pytest.raises(TypeError, match=f"takes a list of model chunks, or a model, got {shown}"):
+                fssdp(HecateConfig(observe=observing))(wrong)
+
+
+@ranks(2)
+def test_the_hook_after_ddp_is_refused() -> None:
+    """Given what wraps the model, or the model that is wrapped; whatever the slots."""
+    import tiny_gpt
+
+    for case in (tiny_gpt.Case(), tiny_gpt.Case(bf16=True, distributed_optimizer=True)):
+        tiny_gpt.initialize(case)
+        for slots in (0, 2):
+            chunks, config = tiny_gpt.build(case)
+            wrapped, _ = tiny_gpt.wrap(case, chunks, config)
+            for given in (wrapped, chunks, wrapped[0]):
+                with pytest.raises(ValueError, match="DistributedDataParallel has wrapped the model already; call the"):
+                    tiny_gpt.fssdp_hook(slots=slots)(given)
+            assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(chunks))
+        tiny_gpt.parallel_state.destroy_model_parallel()

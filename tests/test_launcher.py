@@ -147,12 +147,52 @@ def test_flags_hook_and_launcher_train_the_stock_model(text: Path) -> None:
 
 @pytest.mark.newest
 def test_flags_that_cannot_be_combined_stop_the_run_with_a_list(text: Path) -> None:
-    with pytest.raises(AssertionError) as error:
-        settings = "--cuda-graph-impl local --use-megatron-fsdp --ckpt-format fsdp_dtensor"
-        _pretrain(text, launcher=["-m", "megatron_hecate", "--moe-fssdp"], settings=settings)
+    settings = "--cuda-graph-impl local --use-megatron-fsdp --ckpt-format fsdp_dtensor"
+    code, log = _run(text, launcher=["-m", "megatron_hecate", "--moe-fssdp"], settings=settings)
     first = "FSSDP cannot be switched on:.*  - --moe-fssdp with cuda_graph_impl='local': "
     same_error = "((?!ValueError).)*  - --moe-fssdp with use_megatron_fsdp=True: "
-    assert re.search(first + same_error, str(error.value), re.DOTALL), "model and job in one list"
+    assert code != 0 and re.search(first + same_error, log, re.DOTALL), "model and job in one list"
+    _assert_printed_once(log, "--moe-fssdp with cuda_graph_impl='local': ")
+
+
+def _assert_printed_once(log: str, problem: str) -> None:
+    """By rank 0, in a list; by rank 1, one line; and no traceback shows a line of ours."""
+    assert log.count(problem) == 1 and log.count("FSSDP cannot be switched on:\n  - ") == 1, log
+    assert log.count("FSSDP cannot be switched on; rank 0 says why (this is rank 1)") == 1, log
+    assert not re.search(r'File "[^"]*megatron_hecate/', log), log
+
+
+HOOKED = """
+import tiny_gpt
+from megatron_hecate import HecateConfig, fssdp
+import torch.distributed as dist
+dist.init_process_group("gloo")
+case = tiny_gpt.Case()
+tiny_gpt.initialize(case)
+chunks, config = tiny_gpt.build(case)
+config.moe_single_grouped_weight = True
+fssdp(HecateConfig(slots=2))(chunks)
+"""
+
+
+@pytest.mark.newest
+def test_the_hook_by_itself_prints_a_list_once(tmp_path: Path) -> None:
+    """In a script that neither our launcher nor `enable` is in; so it is with flags that are out of range."""
+    (script := tmp_path / "hooked.py").write_text(HOOKED)
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "examples", ROOT / "tests"]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    for rest, problem in {
+        (str(script),): "--moe-fssdp with moe_single_grouped_weight=True",
+        ("-m", "megatron_hecate", "--moe-fssdp-slots", "-1", "--moe-fssdp", str(script)): "slots=-1 must be",
+    }.items():
+        done = subprocess.run(
+            [*command, *rest], env=environment, text=True, capture_output=True, timeout=120, cwd=tmp_path
+        )
+        log = done.stdout + done.stderr
+        assert done.returncode != 0 and log.count(problem) == 1, log
+        if rest[0] != "-m":
+            _assert_printed_once(log, problem)
 
 
 @pytest.mark.newest

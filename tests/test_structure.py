@@ -35,8 +35,10 @@ FLOORS = [
     {"layer", "observe"},
     {"convert"},
     {""},
-    {"enable", "check"},
+    {"entry", "check"},
+    {"enable"},
     {"bridge"},
+    {"launcher"},
     {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -45,9 +47,11 @@ WITH_MEGATRON = {
     "layer",
     "observe",
     "convert",
+    "entry",
     "enable",
     "check",
     "bridge",
+    "launcher",
     "__main__",
     "runtime.layer_state",
 }

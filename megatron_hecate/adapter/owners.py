@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 
@@ -29,6 +30,18 @@ def of_model(chunks: Iterable[Module]) -> dict[str, Any]:
         if any(hasattr(p, "__fsdp_param__") for p in chunk.parameters()):
             found["use_megatron_fsdp"] = True
     return found
+
+
+def find_wrapped(chunks: Iterable[Module]) -> list[str]:
+    """Return a line where a data-parallel class has wrapped the chunks already, or the modules that they wrap."""
+    for chunk in chunks:
+        wrappers = [type(module).__name__ for module in chunk.modules() if isinstance(module, _BaseDataParallel)]
+        grads = (getattr(parameter, "main_grad", None) for parameter in chunk.parameters())
+        # DDP's are parts of a buffer
+        if wrappers or any(g is not None and g.untyped_storage().nbytes() > g.nbytes for g in grads):
+            by = wrappers[0] if wrappers else "DistributedDataParallel"
+            return [f"{by} has wrapped the model already; call the hook on the model chunks before"]
+    return []
 
 
 def of_job() -> dict[str, Any]:

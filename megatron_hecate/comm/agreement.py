@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,6 +16,8 @@ from megatron_hecate.comm.question import Question, Verdict
 from megatron_hecate.comm.transfer import wait_collective
 
 LISTED: int = 64  # problems that ranks other than 0 list, at most
+# seconds that rank 0 has to print, before torchrun sees that another rank has failed and ends it
+GRACE: float = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +106,58 @@ def format_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
+class SwitchOnError(ValueError):
+    """FSSDP cannot be switched on.
+
+    Every rank raises it with the whole list. Uncaught, rank 0 prints the list and each other rank one
+    line, without a traceback: `sys.excepthook` is replaced, for this type only, when one is made.
+
+    Args:
+        problems: what is wrong, a line each.
+    """
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        super().__init__(self.problems)
+        if not getattr(sys.excepthook, "_megatron_hecate", False):
+            sys.excepthook = _without_traceback(sys.excepthook)
+
+    def __str__(self) -> str:
+        return "\n".join(["FSSDP cannot be switched on:", *(f"  - {problem}" for problem in self.problems)])
+
+    def print(self) -> None:
+        """Print the list on rank 0, and one line on another rank, to the standard error."""
+        rank = rank_of_job()
+        if rank == 0:
+            print(self, file=sys.stderr, flush=True)
+            return
+        print(f"FSSDP cannot be switched on; rank 0 says why (this is rank {rank})", file=sys.stderr, flush=True)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(GRACE)
+
+
+def rank_of_job() -> int:
+    """Return this process's rank, also before its process group exists."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", 0))
+
+
+def _without_traceback(hook: Callable[..., None]) -> Callable[..., None]:
+    def print_error(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if isinstance(error, SwitchOnError):
+            error.print()
+        else:
+            hook(kind, error, traceback)
+
+    print_error._megatron_hecate = True  # type: ignore[attr-defined]
+    return print_error
+
+
 def refuse(problems: Iterable[str]) -> None:
-    """Raises a ValueError that lists all ``problems``, if there are any."""
-    if listed := "\n".join(f"  - {problem}" for problem in problems):
-        raise ValueError(f"FSSDP cannot be switched on:\n{listed}")
+    """Raise a `SwitchOnError` that lists all ``problems``, if there are any."""
+    if listed := list(problems):
+        raise SwitchOnError(listed)
 
 
 def assert_same(number: int, group: dist.ProcessGroup, *, label: str, timeout: float) -> None:

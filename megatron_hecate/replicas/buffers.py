@@ -204,8 +204,8 @@ class BufferPool:
         if not self._free:
             raise RuntimeError(
                 f"{label}: all {len(self._weights)} buffers hold replicas of microbatches whose backward has not run; "
-                "the pipeline schedule runs more forwards ahead than Megatron's schedules do, or backwards were left "
-                "out; use --moe-fssdp-lifetime layer or iteration"
+                "the schedule runs more forwards ahead than Megatron's schedules do, or backwards were left out; "
+                "use --moe-fssdp-lifetime layer, and run forwards without a backward under torch.no_grad()"
             )
         return self._free.pop()
 

@@ -15,9 +15,11 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_hecate.adapter.dispatcher import Rerouter
 from megatron_hecate.adapter.experts import PhysicalExperts
+from megatron_hecate.adapter.foreign_code import check_layer
 from megatron_hecate.adapter.graph_parts import holds_preprocess
 from megatron_hecate.adapter.rules import Settings
 from megatron_hecate.adapter.stored_weights import StoredWeights
@@ -53,6 +55,7 @@ class LayerParts:
     @classmethod
     def build(cls, layer: MoELayer, *, slots: int, passes: int) -> LayerParts:
         """Raises TypeError or ValueError for a layer that cannot be converted."""
+        check_layer(layer)
         homes_only = Placement.initial(layer.config.num_moe_experts, layer.ep_group.size(), num_slots=slots)
         return cls(
             layer=layer,
@@ -118,6 +121,15 @@ class LayerState:
         # replicas of the microbatches whose backward has not run, once per pass, oldest first: Megatron's schedules
         # keep that order
         self._in_flight: deque[Replicas | None] = deque()
+
+    def check_routes(self, routing_map: Tensor, router: Module) -> None:
+        """Raise a ValueError where a router of its own kind returns no [T, E] bool map of tokens to experts."""
+        if routing_map.dtype is not torch.bool or routing_map.shape[-1:] != (self.homes.num_experts,):
+            raise ValueError(
+                f"{self.name}: {type(router).__name__} returned a routing map of {routing_map.dtype} "
+                f"{list(routing_map.shape)}, FSSDP reads a bool map over {self.homes.num_experts} experts; use "
+                "Megatron's TopKRouter, or leave --moe-fssdp off"
+            )
 
     @property
     def keeps_replicas(self) -> bool:

@@ -266,3 +266,40 @@ def test_another_bridge_is_refused() -> None:
         ImportError, match=r"does not fit this Bridge:\n  - megatron.bridge.training.pretrain:.* takes cfg"
     ):
         import megatron_hecate.bridge  # noqa: F401
+
+
+@pytest.mark.parametrize("way", ["attributes of the provider", "flags"])
+@ranks(2)
+def test_a_provider_that_builds_without_pretrain(way: str) -> None:
+    """As frameworks of reinforcement learning do, with a hook of their own in place of registered ones."""
+    from bridge_on_cpu import recipe
+
+    from megatron_hecate import bridge
+
+    config = recipe()
+    if way == "flags":
+        bridge.launcher.launched.update(moe_fssdp=True, moe_fssdp_slots=1)
+    else:
+        config.model.moe_fssdp, config.model.moe_fssdp_slots = True, 1
+    config.model.finalize()
+    config.model.initialize_model_parallel(seed=1)
+    seen: list = []
+    build = config.model.provide_distributed_model
+    model = build(ddp_config=config.ddp, pre_wrap_hook=lambda chunks: seen.extend(chunks) or chunks)
+    layers = [m for chunk in model for m in chunk.modules() if hasattr(m, "fssdp")]
+    assert seen and [layer.fssdp.config.slots for layer in layers] == [1, 1]
+
+
+@ranks(2)
+def test_settings_out_of_range_are_refused_in_one_way() -> None:
+    """Of overrides, which may be any text; and a recipe is a recipe."""
+    from bridge_on_cpu import recipe
+
+    from megatron_hecate import bridge
+
+    config = recipe("train.train_iters=1")
+    config.model.moe_fssdp, config.model.moe_fssdp_slots = True, "many"
+    with pytest.raises(bridge.SwitchOnError, match="slots='many' must be a whole number"):
+        train(config)
+    with pytest.raises(TypeError, match=r"bridge\.enable takes a recipe, a ConfigContainer, got a int"):
+        bridge.enable(2)

@@ -106,6 +106,6 @@ def test_ranks_share_the_search() -> None:
     rehoming.HomeSearch = Shared
     case = tiny_gpt.Case(ep=2)
     tiny_gpt.initialize(case)
-    tiny_gpt.train(case, steps=8, hook=tiny_gpt.fssdp_hook(rehome=3, slots=0))
+    tiny_gpt.train(case, steps=8, hook=tiny_gpt.fssdp_hook(rehome=3, slots=1))
     assert looked_at == [[[0], [1], [], []][dist.get_rank()]] * 2
     assert (max(found, default=0) > 0) == (dist.get_rank() == 0), found

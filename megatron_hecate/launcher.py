@@ -1,0 +1,267 @@
+"""Run a script, a module or a console command as Python would, with our flags known to Megatron.
+
+Flags of ours stand before the target, or among its own arguments: a script that drops arguments it
+does not know (``ignore_unknown_args``) drops no flag of ours unseen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import runpy
+import shutil
+import sys
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_hecate import HecateConfig
+
+# seconds that rank 0 has to print, before torchrun sees that another rank has failed and ends it
+GRACE: float = 2.0
+# console commands and modules that start the ranks; the launcher runs in each rank, so they go first
+STARTERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
+
+
+class Parser(argparse.ArgumentParser):
+    """Print usage and an error on rank 0, and one line on each other rank."""
+
+    def error(self, message: str) -> NoReturn:
+        rank = int(os.environ.get("RANK", 0))
+        if rank == 0:
+            super().error(message)
+        print(f"{self.prog}: error; rank 0 says which (this is rank {rank})", file=sys.stderr, flush=True)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            time.sleep(GRACE)
+        sys.exit(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A split command line of the launcher.
+
+    Args:
+        flags: arguments of the launcher itself.
+        target: a script, a module or a console command; empty where none is given.
+        is_module: whether ``target`` is a module, given after ``-m``.
+        arguments: the target's own.
+    """
+
+    flags: list[str]
+    target: str
+    is_module: bool
+    arguments: list[str]
+
+    @classmethod
+    def split(cls, argv: list[str], parser: argparse.ArgumentParser) -> Command:
+        """Find the target: the first word that is neither a flag of ``parser`` nor the value of one."""
+        takes_value = {flag: action.nargs is None for action in parser._actions for flag in action.option_strings}
+        at = 0
+        while at < len(argv):
+            word = argv[at]
+            if word.startswith("-m") and not word.startswith("--"):
+                following = argv[at + 1 :] if word == "-m" else [word[2:], *argv[at + 1 :]]
+                return cls(argv[:at], "".join(following[:1]), True, following[1:])
+            if not word.startswith("-"):
+                return cls(argv[:at], word, False, argv[at + 1 :])
+            at += 2 if takes_value.get(word, False) else 1
+        return cls(argv, "", False, [])
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What the launcher runs.
+
+    Args:
+        name: in messages.
+        argv0: ``sys.argv[0]`` of the target.
+        folder: ``sys.path[0]`` of the target.
+        run: runs it as ``__main__``.
+    """
+
+    name: str
+    argv0: str
+    folder: str
+    run: Callable[[], Any]
+
+    @classmethod
+    def find(cls, command: Command) -> Target:
+        """Find what ``command`` names, without importing it.
+
+        Raises:
+            ValueError: for a target that does not exist, is no Python, or starts ranks itself.
+        """
+        name = command.target
+        if name in STARTERS:
+            right = "torchrun ... -m megatron_hecate ... SCRIPT.py"
+            raise ValueError(f"{name} starts the ranks, so it comes first: {right}")
+        if command.is_module:
+            return cls._module(name)
+        path = Path(name)
+        if path.is_file() or (path / "__main__.py").is_file():
+            return cls._script(name)
+        if path.suffix == ".py" or os.sep in name:
+            raise ValueError(f"{name} does not exist")
+        return cls._console_command(name)
+
+    @classmethod
+    def _module(cls, name: str) -> Target:
+        folder = str(Path.cwd())
+        if not name:
+            raise ValueError("-m needs the name of a module")
+        sys.path.insert(0, folder)
+        try:
+            spec = importlib.util.find_spec(name.partition(".")[0])
+        finally:
+            sys.path.remove(folder)
+        if spec is None:
+            raise ValueError(f"there is no module {name}")
+        return cls(name, name, folder, lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
+
+    @classmethod
+    def _script(cls, name: str) -> Target:
+        path = str(Path(name).absolute())
+        if Path(path).is_file() and not _is_python(Path(path), otherwise=not name.endswith(".sh")):
+            raise ValueError(f"{name} is not written in Python; give the script that it starts")
+        folder = Path(path).resolve()
+        folder = folder if folder.is_dir() else folder.parent
+        return cls(path, path, str(folder), lambda: runpy.run_path(path, run_name="__main__"))
+
+    @classmethod
+    def _console_command(cls, name: str) -> Target:
+        path = shutil.which(name)
+        folder = str(Path(path).resolve().parent) if path else str(Path.cwd())
+        if found := list(importlib.metadata.entry_points(group="console_scripts", name=name)):
+            return cls(name, path or name, folder, lambda: sys.exit(found[0].load()()))
+        if path is not None and _is_python(Path(path), otherwise=False):
+            return cls(name, path, folder, lambda: runpy.run_path(path, run_name="__main__"))
+        kind = "does not exist" if path is None else f"({path}) is not written in Python"
+        ways = "a script, -m MODULE, or a console command of this Python environment"
+        raise ValueError(f"{name} {kind}; give {ways}")
+
+
+def run(argv: list[str], parser: Parser) -> int:
+    """Run what ``argv`` names; returns the exit status."""
+    HecateConfig.add_arguments(parser)
+    command = Command.split(argv, parser)
+    # -h, and flags of others before the script, end here
+    given = _given(parser.parse_args(command.flags, _unset()))
+    if not command.target and not command.is_module:
+        parser.error("no SCRIPT.py given, nor -m MODULE, nor a console command")
+    try:
+        target = Target.find(command)
+    except ValueError as error:
+        parser.error(str(error))
+    given |= _among(command.arguments)
+    try:  # what is wrong is said now, not when Megatron has started
+        settings = HecateConfig.from_arguments(argparse.Namespace(**given))
+        if settings is not None and settings.speeds is not None:
+            from megatron_hecate.plan import Speeds
+
+            Speeds.load(settings.speeds)
+    except (ValueError, NotImplementedError) as error:
+        parser.error(f"--moe-fssdp: {error}")
+    # the script may change the working directory
+    for name in ("moe_fssdp_speeds", "moe_fssdp_record"):
+        if given.get(name) is not None:
+            given[name] = str(Path(given[name]).absolute())
+    sys.path[0] = target.folder  # as if the script had been started by itself
+    return _run(target, given, command.arguments)
+
+
+def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
+    from megatron_hecate import enable, entry
+
+    enable.launched.clear()
+    enable.launched.update(given)
+    if "megatron.bridge" in sys.modules:
+        import megatron_hecate.bridge  # noqa: F401
+    else:
+        sys.meta_path.insert(0, _WithBridge())
+    _come_along(given)
+    sys.argv = [target.argv0, *arguments]
+    try:
+        target.run()
+    except SystemExit as done:  # as console commands end
+        if done.code not in (None, 0):
+            raise
+    if entry.is_off_against_wish():
+        if int(os.environ.get("RANK", 0)) == 0:
+            text = "built no model by megatron.training or Megatron-Bridge: FSSDP was off"
+            print(f"FSSDP: {target.name} {text}", file=sys.stderr)
+        return 1
+    return 0
+
+
+_UNSET = object()  # the value of no flag
+
+
+def _unset() -> argparse.Namespace:
+    return argparse.Namespace(**dict.fromkeys(HecateConfig().as_arguments(), _UNSET))
+
+
+def _given(namespace: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(namespace).items() if value is not _UNSET}
+
+
+def _among(arguments: list[str]) -> dict[str, Any]:
+    """Return our flags among a script's own arguments, none where one has an invalid value."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    HecateConfig.add_arguments(parser)
+    try:
+        found, _ = parser.parse_known_args(arguments, _unset())
+    except argparse.ArgumentError:
+        return {}
+    return _given(found)
+
+
+def _is_python(path: Path, *, otherwise: bool) -> bool:
+    """Return what a file's first line says, or ``otherwise`` where it names no interpreter."""
+    with path.open("rb") as file:
+        first = file.readline()
+    return b"python" in first if first.startswith(b"#!") else otherwise
+
+
+class _WithBridge(importlib.abc.MetaPathFinder):
+    """Imports `megatron_hecate.bridge` as soon as the script has imported Megatron-Bridge."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != "megatron.bridge":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                import megatron_hecate.bridge  # noqa: F401
+
+            spec.loader.exec_module = exec_module
+        return spec
+
+
+def _come_along(given: dict[str, Any]) -> None:
+    """Put the launcher in front of a script that replaces its process, as Bridge's scripts do to start
+    anew in a recipe's environment. Each function of `os` that does so ends in one of these two."""
+    execv, execve = os.execv, os.execve
+    os.execv = lambda file, command: execv(file, _behind_launcher(file, command, given))
+    os.execve = lambda file, command, environment: execve(file, _behind_launcher(file, command, given), environment)
+
+
+def _behind_launcher(file: str, command: list[str], given: dict[str, Any]) -> list[str]:
+    """Return ``command``, with the launcher in front where it starts a Python script or module."""
+    command = list(command)
+    starts_python = file == sys.executable and len(command) > 1
+    if not starts_python or not (command[1].endswith(".py") or command[1].startswith("-m")):
+        return command
+    flags = [("--" + name.replace("_", "-"), value) for name, value in given.items()]
+    ours = [part for flag, value in flags for part in ((flag,) if value is True else (flag, str(value)))]
+    return [file, "-m", "megatron_hecate", *ours, *command[1:]]

@@ -1,0 +1,152 @@
+"""MoE layers with code of their own are refused by name; what only reads what they return is not.
+
+Oracle: literal messages; for a router of its own, the model without FSSDP.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+from ranks import ranks
+
+KINDS = {
+    "experts": ("its experts (turbo.TurboExperts) has forward of its own", "experts", "forward"),
+    "helper of experts": (
+        "its experts (turbo.TurboExperts) has _pad_tensor_for_quantization of its own",
+        "experts",
+        "_pad_tensor_for_quantization",
+    ),
+    "linear": (
+        "a part of its experts (turbo.TurboExperts) has forward of its own",
+        "experts.local_experts.0.linear_fc1",
+        "forward",
+    ),
+    "dispatcher": (
+        "its dispatcher (turbo.TurboExperts) has token_dispatch of its own",
+        "token_dispatcher",
+        "token_dispatch",
+    ),
+    "layer": ("the layer (turbo.TurboExperts) has forward of its own", "", "forward"),
+    "part of a layer": ("the layer (turbo.TurboExperts) has route of its own", "", "route"),
+}
+
+
+def of_own_kind(module: Any, method: str, *, name: str = "TurboExperts") -> type:
+    """A subclass of another package, whose ``method`` does what it did."""
+    base = type(module)
+
+    def own(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(kind, self), method)(*args, **kwargs)
+
+    own.__module__ = "turbo"
+    kind = type(name, (base,), {method: own, "__module__": "turbo"})
+    return kind
+
+
+def refusal(chunks: list) -> str:
+    import tiny_gpt
+
+    with pytest.raises(ValueError, match="FSSDP cannot be switched on") as error:
+        tiny_gpt.fssdp_hook()(chunks)
+    return str(error.value)
+
+
+@ranks(2)
+def test_own_code_is_refused_by_name() -> None:
+    """In one layer, by a subclass; and patched into an object, or into Megatron's class."""
+    import tiny_gpt
+    from megatron.core.transformer.moe.experts import SequentialMLP
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    for what, (message, path, method) in KINDS.items():
+        chunks, _ = tiny_gpt.build(case)
+        layer = tiny_gpt.moe_layers(chunks)[1]
+        module = layer.token_dispatcher if path == "token_dispatcher" else layer.get_submodule(path)
+        module.__class__ = of_own_kind(module, method)
+        said = refusal(chunks)
+        assert f"layer 2: {message}: FSSDP has replicas for Megatron's own code only; use " in said, (what, said)
+        assert not any(hasattr(m, "fssdp") for m in tiny_gpt.moe_layers(chunks))
+    chunks, _ = tiny_gpt.build(case)
+    experts = tiny_gpt.moe_layers(chunks)[0].experts
+    experts.forward = lambda *args: SequentialMLP.forward(experts, *args)
+    assert "its experts (megatron.core.transformer.moe.experts.SequentialMLP) has forward of its own" in refusal(chunks)
+    chunks, _ = tiny_gpt.build(case)
+
+    def patched(self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any, permuted_probs: Any) -> None: ...
+
+    with mock.patch.object(SequentialMLP, "forward", patched):
+        assert refusal(chunks).count("SequentialMLP) has forward of its own") == 2
+
+
+@ranks(2, preload="te")
+def test_grouped_experts_of_their_own_are_refused() -> None:
+    """And linears of these."""
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import tiny_gpt
+
+    case = tiny_gpt.Case(grouped=True)
+    tiny_gpt.initialize(case)
+    for path, method in {"": "forward", "linear_fc1": "forward", "linear_fc2": "_get_weight_tensors"}.items():
+        chunks, _ = tiny_gpt.build(case)
+        module = tiny_gpt.moe_layers(chunks)[0].experts.get_submodule(path)
+        module.__class__ = of_own_kind(module, method)
+        said = refusal(chunks)
+        assert f"experts (turbo.TurboExperts) has {method} of its own: FSSDP" in said, said
+    chunks, _ = tiny_gpt.build(case)
+    experts = tiny_gpt.moe_layers(chunks)[0].experts
+    experts.__class__ = of_own_kind(experts, "extra_repr")
+    tiny_gpt.fssdp_hook()(chunks)
+
+
+@ranks(2)
+def test_a_layer_that_is_not_megatrons_is_named() -> None:
+    import tiny_gpt
+    from megatron.core.transformer.moe.moe_layer import BaseMoELayer
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    chunks, config = tiny_gpt.build(case)
+    own = type("OwnMoE", (BaseMoELayer,), {"__module__": "turbo", "forward": lambda self: None})
+    alien = own.__new__(own)
+    super(BaseMoELayer, alien).__init__(config)
+    chunks[0].add_module("beside", alien)
+    assert "turbo.OwnMoE is a MoE layer of its own kind: FSSDP converts Megatron's MoELayer" in refusal(chunks)
+
+
+@ranks(2)
+def test_a_router_of_its_own_trains_as_stock() -> None:
+    """And a layer that adds to what Megatron's parts compute."""
+    import tiny_gpt
+
+    def own(chunks: list) -> list:
+        for layer in tiny_gpt.moe_layers(chunks):
+            layer.router.__class__ = of_own_kind(layer.router, "forward", name="OwnRouter")
+            layer.__class__ = of_own_kind(layer, "postprocess", name="OwnLayer")
+        return chunks
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, hook=own)
+    ours = tiny_gpt.train(case, hook=lambda chunks: tiny_gpt.fssdp_hook()(own(chunks)))
+    tiny_gpt.assert_trained_alike(stock, ours)
+
+
+@ranks(2)
+def test_a_router_that_returns_something_else_is_named() -> None:
+    """Numbers of experts instead of a map over experts, as a fused router might."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    chunks, config = tiny_gpt.build(case, tiny_gpt.fssdp_hook())
+    for layer in tiny_gpt.moe_layers(chunks):
+        routed = layer.router.forward
+        layer.router.forward = lambda *args, routed=routed: (lambda p, m: (p, m.int()))(*routed(*args))
+    chunks, _ = tiny_gpt.wrap(case, chunks, config)
+    with pytest.raises(ValueError, match=r"layer 1: TopKRouter returned a routing map of torch.int32 \[32, 8\], .*"):
+        tiny_gpt.run(case, chunks, 0, num_microbatches=1)

@@ -1,0 +1,309 @@
+"""FSSDP that was asked for is on before the first optimizer step, or it is an error.
+
+Oracle: the same model without FSSDP, or literal messages.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import ranks
+
+HERE = Path(__file__).resolve().parent
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --swiglu "
+    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --num-experts 8 --micro-batch-size 1 "
+    "--untie-embeddings-and-output-weights --moe-ffn-hidden-size 64 --global-batch-size 8 --lr 1e-2 --train-iters 5 "
+    "--tokenizer-type NullTokenizer --vocab-size 257 --transformer-impl local --no-persist-layer-norm "
+    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion "
+    "--no-bias-swiglu-fusion --no-rope-fusion --attention-softmax-in-fp32 --distributed-backend gloo "
+    "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16"
+)
+DENSE = dict(num_moe_experts=None, moe_ffn_hidden_size=None, expert_model_parallel_size=1, moe_router_dtype=None)
+OFF = r"it was asked for, and SGD is about to step while no model .*; call megatron_hecate.fssdp\(HecateConfig\(...\)\)"
+
+
+def launch(*arguments: str) -> str:
+    """Run our launcher in this process; returns what it printed."""
+    import contextlib
+    import io
+
+    from megatron_hecate.__main__ import main
+
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert main([*arguments]) == 0
+    return said.getvalue()
+
+
+def prepare_training(does: str) -> None:
+    """Put the CPU behind Megatron, and say what the script does."""
+    import megatron_on_cpu
+
+    megatron_on_cpu.install()
+    import megatron.training.training  # noqa: F401
+
+    megatron_on_cpu.for_training()
+    os.environ.update(OWN_SETUP=does, CUDA_DEVICE_MAX_CONNECTIONS="1")
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16 distributed optimizer", "chunks"])
+@ranks(4)
+def test_a_model_is_converted_where_it_is_wrapped(kind: str) -> None:
+    """Behind Float16Module too, and with all chunks of a rank, of which each is wrapped by itself."""
+    import tiny_gpt
+
+    from megatron_hecate import entry
+
+    case = {
+        "fp32": tiny_gpt.Case(ep=4),
+        "bf16 distributed optimizer": tiny_gpt.Case(bf16=True, distributed_optimizer=True, overlap=True, accumulate=2),
+        "chunks": tiny_gpt.Case(pp=2, vpp=2, accumulate=4),
+    }[kind]
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case)
+    entry.install()
+    untouched = tiny_gpt.train(case, steps=1)
+    assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(untouched.chunks)), "nobody asked for it"
+    entry.launched.update(moe_fssdp=True, moe_fssdp_speeds=tiny_gpt.FREE, moe_fssdp_slots=3)
+    ours = tiny_gpt.train(case)
+    assert {layer.fssdp.config.slots for layer in tiny_gpt.moe_layers(ours.chunks)} == {3}
+    tolerance = tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
+    tiny_gpt.assert_trained_alike(stock, ours, tolerance=tolerance)
+    assert not entry.is_off_against_wish()
+
+
+@ranks(4)
+def test_chunks_that_are_out_of_sight_are_an_error() -> None:
+    import tiny_gpt
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from megatron_hecate import entry
+
+    case = tiny_gpt.Case(pp=2, vpp=2)
+    tiny_gpt.initialize(case)
+    entry.install()
+    entry.launched.update(moe_fssdp=True)
+    first = tiny_gpt.build(case)[0].pop(0)
+    with pytest.raises(ValueError, match="this rank's model has 2 chunks, of which only one is in sight when"):
+        DistributedDataParallel(first.config, DistributedDataParallelConfig(), first)
+
+
+@ranks(2)
+def test_a_step_without_fssdp_is_an_error() -> None:
+    """Of a model that nothing of Megatron's wraps; and of a dense one, which has nothing to convert."""
+    import dataclasses
+
+    import tiny_gpt
+    import torch
+
+    from megatron_hecate import HecateConfig, entry, fssdp
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    entry.install()
+    chunks, _ = tiny_gpt.build(case)
+    optimizer = torch.optim.SGD(chunks[0].parameters(), lr=0.1)
+    optimizer.step()  # nobody asked for it
+    for flag in ("moe_fssdp", "moe_fssdp_observe"):
+        entry.launched.clear()
+        entry.launched[flag] = True
+        with pytest.raises(ValueError, match=OFF):
+            optimizer.step()
+    entry.launched.clear()
+    entry.launched["moe_fssdp"] = True
+    dense = dataclasses.replace(case, settings=tuple(DENSE.items()))
+    with pytest.raises(ValueError, match=OFF.replace("SGD", "FusedAdam")):
+        tiny_gpt.train(dense, steps=1)
+    fssdp(HecateConfig(slots=1, speeds=tiny_gpt.FREE))(chunks)
+    optimizer.step()
+    tiny_gpt.train(dense, steps=1)  # beside a model that is on: a critic
+
+
+@ranks(2)
+def test_what_a_model_says_of_itself_comes_first() -> None:
+    """Overrides of Bridge are attributes of the model's configuration."""
+    import tiny_gpt
+
+    from megatron_hecate import HecateConfig, entry, fssdp
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    entry.install()
+    entry.launched.update(moe_fssdp=True, moe_fssdp_slots=3)
+    found = []
+    for own in ({"moe_fssdp": False}, {"moe_fssdp_slots": 1}, {}):
+        chunks, config = tiny_gpt.build(case)
+        vars(config).update(own)
+        tiny_gpt.wrap(case, chunks, config)[1].step()
+        found.append([layer.fssdp.config.slots for layer in tiny_gpt.moe_layers(chunks) if hasattr(layer, "fssdp")])
+    assert found == [[], [1, 1], [3, 3]]
+    chunks, config = tiny_gpt.build(case, fssdp(HecateConfig(slots=2)))
+    tiny_gpt.wrap(case, chunks, config)
+    assert [layer.fssdp.config.slots for layer in tiny_gpt.moe_layers(chunks)] == [2, 2], "the script's own hook"
+
+
+@ranks(2)
+def test_megatron_fsdp_is_refused_where_it_wraps() -> None:
+    import tiny_gpt
+    from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+
+    from megatron_hecate import entry
+
+    class TorchFullyShardedDataParallel(_BaseDataParallel):
+        """Wraps what it is given, as Megatron's class of this name."""
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    entry.install()
+    entry.launched.update(moe_fssdp=True)
+    chunks, config = tiny_gpt.build(case)
+    with pytest.raises(ValueError, match="use_torch_fsdp2=True: FSDP2 owns the expert weights"):
+        TorchFullyShardedDataParallel(config, chunks[0])
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("way", ["launcher", "launcher, flags among the script's", "one line"])
+@ranks(2)
+def test_a_script_with_a_setup_of_its_own(way: str) -> None:
+    prepare_training("get_model")
+    flags, script = ["--moe-fssdp", "--moe-fssdp-slots", "3"], str(HERE / "own_setup.py")
+    if way == "one line":
+        import contextlib
+        import io
+        import runpy
+
+        os.environ["OWN_SETUP_ENABLES"] = "1"
+        sys.argv = [script, *MODEL.split(), *flags]
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            runpy.run_path(script, run_name="__main__")
+        log = said.getvalue()
+    else:
+        before, after = (flags, []) if way == "launcher" else ([], flags)
+        log = launch(*before, script, *MODEL.split(), *after)
+    assert "own setup: ['FSSDPLayerMoELayer']" in log, log
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("does", ["optimizer", "nothing"])
+@ranks(2)
+def test_a_script_that_never_gets_there(does: str) -> None:
+    """It stops before its first step. One without a step ends with a status that says so."""
+    import contextlib
+    import io
+
+    import torch.distributed as dist
+
+    from megatron_hecate.__main__ import main
+
+    prepare_training(does)
+    os.environ["RANK"] = str(dist.get_rank())
+    arguments = [str(HERE / "own_setup.py"), *MODEL.split(), "--moe-fssdp"]
+    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()) as errors:
+        if does == "optimizer":
+            with pytest.raises(ValueError, match=OFF):
+                main(arguments)
+            assert "it has stepped" not in said.getvalue()
+        else:
+            assert main(arguments) == 1
+            lines = errors.getvalue().count("own_setup.py built no model by megatron.training or Megatron-Bridge")
+            assert lines == (dist.get_rank() == 0)
+
+
+@pytest.mark.newest
+@ranks(1)
+def test_modules_and_console_commands() -> None:
+    """As Python and the command itself would run them: arguments, folder, exit status."""
+    import contextlib
+    import io
+    import subprocess
+
+    from megatron_hecate.__main__ import main
+
+    prepare_training("nothing")
+    folder = Path(os.environ["TEST_FOLDER"])
+    report = "import sys\ndef main():\n print(__name__, sys.argv, sys.path[0], 'moe_fssdp' in _flags())\n return {}\n"
+    report += "def _flags():\n from megatron_hecate import enable\n return enable.launched\n"
+    (folder / "pack").mkdir()
+    (folder / "pack" / "__init__.py").touch()
+    (folder / "pack" / "inner.py").write_text(report.format(0) + "if __name__ == '__main__':\n sys.exit(main())\n")
+    (folder / "pack" / "failing.py").write_text(report.format(7))
+    (folder / "bin").mkdir()
+    (folder / "run.sh").write_text("torchrun pretrain_gpt.py\n")
+    (folder / "bin" / "plain").write_text(f"#!{sys.executable}\nprint(__name__, __file__)\n")
+    (folder / "bin" / "shell").write_text("#!/bin/sh\necho shell\n")
+    for name in ("plain", "shell"):
+        (folder / "bin" / name).chmod(0o755)
+    metadata = folder / "pack-1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: pack\nVersion: 1\n")
+    commands = "[console_scripts]\ntrain-pack = pack.inner:main\nfail-pack = pack.failing:main\n"
+    (metadata / "entry_points.txt").write_text(commands)
+    os.chdir(folder)
+    sys.path.insert(1, str(folder))
+    os.environ["PATH"] += os.pathsep + str(folder / "bin")
+
+    def run(*arguments: str) -> tuple[int, str]:
+        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()) as errors:
+            try:
+                status = main([*arguments])
+            except SystemExit as done:
+                status = done.code
+        return status, said.getvalue() + errors.getvalue()
+
+    python = subprocess.run(
+        [sys.executable, "-m", "pack.inner", "-m", "x"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run("-m", "pack.inner", "-m", "x") == (0, python.stdout), python.stderr
+    assert run("-mpack.inner", "-m", "x") == (0, python.stdout)
+    status, said = run("--moe-fssdp", "--moe-fssdp-slots=3", "-m", "pack.inner", "a.py")
+    assert f"__main__ ['{folder / 'pack' / 'inner.py'}', 'a.py'] {folder} True" in said
+    assert status == 1 and "pack.inner built no model" in said, "it ends with sys.exit(0)"
+    assert run("train-pack", "a") == (0, f"pack.inner ['train-pack', 'a'] {folder} False\n")
+    assert run("--moe-fssdp-slots", "3", "fail-pack", "a.py")[0] == 7
+    assert run("plain")[1] == f"__main__ {folder / 'bin' / 'plain'}\n"
+    for arguments, message in {
+        ("torchrun", "train.py"): "torchrun starts the ranks, so it comes first: torchrun ... -m megatron_hecate ...",
+        ("-m", "torch.distributed.run"): "torch.distributed.run starts the ranks",
+        ("shell",): f"shell ({folder / 'bin' / 'shell'}) is not written in Python; give a script, -m MODULE, or",
+        ("run.sh",): "run.sh is not written in Python",
+        ("no-such-command",): "no-such-command does not exist",
+        ("-m", "no_such_module.inner"): "there is no module no_such_module.inner",
+        ("-m",): "-m needs the name of a module",
+        ("--moe-fssdp", "--slots", "3", "plain"): "unrecognized arguments: --slots",
+        ("plain", "--moe-fssdp", "--moe-fssdp-slots", "-3"): "slots=-3 must be",
+    }.items():
+        status, said = run(*arguments)
+        assert status == 2 and message in said, (arguments, said)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("function", ["execv", "execvp", "execve", "execvpe", "execl"])
+@ranks(1)
+def test_a_script_that_replaces_its_process(function: str) -> None:
+    """The launcher comes along, whichever of `os`'s functions it calls. Oracle: what the process becomes."""
+    from unittest import mock
+
+    from megatron_hecate import launcher
+
+    became = []
+    with (
+        mock.patch.object(os, "execv", lambda file, command: became.append(command)),
+        mock.patch.object(os, "execve", lambda file, command, environment: became.append(command)),
+    ):
+        launcher._come_along({"moe_fssdp": True, "moe_fssdp_slots": 3})
+        for command in (["script.py", "x"], ["-m", "pack.inner"], ["-c", "pass"]):
+            command = [sys.executable, *command]
+            rest = [os.environ] if function.endswith("e") else []
+            if function == "execl":
+                os.execl(sys.executable, *command)
+            else:
+                getattr(os, function)(sys.executable, command, *rest)
+    ours = [sys.executable, "-m", "megatron_hecate", "--moe-fssdp", "--moe-fssdp-slots", "3"]
+    assert became == [[*ours, "script.py", "x"], [*ours, "-m", "pack.inner"], [sys.executable, "-c", "pass"]]
