@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
 from megatron_hecate.adapter.grouped_linear import GroupedExperts, copy_module
+from megatron_hecate.adapter.parameter_gathers import wait_for_params
 from megatron_hecate.adapter.stored_weights import StoredWeights
-from megatron_hecate.adapter.training_state import wait_for_params
 from megatron_hecate.adapter.unsupported import GROUPED_ONLY
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.plan import LayerShape
