@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import pytest
 from ranks import ranks
 
 SHARDED = dict(overlap=True, distributed_optimizer=True)
@@ -58,3 +59,48 @@ def test_settings_that_move_gathers() -> None:
     _plan_apart(dataclasses.replace(case, ddp=(("align_param_gather", True),)))
     shared = (("moe_shared_expert_intermediate_size", 32), ("moe_shared_expert_overlap", True))
     _plan_apart(dataclasses.replace(case, settings=shared), late_replicas=2)
+
+
+@pytest.mark.newest
+@ranks(4)
+def test_reductions_that_wait_for_the_bucket_before() -> None:
+    """`reduce_scatter_with_fp32_accumulation`, and buckets from one parameter on."""
+    import tiny_gpt
+
+    accumulation = (("reduce_scatter_with_fp32_accumulation", True),)
+    case = tiny_gpt.Case(**SHARDED, bucket_size=1, ddp=accumulation)
+    tiny_gpt.initialize(case)
+    for size in (1, 1000):
+        _plan_apart(dataclasses.replace(case, bucket_size=size))
+
+
+@pytest.mark.newest
+@ranks(4)
+def test_reductions_around_collectives_of_the_attention() -> None:
+    """All ranks are one context-parallel group: two expert-parallel groups meet in the attention."""
+    import tiny_gpt
+
+    accumulation = (("reduce_scatter_with_fp32_accumulation", True),)
+    case = tiny_gpt.Case(cp=4, **SHARDED, bucket_size=1000, ddp=accumulation)
+    tiny_gpt.initialize(case)
+    _plan_apart(case)
+
+
+@pytest.mark.newest
+@ranks(4)
+def test_reductions_of_other_schedules() -> None:
+    """All-reduces, the combined schedule, and recomputation, each with two microbatches."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(overlap=True, bucket_size=1, accumulate=2)
+    tiny_gpt.initialize(case)
+    _plan_apart(case)
+    sharded = dataclasses.replace(
+        case,
+        distributed_optimizer=True,
+        ddp=(("reduce_scatter_with_fp32_accumulation", True),),
+    )
+    combined = (("overlap_moe_expert_parallel_comm", True),)
+    _plan_apart(dataclasses.replace(sharded, settings=combined))
+    recompute = tuple(RECOMPUTE.items())
+    _plan_apart(dataclasses.replace(sharded, settings=recompute), lifetime="layer")
