@@ -150,7 +150,7 @@ class _OrderedReduction:
 def order_buckets(ddp: DistributedDataParallel) -> None:
     """Reduce the experts' buckets of ``ddp`` in one order, at the same points on all ranks."""
     groups = ddp.expert_parallel_bucket_groups
-    if not groups:
+    if not groups or not ddp.ddp_config.overlap_grad_reduce:
         return
     order = _Order(groups)
     point_of = {}
@@ -169,8 +169,11 @@ def order_buckets(ddp: DistributedDataParallel) -> None:
 
 
 def keep_bucket_order(chunks: Iterable[Module], undo: contextlib.ExitStack) -> Callable[[], None]:
-    """Watch for the DDP that will wrap ``chunks``, however deep. What is returned orders its experts' buckets: to be
-    called before the first backward; later calls do nothing."""
+    """Watch for the DDP that will wrap ``chunks``, however deep.
+
+    Returns a function that orders its experts' buckets: call it before the first backward; later
+    calls do nothing.
+    """
     around = weakref.WeakSet(chunks)
 
     def registered(module: Module, _: str, part: Module | None) -> None:
@@ -180,7 +183,7 @@ def keep_bucket_order(chunks: Iterable[Module], undo: contextlib.ExitStack) -> C
     def order() -> None:
         watch.remove()
         for module in around:
-            if isinstance(module, DistributedDataParallel) and module.ddp_config.overlap_grad_reduce:
+            if isinstance(module, DistributedDataParallel):
                 order_buckets(module)
         around.clear()
 

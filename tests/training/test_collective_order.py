@@ -14,11 +14,13 @@ import pytest
 from ranks import ranks
 
 SHARDED = dict(overlap=True, distributed_optimizer=True)
+# of the gradients: a reduction first waits for the bucket before
+ACCUMULATION = (("reduce_scatter_with_fp32_accumulation", True),)
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
-def _plan_apart(case: Any, **settings: Any) -> None:
-    """Compare FSSDP with stock: first one of two groups has no replicas, then the other."""
+def _plan_apart(case: Any, groups: Any = ((2, 3), (0, 1)), **settings: Any) -> None:
+    """Compare FSSDP with stock: the ranks of each of ``groups`` in turn have no replicas."""
     import test_late_replicas
     import tiny_gpt
     import torch.distributed as dist
@@ -26,7 +28,7 @@ def _plan_apart(case: Any, **settings: Any) -> None:
     from megatron_hecate.plan import plan_replicas
 
     stock = tiny_gpt.train(case)
-    for without in ((2, 3), (0, 1)):
+    for without in groups:
         apart = dist.get_rank() in without
         planner = test_late_replicas.no_replicas if apart else plan_replicas
         test_late_replicas.replace_planner(planner)
@@ -67,8 +69,7 @@ def test_reductions_that_wait_for_the_bucket_before() -> None:
     """`reduce_scatter_with_fp32_accumulation`, and buckets from one parameter on."""
     import tiny_gpt
 
-    accumulation = (("reduce_scatter_with_fp32_accumulation", True),)
-    case = tiny_gpt.Case(**SHARDED, bucket_size=1, ddp=accumulation)
+    case = tiny_gpt.Case(**SHARDED, ddp=ACCUMULATION)
     tiny_gpt.initialize(case)
     for size in (1, 1000):
         _plan_apart(dataclasses.replace(case, bucket_size=size))
@@ -77,11 +78,10 @@ def test_reductions_that_wait_for_the_bucket_before() -> None:
 @pytest.mark.newest
 @ranks(4)
 def test_reductions_around_collectives_of_the_attention() -> None:
-    """All ranks are one context-parallel group: two expert-parallel groups meet in the attention."""
+    """All ranks are one context-parallel group, which contains two expert-parallel groups."""
     import tiny_gpt
 
-    accumulation = (("reduce_scatter_with_fp32_accumulation", True),)
-    case = tiny_gpt.Case(cp=4, **SHARDED, bucket_size=1000, ddp=accumulation)
+    case = tiny_gpt.Case(cp=4, **SHARDED, bucket_size=1000, ddp=ACCUMULATION)
     tiny_gpt.initialize(case)
     _plan_apart(case)
 
@@ -95,12 +95,57 @@ def test_reductions_of_other_schedules() -> None:
     case = tiny_gpt.Case(overlap=True, bucket_size=1, accumulate=2)
     tiny_gpt.initialize(case)
     _plan_apart(case)
-    sharded = dataclasses.replace(
-        case,
-        distributed_optimizer=True,
-        ddp=(("reduce_scatter_with_fp32_accumulation", True),),
-    )
+    sharded = dataclasses.replace(case, distributed_optimizer=True, ddp=ACCUMULATION)
     combined = (("overlap_moe_expert_parallel_comm", True),)
     _plan_apart(dataclasses.replace(sharded, settings=combined))
     recompute = tuple(RECOMPUTE.items())
     _plan_apart(dataclasses.replace(sharded, settings=recompute), lifetime="layer")
+
+
+@pytest.mark.newest
+@ranks(4, preload="te")
+def test_delayed_weight_gradients() -> None:
+    """The layer itself reaches the point where reductions start: autograd's is too early."""
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import tiny_gpt
+
+    delayed = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
+    case = tiny_gpt.Case(
+        **SHARDED,
+        grouped=True,
+        accumulate=2,
+        bucket_size=1,
+        ddp=ACCUMULATION,
+        settings=tuple(delayed.items()),
+    )
+    tiny_gpt.initialize(case)
+    _plan_apart(case)
+
+
+@pytest.mark.newest
+@ranks(4)
+def test_layers_without_an_attention_in_front() -> None:
+    """Hybrid models, where attention and experts are layers of their own."""
+    import tiny_gpt
+    import tiny_hybrid
+
+    tiny_hybrid.install("*EE*E", "")
+    settings = (("num_layers", 5),)
+    case = tiny_gpt.Case(**SHARDED, bucket_size=1, ddp=ACCUMULATION, settings=settings)
+    tiny_gpt.initialize(case)
+    _plan_apart(case)
+
+
+@pytest.mark.slow
+@ranks(8, timeout=300)
+def test_interleaved_pipelines() -> None:
+    """Two stages of two chunks; DDP gives later chunks one bucket each."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(pp=2, vpp=2, accumulate=4, **SHARDED, bucket_size=1)
+    tiny_gpt.initialize(case)
+    for align in (False, True):
+        aligned = (("align_param_gather", align),)
+        _plan_apart(dataclasses.replace(case, ddp=aligned), groups=((2, 3, 6, 7), (0, 1, 4, 5)))
