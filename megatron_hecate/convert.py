@@ -17,6 +17,7 @@ from torch.nn import Module, ModuleList
 from megatron_hecate.adapter import compat, foreign_code, owners, training_state, unsupported
 from megatron_hecate.adapter.data_parallel import DataParallel
 from megatron_hecate.adapter.experts import FSSDPExperts
+from megatron_hecate.adapter.gradient_buckets import ReductionPoint
 from megatron_hecate.adapter.graph_parts import captured_parts
 from megatron_hecate.comm.agreement import Note, refuse
 from megatron_hecate.comm.connect import Connection, connect, device_of_rank, on_gpus
@@ -270,6 +271,8 @@ def _attach(
             experts = layer.experts
             _assign(undo, layer, fssdp=state, prefetcher=prefetcher, __class__=_subclass(FSSDPLayer, type(layer)))
             own = dict(physical=state.parts.experts, replicas=None, joined_homes=None, unsettled=None, num_tokens=0)
+            by_hand = bool(getattr(layer.config, "delay_wgrad_compute", False))
+            own |= dict(reduction_point=ReductionPoint(by_hand=by_hand))
             own |= dict(restore_homes=None if rehoming is None else rehoming.restore)
             _assign(undo, experts, **own, __class__=_subclass(FSSDPExperts, type(experts)))
             undo.callback(experts.register_load_state_dict_post_hook(lambda *_: tracker.weights_changed()).remove)
@@ -280,7 +283,7 @@ def _attach(
                 if captured_parts(unsupported.Settings(layer.config)):
                     _assign(undo, block, __class__=_subclass(GraphedBlock, type(block)))
                 else:
-                    undo.callback(block.self_attention.register_forward_pre_hook(layer.before_attention).remove)
+                    undo.callback(block.self_attention.register_forward_pre_hook(layer.attention_hook).remove)
             if state.always_physical:
                 _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
         for index, chunk in enumerate(model.chunks):

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from megatron_hecate.adapter.training_state import Forward, captures_graph
 from megatron_hecate.runtime.layer_state import LayerState
@@ -33,10 +34,26 @@ class FSSDPLayer:
     prefetcher: Prefetcher
     purpose: Forward  # of the running forward
 
-    def before_attention(self, *_: Any) -> None:
-        """The attention in front of this layer is about to run: a forward pre-hook of it, unless a graph holds it."""
-        if not captures_graph() and not self.fssdp.begun:
-            self.prefetcher.before_attention(self.fssdp.index, self.prefetcher.purpose_of_forward(self))
+    def before_attention(self, hidden: Tensor | None) -> Tensor | None:
+        """Prepare this layer before the attention in front of it runs.
+
+        Args:
+            hidden: the attention's input, any shape, or what it is computed from.
+
+        Returns ``hidden``, with a node of autograd where reductions wait for its backward.
+        """
+        if captures_graph() or self.fssdp.begun:
+            return hidden
+        if hidden is not None:
+            hidden = self.experts.reduction_point.before_attention(hidden)
+        purpose = self.prefetcher.purpose_of_forward(self)
+        self.prefetcher.before_attention(self.fssdp.index, purpose)
+        return hidden
+
+    def attention_hook(self, _: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """`before_attention`, as a forward pre-hook of the attention, unless a graph holds it."""
+        hidden = self.before_attention(inputs[0] if inputs else None)
+        return (hidden, *inputs[1:]) if inputs else None
 
     def begin(self) -> None:
         """What the host does before the router runs, or the graph that holds it; once per forward."""
@@ -119,6 +136,7 @@ class FSSDPLayer:
         super().backward_dw(routed_experts, shared_experts)
         if shared_experts:
             self.experts.settle()
+            self.experts.reduction_point.reach()
 
 
 class GraphedBlock:
@@ -128,11 +146,11 @@ class GraphedBlock:
     mlp: FSSDPLayer
 
     def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
-        self.mlp.before_attention()
+        args, kwargs = self._before_attention(args, kwargs)
         return super()._forward_attention(*args, **kwargs)
 
     def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
-        self.mlp.before_attention()
+        args, kwargs = self._before_attention(args, kwargs)
         self.mlp.begin()
         return super()._te_cuda_graph_replay(*args, **kwargs)
 
@@ -140,3 +158,12 @@ class GraphedBlock:
         if not captures_graph():
             self.mlp.begin()
         return super()._forward_mlp(*args, **kwargs)
+
+    def _before_attention(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the block, with `FSSDPLayer.before_attention` applied to its input."""
+        if args:
+            return (self.mlp.before_attention(args[0]), *args[1:]), kwargs
+        hidden = self.mlp.before_attention(kwargs["hidden_states"])
+        return args, {**kwargs, "hidden_states": hidden}

@@ -64,6 +64,7 @@ class Case:
     accumulate: int = 1  # microbatches per step
     distributed_optimizer: bool = False
     overlap: bool = False  # gradient reduction and, with the distributed optimizer, parameter gathering
+    bucket_size: int = 4000  # elements of a bucket, with overlap
     bf16: bool = False
     fp16: bool = False
     experts: int = 8
@@ -280,7 +281,7 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
         overlap_grad_reduce=case.overlap,
         overlap_param_gather=case.overlap and case.distributed_optimizer,
         use_distributed_optimizer=case.distributed_optimizer,
-        bucket_size=4000 if case.overlap else None,
+        bucket_size=case.bucket_size if case.overlap else None,
         check_for_nan_in_grad=case.dtype is torch.float32,
         **dict(case.ddp),
     )

@@ -103,6 +103,16 @@ ASSUMPTIONS = (
         "the hooks it makes are told by this name, and run before parameters are read",
     ),
     _Assumption(
+        "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync",
+        ("self",),
+        "dispatches the gather of experts' parameters at the same point on all ranks",
+    ),
+    _Assumption(
+        "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync",
+        ("self", "skip_next_bucket_dispatch"),
+        "waits for the gather of experts' parameters at the same point on all ranks",
+    ),
+    _Assumption(
         "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
         ("self",),
         "starts a reduction; held back until the groups before have started",

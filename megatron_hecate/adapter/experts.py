@@ -18,9 +18,10 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
+from megatron_hecate.adapter.gradient_buckets import ReductionPoint
 from megatron_hecate.adapter.grouped_linear import GroupedExperts, copy_module
+from megatron_hecate.adapter.parameter_gathers import wait_for_params
 from megatron_hecate.adapter.stored_weights import StoredWeights
-from megatron_hecate.adapter.training_state import wait_for_params
 from megatron_hecate.adapter.unsupported import GROUPED_ONLY
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.plan import LayerShape
@@ -154,6 +155,7 @@ class FSSDPExperts:
     joined_homes: tuple[PendingGradients, list[Tensor]] | None  # its homes, joined before the attention
     unsettled: PendingGradients | None  # of the last `backward_dw`
     num_tokens: int  # of the last forward, as it came: one for each expert that a token went to
+    reduction_point: ReductionPoint  # where reductions of their gradients start
     restore_homes: Callable[[], None] | None  # where homes may move
 
     def forward(

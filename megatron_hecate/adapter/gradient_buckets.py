@@ -1,45 +1,164 @@
-"""Gradient buckets of experts are reduced in one order on all ranks.
+"""Reductions of experts' gradients start in one order, and at the same points, on all ranks.
 
-With ``overlap_grad_reduce`` Megatron's DDP starts a bucket's reduction when its last gradient is ready. In a layer with
-replicas the homes' gradients are ready later, and all at once. Ranks that share gradients belong to different
-expert-parallel groups, which plan differently: each would start its reductions in an order of its own, and gradients of
-different experts would be added up. So a bucket waits until those before it have started. PyTorch's DDP does the same
-(Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3).
+With ``overlap_grad_reduce`` Megatron's DDP starts a bucket's reduction when its last gradient is
+ready. In a layer with replicas the homes' gradients are ready later, after the attention's
+backward, and all at once. Ranks that share gradients belong to different expert-parallel (EP)
+groups, which plan apart. Two things would go wrong:
+
+- Each EP group would start the reductions of experts in an order of its own, and gradients of
+  different experts would be added up. So a bucket waits until those before it have started.
+  PyTorch's DDP does the same (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3).
+- Starting may wait: with ``reduce_scatter_with_fp32_accumulation`` it first awaits the bucket
+  before, to free its memory. A group without replicas would wait there for a bucket of experts that
+  a group with replicas starts after the attention's backward; and the latter for a dense bucket, or
+  for a collective inside the attention, that the former reaches later. So a bucket also waits for
+  the `ReductionPoint` of its layers: the end of the attention's backward, with or without replicas.
+
+`adapter.parameter_gathers` states the rule that this is part of. Where no attention stands in front
+of the experts, or its input needs no gradient, gradients of homes are complete when the experts'
+backward ends, and a reduction starts when it is ready.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+
+class ReductionPoint:
+    """Where in the backward of one layer the reductions of its experts' gradients start.
+
+    Args:
+        by_hand: whether weight gradients are delayed beyond the attention's backward: the layer
+            then calls `reach` when they are complete.
+    """
+
+    def __init__(self, *, by_hand: bool) -> None:
+        self._by_hand = by_hand
+        self.order: _Order | None = None  # of the buckets, where EP groups share them
+        self.awaited = 0  # forwards whose backward has not come here
+
+    def before_attention(self, hidden: Tensor) -> Tensor:
+        """Put the point into the backward of the attention with the input ``hidden``, any shape.
+
+        Returns ``hidden``, with a node of autograd. Call it before the homes are joined: autograd
+        runs nodes that were made later first.
+        """
+        if self.order is None or not (torch.is_grad_enabled() and hidden.requires_grad):
+            return hidden
+        self.awaited += 1
+        return hidden if self._by_hand else _Point.apply(self, hidden)
+
+    def reach(self) -> None:
+        """Start the reductions that wait for this point only."""
+        if self.order is not None:
+            self.awaited = max(0, self.awaited - 1)
+            self.order.start_ready()
+
+
+class _Point(torch.autograd.Function):
+    """The attention's input through; the backward reaches a `ReductionPoint`."""
+
+    @staticmethod
+    def forward(ctx: Any, point: ReductionPoint, hidden: Tensor) -> Tensor:
+        ctx.point = point
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        ctx.point.reach()
+        return None, grad
+
+
+class _Order:
+    """The order of one DDP's reductions of experts' gradients.
+
+    Args:
+        groups: bucket groups in that order.
+    """
+
+    def __init__(self, groups: Sequence[_OrderedReduction]) -> None:
+        self.groups = groups
+        self.is_starting = False
+        self._next = 0  # the group to start next
+
+    def start_ready(self) -> None:
+        """Start the groups that are ready and whose turn it is."""
+        while (group := self.groups[self._next]).is_ready:
+            self._next = (self._next + 1) % len(self.groups)
+            self.is_starting = True
+            try:
+                group.start_now()
+            finally:
+                self.is_starting = False
+
+    def give_up_points(self) -> None:
+        """The backward has ended: no point will be reached any more."""
+        for point in {point for group in self.groups for point in group.points}:
+            point.awaited = 0
+        self.start_ready()
+
+    def restart(self) -> None:
+        """Begin with the first group again."""
+        self._next = 0
 
 
 class _OrderedReduction:
-    """A mixin of Megatron's bucket groups: a reduction starts after that of the group before."""
+    """Mixin in front of Megatron's bucket groups: a reduction starts when it is its turn."""
 
-    before: _OrderedReduction | None
-    after: _OrderedReduction | None
-    started = False
+    order: _Order
+    points: frozenset[ReductionPoint]  # of the layers whose experts it holds
     _held: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether all gradients are there and no layer's point is yet to come."""
+        return self._held is not None and not any(point.awaited for point in self.points)
+
     def start_grad_sync(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's, now or when the groups before have started."""
+        """Megatron's, now or when it is this group's turn."""
         self._held = (args, kwargs)
-        group: _OrderedReduction | None = self
-        while group is not None and group._held is not None and (group.before is None or group.before.started):
-            (args, kwargs), group._held = group._held, None
-            super(_OrderedReduction, group).start_grad_sync(*args, **kwargs)  # type: ignore[misc]
-            group.started, group = True, group.after
+        self.order.start_ready()
+
+    def start_now(self) -> None:
+        """Megatron's ``start_grad_sync``, with the arguments of the call that was held back."""
+        assert self._held is not None
+        (args, kwargs), self._held = self._held, None
+        super().start_grad_sync(*args, **kwargs)  # type: ignore[misc]
+
+    def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
+        """Megatron's, at the end of the backward or when the next group starts."""
+        if not self.order.is_starting:
+            self.order.give_up_points()
+        super().finish_grad_sync(*args, **kwargs)  # type: ignore[misc]
 
     def reset(self) -> None:
         """A new iteration begins."""
         super().reset()  # type: ignore[misc]
-        self.started, self._held = False, None
+        self._held = None
+        self.order.restart()
 
 
 def order_buckets(ddp: DistributedDataParallel) -> None:
-    """Reduce the experts' buckets of ``ddp`` in one order on all ranks."""
+    """Reduce the experts' buckets of ``ddp`` in one order, at the same points on all ranks."""
     groups = ddp.expert_parallel_bucket_groups
-    kinds = {base: type(f"Ordered{base.__name__}", (_OrderedReduction, base), {}) for base in map(type, groups)}
-    for group, before, after in zip(groups, [None, *groups], [*groups[1:], None], strict=False):
-        group.before, group.after, group.__class__ = before, after, kinds[type(group)]
+    if not groups or not ddp.ddp_config.overlap_grad_reduce:
+        return
+    order = _Order(groups)
+    point_of = {}
+    for module in ddp.modules():
+        if (point := getattr(module, "reduction_point", None)) is not None:
+            point_of.update(dict.fromkeys(module.parameters(), point))
+            if ddp.expt_dp_group.size() > 1:
+                point.order = order
+    kinds = {}
+    for base in map(type, groups):
+        kinds[base] = type(f"Ordered{base.__name__}", (_OrderedReduction, base), {})
+    for group in groups:
+        group.order = order
+        group.points = frozenset(point_of[p] for p in group.params if p in point_of)
+        group.__class__ = kinds[type(group)]

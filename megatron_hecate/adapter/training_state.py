@@ -1,11 +1,11 @@
-"""What Megatron is doing: which forward runs, how many microbatches there are, whether parameters are here."""
+"""What Megatron is doing: which forward runs, and how many microbatches there are."""
 
 from __future__ import annotations
 
 import enum
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -113,24 +113,3 @@ def forwards_in_flight(config: Any, chunks: Sequence[int]) -> int:
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         passes += 1
     return passes * per_chunk
-
-
-def gathers_params(module: Module) -> bool:
-    """Whether DDP gathers the parameters of ``module`` in the background (``overlap_param_gather``)."""
-    return any(_ddp_hooks(submodule) for submodule in module.modules())
-
-
-def wait_for_params(module: Module) -> None:
-    """Make sure that the parameters of ``module`` hold this iteration's values.
-
-    With ``overlap_param_gather`` DDP gathers them in the background and waits in a forward pre-hook of the submodule
-    that owns them. Reading them elsewhere would silently read the last iteration's values, so the hooks run here.
-    """
-    for submodule in module.modules():
-        for hook in _ddp_hooks(submodule):
-            hook(submodule, ())
-
-
-def _ddp_hooks(module: Module) -> list[Callable]:
-    name = "DistributedDataParallel._make_forward_pre_hook"
-    return [hook for hook in module._forward_pre_hooks.values() if name in getattr(hook, "__qualname__", "")]

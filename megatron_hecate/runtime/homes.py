@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from megatron_hecate.adapter.optimizer_state import StateOnRanks
+from megatron_hecate.adapter.parameter_gathers import wait_for_params
 from megatron_hecate.adapter.stored_weights import StoredWeights
-from megatron_hecate.adapter.training_state import wait_for_params
 from megatron_hecate.comm.agreement import assert_same
 from megatron_hecate.comm.connect import device_of_rank
 from megatron_hecate.comm.relocation import Relocation

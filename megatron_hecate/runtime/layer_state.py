@@ -21,9 +21,10 @@ from megatron_hecate.adapter.dispatcher import Rerouter
 from megatron_hecate.adapter.experts import PhysicalExperts
 from megatron_hecate.adapter.foreign_code import check_layer
 from megatron_hecate.adapter.graph_parts import holds_preprocess
+from megatron_hecate.adapter.parameter_gathers import wait_for_params
 from megatron_hecate.adapter.rules import Settings
 from megatron_hecate.adapter.stored_weights import StoredWeights
-from megatron_hecate.adapter.training_state import Forward, name_of_layer, wait_for_params
+from megatron_hecate.adapter.training_state import Forward, name_of_layer
 from megatron_hecate.comm.agreement import assert_same
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_hecate.adapter import training_state
+from megatron_hecate.adapter.parameter_gathers import finish_gathers, gathers_params, start_gathers
 from megatron_hecate.adapter.training_globals import running_iteration
 from megatron_hecate.adapter.training_state import Forward
 from megatron_hecate.comm.overlap import OverlapMeter
@@ -96,9 +97,12 @@ class Prefetcher:
         self._allocate_early()
         first = self.chunk_of.index(chunk_index)
         self._enter_chunk(chunk_index)
-        if not training_state.gathers_params(self.states[first].parts.layer.experts):
+        experts = self.states[first].parts.layer.experts
+        if not gathers_params(experts):
             self.tracker.comes_to(first)
             self._prepare_from(first)
+        elif self.states[first].config.slots:
+            start_gathers(experts)
 
     def end_chunk(self, *_: Any) -> None:
         """It ends, or breaks off."""
@@ -234,7 +238,7 @@ class Prefetcher:
         self._prepare(state)
         if not begins and state.keeps_replicas:
             return
-        if training_state.gathers_params(state.parts.layer.experts):
+        if gathers_params(state.parts.layer.experts):
             return  # the next layers' homes are still being gathered; waiting for them now would stop this layer
         last = index + LIFETIMES[state.config.lifetime].ahead
         for following in self.states[index + 1 : last + 1]:
@@ -245,6 +249,7 @@ class Prefetcher:
         """Have the replicas of the layer's next microbatch on their way."""
         if state.prepared:
             return
+        self._gather_homes(state)
         self._plan_from(state.index)
         state.prepared = True
         if not self._needs_fetch(state):
@@ -272,6 +277,16 @@ class Prefetcher:
     def _weights_may_differ(self, state: LayerState) -> bool:
         """Whether homes of the layer may hold other weights than at its last fetch."""
         return state.fetched_weights != self._weights_of[self.chunk_of[state.index]]
+
+    def _gather_homes(self, state: LayerState) -> None:
+        """Wait for the homes' parameters, at the same point on all ranks, with or without replicas."""
+        if not state.config.slots:
+            return
+        following = None
+        after = state.index + 1
+        if after < len(self.states) and self.chunk_of[after] == self.chunk_of[state.index]:
+            following = self.states[after].parts.layer.experts
+        finish_gathers(state.parts.layer.experts, following)
 
     def _plan_from(self, index: int) -> None:
         """Plan layer ``index``, unless it is planned, and with it the next ones of its chunk."""
