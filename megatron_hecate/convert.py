@@ -15,8 +15,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module, ModuleList
 
 from megatron_hecate.adapter import compat, foreign_code, owners, training_state, unsupported
+from megatron_hecate.adapter.data_parallel import DataParallel
 from megatron_hecate.adapter.experts import FSSDPExperts
-from megatron_hecate.adapter.gradient_buckets import keep_bucket_order
 from megatron_hecate.adapter.graph_parts import captured_parts
 from megatron_hecate.comm.agreement import Note, refuse
 from megatron_hecate.comm.connect import Connection, connect, device_of_rank, on_gpus
@@ -254,11 +254,18 @@ def _attach(
         changes = dict(history=prefetcher.monitor.history, weights_changed=tracker.weights_changed)
         prefetcher.rehoming = Rehoming(homes, states, everyone, **changes)
     rehoming, monitor, chunk_of = prefetcher.rehoming, prefetcher.monitor, model.chunk_of
-    monitor.recorder = LayerRecorder(states, prefetcher.meter, chunk_of=chunk_of, collect=monitor.collect_ready)
+    monitor.recorder = LayerRecorder(
+        states,
+        prefetcher.meter,
+        chunk_of=chunk_of,
+        collect=monitor.collect_ready,
+        microbatches=lambda: tracker.microbatches or 1,
+    )
     block_of = {id(m.mlp): m for chunk in model.chunks for m in chunk.modules() if _is_block(m)}
     with contextlib.ExitStack() as undo:
-        if states[0].config.slots:
-            tracker.listeners.append(keep_bucket_order(model.chunks, undo))
+        orders = states[0].config.slots > 0
+        prefetcher.returns.data_parallel = DataParallel(model.chunks, prefetcher, undo, orders=orders)
+        tracker.listeners.append(prefetcher.returns.data_parallel.begin_iteration)
         for layer, state in zip(model.layers, states, strict=True):
             experts = layer.experts
             _assign(undo, layer, fssdp=state, prefetcher=prefetcher, __class__=_subclass(FSSDPLayer, type(layer)))

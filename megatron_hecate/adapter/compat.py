@@ -93,7 +93,7 @@ ASSUMPTIONS = (
         ("self",),
         "runs its layers mtp_num_layers times with mtp_use_repeated_layer",
     ),
-    _Assumption("core.num_microbatches_calculator:get_num_microbatches", (), "which backward is the iteration's last"),
+    _Assumption("core.num_microbatches_calculator:get_num_microbatches", (), "what a record says of the job"),
     _Assumption(
         "core.num_microbatches_calculator:_GLOBAL_NUM_MICROBATCHES_CALCULATOR", (), "None: the loop does not say"
     ),

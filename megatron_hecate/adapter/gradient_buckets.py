@@ -9,14 +9,9 @@ different experts would be added up. So a bucket waits until those before it hav
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
-from torch.nn import Module
-from torch.nn.modules.module import register_module_module_registration_hook
 
 
 class _OrderedReduction:
@@ -42,27 +37,9 @@ class _OrderedReduction:
         self.started, self._held = False, None
 
 
-def keep_bucket_order(chunks: Iterable[Module], undo: contextlib.ExitStack) -> Callable[[], None]:
-    """Watch for the DDP that will wrap ``chunks``, however deep. What is returned orders its experts' buckets: to be
-    called before the first backward; later calls do nothing."""
-    around = weakref.WeakSet(chunks)
-
-    def registered(module: Module, _: str, part: Module | None) -> None:
-        if part in around:
-            around.add(module)
-
-    def order() -> None:
-        watch.remove()
-        for module in around:
-            if isinstance(module, DistributedDataParallel) and module.ddp_config.overlap_grad_reduce:
-                groups = module.expert_parallel_bucket_groups
-                kinds = {
-                    base: type(f"Ordered{base.__name__}", (_OrderedReduction, base), {}) for base in map(type, groups)
-                }
-                for group, before, after in zip(groups, [None, *groups], [*groups[1:], None], strict=False):
-                    group.before, group.after, group.__class__ = before, after, kinds[type(group)]
-        around.clear()
-
-    watch = register_module_module_registration_hook(registered)
-    undo.callback(watch.remove)
-    return order
+def order_buckets(ddp: DistributedDataParallel) -> None:
+    """Reduce the experts' buckets of ``ddp`` in one order on all ranks."""
+    groups = ddp.expert_parallel_bucket_groups
+    kinds = {base: type(f"Ordered{base.__name__}", (_OrderedReduction, base), {}) for base in map(type, groups)}
+    for group, before, after in zip(groups, [None, *groups], [*groups[1:], None], strict=False):
+        group.before, group.after, group.__class__ = before, after, kinds[type(group)]

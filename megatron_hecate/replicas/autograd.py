@@ -128,6 +128,13 @@ class PendingGradients:
         else:
             self._sums[index] = total.clone()
 
+    def arrive(self) -> None:
+        """Wait until the sums are in ``main_grad``, outside of any backward."""
+        assert self._buffer is not None and not self._sums
+        trace.add("gradients home", self._label, self._began)
+        self._buffer.wait()
+        self._buffer.abandon = None
+
     def abandon(self) -> None:
         """The backward broke off before `complete`, and another one begins: gradients of homes that got a sum are zero
         again, as after the ``zero_grad`` that may have come before the sum."""

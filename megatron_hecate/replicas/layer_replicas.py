@@ -85,9 +85,10 @@ class Replicas:
         slots: the layer's slots.
         placement: who holds what; some rank has a replica.
         plan: this rank's part in fetching them. A buffer holds what its plan brought: each iteration makes its own.
-        returns_after: backward passes after which the gradients return; 1 returns them with each.
-        passes: how often one microbatch runs the layer.
-        meter: told of the transfers that fetch them, where it times copies.
+        passes: times that one microbatch runs the layer.
+        is_last: whether gradients return with the running backward, the n-th of a microbatch, and add up until then. A
+            hint: `return_waiting` returns the rest, and several returns add up. Without it each pass returns its own.
+        meter: gets the transfers that fetch them, where it times copies.
     """
 
     # Called before the experts' backward, and when these replicas are not needed any more.
@@ -100,30 +101,38 @@ class Replicas:
         placement: Placement,
         plan: TransferPlan,
         *,
-        returns_after: int = 1,
         passes: int = 1,
+        is_last: Callable[[int], bool] | None = None,
         meter: OverlapMeter | None = None,
     ) -> None:
         slots.check()
-        self.slots, self.label, self.returns_after, self._passes_left = slots, slots.label, returns_after, passes
+        self.slots, self.label, self.passes, self._passes_left = slots, slots.label, passes, passes
+        self._is_last = is_last
         self.placement, self.plan, self._meter = placement, plan, meter
         self.buffer = slots.pool.weights(slots.index, label=slots.label)
+        self.unreturned = 0  # backward passes whose gradients wait on this rank
         self.backwards, self.computed = 0, False
-
-    @property
-    def unreturned(self) -> int:
-        """Backward passes whose gradients wait on this rank."""
-        return self.backwards % self.returns_after
 
     def drop_unreturned(self) -> None:
         """Forget gradients that wait: their iteration was abandoned."""
-        self.backwards = 0
+        self.unreturned = self.backwards = 0
+
+    def return_waiting(self) -> PendingGradients:
+        """Begin to return gradients that wait, outside of any backward. All ranks call it at the same point."""
+        pending = PendingGradients(self.slots.homes(), self.slots.layout)
+        self._return_gradients(pending, self._grads())
+        return pending
 
     def start(self) -> None:
         """Begin to fetch, unless they are here."""
         if self.buffer.holds is not self.plan:
             self.buffer.hold(self.plan)
             self._fetch(self.plan)
+
+    def refresh(self, plan: TransferPlan) -> None:
+        """Begin to fetch the homes' current weights by ``plan``, which equals the plan so far."""
+        self.plan = plan
+        self.start()
 
     def _fetch(self, plan: TransferPlan) -> None:
         slots = self.slots
@@ -265,12 +274,15 @@ class Replicas:
             for p, fused in zip(expert, layout.fused, strict=True):
                 if fused:
                     p.grad_added_to_main_grad = True
+        self.unreturned += 1
         self.backwards += 1
-        if not self.unreturned:
+        microbatches, within = divmod(self.backwards, self.passes)
+        if self._is_last is None or (not within and self._is_last(microbatches)):
             self._return_gradients(pending, chunks)
             self._finish()
 
     def _return_gradients(self, pending: PendingGradients, summed: list[Tensor]) -> None:
+        self.unreturned = 0
         buffer = self.slots.pool.grads(self.slots.index)
         chunks = buffer.chunks(self.slots.sizes, self.slots.sizes.grad_dtype)
         if summed[0].dtype is not chunks[0].dtype:  # bf16: they grow in the same memory, so the last one goes first

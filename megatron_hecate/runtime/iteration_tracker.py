@@ -1,8 +1,8 @@
 """Where an iteration begins and ends, seen from the layers.
 
-An iteration is what lies between two optimizer steps: M microbatches, each with one forward and one backward per layer.
-No training loop tells a layer where it is, so it is counted here, from calls that happen in every loop, in the same
-order on every rank of the group.
+An iteration is the time between two reductions of gradients: M microbatches, each with one forward and one backward per
+layer. M is known afterwards only, so nothing here asks for it: DDP says when gradients are reduced or zeroed
+(`adapter.data_parallel`).
 """
 
 from __future__ import annotations
@@ -10,70 +10,71 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
+
+from megatron_hecate.runtime import optimizer_steps
 
 
 class IterationTracker:
-    """Tells each layer when a new iteration begins.
+    """Detect the first forward of each layer in a new iteration.
 
-    A layer's replicas are good until the weights change: when an optimizer steps, when weights are loaded, or, because
-    a step can be skipped (gradient overflow), when all M microbatches ran and another one starts.
+    An iteration ends when weights may change: when DDP has reduced gradients or zeroes them, when an optimizer steps,
+    or when weights are loaded.
 
     Args:
-        passes: of every converted layer on this rank, how often a microbatch runs it.
-        num_microbatches: M of the current iteration, or ``None`` where the training loop does not say.
-        on_begin: called when the first layer enters a new iteration.
-        on_forwards_done: called when the last layer has routed its last microbatch.
-        drop_unreturned: forgets gradients that wait to return; returns (layer name, backward
-            passes seen, of how many) of those.
+        passes: times that a microbatch runs each converted layer of this rank, [L].
+        on_begin: callback for the first forward of an iteration.
+        drop_unreturned: forgets gradients that wait to return, and gives the names of their layers.
+        waits_for: whether gradients of parameters that an optimizer steps wait to return.
     """
 
     def __init__(
         self,
         passes: Sequence[int],
         *,
-        num_microbatches: Callable[[], int | None],
         on_begin: Callable[[], None],
-        on_forwards_done: Callable[[], None],
-        drop_unreturned: Callable[[], list[tuple[str, int, int]]],
+        drop_unreturned: Callable[[], list[str]],
+        waits_for: Callable[[Optimizer], bool] = lambda _: True,
     ) -> None:
-        self._read_num_microbatches = num_microbatches
-        self._on_begin, self._on_forwards_done, self._drop_unreturned = on_begin, on_forwards_done, drop_unreturned
-        self.listeners: list[Callable[[], None]] = []  # called like `on_begin`, before it
+        self._on_begin = on_begin
+        self._drop_unreturned = drop_unreturned
+        self._waits_for = waits_for
+        # called like `on_begin`, before it
+        self.listeners: list[Callable[[], None]] = []
+        # of the last iteration: the best guess for the running one
         self.microbatches: int | None = None
-        self.iteration = 0  # the one that is running
-        self._begun = -1  # the last one that some layer entered
+        self.iteration = 0
+        # the last iteration that some layer entered, and that each layer entered
+        self._begun = -1
         self._passes = passes
-        self._entered = [-1] * len(passes)  # the last one each layer entered
-        self._forwards = [0] * len(passes)  # how often each layer ran forward in it
-        self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # and in which iteration, last
-        self.has_stepped = False  # any, since the last iteration began
-        _call_before_step(self)
+        self._entered = [-1] * len(passes)
+        self._forwards = [0] * len(passes)
+        # every optimizer that has stepped, by its id, with the iteration of its last step
+        self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
+        self.has_stepped = False
+        optimizer_steps.listen(self)
 
     def enter(self, layer: int) -> bool:
-        """The forward of a microbatch starts in ``layer``; evaluation and recomputation do not count.
+        """Note that the forward of a microbatch starts in ``layer``; evaluation and recomputation do not count.
 
         Returns:
             Whether it is the layer's first in a new iteration.
-
-        Raises:
-            RuntimeError: when a new iteration begins while gradients of replicas have not returned.
         """
         if not self.comes_to(layer):
             return False
-        self._entered[layer], self._forwards[layer] = self.iteration, 0
+        self._entered[layer] = self.iteration
+        self._forwards[layer] = 0
         return True
 
     def comes_to(self, layer: int) -> bool:
-        """The forward of a microbatch will enter ``layer``; what `enter` returns will be the same. Raises alike."""
-        if self.is_in(layer) and self._is_done(layer):
-            self.weights_changed()
+        """Begin an iteration if the next forward of ``layer`` does; returns what `enter` will return."""
         if self.is_in(layer):
             return False
         if self._begun != self.iteration:
-            self._check_all_returned("a new iteration begins")
             self._begun = self.iteration
-            self.microbatches = self._read_num_microbatches()
+            counted = zip(self._forwards, self._passes, strict=True)
+            self.microbatches = max(n // passes for n, passes in counted) or self.microbatches
+            self._forwards = [0] * len(self._passes)
             for listener in self.listeners:
                 listener()
             self._on_begin()
@@ -84,62 +85,59 @@ class IterationTracker:
         """Whether ``layer`` has entered the running iteration."""
         return self._entered[layer] == self.iteration
 
+    @property
+    def all_are_in(self) -> bool:
+        """Whether every layer has."""
+        return all(entered == self.iteration for entered in self._entered)
+
     def has_forwarded(self, layer: int) -> bool:
         """Whether ``layer`` has routed a microbatch's tokens in the running iteration."""
-        return self.is_in(layer) and self._forwards[layer] > 0
+        return self.forwards(layer) > 0
 
     def is_within_microbatch(self, layer: int) -> bool:
         """Whether the next forward of ``layer`` is a further pass of a microbatch that has begun."""
-        return self.is_in(layer) and self._forwards[layer] % self._passes[layer] > 0
-
-    def _is_done(self, layer: int) -> bool:
-        return self.microbatches is not None and self._forwards[layer] == self.microbatches * self._passes[layer]
+        return self.forwards(layer) % self._passes[layer] > 0
 
     def forwarded(self, layer: int) -> None:
-        """``layer`` has routed the tokens of a microbatch."""
+        """Note that ``layer`` has routed the tokens of a microbatch."""
         self._forwards[layer] += 1
-        if all(map(self._is_done, range(len(self._passes)))) and set(self._entered) == {self.iteration}:
-            self._on_forwards_done()
+
+    def forwards(self, layer: int) -> int:
+        """Forwards of ``layer`` in the running iteration."""
+        return self._forwards[layer] if self.is_in(layer) else 0
 
     def weights_changed(self) -> None:
-        """What replicas hold is out of date."""
-        self.iteration += 1
+        """End the iteration: replicas may be out of date."""
+        if self._begun == self.iteration:
+            self.iteration += 1
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """``optimizer`` is about to step; whose it is cannot be told, so any counts.
+        """End the iteration: ``optimizer`` is about to step, whatever it steps.
 
         Raises:
-            RuntimeError: when gradients of replicas have not returned.
+            RuntimeError: when it steps experts whose replicas' gradients have not returned.
         """
-        self._stepped[id(optimizer)], self.has_stepped = (weakref.ref(optimizer), self._begun), True
+        self._stepped[id(optimizer)] = (weakref.ref(optimizer), self._begun)
+        self.has_stepped = True
         self.weights_changed()
-        self._check_all_returned(f"{type(optimizer).__name__} steps")
-
-    def optimizers(self) -> list[Optimizer]:
-        """All that have stepped and are there, whose ever they are; one that others took the place of comes after them,
-        else they are in the order of their first step."""
-        newest = sorted(self._stepped.values(), key=lambda stepped: -stepped[1])
-        return [optimizer for reference, _ in newest if (optimizer := reference()) is not None]
-
-    def _check_all_returned(self, event: str) -> None:
-        waiting = self._drop_unreturned()  # forgotten, so that a loop which catches the error can go on
+        if not self._waits_for(optimizer):
+            return
+        # dropped, so that a loop which catches the error can go on
+        waiting = self._drop_unreturned()
         if waiting:
-            layers = ", ".join(f"{name} ({count} of {total})" for name, count, total in waiting)
-            self.weights_changed()
             raise RuntimeError(
-                f"FSSDP: {event} while gradients of replicas wait for the last of {self.microbatches} microbatches; "
-                f"backward passes seen: {layers}. Megatron's get_num_microbatches() said {self.microbatches}: every "
-                "iteration must run that many training forwards, each with its backward, and nothing else may step or "
-                "run a training forward in between."
+                f"FSSDP: {type(optimizer).__name__} steps while gradients of replicas wait ({', '.join(waiting)}): "
+                "the last backward ran in DDP's no_sync(), and nothing has reduced gradients since; call "
+                "finish_grad_sync() of every model chunk before the step, as Megatron's finalize_model_grads does"
             )
 
+    @property
+    def has_seen_optimizer(self) -> bool:
+        """Whether any optimizer has stepped, ever."""
+        return bool(self._stepped)
 
-def _call_before_step(tracker: IterationTracker) -> None:
-    reference = weakref.ref(tracker)
-
-    def hook(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if (alive := reference()) is not None:
-            alive.before_step(optimizer)
-
-    handle = register_optimizer_step_pre_hook(hook)
-    weakref.finalize(tracker, handle.remove)
+    def optimizers(self) -> list[Optimizer]:
+        """All optimizers that have stepped and still exist, those of the latest iteration first, else in the order of
+        their first step."""
+        newest = sorted(self._stepped.values(), key=lambda stepped: -stepped[1])
+        return [optimizer for reference, _ in newest if (optimizer := reference()) is not None]

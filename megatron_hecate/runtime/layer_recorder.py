@@ -28,6 +28,7 @@ class LayerRecorder:
         meter: what is known of copies.
         chunk_of: the model chunk of each layer.
         collect: see `StageRecorder`.
+        microbatches: gives the number of microbatches of the last iteration.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class LayerRecorder:
         *,
         chunk_of: Sequence[int],
         collect: Callable[[], bool],
+        microbatches: Callable[[], int],
     ) -> None:
         self._states, self._meter = states, meter
+        self._microbatches = microbatches
         first = states[0]
         config, world, model = first.config, first.world, first.parts.layer.config
         replays = getattr(first.parts.layer.router, "router_replay", None) is not None
@@ -136,7 +139,7 @@ class LayerRecorder:
         own = [of[: len(home)] for of, home in zip(load, homes, strict=True)]
         routed = np.stack([np.bincount(h, of, len(self._elsewhere)) for h, of in zip(homes, own, strict=True)])
         computed = arrays.get("rank_load", np.array([[layer.computed_tokens] for layer in layers]))
-        shapes = [state.shape(num_microbatches() or 1) for state in self._states]
+        shapes = [state.shape(self._microbatches()) for state in self._states]
         replicas = np.array([layer.replicas for layer in layers])
         per_replica = [s.fetches * s.expert_bytes + s.returns * s.grad_bytes for s in shapes]
         names = ("load", "replica", "window", "copy", *(("home",) if "home" in arrays else ()))

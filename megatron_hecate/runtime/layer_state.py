@@ -112,6 +112,10 @@ class LayerState:
         self.microbatch_load: np.ndarray | None = None  # [E] tokens over the group, where routes are replayed
         self.knows_loads = False  # the plan is made for true loads
         self.planned_in = self.fetched_in = -1  # the last iterations in which it was
+        self.fetched_weights = -1  # number of the weights that were fetched last, see `Prefetcher`
+        # plans of the running iteration, in order, and those of the one before that are still to be repeated
+        self.plans: list[Placement] = []
+        self._kept: deque[Placement] = deque()
         self.prepared = False  # for the next forward
         self.begun = False  # the running forward knows its replicas, and has not dispatched
         # replicas of the microbatches whose backward has not run, once per pass, oldest first: Megatron's schedules
@@ -186,11 +190,18 @@ class LayerState:
         self.planned = self.planned if late else placement
         self.plan = TransferPlan.from_placement(placement, self.group.rank()) if placement.num_replicas else None
 
+    def renew_plan(self) -> None:
+        """Replace the transfer plan by an equal one. Buffers compare plans by identity: one that was filled by the old
+        plan is filled again."""
+        if self.plan is not None:
+            self.plan = dataclasses.replace(self.plan)
+
     def move_homes(self, homes: Placement) -> None:
         """Experts have other homes from now on, between two iterations. Megatron's own dispatcher knows those of its
         own only, so that physical experts stay in use."""
         self.homes, self.always_physical = homes, True
         self.planned = homes
+        self._kept.clear()
         self.set_plan(homes)
 
     def replicas_of(self, purpose: Forward) -> Replicas | None:
@@ -223,6 +234,15 @@ class LayerState:
         """Whether a microbatch is known that may be recomputed."""
         return self.keeps_replicas or bool(self._in_flight)
 
+    @property
+    def awaits_microbatch(self) -> bool:
+        """Whether the backward of a microbatch with replicas of its own has not run."""
+        return any(replicas is not None for replicas in self._in_flight)
+
+    def next_kept_plan(self) -> Placement | None:
+        """The plan that the last iteration made at this point, if it made one."""
+        return self._kept.popleft() if self._kept else None
+
     def skip_stock_backward(self) -> bool:
         """Whether the oldest microbatch ran stock code; it is then forgotten, since its backward does not tell. Without
         gradients, which is so under a checkpoint inside another one, the same forward is computed once more."""
@@ -246,6 +266,8 @@ class LayerState:
     def abandon(self) -> None:
         """Forget microbatches of an iteration that ended without their backward."""
         self._in_flight.clear()
+        self._kept = deque(self.plans)
+        self.plans = []
         self.parts.experts.drop_delayed()
         self.parts.layer.experts.unsettled = None
         self.replicas = self.plan = self.joined_homes = None

@@ -1,8 +1,8 @@
 """Load monitor: how many tokens each expert of each layer got, summed over the FSSDP group.
 
-Counting costs one add per forward. Once all layers have seen the last microbatch, one asynchronous all-reduce sums the
-counts of all of them while the backward runs; the result is read when the next iteration begins. The forecast of
-that one comes from the loads of the iterations before (`forecast`).
+Counting costs one add per forward. When the iteration ends, one asynchronous all-reduce sums the counts of all layers
+while the optimizer steps; the result is read when the next iteration begins. The forecast of that one is made of the
+loads of the iterations before (`forecast`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ class LoadMonitor:
         self._stream: torch.cuda.Stream | None = None
         self.history = LoadHistory()
         self.recorder: LayerRecorder | None = None  # what it measures travels along
-        self._due = False  # whether the sum is to start when experts have computed
 
     def count(self, layer: int, loads: Tensor) -> None:
         """Add one microbatch: ``loads`` [E] are this rank's tokens per expert."""
@@ -98,22 +97,19 @@ class LoadMonitor:
             self._counts = self._sums[: self._size].view(self._shape)
         self._counts[layer, : len(loads)].add_(loads)  # += copies, too
 
-    def forwards_done(self) -> None:
-        """The last layer has routed its last microbatch. What it then computes is awaited, where that is recorded."""
-        self._due = self.recorder is not None and self.recorder.measures
-        if not self._due:
-            self.start_reduce()
-
     def computed(self, layer: int, tokens: int, sent: Sequence[int] | None) -> None:
-        """The experts of ``layer`` have computed ``tokens`` of a microbatch; this rank ``sent`` so many to each."""
+        """Note the ``tokens`` of a microbatch that the experts of ``layer`` have computed here.
+
+        Args:
+            layer: index of the layer.
+            tokens: rows of the experts' input.
+            sent: tokens that this rank sent to each rank, where the dispatcher knows it.
+        """
         if self.recorder is not None:
             self.recorder.computed(layer, tokens, sent)
-        if self._due:
-            self.start_reduce()
 
     def start_reduce(self) -> None:
         """Start summing this iteration's counts over the group. Every rank must call it at the same point."""
-        self._due = False
         if self._sums is None or self._reduced is not None:
             return
         sums, self._sums = self._sums, None

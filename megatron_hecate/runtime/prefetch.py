@@ -14,8 +14,8 @@ layers' states.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,7 @@ from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.plan import add_late_replicas, plan_replicas
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.runtime.gradient_returns import GradientReturns
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.known_routes import KnownRoutes
 from megatron_hecate.runtime.layer_state import LayerState
@@ -40,6 +41,8 @@ from megatron_hecate.tools import trace
 
 # Layers planned one after another. The first finds no cache warm, and takes up to twice as long; more would delay it.
 PLANNED_TOGETHER: int = 4
+# Iterations before the first optimizer step that may be repetitions: Megatron's rerun state machine runs each twice.
+MOST_REPEATED: int = 2
 
 
 class Prefetcher:
@@ -61,17 +64,22 @@ class Prefetcher:
             timeout=states[0].config.timeout,
             meter=self.meter,
         )
+        self.returns = GradientReturns(states, chunk_of)
         self.tracker = IterationTracker(
             [state.parts.passes for state in states],
-            num_microbatches=training_state.num_microbatches,
             on_begin=self._begin_iteration,
-            on_forwards_done=self.monitor.forwards_done,
-            drop_unreturned=self._drop_unreturned,
+            drop_unreturned=self.returns.drop,
+            waits_for=self.returns.wait_for,
         )
         self.rehoming: Rehoming | None = None
-        self._live: weakref.WeakSet[Replicas] = weakref.WeakSet()  # of any layer, while a backward may need them
         self._gradients: bool | None = None  # of the running forward of a model chunk
         self._pool: BufferPool | None = None
+        # of each chunk: the schedule's call that ran its last forward, and a number that grows when weights may have
+        # changed since the forward before
+        self._calls: list[int | None] = [None] * (max(chunk_of) + 1)
+        self._weights_of = [0] * (max(chunk_of) + 1)
+        self._keeps_plans = False
+        self._num_unstepped = 0
         self._has_fetched = False  # any replica, ever
         self._pool_is_checked = False  # against the parameters, in this iteration
 
@@ -87,8 +95,10 @@ class Prefetcher:
             return
         self._allocate_early()
         first = self.chunk_of.index(chunk_index)
+        self._enter_chunk(chunk_index)
         if not training_state.gathers_params(self.states[first].parts.layer.experts):
-            self._prepare_from(first, begins=self.tracker.comes_to(first))
+            self.tracker.comes_to(first)
+            self._prepare_from(first)
 
     def end_chunk(self, *_: Any) -> None:
         """It ends, or breaks off."""
@@ -104,10 +114,13 @@ class Prefetcher:
                 return  # `materialize` says so
             state.fetch_again()
         elif purpose is Forward.MICROBATCH:
+            # no forward of the chunk runs where the schedule calls its layers one by one
+            if self._gradients is None and index == self.chunk_of.index(self.chunk_of[index]):
+                self._enter_chunk(self.chunk_of[index])
             begins = self.tracker.enter(index)
             if begins:
                 self.meter.attention(index, next(state.parts.layer.experts.parameters()).device)
-            self._prepare_from(index, begins=begins)
+            self._prepare_from(index)
         state.join_homes_early(purpose)
 
     def materialize(self, index: int, purpose: Forward) -> Replicas | None:
@@ -169,17 +182,55 @@ class Prefetcher:
         self.meter.routed(index)
         self.states[index].forwarded(replicas)
 
+    def gradients_wanted(self, chunk: int) -> None:
+        """Return the gradients of ``chunk`` that wait with replicas: DDP is about to reduce them."""
+        self.returns.complete(chunk)
+
+    def iteration_ended(self) -> None:
+        """End the iteration: DDP has reduced gradients, and whatever follows may change weights."""
+        self.monitor.start_reduce()
+        self.tracker.weights_changed()
+
+    def gradients_dropped(self) -> None:
+        """End the iteration: gradients of homes are zeroed, so those that wait are not wanted."""
+        if self.returns.data_parallel is not None:
+            # before the first schedule runs, so that the first iteration is like all others
+            self.returns.data_parallel.set_no_sync_func()
+        self.returns.drop()
+        self.tracker.weights_changed()
+
+    def _enter_chunk(self, chunk: int) -> None:
+        """Note the forward of a model chunk; outside of a known schedule's call, weights may have changed before it."""
+        call = None if self.returns.data_parallel is None else self.returns.data_parallel.schedule_call(chunk)
+        if call is None or call != self._calls[chunk]:
+            self._weights_of[chunk] += 1
+        self._calls[chunk] = call
+        has_ddp = (
+            self.returns.data_parallel is not None and self.returns.data_parallel.wants_gradients(chunk) is not None
+        )
+        if has_ddp or self.tracker.has_seen_optimizer or chunk != self.chunk_of[0]:
+            return
+        if self._has_no_backward_ahead():
+            # nothing else ends an iteration without DDP and with an optimizer that is none of torch's
+            self.tracker.weights_changed()
+
+    def _has_no_backward_ahead(self) -> bool:
+        """Whether every layer has run in this iteration, and no backward is known to follow."""
+        live = [state for state in self.states if state.keeps_replicas and state.replicas is not None]
+        return (
+            self.tracker.all_are_in
+            and all(state.replicas.backwards == self.tracker.forwards(state.index) for state in live)
+            and not any(state.awaits_microbatch for state in self.states)
+        )
+
     def _was_seen(self, state: LayerState) -> bool:
         """Whether a recomputed forward was seen before, as a microbatch's."""
         return state.awaits_backward and self.tracker.has_forwarded(state.index)
 
-    def _prepare_from(self, index: int, *, begins: bool) -> None:
-        """Have the replicas of layer ``index`` on their way, and the next ones', unless all of the iteration are here.
-
-        Args:
-            begins: whether the layer's iteration does.
-        """
+    def _prepare_from(self, index: int) -> None:
+        """Begin to fetch the replicas of layer ``index`` and of the next ones, unless they are here."""
         state = self.states[index]
+        begins = self._needs_fetch(state)
         self._prepare(state)
         if not begins and state.keeps_replicas:
             return
@@ -196,12 +247,31 @@ class Prefetcher:
             return
         self._plan_from(state.index)
         state.prepared = True
-        still_there = state.keeps_replicas or self.tracker.is_within_microbatch(state.index)
-        if state.fetched_in == self.tracker.iteration and still_there:
+        if not self._needs_fetch(state):
             return
+        is_first = state.fetched_in != self.tracker.iteration
         state.fetched_in = self.tracker.iteration
+        if self._weights_may_differ(state):
+            state.fetched_weights = self._weights_of[self.chunk_of[state.index]]
+            state.renew_plan()
+        if state.keeps_replicas and not is_first:
+            if state.replicas is not None and state.plan is not None:
+                state.replicas.refresh(state.plan)
+            return
         state.expects_late = state.config.late_replicas > 0 and not state.knows_loads
         state.replicas = None if state.plan is None else self._fetch(state)
+
+    def _needs_fetch(self, state: LayerState) -> bool:
+        """Whether the layer's next forward needs weights that have not been fetched yet."""
+        if state.fetched_in != self.tracker.iteration:
+            return True
+        if self.tracker.is_within_microbatch(state.index):
+            return False
+        return not state.keeps_replicas or self._weights_may_differ(state)
+
+    def _weights_may_differ(self, state: LayerState) -> bool:
+        """Whether homes of the layer may hold other weights than at its last fetch."""
+        return state.fetched_weights != self._weights_of[self.chunk_of[state.index]]
 
     def _plan_from(self, index: int) -> None:
         """Plan layer ``index``, unless it is planned, and with it the next ones of its chunk."""
@@ -216,28 +286,34 @@ class Prefetcher:
                 state.planned_in = self.tracker.iteration
 
     def _plan(self, state: LayerState) -> None:
+        kept = state.next_kept_plan() if self._keeps_plans else None
+        if kept is not None:
+            state.set_plan(kept)
+            state.plans.append(kept)
+            return
         forecast, microbatches = self.routes.forecast(state, self.forecast, self.tracker.microbatches or 1)
         if forecast is None or not state.config.slots:
             state.set_plan(state.homes)
+            state.plans.append(state.homes)
             return
         cost = state.copy_cost(microbatches, self.meter)
         plan = plan_replicas(forecast, state.homes, state.world, cost=cost, previous=state.planned)
         state.check_agreement(plan)
         state.set_plan(plan)
+        state.plans.append(plan)
 
     def _fetch(self, state: LayerState) -> Replicas:
         """Begin to fetch the planned replicas, for one microbatch or for all of the iteration."""
         assert state.plan is not None
         self._has_fetched = True
-        # where layers share buffers, another layer's backward may run between two passes: each returns its gradients
-        returns_after = (self.tracker.microbatches or 1) * state.parts.passes if state.keeps_replicas else 1
         try:
             replicas = Replicas(
                 state.slots_in(self._buffer_pool()),
                 state.placement,
                 state.plan,
-                returns_after=returns_after,
                 passes=state.parts.passes,
+                # where layers share buffers, another layer's backward may run between two passes
+                is_last=partial(self.returns.is_last, state) if state.keeps_replicas else None,
                 meter=self.meter,
             )
         except RuntimeError:
@@ -247,7 +323,7 @@ class Prefetcher:
             replicas.after_backward = state.finish_backward
         if state.config.lifetime == "layer":
             replicas.before_backward = self._fetch_for_backward
-        self._live.add(replicas)
+        self.returns.live.add(replicas)
         replicas.start()
         return replicas
 
@@ -277,6 +353,11 @@ class Prefetcher:
         return self._pool
 
     def _begin_iteration(self) -> None:
+        # those of microbatches before weights were loaded in the middle of an iteration
+        self.returns.complete()
+        self._keeps_plans = self._weights_are_the_same()
+        if not self._keeps_plans:
+            self.returns.begin_iteration(self.tracker.microbatches)
         here.iteration = running_iteration() or here.iteration + 1
         self._pool_is_checked = False
         if self._pool is not None:
@@ -292,9 +373,13 @@ class Prefetcher:
             self.rehoming.begin_iteration(here.iteration, self.tracker, self.meter)
         self._allocate_early()
 
-    def _drop_unreturned(self) -> list[tuple[str, int, int]]:
-        waiting = [replicas for replicas in self._live if replicas.unreturned]
-        found = sorted((replicas.label, replicas.unreturned, replicas.returns_after) for replicas in waiting)
-        for replicas in waiting:
-            replicas.drop_unreturned()
-        return found
+    def _weights_are_the_same(self) -> bool:
+        """Whether the iteration that begins may repeat the last one: no optimizer has stepped since.
+
+        With the same plans a repeated forward and backward, as by Megatron's rerun state machine, is bitwise the same.
+        Steps of an optimizer that is none of torch's are not seen, so this ends if no step is seen at all.
+        """
+        if self.tracker.has_stepped:
+            return False
+        self._num_unstepped += 1
+        return self.tracker.has_seen_optimizer or self._num_unstepped <= MOST_REPEATED

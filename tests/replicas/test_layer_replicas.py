@@ -94,7 +94,7 @@ def test_layers_of_different_size_share_buffers(lifetime: str) -> None:
         for of_layer in slots:
             plan = TransferPlan.from_placement(placement, rank)
             if lifetime == "iteration":
-                made.append(Replicas(of_layer, placement, plan, returns_after=microbatches))
+                made.append(Replicas(of_layer, placement, plan, is_last=lambda _: last[0]))
                 continue
             replicas = Replicas(of_layer, placement, plan)
             replicas.before_backward = Replicas.start if lifetime == "layer" else None
@@ -102,8 +102,10 @@ def test_layers_of_different_size_share_buffers(lifetime: str) -> None:
             made.append(replicas)
         return made
 
+    last = [False]
     replicas = make_replicas()
     for microbatch in range(microbatches):
+        last[0] = microbatch == microbatches - 1
         if microbatch and lifetime != "iteration":
             replicas = make_replicas()
         x, to_first = tokens(rank, microbatch)
@@ -157,11 +159,12 @@ def test_few_bytes_are_set_to_zero(lifetime: str, main_grad_type: torch.dtype) -
         for home in homes:
             home.main_grad = torch.zeros(4, 5, dtype=main_grad_type)
         with _BytesSetToZero() as counted:
-            replicas = Replicas(
-                slots, placement, TransferPlan.from_placement(placement, rank), returns_after=microbatches
-            )
+            last = [False]
+            plan = TransferPlan.from_placement(placement, rank)
+            replicas = Replicas(slots, placement, plan, is_last=lambda _: last[0])
             replicas.after_backward = lambda done: done.slots.pool.free(done.buffer)
             for microbatch in range(microbatches):
+                last[0] = microbatch == microbatches - 1
                 x = (torch.arange(8.0).view(2, 4) + rank + microbatch).to(main_grad_type).requires_grad_()
                 rows = [x, x, x if rank == 1 else x[:0], x[:0]]
                 weights = [w for (w,) in replicas.materialize()]

@@ -5,6 +5,7 @@ Oracle: what stock Megatron does in the same place, or literal messages.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -16,17 +17,19 @@ from ranks import ranks
 
 
 @ranks(2)
-def test_fewer_microbatches_than_announced_is_an_error() -> None:
+def test_gradients_that_nobody_reduced_are_an_error() -> None:
     import tiny_gpt
 
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
-    tiny_gpt.set_num_microbatches(case, 4)  # the loop runs 2
-    with pytest.raises(
-        RuntimeError, match=r"FusedAdam steps while gradients of replicas wait .* 4 microbatches; .* layer 1 \(2 of 4\)"
-    ):
-        run.step(2)
+    config = run.chunks[0].config
+    config.finalize_model_grads_func, config.no_sync_func = None, contextlib.nullcontext
+    run.chunks[0].zero_grad_buffer()
+    with run.chunks[0].no_sync():
+        tiny_gpt.run(case, run.chunks, 2, num_microbatches=2)
+    with pytest.raises(RuntimeError, match=r"FusedAdam steps while gradients .* finish_grad_sync"):
+        run.optimizer.step()
 
 
 def _spoil_gradients(chunks: list, value: float, *, times: int) -> list[int]:
@@ -178,7 +181,7 @@ def test_a_peer_that_sleeps_in_training_is_named() -> None:
 
 @ranks(2)
 def test_a_given_up_step_does_not_spoil_the_next() -> None:
-    """One microbatch of two runs, then the loop starts over: an error once, and right results afterwards."""
+    """One microbatch of two runs, then the loop starts over: right results afterwards."""
     import tiny_gpt
 
     case = tiny_gpt.Case(accumulate=2)
@@ -186,9 +189,6 @@ def test_a_given_up_step_does_not_spoil_the_next() -> None:
     stock = tiny_gpt.train(case, steps=4)
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
     tiny_gpt.run(case, run.chunks, 2, num_microbatches=1)
-    # the counts have shifted by one, so the optimizer finds an iteration that is not complete
-    with pytest.raises(RuntimeError, match=r"FusedAdam steps while .* layer 1 \(1 of 2\), layer 2 \(1 of 2\)"):
-        run.step(2)
     assert [run.step(2), run.step(3)] == pytest.approx(stock.losses[2:], rel=1e-5)
 
 
