@@ -130,7 +130,8 @@ class HecateConfig:
             if value is not None and not (isinstance(value, str) and value):
                 yield f"{name}={value!r} must be the name of a {what}, or None"
             elif name == "speeds" and value is not None and not Path(value).is_file():
-                yield f"speeds={value!r} is no file; write it with torchrun ... -m megatron_hecate --measure FILE"
+                way = "write it with torchrun ... -m megatron_hecate --measure FILE"
+                yield f"{value} does not hold measured speeds: speeds={value!r} is no file; {way}"
             elif name == "record" and value is not None and Path(value).is_file():
                 yield f"record={value!r} is a file; name a folder"
 

@@ -61,7 +61,8 @@ def test_every_flag_exists_and_fssdp_is_on(tmp_path: Path) -> None:
     from megatron_hecate import HecateConfig
     from megatron_hecate.adapter import unsupported
 
-    (words,) = _run("megatron_lm.sh", tmp_path, "--train-iters", "20", SPEEDS="speeds.json")
+    speeds = Path(__file__).with_name("free_copies.json")
+    (words,) = _run("megatron_lm.sh", tmp_path, "--train-iters", "20", SPEEDS=str(speeds))
     torchrun = parse_args(words)
     assert torchrun.module and torchrun.training_script == "megatron_hecate"
     assert (torchrun.nnodes, torchrun.nproc_per_node, torchrun.master_addr) == ("1", "8", "localhost")
@@ -70,7 +71,7 @@ def test_every_flag_exists_and_fssdp_is_on(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     HecateConfig.add_arguments(parser)
     settings = HecateConfig.from_arguments(parser.parse_args(ours))
-    assert settings == HecateConfig(slots=2, lifetime="auto", speeds="speeds.json")
+    assert settings == HecateConfig(slots=2, lifetime="auto", speeds=str(speeds))
     arguments = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(megatrons)
     assert arguments.train_iters == 20
     assert unsupported.find(arguments, None, slots=2) == []

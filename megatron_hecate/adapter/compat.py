@@ -122,6 +122,11 @@ ASSUMPTIONS = (
     ),
 )
 TRAINING_ASSUMPTIONS = (
+    _Assumption(
+        "core.distributed.data_parallel_base:_BaseDataParallel",
+        ("config", "module"),
+        "its constructor is wrapped: models are converted before they are wrapped",
+    ),
     _Assumption("training.arguments:add_megatron_arguments", ("parser",), "wrapped: the flags are added here"),
     _Assumption(
         "training.training:setup_model_and_optimizer",

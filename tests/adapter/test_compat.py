@@ -44,10 +44,14 @@ def test_too_many_slots_and_no_file_with_speeds() -> None:
 
     chunks, _ = _stock_model()
     with pytest.raises(ValueError) as error:
-        tiny_gpt.fssdp_hook(slots=5, speeds="nowhere.json")(chunks)
+        tiny_gpt.fssdp_hook(slots=5, speeds=__file__)(chunks)
     text = str(error.value)
     assert re.search(r"layer 1: slots=5 is out of range: .* 4 of 8 experts can host 0 to 4 replicas", text)
-    assert "  - speeds: nowhere.json does not hold measured speeds" in text
+    assert f"  - speeds: {__file__} does not hold measured speeds" in text
+    with pytest.raises(
+        ValueError, match=r"nowhere.json does not hold measured speeds: speeds='nowhere.json' is no file"
+    ):
+        tiny_gpt.fssdp_hook(speeds="nowhere.json")
 
 
 @ranks(2)

@@ -80,7 +80,7 @@ def test_ranks_share_the_search() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate.plan import HomeSearch
+    from megatron_hecate.plan import HomeSearch, Placement
     from megatron_hecate.runtime import rehoming
 
     looked_at: list[list[int]] = []
@@ -89,6 +89,8 @@ def test_ranks_share_the_search() -> None:
     class Shared(HomeSearch):
         def __post_init__(self) -> None:
             object.__setattr__(self, "token_seconds", 1.0)  # tokens so slow that everything pays
+            # without room for replicas, which would leave nothing to win
+            object.__setattr__(self, "homes", Placement.initial(8, 2, num_slots=0))
 
         def choose(self, load: np.ndarray, order: np.ndarray, layers: Any) -> list:
             self.__dict__["load"] = load

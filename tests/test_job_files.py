@@ -1,0 +1,299 @@
+"""``--check --settings`` on files in the shapes that people keep settings in, reduced to what matters.
+
+Oracle: literal verdicts; for launch scripts, what bash makes of the same command line.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_hecate.__main__ import main
+from megatron_hecate.job_files import jobs
+from megatron_hecate.job_files.launch_script import LaunchScript
+from megatron_hecate.job_files.variables import Unresolved
+
+pytestmark = pytest.mark.fast
+
+ON, REFUSED, OPEN = 0, 1, 2  # exit statuses
+
+
+@pytest.fixture
+def check(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Exit status, and what was printed, for the text of a file and variables of the environment."""
+
+    def run(text: str, name: str = "job.yaml", **environment: str) -> tuple[int, str]:
+        path = tmp_path / name
+        path.write_text(text)
+        for variable in ("EP", "TP", "PR", "MODEL"):
+            monkeypatch.delenv(variable, raising=False)
+        for variable, value in environment.items():
+            monkeypatch.setenv(variable, value)
+        status = main(["--check", "--settings", str(path)])
+        printed = capsys.readouterr()
+        return status, printed.out + printed.err
+
+    return run
+
+
+NESTED = {
+    "Primus": "modules: {pre_trainer: {framework: megatron, overrides: {%s, num_experts: 128}}}",
+    "NeMo-RL": "policy: {megatron_cfg: {enabled: true, %s}, generation: {vllm_cfg: {precision: fp8}}}\ngrpo: {n: 1}",
+    "ROLL": "actor_train: {strategy_args: {strategy_name: megatron_train, strategy_config: {%s}}}\n"
+    "reference: {strategy_args: {strategy_name: megatron_infer, strategy_config: {expert_model_parallel_size: 1}}}",
+    "verl": "actor_rollout_ref: {actor: {strategy: megatron, megatron: {override_transformer_config: {%s}}}, "
+    "ref: {megatron: {expert_model_parallel_size: 1}}, rollout: {name: vllm}}",
+    "sections": "ENV_VARS: {NVTE_FUSED_ATTN: 'true', QUOTED: 'none'}\nMODEL_ARGS: {%s}",
+    "dotted": "policy.megatron_cfg: {%s}",
+    "a list of parts": "stages: [{name: a}, {megatron: {%s}}]",
+    "tags": "policy: !override {megatron_cfg: !merge {%s}}",
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_settings_in_nested_maps(check: Any, kind: str) -> None:
+    status, said = check(NESTED[kind] % "expert_model_parallel_size: 8")
+    assert status == ON and said.startswith("would switch on\n"), said
+    if kind != "sections":
+        assert (
+            "note: read: expert_model_parallel_size=8 (" in said and "note: not found, so Megatron's defaults" in said
+        )
+    status, said = check(NESTED[kind] % "expert_model_parallel_size: 8, use_megatron_fsdp: true")
+    assert status == REFUSED and "--moe-fssdp with use_megatron_fsdp=True: Megatron-FSDP owns" in said
+    status, said = check(NESTED[kind] % "expert_model_parallel_size: 8, fp8_cfg: {fp8: hybrid, fp8_recipe: delayed}")
+    assert status == REFUSED and "--moe-fssdp with fp8_recipe='delayed': delayed scaling keeps" in said
+    status, said = check(NESTED[kind] % "tensor_model_parallel_size: 8")
+    assert status == OPEN and "expert_model_parallel_size was not found; FSSDP needs 2 or more" in said
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "learning_rate: 1.0e-5\nmodel: {hidden_size: 64}",
+        "fp8: true\npeft: {r: 8}",
+        "policy: {megatron_cfg: {enabled: false, expert_model_parallel_size: 8}, dtensor_cfg: {enabled: true}}",
+        "actor_train: {strategy_args: {strategy_name: fsdp2_train, strategy_config: {expert_model_parallel_size: 8}}}",
+        "actor: {strategy: fsdp, megatron: {expert_model_parallel_size: 8}}",
+        "rollout: {vllm: {expert_model_parallel_size: 8}}",
+        "allocation_mode: sglang:d4t4+archon:(attn:d1p4t2c2|ffn:d1p4t1e4)",
+    ],
+)
+def test_a_file_without_megatron_is_not_judged(check: Any, text: str) -> None:
+    status, said = check(text)
+    assert status == OPEN and "holds no setting of Megatron that is known here, such as" in said, said
+    assert "would switch on" not in said and "refused" not in said.replace("job.yaml", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("peft: {enabled: false}", ON),
+        ("peft: null", ON),
+        ("peft: {enabled: true, dim: 8}", REFUSED),
+        ("peft: {dim: 8}", REFUSED),
+        ("tuner_type: lora", REFUSED),
+        ("tuner_type: full\nlora_rank: 8", ON),
+        ("train_type: lora\nlora_rank: 8", REFUSED),
+        ("use_lora: true", REFUSED),
+        ("use_lora: false\nlora_rank: 0", ON),
+        ("model: {lora_rank: 16}", REFUSED),
+        ("lora: {rank: 0}", ON),
+        ("lora: {rank: 32, type: lora}", REFUSED),
+        ("lora_cfg: {enabled: false, dim: 8}", ON),
+        ("finetuning_type: lora", REFUSED),
+        ("peft_scheme: dora", REFUSED),
+    ],
+)
+def test_adapters_by_any_name(check: Any, text: str, status: int) -> None:
+    found, said = check(f"expert_model_parallel_size: 8\n{text}")
+    assert found == status and ("adapters wrap the linears" in said) == (status == REFUSED), said
+
+
+def test_several_models_that_train(check: Any) -> None:
+    text = "actor: {megatron: {expert_model_parallel_size: 8}}\ncritic: {megatron: {expert_model_parallel_size: %s}}"
+    status, said = check(text % 1 + "\nuse_torch_fsdp2: false")
+    assert status == REFUSED and "on actor\n" in said and "refused critic: --moe-fssdp with expert_model" in said
+    assert check(text % 4)[0] == ON
+    assert check("actor: {megatron: {expert_model_parallel_size: 8}}\ncritic: {strategy: fsdp, lr: 1}")[0] == ON
+
+
+@pytest.mark.parametrize(
+    ("backend", "status"),
+    [
+        ("megatron:(attn:d1p4t2c2|ffn:d1p4t1e4)", ON),
+        ("sglang:d4t4+megatron:(attn:d1p4t2|ffn:d1p4e2)", ON),
+        ("megatron:d2p2t4", REFUSED),
+    ],
+)
+def test_sizes_in_one_text(check: Any, backend: str, status: int) -> None:
+    """AReaL's, for a job or for each of its engines."""
+    assert check(f'allocation_mode: "{backend}"')[0] == status
+    assert check(f'rollout: {{backend: "sglang:d4"}}\nactor: {{backend: "{backend.split("+")[-1]}"}}')[0] == status
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        *("${EP:8}", "${EP:-8}", "${EP-8}", "${oc.env:EP,8}", "${parallel.ep}", "${oc.select:parallel.ep,1}"),
+        *("${oc.decode:${oc.env:EP,8}}", "${EP:${parallel.ep}}"),
+    ],
+)
+def test_variables_of_yaml(check: Any, written: str) -> None:
+    text = f"parallel: {{ep: 8}}\nMODEL_ARGS: {{--expert-model-parallel-size: '{written}', --num-experts: 128}}"
+    assert check(text)[0] == ON
+    if "EP" in written:
+        status, said = check(text, EP="1")
+        assert status == REFUSED and "expert_model_parallel_size=1" in said
+
+
+def test_a_variable_without_a_value_is_asked_for(check: Any) -> None:
+    text = (
+        "MODEL_ARGS:\n  --expert-model-parallel-size: ${EP}\n  --seq-length: ${SEQ_LEN}\n  --moe-grouped-gemm: ${G}\n"
+    )
+    status, said = check(text)
+    assert status == OPEN and "cannot be judged yet: EP decides expert_model_parallel_size: give it, as in EP=" in said
+    assert "SEQ_LEN" not in said.partition("cannot be judged")[2], "no rule reads it"
+    assert "G decides" not in said, "whatever it is, it is not refused"
+    status, said = check(text + "  --fp8-format: hybrid\n")
+    assert status == REFUSED and "fp8_recipe=None" in said and "note: EP decides expert_model_parallel_size" in said
+    status, said = check(text + "  --fp8-format: hybrid\n  --fp8-recipe: mxfp8\n")
+    assert status == OPEN and "G decides moe_grouped_gemm" in said
+    assert check(text, EP="8")[0] == ON and check(text, EP="1")[0] == REFUSED
+    status, said = check("expert_model_parallel_size: ${div:8,2}\nnum_experts: 8")
+    assert status == OPEN and "div decides expert_model_parallel_size" in said, "a resolver that is not known"
+
+
+SCRIPT = """#!/bin/bash
+set -ex
+EP=${EP:-8}   # the group's size, isn't it
+if [ -z ${PP} ]; then
+  PP=2
+fi
+MOE_ARGS=(
+    --num-experts 128   # a comment's quote
+    # --use-megatron-fsdp
+    --moe-layer-freq '[1]*58'
+    --expert-model-parallel-size ${EP}
+)
+MOE_ARGS+=(--moe-router-topk 8)
+OPTIONS=" \\
+   --pipeline-model-parallel-size $PP \\
+   --transformer-impl transformer_engine"
+OPTIONS="$OPTIONS --moe-grouped-gemm"
+PR=${PR:-bf16}
+if [ $PR = fp8 ]; then
+    PRECISION="--fp8-format hybrid"
+elif [[ "$PR" == "mxfp8" ]]; then
+    PRECISION="--fp8-format hybrid --fp8-recipe mxfp8"
+else
+    PRECISION=""
+fi
+run="torchrun --nproc-per-node 8 pretrain_gpt.py ${MOE_ARGS[@]} $OPTIONS ${PRECISION} --bf16"
+echo $run
+%s $run > log 2>&1
+"""
+
+
+def test_a_launch_script(check: Any) -> None:
+    text = SCRIPT % "eval"
+    status, said = check(text, "run.sh")
+    assert status == ON and "expert_model_parallel_size=8" in said and "pipeline_model_parallel_size=2" in said, said
+    assert check(text, "run.sh", PR="mxfp8")[0] == ON
+    status, said = check(text, "run.sh", PR="fp8")
+    assert status == REFUSED and "fp8_recipe=None" in said
+    status, said = check(text, "run.sh", EP="1", PR="bf16")
+    assert status == REFUSED and "expert_model_parallel_size=1" in said
+    status, said = check("#!/bin/bash\npip install x\nray start --head --num-gpus 8\n", "run.sh")
+    assert status == OPEN and "holds no command with flags of Megatron, such as --expert-model-parallel-size" in said
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the oracle is bash")
+@pytest.mark.parametrize("environment", [{}, {"EP": "4"}, {"PP": "8", "PR": "fp8"}, {"PR": "mxfp8"}])
+def test_a_launch_script_is_read_as_bash_runs_it(tmp_path: Path, environment: dict) -> None:
+    script = tmp_path / "run.sh"
+    stub = "torchrun() { printf '%s\\n' torchrun \"$@\"; }\n"
+    text = (SCRIPT % "eval").replace("> log 2>&1", "").replace("echo $run", "")
+    script.write_text(stub + text)
+    outside = {k: v for k, v in os.environ.items() if k not in ("EP", "PP", "PR")}
+    command = ["bash", str(script)]
+    done = subprocess.run(command, env={**outside, **environment}, capture_output=True, text=True, timeout=20)
+    words = done.stdout.split("torchrun\n")[-1].splitlines()
+    (read,) = LaunchScript(SCRIPT % "eval", environment).commands
+    flags = [word[2:] for word in words if word.startswith("--")]
+    assert [flag.name for flag in read.flags] == flags
+    values = {flag.name: flag.value for flag in read.flags}
+    for name, value in values.items():
+        after = words[words.index(f"--{name}") + 1 :][:1]
+        assert value is True or [value] == after or value[:1] == after, name
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("TP=2 EP=32 bash ./sbatch.sh --cuda-graph-impl local --expert-model-parallel-size $EP", REFUSED),
+        ("megatron sft --tuner_type lora --expert_model_parallel_size 4", REFUSED),
+        ("megatron sft --tuner_type full --lora_rank 8 --expert_model_parallel_size 4 --moe_grouped_gemm true", ON),
+        ("python -m verl.trainer a.b=1 actor_rollout_ref.actor.megatron.expert_model_parallel_size=8", ON),
+        ("python -m verl.trainer --config-name x actor.megatron.expert_model_parallel_size=1", REFUSED),
+        ("python run_recipe.py model.expert_model_parallel_size=8 +model.cuda_graph_impl=local", REFUSED),
+        ('srun bash -c "torchrun x.py --expert-model-parallel-size 8 --use-torch-fsdp2"', REFUSED),
+        ("A=(--expert-model-parallel-size=8)\npython x.py ${A[*]} --use-custom-fsdp", REFUSED),
+        ("python x.py --expert-model-parallel-size ${1:-4} \\\n  --cuda-graph-impl transformer_engine \\\n"
+         "  --cuda-graph-scope attn moe_router", ON),
+        ("N=$(nproc)\npython x.py --expert-model-parallel-size 8 --num-workers $N", ON),
+        ("D='a b'\npython x.py --expert-model-parallel-size 8 --data-path \"$D\" --fp8-format none", ON),
+        ("if false; then\n python x.py --expert-model-parallel-size 8\nfi", ON),
+        ("python x.py --disable-bias-linear --expert-model-parallel-size 8 2>/dev/null &", ON),
+    ],
+)  # fmt: skip
+def test_command_lines(check: Any, text: str, status: int) -> None:
+    assert check(f"{text}\n", "run.sh")[0] == status, check(f"{text}\n", "run.sh")[1]
+
+
+def test_what_a_script_does_not_say_is_asked_for(check: Any) -> None:
+    text = 'MODEL=$1\nEP=${2}\nif [ $MODEL = a ]; then\n MOE="--expert-model-parallel-size ${EP}"\nelse\n MOE=\nfi\n'
+    text += "source models/qwen.sh\npython x.py $MOE ${MODEL_ARGS[@]} --num-experts 8 --fp8-format $(echo e4m3)\n"
+    status, said = check(text, "run.sh")
+    assert status == OPEN and "MODEL decides expert_model_parallel_size: give it, as in MODEL=..." in said, said
+    assert "the output of a command decides fp8" in said and "may hold further flags: MODEL" in said
+    assert "MODEL_ARGS" in said and "files that were not read: models/qwen.sh" in said
+    status, said = check(text, "run.sh", MODEL="a")
+    assert status == OPEN and "EP decides expert_model_parallel_size" in said
+    status, said = check(text.replace("--fp8-format $(echo e4m3)", ""), "run.sh", MODEL="a", EP="8")
+    assert status == ON, said
+
+
+def test_several_commands_are_several_jobs(check: Any) -> None:
+    text = "python a.py --expert-model-parallel-size 8\npython b.py --expert-model-parallel-size 1\n"
+    status, said = check(text, "run.sh")
+    assert status == REFUSED and "on command 1\n" in said and "refused command 2: --moe-fssdp with expert_model" in said
+
+
+def test_files_that_go_on_elsewhere_are_named(check: Any) -> None:
+    text = "defaults: [grpo_base.yaml]\npolicy: {megatron_cfg: {expert_model_parallel_size: 8}}"
+    status, said = check(text)
+    assert status == ON and "further settings may stand in files that were not read: grpo_base.yaml" in said
+
+
+def test_a_script_that_is_none_is_an_error_without_a_traceback(check: Any) -> None:
+    for text in ("", "x='", "((((", "if [", "a=(", "fi fi done", "python x.py --num-experts '8", "$(", "`", "${", "\\"):
+        status, said = check(text, "run.sh")
+        assert status == OPEN and "run.sh: " in said, (text, said)
+
+
+def test_a_variable_that_names_itself() -> None:
+    script = LaunchScript('A=$B\nB=$A\nif [ $Q ]; then\n A="$A --x 1"\nfi\npython x.py $A --num-experts $B\n', {})
+    (command,) = script.commands
+    assert isinstance(command.flags[-1].value, Unresolved)
+
+
+def test_aliases_are_names_of_rules() -> None:
+    from megatron_hecate import check
+
+    assert set(jobs.ALIASES.values()) <= check.READ and set(jobs.NEGATED.values()) <= check.READ
+    assert set(check.WORST) <= check.READ and check.HELPERS <= check.READ
