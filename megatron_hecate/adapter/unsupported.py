@@ -144,7 +144,14 @@ MODEL = (
     ),
     Rule("moe_single_grouped_weight", "one tensor for all experts has no room for replicas"),
     Rule("moe_single_grouped_bias", "one tensor for all experts has no room for replicas"),
-    Rule("moe_use_grouped_tensor", "its grouped weights have no room for replicas"),  # 0.20
+    Rule(  # 0.20, whose op fuser sets it: the operators are then the same as before, over one weight per expert
+        "moe_use_grouped_tensor",
+        "TransformerEngine's modules over grouped tensors were never run with replicas; its operators were",
+        unsupported=lambda settings: (
+            is_set(settings["moe_use_grouped_tensor"]) and not is_set(settings["use_transformer_engine_op_fuser"])
+        ),
+        hint=" or model.use_transformer_engine_op_fuser=true",
+    ),
     Rule("moe_use_legacy_grouped_gemm", "the legacy GroupedMLP has no room for replicas"),
     Rule("moe_ncclep_zero_copy", "its communication buffers belong to homes only"),
     Rule(
