@@ -36,10 +36,17 @@ def _sum_own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _ByExpert:
-    """Rows of a rank's experts, expert by expert, from a routing map [T, E]; ``budget`` rows at most."""
+    """Rows of a rank's experts, expert by expert, from a routing map [T, E]; ``budget`` rows at most, and rows of zeros
+    after each expert's own, up to a multiple of ``pad``."""
 
     def __init__(
-        self, routing_map: Tensor, group: dist.ProcessGroup, num_local: int, budget: int | None = None
+        self,
+        routing_map: Tensor,
+        group: dist.ProcessGroup,
+        num_local: int,
+        budget: int | None = None,
+        *,
+        pad: int = 1,
     ) -> None:
         assert routing_map.dtype == torch.bool and routing_map.shape[1] == group.size() * num_local
         first = group.rank() * num_local
@@ -47,23 +54,27 @@ class _ByExpert:
         expert, self.token = own.t().nonzero(as_tuple=True)
         self.overflow = torch.tensor(int(budget is not None and len(expert) > budget))
         self.column, self.token = (expert + first)[:budget], self.token[:budget]
-        self.group, self.shape, self.rows = group, routing_map.shape, len(self.token) if budget is None else budget
-        self.counts = torch.bincount(expert[:budget], minlength=num_local)
+        self.group, self.shape = group, routing_map.shape
+        tokens = torch.bincount(expert[:budget], minlength=num_local)
+        self.counts = (tokens + pad - 1) // pad * pad
+        shift = (self.counts - tokens).cumsum(0) - (self.counts - tokens)  # rows of zeros before each expert's own
+        self.at = torch.arange(len(self.token)) + shift[expert[:budget]]
+        self.rows = int(self.counts.sum()) if budget is None else budget
 
     def _padded(self, x: Tensor) -> Tensor:
-        return torch.cat([x, x.new_zeros(self.rows - len(x), *x.shape[1:])])
+        return x.new_zeros(self.rows, *x.shape[1:]).index_copy_(0, self.at, x)
 
     def dispatch(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
         weights = None if probs is None else self._padded(_gather(probs, self.group)[self.token, self.column])
         return self._padded(_gather(x, self.group)[self.token]), weights
 
     def combine(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        tokens, count = self.group.size() * self.shape[0], len(self.token)
-        total = x.new_zeros(tokens, x.shape[1]).index_add_(0, self.token, x[:count].detach())
+        tokens = self.group.size() * self.shape[0]
+        total = x.new_zeros(tokens, x.shape[1]).index_add_(0, self.token, x.detach()[self.at])
         weights = None
         if probs is not None:
             weights = probs.new_zeros(tokens, self.shape[1])
-            weights[self.token, self.column] = probs[:count].detach()
+            weights[self.token, self.column] = probs.detach()[self.at]
             weights = _sum_own(weights, self.group)
         return _sum_own(total, self.group), weights
 
@@ -94,11 +105,12 @@ class HybridEPBuffer:
         handle: tuple | None = None,
         non_blocking: bool = False,
     ) -> tuple:
-        assert hidden.shape[1] == self.hidden_dim and scaling_factor is None and pad_multiple is None
+        assert hidden.shape[1] == self.hidden_dim and scaling_factor is None
         if handle is None:
             assert num_of_experts_per_rank == self.num_local_experts, "the real one allocates its buffer anew"
             budget = num_permuted_tokens if non_blocking else None
-            rows = _ByExpert(routing_map, self.group, num_of_experts_per_rank, budget)
+            pad = pad_multiple or 1
+            rows = _ByExpert(routing_map, self.group, num_of_experts_per_rank, budget, pad=pad)
             handle = (rows, rows.overflow)
         x, weights = handle[0].dispatch(hidden, probs)
         return x, weights, None, handle[0].counts, handle
@@ -182,7 +194,7 @@ class _EpBuffer:
         max_tokens_per_rank: int,
         hidden_dim: int,
         num_local_experts: int,
-        recv_capacity_per_rank: int,
+        recv_capacity_per_rank: int | None,
         alignment: int = 0,
     ) -> None:
         group, num_experts = _Bootstrapped.state
@@ -230,10 +242,12 @@ def te_ep() -> types.ModuleType:
         ep_group: dist.ProcessGroup,
         num_experts: int,
         max_tokens_per_rank: int,
-        recv_capacity_per_rank: int,
+        recv_capacity_per_rank: int | None,
         hidden_dim: int,
         max_num_sms: int = 0,
         zero_copy: bool = False,
+        num_topk: int = 0,  # with Megatron 0.20, and so is
+        drop_on_overflow: bool = False,
     ) -> None:
         CALLS.append(("ep_bootstrap", dict(num_experts=num_experts, recv_capacity_per_rank=recv_capacity_per_rank)))
         module._BOOTSTRAPPED, _Bootstrapped.state = True, (ep_group, num_experts)
@@ -253,7 +267,7 @@ def te_ep() -> types.ModuleType:
     def ep_combine(
         buffer: _EpBuffer, expert_out: Tensor, num_local_tokens: int | None = None, grad_out: Tensor | None = None
     ) -> Tensor:
-        assert len(expert_out) == buffer.capacity
+        assert buffer.capacity is None or len(expert_out) == buffer.capacity
         return _EpCombine.apply(expert_out, buffer)
 
     module._BOOTSTRAPPED, module.EpBuffer = False, _EpBuffer

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.fast
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 RECIPES = json.loads((CHECKOUT / "tests" / "data" / "recipes.json").read_text())
+RESOLVED = json.loads((CHECKOUT / "tests" / "data" / "recipes_resolved_0.20.json").read_text())
 REFUSED: dict[str, Any] = {  # the values that stop a job; `...` is any
     "expert_model_parallel_size": (1,),
     "use_megatron_fsdp": (True,),
@@ -32,12 +33,16 @@ COUNTS = {  # kind: jobs, on, not refused for CUDA graphs, on of these
 }
 
 
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("recipes", CHECKOUT / "bench" / "recipes.py")
+def _module(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, CHECKOUT / "bench" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    return _module("recipes")
 
 
 def test_each_is_refused_for_what_stands_in_the_table(bench: Any) -> None:
@@ -51,16 +56,39 @@ def test_each_is_refused_for_what_stands_in_the_table(bench: Any) -> None:
         assert bench.refused(recipe).keys() == known, recipe["name"]
 
 
-def test_how_many_switch_on(bench: Any) -> None:
+@pytest.mark.parametrize("resolved", [{}, RESOLVED], ids=["as written", "as 0.20 resolves them"])
+def test_how_many_switch_on(bench: Any, resolved: dict[str, Any]) -> None:
     jobs, on, eager, eager_on = Counter(), Counter(), Counter(), Counter()
     for recipe in RECIPES:
-        kind, found = recipe["kind"], bench.refused(recipe)
+        kind, found = recipe["kind"], bench.refused({**recipe, **resolved.get(recipe["name"], {})})
         graphs = bench.GRAPHS & found.keys()
         jobs[kind] += 1
         on[kind] += not found
         eager[kind] += not graphs
         eager_on[kind] += not found and not graphs
     assert {kind: (jobs[kind], on[kind], eager[kind], eager_on[kind]) for kind in jobs} == COUNTS
+
+
+@pytest.mark.newest
+def test_megatron_itself_makes_settings_with_the_same_verdict(bench: Any) -> None:
+    """Each recipe goes through the ``__post_init__`` of the installed ``TransformerConfig``."""
+    import megatron.core
+
+    module = _module("resolve_recipes")
+    for recipe in RECIPES:
+        fields = module.resolved(recipe)
+        assert bench.refused({**recipe, **fields}).keys() == bench.refused(recipe).keys(), (recipe["name"], fields)
+        if megatron.core.__version__.startswith("0.20"):
+            assert fields == RESOLVED.get(recipe["name"], {}), f"bench/resolve_recipes.py says so of {recipe['name']}"
+
+
+def test_only_the_op_fuser_has_leave_for_grouped_tensors(bench: Any) -> None:
+    job = dict(expert_model_parallel_size=8, moe_use_grouped_tensor=True)
+    (line,) = bench.refused(job).values()
+    assert "with moe_use_grouped_tensor=True: " in line and "set model.moe_use_grouped_tensor=false" in line
+    assert not bench.refused({**job, "use_transformer_engine_op_fuser": True})
+    one_weight = dict(use_transformer_engine_op_fuser=True, moe_single_grouped_weight=True)
+    assert bench.refused({**job, **one_weight}).keys() == {"moe_single_grouped_weight"}
 
 
 def test_the_overrides_that_are_named_switch_it_on(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,12 @@ import copy
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.moe.token_dispatcher import (
+    MoEAllGatherTokenDispatcher,
+    MoEAlltoAllTokenDispatcher,
+    MoEFlexTokenDispatcher,
+    MoETokenDispatcher,
+)
 from torch import Tensor
 
 from megatron_hecate.comm.transfer import wait_collective
@@ -21,6 +26,8 @@ from megatron_hecate.plan import Placement, World
 from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.reroute import CountedTokens, reroute
 from megatron_hecate.routing.tables import GroupShape
+
+_KNOWN = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher)
 
 
 class Rerouter:
@@ -52,7 +59,16 @@ class Rerouter:
         """A dispatcher of the same class and groups as ``stock``, over ``num_physical`` experts per rank.
 
         Shared experts that overlap with communication are handed over as well.
+
+        Raises:
+            TypeError: for a dispatcher that is none of those replicas were tested with.
         """
+        if not isinstance(stock, _KNOWN):
+            known = ", ".join(dispatcher.__name__ for dispatcher in _KNOWN)
+            raise TypeError(
+                f"the token dispatcher is a {type(stock).__name__}; FSSDP knows {known} "
+                "(--moe-token-dispatcher-type allgather, alltoall or flex)"
+            )
         config = copy.copy(stock.config)
         config.num_moe_experts = stock.ep_size * num_physical
         config.moe_pad_expert_input_to_capacity = False  # an expert would get its capacity on every holder

@@ -16,7 +16,7 @@ class _Settings(Protocol):
 
 def captured_parts(settings: _Settings) -> frozenset[str] | None:
     """What graphs hold, by the names of Megatron's ``CudaGraphModule``; nothing without graphs. ``None``: whole layers,
-    or the whole iteration."""
+    the whole iteration, or what a ``cuda_graph_impl`` of an unknown name holds."""
     impl = settings["cuda_graph_impl"]
     if impl in (None, "none"):  # the names of before
         old = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
@@ -24,7 +24,8 @@ def captured_parts(settings: _Settings) -> frozenset[str] | None:
     if impl is None:
         return frozenset()
     parts = _names(settings["cuda_graph_scope"]) or _names(settings["cuda_graph_modules"])
-    if not parts or parts & {"full", "full_iteration"}:
+    unknown = impl not in ("local", "transformer_engine")
+    if unknown or not parts or parts & {"full", "full_iteration"}:
         return None
     if impl == "local" and parts & {"moe_router", "moe_preprocess"}:  # Megatron adds the other
         parts |= {"moe_router", "moe_preprocess"}

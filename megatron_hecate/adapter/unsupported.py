@@ -29,16 +29,36 @@ def _graphs_hold_experts(setting: str) -> Callable[[Settings], bool]:
 
 
 def _moves_scaled(setting: str) -> Callable[[Settings], bool]:
-    """Whether homes move, and ``setting`` has TransformerEngine scale what an optimizer keeps; a dtype or its name."""
-    scaled = ("fp16", "fp8", "torch.float16", "torch.uint8")
-    return lambda settings: (settings["moe_fssdp_rehome"] or 0) > 0 and str(settings[setting]) in scaled
+    """Whether homes move, and ``setting``, a dtype or its name, is none that an optimizer keeps without scales."""
+    scaled = _unknown(setting, ("fp32", "bf16", "float32", "bfloat16"))
+    return lambda settings: (settings["moe_fssdp_rehome"] or 0) > 0 and scaled(settings)
 
 
-def _recipe(value: Any) -> str:
-    """Megatron's default is delayed scaling; some versions have an enumeration."""
-    return str(getattr(value, "value", value) or "delayed")
+def _recipe(value: Any, default: str = "delayed") -> str:
+    """Name of a recipe, which some versions give as an enumerator; without one it is Megatron's ``default``."""
+    return str(getattr(value, "value", value) or default)
 
 
+def _unknown(setting: str, known: tuple[str, ...]) -> Callable[[Settings], bool]:
+    """Whether ``setting`` has a value that is none of ``known``; one that is not set is Megatron's default."""
+
+    def unsupported(settings: Settings) -> bool:
+        value = settings[setting]
+        name = str(getattr(value, "value", value)).removeprefix("torch.")
+        return is_set(value) and name not in known
+
+    return unsupported
+
+
+def _unknown_backend(settings: Settings) -> bool:
+    of_flex = settings["moe_token_dispatcher_type"] == "flex"
+    return of_flex and _unknown("moe_flex_dispatcher_backend", BACKENDS)(settings)
+
+
+# Values that our code was written for and tested with. Another one, of a later Megatron, is refused by its name: taken
+# for one of these it could train wrongly.
+DISPATCHERS = ("allgather", "alltoall", "flex")
+BACKENDS = ("deepep", "hybridep", "ncclep")
 # settings that SequentialMLP, whose experts are modules of their own, does not combine with
 GROUPED_ONLY = ("fp8", "fp4", "quant_recipe", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
 _GRAPHS = (
@@ -77,6 +97,31 @@ WITH_SLOTS = (
 )
 MODEL = (
     Rule(
+        "moe_token_dispatcher_type",
+        f"replicas were tested with the dispatchers {', '.join(DISPATCHERS)}",
+        instead="alltoall",
+        unsupported=_unknown("moe_token_dispatcher_type", DISPATCHERS),
+    ),
+    Rule(
+        "moe_flex_dispatcher_backend",
+        f"each backend reads probabilities and sizes its buffers in its own way; known are {', '.join(BACKENDS)}",
+        instead="hybridep",
+        unsupported=_unknown_backend,
+    ),
+    Rule(
+        "moe_router_score_function",
+        "DeepEP and NCCL EP find a token's experts by probabilities above zero, as the known functions give them: "
+        "softmax, sigmoid and sqrtsoftplus",
+        instead="softmax",
+        unsupported=_unknown("moe_router_score_function", ("softmax", "sigmoid", "sqrtsoftplus")),
+    ),
+    Rule(
+        "moe_router_dtype",
+        "kernels that reroute tokens read probabilities in fp32, fp64 and the model's own dtype",
+        instead="fp32",
+        unsupported=_unknown("moe_router_dtype", ("fp32", "fp64", "float32", "float64")),
+    ),
+    Rule(
         "fp8_recipe",
         "delayed scaling keeps a history for each expert's place, where replicas change; custom quantizers are unknown",
         instead="mxfp8",
@@ -86,9 +131,9 @@ MODEL = (
     ),
     Rule(
         "fp4_recipe",
-        "custom quantizers are unknown",
+        "quantizers other than nvfp4's are unknown",
         instead="nvfp4",
-        unsupported=lambda settings: is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"]) == "custom",
+        unsupported=lambda settings: is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"], "nvfp4") != "nvfp4",
         way="set mixed_precision=bf16_with_nvfp4_mixed or --fp4-recipe nvfp4",
     ),
     Rule(
@@ -144,7 +189,14 @@ MODEL = (
     ),
     Rule("moe_single_grouped_weight", "one tensor for all experts has no room for replicas"),
     Rule("moe_single_grouped_bias", "one tensor for all experts has no room for replicas"),
-    Rule("moe_use_grouped_tensor", "its grouped weights have no room for replicas"),  # 0.20
+    Rule(  # 0.20, whose op fuser sets it: the operators are then the same as before, over one weight per expert
+        "moe_use_grouped_tensor",
+        "TransformerEngine's modules over grouped tensors were never run with replicas; its operators were",
+        unsupported=lambda settings: (
+            is_set(settings["moe_use_grouped_tensor"]) and not is_set(settings["use_transformer_engine_op_fuser"])
+        ),
+        hint=" or model.use_transformer_engine_op_fuser=true",
+    ),
     Rule("moe_use_legacy_grouped_gemm", "the legacy GroupedMLP has no room for replicas"),
     Rule("moe_ncclep_zero_copy", "its communication buffers belong to homes only"),
     Rule(
@@ -178,9 +230,9 @@ MODEL = (
     ),
     Rule(
         "transformer_impl",
-        "FSSDP is for training",
+        "FSSDP is for training, with modules of transformer_engine or local ones",
         instead="transformer_engine",
-        unsupported=lambda settings: settings["transformer_impl"] == "inference_optimized",
+        unsupported=_unknown("transformer_impl", ("local", "transformer_engine")),
     ),
     Rule("restore_modelopt_state", "ModelOpt replaces the experts' linears by its own", flag=""),
 )

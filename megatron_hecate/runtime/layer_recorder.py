@@ -51,7 +51,9 @@ class LayerRecorder:
         self._elsewhere = world.node_index != world.node_index[self._rank]  # [N] whether on another node than this
         self._crosses = hasattr(first.stock_dispatcher, "input_splits") and not model.moe_pad_expert_input_to_capacity
         backend = model.moe_flex_dispatcher_backend if model.moe_token_dispatcher_type == "flex" else None
-        aligns = backend == "hybridep" and (model.fp8 or getattr(model, "fp4", None))
+        grouped = getattr(model, "moe_use_grouped_tensor", False)  # 0.20
+        quantized = model.fp8 or getattr(model, "fp4", None)
+        aligns = backend is not None and (grouped or (backend == "hybridep" and quantized))
         budget = backend == "ncclep" or getattr(model, "moe_expert_rank_capacity_factor", None)
         pads = model.moe_pad_expert_input_to_capacity or model.moe_router_padding_for_quantization
         self._padded = bool(aligns or budget or pads)  # some rows of the experts' input are no tokens

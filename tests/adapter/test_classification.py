@@ -16,7 +16,9 @@ from megatron_hecate.adapter import unsupported
 
 pytestmark = pytest.mark.fast
 
-LISTS = json.loads((Path(__file__).resolve().parents[1] / "data" / "transformer_config_fields.json").read_text())
+DATA = Path(__file__).resolve().parents[1] / "data"
+LISTS = json.loads((DATA / "transformer_config_fields.json").read_text())
+CHOICES = json.loads((DATA / "transformer_config_choices.json").read_text())
 MATTERS = re.compile(
     r"moe_|recipe|fp8|fp4|graph|quant|offload|wgrad|mtp|gtp|kitchen|batch_invariant|mlp_chunks|op_fuser"
 )
@@ -25,11 +27,11 @@ MATTERS = re.compile(
 WORKS = """
     num_moe_experts moe_ffn_hidden_size moe_latent_size moe_mlp_glu_interleave_size
     moe_layer_freq moe_layer_recompute
-    moe_token_dispatcher_type moe_flex_dispatcher_backend moe_enable_deepep overlap_moe_expert_parallel_comm
+    moe_enable_deepep overlap_moe_expert_parallel_comm
     moe_token_drop_policy moe_apply_probs_on_input
     moe_shared_expert_intermediate_size moe_shared_expert_overlap
-    moe_router_dtype moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
-    moe_router_pre_softmax moe_router_score_function moe_router_num_groups moe_router_group_topk
+    moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
+    moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
     moe_router_enable_expert_bias moe_router_bias_update_rate
     mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
     delay_wgrad_compute use_transformer_engine_op_fuser moe_expert_rank_capacity_factor moe_ncclep_static_shape
@@ -88,6 +90,26 @@ NO_CONCERN = {
     "Megatron refuses it, or takes it as another field": "moe_token_dropping moe_extended_tp",
 }
 
+# Values of settings with names for values: those that work with replicas, and those that are refused by their name.
+VALUES = {  # setting: works, refused, what else is set
+    "moe_token_dispatcher_type": ("allgather alltoall flex", "", {}),
+    "moe_flex_dispatcher_backend": ("deepep hybridep ncclep", "deepepv2", dict(moe_token_dispatcher_type="flex")),
+    "moe_router_score_function": ("softmax sigmoid sqrtsoftplus", "", {}),
+    "moe_router_dtype": ("fp32 fp64", "", {}),
+    "moe_dispatch_fwd_dtype": ("bf16", "mxfp8", {}),
+    "moe_combine_bwd_dtype": ("bf16", "mxfp8", {}),
+    "fp8_recipe": ("tensorwise mxfp8 blockwise", "delayed custom", dict(fp8="e4m3")),
+    "fp4_recipe": ("nvfp4", "custom", dict(fp4="e2m1")),
+    "cuda_graph_impl": ("none local transformer_engine", "full_iteration", dict(cuda_graph_modules=["attn"])),
+    "transformer_impl": ("local transformer_engine", "inference_optimized", {}),
+}
+# The router drops tokens before they are rerouted; formats are TransformerEngine's business; the rest follows settings
+# in `OF_REFUSED` and `NO_CONCERN`.
+READ_BY_MEGATRON_ONLY = {
+    "moe_token_drop_policy", "fp8", "fp4", "fp8_amax_compute_algo", "batch_invariant_backend",
+    "inference_moe_token_dispatcher_type", "kitchen_attention_backend",
+}  # fmt: skip
+
 
 def _classes() -> dict[str, set[str]]:
     refused = {rule.setting for rule in unsupported.RULES}
@@ -129,3 +151,35 @@ def test_settings_that_follow_a_refused_one_come_with_it() -> None:
 def test_the_lists_are_those_of_megatron() -> None:
     version, fields = _installed()
     assert {*fields} == {*LISTS.get(version, fields)}
+
+
+@pytest.mark.parametrize("version", CHOICES)
+def test_each_value_with_a_name_works_or_is_refused(version: str) -> None:
+    for setting, choices in CHOICES[version].items():
+        if setting not in READ_BY_MEGATRON_ONLY:
+            works, refused, _ = VALUES[setting]
+            assert {*choices} <= {*works.split(), *refused.split()}, setting
+
+
+@pytest.mark.parametrize("setting", VALUES)
+def test_a_value_of_a_later_megatron_is_refused_by_its_name(setting: str) -> None:
+    works, refused, others = VALUES[setting]
+    job = dict(expert_model_parallel_size=2, **others)
+    for value in works.split():
+        assert not unsupported.find(job, {setting: value}, slots=2)
+    for value in [*refused.split(), "of_later"]:
+        for slots in (0, 2):
+            (problem,) = unsupported.find(job, {setting: value}, slots=slots)
+            assert problem.startswith(f"--moe-fssdp with {setting}={value!r}: ")
+
+
+def test_optimizer_states_of_an_unknown_dtype_do_not_move() -> None:
+    import torch
+
+    for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+        for dtype in ("fp32", "bf16", torch.float32, torch.bfloat16):
+            assert not unsupported.find({name: dtype, "moe_fssdp_rehome": 4}, slots=0)
+        for dtype in ("fp16", "fp8", "mxfp8", torch.float16, torch.uint8, torch.float8_e4m3fn):
+            assert not unsupported.find({name: dtype}, slots=0)
+            (problem,) = unsupported.find({name: dtype, "moe_fssdp_rehome": 4}, slots=0)
+            assert f"with {name}=" in problem

@@ -60,7 +60,7 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
 
     chunks, config = _stock_model()
     config.fp8, config.fp4 = "hybrid", "e2m1"  # without them no recipe is refused
-    config.use_transformer_engine_op_fuser = True
+    config.use_transformer_engine_op_fuser, config.moe_token_dispatcher_type = True, "flex"
     planted = dict(
         fp8_recipe="delayed",
         fp4_recipe="custom",
@@ -72,7 +72,9 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         moe_single_grouped_weight=True,
         moe_single_grouped_bias=True,
         moe_use_legacy_grouped_gemm=True,
-        moe_use_grouped_tensor=True,
+        moe_flex_dispatcher_backend="deepepv2",
+        moe_router_score_function="gumbel",
+        moe_router_dtype="fp8",
         mlp_chunks_for_training=2,
         use_kitchen=True,
         overlap_dispatch_backward_with_experts_wgrad=True,  # and gradients are not fused
@@ -92,9 +94,16 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
     for name, value in planted.items():
         assert f"  - --moe-fssdp with {name}={value!r}: " in str(error.value)
     assert str(error.value).count("\n") == len(planted)
+    config.use_transformer_engine_op_fuser, config.moe_token_dispatcher_type = False, "alltoallv"
+    config.moe_use_grouped_tensor = True  # without the op fuser
+    others = dict(moe_token_dispatcher_type="alltoallv", moe_use_grouped_tensor=True)
+    with pytest.raises(ValueError) as error:
+        tiny_gpt.fssdp_hook()(chunks)
+    for name, value in others.items():
+        assert f"  - --moe-fssdp with {name}={value!r}: " in str(error.value)
     from megatron_hecate.adapter import unsupported
 
-    assert {rule.setting for rule in unsupported.MODEL} == {*planted}, "an untested setting"
+    assert {rule.setting for rule in unsupported.MODEL} == {*planted, *others}, "an untested setting"
 
 
 @pytest.mark.fast
@@ -237,6 +246,23 @@ def test_an_unknown_expert_module() -> None:
     with pytest.raises(
         ValueError, match="layer 1: experts are a OtherExperts; FSSDP knows SequentialMLP and TEGrouped"
     ):
+        tiny_gpt.fssdp_hook()(chunks)
+
+
+@ranks(2)
+def test_an_unknown_dispatcher() -> None:
+    import tiny_gpt
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+    chunks, _ = _stock_model()
+
+    class OtherDispatcher(MoETokenDispatcher):
+        pass
+
+    layer = tiny_gpt.moe_layers(chunks)[0]
+    layer.token_dispatcher = object.__new__(OtherDispatcher)
+    message = "layer 1: the token dispatcher is a OtherDispatcher; FSSDP knows MoEAllGather"
+    with pytest.raises(ValueError, match=message):
         tiny_gpt.fssdp_hook()(chunks)
 
 

@@ -58,6 +58,7 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "fused-pp2": (4, dict(pp=2, accumulate=4), FUSED, dict(lifetime="microbatch")),
     "delayed-fused-pp2-vpp2": (4, dict(pp=2, vpp=2, accumulate=4, **OVERLAP), dict(COMBINED, **FUSED), {}),
     "hybridep-latent": (2, dict(accumulate=2), HYBRIDEP, {}),
+    "hybridep-mxfp8": (2, dict(accumulate=2), dict(HYBRIDEP, **FUSED, **MXFP8), {}),
     "ncclep-static-shape": (2, dict(accumulate=2), NCCLEP, {}),
     "fused-mxfp8": (2, dict(accumulate=2), dict(FUSED, **MXFP8), {}),
     "fused-mxfp8-squared-relu-layer": (
@@ -123,6 +124,7 @@ def _compare(name: str, *, frozen: bool = False) -> None:
         quantizers_on_cpu.exact_activations = True
     import flex_backends
     import tiny_gpt
+    from megatron.core import transformer
     from megatron.core.activations import squared_relu
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer.moe import fused_a2a
@@ -130,6 +132,8 @@ def _compare(name: str, *, frozen: bool = False) -> None:
     from megatron_hecate.adapter.grouped_linear import GroupedExperts
 
     settings = dict(use_transformer_engine_op_fuser=True, **settings)
+    if not hasattr(transformer.TransformerConfig, "moe_ncclep_static_shape"):  # 0.20: shapes are, by the factor
+        settings.pop("moe_ncclep_static_shape", None)
     activation = settings.get("activation_func", "silu")
     if activation != "silu":
         settings["activation_func"] = squared_relu if activation == "squared_relu" else quick_gelu
