@@ -22,7 +22,7 @@ from megatron_hecate.plan.cost import CopyCost
 from megatron_hecate.plan.maxflow import balance, compiled
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.replicas import plan_replicas, problem_of
-from megatron_hecate.plan.search import SCATTERED, SLACK, Problem, plan_cost
+from megatron_hecate.plan.search import SCATTERED, SLACK, Problem, cost_beside_load
 from megatron_hecate.plan.world import World
 
 JUDGED: int = 3  # iterations by whose loads swaps are judged
@@ -188,7 +188,7 @@ def _layer_tokens(load: np.ndarray, table: np.ndarray, problem: Problem) -> floa
         arrives += np.maximum(more, 0)
         leaves += np.maximum(-more, 0)
     crossing = problem.crossing * (np.maximum(leaves, arrives) / size).max()
-    return max(computed) + crossing + plan_cost(load, problem, table)[1]
+    return max(computed) + crossing + cost_beside_load(load, problem, table)[1]
 
 
 def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:

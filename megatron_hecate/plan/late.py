@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from megatron_hecate.plan.cost import CopyCost
-from megatron_hecate.plan.maxflow import balance, compiled
+from megatron_hecate.plan.maxflow import Split, balance, compiled, rebalance
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.world import World
 
@@ -41,7 +41,7 @@ def add_late_replicas(
         raise ValueError(f"most={most} must be 0 or more")
     routing = 0.0 if placement.num_replicas else cost.routing
     costs = np.array([cost.near, cost.far if across_nodes else np.inf, routing])
-    limits = (most, placement.slots_per_rank, min(cost.near, costs[1]))
+    limits = (most, placement.slots_per_rank, placement.table.size, min(cost.near, costs[1]))
     table = overwrite(load, placement.home.copy(), placement.table.copy(), world.node_index, costs, limits)
     return placement if np.array_equal(table, placement.table) else Placement.trusted(placement.home, table)
 
@@ -53,7 +53,7 @@ def overwrite(
     table: np.ndarray,
     node: np.ndarray,
     costs: np.ndarray,
-    limits: tuple[int, int, float],
+    limits: tuple[int, int, int, float],
 ) -> np.ndarray:
     """The best table [R, P] found when replicas are added to ``table``, or overwrite others, one after another.
 
@@ -65,64 +65,102 @@ def overwrite(
         home: [E] ranks.
         node: [R] nodes.
         costs: tokens that one copy costs inside a node and between nodes, and that having replicas at all costs.
-        limits: replicas that are placed here, replicas of a rank, and tokens above the mean that are good enough.
+        limits: replicas that are placed here, replicas of a rank, replicas of one rank's experts, and tokens above the
+            mean that are good enough.
     """
-    most, per_rank, enough = limits
-    num_ranks, now, best = len(table), table.copy(), table
-    received, sent, busy = np.zeros(num_ranks), np.zeros(num_ranks), 0.0
-    late, served = np.zeros(table.shape, np.bool_), np.zeros(table.shape, np.int64)
-    place, gains = np.empty(TRIED, np.int64), np.empty(TRIED, np.int64)
-    mean, least = total.sum() // num_ranks, np.inf
+    most, per_rank, leaving, enough = limits
+    now, best = table.copy(), table
+    received, sent, busy = np.zeros(len(table)), np.zeros(len(table)), 0.0
+    late, mean, least = np.zeros(table.shape, np.bool_), total.sum() // len(table), np.inf
+    split, away = balance(total, now, 0, True), np.zeros(len(table), np.int64)
+    for r in range(len(table)):
+        for e in now[r]:
+            away[home[e]] += 1 if e >= 0 and home[e] != r else 0
     for step in range(most + 1):
-        begin, rank, share, load, blocked = balance(total, now, 0, True)
-        cost = max(load) + (busy + costs[2] if step > 0 else 0.0)
+        largest = max(split.load)
+        cost = largest + (busy + costs[2] if step > 0 else 0.0)
         if cost < least:
             least, best = cost, now.copy()
-        if step == most or max(load) - mean <= enough:
+        if step == most or largest - mean <= enough:
             break
-        for r in range(num_ranks):
-            for c in range(table.shape[1]):
-                for i in range(begin[max(now[r, c], 0)], begin[now[r, c] + 1]):
-                    served[r, c] = share[i] if rank[i] == r else served[r, c]
-        slot, back = _free_slots(now, home, late, served, per_rank)
-        found = 0
-        for e in range(len(home)):
-            inside = 0  # tokens that cannot leave
-            for i in range(begin[e], begin[e + 1]):
-                inside += share[i] if blocked[rank[i]] else 0
-            for r in range(num_ranks if inside > 0 else 0):
-                if blocked[r] or slot[r] < 0 or (node[r] != node[home[e]] and costs[1] == np.inf):
-                    continue
-                gain = min(inside, mean - load[r] + back[r]) - back[r]
-                if gain <= (0 if found < TRIED else gains[TRIED - 1]) or e in now[r]:
-                    continue
-                found = min(found + 1, TRIED)
-                at = found - 1
-                while at > 0 and gains[at - 1] < gain:
-                    gains[at], place[at] = gains[at - 1], place[at - 1]
-                    at -= 1
-                gains[at], place[at] = gain, e * num_ranks + r
-        choice, lowest, largest, excess = -1, (np.inf, 0), max(load), np.maximum(load - mean, 0).sum()
-        for i in range(found):
-            e, r = place[i] // num_ranks, place[i] % num_ranks
+        slot, back = _free_slots(now, home, late, _served(split, now), per_rank)
+        excess = np.maximum(split.load - mean, 0).sum()
+        choice, lowest, chosen = -1, (np.inf, 0), split
+        for place in _most_relief(split, now, (home, node, slot, back), away < leaving, (mean, costs[1] < np.inf)):
+            e, r = place // len(table), place % len(table)
             copying = costs[1] if node[r] != node[home[e]] else costs[0]
-            old, now[r, slot[r]] = now[r, slot[r]], e
-            its = balance(total, now, 0, True)[3]
-            now[r, slot[r]] = old
-            above = np.maximum(its - mean, 0).sum()
-            cost = max(its) + max(busy, received[r] + copying, sent[home[e]] + copying)
+            its = rebalance(split, e, r, now[r, slot[r]])
+            above = np.maximum(its.load - mean, 0).sum()
+            cost = max(its.load) + max(busy, received[r] + copying, sent[home[e]] + copying)
             # fewer tokens above the mean are progress, too, where several ranks share the largest load
-            if (max(its) < largest or above < excess) and (cost, above) < lowest:
-                choice, lowest = place[i], (cost, above)
+            if (max(its.load) < largest or above < excess) and (cost, above) < lowest:
+                choice, lowest, chosen = place, (cost, above), its
         if choice < 0:
             break
-        e, r = choice // num_ranks, choice % num_ranks
+        e, r, split = choice // len(table), choice % len(table), chosen
         copying = costs[1] if node[r] != node[home[e]] else costs[0]
+        old = now[r, slot[r]]
+        away[home[max(old, 0)]] -= 1 if old >= 0 else 0
+        away[home[e]] += 1
         now[r, slot[r]], late[r, slot[r]] = e, True
         received[r] += copying
         sent[home[e]] += copying
         busy = max(busy, received[r], sent[home[e]])
     return best
+
+
+@compiled
+def _served(split: Split, table: np.ndarray) -> np.ndarray:
+    """[R, P] tokens that each slot of ``table`` serves."""
+    served = np.zeros(table.shape, np.int64)
+    for r in range(len(table)):
+        for c in range(table.shape[1]):
+            e = table[r, c]
+            for i in range(split.begin[max(e, 0)], split.begin[e + 1]):
+                served[r, c] = split.share[i] if split.rank[i] == r else served[r, c]
+    return served
+
+
+@compiled
+def _most_relief(
+    split: Split,
+    table: np.ndarray,
+    where: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray],
+    sends: np.ndarray,
+    may: tuple[int, bool],
+) -> np.ndarray:
+    """The `TRIED` new replicas, as expert * R + rank, that can take most tokens off the ranks whose tokens are stuck.
+
+    Args:
+        split: of the tokens over the holders in ``table``.
+        table: [R, P] experts.
+        where: [E] homes, [R] nodes, [R] the slot to overwrite or -1, [R] tokens that it serves.
+        sends: [R] whether the rank may send one more copy.
+        may: tokens of a rank, and whether replicas may come from another node.
+    """
+    mean, across_nodes = may
+    home, node, slot, back = where
+    num_ranks, found = len(table), 0
+    place, gains = np.empty(TRIED, np.int64), np.empty(TRIED, np.int64)
+    for e in range(len(home)):
+        inside = 0  # tokens that cannot leave
+        if not sends[home[e]]:
+            continue
+        for i in range(split.begin[e], split.begin[e + 1]):
+            inside += split.share[i] if split.blocked[split.rank[i]] else 0
+        for r in range(num_ranks if inside > 0 else 0):
+            if split.blocked[r] or slot[r] < 0 or (node[r] != node[home[e]] and not across_nodes):
+                continue
+            gain = min(inside, mean - split.load[r] + back[r]) - back[r]
+            if gain <= (0 if found < TRIED else gains[TRIED - 1]) or e in table[r]:
+                continue
+            found = min(found + 1, TRIED)
+            at = found - 1
+            while at > 0 and gains[at - 1] < gain:
+                gains[at], place[at] = gains[at - 1], place[at - 1]
+                at -= 1
+            gains[at], place[at] = gain, e * num_ranks + r
+    return place[:found]
 
 
 @compiled

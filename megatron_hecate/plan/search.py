@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_hecate.plan.maxflow import balance, compiled
+from megatron_hecate.plan.maxflow import balance, compiled, holders_of
 
 SLACK: int = 256  # the largest load of a forecast is known to one in so many of the mean
 SCATTERED: int = 3  # receivers on a node from which they share the work of copying: the home sends its chunk once
@@ -79,56 +79,88 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
         [R, P] table of homes and replicas.
     """
     home, node, members, begin = problem.home, problem.node, problem.members, problem.begin
-    table, (num_ranks, width), num_nodes = problem.bare.copy(), problem.bare.shape, len(begin) - 1
-    room = np.zeros(num_ranks, np.int64)
-    for r in range(num_ranks):
-        for c in range(width):
-            room[r] += 1 if table[r, c] < 0 and room[r] < number else 0
+    table, num_ranks, num_nodes = problem.bare.copy(), len(problem.bare), len(begin) - 1
+    room = _room(table, number)
     count = _counts(forecast, home, num_ranks, room.sum(), leaving)
     share, load = forecast / (count + 1), np.zeros(num_ranks)
     for e in range(len(home)):
         load[home[e]] += share[e]
     mean, copied = forecast.sum() / num_ranks, np.zeros(num_nodes)
-    lowest = np.full(num_nodes, -1)  # the least loaded rank with a slot of each node
+    # the least loaded rank with a slot of each node, and its load
+    lowest, least = np.full(num_nodes, -1), np.full(num_nodes, np.inf)
     for k in range(num_nodes):
         lowest[k] = _least_loaded(members[begin[k] : begin[k + 1]], load, room)
+        least[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
     there, holds = np.zeros(num_nodes, np.bool_), np.zeros(num_ranks, np.bool_)
     for e in np.argsort(-share):
+        if count[e] == 0:
+            continue
         there[:], holds[:] = False, False
         own = node[home[e]]
         there[own] = holds[home[e]] = True
         here, size = 0.0, begin[own + 1] - begin[own]
-        for r in members[begin[own] : begin[own + 1]] if count[e] > 0 else members[:0]:
-            here += load[r]
-        relief = min(share[e], max(0.0, here - mean * size))
+        for i in range(begin[own], begin[own + 1]):
+            here += load[members[i]]
+        crowd = here - mean * size
         for placed in range(count[e]):
-            best = -1
+            best, bound = -1, np.inf
+            # tokens of replicas that have no place yet are still here
+            relief = min(share[e], max(0.0, crowd + share[e] * (count[e] - placed)))
             for k in range(num_nodes):
-                r, size = lowest[k], begin[k + 1] - begin[k]
-                if there[k] or r < 0 or (best >= 0 and load[r] >= load[best]):
+                if least[k] >= bound or there[k]:
                     continue
+                r, size = lowest[k], begin[k + 1] - begin[k]
                 copying = (copied[k] + 1) * problem.far / (size if problem.scatters else 1)
                 shown = problem.out if copying * problem.out > problem.hidden else 0.0
                 shown += 1 - problem.out if copying * (1 - problem.out) > problem.hidden else 0.0
                 if problem.crossing * forecast[e] * size / num_ranks + relief >= shown * problem.far:
-                    best = r
+                    best, bound = r, least[k]
             if best >= 0:
                 copied[node[best]] += 1
             else:
                 for k in range(num_nodes):
-                    for r in members[begin[k] : begin[k + 1] if there[k] else begin[k]]:
+                    for i in range(begin[k], begin[k + 1] if there[k] else begin[k]):
+                        r = members[i]
                         if not holds[r] and room[r] > 0 and (best < 0 or load[r] < load[best]):
                             best = r
             if best < 0:  # its holders serve more each
                 for r in range(num_ranks):
                     load[r] += forecast[e] / (placed + 1) - share[e] if holds[r] else 0.0
+                for k in range(num_nodes):
+                    least[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
                 break
-            table[best, np.argmax(table[best] < 0)] = e
+            c = 0
+            while table[best, c] >= 0:
+                c += 1
+            table[best, c] = e
             k, room[best] = node[best], room[best] - 1
             load[best] += share[e]
             there[k] = holds[best] = True
             lowest[k] = _least_loaded(members[begin[k] : begin[k + 1]], load, room)
+            least[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
     return table
+
+
+@compiled
+def most_leaving(forecast: np.ndarray, problem: Problem, number: int) -> int:
+    """Replicas of one rank's experts, of the rank with most of them, where `fill` does not limit them."""
+    num_ranks = len(problem.bare)
+    room = _room(problem.bare, number)
+    count = _counts(forecast, problem.home, num_ranks, room.sum(), number * num_ranks)
+    leaving = np.zeros(num_ranks, np.int64)
+    for e in range(len(count)):
+        leaving[problem.home[e]] += count[e]
+    return int(max(leaving))
+
+
+@compiled
+def _room(table: np.ndarray, number: int) -> np.ndarray:
+    """[R] empty slots of each rank, ``number`` at most."""
+    room = np.zeros(len(table), np.int64)
+    for r in range(len(table)):
+        for c in range(table.shape[1]):
+            room[r] += 1 if table[r, c] < 0 and room[r] < number else 0
+    return room
 
 
 @compiled
@@ -142,13 +174,26 @@ def _least_loaded(ranks: np.ndarray, load: np.ndarray, room: np.ndarray) -> int:
 
 
 @compiled
-def plan_cost(forecast: np.ndarray, problem: Problem, table: np.ndarray) -> tuple[float, float]:
-    """What a plan costs in tokens of the busiest rank: in all, and the part of copies and routing."""
-    home, node, num_ranks, num_nodes = problem.home, problem.node, len(table), len(problem.begin) - 1
-    whole, slack = np.empty(len(home), np.int64), int(forecast.sum() / num_ranks / SLACK)
-    for e in range(len(home)):
+def plan_cost(forecast: np.ndarray, problem: Problem, table: np.ndarray, bound: float) -> tuple[float, float]:
+    """What a plan costs in tokens of the busiest rank: in all, and the part of copies and routing.
+
+    Where even a perfect balance leaves ``bound`` or more, that is returned: balancing takes most of the time.
+    """
+    crossing, overhead = cost_beside_load(forecast, problem, table)
+    mean, whole = forecast.sum() / len(table), np.empty(len(forecast), np.int64)
+    if mean + crossing + overhead >= bound:
+        return mean + crossing + overhead, overhead
+    for e in range(len(forecast)):
         whole[e] = int(forecast[e] + 0.5)
-    begin, rank, _, load, _ = balance(whole, table, slack, False)
+    largest = max(balance(whole, table, int(mean / SLACK), False).load)
+    return largest + crossing + overhead, overhead
+
+
+@compiled
+def cost_beside_load(forecast: np.ndarray, problem: Problem, table: np.ndarray) -> tuple[float, float]:
+    """Tokens that cross nodes, of the busiest node, and copies and routing, both in tokens of the busiest rank."""
+    home, node, num_ranks, num_nodes = problem.home, problem.node, len(table), len(problem.begin) - 1
+    begin, rank = holders_of(len(home), table)
     # of each node: ranks, holders of an expert, tokens that leave and arrive, copies that do; of ranks: copies
     size, held = np.diff(problem.begin), np.zeros(num_nodes)
     leaves, arrives = np.zeros(num_nodes), np.zeros(num_nodes)
@@ -178,10 +223,9 @@ def plan_cost(forecast: np.ndarray, problem: Problem, table: np.ndarray) -> tupl
         crossing = max(crossing, problem.crossing * max(leaves[k], arrives[k]) / size[k])
         between = max(between, problem.far * max(copies_in[k], copies_out[k]) / size[k])
     if max(received) == 0:
-        return max(load) + crossing, 0.0
+        return crossing, 0.0
     copying = max(between, problem.near * max(max(received), max(sent)))
     if not problem.scatters and num_nodes > 1:
         copying = problem.far * max(max(received), max(sent))
     hidden = min(copying * problem.out, problem.hidden) + min(copying * (1 - problem.out), problem.hidden)
-    overhead = copying - hidden + problem.contention * hidden + problem.routing
-    return max(load) + crossing + overhead, overhead
+    return crossing, copying - hidden + problem.contention * hidden + problem.routing

@@ -35,10 +35,7 @@ def test_a_change_in_a_file_that_is_called_is_seen(tmp_path: Path) -> None:
 
     assert plan() == "1\n"
     called = tmp_path / "megatron_hecate" / "plan" / "maxflow.py"
-    assert called.read_text().count("return begin, rank, share, load, blocked") == 1
-    called.write_text(
-        called.read_text().replace(
-            "return begin, rank, share, load, blocked", "return begin, rank, share, load - load, blocked"
-        )
-    )
+    line = "    blocked = _augment(begin, rank, share, load, mean + slack, True)\n"
+    assert called.read_text().count(line) == 1
+    called.write_text(called.read_text().replace(line, f"{line}    load -= load\n"))
     assert plan() == "0\n", "the old code ran"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_hecate.plan import Placement, largest_load
+from megatron_hecate.plan import EMPTY, Placement, largest_load
+from megatron_hecate.plan.maxflow import balance, rebalance
 from plan.cases import chain, least_largest, some_homes, some_load, some_replicas
 
 pytestmark = pytest.mark.fast
@@ -17,6 +18,31 @@ def test_as_a_library_finds_it(seed: int) -> None:
     placement = some_replicas(rng, some_homes(rng))
     load = some_load(rng, placement.num_experts)
     assert largest_load(load, placement) == least_largest(load, placement)
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_a_replica_that_comes_changes_what_a_library_finds(seed: int) -> None:
+    """In an empty slot, or over another replica: as when everything is balanced anew, and tokens stay whole."""
+    rng = np.random.default_rng(seed)
+    placement = some_replicas(rng, some_homes(rng), share=0.6)
+    load, table = some_load(rng, placement.num_experts), placement.table.copy()
+    split = balance(load, table, 0, True)
+    for rank, slot in rng.permutation(np.argwhere(placement.is_replica | (table == EMPTY)))[:4]:
+        absent = np.setdiff1d(np.arange(placement.num_experts), table[rank])
+        if not len(absent):
+            continue
+        expert, old = int(rng.choice(absent)), int(table[rank, slot])
+        table[rank, slot] = expert
+        split = rebalance(split, expert, int(rank), old)
+        now = Placement(home=placement.home.copy(), table=table.copy())
+        assert max(split.load) == least_largest(load, now)
+        anew = balance(load, table, 0, True)
+        assert (split.begin == anew.begin).all() and (split.rank == anew.rank).all()
+        mean = -(-load.sum() // placement.num_ranks)
+        assert np.maximum(split.load - mean, 0).sum() == np.maximum(anew.load - mean, 0).sum()
+        assert split.share.min() >= 0
+        assert (np.add.reduceat(split.share, split.begin[:-1]) == load).all()
+        assert (np.bincount(split.rank, weights=split.share, minlength=len(table)) == split.load).all()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 10, 300])
