@@ -290,7 +290,7 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
         chunk.broadcast_params()
     if case.overlap:
         config.no_sync_func = [c.no_sync for c in chunks] if len(chunks) > 1 else chunks[0].no_sync
-        if case.distributed_optimizer:
+        if case.distributed_optimizer and ddp_config.align_param_gather:
             starts = [c.start_param_sync for c in chunks]
             config.param_sync_func = starts if len(chunks) > 1 else starts[0]
     config.finalize_model_grads_func = finalize_model_grads
