@@ -7,7 +7,7 @@ H100 node, 2 slots per rank, and no copy hidden behind compute.
 | column | what |
 |---|---|
 | homes | experts per rank: 2, 1, or 1/2, which is one on every other rank |
-| copies | *free*: all slots are filled; *nvlink*: priced, receivers share the work; *p2p*: priced, the home sends them all |
+| copies | *free*: all slots are filled; *nvlink*: priced, receivers share; *p2p*: priced, the home sends them all |
 | EP | mean imbalance over all loads without replicas: the baseline |
 | planned | mean / worst imbalance with the plan, after quotas as GPUs compute them |
 | ratio | planned / EP, of the means |
