@@ -42,7 +42,8 @@ from megatron_hecate.tools import trace
 
 # Layers planned one after another. The first finds no cache warm, and takes up to twice as long; more would delay it.
 PLANNED_TOGETHER: int = 4
-# Iterations before the first optimizer step that may be repetitions: Megatron's rerun state machine runs each twice.
+# Iterations in a row without an optimizer step that keep their plans: the first one of a job, and the one repetition of
+# each that Megatron's rerun state machine runs.
 MOST_REPEATED: int = 2
 
 
@@ -392,9 +393,11 @@ class Prefetcher:
         """Whether the iteration that begins may repeat the last one: no optimizer has stepped since.
 
         With the same plans a repeated forward and backward, as by Megatron's rerun state machine, is bitwise the same.
-        Steps of an optimizer that is none of torch's are not seen, so this ends if no step is seen at all.
+        Steps of an optimizer that is none of torch's, or inside a CUDA graph, are not seen, so only a few
+        iterations in a row count as repetitions.
         """
         if self.tracker.has_stepped:
+            self._num_unstepped = 0
             return False
         self._num_unstepped += 1
-        return self.tracker.has_seen_optimizer or self._num_unstepped <= MOST_REPEATED
+        return self._num_unstepped <= MOST_REPEATED
