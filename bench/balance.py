@@ -1,6 +1,7 @@
 """Imbalance left, traffic and modelled step time of every planner, on recorded and synthetic loads.
 
     python bench/balance.py                                     all loads, 8 to 64 ranks, all planners; minutes
+    python bench/balance.py --large                             ours on 128 to 256 ranks, for known loads; a minute
     python bench/balance.py --trace FILE.npz --ranks 32 --slots 2 --planner all --csv out.csv --dump plans.npz
 
 A load is replayed step by step, every layer on its own, from the first step, when no planner knows anything
@@ -39,6 +40,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+import large_groups
 import numpy as np
 from cases import SYNTHETIC_STEPS, Case, cases
 from loads import synthetic_names
@@ -170,6 +172,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--planner", default="all", metavar="NAME,...", help=f"all (the default), or of {', '.join(find_planners())}")
     add("--steps", type=int, help=f"first steps only (all of a recording, {SYNTHETIC_STEPS} of synthetic loads)")
     add("--skip", type=int, default=0, help="replay, but do not count, the first steps (%(default)s)")
+    add("--large", action="store_true", help="only the table of large groups (bench/large_groups.py)")
     add("--csv", type=Path, metavar="FILE", help="write the table with full precision")
     add("--dump", type=Path, metavar="FILE.npz", help="write all plans of one load on one group size, see above")
     shape = parser.add_argument_group("the layer that is priced (default: Qwen3-30B-A3B on H100)")
@@ -181,7 +184,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     # attention of 4,096 tokens: 0.16 TFLOP of projections and 0.14 of causal scores at 45 % of 989 TFLOP/s
     add("--hidden-us", type=number, default=650, help="compute before the layer, per iteration, us (%(default)s)")
     add("--measured", type=Path, metavar="FILE", help="links and speed from a measurement file")
+    given = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(argv)
+    if args.large:
+        if len(given) > 1:
+            parser.error(f"--large takes no other option, got {' '.join(given)}")
+        return args
     for name in ("per_node", "hidden", "ffn", "pairs", "microbatches", "steps"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
@@ -214,6 +222,9 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Run the benchmark as the command line says; returns the rows."""
     args = _arguments(argv)
+    if args.large:
+        large_groups.report()
+        return []
     rows = [row for case in args.cases for row in compare(case, args.planners, skip=args.skip, dump=args.dump)]
     print(markdown(rows, COLUMNS))
     print(LEGEND)

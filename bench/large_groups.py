@@ -123,10 +123,11 @@ def measure(skew: str, num_experts: int, num_ranks: int, copies: str, *, seed: i
     )
 
 
-def table() -> str:
-    """Measure all sizes, homes and prices, on two draws of every load."""
+def report() -> None:
+    """Measure all sizes, homes and prices, on two draws of every load, and print the table row by row."""
     columns = "| ranks | homes | copies | EP | planned | ratio | cost | ms | 1.03 / 1.20 |"
-    lines = [columns, "|---|---|---|---|---|---|---|---|---|"]
+    print(f"`python bench/balance.py --large`: {', '.join(SKEWS)}; the baseline is EP\n")
+    print(columns, "|---|---|---|---|---|---|---|---|---|", sep="\n", flush=True)
     measure(SKEWS[0], 16, 16, "nvlink", seed=0)  # compiles
     for num_ranks in SIZES:
         for homes, num_experts in (("2", 2 * num_ranks), ("1", num_ranks), ("1/2", num_ranks // 2)):
@@ -137,10 +138,9 @@ def table() -> str:
                 cost = np.mean([figures.cost for figures in its])
                 times = np.array([figures.milliseconds for figures in its])
                 meets = after.mean() <= TARGET[0] and after.max() <= TARGET[1]
-                lines.append(
+                print(
                     f"| {num_ranks} | {homes} | {copies} | {before:.2f} | {after.mean():.3f} / {after.max():.3f} | "
                     f"{after.mean() / before:.2f} | {cost:.2f} | {np.median(times):.1f}, {times.max():.1f} | "
-                    f"{'yes' if meets else '**missed**'} |"
+                    f"{'yes' if meets else '**missed**'} |",
+                    flush=True,
                 )
-                print(lines[-1], flush=True)
-    return "\n".join(lines)

@@ -39,8 +39,9 @@ class Hecate(Planner):
         forecast = self._observed.forecast()
         if forecast is None:
             forecast = self.first()
+        # loads are of one microbatch; copies serve all of an iteration, and cost as much
         self._last = plan_replicas(
-            forecast[0],
+            forecast[0] * self.setting.shape.microbatches,
             self.setting.homes,
             self.setting.world,
             cost=self.cost,

@@ -10,6 +10,7 @@ import csv
 from pathlib import Path
 
 import balance
+import large_groups
 import loads
 import numpy as np
 import pytest
@@ -139,6 +140,33 @@ def test_ideal_rows(trace) -> None:
     # every replica comes as bf16 weights and goes home as an fp32 gradient, 3 matrices of 2048 x 768 each
     gb = rows["hecate-unpriced"]["copies"] * 8 * 6 * 3 * 2048 * 768 / 1e9
     assert rows["hecate-unpriced"]["intra_gb"] + rows["hecate-unpriced"]["inter_gb"] == pytest.approx(gb)
+
+
+def test_a_copy_serves_all_microbatches_of_an_iteration(trace) -> None:
+    """A copy of DeepSeek-V3's expert pays for 64 microbatches where it does for one with all their tokens."""
+    shape = ("--ranks", "8", "--planner", "hecate", "--hidden", "7168", "--ffn", "2048", "--skip", "1")
+    one, all_at_once, many = (
+        run(trace, *shape, "--pairs", pairs, "--microbatches", microbatches)[0]
+        for pairs, microbatches in (("256", "1"), (str(64 * 256), "1"), ("256", "64"))
+    )
+    assert one["copies"] < 0.5 * many["copies"]
+    assert many["copies"] == pytest.approx(all_at_once["copies"], rel=0.1)
+    assert many["imbalance_mean"] == pytest.approx(all_at_once["imbalance_mean"], rel=0.01)
+
+
+def test_large_groups_take_no_other_option(capsys) -> None:
+    assert "--large takes no other option, got --large --ranks 8" in refusal(capsys, "--large", "--ranks", "8")
+
+
+def test_large_groups_are_printed(capsys, monkeypatch) -> None:
+    monkeypatch.setattr(large_groups, "SIZES", (16,))
+    monkeypatch.setattr(large_groups, "SKEWS", ("lognormal 1", "one of 5 %", "pysrc_e64k6_aux0"))
+    assert balance.main(["--large"]) == []
+    table = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert {len(row) for row in table} == {9} and len(table) == 2 + 3 * 3
+    for row in table[2:]:
+        before, after, ratio = float(row[3]), float(row[4].split("/")[0]), float(row[5])
+        assert 1 <= after < before and ratio == pytest.approx(after / before, abs=0.01)
 
 
 def test_the_same_command_twice(trace, tmp_path, capsys) -> None:
