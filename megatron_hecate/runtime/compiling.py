@@ -20,7 +20,9 @@ def compile_all() -> list[str]:
 
 
 def _compile_planner() -> list[str]:
-    said = threading.Timer(QUIET, print, ["FSSDP: compiling the planner, some 20 seconds, once per machine"])
+    said = threading.Timer(
+        QUIET, print, ["FSSDP: compiling the planner, some 20 seconds, once per home or $NUMBA_CACHE_DIR"]
+    )
     try:
         if dist.get_rank() == 0:
             said.start()
