@@ -25,7 +25,7 @@ from numba.core import serialize
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
 _SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
-_DIGEST: int = 32  # bytes of a checksum
+_DIGEST = hashlib.sha256().digest_size
 
 
 def compiled(function: Callable) -> Any:
@@ -36,18 +36,18 @@ def compiled(function: Callable) -> Any:
 
 
 def cache_folder() -> Path:
-    """Where machine code is kept; it need not exist.
-
-    Raises:
-        RuntimeError: when no variable names it and the user has no home.
-    """
+    """Where machine code is kept; it need not exist."""
     if named := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "megatron-hecate"
+    shared = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()  # as it is for users without a home
+    return Path(shared) / "megatron-hecate"
 
 
 class _Nowhere(_CacheLocator):
     """Numba asks for a place of an index, which `_Cache` does not have."""
+
+    def __init__(self, py_file: str) -> None:
+        self._py_file = py_file  # numba names it in warnings
 
     def get_cache_path(self) -> str:
         return ""
@@ -60,13 +60,11 @@ class _Nowhere(_CacheLocator):
 
     @classmethod
     def from_function(cls, py_func: Callable, py_file: str) -> _Nowhere:
-        place = cls()
-        place._py_file = py_file  # numba names it in warnings
-        return place
+        return cls(py_file)
 
 
 class _Results(CompileResultCacheImpl):
-    _locator_classes = (_Nowhere,)
+    _locator_classes = [_Nowhere]
 
 
 class _Cache(FunctionCache):
@@ -83,7 +81,7 @@ class _Cache(FunctionCache):
         try:
             path = self._path(sig, target_context.codegen())
             about, held = path.stat(), path.read_bytes()
-        except (OSError, RuntimeError):
+        except OSError:
             return None
         if about.st_uid not in (0, os.getuid()):  # it will be executed; root may have made it for an image
             return None
@@ -99,7 +97,7 @@ class _Cache(FunctionCache):
         made = serialize.dumps(self._impl.reduce(data))
         try:
             _write(self._path(sig, data.codegen), made + hashlib.sha256(made).digest())
-        except (OSError, RuntimeError) as error:
+        except OSError as error:
             _warn_once(str(error))
 
 

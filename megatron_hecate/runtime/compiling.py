@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_hecate.comm.connect import device_of_rank
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.plan import compile_planner
+from megatron_hecate.plan.compiled import cache_folder
 
 QUIET: float = 3.0  # seconds of compiling after which rank 0 says what takes so long
 
