@@ -30,7 +30,7 @@ _DIGEST = hashlib.sha256().digest_size
 
 def compiled(function: Callable) -> Any:
     """Let numba compile ``function`` at its first call with each signature, or load it where that was done before."""
-    dispatcher = numba.njit(nogil=True)(function)
+    dispatcher: Any = numba.njit(nogil=True)(function)
     dispatcher._cache = _Cache(function)
     return dispatcher
 
@@ -64,7 +64,7 @@ class _Nowhere(_CacheLocator):
 
 
 class _Results(CompileResultCacheImpl):
-    _locator_classes = [_Nowhere]
+    _locator_classes: list[Any] = [_Nowhere]
 
 
 class _Cache(FunctionCache):

@@ -21,9 +21,8 @@ def compile_all() -> list[str]:
 
 
 def _compile_planner() -> list[str]:
-    said = threading.Timer(
-        QUIET, print, ["FSSDP: compiling the planner, some 20 seconds, once per home or $NUMBA_CACHE_DIR"]
-    )
+    text = f"FSSDP: compiling the planner, some 20 seconds; the result is kept in {cache_folder()}"
+    said = threading.Timer(QUIET, print, [text])
     try:
         if dist.get_rank() == 0:
             said.start()
