@@ -1,8 +1,9 @@
 """Trains a tiny GPT with homes that are made to move, and compares all that lies on a rank with stock Megatron's.
 
 `compare` moves homes at every look, first without replicas: then nothing but the order of experts on the ranks differs,
-no sum has other terms, and losses, parameters and all that optimizers keep are the stock ones bit for bit. Gradients
-are not clipped, since their norm would be summed in another order. With replicas it agrees within a tolerance.
+and with top-1 and top-2 routing losses, parameters and all that optimizers keep are the stock ones bit for bit. With
+more, a token's outputs are summed in another order, which two terms do not show. Gradients are not clipped, since their
+norm would be summed in another order. With replicas it agrees within a tolerance.
 """
 
 from __future__ import annotations
@@ -60,12 +61,14 @@ def compare(
     before = optimizer_values(stock.optimizer)
     assert before
     bare = moved(**{**settings, "slots": 0, "late_replicas": 0})
-    assert bare.losses == stock.losses, (bare.losses, stock.losses)
-    assert tiny_gpt.difference(stock, bare)["param"] == 0
+    exact = dict(case.settings).get("moe_router_topk", 2) <= 2
+    assert bare.losses == (stock.losses if exact else pytest.approx(stock.losses, rel=1e-6))
+    assert tiny_gpt.difference(stock, bare)["param"] <= (0 if exact else tolerance)
     after = optimizer_values(bare.optimizer)
     assert before.keys() == after.keys()
     for name, values in before.items():
-        assert torch.equal(values, after[name]), (name, farthest(values, after[name]))
+        close = dict(rtol=0, atol=0) if exact else dict(rtol=1e-3, atol=tolerance)
+        torch.testing.assert_close(after[name], values, **close, msg=name)
     if settings.get("slots") == 0:
         return
     ours = moved(**settings)

@@ -12,9 +12,9 @@ import importlib
 import inspect
 from typing import Any
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
-OLDEST, TOO_NEW = Version("0.16.1"), Version("0.21.0a0")  # megatron-core
+OLDEST, TOO_NEW = (0, 16, 1), (0, 21)  # megatron-core; its builds before a release, such as 0.20.0rc0, count as it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,10 +196,13 @@ def broken_assumptions(assumptions: tuple[_Assumption, ...] = ASSUMPTIONS) -> li
     """What this Megatron has that we do not expect, a line each; empty when all is well."""
     import megatron.core
 
-    version = Version(megatron.core.__version__)
-    problems = []
-    if not OLDEST <= version < TOO_NEW:
-        problems.append(f"megatron-core {version} is outside {OLDEST} to 0.20")
+    version, problems = megatron.core.__version__, []
+    try:
+        fits = OLDEST <= Version(version).release < TOO_NEW
+    except InvalidVersion:
+        fits = False
+    if not fits:
+        problems.append(f"megatron-core {version} is outside {'.'.join(map(str, OLDEST))} to 0.20")
     for assumption in assumptions:
         module, _, path = assumption.name.partition(":")
         try:

@@ -13,6 +13,7 @@ The modules, in the order of an iteration:
 | `late` | after the gate, from the true loads: which replicas to add or overwrite; and a local search before it |
 | `homes` | every so many iterations: which rank is home to which expert |
 | `maxflow` | the smallest possible largest rank load |
+| `compiled` | nothing: it compiles functions of the others, and keeps the machine code |
 
 Which tokens go to which holder is decided on the device, in `routing`.
 """
@@ -49,7 +50,8 @@ __all__ = [
 
 @functools.cache
 def compile_planner() -> None:
-    """Plan one layer that needs every part, so that no iteration waits for a compiler. Compiled once per machine."""
+    """Plan one layer that needs every part, so that no iteration waits for a compiler. Machine code is kept in
+    `compiled.cache_folder`."""
     world = World(node=(0, 0, 1, 1))
     homes = Placement.initial(8, 4, num_slots=1)
     load = np.array([90, 1, 30, 1, 5, 0, 2, 0])

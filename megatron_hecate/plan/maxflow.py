@@ -10,27 +10,12 @@ Holders are a compressed list by expert: those of expert e are ``begin[e]:begin[
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.plan.placement import Placement
-
-SOURCES = zlib.crc32(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
-
-
-def compiled(function: Callable) -> Any:
-    """Let numba compile a function at its first call, and keep the result where there is a folder to write it to, under
-    a name that tells the sources: numba does not see whether other files, whose functions it calls, have changed."""
-    function.__qualname__ += f"_{SOURCES:08x}"
-    try:
-        return numba.njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # neither the package nor the user's cache folder is writable
-        return numba.njit(nogil=True)(function)
 
 
 def largest_load(load: np.ndarray, placement: Placement) -> int:

@@ -115,14 +115,22 @@ class PendingGradients:
         self._replicated, self._buffer = replicated, buffer
         self._label, self._began = label, time.perf_counter()
 
+    def _is_hooked(self, index: int) -> bool:
+        """Whether a user's hook reads this home's gradients as autograd has them: sums must then go there, too. DDP's
+        own hooks are on autograd's nodes. Of fused GEMMs autograd has placeholders only."""
+        hooks = (p._backward_hooks or p._post_accumulate_grad_hooks for p in self.homes[index])
+        return not any(self.layout.fused) and any(hooks)
+
     def main_grads(self, index: int) -> list[Tensor] | None:
+        if self._is_hooked(index):
+            return None
         found = [getattr(p, "main_grad", None) for p in self.homes[index]]
         fp32 = all(t is not None and t.dtype is torch.float32 and t.is_contiguous() for t in found)
         return found if fp32 else None
 
     def add(self, index: int, total: Tensor) -> None:
         """To ``main_grad`` (fp32, as a rule) where there is one: in a bf16 ``.grad`` the sum would lose bits."""
-        if all(hasattr(p, "main_grad") for p in self.homes[index]):
+        if all(hasattr(p, "main_grad") for p in self.homes[index]) and not self._is_hooked(index):
             for p, part in zip(self.homes[index], self.layout.views(total), strict=True):
                 p.main_grad += part
         else:
@@ -130,10 +138,15 @@ class PendingGradients:
 
     def arrive(self) -> None:
         """Wait until the sums are in ``main_grad``, outside of any backward."""
-        assert self._buffer is not None and not self._sums
+        assert self._buffer is not None
         trace.add("gradients home", self._label, self._began)
         self._buffer.wait()
         self._buffer.abandon = None
+        # of homes with hooks, which no backward will call any more
+        for index, total in self._sums.items():
+            for p, part in zip(self.homes[index], self.layout.views(total), strict=True):
+                p.main_grad += part
+        self._sums.clear()
 
     def abandon(self) -> None:
         """The backward broke off before `complete`, and another one begins: gradients of homes that got a sum are zero

@@ -23,6 +23,7 @@ from torch import Tensor
 from megatron_hecate.comm.attempt import Attempt
 from megatron_hecate.comm.transfer import Transfer, has_one_queue, transfer_stream
 from megatron_hecate.comm.transport import LayerBuffer, Transport, chunks_in
+from megatron_hecate.device.lasting import lasting_tensors
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -181,8 +182,9 @@ class BufferPool:
     ) -> None:
         self.transport, self.layers, self.lifetime = transport, layers, lifetime
         sizes = BufferSizes.plan(layers, lifetime, in_flight=in_flight)
-        memory = transport.allocate(sizes.total, layers, device)
-        buffers = [Buffer(part) for part in memory.split([*sizes.weights, *sizes.grads])]
+        with lasting_tensors():
+            memory = transport.allocate(sizes.total, layers, device)
+            buffers = [Buffer(part) for part in memory.split([*sizes.weights, *sizes.grads])]
         self._weights, self._grads = buffers[: len(sizes.weights)], buffers[len(sizes.weights) :]
         self._free = list(self._weights)  # for lifetime microbatch
         Attempt.current().at_end(self.release)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.plan import Placement
 from megatron_hecate.routing.tables import GroupShape, HolderOrder
@@ -27,8 +28,9 @@ class QuotaTables:
 
     def __init__(self, shape: GroupShape, device: torch.device, kernels: Kernels) -> None:
         self.shape, self.kernels, self.device = shape, kernels, device
-        self.group = torch.from_numpy(shape.table()).to(device)
-        self.holders = torch.zeros(shape.holders_size, dtype=torch.int32, device=device)
+        with lasting_tensors():
+            self.group = torch.from_numpy(shape.table()).to(device)
+            self.holders = torch.zeros(shape.holders_size, dtype=torch.int32, device=device)
         self._placed: Placement | None = None
         self._homes: tuple[Placement, Tensor] | None = None  # the last without replicas, and its `parts`
 
@@ -51,7 +53,8 @@ class QuotaTables:
             parts = np.full(self.shape.parts_size, np.iinfo(np.int32).max, np.int32)
             parts[size : size + len(order.physical)] = order.physical
             parts[2 * size :] = np.arange(self.shape.num_experts + 1)
-            self._homes = self._placed, torch.from_numpy(parts).to(self.device)
+            with lasting_tensors():
+                self._homes = self._placed, torch.from_numpy(parts).to(self.device)
         return self._homes[1]
 
     def parts(self, loads: Tensor, source: int) -> Tensor:

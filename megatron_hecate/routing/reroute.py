@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.routing.quotas import QuotaTables
 
@@ -107,7 +108,8 @@ class _Reroute(torch.autograd.Function):
 @functools.cache
 def _arrivals(device: torch.device) -> Tensor:
     """Where blocks count those that have finished: zero before and after."""
-    return torch.zeros(1, dtype=torch.int32, device=device)
+    with lasting_tensors():
+        return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def _at(*tensors: Tensor) -> list[ctypes.c_void_p]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_hecate.comm.connect import device_of_rank
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.plan import compile_planner
+from megatron_hecate.plan.compiled import cache_folder
 
 QUIET: float = 3.0  # seconds of compiling after which rank 0 says what takes so long
 
@@ -20,7 +21,8 @@ def compile_all() -> list[str]:
 
 
 def _compile_planner() -> list[str]:
-    said = threading.Timer(QUIET, print, ["FSSDP: compiling the planner, some 20 seconds, once per machine"])
+    text = f"FSSDP: compiling the planner, some 20 seconds; the result is kept in {cache_folder()}"
+    said = threading.Timer(QUIET, print, [text])
     try:
         if dist.get_rank() == 0:
             said.start()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_hecate.comm.overlap import MEASURED, OverlapMeter
 from megatron_hecate.comm.transfer import wait_collective
+from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.runtime.forecast import LoadHistory
 from megatron_hecate.runtime.layer_recorder import LayerRecorder
 
@@ -93,8 +94,9 @@ class LoadMonitor:
         """Add one microbatch: ``loads`` [E] are this rank's tokens per expert."""
         if self._sums is None:
             more = MEASURED if self.recorder is None else MEASURED + self.recorder.begin()
-            self._sums = torch.zeros(self._size + more, dtype=torch.int64, device=loads.device)
-            self._counts = self._sums[: self._size].view(self._shape)
+            with lasting_tensors():
+                self._sums = torch.zeros(self._size + more, dtype=torch.int64, device=loads.device)
+                self._counts = self._sums[: self._size].view(self._shape)
         self._counts[layer, : len(loads)].add_(loads)  # += copies, too
 
     def computed(self, layer: int, tokens: int, sent: Sequence[int] | None) -> None:

@@ -1,4 +1,5 @@
-"""What numba keeps compiled is never that of other sources. Oracle: the edited source itself.
+"""What is kept compiled: where, by whom it is used, and never that of other sources. Oracle: the edited source itself,
+numba's own count of what it compiled, and a folder's content.
 
 Numba looks at a function's own file only. Were the others forgotten, ranks with other caches would plan differently.
 """
@@ -7,13 +8,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import megatron_hecate
+from megatron_hecate.plan.compiled import _warn_once, cache_folder, compiled
+
+SMALL = """
+def add(a, b):
+    return a + 2 * b
+"""
 
 PLAN = """
 import numpy as np
@@ -22,6 +31,90 @@ homes = Placement.initial(4, 2, num_slots=1)
 late = add_late_replicas(np.array([90, 10, 5, 5]), homes, World((0, 0)), cost=CopyCost(), most=1, across_nodes=False)
 print(late.num_replicas)
 """
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "machine code"
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder))
+    _warn_once.cache_clear()
+    return folder
+
+
+def _add_of(checkout: Path) -> Any:
+    """A function as a new process finds it in that checkout's ``small.py``."""
+    checkout.mkdir(exist_ok=True)
+    (checkout / "small.py").write_text(SMALL)
+    names: dict[str, Any] = {"__name__": "small"}
+    exec(compile(SMALL, str(checkout / "small.py"), "exec"), names)
+    return compiled(names["add"])
+
+
+def _compiled_by(function: Any) -> int:
+    return sum(function.stats.cache_misses.values())
+
+
+@pytest.mark.fast
+def test_checkouts_share_a_folder_of_the_users_own(cache: Path, tmp_path: Path) -> None:
+    first, second = _add_of(tmp_path / "one"), _add_of(tmp_path / "two")
+    assert first(1, 2) == 5 and second(3, 4) == 11 and (_compiled_by(first), _compiled_by(second)) == (1, 0)
+    assert second(1.5, 2.0) == 5.5 and _compiled_by(second) == 1, "another signature"
+    assert len(files := list(cache.iterdir())) == 2
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["small.py"], "beside the source"
+
+
+@pytest.mark.fast
+def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/someone")
+    assert cache_folder() == Path("/someone/.cache/megatron-hecate")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/scratch")
+    assert cache_folder() == Path("/scratch/megatron-hecate")
+    monkeypatch.setenv("NUMBA_CACHE_DIR", "/named")
+    assert cache_folder() == Path("/named")
+
+
+@pytest.mark.fast
+def test_a_folder_that_cannot_be_made_is_said_once(cache: Path, tmp_path: Path) -> None:
+    cache.write_text("a file")
+    add = _add_of(tmp_path / "one")
+    with pytest.warns(UserWarning, match=r"compiles the planner anew.*name a folder in \$NUMBA_CACHE_DIR") as said:
+        assert add(1, 2) == 5 and add(1.5, 2.0) == 5.5
+    assert len(said) == 1
+
+
+@pytest.mark.fast
+def test_what_is_damaged_or_anothers_is_not_run(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _add_of(tmp_path / "one")(1, 2) == 5
+    (file,) = cache.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-9])
+    again = _add_of(tmp_path / "one")
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert again(1, 2) == 5 and _compiled_by(again) == 1
+    assert list(cache.iterdir()) == [file] and len(file.read_bytes()) == len(whole)
+    os.chown(file, 12345, -1) if os.getuid() == 0 else monkeypatch.setattr(os, "getuid", lambda: 12345)
+    others = _add_of(tmp_path / "one")
+    assert others(1, 2) == 5 and _compiled_by(others) == 1
+
+
+@pytest.mark.fast
+def test_many_processes_may_fill_it_at_once(cache: Path, tmp_path: Path) -> None:
+    """Ranks that compile the same signatures in another order: a file holds what its name says."""
+    code = (
+        "import sys; sys.path[:0] = sys.argv[1:3]; import small; from megatron_hecate.plan.compiled import compiled\n"
+        "add = compiled(small.add); calls = [((1, 2), 5), ((1.5, 2.0), 5.5), ((1, 2.5), 6.0)]\n"
+        "for args, right in calls[int(sys.argv[3]):] + calls[:int(sys.argv[3])]: assert add(*args) == right, args"
+    )
+    _add_of(tmp_path / "one")
+    root = str(Path(megatron_hecate.__file__).parents[1])
+    for _ in range(2):
+        ranks = [subprocess.Popen([sys.executable, "-c", code, root, str(tmp_path / "one"), str(n)]) for n in range(3)]
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0, 0]
+        assert len(list(cache.iterdir())) == 3
 
 
 @pytest.mark.slow

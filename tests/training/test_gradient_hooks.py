@@ -1,0 +1,140 @@
+"""Hooks on experts' weights see the gradients of all tokens, as in stock Megatron, also those that replicas had.
+
+Oracle: stock Megatron with the same hooks, on the same ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ranks import ranks
+
+Seen = dict[str, list]
+
+
+def _watch_tensor(name: str, p: Any, seen: Seen) -> None:
+    p.register_hook(lambda grad: seen.setdefault(name, []).append(grad.detach().double()))
+
+
+def _watch_accumulated(name: str, p: Any, seen: Seen) -> None:
+    """After DDP's own hook, which empties ``.grad``: stock sees nothing else either."""
+    p.register_post_accumulate_grad_hook(
+        lambda p: seen.setdefault(name, []).append((p.main_grad if p.grad is None else p.grad).detach().double())
+    )
+
+
+def _watch_node(name: str, p: Any, seen: Seen) -> None:
+    """Nobody can tell these from DDP's own; a tensor's hook that does nothing says that someone looks."""
+    p.register_hook(lambda grad: None)
+    node = p.expand_as(p).grad_fn.next_functions[0][0]
+    seen.setdefault("nodes", []).append(node)
+    node.register_prehook(lambda grads: seen.setdefault(name, []).append(grads[0].detach().double()))
+
+
+def _double(name: str, p: Any, seen: Seen) -> None:
+    p.register_hook(lambda grad: 2 * grad)
+
+
+WATCHES: tuple[Callable, ...] = (_watch_tensor, _watch_accumulated, _watch_node, _double)
+
+
+@ranks(2)
+def test_hooks() -> None:
+    import tiny_gpt
+
+    tiny_gpt.initialize(tiny_gpt.Case())
+    for watch in WATCHES:
+        _compare(tiny_gpt.Case(skew=2.5), watch)
+    _compare(tiny_gpt.Case(skew=2.5), _watch_tensor, transport="nvlink")
+    _compare(tiny_gpt.Case(skew=2.5), _watch_tensor, only="local_experts.1.")
+    _compare(tiny_gpt.Case(skew=2.5, distributed_optimizer=True, overlap=True), _watch_tensor)
+    _compare(tiny_gpt.Case(skew=2.5, settings=(("add_bias_linear", True),)), _watch_tensor)
+
+
+@ranks(2)
+def test_hooks_in_every_microbatch() -> None:
+    """With replicas of an iteration the last microbatch brings what replicas had in all: the sum is right. Others bring
+    it in each."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(skew=2.5, accumulate=2)
+    tiny_gpt.initialize(case)
+    for lifetime in ("iteration", "microbatch", "layer"):
+        _compare(case, _watch_tensor, lifetime=lifetime)
+
+
+@ranks(2)
+def test_bf16() -> None:
+    import tiny_gpt
+
+    case = tiny_gpt.Case(skew=2.5, bf16=True)
+    tiny_gpt.initialize(case)
+    _compare(case, _watch_tensor, tolerance=tiny_gpt.BF16_TOLERANCE)
+
+
+def _compare(case: Any, watch: Callable, *, tolerance: float = 1e-5, only: str = "experts", **settings: Any) -> None:
+    import tiny_gpt
+    import torch
+
+    results = []
+    for hook in (None, tiny_gpt.fssdp_hook(**settings)):
+        run, seen = tiny_gpt.train(case, steps=2, hook=hook), {}
+        for name, p in tiny_gpt._named(run.chunks):
+            if ".experts." in name and only in name:
+                watch(name, p, seen)
+        run.step(2)
+        seen.pop("nodes", None)
+        run.read_params()
+        results.append((run, seen))
+    (stock, wanted), (ours, found) = results
+    tiny_gpt.assert_trained_alike(stock, ours, watch.__name__, tolerance=tolerance)
+    assert wanted.keys() == found.keys() and (bool(wanted) or watch is _double)
+    for name, grads in wanted.items():
+        each = settings.get("lifetime", "iteration") != "iteration"
+        pairs = zip(grads, found[name], strict=True) if each else [(sum(grads), sum(found[name]))]
+        for stock_grad, our_grad in pairs:
+            largest = float(stock_grad.abs().max())
+            torch.testing.assert_close(our_grad, stock_grad, rtol=0, atol=max(tolerance * largest, 1e-8), msg=name)
+
+
+@ranks(2)
+def test_gradients_without_ddp_and_by_autograd_grad() -> None:
+    """``p.grad`` of a model that is not wrapped; and `torch.autograd.grad`, which must leave ``main_grad`` alone: with
+    a hook on the weight both have all of it."""
+    import tiny_gpt
+    import torch
+
+    case = tiny_gpt.Case(skew=2.5)
+    tiny_gpt.initialize(case)
+    for wrapped in (False, True):
+        results = []
+        for hook in (None, tiny_gpt.fssdp_hook()):
+            if wrapped:
+                run = tiny_gpt.train(case, steps=2, hook=hook)
+                chunks = run.chunks
+                chunks[0].zero_grad_buffer()
+            else:
+                chunks, _ = tiny_gpt.build(case, hook)
+            named = {name: p for name, p in tiny_gpt._named(chunks) if ".experts." in name}
+            found = {}
+            for step in range(1 if wrapped else 2):
+                for p in named.values():
+                    p.grad = None
+                    if wrapped:
+                        p.register_hook(lambda grad: None)
+                data = iter([tiny_gpt.batch(case, 7 + step, 0)])
+                loss = tiny_gpt.forward_step(data, chunks[0], case=case)[0].mean()
+                if wrapped:
+                    found = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+                    assert not any(p.main_grad.any() for p in named.values())
+                else:
+                    loss.backward()
+                    found = {name: p.grad for name, p in named.items()}
+            if hook is not None:
+                assert any(layer.fssdp.placement.num_replicas for layer in tiny_gpt.moe_layers(chunks))
+            results.append(found)
+        stock, ours = results
+        largest = max(float(grad.abs().max()) for grad in stock.values())
+        for name, grad in stock.items():
+            torch.testing.assert_close(ours[name], grad, rtol=0, atol=1e-5 * largest, msg=name)
