@@ -91,6 +91,7 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
     for k in range(num_nodes):
         lowest[k] = _least_loaded(members[begin[k] : begin[k + 1]], load, room)
         least[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
+    order = np.argsort(least, kind="mergesort")
     there, holds = np.zeros(num_nodes, np.bool_), np.zeros(num_ranks, np.bool_)
     for e in np.argsort(-share):
         if count[e] == 0:
@@ -103,18 +104,19 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
             here += load[members[i]]
         crowd = here - mean * size
         for placed in range(count[e]):
-            best, bound = -1, np.inf
+            best = -1
             # tokens of replicas that have no place yet are still here
             relief = min(share[e], max(0.0, crowd + share[e] * (count[e] - placed)))
-            for k in range(num_nodes):
-                if least[k] >= bound or there[k]:
+            for k in order:
+                if lowest[k] < 0 or there[k]:
                     continue
                 r, size = lowest[k], begin[k + 1] - begin[k]
                 copying = (copied[k] + 1) * problem.far / (size if problem.scatters else 1)
                 shown = problem.out if copying * problem.out > problem.hidden else 0.0
                 shown += 1 - problem.out if copying * (1 - problem.out) > problem.hidden else 0.0
                 if problem.crossing * forecast[e] * size / num_ranks + relief >= shown * problem.far:
-                    best, bound = r, least[k]
+                    best = r
+                    break
             if best >= 0:
                 copied[node[best]] += 1
             else:
@@ -128,6 +130,7 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
                     load[r] += forecast[e] / (placed + 1) - share[e] if holds[r] else 0.0
                 for k in range(num_nodes):
                     least[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
+                order = np.argsort(least, kind="mergesort")
                 break
             c = 0
             while table[best, c] >= 0:
@@ -138,7 +141,21 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
             there[k] = holds[best] = True
             lowest[k] = _least_loaded(members[begin[k] : begin[k + 1]], load, room)
             least[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
+            _sort_in(order, least, k)
     return table
+
+
+@compiled
+def _sort_in(order: np.ndarray, least: np.ndarray, node: int) -> None:
+    """Move one ``node`` in the ``order`` [K] of ascending ``least`` loads, then numbers, in place."""
+    at = 0
+    while order[at] != node:
+        at += 1
+    while at > 0 and (least[order[at - 1]], order[at - 1]) > (least[node], node):
+        order[at], at = order[at - 1], at - 1
+    while at + 1 < len(order) and (least[order[at + 1]], order[at + 1]) < (least[node], node):
+        order[at], at = order[at + 1], at + 1
+    order[at] = node
 
 
 @compiled
@@ -199,19 +216,23 @@ def cost_beside_load(forecast: np.ndarray, problem: Problem, table: np.ndarray) 
     leaves, arrives = np.zeros(num_nodes), np.zeros(num_nodes)
     copies_out, copies_in = np.zeros(num_nodes), np.zeros(num_nodes)
     sent, received = np.zeros(num_ranks), np.zeros(num_ranks)
+    total = forecast.sum()
+    for k in range(num_nodes):  # as if no node held an expert
+        leaves[k] = total * size[k] / num_ranks
     for e in range(len(home)):
-        holders, own, crossing = rank[begin[e] : begin[e + 1]], node[home[e]], 0.0
-        held[:] = 0
+        holders, own, elsewhere = rank[begin[e] : begin[e + 1]], node[home[e]], num_ranks
         for r in holders:
-            held[node[r]] += 1
+            held[node[r]] = 0
+        for r in holders:
+            k = node[r]
             received[r] += 1 if r != home[e] else 0
-        for k in range(num_nodes):
             if held[k] == 0:
-                leaves[k] += forecast[e] * size[k] / num_ranks
-                crossing += forecast[e] * size[k] / num_ranks
-            elif k != own:
-                copies_in[k] += 1
-                copies_out[own] += 1
+                elsewhere -= size[k]
+                leaves[k] -= forecast[e] * size[k] / num_ranks
+                copies_in[k] += 1 if k != own else 0
+                copies_out[own] += 1 if k != own else 0
+            held[k] += 1
+        crossing = forecast[e] * elsewhere / num_ranks
         for r in holders:
             arrives[node[r]] += crossing / len(holders)
         if problem.scatters:
