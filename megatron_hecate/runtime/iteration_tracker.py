@@ -14,6 +14,10 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_hecate.adapter.global_hooks import listen_to_steps
 
+# Iterations in a row without an optimizer step that keep their plans: the first one of a job, and the one repetition of
+# each that Megatron's rerun state machine runs.
+MOST_REPEATED: int = 2
+
 
 class IterationTracker:
     """Detect the first forward of each layer in a new iteration.
@@ -52,6 +56,7 @@ class IterationTracker:
         # every optimizer that has stepped, by its id, with the iteration of its last step
         self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         self.has_stepped = False
+        self._num_unstepped = 0
         listen_to_steps(self)
 
     def enter(self, layer: int) -> bool:
@@ -110,6 +115,19 @@ class IterationTracker:
         """End the iteration: replicas may be out of date."""
         if self._begun == self.iteration:
             self.iteration += 1
+
+    def repeats_last(self) -> bool:
+        """Whether the iteration that begins may repeat the last one: no optimizer has stepped since.
+
+        With the same plans a repeated forward and backward, as by Megatron's rerun state machine, is
+        bitwise the same. Steps of an optimizer that is none of torch's, or inside a CUDA graph, are not
+        seen, so only a few iterations in a row count as repetitions. Call it once per iteration.
+        """
+        if self.has_stepped:
+            self._num_unstepped = 0
+            return False
+        self._num_unstepped += 1
+        return self._num_unstepped <= MOST_REPEATED
 
     def before_step(self, optimizer: Optimizer) -> None:
         """End the iteration: ``optimizer`` is about to step, whatever it steps.

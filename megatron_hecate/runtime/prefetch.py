@@ -42,9 +42,6 @@ from megatron_hecate.tools import trace
 
 # Layers planned one after another. The first finds no cache warm, and takes up to twice as long; more would delay it.
 PLANNED_TOGETHER: int = 4
-# Iterations in a row without an optimizer step that keep their plans: the first one of a job, and the one repetition of
-# each that Megatron's rerun state machine runs.
-MOST_REPEATED: int = 2
 
 
 class Prefetcher:
@@ -81,7 +78,6 @@ class Prefetcher:
         self._calls: list[int | None] = [None] * (max(chunk_of) + 1)
         self._weights_of = [0] * (max(chunk_of) + 1)
         self._keeps_plans = False
-        self._num_unstepped = 0
         self._has_fetched = False  # any replica, ever
         self._pool_is_checked = False  # against the parameters, in this iteration
 
@@ -371,7 +367,7 @@ class Prefetcher:
     def _begin_iteration(self) -> None:
         # those of microbatches before weights were loaded in the middle of an iteration
         self.returns.complete()
-        self._keeps_plans = self._weights_are_the_same()
+        self._keeps_plans = self.tracker.repeats_last()
         if not self._keeps_plans:
             self.returns.begin_iteration(self.tracker.microbatches)
         here.iteration = running_iteration() or here.iteration + 1
@@ -388,16 +384,3 @@ class Prefetcher:
         if self.rehoming is not None:
             self.rehoming.begin_iteration(here.iteration, self.tracker, self.meter)
         self._allocate_early()
-
-    def _weights_are_the_same(self) -> bool:
-        """Whether the iteration that begins may repeat the last one: no optimizer has stepped since.
-
-        With the same plans a repeated forward and backward, as by Megatron's rerun state machine, is bitwise the same.
-        Steps of an optimizer that is none of torch's, or inside a CUDA graph, are not seen, so only a few
-        iterations in a row count as repetitions.
-        """
-        if self.tracker.has_stepped:
-            self._num_unstepped = 0
-            return False
-        self._num_unstepped += 1
-        return self._num_unstepped <= MOST_REPEATED
