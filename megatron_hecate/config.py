@@ -143,10 +143,8 @@ class HecateConfig:
             return
         if traced and self.observe is True:
             yield f"trace={self.trace!r} shows what FSSDP does, which observe=True leaves off"
-        if self.slots == 0 and not self.observe:
-            for name, needs in (("late_replicas", "slots for them"), ("rehome", "slots")):
-                if getattr(self, name):
-                    yield f"{name}={getattr(self, name)} needs {needs}, got slots=0, which trains as without FSSDP"
+        if self.slots == 0 and self.late_replicas and not self.observe:
+            yield f"late_replicas={self.late_replicas} needs slots for them, got slots=0"
         if self.rehome and self.observe is True:
             yield f"rehome={self.rehome} moves experts, which observe=True leaves where they are"
 
