@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_hecate.plan import EMPTY, CopyCost, LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.plan.replicas import problem_of
-from megatron_hecate.plan.search import plan_cost
+from megatron_hecate.plan.search import cost_beside_load
 from megatron_hecate.tools.run_folder import RunInfo, RunRecord
 
 
@@ -143,7 +143,8 @@ class Figures:
                 moved = self.record.home is not None
                 homes = self.homes.with_homes(np.argsort(home, kind="stable")) if moved else self.homes
                 problem = problem_of(homes, self.costs.world, free)
-                tokens[key] = plan_cost(load, problem, np.hstack([homes.table[:, :per_rank], slots]))[1]
+                table = np.hstack([homes.table[:, :per_rank], slots])
+                tokens[key] = cost_beside_load(load, problem, table)[1]
             both = tokens[key] * self.costs.token_ms
             found[(slice(None), *at)] = both * free.out, both * (1 - free.out)
         return found

@@ -77,7 +77,7 @@ def _price_ms(held: dict[str, np.ndarray], t: int, layer: int) -> tuple[float, f
     window, copy = held["window"][t, layer], held["copy"][t, layer]
     bare = shape.copy_cost(world)
     if math.isnan(copy):
-        copies = plan_cost(np.zeros(SIZE.experts), problem_of(homes, world, bare), table)[1] - bare.routing
+        copies = plan_cost(np.zeros(SIZE.experts), problem_of(homes, world, bare), table, np.inf)[1] - bare.routing
         out, back = (copies * part * _token_ms() for part in (bare.out, 1 - bare.out))
     else:
         taken, given = [0] * SIZE.ranks, [0] * SIZE.ranks
