@@ -23,7 +23,7 @@ from megatron_hecate.tools import trace
 @pytest.mark.fast
 @pytest.mark.parametrize("text", ["", "a", "3-2", "1-2-3", "-4", "1,2"])
 def test_iterations_are_named_or_it_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="must name iterations, such as 10-12"):
+    with pytest.raises(ValueError, match="must name iterations, from 1 on, such as 10-12"):
         HecateConfig(trace=text)
 
 
