@@ -93,7 +93,11 @@ ASSUMPTIONS = (
         ("self",),
         "runs its layers mtp_num_layers times with mtp_use_repeated_layer",
     ),
-    _Assumption("core.num_microbatches_calculator:get_num_microbatches", (), "what a record says of the job"),
+    _Assumption(
+        "core.num_microbatches_calculator:get_num_microbatches",
+        (),
+        "a guess for the first iteration, and what a record says of the job",
+    ),
     _Assumption(
         "core.num_microbatches_calculator:_GLOBAL_NUM_MICROBATCHES_CALCULATOR", (), "None: the loop does not say"
     ),

@@ -367,6 +367,9 @@ class Prefetcher:
     def _begin_iteration(self) -> None:
         # those of microbatches before weights were loaded in the middle of an iteration
         self.returns.complete()
+        if self.tracker.microbatches is None:
+            # before any iteration has been counted
+            self.tracker.microbatches = training_state.num_microbatches()
         self._keeps_plans = self.tracker.repeats_last()
         if not self._keeps_plans:
             self.returns.begin_iteration(self.tracker.microbatches)

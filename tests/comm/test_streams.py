@@ -135,7 +135,11 @@ def test_rounds_of_messages_are_posted_in_the_same_order(monkeypatch: pytest.Mon
     monkeypatch.setattr(dist, "batch_isend_irecv", post)
     monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
     monkeypatch.setattr(dist, "P2POp", lambda op, tensor, *_: SimpleNamespace(tensor=tensor))
-    group = SimpleNamespace(rank=lambda: 0, size=lambda: 7, group_name="seven")
+
+    class _Group:  # can be a key of weak dictionaries, as process groups can
+        rank, size, group_name = staticmethod(lambda: 0), staticmethod(lambda: 7), "seven"
+
+    group = _Group()
     p2p = P2P(group, timeout=30)  # type: ignore[arg-type]
     p2p._staging = _OnGpu(torch.zeros(8192, dtype=torch.uint8))
     monkeypatch.setattr("megatron_hecate.comm.p2p.chunks_in", lambda *_: [_OnGpu(torch.zeros(4)) for _ in range(5)])

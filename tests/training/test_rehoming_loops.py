@@ -62,7 +62,7 @@ def test_an_optimizer_that_is_not_of_torch_is_refused() -> None:
 
     from megatron_hecate.runtime import iteration_tracker
 
-    iteration_tracker._call_before_step = lambda tracker: None
+    iteration_tracker.listen_to_steps = lambda tracker: None
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     trained = tiny_gpt.train(case, steps=3, hook=test_rehoming.rehoming_hook(slots=0))
