@@ -1,0 +1,198 @@
+"""Random combinations of settings: stock against no slots, against some, and these again.
+
+Oracle: stock Megatron on the same ranks: bitwise without slots, to 1e-5 with replicas; a second run is bitwise the
+first one. A draw that stock Megatron refuses, or that FSSDP refuses when it is switched on, counts as no test; the last
+line says how many did.
+
+``FUZZ_SEED`` and ``FUZZ_DRAWS`` choose other and more draws (by default 0 and 12 for each number of ranks).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import ranks
+
+SEED = int(os.environ.get("FUZZ_SEED", "0"))
+DRAWS = int(os.environ.get("FUZZ_DRAWS", "12"))
+STEPS = 4
+TIMEOUT = 60.0 + 60.0 * DRAWS
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """One combination.
+
+    Args:
+        fields: of `tiny_gpt.Case`.
+        settings: of ``TransformerConfig``.
+        config: of ``HecateConfig``.
+        moves_skew: whether other experts become hot after each step.
+        restarts_with: of ``HecateConfig``, for a model that takes over in the middle; ``None`` goes on as it is.
+    """
+
+    fields: dict[str, Any]
+    settings: dict[str, Any]
+    config: dict[str, Any]
+    moves_skew: bool
+    restarts_with: dict[str, Any] | None
+
+    @classmethod
+    def random(cls, seed: int, world_size: int) -> Draw:
+        choose = random.Random(seed)
+        layouts: list[dict[str, Any]] = [dict(ep=2)]
+        if world_size == 4:
+            layouts = [
+                dict(ep=4),
+                dict(ep=2),
+                dict(ep=2, tp=2),
+                dict(ep=2, tp=2, etp=2),
+                dict(ep=2, pp=2),
+                dict(ep=2, pp=2, vpp=2),
+                dict(ep=2, cp=2),
+            ]
+        fields = choose.choice(layouts)
+        fields |= dict(
+            accumulate=choose.choice([1, 2, 3, 4]),
+            overlap=choose.random() < 0.5,
+            distributed_optimizer=choose.random() < 0.5,
+            skew=choose.choice([0.0, 1.5, 4.0]),
+            experts=choose.choice([4, 8, 16]),
+            bucket_size=choose.choice([1, 1000, 4000, 10**9]),
+        )
+        if "vpp" in fields:
+            fields["accumulate"] = choose.choice([2, 4])
+        settings: dict[str, Any] = dict(
+            moe_router_topk=choose.choice([1, 2, 3]),
+            moe_token_dispatcher_type=choose.choice(["alltoall", "alltoall", "allgather"]),
+        )
+        if settings["moe_router_topk"] == 1:
+            settings["moe_router_pre_softmax"] = True
+        extras: list[dict[str, Any]] = [
+            {},
+            dict(moe_shared_expert_intermediate_size=32),
+            dict(moe_expert_capacity_factor=1.5, moe_token_drop_policy="probs"),
+            dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2),
+            dict(mtp_num_layers=2, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3),
+            dict(overlap_moe_expert_parallel_comm=True),
+            dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True),
+            dict(gradient_accumulation_fusion=True),
+        ]
+        settings |= choose.choice(extras)
+        if choose.random() < 0.3:
+            settings |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        homes = fields["experts"] // fields["ep"]
+        elsewhere = fields["experts"] - homes
+
+        def settings_of_fssdp() -> dict[str, Any]:
+            return dict(
+                # also more than homes, and rarely more than there are experts elsewhere, which is refused
+                slots=choose.choice([1, 2, min(homes + 2, elsewhere), elsewhere + 1 if choose.random() < 0.1 else 2]),
+                lifetime=choose.choice(["iteration", "microbatch", "layer"]),
+                late_replicas=choose.choice([0, 0, 3]),
+                transport=choose.choice(["p2p", "p2p", "nvlink"]),
+            )
+
+        config = settings_of_fssdp()
+        other = settings_of_fssdp()
+        restarts = choose.random() < 0.3 and not fields["distributed_optimizer"]
+        return cls(fields, settings, config, choose.random() < 0.5, other if restarts else None)
+
+
+def _train(draw: Draw, config: dict[str, Any] | None) -> Any:
+    """Train stock (``None``) or FSSDP with ``config``; returns a `tiny_gpt.Trained`."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(**draw.fields, settings=tuple(draw.settings.items()))
+    move = tiny_gpt.move_skew if draw.moves_skew else None
+    make = (lambda settings: None) if config is None else (lambda settings: tiny_gpt.fssdp_hook(**settings))
+    run = tiny_gpt.train(case, steps=STEPS, hook=make(config), before_step=move)
+    if draw.restarts_with is None:
+        return run
+    # stock and no slots go on as they are, under a model that is built anew
+    following = draw.restarts_with if config is not None and config["slots"] else config
+    new = tiny_gpt.train(case, steps=0, hook=make(following), before_step=move)
+    for old_chunk, chunk in zip(run.chunks, new.chunks, strict=True):
+        chunk.load_state_dict(old_chunk.state_dict())
+    new.optimizer.load_state_dict(run.optimizer.state_dict())
+    for old, layer in zip(tiny_gpt.moe_layers(run.chunks), tiny_gpt.moe_layers(new.chunks), strict=True):
+        layer.skew.copy_(old.skew)
+    for step in range(STEPS, STEPS + 2):
+        new.step(step)
+    new.losses = run.losses + new.losses
+    new.replicas = max(run.replicas, new.replicas)
+    return new
+
+
+def _refused_alike(error: Exception | None) -> bool:
+    """Whether every rank has an ``error``; raises where only some have."""
+    failed = torch.tensor(int(error is not None))
+    dist.all_reduce(failed)
+    assert int(failed) in (0, dist.get_world_size()), f"{int(failed)} ranks failed, this one with {error!r}"
+    return int(failed) > 0
+
+
+def _fuzz(world_size: int) -> None:
+    import tiny_gpt
+    from megatron.core import parallel_state
+
+    from megatron_hecate.comm.agreement import SwitchOnError
+
+    tiny_gpt.install_fused_wgrad()
+    tried = compared = with_replicas = 0
+    for seed in range(1000 * SEED, 1000 * SEED + DRAWS):
+        draw = Draw.random(seed, world_size)
+        if dist.get_rank() == 0:
+            print(f"seed {seed}: {draw}", flush=True)
+        parallel_state.destroy_model_parallel()
+        tried += 1
+        error: Exception | None = None
+        try:
+            case = tiny_gpt.Case(**draw.fields, settings=tuple(draw.settings.items()))
+            tiny_gpt.initialize(case)
+            stock = _train(draw, None)
+        except Exception as stocks:
+            error = stocks
+        if _refused_alike(error):
+            if dist.get_rank() == 0:
+                print(f"  stock: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            continue
+        try:
+            without = _train(draw, {**draw.config, "slots": 0, "late_replicas": 0})
+            ours = _train(draw, draw.config)
+            again = _train(draw, draw.config)
+        except SwitchOnError as refusal:
+            error = refusal
+        if _refused_alike(error):
+            if dist.get_rank() == 0:
+                print(f"  refused: {str(error)[:300]}", flush=True)
+            continue
+        compared += 1
+        with_replicas += ours.replicas > 0
+        assert tiny_gpt.difference(stock, without) == tiny_gpt.SAME, (seed, draw)
+        assert tiny_gpt.difference(ours, again) == tiny_gpt.SAME, (seed, draw)
+        worst = tiny_gpt.difference(stock, ours)
+        assert worst["loss"] <= 1e-5 and worst["grad"] <= 1e-4, (seed, worst, draw)
+    if dist.get_rank() == 0:
+        print(f"{tried} draws, {compared} compared, {with_replicas} with replicas", flush=True)
+    assert with_replicas >= DRAWS // 4
+
+
+@pytest.mark.newest
+@pytest.mark.slow
+@ranks(2, timeout=TIMEOUT)
+def test_two_ranks() -> None:
+    _fuzz(2)
+
+
+@pytest.mark.newest
+@pytest.mark.slow
+@ranks(4, timeout=TIMEOUT)
+def test_four_ranks() -> None:
+    _fuzz(4)
