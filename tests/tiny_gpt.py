@@ -180,11 +180,13 @@ def transformer_config(case: Case) -> TransformerConfig:
     return config
 
 
-def build(case: Case, hook: Callable[[list], list] | None = None) -> tuple[list, TransformerConfig]:
-    """The model chunks of this rank, converted by ``hook``, before DDP."""
+def build(
+    case: Case, hook: Callable[[list], list] | None = None, config: TransformerConfig | None = None
+) -> tuple[list, TransformerConfig]:
+    """The model chunks of this rank, converted by ``hook``, before DDP; ``config`` may be another model's."""
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
     torch.manual_seed(1234)
-    config = transformer_config(case)
+    config = config or transformer_config(case)
     chunks = []
     for stage in range(case.vpp or 1):
         where = {"vp_stage": stage} if case.vpp else {}

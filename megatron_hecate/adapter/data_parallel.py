@@ -93,6 +93,10 @@ class _NoSync:
         # weak, as a configuration may outlive its model
         self._ddps = [weakref.ref(ddp) for ddp in ddps]
 
+    def holds(self, ddp: DistributedDataParallel) -> bool:
+        """Whether it enters ``no_sync`` of ``ddp``."""
+        return any(reference() is ddp for reference in self._ddps)
+
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
@@ -173,12 +177,13 @@ class DataParallel:
 
         Returns:
             ``None`` where two forwards cannot be known to be of one call: without DDP, in loops that do not use
-            Megatron's schedules, and where the loop replaced ``no_sync_func`` outside of any ``no_sync``.
+            Megatron's schedules, and where ``no_sync_func`` is not this DDP's outside of any ``no_sync``: the loop
+            replaced it, or two models share a configuration.
         """
         ddp = self._ddp(chunk)
         if ddp is None or not _in_schedule():
             return None
-        if self.wants_gradients(chunk) and not _enters_no_sync(ddp.config.no_sync_func):
+        if self.wants_gradients(chunk) and not _enters_no_sync(ddp.config.no_sync_func, ddp):
             return None
         return ddp.fssdp_no_syncs
 
@@ -196,11 +201,11 @@ def _observed(base: type) -> type:
     return type(f"FSSDP{base.__name__}", (_ObservedDDP, base), {})
 
 
-def _enters_no_sync(function: Any) -> bool:
-    """Whether a schedule with this ``no_sync_func`` enters ``no_sync`` of the DDPs."""
+def _enters_no_sync(function: Any, ddp: DistributedDataParallel) -> bool:
+    """Whether a schedule with this ``no_sync_func`` enters ``no_sync`` of ``ddp``."""
     functions = function if isinstance(function, list) else [function]
-    return all(
-        isinstance(one, _NoSync) or isinstance(getattr(one, "__self__", None), _ObservedDDP) for one in functions
+    return any(
+        one.holds(ddp) if isinstance(one, _NoSync) else getattr(one, "__self__", None) is ddp for one in functions
     )
 
 

@@ -29,11 +29,12 @@ class Loop:
 
     case: tiny_gpt.Case
     hook: Callable[[list], list] | None
+    config: Any = None  # of another model, where two share it
     chunks: list = dataclasses.field(init=False)
     optimizer: Any = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
-        chunks, config = tiny_gpt.build(self.case, self.hook)
+        chunks, config = tiny_gpt.build(self.case, self.hook, self.config)
         self.chunks, self.optimizer = tiny_gpt.wrap(self.case, chunks, config)
 
     @property
@@ -447,6 +448,24 @@ def two_models(loop: Loop, *, interleaved: bool = False) -> list[float]:
     return losses
 
 
+def two_models_with_one_config(loop: Loop) -> list[float]:
+    """Of one configuration object; each trains in two schedule calls per step, one of them at other weights."""
+    config = get_model_config(loop.chunks[0])
+    both = [loop, Loop(loop.case, loop.hook, config)]
+    losses = []
+    for step in range(STEPS):
+        for one in both:
+            config.grad_scale_func = one.optimizer.scale_loss
+            one.zero()
+            finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
+            with one.scaled(1.3):
+                losses.append(one.call(10 * step, 2))
+            config.finalize_model_grads_func = finalize
+            losses.append(one.call(10 * step + 1, 2))
+            one.update()
+    return losses
+
+
 def without_ddp(loop: Loop, *, own_optimizer: bool = False, rolls_back: bool = False) -> list[float]:
     """A bare module and a plain optimizer of torch, or one that is no ``torch.optim.Optimizer``."""
     (module,), _ = tiny_gpt.build(loop.case, loop.hook)
@@ -511,6 +530,7 @@ PATTERNS: dict[str, Callable[[Loop], list[float]]] = {
     "steps broken off": break_off,
     "steps broken off, no calculator": partial(break_off, announced=None),
     "two models": two_models,
+    "two models with one configuration": two_models_with_one_config,
     "two models, interleaved": partial(two_models, interleaved=True),
     "without DDP": without_ddp,
     "without DDP, rolled back": partial(without_ddp, rolls_back=True),
@@ -523,4 +543,5 @@ NOT_WITH_OVERLAP = {
     "several calls per step",
     "several calls per step, calculator",
     "calls at other weights, one reduction",
+    "two models with one configuration",
 }
