@@ -96,8 +96,12 @@ class IterationTracker:
         return all(entered == self.iteration for entered in self._entered)
 
     def has_forwarded(self, layer: int) -> bool:
-        """Whether ``layer`` has routed a microbatch's tokens in the running iteration."""
-        return self.forwards(layer) > 0
+        """Whether ``layer`` has routed a microbatch's tokens since an iteration last began.
+
+        That one may be over: loops zero gradients, or step another model's optimizer, between a forward and its
+        backward.
+        """
+        return self._entered[layer] == self._begun and self._forwards[layer] > 0
 
     def is_within_microbatch(self, layer: int) -> bool:
         """Whether the next forward of ``layer`` is a further pass of a microbatch that has begun."""

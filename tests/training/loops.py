@@ -382,6 +382,36 @@ def own_loop(loop: Loop, *, quiet: str = "none", finish: bool = True) -> list[fl
     return losses
 
 
+def zero_before_backward(loop: Loop) -> list[float]:
+    """As loops around plain torch do it: forward, zero the gradients, backward, step."""
+    losses = []
+    for step in range(STEPS):
+        loss = loop.forward(step, 0)
+        loop.zero()
+        loss.backward()
+        losses.append(float(loss))
+        loop.finish()
+        loop.update()
+    return losses
+
+
+def critic_steps_before_backward(loop: Loop) -> list[float]:
+    """Another model has a whole step between a forward and its backward."""
+    critic = Loop(loop.case, loop.hook)
+    losses = []
+    for step in range(STEPS):
+        loop.zero()
+        loss = loop.forward(step, 0)
+        critic.zero()
+        losses.append(critic.call(step, 2))
+        critic.update()
+        loss.backward()
+        losses.append(float(loss))
+        loop.finish()
+        loop.update()
+    return losses
+
+
 def load_midway(loop: Loop) -> list[float]:
     losses = []
     for step in range(STEPS):
@@ -530,6 +560,8 @@ PATTERNS: dict[str, Callable[[Loop], list[float]]] = {
     "steps broken off": break_off,
     "steps broken off, no calculator": partial(break_off, announced=None),
     "two models": two_models,
+    "zeroed between forward and backward": zero_before_backward,
+    "critic steps between forward and backward": critic_steps_before_backward,
     "two models with one configuration": two_models_with_one_config,
     "two models, interleaved": partial(two_models, interleaved=True),
     "without DDP": without_ddp,

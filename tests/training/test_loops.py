@@ -105,6 +105,17 @@ def test_loops_equal_stock_with_overlap(part: int) -> None:
     _compare(case, names[part::GROUPS])
 
 
+@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
+@ranks(2)
+def test_an_iteration_that_ends_before_its_backward(lifetime: str) -> None:
+    """The backward computes forwards again that were seen in an iteration which is over."""
+    import tiny_gpt
+
+    settings = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    names = ["zeroed between forward and backward", "critic steps between forward and backward"]
+    _compare(tiny_gpt.Case(skew=4, settings=tuple(settings.items())), names, lifetime=lifetime)
+
+
 def _run_twice(run: Any, case: Any, step: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """Loss and gradients of one iteration, two times in a row, as Megatron's rerun state machine has it."""
     import tiny_gpt
