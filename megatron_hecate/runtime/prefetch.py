@@ -133,6 +133,9 @@ class Prefetcher:
         state = self.states[index]
         if purpose is Forward.OTHER:
             state.expects_late = False  # a forward that died before it could
+            if torch.is_grad_enabled():
+                # in `eval()`: its backward returns nothing, and may be the last one before DDP reduces gradients
+                self.returns.complete(self.chunk_of[index])
         elif purpose is Forward.RECOMPUTED:
             if not self._was_seen(state):
                 raise NotImplementedError(

@@ -382,6 +382,23 @@ def own_loop(loop: Loop, *, quiet: str = "none", finish: bool = True) -> list[fl
     return losses
 
 
+def some_in_eval_mode(loop: Loop) -> list[float]:
+    """Every second microbatch, also the last one, trains in ``eval()``, where FSSDP has no replicas."""
+    losses = []
+    for step in range(STEPS):
+        loop.zero()
+        for index in range(4):
+            loop.chunks[0].train(index % 2 == 0)
+            with loop.chunks[0].no_sync() if index < 3 else contextlib.nullcontext():
+                loss = loop.forward(step, index)
+                loss.backward()
+            losses.append(float(loss))
+        loop.finish()
+        loop.update()
+    loop.chunks[0].train()
+    return losses
+
+
 def zero_before_backward(loop: Loop) -> list[float]:
     """As loops around plain torch do it: forward, zero the gradients, backward, step."""
     losses = []
@@ -560,6 +577,7 @@ PATTERNS: dict[str, Callable[[Loop], list[float]]] = {
     "steps broken off": break_off,
     "steps broken off, no calculator": partial(break_off, announced=None),
     "two models": two_models,
+    "microbatches in eval mode": some_in_eval_mode,
     "zeroed between forward and backward": zero_before_backward,
     "critic steps between forward and backward": critic_steps_before_backward,
     "two models with one configuration": two_models_with_one_config,
