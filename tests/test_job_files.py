@@ -255,6 +255,45 @@ def test_command_lines(check: Any, text: str, status: int) -> None:
     assert check(f"{text}\n", "run.sh")[0] == status, check(f"{text}\n", "run.sh")[1]
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the oracle is bash")
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[ -z "$FSDP" ] || F="--use-megatron-fsdp"',
+        '[ "$EP" = 8 ] && F="--use-megatron-fsdp"',
+        '[ "$EP" = 1 ] && F="--use-megatron-fsdp"',
+        '[[ $EP == 8 || $EP == 4 ]] && F="--use-megatron-fsdp"',
+        '[[ $EP == 1 || $EP == 4 ]] && F="--use-megatron-fsdp"',
+        '[ $EP = 1 ] && [ $EP = 8 ] || F="--use-megatron-fsdp"',
+        '[ $EP = 8 ] &&\n  F="" || F="--use-megatron-fsdp"',
+        'if [ $EP = 8 ] && [ $EP = 4 ]; then F="--use-megatron-fsdp"; fi',
+        'if [[ $EP == 8 && $EP == 4 ]]; then F="--use-megatron-fsdp"; fi',
+        'if [[ $EP == 8 && $EP != 4 ]]\nthen\n F="--use-megatron-fsdp"\nelse F=\nfi',
+        'if [ $EP = 1 ]; then F=; elif [ $EP = 8 ] && [ $EP = 4 ]; then F=; else F="--use-megatron-fsdp"; fi',
+        'if [ $EP = 1 ] || [ $EP = 8 ]; then F=""; else F="--use-megatron-fsdp"; fi',
+        'mkdir -p /tmp && F="--use-megatron-fsdp"',
+        'true || F="--use-megatron-fsdp"',
+    ],
+)
+def test_conditions_in_one_line_are_read_as_bash_runs_them(check: Any, text: str) -> None:
+    script = f"EP=8\n{text}\n%s --expert-model-parallel-size $EP $F\n"
+    said = subprocess.run(["bash", "-c", script % "echo"], capture_output=True, text=True, timeout=20).stdout
+    status, verdict = check(script % "python x.py", "run.sh")
+    assert status == (REFUSED if "--use-megatron-fsdp" in said else ON), verdict
+
+
+def test_conditions_in_one_line_that_nobody_knows(check: Any) -> None:
+    for condition in (
+        '[ "$U" = 1 ] &&',
+        "nvidia-smi | grep -q H100 &&",
+        '[ "$U" = 1 ] ||',
+        "[ $EP = 8 ] && [ $U = 1 ] &&",
+    ):
+        text = f"EP=8\n{condition} F='--use-megatron-fsdp'\npython x.py --expert-model-parallel-size $EP $F\n"
+        status, said = check(text, "run.sh")
+        assert status == OPEN and "decides use_megatron_fsdp: give it, as in " in said, (condition, said)
+
+
 def test_what_a_script_does_not_say_is_asked_for(check: Any) -> None:
     text = 'MODEL=$1\nEP=${2}\nif [ $MODEL = a ]; then\n MOE="--expert-model-parallel-size ${EP}"\nelse\n MOE=\nfi\n'
     text += "source models/qwen.sh\npython x.py $MOE ${MODEL_ARGS[@]} --num-experts 8 --fp8-format $(echo e4m3)\n"

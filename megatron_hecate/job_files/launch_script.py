@@ -20,6 +20,8 @@ OVERRIDE = re.compile(r"\+{0,2}~?(?P<path>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DO
 DECLARE = {"export", "declare", "local", "readonly", "typeset", "set"}
 OPEN, CLOSE = {"if", "case", "for", "while", "until"}, {"fi", "esac", "done"}
 WORDS = {"then", "else", "elif", "do", "{", "}", "!", "time", "exec", "sudo", "nohup", "in"}
+TESTS = ("[", "[[", "test")
+ASKS = {"!", "command", "false", "grep", "pgrep", "type", "which"}  # whose success is not to be taken for granted
 PRINTS = {"echo", "printf", "cat", "mkdir", "cd", "pip", "source", "."}
 COMMAND = "a_command"  # the name of the variable that stands for the output of a command
 
@@ -35,6 +37,10 @@ class Flag:
 
     name: str
     value: Any
+
+
+class Perhaps(Unresolved):
+    """The value of a flag that may not stand there at all."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +64,29 @@ class _Block:
         runs: whether its running branch does; ``None`` where that is not known.
         names: of the variables that decide.
         is_over: whether an earlier branch is known to run.
+        before: ``runs`` and ``is_over`` of the branches before the running one.
+        condition: whether the running branch's condition holds, as far as it has been read.
+        is_open: whether more of the condition may come, behind ``&&`` or ``||``.
     """
 
     runs: bool | None
     names: tuple[str, ...]
     is_over: bool = False
+    before: tuple[bool | None, bool] = (False, False)
+    condition: bool | None = None
+    is_open: bool = False
+
+    def decide(self, condition: bool | None, names: tuple[str, ...]) -> None:
+        """The running branch's ``condition``, which looks at ``names``, holds, does not, or is not known."""
+        self.condition = condition
+        self.names += names
+        before, self.is_over = self.before
+        if self.is_over:
+            self.runs = False
+            return
+        # behind a branch that may have run, one that is known to hold may not run
+        self.runs = None if before is None and condition else condition
+        self.is_over = self.runs is True
 
 
 class LaunchScript:
@@ -81,22 +105,58 @@ class LaunchScript:
         self.sourced: list[str] = []
         self._resolver = Resolver(self._lookup, environment)
         self._blocks: list[_Block] = []
-        for words in _commands(text):
-            self._read(words)
+        # of the command before: whether it succeeded, and the variables that decide
+        self._status: tuple[bool | None, tuple[str, ...]] = (True, ())
+        self._is_in_brackets = False  # of a ``[[ ... && ... ]]``
+        for connector, words in _commands(text):
+            self._read_connected(connector, words)
 
     def _lookup(self, name: str) -> str | None:
         return None if name in self._decided else self._values.get(name)
+
+    def _read_connected(self, connector: str, words: list[str]) -> None:
+        """Read a command behind ``&&`` or ``||``, which the commands before decide on, or behind neither."""
+        status, names = self._status if connector else (True, ())
+        parts, is_rest = list(words), connector != "" and self._is_in_brackets
+        if parts[0] == "[[" or (parts[0] in OPEN and "[[" in parts) or is_rest:
+            self._is_in_brackets = "]]" not in parts
+        result, more = self._result(["[[", *parts] if is_rest else parts)
+        self._status = _connected(status, connector, result), names + more
+        block = self._blocks[-1] if self._blocks else None
+        if connector and block is not None and block.is_open:
+            block.decide(_connected(block.condition, connector, result), more)
+        elif not is_rest:
+            runs = status if connector != "||" or status is None else not status
+            own = None if runs else _Block(runs, names)
+            self._blocks += [own] if own else []
+            self._read(words)
+            self._blocks = [known for known in self._blocks if known is not own]
+
+    def _result(self, words: list[str]) -> tuple[bool | None, tuple[str, ...]]:
+        """Return whether a command succeeds, and the variables that decide."""
+        if words[0] in TESTS:
+            return self._evaluate(words)
+        return (None if words[0] in ASKS else True), ()
 
     def _read(self, words: list[str]) -> None:
         while words and words[0] in WORDS | OPEN | CLOSE:
             word = words.pop(0)
             if word in OPEN:
-                runs, names = self._evaluate(words) if word == "if" else (None, ())
-                self._blocks.append(_Block(runs, names, is_over=bool(runs)))
+                self._blocks.append(_Block(None, ()))
+                if word == "if":
+                    self._begin_branch(self._blocks[-1], *self._evaluate(words))
             elif word in CLOSE and self._blocks:
                 self._blocks.pop()
-            elif word in ("else", "elif") and self._blocks:
-                self._next_branch(self._blocks[-1], words if word == "elif" else None)
+            elif word == "elif" and self._blocks:
+                block = self._blocks[-1]
+                block.before = block.runs, block.is_over
+                self._begin_branch(block, *self._evaluate(words))
+            elif word == "else" and self._blocks:
+                block = self._blocks[-1]
+                block.before = block.runs, block.is_over
+                block.decide(True, ())
+            elif word == "then" and self._blocks:
+                self._blocks[-1].is_open = False
         if any(block.runs is False for block in self._blocks):
             return
         if words and words[0] in DECLARE:
@@ -109,21 +169,16 @@ class LaunchScript:
         if words and words[0] not in PRINTS:
             self._add_command(words)
 
-    def _next_branch(self, block: _Block, condition: list[str] | None) -> None:
-        before, (runs, names) = block.runs, self._evaluate(condition) if condition is not None else (True, ())
-        if block.is_over:
-            block.runs = False
-            return
-        block.names += names
-        # behind a branch that may have run, one that is known to hold may not run
-        block.runs = None if before is None and runs else runs
-        block.is_over = block.runs is True
+    @staticmethod
+    def _begin_branch(block: _Block, condition: bool | None, names: tuple[str, ...]) -> None:
+        block.is_open = True
+        block.decide(condition, names)
 
     def _evaluate(self, words: list[str]) -> tuple[bool | None, tuple[str, ...]]:
         """Return whether ``[ ... ]`` holds, if it is known, and the variables it looks at."""
         names = tuple(name for word in words for name in self._resolver.names(word))
         test = [word for word in words if word not in ("[", "]", "[[", "]]", "test")]
-        if not words or words[0] not in ("[", "[[", "test") or len(words) - len(test) > 2:
+        if not words or words[0] not in TESTS or len(words) - len(test) > 2:
             return None, names
         values = [self._resolver.resolve(word) for word in test]
         if len(test) == 2 and test[0] in ("-z", "-n"):
@@ -190,9 +245,19 @@ class LaunchScript:
         flags = [f for name in names for text in self._alternatives.get(name, ()) for f in _flags(_split(text))]
         for flag in dict.fromkeys(flag.name for flag in flags):
             yield f"--{flag}"
-            yield Unresolved(word, deciders)
+            yield Perhaps(word, deciders)
         if not flags:
             yield Unresolved(word, deciders)
+
+
+def _connected(left: bool | None, connector: str, right: bool | None) -> bool | None:
+    """Return whether two commands with ``&&``, ``||`` or nothing between them succeed, if it is known."""
+    if connector == "":
+        return right
+    decides = connector == "||"
+    if decides in (left, right):
+        return decides
+    return None if None in (left, right) else not decides
 
 
 def _flags(words: list[str | Unresolved]) -> Iterator[Flag]:
@@ -232,13 +297,15 @@ def _split(text: str) -> list[str]:
         return text.split()
 
 
-def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command; an array is one assignment. Comments and redirections are left out."""
+def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield what connects each command to the one before (``&&``, ``||`` or nothing), and its words; an array is one
+    assignment. Comments and redirections are left out."""
     lexer = shlex.shlex(_simplified(text), posix=True, punctuation_chars="\n;|&()<>")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     words: list[str] = []
     array: list[str] | None = None  # the elements of one that is open
     is_target = False  # of a redirection
+    connector = ""
     try:
         for token in lexer:
             if not token or not set(token) <= set("\n;|&()<>"):
@@ -257,12 +324,14 @@ def _commands(text: str) -> Iterator[list[str]]:
                     words[-1] += shlex.join(array) if not any("$" in part for part in array) else " ".join(array)
                     array = None
                 elif mark in "\n;|&()" and array is None and words:
-                    yield words
-                    words = []
+                    yield connector, words
+                    words, connector = [], ""
+            if array is None and not words:
+                connector = next((mark for mark in ("&&", "||") if mark in token), connector)
     except ValueError:  # an open quote: the rest is lost, which what was read before does not suffer from
         pass
     if words:
-        yield words
+        yield connector, words
 
 
 def _simplified(text: str) -> str:
