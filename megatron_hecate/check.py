@@ -65,6 +65,7 @@ WORST: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("mlp_chunks_for_training", "gtp_weight_remat_size", "expert_gtp_weight_remat_size"), (2,)),
     **dict.fromkeys(("moe_fssdp_late_replicas", "moe_fssdp_rehome"), (1,)),
 }
+SWITCHES = {rule.setting for rule in unsupported.RULES if isinstance(rule.instead, bool)} - set(WORST)
 # those that most often decide
 ASKED_OFTEN = (EXPERT_PARALLEL, "moe_token_dispatcher_type", "cuda_graph_impl", "fp8", "fp8_recipe", "fp4", "peft")
 ASKED_OFTEN += ("use_megatron_fsdp", "use_torch_fsdp2", "transformer_impl")
@@ -243,7 +244,7 @@ def _read(path: Path) -> list[jobs.Job]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot be read: {error}") from None
     if looks_like_script(text, path.suffix.lower()):
-        if found := jobs.of_script(text, os.environ, MEGATRON):
+        if found := jobs.of_script(text, os.environ, MEGATRON, switches=SWITCHES):
             return found
         raise ValueError(f"holds no command with flags of Megatron, such as --{EXPERT_PARALLEL.replace('_', '-')}")
     data = _parse(text, path.suffix.lower())

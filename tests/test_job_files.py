@@ -248,6 +248,10 @@ def test_a_launch_script_is_read_as_bash_runs_it(tmp_path: Path, environment: di
         ("N=$(nproc)\npython x.py --expert-model-parallel-size 8 --num-workers $N", ON),
         ("D='a b'\npython x.py --expert-model-parallel-size 8 --data-path \"$D\" --fp8-format none", ON),
         ("if false; then\n python x.py --expert-model-parallel-size 8\nfi", ON),
+        ("python x.py --expert-model-parallel-size 4 --expert-model-parallel-size 1", REFUSED),
+        ("A='--expert-model-parallel-size 1'\npython x.py $A --expert-model-parallel-size 4", ON),
+        ("python x.py --expert-model-parallel-size 4 --use-megatron-fsdp $EXTRA", REFUSED),
+        ('python x.py --expert-model-parallel-size 4 --use-torch-fsdp2 "$@"', REFUSED),
         ("python x.py --disable-bias-linear --expert-model-parallel-size 8 2>/dev/null &", ON),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 from megatron_hecate.job_files.launch_script import LaunchScript
@@ -99,14 +99,27 @@ def of_mapping(settings: Mapping[str, Any], environment: Mapping[str, str]) -> l
     return _by_role(found, Job("", [], walk.left_out, walk.other_files))
 
 
-def of_script(text: str, environment: Mapping[str, str], names: Iterable[str]) -> list[Job]:
-    """Return the jobs that a launch script starts: one for each command with at least one of the settings ``names``."""
+def of_script(
+    text: str, environment: Mapping[str, str], names: Iterable[str], *, switches: Set[str] = frozenset()
+) -> list[Job]:
+    """Return the jobs that a launch script starts: one for each command with at least one of the settings ``names``.
+
+    Args:
+        switches: settings that are true or false, whose flags take no value in Megatron.
+    """
     script, wanted, jobs = LaunchScript(text, environment), set(names), []
     for command in script.commands:
-        settings = []
+        last: dict[tuple[str, ...], Setting] = {}  # of a flag that stands there twice, the last one counts
         for flag in command.flags:
             *path, name = flag.name.replace("-", "_").split(".")
-            settings.append(Setting(tuple(path), name, _value_of_flag(_plain_name(name), flag.value)))
+            place = (*path, _plain_name(name))
+            last.pop(place, None)
+            value = _value_of_flag(_plain_name(name), flag.value)
+            # with dashes it is Megatron's own, and a variable behind it holds further flags
+            if name in switches and "-" in flag.name and type(value) is Unresolved and REFERENCE.fullmatch(value.text):
+                value = True
+            last[place] = Setting(tuple(path), name, value)
+        settings = list(last.values())
         if any(_plain_name(setting.name) in wanted for setting in settings):
             walk = _Walk({}, environment)
             kept = [s for s in settings if not walk.is_idle(s.path)]
