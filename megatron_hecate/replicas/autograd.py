@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from megatron_hecate.replicas.buffers import Buffer
@@ -120,6 +121,21 @@ class PendingGradients:
         own hooks are on autograd's nodes. Of fused GEMMs autograd has placeholders only."""
         hooks = (p._backward_hooks or p._post_accumulate_grad_hooks for p in self.homes[index])
         return not any(self.layout.fused) and any(hooks)
+
+    def check_destination(self, label: str) -> None:
+        """Raise a RuntimeError in the backward of ``torch.autograd.grad`` of the homes: sums of replicas would go to
+        ``main_grad``, where it writes nothing, and lack in what it returns."""
+        home = [p for p in self.homes[0] if p.requires_grad and hasattr(p, "main_grad")]
+        if not home or any(self.layout.fused) or self._is_hooked(0):
+            return
+        try:
+            for p in home:
+                torch._C._will_engine_execute_node(get_gradient_edge(p).node)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"{label}: torch.autograd.grad of experts' weights leaves out what their replicas add; call backward() "
+                "of the loss instead and read main_grad after finish_grad_sync(), or leave these weights out"
+            ) from error
 
     def main_grads(self, index: int) -> list[Tensor] | None:
         if self._is_hooked(index):

@@ -241,6 +241,7 @@ class Replicas:
     def _take_gradients(self, pending: PendingGradients, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Take one microbatch's gradients of all weights, or have them taken later; gives those of the homes."""
         trace.add("experts backward", self.label, self._backward_began)
+        pending.check_destination(self.label)
         num_homes = len(pending.homes) * len(self.slots.layout.shapes)
         if self.slots.delayed is None:
             self._add_gradients(pending, grads[num_homes:])

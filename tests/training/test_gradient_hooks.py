@@ -138,3 +138,39 @@ def test_gradients_without_ddp_and_by_autograd_grad() -> None:
         largest = max(float(grad.abs().max()) for grad in stock.values())
         for name, grad in stock.items():
             torch.testing.assert_close(ours[name], grad, rtol=0, atol=1e-5 * largest, msg=name)
+
+
+@ranks(2)
+def test_gradients_by_autograd_grad() -> None:
+    """Of inputs they are stock's. Of experts with replicas they would lack the replicas' share, which went into
+    ``main_grad`` unasked: refused with the way out, and the loop goes on."""
+    import loops
+    import pytest
+    import tiny_gpt
+    import torch
+
+    case = tiny_gpt.Case(skew=4)
+    tiny_gpt.initialize(case)
+
+    def train(hook: Callable | None) -> list[float]:
+        loop, seen = loops.Loop(case, hook), []
+        embedding = loop.chunks[0].module.embedding
+        handle = embedding.register_forward_hook(lambda module, args, output: seen.append(output))
+        numbers = []
+        for step in range(loops.STEPS):
+            if hook is not None and step == 2:
+                with pytest.raises(RuntimeError, match=r"call backward\(\) of the loss instead and read main_grad"):
+                    torch.autograd.grad(loop.forward(step, 0), loop.params)
+            loop.zero()
+            (grad,) = torch.autograd.grad(loop.forward(step, 0), seen[-1])
+            loss = loop.forward(step, 1)
+            loss.backward()
+            numbers += [float(grad.abs().sum()), float(loss)]
+            loop.finish()
+            loop.update()
+        handle.remove()
+        return numbers
+
+    stock = train(None)
+    for lifetime in ("iteration", "layer"):
+        assert train(tiny_gpt.fssdp_hook(lifetime=lifetime)) == pytest.approx(stock, rel=1e-5), lifetime
