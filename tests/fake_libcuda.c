@@ -22,7 +22,8 @@ enum { EIFMT_SVAL = 4, EIATTR_MAX_THREADS = 0x05, EIATTR_KPARAM_INFO = 0x17 };
 typedef struct {
   char name[64];
   unsigned params, size[MAX_PARAMS], max_threads;
-  int meets;         // waits for other ranks: takes a Transfer
+  unsigned most_shared;  // bytes of dynamic shared memory that a launch may ask for
+  int meets;             // waits for other ranks: takes a Transfer
   int (*host)(long, long, long, long, long, long, long, long, long, long, long, long);
 } Kernel;
 
@@ -85,7 +86,7 @@ static CUresult load(CUlibrary* library, const void* code, CUjit_option* o, void
   for (unsigned s = 0; s < elf->e_shnum; ++s) {
     const char* name = names + sections[s].sh_name;
     if (strncmp(name, ".nv.info.", 9) || fake.count == MAX_KERNELS) continue;
-    Kernel k = {.max_threads = 1024};
+    Kernel k = {.max_threads = 1024, .most_shared = 48 << 10};
     snprintf(k.name, sizeof k.name, "%s", name + 9);
     const unsigned char *at = (const unsigned char*)base + sections[s].sh_offset, *end = at + sections[s].sh_size;
     while (at < end) {
@@ -118,6 +119,15 @@ static CUresult get_kernel(CUkernel* kernel, CUlibrary library, const char* name
   return note("no kernel %s\n", name), CUDA_ERROR_NOT_FOUND;
 }
 
+static CUresult set_attribute(CUfunction_attribute attribute, int value, CUkernel kernel, CUdevice device) {
+  CONTEXT;
+  Kernel* k = (Kernel*)kernel;
+  if (k < fake.kernels || k >= fake.kernels + fake.count || device) return FAULT("cuKernelSetAttribute of no kernel");
+  if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES || value < 0 || value > 227 << 10)
+    return FAULT("cuKernelSetAttribute %d to %d", (int)attribute, value);
+  return k->most_shared = (unsigned)value, CUDA_SUCCESS;
+}
+
 // What waits for others, or must not be waited for, has no place on a stream that waits for all.
 static int is_default(CUstream stream) { return !stream || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD; }
 
@@ -131,6 +141,7 @@ static CUresult launch(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsi
   note("launch %s grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p\n", k->name, gx, gy, gz, bx, by, bz, shared, stream);
   if (!gx || !gy || !gz || !bx || !by || !bz) return FAULT("%s: an empty grid or block", k->name);
   if (bx * by * bz > k->max_threads) return FAULT("%s: %u threads, it allows %u", k->name, bx * by * bz, k->max_threads);
+  if (shared > k->most_shared) return FAULT("%s: %u bytes of shared memory, it allows %u", k->name, shared, k->most_shared);
   if (extra) return FAULT("%s: extra arguments", k->name);
   if (given != k->params) return FAULT("%s: %d arguments, it takes %u", k->name, (int)given, k->params);
   for (unsigned i = 0; i < given; ++i)
@@ -198,6 +209,7 @@ static CUresult proc_address(const char* name, void** function, int version, cuu
   ENTRY(cuDeviceGetAttribute, 2000, device_attribute)
   ENTRY(cuLibraryLoadData, 12000, load)
   ENTRY(cuLibraryGetKernel, 12000, get_kernel)
+  ENTRY(cuKernelSetAttribute, 12000, set_attribute)
   ENTRY(cuLaunchKernel, 4000, launch)
   ENTRY(cuMemcpyBatchAsync, 12080, copy_batch_12)
   ENTRY(cuMemcpyBatchAsync, 13000, copy_batch)

@@ -138,6 +138,7 @@ def _torch_cuda(made: Driver) -> None:
 
     properties = SimpleNamespace(name="a GPU on a CPU", major=9, minor=0, uuid="none")
     properties.total_memory, properties.multi_processor_count = 8 << 30, made.multiprocessors
+    properties.shared_memory_per_block_optin = 227 << 10
     cuda.init, cuda.synchronize = (lambda: None), synchronize
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.get_device_properties = lambda *_: properties

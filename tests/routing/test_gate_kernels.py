@@ -79,6 +79,8 @@ class Block:
             grad[token, expert] = out_grad[token, physical]
         own = int(np.flatnonzero(shape.order == rank)[0])
         head = [self.threads, self.lanes, self.blocks, tokens, TILE, own, rank, shape.work_size(self.threads)]
+        # Now and then there is too little shared memory.
+        head.append(shape.shared_bytes(self.threads) if rng.random() < 0.75 else 0)
         arrays = [
             np.array([*head, experts, most], np.int32),
             shape.table(),
