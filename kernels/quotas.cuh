@@ -15,8 +15,8 @@
 // not unrolled except where loads would wait for each other: the code of all passes has to stay in the instruction
 // cache, since each runs many times.
 //
-// Int is the type of numbers of tokens: 32 bits where a group has fewer than 2^31, with all tables and working arrays in
-// shared memory; else 64 bits, in global memory. Both give the same numbers.
+// Int is the type of numbers of tokens: 32 bits, with all tables and working arrays in shared memory; or 64 bits in global
+// memory, where shared memory is too small, or a level on all ranks is 2^31 tokens and more. Both give the same numbers.
 #pragma once
 #include "gate.cuh"
 
@@ -95,8 +95,11 @@ struct Quotas {
     return mean + mean / SLACK;
   }
 
-  // All tokens of the group. The first level: the mean rank load.
-  FSSDP_FN i64 count(const i32* loads) {
+  // The largest sum there is: of what all ranks have below the level.
+  FSSDP_FN bool fits() const { return sizeof(Int) > sizeof(i32) || (i64)level * g.ranks < (1ll << 31); }
+
+  // The first level: the mean rank load. False: Int is too small.
+  FSSDP_FN bool count(const i32* loads) {
     i64 mine = 0;
     FSSDP_ROLLED
     for (i32 i = th.id(); i < g.nodes * g.experts; i += th.count()) {
@@ -115,8 +118,9 @@ struct Quotas {
     FSSDP_ROLLED
     for (i32 i = th.lane(); i < th.teams(); i += th.lanes()) all += w.partial[i];
     all = team_sum(all);
+    if (sizeof(Int) == sizeof(i32) && all >= (1ll << 31)) return false;
     level = level_of((Int)all, g.ranks);
-    return all;
+    return fits();
   }
 
   FSSDP_FN void deal_local() {
@@ -401,13 +405,14 @@ struct Quotas {
     th.all(true);
   }
 
-  FSSDP_FN void balance() {
+  // False: Int is too small.
+  FSSDP_FN bool balance() {
     i32 depths = 0;
     local = g.nodes > 1;
     FSSDP_ROLLED
     for (i32 round = 0; round < MAX_ROUNDS && depths < MAX_DEPTH; ++round) {
       if (round == LOCAL_ROUNDS) local = false;
-      if (!begin_round()) return;
+      if (!begin_round()) return true;
       i32 deepest = 0;
       bool all = false, found = true;
       FSSDP_ROLLED
@@ -418,6 +423,7 @@ struct Quotas {
       }
       if (!all && !local) {
         raise();
+        if (!fits()) return false;
         continue;
       }
       bool moved = false;
@@ -430,13 +436,15 @@ struct Quotas {
       }
       if (!moved) local = false;
     }
+    return true;
   }
 
-  // After `count`.
-  FSSDP_FN void solve() {
+  // False: Int is too small.
+  FSSDP_FN bool solve(const i32* loads) {
+    if (!count(loads)) return false;
     deal_local();
     deal_foreign();
-    balance();
+    return balance();
   }
 };
 

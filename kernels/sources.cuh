@@ -133,14 +133,10 @@ FSSDP_FN void deal_source(Thread& th, const Sources<Int>& sources, i32 own, i32 
   }
 }
 
-enum : i64 { FEW_TOKENS = 1ll << 31 };  // fewer can be counted with 32 bits
-
-// Quotas of all holders. False, and nothing is done: there are too many tokens for Int.
+// Quotas of all holders. False: Int is too small.
 template <class Int, class Thread>
 FSSDP_FN bool solve(Thread& th, const Group& g, const Holders& h, const Work<Int>& w, const i32* loads) {
-  Quotas<Int, Thread> all = {th, g, h, w, 0, false, 0};
-  if (all.count(loads) >= FEW_TOKENS && sizeof(Int) == sizeof(i32)) return false;
-  all.solve();
+  if (!Quotas<Int, Thread>{th, g, h, w, 0, false, 0}.solve(loads)) return false;
   th.all(true);
   Sources<Int>{g, h, w, loads}.keep(th);
   return true;

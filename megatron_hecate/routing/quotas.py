@@ -73,7 +73,7 @@ class QuotaTables:
         shape = self.shape
         assert loads.shape == (len(shape.source_rank), shape.num_experts) and loads.dtype == torch.int32, loads.shape
         shared = self._shared_bytes
-        # The kernel turns to global memory for a group whose tables do not fit, and for 2^31 tokens and more.
+        # The kernel turns to global memory for a group whose tables do not fit, and for numbers above 32 bits.
         work = torch.empty(shape.work_size(THREADS), dtype=torch.int64, device=self.device)
         parts = torch.empty(shape.parts_size, dtype=torch.int32, device=self.device)
         own = int(np.flatnonzero(shape.order == source)[0])
@@ -102,14 +102,14 @@ def quotas_of_all(
     if loads.min() < 0 or loads.max() > np.iinfo(np.int32).max:
         raise ValueError(f"loads must be 0 to {np.iinfo(np.int32).max}, got {loads.min()} to {loads.max()}")
     order = HolderOrder.of(placement, shape)
-    bits = bits or (32 if loads.sum(dtype=np.int64) < 1 << 31 else 64)
     kernels = Kernels(torch.device("cpu"))
     loads = np.ascontiguousarray(loads, np.int32)
     work = np.empty(shape.work_size(1), np.int64)
     parts = np.zeros((len(loads), shape.parts_size), np.int32)
     arrays = (shape.table(), order.table(shape), loads, work, parts)
     *tables, out = (ctypes.c_void_p(array.ctypes.data) for array in arrays)
-    solved = kernels.function("fssdp_quotas_of_all")(*tables, bits, out)
+    solve = kernels.function("fssdp_quotas_of_all")
+    solved = any(solve(*tables, width, out) for width in ([bits] if bits else [32, 64]))
     assert solved, f"{loads.sum(dtype=np.int64)} tokens are too many for {bits} bits"
     ends = parts[:, : len(order.expert)].astype(np.int64)
     tokens = np.diff(ends, axis=1, prepend=0)
