@@ -39,6 +39,7 @@ struct Device {
     asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(guess) : "d"(value));
     return guess * (2.0 - value * guess);
   }
+  FSSDP_FN void mark(i32* at, i32 value) const { *(volatile i32*)at = value; }
   FSSDP_FN void begins(Pass) const {}
   FSSDP_FN void pause() const { __nanosleep(64); }
   FSSDP_FN u64 clock() const {

@@ -34,6 +34,7 @@ struct Work {
   Int* by_node;  // [K, E] tokens that start on a node
   Int* served;   // [C] tokens that a holder serves
   Int* taken;    // [C] of them, leaving in this push; at the end those that start on the holder's rank
+  Int* weight;   // [C] of the holder among those that this push may reach: the room of its rank, or 1
   Int* offered;  // [C] coming in this push
   Int* surplus;  // [C] tokens of the holder's stretch that do not start on its node
   Int* base;     // [R] tokens of experts with one holder
@@ -41,6 +42,8 @@ struct Work {
   i64* partial;  // [threads]
   i32* depth;    // [2, R] pushes to a rank below the level: as of this label and the one before, in turns
   i32* way;      // [C] whether the holder's tokens can leave by a push from its rank, and how far
+  i32* near;     // [2, E] the label, by its number in the whole run, that one of the expert's ranks got last
+  i32* near_in;  // [2, C] the same of one of the ranks of a stretch, by its first holder
 };
 // `at`: aligned to 8 bytes.
 template <class Int>
@@ -51,12 +54,15 @@ FSSDP_FN Work<Int> work_at(i64* at, const Group& g, u32 threads) {
   w.by_node = (Int*)(w.partial + threads);
   w.served = w.by_node + (i64)g.nodes * g.experts;
   w.taken = w.served + most;
-  w.offered = w.taken + most;
+  w.weight = w.taken + most;
+  w.offered = w.weight + most;
   w.surplus = w.offered + most;
   w.base = w.surplus + most;
   w.load = w.base + g.ranks;
   w.depth = (i32*)(w.load + g.ranks);
   w.way = w.depth + 2 * g.ranks;
+  w.near = w.way + most;
+  w.near_in = w.near + 2 * g.experts;
   return w;
 }
 
@@ -69,6 +75,7 @@ struct Quotas {
   Int level;
   bool local;        // tokens leave a node only if they do not start there
   const i32* depth;  // [R] the last labels
+  i32 labels;        // passes that gave ranks a label, in all rounds
 
   FSSDP_FN bool is_shared(i32 expert) const { return h.begin[expert + 1] - h.begin[expert] > 1; }
   // The shared holder in a rank's slot, or -1.
@@ -124,6 +131,8 @@ struct Quotas {
   }
 
   FSSDP_FN void deal_local() {
+    FSSDP_ROLLED
+    for (i32 i = th.id(); i < 2 * (g.experts + g.ranks * g.per_rank); i += th.count()) w.near[i] = 0;
     FSSDP_ROLLED
     for (i32 c = th.id(); c < h.begin[g.experts]; c += th.count()) {
       if (!is_shared(h.expert[c])) continue;
@@ -184,14 +193,28 @@ struct Quotas {
     th.all(true);
   }
 
+  // A rank has got the newest label: its experts are near.
+  FSSDP_FN void mark(i32 rank) {
+    FSSDP_ROLLED
+    for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
+      const i32 c = shared_in(rank, slot);
+      if (c < 0) continue;
+      // Several threads may write the same number there.
+      th.mark(w.near + labels % 2 * g.experts + h.expert[c], labels);
+      th.mark(w.near_in + labels % 2 * g.ranks * g.per_rank + h.stretch_begin[c], labels);
+    }
+  }
+
   // Begins a round: loads, and which ranks are below the level. False: no rank is above it.
   FSSDP_FN bool begin_round() {
     th.begins(ROUND);
+    ++labels;
     bool balanced = true;
     FSSDP_ROLLED
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
       const Int load = add_up(r);
       if (th.lane() == 0) w.depth[r] = load < level ? 0 : FAR;
+      if (load < level) mark(r);
       balanced = balanced && load <= level;
     }
     FSSDP_ROLLED
@@ -206,20 +229,18 @@ struct Quotas {
     return !th.all(balanced);
   }
 
-  // The way of a holder's tokens, if its rank is `pushes` from one below the level.
-  FSSDP_FN i32 way_of(i32 c, const i32* labels, i32 pushes) const {
-    const i32 expert = h.expert[c], first = h.stretch_begin[c], last = h.stretch_end[c];
-    i32 way = NO_WAY;
-    FSSDP_ROLLED
-    for (i32 d = h.begin[expert]; d < h.begin[expert + 1]; ++d)
-      if (labels[h.rank[d]] == pushes - 1) way |= first <= d && d < last ? IN_NODE : ANYWHERE;
-    if (way & IN_NODE) return IN_NODE;
-    return way && (!local || w.surplus[c] > 0) ? ANYWHERE : NO_WAY;
+  // The way of a holder's tokens from a rank without a label to one that got the label before this one.
+  FSSDP_FN i32 way_of(i32 c) const {
+    const i32 before = labels - 1;
+    if (w.near_in[before % 2 * g.ranks * g.per_rank + h.stretch_begin[c]] == before) return IN_NODE;
+    if (w.near[before % 2 * g.experts + h.expert[c]] != before) return NO_WAY;
+    return !local || w.surplus[c] > 0 ? ANYWHERE : NO_WAY;
   }
 
   // Labels ranks whose tokens need so many pushes. `all`: every rank above the level has a label now. False: no new one.
   FSSDP_FN bool label(i32 pushes, bool& all) {
     th.begins(LABEL);
+    ++labels;
     const i32* before = w.depth + (pushes - 1) % 2 * g.ranks;
     i32* after = w.depth + pushes % 2 * g.ranks;
     bool none = true, mine = true;
@@ -232,12 +253,13 @@ struct Quotas {
         for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
           const i32 c = shared_in(r, slot);
           if (c < 0) continue;
-          w.way[c] = way_of(c, before, pushes);
+          w.way[c] = way_of(c);
           found = found || (w.way[c] != NO_WAY && w.served[c] > 0);
         }
         if (th.any(found)) {
           label = pushes;
           none = false;
+          mark(r);
         }
       }
       if (th.lane() == 0) after[r] = label;
@@ -277,12 +299,17 @@ struct Quotas {
     bool none = true;
     FSSDP_ROLLED
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
-      if (depth[r] != pushes) continue;
+      const i32 distance = depth[r];
+      const Int weight = distance != pushes - 1 ? 0 : pushes == 1 ? level - w.load[r] : 1;
       FSSDP_ROLLED
       for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
         const i32 c = shared_in(r, slot);
-        if (c >= 0) w.served[c] += w.offered[c];
+        if (c < 0) continue;
+        w.weight[c] = weight;
+        w.taken[c] = 0;
+        if (distance == pushes) w.served[c] += w.offered[c];
       }
+      if (distance != pushes) continue;
       Int above = positive(add_up(r) - level);
       if (above) none = false;
       FSSDP_ROLLED
@@ -302,43 +329,34 @@ struct Quotas {
     return !th.all(none);
   }
 
-  // What leaves a rank at `pushes` that way.
-  FSSDP_FN Int taken(i32 c, i32 pushes, i32 way) const {
-    return depth[h.rank[c]] == pushes && w.way[c] == way ? w.taken[c] : 0;
-  }
-  // What a rank at `pushes` can be offered, as a weight.
-  FSSDP_FN Int weight(i32 c, i32 pushes) const {
-    const i32 rank = h.rank[c];
-    if (depth[rank] != pushes) return 0;
-    return pushes == 0 ? level - w.load[rank] : 1;
-  }
+  FSSDP_FN Int taken(i32 c, i32 way) const { return w.way[c] == way ? w.taken[c] : 0; }
 
   // Experts offer what was taken to their holders one push nearer: of the same stretch, or of all.
-  FSSDP_FN void offer(i32 pushes) {
+  FSSDP_FN void offer() {
     th.begins(OFFER);
     FSSDP_ROLLED
     for (i32 i = th.team(); i < h.shared; i += th.teams()) {
       const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
-      Int anywhere = 0, any = 0, all = 0;
+      Int any = 0, anywhere = 0, all = 0;
       FSSDP_ROLLED
       for (i32 c = begin + th.lane(); c < end; c += th.lanes()) {
-        anywhere += taken(c, pushes, ANYWHERE);
-        any += taken(c, pushes, IN_NODE);
-        all += weight(c, pushes - 1);
+        any += w.taken[c];
+        anywhere += taken(c, ANYWHERE);
+        all += w.weight[c];
       }
-      if (!th.any(anywhere + any > 0)) continue;
+      if (!th.any(any > 0)) continue;
       anywhere = team_sum(anywhere);
       const Deal<Int, Thread> among_all(th, team_sum(all));
       Running<Int> part = {0};
       FSSDP_ROLLED
       for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        const Int own = c < end ? weight(c, pushes - 1) : 0, upto = part.upto(th, own);
+        const Int own = c < end ? w.weight[c] : 0, upto = part.upto(th, own);
         if (own == 0) continue;
         Int inside = 0, before = 0, whole = 0;
         FSSDP_ROLLED
         for (i32 d = h.stretch_begin[c]; d < h.stretch_end[c]; ++d) {
-          inside += taken(d, pushes, IN_NODE);
-          const Int other = weight(d, pushes - 1);
+          inside += taken(d, IN_NODE);
+          const Int other = w.weight[d];
           whole += other;
           if (d < c) before += other;
         }
@@ -388,8 +406,8 @@ struct Quotas {
       Int accepted = 0, all = 0;
       FSSDP_ROLLED
       for (i32 c = begin + th.lane(); c < end; c += th.lanes()) {
-        if (depth[h.rank[c]] == 0) accepted += w.offered[c];
-        all += taken(c, 1, IN_NODE) + taken(c, 1, ANYWHERE);
+        if (w.weight[c]) accepted += w.offered[c];
+        all += w.taken[c];
       }
       if (!th.any(all > 0)) continue;
       all = team_sum(all);
@@ -398,7 +416,7 @@ struct Quotas {
       Running<Int> part = {0};
       FSSDP_ROLLED
       for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        const Int own = c < end ? taken(c, 1, IN_NODE) + taken(c, 1, ANYWHERE) : 0, upto = part.upto(th, own);
+        const Int own = c < end ? w.taken[c] : 0, upto = part.upto(th, own);
         if (own) w.served[c] += deal.part(back, upto - own, own);
       }
     }
@@ -431,7 +449,7 @@ struct Quotas {
       for (i32 pushes = deepest; pushes > 0; --pushes) {
         if (!take(pushes)) continue;
         moved = true;
-        offer(pushes);
+        offer();
         if (pushes == 1 && !accept()) give_back();
       }
       if (!moved) local = false;

@@ -85,12 +85,12 @@ class GroupShape:
     @property
     def _token_numbers(self) -> int:
         """Numbers of tokens in the working arrays."""
-        return self.world.num_nodes * self.num_experts + 4 * self.num_physical + 2 * self.world.num_ranks
+        return self.world.num_nodes * self.num_experts + 5 * self.num_physical + 2 * self.world.num_ranks
 
     @property
     def _small_numbers(self) -> int:
         """Other numbers there, always of 32 bits."""
-        return 2 * self.world.num_ranks + self.num_physical
+        return 2 * self.world.num_ranks + 3 * self.num_physical + 2 * self.num_experts
 
     @property
     def holders_size(self) -> int:
