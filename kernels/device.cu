@@ -102,7 +102,8 @@ struct Device {
 };
 
 // Of a block that moves bytes. That the number of threads is fixed leaves the addresses of a thread's vectors at fixed
-// distances; that it is small leaves each thread 255 registers, most of which hold what is under way.
+// distances. A thread has at most 128 registers, most of which hold what is under way: half of a multiprocessor's are left
+// to the blocks that compute.
 struct Wide : Device {
   enum { THREADS = 256 };
   FSSDP_FN u32 count() const { return THREADS; }
@@ -112,7 +113,7 @@ struct Wide : Device {
 
 // `transfers`: one per rank on this GPU.
 #define FSSDP_KERNEL(NAME, OP)                                                                                       \
-  extern "C" __global__ void __launch_bounds__(fssdp::Wide::THREADS, 1) NAME(const fssdp::Transfer* transfers) {     \
+  extern "C" __global__ void __launch_bounds__(fssdp::Wide::THREADS, 2) NAME(const fssdp::Transfer* transfers) {     \
     fssdp::Wide th;                                                                                                  \
     fssdp::transfer<OP>(th, transfers[blockIdx.y]);                                                                  \
   }
