@@ -124,8 +124,12 @@ def test_loads_under_way_fill_the_link(cubin: Path) -> None:
     for name, count, share in (("fssdp_gather", 1, 1), ("fssdp_reduce", 3, 2)):
         found = sass.unrolled(code[name])
         assert len(found) >= count, found
-        assert min(each.loads for each in found) * share * sass.VECTOR * launch.THREADS * launch.BLOCKS >= 1 << 20, found
-        assert min(each.under_way for each in found[:1]) * sass.VECTOR * launch.THREADS * launch.BLOCKS >= 1 << 20, found
+        assert min(each.loads for each in found) * share * sass.VECTOR * launch.THREADS * launch.BLOCKS >= 1 << 20, (
+            found
+        )
+        assert min(each.under_way for each in found[:1]) * sass.VECTOR * launch.THREADS * launch.BLOCKS >= 1 << 20, (
+            found
+        )
         registers, stack = sizes[name]
         assert -(-registers // 8) * 8 * launch.THREADS * 2 <= 65536 and stack == 0, (name, registers, stack)
 

@@ -241,6 +241,17 @@ def test_the_kernel_counts_with_as_many_bits_as_needed(seed: int) -> None:
         assert np.array_equal(parts[of_expert], expected[source, of_expert].cumsum())
 
 
+def test_rooms_below_a_raised_level_exceed_32_bits() -> None:
+    """Expert 1 can go nowhere and raises the level to 2^27 tokens on each of 64 ranks. Tokens of expert 2 above that
+    start on its home and go to its replicas on other nodes, which have room for 2^33 tokens together."""
+    placement = Placement.initial(64, 64, num_slots=1).with_replicas([(2, rank) for rank in range(8, 64)])
+    loads = np.zeros((64, 64), np.int64)
+    loads[1, 1], loads[2, 2] = 2**27, 3 * 2**26
+    tokens, order = solve(loads, placement, World(tuple(rank // 8 for rank in range(64))))
+    assert tokens.min() >= 0 and (by_expert(tokens, order) == loads).all()
+    assert largest(tokens, order) <= 2**27 * (1 + 1 / 4096) + 1
+
+
 def test_one_rank_and_no_replicas() -> None:
     alone = Placement.initial(3, 1, num_slots=0)
     tokens, _ = solve(np.array([[4, 0, 6]]), alone, World((5,)))
