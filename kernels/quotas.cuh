@@ -44,6 +44,7 @@ struct Work {
   i32* way;      // [C] whether the holder's tokens can leave by a push from its rank, and how far
   i32* near;     // [2, E] the label, by its number in the whole run, that one of the expert's ranks got last
   i32* near_in;  // [2, C] the same of one of the ranks of a stretch, by its first holder
+  i32* leaving;  // [E] the push, by its number in the whole run, in which tokens of the expert left a rank last
 };
 // `at`: aligned to 8 bytes.
 template <class Int>
@@ -63,6 +64,7 @@ FSSDP_FN Work<Int> work_at(i64* at, const Group& g, u32 threads) {
   w.way = w.depth + 2 * g.ranks;
   w.near = w.way + most;
   w.near_in = w.near + 2 * g.experts;
+  w.leaving = w.near_in + 2 * most;
   return w;
 }
 
@@ -76,6 +78,7 @@ struct Quotas {
   bool local;        // tokens leave a node only if they do not start there
   const i32* depth;  // [R] the last labels
   i32 labels;        // passes that gave ranks a label, in all rounds
+  i32 pushed;        // and those that took tokens from ranks
 
   FSSDP_FN bool is_shared(i32 expert) const { return h.begin[expert + 1] - h.begin[expert] > 1; }
   // The shared holder in a rank's slot, or -1.
@@ -132,7 +135,7 @@ struct Quotas {
 
   FSSDP_FN void deal_local() {
     FSSDP_ROLLED
-    for (i32 i = th.id(); i < 2 * (g.experts + g.ranks * g.per_rank); i += th.count()) w.near[i] = 0;
+    for (i32 i = th.id(); i < 3 * g.experts + 2 * g.ranks * g.per_rank; i += th.count()) w.near[i] = 0;
     FSSDP_ROLLED
     for (i32 c = th.id(); c < h.begin[g.experts]; c += th.count()) {
       if (!is_shared(h.expert[c])) continue;
@@ -296,34 +299,40 @@ struct Quotas {
   // what stays on its node. False: there is none.
   FSSDP_FN bool take(i32 pushes) {
     th.begins(TAKE);
+    ++pushed;
     bool none = true;
     FSSDP_ROLLED
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
       const i32 distance = depth[r];
       const Int weight = distance != pushes - 1 ? 0 : pushes == 1 ? level - w.load[r] : 1;
+      Int load = 0, inside = 0;
       FSSDP_ROLLED
       for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
         const i32 c = shared_in(r, slot);
         if (c < 0) continue;
         w.weight[c] = weight;
         w.taken[c] = 0;
-        if (distance == pushes) w.served[c] += w.offered[c];
+        if (distance != pushes) continue;
+        w.served[c] += w.offered[c];
+        load += w.served[c];
+        if (w.way[c] == IN_NODE) inside += w.served[c];
       }
       if (distance != pushes) continue;
-      Int above = positive(add_up(r) - level);
-      if (above) none = false;
+      const Int above = positive(w.base[r] + team_sum(load) - level);
+      inside = team_sum(inside);
+      if (!above) continue;
+      none = false;
+      Running<Int> near = {0}, far = {0};
       FSSDP_ROLLED
-      for (i32 way = IN_NODE; way <= ANYWHERE; ++way) {
-        Running<Int> sum = {0};
-        FSSDP_ROLLED
-        for (i32 slot = th.lane(); slot < slots(); slot += th.lanes()) {
-          const i32 c = shared_in(r, slot);
-          const Int most = c >= 0 && w.way[c] == way ? may_leave(c) : 0, upto = sum.upto(th, most);
-          if (c < 0 || w.way[c] != way) continue;
-          w.taken[c] = least(most, positive(above - (upto - most)));
-          w.served[c] -= w.taken[c];
-        }
-        above = positive(above - sum.before);
+      for (i32 slot = th.lane(); slot < slots(); slot += th.lanes()) {
+        const i32 c = shared_in(r, slot), way = c < 0 ? (i32)NO_WAY : w.way[c];
+        const Int most = may_leave(c), of_near = way == IN_NODE ? most : 0, of_far = most - of_near;
+        const Int upto_near = near.upto(th, of_near), upto_far = far.upto(th, of_far);
+        if (!most) continue;
+        const Int before = way == IN_NODE ? upto_near - most : inside + upto_far - most;
+        w.taken[c] = least(most, positive(above - before));
+        w.served[c] -= w.taken[c];
+        if (w.taken[c]) th.mark(w.leaving + h.expert[c], pushed);
       }
     }
     return !th.all(none);
@@ -337,14 +346,13 @@ struct Quotas {
     FSSDP_ROLLED
     for (i32 i = th.team(); i < h.shared; i += th.teams()) {
       const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
-      Int any = 0, anywhere = 0, all = 0;
+      if (w.leaving[expert] != pushed) continue;
+      Int anywhere = 0, all = 0;
       FSSDP_ROLLED
       for (i32 c = begin + th.lane(); c < end; c += th.lanes()) {
-        any += w.taken[c];
         anywhere += taken(c, ANYWHERE);
         all += w.weight[c];
       }
-      if (!th.any(any > 0)) continue;
       anywhere = team_sum(anywhere);
       const Deal<Int, Thread> among_all(th, team_sum(all));
       Running<Int> part = {0};
@@ -403,13 +411,13 @@ struct Quotas {
     FSSDP_ROLLED
     for (i32 i = th.team(); i < h.shared; i += th.teams()) {
       const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
+      if (w.leaving[expert] != pushed) continue;
       Int accepted = 0, all = 0;
       FSSDP_ROLLED
       for (i32 c = begin + th.lane(); c < end; c += th.lanes()) {
         if (w.weight[c]) accepted += w.offered[c];
         all += w.taken[c];
       }
-      if (!th.any(all > 0)) continue;
       all = team_sum(all);
       const Int back = all - team_sum(accepted);
       const Deal<Int, Thread> deal(th, all);

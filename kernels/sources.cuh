@@ -136,7 +136,7 @@ FSSDP_FN void deal_source(Thread& th, const Sources<Int>& sources, i32 own, i32 
 // Quotas of all holders. False: Int is too small.
 template <class Int, class Thread>
 FSSDP_FN bool solve(Thread& th, const Group& g, const Holders& h, const Work<Int>& w, const i32* loads) {
-  if (!Quotas<Int, Thread>{th, g, h, w, 0, false, 0, 0}.solve(loads)) return false;
+  if (!Quotas<Int, Thread>{th, g, h, w, 0, false, 0, 0, 0}.solve(loads)) return false;
   th.all(true);
   Sources<Int>{g, h, w, loads}.keep(th);
   return true;
@@ -144,7 +144,7 @@ FSSDP_FN bool solve(Thread& th, const Group& g, const Holders& h, const Work<Int
 
 template <class Thread>
 FSSDP_FN void copy_table(Thread& th, i32* to, const i32* from, i32 size) {
-  FSSDP_ROLLED
+  FSSDP_UNROLL_8
   for (i32 i = (i32)th.id(); i < size; i += (i32)th.count()) to[i] = from[i];
 }
 

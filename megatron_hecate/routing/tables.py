@@ -90,7 +90,7 @@ class GroupShape:
     @property
     def _small_numbers(self) -> int:
         """Other numbers there, always of 32 bits."""
-        return 2 * self.world.num_ranks + 3 * self.num_physical + 2 * self.num_experts
+        return 2 * self.world.num_ranks + 3 * self.num_physical + 3 * self.num_experts
 
     @property
     def holders_size(self) -> int:
