@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_hecate.device import driver
 from megatron_hecate.device.compile import cubin, host_library
 
 Argument = ctypes.c_void_p | ctypes.c_uint | ctypes.c_int | ctypes.c_ulonglong
@@ -31,16 +32,18 @@ class Kernels:
         if not self.on_gpu:
             getattr(self._library, name)(*arguments)
             return
-        from cuda.bindings import driver
-
+        self._ensure_context()
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        packed = (tuple(argument.value for argument in arguments), tuple(type(argument) for argument in arguments))
-        (status,) = driver.cuLaunchKernel(self.function(name), blocks, 1, 1, threads, 1, 1, 0, stream, packed, 0)
-        check(status, "cuLaunchKernel")
+        driver.launch(self.function(name), arguments, blocks=blocks, threads=threads, stream=stream)
 
     def function(self, name: str) -> Any:
         """The kernel ``name``, as the driver or `ctypes` calls it."""
         return _function(self._library, name) if self.on_gpu else getattr(self._library, name)
+
+    def _ensure_context(self) -> None:
+        """Before calls of the driver that need a current context: see `driver.ensure_context`."""
+        index = self._device.index
+        driver.ensure_context(torch.cuda.current_device() if index is None else index)
 
 
 @functools.cache
@@ -49,26 +52,11 @@ def _load_for_host() -> ctypes.CDLL:
 
 
 @functools.cache
-def _load_for_gpu(device: torch.device) -> Any:
-    from cuda.bindings import driver
-
+def _load_for_gpu(device: torch.device) -> int:
     torch.cuda.init()
-    binary = cubin(torch.cuda.get_device_capability(device))
-    status, library = driver.cuLibraryLoadData(binary, [], [], 0, [], [], 0)
-    check(status, "cuLibraryLoadData")
-    return library
+    return driver.load_library(cubin(torch.cuda.get_device_capability(device)))
 
 
 @functools.cache
-def _function(library: Any, name: str) -> Any:
-    from cuda.bindings import driver
-
-    status, kernel = driver.cuLibraryGetKernel(library, name.encode())
-    check(status, "cuLibraryGetKernel")
-    return driver.CUfunction(int(kernel))
-
-
-def check(status: Any, what: str) -> None:
-    """RuntimeError when the driver's call ``what`` did not succeed."""
-    if int(status) != 0:
-        raise RuntimeError(f"{what} failed: {status}")
+def _function(library: int, name: str) -> int:
+    return driver.kernel(library, name)
