@@ -195,6 +195,39 @@ def test_ranks_without_tokens() -> None:
 
 
 @ranks(1)
+def test_counts_that_may_run_at_once_share_no_counter() -> None:
+    """By which a launch knows its last block: `fssdp_count`'s last argument. Launches on two streams may overlap, and
+    so may replays of two graphs, whatever streams captured them."""
+    import gpu_on_cpu
+
+    driver = gpu_on_cpu.install()
+    kernels, routing_map, counters = Kernels(gpu_on_cpu.GPU), torch.ones(5, 3, dtype=torch.bool), list[int]()
+    kept = list[torch.Tensor]()  # a counter's memory is not used again while a graph may run
+    launch, zeros = calls.launch, torch.zeros
+
+    def noted(kernel: int, arguments: Any, **sizes: Any) -> None:
+        counters.append(arguments[-1].value)
+        launch(kernel, arguments, **sizes)
+
+    def keep(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kept.append(zeros(*args, **kwargs))
+        return kept[-1]
+
+    calls.launch, torch.zeros = noted, keep
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for stream in (*streams, *streams):
+        with torch.cuda.stream(stream):
+            assert CountedTokens.of(routing_map, kernels).loads.tolist() == [5, 5, 5]
+    first, second, *again = counters
+    assert first != second and again == [first, second]
+    counters.clear()
+    torch.cuda.is_current_stream_capturing = lambda: True
+    for _ in range(2):
+        CountedTokens.of(routing_map, kernels)
+    assert len({first, second, *counters}) == 4 and not driver.faults, driver.log
+
+
+@ranks(1)
 def test_planted_faults_are_noticed() -> None:
     import gpu_on_cpu
     import streams_on_cpu
