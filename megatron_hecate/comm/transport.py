@@ -173,14 +173,11 @@ class Transport(Protocol):
     Attributes:
         name: "p2p" or "nvlink".
         scatters: whether receivers share the work of copying, and one copy goes to each node; else homes send them all.
-        allocates_early: whether buffers should be there before the first iteration, with or without replicas: their
-            memory does not come from torch's cache, which grows into what is free with the first activations.
         group: the ranks, in a process group of its own, so that copies do not queue behind tokens.
     """
 
     name: str
     scatters: bool
-    allocates_early: bool
     group: dist.ProcessGroup
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
@@ -188,7 +185,7 @@ class Transport(Protocol):
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
         """[size] uint8 for the buffers of replicas, where the transport can reach it. All ranks of the group call at
-        once, once per model; what `extra_bytes` says comes on top."""
+        once, once per model, before the first activations; what `extra_bytes` says comes on top."""
 
     def release(self) -> None:
         """Let go of what `allocate` gave: the attempt of the job is over. A transfer under way keeps what it uses."""
@@ -213,7 +210,7 @@ class Transport(Protocol):
             timed: whether the transfer will be asked how long it took.
 
         Raises (also from `Transfer.wait`):
-            TransferError: when a peer dies or does not answer in time.
+            TransferError: when a peer dies or does not answer in time; not for messages of NCCL, see there.
         """
 
     def return_gradients(

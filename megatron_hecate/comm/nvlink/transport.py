@@ -63,7 +63,7 @@ class NVLink:
         copy_engines: whether they make the copies of a spAG.
     """
 
-    name, scatters, allocates_early = "nvlink", True, True
+    name, scatters = "nvlink", True
 
     def __init__(
         self,
