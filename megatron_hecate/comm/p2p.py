@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import ClassVar
@@ -13,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.comm import under_way
 from megatron_hecate.comm.transfer import Transfer, TransferError
 from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferPlan, chunks_in
 
 ARRIVING: int = 4  # gradients that a home receives at once, at most; those of further replicas come in rounds
 ARRIVING_BYTES: int = 256 << 20  # and no more than this, but one
+NAMED: int = 8  # messages of a batch that a line names
 
 
 class P2P:
@@ -31,8 +34,7 @@ class P2P:
             stop the stream from running ahead.
     """
 
-    # Its memory comes from torch's cache, which makes room by itself; a job without replicas never needs it.
-    name, scatters, allocates_early = "p2p", False, False
+    name, scatters = "p2p", False
     # Of transfers so far. By object: in another attempt of the job groups have the same names, and ranks must agree.
     _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, int]] = weakref.WeakKeyDictionary()
 
@@ -169,6 +171,8 @@ class _Messages:
         if self._ops:
             with self._peer_named(lambda: 0):
                 self._works = dist.batch_isend_irecv(self._ops)
+            if self._ops[0].tensor.is_cuda:
+                under_way.note(self._works, self._describe())
 
     def finish(self) -> None:
         """Wait for all of them. On a GPU the stream waits."""
@@ -180,6 +184,16 @@ class _Messages:
                 else:
                     work.wait(timeout=timedelta(seconds=self._timeout))
                 done += 1
+
+    def _describe(self) -> str:
+        """Layer and transfer, this rank, and what it expects of which ranks."""
+        bytes_by_peer: Counter[tuple[str, int]] = Counter()
+        for what, rank, size in self._peers:
+            bytes_by_peer[what, rank] += size
+        parts = [f"{what} rank {rank} ({size} bytes)" for (what, rank), size in bytes_by_peer.items()]
+        more = f", and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
+        ranks = f"rank {self._group.rank()} of {self._group.size()}"
+        return f"{self._name}, {ranks} expected to {', '.join(parts[:NAMED])}{more}"
 
     @contextlib.contextmanager
     def _peer_named(self, done: Callable[[], int]) -> Iterator[None]:

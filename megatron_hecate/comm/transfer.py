@@ -15,11 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.comm import under_way
 from megatron_hecate.tools import trace
 
 
 class TransferError(RuntimeError):
-    """A chunk did not arrive: a peer died, or did not take part in time."""
+    """A chunk did not arrive: a peer died, or did not take part in time.
+
+    On GPUs the host does not wait for messages of NCCL, and raises nothing: the straggler watchdog prints layer, ranks
+    and what was expected of them (`under_way`), before torch's watchdog ends the process.
+    """
 
 
 class Transfer:
@@ -175,7 +180,8 @@ def wait_collective(
 ) -> None:
     """Wait for a collective of the whole ``group`` over ``tensor``.
 
-    On a GPU the stream waits and the process group's own timeout holds; the host must run ahead.
+    On a GPU the stream waits and the process group's own timeout holds; the host must run ahead, and nothing is raised
+    here (see `TransferError`).
 
     Args:
         what: name of the collective, for errors.
@@ -186,16 +192,17 @@ def wait_collective(
         TransferError: naming ``label`` and the ranks of the group, when one dies or does not take part in time.
     """
     start = time.monotonic()
+    expected = f"expected all of ranks {dist.get_process_group_ranks(group)} (in the job)"
     try:
         if tensor.is_cuda:
+            under_way.note([work], f"{label}: {what} on rank {group.rank()} of {group.size()}, {expected}")
             work.wait()
         else:
             work.wait(timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         raise TransferError(
             f"{label}: {what} failed on rank {group.rank()} of {group.size()} after {time.monotonic() - start:.1f} s "
-            f"(timeout {timeout:g} s): expected all of ranks {dist.get_process_group_ranks(group)} (in the job), one "
-            f"died, hangs, or did not take part. Cause: {error}"
+            f"(timeout {timeout:g} s): {expected}, one died, hangs, or did not take part. Cause: {error}"
         ) from error
 
 
