@@ -23,6 +23,7 @@ from megatron_hecate.comm.agreement import Note, refuse
 from megatron_hecate.comm.connect import Connection, connect, device_of_rank, on_gpus
 from megatron_hecate.comm.groups import connected_group
 from megatron_hecate.comm.nccl import follow_job_timeout
+from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.config import AUTO, HecateConfig
 from megatron_hecate.layer import FSSDPLayer, GraphedBlock
 from megatron_hecate.observe import has_run, note_run, observe, read_speeds
@@ -92,6 +93,7 @@ class _Hook:
             summary=_summary(parts, config) if parts else "",
             memory=_estimate_memory(parts, model, config, connection) if parts and not problems else {},
             slower_by_engines=connection.slower_by_engines,
+            rounds=P2P.explain_rounds([part.buffer(config.slots) for part in parts]) if parts and config.slots else "",
         )
         judge = functools.partial(_judge, config, connection)
         (lifetime, by_engines), notes = note.agree(timeout=config.timeout, judge=judge)
@@ -236,6 +238,8 @@ def _say_on(notes: list[Note], config: HecateConfig, speeds: Speeds, connection:
         print(_job_memory(notes).describe(config.lifetime), flush=True)
     if connection.exposed:
         print(f"FSSDP: {connection.exposed}", flush=True)
+        if connection.name == P2P.name and (rounds := next((n.rounds for n in notes if n.rounds), "")):
+            print(f"FSSDP: {rounds}", flush=True)
 
 
 def _state(index: int, parts: LayerParts, config: HecateConfig, connection: Connection, speeds: Speeds) -> LayerState:

@@ -124,7 +124,8 @@ def connect(
     nodes = {group: tuple(part["nodes"]) for group, part in parts.items()}
     free = _free_bytes()
     nccl = NcclSettings(nccl_ctas, pairs=name == P2P.name or verdict.job["across"]) if on_gpus() else None
-    transports = _make_transports(name, parts, timeout=timeout, nccl=nccl)
+    can_time = not verdict.job["one queue"]
+    transports = _make_transports(name, parts, timeout=timeout, nccl=nccl, can_time=can_time)
     nccl_bytes = free - _free_bytes()
     failed, usable, slower = list[str](), True, None
     if name == NVLink.name:
@@ -133,7 +134,8 @@ def connect(
     if failed and asked == AUTO and usable:
         why = f"{name} failed its self-test: {'; '.join(failed)}"
         name = P2P.name
-        transports = {group: P2P(old.group, timeout=timeout) for group, old in transports.items()}
+        settings: dict[str, Any] = dict(timeout=timeout, can_time=can_time)
+        transports = {group: P2P(old.group, **settings) for group, old in transports.items()}
         if nccl is not None and not nccl.pairs:
             free, all_pairs = _free_bytes(), dataclasses.replace(nccl, pairs=True)
             for transport in transports.values():
@@ -142,7 +144,7 @@ def connect(
     elif failed:
         problems += [f"transport={asked!r} failed its self-test: {text}" for text in failed]
         transports = {}
-    exposed = explain_exposed(name, across_domains=verdict.job["across"]) if any(s.one_queue for s in sites) else ""
+    exposed = explain_exposed(name, across_domains=verdict.job["across"]) if sites and verdict.job["one queue"] else ""
     return Connection(name, why, nodes, transports, machines, slower, exposed, max(0, nccl_bytes))
 
 
@@ -247,6 +249,7 @@ def _judge(sites: Sequence[_Site]) -> Verdict:
             made[rank] = parts[_name_of(group)]["made"] + more
     job = {"name": name, "why": why, "against": shorten(against), "go on": ready and not against}
     job["across"] = any(len(of_group) > 1 for of_group in domains.values())
+    job["one queue"] = any(site.one_queue for site in sites)
     return Verdict(job, parts)
 
 
@@ -295,7 +298,7 @@ def _domains_of(group: Group, sites: Sequence[_Site]) -> list[Group]:
 
 
 def _make_transports(
-    name: str, parts: Mapping[Group, Any], *, timeout: float, nccl: NcclSettings | None
+    name: str, parts: Mapping[Group, Any], *, timeout: float, nccl: NcclSettings | None, can_time: bool
 ) -> dict[Group, Transport]:
     """Those of every FSSDP group that this rank is in, over process groups of their own.
 
@@ -305,12 +308,13 @@ def _make_transports(
             circle.
         timeout: seconds per wait.
         nccl: settings of the groups of all ranks; ``None`` on CPU ranks.
+        can_time: as in `P2P`.
     """
     make, made = functools.partial(new_group, timeout=timeout), dict[Group, Transport]()
     for group, part in parts.items():
         everyone = make(group, part["made"], description="fssdp transfers", nccl=nccl)
         if name != NVLink.name:
-            made[group] = P2P(everyone, timeout=timeout)
+            made[group] = P2P(everyone, timeout=timeout, can_time=can_time)
             continue
         of_rank = part["domains"]
         domains = [[i for i, other in enumerate(of_rank) if other == n] for n in range(max(of_rank) + 1)]

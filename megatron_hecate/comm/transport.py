@@ -207,7 +207,8 @@ class Transport(Protocol):
                 it is over.
             slots: a chunk of such elements for every slot, from what `allocate` gave; nothing else may write them.
             label: name of the layer.
-            timed: whether the transfer will be asked how long it took.
+            timed: whether `Transfer.seconds` will be asked for; the same on all ranks. It does not count how long this
+                rank waits for others to begin.
 
         Raises (also from `Transfer.wait`):
             TransferError: when a peer dies or does not answer in time; not for messages of NCCL, see there.

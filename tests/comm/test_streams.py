@@ -19,7 +19,7 @@ from megatron_hecate.comm import groups, transfer
 from megatron_hecate.comm.nccl import NcclSettings
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.p2p import P2P
-from megatron_hecate.comm.transfer import Transfer
+from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import Copy, TransferPlan
 
 pytestmark = pytest.mark.fast
@@ -80,13 +80,17 @@ def _forget_streams() -> Iterator[None]:
 
 
 def _transfer(gpu: _Gpu, *, waits: bool, timed: bool = False) -> Transfer:
+    watch = Stopwatch(GPU) if timed else None
+
     def steps() -> Iterator[None]:
+        if watch is not None:
+            watch.mark("begin")
         gpu.do("posts")
         if waits:
             yield
             gpu.do("waits for messages")
 
-    return Transfer(steps(), GPU, what="spAG", label="layer 1", timed=timed)
+    return Transfer(steps(), GPU, what="spAG", label="layer 1", watch=watch)
 
 
 def test_the_stream_of_transfers_comes_before_others(monkeypatch: pytest.MonkeyPatch) -> None:

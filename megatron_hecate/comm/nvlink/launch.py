@@ -33,18 +33,22 @@ class TransferKernels(Kernels):
             assert size == TRANSFER.itemsize, f"a transfer has {size} bytes there, {TRANSFER.itemsize} here"
         self.blocks = _blocks(torch.cuda.get_device_properties(device).multi_processor_count) if self.on_gpu else 1
 
-    def run(self, name: str, program: Program, at: Tensor) -> None:
+    def run(self, name: str, program: Program, at: Tensor, *, met: Callable[[], None] = lambda: None) -> None:
         """All steps of a transfer, by the kernel ``name``, once its peers are here: one small block waits for them.
 
         Args:
             program: that of the transfer.
             at: memory for it, on the device.
+            met: called when the wait for the peers is over, or enqueued.
         """
         self._upload(program, at)
         self._synchronize(program, at, 0)
+        met()
         self.run_at(name, at)
 
-    def run_by_copy_engines(self, program: Program, at: Tensor, *, stopped: Callable[[], bool]) -> None:
+    def run_by_copy_engines(
+        self, program: Program, at: Tensor, *, stopped: Callable[[], bool], met: Callable[[], None] = lambda: None
+    ) -> None:
         """All steps of a spAG by plain copies, with no kernel but the one thread block that exchanges signals.
 
         As `run`. On the host it ends early when ``stopped`` says so.
@@ -55,6 +59,8 @@ class TransferKernels(Kernels):
             self._synchronize(program, at, finished)
             if not self.on_gpu and stopped():
                 return
+            if finished == 0:
+                met()
             if finished < len(steps) and len(steps[finished]):
                 self.copy(steps[finished])
 

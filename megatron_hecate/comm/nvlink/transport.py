@@ -29,7 +29,7 @@ from megatron_hecate.comm.nvlink.peers import Peers
 from megatron_hecate.comm.nvlink.program import Extent, Program
 from megatron_hecate.comm.nvlink.schedule import Place, Schedule
 from megatron_hecate.comm.p2p import P2P
-from megatron_hecate.comm.transfer import Transfer, TransferError
+from megatron_hecate.comm.transfer import Stopwatch, Transfer, TransferError
 from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
 
 REFRESH: int = 1 << 30  # steps after which all ranks tell each other, lest a counter fall behind by half its range
@@ -40,12 +40,26 @@ Build = Callable[..., tuple[Stage, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A transfer: "spAG" or "spRS", the bytes of its elements, and the tensors of every place in this rank's memory."""
+    """A transfer.
+
+    Args:
+        what: "spAG" or "spRS".
+        label: name of the layer.
+        itemsize: bytes of an element.
+        memory: the tensors of every place in this rank's memory.
+        watch: its "begin" is marked when all ranks have come.
+    """
 
     what: str
     label: str
     itemsize: int
     memory: Callable[[Place], Sequence[Tensor]]
+    watch: Stopwatch | None = None
+
+    def mark_begin(self) -> None:
+        """Mark the "begin" of the watch, if there is one and it has none."""
+        if self.watch is not None and not self.watch.begun:
+            self.watch.mark("begin")
 
     @property
     def name(self) -> str:
@@ -150,8 +164,13 @@ class NVLink:
             return ({"send": sent, "slot": slots, "stripe": stripes}[place.memory][place.index],)
 
         stages = self._stages(Stages.of_fetch, plan, elements=elements)
-        steps = self._run(stages, _Job("spAG", label, dtype.itemsize, memory))
-        return self._start(steps, what="spAG", label=label, timed=timed)
+        device = self._memory_of_peers().device
+        watch = Stopwatch(device) if timed else None
+        meet = None  # in one domain the ranks of the kernel meet anyhow
+        if timed and len(stages) > 1:
+            meet = functools.partial(self._between.meet, plan, device, tag=self._between.next_tag(), label=label)
+        steps = self._run(stages, _Job("spAG", label, dtype.itemsize, memory, watch), meet)
+        return self._start(steps, what="spAG", label=label, watch=watch)
 
     def return_gradients(
         self, plan: TransferPlan, slots: Sequence[Tensor], homes: HomeGradients, *, label: str
@@ -189,9 +208,9 @@ class NVLink:
 
         return self._start(run(), what="spRS", label=label)
 
-    def _start(self, steps: Iterator[None], *, what: str, label: str, timed: bool = False) -> Transfer:
+    def _start(self, steps: Iterator[None], *, what: str, label: str, watch: Stopwatch | None = None) -> Transfer:
         device = self._memory_of_peers().device
-        transfer = Transfer(steps, device, what=what, label=label, timed=timed, after=self._ended)
+        transfer = Transfer(steps, device, what=what, label=label, watch=watch, after=self._ended)
         if device.type != "cuda":
             self._ended = transfer.ended
         return transfer
@@ -207,8 +226,8 @@ class NVLink:
         width = self._stripe_elements[elements]
         return chunks_in(self._stripes, self._stripes.nbytes // LayerBuffer.aligned(width, dtype), width, dtype)
 
-    def _run(self, stages: Sequence[Stage], job: _Job) -> Iterator[None]:
-        """The steps of all stages."""
+    def _run(self, stages: Sequence[Stage], job: _Job, meet: Callable[[], None] | None = None) -> Iterator[None]:
+        """The steps of all stages, after all ranks ``meet`` where they must before."""
         peers = self._memory_of_peers()
         if peers.device.type == "cuda" and peers.failure is not None:
             raise TransferError(peers.explain_failure())
@@ -219,6 +238,9 @@ class NVLink:
         ]
 
         def run() -> Iterator[None]:
+            if meet is not None:
+                meet()
+                job.mark_begin()
             for run_stage in runs:  # none is left to `Transfer.wait`: counters go up in the order of transfers
                 run_stage()
             yield from ()
@@ -243,10 +265,10 @@ class NVLink:
         """A stage inside the domain."""
         peers, sums, begin = self._memory_of_peers(), job.what == "spRS", self._begin
         self._begin += len(schedule.steps) + 1
-        if begin // REFRESH != self._begin // REFRESH:
+        if begin // REFRESH != self._begin // REFRESH or job.watch is not None:
             schedule = dataclasses.replace(schedule, peers=frozenset(peers.ranks) - {self._rank})
         if not schedule.peers and not any(schedule.steps):
-            return lambda: None
+            return job.mark_begin
         expected = f"to finish {len(schedule.steps)} steps"
         failing = f"{job.name} failed (timeout {self.timeout:g} s): expected rank {{peer}} {expected}"
         peers.remember(begin, f"rank {self._rank} of {self.group.size()}: {failing}")
@@ -263,9 +285,11 @@ class NVLink:
                 at = torch.empty(len(program.data), dtype=torch.uint8, device=peers.device)
                 try:
                     if self.copy_engines and not sums:
-                        self._kernels.run_by_copy_engines(program, at, stopped=lambda: peers.failure is not None)
+                        stopped = lambda: peers.failure is not None  # noqa: E731
+                        self._kernels.run_by_copy_engines(program, at, stopped=stopped, met=job.mark_begin)
                     else:
-                        self._kernels.run("fssdp_reduce" if sums else "fssdp_gather", program, at)
+                        name = "fssdp_reduce" if sums else "fssdp_gather"
+                        self._kernels.run(name, program, at, met=job.mark_begin)
                 except RuntimeError:
                     if peers.failure is None:  # else the block that meets the peers gave up, and CUDA with it
                         raise
