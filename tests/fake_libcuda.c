@@ -27,7 +27,7 @@ typedef struct {
 } Kernel;
 
 static struct {
-  int version, sms, failed;
+  int version, sms, failed, refuses;
   void* host;
   Kernel kernels[MAX_KERNELS];
   unsigned count, given[MAX_PARAMS], num_given;
@@ -59,6 +59,8 @@ void fake_set(int version, int sms, const char* host) {
   fake.version = version, fake.sms = sms;
   fake.host = dlopen(host, RTLD_NOW);
 }
+// From now on it takes no cubin, as a driver takes none of a newer major version of CUDA.
+void fake_refuse_cubins(void) { fake.refuses = 1; }
 // What the next launch is given, which a driver can only read as the kernel says.
 void fake_given(unsigned count, const unsigned* size) {
   fake.num_given = count;
@@ -106,6 +108,7 @@ static CUresult load(CUlibrary* library, const void* code, CUjit_option* o, void
   (void)o, (void)ov, (void)l, (void)lv;
   const char* const base = code;
   const Elf64_Ehdr* elf = code;
+  if (fake.refuses) return CUDA_ERROR_INVALID_IMAGE;
   if (n || m) return FAULT("cuLibraryLoadData with %u and %u options", n, m);
   if (memcmp(elf->e_ident, ELFMAG, SELFMAG) || elf->e_machine != 190) return FAULT("cuLibraryLoadData of no cubin");
   const Elf64_Shdr* sections = (const Elf64_Shdr*)(base + elf->e_shoff);

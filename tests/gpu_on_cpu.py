@@ -90,6 +90,10 @@ class Driver:
         """Forget calls and faults."""
         self._library.fake_clear()
 
+    def refuse_cubins(self) -> None:
+        """Load none from now on, as a driver does with those of a newer major version of CUDA."""
+        self._library.fake_refuse_cubins()
+
     def note_sizes(self, arguments: Sequence[Any]) -> None:
         """Note the number and sizes of the next launch's arguments: a driver takes addresses alone."""
         sizes = [ctypes.sizeof(argument) for argument in arguments]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron_hecate.device import driver
-from megatron_hecate.device.compile import cubin, host_library
+from megatron_hecate.device.compile import cubin, explain_unloadable, host_library
 
 Argument = ctypes.c_void_p | ctypes.c_uint | ctypes.c_int | ctypes.c_ulonglong
 
@@ -54,7 +54,11 @@ def _load_for_host() -> ctypes.CDLL:
 @functools.cache
 def _load_for_gpu(device: torch.device) -> int:
     torch.cuda.init()
-    return driver.load_library(cubin(torch.cuda.get_device_capability(device)))
+    binary = cubin(torch.cuda.get_device_capability(device))
+    try:
+        return driver.load_library(binary)
+    except driver.DriverError as error:
+        raise RuntimeError(explain_unloadable(error)) from error
 
 
 @functools.cache
