@@ -247,7 +247,8 @@ def test_nvcc_alone_suffices() -> None:
     ("version", "way_out"),
     [
         (12040, r"driver is of CUDA 12\.4, which loads no machine code of CUDA 13\. "
-         r"Update the driver to one of CUDA 13, or install a compiler of CUDA 12: nvcc, on the path .*'cuda-bindings<13' nvidia-cuda-nvrtc-cu12"),
+         r"Update the driver to one of CUDA 13, or install a compiler of CUDA 12: nvcc, on the path .*"
+         r"'cuda-bindings<13' nvidia-cuda-nvrtc-cu12"),
         (13000, r"driver is of CUDA 13\.0; remove .*update the driver"),
     ],
 )  # fmt: skip
