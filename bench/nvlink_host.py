@@ -24,6 +24,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from megatron_hecate.comm.nvlink import schedule as schedule_module  # noqa: E402
 from megatron_hecate.comm.nvlink.domains import Stages  # noqa: E402
 from megatron_hecate.comm.nvlink.program import Extent, Program, Signals  # noqa: E402
 from megatron_hecate.comm.nvlink.schedule import Place  # noqa: E402
@@ -84,6 +85,7 @@ def measure(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> dict[
             start = time.perf_counter()
             copies = TransferPlan.from_placement(placement, rank).copies
             found["plan",].append(time.perf_counter() - start)
+            schedule_module._Chunks.of.cache_clear()  # a rank has no use of what others have worked out
             for direction, build in builds.items():
                 sums = direction == "spRS"
                 start = time.perf_counter()

@@ -27,13 +27,12 @@ from megatron_hecate.comm.nvlink.domains import (
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
 from megatron_hecate.comm.nvlink.program import Extent, Program
-from megatron_hecate.comm.nvlink.schedule import Place, Schedule
+from megatron_hecate.comm.nvlink.schedule import PLANS, Place, Schedule
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer, TransferError
 from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
 
 REFRESH: int = 1 << 30  # steps after which all ranks tell each other, lest a counter fall behind by half its range
-PLANS: int = 512  # whose stages are kept: two per layer are in use
 
 Build = Callable[..., tuple[Stage, ...]]
 
