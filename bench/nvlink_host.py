@@ -2,9 +2,9 @@
 
     python bench/nvlink_host.py
 
-Plans are those of `plan_replicas` for two slots, where copies cost nothing, on loads that drift; no plan repeats the one
-before. *Even* loads spread over all experts; of *hot* ones a quarter goes to one expert, which has replicas on most
-ranks. All ranks are in one NVLink domain. *Plan* is the list of a placement's copies, *schedule* what a rank does in one
+Plans are those of `plan_replicas` for two slots, where copies cost nothing, on loads that drift; no plan repeats the
+one before. *Even* loads spread over all experts; of *hot* ones a quarter goes to one expert, with replicas on most
+ranks. All ranks are in one NVLink domain. *Plan* is the list of copies, *schedule* what a rank does in one
 direction, *program* what it writes for a transfer by its schedule: an expert has two tensors (SwiGLU), gradients are
 fp32. Eight ranks are timed in turn.
 """
@@ -15,7 +15,6 @@ import argparse
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_hecate.comm.nvlink import schedule as schedule_module  # noqa: E402
 from megatron_hecate.comm.nvlink.domains import Stages  # noqa: E402
-from megatron_hecate.comm.nvlink.program import Extent, Program, Signals  # noqa: E402
+from megatron_hecate.comm.nvlink.program import Extent, Memory, Program, Signals  # noqa: E402
 from megatron_hecate.comm.nvlink.schedule import Place  # noqa: E402
 from megatron_hecate.comm.transport import TransferPlan  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
@@ -53,35 +52,26 @@ def placements(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> li
     return found
 
 
-class _Memory:
-    """Where everything lies: each rank's buffers, and experts' tensors apart."""
+MEMORIES: tuple[str, ...] = ("parameters", "send", "slot", "grad", "partial", "main_grad")
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self._elements = sum(TENSORS)
-        self.bases = {rank: (rank + 1) << 44 for rank in ranks}
 
-    def __call__(self, place: Place) -> list[Extent]:
-        base = self.bases[place.rank] + (
-            ["parameters", "send", "slot", "grad", "partial", "main_grad"].index(place.memory) << 40
-        )
-        base += place.index * 4 * self._elements
-        if place.memory not in ("parameters", "main_grad"):
-            return [(base, self._elements)]
-        return [
-            (base + 4 * at, size) for at, size in zip(np.r_[0, np.cumsum(TENSORS)[:-1]].tolist(), TENSORS, strict=True)
-        ]
+def _own(place: Place) -> list[Extent]:
+    """This rank's tensors in a place: of experts one by one, of buffers one for all."""
+    begin = (MEMORIES.index(place.memory) << 40) + place.index * 4 * sum(TENSORS)
+    sizes = TENSORS if place.memory in ("parameters", "main_grad") else (sum(TENSORS),)
+    return [(begin + 4 * sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
 def measure(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> dict[tuple[str, ...], list[float]]:
     """Seconds of every call, by what is made and by direction."""
     domain, found = tuple(range(num_ranks)), defaultdict[tuple[str, ...], list[float]](list)
-    memory = _Memory(domain)
-    elements, apart = sum(TENSORS), num_ranks // 8
-    where: dict[str, Any] = dict(progress_at=memory.bases, arrived=16, failure=32, timeout=1.0)
+    apart = {rank: (rank + 1) << 44 for rank in domain}
+    elements, every = sum(TENSORS), num_ranks // 8
+    where: dict[str, Any] = dict(progress_at=apart, arrived=16, failure=32, timeout=1.0)
     signals = {rank: Signals(rank=rank, **where) for rank in domain}
     builds = {"spAG": Stages.of_fetch, "spRS": Stages.of_return}
     for number, placement in enumerate(placements(num_experts, num_ranks, calls, hot=hot)):
-        for rank in range(number % apart, num_ranks, apart):
+        for rank in range(number % every, num_ranks, every):
             start = time.perf_counter()
             copies = TransferPlan.from_placement(placement, rank).copies
             found["plan",].append(time.perf_counter() - start)
@@ -93,7 +83,7 @@ def measure(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> dict[
                 found["schedule", direction].append(time.perf_counter() - start)
                 how: dict[str, Any] = dict(signals=signals[rank], itemsize=4 if sums else 2, sums=sums, begin=7)
                 start = time.perf_counter()
-                Program(schedule, memory, **how).relocate(1 << 20)
+                Program(schedule, Memory(_own, rank=rank, apart=apart), **how).relocate(1 << 20)
                 found["program", direction].append(time.perf_counter() - start)
     return found
 

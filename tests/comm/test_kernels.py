@@ -200,7 +200,7 @@ EXTENTS = {GRAD: (0x1000, 16), OTHER: (0x9000, 64), TOTAL: (0x2000, 16), NEAR: (
         ([Pull((OTHER,), TOTAL, 0, 8), Pull((OTHER,), TOTAL, 4, 12)], r"main_grad.* and .*main_grad.* overlap"),
         ([Pull((GRAD,), NEAR, 0, 8)], r"is read in the step that writes .* over it"),
         ([Pull((OTHER,), ODD, 0, 8)], r"lies at 0x2002, which is not a multiple of its elements' 4 bytes"),
-        ([Pull((OTHER,), TOTAL, 8, 20)], r"main_grad.* has no memory for the last 4 elements of the chunk"),
+        ([Pull((OTHER,), TOTAL, 8, 20)], r"main_grad.* has no memory for element 16 of the chunk, only up to 16"),
         ([Pull((GRAD, OTHER), GRAD, 0, 16)], ""),  # a sum in place of one of its sources is fine
     ],
 )

@@ -26,7 +26,7 @@ from megatron_hecate.comm.nvlink.domains import (
 )
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
-from megatron_hecate.comm.nvlink.program import Extent, Program
+from megatron_hecate.comm.nvlink.program import Extent, Memory, Program
 from megatron_hecate.comm.nvlink.schedule import PLANS, Place, Schedule
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer, TransferError
@@ -272,11 +272,13 @@ class NVLink:
         failing = f"{job.name} failed (timeout {self.timeout:g} s): expected rank {{peer}} {expected}"
         peers.remember(begin, f"rank {self._rank} of {self.group.size()}: {failing}")
 
-        def extents(place: Place) -> list[Extent]:
-            own = place.memory in ("parameters", "main_grad")
-            return [(t.data_ptr() if own else peers.address(t, place.rank), t.numel()) for t in job.memory(place)]
+        def own(place: Place) -> list[Extent]:
+            tensors = job.memory(place)
+            assert place.memory in ("parameters", "main_grad") or all(map(peers.holds, tensors)), "not in the buffers"
+            return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
-        program = Program(schedule, extents, signals=peers.signals, itemsize=job.itemsize, sums=sums, begin=begin)
+        memory = Memory(own, rank=self._rank, apart=peers.apart)
+        program = Program(schedule, memory, signals=peers.signals, itemsize=job.itemsize, sums=sums, begin=begin)
 
         def run() -> None:
             start = time.monotonic()
