@@ -7,16 +7,19 @@ host's memory for the host build of the kernels, in the GPU's for a GPU.
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import itertools
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_hecate.comm.nvlink.schedule import MAX_RANKS, Place, Pull, Schedule
+from megatron_hecate.comm.nvlink.schedule import MAX_RANKS, PLANS, Place, Pull, Schedule
+from megatron_hecate.comm.nvlink.schedule import Memory as Memories
 
 MAX_STEPS: int = 4
 TILE: int = 65536  # bytes
@@ -48,14 +51,16 @@ TRANSFER = np.dtype(
 FAILURE = np.dtype([(name, "<u4") for name in ("failed", "rank", "peer", "expected", "seen", "begin")])
 ALIGNMENT: int = 16  # bytes, of every array in a program
 SUMMED: int = 4  # bytes of an element of a sum
+TURNS: int = 8  # buffers of a layer whose programs are kept
 # The same records, for one at a time: an array of them takes longer to make.
 _COPY, _SOURCE, _SUM, _STEP = (struct.Struct(form) for form in ("<QQQiI", "<QiI", "<QQ4I", "<QQII"))
 assert [_COPY.size, _SOURCE.size, _SUM.size, _STEP.size] == [d.itemsize for d in (COPY, SOURCE, SUM, STEP)]
 _FIELDS: dict[str, int] = {name: field[1] for name, field in (TRANSFER.fields or {}).items()}
-_PEERS, _NUM_STEPS, _STEPS = (_FIELDS[name] for name in ("peers", "num_steps", "steps"))
+_PEERS, _NUM_STEPS, _BEGIN, _STEPS = (_FIELDS[name] for name in ("peers", "num_steps", "begin", "steps"))
 
 Extent = tuple[int, int]  # address, elements
 Extents = Callable[[Place], Sequence[Extent]]
+Known = dict[tuple[Memories, int], Sequence[Extent]]  # by memory and index
 
 
 class Memory:
@@ -69,13 +74,13 @@ class Memory:
 
     def __init__(self, own: Extents, *, rank: int, apart: Mapping[int, int]) -> None:
         self._own, self._rank, self._apart = own, rank, apart
-        self._known: dict[tuple[str, int], Sequence[Extent]] = {}
+        self.known: Known = {}  # of this rank's places, as far as they were asked for
 
     def __call__(self, place: Place) -> Sequence[Extent]:
         rank, memory, index, _ = place
-        found = self._known.get((memory, index))
+        found = self.known.get((memory, index))
         if found is None:
-            found = self._known[memory, index] = self._own(place)
+            found = self.known[memory, index] = self._own(place)
         if rank == self._rank:
             return found
         apart = self._apart[rank]
@@ -83,6 +88,40 @@ class Memory:
             address, elements = found[0]
             return ((address + apart, elements),)
         return [(address + apart, elements) for address, elements in found]
+
+    def agrees(self, known: Known) -> bool:
+        """Whether the places that another one was asked for lie where they did."""
+        return all(self(Place(self._rank, *at)) == found for at, found in known.items())
+
+
+class Programs:
+    """Makes the programs of one rank, by those of earlier transfers where a schedule repeats in the same memory: all
+    microbatches have one plan, and buffers take turns.
+
+    Args:
+        signals: as of `Program`.
+    """
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+        # the last for each schedule that is kept, by identity, and each of the buffers that take turns
+        self._kept: OrderedDict[tuple[int, int, bool], tuple[Schedule, list[tuple[Known, Program]]]] = OrderedDict()
+
+    def make(self, schedule: Schedule, memory: Memory, *, itemsize: int, sums: bool, begin: int) -> Program:
+        """As `Program`."""
+        key = id(schedule), itemsize, sums
+        _, made = self._kept.setdefault(key, (schedule, []))
+        self._kept.move_to_end(key)
+        for known, program in made:
+            if memory.agrees(known):
+                return program.again(begin)
+        how: dict[str, Any] = dict(signals=self._signals, itemsize=itemsize, sums=sums, begin=begin)
+        program = Program(schedule, memory, **how)
+        made.append((memory.known, program))
+        del made[:-TURNS]
+        if len(self._kept) > PLANS:
+            self._kept.popitem(last=False)
+        return program.again(begin)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +195,14 @@ class Program:
         self._bytes, self.data = data, np.frombuffer(data, np.uint8)
         self._at = 0  # its address
         self.ranks = len(signals.numbers)  # of the domain
+
+    def again(self, begin: int) -> Program:
+        """The same for another transfer, when progress counters stand at ``begin``."""
+        other = copy.copy(self)
+        other._bytes = bytearray(self._bytes)
+        other.data = np.frombuffer(other._bytes, np.uint8)
+        struct.pack_into("<I", other._bytes, _BEGIN, begin % 2**32)
+        return other
 
     def relocate(self, at: int) -> None:
         """Make it one that lies at address ``at``, a multiple of `ALIGNMENT`."""

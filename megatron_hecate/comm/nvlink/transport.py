@@ -26,7 +26,7 @@ from megatron_hecate.comm.nvlink.domains import (
 )
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
-from megatron_hecate.comm.nvlink.program import Extent, Memory, Program
+from megatron_hecate.comm.nvlink.program import Extent, Memory, Programs
 from megatron_hecate.comm.nvlink.schedule import PLANS, Place, Schedule
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer, TransferError
@@ -96,6 +96,7 @@ class NVLink:
         self._ended: Future[None] = Future()  # CPU ranks: transfers run one after the other, as on a stream
         self._ended.set_result(None)
         self._peers: Peers | None = None
+        self._programs: Programs | None = None
         self._sent = self._stripes = torch.empty(0)
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
@@ -129,6 +130,7 @@ class NVLink:
         domain = next(domain for domain in self._domains if self._rank in domain)
         self._kernels = TransferKernels(device)
         self._peers = Peers(self._domain, sum(sizes), device=device, ranks=domain, timeout=self.timeout)
+        self._programs = Programs(self._peers.signals)
         self._begin = 1
         replicas, self._sent, self._stripes = self._peers.buffers.split(sizes)
         domains = [len(domain) for domain in self._domains]
@@ -137,7 +139,7 @@ class NVLink:
         return replicas[:size]
 
     def release(self) -> None:
-        self._peers = None
+        self._peers = self._programs = None
         self._sent, self._stripes = self._sent.new_empty(0), self._stripes.new_empty(0)
 
     def fetch(
@@ -278,7 +280,8 @@ class NVLink:
             return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
         memory = Memory(own, rank=self._rank, apart=peers.apart)
-        program = Program(schedule, memory, signals=peers.signals, itemsize=job.itemsize, sums=sums, begin=begin)
+        assert self._programs is not None
+        program = self._programs.make(schedule, memory, itemsize=job.itemsize, sums=sums, begin=begin)
 
         def run() -> None:
             start = time.monotonic()
