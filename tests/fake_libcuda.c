@@ -28,7 +28,7 @@ typedef struct {
 } Kernel;
 
 static struct {
-  int version, sms, failed;
+  int version, sms, failed, refuses;
   void* host;
   Kernel kernels[MAX_KERNELS];
   unsigned count, given[MAX_PARAMS], num_given;
@@ -46,6 +46,11 @@ static void note(const char* format, ...) {
 #define FAULT(...) (note("FAULT "), note(__VA_ARGS__), note("\n"), CUDA_ERROR_INVALID_VALUE)
 #define CONTEXT \
   if (fake.failed) return CUDA_ERROR_LAUNCH_FAILED  // a kernel gave up: nothing works any more
+// The context that is current in a thread; a new thread has none, whatever others have.
+static __thread CUcontext current;
+static int primary;
+#define CURRENT(WHAT) \
+  if (!current) return (void)FAULT("%s: no current context in this thread", WHAT), CUDA_ERROR_INVALID_CONTEXT
 
 // For the tests.
 const char* fake_log(void) { return fake.log; }
@@ -55,6 +60,8 @@ void fake_set(int version, int sms, const char* host) {
   fake.version = version, fake.sms = sms;
   fake.host = dlopen(host, RTLD_NOW);
 }
+// From now on it takes no cubin, as a driver takes none of a newer major version of CUDA.
+void fake_refuse_cubins(void) { fake.refuses = 1; }
 // What the next launch is given, which a driver can only read as the kernel says.
 void fake_given(unsigned count, const unsigned* size) {
   fake.num_given = count;
@@ -71,6 +78,30 @@ static CUresult device_attribute(int* value, CUdevice_attribute attribute, CUdev
   return *value = fake.sms, CUDA_SUCCESS;
 }
 
+static CUresult device_get(CUdevice* device, int ordinal) {
+  return ordinal ? FAULT("cuDeviceGet(%d)", ordinal) : (*device = 0, CUDA_SUCCESS);
+}
+static CUresult primary_context(CUcontext* context, CUdevice device) {
+  if (device) return FAULT("cuDevicePrimaryCtxRetain of device %d", device);
+  return *context = (CUcontext)&primary, CUDA_SUCCESS;
+}
+static CUresult get_current(CUcontext* context) { return *context = current, CUDA_SUCCESS; }
+static CUresult set_current(CUcontext context) {
+  if (context && context != (CUcontext)&primary) return FAULT("cuCtxSetCurrent of no context");
+  return current = context, CUDA_SUCCESS;
+}
+
+static CUresult error_name(CUresult error, const char** name) {
+#define NAMED(ERROR) \
+  if (error == ERROR) return *name = #ERROR, CUDA_SUCCESS
+  NAMED(CUDA_ERROR_INVALID_VALUE);
+  NAMED(CUDA_ERROR_INVALID_IMAGE);
+  NAMED(CUDA_ERROR_INVALID_CONTEXT);
+  NAMED(CUDA_ERROR_NOT_FOUND);
+  NAMED(CUDA_ERROR_LAUNCH_FAILED);
+  return CUDA_ERROR_INVALID_VALUE;
+}
+
 // The kernels of a cubin: a section `.nv.info.NAME` for each.
 static CUresult load(CUlibrary* library, const void* code, CUjit_option* o, void** ov, unsigned n, CUlibraryOption* l,
                      void** lv, unsigned m) {
@@ -78,6 +109,7 @@ static CUresult load(CUlibrary* library, const void* code, CUjit_option* o, void
   (void)o, (void)ov, (void)l, (void)lv;
   const char* const base = code;
   const Elf64_Ehdr* elf = code;
+  if (fake.refuses) return CUDA_ERROR_INVALID_IMAGE;
   if (n || m) return FAULT("cuLibraryLoadData with %u and %u options", n, m);
   if (memcmp(elf->e_ident, ELFMAG, SELFMAG) || elf->e_machine != 190) return FAULT("cuLibraryLoadData of no cubin");
   const Elf64_Shdr* sections = (const Elf64_Shdr*)(base + elf->e_shoff);
@@ -134,6 +166,7 @@ static int is_default(CUstream stream) { return !stream || stream == CU_STREAM_L
 static CUresult launch(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                        unsigned shared, CUstream stream, void** params, void** extra) {
   CONTEXT;
+  CURRENT("cuLaunchKernel");
   const Kernel* k = (const Kernel*)f;
   if (k < fake.kernels || k >= fake.kernels + fake.count) return FAULT("cuLaunchKernel of no kernel");
   const unsigned given = fake.num_given;
@@ -163,6 +196,7 @@ static CUresult launch(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsi
 static CUresult copy_batch(CUdeviceptr* to, CUdeviceptr* from, size_t* size, size_t count, CUmemcpyAttributes* how,
                            size_t* first, size_t num, CUstream stream) {
   CONTEXT;
+  CURRENT("cuMemcpyBatchAsync");
   note("copies %zu stream=%p\n", count, stream);
   if (!count || !num || num > count || first[0]) return FAULT("cuMemcpyBatchAsync: %zu copies, %zu attributes", count, num);
   if (is_default(stream)) return FAULT("cuMemcpyBatchAsync: on the default stream");
@@ -207,6 +241,11 @@ static CUresult proc_address(const char* name, void** function, int version, cuu
   ENTRY(cuInit, 2000, init)
   ENTRY(cuDriverGetVersion, 2020, driver_version)
   ENTRY(cuDeviceGetAttribute, 2000, device_attribute)
+  ENTRY(cuGetErrorName, 6000, error_name)
+  ENTRY(cuDeviceGet, 2000, device_get)
+  ENTRY(cuDevicePrimaryCtxRetain, 7000, primary_context)
+  ENTRY(cuCtxGetCurrent, 4000, get_current)
+  ENTRY(cuCtxSetCurrent, 4000, set_current)
   ENTRY(cuLibraryLoadData, 12000, load)
   ENTRY(cuLibraryGetKernel, 12000, get_kernel)
   ENTRY(cuKernelSetAttribute, 12000, set_attribute)

@@ -2,7 +2,7 @@
 
 | what our code uses | what stands in |
 |---|---|
-| ``cuda.bindings.driver`` | itself, over the driver ``fake_libcuda.c``, which checks each call and runs host kernels |
+| CUDA's driver | ``fake_libcuda.c``, which checks each call and runs host kernels |
 | ``torch.cuda``: streams, events | `streams_on_cpu` |
 | tensors of a GPU | CPU tensors that say they lie on ``cuda:0`` |
 | symmetric memory | POSIX shared memory |
@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.device import driver
 from megatron_hecate.device.compile import host_library
 
 GPU = torch.device("cuda", 0)
@@ -89,9 +90,13 @@ class Driver:
         """Forget calls and faults."""
         self._library.fake_clear()
 
-    def tell_arguments(self, packed: Any) -> None:
-        """Note how many arguments the next launch has, and their sizes: a driver takes addresses alone."""
-        sizes = [ctypes.sizeof(kind) if kind is not None else 8 for kind in packed[1]] if packed else []
+    def refuse_cubins(self) -> None:
+        """Load none from now on, as a driver does with those of a newer major version of CUDA."""
+        self._library.fake_refuse_cubins()
+
+    def note_sizes(self, arguments: Sequence[Any]) -> None:
+        """Note the number and sizes of the next launch's arguments: a driver takes addresses alone."""
+        sizes = [ctypes.sizeof(argument) for argument in arguments]
         self._library.fake_given(len(sizes), (ctypes.c_uint * len(sizes))(*sizes))
 
 
@@ -100,7 +105,7 @@ def install(*, version: int = 13000, multiprocessors: int = 132) -> Driver:
     made = Driver(version=version, multiprocessors=multiprocessors)
     megatron_on_cpu.install()
     streams_on_cpu.install()
-    _bindings(made)
+    _launches(made)
     _torch_cuda(made)
     _tensors()
     _symmetric_memory()
@@ -115,17 +120,15 @@ def _headers() -> Path:
     return found[0].parent
 
 
-def _bindings(made: Driver) -> None:
-    from cuda.bindings import driver
-
-    launch = driver.cuLaunchKernel
+def _launches(made: Driver) -> None:
+    launch = driver.launch
 
     @functools.wraps(launch)
-    def checked(*arguments: Any) -> Any:
-        made.tell_arguments(arguments[9])
-        return launch(*arguments)
+    def checked(kernel: int, arguments: Sequence[Any], **sizes: Any) -> None:
+        made.note_sizes(arguments)
+        launch(kernel, arguments, **sizes)
 
-    driver.cuLaunchKernel = checked
+    driver.launch = checked
 
 
 def _torch_cuda(made: Driver) -> None:

@@ -203,7 +203,7 @@ EXTENTS = {GRAD: (0x1000, 16), OTHER: (0x9000, 64), TOTAL: (0x2000, 16), NEAR: (
         ([Pull((OTHER,), TOTAL, 0, 8), Pull((OTHER,), TOTAL, 4, 12)], r"main_grad.* and .*main_grad.* overlap"),
         ([Pull((GRAD,), NEAR, 0, 8)], r"is read in the step that writes .* over it"),
         ([Pull((OTHER,), ODD, 0, 8)], r"lies at 0x2002, which is not a multiple of its elements' 4 bytes"),
-        ([Pull((OTHER,), TOTAL, 8, 20)], r"main_grad.* has no memory for the last 4 elements of the chunk"),
+        ([Pull((OTHER,), TOTAL, 8, 20)], r"main_grad.* has no memory for element 16 of the chunk, only up to 16"),
         ([Pull((GRAD, OTHER), GRAD, 0, 16)], ""),  # a sum in place of one of its sources is fine
     ],
 )
@@ -212,3 +212,26 @@ def test_bad_descriptors(pulls: list[Pull], message: str) -> None:
     schedule = Schedule((tuple(pulls),), frozenset({1}))
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         Program(schedule, lambda place: [EXTENTS[place]], signals=signals, itemsize=4, sums=True, begin=1)
+
+
+@pytest.mark.fast
+def test_programs_that_repeat_are_those_made_anew() -> None:
+    """Two buffers that take turns, and then memory that lies elsewhere. Oracle: `Program`, which keeps nothing."""
+    signals = Signals(rank=0, progress_at={0: 4096, 1: 8192}, arrived=4200, failure=4300, timeout=1.0)
+    pulls = (
+        Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 16),
+        Pull((Place(1, "send", 1),), Place(0, "slot", 1), 4, 9),
+    )
+    schedule, programs = Schedule((pulls,), frozenset({1})), program.Programs(signals)
+    for begin, base in enumerate((0x1000, 0x9000, 0x1000, 0x9000, 0x5000, 0x1000), 2**32 - 3):
+
+        def own(place: Place, base: int = base) -> list[tuple[int, int]]:
+            return [(base + 64 * place.index + 256 * (place.memory == "slot"), 7), (base + 64 * place.index + 32, 9)]
+
+        memory = [program.Memory(own, rank=0, apart={1: 1 << 20}) for _ in range(2)]
+        made = programs.make(schedule, memory[0], itemsize=2, sums=False, begin=begin)
+        anew = Program(schedule, memory[1], signals=signals, itemsize=2, sums=False, begin=begin)
+        for at in (1 << 12, 1 << 30):
+            made.relocate(at)
+            anew.relocate(at)
+            assert np.array_equal(made.data, anew.data)

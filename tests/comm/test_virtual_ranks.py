@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_hecate.comm.nvlink.launch import THREADS, WARP, TransferKernels
 from megatron_hecate.comm.nvlink.program import COPY, TRANSFER
+from megatron_hecate.device import driver
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.fast),
@@ -107,13 +108,11 @@ class VirtualRanks:
                 failed = pool.map(lambda address: function(address, *(numbers or (blocks, 1))), addresses)
                 assert not any(failed), "a rank did not come"
             return
-        from cuda.bindings import driver
-
         stream = torch.cuda.current_stream().cuda_stream
-        arguments = ((headers.data_ptr(), *numbers), (ctypes.c_void_p, *(ctypes.c_uint,) * len(numbers)))
+        arguments = [ctypes.c_void_p(headers.data_ptr()), *map(ctypes.c_uint, numbers)]
+        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         threads = WARP if numbers else THREADS
-        (status,) = driver.cuLaunchCooperativeKernel(function, blocks, ranks, 1, threads, 1, 1, 0, stream, arguments)
-        assert int(status) == 0, status
+        driver.call("cuLaunchCooperativeKernel", function, blocks, ranks, 1, threads, 1, 1, 0, stream, addresses)
         torch.cuda.synchronize()
 
 

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from megatron_hecate.comm.nvlink.program import TRANSFER, Program
-from megatron_hecate.device.launch import Kernels, check
+from megatron_hecate.device import driver
+from megatron_hecate.device.launch import Kernels
 
 BLOCKS: int = 16  # thread blocks of a transfer on a GPU, at most: about one in eight multiprocessors of an H100
 THREADS: int = 256  # of a block: `Wide` in kernels/device.cu
 WARP: int = 32
 FEWEST: int = 8  # multiprocessors of a GPU
-BATCHED_COPIES: int = 12080  # the version of `cuMemcpyBatchAsync` that bindings of CUDA 12 ask the driver for
-BATCHED_COPIES_13: int = 13000  # and that those of CUDA 13 do: its arguments changed
 
 
 class TransferKernels(Kernels):
@@ -34,18 +33,22 @@ class TransferKernels(Kernels):
             assert size == TRANSFER.itemsize, f"a transfer has {size} bytes there, {TRANSFER.itemsize} here"
         self.blocks = _blocks(torch.cuda.get_device_properties(device).multi_processor_count) if self.on_gpu else 1
 
-    def run(self, name: str, program: Program, at: Tensor) -> None:
+    def run(self, name: str, program: Program, at: Tensor, *, met: Callable[[], None] = lambda: None) -> None:
         """All steps of a transfer, by the kernel ``name``, once its peers are here: one small block waits for them.
 
         Args:
             program: that of the transfer.
             at: memory for it, on the device.
+            met: called when the wait for the peers is over, or enqueued.
         """
         self._upload(program, at)
         self._synchronize(program, at, 0)
+        met()
         self.run_at(name, at)
 
-    def run_by_copy_engines(self, program: Program, at: Tensor, *, stopped: Callable[[], bool]) -> None:
+    def run_by_copy_engines(
+        self, program: Program, at: Tensor, *, stopped: Callable[[], bool], met: Callable[[], None] = lambda: None
+    ) -> None:
         """All steps of a spAG by plain copies, with no kernel but the one thread block that exchanges signals.
 
         As `run`. On the host it ends early when ``stopped`` says so.
@@ -56,6 +59,8 @@ class TransferKernels(Kernels):
             self._synchronize(program, at, finished)
             if not self.on_gpu and stopped():
                 return
+            if finished == 0:
+                met()
             if finished < len(steps) and len(steps[finished]):
                 self.copy(steps[finished])
 
@@ -81,28 +86,24 @@ class TransferKernels(Kernels):
             for item in items:
                 ctypes.memmove(int(item["dst"]), int(item["src"]), int(item["bytes"]))
             return
-        from cuda.bindings import driver
-
-        how = driver.CUmemcpyAttributes()
-        how.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        how.flags = int(driver.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
-        to, source = ([driver.CUdeviceptr(address) for address in items[field].tolist()] for field in ("dst", "src"))
-        stream = torch.cuda.current_stream().cuda_stream
-        status, *_ = driver.cuMemcpyBatchAsync(to, source, items["bytes"].tolist(), len(items), [how], [0], 1, stream)
-        check(status, "cuMemcpyBatchAsync")
+        how = driver.CopyAttributes(source_order=driver.IN_STREAM_ORDER, flags=driver.BESIDE_COMPUTING)
+        to, source, sizes = (np.ascontiguousarray(items[field], np.uint64) for field in ("dst", "src", "bytes"))
+        self._ensure_context()
+        driver.call(
+            "cuMemcpyBatchAsync",
+            *(array.ctypes.data for array in (to, source, sizes)),
+            len(items),
+            ctypes.byref(how),
+            ctypes.c_size_t(0),
+            1,
+            ctypes.c_size_t(),
+            torch.cuda.current_stream().cuda_stream,
+        )
 
     @staticmethod
     def can_batch_copies() -> bool:
-        """Whether the driver has the `cuMemcpyBatchAsync` that the bindings would call: drivers 12.8 and 12.9 have
-        only the older of the two."""
-        try:
-            from cuda.bindings import driver
-
-            status, version = driver.cuDriverGetVersion()
-        except (ImportError, OSError, RuntimeError):
-            return False
-        asked = BATCHED_COPIES_13 if driver.CUDA_VERSION >= BATCHED_COPIES_13 else BATCHED_COPIES
-        return int(status) == 0 and version >= asked and hasattr(driver, "cuMemcpyBatchAsync")
+        """Whether the driver has `cuMemcpyBatchAsync`."""
+        return (driver.version() or 0) >= driver.BATCHED_COPIES
 
     def _upload(self, program: Program, at: Tensor) -> None:
         """Bring ``program`` to ``at``, on the current stream."""
