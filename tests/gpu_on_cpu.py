@@ -118,14 +118,19 @@ def _headers() -> Path:
 def _bindings(made: Driver) -> None:
     from cuda.bindings import driver
 
-    launch = driver.cuLaunchKernel
+    for name in ("cuLaunchKernel", "cuLaunchCooperativeKernel"):
+        setattr(driver, name, _checked(made, getattr(driver, name), packed=9))
+
+
+def _checked(made: Driver, launch: Any, *, packed: int) -> Any:
+    """``launch``, after the driver was told of its arguments, which stand at ``packed``."""
 
     @functools.wraps(launch)
     def checked(*arguments: Any) -> Any:
-        made.tell_arguments(arguments[9])
+        made.tell_arguments(arguments[packed])
         return launch(*arguments)
 
-    driver.cuLaunchKernel = checked
+    return checked
 
 
 def _torch_cuda(made: Driver) -> None:
@@ -145,8 +150,19 @@ def _torch_cuda(made: Driver) -> None:
     cuda.is_current_stream_capturing, cuda.mem_get_info = (lambda: False), (lambda *_: (8 << 30, 8 << 30))
 
 
+class _Generator(torch.Generator):
+    """One of the CPU, whatever device it is asked for."""
+
+    def __new__(cls, device: Any = None) -> _Generator:
+        return super().__new__(cls)
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+
+
 def _tensors() -> None:
     """Every tensor is on the GPU, to whoever asks in Python."""
+    torch.Generator = _Generator
     torch.Tensor.is_cuda = property(lambda tensor: True)
     torch.Tensor.device = property(lambda tensor: GPU)
     backward = torch.autograd._engine_run_backward

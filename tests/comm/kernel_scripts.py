@@ -40,8 +40,11 @@ class Setup:
 
 
 class Operation(NamedTuple):
-    """Write or check ``data`` (uint8, on the script's device) at ``address``, or run the program that it is, as transfer
-    ``number``."""
+    """Write or check ``data`` at ``address``, or run the program that it is, as transfer ``number``.
+
+    Args:
+        data: uint8; on the script's device, but a program on the host.
+    """
 
     kind: int
     address: int
