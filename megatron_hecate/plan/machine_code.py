@@ -1,5 +1,4 @@
-"""Machine code of numba's that is kept: `compiled` says where. Numba is not imported before something is planned.
-"""
+"""Machine code of numba's that is kept: `compiled` says where. Numba is not imported before something is planned."""
 
 from __future__ import annotations
 
