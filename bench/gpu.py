@@ -45,7 +45,7 @@ import rows  # noqa: E402
 SHOWN: int = 60  # lines of a part's output on the page, where it did not pass
 POLL: float = 0.5  # seconds between two looks at the rows
 PATH = os.pathsep.join([os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"])
-SITE = ROOT / "build" / "gpu-site"  # where `gpu_bundle.py --install` puts packages that the machine lacks
+SITE = ROOT / "build" / "gpu-site"  # where `gpu_bundle.py --install` puts packages that the machine lacks (its SITE)
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
