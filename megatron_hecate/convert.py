@@ -157,7 +157,7 @@ def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts],
         problems = list(dict.fromkeys(problem for of_config in found for problem in of_config))
         problems += foreign_code.find_foreign_layers(model.chunks)
     if not problems:
-        problems = compile_all()
+        problems = compile_all(plans=bool(config.slots or config.rehome))
     if problems:
         return [], problems
     parts: list[LayerParts] = []

@@ -15,7 +15,7 @@
 #undef cuGetProcAddress
 #undef cuMemcpyBatchAsync
 
-enum { MAX_KERNELS = 64, MAX_PARAMS = 16, LOG = 1 << 22 };
+enum { MAX_KERNELS = 64, MAX_PARAMS = 16, MAX_RANKS = 72, LOG = 1 << 22 };
 // Attributes of a kernel in a cubin, as `cuobjdump -elf` names them.
 enum { EIFMT_SVAL = 4, EIATTR_MAX_THREADS = 0x05, EIATTR_KPARAM_INFO = 0x17 };
 
@@ -193,6 +193,49 @@ static CUresult launch(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsi
   return CUDA_SUCCESS;
 }
 
+// Ranks of one launch, each with its own blocks: they wait for each other, so each has a thread here.
+typedef struct {
+  const Kernel* kernel;
+  long argument[3];
+  int failed;
+} Rank;
+static void* run_rank(void* of) {
+  Rank* r = of;
+  r->failed = r->kernel->host(r->argument[0], r->argument[1], r->argument[2], 0, 0, 0, 0, 0, 0, 0, 0, 0);
+  return NULL;
+}
+
+static CUresult launch_cooperative(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                                   unsigned bz, unsigned shared, CUstream stream, void** params) {
+  CONTEXT;
+  const Kernel* k = (const Kernel*)f;
+  if (k < fake.kernels || k >= fake.kernels + fake.count) return FAULT("cuLaunchCooperativeKernel of no kernel");
+  const unsigned given = k->params;  // tests alone launch so, and by no call that notes sizes
+  note("launch %s grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p\n", k->name, gx, gy, gz, bx, by, bz, shared, stream);
+  if (!k->meets || !k->host) return FAULT("%s: ranks of one launch do not meet by it", k->name);
+  if (gz != 1 || by != 1 || bz != 1 || !gx || !gy || !bx || gy > MAX_RANKS) return FAULT("%s: grid or block", k->name);
+  if (bx > k->max_threads) return FAULT("%s: %u threads, it allows %u", k->name, bx, k->max_threads);
+  if (gx * gy > (unsigned)fake.sms) return FAULT("%s: %u blocks are not resident on %d SMs", k->name, gx * gy, fake.sms);
+  unsigned (*size_of_transfer)(void);
+  *(void**)&size_of_transfer = dlsym(fake.host, "fssdp_size_of_transfer");
+  Rank ranks[MAX_RANKS];
+  pthread_t threads[MAX_RANKS];
+  for (unsigned y = 0; y < gy; ++y) {
+    ranks[y] = (Rank){.kernel = k, .argument = {0, gx < 2 ? gx : 2, 1}};
+    for (unsigned i = 0; i < given; ++i) {
+      ranks[y].argument[i] = 0;
+      memcpy(ranks[y].argument + i, params[i], k->size[i]);
+    }
+    ranks[y].argument[0] += (long)y * size_of_transfer();
+    if (pthread_create(threads + y, NULL, run_rank, ranks + y)) abort();
+  }
+  for (unsigned y = 0; y < gy; ++y) {
+    pthread_join(threads[y], NULL);
+    if (ranks[y].failed) fake.failed = 1;
+  }
+  return CUDA_SUCCESS;
+}
+
 static CUresult copy_batch(CUdeviceptr* to, CUdeviceptr* from, size_t* size, size_t count, CUmemcpyAttributes* how,
                            size_t* first, size_t num, CUstream stream) {
   CONTEXT;
@@ -250,6 +293,7 @@ static CUresult proc_address(const char* name, void** function, int version, cuu
   ENTRY(cuLibraryGetKernel, 12000, get_kernel)
   ENTRY(cuKernelSetAttribute, 12000, set_attribute)
   ENTRY(cuLaunchKernel, 4000, launch)
+  ENTRY(cuLaunchCooperativeKernel, 9000, launch_cooperative)
   ENTRY(cuMemcpyBatchAsync, 12080, copy_batch_12)
   ENTRY(cuMemcpyBatchAsync, 13000, copy_batch)
   ENTRY(cuGetProcAddress, 12000, proc_address)

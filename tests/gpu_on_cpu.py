@@ -149,8 +149,19 @@ def _torch_cuda(made: Driver) -> None:
     cuda.is_current_stream_capturing, cuda.mem_get_info = (lambda: False), (lambda *_: (8 << 30, 8 << 30))
 
 
+class _Generator(torch.Generator):
+    """One of the CPU, whatever device it is asked for."""
+
+    def __new__(cls, device: Any = None) -> _Generator:
+        return super().__new__(cls)
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+
+
 def _tensors() -> None:
     """Every tensor is on the GPU, to whoever asks in Python."""
+    torch.Generator = _Generator
     torch.Tensor.is_cuda = property(lambda tensor: True)
     torch.Tensor.device = property(lambda tensor: GPU)
     backward = torch.autograd._engine_run_backward

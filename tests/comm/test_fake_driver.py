@@ -72,6 +72,22 @@ def test_both_transports_give_the_same_bits() -> None:
     assert found["p2p"] and all(map(torch.equal, found["p2p"], found["nvlink"]))
 
 
+@ranks(1)
+def test_ranks_of_one_launch() -> None:
+    """What `test_virtual_ranks` does on a GPU: its launches and copies, at small sizes."""
+    import gpu_on_cpu
+
+    from tests.comm import test_virtual_ranks
+
+    driver = gpu_on_cpu.install()
+    test_virtual_ranks.EXPERTS["mixtral"] = (2 * 3333, 3333)
+    test_virtual_ranks.test_random_placements("cuda", 1)
+    test_virtual_ranks.test_experts_of_real_size("cuda", "mixtral")
+    assert not driver.faults, driver.log
+    assert set(driver.launched) == set(KERNELS.split())
+    assert any(line.startswith("copies ") for line in driver.log)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 @ranks(1)
 def test_routing(tp_size: int) -> None:

@@ -24,7 +24,7 @@ from megatron_hecate.comm.nvlink.schedule import Memory as Memories
 MAX_STEPS: int = 4
 TILE: int = 65536  # bytes
 LOCAL: int = -1  # a source that needs no waiting
-ADD, BF16 = 1, 2
+ADD: int = 1
 
 COPY = np.dtype([("src", "<u8"), ("dst", "<u8"), ("bytes", "<u8"), ("rank", "<i4"), ("first_tile", "<u4")])
 SOURCE = np.dtype([("src", "<u8"), ("rank", "<i4"), ("reserved", "<u4")])
@@ -168,8 +168,8 @@ class Program:
         extents: the memory of a place, in order of the chunk: (address, elements), several for a chunk of several
             tensors. Addresses of peers' memory are those at which this rank sees it.
         signals: by which ranks wait for each other.
-        itemsize: bytes per element of what travels; gradients of 2 are bf16, of 4 fp32.
-        sums: spRS rather than spAG. Sums are fp32 always.
+        itemsize: bytes per element of what travels.
+        sums: spRS rather than spAG. Gradients and their sums are fp32.
         begin: what progress counters stand at; the same on all ranks, and more than the last transfer's end.
 
     Raises:
@@ -179,7 +179,7 @@ class Program:
     def __init__(
         self, schedule: Schedule, extents: Extents, *, signals: Signals, itemsize: int, sums: bool, begin: int
     ) -> None:
-        assert len(schedule.steps) <= MAX_STEPS
+        assert len(schedule.steps) <= MAX_STEPS and (not sums or itemsize == SUMMED), itemsize
         self._signals, self._itemsize, self._sums = signals, itemsize, sums
         data = bytearray(signals.header)
         peers = sum(1 << signals.numbers[peer] for peer in schedule.peers)
@@ -236,8 +236,7 @@ class Program:
         items, tiles, sources, first = len(data), 0, bytearray(), 0
         for piece in pieces:
             size = piece.read[0][1]
-            flags = ADD * piece.add | BF16 * (size == 2)
-            data += _SUM.pack(piece.address, piece.elements, first, len(piece.read), tiles, flags)
+            data += _SUM.pack(piece.address, piece.elements, first, len(piece.read), tiles, ADD * piece.add)
             for place, (address, _) in zip(piece.sources, piece.read, strict=True):
                 sources += _SOURCE.pack(address, self._number_of(place), 0)
             first += len(piece.read)
@@ -254,24 +253,21 @@ class Program:
     def _pieces(self, pull: Pull, extents: Extents) -> list[_Piece]:
         """The pull, divided where a tensor ends."""
         sources, into, at, end, add = pull
-        written, of_sums = extents(into), SUMMED if self._sums else self._itemsize
-        reads = [
-            (source, extents(source), self._itemsize if source.memory == "grad" else of_sums) for source in sources
-        ]
-        into_size = self._itemsize if into.memory == "grad" else of_sums
+        written, size = extents(into), self._itemsize
+        reads = [(source, extents(source)) for source in sources]
         pieces = []
         while at < end:
             until = end
-            address, ends = _find(into, written, at, into_size)
+            address, ends = _find(into, written, at, size)
             if ends < until:
                 until = ends
             read = []
-            for place, memory, size in reads:
+            for place, memory in reads:
                 found, ends = _find(place, memory, at, size)
                 if ends < until:
                     until = ends
                 read.append((found, size))
-            pieces.append(_Piece(sources, into, tuple(read), address, into_size, until - at, add))
+            pieces.append(_Piece(sources, into, tuple(read), address, size, until - at, add))
             at = until
         return pieces
 

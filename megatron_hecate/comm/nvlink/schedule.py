@@ -43,8 +43,8 @@ Memory = Literal["parameters", "send", "slot", "grad", "partial", "main_grad", "
 class Place(NamedTuple):
     """Where a chunk lies on a rank.
 
-    ``grad`` has the type in which gradients travel; ``partial``, ``main_grad``, and in spRS ``stripe``, are fp32. Where
-    gradients are fp32, ``partial`` may be ``grad``: each part of it is read by its own sum alone.
+    ``grad``, ``partial``, ``main_grad``, and in spRS ``stripe``, are fp32. ``partial`` may be ``grad``: each part of it
+    is read by its own sum alone.
 
     Args:
         rank: whose memory.
