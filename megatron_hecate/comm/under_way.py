@@ -48,6 +48,11 @@ def note(works: Sequence[dist.Work], text: str) -> None:
     _begun.append(_UnderWay(tuple(works), text, time.monotonic()))
 
 
+def forget() -> None:
+    """Drop all: another attempt of the job begins, and works of the abandoned one never end."""
+    _begun.clear()
+
+
 def describe() -> str:
     """What is under way on this rank, the oldest first; empty when nothing is. For other threads than training's: it
     asks the GPU about each work that was noted."""

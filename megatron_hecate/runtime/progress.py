@@ -318,6 +318,7 @@ def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
             return
         _running.abandon()
     vars(here).update(vars(Position()))
+    under_way.forget()
     patience = lambda: min(timeout, job_timeout() / 2)  # noqa: E731
     settings: dict[str, Any] = dict(timeout=patience, is_over=lambda: attempt.is_over)
     first = groups[0][0] if groups else -1

@@ -19,7 +19,7 @@ from one_layer import Reference, allocate, copies
 from ranks import ranks
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron_hecate.comm import connect, nccl
+from megatron_hecate.comm import connect, nccl, under_way
 from megatron_hecate.comm.nvlink import selftest
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import TransferPlan
@@ -152,3 +152,12 @@ def test_a_line_says_what_was_expected_before_the_watchdog_kills() -> None:
     layer.fetch(TransferPlan(0, copies("one to all")), Reference(0, torch.bfloat16)).wait()
     assert time.monotonic() - start < patience / 2, "nothing is raised, and the host does not wait"
     time.sleep(3 * patience)  # as in a synchronization with the GPU
+
+
+@ranks(1)
+def test_works_of_an_abandoned_attempt_are_not_told() -> None:
+    """They never end. Oracle: what is under way in the attempt after it."""
+    under_way.note([_NeverEnds()], "layer 1: spAG")
+    progress.watch([[0]], timeout=600.0)
+    under_way.note([_NeverEnds()], "layer 2: spRS")
+    assert under_way.describe() == "Under way on this rank: layer 2: spRS (for 0 s)"
