@@ -22,7 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import sass  # noqa: E402
 from rows import Table  # noqa: E402
 
-from megatron_hecate.comm.nvlink.launch import BLOCKS, THREADS  # noqa: E402
+from megatron_hecate.comm.nvlink.launch import THREADS  # noqa: E402
 from megatron_hecate.device import compile as kernels  # noqa: E402
 
 ARCHITECTURES: tuple[tuple[int, int], ...] = ((8, 0), (9, 0), (10, 0))
@@ -62,7 +62,7 @@ def report(compiler: str, capability: tuple[int, int], folder: Path) -> None:
     code = sass.disassemble(file)
     for name, (registers, spilled) in sorted(sass.registers_and_stack(file).items()):
         loads = [each.under_way for each in sass.unrolled(code[name])] if name in MOVE else []
-        sizes = [count * sass.VECTOR * THREADS * BLOCKS >> 10 for count in loads]
+        sizes = [count * sass.VECTOR * THREADS >> 10 for count in loads]
         loads_text, sizes_text = (f"{min(numbers)} to {max(numbers)}" if numbers else "" for numbers in (loads, sizes))
         KERNELS.add(
             **about,
@@ -71,7 +71,7 @@ def report(compiler: str, capability: tuple[int, int], folder: Path) -> None:
             bytes_spilled=spilled,
             instructions=len(sass.instructions(code[name])),
             loads_of_16_bytes_under_way=loads_text,
-            **{f"KiB under way, {BLOCKS} blocks of {THREADS} threads": sizes_text},
+            **{f"KiB under way of a block of {THREADS} threads": sizes_text},
         )
 
 

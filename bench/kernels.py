@@ -34,15 +34,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from gpu_clock import Clock, Time, name_of, sets_beyond_cache  # noqa: E402
 from rows import Table  # noqa: E402
 
-from megatron_hecate.comm.nvlink.launch import BLOCKS, TransferKernels  # noqa: E402
+from megatron_hecate.comm.nvlink.launch import LINK_RATES, TransferKernels  # noqa: E402
 from megatron_hecate.comm.nvlink.program import FAILURE, Program, Signals  # noqa: E402
 from megatron_hecate.comm.nvlink.schedule import Place, Pull, Schedule  # noqa: E402
 
 EXPERTS = {"Mixtral-8x7B": 3 * 4096 * 14336, "DeepSeek-V3": 3 * 7168 * 2048, "Qwen3-30B-A3B": 3 * 2048 * 768}
 ENGINES: int = 0  # in place of a number of blocks
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 132)
+OURS = {"spAG": 16, "spRS": 32}  # blocks that a transfer has on an H100
 SOURCES: int = 3  # gradients in a sum
-NVLINK: float = 450e9  # bytes per second one way, of NVLink 4 (H100 datasheet)
+NVLINK: float = LINK_RATES[9]  # bytes per second one way, of NVLink 4 (H100 datasheet)
 SHARES = {"spAG": 0.90, "spRS": 0.85}  # of the own copy's rate, with every multiprocessor
 ITEMSIZE = {"spAG": 2, "spRS": 4}
 GEMM: int = 8192
@@ -152,9 +153,9 @@ def _judge(found: dict[tuple[str, str, int], tuple[float, float, float]]) -> Non
     """Print the verdicts on payload per second, and the share of the own copy's rate, of each measurement."""
     table = Table("verdicts")
     for (expert, what, blocks), (payload, share, wanted) in found.items():
-        if blocks == BLOCKS:
+        if blocks == OURS[what]:
             reached = payload >= NVLINK
-            text = f"{BLOCKS} blocks move {payload / 1e9:.0f} GB/s of payload, NVLink carries {NVLINK / 1e9:.0f}"
+            text = f"{blocks} blocks move {payload / 1e9:.0f} GB/s of payload, NVLink carries {NVLINK / 1e9:.0f}"
         elif blocks == COUNTS[-1]:
             reached = share >= wanted
             text = f"{COUNTS[-1]} blocks read and write at {share:.0%} of the own copy's rate, wanted {wanted:.0%}"

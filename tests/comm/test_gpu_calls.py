@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megatron_hecate.comm.nvlink import peers, program
-from megatron_hecate.comm.nvlink.launch import TransferKernels
+from megatron_hecate.comm.nvlink.launch import UNDER_WAY, TransferKernels
 from megatron_hecate.device import launch
 from megatron_hecate.device.driver import DriverError
 
@@ -69,7 +69,7 @@ def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_function", lambda library, name: 0x20)
     items = np.zeros(2, program.COPY)
     items["dst"], items["src"], items["bytes"] = (0x1000, 0x2000), (0x3000, 0x4000), 16
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(multi_processor_count=132))
+    _gpu_of(monkeypatch, (9, 0), 132)
     kernels, at = TransferKernels(torch.device("cuda", 0)), torch.zeros(16, dtype=torch.uint8)
     three = types.SimpleNamespace(ranks=3)
     for call in (
@@ -82,30 +82,53 @@ def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not TransferKernels.can_batch_copies()
 
 
-@pytest.mark.parametrize(
-    ("multiprocessors", "blocks"),
-    [(132, 16), (108, 16), (32, 16), (16, 8), (8, 4), (7, None), (1, None)],
-    ids=["H100", "A100", "2g of an H100", "1g of an H100", "6 % by MPS", "5 % by MPS", "one"],
-)
-def test_all_blocks_of_a_transfer_run_at_once(
-    monkeypatch: pytest.MonkeyPatch, multiprocessors: int, blocks: int | None
-) -> None:
-    """On whole GPUs and parts of one. A block takes a multiprocessor; half of them are left for what peers wait for."""
+def _gpu_of(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], multiprocessors: int) -> None:
     properties = types.SimpleNamespace(multi_processor_count=multiprocessors)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+
+
+@pytest.mark.parametrize(
+    ("capability", "multiprocessors", "copies", "sums"),
+    [
+        pytest.param((9, 0), 132, 16, 32, id="H100"),
+        pytest.param((8, 0), 108, 11, 22, id="A100"),
+        pytest.param((10, 0), 148, 32, 64, id="B200"),
+        pytest.param((9, 0), 32, 16, 16, id="2g of an H100"),
+        pytest.param((9, 0), 16, 8, 8, id="1g of an H100"),
+        pytest.param((9, 0), 8, 4, 4, id="6 % by MPS"),
+        pytest.param((9, 0), 7, None, None, id="5 % by MPS"),
+        pytest.param((9, 0), 1, None, None, id="one"),
+    ],
+)
+def test_blocks_fill_the_link_and_run_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+    capability: tuple[int, int],
+    multiprocessors: int,
+    copies: int | None,
+    sums: int | None,
+) -> None:
+    """On whole GPUs and parts of one: half of the multiprocessors are left for what peers wait for. Where there are
+    enough, as many bytes are asked for as NVLink carries in 2 us: 300, 450, 900 GB/s."""
+    _gpu_of(monkeypatch, capability, multiprocessors)
     monkeypatch.setattr(launch, "_load_for_gpu", lambda device: 0x30)
-    if blocks is None:
+    if copies is None:
         found = f"needs 8 multiprocessors of a GPU, this process has {multiprocessors} .*MIG.*MPS.*or use p2p"
         with pytest.raises(RuntimeError, match=found):
             TransferKernels(torch.device("cuda"))
-    else:
-        assert TransferKernels(torch.device("cuda")).blocks == blocks <= multiprocessors / 2
+        return
+    blocks = TransferKernels(torch.device("cuda")).blocks
+    assert blocks == {"fssdp_gather": copies, "fssdp_reduce": sums}
+    assert max(blocks.values()) <= multiprocessors / 2
+    if multiprocessors > 100:
+        carried = {8: 300e9, 9: 450e9, 10: 900e9}[capability[0]] * 2e-6
+        assert all(count * UNDER_WAY[name] >= carried for name, count in blocks.items())
 
 
 def test_the_peers_meet_before_many_blocks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches of a transfer, in order: blocks and threads of each. 72 ranks are an NVL72."""
     launched = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(multi_processor_count=132))
+    _gpu_of(monkeypatch, (9, 0), 132)
     monkeypatch.setattr(launch, "_load_for_gpu", lambda device: 0x30)
     kernels, at = TransferKernels(torch.device("cuda")), torch.zeros(16, dtype=torch.uint8)
     monkeypatch.setattr(kernels, "_upload", lambda *_: None)
@@ -113,6 +136,6 @@ def test_the_peers_meet_before_many_blocks_start(monkeypatch: pytest.MonkeyPatch
     for ranks in (2, 72):
         kernels.run("fssdp_reduce", types.SimpleNamespace(ranks=ranks), at)
     assert launched == [
-        *(("fssdp_synchronize", 1, 32), ("fssdp_reduce", 16, 256)),
-        *(("fssdp_synchronize", 1, 96), ("fssdp_reduce", 16, 256)),
+        *(("fssdp_synchronize", 1, 32), ("fssdp_reduce", 32, 256)),
+        *(("fssdp_synchronize", 1, 96), ("fssdp_reduce", 32, 256)),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -13,7 +14,11 @@ from megatron_hecate.comm.nvlink.program import TRANSFER, Program
 from megatron_hecate.device import driver
 from megatron_hecate.device.launch import Kernels
 
-BLOCKS: int = 16  # thread blocks of a transfer on a GPU, at most: about one in eight multiprocessors of an H100
+# Bytes per second that NVLink carries one way, by a GPU's major compute capability: A100, H100, B200.
+LINK_RATES: dict[int, float] = {8: 300e9, 9: 450e9, 10: 900e9}
+ROUND_TRIP: float = 2.3e-6  # seconds until bytes of a peer come, while the link is busy
+# Bytes of peers that a thread block asks for before it waits, by kernel: `IN_FLIGHT` in kernels/transfer.cuh.
+UNDER_WAY: dict[str, int] = {"fssdp_gather": 64 << 10, "fssdp_reduce": 32 << 10}
 THREADS: int = 256  # of a block: `Wide` in kernels/device.cu
 WARP: int = 32
 FEWEST: int = 8  # multiprocessors of a GPU
@@ -31,7 +36,7 @@ class TransferKernels(Kernels):
         if not self.on_gpu:
             size = self.function("fssdp_size_of_transfer")()
             assert size == TRANSFER.itemsize, f"a transfer has {size} bytes there, {TRANSFER.itemsize} here"
-        self.blocks = _blocks(torch.cuda.get_device_properties(device).multi_processor_count) if self.on_gpu else 1
+        self.blocks = _blocks_on(device) if self.on_gpu else dict.fromkeys(UNDER_WAY, 1)
 
     def run(self, name: str, program: Program, at: Tensor, *, met: Callable[[], None] = lambda: None) -> None:
         """All steps of a transfer, by the kernel ``name``, once its peers are here: one small block waits for them.
@@ -67,7 +72,7 @@ class TransferKernels(Kernels):
     def run_at(self, name: str, at: Tensor, *, blocks: int | None = None) -> None:
         """Run the program that lies in ``at`` by the kernel ``name``. Its peers must be here."""
         further = () if self.on_gpu else (ctypes.c_uint(1), ctypes.c_uint(1))  # one block of one thread
-        self.launch(name, ctypes.c_void_p(at.data_ptr()), *further, blocks=blocks or self.blocks, threads=THREADS)
+        self.launch(name, ctypes.c_void_p(at.data_ptr()), *further, blocks=blocks or self.blocks[name], threads=THREADS)
 
     def _synchronize(self, program: Program, at: Tensor, finished: int) -> None:
         """Tell the peers that so many steps are finished, and wait until theirs are: a thread for each of them."""
@@ -117,15 +122,19 @@ class TransferKernels(Kernels):
             at.numpy()[:size] = program.data
 
 
-def _blocks(multiprocessors: int) -> int:
-    """Thread blocks of a transfer on a GPU of which this process has so many ``multiprocessors``.
+def _blocks_on(device: torch.device) -> dict[str, int]:
+    """Thread blocks of a transfer on a GPU, by kernel: as many as ask for the bytes that are on their way while the
+    link is busy.
 
     They wait for peers between steps, so all must run at once, and beside whatever those peers wait for: each takes a
-    multiprocessor, and all of them at most every second.
+    multiprocessor at most, and all of them at most every second of those that this process has.
     """
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     if multiprocessors < FEWEST:
         raise RuntimeError(
             f"transport nvlink needs {FEWEST} multiprocessors of a GPU, this process has {multiprocessors} (a slice by "
             "MIG, or a share by MPS); make it larger, or use p2p"
         )
-    return min(BLOCKS, multiprocessors // 2)
+    major, _ = torch.cuda.get_device_capability(device)
+    rate = LINK_RATES.get(major, max(LINK_RATES.values()))
+    return {name: min(math.ceil(rate * ROUND_TRIP / size), multiprocessors // 2) for name, size in UNDER_WAY.items()}
