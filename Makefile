@@ -7,13 +7,15 @@
 # make lint       lint, types and budgets alone
 # make bench      step time, stock against FSSDP, skewed and balanced
 # make balance    what every planner leaves, on recorded loads, and how long planning takes
-# make gpu        on a machine with a GPU: check and time everything, write docs/gpu-results.md; 25 minutes at most
-# make gpu-bundle  what `make gpu` needs where there is no internet, in build/gpu-bundle
+# make gpu        on a machine with a GPU: check and time everything, results in build/gpu; 24 minutes at most
+# make gpu-bundle  what `make gpu` needs where there is no internet, in build/gpu-bundle; with IMAGE=LIST, what a machine
+#                  lacks that has the packages in the file LIST
 # make format     format the code
 # Each sets up what it needs in .venv; nothing else is to be installed.
 
 DATA ?=
 OUT ?= demo-out
+IMAGE ?=
 BIN = .venv/bin
 OLDEST = tests/training/test_parity.py tests/training/test_flex.py tests/training/test_checkpoint.py tests/adapter/test_experts.py tests/test_hook.py \
     tests/adapter/test_classification.py tests/adapter/test_owners.py tests/training/test_rehoming.py tests/training/test_moved_checkpoint.py
@@ -77,7 +79,7 @@ gpu:
 	$(firstword $(wildcard $(BIN)/python) python3) bench/gpu.py
 
 gpu-bundle: .venv
-	$(BIN)/python bench/gpu_bundle.py
+	$(BIN)/python bench/gpu_bundle.py $(if $(IMAGE),--for-image "$(IMAGE)")
 
 format: .venv
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

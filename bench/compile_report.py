@@ -1,14 +1,15 @@
-"""What the compilers make of the kernels, for every architecture: seconds, registers, spills, and loads of 16 bytes.
+"""What the compilers make of the kernels, for every architecture: seconds, registers, spills, size, loads of 16 bytes.
 
-    python bench/compile_report.py
+    python bench/compile_report.py [--here]
 
-Needs no GPU: `sass` looks it up in the cubins. Loads are those of one thread, in the unrolled rounds of a kernel: how
-many are under way when the first of them is waited for, at least and at most. From that follow the bytes that the
-blocks of a transfer have under way.
+Needs no GPU: `sass` looks it up in the cubins. ``--here``: of the GPU in this machine alone, by NVRTC alone. Loads are
+those of one thread, in the unrolled rounds of a kernel: how many are under way when the first of them is waited for, at
+least and at most. From that follow the bytes that the blocks of a transfer have under way.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -19,38 +20,59 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import sass  # noqa: E402
+from rows import Table  # noqa: E402
 
-from megatron_hecate.comm.nvlink.launch import BLOCKS, THREADS  # noqa: E402
+from megatron_hecate.comm.nvlink.launch import THREADS  # noqa: E402
 from megatron_hecate.device import compile as kernels  # noqa: E402
 
 ARCHITECTURES: tuple[tuple[int, int], ...] = ((8, 0), (9, 0), (10, 0))
+COMPILERS = ("nvrtc", "nvcc")
 MOVE = ("fssdp_gather", "fssdp_reduce")
+KERNELS, FAILURES = Table("compiled kernels"), Table("not compiled")
 
 
 def main() -> None:
     """Print a row per architecture, compiler and kernel."""
-    heads = ["architecture", "compiler", "seconds", "kernel", "registers", "bytes spilled", "16-byte loads under way"]
-    heads.append(f"KiB under way, {BLOCKS} blocks of {THREADS} threads")
-    print(f"| {' | '.join(heads)} |\n|{'---|' * len(heads)}")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--here", action="store_true", help="of this machine's GPU alone")
+    compilers, architectures = COMPILERS, ARCHITECTURES
+    if parser.parse_args().here:
+        import torch
+
+        compilers, architectures = COMPILERS[:1], (torch.cuda.get_device_capability(0),)
     with tempfile.TemporaryDirectory() as folder:
         os.environ[kernels.CACHE] = folder  # so that it compiles now
-        for compiler in ("nvrtc", "nvcc"):
-            for major, minor in ARCHITECTURES:
-                start = time.perf_counter()
-                try:
-                    cubin = kernels.cubin((major, minor), compiler=compiler)
-                except kernels.CompileError as error:
-                    print(f"| sm_{major}{minor} | {compiler} | {error} |{' |' * (len(heads) - 3)}")
-                    continue
-                head = f"sm_{major}{minor} | {compiler} | {time.perf_counter() - start:.2f}"
-                file = Path(folder) / "kernels.cubin"
-                file.write_bytes(cubin)
-                code = sass.disassemble(file)
-                for name, (registers, spilled) in sorted(sass.registers_and_stack(file).items()):
-                    loads = [each.under_way for each in sass.unrolled(code[name])] if name in MOVE else []
-                    sizes = [count * sass.VECTOR * THREADS * BLOCKS >> 10 for count in loads]
-                    cells = (f"{min(numbers)} to {max(numbers)}" if numbers else "" for numbers in (loads, sizes))
-                    print(f"| {head} | {name} | {registers} | {spilled} | {' | '.join(cells)} |")
+        for compiler in compilers:
+            for capability in architectures:
+                report(compiler, capability, Path(folder))
+
+
+def report(compiler: str, capability: tuple[int, int], folder: Path) -> None:
+    """Print what one compiler makes for one architecture."""
+    about = {"architecture": f"sm_{capability[0]}{capability[1]}", "compiler": compiler}
+    start = time.perf_counter()
+    try:
+        cubin = kernels.cubin(capability, compiler=compiler)
+    except kernels.CompileError as error:
+        FAILURES.add(**about, why=str(error))
+        return
+    about["seconds"] = f"{time.perf_counter() - start:.2f}"
+    file = folder / "kernels.cubin"
+    file.write_bytes(cubin)
+    code = sass.disassemble(file)
+    for name, (registers, spilled) in sorted(sass.registers_and_stack(file).items()):
+        loads = [each.under_way for each in sass.unrolled(code[name])] if name in MOVE else []
+        sizes = [count * sass.VECTOR * THREADS >> 10 for count in loads]
+        loads_text, sizes_text = (f"{min(numbers)} to {max(numbers)}" if numbers else "" for numbers in (loads, sizes))
+        KERNELS.add(
+            **about,
+            kernel=name,
+            registers=registers,
+            bytes_spilled=spilled,
+            instructions=len(sass.instructions(code[name])),
+            loads_of_16_bytes_under_way=loads_text,
+            **{f"KiB under way of a block of {THREADS} threads": sizes_text},
+        )
 
 
 if __name__ == "__main__":

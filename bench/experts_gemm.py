@@ -10,10 +10,17 @@ Megatron, against that rank after its hottest expert's tokens were split: it has
 from __future__ import annotations
 
 import argparse
-import statistics
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+from gpu_clock import Clock  # noqa: E402
+from rows import Table  # noqa: E402
 
 LAYERS = {"DeepSeek-V3": (7168, 2048, 4), "Qwen3-30B-A3B": (2048, 768, 4), "Mixtral-8x7B": (4096, 14336, 1)}  # homes
 REPLICAS: int = 2
@@ -36,19 +43,11 @@ class Experts:
         gate, up = self.first(inputs, splits).chunk(2, dim=-1)
         self.second(torch.nn.functional.silu(gate) * up, splits).sum().backward()
 
-    def milliseconds(self, splits: list[int], calls: int) -> float:
+    def milliseconds(self, splits: list[int], clock: Clock) -> float:
         """Median time of a forward and backward with so many tokens for each expert."""
         assert len(splits) == self.num
         inputs = torch.randn(sum(splits), self.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        times = []
-        for _ in range(calls + 3):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            self.run(inputs, splits)
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-        return statistics.median(times[3:])
+        return clock.time(lambda: self.run(inputs, splits)).seconds * 1e3
 
 
 def evenly(tokens: int, num: int) -> list[int]:
@@ -67,19 +66,20 @@ def main() -> None:
     import transformer_engine
 
     print(f"{torch.cuda.get_device_name()}, TransformerEngine {transformer_engine.__version__}, bf16; milliseconds\n")
-    print("| layer, homes of a rank | tokens | stock | same tokens, with replicas | hot rank, stock | with replicas |")
-    print("|---|---|---|---|---|---|")
+    clock, table = Clock(torch.device("cuda"), calls=options.calls), Table("grouped GEMM, milliseconds")
     for name, (hidden, ffn, homes) in LAYERS.items():
         stock, ours = Experts(homes, hidden, ffn), Experts(homes + REPLICAS, hidden, ffn)
         hot = evenly(TOKENS // 2, homes - 1) if homes > 1 else []
         hot = [int(SKEW * TOKENS) - sum(hot), *hot]
-        times = (
-            stock.milliseconds(evenly(TOKENS, homes), options.calls),
-            ours.milliseconds(evenly(TOKENS, homes + REPLICAS), options.calls),
-            stock.milliseconds(hot, options.calls),
-            ours.milliseconds(evenly(TOKENS, homes + REPLICAS), options.calls),
+        table.add(
+            layer=name,
+            homes=homes,
+            tokens=TOKENS,
+            stock=stock.milliseconds(evenly(TOKENS, homes), clock),
+            same_tokens_with_replicas=ours.milliseconds(evenly(TOKENS, homes + REPLICAS), clock),
+            hot_rank_stock=stock.milliseconds(hot, clock),
+            hot_rank_with_replicas=ours.milliseconds(evenly(TOKENS, homes + REPLICAS), clock),
         )
-        print(f"| {name}, {homes} | {TOKENS} | {' | '.join(f'{time:.2f}' for time in times)} |", flush=True)
         del stock, ours
 
 

@@ -1,32 +1,52 @@
-"""Everything that only a GPU can show, one part after the other, and a page that says how each of them ended.
+"""What only a GPU can show, in parts, most valuable first, each in its own time; results are on disk as they come.
 
-    make gpu        or  python bench/gpu.py [--minutes 25] [--out docs/gpu-results.md]
+    python bench/gpu.py --parts 1 --minutes 6 --out build/gpu     or  make gpu, which runs all
+    python bench/gpu.py --parts routing,rates --minutes 3 --out build/gpu
+    python bench/gpu.py --list
 
-It needs one GPU, and nothing from the internet. Each part is a process of its own with a time limit of its own. A part
-that fails, or is stopped, is on the page as such, with the end of what it said, and the others go on. Exits with 0 when
-all parts passed that could run, with 1 when one did not, and with 2, having done nothing, where there is no GPU.
+It needs one GPU, and nothing from the internet. Parts are named, or numbered by the command of docs/gpu.md that they
+belong to. Each is a process of its own, which is stopped after its time. The folder gets
+
+| file | what |
+|---|---|
+| rows.jsonl | every result, appended and brought to the disk when it is there |
+| page.md | the page of these rows, written anew after each |
+| log.txt | all that the parts print |
+
+so nothing is lost when this process is killed. A later call with the same folder goes on in these files. Exits with 0
+when all parts passed that could run, with 1 when one did not, and with 2, having done nothing, where there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
-import datetime
 import importlib.util
+import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHOWN = 60  # lines of a part's output, where it prints no tables
+sys.path[:0] = [str(ROOT / "bench")]
+
+import gpu_page  # noqa: E402
+import rows  # noqa: E402
+
+SHOWN: int = 60  # lines of a part's output on the page, where it did not pass
+POLL: float = 0.5  # seconds between two looks at the rows
+PATH = os.pathsep.join([os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"])
+SITE = ROOT / "build" / "gpu-site"  # where `gpu_bundle.py --install` puts packages that the machine lacks (its SITE)
+DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,12 +54,13 @@ class Part:
     """One thing to run.
 
     Args:
-        name: its heading.
+        name: by which it is selected.
         shows: what it is for.
-        command: "python" is the running one.
+        command: "python" is the running one, and "{tiny}" the flag for tiny sizes where those are asked for.
         seconds: after which it is stopped.
         says: regular expression that is found in the output of a run that did what it was to do.
-        needs: modules without which it is left out.
+        needs: modules or programs without which it is left out; "a or b": any of them.
+        statuses: exit statuses of a run that did what it was to do.
     """
 
     name: str
@@ -48,69 +69,116 @@ class Part:
     seconds: float
     says: str = ""
     needs: tuple[str, ...] = ()
+    statuses: tuple[int, ...] = (0,)
 
 
-PARTS: tuple[Part, ...] = (
-    Part(
-        "Check",
-        "what is here, and that the kernels compile for it",
-        "python -m megatron_hecate --check",
-        60,
-        "GPUs: compiled for sm_",
+VIRTUAL = "python -m pytest -q tests/comm/test_virtual_ranks.py -k"
+COMMANDS: dict[str, tuple[Part, ...]] = {
+    "1": (
+        Part(
+            "check",
+            "what is here, and that the kernels compile for it",
+            "python -m megatron_hecate --check",
+            60,
+            "GPUs: compiled for sm_",
+            statuses=(0, 1),  # 1: no Megatron, which only the demo needs
+        ),
+        Part(
+            "values",
+            "transfers at random placements are bitwise right, ranks of one launch",
+            f"{VIRTUAL} 'random_placements and cuda'",
+            45,
+            r"4 passed",
+        ),
+        Part(
+            "routing",
+            "count, quotas, rerouting, its backward: microseconds and values, one and two slots, 8 to 64 ranks",
+            "python bench/routing.py {tiny}",
+            80,
+            r"every value is as on the host",
+        ),
+        Part(
+            "rates",
+            "rates of fetches and returns, 1 to 132 blocks and copy engines, against NVLink and the GPU's own copy",
+            "python bench/kernels.py --parts rates {tiny}",
+            75,
+            r"verdicts are made",
+        ),
+        Part(
+            "report",
+            "registers, spills, size and wide accesses of the compiled kernels",
+            "python bench/compile_report.py --here",
+            40,
+            "fssdp_gather",
+            ("triton or cuobjdump",),
+        ),
+        Part(
+            "counters",
+            "hardware counters of the quotas and of sums",
+            "python bench/counters.py",
+            60,
+            r"fssdp_reduce|cannot profile here",
+            ("ncu",),
+        ),
     ),
-    Part(
-        "Values",
-        "transfers are bitwise right, ranks of one launch",
-        "python -m pytest -q tests/comm/test_virtual_ranks.py -k cuda",
-        240,
-        r"\d+ passed",
+    "2": (
+        Part(
+            "sizes",
+            "transfers of experts of real size are bitwise right: Mixtral-8x7B, DeepSeek-V3, Qwen3-30B-A3B",
+            f"{VIRTUAL} 'real_size and cuda'",
+            150,
+            r"6 passed",
+        ),
+        Part(
+            "overlap",
+            "how much longer GEMMs take beside copies",
+            "python bench/kernels.py --parts overlap {tiny}",
+            90,
+            r"copies lasted as long as the GEMMs",
+        ),
+        Part(
+            "step",
+            "a MoE layer forward and backward with and without replicas, eager and in a graph, and the host's time",
+            "python bench/step.py {tiny}",
+            240,
+            r"values with replicas are those without",
+        ),
+        Part(
+            "gemm",
+            "TransformerEngine's grouped GEMM with replicas against the same tokens without",
+            "python bench/experts_gemm.py",
+            60,
+            r"Mixtral",
+            ("transformer_engine", "transformer_engine_torch"),
+        ),
     ),
-    Part(
-        "Processes on one GPU",
-        "symmetric memory and streams between processes; a peer that does not come; compute-sanitizer where it is",
-        "python -m pytest -q tests/comm/test_on_gpu.py",
-        300,
-        r"\d+ passed",
+    "3": (
+        Part(
+            "processes",
+            "symmetric memory and streams between processes on one GPU; a peer that does not come is named",
+            "python -m pytest -q tests/comm/test_on_gpu.py -k 'not out_of_bounds'",
+            180,
+            r"3 passed",
+        ),
+        Part(
+            "demo",
+            "stock Megatron and our layers train the same model (one rank has no peer, so no replicas)",
+            "python examples/demo.py --gpus 1 --steps 20 --data tests --out build/gpu-demo",
+            180,
+            "FSSDP trained the same model",
+            ("megatron",),
+        ),
+        Part(
+            "sanitizer",
+            "no access is out of bounds",
+            "python -m pytest -q tests/comm/test_on_gpu.py -k out_of_bounds",
+            170,
+            r"1 passed",
+            ("compute-sanitizer",),
+        ),
     ),
-    Part(
-        "Kernels",
-        "rates of fetches and returns against the GPU's own copy, and how much longer GEMMs take beside them",
-        "python bench/kernels.py",
-        300,
-        r"they take longer by",
-    ),
-    Part(
-        "Routing",
-        "quotas and rerouting, against UltraEP's 0.11 ms; and in a CUDA graph",
-        "python bench/routing.py",
-        120,
-        r"\| 1,024 ranks",
-    ),
-    Part(
-        "Grouped GEMM",
-        "TransformerEngine's grouped GEMM with replicas against the same tokens without",
-        "python bench/experts_gemm.py",
-        120,
-        r"\| Mixtral",
-        ("transformer_engine", "transformer_engine_torch"),
-    ),
-    Part(
-        "Demo",
-        "stock Megatron and our layers train the same model (one rank has no peer, so no replicas)",
-        "python examples/demo.py --gpus 1 --steps 20 --out build/gpu-demo",
-        240,
-        "FSSDP trained the same model",
-        ("megatron",),
-    ),
-    Part(
-        "Compiled kernels",
-        "registers, spills and wide accesses",
-        "python bench/compile_report.py",
-        90,
-        "fssdp_gather",
-        ("triton",),
-    ),
-)
+}
+MINUTES = {"1": 6.0, "2": 9.0, "3": 9.0}  # of each command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,128 +193,166 @@ class Ended:
 
     @property
     def is_failure(self) -> bool:
-        return self.how in ("failed", "stopped", "not run")
+        return self.how not in gpu_page.PASSED
+
+    def write(self, folder: Folder) -> None:
+        """Append it to the rows, with the end of the output where it did not pass; the page shows it."""
+        said = self.output.replace("\r", "\n").splitlines()[-SHOWN:] if self.is_failure else []
+        about = {"part": self.part.name, "shows": self.part.shows, "command": self.part.command}
+        ended = {"ended": self.how, "why": self.why, "seconds": round(self.seconds, 1), "said": said}
+        rows.write({**about, **ended}, file=folder.rows)
+        folder.refresh()
 
 
-def run(part: Part, *, seconds: float) -> Ended:
+class Folder:
+    """Where results go.
+
+    Args:
+        path: made if need be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.rows, self.log, self._page = path / "rows.jsonl", path / "log.txt", path / "page.md"
+        self._size = -1
+
+    def refresh(self) -> None:
+        """Write the page anew if a row has come; whoever reads it sees the old one or the new."""
+        size = self.rows.stat().st_size if self.rows.exists() else 0
+        if size != self._size:
+            draft = self._page.with_suffix(".new")
+            draft.write_text(gpu_page.page(rows.read(self.rows)))
+            draft.replace(self._page)
+            self._size = size
+
+
+def run(part: Part, folder: Folder, *, seconds: float, tiny: bool = False) -> Ended:
     """Run ``part`` for as long as it may, at most ``seconds``; what it started is killed with it."""
-    missing = [name for name in part.needs if importlib.util.find_spec(name) is None]
+    missing = [need for need in part.needs if not any(_is_here(name) for name in need.split(" or "))]
     if missing:
         return Ended(part, "left out", f"{' and '.join(missing)} not installed")
     limit = min(part.seconds, seconds)
     if limit <= 0:
         return Ended(part, "not run", "the time for all parts was used up")
-    words = [sys.executable if word == "python" else word for word in shlex.split(part.command)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    Ended(part, "running", "when this page was written").write(folder)
+    command = part.command.replace("{tiny}", "--tiny" if tiny else "")
+    words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+    packages = os.pathsep.join(filter(None, [str(ROOT), str(SITE), os.environ.get("PYTHONPATH", "")]))
+    environment = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    environment |= {"PATH": PATH, rows.FILE: str(folder.rows), rows.PART: part.name}
     began = time.monotonic()
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
-        try:
-            process = subprocess.Popen(
-                words, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, env=environment, start_new_session=True
-            )
-        except OSError as error:
-            return Ended(part, "failed", str(error))
-        try:
-            status = process.wait(limit)
-            how, why = ("passed", "") if status == 0 else ("failed", f"exit status {status}")
-        except subprocess.TimeoutExpired:
-            how, why = "stopped", f"after {limit:.0f} s"
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        said.seek(0)
-        output = said.read()
+    with folder.log.open("a+b") as log:
+        log.write(f"\n=== {part.name}: {command}\n".encode())
+        log.flush()
+        at = log.tell()
+        how, why = _wait(words, environment, folder, limit=limit, log=log.fileno(), statuses=part.statuses)
+        log.seek(at)
+        output = log.read().decode(errors="replace")
     if how == "passed" and not re.search(part.says, output):
         how, why = "failed", f"it ended well, but did not say {part.says!r}"
     return Ended(part, how, why, time.monotonic() - began, output)
 
 
-def run_all(parts: Sequence[Part], *, minutes: float, out: Path, machine: Sequence[str]) -> list[Ended]:
-    """Run all ``parts`` within ``minutes``; the page ``out`` is written anew after each."""
+def _wait(
+    words: Sequence[str],
+    environment: dict[str, str],
+    folder: Folder,
+    *,
+    limit: float,
+    log: int,
+    statuses: Sequence[int],
+) -> tuple[str, str]:
+    """How the process of ``words`` ended, and why."""
+    end = time.monotonic() + limit
+    try:  # a process group of its own, so that all of it can be killed; in this session, so that it ends with that
+        process = subprocess.Popen(
+            words, stdout=log, stderr=log, cwd=ROOT, env=environment, process_group=0, preexec_fn=_die_with_parent
+        )
+    except OSError as error:
+        return "failed", str(error)
+    try:
+        while (status := process.poll()) is None:
+            if time.monotonic() >= end:
+                return "stopped", f"after {limit:.0f} s"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(min(POLL, max(0.0, end - time.monotonic())))
+            folder.refresh()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return ("passed", "") if status in statuses else ("failed", f"exit status {status}")
+
+
+def _die_with_parent() -> None:
+    """In the child: a killed benchmark leaves nobody behind who goes on to use the GPU."""
+    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
+
+
+def _is_here(name: str) -> bool:
+    """Whether a module or a program of that name is."""
+    sys.path.append(str(SITE))
+    try:
+        return importlib.util.find_spec(name) is not None or shutil.which(name, path=PATH) is not None
+    finally:
+        sys.path.remove(str(SITE))
+
+
+def run_all(parts: Sequence[Part], folder: Folder, *, minutes: float, tiny: bool = False) -> list[Ended]:
+    """Run all ``parts`` within ``minutes``, and keep what comes in ``folder``."""
     end, ended = time.monotonic() + 60 * minutes, []
     for part in parts:
+        Ended(part, "not run", "this page was written before its turn").write(folder)
+    for part in parts:
         print(f"{part.name}: {part.command}", flush=True)
-        ended.append(run(part, seconds=end - time.monotonic()))
+        ended.append(run(part, folder, seconds=end - time.monotonic(), tiny=tiny))
+        ended[-1].write(folder)
         print(f"  {ended[-1].how} {ended[-1].why} ({ended[-1].seconds:.0f} s)", flush=True)
-        to_come = [Ended(other, "not run", "this page was written before its turn") for other in parts[len(ended) :]]
-        out.write_text(page([*ended, *to_come], machine))
     return ended
 
 
-def page(ended: Sequence[Ended], machine: Sequence[str]) -> str:
-    """The page of results."""
-    failed = sum(one.is_failure for one in ended)
-    lines = [
-        "# Results on a GPU",
-        "",
-        "Written by `make gpu`; do not edit it by hand.",
-        "",
-        *(f"- {x}" for x in machine),
-    ]
-    lines += ["", f"{len(ended)} parts, of which {failed} failed, were stopped or were not run." if failed else ""]
-    lines += ["", "| part | ended | seconds | what it shows |", "|---|---|---|---|"]
-    for one in ended:
-        how = f"**{one.how}**" if one.is_failure else one.how
-        lines.append(f"| {one.part.name} | {' '.join((how, one.why)).strip()} | {one.seconds:.0f} | {one.part.shows} |")
-    for one in ended:
-        if one.output or one.is_failure:
-            lines += ["", f"## {one.part.name}: {one.how}", "", f"`{one.part.command}`", "", *_shown(one)]
-    return "\n".join(lines).rstrip() + "\n"
+def chosen(names: str) -> tuple[Part, ...]:
+    """The parts named in ``names``, in its order: names, and numbers of commands, with commas between.
 
-
-def _shown(one: Ended) -> list[str]:
-    """The tables that a part printed, as such; the end of the output of one that printed none, or did not pass."""
-    said = one.output.replace("\r", "\n").splitlines()
-    tables = [line if line.startswith("|") else "" for line in said]
-    if one.how == "passed" and any(tables):
-        return [line for at, line in enumerate(tables) if line or (at and tables[at - 1])]
-    return ["```", *(line.replace("```", "'''") for line in said[-SHOWN:]), "```"]
-
-
-def machine() -> list[str]:
-    """What the numbers are of."""
-    import torch
-
-    properties = torch.cuda.get_device_properties(0)
-    memory = f"{properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} multiprocessors"
-    asked = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit,mig.mode.current", "--format=csv,noheader"]
-    date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
-    return [
-        f"GPU: {properties.name}, {memory}, {torch.cuda.device_count()} of them here, one is used",
-        f"nvidia-smi (name, driver, power limit, MIG): {_said(asked) or 'cannot be run'}",
-        f"torch {torch.__version__}, CUDA {torch.version.cuda}, Python {sys.version.split()[0]}",
-        f"commit {_commit()}",
-        f"command: {shlex.join(sys.argv)}, {date}",
-    ]
-
-
-def _commit() -> str:
-    """Of the checkout, or of the bundle that the sources came in."""
-    named = _said(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"])
-    bundled = ROOT / "COMMIT"
-    return named or (bundled.read_text().strip() if bundled.exists() else "unknown")
-
-
-def _said(command: list[str]) -> str:
-    """The first line of what ``command`` prints; empty when it cannot be run."""
-    with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()[0]
-    return ""
+    Raises:
+        ValueError: for a name of no part.
+    """
+    known = {part.name: (part,) for parts in COMMANDS.values() for part in parts} | COMMANDS
+    wanted = [name.strip() for name in names.split(",")]
+    unknown = [name for name in wanted if name not in known]
+    if unknown:
+        raise ValueError(f"no part {', '.join(unknown)}; there are {', '.join(known)}")
+    return tuple(dict.fromkeys(part for name in wanted for part in known[name]))
 
 
 def main() -> int:
-    """Run all parts; the exit status."""
+    """Run the parts that are asked for; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=25, help="for all parts together")
-    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gpu-results.md")
+    parser.add_argument("--parts", default=",".join(COMMANDS), help="names or numbers of commands (%(default)s)")
+    parser.add_argument("--minutes", type=float, help="for all parts together; else what the commands take together")
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder (%(default)s)")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the parts; the numbers mean nothing")
+    parser.add_argument("--list", action="store_true", help="print the parts, and run none")
     options = parser.parse_args()
-    import torch
-
-    if not torch.cuda.is_available():
-        print("There is no GPU that torch can use here, so nothing was run and nothing was written.", file=sys.stderr)
+    try:
+        parts = chosen(options.parts)
+    except ValueError as error:
+        parser.error(str(error))
+    if options.list:
+        listed = [{"part": p.name, "at most, s": p.seconds, "what it shows": p.shows} for p in parts]
+        print("\n".join(rows.markdown(listed, list(listed[0]))))
+        return 0
+    minutes = options.minutes if options.minutes is not None else sum(MINUTES.values())
+    # torch is asked in a process of its own: a context here would take memory from every part
+    asked = [sys.executable, str(ROOT / "bench" / "gpu_machine.py")]
+    said = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
+    if said.returncode:
+        print(said.stderr.strip(), file=sys.stderr)
         return 2
-    ended = run_all(PARTS, minutes=options.minutes, out=options.out, machine=machine())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    folder = Folder(options.out.resolve())
+    rows.write({"machine": [*json.loads(said.stdout), f"command: {shlex.join(sys.argv)}"]}, file=folder.rows)
+    ended = run_all(parts, folder, minutes=minutes, tiny=options.tiny)
     print(f"Results are in {options.out}")
     return int(any(one.is_failure for one in ended))
 

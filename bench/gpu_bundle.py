@@ -6,6 +6,13 @@ The machine has one GPU, Python 3.12 and a torch built for CUDA 13. The bundle h
 wheels of Megatron and of whatever else torch does not bring along, at the versions that run here, and
 TransformerEngine: its core for CUDA 13 as a wheel, its half for PyTorch as sources, as no registry has it built. It is
 one tar archive, in pieces, with ``SHA256SUMS`` and ``install.sh``, which checks, joins and installs them.
+
+    make gpu-bundle IMAGE=LIST     or  python bench/gpu_bundle.py --for-image LIST
+    python bench/gpu_bundle.py --install build/gpu-image.tar          there, beside our sources
+
+LIST says what the machine has, as ``pip list --format=freeze`` prints it there; lines without a version count as any.
+The archive then holds only wheels of what is missing, in one piece that fits beside our sources into 64 MiB. It is
+unpacked to ``build/gpu-site``, where `gpu.py` finds it; nothing is installed into the machine's Python.
 """
 
 from __future__ import annotations
@@ -17,9 +24,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -27,6 +35,8 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
 PIECE: int = 60_000_000  # bytes
+TOGETHER: int = 64 << 20  # bytes of our sources and the archive for an image
+SITE = ROOT / "build" / "gpu-site"
 TOOLS: tuple[str, ...] = ("pytest", "matplotlib", "hypothesis", "pip", "setuptools", "wheel", "ninja", "pybind11")
 TE: str = "2.20.2"
 TE_NEEDS: tuple[str, ...] = ("onnxscript", "onnx", "onnx-ir", "nvdlfw-inspect", "nvidia-cudnn-frontend", "ml-dtypes")
@@ -97,6 +107,80 @@ def _walk(names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def missing(names: Iterable[str], image: Mapping[str, str]) -> dict[str, str]:
+    """What of the needs of ``names``, directly or not, ``image`` lacks, and the versions that are installed here.
+
+    What needs something that is there already is not looked into: it came with its own needs.
+
+    Args:
+        image: versions by canonical name, "" for any.
+    """
+    found: dict[str, str] = {}
+    todo = [Requirement(name) for name in names]
+    while todo:
+        wanted = todo.pop()
+        name = canonicalize_name(wanted.name)
+        there = image.get(name)
+        fits = there is not None and (not there or wanted.specifier.contains(there, prereleases=True))
+        if fits or name in found:
+            continue
+        about = importlib.metadata.distribution(name)
+        found[name] = about.version
+        needs = (Requirement(line) for line in about.requires or ())
+        todo += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+    return dict(sorted(found.items()))
+
+
+def read_image(text: str) -> dict[str, str]:
+    """Versions by canonical name, of lines such as ``numpy==2.5.2``, ``numpy 2.5.2`` or ``numpy``."""
+    lines = [line.partition("#")[0].replace("==", " ").split() for line in text.splitlines()]
+    return {canonicalize_name(line[0]): line[1] if len(line) > 1 else "" for line in lines if line}
+
+
+def for_image(listed: Path, archive: Path) -> None:
+    """Make the archive for a machine that has what ``listed`` names, and print what is in it.
+
+    Raises:
+        SystemExit: where the archive and our sources together are too large.
+    """
+    pinned = [
+        f"{name}=={version}" for name, version in missing(own_requirements(), read_image(listed.read_text())).items()
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        download(pinned, Path(folder))
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(archive, "w") as tar:
+            tar.add(folder, arcname=".")
+    files = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True
+    ).stdout
+    tree = sum((ROOT / name).stat().st_size for name in files.split("\0") if name and (ROOT / name).exists())
+    size = archive.stat().st_size
+    if tree + size > TOGETHER:
+        raise SystemExit(f"{size / 1e6:.1f} MB of wheels and {tree / 1e6:.1f} MB of sources are more than 64 MiB")
+    print(f"{archive}: {' '.join(pinned)}; {size / 1e6:.1f} MB, beside {tree / 1e6:.1f} MB of sources")
+
+
+def install(archive: Path, site: Path) -> None:
+    """Unpack an archive of `for_image` into ``site``, which becomes a folder of packages."""
+    with tempfile.TemporaryDirectory() as folder:
+        with tarfile.open(archive) as tar:
+            tar.extractall(folder, filter="data")
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-index",
+            "--no-deps",
+        ]
+        wheels = sorted(map(str, Path(folder).glob("*.whl")))
+        subprocess.run([*pip, "--no-compile", "--upgrade", "--target", str(site), *wheels], check=True)
+    print(f"{site}: {len(wheels)} packages")
+
+
 def own_requirements() -> list[str]:
     """Those of this project, with what the demo and the tests share."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -152,7 +236,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-bundle")
     parser.add_argument("--without-te", action="store_true", help="leave TransformerEngine out, which is most of it")
+    parser.add_argument("--for-image", type=Path, metavar="LIST", help="only what the machine of LIST lacks")
+    parser.add_argument("--install", type=Path, metavar="ARCHIVE", help="unpack what --for-image made")
     options = parser.parse_args()
+    if options.install is not None:
+        install(options.install, SITE)
+        return
+    if options.for_image is not None:
+        for_image(options.for_image, ROOT / "build" / "gpu-image.tar")
+        return
     began = time.monotonic()
     shutil.rmtree(options.out, ignore_errors=True)
     content = options.out / "content"

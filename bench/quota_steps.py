@@ -7,10 +7,16 @@ as one layer of 256 experts, and drawn ones (256 experts, log-normal popularity 
 `plan_replicas` puts into all slots from the forecast. Counted on the host, by the build that CPU ranks run; the GPU's
 kernel makes the same passes. Between two barriers, all threads make one *pass* over the ranks or the experts.
 
-The estimate is arithmetic, not a measurement: `CYCLES` per pass, counted along the longest chain of dependent
-instructions of one thread, for 512 threads, teams of 8 lanes, at most 8 physical experts per rank, 128 experts with
-replicas and 16 holders of an expert: 33 cycles for a load that hits L1, 30 for a shuffle of 64 bits, 150 for a
-division, 40 for a barrier (published measurements of H100), at 1.7 GHz.
+The estimate is arithmetic, not a measurement, for 512 threads at 1.7 GHz, teams of 8 lanes, at most 8 physical experts
+per rank, 128 experts with replicas and 16 holders of an expert. A pass takes
+
+* `CHAIN` cycles along the longest chain of dependent instructions of one thread: 30 for a load from shared memory, 24
+  for a shuffle, 80 for the inverse of a number, 100 for a share of tokens, 40 for a barrier (published measurements of
+  H100);
+* a cycle for each instruction of the three other warps of the same scheduler. `INSTRUCTIONS` are counted in the machine
+  code, without those for warps whose lanes have parted, and weighed by the part of the warps that have work.
+
+When the kernel starts, its code comes from the second-level cache: `FETCH_CYCLES` for each line of 128 bytes.
 """
 
 from __future__ import annotations
@@ -37,9 +43,14 @@ from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
 
 RANKS, PER_NODE = 64, 8
 PASSES = ("rounds", "labels", "raises", "takes", "offers", "accepts", "given back", "barriers")
-CYCLES = np.array([400, 420, 450, 770, 1300, 550, 900, 0])
-# counting 256 x 8 numbers from L2, the even start, foreign tokens, and one source's parts at the end
-CYCLES_BESIDE: int = 8500
+CHAIN = np.array([300, 290, 300, 470, 970, 500, 600, 0])
+INSTRUCTIONS = np.array([160, 100, 130, 165, 105, 120, 80, 0])
+OTHER_WARPS: int = 3  # of a scheduler: 512 threads are 16 warps, on 4 schedulers
+# Tables from L2, counting 256 x 8 numbers, the even start, foreign tokens, and one source's parts at the end.
+CHAIN_BESIDE: int = 9500
+INSTRUCTIONS_BESIDE: int = 1300
+LINES: int = 270  # of code that is run, of 128 bytes
+FETCH_CYCLES: int = 60
 GHZ: float = 1.7
 LAUNCH_US: float = 3.0
 
@@ -103,9 +114,10 @@ def main() -> int:
     cases["drawn, 256"] = drawn(240)
     columns = ", ".join(PASSES[:-1])
     print(
-        f"| load, experts | slots | {columns}: mean | barriers: mean, p99, most | load over optimum: mean, p99 | us |"
+        f"| load, experts | slots | {columns}: mean | barriers: mean, p99, most | load over optimum: mean, p99 | "
+        "us of chains | us with issue and fetch |"
     )
-    print("|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|")
     for name, counts in cases.items():
         for slots in (1, 2):
             passes, over = [], []
@@ -116,11 +128,14 @@ def main() -> int:
                 over.append(largest / largest_load(loads.sum(axis=0), placement))
             found = np.array(passes)
             mean, barriers = found.mean(axis=0), found[:, -1]
-            us = (found @ CYCLES + CYCLES_BESIDE) / GHZ / 1e3 + LAUNCH_US
+            chain = found @ CHAIN + CHAIN_BESIDE
+            issue = OTHER_WARPS * (found @ INSTRUCTIONS + INSTRUCTIONS_BESIDE) + LINES * FETCH_CYCLES
+            waits, us = (cycles / GHZ / 1e3 + LAUNCH_US for cycles in (chain, chain + issue))
             print(
                 f"| {name} | {slots} | {', '.join(f'{value:.1f}' for value in mean[:-1])} | {mean[-1]:.0f}, "
                 f"{np.percentile(barriers, 99):.0f}, {barriers.max()} | {np.mean(over):.5f}, "
-                f"{np.percentile(over, 99):.5f} | {us.mean():.0f}, p99 {np.percentile(us, 99):.0f} |",
+                f"{np.percentile(over, 99):.5f} | {waits.mean():.0f} | {us.mean():.0f}, p99 "
+                f"{np.percentile(us, 99):.0f} |",
                 flush=True,
             )
     return 0

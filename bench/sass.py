@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -94,7 +97,19 @@ def unrolled(code: str) -> list[Round]:
 
 
 def _run(what: str, cubin: Path) -> str:
-    import triton
+    return subprocess.run([_tool(), what, cubin], capture_output=True, text=True, check=True, timeout=60).stdout
 
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([tool, what, cubin], capture_output=True, text=True, check=True, timeout=60).stdout
+
+def _tool() -> str:
+    """Triton's, or a CUDA toolkit's.
+
+    Raises:
+        FileNotFoundError: where there is neither.
+    """
+    spec = importlib.util.find_spec("triton")
+    places = [Path(spec.origin).parent / "backends" / "nvidia" / "bin"] if spec is not None and spec.origin else []
+    places.append(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin")
+    found = shutil.which("cuobjdump", path=os.pathsep.join(map(str, places))) or shutil.which("cuobjdump")
+    if found is None:
+        raise FileNotFoundError("no cuobjdump, neither of triton nor of a CUDA toolkit; pip install triton")
+    return found

@@ -20,17 +20,26 @@ struct Device {
   FSSDP_FN i32 teams() const { return (i32)blockDim.x / LANES; }
   FSSDP_FN u32 mask() const { return 0xffu << (threadIdx.x % 32 / LANES * LANES); }
   // The sum of this lane's value and those of the lanes before it.
-  FSSDP_FN i64 scan(i64 value) const {
+  template <class Int>
+  FSSDP_FN Int scan(Int value) const {
     FSSDP_UNROLL
     for (int by = 1; by < LANES; by *= 2) {
-      const i64 other = __shfl_up_sync(mask(), value, by, LANES);
+      const Int other = __shfl_up_sync(mask(), value, by, LANES);
       if (lane() >= by) value += other;
     }
     return value;
   }
   // The value of the last lane.
-  FSSDP_FN i64 last(i64 value) const { return __shfl_sync(mask(), value, LANES - 1, LANES); }
+  template <class Int>
+  FSSDP_FN Int last(Int value) const { return __shfl_sync(mask(), value, LANES - 1, LANES); }
   FSSDP_FN bool any(bool value) const { return __any_sync(mask(), value) != 0; }
+  // Near 1 / value: a first guess of 20 bits, and one step of Newton's method, where a division takes ten times as long.
+  FSSDP_FN double inverse(double value) const {
+    double guess;
+    asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(guess) : "d"(value));
+    return guess * (2.0 - value * guess);
+  }
+  FSSDP_FN void mark(i32* at, i32 value) const { *(volatile i32*)at = value; }
   FSSDP_FN void begins(Pass) const {}
   FSSDP_FN void pause() const { __nanosleep(64); }
   FSSDP_FN u64 clock() const {
@@ -93,7 +102,8 @@ struct Device {
 };
 
 // Of a block that moves bytes. That the number of threads is fixed leaves the addresses of a thread's vectors at fixed
-// distances; that it is small leaves each thread 255 registers, most of which hold what is under way.
+// distances. A thread has at most 128 registers, most of which hold what is under way: half of a multiprocessor's are left
+// to the blocks that compute.
 struct Wide : Device {
   enum { THREADS = 256 };
   FSSDP_FN u32 count() const { return THREADS; }
@@ -103,7 +113,7 @@ struct Wide : Device {
 
 // `transfers`: one per rank on this GPU.
 #define FSSDP_KERNEL(NAME, OP)                                                                                       \
-  extern "C" __global__ void __launch_bounds__(fssdp::Wide::THREADS, 1) NAME(const fssdp::Transfer* transfers) {     \
+  extern "C" __global__ void __launch_bounds__(fssdp::Wide::THREADS, 2) NAME(const fssdp::Transfer* transfers) {     \
     fssdp::Wide th;                                                                                                  \
     fssdp::transfer<OP>(th, transfers[blockIdx.y]);                                                                  \
   }
@@ -118,9 +128,11 @@ extern "C" __global__ void __launch_bounds__(96) fssdp_synchronize(const fssdp::
 
 // After the gate. One block.
 extern "C" __global__ void __launch_bounds__(512, 1)
-    fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, int own, int rank, int* parts) {
+    fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, unsigned shared_bytes, int own,
+                 int rank, int* parts) {
+  extern __shared__ long long shared[];
   fssdp::Device th;
-  fssdp::quotas(th, group, holders, loads, work, own, rank, parts);
+  fssdp::quotas(th, group, holders, loads, work, shared, shared_bytes, own, rank, parts);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4)

@@ -29,6 +29,7 @@ FSSDP_FN Group group_at(const i32* at) {
   g.order = g.first_rank + g.nodes + 1;
   return g;
 }
+FSSDP_FN i32 group_size(const Group& g) { return 5 + 3 * g.ranks + 1 + g.nodes + 1 + g.sources; }
 FSSDP_FN i32 sources_begin(const Group& g, i32 rank) { return g.first_source[g.place[rank]]; }
 FSSDP_FN i32 sources_end(const Group& g, i32 rank) { return g.first_source[g.place[rank] + 1]; }
 
@@ -58,6 +59,7 @@ FSSDP_FN Holders holders_at(const i32* at, const Group& g) {
   h.stretch_end = h.stretch_begin + most;
   return h;
 }
+FSSDP_FN i32 holders_size(const Group& g) { return 2 + 2 * g.experts + 7 * g.ranks * g.per_rank; }
 FSSDP_FN i32 node_of(const Group& g, const Holders& h, i32 holder) { return g.node[h.rank[holder]]; }
 
 // What one source's tokens do: of those for an expert, in order, [0, last) go to its first holder, the next, up to its
@@ -69,31 +71,45 @@ struct Parts {
 };
 FSSDP_FN Parts parts_at(const i32* at, u32 columns) { return {at, at + columns, at + 2 * columns}; }
 
-// A running sum over items that the lanes of a team take side by side.
+// A running sum over items that the lanes of a team take side by side. Int: the type of numbers of tokens.
+template <class Int>
 struct Running {
-  i64 before;
+  Int before;
   template <class Thread>
-  FSSDP_FN i64 upto(Thread& th, i64 value) {
-    const i64 sum = before + th.scan(value);
+  FSSDP_FN Int upto(Thread& th, Int value) {
+    const Int sum = before + th.scan(value);
     before = th.last(sum);
     return sum;
   }
 };
 
-FSSDP_FN i64 least(i64 a, i64 b) { return a < b ? a : b; }
-FSSDP_FN i64 positive(i64 a) { return a > 0 ? a : 0; }
+template <class Int>
+FSSDP_FN Int least(Int a, Int b) { return a < b ? a : b; }
+template <class Int>
+FSSDP_FN Int positive(Int a) { return a > 0 ? a : 0; }
 
-// amount * part / whole, rounded down. The estimate is off by little, so the remainder is right although products wrap.
-FSSDP_FN i64 share(i64 amount, i64 part, i64 whole) {
-  i64 quotient = (i64)((double)amount * ((double)part / (double)whole));
-  i64 rest = (i64)((u64)amount * (u64)part - (u64)quotient * (u64)whole);
-  for (; rest < 0; rest += whole) --quotient;
-  for (; rest >= whole; rest -= whole) ++quotient;
-  return quotient;
-}
-// What falls to the stretch [before, before + own) where `amount` is dealt along [0, whole).
-FSSDP_FN i64 dealt(i64 amount, i64 before, i64 own, i64 whole) {
-  return amount == 0 ? 0 : share(amount, before + own, whole) - share(amount, before, whole);
-}
+// Deals numbers of tokens out along [0, whole), where whole is above 0.
+template <class Int, class Thread>
+struct Deal {
+  Int whole;
+  double inverse;  // near 1 / whole: one division serves many shares
+  FSSDP_FN Deal(Thread& th, Int whole) : whole(whole), inverse(th.inverse((double)whole)) {}
+
+  // amount * part / whole, rounded down, for 0 <= part <= whole. The estimate is off by little, so the remainder is
+  // right although products of 64 bits wrap.
+  FSSDP_FN Int share(Int amount, Int part) const {
+    i64 quotient = (i64)((double)amount * ((double)part * inverse));
+    i64 rest = (i64)((u64)amount * (u64)part - (u64)quotient * (u64)whole);
+    FSSDP_ROLLED
+    for (; rest < 0; rest += whole) --quotient;
+    FSSDP_ROLLED
+    for (; rest >= whole; rest -= whole) ++quotient;
+    return (Int)quotient;
+  }
+  // What falls to the stretch [before, before + own).
+  FSSDP_FN Int part(Int amount, Int before, Int own) const {
+    return amount == 0 ? 0 : share(amount, before + own) - share(amount, before);
+  }
+};
 
 }  // namespace fssdp

@@ -60,9 +60,17 @@ class Host {
   i32 lane() const { return 0; }
   i32 team() const { return (i32)id_; }
   i32 teams() const { return (i32)threads_; }
-  i64 scan(i64 value) const { return value; }
-  i64 last(i64 value) const { return value; }
+  template <class Int>
+  Int scan(Int value) const {
+    return value;
+  }
+  template <class Int>
+  Int last(Int value) const {
+    return value;
+  }
+  double inverse(double value) const { return 1.0 / value; }
   bool any(bool value) const { return value; }
+  void mark(i32* at, i32 value) const { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
   void begins(Pass) const {}
   bool all(bool value) {
     stall();
@@ -158,6 +166,21 @@ void run_synchronize(const Transfer& t, u32 steps, u32 threads) {
   launch([&t, steps](Host& th) { synchronize(th, t, steps); }, 1, threads);
 }
 
+template <class Int>
+bool quotas_of_all(const i32* group, const i32* holders, const i32* loads, i64* work, i32* parts) {
+  const Group g = group_at(group);
+  const Holders h = holders_at(holders, g);
+  const Work<Int> w = work_at<Int>(work, g, 1);
+  bool solved = false;
+  launch([&](Host& th) { solved = solve<Int>(th, g, h, w, loads); }, 1, 1);
+  for (i32 rank = 0; solved && rank < g.ranks; ++rank)
+    for (i32 own = sources_begin(g, rank); own < sources_end(g, rank); ++own) {
+      i32* at = parts + (i64)g.order[own] * (2 * g.ranks * g.per_rank + g.experts + 1);
+      launch([&](Host& th) { deal_source(th, Sources<Int>{g, h, w, loads}, own, rank, at); }, 1, 1);
+    }
+  return solved;
+}
+
 }  // namespace fssdp
 
 extern "C" {
@@ -176,28 +199,26 @@ int fssdp_synchronize(const fssdp::Transfer* t, unsigned steps) {
 unsigned fssdp_size_of_transfer() { return sizeof(fssdp::Transfer); }
 
 // After the gate, each by one thread.
-void fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, int own, int rank, int* parts) {
-  fssdp::launch([&](fssdp::Host& th) { fssdp::quotas(th, group, holders, loads, work, own, rank, parts); }, 1, 1);
+void fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, unsigned shared_bytes, int own,
+                  int rank, int* parts) {
+  std::vector<long long> shared((shared_bytes + 7) / 8);
+  const auto kernel = [&](fssdp::Host& th) {
+    fssdp::quotas(th, group, holders, loads, work, shared.data(), shared_bytes, own, rank, parts);
+  };
+  fssdp::launch(kernel, 1, 1);
 }
-// Of all sources, for tests and benchmarks. parts: [N, 2 * R * P + E + 1]
-void fssdp_quotas_of_all(const int* group, const int* holders, const int* loads, long long* work, int* parts) {
-  using namespace fssdp;
-  const Group g = group_at(group);
-  const Holders h = holders_at(holders, g);
-  const Work w = work_at(work, g, 1);
-  fssdp_quotas(group, holders, loads, work, 0, 0, parts);
-  for (i32 rank = 0; rank < g.ranks; ++rank)
-    for (i32 own = sources_begin(g, rank); own < sources_end(g, rank); ++own) {
-      i32* at = parts + (i64)g.order[own] * (2 * g.ranks * g.per_rank + g.experts + 1);
-      launch([&](Host& th) { deal_source(th, Sources{g, h, w, loads}, own, rank, at); }, 1, 1);
-    }
+// Of all sources, for tests and benchmarks, with 32 or 64 bits. 0: there are too many tokens for these.
+// parts: [N, 2 * R * P + E + 1]
+int fssdp_quotas_of_all(const int* group, const int* holders, const int* loads, long long* work, int bits, int* parts) {
+  return bits == 32 ? fssdp::quotas_of_all<int>(group, holders, loads, work, parts)
+                    : fssdp::quotas_of_all<long long>(group, holders, loads, work, parts);
 }
 // passes: [PASSES + 1], zero at first: how often each was made, and how many barriers there were.
 void fssdp_quotas_passes(const int* group, const int* holders, const int* loads, long long* work, int* parts,
                          long long* passes) {
   const auto kernel = [&](fssdp::Host& host) {
     fssdp::Counter th(host, passes);
-    fssdp::quotas(th, group, holders, loads, work, 0, 0, parts);
+    fssdp::quotas(th, group, holders, loads, work, nullptr, 0, 0, 0, parts);
   };
   fssdp::launch(kernel, 1, 1);
 }

@@ -11,7 +11,12 @@
 //    themselves at best: this is the new level (a cut; Dinkelbach's method finds the tightest in few rounds).
 //
 // One block. A *team* of lanes takes a rank or an expert at a time. Whatever one thread writes and another reads has a
-// barrier between (`all`); how many there are is what the time depends on: bench/quota_steps.py counts them.
+// barrier between (`all`); how many there are is what the time depends on: bench/quota_steps.py counts them. Loops are
+// not unrolled except where loads would wait for each other: the code of all passes has to stay in the instruction
+// cache, since each runs many times.
+//
+// Int is the type of numbers of tokens: 32 bits, with all tables and working arrays in shared memory; or 64 bits in global
+// memory, where shared memory is too small, or a level on all ranks is 2^31 tokens and more. Both give the same numbers.
 #pragma once
 #include "gate.cuh"
 
@@ -24,51 +29,65 @@ enum { FAR = 1 << 30 };
 enum Pass { ROUND, LABEL, RAISE, TAKE, OFFER, ACCEPT, GIVE_BACK, PASSES };
 enum { NO_WAY = 0, IN_NODE = 1, ANYWHERE = 2 };
 
+template <class Int>
 struct Work {
-  i64* by_node;  // [K, E] tokens that start on a node
-  i64* served;   // [C] tokens that a holder serves
-  i64* taken;    // [C] of them, leaving in this push; at the end those that start on the holder's rank
-  i64* offered;  // [C] coming in this push
-  i64* surplus;  // [C] tokens of the holder's stretch that do not start on its node
-  i64* base;     // [R] tokens of experts with one holder
-  i64* load;     // [R]
+  Int* by_node;  // [K, E] tokens that start on a node
+  Int* served;   // [C] tokens that a holder serves
+  Int* taken;    // [C] of them, leaving in this push; at the end those that start on the holder's rank
+  Int* weight;   // [C] of the holder among those that this push may reach: the room of its rank, or 1
+  Int* offered;  // [C] coming in this push
+  Int* surplus;  // [C] tokens of the holder's stretch that do not start on its node
+  Int* base;     // [R] tokens of experts with one holder
+  Int* load;     // [R]
   i64* partial;  // [threads]
   i32* depth;    // [2, R] pushes to a rank below the level: as of this label and the one before, in turns
   i32* way;      // [C] whether the holder's tokens can leave by a push from its rank, and how far
+  i32* near;     // [2, E] the label, by its number in the whole run, that one of the expert's ranks got last
+  i32* near_in;  // [2, C] the same of one of the ranks of a stretch, by its first holder
+  i32* leaving;  // [E] the push, by its number in the whole run, in which tokens of the expert left a rank last
 };
-FSSDP_FN Work work_at(i64* at, const Group& g, u32 threads) {
+// `at`: aligned to 8 bytes.
+template <class Int>
+FSSDP_FN Work<Int> work_at(i64* at, const Group& g, u32 threads) {
   const i32 most = g.ranks * g.per_rank;
-  Work w;
-  w.by_node = at;
+  Work<Int> w;
+  w.partial = at;
+  w.by_node = (Int*)(w.partial + threads);
   w.served = w.by_node + (i64)g.nodes * g.experts;
   w.taken = w.served + most;
-  w.offered = w.taken + most;
+  w.weight = w.taken + most;
+  w.offered = w.weight + most;
   w.surplus = w.offered + most;
   w.base = w.surplus + most;
   w.load = w.base + g.ranks;
-  w.partial = w.load + g.ranks;
-  w.depth = (i32*)(w.partial + threads);
+  w.depth = (i32*)(w.load + g.ranks);
   w.way = w.depth + 2 * g.ranks;
+  w.near = w.way + most;
+  w.near_in = w.near + 2 * g.experts;
+  w.leaving = w.near_in + 2 * most;
   return w;
 }
 
-template <class Thread>
+template <class Int, class Thread>
 struct Quotas {
   Thread& th;
   const Group& g;
   const Holders& h;
-  const Work& w;
-  i64 level;
+  const Work<Int>& w;
+  Int level;
   bool local;        // tokens leave a node only if they do not start there
   const i32* depth;  // [R] the last labels
+  i32 labels;        // passes that gave ranks a label, in all rounds
+  i32 pushed;        // and those that took tokens from ranks
 
   FSSDP_FN bool is_shared(i32 expert) const { return h.begin[expert + 1] - h.begin[expert] > 1; }
   // The shared holder in a rank's slot, or -1.
   FSSDP_FN i32 shared_in(i32 rank, i32 slot) const {
     return slot < g.per_rank ? h.shared_held[rank * g.per_rank + slot] : -1;
   }
-  FSSDP_FN i64 total(i32 expert) const {
-    i64 sum = 0;
+  FSSDP_FN Int total(i32 expert) const {
+    Int sum = 0;
+    FSSDP_ROLLED
     for (i32 k = 0; k < g.nodes; ++k) sum += w.by_node[(i64)k * g.experts + expert];
     return sum;
   }
@@ -77,42 +96,57 @@ struct Quotas {
     return begin + (end - begin + th.lanes() - 1) / th.lanes() * th.lanes();
   }
   FSSDP_FN i32 slots() const { return padded(0, g.per_rank); }
-  FSSDP_FN i64 team_sum(i64 value) const {
-    Running sum = {0};
-    sum.upto(th, value);
-    return sum.before;
+  template <class Number>
+  FSSDP_FN Number team_sum(Number value) const {
+    return th.last(th.scan(value));
   }
-  FSSDP_FN i64 level_of(i64 tokens, i64 ranks) const {
-    const i64 mean = (tokens + ranks - 1) / ranks;
+  FSSDP_FN Int level_of(Int tokens, Int ranks) const {
+    const Int mean = (tokens + ranks - 1) / ranks;
     return mean + mean / SLACK;
   }
 
-  FSSDP_FN void count(const i32* loads) {
+  // The largest sum there is: of what all ranks have below the level.
+  FSSDP_FN bool fits() const { return sizeof(Int) > sizeof(i32) || (i64)level * g.ranks < (1ll << 31); }
+
+  // The first level: the mean rank load. False: Int is too small.
+  FSSDP_FN bool count(const i32* loads) {
     i64 mine = 0;
-    for (i64 i = th.id(); i < (i64)g.nodes * g.experts; i += th.count()) {
-      const i32 k = (i32)(i / g.experts), expert = (i32)(i % g.experts);
+    FSSDP_ROLLED
+    for (i32 i = th.id(); i < g.nodes * g.experts; i += th.count()) {
+      const i32 k = i / g.experts, expert = i % g.experts;
       i64 sum = 0;
+      FSSDP_UNROLL_8  // one after the other, loads from global memory would take most of the kernel's time
       for (i32 s = g.first_source[g.first_rank[k]]; s < g.first_source[g.first_rank[k + 1]]; ++s)
         sum += loads[(i64)g.order[s] * g.experts + expert];
-      w.by_node[i] = sum;
+      w.by_node[i] = (Int)sum;
       mine += sum;
     }
-    w.partial[th.id()] = mine;
+    mine = team_sum(mine);
+    if (th.lane() == 0) w.partial[th.team()] = mine;
     th.all(true);
     i64 all = 0;
-    for (u32 i = (u32)th.lane(); i < th.count(); i += (u32)th.lanes()) all += w.partial[i];
-    level = level_of(team_sum(all), g.ranks);
+    FSSDP_ROLLED
+    for (i32 i = th.lane(); i < th.teams(); i += th.lanes()) all += w.partial[i];
+    all = team_sum(all);
+    if (sizeof(Int) == sizeof(i32) && all >= (1ll << 31)) return false;
+    level = level_of((Int)all, g.ranks);
+    return fits();
   }
 
   FSSDP_FN void deal_local() {
+    FSSDP_ROLLED
+    for (i32 i = th.id(); i < 3 * g.experts + 2 * g.ranks * g.per_rank; i += th.count()) w.near[i] = 0;
+    FSSDP_ROLLED
     for (i32 c = th.id(); c < h.begin[g.experts]; c += th.count()) {
       if (!is_shared(h.expert[c])) continue;
-      const i64 tokens = w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
-      const i32 first = h.stretch_begin[c], holders = h.stretch_end[c] - first;
-      w.served[c] = tokens * (c - first + 1) / holders - tokens * (c - first) / holders;
+      const Int tokens = w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
+      const i32 first = h.stretch_begin[c];
+      w.served[c] = Deal<Int, Thread>(th, h.stretch_end[c] - first).part(tokens, c - first, 1);
     }
+    FSSDP_ROLLED
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
-      i64 sum = 0;
+      Int sum = 0;
+      FSSDP_ROLLED
       for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
         const i32 c = h.held[r * g.per_rank + slot];
         if (c >= 0 && !is_shared(h.expert[c])) sum += total(h.expert[c]);
@@ -124,8 +158,9 @@ struct Quotas {
   }
 
   // Each rank adds up what it serves.
-  FSSDP_FN i64 add_up(i32 rank) {
-    i64 sum = 0;
+  FSSDP_FN Int add_up(i32 rank) {
+    Int sum = 0;
+    FSSDP_ROLLED
     for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
       const i32 c = shared_in(rank, slot);
       if (c >= 0) sum += w.served[c];
@@ -136,74 +171,98 @@ struct Quotas {
   }
 
   FSSDP_FN void deal_foreign() {
+    FSSDP_ROLLED
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) add_up(r);
     th.all(true);
+    FSSDP_ROLLED
     for (i32 i = th.team(); i < h.shared; i += th.teams()) {
       const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
-      Running here = {0}, room = {0}, part = {0};
+      Running<Int> here = {0}, room = {0}, part = {0};
+      FSSDP_ROLLED
       for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
         here.upto(th, c < end ? w.served[c] : 0);
         room.upto(th, c < end ? positive(level - w.load[h.rank[c]]) : 0);
       }
-      const i64 foreign = total(expert) - here.before, all = room.before ? room.before : end - begin;
+      const Int foreign = total(expert) - here.before, all = room.before ? room.before : end - begin;
       if (foreign == 0) continue;
+      const Deal<Int, Thread> deal(th, all);
+      FSSDP_ROLLED
       for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        const i64 own = c >= end ? 0 : room.before ? positive(level - w.load[h.rank[c]]) : 1;
-        const i64 upto = part.upto(th, own);
-        if (c < end) w.served[c] += dealt(foreign, upto - own, own, all);
+        const Int own = c >= end ? 0 : room.before ? positive(level - w.load[h.rank[c]]) : 1;
+        const Int upto = part.upto(th, own);
+        if (c < end) w.served[c] += deal.part(foreign, upto - own, own);
       }
     }
     th.all(true);
   }
 
+  // A rank has got the newest label: its experts are near.
+  FSSDP_FN void mark(i32 rank) {
+    FSSDP_ROLLED
+    for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
+      const i32 c = shared_in(rank, slot);
+      if (c < 0) continue;
+      // Several threads may write the same number there.
+      th.mark(w.near + labels % 2 * g.experts + h.expert[c], labels);
+      th.mark(w.near_in + labels % 2 * g.ranks * g.per_rank + h.stretch_begin[c], labels);
+    }
+  }
+
   // Begins a round: loads, and which ranks are below the level. False: no rank is above it.
   FSSDP_FN bool begin_round() {
     th.begins(ROUND);
+    ++labels;
     bool balanced = true;
+    FSSDP_ROLLED
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
-      const i64 load = add_up(r);
+      const Int load = add_up(r);
       if (th.lane() == 0) w.depth[r] = load < level ? 0 : FAR;
+      if (load < level) mark(r);
       balanced = balanced && load <= level;
     }
+    FSSDP_ROLLED
     for (i32 c = th.id(); c < h.begin[g.experts]; c += th.count()) {
       w.offered[c] = 0;
       if (!local || !is_shared(h.expert[c])) continue;
-      i64 sum = -w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
+      Int sum = -w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
+      FSSDP_ROLLED
       for (i32 d = h.stretch_begin[c]; d < h.stretch_end[c]; ++d) sum += w.served[d];
       w.surplus[c] = sum;
     }
     return !th.all(balanced);
   }
 
-  // The way of a holder's tokens, if its rank is `pushes` from one below the level.
-  FSSDP_FN i32 way_of(i32 c, const i32* labels, i32 pushes) const {
-    const i32 expert = h.expert[c], first = h.stretch_begin[c], last = h.stretch_end[c];
-    i32 way = NO_WAY;
-    for (i32 d = h.begin[expert]; d < h.begin[expert + 1]; ++d)
-      if (labels[h.rank[d]] == pushes - 1) way |= first <= d && d < last ? IN_NODE : ANYWHERE;
-    if (way & IN_NODE) return IN_NODE;
-    return way && (!local || w.surplus[c] > 0) ? ANYWHERE : NO_WAY;
+  // The way of a holder's tokens from a rank without a label to one that got the label before this one.
+  FSSDP_FN i32 way_of(i32 c) const {
+    const i32 before = labels - 1;
+    if (w.near_in[before % 2 * g.ranks * g.per_rank + h.stretch_begin[c]] == before) return IN_NODE;
+    if (w.near[before % 2 * g.experts + h.expert[c]] != before) return NO_WAY;
+    return !local || w.surplus[c] > 0 ? ANYWHERE : NO_WAY;
   }
 
   // Labels ranks whose tokens need so many pushes. `all`: every rank above the level has a label now. False: no new one.
   FSSDP_FN bool label(i32 pushes, bool& all) {
     th.begins(LABEL);
+    ++labels;
     const i32* before = w.depth + (pushes - 1) % 2 * g.ranks;
     i32* after = w.depth + pushes % 2 * g.ranks;
     bool none = true, mine = true;
+    FSSDP_ROLLED
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
       i32 label = before[r];
       if (label == FAR) {
         bool found = false;
+        FSSDP_ROLLED
         for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
           const i32 c = shared_in(r, slot);
           if (c < 0) continue;
-          w.way[c] = way_of(c, before, pushes);
+          w.way[c] = way_of(c);
           found = found || (w.way[c] != NO_WAY && w.served[c] > 0);
         }
         if (th.any(found)) {
           label = pushes;
           none = false;
+          mark(r);
         }
       }
       if (th.lane() == 0) after[r] = label;
@@ -218,19 +277,20 @@ struct Quotas {
   // Some rank above the level reaches none below it: a higher level.
   FSSDP_FN void raise() {
     th.begins(RAISE);
-    i64 tokens = 0, ranks = 0;
+    Int tokens = 0, ranks = 0;
+    FSSDP_ROLLED
     for (i32 r = th.lane(); r < g.ranks; r += th.lanes())
       if (depth[r] == FAR) {
         tokens += w.load[r];
         ++ranks;
       }
     tokens = team_sum(tokens);
-    const i64 next = level_of(tokens, team_sum(ranks));
+    const Int next = level_of(tokens, team_sum(ranks));
     level = next > level ? next : level + 1;
     th.all(true);
   }
 
-  FSSDP_FN i64 may_leave(i32 c) const {
+  FSSDP_FN Int may_leave(i32 c) const {
     if (c < 0 || w.way[c] == NO_WAY) return 0;
     return local && w.way[c] == ANYWHERE ? least(w.served[c], w.surplus[c]) : w.served[c];
   }
@@ -239,67 +299,77 @@ struct Quotas {
   // what stays on its node. False: there is none.
   FSSDP_FN bool take(i32 pushes) {
     th.begins(TAKE);
+    ++pushed;
     bool none = true;
+    FSSDP_ROLLED
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
-      if (depth[r] != pushes) continue;
+      const i32 distance = depth[r];
+      const Int weight = distance != pushes - 1 ? 0 : pushes == 1 ? level - w.load[r] : 1;
+      Int load = 0, inside = 0;
+      FSSDP_ROLLED
       for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
         const i32 c = shared_in(r, slot);
-        if (c >= 0) w.served[c] += w.offered[c];
+        if (c < 0) continue;
+        w.weight[c] = weight;
+        w.taken[c] = 0;
+        if (distance != pushes) continue;
+        w.served[c] += w.offered[c];
+        load += w.served[c];
+        if (w.way[c] == IN_NODE) inside += w.served[c];
       }
-      i64 above = positive(add_up(r) - level);
-      if (above) none = false;
-      for (i32 way = IN_NODE; way <= ANYWHERE; ++way) {
-        Running sum = {0};
-        for (i32 slot = th.lane(); slot < slots(); slot += th.lanes()) {
-          const i32 c = shared_in(r, slot);
-          const i64 most = c >= 0 && w.way[c] == way ? may_leave(c) : 0, upto = sum.upto(th, most);
-          if (c < 0 || w.way[c] != way) continue;
-          w.taken[c] = least(most, positive(above - (upto - most)));
-          w.served[c] -= w.taken[c];
-        }
-        above = positive(above - sum.before);
+      if (distance != pushes) continue;
+      const Int above = positive(w.base[r] + team_sum(load) - level);
+      inside = team_sum(inside);
+      if (!above) continue;
+      none = false;
+      Running<Int> near = {0}, far = {0};
+      FSSDP_ROLLED
+      for (i32 slot = th.lane(); slot < slots(); slot += th.lanes()) {
+        const i32 c = shared_in(r, slot), way = c < 0 ? (i32)NO_WAY : w.way[c];
+        const Int most = may_leave(c), of_near = way == IN_NODE ? most : 0, of_far = most - of_near;
+        const Int upto_near = near.upto(th, of_near), upto_far = far.upto(th, of_far);
+        if (!most) continue;
+        const Int before = way == IN_NODE ? upto_near - most : inside + upto_far - most;
+        w.taken[c] = least(most, positive(above - before));
+        w.served[c] -= w.taken[c];
+        if (w.taken[c]) th.mark(w.leaving + h.expert[c], pushed);
       }
     }
     return !th.all(none);
   }
 
-  // What leaves a rank at `pushes` that way.
-  FSSDP_FN i64 taken(i32 c, i32 pushes, i32 way) const {
-    return depth[h.rank[c]] == pushes && w.way[c] == way ? w.taken[c] : 0;
-  }
-  // What a rank at `pushes` can be offered, as a weight.
-  FSSDP_FN i64 weight(i32 c, i32 pushes) const {
-    const i32 rank = h.rank[c];
-    if (depth[rank] != pushes) return 0;
-    return pushes == 0 ? level - w.load[rank] : 1;
-  }
+  FSSDP_FN Int taken(i32 c, i32 way) const { return w.way[c] == way ? w.taken[c] : 0; }
 
   // Experts offer what was taken to their holders one push nearer: of the same stretch, or of all.
-  FSSDP_FN void offer(i32 pushes) {
+  FSSDP_FN void offer() {
     th.begins(OFFER);
+    FSSDP_ROLLED
     for (i32 i = th.team(); i < h.shared; i += th.teams()) {
       const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
-      i64 anywhere = 0, any = 0, all = 0;
+      if (w.leaving[expert] != pushed) continue;
+      Int anywhere = 0, all = 0;
+      FSSDP_ROLLED
       for (i32 c = begin + th.lane(); c < end; c += th.lanes()) {
-        anywhere += taken(c, pushes, ANYWHERE);
-        any += taken(c, pushes, IN_NODE);
-        all += weight(c, pushes - 1);
+        anywhere += taken(c, ANYWHERE);
+        all += w.weight[c];
       }
-      if (!th.any(anywhere + any > 0)) continue;
       anywhere = team_sum(anywhere);
-      all = team_sum(all);
-      Running part = {0};
+      const Deal<Int, Thread> among_all(th, team_sum(all));
+      Running<Int> part = {0};
+      FSSDP_ROLLED
       for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        const i64 own = c < end ? weight(c, pushes - 1) : 0, upto = part.upto(th, own);
+        const Int own = c < end ? w.weight[c] : 0, upto = part.upto(th, own);
         if (own == 0) continue;
-        i64 inside = 0, before = 0, whole = 0;
+        Int inside = 0, before = 0, whole = 0;
+        FSSDP_ROLLED
         for (i32 d = h.stretch_begin[c]; d < h.stretch_end[c]; ++d) {
-          inside += taken(d, pushes, IN_NODE);
-          const i64 other = weight(d, pushes - 1);
+          inside += taken(d, IN_NODE);
+          const Int other = w.weight[d];
           whole += other;
           if (d < c) before += other;
         }
-        w.offered[c] = dealt(inside, before, own, whole) + dealt(anywhere, upto - own, own, all);
+        w.offered[c] = among_all.part(anywhere, upto - own, own);
+        if (inside) w.offered[c] += Deal<Int, Thread>(th, whole).part(inside, before, own);
       }
     }
     th.all(true);
@@ -309,22 +379,26 @@ struct Quotas {
   FSSDP_FN bool accept() {
     th.begins(ACCEPT);
     bool whole = true;
+    FSSDP_ROLLED
     for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
       if (depth[r] != 0) continue;
-      const i64 room = level - w.load[r];
-      i64 all = 0;
+      const Int room = level - w.load[r];
+      Int all = 0;
+      FSSDP_ROLLED
       for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
         const i32 c = shared_in(r, slot);
         if (c >= 0) all += w.offered[c];
       }
       all = team_sum(all);
       whole = whole && all <= room;
-      Running part = {0};
+      const Deal<Int, Thread> deal(th, all);
+      Running<Int> part = {0};
+      FSSDP_ROLLED
       for (i32 slot = th.lane(); slot < slots(); slot += th.lanes()) {
         const i32 c = shared_in(r, slot);
-        const i64 own = c >= 0 ? w.offered[c] : 0, upto = part.upto(th, own);
+        const Int own = c >= 0 ? w.offered[c] : 0, upto = part.upto(th, own);
         if (own == 0) continue;
-        if (all > room) w.offered[c] = dealt(room, upto - own, own, all);
+        if (all > room) w.offered[c] = deal.part(room, upto - own, own);
         w.served[c] += w.offered[c];
       }
     }
@@ -334,33 +408,40 @@ struct Quotas {
   // What was not accepted stays where it was.
   FSSDP_FN void give_back() {
     th.begins(GIVE_BACK);
+    FSSDP_ROLLED
     for (i32 i = th.team(); i < h.shared; i += th.teams()) {
       const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
-      i64 accepted = 0, all = 0;
+      if (w.leaving[expert] != pushed) continue;
+      Int accepted = 0, all = 0;
+      FSSDP_ROLLED
       for (i32 c = begin + th.lane(); c < end; c += th.lanes()) {
-        if (depth[h.rank[c]] == 0) accepted += w.offered[c];
-        all += taken(c, 1, IN_NODE) + taken(c, 1, ANYWHERE);
+        if (w.weight[c]) accepted += w.offered[c];
+        all += w.taken[c];
       }
-      if (!th.any(all > 0)) continue;
       all = team_sum(all);
-      const i64 back = all - team_sum(accepted);
-      Running part = {0};
+      const Int back = all - team_sum(accepted);
+      const Deal<Int, Thread> deal(th, all);
+      Running<Int> part = {0};
+      FSSDP_ROLLED
       for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        const i64 own = c < end ? taken(c, 1, IN_NODE) + taken(c, 1, ANYWHERE) : 0, upto = part.upto(th, own);
-        if (own) w.served[c] += dealt(back, upto - own, own, all);
+        const Int own = c < end ? w.taken[c] : 0, upto = part.upto(th, own);
+        if (own) w.served[c] += deal.part(back, upto - own, own);
       }
     }
     th.all(true);
   }
 
-  FSSDP_FN void balance() {
+  // False: Int is too small.
+  FSSDP_FN bool balance() {
     i32 depths = 0;
     local = g.nodes > 1;
+    FSSDP_ROLLED
     for (i32 round = 0; round < MAX_ROUNDS && depths < MAX_DEPTH; ++round) {
       if (round == LOCAL_ROUNDS) local = false;
-      if (!begin_round()) return;
+      if (!begin_round()) return true;
       i32 deepest = 0;
       bool all = false, found = true;
+      FSSDP_ROLLED
       while (found && !all) {
         found = label(deepest + 1, all);
         if (found) ++deepest;
@@ -368,24 +449,28 @@ struct Quotas {
       }
       if (!all && !local) {
         raise();
+        if (!fits()) return false;
         continue;
       }
       bool moved = false;
+      FSSDP_ROLLED
       for (i32 pushes = deepest; pushes > 0; --pushes) {
         if (!take(pushes)) continue;
         moved = true;
-        offer(pushes);
+        offer();
         if (pushes == 1 && !accept()) give_back();
       }
       if (!moved) local = false;
     }
+    return true;
   }
 
-  FSSDP_FN void solve(const i32* loads) {
-    count(loads);
+  // False: Int is too small.
+  FSSDP_FN bool solve(const i32* loads) {
+    if (!count(loads)) return false;
     deal_local();
     deal_foreign();
-    balance();
+    return balance();
   }
 };
 

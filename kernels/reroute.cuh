@@ -16,7 +16,8 @@ struct Tokens {
   FSSDP_FN u32 begin(u32 i) const { return i * tile; }
   FSSDP_FN u32 end(u32 i) const { return tokens - i * tile < tile ? tokens : (i + 1) * tile; }
 };
-enum { TOGETHER = 8 };  // tokens whose choices a thread loads before it uses the first
+enum { TOGETHER = 8 };         // tokens whose choices a thread loads before it uses the first
+enum { TILES_TOGETHER = 8 };   // tiles whose counts the last block loads before it adds them up: nothing hides a load then
 
 // before: [tiles, E], loads: [E], map: [T, E], arrived: zero before and after.
 template <class Thread>
@@ -37,11 +38,17 @@ FSSDP_FN void count_tokens(Thread& th, const Tokens& t, u32 experts, const u8* m
   if (!th.all(last)) return;
   for (u32 e = th.id(); e < experts; e += th.count()) {
     i32 sum = 0;
-    for (u32 tile = 0; tile < t.tiles(); ++tile) {
-      i32* at = before + (u64)tile * experts + e;
-      const i32 own = th.load(at);
-      *at = sum;
-      sum += own;
+    FSSDP_ROLLED
+    for (u32 first = 0; first < t.tiles(); first += TILES_TOGETHER) {
+      i32 own[TILES_TOGETHER];
+      FSSDP_UNROLL
+      for (u32 i = 0; i < TILES_TOGETHER; ++i)
+        own[i] = first + i < t.tiles() ? th.load(before + (u64)(first + i) * experts + e) : 0;
+      FSSDP_UNROLL
+      for (u32 i = 0; i < TILES_TOGETHER; ++i) {
+        if (first + i < t.tiles()) before[(u64)(first + i) * experts + e] = sum;
+        sum += own[i];
+      }
     }
     loads[e] = sum;
   }

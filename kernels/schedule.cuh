@@ -23,7 +23,6 @@ namespace fssdp {
 
 typedef unsigned int u32;
 typedef int i32;
-typedef unsigned short u16;
 typedef unsigned long long u64;
 
 enum { MAX_RANKS = 72, MAX_STEPS = 4, VECTOR = 16 };  // VECTOR: bytes per access
@@ -47,14 +46,13 @@ struct Source {
   u32 reserved;
 };
 
-// dst[i] = s0[i] + s1[i] + ... for `elements`, in fp32 and in order of the sources, which are bf16 or fp32. dst is fp32,
-// and may be one of its own fp32 sources.
+// dst[i] = s0[i] + s1[i] + ... for `elements`, all fp32, in order of the sources. dst may be one of its own sources.
 struct Sum {
   u64 dst, elements;
   u32 first_source, sources;
   u32 first_tile, flags;
 };
-enum { ADD = 1, BF16 = 2 };  // flags: dst[i] += the sum; what the sources are
+enum { ADD = 1 };  // flags: dst[i] += the sum
 
 // What one rank does in one step; copies and sums are arrays in this rank's memory.
 struct Step {

@@ -29,8 +29,14 @@ class Lanes : public Host {
   i32 lane() const { return (i32)id() % lanes_; }
   i32 team() const { return (i32)id() / lanes_; }
   i32 teams() const { return (i32)count() / lanes_; }
-  i64 scan(i64 value) { return over(value, 0, lane() + 1); }
-  i64 last(i64 value) { return over(value, lanes_ - 1, lanes_); }
+  template <class Int>
+  Int scan(Int value) {
+    return (Int)over(value, 0, lane() + 1);
+  }
+  template <class Int>
+  Int last(Int value) {
+    return (Int)over(value, lanes_ - 1, lanes_);
+  }
   bool any(bool value) { return over(value, 0, lanes_) != 0; }
 
  private:
@@ -78,7 +84,7 @@ void compare(const char* what, const Array<T>& found, const Array<T>& expected) 
 int main(int argc, char** argv) {
   file = argc == 2 ? std::fopen(argv[1], "rb") : nullptr;
   if (!file) return 2;
-  enum { THREADS, LANES, BLOCKS, TOKENS, TILE, OWN, RANK, WORK, EXPERTS, COLUMNS };
+  enum { THREADS, LANES, BLOCKS, TOKENS, TILE, OWN, RANK, WORK, SHARED, EXPERTS, COLUMNS };
   const Array<i32> head, group, holders, loads, parts_wanted;
   const Array<u8> map;
   const Array<i32> before_wanted, loads_wanted;
@@ -88,7 +94,7 @@ int main(int argc, char** argv) {
   const i32* n = head.at;
   const Tokens tokens = {(u32)n[TOKENS], (u32)n[TILE]};
 
-  Array<i64> work((u64)n[WORK]);
+  Array<i64> work((u64)n[WORK]), shared((u64)n[SHARED] / 8);
   Array<i32> parts(parts_wanted.bytes / 4), before(before_wanted.bytes / 4), own_loads(loads_wanted.bytes / 4);
   std::memcpy(parts.at, parts_wanted.at, parts.bytes);  // what lies beyond the last holder is not written
   for (i32 c = 0; c < holders.at[1 + n[EXPERTS]]; ++c) parts.at[c] = -1;
@@ -96,7 +102,7 @@ int main(int argc, char** argv) {
   for (i32 i = 0; i < n[THREADS] / n[LANES]; ++i) teams.push_back(new Team((u32)n[LANES]));
   const auto solve = [&](Host& host) {
     Lanes th(host, n[LANES], teams);
-    quotas(th, group.at, holders.at, loads.at, work.at, n[OWN], n[RANK], parts.at);
+    quotas(th, group.at, holders.at, loads.at, work.at, shared.at, (u32)n[SHARED], n[OWN], n[RANK], parts.at);
   };
   launch(solve, 1, (u32)n[THREADS]);
   for (Team* team : teams) delete team;

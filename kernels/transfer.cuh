@@ -5,7 +5,9 @@
 
 namespace fssdp {
 
-enum { IN_FLIGHT = 16 };  // vectors per thread that are asked for before one is waited for: 64 KiB of a block of 256
+// Vectors per thread that are asked for before one is waited for: 64 KiB of a block of 256. In a sum they are of two
+// arrays.
+enum { IN_FLIGHT = 16 };
 
 struct Gather {
   template <class Thread>
@@ -13,7 +15,7 @@ struct Gather {
 };
 struct Reduce {
   template <class Thread>
-  FSSDP_FN static bool run(Thread& th, const Transfer& t, u32 step) { return sums<IN_FLIGHT>(th, t, step); }
+  FSSDP_FN static bool run(Thread& th, const Transfer& t, u32 step) { return sums<IN_FLIGHT / 2>(th, t, step); }
 };
 
 // This rank has finished so many steps, and goes on when its peers have: before the first step, before every step made

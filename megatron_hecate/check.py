@@ -320,9 +320,21 @@ def _check_here() -> int:
     import torch
 
     print(f"megatron-hecate {__version__}, torch {torch.__version__}, {torch.cuda.device_count()} GPUs")
+    fits = _check_megatron()
+    plans = _check_planner()
+    print("transport p2p: torch.distributed point-to-point, on gloo or NCCL")
+    lines, usable = kernels.describe()
+    for line in lines:
+        print(f"kernels, of quotas and of transport nvlink: {line}")
+    print("transport auto: nvlink where peers share an NVLink domain and its self-test succeeds, else p2p")
+    return 0 if fits and plans and usable else 1
+
+
+def _check_megatron() -> bool:
+    """Print which Megatron is here; returns whether it fits."""
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         print("megatron-core is not installed: pip install -e '.[megatron]', or put your checkout on the path")
-        return 1
+        return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Megatron, about what it can do without
         import megatron.core
@@ -336,9 +348,15 @@ def _check_here() -> int:
         print(f"  - {problem}")
     training = importlib.util.find_spec("megatron.training") is not None
     print(f"megatron.training: {'found, --moe-fssdp flags work' if training else 'not found; use the hook'}")
-    print("transport p2p: torch.distributed point-to-point, on gloo or NCCL")
-    lines, usable = kernels.describe()
-    for line in lines:
-        print(f"kernels, of quotas and of transport nvlink: {line}")
-    print("transport auto: nvlink where peers share an NVLink domain and its self-test succeeds, else p2p")
-    return 0 if usable and not problems else 1
+    return not problems
+
+
+def _check_planner() -> bool:
+    """Print which numba is here; returns whether replicas can be planned."""
+    try:
+        import numba
+    except ImportError as error:
+        print(f"planner: numba cannot be imported ({error}); without it no replicas are planned, only slots=0 works")
+        return False
+    print(f"planner: numba {numba.__version__}")
+    return True

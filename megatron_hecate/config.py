@@ -18,7 +18,7 @@ AUTO = "auto"  # of a setting that chooses by itself
 OBSERVED = "fssdp-run"  # where an observed run is recorded, unless a folder is named
 SHORTEST, LONGEST = 1e-3, 1e8  # seconds of a timeout; process groups take no more
 # of whole numbers, the most that any job has a use for; what fits a model is known when it is built
-MOST = {"slots": 4096, "overlap_degree": 4096, "late_replicas": 1 << 20, "rehome": 10**9}
+MOST = {"slots": 4096, "overlap_degree": 4096, "late_replicas": 1 << 20, "rehome": 10**9, "nccl_ctas": 64}
 
 
 def _flag(default: Any, text: str) -> Any:
@@ -70,6 +70,11 @@ class HecateConfig:
         0,
         "Iterations between two looks for better homes of experts, which then move with their optimizer state, where "
         "that pays before the next look; 0 leaves them where Megatron built them.",
+    )
+    nccl_ctas: int = _flag(
+        8,
+        "Thread blocks that NCCL uses at most for a transfer of replicas; each takes a multiprocessor of the GPU from "
+        "what runs beside it. 0 leaves the number to NCCL, which may take 32.",
     )
     timeout: float = _flag(600.0, "Seconds before a wait for another rank becomes an error, or a line, that names it.")
     observe: bool = _flag(

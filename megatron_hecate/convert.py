@@ -22,6 +22,8 @@ from megatron_hecate.adapter.graph_parts import captured_parts
 from megatron_hecate.comm.agreement import Note, refuse
 from megatron_hecate.comm.connect import Connection, connect, device_of_rank, on_gpus
 from megatron_hecate.comm.groups import connected_group
+from megatron_hecate.comm.nccl import follow_job_timeout
+from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.config import AUTO, HecateConfig
 from megatron_hecate.layer import FSSDPLayer, GraphedBlock
 from megatron_hecate.observe import has_run, note_run, observe, read_speeds
@@ -82,7 +84,8 @@ class _Hook:
             problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
         speeds = read_speeds(config, problems)
         groups = sorted({part.ranks for part in parts})
-        connection = connect(config.transport, groups, problems, timeout=config.timeout)
+        settings: dict[str, Any] = dict(timeout=config.timeout, nccl_ctas=config.nccl_ctas)
+        connection = connect(config.transport, groups, problems, **settings)
         note = Note(
             settings={**dataclasses.asdict(config), "speeds": dataclasses.asdict(speeds)},  # not where the file lies
             layers=[training_state.name_of_layer(layer) for layer in model.layers],
@@ -90,13 +93,14 @@ class _Hook:
             summary=_summary(parts, config) if parts else "",
             memory=_estimate_memory(parts, model, config, connection) if parts and not problems else {},
             slower_by_engines=connection.slower_by_engines,
+            rounds=P2P.explain_rounds([part.buffer(config.slots) for part in parts]) if parts and config.slots else "",
         )
         judge = functools.partial(_judge, config, connection)
         (lifetime, by_engines), notes = note.agree(timeout=config.timeout, judge=judge)
         connection.choose_copy_engines(by_engines)
         resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
         progress.watch(groups, timeout=config.timeout)
-        listeners = tracing.listeners(config)  # on every rank
+        listeners = [*tracing.listeners(config), follow_job_timeout]  # on every rank
         everyone = None
         if config.rehome:
             replicas = [dist.get_process_group_ranks(get_expert_data_parallel_group())] if parts else []
@@ -153,7 +157,7 @@ def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts],
         problems = list(dict.fromkeys(problem for of_config in found for problem in of_config))
         problems += foreign_code.find_foreign_layers(model.chunks)
     if not problems:
-        problems = compile_all()
+        problems = compile_all(plans=bool(config.slots or config.rehome))
     if problems:
         return [], problems
     parts: list[LayerParts] = []
@@ -192,6 +196,7 @@ def _estimate_memory(
         layers,
         in_flight=training_state.forwards_in_flight(layer_config, model.chunk_of),
         transport_bytes=transport.extra_bytes(layers) if transport and config.slots else 0,
+        nccl_bytes=connection.nccl_bytes,
     )
     if not parts[0].experts.homes()[0][0].requires_grad:
         experts = dataclasses.replace(experts, grad_bytes=0, optimizer_bytes=0)
@@ -233,6 +238,8 @@ def _say_on(notes: list[Note], config: HecateConfig, speeds: Speeds, connection:
         print(_job_memory(notes).describe(config.lifetime), flush=True)
     if connection.exposed:
         print(f"FSSDP: {connection.exposed}", flush=True)
+        if connection.name == P2P.name and (rounds := next((n.rounds for n in notes if n.rounds), "")):
+            print(f"FSSDP: {rounds}", flush=True)
 
 
 def _state(index: int, parts: LayerParts, config: HecateConfig, connection: Connection, speeds: Speeds) -> LayerState:

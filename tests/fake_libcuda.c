@@ -15,19 +15,20 @@
 #undef cuGetProcAddress
 #undef cuMemcpyBatchAsync
 
-enum { MAX_KERNELS = 64, MAX_PARAMS = 16, LOG = 1 << 22 };
+enum { MAX_KERNELS = 64, MAX_PARAMS = 16, MAX_RANKS = 72, LOG = 1 << 22 };
 // Attributes of a kernel in a cubin, as `cuobjdump -elf` names them.
 enum { EIFMT_SVAL = 4, EIATTR_MAX_THREADS = 0x05, EIATTR_KPARAM_INFO = 0x17 };
 
 typedef struct {
   char name[64];
   unsigned params, size[MAX_PARAMS], max_threads;
-  int meets;         // waits for other ranks: takes a Transfer
+  unsigned most_shared;  // bytes of dynamic shared memory that a launch may ask for
+  int meets;             // waits for other ranks: takes a Transfer
   int (*host)(long, long, long, long, long, long, long, long, long, long, long, long);
 } Kernel;
 
 static struct {
-  int version, sms, failed;
+  int version, sms, failed, refuses;
   void* host;
   Kernel kernels[MAX_KERNELS];
   unsigned count, given[MAX_PARAMS], num_given;
@@ -45,6 +46,11 @@ static void note(const char* format, ...) {
 #define FAULT(...) (note("FAULT "), note(__VA_ARGS__), note("\n"), CUDA_ERROR_INVALID_VALUE)
 #define CONTEXT \
   if (fake.failed) return CUDA_ERROR_LAUNCH_FAILED  // a kernel gave up: nothing works any more
+// The context that is current in a thread; a new thread has none, whatever others have.
+static __thread CUcontext current;
+static int primary;
+#define CURRENT(WHAT) \
+  if (!current) return (void)FAULT("%s: no current context in this thread", WHAT), CUDA_ERROR_INVALID_CONTEXT
 
 // For the tests.
 const char* fake_log(void) { return fake.log; }
@@ -54,6 +60,8 @@ void fake_set(int version, int sms, const char* host) {
   fake.version = version, fake.sms = sms;
   fake.host = dlopen(host, RTLD_NOW);
 }
+// From now on it takes no cubin, as a driver takes none of a newer major version of CUDA.
+void fake_refuse_cubins(void) { fake.refuses = 1; }
 // What the next launch is given, which a driver can only read as the kernel says.
 void fake_given(unsigned count, const unsigned* size) {
   fake.num_given = count;
@@ -70,6 +78,30 @@ static CUresult device_attribute(int* value, CUdevice_attribute attribute, CUdev
   return *value = fake.sms, CUDA_SUCCESS;
 }
 
+static CUresult device_get(CUdevice* device, int ordinal) {
+  return ordinal ? FAULT("cuDeviceGet(%d)", ordinal) : (*device = 0, CUDA_SUCCESS);
+}
+static CUresult primary_context(CUcontext* context, CUdevice device) {
+  if (device) return FAULT("cuDevicePrimaryCtxRetain of device %d", device);
+  return *context = (CUcontext)&primary, CUDA_SUCCESS;
+}
+static CUresult get_current(CUcontext* context) { return *context = current, CUDA_SUCCESS; }
+static CUresult set_current(CUcontext context) {
+  if (context && context != (CUcontext)&primary) return FAULT("cuCtxSetCurrent of no context");
+  return current = context, CUDA_SUCCESS;
+}
+
+static CUresult error_name(CUresult error, const char** name) {
+#define NAMED(ERROR) \
+  if (error == ERROR) return *name = #ERROR, CUDA_SUCCESS
+  NAMED(CUDA_ERROR_INVALID_VALUE);
+  NAMED(CUDA_ERROR_INVALID_IMAGE);
+  NAMED(CUDA_ERROR_INVALID_CONTEXT);
+  NAMED(CUDA_ERROR_NOT_FOUND);
+  NAMED(CUDA_ERROR_LAUNCH_FAILED);
+  return CUDA_ERROR_INVALID_VALUE;
+}
+
 // The kernels of a cubin: a section `.nv.info.NAME` for each.
 static CUresult load(CUlibrary* library, const void* code, CUjit_option* o, void** ov, unsigned n, CUlibraryOption* l,
                      void** lv, unsigned m) {
@@ -77,6 +109,7 @@ static CUresult load(CUlibrary* library, const void* code, CUjit_option* o, void
   (void)o, (void)ov, (void)l, (void)lv;
   const char* const base = code;
   const Elf64_Ehdr* elf = code;
+  if (fake.refuses) return CUDA_ERROR_INVALID_IMAGE;
   if (n || m) return FAULT("cuLibraryLoadData with %u and %u options", n, m);
   if (memcmp(elf->e_ident, ELFMAG, SELFMAG) || elf->e_machine != 190) return FAULT("cuLibraryLoadData of no cubin");
   const Elf64_Shdr* sections = (const Elf64_Shdr*)(base + elf->e_shoff);
@@ -85,7 +118,7 @@ static CUresult load(CUlibrary* library, const void* code, CUjit_option* o, void
   for (unsigned s = 0; s < elf->e_shnum; ++s) {
     const char* name = names + sections[s].sh_name;
     if (strncmp(name, ".nv.info.", 9) || fake.count == MAX_KERNELS) continue;
-    Kernel k = {.max_threads = 1024};
+    Kernel k = {.max_threads = 1024, .most_shared = 48 << 10};
     snprintf(k.name, sizeof k.name, "%s", name + 9);
     const unsigned char *at = (const unsigned char*)base + sections[s].sh_offset, *end = at + sections[s].sh_size;
     while (at < end) {
@@ -118,12 +151,22 @@ static CUresult get_kernel(CUkernel* kernel, CUlibrary library, const char* name
   return note("no kernel %s\n", name), CUDA_ERROR_NOT_FOUND;
 }
 
+static CUresult set_attribute(CUfunction_attribute attribute, int value, CUkernel kernel, CUdevice device) {
+  CONTEXT;
+  Kernel* k = (Kernel*)kernel;
+  if (k < fake.kernels || k >= fake.kernels + fake.count || device) return FAULT("cuKernelSetAttribute of no kernel");
+  if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES || value < 0 || value > 227 << 10)
+    return FAULT("cuKernelSetAttribute %d to %d", (int)attribute, value);
+  return k->most_shared = (unsigned)value, CUDA_SUCCESS;
+}
+
 // What waits for others, or must not be waited for, has no place on a stream that waits for all.
 static int is_default(CUstream stream) { return !stream || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD; }
 
 static CUresult launch(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                        unsigned shared, CUstream stream, void** params, void** extra) {
   CONTEXT;
+  CURRENT("cuLaunchKernel");
   const Kernel* k = (const Kernel*)f;
   if (k < fake.kernels || k >= fake.kernels + fake.count) return FAULT("cuLaunchKernel of no kernel");
   const unsigned given = fake.num_given;
@@ -131,6 +174,7 @@ static CUresult launch(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsi
   note("launch %s grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p\n", k->name, gx, gy, gz, bx, by, bz, shared, stream);
   if (!gx || !gy || !gz || !bx || !by || !bz) return FAULT("%s: an empty grid or block", k->name);
   if (bx * by * bz > k->max_threads) return FAULT("%s: %u threads, it allows %u", k->name, bx * by * bz, k->max_threads);
+  if (shared > k->most_shared) return FAULT("%s: %u bytes of shared memory, it allows %u", k->name, shared, k->most_shared);
   if (extra) return FAULT("%s: extra arguments", k->name);
   if (given != k->params) return FAULT("%s: %d arguments, it takes %u", k->name, (int)given, k->params);
   for (unsigned i = 0; i < given; ++i)
@@ -149,9 +193,53 @@ static CUresult launch(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsi
   return CUDA_SUCCESS;
 }
 
+// Ranks of one launch, each with its own blocks: they wait for each other, so each has a thread here.
+typedef struct {
+  const Kernel* kernel;
+  long argument[3];
+  int failed;
+} Rank;
+static void* run_rank(void* of) {
+  Rank* r = of;
+  r->failed = r->kernel->host(r->argument[0], r->argument[1], r->argument[2], 0, 0, 0, 0, 0, 0, 0, 0, 0);
+  return NULL;
+}
+
+static CUresult launch_cooperative(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
+                                   unsigned bz, unsigned shared, CUstream stream, void** params) {
+  CONTEXT;
+  const Kernel* k = (const Kernel*)f;
+  if (k < fake.kernels || k >= fake.kernels + fake.count) return FAULT("cuLaunchCooperativeKernel of no kernel");
+  const unsigned given = k->params;  // tests alone launch so, and by no call that notes sizes
+  note("launch %s grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p\n", k->name, gx, gy, gz, bx, by, bz, shared, stream);
+  if (!k->meets || !k->host) return FAULT("%s: ranks of one launch do not meet by it", k->name);
+  if (gz != 1 || by != 1 || bz != 1 || !gx || !gy || !bx || gy > MAX_RANKS) return FAULT("%s: grid or block", k->name);
+  if (bx > k->max_threads) return FAULT("%s: %u threads, it allows %u", k->name, bx, k->max_threads);
+  if (gx * gy > (unsigned)fake.sms) return FAULT("%s: %u blocks are not resident on %d SMs", k->name, gx * gy, fake.sms);
+  unsigned (*size_of_transfer)(void);
+  *(void**)&size_of_transfer = dlsym(fake.host, "fssdp_size_of_transfer");
+  Rank ranks[MAX_RANKS];
+  pthread_t threads[MAX_RANKS];
+  for (unsigned y = 0; y < gy; ++y) {
+    ranks[y] = (Rank){.kernel = k, .argument = {0, gx < 2 ? gx : 2, 1}};
+    for (unsigned i = 0; i < given; ++i) {
+      ranks[y].argument[i] = 0;
+      memcpy(ranks[y].argument + i, params[i], k->size[i]);
+    }
+    ranks[y].argument[0] += (long)y * size_of_transfer();
+    if (pthread_create(threads + y, NULL, run_rank, ranks + y)) abort();
+  }
+  for (unsigned y = 0; y < gy; ++y) {
+    pthread_join(threads[y], NULL);
+    if (ranks[y].failed) fake.failed = 1;
+  }
+  return CUDA_SUCCESS;
+}
+
 static CUresult copy_batch(CUdeviceptr* to, CUdeviceptr* from, size_t* size, size_t count, CUmemcpyAttributes* how,
                            size_t* first, size_t num, CUstream stream) {
   CONTEXT;
+  CURRENT("cuMemcpyBatchAsync");
   note("copies %zu stream=%p\n", count, stream);
   if (!count || !num || num > count || first[0]) return FAULT("cuMemcpyBatchAsync: %zu copies, %zu attributes", count, num);
   if (is_default(stream)) return FAULT("cuMemcpyBatchAsync: on the default stream");
@@ -196,9 +284,16 @@ static CUresult proc_address(const char* name, void** function, int version, cuu
   ENTRY(cuInit, 2000, init)
   ENTRY(cuDriverGetVersion, 2020, driver_version)
   ENTRY(cuDeviceGetAttribute, 2000, device_attribute)
+  ENTRY(cuGetErrorName, 6000, error_name)
+  ENTRY(cuDeviceGet, 2000, device_get)
+  ENTRY(cuDevicePrimaryCtxRetain, 7000, primary_context)
+  ENTRY(cuCtxGetCurrent, 4000, get_current)
+  ENTRY(cuCtxSetCurrent, 4000, set_current)
   ENTRY(cuLibraryLoadData, 12000, load)
   ENTRY(cuLibraryGetKernel, 12000, get_kernel)
+  ENTRY(cuKernelSetAttribute, 12000, set_attribute)
   ENTRY(cuLaunchKernel, 4000, launch)
+  ENTRY(cuLaunchCooperativeKernel, 9000, launch_cooperative)
   ENTRY(cuMemcpyBatchAsync, 12080, copy_batch_12)
   ENTRY(cuMemcpyBatchAsync, 13000, copy_batch)
   ENTRY(cuGetProcAddress, 12000, proc_address)

@@ -2,7 +2,7 @@
 
 | what our code uses | what stands in |
 |---|---|
-| ``cuda.bindings.driver`` | itself, over the driver ``fake_libcuda.c``, which checks each call and runs host kernels |
+| CUDA's driver | ``fake_libcuda.c``, which checks each call and runs host kernels |
 | ``torch.cuda``: streams, events | `streams_on_cpu` |
 | tensors of a GPU | CPU tensors that say they lie on ``cuda:0`` |
 | symmetric memory | POSIX shared memory |
@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.device import driver
 from megatron_hecate.device.compile import host_library
 
 GPU = torch.device("cuda", 0)
@@ -89,9 +90,13 @@ class Driver:
         """Forget calls and faults."""
         self._library.fake_clear()
 
-    def tell_arguments(self, packed: Any) -> None:
-        """Note how many arguments the next launch has, and their sizes: a driver takes addresses alone."""
-        sizes = [ctypes.sizeof(kind) if kind is not None else 8 for kind in packed[1]] if packed else []
+    def refuse_cubins(self) -> None:
+        """Load none from now on, as a driver does with those of a newer major version of CUDA."""
+        self._library.fake_refuse_cubins()
+
+    def note_sizes(self, arguments: Sequence[Any]) -> None:
+        """Note the number and sizes of the next launch's arguments: a driver takes addresses alone."""
+        sizes = [ctypes.sizeof(argument) for argument in arguments]
         self._library.fake_given(len(sizes), (ctypes.c_uint * len(sizes))(*sizes))
 
 
@@ -100,7 +105,7 @@ def install(*, version: int = 13000, multiprocessors: int = 132) -> Driver:
     made = Driver(version=version, multiprocessors=multiprocessors)
     megatron_on_cpu.install()
     streams_on_cpu.install()
-    _bindings(made)
+    _launches(made)
     _torch_cuda(made)
     _tensors()
     _symmetric_memory()
@@ -115,17 +120,15 @@ def _headers() -> Path:
     return found[0].parent
 
 
-def _bindings(made: Driver) -> None:
-    from cuda.bindings import driver
-
-    launch = driver.cuLaunchKernel
+def _launches(made: Driver) -> None:
+    launch = driver.launch
 
     @functools.wraps(launch)
-    def checked(*arguments: Any) -> Any:
-        made.tell_arguments(arguments[9])
-        return launch(*arguments)
+    def checked(kernel: int, arguments: Sequence[Any], **sizes: Any) -> None:
+        made.note_sizes(arguments)
+        launch(kernel, arguments, **sizes)
 
-    driver.cuLaunchKernel = checked
+    driver.launch = checked
 
 
 def _torch_cuda(made: Driver) -> None:
@@ -138,6 +141,7 @@ def _torch_cuda(made: Driver) -> None:
 
     properties = SimpleNamespace(name="a GPU on a CPU", major=9, minor=0, uuid="none")
     properties.total_memory, properties.multi_processor_count = 8 << 30, made.multiprocessors
+    properties.shared_memory_per_block_optin = 227 << 10
     cuda.init, cuda.synchronize = (lambda: None), synchronize
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.get_device_properties = lambda *_: properties
@@ -145,8 +149,19 @@ def _torch_cuda(made: Driver) -> None:
     cuda.is_current_stream_capturing, cuda.mem_get_info = (lambda: False), (lambda *_: (8 << 30, 8 << 30))
 
 
+class _Generator(torch.Generator):
+    """One of the CPU, whatever device it is asked for."""
+
+    def __new__(cls, device: Any = None) -> _Generator:
+        return super().__new__(cls)
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+
+
 def _tensors() -> None:
     """Every tensor is on the GPU, to whoever asks in Python."""
+    torch.Generator = _Generator
     torch.Tensor.is_cuda = property(lambda tensor: True)
     torch.Tensor.device = property(lambda tensor: GPU)
     backward = torch.autograd._engine_run_backward

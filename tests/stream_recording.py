@@ -124,7 +124,7 @@ class Recording(TorchDispatchMode):
 
     # what is launched
 
-    def _launched(self, name: str, arguments: tuple, *, blocks: int, threads: int) -> None:
+    def _launched(self, name: str, arguments: tuple, *, blocks: int, threads: int, shared_bytes: int = 0) -> None:
         program = self._programs.get(arguments[0].value)
         if program is None:
             self._note(name, SMALL)

@@ -188,6 +188,21 @@ def test_it_needs_no_megatron(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "would switch on\n"), done.stderr
 
 
+def test_kernels_are_checked_without_megatron_and_numba(tmp_path: Path) -> None:
+    """A machine with a bare torch: what is missing is said, and so is what the kernels do there."""
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less. Got NumPy 2.5.')\n")
+    (tmp_path / "megatron").mkdir()  # a namespace without `core`
+    (tmp_path / "megatron" / "__init__.py").touch()
+    checkout = Path(__file__).resolve().parent.parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(checkout)])}
+    command = [sys.executable, "-m", "megatron_hecate", "--check"]
+    done = subprocess.run(command, env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 1, done.stderr
+    assert "megatron-core is not installed" in done.stdout
+    assert "planner: numba cannot be imported (Numba needs NumPy 2.4 or less. Got NumPy 2.5.)" in done.stdout
+    assert "kernels, of quotas and of transport nvlink: CPU ranks: compiled, " in done.stdout
+
+
 def test_a_machine_without_a_compiler(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,6 +31,7 @@ class Note:
         summary: what the line that says FSSDP is on tells of its layers.
         memory: what it needs, and has; empty without MoE layers.
         slower_by_engines: see `Connection`.
+        rounds: in how many rounds gradients come home, where that is worth a line.
     """
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -39,6 +40,7 @@ class Note:
     summary: str = ""
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
     slower_by_engines: float | None = None
+    rounds: str = ""
 
     def agree(
         self, *, timeout: float, judge: Callable[[list[Note]], tuple[list[str], Any]] = lambda _: ([], None)

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from megatron_hecate.comm.agreement import shorten
-from megatron_hecate.comm.groups import new_group
+from megatron_hecate.comm.groups import connect_ranks, new_group
+from megatron_hecate.comm.nccl import DEFAULT_CTAS, NcclSettings
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import COUNTERS, SHARED, Peers
 from megatron_hecate.comm.nvlink.schedule import MAX_RANKS
@@ -45,6 +46,7 @@ class Connection:
         slower_by_engines: seconds that a fetch by copy engines takes longer on this rank than one by our kernels on the
             slowest; ``None`` where they were not tried.
         exposed: on rank 0, what computing waits for, and the way out, where that can be known now.
+        nccl_bytes: of this rank's GPU that went to NCCL when it connected the ranks.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Connection:
     machines: Sequence[tuple[str, int]] = ()
     slower_by_engines: float | None = None
     exposed: str = ""
+    nccl_bytes: int = 0
 
     @staticmethod
     def engines_pay(slower_by_engines: Iterable[float | None]) -> bool:
@@ -88,7 +91,9 @@ class Connection:
         ]
 
 
-def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout: float) -> Connection:
+def connect(
+    asked: str, groups: Sequence[Group], problems: list[str], *, timeout: float, nccl_ctas: int = DEFAULT_CTAS
+) -> Connection:
     """Choose a transport, the same on all ranks of the job, and set it up. All ranks call at once.
 
     Args:
@@ -96,6 +101,7 @@ def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout
         groups: the FSSDP groups that this rank is in.
         problems: that it knows of; gets what speaks against what was ``asked``. Any on any rank: no transports.
         timeout: seconds per wait.
+        nccl_ctas: as `NcclSettings.max_ctas`.
 
     Raises:
         TimeoutError: naming the ranks that did not come in time.
@@ -116,7 +122,11 @@ def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout
         return Connection(name, why, {}, {}, machines)
     parts = {group: verdict.groups[of_group] for group, of_group in names.items()}
     nodes = {group: tuple(part["nodes"]) for group, part in parts.items()}
-    transports = _make_transports(name, parts, timeout=timeout)
+    free = _free_bytes()
+    nccl = NcclSettings(nccl_ctas, pairs=name == P2P.name or verdict.job["across"]) if on_gpus() else None
+    can_time = not verdict.job["one queue"]
+    transports = _make_transports(name, parts, timeout=timeout, nccl=nccl, can_time=can_time)
+    nccl_bytes = free - _free_bytes()
     failed, usable, slower = list[str](), True, None
     if name == NVLink.name:
         tested = [transport for transport in transports.values() if isinstance(transport, NVLink)]
@@ -124,12 +134,18 @@ def connect(asked: str, groups: Sequence[Group], problems: list[str], *, timeout
     if failed and asked == AUTO and usable:
         why = f"{name} failed its self-test: {'; '.join(failed)}"
         name = P2P.name
-        transports = {group: P2P(old.group, timeout=timeout) for group, old in transports.items()}
+        settings: dict[str, Any] = dict(timeout=timeout, can_time=can_time)
+        transports = {group: P2P(old.group, **settings) for group, old in transports.items()}
+        if nccl is not None and not nccl.pairs:
+            free, all_pairs = _free_bytes(), dataclasses.replace(nccl, pairs=True)
+            for transport in transports.values():
+                connect_ranks(transport.group, all_pairs, label="fssdp transfers", timeout=timeout)
+            nccl_bytes += free - _free_bytes()
     elif failed:
         problems += [f"transport={asked!r} failed its self-test: {text}" for text in failed]
         transports = {}
-    exposed = explain_exposed(name, across_domains=verdict.job["across"]) if any(s.one_queue for s in sites) else ""
-    return Connection(name, why, nodes, transports, machines, slower, exposed)
+    exposed = explain_exposed(name, across_domains=verdict.job["across"]) if sites and verdict.job["one queue"] else ""
+    return Connection(name, why, nodes, transports, machines, slower, exposed, max(0, nccl_bytes))
 
 
 def on_gpus() -> bool:
@@ -140,6 +156,14 @@ def on_gpus() -> bool:
 def device_of_rank() -> torch.device:
     """Where this rank trains."""
     return torch.device("cuda", torch.cuda.current_device()) if on_gpus() else torch.device("cpu")
+
+
+def _free_bytes() -> int:
+    """Bytes of this rank's GPU that are free, once it has done what it was asked to; 0 on CPU ranks."""
+    if not on_gpus():
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info()[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,6 +249,7 @@ def _judge(sites: Sequence[_Site]) -> Verdict:
             made[rank] = parts[_name_of(group)]["made"] + more
     job = {"name": name, "why": why, "against": shorten(against), "go on": ready and not against}
     job["across"] = any(len(of_group) > 1 for of_group in domains.values())
+    job["one queue"] = any(site.one_queue for site in sites)
     return Verdict(job, parts)
 
 
@@ -272,7 +297,9 @@ def _domains_of(group: Group, sites: Sequence[_Site]) -> list[Group]:
     return [tuple(domain) for domain in by_domain.values()]
 
 
-def _make_transports(name: str, parts: Mapping[Group, Any], *, timeout: float) -> dict[Group, Transport]:
+def _make_transports(
+    name: str, parts: Mapping[Group, Any], *, timeout: float, nccl: NcclSettings | None, can_time: bool
+) -> dict[Group, Transport]:
     """Those of every FSSDP group that this rank is in, over process groups of their own.
 
     Args:
@@ -280,18 +307,21 @@ def _make_transports(name: str, parts: Mapping[Group, Any], *, timeout: float) -
         parts: of the verdict, by group: all ranks make their groups in ascending order, so none waits for another in a
             circle.
         timeout: seconds per wait.
+        nccl: settings of the groups of all ranks; ``None`` on CPU ranks.
+        can_time: as in `P2P`.
     """
-    make, made = functools.partial(new_group, timeout=timeout, on_gpus=on_gpus()), dict[Group, Transport]()
+    make, made = functools.partial(new_group, timeout=timeout), dict[Group, Transport]()
     for group, part in parts.items():
-        everyone = make(group, part["made"], description="fssdp transfers")
+        everyone = make(group, part["made"], description="fssdp transfers", nccl=nccl)
         if name != NVLink.name:
-            made[group] = P2P(everyone, timeout=timeout)
+            made[group] = P2P(everyone, timeout=timeout, can_time=can_time)
             continue
         of_rank = part["domains"]
         domains = [[i for i, other in enumerate(of_rank) if other == n] for n in range(max(of_rank) + 1)]
         own = everyone
         if len(domains) > 1:
             ranks = [group[i] for i in domains[of_rank[everyone.rank()]]]
-            own = make(ranks, part["made"] + 1, description="fssdp domain")
+            own_nccl = None if nccl is None else dataclasses.replace(nccl, pairs=False)
+            own = make(ranks, part["made"] + 1, description="fssdp domain", nccl=own_nccl)
         made[group] = NVLink(everyone, own, domains=domains, timeout=timeout)
     return made

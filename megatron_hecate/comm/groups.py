@@ -11,12 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
+from megatron_hecate.comm.nccl import NcclSettings, keep_timeout
 from megatron_hecate.comm.question import Question, Verdict
 from megatron_hecate.comm.transfer import wait_collective
 
 
 def new_group(
-    ranks: Sequence[int], made: int, *, description: str, timeout: float, on_gpus: bool = False
+    ranks: Sequence[int], made: int, *, description: str, timeout: float, nccl: NcclSettings | None = None
 ) -> dist.ProcessGroup:
     """A process group that only its ``ranks`` make, and that has connected them: NCCL does so when a group is first
     used, by all of them, and copies are by some.
@@ -27,8 +28,8 @@ def new_group(
         ranks: of the job, ascending.
         made: the most process groups that one of them is in; a rank in fewer makes some of its own first.
         description: for torch's logs.
-        timeout: seconds, of the group.
-        on_gpus: whether its messages are NCCL's.
+        timeout: seconds, of the group; with NCCL the job's timeout if that is longer.
+        nccl: settings of NCCL; ``None`` on CPU ranks.
 
     Raises:
         RuntimeError: naming the ranks, when one of them does not come.
@@ -39,10 +40,9 @@ def new_group(
     with _no_bound_device():
         while len(_world.pg_names) < made:
             dist.new_group([dist.get_rank()], backend="gloo", **settings)
-        if on_gpus:  # NCCL's kernels run on the group's own stream; peers wait for them
-            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if nccl is not None:
+            settings["pg_options"] = options = nccl.options()
             options._timeout = settings["timeout"]
-            settings["pg_options"] = options
         try:
             group = dist.new_group(list(ranks), **settings)
         except RuntimeError as error:  # torch's own says who does not come in some cases only
@@ -50,7 +50,9 @@ def new_group(
                 f"FSSDP: rank {dist.get_rank()} could not make the process group of ranks {list(ranks)} "
                 f"({description}) within {timeout:g} s: one of them died, hangs, or failed. Cause: {error}"
             ) from error
-    _connect(group, "cuda" if on_gpus else "cpu", label=description, timeout=timeout)
+    connect_ranks(group, nccl, label=description, timeout=timeout)
+    if nccl is not None:
+        keep_timeout(group, timeout)
     return group
 
 
@@ -87,13 +89,20 @@ def connected_group(groups: Sequence[Sequence[int]], *, timeout: float, on_gpus:
     if not groups:
         return None
     ranks, most = heard.groups[names[0]]
-    return new_group(ranks, most, description="fssdp homes", timeout=timeout, on_gpus=on_gpus)
+    nccl = NcclSettings() if on_gpus else None
+    return new_group(ranks, most, description="fssdp homes", timeout=timeout, nccl=nccl)
 
 
-def _connect(group: dist.ProcessGroup, device: str, *, label: str, timeout: float) -> None:
-    one = torch.zeros(1, device=device)
-    work = dist.all_reduce(one, group=group, async_op=True)
-    wait_collective(work, one, group, what="connecting the ranks", label=label, timeout=timeout)
+def connect_ranks(group: dist.ProcessGroup, nccl: NcclSettings | None, *, label: str, timeout: float) -> None:
+    """Connect the ranks of ``group`` by one collective; with `NcclSettings.pairs` each with each other."""
+    device = "cpu" if nccl is None else "cuda"
+    if nccl is not None and nccl.pairs:
+        sent = torch.zeros(group.size(), device=device)
+        work = dist.all_to_all_single(torch.empty_like(sent), sent, group=group, async_op=True)
+    else:
+        sent = torch.zeros(1, device=device)
+        work = dist.all_reduce(sent, group=group, async_op=True)
+    wait_collective(work, sent, group, what="connecting the ranks", label=label, timeout=timeout)
 
 
 @contextlib.contextmanager

@@ -118,7 +118,11 @@ def explain_exposed(transport: str, *, across_domains: bool) -> str:
         across_domains: whether a group spans NVLink domains.
     """
     if transport == "p2p":
-        exposed = "messages run beside computing, sums of gradients do not, nor all but the last of several rounds"
+        exposed = (
+            "messages run beside computing, sums of gradients do not, nor all but the last of several rounds; fetches "
+            "cannot be timed, so the speeds named above go on to decide which copies pay (--moe-fssdp-speeds FILE: "
+            "measured ones)"
+        )
     elif across_domains:
         exposed = "computing waits while stripes go from domain to domain; --moe-fssdp-transport p2p waits for less"
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import ClassVar
@@ -13,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.comm.transfer import Transfer, TransferError
+from megatron_hecate.comm import under_way
+from megatron_hecate.comm.transfer import Stopwatch, Transfer, TransferError
 from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferPlan, chunks_in
 
 ARRIVING: int = 4  # gradients that a home receives at once, at most; those of further replicas come in rounds
 ARRIVING_BYTES: int = 256 << 20  # and no more than this, but one
+NAMED: int = 8  # messages of a batch that a line names
 
 
 class P2P:
@@ -29,15 +32,15 @@ class P2P:
         group: the ranks.
         timeout: seconds to wait for a peer. With NCCL the group's own timeout holds: waiting on the host for less would
             stop the stream from running ahead.
+        can_time: whether fetches can be timed, the same on all ranks: not where `has_one_queue`.
     """
 
-    # Its memory comes from torch's cache, which makes room by itself; a job without replicas never needs it.
-    name, scatters, allocates_early = "p2p", False, False
+    name, scatters = "p2p", False
     # Of transfers so far. By object: in another attempt of the job groups have the same names, and ranks must agree.
     _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, int]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
-        self.group, self.timeout = group, timeout
+    def __init__(self, group: dist.ProcessGroup, *, timeout: float, can_time: bool = True) -> None:
+        self.group, self.timeout, self._can_time = group, timeout, can_time
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._returning: Transfer | None = None
 
@@ -48,6 +51,18 @@ class P2P:
             for layer in layers
         ]
         return max(needs) if any(layer.slots for layer in layers) else 0
+
+    @staticmethod
+    def explain_rounds(layers: Sequence[LayerBuffer]) -> str:
+        """How many gradients a home receives at once, for the largest of ``layers``, and what follows with one hardware
+        queue."""
+        largest = max(layers, key=lambda layer: layer.elements)
+        size, at_once = largest.elements * largest.grad_dtype.itemsize, _arriving(largest.elements, largest.grad_dtype)
+        return (
+            f"transport p2p: a rank receives the gradients of {at_once} replica{'s' if at_once > 1 else ''} of its "
+            f"experts at once ({size / (1 << 20):.0f} MiB each); those of k come in "
+            f"{f'k / {at_once}' if at_once > 1 else 'k'} rounds, and computing waits for all but the last"
+        )
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
         """[size] uint8, anywhere; and the staging memory."""
@@ -68,9 +83,15 @@ class P2P:
         timed: bool = False,
     ) -> Transfer:
         """Begin a spAG: everything is posted now, and there when it is waited for."""
+        device = homes[0][0].device
+        watch = Stopwatch(device) if timed and self._can_time else None
+        meeting = self.next_tag() if watch is not None else 0
         messages = self.batch(self.next_tag(), what="spAG", label=label)
 
         def steps() -> Iterator[None]:
+            if watch is not None:
+                self.meet(plan, device, tag=meeting, label=label)
+                watch.mark("begin")
             for index, rank in plan.sends:
                 for tensor in homes[index]:
                     messages.send(tensor.detach().contiguous().view(-1), rank)
@@ -82,7 +103,18 @@ class P2P:
             yield
             messages.finish()
 
-        return Transfer(steps(), homes[0][0].device, what="spAG", label=label, timed=timed)
+        return Transfer(steps(), device, what="spAG", label=label, watch=watch)
+
+    def meet(self, plan: TransferPlan, device: torch.device, *, tag: int, label: str) -> None:
+        """Wait, on the current stream, until all ranks with a part in ``plan`` have come: each sends the others one
+        byte."""
+        others = {rank for copy in plan.copies for rank in (copy.home, copy.rank)}
+        messages = self.batch(tag, what="spAG", label=label)
+        for rank in sorted(others - {plan.rank}) if plan.rank in others else []:
+            messages.send(torch.zeros(1, dtype=torch.uint8, device=device), rank)
+            messages.receive(torch.empty(1, dtype=torch.uint8, device=device), rank)
+        messages.start()
+        messages.finish()
 
     def return_gradients(
         self, plan: TransferPlan, slots: Sequence[Tensor], homes: HomeGradients, *, label: str
@@ -169,6 +201,8 @@ class _Messages:
         if self._ops:
             with self._peer_named(lambda: 0):
                 self._works = dist.batch_isend_irecv(self._ops)
+            if self._ops[0].tensor.is_cuda:
+                under_way.note(self._works, self._describe())
 
     def finish(self) -> None:
         """Wait for all of them. On a GPU the stream waits."""
@@ -180,6 +214,16 @@ class _Messages:
                 else:
                     work.wait(timeout=timedelta(seconds=self._timeout))
                 done += 1
+
+    def _describe(self) -> str:
+        """Layer and transfer, this rank, and what it expects of which ranks."""
+        bytes_by_peer: Counter[tuple[str, int]] = Counter()
+        for what, rank, size in self._peers:
+            bytes_by_peer[what, rank] += size
+        parts = [f"{what} rank {rank} ({size} bytes)" for (what, rank), size in bytes_by_peer.items()]
+        more = f", and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
+        ranks = f"rank {self._group.rank()} of {self._group.size()}"
+        return f"{self._name}, {ranks} expected to {', '.join(parts[:NAMED])}{more}"
 
     @contextlib.contextmanager
     def _peer_named(self, done: Callable[[], int]) -> Iterator[None]:

@@ -15,11 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.comm import under_way
 from megatron_hecate.tools import trace
 
 
 class TransferError(RuntimeError):
-    """A chunk did not arrive: a peer died, or did not take part in time."""
+    """A chunk did not arrive: a peer died, or did not take part in time.
+
+    On GPUs the host does not wait for messages of NCCL, and raises nothing: the straggler watchdog prints layer, ranks
+    and what was expected of them (`under_way`), before torch's watchdog ends the process.
+    """
 
 
 class Transfer:
@@ -35,7 +40,8 @@ class Transfer:
         device: of the memory it moves.
         what: "spAG" or "spRS".
         label: name of the layer.
-        timed: whether it will be asked how long it took; nothing can tell of a transfer that is left to `wait`.
+        watch: ``steps`` mark its "begin" once the peers have come, and the transfer its "end". A transfer that is left
+            to `wait` cannot be timed.
         after: without CUDA, for transfers that take the host's time: all steps run in a thread, once this has ended.
     """
 
@@ -46,11 +52,11 @@ class Transfer:
         *,
         what: str,
         label: str,
-        timed: bool = False,
+        watch: Stopwatch | None = None,
         after: Future[None] | None = None,
     ) -> None:
         self._steps, self._failed = steps, False
-        self.what, self.label, self._watch = what, label, Stopwatch(device) if timed else None
+        self.what, self.label, self._watch = what, label, watch
         self.ended: Future[None] = Future()  # of the thread that runs it, where there is one
         self._stream: torch.cuda.Stream | None = None
         self._enqueued: torch.cuda.Event | None = None
@@ -59,42 +65,40 @@ class Transfer:
                 self._stream = transfer_stream(device)
                 self._stream.wait_stream(torch.cuda.current_stream(device))
                 with torch.cuda.stream(self._stream):
-                    self._mark("begin")
                     over = object()
                     if has_one_queue() and next(steps, over) is not over:
                         self._watch = None
                     else:
                         self._enqueue_rest(self._stream)
-            elif after is not None or trace.Recorder.is_running() or timed:  # gloo does not tell when it is over
+            elif (
+                after is not None or trace.Recorder.is_running() or watch is not None
+            ):  # gloo does not tell when it is over
                 self._run_in_thread(after)
                 trace.follow(what, label, over=self.ended.done)
             else:
                 next(steps, None)
 
-    def _mark(self, when: str) -> None:
-        if self._watch is not None:
-            self._watch.mark(when)
-
     def _enqueue_rest(self, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
             for _ in self._steps:
                 pass
-            self._mark("end")
+            if self._watch is not None:
+                self._watch.mark("end")
             self._enqueued = stream.record_event()
 
     def _run_in_thread(self, after: Future[None] | None) -> None:
         """Run all steps in a thread, which does not keep the process alive; `wait` then waits for it."""
-        steps, ended = self._steps, self.ended
+        steps, ended, watch = self._steps, self.ended, self._watch
 
         def run() -> None:
             try:
                 if after is not None:
                     futures.wait([after])
-                self._mark("begin")
                 with torch.no_grad():
                     for _ in steps:
                         pass
-                self._mark("end")
+                if watch is not None:
+                    watch.mark("end")
             except BaseException as error:
                 ended.set_exception(error)
             else:
@@ -109,12 +113,12 @@ class Transfer:
 
     @property
     def timed(self) -> bool:
-        """Whether it will be known how long it took."""
+        """Whether `seconds` will be known."""
         return self._watch is not None
 
     @property
     def seconds(self) -> float | None:
-        """How long it took, once it is over, if it was ``timed``."""
+        """From when its peers had come to its end, once it is over, if it was ``timed``."""
         return None if self._watch is None else self._watch.seconds
 
     def wait(self) -> None:
@@ -155,6 +159,11 @@ class Stopwatch:
             self._times[when] = time.perf_counter()
 
     @property
+    def begun(self) -> bool:
+        """Whether "begin" was marked."""
+        return "begin" in self._events or "begin" in self._times
+
+    @property
     def ended(self) -> bool:
         """Whether "end" was marked."""
         return "end" in self._events or "end" in self._times
@@ -175,7 +184,8 @@ def wait_collective(
 ) -> None:
     """Wait for a collective of the whole ``group`` over ``tensor``.
 
-    On a GPU the stream waits and the process group's own timeout holds; the host must run ahead.
+    On a GPU the stream waits and the process group's own timeout holds; the host must run ahead, and nothing is raised
+    here (see `TransferError`).
 
     Args:
         what: name of the collective, for errors.
@@ -186,16 +196,17 @@ def wait_collective(
         TransferError: naming ``label`` and the ranks of the group, when one dies or does not take part in time.
     """
     start = time.monotonic()
+    expected = f"expected all of ranks {dist.get_process_group_ranks(group)} (in the job)"
     try:
         if tensor.is_cuda:
+            under_way.note([work], f"{label}: {what} on rank {group.rank()} of {group.size()}, {expected}")
             work.wait()
         else:
             work.wait(timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         raise TransferError(
             f"{label}: {what} failed on rank {group.rank()} of {group.size()} after {time.monotonic() - start:.1f} s "
-            f"(timeout {timeout:g} s): expected all of ranks {dist.get_process_group_ranks(group)} (in the job), one "
-            f"died, hangs, or did not take part. Cause: {error}"
+            f"(timeout {timeout:g} s): {expected}, one died, hangs, or did not take part. Cause: {error}"
         ) from error
 
 

@@ -22,20 +22,20 @@ import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hecate.comm.transfer import Transfer
-from megatron_hecate.plan import Placement
+from megatron_hecate.plan import EMPTY, Placement
 
 ALIGNMENT: int = 256  # bytes; what copies and GEMMs like best
 
 
-@dataclasses.dataclass(frozen=True)
-class Copy:
+class Copy(NamedTuple):
     """One replica, as all ranks see it.
 
     Args:
@@ -46,7 +46,7 @@ class Copy:
     """
 
     home: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides that of tuples
     rank: int
     slot: int
 
@@ -66,10 +66,17 @@ class TransferPlan:
     @classmethod
     def from_placement(cls, placement: Placement, rank: int) -> TransferPlan:
         """Fetch all replicas of ``placement``. All ranks derive theirs from the same one, so their parts fit."""
-        homes = [[e for e in slots if e >= 0 and placement.home[e] == r] for r, slots in enumerate(placement.table)]
-        index = {e: i for owned in homes for i, e in enumerate(owned)}
-        copies = (Copy(int(placement.home[e]), index[e], r, slot - len(homes[r])) for e, r, slot in placement.replicas)
-        return cls(rank, tuple(copies))
+        table, home = placement.table, placement.home
+        ranks = np.arange(len(table))[:, None]
+        is_home = (table != EMPTY) & (home[table] == ranks)
+        index = np.empty(len(home), np.int64)
+        index[table[is_home]] = (np.cumsum(is_home, axis=1) - 1)[is_home]
+        holder, slot = np.nonzero((table != EMPTY) & ~is_home)
+        expert = table[holder, slot]
+        order = np.lexsort((holder, expert))
+        expert, holder, slot = expert[order], holder[order], slot[order]
+        parts = home[expert], index[expert], holder, slot - is_home.sum(axis=1)[holder]
+        return cls(rank, tuple(map(Copy._make, zip(*(part.tolist() for part in parts), strict=True))))
 
     def without(self, earlier: TransferPlan) -> TransferPlan:
         """Those copies only that ``earlier`` does not have: what is fetched late."""
@@ -173,14 +180,11 @@ class Transport(Protocol):
     Attributes:
         name: "p2p" or "nvlink".
         scatters: whether receivers share the work of copying, and one copy goes to each node; else homes send them all.
-        allocates_early: whether buffers should be there before the first iteration, with or without replicas: their
-            memory does not come from torch's cache, which grows into what is free with the first activations.
         group: the ranks, in a process group of its own, so that copies do not queue behind tokens.
     """
 
     name: str
     scatters: bool
-    allocates_early: bool
     group: dist.ProcessGroup
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
@@ -188,7 +192,7 @@ class Transport(Protocol):
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
         """[size] uint8 for the buffers of replicas, where the transport can reach it. All ranks of the group call at
-        once, once per model; what `extra_bytes` says comes on top."""
+        once, once per model, before the first activations; what `extra_bytes` says comes on top."""
 
     def release(self) -> None:
         """Let go of what `allocate` gave: the attempt of the job is over. A transfer under way keeps what it uses."""
@@ -210,10 +214,11 @@ class Transport(Protocol):
                 it is over.
             slots: a chunk of such elements for every slot, from what `allocate` gave; nothing else may write them.
             label: name of the layer.
-            timed: whether the transfer will be asked how long it took.
+            timed: whether `Transfer.seconds` will be asked for; the same on all ranks. It does not count how long this
+                rank waits for others to begin.
 
         Raises (also from `Transfer.wait`):
-            TransferError: when a peer dies or does not answer in time.
+            TransferError: when a peer dies or does not answer in time; not for messages of NCCL, see there.
         """
 
     def return_gradients(

@@ -1,7 +1,8 @@
 """Compiles the kernels at first use, and keeps what comes out.
 
 Installing compiles nothing. For a GPU, NVRTC makes a cubin (through ``cuda.bindings``, which torch's CUDA builds bring
-along), or nvcc where there is no NVRTC. For the host, a C++ compiler makes a shared library of the same sources.
+along), or nvcc where there is no NVRTC, or one of a newer major version than the driver's, which would not load what it
+compiles. For the host, a C++ compiler makes a shared library of the same sources.
 
 Results lie in a folder of the user's own (``$MEGATRON_HECATE_CACHE``, else ``~/.cache/megatron-hecate``), in files
 named after all that went into them. They are written under another name and moved into place, so that many ranks, on
@@ -10,19 +11,24 @@ many machines that share a home, may do so at once. Each ends in its own checksu
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import stat
 import subprocess
+import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from megatron_hecate.device import driver
 
 HERE = Path(__file__).resolve().parent
 # In a checkout the sources lie beside the package; installed, in it.
@@ -50,17 +56,16 @@ def cubin(capability: tuple[int, int], *, compiler: str = "auto") -> bytes:
         compiler: "nvrtc", "nvcc" or "auto", which takes the first of these that is there.
 
     Raises:
-        CompileError: when the GPU is too old, no compiler is found, or it fails.
+        CompileError: when the GPU is too old, no compiler is found, or it fails or does not know the GPU.
         PermissionError: for a cache folder that others may write, or this user may not.
     """
     arch = capability[0] * 10 + capability[1]
     if arch < OLDEST:
         raise CompileError(f"FSSDP needs a GPU of compute capability 8.0 (A100) or more, got {arch / 10}")
-    name, version = _cuda_compiler(compiler)
-    build = {"nvrtc": _nvrtc, "nvcc": _nvcc}[name]
-    return _cached(
-        f"sm_{arch}", " ".join([name, version, *OPTIONS]), ("device.cu", *HEADERS), lambda: build(f"sm_{arch}")
-    )[0]
+    found = _cuda_compiler(compiler)
+    target, build = f"sm_{found.best_arch(arch)}", {"nvrtc": _nvrtc, "nvcc": _nvcc}[found.name]
+    key = " ".join([found.name, found.version, *OPTIONS])
+    return _cached(target, key, ("device.cu", *HEADERS), lambda: build(target))[0]
 
 
 def host_library() -> Path:
@@ -98,8 +103,7 @@ def describe() -> tuple[list[str], bool]:
         usable["cpu"] = False
     devices = range(torch.cuda.device_count())
     try:
-        name, version = _cuda_compiler("auto")
-        lines.append(f"GPUs: kernels are compiled by {name} {version}")
+        lines.append(f"GPUs: kernels are compiled by {_cuda_compiler('auto')}")
         for capability in sorted({torch.cuda.get_device_capability(i) for i in devices}):
             cubin(capability)
             lines.append(f"GPUs: compiled for sm_{capability[0]}{capability[1]}, in {_cache_folder()}")
@@ -109,25 +113,84 @@ def describe() -> tuple[list[str], bool]:
     return lines, usable["cuda" if devices else "cpu"]
 
 
-def _cuda_compiler(wanted: str) -> tuple[str, str]:
-    """Name and version of the compiler for GPUs."""
+@dataclasses.dataclass(frozen=True)
+class _CudaCompiler:
+    """A compiler for GPUs.
+
+    Args:
+        name: "nvrtc" or "nvcc".
+        version: as it says it.
+        major: of CUDA.
+        archs: compute capabilities that it compiles for, times ten.
+    """
+
+    name: str
+    version: str
+    major: int
+    archs: Sequence[int]
+
+    def best_arch(self, arch: int) -> int:
+        """The newest that it compiles for whose machine code runs on ``arch``: of the same major version, and no newer.
+
+        Raises:
+            CompileError: when there is none.
+        """
+        fitting = [known for known in self.archs if known // 10 == arch // 10 and OLDEST <= known <= arch]
+        if fitting:
+            return max(fitting)
+        known = ", ".join(f"sm_{known}" for known in sorted(self.archs))
+        raise CompileError(
+            f"{self} compiles for {known}; none of these runs on a GPU of compute capability {arch / 10}: install a "
+            "newer one, on the path or in $CUDA_HOME"
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+def explain_unloadable(error: Exception) -> str:
+    """Why the driver did not load the compiled kernels, and the way out."""
+    compiler, driver_version = _cuda_compiler("auto"), driver.version() or 0
+    known = driver_version // 1000
+    text = f"{error}: {compiler} compiled the kernels, the driver is of CUDA {known}.{driver_version % 1000 // 10}"
+    if compiler.major <= known:
+        return f"{text}; remove {_cache_folder()}, and where that does not help, update the driver"
+    return (
+        f"{text}, which loads no machine code of CUDA {compiler.major}. Update the driver to one of CUDA "
+        f"{compiler.major}, or install a compiler of CUDA {known}: nvcc, on the path or in $CUDA_HOME, or pip install "
+        f"'cuda-bindings<{known + 1}' nvidia-cuda-nvrtc-cu{known}"
+    )
+
+
+def _cuda_compiler(wanted: str) -> _CudaCompiler:
+    """The compiler for GPUs: of those that are there, the first that is no newer than the driver, else the first."""
+    found: list[_CudaCompiler] = []
+    missing = "NVRTC was not asked for"
     if wanted in ("auto", "nvrtc"):
         try:
             from cuda.bindings import nvrtc
 
             _, major, minor = nvrtc.nvrtcVersion()
+            found.append(_CudaCompiler("nvrtc", f"{major}.{minor}", major, nvrtc.nvrtcGetSupportedArchs()[1]))
         except (ImportError, OSError, RuntimeError) as error:
             missing = f"NVRTC: {error}"
-        else:
-            return "nvrtc", f"{major}.{minor}"
-    else:
-        missing = "NVRTC was not asked for"
-    if wanted in ("auto", "nvcc") and (path := _nvcc_path()) is not None:
-        return "nvcc", _run([path, "--version"]).splitlines()[-1]
-    raise CompileError(
-        f"no compiler for CUDA found ({missing}; no nvcc on the path or in $CUDA_HOME); pip install cuda-bindings "
-        "nvidia-cuda-nvrtc"
-    )
+    newest = (driver.version() or sys.maxsize) // 1000
+    if wanted in ("auto", "nvcc") and not (found and found[0].major <= newest) and (path := _nvcc_path()) is not None:
+        found.append(_nvcc_at(path))
+    if not found:
+        raise CompileError(
+            f"no compiler for CUDA found ({missing}; no nvcc on the path or in $CUDA_HOME); pip install cuda-bindings "
+            "nvidia-cuda-nvrtc"
+        )
+    return next((compiler for compiler in found if compiler.major <= newest), found[0])
+
+
+def _nvcc_at(path: str) -> _CudaCompiler:
+    said, archs = _run([path, "--version"]), re.findall(r"sm_(\d+)", _run([path, "--list-gpu-code"]))
+    release = re.search(r"release (\d+)\.", said)
+    if release is None:
+        raise CompileError(f"{path} --version says no release of CUDA: {said.strip()!r}")
+    return _CudaCompiler("nvcc", said.splitlines()[-1], int(release[1]), [int(arch) for arch in archs])
 
 
 def _nvcc_path() -> str | None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from typing import Any
 
 import torch
 
-from megatron_hecate.device.compile import cubin, host_library
+from megatron_hecate.device import driver
+from megatron_hecate.device.compile import cubin, explain_unloadable, host_library
 
+SHARED_BYTES: int = 48 << 10  # of a block, without asking
 Argument = ctypes.c_void_p | ctypes.c_uint | ctypes.c_int | ctypes.c_ulonglong
 
 
@@ -25,22 +28,46 @@ class Kernels:
         self.on_gpu, self._device = device.type == "cuda", device
         self._library = _load_for_gpu(device) if self.on_gpu else _load_for_host()
 
-    def launch(self, name: str, *arguments: Argument, blocks: int, threads: int) -> None:
+    @property
+    def most_shared_bytes(self) -> int:
+        """Bytes of shared memory that a thread block may have."""
+        if not self.on_gpu:
+            return sys.maxsize
+        return torch.cuda.get_device_properties(self._device).shared_memory_per_block_optin
+
+    def launch(self, name: str, *arguments: Argument, blocks: int, threads: int, shared_bytes: int = 0) -> None:
         """Run the kernel ``name``: on the GPU's current stream, or now, in this thread, by the function of that name
-        in ``kernels/host.cpp``."""
+        in ``kernels/host.cpp``.
+
+        Args:
+            name: the kernel.
+            arguments: of the kernel, in order.
+            blocks: thread blocks.
+            threads: of a block.
+            shared_bytes: dynamic shared memory of a block, at most `most_shared_bytes`.
+        """
         if not self.on_gpu:
             getattr(self._library, name)(*arguments)
             return
-        from cuda.bindings import driver
-
+        self._ensure_context()
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        packed = (tuple(argument.value for argument in arguments), tuple(type(argument) for argument in arguments))
-        (status,) = driver.cuLaunchKernel(self.function(name), blocks, 1, 1, threads, 1, 1, 0, stream, packed, 0)
-        check(status, "cuLaunchKernel")
+        function = self.function(name)
+        if shared_bytes > SHARED_BYTES:
+            _allow_shared_bytes(function, shared_bytes, self._index)
+        driver.launch(function, arguments, blocks=blocks, threads=threads, shared_bytes=shared_bytes, stream=stream)
 
     def function(self, name: str) -> Any:
         """The kernel ``name``, as the driver or `ctypes` calls it."""
         return _function(self._library, name) if self.on_gpu else getattr(self._library, name)
+
+    @property
+    def _index(self) -> int:
+        index = self._device.index
+        return torch.cuda.current_device() if index is None else index
+
+    def _ensure_context(self) -> None:
+        """Before calls of the driver that need a current context: see `driver.ensure_context`."""
+        driver.ensure_context(self._index)
 
 
 @functools.cache
@@ -49,26 +76,20 @@ def _load_for_host() -> ctypes.CDLL:
 
 
 @functools.cache
-def _load_for_gpu(device: torch.device) -> Any:
-    from cuda.bindings import driver
-
+def _load_for_gpu(device: torch.device) -> int:
     torch.cuda.init()
     binary = cubin(torch.cuda.get_device_capability(device))
-    status, library = driver.cuLibraryLoadData(binary, [], [], 0, [], [], 0)
-    check(status, "cuLibraryLoadData")
-    return library
+    try:
+        return driver.load_library(binary)
+    except driver.DriverError as error:
+        raise RuntimeError(explain_unloadable(error)) from error
 
 
 @functools.cache
-def _function(library: Any, name: str) -> Any:
-    from cuda.bindings import driver
-
-    status, kernel = driver.cuLibraryGetKernel(library, name.encode())
-    check(status, "cuLibraryGetKernel")
-    return driver.CUfunction(int(kernel))
+def _function(library: int, name: str) -> int:
+    return driver.kernel(library, name)
 
 
-def check(status: Any, what: str) -> None:
-    """RuntimeError when the driver's call ``what`` did not succeed."""
-    if int(status) != 0:
-        raise RuntimeError(f"{what} failed: {status}")
+@functools.cache
+def _allow_shared_bytes(function: int, size: int, device: int) -> None:
+    driver.allow_shared_bytes(function, size, device)

@@ -13,7 +13,7 @@ The modules, in the order of an iteration:
 | `late` | after the gate, from the true loads: which replicas to add or overwrite; and a local search before it |
 | `homes` | every so many iterations: which rank is home to which expert |
 | `maxflow` | the smallest possible largest rank load |
-| `compiled` | nothing: it compiles functions of the others, and keeps the machine code |
+| `compiled`, `machine_code` | nothing: they compile functions of the others, and keep the machine code |
 
 Which tokens go to which holder is decided on the device, in `routing`.
 """

@@ -1,5 +1,8 @@
 """Functions that numba compiles at their first call, and the folder that keeps the machine code.
 
+Numba is imported at the first of these calls: whoever plans nothing, such as a benchmark of the kernels or a job
+without slots, needs none. Where it cannot be imported, that call raises ``ImportError``: nothing is planned without it.
+
 Numba's own cache lies beside the source, or under a name made of its path: one for each checkout, and none where the
 package cannot be written. This one lies in ``$NUMBA_CACHE_DIR``, else ``$XDG_CACHE_HOME/megatron-hecate``, else
 ``~/.cache/megatron-hecate``, in one file for each function and signature. A file's name tells all that went into it:
@@ -10,29 +13,49 @@ are written under another name and moved into place, so that many ranks may do s
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
-import pickle
-import sys
-import tempfile
-import warnings
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numba
-from numba.core import serialize
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
-_SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
-_DIGEST = hashlib.sha256().digest_size
-
-
-def compiled(function: Callable) -> Any:
+def compiled(function: Callable) -> Compiled:
     """Let numba compile ``function`` at its first call with each signature, or load it where that was done before."""
-    dispatcher: Any = numba.njit(nogil=True)(function)
-    dispatcher._cache = _Cache(function)
-    return dispatcher
+    return Compiled(function)
+
+
+class Compiled:
+    """A function that numba compiles.
+
+    Args:
+        function: in Python.
+    """
+
+    def __init__(self, function: Callable) -> None:
+        self._function = function
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any) -> Any:
+        """Raises ImportError: where numba cannot be imported."""
+        return self.dispatcher(*args)
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """Numba's own."""
+        try:
+            from megatron_hecate.plan.machine_code import dispatcher_of
+        except ImportError as error:
+            raise ImportError(
+                f"planning needs numba, which cannot be imported ({error}); pip install numba, at a version for this "
+                "numpy"
+            ) from error
+        return dispatcher_of(self._function)
+
+    @property
+    def _numba_type_(self) -> Any:
+        """By which numba finds a function that another one calls."""
+        return self.dispatcher._numba_type_
 
 
 def cache_folder() -> Path:
@@ -41,82 +64,3 @@ def cache_folder() -> Path:
         return Path(named)
     shared = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()  # as it is for users without a home
     return Path(shared) / "megatron-hecate"
-
-
-class _Nowhere(_CacheLocator):
-    """Numba asks for a place of an index, which `_Cache` does not have."""
-
-    def __init__(self, py_file: str) -> None:
-        self._py_file = py_file  # numba names it in warnings
-
-    def get_cache_path(self) -> str:
-        return ""
-
-    def get_source_stamp(self) -> str:
-        return ""
-
-    def get_disambiguator(self) -> str:
-        return ""
-
-    @classmethod
-    def from_function(cls, py_func: Callable, py_file: str) -> _Nowhere:
-        return cls(py_file)
-
-
-class _Results(CompileResultCacheImpl):
-    _locator_classes: list[Any] = [_Nowhere]
-
-
-class _Cache(FunctionCache):
-    """The compiled signatures of one function, a file each."""
-
-    _impl_class = _Results
-
-    def _path(self, signature: Any, codegen: Any) -> Path:
-        key = (self._index_key(signature, codegen), _SOURCES.hexdigest(), numba.__version__, sys.version)
-        name = f"{self._py_func.__module__}.{self._py_func.__qualname__}".replace("<", "").replace(">", "")
-        return cache_folder() / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.nbc"
-
-    def _load_overload(self, sig: Any, target_context: Any) -> Any:
-        try:
-            path = self._path(sig, target_context.codegen())
-            about, held = path.stat(), path.read_bytes()
-        except OSError:
-            return None
-        if about.st_uid not in (0, os.getuid()):  # it will be executed; root may have made it for an image
-            return None
-        data = held[:-_DIGEST]
-        if held[-_DIGEST:] != hashlib.sha256(data).digest():
-            warnings.warn(f"{path} is damaged ({len(held)} bytes); compiling again", stacklevel=2)
-            return None
-        return self._impl.rebuild(target_context, pickle.loads(data))
-
-    def _save_overload(self, sig: Any, data: Any) -> None:
-        if not self._impl.check_cachable(data):
-            return
-        made = serialize.dumps(self._impl.reduce(data))
-        try:
-            _write(self._path(sig, data.codegen), made + hashlib.sha256(made).digest())
-        except OSError as error:
-            _warn_once(str(error))
-
-
-def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 600
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-
-
-@functools.cache
-def _warn_once(problem: str) -> None:
-    warnings.warn(
-        f"each process compiles the planner anew, some 20 seconds, since it cannot be kept ({problem}); name a folder "
-        "in $NUMBA_CACHE_DIR",
-        stacklevel=2,
-    )

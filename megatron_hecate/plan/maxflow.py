@@ -31,7 +31,12 @@ def largest_load(load: np.ndarray, placement: Placement) -> int:
     Raises:
         ValueError: for loads that do not fit the placement, are negative or are no integers.
     """
-    _, _, _, tokens, _ = balance(placement.checked_load(load), placement.table.copy(), 0, False)
+    load = placement.checked_load(load)
+    if not placement.num_replicas:  # nothing to choose, and nothing to compile
+        tokens = np.zeros(placement.num_ranks, np.int64)
+        np.add.at(tokens, placement.home, load)
+    else:
+        _, _, _, tokens, _ = balance(load, placement.table.copy(), 0, False)
     return int(tokens.max())
 
 

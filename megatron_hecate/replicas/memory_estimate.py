@@ -38,6 +38,7 @@ class RankExperts:
         grad_bytes: of the main gradient of one parameter; 0 where experts are frozen.
         optimizer_bytes: of the optimizer's state of one parameter.
         transport_bytes: what the transport needs beside replicas.
+        nccl_bytes: what NCCL's connections of the ranks have taken already.
     """
 
     layers: tuple[LayerBuffer, ...]
@@ -45,12 +46,16 @@ class RankExperts:
     grad_bytes: int
     optimizer_bytes: int
     transport_bytes: int = 0
+    nccl_bytes: int = 0
 
     @classmethod
-    def with_adam(cls, layers: tuple[LayerBuffer, ...], *, in_flight: int, transport_bytes: int = 0) -> RankExperts:
+    def with_adam(
+        cls, layers: tuple[LayerBuffer, ...], *, in_flight: int, transport_bytes: int = 0, nccl_bytes: int = 0
+    ) -> RankExperts:
         """fp32 gradients; two fp32 moments, and an fp32 master copy unless the weights are fp32."""
         master = 0 if layers[0].dtype is torch.float32 else 4
-        return cls(layers, in_flight, grad_bytes=4, optimizer_bytes=8 + master, transport_bytes=transport_bytes)
+        beside = dict(transport_bytes=transport_bytes, nccl_bytes=nccl_bytes)
+        return cls(layers, in_flight, grad_bytes=4, optimizer_bytes=8 + master, **beside)
 
     def for_record(self, config: Any, lifetime: str) -> dict[str, float]:
         """`RunInfo.memory`, with Megatron's ``config`` of the layers. Linears keep their inputs, an activation its own
@@ -73,7 +78,8 @@ class ExpertMemory:
     Args:
         weights, grads, optimizer: of homes.
         replica_weights, replica_grads: of replicas, with all slots in use.
-        transport: what it needs beside them.
+        transport: what it needs beside them, connections of NCCL among it.
+        connected: of that, what those connections have taken by now.
     """
 
     weights: int
@@ -82,6 +88,7 @@ class ExpertMemory:
     replica_weights: int
     replica_grads: int
     transport: int
+    connected: int = 0
 
     @classmethod
     def estimate(cls, experts: RankExperts, lifetime: str) -> ExpertMemory:
@@ -93,7 +100,8 @@ class ExpertMemory:
             optimizer=sum(parameters) * experts.optimizer_bytes,
             replica_weights=sum(sizes.weights),
             replica_grads=sum(sizes.grads),
-            transport=experts.transport_bytes if sizes.total else 0,
+            transport=(experts.transport_bytes if sizes.total else 0) + experts.nccl_bytes,
+            connected=experts.nccl_bytes,
         )
 
     @property
@@ -122,13 +130,13 @@ class ExpertMemory:
 
     @property
     def expected(self) -> int:
-        """Bytes of the experts' that are not allocated yet at switch-on: all but the homes' weights."""
-        return self.total - self.weights
+        """Bytes of the experts' that are not allocated yet at switch-on: all but the homes' weights and connections."""
+        return self.total - self.weights - self.connected
 
     @property
     def certain(self) -> int:
         """Of those, what comes whatever the optimizer: replicas, and gradients in the weights' type at least."""
-        return self.replicas + min(self.grads, self.weights)
+        return self.replicas - self.connected + min(self.grads, self.weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +243,8 @@ def _format_table(memory: RankMemory, lifetime: str, *, ranks: Sequence[int]) ->
         sizes = ((m.replica_weights, 17), (m.replica_grads, 12), (m.transport, 12), (m.total, 12))
         cells = "".join(f"{_size(size):>{width}}" for size, width in sizes)
         lines.append(f"{'>' if name == lifetime else ' '} {name:<12}{cells} (+{m.added:.1%})")
+    if used.connected:
+        lines.append(f"  transport: {_size(used.connected)} of it are NCCL's connections, which are allocated now")
     if used.expected > memory.free:
         lines.append(f"  {_size(used.expected)} of this are to come, more than is free: it may run out of memory")
     return "\n".join(lines)

@@ -31,6 +31,8 @@ class QuotaTables:
         with lasting_tensors():
             self.group = torch.from_numpy(shape.table()).to(device)
             self.holders = torch.zeros(shape.holders_size, dtype=torch.int32, device=device)
+        needed = shape.shared_bytes(THREADS)
+        self._shared_bytes = needed if needed <= kernels.most_shared_bytes else 0
         self._placed: Placement | None = None
         self._homes: tuple[Placement, Tensor] | None = None  # the last without replicas, and its `parts`
 
@@ -70,20 +72,26 @@ class QuotaTables:
         """
         shape = self.shape
         assert loads.shape == (len(shape.source_rank), shape.num_experts) and loads.dtype == torch.int32, loads.shape
+        shared = self._shared_bytes
+        # The kernel turns to global memory for a group whose tables do not fit, and for numbers above 32 bits.
         work = torch.empty(shape.work_size(THREADS), dtype=torch.int64, device=self.device)
         parts = torch.empty(shape.parts_size, dtype=torch.int32, device=self.device)
         own = int(np.flatnonzero(shape.order == source)[0])
         at = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.group, self.holders, loads, work)]
         places = ctypes.c_int(own), ctypes.c_int(shape.source_rank[source]), ctypes.c_void_p(parts.data_ptr())
-        self.kernels.launch("fssdp_quotas", *at, *places, blocks=1, threads=THREADS)
+        how = {"blocks": 1, "threads": THREADS, "shared_bytes": shared}
+        self.kernels.launch("fssdp_quotas", *at, ctypes.c_uint(shared), *places, **how)
         return parts
 
 
-def quotas_of_all(loads: np.ndarray, placement: Placement, shape: GroupShape) -> tuple[np.ndarray, HolderOrder]:
-    """All sources' quotas on the host, for tests and benchmarks.
+def quotas_of_all(
+    loads: np.ndarray, placement: Placement, shape: GroupShape, *, bits: int | None = None
+) -> tuple[np.ndarray, HolderOrder]:
+    """Compute all sources' quotas on the host, for tests and benchmarks.
 
     Args:
         loads: [N, E] tokens of source n routed to expert e, 0 to 2^31 - 1.
+        bits: of the kernel's integers, 32 or 64; ``None``: 32 where the tokens allow it, as on a GPU.
 
     Returns:
         [N, C] int64 tokens of each source for each holder, and the order of the holders.
@@ -98,8 +106,11 @@ def quotas_of_all(loads: np.ndarray, placement: Placement, shape: GroupShape) ->
     loads = np.ascontiguousarray(loads, np.int32)
     work = np.empty(shape.work_size(1), np.int64)
     parts = np.zeros((len(loads), shape.parts_size), np.int32)
-    tables = (shape.table(), order.table(shape), loads, work, parts)
-    kernels.function("fssdp_quotas_of_all")(*(ctypes.c_void_p(table.ctypes.data) for table in tables))
+    arrays = (shape.table(), order.table(shape), loads, work, parts)
+    *tables, out = (ctypes.c_void_p(array.ctypes.data) for array in arrays)
+    solve = kernels.function("fssdp_quotas_of_all")
+    solved = any(solve(*tables, width, out) for width in ([bits] if bits else [32, 64]))
+    assert solved, f"{loads.sum(dtype=np.int64)} tokens are too many for {bits} bits"
     ends = parts[:, : len(order.expert)].astype(np.int64)
     tokens = np.diff(ends, axis=1, prepend=0)
     first = np.searchsorted(order.expert, np.unique(order.expert))

@@ -105,9 +105,21 @@ class _Reroute(torch.autograd.Function):
         return into, None, None, None, None
 
 
-@functools.cache
 def _arrivals(device: torch.device) -> Tensor:
-    """Where blocks count those that have finished: zero before and after."""
+    """The counter of a launch's blocks that have finished: zero before and after.
+
+    Launches on one stream follow each other and share one. Those that a CUDA graph captures have their own, which each
+    replay sets to zero: graphs of one capturing stream may be replayed on several.
+    """
+    if device.type != "cuda":
+        return _arrivals_on(device, 0)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(1, dtype=torch.int32, device=device)
+    return _arrivals_on(device, torch.cuda.current_stream(device).cuda_stream)
+
+
+@functools.cache
+def _arrivals_on(device: torch.device, stream: int) -> Tensor:
     with lasting_tensors():
         return torch.zeros(1, dtype=torch.int32, device=device)
 

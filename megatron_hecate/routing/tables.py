@@ -72,10 +72,25 @@ class GroupShape:
         return np.concatenate(parts).astype(np.int32)
 
     def work_size(self, threads: int) -> int:
-        """int64 numbers that the kernel works in, with so many ``threads``; as `work_at`."""
-        ranks, most = self.world.num_ranks, self.num_physical
-        longs = self.world.num_nodes * self.num_experts + 4 * most + 2 * ranks + threads
-        return longs + (2 * ranks + most + 1) // 2
+        """int64 numbers of the kernel's working arrays for ``threads`` threads, where it counts with 64 bits; as
+        `work_at` in ``kernels/quotas.cuh``."""
+        return threads + self._token_numbers + (self._small_numbers + 1) // 2
+
+    def shared_bytes(self, threads: int) -> int:
+        """Bytes of shared memory for all tables and working arrays, where the kernel counts with 32 bits."""
+        tables = len(self.table()) + self.holders_size
+        work = 2 * threads + self._token_numbers + self._small_numbers
+        return 8 * ((tables + 1) // 2 + (work + 1) // 2)
+
+    @property
+    def _token_numbers(self) -> int:
+        """Numbers of tokens in the working arrays."""
+        return self.world.num_nodes * self.num_experts + 5 * self.num_physical + 2 * self.world.num_ranks
+
+    @property
+    def _small_numbers(self) -> int:
+        """Other numbers there, always of 32 bits."""
+        return 2 * self.world.num_ranks + 3 * self.num_physical + 3 * self.num_experts
 
     @property
     def holders_size(self) -> int:

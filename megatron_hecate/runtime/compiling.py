@@ -15,9 +15,10 @@ from megatron_hecate.plan.compiled import cache_folder
 QUIET: float = 3.0  # seconds of compiling after which rank 0 says what takes so long
 
 
-def compile_all() -> list[str]:
-    """Compile the planner and the kernels; what went wrong comes back as lines of text."""
-    return _compile_planner() + _compile_kernels()
+def compile_all(*, plans: bool) -> list[str]:
+    """Compile the kernels and, where anything will be planned, the planner; what went wrong comes back as lines of
+    text."""
+    return (_compile_planner() if plans else []) + _compile_kernels()
 
 
 def _compile_planner() -> list[str]:

@@ -350,12 +350,13 @@ class Prefetcher:
             self.states[before].fetch_again()
 
     def _allocate_early(self) -> None:
-        """Have buffers before activations, where the transport wants that; parameters have their final type by then."""
-        if self.states[0].config.slots and self.states[0].transport.allocates_early:
+        """Allocate the buffers before activations take what is free, whether or not there will be replicas; parameters
+        have their final type by then."""
+        if self.states[0].config.slots:
             self._buffer_pool()
 
     def _buffer_pool(self) -> BufferPool:
-        """The buffers, allocated when the first replicas come, if not earlier."""
+        """The buffers, allocated at their first use."""
         if self._pool_is_checked and self._pool is not None:
             return self._pool
         self._pool_is_checked = True

@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from megatron_hecate.comm import under_way
 from megatron_hecate.comm.attempt import Attempt
+from megatron_hecate.comm.nccl import job_timeout
 from megatron_hecate.comm.question import BLOCK
 
 SHORTEST_PAUSE: float = 3.0  # seconds between two words of a rank
@@ -170,20 +172,31 @@ class StoreThread(threading.Thread):
 
 
 class Reporter(StoreThread):
-    """Publishes where ``rank`` is, of so many, and prints for whom it waits after ``timeout`` seconds without progress.
-    ``group`` is the first rank of its FSSDP group, or -1, and ``is_over`` tells whether the job's process group has
-    gone."""
+    """Publishes where ``rank`` is, of so many, and prints for whom it waits after ``timeout()`` seconds without
+    progress. ``group`` is the first rank of its FSSDP group, or -1, and ``is_over`` tells whether the job's process
+    group has gone."""
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, *, group: int, timeout: float, is_over: Callable[[], bool]
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        *,
+        group: int,
+        timeout: Callable[[], float],
+        is_over: Callable[[], bool],
     ) -> None:
         super().__init__("progress", store)
-        self._rank, self._size, self._group, self._timeout = rank, size, group, timeout
+        self._rank, self._size, self._group, self._timeout_now = rank, size, group, timeout
         self.is_over = is_over
-        self.interval = max(size / WORDS_PER_SECOND, min(SHORTEST_PAUSE, timeout / 4))
+        self.interval = max(size / WORDS_PER_SECOND, min(SHORTEST_PAUSE, self._timeout / 4))
         self._beat, self._host = 0, socket.gethostname()
         self._steps = -1
         self._start_anew()
+
+    @property
+    def _timeout(self) -> float:
+        return self._timeout_now()
 
     def run(self) -> None:
         with contextlib.suppress(RuntimeError, OSError):  # the store has gone, and with it the job
@@ -239,7 +252,8 @@ class Reporter(StoreThread):
         if here.steps == self._steps and not self._told:
             self._told = True
             stands = f"made no progress for {time.time() - self._since:.0f} s: {here}"
-            print(f"FSSDP: rank {self._rank} {stands}. {text}", flush=True)
+            transfers = under_way.describe()
+            print(f"FSSDP: rank {self._rank} {stands}. {text}{transfers and f'. {transfers}'}", flush=True)
 
     def _publish(self, *, left: bool = False) -> None:
         self._beat += 1
@@ -292,7 +306,11 @@ _running: Reporter | None = None
 
 def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
     """Have one thread tell where this process is, until it ends or the job's process group is destroyed. All ranks call
-    it, once per model, with the groups of ranks that compute their layers together."""
+    it, once per model, with the groups of ranks that compute their layers together.
+
+    A rank that makes no progress prints for whom it waits after ``timeout`` seconds, or after half of the job's timeout
+    where that is earlier: after the whole of it torch's watchdog ends the process.
+    """
     global _running
     attempt = Attempt.current()
     if _running is not None:
@@ -300,7 +318,9 @@ def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
             return
         _running.abandon()
     vars(here).update(vars(Position()))
-    settings: dict[str, Any] = dict(timeout=timeout, is_over=lambda: attempt.is_over)
+    under_way.forget()
+    patience = lambda: min(timeout, job_timeout() / 2)  # noqa: E731
+    settings: dict[str, Any] = dict(timeout=patience, is_over=lambda: attempt.is_over)
     first = groups[0][0] if groups else -1
     _running = Reporter(_get_default_store().clone(), dist.get_rank(), dist.get_world_size(), group=first, **settings)
     atexit.register(_running.stop)

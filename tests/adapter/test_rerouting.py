@@ -29,12 +29,12 @@ def _placement(rng: np.random.Generator, seed: int) -> Any:
     return homes.with_replicas(replicas)
 
 
-def _routing_map(rng: np.random.Generator, hot: int) -> np.ndarray:
+def _routing_map(rng: np.random.Generator, hot: int, *, tokens: int = TOKENS) -> np.ndarray:
     """[T, E] bool: every token but one that was dropped goes to three experts."""
-    scores = rng.random((TOKENS, EXPERTS)) * (1 + 3 * (np.arange(EXPERTS) == hot))
-    chosen = np.zeros((TOKENS, EXPERTS), dtype=bool)
+    scores = rng.random((tokens, EXPERTS)) * (1 + 3 * (np.arange(EXPERTS) == hot))
+    chosen = np.zeros((tokens, EXPERTS), dtype=bool)
     np.put_along_axis(chosen, np.argsort(-scores, axis=1)[:, :TOP], True, axis=1)
-    chosen[0] = False
+    chosen[:1] = False
     return chosen
 
 
@@ -43,6 +43,16 @@ def _routing_map(rng: np.random.Generator, hot: int) -> np.ndarray:
 @pytest.mark.parametrize("seed", range(8))
 def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
     """With expert tensor parallelism (``tp_size``) as many sources share a rank."""
+    check_every_token(seed, tp_size=tp_size)
+
+
+@pytest.mark.fast
+def test_sources_without_tokens() -> None:
+    check_every_token(4, tokens=(TOKENS, 0, TOKENS, 0))
+
+
+def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = (TOKENS,)) -> None:
+    """Compare with the loop, for all sources in turn, which have so many ``tokens`` each, repeated."""
     from megatron_hecate.adapter.dispatcher import Rerouter
     from megatron_hecate.plan import World
     from megatron_hecate.routing.quotas import quotas_of_all
@@ -50,7 +60,7 @@ def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
 
     rng = np.random.default_rng(seed)
     placement, world, sources = _placement(rng, seed), World((0, 0, 1, 1)), RANKS * tp_size
-    maps = [_routing_map(rng, seed) for _ in range(sources)]
+    maps = [_routing_map(rng, seed, tokens=tokens[n % len(tokens)]) for n in range(sources)]
     loads = torch.from_numpy(np.stack([m.sum(axis=0) for m in maps])).int()
     shape = GroupShape.of(world, placement, [n // tp_size for n in range(sources)])
     config = SimpleNamespace(moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False)
@@ -60,7 +70,7 @@ def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
         dispatcher = SimpleNamespace(tp_ep_group=group, tp_size=tp_size, config=config)
         rerouter = Rerouter(dispatcher, world, label="layer 1", timeout=30)
         routing_map = torch.from_numpy(maps[source])
-        probs = torch.rand(TOKENS, EXPERTS, dtype=torch.float64) * routing_map
+        probs = torch.rand(routing_map.shape, dtype=torch.float64) * routing_map
         probs.requires_grad_()
         rerouter.place(placement, probs.device)
         counted = rerouter.count(routing_map)
@@ -68,7 +78,7 @@ def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
 
         holders = zip(order.expert.tolist(), order.rank.tolist(), quotas[source].tolist(), strict=True)
         left = {(e, r): n for e, r, n in holders}
-        want_map = torch.zeros(TOKENS, RANKS * placement.slots_per_rank, dtype=torch.bool)
+        want_map = torch.zeros(len(probs), RANKS * placement.slots_per_rank, dtype=torch.bool)
         want_probs = torch.zeros(want_map.shape, dtype=torch.float64)
         physical_of = {}
         for token, expert in np.argwhere(maps[source]).tolist():

@@ -31,21 +31,25 @@ class Setup:
     slots: int
     experts: int
     sizes: tuple[int, ...]  # elements of the tensors of a chunk
-    half: bool = False  # gradients are bf16 rather than fp32
     shift: int = 0  # elements by which all memory is off its alignment
-
-    @property
-    def grad_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.half else torch.float32
 
 
 class Operation(NamedTuple):
-    """Write or check ``data`` at ``address``, or run the program that it is, as transfer ``number``."""
+    """Write or check ``data`` at ``address``, or run the program that it is, as transfer ``number``.
+
+    Args:
+        data: uint8; on the script's device, but a program on the host.
+    """
 
     kind: int
     address: int
-    data: np.ndarray
+    data: Tensor
     number: int
+
+    @property
+    def program(self) -> np.ndarray:
+        """The data of a transfer, which the host reads."""
+        return self.data.numpy()
 
 
 class Script:
@@ -55,13 +59,21 @@ class Script:
         begin: what progress counters stand at.
         allocate: given the bytes of a rank's memory, says where it lies for each rank; for ``selftest.cpp``, which
             relocates it, rank r's lies at (r + 1) << 40.
+        device: where values are drawn and kept. Those of experts of real size fit on a GPU, and take long on a host.
     """
 
-    def __init__(self, setup: Setup, *, begin: int = 0, allocate: Callable[[int], Sequence[int]] | None = None) -> None:
-        self.setup, self.begin, self._number = setup, begin, 0
+    def __init__(
+        self,
+        setup: Setup,
+        *,
+        begin: int = 0,
+        allocate: Callable[[int], Sequence[int]] | None = None,
+        device: str = "cpu",
+    ) -> None:
+        self.setup, self.begin, self._number, self._device = setup, begin, 0, device
         self.told = (begin - 1) % 2**32  # by everyone, before the first transfer
         self.operations: list[list[Operation]] = [[] for _ in range(setup.ranks)]
-        self._random = torch.Generator().manual_seed(begin + setup.shift)
+        self._random = torch.Generator(device).manual_seed(begin + setup.shift)
         self._end = 0
         self._guards: list[tuple[int, int]] = []  # [begin, end) of what lies between regions
         self.progress, self.arrived = self._region(4 * setup.ranks), self._region(4 * MAX_STEPS)
@@ -70,8 +82,7 @@ class Script:
         for memory, count, dtype, sizes in (
             ("send", setup.experts, torch.bfloat16, (sum(setup.sizes),)),
             ("slot", setup.slots, torch.bfloat16, (sum(setup.sizes),)),
-            ("grad", setup.slots, setup.grad_dtype, (sum(setup.sizes),)),
-            ("partial", setup.slots, torch.float32, (sum(setup.sizes),)),
+            ("grad", setup.slots, torch.float32, (sum(setup.sizes),)),
             ("parameters", setup.experts, torch.bfloat16, setup.sizes),
             ("main_grad", setup.experts, torch.float32, setup.sizes),
         ):
@@ -79,9 +90,12 @@ class Script:
                 shift = setup.shift * dtype.itemsize
                 self.regions[memory, i] = [(self._region(n * dtype.itemsize + shift) + shift, n) for n in sizes]
         self.bases = [(rank + 1) << 40 for rank in range(setup.ranks)] if allocate is None else allocate(self._end)
-        self._noise = torch.randint(256, (setup.ranks, self._end), generator=self._random).byte()
-        for rank, noise in enumerate(self._noise):
+        guards = [(begin, end) for begin, end in self._guards if begin > self.program]
+        self._noise: list[list[tuple[int, Tensor]]] = []  # of each rank: what lies between regions, and where
+        for rank in range(setup.ranks):
+            noise = torch.randint(256, (self._end,), generator=self._random, dtype=torch.uint8, device=device)
             self._do(rank, WRITE, at=self.program, values=noise[self.program :])
+            self._noise.append([(begin, noise[begin:end].clone()) for begin, end in guards])
 
     def _region(self, size: int) -> int:
         begin = self._end
@@ -90,7 +104,7 @@ class Script:
         return begin
 
     def _do(self, rank: int, kind: int, *, at: int, values: Tensor, number: int = -1) -> None:
-        data = values.contiguous().view(torch.uint8).numpy().copy()
+        data = values.contiguous().view(torch.uint8)
         self.operations[rank].append(Operation(kind, self.bases[rank] + at, data, number))
 
     def _do_chunk(self, rank: int, kind: int, *, memory: tuple[str, int], values: Tensor) -> None:
@@ -102,13 +116,13 @@ class Script:
         """[elements] of mixed magnitude, so that the order of a sum shows; always the same of them are -0.0, so that it
         shows when a sum starts with 0."""
         elements = sum(self.setup.sizes)
-        scale = torch.randint(16, (elements,), generator=self._random)
-        values = torch.randn(elements, generator=self._random) * 2.0**scale
+        scale = torch.randint(16, (elements,), generator=self._random, dtype=torch.uint8, device=self._device)
+        values = torch.randn(elements, generator=self._random, device=self._device).mul_(2.0**scale)
         values[::16] = -0.0
         return values.to(dtype)
 
     def _extents(self, place: Place) -> list[tuple[int, int]]:
-        memory = "grad" if place.memory == "partial" and not self.setup.half else place.memory
+        memory = "grad" if place.memory == "partial" else place.memory
         return [(self.bases[place.rank] + at, size) for at, size in self.regions[memory, place.index]]
 
     def _transfer(self, copies: Sequence[Copy], kind: int) -> None:
@@ -122,7 +136,7 @@ class Script:
                 failure=self.bases[rank] + self.failure,
                 timeout=20.0,
             )
-            sums, itemsize = (True, self.setup.grad_dtype.itemsize) if kind == REDUCE else (False, 2)
+            sums, itemsize = (True, 4) if kind == REDUCE else (False, 2)
             program = Program(steps, self._extents, signals=signals, itemsize=itemsize, sums=sums, begin=self.begin)
             program.relocate(self.bases[rank] + self.program)
             assert len(program.data) <= PROGRAM
@@ -140,13 +154,13 @@ class Script:
             self._do_chunk(home, WRITE, memory=("parameters", index), values=weights[home, index])
             self._do_chunk(home, WRITE, memory=("main_grad", index), values=totals[home, index])
         self._transfer(copies, COPIES if by_copies else GATHER)
-        grads = {copy: self._drawn(self.setup.grad_dtype) for copy in copies}
+        grads = {copy: self._drawn(torch.float32) for copy in copies}
         for copy in copies:
             self._do_chunk(copy.rank, CHECK, memory=("slot", copy.slot), values=weights[copy.home, copy.index])
             self._do_chunk(copy.rank, WRITE, memory=("grad", copy.slot), values=grads[copy])
         self._transfer(copies, REDUCE)
         for copy in copies:
-            values = self._drawn(self.setup.grad_dtype)
+            values = self._drawn(torch.float32)
             self._do_chunk(copy.rank, WRITE, memory=("grad", copy.slot), values=values)
         for home, index in sent:
             replicas = sorted((c for c in copies if (c.home, c.index) == (home, index)), key=lambda c: c.rank)
@@ -157,10 +171,9 @@ class Script:
 
     def end(self) -> None:
         """A last look at the memory between regions."""
-        for rank, noise in enumerate(self._noise):
-            for begin, end in self._guards:
-                if begin > self.program:
-                    self._do(rank, CHECK, at=begin, values=noise[begin:end])
+        for rank, guards in enumerate(self._noise):
+            for begin, noise in guards:
+                self._do(rank, CHECK, at=begin, values=noise)
 
     def write(self, path: Path, *, blocks: int, threads: int) -> None:
         """As ``selftest.cpp`` reads it."""
@@ -169,7 +182,7 @@ class Script:
             parts = []
             for op in operations:
                 padded = np.zeros(-(-len(op.data) // 8) * 8, np.uint8)
-                padded[: len(op.data)] = op.data
+                padded[: len(op.data)] = op.data.numpy()
                 parts += [np.array([op.kind, op.address, len(op.data)], "<u8"), padded.view("<u8")]
             words += [np.array([sum(map(len, parts))], "<u8"), *parts]
         np.concatenate(words).tofile(path)

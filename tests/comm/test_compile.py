@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from megatron_hecate.device import compile
 from megatron_hecate.device.compile import CACHE, CompileError, cubin, host_library
 
 pytestmark = pytest.mark.fast
@@ -31,6 +33,58 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, value in ((CACHE, folder), ("CXX", compiler), ("COUNT", tmp_path / "count")):
         monkeypatch.setenv(name, str(value))
     return folder
+
+
+NVCC = """#!/bin/sh
+case "$1" in
+  --version) echo "release $RELEASE, V$RELEASE.1"; exit;;
+  --list-gpu-code) printf 'sm_80\\nsm_90\\nsm_100\\nsm_110\\n'; exit;;
+esac
+for option; do case "$option" in -arch=*) arch="$option";; esac; done
+while [ "$1" != -o ]; do shift; done
+echo "$RELEASE $arch" > "$2"
+"""
+
+
+@pytest.fixture
+def nvcc(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An nvcc of CUDA 12.9 that writes its version and target instead of a cubin, where there is no NVRTC."""
+    path = cache.parent / "bin" / "nvcc"
+    path.parent.mkdir()
+    path.write_text(NVCC)
+    path.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("RELEASE", "12.9")
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((9, 0), 90), ((8, 9), 80), ((10, 3), 100), ((10, 0), 100), ((12, 1), None), ((8, 0), 80)],
+)
+def test_machine_code_of_an_older_minor_version_serves(
+    nvcc: Path, capability: tuple[int, int], arch: int | None
+) -> None:
+    """As CUDA's manual says: a cubin runs on its own and later minor versions of a major one."""
+    if arch is None:
+        message = r"nvcc .*12\.9.* compiles for sm_80, sm_90, sm_100, sm_110; none of these runs .* capability 12\.1"
+        with pytest.raises(CompileError, match=message):
+            cubin(capability)
+    else:
+        assert cubin(capability) == f"12.9 -arch=sm_{arch}\n".encode()
+
+
+@pytest.mark.parametrize(("of_driver", "chosen"), [(12040, "nvcc"), (13000, "nvrtc"), (None, "nvrtc")])
+def test_a_compiler_of_the_driver_s_version_is_taken(
+    nvcc: Path, monkeypatch: pytest.MonkeyPatch, of_driver: int | None, chosen: str
+) -> None:
+    """NVRTC of CUDA 13 beside nvcc of CUDA 12. A driver loads no machine code of a newer major version."""
+    nvrtc = types.SimpleNamespace(nvrtcVersion=lambda: (0, 13, 1), nvrtcGetSupportedArchs=lambda: (0, [90]))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(nvrtc=nvrtc))
+    monkeypatch.setattr(compile.driver, "version", lambda: of_driver)
+    monkeypatch.setattr(compile, "_nvrtc", lambda arch: b"nvrtc")
+    assert cubin((9, 0)) == {"nvrtc": b"nvrtc", "nvcc": b"12.9 -arch=sm_90\n"}[chosen]
 
 
 def _runs(cache: Path) -> int:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,7 +26,9 @@ from megatron_hecate.comm.nvlink import program, selftest
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.transfer import TransferError
 from megatron_hecate.comm.transport import TransferPlan
+from megatron_hecate.device import driver as calls
 from megatron_hecate.device.launch import Kernels
+from megatron_hecate.routing.reroute import CountedTokens
 
 pytestmark = pytest.mark.newest
 APART = ((0, 1), (2, 3))
@@ -67,16 +72,32 @@ def test_both_transports_give_the_same_bits() -> None:
     assert found["p2p"] and all(map(torch.equal, found["p2p"], found["nvlink"]))
 
 
+@ranks(1)
+def test_ranks_of_one_launch() -> None:
+    """What `test_virtual_ranks` does on a GPU: its launches and copies, at small sizes."""
+    import gpu_on_cpu
+
+    from tests.comm import test_virtual_ranks
+
+    driver = gpu_on_cpu.install()
+    test_virtual_ranks.EXPERTS["mixtral"] = (2 * 3333, 3333)
+    test_virtual_ranks.test_random_placements("cuda", 1)
+    test_virtual_ranks.test_experts_of_real_size("cuda", "mixtral")
+    assert not driver.faults, driver.log
+    assert set(driver.launched) == set(KERNELS.split())
+    assert any(line.startswith("copies ") for line in driver.log)
+
+
 @pytest.mark.parametrize("tp_size", [1, 2])
 @ranks(1)
 def test_routing(tp_size: int) -> None:
     import gpu_on_cpu
 
-    from tests.adapter.test_rerouting import test_every_token_gets_a_holder_by_quota as reroutes
+    from tests.adapter.test_rerouting import check_every_token
 
     driver = gpu_on_cpu.install()
     for seed in range(4):
-        reroutes(seed, tp_size)
+        check_every_token(seed, tp_size=tp_size)
     assert not driver.faults, driver.log
     kernels = ("fssdp_count", "fssdp_quotas", "fssdp_reroute_64", "fssdp_reroute_gradient_64")
     assert {driver.launched.count(name) for name in kernels} == {4 * 4 * tp_size}, "one launch of each, for each source"
@@ -106,16 +127,21 @@ def test_self_test_chooses(version: int) -> None:
 @pytest.mark.parametrize("version", [12070, 12080, 12090, 13000])
 @ranks(1)
 def test_copies_are_batched_where_the_driver_takes_them(version: int) -> None:
-    """The driver has batches since 12.8, and since 13.0 another function of that name, which bindings ask for."""
+    """The driver has batches since 12.8. Oracle: its header, which says in which version a function has which type."""
     import gpu_on_cpu
 
     driver = gpu_on_cpu.install(version=version)
     items, memory = np.zeros(1, program.COPY), torch.arange(64, dtype=torch.uint8)
     items["src"], items["dst"], items["bytes"] = memory.data_ptr(), memory.data_ptr() + 32, 16
-    if TransferKernels.can_batch_copies():
-        with torch.cuda.stream(torch.cuda.Stream()):
+    with torch.cuda.stream(torch.cuda.Stream()):
+        if version < 12080:
+            assert not TransferKernels.can_batch_copies()
+            with pytest.raises(RuntimeError, match=r"no cuMemcpyBatchAsync of CUDA 12\.8"):
+                TransferKernels(gpu_on_cpu.GPU).copy(items)
+        else:
+            assert TransferKernels.can_batch_copies()
             TransferKernels(gpu_on_cpu.GPU).copy(items)
-        assert memory[32:48].tolist() == list(range(16))
+            assert memory[32:48].tolist() == list(range(16))
     assert not driver.faults, driver.log
 
 
@@ -144,6 +170,111 @@ def test_a_peer_that_does_not_come_is_named() -> None:
         with pytest.raises(RuntimeError, match="unspecified launch failure"):
             torch.cuda.synchronize()
     dist.barrier()
+
+
+@ranks(1)
+def test_threads_without_a_context() -> None:
+    """Such as autograd's. Oracle: the driver, which refuses what a thread without a current context asks for."""
+    import gpu_on_cpu
+    import megatron_on_cpu
+
+    driver = gpu_on_cpu.install()
+    items, memory = np.zeros(1, program.COPY), torch.arange(64, dtype=torch.uint8)
+    items["src"], items["dst"], items["bytes"] = memory.data_ptr(), memory.data_ptr() + 32, 16
+    kernels, routing_map = TransferKernels(gpu_on_cpu.GPU), torch.ones(5, 3, dtype=torch.bool)
+
+    def in_new_thread(call: Callable[[], Any]) -> Any:
+        def run() -> Any:
+            with megatron_on_cpu._CudaIsCpu():
+                return call()
+
+        with ThreadPoolExecutor(1) as pool, torch.cuda.stream(torch.cuda.Stream()):
+            return pool.submit(run).result()
+
+    with pytest.raises(RuntimeError, match="cuLaunchKernel failed: CUDA_ERROR_INVALID_CONTEXT"):
+        in_new_thread(lambda: calls.launch(kernels.function("fssdp_gather"), (), blocks=1, threads=1, stream=1))
+    driver.clear()
+    assert in_new_thread(lambda: CountedTokens.of(routing_map, kernels)).loads.tolist() == [5, 5, 5]
+    in_new_thread(lambda: kernels.copy(items))
+    assert memory[32:48].tolist() == list(range(16)) and not driver.faults, driver.log
+
+
+@ranks(1)
+def test_ranks_without_tokens() -> None:
+    """Oracle: the loop of `test_rerouting`, and the driver, which checks what a launch is given."""
+    import gpu_on_cpu
+
+    from tests.adapter.test_rerouting import TOKENS, check_every_token
+
+    driver = gpu_on_cpu.install()
+    check_every_token(4, tokens=(TOKENS, 0, 0, TOKENS))
+    assert not driver.faults, driver.log
+    assert driver.launched.count("fssdp_reroute_gradient_64") == 4
+
+
+@ranks(1)
+def test_counts_that_may_run_at_once_share_no_counter() -> None:
+    """By which a launch knows its last block: `fssdp_count`'s last argument. Launches on two streams may overlap, and
+    so may replays of two graphs, whatever streams captured them."""
+    import gpu_on_cpu
+
+    driver = gpu_on_cpu.install()
+    kernels, routing_map, counters = Kernels(gpu_on_cpu.GPU), torch.ones(5, 3, dtype=torch.bool), list[int]()
+    kept = list[torch.Tensor]()  # a counter's memory is not used again while a graph may run
+    launch, zeros = calls.launch, torch.zeros
+
+    def noted(kernel: int, arguments: Any, **sizes: Any) -> None:
+        counters.append(arguments[-1].value)
+        launch(kernel, arguments, **sizes)
+
+    def keep(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kept.append(zeros(*args, **kwargs))
+        return kept[-1]
+
+    calls.launch, torch.zeros = noted, keep
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for stream in (*streams, *streams):
+        with torch.cuda.stream(stream):
+            assert CountedTokens.of(routing_map, kernels).loads.tolist() == [5, 5, 5]
+    first, second, *again = counters
+    assert first != second and again == [first, second]
+    counters.clear()
+    torch.cuda.is_current_stream_capturing = lambda: True
+    for _ in range(2):
+        CountedTokens.of(routing_map, kernels)
+    assert len({first, second, *counters}) == 4 and not driver.faults, driver.log
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@ranks(1)
+def test_nvcc_alone_suffices() -> None:
+    """Without the Python bindings of CUDA kernels are compiled, loaded and launched all the same."""
+    sys.modules["cuda.bindings"] = None  # type: ignore[assignment]
+    import gpu_on_cpu
+
+    from tests.adapter.test_rerouting import check_every_token
+
+    driver = gpu_on_cpu.install()
+    check_every_token(4)
+    assert not driver.faults and "fssdp_quotas" in driver.launched, driver.log
+
+
+@pytest.mark.parametrize(
+    ("version", "way_out"),
+    [
+        (12040, r"driver is of CUDA 12\.4, which loads no machine code of CUDA 13\. "
+         r"Update the driver to one of CUDA 13, or install a compiler of CUDA 12: nvcc, on the path .*"
+         r"'cuda-bindings<13' nvidia-cuda-nvrtc-cu12"),
+        (13000, r"driver is of CUDA 13\.0; remove .*update the driver"),
+    ],
+)  # fmt: skip
+@ranks(1)
+def test_a_driver_that_takes_no_cubin_of_the_compiler_is_named(version: int, way_out: str) -> None:
+    import gpu_on_cpu
+
+    gpu_on_cpu.install(version=version).refuse_cubins()
+    with pytest.raises(RuntimeError, match=rf"CUDA_ERROR_INVALID_IMAGE: nv\w+ .*13\.\d.* compiled .*{way_out}"):
+        Kernels(gpu_on_cpu.GPU)
 
 
 @ranks(1)
@@ -191,11 +322,11 @@ def test_planted_faults_are_noticed() -> None:
     ]
     for call, expected in faults:
         driver.clear()
-        with pytest.raises(RuntimeError, match=r"failed: <CUresult.CUDA_ERROR_INVALID_VALUE"):
+        with pytest.raises(RuntimeError, match="failed: CUDA_ERROR_INVALID_VALUE"):
             call()
         assert driver.faults == [expected]
     driver.clear()
     _, memory = batch()()
     assert memory[32:48].tolist() == list(range(16)) and not driver.faults
-    with pytest.raises(RuntimeError, match=r"cuLibraryGetKernel failed: <CUresult.CUDA_ERROR_NOT_FOUND"):
+    with pytest.raises(RuntimeError, match="cuLibraryGetKernel failed: CUDA_ERROR_NOT_FOUND"):
         Kernels(gpu_on_cpu.GPU).function("fssdp_nothing")

@@ -46,9 +46,11 @@ def test_processes_that_share_a_gpu(copies_by: str) -> None:
 
 @pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer on the path")
 def test_nothing_is_read_or_written_out_of_bounds() -> None:
-    """On small chunks; the values are checked as well."""
+    """On small chunks; the values are checked as well. Calls that torch makes to see whether they succeed, and that do
+    not, are no errors of ours."""
     tests = [sys.executable, *"-m pytest -q tests/comm/test_virtual_ranks.py -k".split(), "random_placements and cuda"]
-    said = _run(["compute-sanitizer", "--tool=memcheck", "--error-exitcode=99", *tests])
+    sanitizer = "compute-sanitizer --tool=memcheck --report-api-errors no --error-exitcode=99".split()
+    said = _run([*sanitizer, *tests])
     assert "ERROR SUMMARY: 0 errors" in said and "4 passed" in said
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_hecate.comm.overlap import AGAIN, TIMED, WARM_UP, OverlapMeter
-from megatron_hecate.comm.transfer import Transfer
+from megatron_hecate.comm.transfer import Stopwatch, Transfer
 
 pytestmark = pytest.mark.fast
 MS = 1_000_000  # nanoseconds
@@ -58,12 +58,15 @@ def test_measurements_are_kept_until_they_are_complete() -> None:
 
     gate = []
 
+    watch = Stopwatch(cpu)
+
     def steps() -> Iterator[None]:
+        watch.mark("begin")
         while not gate:
             time.sleep(0.001)
         yield
 
-    transfer = Transfer(steps(), cpu, what="spAG", label="layer 1", timed=True)
+    transfer = Transfer(steps(), cpu, what="spAG", label="layer 1", watch=watch)
     meter.follow(transfer, 3)
     assert meter.measured()[2:] == [0, 0]
     gate.append(1)
@@ -73,7 +76,8 @@ def test_measurements_are_kept_until_they_are_complete() -> None:
 
 
 def test_what_a_timed_transfer_raises_is_raised_where_it_is_waited_for() -> None:
-    transfer = Transfer(map({}.__getitem__, ["lost"]), torch.device("cpu"), what="spRS", label="layer 1", timed=True)
+    cpu = torch.device("cpu")
+    transfer = Transfer(map({}.__getitem__, ["lost"]), cpu, what="spRS", label="layer 1", watch=Stopwatch(cpu))
     with pytest.raises(KeyError, match="lost"):
         transfer.wait()
     with pytest.raises(RuntimeError, match="layer 1: this spRS failed before"):

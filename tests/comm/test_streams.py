@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_hecate.comm import groups, transfer
+from megatron_hecate.comm.nccl import NcclSettings
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.p2p import P2P
-from megatron_hecate.comm.transfer import Transfer
+from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import Copy, TransferPlan
 
 pytestmark = pytest.mark.fast
@@ -79,13 +80,17 @@ def _forget_streams() -> Iterator[None]:
 
 
 def _transfer(gpu: _Gpu, *, waits: bool, timed: bool = False) -> Transfer:
+    watch = Stopwatch(GPU) if timed else None
+
     def steps() -> Iterator[None]:
+        if watch is not None:
+            watch.mark("begin")
         gpu.do("posts")
         if waits:
             yield
             gpu.do("waits for messages")
 
-    return Transfer(steps(), GPU, what="spAG", label="layer 1", timed=timed)
+    return Transfer(steps(), GPU, what="spAG", label="layer 1", watch=watch)
 
 
 def test_the_stream_of_transfers_comes_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +176,9 @@ def test_messages_of_nccl_come_before_other_work(monkeypatch: pytest.MonkeyPatch
     made: list[Any] = []
     monkeypatch.setattr(groups, "_no_bound_device", contextlib.nullcontext)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **settings: made.append(settings.get("pg_options")))
-    monkeypatch.setattr(groups, "_connect", lambda *_, **__: None)
-    groups.new_group((1, 2), 0, description="transfers", timeout=30.0, on_gpus=on_gpus)
+    monkeypatch.setattr(groups, "connect_ranks", lambda *_, **__: None)
+    monkeypatch.setattr(groups, "keep_timeout", lambda *_: None)
+    nccl = NcclSettings() if on_gpus else None
+    groups.new_group((1, 2), 0, description="transfers", timeout=30.0, nccl=nccl)
     (options,) = made
     assert options.is_high_priority_stream if on_gpus else options is None

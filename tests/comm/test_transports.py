@@ -6,15 +6,20 @@ differ or the test hangs. In one NVLink domain both transports are held to the s
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 from one_layer import CPU, HOMES, Reference, Sums, allocate, check, check_sums, copies, flat, make_transport
 from ranks import ranks
+from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_hecate.comm.transport import TransferPlan, Transport
+from megatron_hecate.comm.p2p import P2P
+from megatron_hecate.comm.transfer import Stopwatch
+from megatron_hecate.comm.transport import Copy, LayerBuffer, TransferPlan, Transport
 
 APART = ((0, 1), (2, 3))
 UNEVEN = ((0, 2), (1,), (3,))
@@ -99,3 +104,52 @@ def test_what_our_kernels_cannot_move_is_named() -> None:
         homes = [[torch.zeros(4, 3).t()]] * HOMES
         with pytest.raises(ValueError, match="layer 1: parameters of own expert 1 are not contiguous"):
             layer.transport.fetch(plan, homes, layer.weights, label="layer 1")
+
+
+@pytest.mark.parametrize(
+    ("elements", "said"),
+    [
+        (3 * 4096 * 14336, "of 1 replica of its experts at once (672 MiB each); those of k come in k rounds"),
+        (3 * 2048 * 7168, "of 1 replica of its experts at once (168 MiB each); those of k come in k rounds"),
+        (3 * 2048 * 768, "of 4 replicas of its experts at once (18 MiB each); those of k come in k / 4 rounds"),
+    ],
+    ids=["Mixtral-8x7B", "DeepSeek-V3", "Qwen3-30B-A3B"],
+)
+@pytest.mark.fast
+def test_rounds_of_gradients_are_told(elements: int, said: str) -> None:
+    """What fits into 256 MiB, four at most, worked out by hand."""
+    layer = LayerBuffer(slots=2, elements=elements, dtype=torch.bfloat16, homes=1)
+    text = P2P.explain_rounds([layer, dataclasses.replace(layer, elements=8)])
+    assert said in text and text.endswith("computing waits for all but the last")
+
+
+@pytest.mark.parametrize(
+    ("name", "domains"),
+    [("p2p", ()), ("nvlink", ()), ("nvlink", APART), ("copy engines", ())],
+    ids=["p2p", "one domain", "two domains", "copy engines"],
+)
+@ranks(4)
+def test_being_late_is_not_copying(name: str, domains: tuple) -> None:
+    """A fetch is timed from when all that take part have come: oracle, a note that rank 2 leaves in the store before it
+    begins. It and rank 1 have a replica of the same expert, rank 3 has nothing. Each rank has a time in the end."""
+    transport = make_transport(name.replace("copy engines", "nvlink"), domains, copy_engines=name == "copy engines")
+    (layer,) = allocate(transport, CPU, torch.float32)
+    store, mark, looked = _get_default_store(), Stopwatch.mark, []
+
+    def look(watch: Stopwatch, when: str) -> None:
+        mark(watch, when)
+        if when == "begin":
+            looked.append(store.check(["late rank has come"]))
+
+    Stopwatch.mark = look
+    dist.barrier()
+    if layer.rank == 2:
+        time.sleep(1)
+        store.set("late rank has come", "")
+    reference, plan = Reference(0), TransferPlan(layer.rank, (Copy(0, 0, 1, 0), Copy(0, 0, 2, 0)))
+    transfer = layer.fetch(plan, reference, timed=True)
+    transfer.wait()
+    layer.check_weights(plan, reference)
+    assert transfer.timed and transfer.seconds is not None and transfer.seconds >= 0
+    assert looked == [True] or (layer.rank == 3 and len(looked) == 1), looked
+    dist.barrier()  # rank 0 may serve the store

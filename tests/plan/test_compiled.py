@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 import megatron_hecate
-from megatron_hecate.plan.compiled import _warn_once, cache_folder, compiled
+from megatron_hecate.plan.compiled import cache_folder, compiled
+from megatron_hecate.plan.machine_code import _warn_once
 
 SMALL = """
 def add(a, b):
@@ -51,7 +52,7 @@ def _add_of(checkout: Path) -> Any:
 
 
 def _compiled_by(function: Any) -> int:
-    return sum(function.stats.cache_misses.values())
+    return sum(function.dispatcher.stats.cache_misses.values())
 
 
 @pytest.mark.fast
@@ -132,3 +133,25 @@ def test_a_change_in_a_file_that_is_called_is_seen(tmp_path: Path) -> None:
     assert called.read_text().count(line) == 1
     called.write_text(called.read_text().replace(line, f"{line}    load -= load\n"))
     assert plan() == "0\n", "the old code ran"
+
+
+@pytest.mark.fast
+def test_numba_is_asked_for_where_something_is_planned(tmp_path: Path) -> None:
+    """Numba 0.66 under numpy 2.5: its import fails. Whoever plans nothing does not notice; whoever plans is told."""
+    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less. Got NumPy 2.5.')\n")
+    code = """
+import numpy as np
+import megatron_hecate.comm.nvlink.launch, megatron_hecate.routing.quotas, megatron_hecate.runtime.prefetch
+from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas
+homes = Placement.initial(4, 2, num_slots=1)
+assert homes.with_replicas([(0, 1)]).num_replicas == 1
+try:
+    plan_replicas(np.array([90.0, 10, 5, 5]), homes, World((0, 0)), cost=CopyCost())
+except ImportError as error:
+    assert str(error).startswith("planning needs numba, which cannot be imported (Numba needs NumPy 2.4"), error
+else:
+    raise SystemExit("it planned without numba")
+"""
+    root = str(Path(megatron_hecate.__file__).parents[1])
+    settings = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
+    subprocess.run([sys.executable, "-c", code], env=settings, check=True, timeout=120)

@@ -50,6 +50,19 @@ def test_estimates_worked_out_by_hand() -> None:
 
 
 @pytest.mark.fast
+def test_connections_of_nccl_count_and_are_there_already() -> None:
+    """30 MiB: in what FSSDP adds, and in the table; not in what is to come, which must fit into what is free now."""
+    experts = _experts()
+    memory = ExpertMemory.estimate(experts, "layer")
+    connected = ExpertMemory.estimate(dataclasses.replace(experts, nccl_bytes=30 * MIB), "layer")
+    assert connected.replicas - memory.replicas == connected.total - memory.total == 30 * MIB
+    assert (connected.expected, connected.certain) == (memory.expected, memory.certain)
+    table = JobMemory({0: RankMemory(dict.fromkeys(LIFETIMES, connected), free=999 * MIB)}).describe("layer")
+    row = next(line for line in table.splitlines() if line.startswith("> layer"))
+    assert "50.0 MiB" in row and "30.0 MiB of it are NCCL's connections, which are allocated now" in table
+
+
+@pytest.mark.fast
 def test_48_layers_of_128_experts_on_64_ranks() -> None:
     """The target: lifetime layer with 2 slots adds at most 5 %."""
     import memory

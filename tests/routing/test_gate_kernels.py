@@ -79,6 +79,8 @@ class Block:
             grad[token, expert] = out_grad[token, physical]
         own = int(np.flatnonzero(shape.order == rank)[0])
         head = [self.threads, self.lanes, self.blocks, tokens, TILE, own, rank, shape.work_size(self.threads)]
+        # Now and then there is too little shared memory.
+        head.append(shape.shared_bytes(self.threads) if rng.random() < 0.75 else 0)
         arrays = [
             np.array([*head, experts, most], np.int32),
             shape.table(),
@@ -93,7 +95,9 @@ def some_block(seed: int, *, threads: int, lanes: int) -> tuple[Block, np.random
     rng = np.random.default_rng(seed)
     placement = chain(int(rng.integers(3, 14))) if seed % 4 == 1 else some_replicas(rng, some_homes(rng), share=1.0)
     world = some_world(rng, placement.num_ranks)
-    scale = 2**31 - 1 if seed % 4 == 2 else 3000
+    # A first level that fits into 32 bits although a later one does not, or none that does.
+    most = int(rng.choice([2**31 - 1, 2**30 // placement.num_ranks**2]))
+    scale = most if seed % 4 == 2 else 3000
     loads = (rng.dirichlet(np.full(placement.num_experts, 0.3), placement.num_ranks) * scale).astype(np.int64)
     loads[rng.random(placement.num_ranks) < 0.2] = 0
     return Block(placement, world, loads, threads, lanes), rng

@@ -213,6 +213,45 @@ def test_extreme_counts_are_conserved(tokens: int) -> None:
     assert quotas.sum() == 32 * tokens and quotas.min() >= 0
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_32_and_64_bits_give_the_same_quotas(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    placement = chain(12) if seed % 4 == 3 else some_replicas(rng, some_homes(rng), share=1.0)
+    shape = GroupShape.of(some_world(rng, placement.num_ranks), placement)
+    loads = loads_of(rng, placement.num_ranks, placement.num_experts)
+    few, many = (quotas_of_all(loads, placement, shape, bits=bits)[0] for bits in (32, 64))
+    assert np.array_equal(few, many)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_kernel_counts_with_as_many_bits_as_needed(seed: int) -> None:
+    """Tokens around the bound of 32 bits, which an even start, or only a later level, may exceed."""
+    rng = np.random.default_rng(seed)
+    placement = some_replicas(rng, some_homes(rng), share=float(rng.choice([0.3, 1.0])))
+    shape = GroupShape.of(some_world(rng, placement.num_ranks), placement)
+    loads = loads_of(rng, placement.num_ranks, placement.num_experts)
+    loads = np.minimum(loads * int(rng.uniform(0.02, 2) * 2**31 / max(1, loads.sum())), 2**31 - 1)
+    tables = QuotaTables(shape, HOST, Kernels(HOST))
+    tables.place(placement)
+    source = int(rng.integers(placement.num_ranks))
+    expected, order = quotas_of_all(loads, placement, shape, bits=64)
+    parts = tables.parts(torch.from_numpy(loads.astype(np.int32)), source).numpy().astype(np.int64)
+    for expert in range(placement.num_experts):
+        (of_expert,) = np.nonzero(order.expert == expert)
+        assert np.array_equal(parts[of_expert], expected[source, of_expert].cumsum())
+
+
+def test_rooms_below_a_raised_level_exceed_32_bits() -> None:
+    """Expert 1 can go nowhere and raises the level to 2^27 tokens on each of 64 ranks. Tokens of expert 2 above that
+    start on its home and go to its replicas on other nodes, which have room for 2^33 tokens together."""
+    placement = Placement.initial(64, 64, num_slots=1).with_replicas([(2, rank) for rank in range(8, 64)])
+    loads = np.zeros((64, 64), np.int64)
+    loads[1, 1], loads[2, 2] = 2**27, 3 * 2**26
+    tokens, order = solve(loads, placement, World(tuple(rank // 8 for rank in range(64))))
+    assert tokens.min() >= 0 and (by_expert(tokens, order) == loads).all()
+    assert largest(tokens, order) <= 2**27 * (1 + 1 / 4096) + 1
+
+
 def test_one_rank_and_no_replicas() -> None:
     alone = Placement.initial(3, 1, num_slots=0)
     tokens, _ = solve(np.array([[4, 0, 6]]), alone, World((5,)))

@@ -111,8 +111,8 @@ def test_a_plan_that_fails_leaves_no_layer_half_prepared() -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 @ranks(2)
 def test_when_buffers_are_allocated(transport: str, overlap: bool) -> None:
-    """By ``nvlink`` before any activation of the first iteration, which has no replicas; by ``p2p`` with the first
-    replicas, in the second; and by both once only. With ``overlap`` parameters are still being gathered then."""
+    """Once, and before any activation of the first iteration, which has no replicas. With ``overlap`` parameters are
+    still being gathered then."""
     import tiny_gpt
     import torch
 
@@ -141,6 +141,4 @@ def test_when_buffers_are_allocated(transport: str, overlap: bool) -> None:
 
     tiny_gpt.train(case, steps=3, hook=hook)
     at = done.index("allocate")
-    microbatches = done[:at].count("forward")
-    assert done.count("allocate") == 1 and (microbatches == 0 if transport == "nvlink" else microbatches >= 2)
-    assert "fetch" not in done[:at] and "fetch" in done
+    assert done.count("allocate") == 1 and at < done.index("forward") < done.index("fetch")

@@ -62,10 +62,10 @@ def test_large_jobs_ask_little_of_the_store() -> None:
     ranks takes two operations for 128 of them. Counted at a real store."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     for size in (2, 1_000, 16_384):
-        reporter = Reporter(server, 0, size, group=0, timeout=600, is_over=lambda: False)
+        reporter = Reporter(server, 0, size, group=0, timeout=lambda: 600.0, is_over=lambda: False)
         assert size / reporter.interval <= 500
-    assert Reporter(server, 0, 2, group=0, timeout=600, is_over=lambda: False).interval == 3
-    reporter = Reporter(server, 0, 1_024, group=0, timeout=600, is_over=lambda: False)
+    assert Reporter(server, 0, 2, group=0, timeout=lambda: 600.0, is_over=lambda: False).interval == 3
+    reporter = Reporter(server, 0, 1_024, group=0, timeout=lambda: 600.0, is_over=lambda: False)
     for rank in range(1_023):
         reporter._rank = rank
         reporter._publish()
@@ -87,7 +87,7 @@ def waiting() -> Iterator[Callable[[dist.Store], Reporter]]:
     started: list[Reporter] = []
 
     def start(store: dist.Store) -> Reporter:
-        reporter = Reporter(store, 0, 2, group=0, timeout=1.0, is_over=lambda: False)
+        reporter = Reporter(store, 0, 2, group=0, timeout=lambda: 1.0, is_over=lambda: False)
         started.append(reporter)
         reporter.start()
         return reporter
@@ -173,7 +173,7 @@ import atexit, os, sys, time
 import torch.distributed as dist
 from megatron_hecate.runtime.progress import Reporter
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
-reporter = Reporter(store, 0, 2, group=0, timeout=600, is_over=lambda: False)
+reporter = Reporter(store, 0, 2, group=0, timeout=lambda: 600.0, is_over=lambda: False)
 reporter.start()
 atexit.register(reporter.stop)
 time.sleep(0.5)

@@ -102,9 +102,18 @@ class Peers:
 
     def address(self, tensor: Tensor, rank: int) -> int:
         """Where this rank sees, in ``rank``'s memory, what ``tensor`` is in its own."""
+        assert self.holds(tensor), "not in the buffers"
+        return tensor.data_ptr() + self.apart[rank]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` lies in this rank's buffers."""
         offset = tensor.data_ptr() - self._bases[self.rank]
-        assert offset >= COUNTERS and offset + tensor.nbytes <= self._whole.nbytes, "not in the buffers"
-        return self._bases[rank] + offset
+        return offset >= COUNTERS and offset + tensor.nbytes <= self._whole.nbytes
+
+    @functools.cached_property
+    def apart(self) -> dict[int, int]:
+        """By rank: where this rank sees its memory, less where its own lies."""
+        return {rank: base - self._bases[self.rank] for rank, base in self._bases.items()}
 
     @property
     def failure(self) -> np.void | None:

@@ -7,19 +7,24 @@ host's memory for the host build of the kernels, in the GPU's for a GPU.
 from __future__ import annotations
 
 import bisect
+import copy
 import dataclasses
 import itertools
+import struct
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_hecate.comm.nvlink.schedule import MAX_RANKS, Place, Pull, Schedule
+from megatron_hecate.comm.nvlink.schedule import MAX_RANKS, PLANS, Place, Pull, Schedule
+from megatron_hecate.comm.nvlink.schedule import Memory as Memories
 
 MAX_STEPS: int = 4
 TILE: int = 65536  # bytes
 LOCAL: int = -1  # a source that needs no waiting
-ADD, BF16 = 1, 2
+ADD: int = 1
 
 COPY = np.dtype([("src", "<u8"), ("dst", "<u8"), ("bytes", "<u8"), ("rank", "<i4"), ("first_tile", "<u4")])
 SOURCE = np.dtype([("src", "<u8"), ("rank", "<i4"), ("reserved", "<u4")])
@@ -45,9 +50,78 @@ TRANSFER = np.dtype(
 )
 FAILURE = np.dtype([(name, "<u4") for name in ("failed", "rank", "peer", "expected", "seen", "begin")])
 ALIGNMENT: int = 16  # bytes, of every array in a program
+SUMMED: int = 4  # bytes of an element of a sum
+TURNS: int = 8  # buffers of a layer whose programs are kept
+# The same records, for one at a time: an array of them takes longer to make.
+_COPY, _SOURCE, _SUM, _STEP = (struct.Struct(form) for form in ("<QQQiI", "<QiI", "<QQ4I", "<QQII"))
+assert [_COPY.size, _SOURCE.size, _SUM.size, _STEP.size] == [d.itemsize for d in (COPY, SOURCE, SUM, STEP)]
+_FIELDS: dict[str, int] = {name: field[1] for name, field in (TRANSFER.fields or {}).items()}
+_PEERS, _NUM_STEPS, _BEGIN, _STEPS = (_FIELDS[name] for name in ("peers", "num_steps", "begin", "steps"))
 
 Extent = tuple[int, int]  # address, elements
 Extents = Callable[[Place], Sequence[Extent]]
+Known = dict[tuple[Memories, int], Sequence[Extent]]  # by memory and index
+
+
+class Memory:
+    """`Extents` where peers have what this rank has, at another address each.
+
+    Args:
+        own: address and elements of this rank's tensors in a place.
+        rank: this one.
+        apart: by how much the addresses of each peer's memory differ from those of this rank's.
+    """
+
+    def __init__(self, own: Extents, *, rank: int, apart: Mapping[int, int]) -> None:
+        self._own, self._rank, self._apart = own, rank, apart
+        self.known: Known = {}  # of this rank's places, as far as they were asked for
+
+    def __call__(self, place: Place) -> Sequence[Extent]:
+        rank, memory, index, _ = place
+        found = self.known.get((memory, index))
+        if found is None:
+            found = self.known[memory, index] = self._own(place)
+        if rank == self._rank:
+            return found
+        apart = self._apart[rank]
+        if len(found) == 1:
+            address, elements = found[0]
+            return ((address + apart, elements),)
+        return [(address + apart, elements) for address, elements in found]
+
+    def agrees(self, known: Known) -> bool:
+        """Whether the places that another one was asked for lie where they did."""
+        return all(self(Place(self._rank, *at)) == found for at, found in known.items())
+
+
+class Programs:
+    """Makes the programs of one rank, by those of earlier transfers where a schedule repeats in the same memory: all
+    microbatches have one plan, and buffers take turns.
+
+    Args:
+        signals: as of `Program`.
+    """
+
+    def __init__(self, signals: Signals) -> None:
+        self._signals = signals
+        # the last for each schedule that is kept, by identity, and each of the buffers that take turns
+        self._kept: OrderedDict[tuple[int, int, bool], tuple[Schedule, list[tuple[Known, Program]]]] = OrderedDict()
+
+    def make(self, schedule: Schedule, memory: Memory, *, itemsize: int, sums: bool, begin: int) -> Program:
+        """As `Program`."""
+        key = id(schedule), itemsize, sums
+        _, made = self._kept.setdefault(key, (schedule, []))
+        self._kept.move_to_end(key)
+        for known, program in made:
+            if memory.agrees(known):
+                return program.again(begin)
+        how: dict[str, Any] = dict(signals=self._signals, itemsize=itemsize, sums=sums, begin=begin)
+        program = Program(schedule, memory, **how)
+        made.append((memory.known, program))
+        del made[:-TURNS]
+        if len(self._kept) > PLANS:
+            self._kept.popitem(last=False)
+        return program.again(begin)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +147,18 @@ class Signals:
         """The counter of each rank."""
         return {rank: number for number, rank in enumerate(self.progress_at)}
 
+    @cached_property
+    def header(self) -> bytes:
+        """A `TRANSFER` without peers and steps, padded."""
+        transfer = np.zeros((), TRANSFER)
+        transfer["progress"], transfer["arrived"] = self.progress_at[self.rank], self.arrived
+        transfer["failure"], transfer["timeout"] = self.failure, round(self.timeout * 1e9)
+        transfer["progress_at"][: len(self.numbers)] = list(self.progress_at.values())
+        transfer["rank"], transfer["world"] = self.numbers[self.rank], len(self.numbers)
+        data = bytearray(transfer.tobytes())
+        _pad(data)
+        return bytes(data)
+
 
 class Program:
     """One rank's part of a transfer as bytes, the `TRANSFER` first. `relocate` it before use.
@@ -82,8 +168,8 @@ class Program:
         extents: the memory of a place, in order of the chunk: (address, elements), several for a chunk of several
             tensors. Addresses of peers' memory are those at which this rank sees it.
         signals: by which ranks wait for each other.
-        itemsize: bytes per element of what travels; gradients of 2 are bf16, of 4 fp32.
-        sums: spRS rather than spAG. Sums are fp32 always.
+        itemsize: bytes per element of what travels.
+        sums: spRS rather than spAG. Gradients and their sums are fp32.
         begin: what progress counters stand at; the same on all ranks, and more than the last transfer's end.
 
     Raises:
@@ -93,38 +179,37 @@ class Program:
     def __init__(
         self, schedule: Schedule, extents: Extents, *, signals: Signals, itemsize: int, sums: bool, begin: int
     ) -> None:
-        assert len(schedule.steps) <= MAX_STEPS
+        assert len(schedule.steps) <= MAX_STEPS and (not sums or itemsize == SUMMED), itemsize
         self._signals, self._itemsize, self._sums = signals, itemsize, sums
-        transfer = np.zeros((), TRANSFER)
-        self._parts: list[np.ndarray] = [transfer.reshape(1)]
-        self._end = _padded(TRANSFER.itemsize)
-        transfer["progress"], transfer["arrived"] = signals.progress_at[signals.rank], signals.arrived
-        transfer["failure"] = signals.failure
-        transfer["progress_at"][: len(signals.numbers)] = list(signals.progress_at.values())
+        data = bytearray(signals.header)
         peers = sum(1 << signals.numbers[peer] for peer in schedule.peers)
-        transfer["peers"] = peers & (2**64 - 1), peers >> 64
-        transfer["timeout"] = round(signals.timeout * 1e9)
-        transfer["num_steps"], transfer["begin"] = len(schedule.steps), begin % 2**32
-        transfer["rank"], transfer["world"] = signals.numbers[signals.rank], len(signals.numbers)
-        for step, pulls in zip(transfer["steps"], schedule.steps, strict=False):
+        struct.pack_into("<QQ", data, _PEERS, peers & (2**64 - 1), peers >> 64)
+        struct.pack_into("<II", data, _NUM_STEPS, len(schedule.steps), begin % 2**32)
+        for number, pulls in enumerate(schedule.steps):
             pieces = [piece for pull in pulls for piece in self._pieces(pull, extents)]
-            pieces = [piece for piece in pieces if not (sums and piece.is_done)]
-            _check(pieces)
-            (self._add_sums if sums else self._add_copies)(step, pieces)
-        self.data = np.zeros(self._end, np.uint8)
-        position = 0
-        for part in self._parts:
-            self.data[position : position + part.nbytes] = part.view(np.uint8).reshape(-1)
-            position += _padded(part.nbytes)
+            if sums:
+                pieces = [piece for piece in pieces if not piece.is_done]
+            _check(pieces, signals.rank)
+            step = self._add_sums(data, pieces) if sums else self._add_copies(data, pieces)
+            _STEP.pack_into(data, _STEPS + number * _STEP.size, *step)
+        self._bytes, self.data = data, np.frombuffer(data, np.uint8)
         self._at = 0  # its address
         self.ranks = len(signals.numbers)  # of the domain
+
+    def again(self, begin: int) -> Program:
+        """The same for another transfer, when progress counters stand at ``begin``."""
+        other = copy.copy(self)
+        other._bytes = bytearray(self._bytes)
+        other.data = np.frombuffer(other._bytes, np.uint8)
+        struct.pack_into("<I", other._bytes, _BEGIN, begin % 2**32)
+        return other
 
     def relocate(self, at: int) -> None:
         """Make it one that lies at address ``at``, a multiple of `ALIGNMENT`."""
         assert at % ALIGNMENT == 0
-        steps = self.data[: TRANSFER.itemsize].view(TRANSFER)["steps"]
-        for name in ("items", "sources"):
-            steps[name] += np.uint64(at - self._at)
+        for step in range(_STEPS, _STEPS + MAX_STEPS * _STEP.size, _STEP.size):
+            items, sources, *counts = _STEP.unpack_from(self._bytes, step)
+            _STEP.pack_into(self._bytes, step, items + at - self._at, sources + at - self._at, *counts)
         self._at = at
 
     def copies(self) -> list[np.ndarray]:
@@ -136,119 +221,114 @@ class Program:
             found.append(self.data[begin : begin + int(step["count"]) * COPY.itemsize].view(COPY))
         return found
 
-    def _append(self, array: np.ndarray) -> int:
-        """Where ``array`` will lie, from the beginning."""
-        self._parts.append(array)
-        offset, self._end = self._end, self._end + _padded(array.nbytes)
-        return offset
+    def _add_copies(self, data: bytearray, pieces: Sequence[_Piece]) -> tuple[int, int, int, int]:
+        """Append the items of a step of copies; returns its `STEP`."""
+        items, tiles = len(data), 0
+        for (source,), _, ((address, itemsize),), into, _, elements, _ in pieces:
+            size = elements * itemsize
+            data += _COPY.pack(address, into, size, self._number_of(source), tiles)
+            tiles += -(-size // TILE)
+        _pad(data)
+        return items, 0, len(pieces), tiles
 
-    def _add_copies(self, step: np.ndarray, pieces: list[_Piece]) -> None:
-        items, tiles = np.zeros(len(pieces), COPY), 0
-        for item, piece in zip(items, pieces, strict=True):
-            (source,) = piece.sources
-            item["src"], item["dst"], item["bytes"] = source.address, piece.into.address, source.bytes
-            item["rank"], item["first_tile"] = self._rank_of(source), tiles
-            tiles += -(-source.bytes // TILE)
-        step["items"], step["count"], step["tiles"] = self._append(items), len(items), tiles
+    def _add_sums(self, data: bytearray, pieces: Sequence[_Piece]) -> tuple[int, int, int, int]:
+        """Append the items of a step of sums, and their sources; returns its `STEP`."""
+        items, tiles, sources, first = len(data), 0, bytearray(), 0
+        for piece in pieces:
+            size = piece.read[0][1]
+            data += _SUM.pack(piece.address, piece.elements, first, len(piece.read), tiles, ADD * piece.add)
+            for place, (address, _) in zip(piece.sources, piece.read, strict=True):
+                sources += _SOURCE.pack(address, self._number_of(place), 0)
+            first += len(piece.read)
+            tiles += -(-piece.elements * size // TILE)
+        _pad(data)
+        at = len(data)
+        data += sources
+        _pad(data)
+        return items, at, len(pieces), tiles
 
-    def _add_sums(self, step: np.ndarray, pieces: list[_Piece]) -> None:
-        items, tiles = np.zeros(len(pieces), SUM), 0
-        sources = np.zeros(sum(len(piece.sources) for piece in pieces), SOURCE)
-        first = 0
-        for item, piece in zip(items, pieces, strict=True):
-            item["dst"], item["elements"] = piece.into.address, piece.into.elements
-            item["first_source"], item["sources"], item["first_tile"] = first, len(piece.sources), tiles
-            item["flags"] = ADD * piece.add | BF16 * (piece.sources[0].itemsize == 2)
-            for source in piece.sources:
-                sources[first]["src"], sources[first]["rank"] = source.address, self._rank_of(source)
-                first += 1
-            tiles += -(-piece.sources[0].bytes // TILE)
-        step["items"], step["count"], step["tiles"] = self._append(items), len(items), tiles
-        step["sources"] = self._append(sources)
-
-    def _rank_of(self, source: _Memory) -> int:
-        rank = source.place.rank
-        return LOCAL if rank == self._signals.rank else self._signals.numbers[rank]
+    def _number_of(self, source: Place) -> int:
+        return LOCAL if source.rank == self._signals.rank else self._signals.numbers[source.rank]
 
     def _pieces(self, pull: Pull, extents: Extents) -> list[_Piece]:
         """The pull, divided where a tensor ends."""
-        places = (*pull.sources, pull.into)
-        memories = [extents(place) for place in places]
-        bounds = {pull.begin, pull.end}
-        for place, memory in zip(places, memories, strict=True):
-            ends = itertools.accumulate((elements for _, elements in memory), initial=place.begin)
-            bounds.update(end for end in ends if pull.begin < end < pull.end)
+        sources, into, at, end, add = pull
+        written, size = extents(into), self._itemsize
+        reads = [(source, extents(source)) for source in sources]
         pieces = []
-        for begin, end in itertools.pairwise(sorted(bounds)):
-            *sources, into = (
-                self._memory(place, memory, begin=begin, end=end)
-                for place, memory in zip(places, memories, strict=True)
-            )
-            pieces.append(_Piece(tuple(sources), into, pull.add))
+        while at < end:
+            until = end
+            address, ends = _find(into, written, at, size)
+            if ends < until:
+                until = ends
+            read = []
+            for place, memory in reads:
+                found, ends = _find(place, memory, at, size)
+                if ends < until:
+                    until = ends
+                read.append((found, size))
+            pieces.append(_Piece(sources, into, tuple(read), address, size, until - at, add))
+            at = until
         return pieces
 
-    def _memory(self, place: Place, extents: Sequence[Extent], *, begin: int, end: int) -> _Memory:
-        """Elements [begin, end) of the chunk in ``place``."""
-        itemsize = 4 if self._sums and place.memory != "grad" else self._itemsize
-        begin, end = begin - place.begin, end - place.begin
-        for address, elements in extents:
-            if 0 <= begin < elements:
-                if address % itemsize:
-                    raise ValueError(
-                        f"{place} lies at {address:#x}, which is not a multiple of its elements' {itemsize} bytes"
-                    )
-                return _Memory(place, address + begin * itemsize, end - begin, itemsize)
-            begin, end = begin - elements, end - elements
-        raise ValueError(f"{place} has no memory for the last {end - begin} elements of the chunk")
+
+def _find(place: Place, memory: Sequence[Extent], at: int, itemsize: int) -> tuple[int, int]:
+    """The address of element ``at`` of the chunk in ``place``, and the element with which its tensor ends."""
+    first = place.begin
+    for address, elements in memory:
+        ends = first + elements
+        if first <= at < ends:
+            if address % itemsize:
+                raise ValueError(
+                    f"{place} lies at {address:#x}, which is not a multiple of its elements' {itemsize} bytes"
+                )
+            return address + (at - first) * itemsize, ends
+        first = ends
+    raise ValueError(f"{place} has no memory for element {at} of the chunk, only up to {first}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Memory:
-    """Consecutive elements on a rank."""
+class _Piece(NamedTuple):
+    """A pull, or a part of one, of memory that is consecutive at both ends.
 
-    place: Place
+    Args:
+        sources, into: as in `Pull`.
+        read: address, and bytes of an element, of each source.
+        address, itemsize: of ``into``.
+        elements: of each.
+        add: as in `Pull`.
+    """
+
+    sources: tuple[Place, ...]
+    into: Place
+    read: tuple[tuple[int, int], ...]
     address: int
-    elements: int
     itemsize: int
-
-    @property
-    def bytes(self) -> int:
-        return self.elements * self.itemsize
-
-    def is_same(self, other: _Memory) -> bool:
-        return self.address == other.address and self.itemsize == other.itemsize
-
-
-@dataclasses.dataclass(frozen=True)
-class _Piece:
-    """A pull, or a part of one, of memory that is consecutive at both ends."""
-
-    sources: tuple[_Memory, ...]
-    into: _Memory
+    elements: int
     add: bool
 
     @property
     def is_done(self) -> bool:
         """Whether it is the sum of one gradient, in the place of that."""
-        first, *others = self.sources
-        return first.is_same(self.into) and not others and not self.add
+        return self.read == ((self.address, self.itemsize),) and not self.add
 
 
-def _padded(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def _pad(data: bytearray) -> None:
+    data += bytes(-len(data) % ALIGNMENT)
 
 
-def _check(pieces: list[_Piece]) -> None:
-    """What a step writes is written once, and is no source but of a sum in its own place."""
-    written = sorted((piece.into for piece in pieces), key=lambda memory: memory.address)
-    for before, memory in itertools.pairwise(written):
-        if before.address + before.bytes > memory.address:
-            raise ValueError(f"{before.place} and {memory.place} overlap, and one step writes both")
-    begins = [memory.address for memory in written]
+def _check(pieces: Sequence[_Piece], rank: int) -> None:
+    """What a step writes is written once, and is no source but of a sum in its own place. Sources on other ranks are
+    not of the memory that ``rank`` writes."""
+    written = sorted((p.address, p.address + p.elements * p.itemsize, p.into) for p in pieces)
+    for (_, end, place), (begin, _, other) in itertools.pairwise(written):
+        if end > begin:
+            raise ValueError(f"{place} and {other} overlap, and one step writes both")
     for piece in pieces:
-        for source in piece.sources:
-            if source.is_same(piece.into) and len(piece.sources) > 1:
+        for place, (address, size) in zip(piece.sources, piece.read, strict=True):
+            if place.rank != rank:
                 continue
-            at = bisect.bisect_left(begins, source.address + source.bytes) - 1
-            if at >= 0 and written[at].address + written[at].bytes > source.address:
-                raise ValueError(f"{source.place} is read in the step that writes {written[at].place} over it")
+            if len(piece.read) > 1 and (address, size) == (piece.address, piece.itemsize):
+                continue  # a sum in its own place
+            at = bisect.bisect_left(written, (address + piece.elements * size,)) - 1
+            if at >= 0 and written[at][1] > address:
+                raise ValueError(f"{place} is read in the step that writes {written[at][2]} over it")

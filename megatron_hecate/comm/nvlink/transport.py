@@ -26,26 +26,39 @@ from megatron_hecate.comm.nvlink.domains import (
 )
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
-from megatron_hecate.comm.nvlink.program import Extent, Program
-from megatron_hecate.comm.nvlink.schedule import Place, Schedule
+from megatron_hecate.comm.nvlink.program import Extent, Memory, Programs
+from megatron_hecate.comm.nvlink.schedule import PLANS, Place, Schedule
 from megatron_hecate.comm.p2p import P2P
-from megatron_hecate.comm.transfer import Transfer, TransferError
+from megatron_hecate.comm.transfer import Stopwatch, Transfer, TransferError
 from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
 
 REFRESH: int = 1 << 30  # steps after which all ranks tell each other, lest a counter fall behind by half its range
-PLANS: int = 512  # whose stages are kept: two per layer are in use
 
 Build = Callable[..., tuple[Stage, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """A transfer: "spAG" or "spRS", the bytes of its elements, and the tensors of every place in this rank's memory."""
+    """A transfer.
+
+    Args:
+        what: "spAG" or "spRS".
+        label: name of the layer.
+        itemsize: bytes of an element.
+        memory: the tensors of every place in this rank's memory.
+        watch: its "begin" is marked when all ranks have come.
+    """
 
     what: str
     label: str
     itemsize: int
     memory: Callable[[Place], Sequence[Tensor]]
+    watch: Stopwatch | None = None
+
+    def mark_begin(self) -> None:
+        """Mark the "begin" of the watch, if there is one and it has none."""
+        if self.watch is not None and not self.watch.begun:
+            self.watch.mark("begin")
 
     @property
     def name(self) -> str:
@@ -63,7 +76,7 @@ class NVLink:
         copy_engines: whether they make the copies of a spAG.
     """
 
-    name, scatters, allocates_early = "nvlink", True, True
+    name, scatters = "nvlink", True
 
     def __init__(
         self,
@@ -83,6 +96,7 @@ class NVLink:
         self._ended: Future[None] = Future()  # CPU ranks: transfers run one after the other, as on a stream
         self._ended.set_result(None)
         self._peers: Peers | None = None
+        self._programs: Programs | None = None
         self._sent = self._stripes = torch.empty(0)
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
@@ -116,6 +130,7 @@ class NVLink:
         domain = next(domain for domain in self._domains if self._rank in domain)
         self._kernels = TransferKernels(device)
         self._peers = Peers(self._domain, sum(sizes), device=device, ranks=domain, timeout=self.timeout)
+        self._programs = Programs(self._peers.signals)
         self._begin = 1
         replicas, self._sent, self._stripes = self._peers.buffers.split(sizes)
         domains = [len(domain) for domain in self._domains]
@@ -124,7 +139,7 @@ class NVLink:
         return replicas[:size]
 
     def release(self) -> None:
-        self._peers = None
+        self._peers = self._programs = None
         self._sent, self._stripes = self._sent.new_empty(0), self._stripes.new_empty(0)
 
     def fetch(
@@ -150,8 +165,13 @@ class NVLink:
             return ({"send": sent, "slot": slots, "stripe": stripes}[place.memory][place.index],)
 
         stages = self._stages(Stages.of_fetch, plan, elements=elements)
-        steps = self._run(stages, _Job("spAG", label, dtype.itemsize, memory))
-        return self._start(steps, what="spAG", label=label, timed=timed)
+        device = self._memory_of_peers().device
+        watch = Stopwatch(device) if timed else None
+        meet = None  # in one domain the ranks of the kernel meet anyhow
+        if timed and len(stages) > 1:
+            meet = functools.partial(self._between.meet, plan, device, tag=self._between.next_tag(), label=label)
+        steps = self._run(stages, _Job("spAG", label, dtype.itemsize, memory, watch), meet)
+        return self._start(steps, what="spAG", label=label, watch=watch)
 
     def return_gradients(
         self, plan: TransferPlan, slots: Sequence[Tensor], homes: HomeGradients, *, label: str
@@ -189,9 +209,9 @@ class NVLink:
 
         return self._start(run(), what="spRS", label=label)
 
-    def _start(self, steps: Iterator[None], *, what: str, label: str, timed: bool = False) -> Transfer:
+    def _start(self, steps: Iterator[None], *, what: str, label: str, watch: Stopwatch | None = None) -> Transfer:
         device = self._memory_of_peers().device
-        transfer = Transfer(steps, device, what=what, label=label, timed=timed, after=self._ended)
+        transfer = Transfer(steps, device, what=what, label=label, watch=watch, after=self._ended)
         if device.type != "cuda":
             self._ended = transfer.ended
         return transfer
@@ -207,8 +227,8 @@ class NVLink:
         width = self._stripe_elements[elements]
         return chunks_in(self._stripes, self._stripes.nbytes // LayerBuffer.aligned(width, dtype), width, dtype)
 
-    def _run(self, stages: Sequence[Stage], job: _Job) -> Iterator[None]:
-        """The steps of all stages."""
+    def _run(self, stages: Sequence[Stage], job: _Job, meet: Callable[[], None] | None = None) -> Iterator[None]:
+        """The steps of all stages, after all ranks ``meet`` where they must before."""
         peers = self._memory_of_peers()
         if peers.device.type == "cuda" and peers.failure is not None:
             raise TransferError(peers.explain_failure())
@@ -219,6 +239,9 @@ class NVLink:
         ]
 
         def run() -> Iterator[None]:
+            if meet is not None:
+                meet()
+                job.mark_begin()
             for run_stage in runs:  # none is left to `Transfer.wait`: counters go up in the order of transfers
                 run_stage()
             yield from ()
@@ -243,19 +266,22 @@ class NVLink:
         """A stage inside the domain."""
         peers, sums, begin = self._memory_of_peers(), job.what == "spRS", self._begin
         self._begin += len(schedule.steps) + 1
-        if begin // REFRESH != self._begin // REFRESH:
+        if begin // REFRESH != self._begin // REFRESH or job.watch is not None:
             schedule = dataclasses.replace(schedule, peers=frozenset(peers.ranks) - {self._rank})
         if not schedule.peers and not any(schedule.steps):
-            return lambda: None
+            return job.mark_begin
         expected = f"to finish {len(schedule.steps)} steps"
         failing = f"{job.name} failed (timeout {self.timeout:g} s): expected rank {{peer}} {expected}"
         peers.remember(begin, f"rank {self._rank} of {self.group.size()}: {failing}")
 
-        def extents(place: Place) -> list[Extent]:
-            own = place.memory in ("parameters", "main_grad")
-            return [(t.data_ptr() if own else peers.address(t, place.rank), t.numel()) for t in job.memory(place)]
+        def own(place: Place) -> list[Extent]:
+            tensors = job.memory(place)
+            assert place.memory in ("parameters", "main_grad") or all(map(peers.holds, tensors)), "not in the buffers"
+            return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
-        program = Program(schedule, extents, signals=peers.signals, itemsize=job.itemsize, sums=sums, begin=begin)
+        memory = Memory(own, rank=self._rank, apart=peers.apart)
+        assert self._programs is not None
+        program = self._programs.make(schedule, memory, itemsize=job.itemsize, sums=sums, begin=begin)
 
         def run() -> None:
             start = time.monotonic()
@@ -263,9 +289,11 @@ class NVLink:
                 at = torch.empty(len(program.data), dtype=torch.uint8, device=peers.device)
                 try:
                     if self.copy_engines and not sums:
-                        self._kernels.run_by_copy_engines(program, at, stopped=lambda: peers.failure is not None)
+                        stopped = lambda: peers.failure is not None  # noqa: E731
+                        self._kernels.run_by_copy_engines(program, at, stopped=stopped, met=job.mark_begin)
                     else:
-                        self._kernels.run("fssdp_reduce" if sums else "fssdp_gather", program, at)
+                        name = "fssdp_reduce" if sums else "fssdp_gather"
+                        self._kernels.run(name, program, at, met=job.mark_begin)
                 except RuntimeError:
                     if peers.failure is None:  # else the block that meets the peers gave up, and CUDA with it
                         raise

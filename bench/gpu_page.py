@@ -1,0 +1,70 @@
+"""The page of a run of `gpu.py`: made of its rows alone, so it can be made again whenever a row has come.
+
+python bench/gpu_page.py ROWS... [--out PAGE]     of the rows of several runs together
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT / "bench")]
+
+import rows  # noqa: E402
+
+PASSED = ("passed", "left out")
+Record = Mapping[str, Any]
+
+
+def page(records: Sequence[Record]) -> str:
+    """Markdown of ``records`` in the order of time: the machine, how each part ended, and every part's tables."""
+    last: dict[str, Record] = {}  # of each part, in the order in which they came first: how it stands
+    for record in records:
+        if "ended" in record:
+            last[record["part"]] = record
+    failed = sum(record["ended"] not in PASSED for record in last.values())
+    lines = ["# Results on a GPU", "", "Written by `bench/gpu.py`; do not edit it by hand.", ""]
+    machines = [line for record in records for line in record.get("machine", ())]
+    lines += [f"- {line}" for line in dict.fromkeys(machines)]
+    lines += ["", f"{len(last)} parts, of which {failed} failed, were stopped or were not run." if failed else ""]
+    lines += ["", "| part | ended | seconds | what it shows |", "|---|---|---|---|"]
+    for record in last.values():
+        how = record["ended"] if record["ended"] in PASSED else f"**{record['ended']}**"
+        ended = " ".join((how, record.get("why", ""))).strip()
+        lines.append(f"| {record['part']} | {ended} | {record.get('seconds', 0.0):.0f} | {record.get('shows', '')} |")
+    for part, record in last.items():
+        tables = _tables([other for other in records if other.get("part") == part and "table" in other])
+        said = record.get("said") or []
+        if tables or said:
+            lines += ["", f"## {part}: {record['ended']}", "", f"`{record.get('command', '')}`", *tables]
+        if said:
+            lines += ["", "```", *(line.replace("```", "'''") for line in said), "```"]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _tables(records: Sequence[Record]) -> list[str]:
+    """A table for each title and set of columns."""
+    grouped: dict[tuple[str, tuple[str, ...]], list[Record]] = {}
+    for record in records:
+        grouped.setdefault((record["table"], tuple(record["row"])), []).append(record["row"])
+    lines = []
+    for (title, columns), found in grouped.items():
+        lines += ["", f"**{title}**", "", *rows.markdown(found, columns)]
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("rows", type=Path, nargs="+", help="files that `gpu.py` wrote")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gpu-results.md")
+    options = parser.parse_args()
+    options.out.write_text(page([record for path in options.rows for record in rows.read(path)]))
+    print(f"{options.out}: of {len(options.rows)} files")
+
+
+if __name__ == "__main__":
+    main()

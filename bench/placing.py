@@ -1,0 +1,44 @@
+"""Placements for benchmarks of kernels, drawn or filled greedily: no planner, so nothing but numpy is needed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megatron_hecate.plan import Placement
+
+
+def random_placement(rng: np.random.Generator, homes: Placement, slots: int) -> Placement:
+    """``homes`` with ``slots`` replicas on each rank, of experts drawn from those of other ranks."""
+    replicas = []
+    for rank in range(homes.num_ranks):
+        away = np.flatnonzero(homes.home != rank)
+        replicas += [(int(expert), rank) for expert in rng.choice(away, size=slots, replace=False)]
+    return homes.with_replicas(replicas)
+
+
+def greedy_placement(load: np.ndarray, homes: Placement, slots: int) -> Placement:
+    """``homes`` with ``slots`` replicas on each rank: always one more of the expert with the most tokens for each of
+    its holders, on the rank with a free slot that has the least to compute.
+
+    Args:
+        load: [E] tokens of each expert.
+    """
+    holders: list[list[int]] = [[int(rank)] for rank in homes.home]
+    free = np.full(homes.num_ranks, slots)
+    replicas = []
+    while free.any():
+        share = np.array([load[expert] / len(ranks) for expert, ranks in enumerate(holders)])
+        computes = np.zeros(homes.num_ranks)
+        for expert, ranks in enumerate(holders):
+            computes[ranks] += share[expert]
+        for expert in np.argsort(-share, kind="stable"):
+            ranks = np.setdiff1d(np.flatnonzero(free), holders[expert])
+            if len(ranks):
+                break
+        else:
+            break
+        rank = int(ranks[np.argmin(computes[ranks])])
+        holders[expert].append(rank)
+        free[rank] -= 1
+        replicas.append((int(expert), rank))
+    return homes.with_replicas(replicas)

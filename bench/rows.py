@@ -1,0 +1,76 @@
+"""Rows of results: each is printed as it comes, and appended to a file, so that a benchmark that is killed loses none.
+
+``$FSSDP_ROWS`` names the file, in JSON lines; `gpu.py` sets it, and ``$FSSDP_PART``. Without it rows are printed only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+FILE, PART = "FSSDP_ROWS", "FSSDP_PART"
+
+
+class Table:
+    """A table whose rows come one by one.
+
+    Args:
+        title: what it is of; rows of several tables of one title are one table.
+    """
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self._columns: list[str] = []
+
+    def add(self, **values: Any) -> None:
+        """Add a row: a column's name and its value; spaces in names are written ``_``."""
+        named = {name.replace("_", " "): value for name, value in values.items()}
+        write({"table": self.title, "row": named})
+        if list(named) != self._columns:
+            self._columns = list(named)
+            print("\n".join(["", f"{self.title}:", "", *markdown([], self._columns)]))
+        print(markdown([named], self._columns)[-1], flush=True)
+
+
+def write(record: Mapping[str, Any], *, file: Path | None = None) -> None:
+    """Append ``record``, with the part and the time, in one piece, and bring it to the disk."""
+    if (name := file or os.environ.get(FILE)) is None:
+        return
+    line = json.dumps({"part": os.environ.get(PART, ""), "time": round(time.time(), 3), **record}, default=float)
+    descriptor = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, f"{line}\n".encode())
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All whole records of the file; a last line that was cut off is left out."""
+    found = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return found
+
+
+def markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
+    """Lines of a table."""
+    lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return lines + [f"| {' | '.join(_text(row.get(column)) for column in columns)} |" for row in rows]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return str(value).replace("|", "/").replace("\n", " ")

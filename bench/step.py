@@ -1,0 +1,140 @@
+"""A MoE layer's forward and backward on one GPU, on torch alone, with and without replicas.
+
+    python bench/step.py
+
+Several virtual ranks share the GPU (`step_layer`): router, count, quotas, rerouting, permutation, experts by
+``torch._grouped_mm`` with SwiGLU, and back; with replicas, their fetch, on a stream of its own beside router and
+permutation, and the return of their gradients after the backward. First, outputs and all gradients with replicas are
+compared with those without. Then, for each of both:
+
+| column | what |
+|---|---|
+| fullest | tokens that the fullest rank computes, by the mean |
+| eager, graph | device time of a step by the number of ranks, launched from Python or replayed as one CUDA graph |
+| experts | forward and backward of a rank's experts alone: mean of the ranks, and the slowest |
+| layer | *by a model*: a step, experts apart, by the number of ranks, plus the experts of the slowest rank: what a rank
+  would take that waits for the slowest, all-to-all not counted |
+| host | what Python takes to launch one rank's step, from a loop of tiny steps that waits for nothing |
+| fetch, return | of one rank, alone |
+
+``--device cpu`` runs the host build of the kernels, and ``--tiny`` tiny sizes, to try the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+
+from gpu_clock import Clock, captured, name_of  # noqa: E402
+from rows import Table  # noqa: E402
+from step_layer import Layer, Sizes, Weights  # noqa: E402
+
+MODELS = {
+    "Qwen3-30B-A3B": Sizes(ranks=4, homes=16, hidden=2048, ffn=768, tokens=4096, top=8),
+    "DeepSeek-V3": Sizes(ranks=4, homes=4, hidden=7168, ffn=2048, tokens=4096, top=4),
+    "Mixtral-8x7B": Sizes(ranks=4, homes=2, hidden=4096, ffn=14336, tokens=4096, top=2),
+}
+TINY = dict(hidden=64, ffn=32, tokens=48)
+# largest relative difference, as norms: of bf16, whose sums of gradients are rounded once for each holder
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
+
+
+def values(layer: Layer) -> dict[str, Tensor]:
+    """Outputs and gradients of one step, from main gradients of zero."""
+    weights = layer.weights
+    for grad in (grad for grads in weights.main_grads for grad in grads):
+        grad.zero_()
+    outputs = layer.step()
+    return {
+        "outputs": torch.cat(outputs).float(),
+        "gradients of inputs": torch.cat([x.grad for x in weights.inputs]).float(),
+        "gradient of the router": weights.router.grad.float(),
+        "gradients of w1": torch.stack([first for first, _ in weights.main_grads]),
+        "gradients of w2": torch.stack([second for _, second in weights.main_grads]),
+    }
+
+
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Norm of the difference, by that of what is expected."""
+    return {name: float((found[name] - value).norm() / value.norm()) for name, value in expected.items()}
+
+
+def compare(name: str, weights: Weights, table: Table) -> bool:
+    """Print how far values with replicas are from those without; returns whether all are near enough."""
+    stock, ours = Layer(weights, replicas=False), Layer(weights, replicas=True)
+    expected = {key: value.clone() for key, value in values(stock).items()}
+    found = differences(values(ours), expected)
+    reached = all(difference <= TOLERANCE[weights.dtype] for difference in found.values())  # not of NaN
+    table.add(model=name, replicas=ours.placement.num_replicas, **found, near_enough=reached)
+    return reached
+
+
+def host_seconds(sizes: Sizes, device: torch.device, dtype: torch.dtype, *, replicas: bool) -> float:
+    """Of Python for one rank's step: the device is faster than that at tiny sizes."""
+    layer = Layer(Weights(dataclasses.replace(sizes, **TINY), device, dtype), replicas=replicas)
+    return Clock(device).host(layer.step, repeats=5).seconds / sizes.ranks
+
+
+def measure(weights: Weights, clock: Clock, *, replicas: bool) -> dict[str, float | bool | None]:
+    """A row of the table."""
+    layer, ranks = Layer(weights, replicas=replicas), weights.sizes.ranks
+    eager = clock.time(layer.step)
+    experts = [clock.time(layer.experts_alone(rank)).seconds for rank in range(ranks)]
+    row: dict[str, float | bool | None] = {
+        "replicas": replicas,
+        "fullest": float(layer.computed.max() / layer.computed.mean()),
+        "eager, ms": eager.seconds / ranks * 1e3,
+        "experts, mean, ms": sum(experts) / ranks * 1e3,
+        "experts, slowest, ms": max(experts) * 1e3,
+    }
+    whole = eager.seconds
+    if clock.device.type == "cuda":
+        replay, _ = captured(layer.step)
+        whole = clock.time(replay).seconds
+        row["graph, ms"] = whole / ranks * 1e3
+    row["layer, by a model, ms"] = ((whole - sum(experts)) / ranks + max(experts)) * 1e3
+    row["host, us"] = 1e6 * host_seconds(weights.sizes, clock.device, weights.dtype, replicas=replicas)
+    transfers = layer.transfers
+    row["fetch, us"] = clock.time(transfers.fetch).us / ranks if transfers else None
+    row["return, us"] = clock.time(transfers.give_back).us / ranks if transfers else None
+    row["host bound"] = eager.host_bound
+    return row
+
+
+def main() -> int:
+    """Print the tables; 1 where values with replicas are not those without."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--calls", type=int, default=10)
+    parser.add_argument("--tiny", action="store_true")
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("no GPU here; --device cpu tries the script on the host")
+    if device.type == "cuda":
+        torch.cuda.set_stream(torch.cuda.Stream())
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    clock = Clock(device, calls=2 if options.tiny else options.calls)
+    print(f"{name_of(device)}, torch {torch.__version__}, {dtype}")
+    same, values_table, times = True, Table("values with replicas against those without"), Table("a step of one rank")
+    for name, sizes in MODELS.items():
+        tiny = options.tiny or device.type == "cpu"
+        weights = Weights(dataclasses.replace(sizes, **TINY) if tiny else sizes, device, dtype)
+        same &= compare(name, weights, values_table)
+        for replicas in (False, True):
+            times.add(model=name, **measure(weights, clock, replicas=replicas))
+        del weights
+    print(f"\nvalues with replicas are {'those without' if same else 'NOT those without'}")
+    return int(not same)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""What our process groups ask of NCCL, over gloo and a GPU that is none. Oracle: what torch is asked for, its timeouts,
+and for a transfer whose peer does not come, whose wait returns at once as NCCL's does: the line printed before a
+watchdog kills the process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_layer import Reference, allocate, copies
+from ranks import ranks
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from megatron_hecate.comm import connect, nccl, under_way
+from megatron_hecate.comm.nvlink import selftest
+from megatron_hecate.comm.p2p import P2P
+from megatron_hecate.comm.transport import TransferPlan
+from megatron_hecate.runtime import progress
+
+MIB = 1 << 20
+
+
+class _Asked:
+    """Notes what torch is asked for: CTAs of process groups, and collectives; each of these takes 30 MiB of the GPU."""
+
+    def __init__(self) -> None:
+        import gpu_on_cpu
+
+        gpu_on_cpu.install()
+        connect.on_gpus = lambda: True
+        self.ctas: list[int] = []
+        self.connected: list[tuple[str, int, list[float]]] = []
+        torch.cuda.mem_get_info = lambda *_: (1000 * MIB - 30 * MIB * len(self.connected), 1000 * MIB)
+        new_group, all_to_all, all_reduce = dist.new_group, dist.all_to_all_single, dist.all_reduce
+
+        def note_group(*args: Any, **settings: Any) -> Any:
+            self.ctas.append(settings["pg_options"].config.max_ctas)
+            return new_group(*args, **settings)
+
+        def exchange(out: Any, given: Any, group: Any, async_op: bool) -> Any:
+            self.connected.append(("pairs", group.size(), given.tolist()))
+            return all_to_all(out, given, group=group, async_op=async_op)
+
+        def reduce(given: Any, group: Any, async_op: bool) -> Any:
+            self.connected.append(("ring", group.size(), given.tolist()))
+            return all_reduce(given, group=group, async_op=async_op)
+
+        dist.new_group, dist.all_to_all_single, dist.all_reduce = note_group, exchange, reduce
+
+
+@ranks(3)
+def test_messages_have_few_blocks_and_all_pairs_connected() -> None:
+    """At switch-on, with every other rank by an element; NCCL's memory is measured there."""
+    asked = _Asked()
+    connection = connect.connect("p2p", [(0, 1, 2)], [], timeout=20.0)
+    assert asked.ctas == [8] and asked.connected == [("pairs", 3, [0.0] * 3)]
+    assert connection.name == "p2p" and connection.nccl_bytes == 30 * MIB
+    connect.connect("p2p", [(0, 1, 2)], [], timeout=20.0, nccl_ctas=5)
+    assert asked.ctas == [8, 5]
+
+
+@pytest.mark.newest
+@ranks(2)
+def test_pairs_are_connected_where_nvlink_gives_way_to_messages() -> None:
+    asked = _Asked()
+    selftest.TIMED_ELEMENTS = 1 << 16
+    assert connect.connect("nvlink", [(0, 1)], [], timeout=20.0).name == "nvlink"
+    assert [kind for kind, *_ in asked.connected] == ["ring"]
+    asked.connected.clear()
+    connect.self_test = lambda *_, **__: (["rank 0 got other weights"], True, None)
+    connection = connect.connect("auto", [(0, 1)], [], timeout=20.0)
+    assert connection.name == "p2p" and connection.nccl_bytes == 60 * MIB
+    assert [kind for kind, *_ in asked.connected] == ["ring", "pairs"]
+
+
+@ranks(2)
+def test_groups_have_the_job_s_timeout_and_follow_it() -> None:
+    """As Megatron's `update_pg_timeout` changes it after the first iteration; never less than ours."""
+    _Asked()
+    (transport,) = connect.connect("p2p", [(0, 1)], [], timeout=20.0).transports.values()
+    own = transport.group._get_backend(torch.device("cpu")).options
+
+    def seconds() -> float:
+        nccl.follow_job_timeout()
+        return own._timeout.total_seconds()
+
+    assert seconds() == nccl.job_timeout() == 60
+    _set_pg_timeout(timedelta(seconds=90))
+    assert seconds() == nccl.job_timeout() == 90
+    _set_pg_timeout(timedelta(seconds=7))
+    assert seconds() == 20 and nccl.job_timeout() == 7
+
+
+class _NeverEnds:
+    """What a batch of NCCL returns when a peer does not come: on a GPU the stream waits, the host does not."""
+
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return False
+
+
+@ranks(2, killed=frozenset({0}))
+def test_a_line_says_what_was_expected_before_the_watchdog_kills() -> None:
+    """Rank 1 stands still before the layer's fetch. Torch's watchdog kills rank 0 when the job's timeout is over."""
+    import gpu_on_cpu
+
+    rank, patience, out = dist.get_rank(), 8.0, Path(os.environ["TEST_FOLDER"]) / "out"
+    gpu_on_cpu.install()
+    (layer,) = allocate(P2P(dist.group.WORLD, timeout=600.0), gpu_on_cpu.GPU, torch.bfloat16)
+    _set_pg_timeout(timedelta(seconds=patience))
+    progress.watch([[0, 1]], timeout=600.0)
+    progress.here.reach("layer 1")
+    dist.barrier()
+    start = time.monotonic()
+    if rank == 1:
+        deadline = start + 3 * patience
+        while not (out.exists() and "killed" in out.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        line, end = out.read_text().splitlines()
+        assert line.startswith("FSSDP: rank 0 made no progress for "), line
+        assert "Behind: rank 1 on " in line, line
+        plan = TransferPlan(0, copies("one to all"))
+        assert plan.sends == ((1, 1),) and not plan.receives
+        size = 2 * sum(tensor.numel() for tensor in Reference(0, torch.bfloat16).drawn(0, 0, 1))
+        expected = f"layer 1: spAG, rank 0 of 2 expected to send to rank 1 ({size} bytes)"
+        assert f"Under way on this rank: {expected} (for " in line, line
+        assert end == "killed"
+        return
+    os.dup2(os.open(out, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
+
+    def kill() -> None:
+        time.sleep(patience)
+        os.write(1, b"killed\n")
+        os._exit(1)
+
+    import sys
+
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    threading.Thread(target=kill, daemon=True).start()
+    dist.batch_isend_irecv = lambda ops: [_NeverEnds()]
+    progress.here.reach("layer 1")
+    layer.fetch(TransferPlan(0, copies("one to all")), Reference(0, torch.bfloat16)).wait()
+    assert time.monotonic() - start < patience / 2, "nothing is raised, and the host does not wait"
+    time.sleep(3 * patience)  # as in a synchronization with the GPU
+
+
+@ranks(1)
+def test_works_of_an_abandoned_attempt_are_not_told() -> None:
+    """They never end. Oracle: what is under way in the attempt after it."""
+    under_way.note([_NeverEnds()], "layer 1: spAG")
+    progress.watch([[0]], timeout=600.0)
+    under_way.note([_NeverEnds()], "layer 2: spRS")
+    assert under_way.describe() == "Under way on this rank: layer 2: spRS (for 0 s)"

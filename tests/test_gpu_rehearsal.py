@@ -1,0 +1,111 @@
+"""`bench/gpu.py` as a machine with a GPU would run it, without one: its commands, over a driver that is a stand-in.
+
+The interpreter has what such a machine has, and no more: torch with what it needs, numpy, pytest; no Megatron, no
+TransformerEngine, and a numba that refuses its numpy, as numba 0.66 does numpy 2.5. The tree is a copy without git.
+Sizes are tiny: what is shown is that every part that can run does and says what it must, that nothing is launched or
+captured which a driver would refuse, and that the page holds the numbers; not the numbers. Times of parts are printed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import time
+import venv
+from importlib import metadata
+from pathlib import Path
+
+import gpu
+import gpu_bundle
+import pytest
+import rows
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.newest
+IMAGE = ("torch", "numpy", "packaging", "pytest", "setuptools")  # with what they need
+NUMBA = "raise ImportError('Numba needs NumPy 2.4 or less. Got NumPy 2.5.')\n"
+PARTS_OF_TREE = ("bench", "examples", "kernels", "megatron_hecate", "tests", "pyproject.toml")
+START = """
+import os, sys
+if "FSSDP_PART" in os.environ or any(word.endswith("gpu_machine.py") for word in sys.orig_argv):
+    sys.path[:0] = [{folders}]
+    import kit_on_cpu
+    kit_on_cpu.install()
+"""
+
+
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The tree, and the Python of that machine."""
+    folder = tmp_path_factory.mktemp("machine")
+    tree, packages = folder / "tree", folder / "packages"
+    tree.mkdir()
+    packages.mkdir()
+    for name in PARTS_OF_TREE:
+        source = ROOT / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, tree / name)
+    (tree / "COMMIT").write_text("rehearsed")
+    for name in gpu_bundle._walk(IMAGE):
+        for file in metadata.distribution(name).files or ():
+            top = file.parts[0]
+            if top not in ("..", "__pycache__") and not (packages / top).exists():
+                (packages / top).symlink_to(Path(str(metadata.distribution(name).locate_file(top))))
+    (packages / "numba").mkdir()
+    (packages / "numba" / "__init__.py").write_text(NUMBA)
+    venv.create(folder / "python", with_pip=False, symlinks=True)
+    python = folder / "python" / "bin" / "python"
+    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    (site / "image.pth").write_text(f"{packages}\n")
+    folders = ", ".join(repr(str(tree / name)) for name in ("tests", "examples", "bench", "."))
+    (site / "sitecustomize.py").write_text(START.format(folders=folders))
+    return tree, python
+
+
+def _call(machine: tuple[Path, Path], out: Path, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
+    tree, python = machine
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "FSSDP"))}
+    environment |= {"TEST_FOLDER": str(tree), "OMP_NUM_THREADS": "1", "HOME": str(tree)}
+    command = [str(python), "bench/gpu.py", "--tiny", "--out", str(out), *arguments]
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=timeout)
+
+
+def test_the_machine_has_no_more_than_an_image(machine: tuple[Path, Path]) -> None:
+    code = (
+        "import importlib.util as u, numpy, torch; assert not u.find_spec('megatron') and not u.find_spec('scipy')\n"
+        "assert not u.find_spec('transformer_engine'); print(numpy.__version__)\n"
+        "try: import numba\n"
+        "except ImportError: print('no numba')"
+    )
+    done = subprocess.run([machine[1], "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and re.fullmatch(r"2\.[5-9]\S*\nno numba\n", done.stdout), done
+
+
+@pytest.mark.parametrize("number", list(gpu.COMMANDS))
+def test_a_command(machine: tuple[Path, Path], tmp_path: Path, number: str, capsys: pytest.CaptureFixture) -> None:
+    began = time.monotonic()
+    limit = 60 * gpu.MINUTES[number]
+    parts = ",".join(part.name for part in gpu.COMMANDS[number] if part.name not in NOT_HERE)
+    done = _call(machine, tmp_path, "--parts", parts, "--minutes", str(gpu.MINUTES[number]), timeout=limit)
+    page = (tmp_path / "page.md").read_text()
+    with capsys.disabled():
+        print(f"\ncommand {number}: {time.monotonic() - began:.0f} s\n{done.stdout}")
+    assert done.returncode == 0, f"{done.stderr}\n{page}\n{(tmp_path / 'log.txt').read_text()[-6000:]}"
+    ended = {r["part"]: r["ended"] for r in rows.read(tmp_path / "rows.jsonl") if "ended" in r}
+    for part in gpu.COMMANDS[number]:
+        if part.name not in NOT_HERE:
+            assert ended[part.name] == ("left out" if part.name in LEFT_OUT else "passed"), page
+    for text in ON_PAGE[number]:
+        assert text in page, f"{text!r} is not in\n{page}"
+
+
+NOT_HERE: set[str] = {"sanitizer"}
+LEFT_OUT: set[str] = {"counters", "gemm", "demo"}
+ON_PAGE = {
+    "1": ["GPU: a GPU on a CPU", "commit rehearsed", "**after the gate, microseconds**", "**verdicts**"],
+    "2": ["**a step of one rank**", "beside transfers**"],
+    "3": ["| demo | left out megatron not installed |"],
+}
