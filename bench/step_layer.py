@@ -89,9 +89,7 @@ class Weights:
         self.second = [drawn(held, s.ffn, s.hidden, scale=s.ffn**-0.5) for _ in range(s.ranks)]
         shapes = (s.hidden, 2 * s.ffn), (s.ffn, s.hidden)
         self.main_grads = [[torch.zeros(s.homes, *shape, device=device) for shape in shapes] for _ in range(s.ranks)]
-        self.slot_grads = [
-            [torch.zeros(s.slots, *shape, device=device, dtype=dtype) for shape in shapes] for _ in range(s.ranks)
-        ]
+        self.slot_grads = [[torch.zeros(s.slots, *shape, device=device) for shape in shapes] for _ in range(s.ranks)]
         for weight in (*self.first, *self.second):
             weight[s.homes :] = float("nan")  # of slots: whoever reads them before a fetch is found out
             weight.requires_grad_()
@@ -315,7 +313,7 @@ class _Transfers:
     def _program(self, rank: int, pulls: Sequence[Pull], *, sums: bool) -> Tensor:
         words = self._words[rank].data_ptr()
         signals = Signals(rank, {rank: words}, words + 64, self._failure.data_ptr(), timeout=10.0)
-        itemsize = self.layer.weights.dtype.itemsize
+        itemsize = 4 if sums else self.layer.weights.dtype.itemsize
         schedule = Schedule((tuple(pulls),), frozenset())
         program = Program(schedule, self._extents, signals=signals, itemsize=itemsize, sums=sums, begin=1)
         at = torch.empty(len(program.data), dtype=torch.uint8, device=self.layer.device)
