@@ -240,6 +240,8 @@ def run(part: Part, folder: Folder, *, seconds: float, tiny: bool = False) -> En
     packages = os.pathsep.join(filter(None, [str(ROOT), str(SITE), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     environment |= {"PATH": PATH, rows.FILE: str(folder.rows), rows.PART: part.name}
+    # Tests take no flags.
+    environment |= {"FSSDP_TINY": "1"} if tiny else {}
     began = time.monotonic()
     with folder.log.open("a+b") as log:
         log.write(f"\n=== {part.name}: {command}\n".encode())

@@ -7,6 +7,7 @@ launch: all blocks are resident and may wait for each other.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -26,8 +27,12 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
 ]
 # elements of an expert's tensors: two of SwiGLU's and one
-EXPERTS = {"mixtral": (2 * 14336 * 4096, 4096 * 14336), "deepseek-v3": (2 * 2048 * 7168, 7168 * 2048)}
-EXPERTS["qwen3-30b"] = (2 * 768 * 2048, 2048 * 768)
+# Elements of an expert's tensors; where a whole command of `bench/gpu.py` is only rehearsed, few of them.
+SHRUNK = 4096 if os.environ.get("FSSDP_TINY") else 1
+EXPERTS = {
+    name: (2 * hidden * ffn // SHRUNK, hidden * ffn // SHRUNK)
+    for name, hidden, ffn in (("mixtral", 4096, 14336), ("deepseek-v3", 7168, 2048), ("qwen3-30b", 2048, 768))
+}
 
 
 class VirtualRanks:
