@@ -163,8 +163,9 @@ class Replicas:
         """
         if self.buffer.holds is not self.plan:
             raise RuntimeError(
-                f"{self.label}: replicas are used after they were dropped (lifetime {self.slots.pool.lifetime}); each "
-                "forward needs its backward before the weights change"
+                f"{self.label}: replicas are used after they were dropped (lifetime {self.slots.pool.lifetime}): an "
+                "optimizer of this process stepped, or gradients were zeroed, between a forward and its backward; run "
+                "the backward before that"
             )
         self.buffer.wait()
 
