@@ -1,26 +1,23 @@
 """Replicas in Megatron's own expert modules.
 
 The module that holds the homes stays what it is: same class for ``isinstance``, same parameters, same checkpoint.
-Beside it stands a *physical* twin, the same Megatron class with room for P experts and no parameters, which is called
-with the weights of homes and replicas for one microbatch (``torch.func.functional_call``). Without replicas it is not
-used.
+Beside it stands a *physical* twin, the same Megatron class with room for P experts and no parameters of its own: for
+each forward it gets the weights of homes and replicas as attributes. Without replicas it is not used.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
 from megatron_hecate.adapter.gradient_buckets import ReductionPoint
 from megatron_hecate.adapter.grouped_linear import GroupedExperts, copy_module
-from megatron_hecate.adapter.parameter_gathers import wait_for_params
 from megatron_hecate.adapter.stored_weights import StoredWeights
 from megatron_hecate.adapter.unsupported import GROUPED_ONLY
 from megatron_hecate.comm.transport import TransferPlan
@@ -65,6 +62,13 @@ class PhysicalExperts:
         # the modules that own the homes' parameters: looking names up from the top takes long for many experts
         paths = [[name.format(i).rpartition(".") for name in self._names] for i in range(self.num_homes)]
         self._owners = [[(experts.get_submodule(path), leaf) for path, _, leaf in expert] for expert in paths]
+        # where the twin looks its weights up, and under which name, in the order of experts and of their parameters:
+        # as attributes, which takes the least time, and for TransformerEngines that ask for any parameter, as these
+        owners = [[name.format(i).rpartition(".") for name in self._names] for i in range(num_physical)]
+        self._places: list[tuple[dict[str, Any], str]] = []
+        for path, _, leaf in (owner for expert in owners for owner in expert):
+            owner = self.twin.get_submodule(path)
+            self._places.append((owner.__dict__ if len(self._places) >= len(self._names) else owner._parameters, leaf))
         # microbatches whose weight gradients `compute_delayed` will give, oldest first; None: none are delayed
         self.delayed: Delayed | None = deque() if self.grouped is not None and self.grouped.delays_wgrad else None
         # a fused GEMM writes weights' gradients only; biases go through autograd
@@ -138,13 +142,17 @@ class PhysicalExperts:
             for name in [name for name in copies if int(name.removeprefix("weight")) >= first]:
                 del copies[name]
 
-    def named(self, weights: list[list[Tensor]]) -> dict[str, Tensor]:
-        """The weights of all physical experts under the twin's parameter names."""
-        return {
-            name.format(i): tensor
-            for i, expert in enumerate(weights)
-            for name, tensor in zip(self._names, expert, strict=True)
-        }
+    @contextlib.contextmanager
+    def over(self, weights: Sequence[Tensor]) -> Iterator[Module]:
+        """In this block the twin, which it gives, computes with ``weights``: of all physical experts, flat."""
+        with contextlib.nullcontext() if self.grouped is None else self.grouped.over(weights):
+            for (owner, name), weight in zip(self._places, weights, strict=True):
+                owner[name] = weight
+            try:
+                yield self.twin
+            finally:
+                for owner, name in self._places:
+                    owner[name] = None
 
 
 class FSSDPExperts:
@@ -152,7 +160,7 @@ class FSSDPExperts:
 
     physical: PhysicalExperts
     replicas: Replicas | None  # of the running forward; set by the layer, and so are
-    joined_homes: tuple[PendingGradients, list[Tensor]] | None  # its homes, joined before the attention
+    joined_homes: tuple[PendingGradients, Tensor] | None  # its homes, joined before the attention
     unsettled: PendingGradients | None  # of the last `backward_dw`
     num_tokens: int  # of the last forward, as it came: one for each expert that a token went to
     reduction_point: ReductionPoint  # where reductions of their gradients start
@@ -166,21 +174,18 @@ class FSSDPExperts:
             self.physical.drop_quantized(0)
             tokens_per_expert = tokens_per_expert[: self.physical.num_homes]  # slots may follow, without tokens
             return super().forward(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
-        wait_for_params(self)
         if self.physical.twin.training != self.training:
             self.physical.twin.train(self.training)
         joined_homes, self.joined_homes = self.joined_homes, None
-        weights = self.physical.named(self.replicas.materialize(joined_homes))
+        hidden_states, weights = self.replicas.join(hidden_states, joined_homes)
         self.physical.compute_with(self.replicas.plan)
         if self.config.fine_grained_activation_offloading:  # spares parameters, and these are none
-            for weight in weights.values():
+            for weight in weights:
                 weight._do_not_offload, weight.offloading_activation = True, False  # its name now, and in 0.16
-        inputs = (hidden_states, tokens_per_expert, probs, *rest)
-        grouped = self.physical.grouped
-        with contextlib.nullcontext() if grouped is None else grouped.over(weights):
-            output, *others = torch.func.functional_call(self.physical.twin, weights, inputs, kwargs)
-        if grouped is not None:
-            grouped.pass_over()
+        with self.physical.over(weights) as twin:
+            output, *others = twin(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
+        if self.physical.grouped is not None:
+            self.physical.grouped.pass_over()
         if self.replicas.after_backward is not None:  # these replicas do not stay
             self.physical.drop_quantized(self.physical.num_homes)
         return self.replicas.computed_by(output), *others
@@ -219,12 +224,13 @@ def _sequential_names(experts: SequentialMLP) -> tuple[list[str], list[Module]]:
 
 def _sequential_twin(experts: SequentialMLP, num_physical: int) -> SequentialMLP:
     twin = copy_module(experts, with_parameters=True)
+    of_homes = [copy_module(expert, with_parameters=False, with_hooks=True) for expert in experts.local_experts]
     of_replicas = [
         copy_module(experts.local_experts[0], with_parameters=False)
         for _ in range(num_physical - experts.num_local_experts)
     ]
     twin.num_local_experts = num_physical
-    twin.local_experts = ModuleList([*experts.local_experts, *of_replicas])
+    twin.local_experts = ModuleList([*of_homes, *of_replicas])
     return twin
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,9 +67,12 @@ class GroupedExperts:
         """Whether Megatron computes with operators of TransformerEngine, instead of its modules."""
         return bool(getattr(self.twin, "_with_fused_impl", False))
 
-    def over(self, weights: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[None]:
-        """In this block the twin's operators, if it has such, have ``weights``, which are under its parameter names."""
-        return contextlib.nullcontext() if self._operators is None else self._operators.over(weights)
+    def over(self, weights: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
+        """In this block the twin's operators, if it has such, have ``weights``, as many for each expert as `names`."""
+        if self._operators is None:
+            return contextlib.nullcontext()
+        names = (name.format(i) for i in range(self.twin.num_local_experts) for name in self.names)
+        return self._operators.over(dict(zip(names, weights, strict=True)))
 
     @property
     def delays_wgrad(self) -> bool:
@@ -200,16 +203,17 @@ def _new_store(linear: Module) -> Any:
     return type(linear.wgrad_store)(linear.wgrad_store.delay_wgrad_compute())
 
 
-def copy_module(module: Module, *, with_parameters: bool) -> Module:
-    """A shallow copy that can get submodules of its own and has no hooks: a user's hook on ``module`` fires there, once
-    per forward.
+def copy_module(module: Module, *, with_parameters: bool, with_hooks: bool = False) -> Module:
+    """A shallow copy that can get submodules of its own.
 
     Args:
         with_parameters: whether it shares parameters and submodules; else submodules are copied too, and every
             parameter is missing, to be given in each call.
+        with_hooks: whether it shares the hooks of ``module``, now and later; else it has none, and a user's hook fires
+            once per forward.
     """
     twin = copy.copy(module)
-    for name, value in vars(module).items():
+    for name, value in () if with_hooks else vars(module).items():
         if "_hooks" in name and isinstance(value, dict | list):
             twin.__dict__[name] = type(value)()
     if with_parameters:
@@ -217,7 +221,7 @@ def copy_module(module: Module, *, with_parameters: bool) -> Module:
         return twin
     twin._parameters = dict.fromkeys(module._parameters)
     twin._modules = {
-        name: None if child is None else copy_module(child, with_parameters=False)
+        name: None if child is None else copy_module(child, with_parameters=False, with_hooks=with_hooks)
         for name, child in module._modules.items()
     }
     return twin

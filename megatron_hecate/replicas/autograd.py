@@ -3,13 +3,17 @@
 Three nodes take part in one microbatch of a layer. They stand here in the order of the forward; the backward runs
 upwards:
 
-    _HomeWeights      homes, before the attention   waits for the spRS, returns the homes' complete gradients
+    _Homes            homes, before the attention   waits for the spRS, returns the homes' complete gradients
     ...               attention, router, dispatch
-    _PhysicalWeights  homes and replicas            hands over the replicas' gradients; the spRS starts with the last
+    _Experts          the experts' input            takes the gradients of all weights; the spRS starts with the last
     ...               experts
     (layer_replicas)  the experts' output           makes replicas ready for the backward
 
 So the spRS runs while the attention's backward does: autograd runs nodes that were made later first.
+
+The weights themselves are made once for a plan (`BoundWeights`). Fused GEMMs add their gradients to memory that
+belongs to homes and replicas, so these weights need no node: of the two nodes, an empty tensor is all that passes from
+the first to the second. Gradients that autograd carries, as those of biases, pass through `_Experts` one by one.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
+from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.replicas.buffers import Buffer
 from megatron_hecate.tools import trace
 
@@ -68,30 +73,23 @@ class PendingGradients:
         self._buffer: Buffer | None = None  # whose transfer brings them
         self._sums: dict[int, Tensor] = {}
         self._delayed = self._passed = False
+        self._taken: list[Tensor | None] | None = None
         self._later: list[Tensor | None] | None = None
         self._label, self._began = "", 0.0
 
     @classmethod
-    def join_homes(cls, homes: list[list[Parameter]], layout: ChunkLayout) -> tuple[PendingGradients, list[Tensor]]:
-        """The weights of the homes for one microbatch, flat, and what their gradients will wait for."""
+    def join_homes(cls, homes: list[list[Parameter]], layout: ChunkLayout) -> tuple[PendingGradients, Tensor]:
+        """What the homes' gradients of one microbatch wait for, and an empty tensor to compute the experts with."""
         pending = cls(homes, layout)
-        return pending, list(_HomeWeights.apply(pending.complete, *(p for expert in homes for p in expert)))
+        return pending, _Homes.apply(pending._complete_taken, *(p for expert in homes for p in expert))
 
-    def join_replicas(
-        self,
-        homes: Sequence[Tensor],
-        replicas: Sequence[Tensor],
-        *,
-        unused: Sequence[Tensor],
-        take: Callable[[PendingGradients, Sequence[Tensor | None]], Sequence[Tensor | None]],
-    ) -> list[Tensor]:
-        """The weights of all physical experts, flat: ``homes``, as `join_homes` gave them, then ``replicas``.
+    def take(self, grads: list[Tensor | None]) -> None:
+        """Gradients of the homes, flat, from the experts' backward."""
+        self._taken = grads
 
-        Args:
-            unused: those of ``replicas`` that no gradient is wanted for.
-            take: called in the backward with this object and the gradients of all; gives those of ``homes``.
-        """
-        return list(_PhysicalWeights.apply(partial(take, self), replicas, unused, *homes))
+    def _complete_taken(self) -> list[Tensor | None]:
+        taken, self._taken = self._taken, None
+        return self.complete([None] * (len(self.homes) * len(self.layout.shapes)) if taken is None else taken)
 
     def delay(self) -> None:
         """The homes' gradients will be computed after the experts' backward: `computed_later` brings them."""
@@ -199,35 +197,117 @@ class PendingGradients:
         return grads
 
 
-class _HomeWeights(torch.autograd.Function):
-    """Home parameters through; the backward waits for the replicas' gradients."""
+class BoundWeights:
+    """The weights of all physical experts, for one plan: homes, then what is in one buffer, each by parameter.
+
+    Autograd adds nothing to those of homes themselves, which get the sums of their replicas first.
+
+    Args:
+        plan: what the buffer holds.
+        homes: the parameters of this rank's own experts.
+        replicas: those of each slot.
+        layout: how an expert's lie in a chunk.
+        grads: [elements] for each slot, where the gradients of fused GEMMs add up; ``None`` where none are fused.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        homes: list[list[Parameter]],
+        replicas: list[list[Tensor]],
+        *,
+        layout: ChunkLayout,
+        grads: Sequence[Tensor] | None,
+    ) -> None:
+        self.plan, self._layout = plan, layout
+        self._homes = [p for expert in homes for p in expert]
+        self.trained = self._homes[0].requires_grad
+        # a slot without a replica computes on zero tokens, so that all ranks run one graph: any memory will do
+        self.weights = [p.detach() for p in self._homes] + [part.detach() for slot in replicas for part in slot]
+        parts, num_experts = len(layout.shapes), len(homes) + len(replicas)
+        fused = layout.fused * num_experts
+        self._passed: list[int] = []  # those that pass through autograd
+        if not self.trained:
+            return
+        if not any(layout.fused) and not layout.uniform:
+            used = [*range(len(homes)), *(len(homes) + slot for slot in plan.slots)]
+            self._passed = [expert * parts + part for expert in used for part in range(parts)]
+            return
+        # a fused grouped GEMM wants a gradient for every weight
+        self._passed = [at for at, is_fused in enumerate(fused) if not is_fused]
+        memory = [] if grads is None else [part for chunk in grads for part in layout.views(chunk)]
+        main_grads = [getattr(p, "main_grad", None) for p in self._homes] + memory
+        for weight, main_grad, is_fused in zip(self.weights, main_grads, fused, strict=grads is not None):
+            if is_fused:
+                weight.requires_grad_().main_grad = main_grad
+
+    def join(
+        self, hidden: Tensor, token: Tensor, take: Callable[[list[Tensor | None]], None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The experts' input ``hidden`` and their weights, flat, for a forward whose backward will come.
+
+        Args:
+            hidden: any shape.
+            token: what `PendingGradients.join_homes` gave.
+            take: called in the backward with the gradients of all weights, once they are complete; placeholders for
+                those of fused GEMMs.
+        """
+        hidden, *passed = _Experts.apply(
+            partial(self._take, take), [self.weights[at] for at in self._passed], token, hidden
+        )
+        if not passed:
+            return hidden, self.weights
+        weights = list(self.weights)
+        for at, weight in zip(self._passed, passed, strict=True):
+            weights[at] = weight
+        return hidden, weights
+
+    def _take(self, take: Callable[[list[Tensor | None]], None], passed: Sequence[Tensor | None]) -> None:
+        grads: list[Tensor | None] = [None] * len(self.weights)
+        for at, grad in zip(self._passed, passed, strict=True):
+            grads[at] = grad
+        parts = len(self._layout.shapes)
+        for part, is_fused in enumerate(self._layout.fused):
+            if is_fused:
+                home = self._homes[part]  # perhaps quantized: gradients are not
+                placeholder = torch.empty(home.shape, dtype=home.dtype, device=home.device)
+                for at in range(part, len(self._homes), parts):
+                    grads[at] = placeholder.detach()  # autograd keeps what it is given, where nobody else does
+        take(grads)
+
+
+class _Homes(torch.autograd.Function):
+    """Home parameters in, an empty tensor out; the backward waits for the replicas' gradients."""
 
     @staticmethod
-    def forward(ctx: Any, complete: Callable, *homes: Parameter) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, complete: Callable, *homes: Parameter) -> Tensor:
         ctx.complete = complete
-        ctx.set_materialize_grads(False)  # a weight without gradient gives None, not a tensor of zeros
-        return tuple(p.view_as(p) for p in homes)
+        ctx.set_materialize_grads(False)
+        return torch.empty(0, device=homes[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
         complete, ctx.complete = ctx.complete, None
-        return (None, *complete(list(grads)))
+        return (None, *complete())
 
 
-class _PhysicalWeights(torch.autograd.Function):
-    """Homes in, all physical experts' weights out; the backward hands the gradients of all to ``take``."""
+class _Experts(torch.autograd.Function):
+    """The experts' input and the weights that autograd carries gradients of; the backward gives these to ``take``."""
 
     @staticmethod
     def forward(
-        ctx: Any, take: Callable, replicas: Sequence[Tensor], unused: Sequence[Tensor], *homes: Tensor
+        ctx: Any, take: Callable, weights: Sequence[Tensor], token: Tensor, hidden: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.take = take
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*unused)
-        return (*(p.view_as(p) for p in homes), *replicas)
+        ctx.take, ctx.device = take, token.device
+        ctx.set_materialize_grads(False)  # a weight without gradient gives None, not a tensor of zeros
+        return (hidden.view_as(hidden), *(weight.view_as(weight) for weight in weights))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # Dispatchers keep tensors of the last forward, and with them this node: it must not keep the replicas.
         take, ctx.take = ctx.take, None
-        return (None, None, None, *take(grads))
+        (homes, _), *_ = ctx.next_functions
+        if torch._C._will_engine_execute_node(homes):  # else `torch.autograd.grad` of other tensors runs
+            take(grads)
+        # a gradient that is defined: autograd runs nodes without one in the thread that called it, and at once
+        return None, None, torch.empty(0, device=ctx.device), grad

@@ -95,6 +95,7 @@ class Buffer:
         self.holds: Any = None  # whose weights or gradients; compared by identity
         self.transfer: Transfer | None = None  # the one that fills or empties it
         self.abandon: Callable[[], None] | None = None  # called when nobody has used what that one brought
+        self.bound: dict[int, Any] = {}  # weights that experts compute with, by layer: see `autograd.BoundWeights`
         self._is_zero = False  # once the two below are done
         self._to_zero: Sequence[Tensor] = ()
         self._zeroed: torch.cuda.Event | None = None
@@ -122,6 +123,7 @@ class Buffer:
 
     def release(self) -> None:
         """Let go of the memory: a transfer that uses it keeps it until then."""
+        self.bound.clear()
         self._memory, self._to_zero = self._memory.new_empty(0), ()
         self.holds = self.transfer = self.abandon = None
 
@@ -222,8 +224,14 @@ class BufferPool:
         """The buffer for gradients of the replicas of ``layer``; wait for it before use."""
         return self._grads[layer % len(self._grads)]
 
+    def unbind(self) -> None:
+        """Let go of homes' memory, and of gradients': who moves parameters between iterations wants it free."""
+        for buffer in self._weights:
+            buffer.bound.clear()
+
     def reset(self) -> None:
         """Drop everything: wait for transfers that nobody waited for, and free all buffers."""
+        self.unbind()
         for buffer in (*self._weights, *self._grads):
             buffer.clear()
             buffer.holds = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,12 +21,12 @@ from torch.nn import Parameter
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan
 from megatron_hecate.plan import Placement
-from megatron_hecate.replicas.autograd import ChunkLayout, PendingGradients
+from megatron_hecate.replicas.autograd import BoundWeights, ChunkLayout, PendingGradients
 from megatron_hecate.replicas.buffers import BufferPool
 from megatron_hecate.tools import trace
 
 # what autograd carried in place of gradients, and what takes these when they are computed
-Delayed = deque[tuple[Sequence[Tensor | None], Callable[[Sequence[Tensor | None]], PendingGradients]]]
+Delayed = deque[tuple[list[Tensor | None], Callable[[list[Tensor | None]], PendingGradients]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -178,33 +178,46 @@ class Replicas:
         dtype = self.slots.sizes.grad_dtype if home is None else getattr(home, "main_grad", home).dtype
         return self.slots.pool.grads(self.slots.index).chunks(self.slots.sizes, dtype)
 
-    def materialize(self, joined_homes: tuple[PendingGradients, list[Tensor]] | None = None) -> list[list[Tensor]]:
-        """The weights this rank computes with in one microbatch: homes first, then slots, each a list of parameters.
+    def join(
+        self, hidden: Tensor, joined_homes: tuple[PendingGradients, Tensor] | None = None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The experts' input and the weights that this rank computes with in one microbatch: homes first, then slots,
+        flat, parameter by parameter.
 
-        All come out of autograd nodes, so each home parameter gets exactly one gradient, and gets it after its
-        replicas' gradients arrived: DDP may reduce it at once. A slot without a replica computes on zero tokens, so
-        that every rank runs the same graph: any memory will do for its weights.
+        Each home parameter gets one gradient per microbatch, and gets it after its replicas' gradients arrived: DDP may
+        reduce it at once.
 
         Args:
+            hidden: the experts' input, any shape.
             joined_homes: what `PendingGradients.join_homes` gave before the attention.
         """
         self.start()
         self.wait()
         self.computed = True
-        slots, layout = self.slots, self.slots.layout
-        pending, homes = joined_homes or PendingGradients.join_homes(slots.homes(), layout)
-        by_slot = [slots.weights(chunk) for chunk in self._weights()]
-        unused = [part for slot, parts in enumerate(by_slot) if slot not in self.plan.slots for part in parts]
-        if any(layout.fused) or layout.uniform:
-            unused = []  # a fused grouped GEMM wants a gradient for every weight
-        replicas = [part for parts in by_slot for part in parts]
-        weights = pending.join_replicas(homes, replicas, unused=unused, take=self._take_gradients)
-        if any(layout.fused) and torch.is_grad_enabled() and slots.trained:
-            for weight, main_grad in zip(weights, self._main_grads(pending), strict=True):
-                if main_grad is not None:
-                    weight.main_grad, weight.grad_added_to_main_grad = main_grad, False
-        parts = len(layout.shapes)
-        return [weights[i : i + parts] for i in range(0, len(weights), parts)]
+        bound = self._bound()
+        if not (bound.trained and torch.is_grad_enabled()):
+            return hidden, bound.weights
+        pending, token = joined_homes or PendingGradients.join_homes(self.slots.homes(), self.slots.layout)
+        return bound.join(hidden, token, partial(self._take_gradients, pending))
+
+    def _bound(self) -> BoundWeights:
+        """The weights, made once for a plan: homes are the same tensors, with the same values, for so long."""
+        slots = self.slots
+        bound = self.buffer.bound.get(slots.index)
+        if bound is not None and bound.plan is self.plan:
+            return bound
+        slots.ready()
+        bound = BoundWeights(
+            self.plan,
+            slots.homes(),
+            [slots.weights(chunk) for chunk in self._weights()],
+            layout=slots.layout,
+            grads=self._grads() if any(slots.layout.fused) and slots.trained else None,
+        )
+        if self.after_backward is None or not slots.sizes.stored_bytes:
+            self.buffer.bound[slots.index] = bound
+        # else TransformerEngine keeps with them what it derives, and these replicas do not stay
+        return bound
 
     def computed_by(self, output: Tensor) -> Tensor:
         """The experts' ``output``, with a node that makes replicas and their gradients ready for the backward."""
@@ -220,14 +233,6 @@ class Replicas:
         if not self._passes_left and self.after_backward is not None:
             self.after_backward(self)
 
-    def _main_grads(self, pending: PendingGradients) -> list[Tensor | None]:
-        """Where a fused GEMM adds each weight's gradient: the home's own main_grad, or the replica's memory."""
-        layout = self.slots.layout
-        memory = [p.main_grad for expert in pending.homes for p in expert]
-        memory += [part for chunk in self._grads() for part in layout.views(chunk)]
-        fused = layout.fused * (len(memory) // len(layout.fused))
-        return [grad if f else None for grad, f in zip(memory, fused, strict=True)]
-
     def _prepare_backward(self) -> None:
         self.slots.drop_delayed()  # those of a backward that broke off
         if self.before_backward is not None:
@@ -239,40 +244,33 @@ class Replicas:
         elif not self.unreturned:
             self.slots.pool.grads(self.slots.index).begin_sums(from_zero=any(self.slots.layout.fused))
 
-    def _take_gradients(self, pending: PendingGradients, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Take one microbatch's gradients of all weights, or have them taken later; gives those of the homes."""
+    def _take_gradients(self, pending: PendingGradients, grads: list[Tensor | None]) -> None:
+        """Take one microbatch's gradients of all weights, or have them taken later."""
         trace.add("experts backward", self.label, self._backward_began)
         pending.check_destination(self.label)
-        num_homes = len(pending.homes) * len(self.slots.layout.shapes)
         if self.slots.delayed is None:
-            self._add_gradients(pending, grads[num_homes:])
-            return grads[:num_homes]
-        pending.delay()
-        self.slots.delayed.append((grads, partial(self._take_delayed, pending)))
-        return [None] * num_homes
+            pending.take(self._add_gradients(pending, grads))
+        else:
+            pending.delay()
+            self.slots.delayed.append((grads, partial(self._take_delayed, pending)))
 
-    def _take_delayed(self, pending: PendingGradients, grads: Sequence[Tensor | None]) -> PendingGradients:
-        num_homes = len(pending.homes) * len(self.slots.layout.shapes)
-        self._add_gradients(pending, grads[num_homes:])
-        pending.computed_later(grads[:num_homes])
+    def _take_delayed(self, pending: PendingGradients, grads: list[Tensor | None]) -> PendingGradients:
+        pending.computed_later(self._add_gradients(pending, grads))
         return pending
 
-    def _add_gradients(self, pending: PendingGradients, replica_grads: Sequence[Tensor | None]) -> None:
-        """Add one microbatch's gradients of all slots; the last one's returns them to their homes."""
-        layout, first, chunks = self.slots.layout, not self.unreturned, self._grads()
-        parts = len(layout.shapes)
-        for slot in self.plan.slots:
-            for part, total in enumerate(layout.views(chunks[slot])):
-                grad = replica_grads[slot * parts + part]
-                if layout.fused[part]:
-                    continue
-                if not first:
-                    total += 0 if grad is None else grad
-                elif grad is None:
-                    total.zero_()
-                else:
-                    total.copy_(grad)
-        for expert in pending.homes:
+    def _add_gradients(self, pending: PendingGradients, grads: list[Tensor | None]) -> list[Tensor | None]:
+        """Add one microbatch's gradients of all slots; the last one's returns them to their homes. Returns those of the
+        homes."""
+        layout, first, parts = self.slots.layout, not self.unreturned, len(self.slots.layout.shapes)
+        num_homes = len(pending.homes) * parts
+        if not all(layout.fused):
+            chunks = self._grads()
+            for slot in self.plan.slots:
+                of_slot = grads[num_homes + slot * parts :]
+                for total, grad, fused in zip(layout.views(chunks[slot]), of_slot, layout.fused, strict=False):
+                    if not fused:
+                        _add(total, grad, first=first)
+        for expert in pending.homes if any(layout.fused) else ():
             for p, fused in zip(expert, layout.fused, strict=True):
                 if fused:
                     p.grad_added_to_main_grad = True
@@ -280,8 +278,9 @@ class Replicas:
         self.backwards += 1
         microbatches, within = divmod(self.backwards, self.passes)
         if self._is_last is None or (not within and self._is_last(microbatches)):
-            self._return_gradients(pending, chunks)
+            self._return_gradients(pending, self._grads())
             self._finish()
+        return grads[:num_homes]
 
     def _return_gradients(self, pending: PendingGradients, summed: list[Tensor]) -> None:
         self.unreturned = 0
@@ -296,6 +295,16 @@ class Replicas:
         if any(self.slots.layout.fused):
             written = [chunks] if summed[0].dtype is chunks[0].dtype else [summed, chunks]
             buffer.zero_after_transfer([of[slot] for of in written for slot in self.plan.slots])
+
+
+def _add(total: Tensor, grad: Tensor | None, *, first: bool) -> None:
+    """Add ``grad`` to ``total``, which it replaces where it is the first."""
+    if not first:
+        total += 0 if grad is None else grad
+    elif grad is None:
+        total.zero_()
+    else:
+        total.copy_(grad)
 
 
 class _ExpertsOutput(torch.autograd.Function):

@@ -108,7 +108,7 @@ class LayerState:
         self._slots: ReplicaSlots | None = None
         self.plan: TransferPlan | None = None  # of the replicas of this iteration; None without any
         self.replicas: Replicas | None = None  # of the coming or running forward
-        self.joined_homes: tuple[PendingGradients, list[Tensor]] | None = None  # those of the running forward
+        self.joined_homes: tuple[PendingGradients, Tensor] | None = None  # those of the running forward
         self.expects_late = False  # whether the next forward may fetch late replicas
         self.microbatch_load: np.ndarray | None = None  # [E] tokens over the group, where routes are replayed
         self.knows_loads = False  # the plan is made for true loads

@@ -194,6 +194,8 @@ class Prefetcher:
         """End the iteration: DDP has reduced gradients, and whatever follows may change weights."""
         self.monitor.start_reduce()
         self.tracker.weights_changed()
+        if self._pool is not None:
+            self._pool.unbind()
 
     def gradients_dropped(self) -> None:
         """End the iteration: gradients of homes are zeroed, so those that wait are not wanted."""

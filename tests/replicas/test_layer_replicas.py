@@ -110,7 +110,7 @@ def test_layers_of_different_size_share_buffers(lifetime: str) -> None:
             replicas = make_replicas()
         x, to_first = tokens(rank, microbatch)
         for of_layer in replicas:
-            (home,), (replica,) = of_layer.materialize()
+            x, (home, replica) = of_layer.join(x)
             a, b = (home, replica) if rank == 0 else (replica, home)
             x = of_layer.computed_by(torch.where(to_first, x @ a, x @ b))
         x.sum().backward()
@@ -166,8 +166,8 @@ def test_few_bytes_are_set_to_zero(lifetime: str, main_grad_type: torch.dtype) -
             for microbatch in range(microbatches):
                 last[0] = microbatch == microbatches - 1
                 x = (torch.arange(8.0).view(2, 4) + rank + microbatch).to(main_grad_type).requires_grad_()
+                x, weights = replicas.join(x)
                 rows = [x, x, x if rank == 1 else x[:0], x[:0]]
-                weights = [w for (w,) in replicas.materialize()]
                 y = torch.cat([_FusedProduct.apply(part, w) for part, w in zip(rows, weights, strict=True)])
                 replicas.computed_by(y).sum().backward()
                 if breaks_off:
@@ -206,11 +206,11 @@ def test_a_late_plan_may_take_a_replica_and_give_none() -> None:
     assert fetched.tolist() == [2.0 if rank == 0 else 0.0] * 3
     late = homes.with_replicas([(3, 0)])
     replicas.add_late(late, TransferPlan.from_placement(late, rank))
-    physical = replicas.materialize()
+    one, physical = replicas.join(torch.ones(()))
     assert len(physical) == 3
     if rank == 0:
-        assert physical[2][0].tolist() == [3.0] * 3
-    output = sum(w.sum() * (1 if k < 2 or rank == 0 else 0) for k, (w,) in enumerate(physical))
+        assert physical[2].tolist() == [3.0] * 3
+    output = one * sum(w.sum() * (1 if k < 2 or rank == 0 else 0) for k, w in enumerate(physical))
     replicas.computed_by(output).backward()
     gradients = [1.0, 2.0] if rank == 1 else [1.0, 1.0]  # expert 3 was computed with on both ranks
     assert [w.grad.tolist() for w in weights] == [[g] * 3 for g in gradients]
