@@ -277,7 +277,7 @@ def _attach(
         for layer, state in zip(model.layers, states, strict=True):
             experts = layer.experts
             _assign(undo, layer, fssdp=state, prefetcher=prefetcher, __class__=_subclass(FSSDPLayer, type(layer)))
-            own = dict(physical=state.parts.experts, replicas=None, joined_homes=None, unsettled=None, num_tokens=0)
+            own = dict(physical=state.parts.experts, unsettled=None)
             by_hand = bool(getattr(layer.config, "delay_wgrad_compute", False))
             own |= dict(reduction_point=ReductionPoint(by_hand=by_hand))
             own |= dict(restore_homes=None if rehoming is None else rehoming.restore)

@@ -32,7 +32,6 @@ class FSSDPLayer:
 
     fssdp: LayerState
     prefetcher: Prefetcher
-    purpose: Forward  # of the running forward
 
     def before_attention(self, hidden: Tensor | None) -> Tensor | None:
         """Prepare this layer before the attention in front of it runs.
@@ -42,7 +41,7 @@ class FSSDPLayer:
 
         Returns ``hidden``, with a node of autograd where reductions wait for its backward.
         """
-        if captures_graph() or self.fssdp.begun:
+        if self.fssdp.begun or captures_graph():
             return hidden
         if hidden is not None:
             hidden = self.experts.reduction_point.before_attention(hidden)
@@ -61,11 +60,12 @@ class FSSDPLayer:
         if state.begun:
             return
         here.reach(state.name)
-        self.purpose = self.prefetcher.purpose_of_forward(self)
-        self.experts.replicas = self.prefetcher.materialize(state.index, self.purpose)
-        self.experts.joined_homes, state.joined_homes = state.joined_homes, None
-        if self.experts.replicas is not None or state.always_physical:
-            state.place(self.experts.replicas)
+        state.purpose = self.prefetcher.purpose_of_forward(self)
+        experts = state.parts.experts
+        experts.replicas = self.prefetcher.materialize(state.index, state.purpose)
+        experts.joined_homes, state.joined_homes = state.joined_homes, None
+        if experts.replicas is not None or state.always_physical:
+            state.place(experts.replicas)
         state.begun = True
 
     def route(self, hidden_states: Tensor, *args: Tensor | None, **kwargs: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -83,9 +83,10 @@ class FSSDPLayer:
 
     def _to_physical(self, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """Over physical experts, and by the dispatcher for these, where there are replicas or may be in a replay."""
-        state, rerouter, replicas = self.fssdp, self.fssdp.rerouter, self.experts.replicas
+        state, rerouter, experts = self.fssdp, self.fssdp.rerouter, self.fssdp.parts.experts
+        replicas = experts.replicas
         captured = captures_graph()
-        if captured and state.always_physical and not rerouter.is_placed:
+        if captured and state.always_physical and rerouter.placed is None:
             state.place(None)  # graphs are captured before the first iteration; this is still their warmup
         chosen = rerouter.without_padding(routing_map, probs)
         counted = rerouter.count(chosen)
@@ -93,37 +94,40 @@ class FSSDPLayer:
         if by_quotas or (state.expects_late and not captured):
             with trace.span("loads", state.name):
                 loads = rerouter.gather_loads(counted)
-            if state.expects_late and self.purpose is Forward.MICROBATCH:
+            if state.expects_late and state.purpose is Forward.MICROBATCH:
                 with trace.span("late", state.name):
-                    replicas = self.experts.replicas = self.prefetcher.add_late_replicas(state.index, loads)
+                    replicas = experts.replicas = self.prefetcher.add_late_replicas(state.index, loads)
                 if by_quotas := replicas is not None:
                     state.place(replicas)
         physical = by_quotas or state.always_physical
-        self.token_dispatcher = state.physical_dispatcher if physical else state.stock_dispatcher
+        dispatcher = state.physical_dispatcher if physical else state.stock_dispatcher
+        if self.token_dispatcher is not dispatcher:
+            self.token_dispatcher = dispatcher
         if by_quotas:
             with trace.span("quotas", state.name):
                 routing_map, probs = rerouter.reroute(probs, counted, loads)
         elif physical:
             routing_map, probs = rerouter.to_homes(probs, counted)
-        self.token_dispatcher.expert_loads = counted.loads
+        dispatcher.expert_loads = counted.loads
         return probs, routing_map
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
         self.begin()  # a recomputation of Megatron's own graphs begins here
         state.begun = False
-        if self.purpose is Forward.MICROBATCH:
+        if state.purpose is Forward.MICROBATCH:
             self.prefetcher.observe(state.index, self.token_dispatcher.expert_loads)
-            self.prefetcher.forwarded(state.index, self.experts.replicas)
+            self.prefetcher.forwarded(state.index, state.parts.experts.replicas)
         with trace.span("dispatch", state.name):
             return here.through(state.name, super().dispatch, *args, **kwargs)
 
     def routed_experts_compute(self, *args: Any, **kwargs: Any) -> Any:
         with trace.span("experts", self.fssdp.name):
             computed = super().routed_experts_compute(*args, **kwargs)
-        if self.purpose is Forward.MICROBATCH:
+        state, monitor = self.fssdp, self.prefetcher.monitor
+        if monitor.measures and state.purpose is Forward.MICROBATCH:
             sent = getattr(self.token_dispatcher, "input_splits", None)
-            self.prefetcher.monitor.computed(self.fssdp.index, self.experts.num_tokens, sent)
+            monitor.computed(state.index, state.parts.experts.num_tokens, sent)
         return computed
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:

@@ -87,9 +87,9 @@ class Rerouter:
         return routing_map & (probs.detach() != 0) if self._padded else routing_map
 
     @property
-    def is_placed(self) -> bool:
-        """Whether `place` was called."""
-        return self._tables is not None
+    def placed(self) -> Placement | None:
+        """What `place` was called with last."""
+        return None if self._tables is None else self._tables.placed
 
     def place(self, placement: Placement, device: torch.device) -> None:
         """From here on, tokens go to the holders of ``placement``: its tables are written, on the current stream, into

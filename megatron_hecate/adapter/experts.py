@@ -7,9 +7,8 @@ each forward it gets the weights of homes and replicas as attributes. Without re
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
 from megatron_hecate.adapter.gradient_buckets import ReductionPoint
-from megatron_hecate.adapter.grouped_linear import GroupedExperts, copy_module
+from megatron_hecate.adapter.grouped_linear import NOTHING, GroupedExperts, copy_module
 from megatron_hecate.adapter.stored_weights import StoredWeights
 from megatron_hecate.adapter.unsupported import GROUPED_ONLY
 from megatron_hecate.comm.transport import TransferPlan
@@ -58,6 +57,10 @@ class PhysicalExperts:
                 f"experts are a {type(experts).__name__}; FSSDP knows SequentialMLP and TEGroupedMLP "
                 "(--moe-grouped-gemm with TransformerEngine)"
             )
+        # of the running forward, set by the layer: replicas, and homes that were joined before the attention
+        self.replicas: Replicas | None = None
+        self.joined_homes: tuple[PendingGradients, Tensor] | None = None
+        self.num_tokens = 0  # of the last forward, as it came: one for each expert that a token went to
         self._plan: TransferPlan | None = None  # of the weights that the twin's quantized copies were made of
         # the modules that own the homes' parameters: looking names up from the top takes long for many experts
         paths = [[name.format(i).rpartition(".") for name in self._names] for i in range(self.num_homes)]
@@ -137,19 +140,17 @@ class PhysicalExperts:
 
     def drop_quantized(self, first: int) -> None:
         """Drop the quantized copies that TransformerEngine keeps over microbatches, of experts from ``first`` on."""
-        for linear in self.twin.children():
-            copies = getattr(linear, "_fp8_workspaces", {})
+        for copies in () if self.grouped is None else self.grouped.quantized_copies:
             for name in [name for name in copies if int(name.removeprefix("weight")) >= first]:
                 del copies[name]
 
-    @contextlib.contextmanager
-    def over(self, weights: Sequence[Tensor]) -> Iterator[Module]:
-        """In this block the twin, which it gives, computes with ``weights``: of all physical experts, flat."""
-        with contextlib.nullcontext() if self.grouped is None else self.grouped.over(weights):
+    def compute(self, weights: Sequence[Tensor], *inputs: Any, **kwargs: Any) -> Any:
+        """The outputs of the twin for ``inputs``, with ``weights`` of all physical experts, flat."""
+        with NOTHING if self.grouped is None else self.grouped.over(weights):
             for (owner, name), weight in zip(self._places, weights, strict=True):
                 owner[name] = weight
             try:
-                yield self.twin
+                return self.twin(*inputs, **kwargs)
             finally:
                 for owner, name in self._places:
                     owner[name] = None
@@ -159,36 +160,40 @@ class FSSDPExperts:
     """Mixin in front of Megatron's expert module: computes homes and replicas when the layer has replicas."""
 
     physical: PhysicalExperts
-    replicas: Replicas | None  # of the running forward; set by the layer, and so are
-    joined_homes: tuple[PendingGradients, Tensor] | None  # its homes, joined before the attention
     unsettled: PendingGradients | None  # of the last `backward_dw`
-    num_tokens: int  # of the last forward, as it came: one for each expert that a token went to
     reduction_point: ReductionPoint  # where reductions of their gradients start
     restore_homes: Callable[[], None] | None  # where homes may move
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """Those of the running forward."""
+        return self.physical.replicas
 
     def forward(
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any
     ) -> Any:
-        self.num_tokens = len(hidden_states)
-        if self.replicas is None:
-            self.physical.drop_quantized(0)
-            tokens_per_expert = tokens_per_expert[: self.physical.num_homes]  # slots may follow, without tokens
+        physical = self.physical
+        physical.num_tokens = len(hidden_states)
+        if (replicas := physical.replicas) is None:
+            physical.drop_quantized(0)
+            if len(tokens_per_expert) > physical.num_homes:  # slots follow, without tokens
+                tokens_per_expert = tokens_per_expert[: physical.num_homes]
             return super().forward(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
-        if self.physical.twin.training != self.training:
-            self.physical.twin.train(self.training)
-        joined_homes, self.joined_homes = self.joined_homes, None
-        hidden_states, weights = self.replicas.join(hidden_states, joined_homes)
-        self.physical.compute_with(self.replicas.plan)
+        if physical.twin.training != self.training:
+            physical.twin.train(self.training)
+        joined_homes, physical.joined_homes = physical.joined_homes, None
+        hidden_states, weights = replicas.join(hidden_states, joined_homes)
+        physical.compute_with(replicas.plan)
         if self.config.fine_grained_activation_offloading:  # spares parameters, and these are none
             for weight in weights:
                 weight._do_not_offload, weight.offloading_activation = True, False  # its name now, and in 0.16
-        with self.physical.over(weights) as twin:
-            output, *others = twin(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
-        if self.physical.grouped is not None:
-            self.physical.grouped.pass_over()
-        if self.replicas.after_backward is not None:  # these replicas do not stay
-            self.physical.drop_quantized(self.physical.num_homes)
-        return self.replicas.computed_by(output), *others
+        inputs = (hidden_states, tokens_per_expert, probs, *rest)
+        output, *others = physical.compute(weights, *inputs, **kwargs)
+        if physical.grouped is not None:
+            physical.grouped.pass_over()
+        if replicas.after_backward is not None:  # these replicas do not stay
+            physical.drop_quantized(physical.num_homes)
+        return replicas.computed_by(output), *others
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Megatron's own, where Megatron built the experts. All ranks ask for it at once."""

@@ -21,6 +21,7 @@ from torch.nn import Module, Parameter
 from megatron_hecate.adapter import compat
 
 _LINEARS = ("linear_fc1", "linear_fc2")
+NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class GroupedExperts:
@@ -70,7 +71,7 @@ class GroupedExperts:
     def over(self, weights: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
         """In this block the twin's operators, if it has such, have ``weights``, as many for each expert as `names`."""
         if self._operators is None:
-            return contextlib.nullcontext()
+            return NOTHING
         names = (name.format(i) for i in range(self.twin.num_local_experts) for name in self.names)
         return self._operators.over(dict(zip(names, weights, strict=True)))
 
@@ -86,8 +87,13 @@ class GroupedExperts:
         weights it kept are those of an earlier iteration.
         """
         for linear in self._homes:
-            linear.is_first_microbatch = False
+            linear.__dict__["is_first_microbatch"] = False  # Module's own way to set it takes long
             linear._fp8_workspaces.clear()
+
+    @property
+    def quantized_copies(self) -> list[dict[str, Tensor]]:
+        """Copies of the twin's weights that TransformerEngine keeps over microbatches, by name, for each linear."""
+        return [getattr(self.twin, name)._fp8_workspaces for name in _LINEARS]
 
     def compute_delayed(self) -> dict[str, list[Tensor]]:
         """Compute the weight gradients of the oldest backward whose are not: P tensors by parameter name. Those of

@@ -44,7 +44,7 @@ from torch.nn import Module
 
 def gathers_params(module: Module) -> bool:
     """Whether DDP gathers the parameters of ``module`` in the background."""
-    return any(_ddp_hooks(submodule) for submodule in module.modules())
+    return bool(_ddp_hooks(module))  # DDP hooks every module
 
 
 def wait_for_params(module: Module) -> None:
@@ -78,6 +78,8 @@ def finish_gathers(experts: Module, following: Module | None) -> None:
         experts: of the layer that comes next in the forward.
         following: the experts of the layer after it, in the same model chunk.
     """
+    if not gathers_params(experts):
+        return
     start_gathers(experts)
     for group in _bucket_groups(experts):
         # without the chain, which would dispatch one bucket of the next layer
@@ -92,7 +94,7 @@ def _bucket_groups(experts: Module) -> list[Any]:
     Empty without hooks of DDP.
     """
     groups: dict[Any, None] = {}
-    for hook in _ddp_hooks(experts):  # DDP hooks every module
+    for hook in _ddp_hooks(experts):
         group_of = _ddp_of(hook).param_to_bucket_group  # without frozen parameters
         groups.update(dict.fromkeys(group_of[p] for p in experts.parameters() if p in group_of))
     return list(groups)
@@ -105,6 +107,7 @@ def _ddp_of(hook: Callable) -> Any:
 
 
 def _ddp_hooks(module: Module) -> list[Callable]:
-    name = "DistributedDataParallel._make_forward_pre_hook"
-    hooks = module._forward_pre_hooks.values()
+    if not (of_module := module._forward_pre_hooks):
+        return []
+    name, hooks = "DistributedDataParallel._make_forward_pre_hook", of_module.values()
     return [hook for hook in hooks if name in getattr(hook, "__qualname__", "")]

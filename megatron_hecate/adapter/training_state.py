@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from megatron.core.transformer import cuda_graphs
 from torch.nn import Module
 
 
@@ -29,9 +30,7 @@ def name_of_layer(layer: Module) -> str:
 
 def captures_graph() -> bool:
     """Whether Megatron, or TransformerEngine for it, is capturing CUDA graphs, or warms up to: nothing trains now."""
-    from megatron.core.transformer.cuda_graphs import is_graph_capturing
-
-    return is_graph_capturing()
+    return cuda_graphs.is_graph_capturing()
 
 
 class Forward(enum.Enum):

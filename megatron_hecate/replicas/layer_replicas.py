@@ -110,6 +110,7 @@ class Replicas:
         self._is_last = is_last
         self.placement, self.plan, self._meter = placement, plan, meter
         self.buffer = slots.pool.weights(slots.index, label=slots.label)
+        self._trained = slots.trained
         self.unreturned = 0  # backward passes whose gradients wait on this rank
         self.backwards, self.computed = 0, False
 
@@ -239,7 +240,7 @@ class Replicas:
             self.before_backward(self)
         self.wait()
         self._backward_began = time.perf_counter()
-        if not self.slots.trained:  # no gradient will say that the experts are done
+        if not self._trained:  # no gradient will say that the experts are done
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         elif not self.unreturned:
             self.slots.pool.grads(self.slots.index).begin_sums(from_zero=any(self.slots.layout.fused))

@@ -33,30 +33,31 @@ class QuotaTables:
             self.holders = torch.zeros(shape.holders_size, dtype=torch.int32, device=device)
         needed = shape.shared_bytes(THREADS)
         self._shared_bytes = needed if needed <= kernels.most_shared_bytes else 0
-        self._placed: Placement | None = None
+        self.placed: Placement | None = None
+        self._places: dict[int, int] = {}  # of sources, in the group's order
         self._homes: tuple[Placement, Tensor] | None = None  # the last without replicas, and its `parts`
 
     def place(self, placement: Placement) -> None:
         """From here on, on the current stream, tokens go to the holders of ``placement``. The host does not wait."""
-        if placement is self._placed:
+        if placement is self.placed:
             return
         table = torch.from_numpy(HolderOrder.of(placement, self.shape).table(self.shape))
         if self.device.type == "cuda":  # torch does not use the pinned buffer again before the copy is done
             table = table.pin_memory()
         self.holders.copy_(table, non_blocking=True)
-        self._placed = placement
+        self.placed = placement
 
     @property
     def parts_of_homes(self) -> Tensor:
         """As `parts`, for all sources and loads alike, where nothing is replicated."""
-        assert self._placed is not None and not self._placed.num_replicas, "there are replicas"
-        if self._homes is None or self._homes[0] is not self._placed:
-            order, size = HolderOrder.of(self._placed, self.shape), self.shape.num_physical
+        assert self.placed is not None and not self.placed.num_replicas, "there are replicas"
+        if self._homes is None or self._homes[0] is not self.placed:
+            order, size = HolderOrder.of(self.placed, self.shape), self.shape.num_physical
             parts = np.full(self.shape.parts_size, np.iinfo(np.int32).max, np.int32)
             parts[size : size + len(order.physical)] = order.physical
             parts[2 * size :] = np.arange(self.shape.num_experts + 1)
             with lasting_tensors():
-                self._homes = self._placed, torch.from_numpy(parts).to(self.device)
+                self._homes = self.placed, torch.from_numpy(parts).to(self.device)
         return self._homes[1]
 
     def parts(self, loads: Tensor, source: int) -> Tensor:
@@ -76,7 +77,9 @@ class QuotaTables:
         # The kernel turns to global memory for a group whose tables do not fit, and for numbers above 32 bits.
         work = torch.empty(shape.work_size(THREADS), dtype=torch.int64, device=self.device)
         parts = torch.empty(shape.parts_size, dtype=torch.int32, device=self.device)
-        own = int(np.flatnonzero(shape.order == source)[0])
+        own = self._places.get(source)
+        if own is None:
+            own = self._places[source] = int(np.flatnonzero(shape.order == source)[0])
         at = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.group, self.holders, loads, work)]
         places = ctypes.c_int(own), ctypes.c_int(shape.source_rank[source]), ctypes.c_void_p(parts.data_ptr())
         how = {"blocks": 1, "threads": THREADS, "shared_bytes": shared}

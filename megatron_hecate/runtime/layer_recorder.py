@@ -89,7 +89,7 @@ class LayerRecorder:
     def computed(self, layer: int, tokens: int, sent: Sequence[int] | None) -> None:
         """Its experts have computed ``tokens`` here; so many of this rank's were ``sent`` to each, if it is known."""
         self._tokens[0, layer] += tokens
-        replicas = self._states[layer].parts.layer.experts.replicas if self._plans_often else None
+        replicas = self._states[layer].parts.experts.replicas if self._plans_often else None
         if replicas is not None and replicas.placement.num_replicas > self._most[layer].num_replicas:
             self._most[layer] = replicas.placement
         if self._crosses and sent is not None:

@@ -118,6 +118,7 @@ class LayerState:
         self.plans: list[Placement] = []
         self._kept: deque[Placement] = deque()
         self.prepared = False  # for the next forward
+        self.purpose = Forward.OTHER  # of the running forward
         self.begun = False  # the running forward knows its replicas, and has not dispatched
         # replicas of the microbatches whose backward has not run, once per pass, oldest first: Megatron's schedules
         # keep that order
@@ -217,7 +218,8 @@ class LayerState:
     def place(self, replicas: Replicas | None) -> None:
         """The running forward computes with ``replicas``."""
         placement = self.homes if replicas is None else replicas.placement
-        self.rerouter.place(placement, self.parts.experts.homes()[0][0].device)
+        if self.rerouter.placed is not placement:
+            self.rerouter.place(placement, self.parts.experts.homes()[0][0].device)
 
     def join_homes_early(self, purpose: Forward) -> None:
         """The attention is about to run: from here on, its backward hides the return of gradients."""

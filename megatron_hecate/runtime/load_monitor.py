@@ -99,6 +99,11 @@ class LoadMonitor:
                 self._counts = self._sums[: self._size].view(self._shape)
         self._counts[layer, : len(loads)].add_(loads)  # += copies, too
 
+    @property
+    def measures(self) -> bool:
+        """Whether anybody asks for what `computed` notes."""
+        return self.recorder is not None and self.recorder.measures
+
     def computed(self, layer: int, tokens: int, sent: Sequence[int] | None) -> None:
         """Note the ``tokens`` of a microbatch that the experts of ``layer`` have computed here.
 

@@ -46,6 +46,7 @@ class Position:
     steps: int = 0
     iteration: int = 0
     place: str = ""
+    _backward: int = -1  # the last one that this came to
 
     def reach(self, place: str) -> None:
         """The training thread comes to ``place``: a layer, as a rule."""
@@ -59,11 +60,18 @@ class Position:
         for tensor in exchanged if isinstance(exchanged, tuple) else (exchanged,):
             if torch.is_tensor(tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._reach_backward(layer))
+                break
         return exchanged
 
     def _reach_backward(self, layer: str) -> None:
         self.reach(f"backward of {layer}")
-        torch.autograd.Variable._execution_engine.queue_callback(lambda: self.reach("after a backward"))
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # once for each, also for one inside another
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._reach_end)
+
+    def _reach_end(self) -> None:
+        self.reach("after a backward")
 
     def __str__(self) -> str:
         return f"iteration {self.iteration}, {self.place}" if self.steps else "before its first forward"
