@@ -16,7 +16,7 @@ from torch.overrides import _pop_mode
 
 FACTORIES = ("tensor", "zeros", "empty", "ones", "arange", "full", "rand", "randn", "randint")
 FACTORIES += ("zeros_like", "empty_like", "ones_like")
-PACKAGES = ("megatron_hecate", "megatron/core", "transformer_engine", "torch")
+PACKAGES = ("megatron_hecate", "megatron/core", "transformer_engine", "torch", "tests")
 
 
 class Phases:

@@ -173,7 +173,7 @@ class FSSDPExperts:
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any
     ) -> Any:
         physical = self.physical
-        physical.num_tokens = len(hidden_states)
+        physical.num_tokens = hidden_states.shape[0]
         if (replicas := physical.replicas) is None:
             physical.drop_quantized(0)
             if len(tokens_per_expert) > physical.num_homes:  # slots follow, without tokens

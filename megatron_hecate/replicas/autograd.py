@@ -81,7 +81,9 @@ class PendingGradients:
     def join_homes(cls, homes: list[list[Parameter]], layout: ChunkLayout) -> tuple[PendingGradients, Tensor]:
         """What the homes' gradients of one microbatch wait for, and an empty tensor to compute the experts with."""
         pending = cls(homes, layout)
-        return pending, _Homes.apply(pending._complete_taken, *(p for expert in homes for p in expert))
+        # The base class's `apply`: Function's own makes three calls for each argument, to unwrap tensors of functorch.
+        apply = super(torch.autograd.Function, _Homes).apply
+        return pending, apply(pending._complete_taken, *[p for expert in homes for p in expert])
 
     def take(self, grads: list[Tensor | None]) -> None:
         """Gradients of the homes, flat, from the experts' backward."""
@@ -271,8 +273,9 @@ class BoundWeights:
             if is_fused:
                 home = self._homes[part]  # perhaps quantized: gradients are not
                 placeholder = torch.empty(home.shape, dtype=home.dtype, device=home.device)
-                for at in range(part, len(self._homes), parts):
-                    grads[at] = placeholder.detach()  # autograd keeps what it is given, where nobody else does
+                # a view for each home: autograd keeps a tensor that nobody else has, and copies others
+                views = placeholder.expand(len(self._homes) // parts, *home.shape).unbind()
+                grads[part : len(self._homes) : parts] = views
         take(grads)
 
 

@@ -79,12 +79,12 @@ class _Reroute(torch.autograd.Function):
     def forward(
         ctx: Any, probs: Tensor, counted: CountedTokens, tables: QuotaTables, parts: Tensor, least: int
     ) -> tuple[Tensor, Tensor]:
-        shape = (len(probs), tables.shape.num_physical)
+        shape = (probs.shape[0], tables.shape.num_physical)
         routing_map, physical = counted.routing_map, (counted.routing_map.new_empty(shape), probs.new_empty(shape))
-        arguments = [ctypes.c_uint(len(probs)), ctypes.c_uint(counted.tile)]
+        arguments = [ctypes.c_uint(shape[0]), ctypes.c_uint(counted.tile)]
         arguments += _at(tables.group, tables.holders, counted.before, parts, routing_map, probs.contiguous())
         arguments += [ctypes.c_ulonglong(least), *_at(*physical)]
-        blocks = len(counted.before) * -(-shape[1] // THREADS)
+        blocks = counted.before.shape[0] * -(-shape[1] // THREADS)
         tables.kernels.launch(f"fssdp_reroute_{BITS[probs.dtype]}", *arguments, blocks=blocks, threads=THREADS)
         ctx.mark_non_differentiable(physical[0])
         ctx.save_for_backward(routing_map, counted.before, parts)
@@ -99,7 +99,7 @@ class _Reroute(torch.autograd.Function):
         arguments = [ctypes.c_uint(number) for number in (num_tokens, ctx.tile, num_experts, grad.shape[1])]
         arguments += _at(before, parts, routing_map, grad)
         arguments += [ctypes.c_ulonglong(stride) for stride in grad.stride()]  # Megatron's lies column by column
-        blocks = len(before) * -(-num_experts // THREADS)
+        blocks = before.shape[0] * -(-num_experts // THREADS)
         name = f"fssdp_reroute_gradient_{BITS[grad.dtype]}"
         ctx.kernels.launch(name, *arguments, *_at(into), blocks=blocks, threads=THREADS)
         return into, None, None, None, None

@@ -43,7 +43,7 @@ class GroupShape:
         ranks = range(world.num_ranks) if source_rank is None else source_rank
         return cls(world, placement.num_experts, placement.slots_per_rank, tuple(ranks))
 
-    @property
+    @cached_property
     def num_physical(self) -> int:
         """R * P, which is also the most holders there can be."""
         return self.world.num_ranks * self.slots_per_rank

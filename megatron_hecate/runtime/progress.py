@@ -57,10 +57,9 @@ class Position:
         """Call ``exchange``, in which ``layer`` waits for other ranks; it does so in its backward, too."""
         self.reach(layer)
         exchanged = exchange(*args, **kwargs)
-        for tensor in exchanged if isinstance(exchanged, tuple) else (exchanged,):
-            if torch.is_tensor(tensor) and tensor.requires_grad:
+        for tensor in exchanged if isinstance(exchanged, tuple) else (exchanged,):  # each is exchanged by itself
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda _: self._reach_backward(layer))
-                break
         return exchanged
 
     def _reach_backward(self, layer: str) -> None:
