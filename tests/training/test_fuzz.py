@@ -85,6 +85,9 @@ class Draw:
             dict(gradient_accumulation_fusion=True),
         ]
         settings |= choose.choice(extras)
+        if "overlap_moe_expert_parallel_comm" in settings:
+            # Megatron frees the memory that it gathers all tokens in; with pipelines some ranks fail, others wait
+            settings["moe_token_dispatcher_type"] = "alltoall"
         if choose.random() < 0.3:
             settings |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
         homes = fields["experts"] // fields["ep"]
