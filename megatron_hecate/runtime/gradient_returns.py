@@ -1,8 +1,9 @@
 """When gradients of replicas return to their homes.
 
-They add up with the replicas while microbatches follow each other, and return with the last backward, so
+Within one call of Megatron's schedule they add up with the replicas, and return with the last backward, so
 that the attention's backward hides the transfer. Which backward is the last is a hint: a return too many
 is right, as returns add up, and `GradientReturns.complete` returns the rest before DDP reduces gradients.
+In loops without a schedule every backward returns its own: the next line may read or change ``main_grad``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class GradientReturns:
         self.data_parallel: DataParallel | None = None
         # of any layer, while a backward may need them
         self.live: weakref.WeakSet[Replicas] = weakref.WeakSet()
+        # of each chunk: whether a schedule ran its last forward
+        self._in_schedule = [False] * (max(chunk_of) + 1)
         # whether gradients waited for the reduction in the last iteration, and do so in this one
         self._guesses = False
         self._waited = False
@@ -42,6 +45,10 @@ class GradientReturns:
         self._waited = False
         self._expected_microbatches = microbatches
 
+    def entered(self, chunk: int, *, in_schedule: bool) -> None:
+        """Note the forward of ``chunk``. Its backward may run in a thread of autograd's, whose stack shows nothing."""
+        self._in_schedule[chunk] = in_schedule
+
     def is_last(self, state: LayerState, microbatches: int) -> bool:
         """Whether gradients of a layer return with the running backward.
 
@@ -52,9 +59,10 @@ class GradientReturns:
             state: of the layer.
             microbatches: backwards of the layer in this iteration, with the running one.
         """
-        wanted = None
-        if self.data_parallel is not None:
-            wanted = self.data_parallel.wants_gradients(self._chunk_of[state.index])
+        chunk = self._chunk_of[state.index]
+        if self.data_parallel is None or not self._in_schedule[chunk]:
+            return True
+        wanted = self.data_parallel.wants_gradients(chunk)
         if wanted is False and self._guesses and microbatches == self._expected_microbatches:
             self._waited = True
             return True

@@ -209,6 +209,7 @@ class Prefetcher:
         if call is None or call != self._calls[chunk]:
             self._weights_of[chunk] += 1
         self._calls[chunk] = call
+        self.returns.entered(chunk, in_schedule=call is not None)
         has_ddp = (
             self.returns.data_parallel is not None and self.returns.data_parallel.wants_gradients(chunk) is not None
         )
