@@ -143,6 +143,9 @@ def _train(draw: Draw, config: dict[str, Any] | None, computed: torch.Tensor | N
 
 def _refused_alike(error: Exception | None) -> bool:
     """Whether every rank has an ``error``; raises where only some have."""
+    if error is not None:
+        # at once: where other ranks wait for this one, nothing else says why
+        print(f"  rank {dist.get_rank()}: {type(error).__name__}: {str(error)[:300]}", flush=True)
     failed = torch.tensor(int(error is not None))
     dist.all_reduce(failed)
     assert int(failed) in (0, dist.get_world_size()), f"{int(failed)} ranks failed, this one with {error!r}"
@@ -152,6 +155,7 @@ def _refused_alike(error: Exception | None) -> bool:
 def _fuzz(world_size: int) -> None:
     import tiny_gpt
     from megatron.core import parallel_state
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     from megatron_hecate.comm.agreement import SwitchOnError
 
@@ -162,6 +166,7 @@ def _fuzz(world_size: int) -> None:
         if dist.get_rank() == 0:
             print(f"seed {seed}: {draw}", flush=True)
         parallel_state.destroy_model_parallel()
+        destroy_moe_metrics_tracker()  # its tensors are as long as the first model is deep
         tried += 1
         error: Exception | None = None
         try:
