@@ -32,8 +32,6 @@ class GradientReturns:
         self.data_parallel: DataParallel | None = None
         # of any layer, while a backward may need them
         self.live: weakref.WeakSet[Replicas] = weakref.WeakSet()
-        # of each chunk: whether a schedule ran its last forward
-        self._in_schedule = [False] * (max(chunk_of) + 1)
         # whether gradients waited for the reduction in the last iteration, and do so in this one
         self._guesses = False
         self._waited = False
@@ -45,10 +43,6 @@ class GradientReturns:
         self._waited = False
         self._expected_microbatches = microbatches
 
-    def entered(self, chunk: int, *, in_schedule: bool) -> None:
-        """Note the forward of ``chunk``. Its backward may run in a thread of autograd's, whose stack shows nothing."""
-        self._in_schedule[chunk] = in_schedule
-
     def is_last(self, state: LayerState, microbatches: int) -> bool:
         """Whether gradients of a layer return with the running backward.
 
@@ -59,10 +53,9 @@ class GradientReturns:
             state: of the layer.
             microbatches: backwards of the layer in this iteration, with the running one.
         """
-        chunk = self._chunk_of[state.index]
-        if self.data_parallel is None or not self._in_schedule[chunk]:
+        if self.data_parallel is None or not state.in_schedule:
             return True
-        wanted = self.data_parallel.wants_gradients(chunk)
+        wanted = self.data_parallel.wants_gradients(self._chunk_of[state.index])
         if wanted is False and self._guesses and microbatches == self._expected_microbatches:
             self._waited = True
             return True

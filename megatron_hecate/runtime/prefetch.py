@@ -209,7 +209,9 @@ class Prefetcher:
         if call is None or call != self._calls[chunk]:
             self._weights_of[chunk] += 1
         self._calls[chunk] = call
-        self.returns.entered(chunk, in_schedule=call is not None)
+        for state, its_chunk in zip(self.states, self.chunk_of, strict=True):
+            if its_chunk == chunk:
+                state.in_schedule = call is not None
         has_ddp = (
             self.returns.data_parallel is not None and self.returns.data_parallel.wants_gradients(chunk) is not None
         )
@@ -257,7 +259,7 @@ class Prefetcher:
             return
         is_first = state.fetched_in != self.tracker.iteration
         state.fetched_in = self.tracker.iteration
-        if self._weights_may_differ(state):
+        if is_first or self._weights_may_differ(state):
             state.fetched_weights = self._weights_of[self.chunk_of[state.index]]
             state.renew_plan()
         if state.keeps_replicas and not is_first:
@@ -277,7 +279,7 @@ class Prefetcher:
 
     def _weights_may_differ(self, state: LayerState) -> bool:
         """Whether homes of the layer may hold other weights than at its last fetch."""
-        return state.fetched_weights != self._weights_of[self.chunk_of[state.index]]
+        return state.fetched_weights != self._weights_of[self.chunk_of[state.index]] or state.weights_were_written()
 
     def _gather_homes(self, state: LayerState) -> None:
         """Wait for the homes' parameters, at the same point on all ranks, with or without replicas."""

@@ -634,6 +634,7 @@ PATTERNS: dict[str, Callable[[Loop], list[float]]] = {
     "steps broken off, no calculator": partial(break_off, announced=None),
     "two models": two_models,
     "microbatches in eval mode": some_in_eval_mode,
+    "weights written in forward_step": partial(weights_change_in_forward_step, how="in place"),
     "gradients zeroed by hand": partial(gradients_scaled_by_hand, factor=0.0),
     "gradients scaled by hand": partial(gradients_scaled_by_hand, factor=0.1),
     "gradients of a call zeroed by hand": partial(gradients_scaled_by_hand, factor=0.0, calls=True),
@@ -645,6 +646,10 @@ PATTERNS: dict[str, Callable[[Loop], list[float]]] = {
     "without DDP": without_ddp,
     "without DDP, rolled back": partial(without_ddp, rolls_back=True),
     "without DDP, own optimizer": partial(without_ddp, own_optimizer=True),
+}
+# Tensors' version counters do not show these: replicas must be fetched in every forward.
+ONLY_WITH_LIFETIME_MICROBATCH = {
+    "weights written in forward_step, unseen": partial(weights_change_in_forward_step, how="data"),
 }
 # Patterns that stock Megatron does not allow with ``overlap_grad_reduce``: gradients are reduced several times.
 NOT_WITH_OVERLAP = {

@@ -38,7 +38,7 @@ def _compare(case: Any, names: list[str], **settings: Any) -> None:
 
     tiny_gpt.initialize(case)
     for name in names:
-        pattern = loops.PATTERNS[name]
+        pattern = (loops.PATTERNS | loops.ONLY_WITH_LIFETIME_MICROBATCH)[name]
         losses, params, _ = _train(case, pattern, None)
         ours, our_params, computed = _train(case, pattern, tiny_gpt.fssdp_hook(**settings))
         assert computed > 0, f"{name}: no replica computed anything, so nothing was tested"
@@ -82,6 +82,32 @@ def test_loops_equal_stock_with_overlap(part: int) -> None:
     case = tiny_gpt.Case(distributed_optimizer=True, overlap=True, skew=4)
     names = [name for name in loops.PATTERNS if name not in loops.NOT_WITH_OVERLAP and not name.startswith("without")]
     _compare(case, names[part::GROUPS])
+
+
+@ranks(2)
+def test_weights_written_in_forward_step() -> None:
+    """In ways that show nowhere: lifetime ``microbatch`` sees them; of some experts only: other ranks may see none."""
+    import loops
+    import tiny_gpt
+
+    case = tiny_gpt.Case(skew=4)
+    _compare(case, list(loops.ONLY_WITH_LIFETIME_MICROBATCH), lifetime="microbatch")
+    for lifetime in ("iteration", "layer"):
+        run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(lifetime=lifetime))
+        weight = tiny_gpt.moe_layers(run.chunks)[-1].experts.local_experts[0].linear_fc1.weight
+        forward_step, calls = tiny_gpt.forward_step, []
+
+        def write_and_step(*args: Any, target: Any = weight, calls: list = calls, **kwargs: Any) -> Any:
+            calls.append(None)
+            if len(calls) == 2:
+                with torch.no_grad():
+                    target.mul_(1.1)
+            return forward_step(*args, **kwargs)
+
+        tiny_gpt.forward_step = write_and_step
+        with pytest.raises(RuntimeError, match=r"layer 2: 1 of 8 weights .* or use --moe-fssdp-lifetime microbatch"):
+            tiny_gpt.run(case, run.chunks, 2, num_microbatches=2)
+        tiny_gpt.forward_step = forward_step
 
 
 @pytest.mark.parametrize("lifetime", ["iteration", "layer"])
