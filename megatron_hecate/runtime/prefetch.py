@@ -193,7 +193,7 @@ class Prefetcher:
     def iteration_ended(self) -> None:
         """End the iteration: DDP has reduced gradients, and whatever follows may change weights."""
         self.monitor.start_reduce()
-        self.tracker.weights_changed()
+        self.tracker.weights_changed("DDP reduced gradients")
 
     def gradients_dropped(self) -> None:
         """End the iteration: gradients of homes are zeroed, so those that wait are not wanted."""
@@ -201,7 +201,7 @@ class Prefetcher:
             # before the first schedule runs, so that the first iteration is like all others
             self.returns.data_parallel.set_no_sync_func()
         self.returns.drop()
-        self.tracker.weights_changed()
+        self.tracker.weights_changed("DDP zeroed gradients")
 
     def _enter_chunk(self, chunk: int) -> None:
         """Note the forward of a model chunk; outside of a known schedule's call, weights may have changed before it."""
@@ -383,7 +383,7 @@ class Prefetcher:
         here.iteration = running_iteration() or here.iteration + 1
         self._pool_is_checked = False
         if self._pool is not None:
-            self._pool.reset()
+            self._pool.reset(self.tracker.ended_because)
         if self._has_fetched:
             self.meter.fetched()
         for state in self.states:

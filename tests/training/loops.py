@@ -494,6 +494,24 @@ def critic_steps_before_backward(loop: Loop) -> list[float]:
     return losses
 
 
+def critic_steps_between_forwards(loop: Loop) -> list[float]:
+    """Two forwards are in flight, and another model has a whole step between them."""
+    critic = Loop(loop.case, loop.hook)
+    losses = []
+    for step in range(STEPS):
+        loop.zero()
+        first = loop.forward(step, 0)
+        critic.zero()
+        losses.append(critic.call(step, 2))
+        critic.update()
+        loss = first + loop.forward(step, 1)
+        loss.backward()
+        losses.append(float(loss))
+        loop.finish()
+        loop.update()
+    return losses
+
+
 def load_midway(loop: Loop) -> list[float]:
     losses = []
     for step in range(STEPS):
@@ -651,6 +669,8 @@ PATTERNS: dict[str, Callable[[Loop], list[float]]] = {
 ONLY_WITH_LIFETIME_MICROBATCH = {
     "weights written in forward_step, unseen": partial(weights_change_in_forward_step, how="data"),
 }
+# Refused with the other lifetimes.
+ONLY_WITH_LIFETIME_LAYER = {"critic steps between forwards in flight": critic_steps_between_forwards}
 # Patterns that stock Megatron does not allow with ``overlap_grad_reduce``: gradients are reduced several times.
 NOT_WITH_OVERLAP = {
     "own loop",

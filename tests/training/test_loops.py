@@ -38,7 +38,7 @@ def _compare(case: Any, names: list[str], **settings: Any) -> None:
 
     tiny_gpt.initialize(case)
     for name in names:
-        pattern = (loops.PATTERNS | loops.ONLY_WITH_LIFETIME_MICROBATCH)[name]
+        pattern = (loops.PATTERNS | loops.ONLY_WITH_LIFETIME_MICROBATCH | loops.ONLY_WITH_LIFETIME_LAYER)[name]
         losses, params, _ = _train(case, pattern, None)
         ours, our_params, computed = _train(case, pattern, tiny_gpt.fssdp_hook(**settings))
         assert computed > 0, f"{name}: no replica computed anything, so nothing was tested"
@@ -92,22 +92,38 @@ def test_weights_written_in_forward_step() -> None:
 
     case = tiny_gpt.Case(skew=4)
     _compare(case, list(loops.ONLY_WITH_LIFETIME_MICROBATCH), lifetime="microbatch")
+    forward_step = tiny_gpt.forward_step
     for lifetime in ("iteration", "layer"):
         run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(lifetime=lifetime))
         weight = tiny_gpt.moe_layers(run.chunks)[-1].experts.local_experts[0].linear_fc1.weight
-        forward_step, calls = tiny_gpt.forward_step, []
+        calls: list[None] = []
 
-        def write_and_step(*args: Any, target: Any = weight, calls: list = calls, **kwargs: Any) -> Any:
+        def write_and_step(*args: Any, weight: Any = weight, calls: list = calls, **kwargs: Any) -> Any:
             calls.append(None)
             if len(calls) == 2:
                 with torch.no_grad():
-                    target.mul_(1.1)
+                    weight.mul_(1.1)
             return forward_step(*args, **kwargs)
 
         tiny_gpt.forward_step = write_and_step
         with pytest.raises(RuntimeError, match=r"layer 2: 1 of 8 weights .* or use --moe-fssdp-lifetime microbatch"):
             tiny_gpt.run(case, run.chunks, 2, num_microbatches=2)
         tiny_gpt.forward_step = forward_step
+
+
+@ranks(2)
+def test_steps_of_other_models_between_forwards_in_flight() -> None:
+    """They may be steps of this model, as far as FSSDP knows: the error says so, and its way out is one."""
+    import loops
+    import tiny_gpt
+
+    case = tiny_gpt.Case(skew=4)
+    (name,) = loops.ONLY_WITH_LIFETIME_LAYER
+    _compare(case, [name], lifetime="layer")
+    for lifetime in ("iteration", "microbatch"):
+        said = rf"layer 2: a backward needs .*lifetime {lifetime}.* \w+ stepped, of this model or of another one, .*"
+        with pytest.raises(RuntimeError, match=said + "or use --moe-fssdp-lifetime layer"):
+            _train(case, loops.ONLY_WITH_LIFETIME_LAYER[name], tiny_gpt.fssdp_hook(lifetime=lifetime))
 
 
 @pytest.mark.parametrize("lifetime", ["iteration", "layer"])
