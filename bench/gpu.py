@@ -141,7 +141,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
             "a MoE layer forward and backward with and without replicas, eager and in a graph, and the host's time",
             "python bench/step.py {tiny}",
             240,
-            r"values with replicas are those without",
+            r"values with replicas, and of replays, are those without",
         ),
         Part(
             "gemm",
@@ -240,6 +240,7 @@ def run(part: Part, folder: Folder, *, seconds: float, tiny: bool = False) -> En
     packages = os.pathsep.join(filter(None, [str(ROOT), str(SITE), os.environ.get("PYTHONPATH", "")]))
     environment = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     environment |= {"PATH": PATH, rows.FILE: str(folder.rows), rows.PART: part.name}
+    environment |= {"FSSDP_TINY": "1"} if tiny else {}
     began = time.monotonic()
     with folder.log.open("a+b") as log:
         log.write(f"\n=== {part.name}: {command}\n".encode())

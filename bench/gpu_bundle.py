@@ -143,13 +143,17 @@ def for_image(listed: Path, archive: Path) -> None:
     Raises:
         SystemExit: where the archive and our sources together are too large.
     """
-    pinned = [f"{name}=={version}" for name, version in missing(own_requirements(), read_image(listed.read_text())).items()]
+    pinned = [
+        f"{name}=={version}" for name, version in missing(own_requirements(), read_image(listed.read_text())).items()
+    ]
     with tempfile.TemporaryDirectory() as folder:
         download(pinned, Path(folder))
         archive.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(archive, "w") as tar:
             tar.add(folder, arcname=".")
-    files = subprocess.run(["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True).stdout
+    files = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True
+    ).stdout
     tree = sum((ROOT / name).stat().st_size for name in files.split("\0") if name and (ROOT / name).exists())
     size = archive.stat().st_size
     if tree + size > TOGETHER:
@@ -162,7 +166,16 @@ def install(archive: Path, site: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+            "--no-index",
+            "--no-deps",
+        ]
         wheels = sorted(map(str, Path(folder).glob("*.whl")))
         subprocess.run([*pip, "--no-compile", "--upgrade", "--target", str(site), *wheels], check=True)
     print(f"{site}: {len(wheels)} packages")

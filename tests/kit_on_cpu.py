@@ -34,6 +34,10 @@ class Stream(graphs_on_cpu.Stream):
         super().__init__(*args, **kwargs)
         self.cuda_stream = next(_handles)
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, -5
+
     def wait_stream(self, stream: Any) -> None:
         self.wait_event(stream.record_event())
 

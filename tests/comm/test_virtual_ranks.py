@@ -7,6 +7,7 @@ launch: all blocks are resident and may wait for each other.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,6 +28,8 @@ DEVICES = [
 # elements of an expert's tensors: two of SwiGLU's and one
 EXPERTS = {"mixtral": (2 * 14336 * 4096, 4096 * 14336), "deepseek-v3": (2 * 2048 * 7168, 7168 * 2048)}
 EXPERTS["qwen3-30b"] = (2 * 768 * 2048, 2048 * 768)
+if os.environ.get("FSSDP_TINY"):  # of `bench/gpu.py --tiny`
+    EXPERTS = {name: (sizes[0] // 4096, sizes[1] // 4096) for name, sizes in EXPERTS.items()}
 
 
 class VirtualRanks:
