@@ -5,7 +5,7 @@
 # make test-all   everything: thousands of random cases, sanitizers, and bugs planted to see that tests catch them
 # make test-bridge  Megatron-Bridge's own recipes on CPU ranks, in an environment of its own: 4 to 5 minutes
 # make lint       lint, types and budgets alone
-# make bench      step time, stock against FSSDP, skewed and balanced
+# make bench      step time, stock against FSSDP, skewed and balanced; time of the host
 # make balance    what every planner leaves, on recorded loads, and how long planning takes
 # make gpu        on a machine with a GPU: check and time everything, results in build/gpu; 24 minutes at most
 # make gpu-bundle  what `make gpu` needs where there is no internet, in build/gpu-bundle; with IMAGE=LIST, what a machine
@@ -68,6 +68,7 @@ test-bridge: .venv
 
 bench: .venv
 	$(BIN)/python bench/step_time.py
+	$(BIN)/python bench/host.py
 
 balance: .venv
 	$(BIN)/python bench/balance.py

@@ -1,0 +1,217 @@
+"""Time of the host: what FSSDP adds to the main thread of a rank, next to stock Megatron, on 2 CPU ranks.
+
+    python bench/host.py
+    python bench/host.py --experts TEGroupedMLP --homes 8 --files
+
+A GPU waits for its host in training of many small experts. Three models take turns in the same processes: stock, FSSDP
+whose plans have no replicas, and FSSDP with replicas. Tensors are tiny, so that nearly all time is Python and dispatch.
+Time is CPU time of the main thread, so that other programs on the machine disturb it little; ratios are of the same
+step, and the table has their medians and quartiles. Calls of Python and of C functions are counted in one more step
+each: they hardly differ between runs.
+
+Grouped experts run TransformerEngine's Python over torch (``tests/te_on_cpu.py``), with fused weight gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from statistics import median, quantiles
+from typing import Any
+
+from launch import again_on_ranks
+
+EXPERTS = ("TEGroupedMLP", "SequentialMLP")
+SIZE = 16  # of hidden vectors and experts
+WARMUP = 3  # steps, of which the first has no forecast
+HEAD = """\
+| experts | homes | microbatches | model | forward | backward | rest | step | all | ratio | calls | ratio |
+|---|---|---|---|---|---|---|---|---|---|---|---|"""
+LEGEND = """\
+Microseconds per layer and microbatch, CPU time of the main thread: medians of {steps} steps of {layers} layers. Rest:
+outside of forwards and backwards, once per iteration. Step: the optimizer's. All: forward, backward and rest. Ratios to
+stock: medians and quartiles of paired steps. Calls: of Python and C functions in forward and backward."""
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Print the tables; runs on every rank."""
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    import tiny_gpt
+    from host_calls import Phases, use_plain_factories
+
+    use_plain_factories()
+    tiny_gpt.install_fused_wgrad()
+    tiny_gpt.initialize(tiny_gpt.Case())
+    phases, prints = Phases(), dist.get_rank() == 0
+    if prints:
+        print(f"Load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.\n\n{HEAD}")
+    for experts in arguments.experts:
+        for homes in arguments.homes:
+            models = Models(experts, homes, arguments, phases)
+            for microbatches in arguments.microbatches:
+                rows = models.compare(microbatches)
+                if prints:
+                    print("\n".join(f"| {experts} | {homes} | {microbatches} | {row}" for row in rows), flush=True)
+            if arguments.files:
+                tables = models.by_file(arguments.microbatches[0])
+                if prints:
+                    print("\n" + tables + "\n", flush=True)
+    if prints:
+        print(f"\n{LEGEND.format(steps=arguments.steps, layers=arguments.layers)}")
+        print(f"Load of the machine: {os.getloadavg()[0]:.1f}.")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Models:
+    """The three models of one size.
+
+    Args:
+        experts: class of Megatron's expert module.
+        homes: experts of a rank.
+        arguments: of the command line.
+        phases: what they are timed with.
+    """
+
+    def __init__(self, experts: str, homes: int, arguments: argparse.Namespace, phases: Any) -> None:
+        import tiny_gpt
+
+        from megatron_hecate import HecateConfig, fssdp
+
+        grouped = experts == "TEGroupedMLP"
+        settings = dict(num_layers=arguments.layers, hidden_size=SIZE, ffn_hidden_size=SIZE, moe_ffn_hidden_size=SIZE)
+        settings |= dict(gradient_accumulation_fusion=grouped and not arguments.unfused)
+        self.arguments, self.phases = arguments, phases
+        self.case = tiny_gpt.Case(
+            experts=2 * homes, micro_batch=1, skew=2.0, settings=tuple(settings.items()), grouped=grouped
+        )
+        hooks = {
+            "stock": None,
+            "no replicas": fssdp(HecateConfig(slots=2)),
+            "replicas": fssdp(HecateConfig(slots=2, speeds=tiny_gpt.FREE)),
+        }
+        self.models = {name: self._build(hook) for name, hook in hooks.items()}
+        for step in range(WARMUP):
+            for name in self.models:
+                self.step(name, step, arguments.microbatches[0])
+        replicas = {n: sum(layer.fssdp.placement.num_replicas for layer in self._layers(n)) for n in list(hooks)[1:]}
+        assert not replicas["no replicas"] and replicas["replicas"] >= arguments.layers, replicas
+
+    def _build(self, hook: Callable | None) -> tuple[list, Any]:
+        import tiny_gpt
+
+        chunks, config = tiny_gpt.build(self.case, hook)
+        return tiny_gpt.wrap(self.case, chunks, config)
+
+    def _layers(self, name: str) -> list:
+        import tiny_gpt
+
+        return tiny_gpt.moe_layers(self.models[name][0])
+
+    def step(self, name: str, index: int, microbatches: int) -> Counter[str]:
+        """Seconds of the main thread in one step of a model: forward, backward, rest and step."""
+        import tiny_gpt
+        import torch.distributed as dist
+
+        chunks, optimizer = self.models[name]
+        for chunk in chunks:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        tiny_gpt.set_num_microbatches(self.case, microbatches)
+        self.phases.clear()
+        dist.barrier()
+        begin = time.thread_time()
+        tiny_gpt.run(self.case, chunks, index, num_microbatches=microbatches)
+        between = time.thread_time()
+        optimizer.step()
+        seconds = Counter(self.phases.seconds, step=time.thread_time() - between)
+        seconds["rest"] = between - begin - self.phases.seconds.total()
+        return seconds
+
+    def compare(self, microbatches: int) -> list[str]:
+        """Rows of the table, without their first columns."""
+        times: dict[str, list[Counter[str]]] = {name: [] for name in self.models}
+        gc.collect()
+        gc.disable()
+        for index in range(WARMUP + self.arguments.steps):  # the first steps are as long as those before
+            for name in self.models:
+                seconds = self.step(name, index, microbatches)
+                if index >= WARMUP:
+                    times[name].append(seconds)
+        gc.enable()
+        calls = {name: self.count(name, microbatches) for name in self.models}
+        each, stock, rows = microbatches * self.arguments.layers, next(iter(self.models)), []
+        for name, steps in times.items():
+            parts = [
+                1e6 / each * median(step[part] for step in steps) for part in ("forward", "backward", "rest", "step")
+            ]
+            whole = [sum(step[part] for part in ("forward", "backward", "rest")) for step in steps]
+            of_stock = [sum(step[part] for part in ("forward", "backward", "rest")) for step in times[stock]]
+            low, middle, high = quantiles([a / b for a, b in zip(whole, of_stock, strict=True)])
+            counts = calls[name].total(), calls[stock].total()
+            columns = [name, *(f"{part:.0f}" for part in parts), f"{1e6 / each * median(whole):.0f}"]
+            columns += [
+                f"{middle:.3f} ({low:.3f} to {high:.3f})",
+                f"{counts[0] / each:.0f}",
+                f"{counts[0] / counts[1]:.3f}",
+            ]
+            rows.append(" | ".join(columns) + " |")
+        return rows
+
+    def count(self, name: str, microbatches: int) -> Counter[tuple[str, str]]:
+        """Calls in forward and backward of one step, by file and kind."""
+        self.phases.counts = True
+        self.step(name, 100, microbatches)
+        self.phases.counts = False
+        return Counter(self.phases.calls)
+
+    def by_file(self, microbatches: int) -> str:
+        """What FSSDP with replicas, and without, adds to stock's calls in each of our files, and in others."""
+        from host_calls import contributor
+
+        each = microbatches * self.arguments.layers
+        counts = {name: self.count(name, microbatches) for name in self.models}
+        rows: dict[str, list[float]] = {}
+        for column, (name, kind) in enumerate(itertools.product(list(self.models)[1:], ("Python", "C"))):
+            for sign, of in ((1, name), (-1, "stock")):
+                for (file, of_kind), count in counts[of].items():
+                    if kind == of_kind:
+                        rows.setdefault(contributor(file), [0.0] * 4)[column] += sign * count / each
+        table = ["| file | no replicas: Python | C | replicas: Python | C |", "|---|---|---|---|---|"]
+        for file, row in sorted(rows.items(), key=lambda row: -sum(row[1][2:])):
+            if max(map(abs, row)) >= 0.5:
+                table.append(f"| {file} | " + " | ".join(f"{calls:.1f}" for calls in row) + " |")
+        return "\n".join(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--experts", nargs="+", choices=EXPERTS, default=EXPERTS)
+    parser.add_argument("--homes", nargs="+", type=int, default=(8, 32, 64), help="experts of a rank")
+    parser.add_argument("--microbatches", nargs="+", type=int, default=(4, 1))
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=12, help="of each model and number of microbatches")
+    parser.add_argument("--unfused", action="store_true", help="weight gradients of grouped experts by autograd")
+    parser.add_argument("--files", action="store_true", help="also which files add calls")
+    arguments = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(arguments)
+        return 0
+    return again_on_ranks(__file__, 2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
