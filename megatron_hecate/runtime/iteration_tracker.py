@@ -152,8 +152,8 @@ class IterationTracker:
         if waiting:
             raise RuntimeError(
                 f"FSSDP: {type(optimizer).__name__} steps while gradients of replicas wait ({', '.join(waiting)}): "
-                "the last backward ran in DDP's no_sync(), and nothing has reduced gradients since; call "
-                "finish_grad_sync() of every model chunk before the step, as Megatron's finalize_model_grads does"
+                "the last backward ran in DDP's no_sync(), and nothing has reduced gradients since; leave "
+                "it and call finish_grad_sync() of every model chunk before the step, as finalize_model_grads does"
             )
 
     @property
