@@ -141,7 +141,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
             "a MoE layer forward and backward with and without replicas, eager and in a graph, and the host's time",
             "python bench/step.py {tiny}",
             240,
-            r"values with replicas are those without",
+            r"values with replicas, and of replays, are those without",
         ),
         Part(
             "gemm",

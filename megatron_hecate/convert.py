@@ -274,6 +274,7 @@ def _attach(
         orders = states[0].config.slots > 0
         prefetcher.returns.data_parallel = DataParallel(model.chunks, prefetcher, undo, orders=orders)
         tracker.listeners.append(prefetcher.returns.data_parallel.begin_iteration)
+        loaded = lambda *_: tracker.weights_changed("weights were loaded")  # noqa: E731
         for layer, state in zip(model.layers, states, strict=True):
             experts = layer.experts
             _assign(undo, layer, fssdp=state, prefetcher=prefetcher, __class__=_subclass(FSSDPLayer, type(layer)))
@@ -282,7 +283,7 @@ def _attach(
             own |= dict(reduction_point=ReductionPoint(by_hand=by_hand))
             own |= dict(restore_homes=None if rehoming is None else rehoming.restore)
             _assign(undo, experts, **own, __class__=_subclass(FSSDPExperts, type(experts)))
-            undo.callback(experts.register_load_state_dict_post_hook(lambda *_: tracker.weights_changed()).remove)
+            undo.callback(experts.register_load_state_dict_post_hook(loaded).remove)
             if rehoming is not None:
                 undo.callback(experts.register_state_dict_pre_hook(rehoming.refuse_if_moved).remove)
                 undo.callback(experts.register_load_state_dict_pre_hook(rehoming.refuse_if_moved).remove)

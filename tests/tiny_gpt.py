@@ -268,9 +268,37 @@ def _skew(layer: MoELayer, case: Case) -> None:
 
 
 def move_skew(chunks: list, _: int) -> None:
-    """Other experts are hot from now on."""
+    """Let other experts be hot from now on."""
     for layer in moe_layers(chunks):
         layer.skew.copy_(layer.skew.roll(3))
+
+
+def move_skew_sometimes(chunks: list, step: int) -> None:
+    """Let other experts be hot after every second step. Replicas are those of the experts that were hot in the step
+    before: if these changed in each step, replicas would be placed and get no tokens."""
+    if step % 2:
+        move_skew(chunks, step)
+
+
+def counting_hook(hook: Callable[[list], list], computed: torch.Tensor) -> Callable[[list], list]:
+    """``hook``, which also has ``computed`` [1] count the tokens that replicas of this rank compute in training."""
+
+    def count(experts: Any, forward: Callable) -> Callable:
+        def forward_and_count(tokens: torch.Tensor, counts: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if experts.training and experts.replicas is not None:
+                computed.add_(int(counts.reshape(-1)[experts.num_local_experts :].sum()))
+            return forward(tokens, counts, *args, **kwargs)
+
+        return forward_and_count
+
+    def convert(chunks: list) -> list:
+        chunks = hook(chunks)
+        for layer in moe_layers(chunks):
+            # no hook of the module: Megatron's graphs refuse these
+            layer.experts.forward = count(layer.experts, layer.experts.forward)
+        return chunks
+
+    return convert
 
 
 def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any]:

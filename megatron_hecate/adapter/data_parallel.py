@@ -5,6 +5,7 @@ Every training loop has DDP reduce the gradients before it reads them, and zero 
 | method of DDP | called by | consequence here |
 |---|---|---|
 | ``no_sync`` | schedules, around all microbatches but the last of a chunk | gradients may stay with replicas |
+| ``no_sync`` | the loop, around calls of a schedule | gradients of replicas return at its end |
 | ``start_grad_sync`` | schedules, as ``grad_sync_func`` | gradients of replicas return first |
 | ``finish_grad_sync`` | ``finalize_model_grads``, or the loop | the same; then the iteration ends |
 | ``zero_grad_buffer`` | the loop | gradients of replicas are dropped; the iteration ends |
@@ -40,7 +41,7 @@ class GradientEvents(Protocol):
     """Callbacks on the gradients of model chunks."""
 
     def gradients_wanted(self, chunk: int) -> None:
-        """DDP is about to reduce the gradients of ``chunk``."""
+        """DDP is about to reduce the gradients of ``chunk``, or the loop may read them."""
 
     def iteration_ended(self) -> None:
         """DDP has reduced gradients."""
@@ -67,6 +68,10 @@ class _ObservedDDP:
         self.fssdp_no_syncs += 1
         with super().no_sync():  # type: ignore[misc]
             yield
+        # not after an exception: other ranks may not be here
+        if not _in_schedule():
+            # the loop may read or change ``main_grad`` from here on
+            self.fssdp_events.gradients_wanted(self.fssdp_chunk)
 
     def start_grad_sync(self, *args: Any, **kwargs: Any) -> None:
         self.fssdp_events.gradients_wanted(self.fssdp_chunk)

@@ -189,6 +189,7 @@ class BufferPool:
             buffers = [Buffer(part) for part in memory.split([*sizes.weights, *sizes.grads])]
         self._weights, self._grads = buffers[: len(sizes.weights)], buffers[len(sizes.weights) :]
         self._free = list(self._weights)  # for lifetime microbatch
+        self.reset_because = ""
         Attempt.current().at_end(self.release)
 
     def release(self) -> None:
@@ -229,8 +230,13 @@ class BufferPool:
         for buffer in self._weights:
             buffer.bound.clear()
 
-    def reset(self) -> None:
-        """Drop everything: wait for transfers that nobody waited for, and free all buffers."""
+    def reset(self, cause: str) -> None:
+        """Drop everything: wait for transfers that nobody waited for, and free all buffers.
+
+        Args:
+            cause: end of a sentence, for errors of those that need what is dropped.
+        """
+        self.reset_because = cause
         self.unbind()
         for buffer in (*self._weights, *self._grads):
             buffer.clear()

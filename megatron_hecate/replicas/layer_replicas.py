@@ -163,10 +163,11 @@ class Replicas:
             RuntimeError: when they were dropped.
         """
         if self.buffer.holds is not self.plan:
+            pool = self.slots.pool
             raise RuntimeError(
-                f"{self.label}: replicas are used after they were dropped (lifetime {self.slots.pool.lifetime}): an "
-                "optimizer of this process stepped, or gradients were zeroed, between a forward and its backward; run "
-                "the backward before that"
+                f"{self.label}: a backward needs replicas that were dropped (lifetime {pool.lifetime}): after their "
+                f"forward {pool.reset_because}, and another forward began an iteration; run each backward before the "
+                "next forward there, or use --moe-fssdp-lifetime layer, which fetches replicas again"
             )
         self.buffer.wait()
 

@@ -1,8 +1,9 @@
 """When gradients of replicas return to their homes.
 
-They add up with the replicas while microbatches follow each other, and return with the last backward, so
+Within one call of Megatron's schedule they add up with the replicas, and return with the last backward, so
 that the attention's backward hides the transfer. Which backward is the last is a hint: a return too many
 is right, as returns add up, and `GradientReturns.complete` returns the rest before DDP reduces gradients.
+In loops without a schedule every backward returns its own: the next line may read or change ``main_grad``.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ class GradientReturns:
             state: of the layer.
             microbatches: backwards of the layer in this iteration, with the running one.
         """
-        wanted = None
-        if self.data_parallel is not None:
-            wanted = self.data_parallel.wants_gradients(self._chunk_of[state.index])
+        if self.data_parallel is None or not state.in_schedule:
+            return True
+        wanted = self.data_parallel.wants_gradients(self._chunk_of[state.index])
         if wanted is False and self._guesses and microbatches == self._expected_microbatches:
             self._waited = True
             return True

@@ -50,6 +50,8 @@ class IterationTracker:
         self.iteration = 0
         # the last iteration that some layer entered, and that each layer entered
         self._begun = -1
+        # why the last iteration ended, for errors
+        self.ended_because = "weights may have changed"
         self._passes = passes
         self._entered = [-1] * len(passes)
         self._forwards = [0] * len(passes)
@@ -115,10 +117,11 @@ class IterationTracker:
         """Forwards of ``layer`` in the running iteration."""
         return self._forwards[layer] if self.is_in(layer) else 0
 
-    def weights_changed(self) -> None:
+    def weights_changed(self, cause: str = "weights may have changed") -> None:
         """End the iteration: replicas may be out of date."""
         if self._begun == self.iteration:
             self.iteration += 1
+            self.ended_because = cause
 
     def repeats_last(self) -> bool:
         """Whether the iteration that begins may repeat the last one: no optimizer has stepped since.
@@ -141,7 +144,7 @@ class IterationTracker:
         """
         self._stepped[id(optimizer)] = (weakref.ref(optimizer), self._begun)
         self.has_stepped = True
-        self.weights_changed()
+        self.weights_changed(f"{type(optimizer).__name__} stepped, of this model or of another one")
         if not self._waits_for(optimizer):
             return
         # dropped, so that a loop which catches the error can go on
@@ -149,8 +152,8 @@ class IterationTracker:
         if waiting:
             raise RuntimeError(
                 f"FSSDP: {type(optimizer).__name__} steps while gradients of replicas wait ({', '.join(waiting)}): "
-                "the last backward ran in DDP's no_sync(), and nothing has reduced gradients since; call "
-                "finish_grad_sync() of every model chunk before the step, as Megatron's finalize_model_grads does"
+                "the last backward ran in DDP's no_sync(), and nothing has reduced gradients since; leave "
+                "it and call finish_grad_sync() of every model chunk before the step, as finalize_model_grads does"
             )
 
     @property

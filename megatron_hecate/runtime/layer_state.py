@@ -6,6 +6,7 @@ A layer's state decides nothing about time: `prefetch` calls it, never the other
 from __future__ import annotations
 
 import dataclasses
+import operator
 import sys
 from collections import deque
 
@@ -114,6 +115,9 @@ class LayerState:
         self.knows_loads = False  # the plan is made for true loads
         self.planned_in = self.fetched_in = -1  # the last iterations in which it was
         self.fetched_weights = -1  # number of the weights that were fetched last, see `Prefetcher`
+        self._fetched_versions: list[int] = []  # version counters of the homes' weights at the last fetch
+        # whether one of Megatron's schedules ran the last forward; backwards may run in a thread without its stack
+        self.in_schedule = True
         # plans of the running iteration, in order, and those of the one before that are still to be repeated
         self.plans: list[Placement] = []
         self._kept: deque[Placement] = deque()
@@ -139,15 +143,19 @@ class LayerState:
         return self.config.lifetime == "iteration"
 
     def shape(self, microbatches: int) -> LayerShape:
-        """Sizes for the cost model, with so many ``microbatches`` in an iteration."""
+        """Sizes for the cost model, with so many ``microbatches`` in an iteration. Without a schedule, replicas and
+        their gradients travel with each of them."""
         lifetime = LIFETIMES[self.config.lifetime]
+        fetches, returns = lifetime.fetches, lifetime.returns * self.parts.passes
+        if not self.in_schedule:
+            fetches, returns = max(1, fetches), max(1, returns)
         model = self.parts.layer.config
         token_width = getattr(model, "moe_latent_size", None) or model.hidden_size  # as dispatched
         token_bytes = token_width * self.parts.experts.homes()[0][0].element_size()
         return dataclasses.replace(
             self.parts.experts.shape(token_bytes, microbatches=microbatches * self.parts.passes),
-            fetches=max(1, lifetime.fetches * microbatches),
-            returns=max(1, lifetime.returns * microbatches * self.parts.passes),
+            fetches=max(1, fetches * microbatches),
+            returns=max(1, returns * microbatches),
         )
 
     def copy_cost(self, microbatches: int, meter: OverlapMeter) -> CopyCost:
@@ -192,9 +200,33 @@ class LayerState:
         self.planned = self.planned if late else placement
         self.plan = TransferPlan.from_placement(placement, self.group.rank()) if placement.num_replicas else None
 
+    def weights_were_written(self) -> bool:
+        """Whether the homes' weights were written in place since the last fetch, as far as version counters show it.
+
+        Raises:
+            RuntimeError: where only some were, so that other ranks may have written none and would not fetch.
+        """
+        if self.plan is None or self.config.lifetime == "microbatch":
+            return False  # nothing was fetched, or every forward fetches
+        versions = self._versions()
+        if versions == self._fetched_versions:
+            return False
+        unwritten = sum(map(operator.eq, versions, self._fetched_versions))
+        if unwritten:
+            raise RuntimeError(
+                f"{self.name}: {len(versions) - unwritten} of {len(versions)} weights of experts were written within a "
+                "call of Megatron's schedule, after replicas had been fetched; write them between calls, write all of "
+                "them on all ranks, or use --moe-fssdp-lifetime microbatch, which fetches in every forward"
+            )
+        return True
+
+    def _versions(self) -> list[int]:
+        return [p._version for expert in self.parts.experts.homes() for p in expert]
+
     def renew_plan(self) -> None:
         """Replace the transfer plan by an equal one. Buffers compare plans by identity: one that was filled by the old
         plan is filled again."""
+        self._fetched_versions = self._versions()
         if self.plan is not None:
             self.plan = dataclasses.replace(self.plan)
 

@@ -193,7 +193,7 @@ class Prefetcher:
     def iteration_ended(self) -> None:
         """End the iteration: DDP has reduced gradients, and whatever follows may change weights."""
         self.monitor.start_reduce()
-        self.tracker.weights_changed()
+        self.tracker.weights_changed("DDP reduced gradients")
         if self._pool is not None:
             self._pool.unbind()
 
@@ -203,7 +203,7 @@ class Prefetcher:
             # before the first schedule runs, so that the first iteration is like all others
             self.returns.data_parallel.set_no_sync_func()
         self.returns.drop()
-        self.tracker.weights_changed()
+        self.tracker.weights_changed("DDP zeroed gradients")
 
     def _enter_chunk(self, chunk: int) -> None:
         """Note the forward of a model chunk; outside of a known schedule's call, weights may have changed before it."""
@@ -211,6 +211,9 @@ class Prefetcher:
         if call is None or call != self._calls[chunk]:
             self._weights_of[chunk] += 1
         self._calls[chunk] = call
+        for state, its_chunk in zip(self.states, self.chunk_of, strict=True):
+            if its_chunk == chunk:
+                state.in_schedule = call is not None
         has_ddp = (
             self.returns.data_parallel is not None and self.returns.data_parallel.wants_gradients(chunk) is not None
         )
@@ -258,7 +261,7 @@ class Prefetcher:
             return
         is_first = state.fetched_in != self.tracker.iteration
         state.fetched_in = self.tracker.iteration
-        if self._weights_may_differ(state):
+        if is_first or self._weights_may_differ(state):
             state.fetched_weights = self._weights_of[self.chunk_of[state.index]]
             state.renew_plan()
         if state.keeps_replicas and not is_first:
@@ -278,7 +281,7 @@ class Prefetcher:
 
     def _weights_may_differ(self, state: LayerState) -> bool:
         """Whether homes of the layer may hold other weights than at its last fetch."""
-        return state.fetched_weights != self._weights_of[self.chunk_of[state.index]]
+        return state.fetched_weights != self._weights_of[self.chunk_of[state.index]] or state.weights_were_written()
 
     def _gather_homes(self, state: LayerState) -> None:
         """Wait for the homes' parameters, at the same point on all ranks, with or without replicas."""
@@ -382,7 +385,7 @@ class Prefetcher:
         here.iteration = running_iteration() or here.iteration + 1
         self._pool_is_checked = False
         if self._pool is not None:
-            self._pool.reset()
+            self._pool.reset(self.tracker.ended_because)
         if self._has_fetched:
             self.meter.fetched()
         for state in self.states:

@@ -232,7 +232,8 @@ def test_a_large_job_switches_on(store: dist.TCPStore, size: int, capsys: pytest
 
     for rank in (1, size // 2, size - 1):
         part = verdicts[1, rank].groups[names[rank // of_group]]
-        assert verdicts[1, rank].job == {"name": "p2p", "why": "", "against": [], "go on": True, "across": True}
+        said = {"name": "p2p", "why": "", "against": [], "go on": True, "across": True, "one queue": False}
+        assert verdicts[1, rank].job == said
         assert part["nodes"] == [i // 8 for i in range(of_group)]
         assert part["made"] == (21 if rank < of_group else 20), "rank 1 is in one more process group"
         assert verdicts[2, rank].job["problems"] == [f"rank {size - 1} has slots=3, rank 0 has slots=2"]

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hecate.comm import groups, transfer
+from megatron_hecate.comm import groups, transfer, under_way
 from megatron_hecate.comm.nccl import NcclSettings
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.p2p import P2P
@@ -74,9 +74,10 @@ class _Gpu:
 
 
 @pytest.fixture(autouse=True)
-def _forget_streams() -> Iterator[None]:
+def _forget_streams_and_works() -> Iterator[None]:
     yield
     transfer.transfer_stream.cache_clear()
+    under_way.forget()
 
 
 def _transfer(gpu: _Gpu, *, waits: bool, timed: bool = False) -> Transfer:

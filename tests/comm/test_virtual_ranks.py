@@ -26,7 +26,6 @@ DEVICES = [
     pytest.param("cpu", marks=pytest.mark.fast),
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
 ]
-# elements of an expert's tensors: two of SwiGLU's and one
 # Elements of an expert's tensors; where a whole command of `bench/gpu.py` is only rehearsed, few of them.
 SHRUNK = 4096 if os.environ.get("FSSDP_TINY") else 1
 EXPERTS = {

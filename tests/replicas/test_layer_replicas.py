@@ -174,7 +174,7 @@ def test_few_bytes_are_set_to_zero(lifetime: str, main_grad_type: torch.dtype) -
                     break
             replicas.drop_unreturned()
             if breaks_off:
-                slots.pool.reset()
+                slots.pool.reset("the step broke off")
         return counted.bytes
 
     first, second = step(), step()

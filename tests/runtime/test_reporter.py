@@ -102,9 +102,9 @@ def waiting() -> Iterator[Callable[[dist.Store], Reporter]]:
 
 
 def _until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not true():
-        assert time.monotonic() < deadline, "it did not happen within 30 s"
+        assert time.monotonic() < deadline, "it did not happen within 120 s"
         time.sleep(0.05)
 
 

@@ -54,6 +54,19 @@ class Loop:
         """One call of Megatron's schedule; returns the mean loss."""
         return tiny_gpt.run(self.case, self.chunks, step, num_microbatches=microbatches, forward_only=forward_only)
 
+    def reports(self, step: int, forward_step: Callable, microbatches: int) -> list[float]:
+        """One call of Megatron's schedule with a ``forward_step`` of the loop's own; returns the losses."""
+        reports = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter([tiny_gpt.batch(self.case, step, i) for i in range(microbatches)]),
+            model=self.chunks[0],
+            num_microbatches=microbatches,
+            seq_length=self.case.seq,
+            micro_batch_size=self.case.micro_batch,
+            forward_only=False,
+        )
+        return [float(report["lm loss"][0]) for report in reports]
+
     def forward(self, step: int, index: int) -> torch.Tensor:
         """One forward outside of any schedule; returns the mean loss of this rank."""
         data = iter([tiny_gpt.batch(self.case, step, index)])
@@ -73,9 +86,12 @@ class Loop:
             self.call(100 + step, 2, forward_only=True)
 
     def scale(self, factor: float, how: str = "data") -> None:
-        """Change all weights in place, in a way that tensors' version counters may not show."""
+        """Change all weights in place; only where ``how`` is "in place" do tensors' version counters show it."""
         with torch.no_grad():
-            if how == "buffer" and any(b.param_data is not None for b in self.buffers):
+            if how == "in place":
+                for p in self.params:
+                    p.mul_(factor)
+            elif how == "buffer" and any(b.param_data is not None for b in self.buffers):
                 for buffer in self.buffers:
                     buffer.param_data.mul_(factor)
             elif how == "foreach":
@@ -382,6 +398,55 @@ def own_loop(loop: Loop, *, quiet: str = "none", finish: bool = True) -> list[fl
     return losses
 
 
+def gradients_scaled_by_hand(loop: Loop, *, factor: float, calls: bool = False) -> list[float]:
+    """``main_grad`` is scaled, or zeroed, inside ``no_sync`` and right after it; ``calls``: of a schedule."""
+    config = get_model_config(loop.chunks[0])
+    losses = []
+
+    def add_gradients(step: int) -> None:
+        if calls:
+            losses.append(loop.call(step, 2))
+            return
+        loss = loop.forward(step, 0)
+        loss.backward()
+        losses.append(float(loss))
+
+    for step in range(STEPS):
+        loop.zero()
+        saved = (config.no_sync_func, config.finalize_model_grads_func)
+        config.no_sync_func, config.finalize_model_grads_func = contextlib.nullcontext, None
+        with loop.chunks[0].no_sync():
+            add_gradients(50 + step)
+            if not calls:
+                for p in loop.params:
+                    p.main_grad.mul_(factor)
+                add_gradients(80 + step)
+        config.no_sync_func, config.finalize_model_grads_func = saved
+        for p in loop.params:
+            p.main_grad.mul_(factor)
+        add_gradients(step)
+        if not calls:
+            loop.finish()
+        loop.update()
+    return losses
+
+
+def weights_change_in_forward_step(loop: Loop, *, how: str) -> list[float]:
+    """A schedule's ``forward_step`` changes all weights before each microbatch."""
+    losses = []
+    for step in range(STEPS):
+        loop.zero()
+        factors = iter([1.05, 1 / 1.05] * 2)
+
+        def forward_step(data: Any, model: Any, *, factors: Iterator[float] = factors, **_: Any) -> Any:
+            loop.scale(next(factors), how)
+            return tiny_gpt.forward_step(data, model, case=loop.case)
+
+        losses += loop.reports(step, forward_step, 4)
+        loop.update()
+    return losses
+
+
 def some_in_eval_mode(loop: Loop) -> list[float]:
     """Every second microbatch, also the last one, trains in ``eval()``, where FSSDP has no replicas."""
     losses = []
@@ -429,6 +494,24 @@ def critic_steps_before_backward(loop: Loop) -> list[float]:
     return losses
 
 
+def critic_steps_between_forwards(loop: Loop) -> list[float]:
+    """Two forwards are in flight, and another model has a whole step between them."""
+    critic = Loop(loop.case, loop.hook)
+    losses = []
+    for step in range(STEPS):
+        loop.zero()
+        first = loop.forward(step, 0)
+        critic.zero()
+        losses.append(critic.call(step, 2))
+        critic.update()
+        loss = first + loop.forward(step, 1)
+        loss.backward()
+        losses.append(float(loss))
+        loop.finish()
+        loop.update()
+    return losses
+
+
 def load_midway(loop: Loop) -> list[float]:
     losses = []
     for step in range(STEPS):
@@ -464,18 +547,9 @@ def break_off(loop: Loop, *, announced: int | None = 3) -> list[float]:
             return tiny_gpt.forward_step(data, model, case=loop.case)
 
         try:
-            reports = get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=iter([tiny_gpt.batch(loop.case, step, i) for i in range(3)]),
-                model=loop.chunks[0],
-                num_microbatches=3,
-                seq_length=loop.case.seq,
-                micro_batch_size=loop.case.micro_batch,
-                forward_only=False,
-            )
+            losses += loop.reports(step, forward_step, 3)
         except BadBatchError:
             continue
-        losses += [float(report["lm loss"][0]) for report in reports]
         loop.update()
     return losses
 
@@ -578,6 +652,11 @@ PATTERNS: dict[str, Callable[[Loop], list[float]]] = {
     "steps broken off, no calculator": partial(break_off, announced=None),
     "two models": two_models,
     "microbatches in eval mode": some_in_eval_mode,
+    "weights written in forward_step": partial(weights_change_in_forward_step, how="in place"),
+    "gradients zeroed by hand": partial(gradients_scaled_by_hand, factor=0.0),
+    "gradients scaled by hand": partial(gradients_scaled_by_hand, factor=0.1),
+    "gradients of a call zeroed by hand": partial(gradients_scaled_by_hand, factor=0.0, calls=True),
+    "gradients of a call scaled by hand": partial(gradients_scaled_by_hand, factor=0.1, calls=True),
     "zeroed between forward and backward": zero_before_backward,
     "critic steps between forward and backward": critic_steps_before_backward,
     "two models with one configuration": two_models_with_one_config,
@@ -586,6 +665,12 @@ PATTERNS: dict[str, Callable[[Loop], list[float]]] = {
     "without DDP, rolled back": partial(without_ddp, rolls_back=True),
     "without DDP, own optimizer": partial(without_ddp, own_optimizer=True),
 }
+# Tensors' version counters do not show these: replicas must be fetched in every forward.
+ONLY_WITH_LIFETIME_MICROBATCH = {
+    "weights written in forward_step, unseen": partial(weights_change_in_forward_step, how="data"),
+}
+# Refused with the other lifetimes.
+ONLY_WITH_LIFETIME_LAYER = {"critic steps between forwards in flight": critic_steps_between_forwards}
 # Patterns that stock Megatron does not allow with ``overlap_grad_reduce``: gradients are reduced several times.
 NOT_WITH_OVERLAP = {
     "own loop",

@@ -11,6 +11,8 @@ import dataclasses
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
@@ -59,21 +61,34 @@ def _declare() -> None:
 
 
 class _Moving:
-    """Other experts are hot in every step, so the placement changes between replays."""
+    """Other experts become hot after every second step, so the placement changes between replays."""
 
     def __init__(self) -> None:
         self.plans: list[tuple[int, ...]] = []  # of every step, fingerprints by layer
+        self.computed = torch.zeros(1)  # tokens that replicas of this rank computed so far
+        self.tokens: list[int] = []  # the same before and after each step
+
+    def hook(self, **settings: Any) -> Any:
+        """FSSDP's hook, with tokens in replicas counted."""
+        import tiny_gpt
+
+        return tiny_gpt.counting_hook(tiny_gpt.fssdp_hook(**settings), self.computed)
 
     def __call__(self, chunks: list, step: int) -> None:
         import tiny_gpt
 
         layers = [layer for layer in tiny_gpt.moe_layers(chunks) if hasattr(layer, "fssdp")]
         self.plans.append(tuple(layer.fssdp.planned.fingerprint for layer in layers))
-        tiny_gpt.move_skew(chunks, step)
+        total = self.computed.clone()
+        dist.all_reduce(total)
+        self.tokens.append(int(total))
+        tiny_gpt.move_skew_sometimes(chunks, step)
 
     def assert_changed(self, after: int) -> None:
-        """Between the steps that come ``after`` so many."""
+        """Plans differ, and replicas compute, in the steps that come ``after`` so many."""
         assert len(set(self.plans[after:])) > 1, "the same replicas in all replays"
+        before = self.tokens[after - 1] if after else 0
+        assert self.tokens[-1] > before, f"no replica computed in a replay: {self.tokens}"
 
 
 def _assert_alike(stock: Any, ours: Any, moving: _Moving, *, eager_steps: int) -> None:
@@ -101,7 +116,8 @@ def test_transformer_engines_graphs(name: str) -> None:
     graphs_on_cpu.install()
     _declare()
     graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings))
-    moving, hook = _Moving(), tiny_gpt.fssdp_hook(**asked)
+    moving = _Moving()
+    hook = moving.hook(**asked)
     eager_steps = min(2, settings.get("cuda_graph_warmup_steps", 2))
     ours = graphs_on_cpu.train(graphed, steps=5, eager_steps=eager_steps, hook=hook, before_step=moving)
     _assert_alike(stock, ours, moving, eager_steps=eager_steps)
@@ -126,7 +142,8 @@ def test_megatrons_own_graphs(name: str) -> None:
     graphs_on_cpu.install()
     _declare()
     graphed = dataclasses.replace(case, settings=graphs_on_cpu.local(*scopes, **dict(case.settings)))
-    moving, hook = _Moving(), tiny_gpt.fssdp_hook(lifetime=lifetime)
+    moving = _Moving()
+    hook = moving.hook(lifetime=lifetime)
     ours = tiny_gpt.train(graphed, steps=5, hook=hook, before_step=moving)
     _assert_alike(stock, ours, moving, eager_steps=1)
 
@@ -185,7 +202,8 @@ def test_flex_dispatchers(backend: str) -> None:
     graphs_on_cpu.install()
     _declare()
     graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*SCOPES, **settings))
-    moving, hook = _Moving(), tiny_gpt.fssdp_hook()
+    moving = _Moving()
+    hook = moving.hook()
     ours = graphs_on_cpu.train(graphed, steps=5, eager_steps=2, hook=hook, before_step=moving)
     _assert_alike(stock, ours, moving, eager_steps=2)
 
@@ -207,7 +225,8 @@ def test_four_ranks(layout: dict[str, int]) -> None:
     graphs_on_cpu.install()
     _declare()
     graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*SCOPES))
-    moving, hook = _Moving(), tiny_gpt.fssdp_hook()
+    moving = _Moving()
+    hook = moving.hook()
     ours = graphs_on_cpu.train(graphed, steps=5, eager_steps=2, hook=hook, before_step=moving)
     _assert_alike(stock, ours, moving, eager_steps=2)
 
