@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 
 import numpy as np
@@ -30,6 +31,13 @@ class LoadHistory:
         self._expected: np.ndarray | None = None  # [L, E] the next of them
         self._found: np.ndarray | float = 0.0  # [L, 1] sums of products of neighbouring changes
         self._changed: np.ndarray | float = 0.0  # and of squares
+
+    def copy(self) -> LoadHistory:
+        """A history that goes on by itself."""
+        other = copy.copy(self)
+        # the arrays are never written to
+        other._roots = self._roots.copy()
+        return other
 
     def append(self, load: np.ndarray) -> None:
         """Add one iteration: ``load`` is [L, E] tokens per layer and expert, over the whole group."""

@@ -79,14 +79,19 @@ class IterationTracker:
             return False
         if self._begun != self.iteration:
             self._begun = self.iteration
-            counted = zip(self._forwards, self._passes, strict=True)
-            self.microbatches = max(n // passes for n, passes in counted) or self.microbatches
+            self.microbatches = self.counted_microbatches
             self._forwards = [0] * len(self._passes)
             for listener in self.listeners:
                 listener()
             self._on_begin()
             self.has_stepped = False
         return True
+
+    @property
+    def counted_microbatches(self) -> int | None:
+        """Microbatches since an iteration last began, or as many as in the one before while there are none."""
+        counted = zip(self._forwards, self._passes, strict=True)
+        return max(forwards // passes for forwards, passes in counted) or self.microbatches
 
     def is_in(self, layer: int) -> bool:
         """Whether ``layer`` has entered the running iteration."""

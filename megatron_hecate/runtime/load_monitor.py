@@ -22,6 +22,9 @@ from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.runtime.forecast import LoadHistory
 from megatron_hecate.runtime.layer_recorder import LayerRecorder
 
+# in host memory until a sum of counts arrives there
+NOT_HERE: int = -1
+
 
 class GroupSum:
     """A sum over a group on its way to the host. Every rank must make it at the same point.
@@ -37,12 +40,13 @@ class GroupSum:
         self, counts: Tensor, group: dist.ProcessGroup, *, timeout: float, stream: torch.cuda.Stream | None
     ) -> None:
         work = dist.all_reduce(counts, group=group, async_op=True)
+        self._is_copied = stream is not None
         if stream is None:
             self._host, self._ready = counts, work.is_completed
             names = dict(what="sum of the loads", label="load history")
             self._wait: Callable[[], Any] = partial(wait_collective, work, counts, group, **names, timeout=timeout)
             return
-        self._host = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        self._host = torch.full(counts.shape, NOT_HERE, dtype=counts.dtype, pin_memory=True)
         with torch.cuda.stream(stream):
             work.wait()
             self._host.copy_(counts, non_blocking=True)
@@ -60,6 +64,13 @@ class GroupSum:
         """The sum, once it is here."""
         self._wait()
         return self._host.numpy()
+
+    def peek(self) -> np.ndarray | None:
+        """A copy of the sum if it seems to be here, for any thread: no CUDA call is made to be sure."""
+        if not (self._is_copied or self._ready()):
+            return None
+        seen = self._host.numpy().copy()
+        return None if self._is_copied and (seen == NOT_HERE).any() else seen
 
 
 class LoadMonitor:
@@ -115,16 +126,33 @@ class LoadMonitor:
         if self.recorder is not None:
             self.recorder.computed(layer, tokens, sent)
 
-    def start_reduce(self) -> None:
-        """Start summing this iteration's counts over the group. Every rank must call it at the same point."""
+    def start_reduce(self) -> bool:
+        """Start summing this iteration's counts over the group. Every rank must call it at the same point.
+
+        Returns:
+            Whether there are any whose sum has not been started.
+        """
         if self._sums is None or self._reduced is not None:
-            return
+            return False
         sums, self._sums = self._sums, None
         more = self._meter.measured() + ([] if self.recorder is None else self.recorder.measured())
         sums[self._size :].copy_(torch.tensor(more, pin_memory=sums.is_cuda), non_blocking=True)
         if sums.is_cuda:
             self._stream = self._stream or torch.cuda.Stream()
         self._reduced = GroupSum(sums, self._group, timeout=self._timeout, stream=self._stream)
+        return True
+
+    def peek(self) -> Callable[[], tuple[np.ndarray, list[int]] | None]:
+        """A function for any thread: the loads [L, E] and what was measured, of the sum that has been started, or
+        ``None`` as long as they are under way."""
+        assert self._reduced is not None, "no sum has been started"
+        started, size, shape = self._reduced, self._size, self._shape
+
+        def look() -> tuple[np.ndarray, list[int]] | None:
+            sums = started.peek()
+            return None if sums is None else (sums[:size].reshape(shape), sums[size:][:MEASURED].tolist())
+
+        return look
 
     def finish_reduce(self) -> None:
         """Sum what was counted, wait and add it to the history; does nothing when no forward was counted."""

@@ -28,9 +28,10 @@ from megatron_hecate.adapter.parameter_gathers import finish_gathers, gathers_pa
 from megatron_hecate.adapter.training_globals import running_iteration
 from megatron_hecate.adapter.training_state import Forward
 from megatron_hecate.comm.overlap import OverlapMeter
-from megatron_hecate.plan import add_late_replicas, plan_replicas
+from megatron_hecate.plan import add_late_replicas
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.runtime.early_plans import EarlyPlans, PlanInputs
 from megatron_hecate.runtime.gradient_returns import GradientReturns
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.known_routes import KnownRoutes
@@ -78,6 +79,7 @@ class Prefetcher:
         self._calls: list[int | None] = [None] * (max(chunk_of) + 1)
         self._weights_of = [0] * (max(chunk_of) + 1)
         self._keeps_plans = False
+        self._early = EarlyPlans()
         self._has_fetched = False  # any replica, ever
         self._pool_is_checked = False  # against the parameters, in this iteration
 
@@ -192,7 +194,8 @@ class Prefetcher:
 
     def iteration_ended(self) -> None:
         """End the iteration: DDP has reduced gradients, and whatever follows may change weights."""
-        self.monitor.start_reduce()
+        if self.monitor.start_reduce() and self.states[0].config.slots:
+            self._early.start(self.states, self.monitor, self.meter, self.tracker.counted_microbatches or 1)
         self.tracker.weights_changed("DDP reduced gradients")
         if self._pool is not None:
             self._pool.unbind()
@@ -316,8 +319,7 @@ class Prefetcher:
             state.set_plan(state.homes)
             state.plans.append(state.homes)
             return
-        cost = state.copy_cost(microbatches, self.meter)
-        plan = plan_replicas(forecast, state.homes, state.world, cost=cost, previous=state.planned)
+        plan = self._early.plan(state.index, PlanInputs.of(state, forecast, microbatches, self.meter))
         state.check_agreement(plan)
         state.set_plan(plan)
         state.plans.append(plan)
