@@ -1,4 +1,4 @@
-"""Host time of transport nvlink for one layer: schedules of a plan, and programs of a transfer, on one CPU core.
+"""CPU time of transport nvlink for one layer: schedules of a plan, and programs of a transfer, on one CPU core.
 
     python bench/nvlink_host.py
 
@@ -63,7 +63,7 @@ def _own(place: Place) -> list[Extent]:
 
 
 def measure(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> dict[tuple[str, ...], list[float]]:
-    """Seconds of every call, by what is made and by direction."""
+    """CPU seconds of every call, by what is made and by direction."""
     domain, found = tuple(range(num_ranks)), defaultdict[tuple[str, ...], list[float]](list)
     apart = {rank: (rank + 1) << 44 for rank in domain}
     elements, every = sum(TENSORS), num_ranks // 8
@@ -72,21 +72,21 @@ def measure(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> dict[
     builds = {"spAG": Stages.of_fetch, "spRS": Stages.of_return}
     for number, placement in enumerate(placements(num_experts, num_ranks, calls, hot=hot)):
         for rank in range(number % every, num_ranks, every):
-            start = time.perf_counter()
+            start = time.thread_time()
             copies = TransferPlan.from_placement(placement, rank).copies
-            found["plan",].append(time.perf_counter() - start)
+            found["plan",].append(time.thread_time() - start)
             schedule_module._Chunks.of.cache_clear()  # a rank has no use of what others have worked out
             programs = Programs(signals[rank])
             for direction, build in builds.items():
                 sums = direction == "spRS"
-                start = time.perf_counter()
+                start = time.thread_time()
                 (schedule,) = build(copies, rank, domains=(domain,), elements=elements)
-                found["schedule", direction].append(time.perf_counter() - start)
+                found["schedule", direction].append(time.thread_time() - start)
                 how: dict[str, Any] = dict(itemsize=4 if sums else 2, sums=sums, begin=7)
                 for what in ("program", "program again"):
-                    start = time.perf_counter()
+                    start = time.thread_time()
                     programs.make(schedule, Memory(_own, rank=rank, apart=apart), **how).relocate(1 << 20)
-                    found[what, direction].append(time.perf_counter() - start)
+                    found[what, direction].append(time.thread_time() - start)
     return found
 
 
@@ -96,7 +96,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.calls < 1:
         parser.error(f"--calls={arguments.calls} must be 1 or more")
-    print("Median (90th percentile) in microseconds.\n")
+    print("Median (90th percentile) of CPU time in microseconds.\n")
     columns = [("plan",), *((what, direction) for what in TARGETS for direction in ("spAG", "spRS"))]
     print(f"| experts/ranks | loads | {' | '.join(', '.join(column) for column in columns)} |\n|{'---|' * 9}")
     for num_experts, num_ranks in SIZES:

@@ -1,4 +1,7 @@
-"""What a transfer plan says of a placement. Oracle: literal plans, and the placement's own table."""
+"""What a transfer plan says of a placement.
+
+Oracle: literal plans; loops over the placement's own table, slot by slot.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import pytest
 import torch
 
 from megatron_hecate.comm.transport import ALIGNMENT, Copy, LayerBuffer, TransferPlan, chunks_in
-from megatron_hecate.plan import Placement
+from megatron_hecate.plan import EMPTY, Placement
 
 pytestmark = pytest.mark.fast
 
@@ -50,6 +53,66 @@ def test_both_ends_of_a_copy_agree(seed: int) -> None:
             sent = [(turn, home * 3 + index) for turn, (index, to) in enumerate(plans[home].sends) if to == rank]
             pairs = zip(plans[rank].receives, plans[rank].turns, strict=True)
             assert sent == [(turn, placement.table[rank, 3 + slot]) for (slot, at), turn in pairs if at == home]
+
+
+def _placement(rng: np.random.Generator, *, one_expert: bool) -> Placement:
+    """Ranks with 0 to 4 homes each, in any order, then 0 to 4 free slots, any of which hold replicas.
+
+    Args:
+        rng: of what is drawn.
+        one_expert: whether only one expert has replicas, one on every rank with a slot.
+    """
+    num_ranks = int(rng.integers(2, 9))
+    homes = rng.integers(0, 5, num_ranks)
+    homes[rng.integers(num_ranks)] += 1  # there is at least one expert
+    experts = iter(rng.permutation(homes.sum()).tolist())
+    home, table = np.empty(homes.sum(), np.int64), np.full((num_ranks, 10), EMPTY)
+    for rank in range(num_ranks):
+        for at in range(homes[rank]):
+            table[rank, at] = next(experts)
+            home[table[rank, at]] = rank
+    share, only = rng.choice([0.0, 0.5, 1.0]), int(rng.integers(len(home)))
+    for rank in range(num_ranks):
+        away = [e for e in rng.permutation(len(home)).tolist() if home[e] != rank]
+        if one_expert:
+            away, share = [only] if home[only] != rank else [], 1.0
+        for at in range(homes[rank], homes[rank] + rng.integers(0, 5)):
+            if away and rng.random() < share:  # else the slot is empty, also before others
+                table[rank, at] = away.pop()
+    return Placement(home=home, table=table)
+
+
+def _copies(placement: Placement) -> list[Copy]:
+    """Every replica, by expert, then rank: own experts and replica slots are counted from 0 on every rank."""
+    table, found = placement.table.tolist(), []
+    for expert, home in enumerate(placement.home.tolist()):
+        for rank in range(len(table)):
+            slots_before = 0
+            for held in table[rank]:
+                is_home = held != EMPTY and placement.home[held] == rank
+                if held == expert and not is_home:
+                    index = [e for e in table[home] if e != EMPTY and placement.home[e] == home].index(expert)
+                    found.append(Copy(home, index, rank, slots_before))
+                slots_before += not is_home
+    return found
+
+
+@pytest.mark.parametrize("one_expert", [False, True], ids=["any", "of one expert"])
+@pytest.mark.parametrize("seed", range(30))
+def test_random_placements(seed: int, one_expert: bool) -> None:
+    """Every rank derives the same copies; what is late is what the earlier placement lacks."""
+    rng = np.random.default_rng(seed)
+    placement = _placement(rng, one_expert=one_expert)
+    drop = np.array([[e != EMPTY and placement.home[e] != r for e in row] for r, row in enumerate(placement.table)])
+    table = np.where(drop & (rng.random(placement.table.shape) < 0.5), EMPTY, placement.table)
+    before = Placement(home=placement.home.copy(), table=table)
+    expected, early = _copies(placement), _copies(before)
+    for rank in range(placement.num_ranks):
+        plan, earlier = TransferPlan.from_placement(placement, rank), TransferPlan.from_placement(before, rank)
+        assert (plan.rank, plan.copies, earlier.copies) == (rank, tuple(expected), tuple(early))
+        assert all(type(number) is int for copy in plan.copies for number in copy), "no numpy integers in errors"
+        assert plan.without(earlier).copies == tuple(copy for copy in expected if copy not in early)
+        assert earlier.without(plan).copies == ()
 
 
 def test_chunks_lie_aligned_and_apart() -> None:
