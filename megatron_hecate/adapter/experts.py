@@ -132,8 +132,8 @@ class PhysicalExperts:
             self.delayed.clear()
             self.grouped.drop_delayed()
 
-    def compute_with(self, plan: TransferPlan) -> None:
-        """The coming forward has the replicas of ``plan``: each iteration makes its own."""
+    def compute_with(self, plan: TransferPlan | None) -> None:
+        """The coming forward has the replicas of ``plan``, which each iteration makes anew, or none."""
         if self._plan is not plan:
             self._plan = plan
             self.drop_quantized(0)
@@ -175,7 +175,7 @@ class FSSDPExperts:
         physical = self.physical
         physical.num_tokens = hidden_states.shape[0]
         if (replicas := physical.replicas) is None:
-            physical.drop_quantized(0)
+            physical.compute_with(None)
             if len(tokens_per_expert) > physical.num_homes:  # slots follow, without tokens
                 tokens_per_expert = tokens_per_expert[: physical.num_homes]
             return super().forward(hidden_states, tokens_per_expert, probs, *rest, **kwargs)

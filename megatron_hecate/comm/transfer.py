@@ -196,9 +196,9 @@ def wait_collective(
         TransferError: naming ``label`` and the ranks of the group, when one dies or does not take part in time.
     """
     start = time.monotonic()
-    expected = f"expected all of ranks {dist.get_process_group_ranks(group)} (in the job)"
     try:
         if tensor.is_cuda:
+            expected = _expected_ranks(group)
             under_way.note([work], f"{label}: {what} on rank {group.rank()} of {group.size()}, {expected}")
             work.wait()
         else:
@@ -206,8 +206,16 @@ def wait_collective(
     except RuntimeError as error:
         raise TransferError(
             f"{label}: {what} failed on rank {group.rank()} of {group.size()} after {time.monotonic() - start:.1f} s "
-            f"(timeout {timeout:g} s): {expected}, one died, hangs, or did not take part. Cause: {error}"
+            f"(timeout {timeout:g} s): {_expected_ranks(group)}, one died, hangs, or did not take part. Cause: {error}"
         ) from error
+
+
+def _expected_ranks(group: dist.ProcessGroup) -> str:
+    """Name the ranks of ``group``, which may have been destroyed while its last works were under way."""
+    try:
+        return f"expected all of ranks {dist.get_process_group_ranks(group)} (in the job)"
+    except KeyError:
+        return f"expected all of {group.size()} ranks of a group that has been destroyed"
 
 
 def has_one_queue() -> bool:

@@ -45,7 +45,8 @@ class CopyCost:
     scatters: bool = True
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
+        # not `asdict`, which copies: a cost is made for each layer in each iteration
+        for name, value in vars(self).items():
             if value is not None and not value >= 0:
                 raise ValueError(f"{name}={value} must be 0 or more")
         if max(self.contention, self.out) > 1:

@@ -86,3 +86,21 @@ def test_what_ranks_measure_travels_with_the_loads() -> None:
         monitor.computed(0, 3, None)
     monitor.finish_reduce()
     assert taken[1:] == [([[0, 12]], [21])]
+
+
+@ranks(2)
+def test_a_sum_is_read_after_its_group_is_destroyed() -> None:
+    """Megatron destroys process groups when training has ended; a record is written after that. And a look at the sum
+    from another thread gives what `read` does."""
+    group = dist.new_group([0, 1])
+    monitor = LoadMonitor((1, 2), group, timeout=30)
+    monitor.count(0, torch.tensor([1, 2]))
+    assert monitor.start_reduce() and not monitor.start_reduce()
+    look = monitor.peek()
+    while (seen := look()) is None:
+        pass
+    assert seen[0].tolist() == [[2, 4]]
+    dist.barrier()
+    dist.destroy_process_group(group)
+    assert monitor.collect_ready()
+    assert monitor.history.last.tolist() == [[2, 4]]
