@@ -42,7 +42,7 @@ from megatron_hecate.routing.tables import GroupShape, HolderOrder  # noqa: E402
 from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
 
 RANKS, PER_NODE = 64, 8
-PASSES = ("rounds", "labels", "raises", "takes", "offers", "accepts", "given back", "barriers")
+PASSES = ("rounds", "labels", "raises", "pushes", "accepts", "walked", "barriers")
 CHAIN = np.array([300, 290, 300, 470, 970, 500, 600, 0])
 INSTRUCTIONS = np.array([160, 100, 130, 165, 105, 120, 80, 0])
 OTHER_WARPS: int = 3  # of a scheduler: 512 threads are 16 warps, on 4 schedulers

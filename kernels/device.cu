@@ -53,12 +53,7 @@ struct Device {
     return value;
   }
   FSSDP_FN void walks(i32) const {}
-  // Near 1 / value: a first guess of 20 bits, and one step of Newton's method, where a division takes ten times as long.
-  FSSDP_FN double inverse(double value) const {
-    double guess;
-    asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(guess) : "d"(value));
-    return guess * (2.0 - value * guess);
-  }
+  FSSDP_FN float inverse(float value) const { return __frcp_rn(value); }
   FSSDP_FN void mark(i32* at, i32 value) const { *(volatile i32*)at = value; }
   FSSDP_FN void begins(Pass) const {}
   FSSDP_FN void pause() const { __nanosleep(64); }

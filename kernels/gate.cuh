@@ -88,28 +88,23 @@ FSSDP_FN Int positive(Int a) { return a > 0 ? a : 0; }
 template <class Int>
 FSSDP_FN Int magnitude(Int a) { return a < 0 ? -a : a; }
 
-// Deals numbers of tokens out along [0, whole), where whole is above 0.
+// Deals numbers of tokens out along [0, whole), where whole is above 0: all of them, and nearly in proportion. Of 24 bits,
+// and the same on all devices: products and the inverse are rounded to the nearest, and there is no sum to contract.
 template <class Int, class Thread>
 struct Deal {
   Int whole;
-  double inverse;  // near 1 / whole: one division serves many shares
-  FSSDP_FN Deal(Thread& th, Int whole) : whole(whole), inverse(th.inverse((double)whole)) {}
+  float inverse;  // one division serves many shares
+  FSSDP_FN Deal(Thread& th, Int whole) : whole(whole), inverse(th.inverse((float)whole)) {}
 
-  // amount * part / whole, rounded down, for 0 <= part <= whole. The estimate is off by little, so the remainder is
-  // right although products of 64 bits wrap.
+  // Near amount * part / whole, for 0 <= part <= whole; never less for a greater part.
   FSSDP_FN Int share(Int amount, Int part) const {
-    i64 quotient = (i64)((double)amount * ((double)part * inverse));
-    i64 rest = (i64)((u64)amount * (u64)part - (u64)quotient * (u64)whole);
-    FSSDP_ROLLED
-    for (; rest < 0; rest += whole) --quotient;
-    FSSDP_ROLLED
-    for (; rest >= whole; rest -= whole) ++quotient;
-    return (Int)quotient;
+    const float near = (float)amount * ((float)part * inverse);
+    // A float may exceed the largest Int by one.
+    const Int below = sizeof(Int) == sizeof(i32) ? (Int)least((u32)near, (u32)amount) : (Int)least((u64)near, (u64)amount);
+    return part == whole ? amount : below;
   }
   // What falls to the stretch [before, before + own).
-  FSSDP_FN Int part(Int amount, Int before, Int own) const {
-    return amount == 0 ? 0 : share(amount, before + own) - share(amount, before);
-  }
+  FSSDP_FN Int part(Int amount, Int before, Int own) const { return share(amount, before + own) - share(amount, before); }
 };
 
 }  // namespace fssdp

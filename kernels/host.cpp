@@ -82,7 +82,7 @@ class Host {
   Int sum(Int value) const {
     return value;
   }
-  double inverse(double value) const { return 1.0 / value; }
+  float inverse(float value) const { return 1.0f / value; }
   bool any(bool value) const { return value; }
   void mark(i32* at, i32 value) const { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
   void begins(Pass) const {}

@@ -309,9 +309,9 @@ struct Quotas {
     th.all(true);
   }
 
-  FSSDP_FN Int may_leave(i32 c) const {
-    if (c < 0 || w.way[c] == NO_WAY) return 0;
-    return local && w.way[c] == ANYWHERE ? least(w.served[c], w.surplus[c]) : w.served[c];
+  FSSDP_FN Int may_leave(i32 c, i32 way) const {
+    if (way == NO_WAY) return 0;
+    return local && way == ANYWHERE ? least(w.served[c], w.surplus[c]) : w.served[c];
   }
 
   // What comes to a holder of a rank at `pushes`: its part of what the push before took from the holders of its expert one
@@ -341,11 +341,13 @@ struct Quotas {
     return sum;
   }
 
-  // Ranks at `pushes` get what was taken for them, and let go what they have above the level out of what they serve: first
-  // what stays on its node. `before`: the push before took something. False: there is nothing to let go.
+  // Ranks at `pushes` get what was taken for them. What they then have above the level they let go out of what they serve:
+  // first what stays on its node. Ranks below the level, at 0, accept no more than they have room for. `before`: the push
+  // before took something. False: no rank had anything above the level.
   FSSDP_FN bool push(i32 pushes, bool before) {
-    th.begins(PUSH);
-    ++pushed;
+    th.begins(pushes ? PUSH : ACCEPT);
+    const i32 last = pushed;
+    if (pushes) ++pushed;
     bool none = true;
     FSSDP_ROLLED
     for (i32 r = th.team(); r < ranks_end(); r += th.teams()) {
@@ -356,61 +358,37 @@ struct Quotas {
       for (i32 n = th.lane(); mine && n < h.most_shared; n += th.lanes()) {
         const i32 c = shared_in(r, n);
         if (c < 0) break;
-        if (before) w.served[c] += coming(c, pushes, pushed - 1);
-        load += w.served[c];
-        if (w.way[c] == IN_NODE) inside += w.served[c];
+        const Int here = (before ? coming(c, pushes, last) : 0) + (pushes ? w.served[c] : 0);
+        (pushes ? w.served : w.accepted)[c] = here;
+        load += here;
+        if (pushes && w.way[c] == IN_NODE) inside += here;
       }
       load = th.sum(load);
       inside = th.sum(inside);
-      const Int above = mine ? positive(w.base[r] + load - level) : 0;
+      const Int above = mine ? positive((pushes ? w.base : w.load)[r] + load - level) : 0;
       none = none && !above;
       Running<Int> near = {0}, far = {0};
       FSSDP_ROLLED
       for (i32 n = th.lane(); n < shared_end(); n += th.lanes()) {
-        const i32 c = mine ? shared_in(r, n) : -1, way = c < 0 ? (i32)NO_WAY : w.way[c];
-        const Int most = may_leave(c), of_near = way == IN_NODE ? most : 0, of_far = most - of_near;
+        const i32 c = mine ? shared_in(r, n) : -1, way = c < 0 || !pushes ? (i32)NO_WAY : w.way[c];
+        const Int most = may_leave(c, way), of_near = way == IN_NODE ? most : 0;
+        const Int of_far = c >= 0 && !pushes ? w.accepted[c] : most - of_near;
         const Int upto_near = near.upto(th, of_near), upto_far = far.upto(th, of_far);
         if (c < 0) continue;
-        const Int ahead = way == IN_NODE ? upto_near - most : inside + upto_far - most;
-        const Int taken = least(most, positive(above - ahead));
-        w.taken[c] = way == IN_NODE ? -taken : taken;
-        w.served[c] -= taken;
-        if (taken) th.mark(w.leaving + pushed % 2 * g.experts + h.expert[c], pushed);
+        if (pushes) {
+          const Int ahead = way == IN_NODE ? upto_near - most : inside + upto_far - most;
+          const Int taken = least(most, positive(above - ahead));
+          w.taken[c] = way == IN_NODE ? -taken : taken;
+          w.served[c] -= taken;
+          if (taken) th.mark(w.leaving + pushed % 2 * g.experts + h.expert[c], pushed);
+        } else {
+          const Int fits = Deal<Int, Thread>(th, load).part(load - above, upto_far - of_far, of_far);
+          w.accepted[c] = above ? least(of_far, fits) : of_far;
+          w.served[c] += w.accepted[c];
+        }
       }
     }
     return !th.all(none);
-  }
-
-  // Ranks below the level accept as much as they have room for. True: that was all.
-  FSSDP_FN bool accept() {
-    th.begins(ACCEPT);
-    bool whole = true;
-    FSSDP_ROLLED
-    for (i32 r = th.team(); r < ranks_end(); r += th.teams()) {
-      const bool mine = r < g.ranks && w.depth[r] == 0;
-      if (!th.warp_any(mine)) continue;
-      const Int room = mine ? level - w.load[r] : 0;
-      Int all = 0;
-      FSSDP_ROLLED
-      for (i32 n = th.lane(); mine && n < h.most_shared; n += th.lanes()) {
-        const i32 c = shared_in(r, n);
-        if (c < 0) break;
-        w.accepted[c] = coming(c, 0, pushed);
-        all += w.accepted[c];
-      }
-      all = th.sum(all);
-      whole = whole && all <= room;
-      Running<Int> part = {0};
-      FSSDP_ROLLED
-      for (i32 n = th.lane(); n < shared_end(); n += th.lanes()) {
-        const i32 c = mine ? shared_in(r, n) : -1;
-        const Int own = c >= 0 ? w.accepted[c] : 0, upto = part.upto(th, own);
-        if (own == 0) continue;
-        if (all > room) w.accepted[c] = Deal<Int, Thread>(th, all).part(room, upto - own, own);
-        w.served[c] += w.accepted[c];
-      }
-    }
-    return th.all(whole);
   }
 
   // False: Int is too small.
@@ -436,11 +414,11 @@ struct Quotas {
       }
       bool moved = false, took = false;
       FSSDP_ROLLED
-      for (i32 pushes = deepest; pushes > 0; --pushes) {
+      for (i32 pushes = deepest; pushes > 0 || (pushes == 0 && took); --pushes) {
         took = push(pushes, took);
         moved = moved || took;
+        returning = took && pushes == 0;
       }
-      if (took) returning = !accept();
       if (!moved) local = false;
     }
     return true;
