@@ -7,14 +7,15 @@ as one layer of 256 experts, and drawn ones (256 experts, log-normal popularity 
 `plan_replicas` puts into all slots from the forecast. Counted on the host, by the build that CPU ranks run; the GPU's
 kernel makes the same passes. Between two barriers, all threads make one *pass* over the ranks or the experts.
 
-The estimate is arithmetic, not a measurement, for 512 threads at 1.7 GHz, teams of 8 lanes, at most 8 physical experts
-per rank, 128 experts with replicas and 16 holders of an expert. A pass takes
+The estimate is arithmetic, not a measurement, for 256 threads at 1.7 GHz, and teams of 4 lanes. A pass takes
 
 * `CHAIN` cycles along the longest chain of dependent instructions of one thread: 30 for a load from shared memory, 24
-  for a shuffle, 80 for the inverse of a number, 100 for a share of tokens, 40 for a barrier (published measurements of
-  H100);
-* a cycle for each instruction of the three other warps of the same scheduler. `INSTRUCTIONS` are counted in the machine
-  code, without those for warps whose lanes have parted, and weighed by the part of the warps that have work.
+  for a shuffle, 50 for the inverse of a number, 50 for a share of tokens, 40 for a barrier (published measurements of
+  H100). Whole-number arithmetic and branches between them are left out. `CHAIN_MORE` where some rank has more than four
+  holders of experts with several, and `WALK` for every four holders that the longest walk over an expert's visits;
+* a cycle for each instruction of the other warp of the same scheduler. `INSTRUCTIONS` are counted in the machine code
+  of sm_90 between two barriers, without what few warps run (ends of unrolled loops, local moves), and weighed by the
+  part of the warps that have work; `WALK_INSTRUCTIONS` for every four holders.
 
 When the kernel starts, its code comes from the second-level cache: `FETCH_CYCLES` for each line of 128 bytes.
 """
@@ -42,14 +43,18 @@ from megatron_hecate.routing.tables import GroupShape, HolderOrder  # noqa: E402
 from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
 
 RANKS, PER_NODE = 64, 8
-PASSES = ("rounds", "labels", "raises", "takes", "offers", "accepts", "given back", "barriers")
-CHAIN = np.array([300, 290, 300, 470, 970, 500, 600, 0])
-INSTRUCTIONS = np.array([160, 100, 130, 165, 105, 120, 80, 0])
-OTHER_WARPS: int = 3  # of a scheduler: 512 threads are 16 warps, on 4 schedulers
+PASSES = ("rounds", "labels", "raises", "pushes", "accepts", "walked", "barriers")
+CHAIN = np.array([430, 370, 450, 610, 620])
+CHAIN_MORE = np.array([180, 150, 0, 410, 380])
+INSTRUCTIONS = np.array([200, 90, 60, 270, 300])
+WALK: int = 60
+WALK_INSTRUCTIONS: int = 60
+LANES: int = 4
+OTHER_WARPS: int = 1  # of a scheduler: 256 threads are 8 warps, on 4 schedulers
 # Tables from L2, counting 256 x 8 numbers, the even start, foreign tokens, and one source's parts at the end.
-CHAIN_BESIDE: int = 9500
-INSTRUCTIONS_BESIDE: int = 1300
-LINES: int = 270  # of code that is run, of 128 bytes
+CHAIN_BESIDE: int = 12000
+INSTRUCTIONS_BESIDE: int = 2600
+LINES: int = 300  # of code that is run, of 128 bytes
 FETCH_CYCLES: int = 60
 GHZ: float = 1.7
 LAUNCH_US: float = 3.0
@@ -93,13 +98,26 @@ def replays(counts: np.ndarray, slots: int, every: int) -> Iterator[tuple[np.nda
 
 
 def count_passes(loads: np.ndarray, placement: Placement, shape: GroupShape) -> np.ndarray:
-    """[8] int64, in the order of ``PASSES``."""
+    """[7] int64, in the order of ``PASSES``; walked: holders of the longest walk of each pass, together."""
     function = Kernels(torch.device("cpu")).function("fssdp_quotas_passes")
     passes = np.zeros(len(PASSES), np.int64)
     tables = (shape.table(), HolderOrder.of(placement, shape).table(shape), np.ascontiguousarray(loads, np.int32))
     memory = (np.empty(shape.work_size(1), np.int64), np.empty(shape.parts_size, np.int32), passes)
     function(*(ctypes.c_void_p(array.ctypes.data) for array in (*tables, *memory)))
     return passes
+
+
+def cycles(passes: np.ndarray, most_shared: int) -> tuple[float, float]:
+    """Along the chains, and for issue and fetch.
+
+    Args:
+        passes: as of `count_passes`.
+        most_shared: holders of one rank whose experts have further ones, at most.
+    """
+    made, walks = passes[:5], passes[5] / 4
+    chain = made @ (CHAIN + CHAIN_MORE * ((most_shared - 1) // LANES)) + WALK * walks + CHAIN_BESIDE
+    issued = made @ INSTRUCTIONS + WALK_INSTRUCTIONS * walks + INSTRUCTIONS_BESIDE
+    return chain, OTHER_WARPS * issued + LINES * FETCH_CYCLES
 
 
 def main() -> int:
@@ -120,17 +138,18 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|")
     for name, counts in cases.items():
         for slots in (1, 2):
-            passes, over = [], []
+            passes, over, took = [], [], []
             for loads, placement, shape in replays(counts, slots, every):
                 passes.append(count_passes(loads, placement, shape))
+                widest = int(HolderOrder.of(placement, shape).table(shape)[0])
+                took.append(cycles(passes[-1], max(widest, 1)))
                 tokens, order = quotas_of_all(loads, placement, shape)
                 largest = np.bincount(order.rank, weights=tokens.sum(axis=0)).max()
                 over.append(largest / largest_load(loads.sum(axis=0), placement))
             found = np.array(passes)
             mean, barriers = found.mean(axis=0), found[:, -1]
-            chain = found @ CHAIN + CHAIN_BESIDE
-            issue = OTHER_WARPS * (found @ INSTRUCTIONS + INSTRUCTIONS_BESIDE) + LINES * FETCH_CYCLES
-            waits, us = (cycles / GHZ / 1e3 + LAUNCH_US for cycles in (chain, chain + issue))
+            chain, beside = np.array(took).T
+            waits, us = (each / GHZ / 1e3 + LAUNCH_US for each in (chain, chain + beside))
             print(
                 f"| {name} | {slots} | {', '.join(f'{value:.1f}' for value in mean[:-1])} | {mean[-1]:.0f}, "
                 f"{np.percentile(barriers, 99):.0f}, {barriers.max()} | {np.mean(over):.5f}, "

@@ -12,33 +12,48 @@ struct Device {
   FSSDP_FN u32 block() const { return blockIdx.x; }
   FSSDP_FN u32 blocks() const { return gridDim.x; }
   FSSDP_FN bool all(bool value) const { return __syncthreads_and(value) != 0; }
-  // A team: lanes of one warp that work on one rank or expert.
-  enum { LANES = 8 };
+  // All lanes of a warp add up together, so that no code is needed for those that have parted.
+  enum { WARP = 32, ALL_LANES = -1 };
+  FSSDP_FN i32 warp_size() const { return WARP; }
+  FSSDP_FN i32 in_warp() const { return (i32)threadIdx.x % WARP; }
+  FSSDP_FN i32 warp() const { return (i32)threadIdx.x / WARP; }
+  FSSDP_FN i32 warps() const { return (i32)blockDim.x / WARP; }
+  template <class Int>
+  FSSDP_FN Int warp_sum(Int value) const { return sum_over<WARP>(value); }
+  FSSDP_FN bool warp_any(bool value) const { return __any_sync(ALL_LANES, value) != 0; }
+  // A team: lanes of one warp that work on one rank.
+  enum { LANES = 4 };
   FSSDP_FN i32 lanes() const { return LANES; }
   FSSDP_FN i32 lane() const { return (i32)threadIdx.x % LANES; }
   FSSDP_FN i32 team() const { return (i32)threadIdx.x / LANES; }
   FSSDP_FN i32 teams() const { return (i32)blockDim.x / LANES; }
-  FSSDP_FN u32 mask() const { return 0xffu << (threadIdx.x % 32 / LANES * LANES); }
+  FSSDP_FN i32 warp_teams() const { return WARP / LANES; }
   // The sum of this lane's value and those of the lanes before it.
   template <class Int>
   FSSDP_FN Int scan(Int value) const {
     FSSDP_UNROLL
     for (int by = 1; by < LANES; by *= 2) {
-      const Int other = __shfl_up_sync(mask(), value, by, LANES);
+      const Int other = __shfl_up_sync(ALL_LANES, value, by, LANES);
       if (lane() >= by) value += other;
     }
     return value;
   }
   // The value of the last lane.
   template <class Int>
-  FSSDP_FN Int last(Int value) const { return __shfl_sync(mask(), value, LANES - 1, LANES); }
-  FSSDP_FN bool any(bool value) const { return __any_sync(mask(), value) != 0; }
-  // Near 1 / value: a first guess of 20 bits, and one step of Newton's method, where a division takes ten times as long.
-  FSSDP_FN double inverse(double value) const {
-    double guess;
-    asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(guess) : "d"(value));
-    return guess * (2.0 - value * guess);
+  FSSDP_FN Int last(Int value) const { return __shfl_sync(ALL_LANES, value, LANES - 1, LANES); }
+  template <class Int>
+  FSSDP_FN Int sum(Int value) const { return sum_over<LANES>(value); }
+  FSSDP_FN bool any(bool value) const {
+    return (__ballot_sync(ALL_LANES, value) >> (in_warp() / LANES * LANES) & ((1u << LANES) - 1)) != 0;
   }
+  template <int N, class Int>
+  FSSDP_FN Int sum_over(Int value) const {
+    FSSDP_UNROLL
+    for (int by = N / 2; by > 0; by /= 2) value += __shfl_xor_sync(ALL_LANES, value, by);
+    return value;
+  }
+  FSSDP_FN void walks(i32) const {}
+  FSSDP_FN float inverse(float value) const { return __frcp_rn(value); }
   FSSDP_FN void mark(i32* at, i32 value) const { *(volatile i32*)at = value; }
   FSSDP_FN void begins(Pass) const {}
   FSSDP_FN void pause() const { __nanosleep(64); }
@@ -127,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(96) fssdp_synchronize(const fssdp::
 }
 
 // After the gate. One block.
-extern "C" __global__ void __launch_bounds__(512, 1)
+extern "C" __global__ void __launch_bounds__(256, 1)
     fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, unsigned shared_bytes, int own,
                  int rank, int* parts) {
   extern __shared__ long long shared[];

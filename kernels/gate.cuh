@@ -35,22 +35,20 @@ FSSDP_FN i32 sources_end(const Group& g, i32 rank) { return g.first_source[g.pla
 
 // The placement: written anew whenever replicas change. R * P bounds the number of holders.
 struct Holders {
-  i32 shared;            // experts with more than one holder
+  i32 most_shared;       // holders of one rank whose experts have further holders: the most there are
   const i32* begin;      // [E + 1] an expert's first holder
-  const i32* shared_at;  // [E] those experts
   const i32* expert;     // [R * P] of a holder
   const i32* rank;       // [R * P] of a holder
   const i32* physical;   // [R * P] of a holder: rank * P + slot
   const i32* held;       // [R * P] the holder of each physical expert, or -1: an empty slot
-  const i32* shared_held;    // [R * P] the same, -1 also where an expert has no other holder
+  const i32* shared_held;    // [R * P] of each rank those whose experts have further holders, in order, then -1
   const i32* stretch_begin;  // [R * P] of a holder: the first of its stretch
   const i32* stretch_end;    // [R * P] and one more than the last
 };
 FSSDP_FN Holders holders_at(const i32* at, const Group& g) {
   const i32 most = g.ranks * g.per_rank;
-  Holders h = {at[0], at + 1, 0, 0, 0, 0, 0, 0, 0, 0};
-  h.shared_at = h.begin + g.experts + 1;
-  h.expert = h.shared_at + g.experts;
+  Holders h = {at[0], at + 1, 0, 0, 0, 0, 0, 0, 0};
+  h.expert = h.begin + g.experts + 1;
   h.rank = h.expert + most;
   h.physical = h.rank + most;
   h.held = h.physical + most;
@@ -59,7 +57,7 @@ FSSDP_FN Holders holders_at(const i32* at, const Group& g) {
   h.stretch_end = h.stretch_begin + most;
   return h;
 }
-FSSDP_FN i32 holders_size(const Group& g) { return 2 + 2 * g.experts + 7 * g.ranks * g.per_rank; }
+FSSDP_FN i32 holders_size(const Group& g) { return 2 + g.experts + 7 * g.ranks * g.per_rank; }
 FSSDP_FN i32 node_of(const Group& g, const Holders& h, i32 holder) { return g.node[h.rank[holder]]; }
 
 // What one source's tokens do: of those for an expert, in order, [0, last) go to its first holder, the next, up to its
@@ -87,29 +85,26 @@ template <class Int>
 FSSDP_FN Int least(Int a, Int b) { return a < b ? a : b; }
 template <class Int>
 FSSDP_FN Int positive(Int a) { return a > 0 ? a : 0; }
+template <class Int>
+FSSDP_FN Int magnitude(Int a) { return a < 0 ? -a : a; }
 
-// Deals numbers of tokens out along [0, whole), where whole is above 0.
+// Deals numbers of tokens out along [0, whole), where whole is above 0: all of them, and nearly in proportion. Of 24 bits,
+// and the same on all devices: products and the inverse are rounded to the nearest, and there is no sum to contract.
 template <class Int, class Thread>
 struct Deal {
   Int whole;
-  double inverse;  // near 1 / whole: one division serves many shares
-  FSSDP_FN Deal(Thread& th, Int whole) : whole(whole), inverse(th.inverse((double)whole)) {}
+  float inverse;  // one division serves many shares
+  FSSDP_FN Deal(Thread& th, Int whole) : whole(whole), inverse(th.inverse((float)whole)) {}
 
-  // amount * part / whole, rounded down, for 0 <= part <= whole. The estimate is off by little, so the remainder is
-  // right although products of 64 bits wrap.
+  // Near amount * part / whole, for 0 <= part <= whole; never less for a greater part.
   FSSDP_FN Int share(Int amount, Int part) const {
-    i64 quotient = (i64)((double)amount * ((double)part * inverse));
-    i64 rest = (i64)((u64)amount * (u64)part - (u64)quotient * (u64)whole);
-    FSSDP_ROLLED
-    for (; rest < 0; rest += whole) --quotient;
-    FSSDP_ROLLED
-    for (; rest >= whole; rest -= whole) ++quotient;
-    return (Int)quotient;
+    const float near = (float)amount * ((float)part * inverse);
+    // A float may exceed the largest Int by one.
+    const Int below = sizeof(Int) == sizeof(i32) ? (Int)least((u32)near, (u32)amount) : (Int)least((u64)near, (u64)amount);
+    return part == whole ? amount : below;
   }
   // What falls to the stretch [before, before + own).
-  FSSDP_FN Int part(Int amount, Int before, Int own) const {
-    return amount == 0 ? 0 : share(amount, before + own) - share(amount, before);
-  }
+  FSSDP_FN Int part(Int amount, Int before, Int own) const { return share(amount, before + own) - share(amount, before); }
 };
 
 }  // namespace fssdp

@@ -55,7 +55,17 @@ class Host {
   u32 count() const { return threads_; }
   u32 block() const { return block_; }
   u32 blocks() const { return blocks_; }
-  // Teams have one lane.
+  // Warps and teams have one lane.
+  i32 warp_size() const { return 1; }
+  i32 in_warp() const { return 0; }
+  i32 warp() const { return (i32)id_; }
+  i32 warps() const { return (i32)threads_; }
+  template <class Int>
+  Int warp_sum(Int value) const {
+    return value;
+  }
+  bool warp_any(bool value) const { return value; }
+  i32 warp_teams() const { return 1; }
   i32 lanes() const { return 1; }
   i32 lane() const { return 0; }
   i32 team() const { return (i32)id_; }
@@ -68,10 +78,15 @@ class Host {
   Int last(Int value) const {
     return value;
   }
-  double inverse(double value) const { return 1.0 / value; }
+  template <class Int>
+  Int sum(Int value) const {
+    return value;
+  }
+  float inverse(float value) const { return 1.0f / value; }
   bool any(bool value) const { return value; }
   void mark(i32* at, i32 value) const { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
   void begins(Pass) const {}
+  void walks(i32) const {}
   bool all(bool value) {
     stall();
     return barrier_.all(value);
@@ -125,18 +140,22 @@ class Host {
   Barrier& barrier_;
 };
 
-// Counts the passes of the quotas, and the barriers.
+// Counts the passes of the quotas, the holders of the longest walk in each pass, together, and the barriers.
 class Counter : public Host {
  public:
   Counter(const Host& th, i64* passes) : Host(th), passes_(passes) {}
   void begins(Pass pass) { ++passes_[pass]; }
   bool all(bool value) {
-    ++passes_[PASSES];
+    passes_[PASSES] += longest_;
+    longest_ = 0;
+    ++passes_[PASSES + 1];
     return Host::all(value);
   }
+  void walks(i32 holders) { longest_ = longest_ > holders ? longest_ : holders; }
 
  private:
   i64* passes_;
+  i32 longest_ = 0;
 };
 
 // One rank's grid, in which every thread calls `kernel`; returns when all have ended.
@@ -213,7 +232,8 @@ int fssdp_quotas_of_all(const int* group, const int* holders, const int* loads, 
   return bits == 32 ? fssdp::quotas_of_all<int>(group, holders, loads, work, parts)
                     : fssdp::quotas_of_all<long long>(group, holders, loads, work, parts);
 }
-// passes: [PASSES + 1], zero at first: how often each was made, and how many barriers there were.
+// passes: [PASSES + 2], zero at first: how often each was made, the holders that the longest walks of all passes visited,
+// and how many barriers there were.
 void fssdp_quotas_passes(const int* group, const int* holders, const int* loads, long long* work, int* parts,
                          long long* passes) {
   const auto kernel = [&](fssdp::Host& host) {

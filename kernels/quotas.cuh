@@ -10,10 +10,12 @@
 // 3. Where no rank above the level reaches one below it, the ranks that cannot share their load equally among
 //    themselves at best: this is the new level (a cut; Dinkelbach's method finds the tightest in few rounds).
 //
-// One block. A *team* of lanes takes a rank or an expert at a time. Whatever one thread writes and another reads has a
-// barrier between (`all`); how many there are is what the time depends on: bench/quota_steps.py counts them. Loops are
-// not unrolled except where loads would wait for each other: the code of all passes has to stay in the instruction
-// cache, since each runs many times.
+// One block. A *team* of lanes takes a rank at a time, a lane one of its holders. A holder's lane looks up itself what
+// leaves the other holders of its expert, so that one pass both brings tokens to ranks and takes others from them. The
+// lanes of a warp add up together: all teams of a warp come to a sum, or none (`ranks_end`). Whatever one thread writes and
+// another reads has a barrier between (`all`); how many there are is what the time depends on: bench/quota_steps.py counts
+// them. Loops are not unrolled except where loads would wait for each other: the code of all passes has to stay in the
+// instruction cache, since each runs many times.
 //
 // Int is the type of numbers of tokens: 32 bits, with all tables and working arrays in shared memory; or 64 bits in global
 // memory, where shared memory is too small, or a level on all ranks is 2^31 tokens and more. Both give the same numbers.
@@ -25,26 +27,29 @@ namespace fssdp {
 enum { LOCAL_ROUNDS = 3, MAX_ROUNDS = 256, MAX_DEPTH = 4096 };  // MAX_DEPTH: distances looked at, over all rounds
 enum { SLACK = 4096 };  // the level may lie a part in SLACK above the least possible: it saves rounds
 enum { FAR = 1 << 30 };
-// Passes over ranks or experts, each with a barrier behind it; a policy may count them (`begins`).
-enum Pass { ROUND, LABEL, RAISE, TAKE, OFFER, ACCEPT, GIVE_BACK, PASSES };
+// Passes over ranks, each with a barrier behind it; a policy may count them (`begins`).
+enum Pass { ROUND, LABEL, RAISE, PUSH, ACCEPT, PASSES };
 enum { NO_WAY = 0, IN_NODE = 1, ANYWHERE = 2 };
 
 template <class Int>
 struct Work {
-  Int* by_node;  // [K, E] tokens that start on a node
-  Int* served;   // [C] tokens that a holder serves
-  Int* taken;    // [C] of them, leaving in this push; at the end those that start on the holder's rank
-  Int* weight;   // [C] of the holder among those that this push may reach: the room of its rank, or 1
-  Int* offered;  // [C] coming in this push
-  Int* surplus;  // [C] tokens of the holder's stretch that do not start on its node
-  Int* base;     // [R] tokens of experts with one holder
-  Int* load;     // [R]
-  i64* partial;  // [threads]
-  i32* depth;    // [2, R] pushes to a rank below the level: as of this label and the one before, in turns
-  i32* way;      // [C] whether the holder's tokens can leave by a push from its rank, and how far
-  i32* near;     // [2, E] the label, by its number in the whole run, that one of the expert's ranks got last
-  i32* near_in;  // [2, C] the same of one of the ranks of a stretch, by its first holder
-  i32* leaving;  // [E] the push, by its number in the whole run, in which tokens of the expert left a rank last
+  Int* by_node;   // [K, E] tokens that start on a node
+  Int* served;    // [C] tokens that a holder serves
+  Int* taken;     // [C] of them, leaving by the last push of its rank, below zero: on its node; first the even start, at
+                  // the end those that start on the holder's rank
+  Int* room;      // [C] below the level, of the holder's rank, where it is below
+  Int* accepted;  // [C] of what came to it, where its rank is below the level
+  Int* surplus;   // [C] tokens of the holder's stretch that do not start on its node, where its way is ANYWHERE
+  Int* base;      // [R] tokens of experts with one holder
+  Int* load;      // [R]
+  i64* partial;   // [threads]
+  i32* depth;     // [R] pushes from a rank to one below the level
+  i32* label;     // [2, C] the same of the holder's rank, in this round and the one before, in turns
+  i32* way;       // [C] whether the holder's tokens can leave by a push from its rank, and how far
+  i32* near;      // [2, E] the label, by its number in the whole run, that one of the expert's ranks got last
+  i32* near_in;   // [2, C] the same of one of the ranks of a stretch, by its first holder
+  i32* leaving;   // [2, E] the push, by its number in the whole run, in which tokens of the expert left a rank last
+  i32* found;     // [2] the last label, by its number, that a rank got
 };
 // `at`: aligned to 8 bytes.
 template <class Int>
@@ -55,16 +60,18 @@ FSSDP_FN Work<Int> work_at(i64* at, const Group& g, u32 threads) {
   w.by_node = (Int*)(w.partial + threads);
   w.served = w.by_node + (i64)g.nodes * g.experts;
   w.taken = w.served + most;
-  w.weight = w.taken + most;
-  w.offered = w.weight + most;
-  w.surplus = w.offered + most;
+  w.room = w.taken + most;
+  w.accepted = w.room + most;
+  w.surplus = w.accepted + most;
   w.base = w.surplus + most;
   w.load = w.base + g.ranks;
   w.depth = (i32*)(w.load + g.ranks);
-  w.way = w.depth + 2 * g.ranks;
+  w.label = w.depth + g.ranks;
+  w.way = w.label + 2 * most;
   w.near = w.way + most;
   w.near_in = w.near + 2 * g.experts;
   w.leaving = w.near_in + 2 * most;
+  w.found = w.leaving + 2 * g.experts;
   return w;
 }
 
@@ -75,31 +82,28 @@ struct Quotas {
   const Holders& h;
   const Work<Int>& w;
   Int level;
-  bool local;        // tokens leave a node only if they do not start there
-  const i32* depth;  // [R] the last labels
-  i32 labels;        // passes that gave ranks a label, in all rounds
-  i32 pushed;        // and those that took tokens from ranks
+  bool local;     // tokens leave a node only if they do not start there
+  bool returning;  // not all that the last push took was accepted
+  i32 round;
+  i32 labels;  // passes that gave ranks a label, in all rounds
+  i32 pushed;  // and those that took tokens from ranks
 
   FSSDP_FN bool is_shared(i32 expert) const { return h.begin[expert + 1] - h.begin[expert] > 1; }
-  // The shared holder in a rank's slot, or -1.
-  FSSDP_FN i32 shared_in(i32 rank, i32 slot) const {
-    return slot < g.per_rank ? h.shared_held[rank * g.per_rank + slot] : -1;
+  // The n-th shared holder of a rank, or -1.
+  FSSDP_FN i32 shared_in(i32 rank, i32 n) const {
+    return n < h.most_shared ? h.shared_held[rank * g.per_rank + n] : -1;
   }
   FSSDP_FN Int total(i32 expert) const {
     Int sum = 0;
-    FSSDP_ROLLED
+    FSSDP_UNROLL_4
     for (i32 k = 0; k < g.nodes; ++k) sum += w.by_node[(i64)k * g.experts + expert];
     return sum;
   }
-  // All lanes of a team go through a loop as often as one of them.
-  FSSDP_FN i32 padded(i32 begin, i32 end) const {
-    return begin + (end - begin + th.lanes() - 1) / th.lanes() * th.lanes();
-  }
-  FSSDP_FN i32 slots() const { return padded(0, g.per_rank); }
-  template <class Number>
-  FSSDP_FN Number team_sum(Number value) const {
-    return th.last(th.scan(value));
-  }
+  // All teams of a warp go through a loop over ranks as often as one of them, and all lanes of a team through one over
+  // its holders.
+  FSSDP_FN i32 ranks_end() const { return (g.ranks + th.warp_teams() - 1) / th.warp_teams() * th.warp_teams(); }
+  FSSDP_FN i32 shared_end() const { return (h.most_shared + th.lanes() - 1) / th.lanes() * th.lanes(); }
+  FSSDP_FN i32* labels_of(i32 which) const { return w.label + which % 2 * g.ranks * g.per_rank; }
   FSSDP_FN Int level_of(Int tokens, Int ranks) const {
     const Int mean = (tokens + ranks - 1) / ranks;
     return mean + mean / SLACK;
@@ -121,13 +125,14 @@ struct Quotas {
       w.by_node[i] = (Int)sum;
       mine += sum;
     }
-    mine = team_sum(mine);
-    if (th.lane() == 0) w.partial[th.team()] = mine;
+    FSSDP_ROLLED
+    for (i32 i = th.id(); i < 4 * g.experts + 2 * g.ranks * g.per_rank + 2; i += th.count()) w.near[i] = 0;
+    mine = th.warp_sum(mine);
+    if (th.in_warp() == 0) w.partial[th.warp()] = mine;
     th.all(true);
     i64 all = 0;
-    FSSDP_ROLLED
-    for (i32 i = th.lane(); i < th.teams(); i += th.lanes()) all += w.partial[i];
-    all = team_sum(all);
+    FSSDP_UNROLL_4
+    for (i32 i = 0; i < th.warps(); ++i) all += w.partial[i];
     if (sizeof(Int) == sizeof(i32) && all >= (1ll << 31)) return false;
     level = level_of((Int)all, g.ranks);
     return fits();
@@ -135,100 +140,114 @@ struct Quotas {
 
   FSSDP_FN void deal_local() {
     FSSDP_ROLLED
-    for (i32 i = th.id(); i < 3 * g.experts + 2 * g.ranks * g.per_rank; i += th.count()) w.near[i] = 0;
-    FSSDP_ROLLED
-    for (i32 c = th.id(); c < h.begin[g.experts]; c += th.count()) {
-      if (!is_shared(h.expert[c])) continue;
-      const Int tokens = w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
-      const i32 first = h.stretch_begin[c];
-      w.served[c] = Deal<Int, Thread>(th, h.stretch_end[c] - first).part(tokens, c - first, 1);
-    }
-    FSSDP_ROLLED
-    for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
-      Int sum = 0;
+    for (i32 r = th.team(); r < ranks_end(); r += th.teams()) {
+      Int base = 0, dealt = 0;
       FSSDP_ROLLED
-      for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
+      for (i32 slot = th.lane(); r < g.ranks && slot < g.per_rank; slot += th.lanes()) {
         const i32 c = h.held[r * g.per_rank + slot];
-        if (c >= 0 && !is_shared(h.expert[c])) sum += total(h.expert[c]);
+        if (c < 0) continue;
+        if (!is_shared(h.expert[c])) {
+          base += total(h.expert[c]);
+          continue;
+        }
+        const Int tokens = w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
+        const i32 first = h.stretch_begin[c];
+        w.taken[c] = Deal<Int, Thread>(th, h.stretch_end[c] - first).part(tokens, c - first, 1);
+        dealt += w.taken[c];
       }
-      sum = team_sum(sum);
-      if (th.lane() == 0) w.base[r] = sum;
+      base = th.sum(base);
+      dealt = th.sum(dealt);
+      if (th.lane() != 0 || r >= g.ranks) continue;
+      w.base[r] = base;
+      w.load[r] = base + dealt;
     }
     th.all(true);
-  }
-
-  // Each rank adds up what it serves.
-  FSSDP_FN Int add_up(i32 rank) {
-    Int sum = 0;
-    FSSDP_ROLLED
-    for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
-      const i32 c = shared_in(rank, slot);
-      if (c >= 0) sum += w.served[c];
-    }
-    sum = w.base[rank] + team_sum(sum);
-    if (th.lane() == 0) w.load[rank] = sum;
-    return sum;
   }
 
   FSSDP_FN void deal_foreign() {
     FSSDP_ROLLED
-    for (i32 r = th.team(); r < g.ranks; r += th.teams()) add_up(r);
-    th.all(true);
-    FSSDP_ROLLED
-    for (i32 i = th.team(); i < h.shared; i += th.teams()) {
-      const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
-      Running<Int> here = {0}, room = {0}, part = {0};
-      FSSDP_ROLLED
-      for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        here.upto(th, c < end ? w.served[c] : 0);
-        room.upto(th, c < end ? positive(level - w.load[h.rank[c]]) : 0);
+    for (i32 c = th.id(); c < h.begin[g.experts]; c += th.count()) {
+      const i32 expert = h.expert[c], begin = h.begin[expert], end = h.begin[expert + 1];
+      if (end - begin < 2) continue;
+      Int here = 0, room = 0, before = 0;
+      th.walks(end - begin);
+      FSSDP_UNROLL_4
+      for (i32 d = begin; d < end; ++d) {
+        const Int below = positive(level - w.load[h.rank[d]]);
+        here += w.taken[d];
+        room += below;
+        if (d < c) before += below;
       }
-      const Int foreign = total(expert) - here.before, all = room.before ? room.before : end - begin;
-      if (foreign == 0) continue;
-      const Deal<Int, Thread> deal(th, all);
-      FSSDP_ROLLED
-      for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        const Int own = c >= end ? 0 : room.before ? positive(level - w.load[h.rank[c]]) : 1;
-        const Int upto = part.upto(th, own);
-        if (c < end) w.served[c] += deal.part(foreign, upto - own, own);
-      }
+      const Int foreign = total(expert) - here;
+      const Deal<Int, Thread> deal(th, room ? room : end - begin);
+      const Int own = room ? positive(level - w.load[h.rank[c]]) : 1;
+      w.served[c] = w.taken[c] + deal.part(foreign, room ? before : c - begin, own);
     }
     th.all(true);
   }
 
   // A rank has got the newest label: its experts are near.
-  FSSDP_FN void mark(i32 rank) {
+  FSSDP_FN void mark(i32 rank, i32 pushes) {
     FSSDP_ROLLED
-    for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
-      const i32 c = shared_in(rank, slot);
-      if (c < 0) continue;
+    for (i32 n = th.lane(); n < h.most_shared; n += th.lanes()) {
+      const i32 c = shared_in(rank, n);
+      if (c < 0) break;
+      labels_of(round)[c] = pushes;
       // Several threads may write the same number there.
       th.mark(w.near + labels % 2 * g.experts + h.expert[c], labels);
       th.mark(w.near_in + labels % 2 * g.ranks * g.per_rank + h.stretch_begin[c], labels);
     }
   }
 
+  // What left a holder by the last push and was not accepted: it stays where it was.
+  FSSDP_FN Int given_back(i32 c) const {
+    const i32 expert = h.expert[c];
+    const i32* label = labels_of(round - 1);
+    if (w.leaving[pushed % 2 * g.experts + expert] != pushed || label[c] != 1) return 0;
+    Int all = 0, accepted = 0, before = 0;
+    th.walks(h.begin[expert + 1] - h.begin[expert]);
+    FSSDP_UNROLL_4
+    for (i32 d = h.begin[expert]; d < h.begin[expert + 1]; ++d) {
+      if (label[d] == 0) accepted += w.accepted[d];
+      const Int taken = label[d] == 1 ? magnitude(w.taken[d]) : 0;
+      all += taken;
+      if (d < c) before += taken;
+    }
+    return Deal<Int, Thread>(th, all).part(all - accepted, before, magnitude(w.taken[c]));
+  }
+
   // Begins a round: loads, and which ranks are below the level. False: no rank is above it.
   FSSDP_FN bool begin_round() {
     th.begins(ROUND);
     ++labels;
+    ++round;
     bool balanced = true;
     FSSDP_ROLLED
-    for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
-      const Int load = add_up(r);
+    for (i32 r = th.team(); r < ranks_end(); r += th.teams()) {
+      Int load = 0;
+      FSSDP_ROLLED
+      for (i32 n = th.lane(); r < g.ranks && n < h.most_shared; n += th.lanes()) {
+        const i32 c = shared_in(r, n);
+        if (c < 0) break;
+        if (returning) w.served[c] += given_back(c);
+        load += w.served[c];
+      }
+      load = th.sum(load);
+      if (r >= g.ranks) continue;
+      load += w.base[r];
+      if (th.lane() == 0) w.load[r] = load;
       if (th.lane() == 0) w.depth[r] = load < level ? 0 : FAR;
-      if (load < level) mark(r);
+      FSSDP_ROLLED
+      for (i32 n = th.lane(); n < h.most_shared; n += th.lanes()) {
+        const i32 c = shared_in(r, n);
+        if (c < 0) break;
+        labels_of(round)[c] = FAR;
+        w.room[c] = level - load;
+      }
+      if (load < level) mark(r, 0);
       balanced = balanced && load <= level;
     }
-    FSSDP_ROLLED
-    for (i32 c = th.id(); c < h.begin[g.experts]; c += th.count()) {
-      w.offered[c] = 0;
-      if (!local || !is_shared(h.expert[c])) continue;
-      Int sum = -w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
-      FSSDP_ROLLED
-      for (i32 d = h.stretch_begin[c]; d < h.stretch_end[c]; ++d) sum += w.served[d];
-      w.surplus[c] = sum;
-    }
+    returning = false;
     return !th.all(balanced);
   }
 
@@ -237,41 +256,41 @@ struct Quotas {
     const i32 before = labels - 1;
     if (w.near_in[before % 2 * g.ranks * g.per_rank + h.stretch_begin[c]] == before) return IN_NODE;
     if (w.near[before % 2 * g.experts + h.expert[c]] != before) return NO_WAY;
-    return !local || w.surplus[c] > 0 ? ANYWHERE : NO_WAY;
+    if (!local) return ANYWHERE;
+    Int sum = -w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
+    FSSDP_ROLLED
+    for (i32 d = h.stretch_begin[c]; d < h.stretch_end[c]; ++d) sum += w.served[d];
+    w.surplus[c] = sum;
+    return sum > 0 ? ANYWHERE : NO_WAY;
   }
 
   // Labels ranks whose tokens need so many pushes. `all`: every rank above the level has a label now. False: no new one.
   FSSDP_FN bool label(i32 pushes, bool& all) {
     th.begins(LABEL);
     ++labels;
-    const i32* before = w.depth + (pushes - 1) % 2 * g.ranks;
-    i32* after = w.depth + pushes % 2 * g.ranks;
-    bool none = true, mine = true;
+    bool mine = true;
     FSSDP_ROLLED
-    for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
-      i32 label = before[r];
-      if (label == FAR) {
-        bool found = false;
-        FSSDP_ROLLED
-        for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
-          const i32 c = shared_in(r, slot);
-          if (c < 0) continue;
-          w.way[c] = way_of(c);
-          found = found || (w.way[c] != NO_WAY && w.served[c] > 0);
-        }
-        if (th.any(found)) {
-          label = pushes;
-          none = false;
-          mark(r);
-        }
+    for (i32 r = th.team(); r < ranks_end(); r += th.teams()) {
+      const bool open = r < g.ranks && w.depth[r] == FAR;
+      if (!th.warp_any(open)) continue;
+      bool found = false;
+      FSSDP_ROLLED
+      for (i32 n = th.lane(); open && n < h.most_shared; n += th.lanes()) {
+        const i32 c = shared_in(r, n);
+        if (c < 0) break;
+        w.way[c] = way_of(c);
+        found = found || (w.way[c] != NO_WAY && w.served[c] > 0);
       }
-      if (th.lane() == 0) after[r] = label;
-      mine = mine && (label != FAR || w.load[r] <= level);
+      if (th.any(found)) {
+        mark(r, pushes);
+        if (th.lane() == 0) w.depth[r] = pushes;
+        if (th.lane() == 0) th.mark(w.found + labels % 2, labels);
+      } else if (open) {
+        mine = mine && w.load[r] <= level;
+      }
     }
-    depth = after;
-    const bool found = !th.all(none);
     all = th.all(mine);
-    return found;
+    return w.found[labels % 2] == labels;
   }
 
   // Some rank above the level reaches none below it: a higher level.
@@ -279,166 +298,107 @@ struct Quotas {
     th.begins(RAISE);
     Int tokens = 0, ranks = 0;
     FSSDP_ROLLED
-    for (i32 r = th.lane(); r < g.ranks; r += th.lanes())
-      if (depth[r] == FAR) {
+    for (i32 r = th.in_warp(); r < g.ranks; r += th.warp_size())
+      if (w.depth[r] == FAR) {
         tokens += w.load[r];
         ++ranks;
       }
-    tokens = team_sum(tokens);
-    const Int next = level_of(tokens, team_sum(ranks));
+    tokens = th.warp_sum(tokens);
+    const Int next = level_of(tokens, th.warp_sum(ranks));
     level = next > level ? next : level + 1;
     th.all(true);
   }
 
-  FSSDP_FN Int may_leave(i32 c) const {
-    if (c < 0 || w.way[c] == NO_WAY) return 0;
-    return local && w.way[c] == ANYWHERE ? least(w.served[c], w.surplus[c]) : w.served[c];
+  FSSDP_FN Int may_leave(i32 c, i32 way) const {
+    if (way == NO_WAY) return 0;
+    return local && way == ANYWHERE ? least(w.served[c], w.surplus[c]) : w.served[c];
   }
 
-  // Ranks at `pushes` accept what was offered, and take what they have above the level out of what they serve: first
-  // what stays on its node. False: there is none.
-  FSSDP_FN bool take(i32 pushes) {
-    th.begins(TAKE);
-    ++pushed;
+  // What comes to a holder of a rank at `pushes`: its part of what the push before took from the holders of its expert one
+  // push farther, on the same node or on all.
+  FSSDP_FN Int coming(i32 c, i32 pushes, i32 push) const {
+    const i32 expert = h.expert[c], first = h.stretch_begin[c], last = h.stretch_end[c];
+    if (w.leaving[push % 2 * g.experts + expert] != push) return 0;
+    const i32* label = labels_of(round);
+    Int anywhere = 0, inside = 0, all = 0, before = 0, whole = 0, before_in = 0;
+    th.walks(h.begin[expert + 1] - h.begin[expert]);
+    FSSDP_UNROLL_4
+    for (i32 d = h.begin[expert]; d < h.begin[expert + 1]; ++d) {
+      const bool in = first <= d && d < last;
+      const Int taken = label[d] == pushes + 1 ? w.taken[d] : 0;
+      anywhere += positive(taken);
+      if (in) inside += positive(-taken);
+      const Int weight = label[d] != pushes ? 0 : pushes ? 1 : w.room[d];
+      all += weight;
+      if (in) whole += weight;
+      if (d < c) before += weight;
+      if (d < first) before_in += weight;
+    }
+    const Int own = pushes ? 1 : w.room[c];
+    Int sum = 0;
+    if (anywhere) sum += Deal<Int, Thread>(th, all).part(anywhere, before, own);
+    if (inside) sum += Deal<Int, Thread>(th, whole).part(inside, before - before_in, own);
+    return sum;
+  }
+
+  // Ranks at `pushes` get what was taken for them. What they then have above the level they let go out of what they serve:
+  // first what stays on its node. Ranks below the level, at 0, accept no more than they have room for. `before`: the push
+  // before took something. False: no rank had anything above the level.
+  FSSDP_FN bool push(i32 pushes, bool before) {
+    th.begins(pushes ? PUSH : ACCEPT);
+    const i32 last = pushed;
+    if (pushes) ++pushed;
     bool none = true;
     FSSDP_ROLLED
-    for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
-      const i32 distance = depth[r];
-      const Int weight = distance != pushes - 1 ? 0 : pushes == 1 ? level - w.load[r] : 1;
+    for (i32 r = th.team(); r < ranks_end(); r += th.teams()) {
+      const bool mine = r < g.ranks && w.depth[r] == pushes;
+      if (!th.warp_any(mine)) continue;
       Int load = 0, inside = 0;
       FSSDP_ROLLED
-      for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
-        const i32 c = shared_in(r, slot);
-        if (c < 0) continue;
-        w.weight[c] = weight;
-        w.taken[c] = 0;
-        if (distance != pushes) continue;
-        w.served[c] += w.offered[c];
-        load += w.served[c];
-        if (w.way[c] == IN_NODE) inside += w.served[c];
+      for (i32 n = th.lane(); mine && n < h.most_shared; n += th.lanes()) {
+        const i32 c = shared_in(r, n);
+        if (c < 0) break;
+        const Int here = (before ? coming(c, pushes, last) : 0) + (pushes ? w.served[c] : 0);
+        (pushes ? w.served : w.accepted)[c] = here;
+        load += here;
+        if (pushes && w.way[c] == IN_NODE) inside += here;
       }
-      if (distance != pushes) continue;
-      const Int above = positive(w.base[r] + team_sum(load) - level);
-      inside = team_sum(inside);
-      if (!above) continue;
-      none = false;
+      load = th.sum(load);
+      inside = th.sum(inside);
+      const Int above = mine ? positive((pushes ? w.base : w.load)[r] + load - level) : 0;
+      none = none && !above;
       Running<Int> near = {0}, far = {0};
       FSSDP_ROLLED
-      for (i32 slot = th.lane(); slot < slots(); slot += th.lanes()) {
-        const i32 c = shared_in(r, slot), way = c < 0 ? (i32)NO_WAY : w.way[c];
-        const Int most = may_leave(c), of_near = way == IN_NODE ? most : 0, of_far = most - of_near;
+      for (i32 n = th.lane(); n < shared_end(); n += th.lanes()) {
+        const i32 c = mine ? shared_in(r, n) : -1, way = c < 0 || !pushes ? (i32)NO_WAY : w.way[c];
+        const Int most = may_leave(c, way), of_near = way == IN_NODE ? most : 0;
+        const Int of_far = c >= 0 && !pushes ? w.accepted[c] : most - of_near;
         const Int upto_near = near.upto(th, of_near), upto_far = far.upto(th, of_far);
-        if (!most) continue;
-        const Int before = way == IN_NODE ? upto_near - most : inside + upto_far - most;
-        w.taken[c] = least(most, positive(above - before));
-        w.served[c] -= w.taken[c];
-        if (w.taken[c]) th.mark(w.leaving + h.expert[c], pushed);
+        if (c < 0) continue;
+        if (pushes) {
+          const Int ahead = way == IN_NODE ? upto_near - most : inside + upto_far - most;
+          const Int taken = least(most, positive(above - ahead));
+          w.taken[c] = way == IN_NODE ? -taken : taken;
+          w.served[c] -= taken;
+          if (taken) th.mark(w.leaving + pushed % 2 * g.experts + h.expert[c], pushed);
+        } else {
+          const Int fits = Deal<Int, Thread>(th, load).part(load - above, upto_far - of_far, of_far);
+          w.accepted[c] = above ? least(of_far, fits) : of_far;
+          w.served[c] += w.accepted[c];
+        }
       }
     }
     return !th.all(none);
-  }
-
-  FSSDP_FN Int taken(i32 c, i32 way) const { return w.way[c] == way ? w.taken[c] : 0; }
-
-  // Experts offer what was taken to their holders one push nearer: of the same stretch, or of all.
-  FSSDP_FN void offer() {
-    th.begins(OFFER);
-    FSSDP_ROLLED
-    for (i32 i = th.team(); i < h.shared; i += th.teams()) {
-      const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
-      if (w.leaving[expert] != pushed) continue;
-      Int anywhere = 0, all = 0;
-      FSSDP_ROLLED
-      for (i32 c = begin + th.lane(); c < end; c += th.lanes()) {
-        anywhere += taken(c, ANYWHERE);
-        all += w.weight[c];
-      }
-      anywhere = team_sum(anywhere);
-      const Deal<Int, Thread> among_all(th, team_sum(all));
-      Running<Int> part = {0};
-      FSSDP_ROLLED
-      for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        const Int own = c < end ? w.weight[c] : 0, upto = part.upto(th, own);
-        if (own == 0) continue;
-        Int inside = 0, before = 0, whole = 0;
-        FSSDP_ROLLED
-        for (i32 d = h.stretch_begin[c]; d < h.stretch_end[c]; ++d) {
-          inside += taken(d, IN_NODE);
-          const Int other = w.weight[d];
-          whole += other;
-          if (d < c) before += other;
-        }
-        w.offered[c] = among_all.part(anywhere, upto - own, own);
-        if (inside) w.offered[c] += Deal<Int, Thread>(th, whole).part(inside, before, own);
-      }
-    }
-    th.all(true);
-  }
-
-  // Ranks below the level accept as much as they have room for. True: that was all.
-  FSSDP_FN bool accept() {
-    th.begins(ACCEPT);
-    bool whole = true;
-    FSSDP_ROLLED
-    for (i32 r = th.team(); r < g.ranks; r += th.teams()) {
-      if (depth[r] != 0) continue;
-      const Int room = level - w.load[r];
-      Int all = 0;
-      FSSDP_ROLLED
-      for (i32 slot = th.lane(); slot < g.per_rank; slot += th.lanes()) {
-        const i32 c = shared_in(r, slot);
-        if (c >= 0) all += w.offered[c];
-      }
-      all = team_sum(all);
-      whole = whole && all <= room;
-      const Deal<Int, Thread> deal(th, all);
-      Running<Int> part = {0};
-      FSSDP_ROLLED
-      for (i32 slot = th.lane(); slot < slots(); slot += th.lanes()) {
-        const i32 c = shared_in(r, slot);
-        const Int own = c >= 0 ? w.offered[c] : 0, upto = part.upto(th, own);
-        if (own == 0) continue;
-        if (all > room) w.offered[c] = deal.part(room, upto - own, own);
-        w.served[c] += w.offered[c];
-      }
-    }
-    return th.all(whole);
-  }
-
-  // What was not accepted stays where it was.
-  FSSDP_FN void give_back() {
-    th.begins(GIVE_BACK);
-    FSSDP_ROLLED
-    for (i32 i = th.team(); i < h.shared; i += th.teams()) {
-      const i32 expert = h.shared_at[i], begin = h.begin[expert], end = h.begin[expert + 1];
-      if (w.leaving[expert] != pushed) continue;
-      Int accepted = 0, all = 0;
-      FSSDP_ROLLED
-      for (i32 c = begin + th.lane(); c < end; c += th.lanes()) {
-        if (w.weight[c]) accepted += w.offered[c];
-        all += w.taken[c];
-      }
-      all = team_sum(all);
-      const Int back = all - team_sum(accepted);
-      const Deal<Int, Thread> deal(th, all);
-      Running<Int> part = {0};
-      FSSDP_ROLLED
-      for (i32 c = begin + th.lane(); c < padded(begin, end); c += th.lanes()) {
-        const Int own = c < end ? w.taken[c] : 0, upto = part.upto(th, own);
-        if (own) w.served[c] += deal.part(back, upto - own, own);
-      }
-    }
-    th.all(true);
   }
 
   // False: Int is too small.
   FSSDP_FN bool balance() {
     i32 depths = 0;
     local = g.nodes > 1;
+    // The last time, nothing begins but what was not accepted is given back.
     FSSDP_ROLLED
-    for (i32 round = 0; round < MAX_ROUNDS && depths < MAX_DEPTH; ++round) {
-      if (round == LOCAL_ROUNDS) local = false;
-      if (!begin_round()) return true;
+    while (begin_round() && round <= MAX_ROUNDS && depths < MAX_DEPTH) {
+      if (round > LOCAL_ROUNDS) local = false;
       i32 deepest = 0;
       bool all = false, found = true;
       FSSDP_ROLLED
@@ -452,13 +412,12 @@ struct Quotas {
         if (!fits()) return false;
         continue;
       }
-      bool moved = false;
+      bool moved = false, took = false;
       FSSDP_ROLLED
-      for (i32 pushes = deepest; pushes > 0; --pushes) {
-        if (!take(pushes)) continue;
-        moved = true;
-        offer();
-        if (pushes == 1 && !accept()) give_back();
+      for (i32 pushes = deepest; pushes > 0 || (pushes == 0 && took); --pushes) {
+        took = push(pushes, took);
+        moved = moved || took;
+        returning = took && pushes == 0;
       }
       if (!moved) local = false;
     }

@@ -10,11 +10,13 @@
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
 #define FSSDP_FN __device__ __forceinline__
 #define FSSDP_UNROLL _Pragma("unroll")
+#define FSSDP_UNROLL_4 _Pragma("unroll 4")
 #define FSSDP_UNROLL_8 _Pragma("unroll 8")
 #define FSSDP_ROLLED _Pragma("unroll 1")
 #else
 #define FSSDP_FN inline
 #define FSSDP_UNROLL
+#define FSSDP_UNROLL_4
 #define FSSDP_UNROLL_8
 #define FSSDP_ROLLED
 #endif

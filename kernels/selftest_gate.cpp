@@ -15,34 +15,52 @@ namespace {
 
 using namespace fssdp;
 
-// Lanes that exchange values as a GPU's do: all of a team must come, or none does.
-struct Team {
-  explicit Team(u32 lanes) : barrier(lanes), values(lanes) {}
+// Lanes that exchange values as a GPU's do: all of a warp must come, or none does.
+struct Warp {
+  explicit Warp(u32 lanes) : barrier(lanes), values(lanes) {}
   Barrier barrier;
   std::vector<i64> values;
 };
 
+// Two teams are a warp where that leaves more than one warp.
+i32 teams_of_warp(i32 teams) { return teams > 2 && teams % 2 == 0 ? 2 : 1; }
+
 class Lanes : public Host {
  public:
-  Lanes(const Host& th, i32 lanes, std::vector<Team*>& teams) : Host(th), lanes_(lanes), teams_(teams) {}
+  Lanes(const Host& th, i32 lanes, std::vector<Warp*>& warps) : Host(th), lanes_(lanes), warps_(warps) {}
   i32 lanes() const { return lanes_; }
   i32 lane() const { return (i32)id() % lanes_; }
   i32 team() const { return (i32)id() / lanes_; }
   i32 teams() const { return (i32)count() / lanes_; }
+  i32 warp_teams() const { return teams_of_warp(teams()); }
+  i32 warp_size() const { return warp_teams() * lanes_; }
+  i32 in_warp() const { return (i32)id() % warp_size(); }
+  i32 warp() const { return (i32)id() / warp_size(); }
+  i32 warps() const { return (i32)count() / warp_size(); }
   template <class Int>
   Int scan(Int value) {
-    return (Int)over(value, 0, lane() + 1);
+    return (Int)over(value, first(), in_warp() + 1);
   }
   template <class Int>
   Int last(Int value) {
-    return (Int)over(value, lanes_ - 1, lanes_);
+    return (Int)over(value, first() + lanes_ - 1, first() + lanes_);
   }
-  bool any(bool value) { return over(value, 0, lanes_) != 0; }
+  template <class Int>
+  Int sum(Int value) {
+    return (Int)over(value, first(), first() + lanes_);
+  }
+  template <class Int>
+  Int warp_sum(Int value) {
+    return (Int)over(value, 0, warp_size());
+  }
+  bool any(bool value) { return sum<i64>(value) != 0; }
+  bool warp_any(bool value) { return warp_sum<i64>(value) != 0; }
 
  private:
+  i32 first() const { return in_warp() / lanes_ * lanes_; }  // of its team
   i64 over(i64 value, i32 begin, i32 end) {
-    Team& own = *teams_[team()];
-    own.values[lane()] = value;
+    Warp& own = *warps_[warp()];
+    own.values[in_warp()] = value;
     own.barrier.all(true);
     i64 sum = 0;
     for (i32 i = begin; i < end; ++i) sum += own.values[i];
@@ -50,7 +68,7 @@ class Lanes : public Host {
     return sum;
   }
   const i32 lanes_;
-  std::vector<Team*>& teams_;
+  std::vector<Warp*>& warps_;
 };
 
 FILE* file;
@@ -98,14 +116,15 @@ int main(int argc, char** argv) {
   Array<i32> parts(parts_wanted.bytes / 4), before(before_wanted.bytes / 4), own_loads(loads_wanted.bytes / 4);
   std::memcpy(parts.at, parts_wanted.at, parts.bytes);  // what lies beyond the last holder is not written
   for (i32 c = 0; c < holders.at[1 + n[EXPERTS]]; ++c) parts.at[c] = -1;
-  std::vector<Team*> teams;
-  for (i32 i = 0; i < n[THREADS] / n[LANES]; ++i) teams.push_back(new Team((u32)n[LANES]));
+  std::vector<Warp*> warps;
+  const i32 in_warp = n[LANES] * teams_of_warp(n[THREADS] / n[LANES]);
+  for (i32 i = 0; i < n[THREADS] / in_warp; ++i) warps.push_back(new Warp((u32)in_warp));
   const auto solve = [&](Host& host) {
-    Lanes th(host, n[LANES], teams);
+    Lanes th(host, n[LANES], warps);
     quotas(th, group.at, holders.at, loads.at, work.at, shared.at, (u32)n[SHARED], n[OWN], n[RANK], parts.at);
   };
   launch(solve, 1, (u32)n[THREADS]);
-  for (Team* team : teams) delete team;
+  for (Warp* warp : warps) delete warp;
   compare("parts", parts, parts_wanted);
 
   u32 arrived = 0;

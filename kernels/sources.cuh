@@ -136,8 +136,7 @@ FSSDP_FN void deal_source(Thread& th, const Sources<Int>& sources, i32 own, i32 
 // Quotas of all holders. False: Int is too small.
 template <class Int, class Thread>
 FSSDP_FN bool solve(Thread& th, const Group& g, const Holders& h, const Work<Int>& w, const i32* loads) {
-  if (!Quotas<Int, Thread>{th, g, h, w, 0, false, 0, 0, 0}.solve(loads)) return false;
-  th.all(true);
+  if (!Quotas<Int, Thread>{th, g, h, w, 0, false, false, 0, 0, 0}.solve(loads)) return false;
   Sources<Int>{g, h, w, loads}.keep(th);
   return true;
 }

@@ -14,7 +14,7 @@ from megatron_hecate.device.launch import Kernels
 from megatron_hecate.plan import Placement
 from megatron_hecate.routing.tables import GroupShape, HolderOrder
 
-THREADS: int = 512  # of the one block
+THREADS: int = 256  # of the one block
 
 
 class QuotaTables:

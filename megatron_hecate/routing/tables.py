@@ -90,12 +90,12 @@ class GroupShape:
     @property
     def _small_numbers(self) -> int:
         """Other numbers there, always of 32 bits."""
-        return 2 * self.world.num_ranks + 3 * self.num_physical + 3 * self.num_experts
+        return self.world.num_ranks + 5 * self.num_physical + 4 * self.num_experts + 2
 
     @property
     def holders_size(self) -> int:
         """int32 numbers of a placement's table."""
-        return 2 + 2 * self.num_experts + 7 * self.num_physical
+        return 2 + self.num_experts + 7 * self.num_physical
 
     @property
     def parts_size(self) -> int:
@@ -131,15 +131,18 @@ class HolderOrder:
     def table(self, shape: GroupShape) -> np.ndarray:
         """The holders, as `holders_at` reads them."""
         most, count = shape.num_physical, np.bincount(self.expert, minlength=shape.num_experts)
-        (shared,) = np.nonzero(count > 1)
         held = np.full(most, -1)
         held[self.physical] = np.arange(len(self.physical))
-        shared_held = np.where((held >= 0) & (count[self.expert[held]] > 1), held, -1)
+        is_shared = (held >= 0) & (count[self.expert[held]] > 1)
+        by_rank = is_shared.reshape(-1, shape.slots_per_rank)
+        # Of each rank first those with further holders, in order.
+        first = np.argsort(~by_rank, axis=1, kind="stable")
+        shared_held = np.take_along_axis(np.where(is_shared, held, -1).reshape(by_rank.shape), first, axis=1)
         stretch = self.expert * shape.world.num_nodes + shape.world.node_index[self.rank]  # ascending
         bounds = (np.searchsorted(stretch, stretch, side=side) for side in ("left", "right"))
-        parts = [[len(shared)], _running(count), _padded(shared, shape.num_experts)]
+        parts = [[by_rank.sum(axis=1).max()], _running(count)]
         parts += [_padded(part, most) for part in (self.expert, self.rank, self.physical)]
-        parts += [held, shared_held, *(_padded(bound, most) for bound in bounds)]
+        parts += [held, shared_held.ravel(), *(_padded(bound, most) for bound in bounds)]
         return np.concatenate(parts).astype(np.int32)
 
 
