@@ -14,17 +14,17 @@ from ranks import ranks
 
 
 def _note_plans(done: list[tuple[str, Any]]) -> None:
-    """Have every plan noted as ("plan", keyword arguments and the result)."""
-    from megatron_hecate.runtime import prefetch
+    """Have every plan that a layer asks for noted as ("plan", the plan before it and this one)."""
+    from megatron_hecate.runtime.early_plans import EarlyPlans, PlanInputs
 
-    plan = prefetch.plan_replicas
+    plan = EarlyPlans.plan
 
-    def noted(forecast: Any, homes: Any, world: Any, **settings: Any) -> Any:
-        placement = plan(forecast, homes, world, **settings)
-        done.append(("plan", {**settings, "made": placement}))
+    def noted(early: EarlyPlans, index: int, inputs: PlanInputs) -> Any:
+        placement = plan(early, index, inputs)
+        done.append(("plan", {"previous": inputs.previous, "made": placement}))
         return placement
 
-    prefetch.plan_replicas = noted
+    EarlyPlans.plan = noted
 
 
 @ranks(2)
@@ -87,19 +87,19 @@ def test_a_plan_that_fails_leaves_no_layer_half_prepared() -> None:
     """The loop catches the error and goes on; layers planned before must not wait for gradients of the broken step."""
     import tiny_gpt
 
-    from megatron_hecate.runtime import prefetch
+    from megatron_hecate.runtime.early_plans import EarlyPlans
 
     case = tiny_gpt.Case(accumulate=3, settings=(("num_layers", 4),))
     tiny_gpt.initialize(case)
     run = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=1))
-    plan, calls = prefetch.plan_replicas, itertools.count()
+    plan, calls = EarlyPlans.plan, itertools.count()
 
-    def fails_at_the_third_layer(*args: Any, **settings: Any) -> Any:
+    def fails_at_the_third_layer(*args: Any) -> Any:
         if next(calls) == 2:
             raise ValueError("no plan")
-        return plan(*args, **settings)
+        return plan(*args)
 
-    prefetch.plan_replicas = fails_at_the_third_layer
+    EarlyPlans.plan = fails_at_the_third_layer
     with pytest.raises(ValueError, match="no plan"):
         run.step(3)
     for step in (4, 5):

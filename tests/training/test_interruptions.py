@@ -36,15 +36,15 @@ def test_the_backward_uses_the_plan_of_the_forward(recompute: str) -> None:
     """Another forecast, as soon as the first forward is over, must not change a bit, nor make anybody plan again."""
     import tiny_gpt
 
-    from megatron_hecate.runtime import prefetch
+    from megatron_hecate.runtime.early_plans import EarlyPlans
 
-    case, plan, planned_too_late = _case(recompute), prefetch.plan_replicas, [False]
+    case, plan, planned_too_late = _case(recompute), EarlyPlans.plan, [False]
 
-    def plan_in_time(*args: Any, **settings: Any) -> Any:
+    def plan_in_time(*args: Any) -> Any:
         assert not planned_too_late[0], "planned twice in one iteration"
-        return plan(*args, **settings)
+        return plan(*args)
 
-    prefetch.plan_replicas = plan_in_time
+    EarlyPlans.plan = plan_in_time
     for lifetime in LIFETIMES:
         hook = tiny_gpt.fssdp_hook(lifetime=lifetime)
         calm = tiny_gpt.train(case, hook=hook, steps=STEPS)

@@ -116,13 +116,13 @@ def test_replicas_come_and_go_and_are_fetched_once_per_iteration() -> None:
     import torch
 
     from megatron_hecate.replicas.layer_replicas import Replicas
-    from megatron_hecate.runtime import prefetch
+    from megatron_hecate.runtime.early_plans import EarlyPlans
 
     case = tiny_gpt.Case(accumulate=3, bf16=True)
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=6)
-    plan, in_turn, calls = prefetch.plan_replicas, [False], []
-    prefetch.plan_replicas = lambda forecast, homes, *a, **k: plan(forecast, homes, *a, **k) if in_turn[0] else homes
+    plan, in_turn, calls = EarlyPlans.plan, [False], []
+    EarlyPlans.plan = lambda early, index, inputs: plan(early, index, inputs) if in_turn[0] else inputs.homes
 
     def note(what: str, plan: object, slots: list, label: str) -> None:
         calls.append(f"{what} {label}")
