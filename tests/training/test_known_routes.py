@@ -70,15 +70,15 @@ def replay(accumulate: int, *, then_backward: bool = True) -> None:
 
 
 def note_forecasts(found: list[np.ndarray]) -> None:
-    from megatron_hecate.runtime import prefetch
+    from megatron_hecate.runtime.early_plans import EarlyPlans
 
-    plan = prefetch.plan_replicas
+    plan = EarlyPlans.plan
 
-    def noted(forecast: np.ndarray, *args: Any, **settings: Any) -> Any:
-        found.append(np.array(forecast))
-        return plan(forecast, *args, **settings)
+    def noted(early: EarlyPlans, index: int, inputs: Any) -> Any:
+        found.append(np.array(inputs.forecast))
+        return plan(early, index, inputs)
 
-    prefetch.plan_replicas = noted
+    EarlyPlans.plan = noted
 
 
 def expecting(case: Any, chunks_of: Callable[[], list]) -> Callable[[int], None]:

@@ -42,9 +42,9 @@ def coldest_experts(forecast: Any, homes: Any, world: Any, **settings: Any) -> A
 
 def replace_planner(planner: Callable) -> None:
     """Have ``planner`` plan before the gate, in this process."""
-    from megatron_hecate.runtime import prefetch
+    from megatron_hecate.runtime import early_plans
 
-    prefetch.plan_replicas = planner
+    early_plans.plan_replicas = planner
 
 
 def _train(name: str, *, planner: Callable, late: int, **settings: Any) -> int:
