@@ -42,9 +42,13 @@ def coldest_experts(forecast: Any, homes: Any, world: Any, **settings: Any) -> A
 
 def replace_planner(planner: Callable) -> None:
     """Have ``planner`` plan before the gate, in this process."""
-    from megatron_hecate.runtime import early_plans
+    from megatron_hecate.runtime.early_plans import EarlyPlans, PlanInputs
 
-    early_plans.plan_replicas = planner
+    def plan(_: EarlyPlans, index: int, inputs: PlanInputs) -> Any:
+        settings = dict(cost=inputs.cost, previous=inputs.previous)
+        return planner(inputs.forecast, inputs.homes, inputs.world, **settings)
+
+    EarlyPlans.plan = plan
 
 
 def _train(name: str, *, planner: Callable, late: int, **settings: Any) -> int:
