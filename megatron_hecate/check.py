@@ -24,7 +24,8 @@ from megatron_hecate import HecateConfig, __version__
 from megatron_hecate.adapter import unsupported
 from megatron_hecate.device import compile as kernels
 from megatron_hecate.job_files import jobs
-from megatron_hecate.job_files.launch_script import COMMAND, looks_like_script
+from megatron_hecate.job_files.launch_script import looks_like_script
+from megatron_hecate.job_files.shell_text import COMMAND
 
 EXPECTED = {bool: "true or false, without quotes", int: "a whole number, without quotes", str: "a name"}
 # settings that rules read beside their own

@@ -298,6 +298,47 @@ def test_conditions_in_one_line_that_nobody_knows(check: Any) -> None:
         assert status == OPEN and "decides use_megatron_fsdp: give it, as in " in said, (condition, said)
 
 
+@pytest.mark.skipif(shutil.which("bash") is None, reason="the oracle is bash")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "EP=$((GPUS / 2))",
+        "EP=$(( ($GPUS-1) * 2 / ${TP} ))",
+        "EP=$((GPUS % 5 + NODES))",
+        "EP=$((-9 / 2 + 12))",
+        "N=$((GPUS / TP))\nEP=$((N + N))",
+        "cat > args.txt <<END\npython x.py --expert-model-parallel-size 1 --use-megatron-fsdp\nEND\nEP=8",
+        "cat <<-'E O' >/dev/null\nx\nE O\nEP=8",
+        "cat <<-EOF > /dev/null\n\tEP=1\n\tEOF\nEP=4",
+        "cat <<A <<B >/dev/null\nEP=1\nA\nEP=2\nB\nEP=16",
+        "cat <<<'EP=1' >/dev/null; EP=4",
+    ],
+)
+def test_arithmetic_and_here_documents_are_read_as_bash_runs_them(text: str, tmp_path: Path) -> None:
+    script = f"GPUS=8\nTP=2\nNODES=4\n{text}\nRUN --expert-model-parallel-size $EP\n"
+    done = subprocess.run(
+        ["bash", "-c", script.replace("RUN", "echo")],
+        capture_output=True,
+        text=True,
+        timeout=20,
+        cwd=tmp_path,
+        check=True,
+    )
+    (command,) = LaunchScript(script.replace("RUN", "python x.py"), {}).commands
+    (flag,) = command.flags
+    assert f"--{flag.name} {flag.value}" == done.stdout.strip().splitlines()[-1]
+
+
+def test_arithmetic_that_nobody_knows_asks_for_its_variables(check: Any) -> None:
+    text = "python x.py --expert-model-parallel-size $((WORLD / PP)) --num-experts 64\n"
+    status, said = check(text, "run.sh", PP="2")
+    assert status == OPEN and "WORLD decides expert_model_parallel_size: give it, as in WORLD=..." in said, said
+    assert check(text, "run.sh", PP="2", WORLD="16")[0] == ON
+    assert check(text, "run.sh", PP="16", WORLD="16")[0] == REFUSED
+    for broken in ("$((1 / 0))", "$((2 ** (", "$((a = 3))", "$((x[0] + 1))"):
+        assert check(text.replace("$((WORLD / PP))", broken), "run.sh")[0] == OPEN, broken
+
+
 def test_what_a_script_does_not_say_is_asked_for(check: Any) -> None:
     text = 'MODEL=$1\nEP=${2}\nif [ $MODEL = a ]; then\n MOE="--expert-model-parallel-size ${EP}"\nelse\n MOE=\nfi\n'
     text += "source models/qwen.sh\npython x.py $MOE ${MODEL_ARGS[@]} --num-experts 8 --fp8-format $(echo e4m3)\n"

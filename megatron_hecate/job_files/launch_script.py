@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_hecate.job_files.shell_text import COMMAND, simplified
 from megatron_hecate.job_files.variables import DEEPEST, REFERENCE, Resolver, Unresolved
 
 ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<add>\+?)=(?P<value>.*)", re.DOTALL)
@@ -23,7 +24,6 @@ WORDS = {"then", "else", "elif", "do", "{", "}", "!", "time", "exec", "sudo", "n
 TESTS = ("[", "[[", "test")
 ASKS = {"!", "command", "false", "grep", "pgrep", "type", "which"}  # whose success is not to be taken for granted
 PRINTS = {"echo", "printf", "cat", "mkdir", "cd", "pip", "source", "."}
-COMMAND = "a_command"  # the name of the variable that stands for the output of a command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,7 +300,7 @@ def _split(text: str) -> list[str]:
 def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
     """Yield what connects each command to the one before (``&&``, ``||`` or nothing), and its words; an array is one
     assignment. Comments and redirections are left out."""
-    lexer = shlex.shlex(_simplified(text), posix=True, punctuation_chars="\n;|&()<>")
+    lexer = shlex.shlex(simplified(text), posix=True, punctuation_chars="\n;|&()<>")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
     words: list[str] = []
     array: list[str] | None = None  # the elements of one that is open
@@ -332,48 +332,6 @@ def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
         pass
     if words:
         yield connector, words
-
-
-def _simplified(text: str) -> str:
-    """Join continued lines, drop comments, and put a variable in the place of the output of commands."""
-    result: list[str] = []
-    at, quote, start = 0, "", True
-    while at < len(text):
-        char = text[at]
-        if char == "\\" and quote != "'":
-            if text[at + 1 : at + 2] != "\n":
-                result.append(text[at : at + 2])
-            at += 2
-            continue
-        if char == "#" and not quote and start:
-            at = text.find("\n", at) if "\n" in text[at:] else len(text)
-            continue
-        if quote != "'" and (text.startswith("$(", at) or char == "`"):
-            result.append(f"${{{COMMAND}}}")
-            at = _after_substitution(text, at)
-            start = False
-            continue
-        if char in "\"'" and quote in ("", char):
-            quote = "" if quote else char
-        if start and char in "12" and not quote and text[at + 1 : at + 2] == ">":
-            at += 1  # the number of a stream
-            continue
-        start = char in " \t\n;|&("
-        result.append(char)
-        at += 1
-    return "".join(result)
-
-
-def _after_substitution(text: str, at: int) -> int:
-    """Return the position after ``$(...)`` or backticks that begin at ``at``."""
-    if text[at] == "`":
-        end = text.find("`", at + 1)
-        return len(text) if end < 0 else end + 1
-    depth, at = 1, at + 2
-    while at < len(text) and depth:
-        depth += {"(": 1, ")": -1}.get(text[at], 0)
-        at += 1
-    return at
 
 
 def looks_like_script(text: str, suffix: str) -> bool:

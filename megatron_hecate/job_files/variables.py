@@ -1,8 +1,11 @@
-"""Variables in settings: ``$EP``, ``${EP}``, ``${EP:-8}`` of shells, ``${EP:8}`` and ``${a.b}`` of YAML files."""
+"""Variables in settings: ``$EP``, ``${EP}``, ``${EP:-8}`` of shells, ``${EP:8}`` and ``${a.b}`` of YAML files; and
+arithmetic with them, ``$((GPUS / 2))``."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import operator
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +15,18 @@ BRACED = re.compile(r"(?P<name>[\w.@*]+)(?:\[[@*\w]*\])?(?:(?P<operator>:?[-=+?]
 NAMED = ("oc.env:", "env:", "oc.select:")  # OmegaConf's resolvers of a name and a default
 VALUE = "oc.decode:"  # and of a value
 DEEPEST: int = 20  # variables within variables
+# Before an expression that stands in the place of a variable's name, with brackets for parentheses and without spaces:
+# the name must stay one word.
+ARITHMETIC = "[["
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    # shells round towards zero
+    ast.Div: lambda left, right: int(left / right),
+    ast.Mod: lambda left, right: left - right * int(left / right),
+    ast.Pow: operator.pow,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +72,9 @@ class Resolver:
     def raw(self, found: re.Match) -> str | None:
         """Return the value of a `REFERENCE`, which may hold further ones, or ``None``."""
         name, operator, default = _parts(found)
+        if name.startswith(ARITHMETIC):
+            value = self._calculate(name, depth=0, text=found[0])
+            return None if isinstance(value, Unresolved) else str(value)
         value = _with_operator(self._known(name), operator, default)
         return None if value is None or _is_argument(value) else str(value)
 
@@ -69,7 +87,8 @@ class Resolver:
 
     def names(self, text: str) -> list[str]:
         """Return the names of all variables in ``text``."""
-        return [_parts(found)[0] for found in REFERENCE.finditer(text)]
+        found = [_parts(reference)[0] for reference in REFERENCE.finditer(text)]
+        return [name for of in found for name in (_names_in(of) if of.startswith(ARITHMETIC) else [of])]
 
     def _replace(self, text: str, missing: list[str], *, depth: int) -> str:
         def value(found: re.Match) -> str:
@@ -89,6 +108,8 @@ class Resolver:
 
     def _value(self, found: re.Match, *, depth: int, text: str) -> Any:
         name, operator, default = _parts(found)
+        if name.startswith(ARITHMETIC):
+            return self._calculate(name, depth=depth, text=text)
         value = _with_operator(self._known(name), operator, default)
         if value is None or depth >= DEEPEST:
             return Unresolved(text, (name,))
@@ -99,6 +120,54 @@ class Resolver:
             value = self._replace(value, missing, depth=depth + 1)
             return Unresolved(text, tuple(missing)) if missing else value
         return value
+
+    def _calculate(self, expression: str, *, depth: int, text: str) -> Any:
+        """Return the whole number that an ``expression`` of `arithmetic` gives, as a text."""
+        numbers: dict[str, int] = {}
+        missing: list[str] = []
+        for name in _names_in(expression):
+            value = self.resolve(f"${{{name}}}") if depth < DEEPEST else None
+            try:
+                numbers[name] = int(str(value))
+            except ValueError:
+                missing += value.names if isinstance(value, Unresolved) else [name]
+        try:
+            tree = ast.parse(expression.translate(str.maketrans("[]", "()")), mode="eval")
+            return Unresolved(text, tuple(missing)) if missing else str(_evaluate(tree.body, numbers))
+        except (SyntaxError, ValueError, ZeroDivisionError):
+            return Unresolved(text, tuple(_names_in(expression)))
+
+
+def arithmetic(text: str) -> str | None:
+    """Return a variable that stands for ``$((...))``.
+
+    ``None`` where ``text`` is the output of a command, or more than numbers, variables and signs of `OPERATORS`.
+    """
+    inner = re.fullmatch(r"\$\(\((.*)\)\)", text, re.DOTALL)
+    if inner is None:
+        return None
+    plain = re.sub(r"\$\{(\w+)\}|\$(\w+)", lambda found: found[1] or found[2], inner[1])
+    if re.fullmatch(r"[\w\s()+*/%-]+", plain) is None or re.search(r"\w\s+\w", plain):
+        return None
+    word = re.sub(r"\s", "", plain).translate(str.maketrans("()", "[]"))
+    return f"${{[[{word}]]}}"
+
+
+def _names_in(expression: str) -> list[str]:
+    return re.findall(r"\b[A-Za-z_]\w*", expression)
+
+
+def _evaluate(node: ast.expr, numbers: Mapping[str, int]) -> int:
+    """Return the value of ``node``. Raises ValueError for what is no arithmetic of whole numbers."""
+    if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        return OPERATORS[type(node.op)](_evaluate(node.left, numbers), _evaluate(node.right, numbers))
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_evaluate(node.operand, numbers)
+    if isinstance(node, ast.Name):
+        return numbers[node.id]
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    raise ValueError(f"{ast.unparse(node)} is no arithmetic of whole numbers")
 
 
 def _is_argument(value: Any) -> bool:
