@@ -358,6 +358,22 @@ def test_several_commands_are_several_jobs(check: Any) -> None:
     assert status == REFUSED and "on command 1\n" in said and "refused command 2: --moe-fssdp with expert_model" in said
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"expert_model_parallel_size": 8, "args": ["--num-experts", "64", "--use-torch-fsdp2"]}',
+        '{"args": ["--expert-model-parallel-size=8", "--use-torch-fsdp2", "--seed", 1]}',
+        "model: {expert_model_parallel_size: 8}\nextra_args:\n  - --num-experts 64\n  - --use-torch-fsdp2",
+        "job: {cmd_args: '--expert-model-parallel-size ${EP:-8} --use-torch-fsdp2 --num-experts 64'}",
+    ],
+)
+def test_command_lines_in_a_file_of_settings(check: Any, text: str) -> None:
+    name = "job.json" if text.startswith("{") else "job.yaml"
+    status, said = check(text, name)
+    assert status == REFUSED and "use_torch_fsdp2=True" in said and "expert_model_parallel_size=8" in said, said
+    assert check(text.replace("--use-torch-fsdp2", "--bf16"), name)[0] == ON
+
+
 def test_files_that_go_on_elsewhere_are_named(check: Any) -> None:
     text = "defaults: [grpo_base.yaml]\npolicy: {megatron_cfg: {expert_model_parallel_size: 8}}"
     status, said = check(text)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
-from megatron_hecate.job_files.launch_script import LaunchScript
+from megatron_hecate.job_files.launch_script import LaunchScript, flags_of, split_words
 from megatron_hecate.job_files.variables import REFERENCE, Resolver, Unresolved
 
 PARTS = ("model", "transformer", "mixed_precision", "ddp", "dist", "MODEL_ARGS")  # of Bridge, and of Megatron's tests
@@ -154,8 +154,16 @@ class _Walk:
             elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
                 for item in value:
                     yield from self.settings(item, (*where, name)) if isinstance(item, Mapping) else ()
+            elif (words := _command_line(value)) is not None:
+                yield from self._of_command_line(words, (*where, name))
             else:
                 yield from _expanded(Setting(where, name, self._resolved(value)))
+
+    def _of_command_line(self, words: list[str], path: tuple[str, ...]) -> Iterator[Setting]:
+        resolved = [self._resolver.resolve(word) for word in words]
+        for flag in flags_of(resolved):
+            *sections, name = flag.name.replace("-", "_").split(".")
+            yield Setting((*path, *sections), name, _value_of_flag(_plain_name(name), flag.value))
 
     def is_idle(self, path: tuple[str, ...]) -> bool:
         """Return whether a part of ``path`` holds no settings of a model that trains; note it."""
@@ -216,6 +224,14 @@ def scalar(text: str) -> Any:
     if re.fullmatch(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+)([eE][+-]?[0-9]+)?", text):
         return float(text)
     return text
+
+
+def _command_line(value: Any) -> list[str] | None:
+    """Return the words of a command line that stands in a text or a list of texts; ``None`` for any other value."""
+    texts = value if isinstance(value, list) else [value]
+    if not any(isinstance(text, str) and text.lstrip().startswith("--") for text in texts):
+        return None
+    return [word for text in texts for word in split_words(str(text))]
 
 
 def _value_of_flag(name: str, value: Any) -> Any:

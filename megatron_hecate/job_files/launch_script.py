@@ -214,7 +214,7 @@ class LaunchScript:
     def _add_command(self, words: list[str]) -> None:
         unknown: list[str] = []
         expanded = [part for word in words for part in self._expand(word, unknown)]
-        flags = list(_flags(expanded))
+        flags = list(flags_of(expanded))
         if flags:
             self.commands.append(CommandLine(tuple(flags), tuple(dict.fromkeys(unknown))))
 
@@ -227,7 +227,7 @@ class LaunchScript:
             return
         holds_words = reference is not None or re.search(r"(^|\s)--", text) or REFERENCE.match(text)
         if " " in text.strip() and holds_words:
-            for part in _split(text):
+            for part in split_words(text):
                 yield from self._expand(part, unknown, depth=depth + 1)
         elif reference is not None and REFERENCE.fullmatch(text):
             yield from self._expand(text, unknown, depth=depth + 1)
@@ -242,7 +242,7 @@ class LaunchScript:
             return
         deciders = tuple(dict.fromkeys(d for name in names for d in self._decided.get(name, (name,))))
         unknown += deciders
-        flags = [f for name in names for text in self._alternatives.get(name, ()) for f in _flags(_split(text))]
+        flags = [f for name in names for text in self._alternatives.get(name, ()) for f in flags_of(split_words(text))]
         for flag in dict.fromkeys(flag.name for flag in flags):
             yield f"--{flag}"
             yield Perhaps(word, deciders)
@@ -260,7 +260,7 @@ def _connected(left: bool | None, connector: str, right: bool | None) -> bool | 
     return None if None in (left, right) else not decides
 
 
-def _flags(words: list[str | Unresolved]) -> Iterator[Flag]:
+def flags_of(words: list[str | Unresolved]) -> Iterator[Flag]:
     """Yield flags with the words after them, and overrides of Hydra."""
     at = 0
     while at < len(words):
@@ -290,7 +290,8 @@ def _text_of(value: str, word: str | Unresolved) -> str | Unresolved:
     return Unresolved(value, word.names) if isinstance(word, Unresolved) else value
 
 
-def _split(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
+    """Return the words of a command line; quotes that stay open are taken as they are."""
     try:
         return shlex.split(text, comments=False)
     except ValueError:
