@@ -11,7 +11,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "no barrier after foreign tokens are dealt": ("quotas.cuh", "before : c - begin, own);\n    }\n    th.all(true);\n", "before : c - begin, own);\n    }\n", "thread"),
     "foreign tokens are dealt in place": ("quotas.cuh", "        here += w.taken[d];", "        here += w.served[d];", "address"),
     "foreign tokens are dealt twice": ("quotas.cuh", "const Int foreign = total(expert) - here;", "const Int foreign = total(expert);", "address"),
-    "labels of the round before stay": ("quotas.cuh", "        labels_of(round)[c] = FAR;\n", "", "address"),
+    "ranks begin with a label": ("quotas.cuh", "        labels_of(round)[c] = FAR;\n", "        labels_of(round)[c] = 0;\n", "address"),
     "only lane 0 looks for a way": ("quotas.cuh", "      if (th.any(found)) {", "      if (th.any(found && th.lane() == 0)) {", "address"),
     "a warp leaves before a sum": ("quotas.cuh", "      if (!th.warp_any(open)) continue;\n      bool found", "      if (!open) continue;\n      bool found", "thread"),
     "labels of some ranks get lost": ("quotas.cuh", "        if (th.lane() == 0) w.depth[r] = pushes;\n", "        if (th.lane() == 0 && pushes < 2) w.depth[r] = pushes;\n", "address"),
