@@ -61,6 +61,10 @@ def new_attempt(case: tiny_gpt.Case) -> None:
 
 def left() -> Left:
     """Our threads, the job's process groups, open files, and live objects of ours by class."""
+    for thread in threading.enumerate():
+        if thread.name == "fssdp plans":
+            # it ends by itself, or with its attempt
+            thread.join(20)
     threads = sorted(t.name for t in threading.enumerate() if t is not threading.main_thread())
     groups = len(dist.distributed_c10d._world.pg_names)
     objects: dict[str, int] = {}
