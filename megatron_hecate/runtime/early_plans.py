@@ -140,5 +140,6 @@ class EarlyPlans:
                 plans[index] = of_layer, made
             try:
                 made.set_result(of_layer.plan())
-            except Exception as error:
+            except BaseException as error:
+                # whoever asks for the plan waits for it
                 made.set_exception(error)
