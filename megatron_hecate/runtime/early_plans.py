@@ -100,8 +100,8 @@ class EarlyPlans:
             assert forecast is not None
             for state, homes, previous in placed:
                 of_layer = forecast[state.index, : state.parts.homes_only.num_experts]
-                now = PlanInputs.of(state, of_layer, microbatches, meter)
-                yield state.index, dataclasses.replace(now, homes=homes, previous=previous)
+                cost = state.copy_cost(microbatches, meter)
+                yield state.index, PlanInputs(of_layer, homes, state.world, cost, previous)
 
         settings: dict[str, Any] = dict(target=self._plan_all, name="fssdp plans", daemon=True)
         threading.Thread(args=(self._plans, self._stopped, monitor.peek(), inputs), **settings).start()
@@ -113,7 +113,7 @@ class EarlyPlans:
     def plan(self, index: int, inputs: PlanInputs) -> Placement:
         """The plan of layer ``index`` for ``inputs``: the thread's if it is for the same, else made here."""
         with self._lock:
-            theirs, made = self._plans.pop(index, _TAKEN)
+            theirs, made = self._plans.get(index, _TAKEN)
             self._plans[index] = _TAKEN
         if theirs is None or made is None or not theirs.equal(inputs) or made.exception() is not None:
             # what failed in the thread fails here again, or does not
