@@ -386,6 +386,13 @@ def test_a_script_that_is_none_is_an_error_without_a_traceback(check: Any) -> No
         assert status == OPEN and "run.sh: " in said, (text, said)
 
 
+def test_arithmetic_on_a_variable_that_names_itself(check: Any) -> None:
+    text = "EP=$((EP * 2))\nA=$((B))\nB=$((A + 1))\npython x.py --expert-model-parallel-size $EP --num-experts $A\n"
+    status, said = check(text, "run.sh")
+    assert status == OPEN and "EP decides expert_model_parallel_size" in said, said
+    assert check(text, "run.sh", EP="4")[0] == ON
+
+
 def test_a_variable_that_names_itself() -> None:
     script = LaunchScript('A=$B\nB=$A\nif [ $Q ]; then\n A="$A --x 1"\nfi\npython x.py $A --num-experts $B\n', {})
     (command,) = script.commands

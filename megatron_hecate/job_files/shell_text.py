@@ -7,7 +7,9 @@ import re
 from megatron_hecate.job_files.variables import arithmetic
 
 COMMAND = "a_command"  # the name of the variable that stands for the output of a command
-HERE_DOCUMENT = re.compile(r"<<(?P<tabs>-?)[ \t]*(?:(?P<quote>['\"])(?P<quoted>.*?)(?P=quote)|(?P<plain>[\w.-]+))")
+HERE_DOCUMENT = re.compile(
+    r"(?<!<)<<(?!<)(?P<tabs>-?)[ \t]*(?:(?P<quote>['\"])(?P<quoted>.*?)(?P=quote)|(?P<plain>[\w.-]+))"
+)
 
 
 def simplified(text: str) -> str:
@@ -35,15 +37,9 @@ def simplified(text: str) -> str:
             continue
         if char in "\"'" and quote in ("", char):
             quote = "" if quote else char
-        if char == "<" and not quote and text.startswith("<<", at):
-            opened = None if text.startswith("<<<", at) else HERE_DOCUMENT.match(text, at)
-            if opened is not None:
-                documents.append((opened["tabs"] == "-", opened["quoted"] or opened["plain"] or ""))
-                at = opened.end()
-            else:
-                length = 3 if text.startswith("<<<", at) else 2
-                result.append(text[at : at + length])
-                at += length
+        if not quote and (opened := HERE_DOCUMENT.match(text, at)) is not None:
+            documents.append((opened["tabs"] == "-", opened["quoted"] or opened["plain"] or ""))
+            at = opened.end()
             continue
         if char == "\n" and not quote and documents:
             for strips_tabs, end in documents:

@@ -126,7 +126,11 @@ class Resolver:
         numbers: dict[str, int] = {}
         missing: list[str] = []
         for name in _names_in(expression):
-            value = self.resolve(f"${{{name}}}") if depth < DEEPEST else None
+            reference = REFERENCE.fullmatch(f"${{{name}}}")
+            assert reference is not None
+            value = (
+                Unresolved(name, (name,)) if depth >= DEEPEST else self._value(reference, depth=depth + 1, text=name)
+            )
             try:
                 numbers[name] = int(str(value))
             except ValueError:
