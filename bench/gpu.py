@@ -169,6 +169,14 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
             ("megatron",),
         ),
         Part(
+            "replicas",
+            "stock Megatron and FSSDP with replicas train the same model: 4 ranks share the GPU, gloo instead of NCCL",
+            "python examples/demo.py --gpus 1 --ranks 4 --steps 10 --data tests --out build/gpu-replicas",
+            240,
+            "FSSDP trained the same model",
+            ("megatron",),
+        ),
+        Part(
             "sanitizer",
             "no access is out of bounds",
             "python -m pytest -q tests/comm/test_on_gpu.py -k out_of_bounds",

@@ -99,8 +99,10 @@ class Case:
     def all(self) -> tuple[Tensor, ...]:
         """Loads, parts, physical routing map, probabilities, and the gradient of the logical ones."""
         counted, parts = self.count(), self.parts()
-        routing_map, probs = reroute(counted, self.probs, self.tables, parts)
-        (grad,) = torch.autograd.grad(probs, self.probs, self.grad)
+        # A leaf of its own: one that other graphs hold on to would tie a capture to the stream of those.
+        logical = self.probs.detach().requires_grad_()
+        routing_map, probs = reroute(counted, logical, self.tables, parts)
+        (grad,) = torch.autograd.grad(probs, logical, self.grad)
         return counted.loads, parts[: self._defined], routing_map, probs, grad
 
     @property

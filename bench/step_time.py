@@ -1,6 +1,6 @@
-"""Step time of stock Megatron and of FSSDP, on 2 CPU ranks, step by step in turn.
+"""Step time of stock Megatron and of FSSDP, on CPU ranks, step by step in turn.
 
-    python bench/step_time.py
+    python bench/step_time.py [--ranks 8]       no more ranks than cores, or all wait for the cores
     python bench/step_time.py --break-even      from which imbalance on replicas pay, and what FSSDP decides
 
 Stock and FSSDP models live in the same processes and take turns, so that a noisy machine slows both alike; the ratio is
@@ -63,7 +63,7 @@ def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
             print(f"step {step + 1}/{warmup + steps}", file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
         report(runs, {key: median(times) for key, times in seconds.items()}, list(cases), break_even=break_even)
-        print(f"\nMedians of {steps} steps of {accumulate} microbatches, in turn, 2 ranks.")
+        print(f"\nMedians of {steps} steps of {accumulate} microbatches, in turn, {dist.get_world_size()} ranks.")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -103,13 +103,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
     parser.add_argument("--break-even", action="store_true", help="several skews; replicas always, and where they pay")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         measure(arguments.steps, arguments.warmup, arguments.accumulate, arguments.break_even)
         return 0
-    return again_on_ranks(__file__, 2)
+    return again_on_ranks(__file__, arguments.ranks)
 
 
 if __name__ == "__main__":

@@ -69,20 +69,31 @@ def megatron_flags(*, ranks: int = RANKS, gpus: int = 0) -> list[str]:
     return words if gpus else [*words, *CPU.split()]
 
 
-def launch(name: str, arguments: list[str], out: Path, *, gpus: int, fssdp: list[str] | None = None) -> Run:
-    """Train on ``gpus`` GPUs, or without on `RANKS` processes, showing progress; ``fssdp`` are our launcher's flags,
-    ``None`` is stock Megatron.
+def launch(
+    name: str, arguments: list[str], out: Path, *, ranks: int, gpus: int, fssdp: list[str] | None = None
+) -> Run:
+    """Train on ``ranks`` processes, showing progress.
+
+    Args:
+        name: of the run.
+        arguments: Megatron's flags.
+        out: folder of the log and the probe's records.
+        ranks: number of processes.
+        gpus: number of GPUs; 0 trains on the CPU. One GPU is shared by all ranks.
+        fssdp: our launcher's flags; ``None`` is stock Megatron.
 
     Raises:
         SystemExit: when training fails; the end of its log is shown.
     """
-    ranks = gpus or RANKS
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    command += [] if gpus else [str(HERE / "run_on_cpu.py")]
+    if not gpus:
+        command += [str(HERE / "run_on_cpu.py")]
+    elif ranks > gpus:
+        command += [str(HERE / "run_on_shared_gpu.py")]
     command += [] if fssdp is None else ["-m", "megatron_hecate", *fssdp]
     command += [str(HERE / "pretrain_gpt.py"), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "HECATE_PROBE": str(out / name)}
-    environment |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
+    environment |= {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
     shown = " ".join(Path(word).name if "/" in word else word for word in command[5 : command.index(arguments[0])])
     print(f"\n{name}: torchrun --nproc-per-node={ranks} {shown} ...", flush=True)
     log = out / f"{name}.log"
@@ -214,7 +225,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps before the checkpoint")
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=0, help="0 trains on the CPU")
+    parser.add_argument("--ranks", type=int, help=f"processes; the GPUs, or {RANKS} on a CPU; one GPU can be shared")
     arguments = parser.parse_args()
+    ranks, gpus = arguments.ranks or arguments.gpus or RANKS, arguments.gpus
+    if gpus not in {0, 1, ranks}:
+        parser.error(f"--ranks {ranks} on --gpus {gpus}: ranks share one GPU, or have one each")
     if sys.version_info < (3, 12):
         raise SystemExit(
             "The demo trains through megatron.training, which the megatron-core wheel holds from 0.17 on, for Python "
@@ -237,18 +252,19 @@ def main() -> int:
     documents, tokens = prepare(data, out / "text")
     print(f"{documents} documents, {tokens:,} tokens (bytes) from {data}")
     last = arguments.steps + 5
-    ranks, gpus = arguments.gpus or RANKS, arguments.gpus
     common = [*megatron_flags(ranks=ranks, gpus=gpus), "--data-path", str(out / "text")]
     common += ["--data-cache-path", str(out / "cache"), "--train-iters", str(last)]
     save = ["--save", str(out / "checkpoint"), "--save-interval", str(arguments.steps)]
     load = ["--load", str(out / "checkpoint"), "--ckpt-step", str(arguments.steps)]
 
-    stock = launch("stock", common, out, gpus=gpus)
+    stock = launch("stock", common, out, ranks=ranks, gpus=gpus)
     slots = arguments.slots if ranks > 1 else 0  # a single rank has nobody to share experts with
     flags = ["--moe-fssdp", "--moe-fssdp-slots", str(slots), "--moe-fssdp-record", str(out / "run")]
     flags += ["--moe-fssdp-trace", f"{arguments.steps // 2}-{arguments.steps // 2 + 1}"]
-    ours = launch("fssdp", [*common, *save], out, gpus=gpus, fssdp=flags)
-    resumed = launch("stock-from-fssdp-checkpoint", [*common, *load], out, gpus=gpus)
+    if gpus and ranks > gpus:
+        flags += ["--moe-fssdp-transport", "nvlink"]
+    ours = launch("fssdp", [*common, *save], out, ranks=ranks, gpus=gpus, fssdp=flags)
+    resumed = launch("stock-from-fssdp-checkpoint", [*common, *load], out, ranks=ranks, gpus=gpus)
     same = report(stock, ours, resumed, saved_at=arguments.steps, out=out)
     print()
     command = [sys.executable, "-m", "megatron_hecate", "--report", str(out / "run"), "--out", str(out / "report.html")]

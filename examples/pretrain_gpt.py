@@ -6,11 +6,13 @@ text from ``--data-path``. With ``HECATE_PROBE=FOLDER`` it records losses, loads
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import megatron.core.datasets.utils as dataset_utils
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -65,6 +67,9 @@ def datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple:
 
 
 def main() -> None:
+    # Megatron runs make for its data helpers when training starts; its wheel has them compiled, but no Makefile.
+    if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
+        dataset_utils.compile_helpers = lambda: None
     args = parse_and_validate_args()
     model_config = gpt_config_from_args(args)
     step = forward_step

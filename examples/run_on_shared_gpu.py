@@ -1,0 +1,48 @@
+"""Run a Megatron script on ranks that share one GPU: to see replicas train on a GPU where there is only one.
+
+    torchrun ... run_on_shared_gpu.py pretrain_gpt.py ...                      stock Megatron
+    torchrun ... run_on_shared_gpu.py -m megatron_hecate pretrain_gpt.py ...   with our launcher
+
+NCCL refuses two ranks on one GPU, so gloo stands in for it: it copies tensors to the host, and moves them there. The
+transport ``nvlink`` is the real one: its kernels read and write the memory of the other processes on the GPU. Processes
+take turns on the GPU, so step times mean nothing. Not supported: what gloo lacks, such as point-to-point messages of
+tensors on a GPU (the transport ``p2p``, pipeline parallelism).
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+STAND_IN = "gloo_as_nccl"  # whoever looks for "nccl" in the job's backends finds it: the job trains on GPUs
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
+    return dist.ProcessGroupGloo(store, rank, size, timeout)
+
+
+def main() -> None:
+    """Start the process group over gloo, then run the script or ``-m module`` on the command line as ``__main__``."""
+    # symmetric memory refuses ranks that share a GPU unless it is asked to
+    os.environ |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    dist.Backend.register_backend(STAND_IN, _gloo, devices=["cuda"])
+    torch.cuda.set_device(0)
+    dist.init_process_group(f"cpu:gloo,cuda:{STAND_IN}", timeout=timedelta(minutes=3))
+    os.environ["LOCAL_RANK"] = "0"  # Megatron takes the GPU of this number
+    if sys.argv[1] == "-m":
+        sys.argv = sys.argv[2:]
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = sys.argv[1:]
+        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
