@@ -67,25 +67,27 @@ class Clock:
         self.device, self.calls = device, calls
         self._sleep = 0.0  # seconds that were enough for the last work
 
-    def time(self, *runs: Run, before: Run | None = None) -> Time:
+    def time(self, *runs: Run, before: Run | None = None, after: Run | None = None) -> Time:
         """Time one of ``runs`` after another, in turn: those of one benchmark differ by their buffers alone.
 
         Args:
             runs: each launches the same work.
             before: launched while the stream sleeps and not measured, such as work of another stream.
+            after: likewise, behind the work.
         """
         for number in range(max(WARM, len(runs))):
-            if before is not None:
-                before()
-            runs[number % len(runs)]()
+            for run in (before, runs[number % len(runs)], after):
+                if run is not None:
+                    run()
         if self.device.type != "cuda":
             return Time.of([_host_seconds(runs[number % len(runs)]) for number in range(self.calls)])
         torch.cuda.synchronize()
-        self._sleep = max(5e-5, 3 * _host_seconds(lambda: [before and before(), runs[0]()]))
+        launched = [run for run in (before, runs[0], after) if run is not None]
+        self._sleep = max(5e-5, 3 * _host_seconds(lambda: [run() for run in launched]))
         samples, bound = [], False
         for number in range(self.calls):
             for _ in range(TRIES):
-                seconds, asleep = self._sample(runs[number % len(runs)], before)
+                seconds, asleep = self._sample(runs[number % len(runs)], before, after)
                 if asleep or self._sleep >= LONGEST_SLEEP:
                     break
                 self._sleep *= 2
@@ -93,7 +95,7 @@ class Clock:
             bound |= not asleep
         return Time.of(samples, host_bound=bound)
 
-    def _sample(self, run: Run, before: Run | None) -> tuple[float, bool]:
+    def _sample(self, run: Run, before: Run | None, after: Run | None) -> tuple[float, bool]:
         """Seconds of ``run``, and whether the stream was asleep until all was launched."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -103,6 +105,8 @@ class Clock:
         begin.record()
         run()
         end.record()
+        if after is not None:
+            after()
         asleep = not begin.query()
         torch.cuda.synchronize()
         return begin.elapsed_time(end) / 1e3, asleep

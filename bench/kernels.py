@@ -11,8 +11,8 @@ Two verdicts. 16 blocks, as many as a transfer takes, must move as much payload 
 copy of as many bytes. Copies of spAG are made by copy engines as well.
 
 *Overlap*: bf16 GEMMs alone, and beside copies of another stream that begin when they do and last longer. The time in
-which Python launches the copies is not in it. Each row has a measurement of the GEMMs alone directly before it: a GPU at
-its power limit computes slower when it is warm, or when it was busy.
+which Python launches the copies is not in it. *Alone*, the same copies come after the GEMMs: a GPU at its power limit
+computes the slower the busier it was, so both must give it the same work and the same pauses.
 
 ``--device cpu`` runs the host build, and ``--tiny`` small sizes, to try the script; the numbers mean nothing then.
 """
@@ -185,9 +185,9 @@ def overlap(clock: Clock, *, tiny: bool) -> None:
         launches = bench.launches(what)
         for blocks in (ENGINES, *COUNTS) if what == "spAG" else COUNTS:
             run = functools.partial(launches[0], blocks)
-            once = clock.time(run).seconds
-            alone = clock.time(gemms)
-            time, lasted = _beside(gemms, run, clock, repeats=math.ceil(2 * alone.seconds / once))
+            repeats = math.ceil(2 * clock.time(gemms).seconds / clock.time(run).seconds)
+            alone, _ = _with_copies(gemms, run, clock, repeats=repeats, beside=False)
+            time, lasted = _with_copies(gemms, run, clock, repeats=repeats, beside=True)
             all_lasted &= lasted
             table.add(
                 beside=f"{what}, {blocks or 'engines'}",
@@ -200,13 +200,16 @@ def overlap(clock: Clock, *, tiny: bool) -> None:
     print(f"\ncopies lasted as long as the GEMMs: {'in every row' if all_lasted else 'not in every row'}")
 
 
-def _beside(gemms: Callable[[], None], run: Callable[[], None], clock: Clock, *, repeats: int) -> tuple[Time, bool]:
-    """Time of ``gemms`` while ``repeats`` of ``run`` go on in another stream, and whether those ended last."""
+def _with_copies(
+    gemms: Callable[[], None], run: Callable[[], None], clock: Clock, *, repeats: int, beside: bool
+) -> tuple[Time, bool]:
+    """Time ``gemms`` while ``repeats`` of ``run`` go on in another stream, or with those behind them; also return
+    whether the copies ended last."""
     side, ends = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
     after = torch.cuda.Event(enable_timing=True)
 
-    def before() -> None:
-        side.wait_stream(torch.cuda.current_stream())  # which is asleep: both begin when it wakes up
+    def copies() -> None:
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             for _ in range(min(repeats, 800)):  # the queue of launches ends at about a thousand
                 run()
@@ -216,7 +219,8 @@ def _beside(gemms: Callable[[], None], run: Callable[[], None], clock: Clock, *,
         gemms()
         after.record()
 
-    time = clock.time(measured, before=before)
+    # Before: the stream is asleep, and both begin when it wakes up.
+    time = clock.time(measured, before=copies) if beside else clock.time(measured, after=copies)
     torch.cuda.synchronize()
     return time, after.elapsed_time(ends) >= 0  # of the last sample
 

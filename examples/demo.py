@@ -69,9 +69,7 @@ def megatron_flags(*, ranks: int = RANKS, gpus: int = 0) -> list[str]:
     return words if gpus else [*words, *CPU.split()]
 
 
-def launch(
-    name: str, arguments: list[str], out: Path, *, ranks: int, gpus: int, fssdp: list[str] | None = None
-) -> Run:
+def launch(name: str, arguments: list[str], out: Path, *, ranks: int, gpus: int, fssdp: list[str] | None = None) -> Run:
     """Train on ``ranks`` processes, showing progress.
 
     Args:

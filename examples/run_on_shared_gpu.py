@@ -3,10 +3,10 @@
     torchrun ... run_on_shared_gpu.py pretrain_gpt.py ...                      stock Megatron
     torchrun ... run_on_shared_gpu.py -m megatron_hecate pretrain_gpt.py ...   with our launcher
 
-NCCL refuses two ranks on one GPU, so gloo stands in for it: it copies tensors to the host, and moves them there. The
+NCCL refuses two ranks on one GPU, so gloo stands in for it, on copies of the tensors in the host's memory. The
 transport ``nvlink`` is the real one: its kernels read and write the memory of the other processes on the GPU. Processes
-take turns on the GPU, so step times mean nothing. Not supported: what gloo lacks, such as point-to-point messages of
-tensors on a GPU (the transport ``p2p``, pipeline parallelism).
+take turns on the GPU, so step times mean nothing. Not supported: point-to-point messages of tensors on a GPU (the
+transport ``p2p``, pipeline parallelism).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from gloo_as_nccl import collectives_through_the_host
 
 STAND_IN = "gloo_as_nccl"  # whoever looks for "nccl" in the job's backends finds it: the job trains on GPUs
 
@@ -31,6 +32,7 @@ def main() -> None:
     """Start the process group over gloo, then run the script or ``-m module`` on the command line as ``__main__``."""
     # symmetric memory refuses ranks that share a GPU unless it is asked to
     os.environ |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    collectives_through_the_host()
     dist.Backend.register_backend(STAND_IN, _gloo, devices=["cuda"])
     torch.cuda.set_device(0)
     dist.init_process_group(f"cpu:gloo,cuda:{STAND_IN}", timeout=timedelta(minutes=3))
