@@ -171,7 +171,8 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         Part(
             "replicas",
             "stock Megatron and FSSDP with replicas train the same model: 4 ranks share the GPU, gloo instead of NCCL",
-            "python examples/demo.py --gpus 1 --ranks 4 --steps 10 --data tests --out build/gpu-replicas",
+            "python examples/demo.py --gpus 1 --ranks 4 --steps 10 --data tests --out build/gpu-replicas"
+            " --speeds tests/free_copies.json",
             240,
             "FSSDP trained the same model",
             ("megatron",),

@@ -224,6 +224,7 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=0, help="0 trains on the CPU")
     parser.add_argument("--ranks", type=int, help=f"processes; the GPUs, or {RANKS} on a CPU; one GPU can be shared")
+    parser.add_argument("--speeds", type=Path, help="measured speeds, by which copies are judged to pay")
     arguments = parser.parse_args()
     ranks, gpus = arguments.ranks or arguments.gpus or RANKS, arguments.gpus
     if gpus not in {0, 1, ranks}:
@@ -261,6 +262,8 @@ def main() -> int:
     flags += ["--moe-fssdp-trace", f"{arguments.steps // 2}-{arguments.steps // 2 + 1}"]
     if gpus and ranks > gpus:
         flags += ["--moe-fssdp-transport", "nvlink"]
+    if arguments.speeds is not None:
+        flags += ["--moe-fssdp-speeds", str(arguments.speeds.resolve())]
     ours = launch("fssdp", [*common, *save], out, ranks=ranks, gpus=gpus, fssdp=flags)
     resumed = launch("stock-from-fssdp-checkpoint", [*common, *load], out, ranks=ranks, gpus=gpus)
     same = report(stock, ours, resumed, saved_at=arguments.steps, out=out)

@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from cpu_adam import FusedAdam
 from gloo_as_nccl import one_all_gather_each, uneven_all_gather
+from plain_adam import use_plain_adam
 from torch.overrides import TorchFunctionMode
 
 
@@ -45,7 +45,7 @@ def install() -> None:
 
 def after_import() -> None:
     """Stand-ins inside Megatron's own modules; call once they are imported."""
-    for stand_in in (_te_names, _splits, _keep_sent_tensors, _load_without_grad, _fused_adam):
+    for stand_in in (_te_names, _splits, _keep_sent_tensors, _load_without_grad, use_plain_adam):
         stand_in()
 
 
@@ -248,16 +248,6 @@ def _load_without_grad() -> None:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
-
-
-def _fused_adam() -> None:
-    """Without apex or TransformerEngine the distributed optimizer cannot load a checkpoint."""
-    import megatron.core.optimizer as optimizer
-    import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
-
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
-    distrib_optimizer.Adam = FusedAdam
-    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
 
 
 def _claim_gpu() -> None:

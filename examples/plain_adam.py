@@ -1,4 +1,4 @@
-"""apex's FusedAdam in plain torch, for Megatron on a CPU."""
+"""apex's FusedAdam in plain torch, where neither apex nor TransformerEngine is installed."""
 
 from __future__ import annotations
 
@@ -44,3 +44,13 @@ class FusedAdam(torch.optim.Optimizer):
                 scale = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
                 update = state["exp_avg"] / (1 - beta1 ** group["step"]) / scale
                 p.add_(update + group["weight_decay"] * p, alpha=-group["lr"])
+
+
+def use_plain_adam() -> None:
+    """Have Megatron use it: the distributed optimizer cannot load a checkpoint with torch's own AdamW."""
+    import megatron.core.optimizer as optimizer
+    import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    distrib_optimizer.Adam = FusedAdam
+    distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True
