@@ -17,7 +17,6 @@ from torch.nn import Module, ModuleList
 from megatron_hecate.adapter import compat, foreign_code, owners, training_state, unsupported
 from megatron_hecate.adapter.data_parallel import DataParallel
 from megatron_hecate.adapter.experts import FSSDPExperts
-from megatron_hecate.adapter.gradient_buckets import ReductionPoint
 from megatron_hecate.adapter.graph_parts import captured_parts
 from megatron_hecate.comm.agreement import Note, refuse
 from megatron_hecate.comm.connect import Connection, connect, device_of_rank, on_gpus
@@ -279,8 +278,7 @@ def _attach(
             experts = layer.experts
             _assign(undo, layer, fssdp=state, prefetcher=prefetcher, __class__=_subclass(FSSDPLayer, type(layer)))
             own = dict(physical=state.parts.experts, unsettled=None)
-            by_hand = bool(getattr(layer.config, "delay_wgrad_compute", False))
-            own |= dict(reduction_point=ReductionPoint(by_hand=by_hand))
+            own |= dict(reduction_point=state.parts.experts.reduction_point)
             own |= dict(restore_homes=None if rehoming is None else rehoming.restore)
             _assign(undo, experts, **own, __class__=_subclass(FSSDPExperts, type(experts)))
             undo.callback(experts.register_load_state_dict_post_hook(loaded).remove)

@@ -20,6 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_hecate.adapter.forward_pass import ForwardPass
 from megatron_hecate.adapter.training_state import Forward, captures_graph
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.prefetch import Prefetcher
@@ -41,12 +42,13 @@ class FSSDPLayer:
 
         Returns ``hidden``, with a node of autograd where reductions wait for its backward.
         """
-        if self.fssdp.begun or captures_graph():
+        state = self.fssdp
+        if state.is_begun or captures_graph():
             return hidden
         if hidden is not None:
-            hidden = self.experts.reduction_point.before_attention(hidden)
-        purpose = self.prefetcher.purpose_of_forward(self)
-        self.prefetcher.before_attention(self.fssdp.index, purpose)
+            hidden = state.parts.experts.reduction_point.before_attention(hidden)
+        purpose = Forward.running(self, gradients=self.prefetcher.gradients)
+        self.prefetcher.before_attention(state.index, purpose)
         return hidden
 
     def attention_hook(self, _: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -57,23 +59,23 @@ class FSSDPLayer:
     def begin(self) -> None:
         """What the host does before the router runs, or the graph that holds it; once per forward."""
         state = self.fssdp
-        if state.begun:
+        if state.is_begun:
             return
         here.reach(state.name)
-        state.purpose = self.prefetcher.purpose_of_forward(self)
-        experts = state.parts.experts
-        experts.replicas = self.prefetcher.materialize(state.index, state.purpose)
-        experts.joined_homes, state.joined_homes = state.joined_homes, None
-        if experts.replicas is not None or state.always_physical:
-            state.place(experts.replicas)
-        state.begun = True
+        purpose = Forward.running(self, gradients=self.prefetcher.gradients)
+        replicas = self.prefetcher.materialize(state.index, purpose)
+        state.running = ForwardPass(purpose, replicas, state.joined_homes, trace.is_on())
+        state.parts.experts.running = state.running
+        state.joined_homes = None
+        if replicas is not None or state.always_physical:
+            state.place(replicas)
 
     def route(self, hidden_states: Tensor, *args: Tensor | None, **kwargs: Tensor | None) -> tuple[Tensor, Tensor]:
         if not captures_graph():
             self.begin()
         probs, routing_map = super().route(hidden_states, *args, **kwargs)
         if routing_map is not None:
-            self.fssdp.check_routes(routing_map, self.router)
+            self.fssdp.check_routes(routing_map)
         return probs, routing_map
 
     def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -83,22 +85,25 @@ class FSSDPLayer:
 
     def _to_physical(self, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
         """Over physical experts, and by the dispatcher for these, where there are replicas or may be in a replay."""
-        state, rerouter, experts = self.fssdp, self.fssdp.rerouter, self.fssdp.parts.experts
-        replicas = experts.replicas
-        captured = captures_graph()
+        state, rerouter = self.fssdp, self.fssdp.rerouter
+        # a graph is captured outside of any forward
+        running, captured = state.running, captures_graph()
+        by_quotas, late = state.always_physical, False
+        if not captured:
+            assert running is not None, f"{state.name}: a forward without begin"
+            by_quotas, late = running.replicas is not None, state.current.expects_late
         if captured and state.always_physical and rerouter.placed is None:
             state.place(None)  # graphs are captured before the first iteration; this is still their warmup
         chosen = rerouter.without_padding(routing_map, probs)
         counted = rerouter.count(chosen)
-        by_quotas = replicas is not None if not captured else state.always_physical
-        if by_quotas or (state.expects_late and not captured):
+        if by_quotas or late:
             with trace.span("loads", state.name):
                 loads = rerouter.gather_loads(counted)
-            if state.expects_late and state.purpose is Forward.MICROBATCH:
+            if late and running is not None and running.purpose is Forward.MICROBATCH:
                 with trace.span("late", state.name):
-                    replicas = experts.replicas = self.prefetcher.add_late_replicas(state.index, loads)
-                if by_quotas := replicas is not None:
-                    state.place(replicas)
+                    running.replicas = self.prefetcher.add_late_replicas(state.index, loads)
+                if by_quotas := running.replicas is not None:
+                    state.place(running.replicas)
         physical = by_quotas or state.always_physical
         dispatcher = state.physical_dispatcher if physical else state.stock_dispatcher
         if self.token_dispatcher is not dispatcher:
@@ -114,25 +119,34 @@ class FSSDPLayer:
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
         self.begin()  # a recomputation of Megatron's own graphs begins here
-        state.begun = False
-        if state.purpose is Forward.MICROBATCH:
-            self.prefetcher.observe(state.index, self.token_dispatcher.expert_loads)
-            self.prefetcher.forwarded(state.index, state.parts.experts.replicas)
+        running = state.running
+        running.is_dispatched = True
+        if running.purpose is Forward.MICROBATCH:
+            self.prefetcher.dispatched(state.index, self.token_dispatcher.expert_loads, running.replicas)
+        if not running.is_traced:
+            return here.through(state.name, super().dispatch, *args, **kwargs)
         with trace.span("dispatch", state.name):
             return here.through(state.name, super().dispatch, *args, **kwargs)
 
     def routed_experts_compute(self, *args: Any, **kwargs: Any) -> Any:
-        with trace.span("experts", self.fssdp.name):
-            computed = super().routed_experts_compute(*args, **kwargs)
         state, monitor = self.fssdp, self.prefetcher.monitor
-        if monitor.measures and state.purpose is Forward.MICROBATCH:
+        running = state.running
+        if running.is_traced:
+            with trace.span("experts", state.name):
+                computed = super().routed_experts_compute(*args, **kwargs)
+        else:
+            computed = super().routed_experts_compute(*args, **kwargs)
+        if monitor.measures and running.purpose is Forward.MICROBATCH:
             sent = getattr(self.token_dispatcher, "input_splits", None)
-            monitor.computed(state.index, state.parts.experts.num_tokens, sent)
+            monitor.computed(state.index, running, sent)
         return computed
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:
-        with trace.span("combine", self.fssdp.name):
-            return here.through(self.fssdp.name, super().combine, *args, **kwargs)
+        state = self.fssdp
+        if not state.running.is_traced:
+            return here.through(state.name, super().combine, *args, **kwargs)
+        with trace.span("combine", state.name):
+            return here.through(state.name, super().combine, *args, **kwargs)
 
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
         """Megatron's combined schedule calls it for the routed experts, and after the attention's backward for shared

@@ -15,6 +15,7 @@ from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
 
+from megatron_hecate.adapter.forward_pass import ForwardPass
 from megatron_hecate.adapter.gradient_buckets import ReductionPoint
 from megatron_hecate.adapter.grouped_linear import NOTHING, GroupedExperts, copy_module
 from megatron_hecate.adapter.stored_weights import StoredWeights
@@ -57,11 +58,10 @@ class PhysicalExperts:
                 f"experts are a {type(experts).__name__}; FSSDP knows SequentialMLP and TEGroupedMLP "
                 "(--moe-grouped-gemm with TransformerEngine)"
             )
-        # of the running forward, set by the layer: replicas, and homes that were joined before the attention
-        self.replicas: Replicas | None = None
-        self.joined_homes: tuple[PendingGradients, Tensor] | None = None
-        self.num_tokens = 0  # of the last forward, as it came: one for each expert that a token went to
-        self._plan: TransferPlan | None = None  # of the weights that the twin's quantized copies were made of
+        self.running: ForwardPass | None = None  # set by the layer
+        self.reduction_point = ReductionPoint(by_hand=bool(getattr(experts.config, "delay_wgrad_compute", False)))
+        # the plan of the weights that the twin's quantized copies were made of
+        self.computes_with: TransferPlan | None = None
         # the modules that own the homes' parameters: looking names up from the top takes long for many experts
         paths = [[name.format(i).rpartition(".") for name in self._names] for i in range(self.num_homes)]
         self._owners = [[(experts.get_submodule(path), leaf) for path, _, leaf in expert] for expert in paths]
@@ -134,8 +134,8 @@ class PhysicalExperts:
 
     def compute_with(self, plan: TransferPlan | None) -> None:
         """The coming forward has the replicas of ``plan``, which each iteration makes anew, or none."""
-        if self._plan is not plan:
-            self._plan = plan
+        if self.computes_with is not plan:
+            self.computes_with = plan
             self.drop_quantized(0)
 
     def drop_quantized(self, first: int) -> None:
@@ -167,22 +167,26 @@ class FSSDPExperts:
     @property
     def replicas(self) -> Replicas | None:
         """Those of the running forward."""
-        return self.physical.replicas
+        running = self.physical.running
+        return None if running is None else running.replicas
 
     def forward(
         self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any
     ) -> Any:
-        physical = self.physical
-        physical.num_tokens = hidden_states.shape[0]
-        if (replicas := physical.replicas) is None:
-            physical.compute_with(None)
-            if len(tokens_per_expert) > physical.num_homes:  # slots follow, without tokens
+        physical, running = self.physical, self.physical.running
+        if running is not None:
+            running.num_tokens = hidden_states.shape[0]
+        if running is None or running.replicas is None:
+            if physical.computes_with is not None:
+                physical.compute_with(None)
+            if tokens_per_expert.numel() > physical.num_homes:  # slots follow, without tokens
                 tokens_per_expert = tokens_per_expert[: physical.num_homes]
             return super().forward(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
         if physical.twin.training != self.training:
             physical.twin.train(self.training)
-        joined_homes, physical.joined_homes = physical.joined_homes, None
-        hidden_states, weights = replicas.join(hidden_states, joined_homes)
+        replicas = running.replicas
+        hidden_states, weights = replicas.join(hidden_states, running.joined_homes)
+        running.joined_homes = None
         physical.compute_with(replicas.plan)
         if self.config.fine_grained_activation_offloading:  # spares parameters, and these are none
             for weight in weights:

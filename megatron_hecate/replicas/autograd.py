@@ -30,6 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from megatron_hecate.comm.transport import TransferPlan
+from megatron_hecate.device.direct_apply import apply_directly
 from megatron_hecate.replicas.buffers import Buffer
 from megatron_hecate.tools import trace
 
@@ -81,9 +82,7 @@ class PendingGradients:
     def join_homes(cls, homes: list[list[Parameter]], layout: ChunkLayout) -> tuple[PendingGradients, Tensor]:
         """What the homes' gradients of one microbatch wait for, and an empty tensor to compute the experts with."""
         pending = cls(homes, layout)
-        # The base class's `apply`: Function's own makes three calls for each argument, to unwrap tensors of functorch.
-        apply = super(torch.autograd.Function, _Homes).apply
-        return pending, apply(pending._complete_taken, *[p for expert in homes for p in expert])
+        return pending, apply_directly(_Homes, pending._complete_taken, *[p for expert in homes for p in expert])
 
     def take(self, grads: list[Tensor | None]) -> None:
         """Gradients of the homes, flat, from the experts' backward."""
@@ -254,9 +253,8 @@ class BoundWeights:
             take: called in the backward with the gradients of all weights, once they are complete; placeholders for
                 those of fused GEMMs.
         """
-        hidden, *passed = _Experts.apply(
-            partial(self._take, take), [self.weights[at] for at in self._passed], token, hidden
-        )
+        carried = [self.weights[at] for at in self._passed]
+        hidden, *passed = apply_directly(_Experts, partial(self._take, take), carried, token, hidden)
         if not passed:
             return hidden, self.weights
         weights = list(self.weights)

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan
+from megatron_hecate.device.direct_apply import apply_directly
 from megatron_hecate.plan import Placement
 from megatron_hecate.replicas.autograd import BoundWeights, ChunkLayout, PendingGradients
 from megatron_hecate.replicas.buffers import BufferPool
@@ -228,7 +229,7 @@ class Replicas:
         if not output.requires_grad:
             self._finish()  # frozen, and so is all before: no backward comes
             return output
-        return _ExpertsOutput.apply(self._prepare_backward, output)
+        return apply_directly(_ExpertsOutput, self._prepare_backward, output)
 
     def _finish(self) -> None:
         self._passes_left -= 1

@@ -31,6 +31,8 @@ class QuotaTables:
         with lasting_tensors():
             self.group = torch.from_numpy(shape.table()).to(device)
             self.holders = torch.zeros(shape.holders_size, dtype=torch.int32, device=device)
+        # neither ever moves
+        self.at = [ctypes.c_void_p(table.data_ptr()) for table in (self.group, self.holders)]
         needed = shape.shared_bytes(THREADS)
         self._shared_bytes = needed if needed <= kernels.most_shared_bytes else 0
         self.placed: Placement | None = None
@@ -80,7 +82,7 @@ class QuotaTables:
         own = self._places.get(source)
         if own is None:
             own = self._places[source] = int(np.flatnonzero(shape.order == source)[0])
-        at = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.group, self.holders, loads, work)]
+        at = [*self.at, ctypes.c_void_p(loads.data_ptr()), ctypes.c_void_p(work.data_ptr())]
         places = ctypes.c_int(own), ctypes.c_int(shape.source_rank[source]), ctypes.c_void_p(parts.data_ptr())
         how = {"blocks": 1, "threads": THREADS, "shared_bytes": shared}
         self.kernels.launch("fssdp_quotas", *at, ctypes.c_uint(shared), *places, **how)

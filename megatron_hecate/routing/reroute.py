@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_hecate.device.direct_apply import apply_directly
 from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.routing.quotas import QuotaTables
@@ -71,7 +72,7 @@ def reroute(
     """
     if probs.dtype not in BITS:
         raise ValueError(f"routing probabilities are {probs.dtype}; FSSDP takes {', '.join(map(str, BITS))}")
-    return _Reroute.apply(probs, counted, tables, parts, TINY[probs.dtype] if never_zero else 0)
+    return apply_directly(_Reroute, probs, counted, tables, parts, TINY[probs.dtype] if never_zero else 0)
 
 
 class _Reroute(torch.autograd.Function):
@@ -82,7 +83,7 @@ class _Reroute(torch.autograd.Function):
         shape = (probs.shape[0], tables.shape.num_physical)
         routing_map, physical = counted.routing_map, (counted.routing_map.new_empty(shape), probs.new_empty(shape))
         arguments = [ctypes.c_uint(shape[0]), ctypes.c_uint(counted.tile)]
-        arguments += _at(tables.group, tables.holders, counted.before, parts, routing_map, probs.contiguous())
+        arguments += [*tables.at, *_at(counted.before, parts, routing_map, probs.contiguous())]
         arguments += [ctypes.c_ulonglong(least), *_at(*physical)]
         blocks = counted.before.shape[0] * -(-shape[1] // THREADS)
         tables.kernels.launch(f"fssdp_reroute_{BITS[probs.dtype]}", *arguments, blocks=blocks, threads=THREADS)

@@ -67,8 +67,9 @@ class IterationTracker:
         Returns:
             Whether it is the layer's first in a new iteration.
         """
-        if not self.comes_to(layer):
+        if self._entered[layer] == self.iteration:
             return False
+        self.comes_to(layer)
         self._entered[layer] = self.iteration
         self._forwards[layer] = 0
         return True

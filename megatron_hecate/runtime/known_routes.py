@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
+from megatron_hecate.adapter.forward_pass import NO_ITERATION
 from megatron_hecate.comm.transfer import wait_collective
 from megatron_hecate.runtime.layer_state import LayerState
 
@@ -26,12 +27,16 @@ class KnownRoutes:
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self.states, self._chunk_of = states, chunk_of
         self.expected: Sequence[Tensor] | None = None  # routes of the next iteration, see `expect_routes`
+        # of each layer, whether its plan is made for true loads
+        self.are_known = [False] * len(states)
+        # of each layer, [E] tokens of the microbatch over the group, where its routes are replayed
+        self._microbatch: list[np.ndarray | None] = [None] * len(states)
 
     def begin_iteration(self) -> np.ndarray | None:
         """[L, E] tokens over the group in the iteration that begins, where routes are expected."""
         routes, self.expected = self.expected, None
-        for state in self.states:
-            state.knows_loads, state.microbatch_load = routes is not None, None
+        self.are_known = [routes is not None] * len(self.states)
+        self._microbatch = [None] * len(self.states)
         return None if routes is None else self._sum(self.states, routes)
 
     def begin_microbatch(self, index: int, iteration: int, microbatches: int | None) -> None:
@@ -40,27 +45,30 @@ class KnownRoutes:
         microbatch are then planned anew."""
         state, chunk = self.states[index], self._chunk_of[index]
         whole = state.keeps_replicas  # one plan for all microbatches
-        is_planned = whole and (state.knows_loads or state.planned_in == iteration)
+        is_planned = whole and (self.are_known[index] or state.current.number == iteration)
         if index != self._chunk_of.index(chunk) or is_planned or not state.config.slots:
             return
         states = self.states[index : index + self._chunk_of.count(chunk)]
         routes = [s.parts.layer.router.router_replay.target_topk_idx if _replays(s) else None for s in states]
         loads = self._sum(states, routes) if any(map(_replays, states)) else None
         for row, state in enumerate(states):
-            state.microbatch_load = loads[row] if loads is not None and loads[row].any() else None
-            is_known = state.microbatch_load is not None
-            state.knows_loads = is_known and (not whole or microbatches == 1)
-            state.planned_in = -1 if is_known and not whole else state.planned_in
+            is_known = loads is not None and bool(loads[row].any())
+            self._microbatch[state.index] = loads[row] if loads is not None and is_known else None
+            self.are_known[state.index] = is_known and (not whole or microbatches == 1)
+            if is_known and not whole:
+                state.current.number = NO_ITERATION
 
-    @staticmethod
-    def forecast(state: LayerState, forecast: np.ndarray | None, microbatches: int) -> tuple[np.ndarray | None, int]:
+    def forecast(
+        self, state: LayerState, forecast: np.ndarray | None, microbatches: int
+    ) -> tuple[np.ndarray | None, int]:
         """[E] tokens for which a layer is planned, ``None`` where nothing is known, and in how many microbatches.
         ``forecast`` [L, E] is that of an iteration of ``microbatches``."""
         experts = state.parts.homes_only.num_experts
         expected = None if forecast is None else forecast[state.index, :experts]
-        if state.microbatch_load is None:
+        of_microbatch = self._microbatch[state.index]
+        if of_microbatch is None:
             return expected, microbatches
-        known = state.microbatch_load[:experts]
+        known = of_microbatch[:experts]
         if not state.keeps_replicas:
             return known, 1
         rest = known if expected is None else expected / microbatches  # of each microbatch that is not known yet

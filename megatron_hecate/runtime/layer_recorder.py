@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_hecate.adapter.forward_pass import ForwardPass
 from megatron_hecate.adapter.training_state import forwards_in_flight, num_microbatches
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.plan import Placement
@@ -86,10 +87,10 @@ class LayerRecorder:
         self._iteration = self.stage.begin()
         return len(self.measured())
 
-    def computed(self, layer: int, tokens: int, sent: Sequence[int] | None) -> None:
-        """Its experts have computed ``tokens`` here; so many of this rank's were ``sent`` to each, if it is known."""
-        self._tokens[0, layer] += tokens
-        replicas = self._states[layer].parts.experts.replicas if self._plans_often else None
+    def computed(self, layer: int, forward: ForwardPass, sent: Sequence[int] | None) -> None:
+        """Note one ``forward`` of ``layer``; so many of this rank's tokens were ``sent`` to each rank, if known."""
+        self._tokens[0, layer] += forward.num_tokens
+        replicas = forward.replicas if self._plans_often else None
         if replicas is not None and replicas.placement.num_replicas > self._most[layer].num_replicas:
             self._most[layer] = replicas.placement
         if self._crosses and sent is not None:

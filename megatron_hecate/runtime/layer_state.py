@@ -10,17 +10,16 @@ import operator
 import sys
 from collections import deque
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
-from torch.nn import Module
 
 from megatron_hecate.adapter.dispatcher import Rerouter
 from megatron_hecate.adapter.experts import PhysicalExperts
 from megatron_hecate.adapter.foreign_code import check_layer
+from megatron_hecate.adapter.forward_pass import NO_ITERATION, ForwardPass, LayerIteration
 from megatron_hecate.adapter.graph_parts import holds_preprocess
 from megatron_hecate.adapter.parameter_gathers import wait_for_params
 from megatron_hecate.adapter.rules import Settings
@@ -96,6 +95,8 @@ class LayerState:
     ) -> None:
         layer = parts.layer
         self.parts, self.index, self.config, self.world, self.transport = parts, index, config, world, transport
+        # whether replicas live for a whole iteration
+        self.keeps_replicas = config.lifetime == "iteration"
         self.name, self.group = name_of_layer(layer), layer.ep_group
         self.stock_dispatcher, self.physical_dispatcher = layer.token_dispatcher, parts.physical_dispatcher
         self.rerouter = Rerouter(layer.token_dispatcher, world, label=self.name, timeout=config.timeout)
@@ -105,46 +106,67 @@ class LayerState:
             for dispatcher in (self.stock_dispatcher, self.physical_dispatcher):
                 dispatcher.cudagraph_attrs.append("expert_loads")
         self.homes = parts.homes_only  # where homes are now
-        self.placement = self.planned = self.homes  # now, and before late replicas
+        # the running iteration, or the last one
+        self.current = LayerIteration(placement=self.homes, planned=self.homes)
+        self.running: ForwardPass | None = None
+        # of the coming forward, from the attention in front of the layer on
+        self.joined_homes: tuple[PendingGradients, Tensor] | None = None
         self._slots: ReplicaSlots | None = None
-        self.plan: TransferPlan | None = None  # of the replicas of this iteration; None without any
-        self.replicas: Replicas | None = None  # of the coming or running forward
-        self.joined_homes: tuple[PendingGradients, Tensor] | None = None  # those of the running forward
-        self.expects_late = False  # whether the next forward may fetch late replicas
-        self.microbatch_load: np.ndarray | None = None  # [E] tokens over the group, where routes are replayed
-        self.knows_loads = False  # the plan is made for true loads
-        self.planned_in = self.fetched_in = -1  # the last iterations in which it was
-        self.fetched_weights = -1  # number of the weights that were fetched last, see `Prefetcher`
         self._fetched_versions: list[int] = []  # version counters of the homes' weights at the last fetch
+        # by microbatches, and whether a schedule runs them
+        self._shapes: dict[tuple[int, bool], LayerShape] = {}
         # whether one of Megatron's schedules ran the last forward; backwards may run in a thread without its stack
         self.in_schedule = True
         # plans of the running iteration, in order, and those of the one before that are still to be repeated
         self.plans: list[Placement] = []
         self._kept: deque[Placement] = deque()
-        self.prepared = False  # for the next forward
-        self.purpose = Forward.OTHER  # of the running forward
-        self.begun = False  # the running forward knows its replicas, and has not dispatched
         # replicas of the microbatches whose backward has not run, once per pass, oldest first: Megatron's schedules
         # keep that order
         self._in_flight: deque[Replicas | None] = deque()
 
-    def check_routes(self, routing_map: Tensor, router: Module) -> None:
+    @property
+    def is_begun(self) -> bool:
+        """Whether the running forward knows its replicas, and has not dispatched its tokens."""
+        return self.running is not None and not self.running.is_dispatched
+
+    def check_routes(self, routing_map: Tensor) -> None:
         """Raise a ValueError where a router of its own kind returns no [T, E] bool map of tokens to experts."""
         if routing_map.dtype is not torch.bool or routing_map.shape[-1:] != (self.homes.num_experts,):
             raise ValueError(
-                f"{self.name}: {type(router).__name__} returned a routing map of {routing_map.dtype} "
+                f"{self.name}: {type(self.parts.layer.router).__name__} returned a routing map of {routing_map.dtype} "
                 f"{list(routing_map.shape)}, FSSDP reads a bool map over {self.homes.num_experts} experts; use "
                 "Megatron's TopKRouter, or leave --moe-fssdp off"
             )
 
     @property
-    def keeps_replicas(self) -> bool:
-        """Whether replicas live for a whole iteration."""
-        return self.config.lifetime == "iteration"
+    def placement(self) -> Placement:
+        """Homes and replicas now."""
+        return self.current.placement
+
+    @property
+    def planned(self) -> Placement:
+        """Homes and replicas now, without late replicas."""
+        return self.current.planned
+
+    @property
+    def plan(self) -> TransferPlan | None:
+        """Transfers that fetch this iteration's replicas; ``None`` without any."""
+        return self.current.plan
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """Those of the coming or running forward."""
+        return self.current.replicas
 
     def shape(self, microbatches: int) -> LayerShape:
         """Sizes for the cost model, with so many ``microbatches`` in an iteration. Without a schedule, replicas and
         their gradients travel with each of them."""
+        key = microbatches, self.in_schedule
+        if key not in self._shapes:
+            self._shapes[key] = self._shape(microbatches)
+        return self._shapes[key]
+
+    def _shape(self, microbatches: int) -> LayerShape:
         lifetime = LIFETIMES[self.config.lifetime]
         fetches, returns = lifetime.fetches, lifetime.returns * self.parts.passes
         if not self.in_schedule:
@@ -194,11 +216,16 @@ class LayerState:
             placement.check(num_slots=self.config.slots)
             assert_same(placement.fingerprint, self.group, label=self.name, timeout=self.config.timeout)
 
-    def set_plan(self, placement: Placement, *, late: bool = False) -> None:
-        """Replicas are those of ``placement`` from now on; ``late`` ones come after the gate."""
-        self.placement = placement
-        self.planned = self.planned if late else placement
-        self.plan = TransferPlan.from_placement(placement, self.group.rank()) if placement.num_replicas else None
+    def set_plan(self, placement: Placement, iteration: int) -> None:
+        """Replicas are those of ``placement`` in an iteration that begins."""
+        self.current = LayerIteration(placement, placement, iteration, self._transfers(placement))
+
+    def add_late(self, placement: Placement) -> None:
+        """Replicas are those of ``placement`` from now on, some of them chosen after the gate."""
+        self.current.placement, self.current.plan = placement, self._transfers(placement)
+
+    def _transfers(self, placement: Placement) -> TransferPlan | None:
+        return TransferPlan.from_placement(placement, self.group.rank()) if placement.num_replicas else None
 
     def weights_were_written(self) -> bool:
         """Whether the homes' weights were written in place since the last fetch, as far as version counters show it.
@@ -227,16 +254,15 @@ class LayerState:
         """Replace the transfer plan by an equal one. Buffers compare plans by identity: one that was filled by the old
         plan is filled again."""
         self._fetched_versions = self._versions()
-        if self.plan is not None:
-            self.plan = dataclasses.replace(self.plan)
+        if self.current.plan is not None:
+            self.current.plan = dataclasses.replace(self.current.plan)
 
     def move_homes(self, homes: Placement) -> None:
         """Experts have other homes from now on, between two iterations. Megatron's own dispatcher knows those of its
         own only, so that physical experts stay in use."""
         self.homes, self.always_physical = homes, True
-        self.planned = homes
         self._kept.clear()
-        self.set_plan(homes)
+        self.set_plan(homes, NO_ITERATION)
 
     def replicas_of(self, purpose: Forward) -> Replicas | None:
         """Those that a forward computes with. Evaluation runs without: its weights may be others (averages, for
@@ -245,7 +271,7 @@ class LayerState:
             return None
         if purpose is Forward.RECOMPUTED and not self.keeps_replicas:
             return self._in_flight[0]
-        return self.replicas
+        return self.current.replicas
 
     def place(self, replicas: Replicas | None) -> None:
         """The running forward computes with ``replicas``."""
@@ -305,5 +331,5 @@ class LayerState:
         self.plans = []
         self.parts.experts.drop_delayed()
         self.parts.layer.experts.unsettled = None
-        self.replicas = self.plan = self.joined_homes = None
-        self.prepared = self.begun = False
+        self.current = LayerIteration(self.current.placement, self.current.planned)
+        self.joined_homes = self.running = None

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.adapter.forward_pass import ForwardPass
 from megatron_hecate.comm.overlap import MEASURED, OverlapMeter
 from megatron_hecate.comm.transfer import wait_collective
 from megatron_hecate.device.lasting import lasting_tensors
@@ -93,9 +94,9 @@ class LoadMonitor:
     ) -> None:
         self._shape, self._group, self._timeout = shape, group, timeout
         self._meter, self._size = meter or OverlapMeter(), shape[0] * shape[1]
-        # [L * E] and what was measured, int64, made on the device of the first loads; [L, E] of it
+        # [L * E] and what was measured, int64, made on the device of the first loads; rows [E] of it
         self._sums: Tensor | None = None
-        self._counts: Tensor
+        self._counts: Sequence[Tensor]
         self._reduced: GroupSum | None = None
         self._stream: torch.cuda.Stream | None = None
         self.history = LoadHistory()
@@ -107,24 +108,24 @@ class LoadMonitor:
             more = MEASURED if self.recorder is None else MEASURED + self.recorder.begin()
             with lasting_tensors():
                 self._sums = torch.zeros(self._size + more, dtype=torch.int64, device=loads.device)
-                self._counts = self._sums[: self._size].view(self._shape)
-        self._counts[layer, : len(loads)].add_(loads)  # += copies, too
+                self._counts = self._sums[: self._size].view(self._shape).unbind()
+        self._counts[layer][: loads.shape[0]].add_(loads)  # += copies, too
 
     @property
     def measures(self) -> bool:
         """Whether anybody asks for what `computed` notes."""
         return self.recorder is not None and self.recorder.measures
 
-    def computed(self, layer: int, tokens: int, sent: Sequence[int] | None) -> None:
-        """Note the ``tokens`` of a microbatch that the experts of ``layer`` have computed here.
+    def computed(self, layer: int, forward: ForwardPass, sent: Sequence[int] | None) -> None:
+        """Note a microbatch's ``forward`` of ``layer``, whose experts have computed.
 
         Args:
             layer: index of the layer.
-            tokens: rows of the experts' input.
+            forward: with the rows of the experts' input.
             sent: tokens that this rank sent to each rank, where the dispatcher knows it.
         """
         if self.recorder is not None:
-            self.recorder.computed(layer, tokens, sent)
+            self.recorder.computed(layer, forward, sent)
 
     def start_reduce(self) -> bool:
         """Start summing this iteration's counts over the group. Every rank must call it at the same point.

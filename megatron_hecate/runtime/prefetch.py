@@ -6,9 +6,8 @@ layers' states.
 | `begin_chunk` | plans and fetches the first layers of a model chunk: embedding and dense layers come first |
 | `before_attention` | fetches the next layers, while this layer's attention runs |
 | `materialize` | says which replicas the layer computes with |
-| `observe` | counts the tokens of a microbatch |
 | `add_late_replicas` | where asked for, fetches more after the gate |
-| `forwarded` | the microbatch goes on with these replicas; its backward will come |
+| `dispatched` | counts the tokens of a microbatch, which goes on with its replicas |
 """
 
 from __future__ import annotations
@@ -55,6 +54,12 @@ class Prefetcher:
 
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self.states, self.chunk_of = states, chunk_of
+        # of each layer, the experts of the next one in the same chunk
+        self._following: list[Module | None] = [state.parts.layer.experts for state in states[1:]] + [None]
+        for index in range(1, len(states)):
+            if chunk_of[index - 1] != chunk_of[index]:
+                self._following[index - 1] = None
+        self._first_layers = {chunk_of.index(chunk) for chunk in chunk_of}  # of each chunk
         self.forecast: np.ndarray | None = None  # [L, E] of the running iteration
         self.routes = KnownRoutes(states, chunk_of)
         self.meter = OverlapMeter()
@@ -72,7 +77,8 @@ class Prefetcher:
             waits_for=self.returns.wait_for,
         )
         self.rehoming: Rehoming | None = None
-        self._gradients: bool | None = None  # of the running forward of a model chunk
+        # whether the running forward of a model chunk has gradients; ``None`` outside of any
+        self.gradients: bool | None = None
         self._pool: BufferPool | None = None
         # of each chunk: the schedule's call that ran its last forward, and a number that grows when weights may have
         # changed since the forward before
@@ -83,14 +89,10 @@ class Prefetcher:
         self._has_fetched = False  # any replica, ever
         self._pool_is_checked = False  # against the parameters, in this iteration
 
-    def purpose_of_forward(self, layer: Module) -> Forward:
-        """What the running forward of ``layer`` is for."""
-        return Forward.running(layer, gradients=self._gradients)
-
     def begin_chunk(self, chunk_index: int, chunk: Module, *_: Any) -> None:
         """The forward of a model chunk begins: no weight changes any more, so its first replicas may be fetched."""
-        self._gradients = torch.is_grad_enabled()
-        training = chunk.training and self._gradients and torch._C._current_graph_task_id() == -1
+        self.gradients = torch.is_grad_enabled()
+        training = chunk.training and self.gradients and torch._C._current_graph_task_id() == -1
         if not training or chunk_index not in self.chunk_of:
             return
         self._allocate_early()
@@ -105,9 +107,11 @@ class Prefetcher:
 
     def end_chunk(self, *_: Any) -> None:
         """It ends, or breaks off."""
-        self._gradients = None
+        self.gradients = None
         for state in self.states:
-            state.begun = False
+            # of a forward that broke off
+            if state.running is not None and not state.running.is_dispatched:
+                state.running = None
 
     def before_attention(self, index: int, purpose: Forward) -> None:
         """The attention before layer ``index`` is about to run."""
@@ -118,12 +122,14 @@ class Prefetcher:
             state.fetch_again()
         elif purpose is Forward.MICROBATCH:
             # no forward of the chunk runs where the schedule calls its layers one by one
-            if self._gradients is None and index == self.chunk_of.index(self.chunk_of[index]):
+            if self.gradients is None and index == self.chunk_of.index(self.chunk_of[index]):
                 self._enter_chunk(self.chunk_of[index])
-            begins = self.tracker.enter(index)
-            if begins:
+            if self.tracker.enter(index):
                 self.meter.attention(index, next(state.parts.layer.experts.parameters()).device)
             self._prepare_from(index)
+            if state.current.replicas is None:
+                state.joined_homes = None
+                return
         state.join_homes_early(purpose)
 
     def materialize(self, index: int, purpose: Forward) -> Replicas | None:
@@ -134,7 +140,7 @@ class Prefetcher:
         """
         state = self.states[index]
         if purpose is Forward.OTHER:
-            state.expects_late = False  # a forward that died before it could
+            state.current.expects_late = False  # a forward that died before it could
             if torch.is_grad_enabled():
                 # in `eval()`: its backward returns nothing, and may be the last one before DDP reduces gradients
                 self.returns.complete(self.chunk_of[index])
@@ -142,28 +148,23 @@ class Prefetcher:
             if not self._was_seen(state):
                 raise NotImplementedError(
                     f"{state.name} is recomputed in the backward, but its forward ran without gradients, where it "
-                    "looks like evaluation; use Megatron's --recompute-granularity, torch's checkpoint or "
-                    "TransformerEngine's"
+                    "looks like evaluation; use --recompute-granularity, or the checkpoint of torch or TransformerEngine"
                 )
             if state.skip_stock_backward():
                 return None
         else:
             self.tracker.enter(index)
             self._prepare(state)
-            state.prepared = False
+            state.current.is_prepared = False
+            return state.current.replicas
         return state.replicas_of(purpose)
-
-    def observe(self, index: int, loads: Tensor) -> None:
-        """Count one microbatch: ``loads`` [E] are this rank's tokens per expert."""
-        self.monitor.count(index, loads)
-        self.tracker.forwarded(index)
 
     def add_late_replicas(self, index: int, loads: Tensor) -> Replicas | None:
         """Fetch more replicas of layer ``index`` where the true ``loads`` [N, E] make them pay; returns those that the
         forward computes with. Replicas that microbatches have computed with stay as they are until the iteration ends.
         """
         state = self.states[index]
-        state.expects_late = False
+        state.current.expects_late = False
         shape = dataclasses.replace(state.shape(1), fetches=1, returns=1)
         placement = add_late_replicas(
             loads.sum(dim=0).cpu().numpy(),  # the one wait of the host for the device
@@ -175,16 +176,23 @@ class Prefetcher:
         )
         state.check_agreement(placement)
         if placement is not state.placement:
-            state.set_plan(placement, late=True)
-            if state.replicas is None:
-                state.replicas = self._fetch(state)
+            state.add_late(placement)
+            if state.current.replicas is None:
+                state.current.replicas = self._fetch(state)
             else:
-                assert state.plan is not None
-                state.replicas.add_late(placement, state.plan)
-        return state.replicas
+                state.current.replicas.add_late(placement, state.plan)
+        return state.current.replicas
 
-    def forwarded(self, index: int, replicas: Replicas | None) -> None:
-        """A microbatch of layer ``index`` goes on with ``replicas``; its backward will come."""
+    def dispatched(self, index: int, loads: Tensor, replicas: Replicas | None) -> None:
+        """Count one microbatch of layer ``index``, which goes on with ``replicas``; its backward will come.
+
+        Args:
+            index: of the layer.
+            loads: [E] tokens of this rank for each expert.
+            replicas: that the forward computes with.
+        """
+        self.monitor.count(index, loads)
+        self.tracker.forwarded(index)
         self.meter.routed(index)
         self.states[index].forwarded(replicas)
 
@@ -210,16 +218,15 @@ class Prefetcher:
 
     def _enter_chunk(self, chunk: int) -> None:
         """Note the forward of a model chunk; outside of a known schedule's call, weights may have changed before it."""
-        call = None if self.returns.data_parallel is None else self.returns.data_parallel.schedule_call(chunk)
+        data_parallel = self.returns.data_parallel
+        call = None if data_parallel is None else data_parallel.schedule_call(chunk)
         if call is None or call != self._calls[chunk]:
             self._weights_of[chunk] += 1
         self._calls[chunk] = call
         for state, its_chunk in zip(self.states, self.chunk_of, strict=True):
             if its_chunk == chunk:
                 state.in_schedule = call is not None
-        has_ddp = (
-            self.returns.data_parallel is not None and self.returns.data_parallel.wants_gradients(chunk) is not None
-        )
+        has_ddp = data_parallel is not None and data_parallel.wants_gradients(chunk) is not None
         if has_ddp or self.tracker.has_seen_optimizer or chunk != self.chunk_of[0]:
             return
         if self._has_no_backward_ahead():
@@ -255,78 +262,71 @@ class Prefetcher:
 
     def _prepare(self, state: LayerState) -> None:
         """Have the replicas of the layer's next microbatch on their way."""
-        if state.prepared:
+        if state.current.is_prepared:
             return
-        self._gather_homes(state)
+        if state.config.slots:
+            # at the same point on all ranks, with or without replicas
+            finish_gathers(state.parts.layer.experts, self._following[state.index])
         self._plan_from(state.index)
-        state.prepared = True
+        current = state.current
+        current.is_prepared = True
         if not self._needs_fetch(state):
             return
-        is_first = state.fetched_in != self.tracker.iteration
-        state.fetched_in = self.tracker.iteration
+        is_first = current.fetched_weights is None
         if is_first or self._weights_may_differ(state):
-            state.fetched_weights = self._weights_of[self.chunk_of[state.index]]
+            current.fetched_weights = self._weights_of[self.chunk_of[state.index]]
             state.renew_plan()
         if state.keeps_replicas and not is_first:
-            if state.replicas is not None and state.plan is not None:
-                state.replicas.refresh(state.plan)
+            if current.replicas is not None and current.plan is not None:
+                current.replicas.refresh(current.plan)
             return
-        state.expects_late = state.config.late_replicas > 0 and not state.knows_loads
-        state.replicas = None if state.plan is None else self._fetch(state)
+        current.expects_late = state.config.late_replicas > 0 and not self.routes.are_known[state.index]
+        current.replicas = None if current.plan is None else self._fetch(state)
 
     def _needs_fetch(self, state: LayerState) -> bool:
         """Whether the layer's next forward needs weights that have not been fetched yet."""
-        if state.fetched_in != self.tracker.iteration:
+        current = state.current
+        if current.number != self.tracker.iteration or current.fetched_weights is None:
             return True
-        if self.tracker.is_within_microbatch(state.index):
+        if state.parts.passes > 1 and self.tracker.is_within_microbatch(state.index):
             return False
         return not state.keeps_replicas or self._weights_may_differ(state)
 
     def _weights_may_differ(self, state: LayerState) -> bool:
         """Whether homes of the layer may hold other weights than at its last fetch."""
-        return state.fetched_weights != self._weights_of[self.chunk_of[state.index]] or state.weights_were_written()
-
-    def _gather_homes(self, state: LayerState) -> None:
-        """Wait for the homes' parameters, at the same point on all ranks, with or without replicas."""
-        if not state.config.slots:
-            return
-        following = None
-        after = state.index + 1
-        if after < len(self.states) and self.chunk_of[after] == self.chunk_of[state.index]:
-            following = self.states[after].parts.layer.experts
-        finish_gathers(state.parts.layer.experts, following)
+        fetched = state.current.fetched_weights
+        return fetched != self._weights_of[self.chunk_of[state.index]] or state.weights_were_written()
 
     def _plan_from(self, index: int) -> None:
         """Plan layer ``index``, unless it is planned, and with it the next ones of its chunk."""
-        if not self.tracker.is_within_microbatch(index):
-            self.routes.begin_microbatch(index, self.tracker.iteration, self.tracker.microbatches)
-        if self.states[index].planned_in == self.tracker.iteration:
+        iteration = self.tracker.iteration
+        if index in self._first_layers and not self.tracker.is_within_microbatch(index):
+            self.routes.begin_microbatch(index, iteration, self.tracker.microbatches)
+        if self.states[index].current.number == iteration:
             return
         for state in self.states[index : index + PLANNED_TOGETHER]:
-            if self.chunk_of[state.index] == self.chunk_of[index] and state.planned_in != self.tracker.iteration:
+            if self.chunk_of[state.index] == self.chunk_of[index] and state.current.number != iteration:
                 with trace.span("plan", state.name):
                     self._plan(state)
-                state.planned_in = self.tracker.iteration
 
     def _plan(self, state: LayerState) -> None:
         kept = state.next_kept_plan() if self._keeps_plans else None
         if kept is not None:
-            state.set_plan(kept)
+            state.set_plan(kept, self.tracker.iteration)
             state.plans.append(kept)
             return
         forecast, microbatches = self.routes.forecast(state, self.forecast, self.tracker.microbatches or 1)
         if forecast is None or not state.config.slots:
-            state.set_plan(state.homes)
+            state.set_plan(state.homes, self.tracker.iteration)
             state.plans.append(state.homes)
             return
         plan = self._early.plan(state.index, PlanInputs.of(state, forecast, microbatches, self.meter))
         state.check_agreement(plan)
-        state.set_plan(plan)
+        state.set_plan(plan, self.tracker.iteration)
         state.plans.append(plan)
 
     def _fetch(self, state: LayerState) -> Replicas:
         """Begin to fetch the planned replicas, for one microbatch or for all of the iteration."""
-        assert state.plan is not None
         self._has_fetched = True
         try:
             replicas = Replicas(

@@ -47,6 +47,7 @@ class Position:
     iteration: int = 0
     place: str = ""
     _backward: int = -1  # the last one that this came to
+    _hooks: dict[str, Callable[[Any], None]] = dataclasses.field(default_factory=dict)  # by layer
 
     def reach(self, place: str) -> None:
         """The training thread comes to ``place``: a layer, as a rule."""
@@ -59,15 +60,22 @@ class Position:
         exchanged = exchange(*args, **kwargs)
         for tensor in exchanged if isinstance(exchanged, tuple) else (exchanged,):  # each is exchanged by itself
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(lambda _: self._reach_backward(layer))
+                tensor.register_hook(self._hooks.get(layer) or self._make_hook(layer))
         return exchanged
 
-    def _reach_backward(self, layer: str) -> None:
-        self.reach(f"backward of {layer}")
-        backward = torch._C._current_graph_task_id()
-        if backward != self._backward:  # once for each, also for one inside another
-            self._backward = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._reach_end)
+    def _make_hook(self, layer: str) -> Callable[[Any], None]:
+        place = f"backward of {layer}"
+
+        def reach_backward(_: Any) -> None:
+            self.place = place
+            self.steps += 1
+            backward = torch._C._current_graph_task_id()
+            if backward != self._backward:  # once for each, also for one inside another
+                self._backward = backward
+                torch.autograd.Variable._execution_engine.queue_callback(self._reach_end)
+
+        self._hooks[layer] = reach_backward
+        return reach_backward
 
     def _reach_end(self) -> None:
         self.reach("after a backward")

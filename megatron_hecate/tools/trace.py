@@ -231,11 +231,14 @@ def _span(what: str, layer: str) -> Iterator[None]:
 _NOTHING = contextlib.nullcontext()
 
 
+def is_on() -> bool:
+    """Whether somebody records spans now."""
+    return _recorder is not None or torch.autograd._profiler_enabled()
+
+
 def span(what: str, layer: str) -> contextlib.AbstractContextManager[None]:
     """The block is ``what`` (see the table) of ``layer``."""
-    if _recorder is None and not torch.autograd._profiler_enabled():
-        return _NOTHING
-    return _span(what, layer)
+    return _span(what, layer) if is_on() else _NOTHING
 
 
 def add(what: str, layer: str, begin: float) -> None:
