@@ -148,7 +148,7 @@ class Prefetcher:
             if not self._was_seen(state):
                 raise NotImplementedError(
                     f"{state.name} is recomputed in the backward, but its forward ran without gradients, where it "
-                    "looks like evaluation; use --recompute-granularity, or the checkpoint of torch or TransformerEngine"
+                    "looks like evaluation; use --recompute-granularity, or torch's or TransformerEngine's checkpoint"
                 )
             if state.skip_stock_backward():
                 return None
