@@ -56,7 +56,7 @@ def _declare() -> None:
 
     from megatron_hecate.runtime.prefetch import Prefetcher
 
-    for name in ("before_attention", "materialize", "observe", "forwarded", "begin_chunk", "add_late_replicas"):
+    for name in ("before_attention", "materialize", "dispatched", "begin_chunk", "add_late_replicas"):
         not_in_graphs(Prefetcher, name)
 
 
