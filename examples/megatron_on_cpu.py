@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from gloo_as_nccl import one_all_gather_each, uneven_all_gather
-from plain_adam import use_plain_adam
+from plain_adam import load_without_grad, use_plain_adam
 from torch.overrides import TorchFunctionMode
 
 
@@ -45,7 +45,7 @@ def install() -> None:
 
 def after_import() -> None:
     """Stand-ins inside Megatron's own modules; call once they are imported."""
-    for stand_in in (_te_names, _splits, _keep_sent_tensors, _load_without_grad, use_plain_adam):
+    for stand_in in (_te_names, _splits, _keep_sent_tensors, load_without_grad, use_plain_adam):
         stand_in()
 
 
@@ -241,13 +241,6 @@ def _keep_sent_tensors() -> None:
         return torch.autograd.backward(output, grad_tensors=grad_output)
 
     schedules.custom_backward = custom_backward
-
-
-def _load_without_grad() -> None:
-    """fp32 with the distributed optimizer: loading writes into views of leaves outside no_grad (a Megatron bug)."""
-    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-
-    DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
 
 
 def _claim_gpu() -> None:

@@ -1,4 +1,4 @@
-"""apex's FusedAdam in plain torch, where neither apex nor TransformerEngine is installed."""
+"""What Megatron's distributed optimizer needs to load a checkpoint in fp32, and without apex and TransformerEngine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """AdamW; ``step`` lives in the parameter group, as Megatron's checkpoints expect."""
+    """apex's, in plain torch: AdamW; ``step`` lives in the parameter group, as Megatron's checkpoints expect."""
 
     def __init__(
         self,
@@ -46,8 +46,15 @@ class FusedAdam(torch.optim.Optimizer):
                 p.add_(update + group["weight_decay"] * p, alpha=-group["lr"])
 
 
+def load_without_grad() -> None:
+    """Have the distributed optimizer load in fp32: it writes into views of leaves outside of no_grad."""
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+    DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
+
+
 def use_plain_adam() -> None:
-    """Have Megatron use it: the distributed optimizer cannot load a checkpoint with torch's own AdamW."""
+    """Have Megatron use `FusedAdam`: the distributed optimizer cannot load a checkpoint with torch's own AdamW."""
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
 

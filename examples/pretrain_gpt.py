@@ -23,7 +23,7 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split
-from plain_adam import use_plain_adam
+from plain_adam import load_without_grad, use_plain_adam
 from torch import Tensor
 
 KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
@@ -72,6 +72,7 @@ def main() -> None:
     # Megatron runs make for its data helpers when training starts; its wheel has them compiled, but no Makefile.
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         dataset_utils.compile_helpers = lambda: None
+    load_without_grad()
     if not distrib_optimizer.HAVE_APEX_OR_TE:
         use_plain_adam()
     args = parse_and_validate_args()

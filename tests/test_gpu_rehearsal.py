@@ -85,7 +85,7 @@ def test_the_machine_has_no_more_than_an_image(machine: tuple[Path, Path]) -> No
 
 # what stands in cannot: it hides nothing from compute-sanitizer, and runs no Megatron
 NOT_HERE = {"sanitizer"}
-LEFT_OUT = {"counters", "gemm", "demo"}  # no ncu, no TransformerEngine, no Megatron
+LEFT_OUT = {"counters", "gemm", "demo", "replicas"}  # no ncu, no TransformerEngine, no Megatron
 ON_PAGE = {
     "check": ["GPU: a GPU on a CPU", "commit rehearsed"],
     "values": [],
@@ -99,6 +99,7 @@ ON_PAGE = {
     "gemm": ["left out transformer_engine and transformer_engine_torch not installed"],
     "processes": [],
     "demo": ["| demo | left out megatron not installed |"],
+    "replicas": ["| replicas | left out megatron not installed |"],
 }
 
 
