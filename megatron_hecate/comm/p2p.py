@@ -73,6 +73,9 @@ class P2P:
     def release(self) -> None:
         self._returning, self._staging = None, self._staging.new_empty(0)
 
+    def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
+        _ = plan.replicated, plan.slots, plan.turns  # and what they are made of: the plan keeps it
+
     def fetch(
         self,
         plan: TransferPlan,

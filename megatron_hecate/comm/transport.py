@@ -197,6 +197,10 @@ class Transport(Protocol):
     def release(self) -> None:
         """Let go of what `allocate` gave: the attempt of the job is over. A transfer under way keeps what it uses."""
 
+    def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
+        """Work out who copies what to whom, for a fetch and a return of ``plan`` in ``layer`` that may come. Any thread
+        may call it, at any time: it communicates nothing, and calls no CUDA."""
+
     def fetch(
         self,
         plan: TransferPlan,

@@ -104,13 +104,13 @@ H100 = Speeds(
     intra=Link(bandwidth=0.8 * 450e9, latency=5e-6),
     # One ConnectX-7 of 400 Gbit/s per rank (DGX H100), 90 % of it; latency as above plus the fabric's.
     inter=Link(bandwidth=0.9 * 50e9, latency=10e-6),
-    # 989 TFLOP/s dense bf16 (datasheet), of which grouped expert GEMMs reach 42 % (Qwen3-30B-A3B) to 60 % (DeepSeek-V3),
-    # forward and backward, measured on an H200 (docs/gpu-results.md).
+    # 989 TFLOP/s dense bf16 (datasheet), of which grouped expert GEMMs reach 42 % (Qwen3-30B-A3B) to 60 %
+    # (DeepSeek-V3), forward and backward, measured on an H200 (docs/gpu-results.md).
     flops=0.45 * 989e12,
-    # On an H200 (docs/gpu-results.md): 14 us to count, 20 (8 ranks) to 120 (64 ranks) for quotas, 13 to reroute and 18 in
-    # its backward. Estimates: 30 for the all-gather of loads, 40 for more physical experts in the grouped GEMMs.
+    # On an H200 (docs/gpu-results.md): 14 us to count, 20 (8 ranks) to 120 (64 ranks) for quotas, 13 to reroute and 18
+    # in its backward. Estimates: 30 for the all-gather of loads, 40 for more physical experts in the grouped GEMMs.
     routing=0.15e-3,
-    # GEMMs on an H200 took 1.4 % longer beside a fetch of 16 blocks, 10 % beside a return of 32; with NCCL not measured.
+    # GEMMs on an H200 took 1.4 % longer beside a fetch of 16 blocks, 10 % beside a return of 32; NCCL is not measured.
     contention=0.12,
 )
 # Two CPU ranks of one thread each under gloo, fp32, as `--measure` found them on the machine of docs/results.md.

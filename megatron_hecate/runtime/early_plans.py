@@ -2,7 +2,8 @@
 
 The loads of an iteration are summed when its backward has ended. From then on the host waits for the norm of the
 gradients and launches the optimizer's kernels; planning releases Python's lock for most of its time, so a thread plans
-all layers meanwhile. It makes no CUDA call, which would break a capture of CUDA graphs in the main thread.
+all layers meanwhile, and works out their transfers. It makes no CUDA call, which would break a capture of CUDA graphs
+in the main thread.
 
 Planning is a pure function. The thread guesses its inputs, and a plan is used only where the layer asks with equal
 ones: results never depend on how far the thread has come, nor on what it has guessed.
@@ -10,10 +11,11 @@ ones: results never depend on how far the thread has come, nor on what it has gu
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -103,8 +105,9 @@ class EarlyPlans:
                 cost = state.copy_cost(microbatches, meter)
                 yield state.index, PlanInputs(of_layer, homes, state.world, cost, previous)
 
+        prepare = {state.index: state.prepare_transfers for state in states}
         settings: dict[str, Any] = dict(target=self._plan_all, name="fssdp plans", daemon=True)
-        threading.Thread(args=(self._plans, self._stopped, monitor.peek(), inputs), **settings).start()
+        threading.Thread(args=(self._plans, self._stopped, monitor.peek(), inputs, prepare), **settings).start()
 
     def stop(self) -> None:
         """Have the thread end after the layer that it plans; its plans can still be asked for."""
@@ -126,6 +129,7 @@ class EarlyPlans:
         stopped: threading.Event,
         loads: Callable[[], tuple[np.ndarray, list[int]] | None],
         inputs: Callable[[np.ndarray, list[int]], Iterator[tuple[int, PlanInputs]]],
+        prepare: Mapping[int, Callable[[Placement], None]],
     ) -> None:
         while (arrived := loads()) is None:
             if stopped.wait(PAUSE):
@@ -143,3 +147,7 @@ class EarlyPlans:
             except BaseException as error:
                 # whoever asks for the plan waits for it
                 made.set_exception(error)
+                continue
+            # what goes wrong here goes wrong again where the layer fetches
+            with contextlib.suppress(Exception):
+                prepare[index](made.result())

@@ -5,6 +5,7 @@ A layer's state decides nothing about time: `prefetch` calls it, never the other
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import operator
 import sys
@@ -112,6 +113,8 @@ class LayerState:
         # of the coming forward, from the attention in front of the layer on
         self.joined_homes: tuple[PendingGradients, Tensor] | None = None
         self._slots: ReplicaSlots | None = None
+        # the last placement whose transfers were prepared early, and these
+        self._early: tuple[Placement, TransferPlan] | None = None
         self._fetched_versions: list[int] = []  # version counters of the homes' weights at the last fetch
         # by microbatches, and whether a schedule runs them
         self._shapes: dict[tuple[int, bool], LayerShape] = {}
@@ -224,8 +227,20 @@ class LayerState:
         """Replicas are those of ``placement`` from now on, some of them chosen after the gate."""
         self.current.placement, self.current.plan = placement, self._transfers(placement)
 
+    def prepare_transfers(self, placement: Placement) -> None:
+        """Work out the transfers of ``placement``, which may become the plan; in any thread."""
+        if placement.num_replicas and self._slots is not None:
+            plan = TransferPlan.from_placement(placement, self.group.rank())
+            self.transport.prepare(plan, self._slots.sizes)
+            self._early = placement, plan
+
     def _transfers(self, placement: Placement) -> TransferPlan | None:
-        return TransferPlan.from_placement(placement, self.group.rank()) if placement.num_replicas else None
+        if not placement.num_replicas:
+            return None
+        early = self._early
+        if early is not None and early[0] is placement:
+            return early[1]
+        return TransferPlan.from_placement(placement, self.group.rank())
 
     def weights_were_written(self) -> bool:
         """Whether the homes' weights were written in place since the last fetch, as far as version counters show it.
@@ -255,7 +270,7 @@ class LayerState:
         plan is filled again."""
         self._fetched_versions = self._versions()
         if self.current.plan is not None:
-            self.current.plan = dataclasses.replace(self.current.plan)
+            self.current.plan = copy.copy(self.current.plan)
 
     def move_homes(self, homes: Placement) -> None:
         """Experts have other homes from now on, between two iterations. Megatron's own dispatcher knows those of its

@@ -92,3 +92,40 @@ def test_plans_for_a_wrong_guess_are_made_anew() -> None:
         patch.setattr(PlanInputs, "plan", fails_early)
         failed = train()
     assert tiny_gpt.difference(late, failed) == tiny_gpt.SAME
+
+
+@ranks(2)
+def test_transfers_are_worked_out_beside_the_optimizer() -> None:
+    """Schedules of fetches and returns are made in the thread, where the layers then find them."""
+    import tiny_gpt
+
+    from megatron_hecate.comm.nvlink.domains import Stages
+    from megatron_hecate.runtime.early_plans import EarlyPlans
+
+    case = tiny_gpt.Case(accumulate=2, skew=4.0)
+    tiny_gpt.initialize(case)
+    made: list[tuple[str, str]] = []
+
+    def noting(name: str) -> Any:
+        build = getattr(Stages, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            made.append((name, threading.current_thread().name))
+            return build(*args, **kwargs)
+
+        return staticmethod(noted)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EarlyPlans, "start", lambda *_: None)
+        late, _ = _train(case, 6, transport="nvlink")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("of_fetch", "of_return"):
+            patch.setattr(Stages, name, noting(name))
+        early, planned = _train(case, 6, transport="nvlink")
+    assert tiny_gpt.difference(late, early) == tiny_gpt.SAME
+    assert early.replicas > 0
+    layers = len(tiny_gpt.moe_layers(early.chunks))
+    for name in ("of_fetch", "of_return"):
+        threads = [thread for what, thread in made if what == name]
+        # a plan that the thread made, and whose layer did not ask for it before its transfers were there
+        assert threads.count("fssdp plans") >= layers, (name, threads, planned)

@@ -142,6 +142,10 @@ class NVLink:
         self._peers = self._programs = None
         self._sent, self._stripes = self._sent.new_empty(0), self._stripes.new_empty(0)
 
+    def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
+        self._stages(Stages.of_fetch, plan, elements=layer.weights[0])
+        self._stages(Stages.of_return, plan, elements=layer.elements)
+
     def fetch(
         self,
         plan: TransferPlan,
