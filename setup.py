@@ -6,7 +6,7 @@ setup(
     packages=[*find_packages(include=["megatron_hecate", "megatron_hecate.*"]), "megatron_hecate.kernels"],
     package_dir={"megatron_hecate.kernels": "kernels"},  # sources, compiled at first use
     package_data={
-        "megatron_hecate": ["py.typed", "tools/page/*"],
+        "megatron_hecate": ["py.typed", "offline/page/*"],
         "megatron_hecate.kernels": ["*.cuh", "*.cu", "*.cpp"],
     },
 )

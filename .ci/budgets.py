@@ -54,8 +54,8 @@ def main(root: Path) -> int:
     """Print the table; returns the exit status."""
     package = root / "megatron_hecate"
     every = sorted(package.rglob("*.py"))
-    plan, nvlink, tools = (sorted((package / name).glob("*.py")) for name in ("plan", "comm/nvlink", "tools"))
-    core = [path for path in every if path not in (*nvlink, *tools)]
+    plan, nvlink, offline = (sorted((package / name).glob("*.py")) for name in ("plan", "comm/nvlink", "offline"))
+    core = [path for path in every if path not in (*nvlink, *offline)]
     longest_file = max(every, key=lambda path: lines([path]))
     sizes = {(path, node.name): (node.end_lineno or 0) - node.lineno + 1 for path, node in functions(every)}
     longest = max(sizes, key=lambda key: sizes[key])
@@ -63,8 +63,8 @@ def main(root: Path) -> int:
     rows: list[tuple[str, int, int | None, str]] = [
         ("files", len(every), None, ""),
         ("lines, all", lines(every), None, ""),
-        ("lines without comm/nvlink and tools", lines(core), None, ""),
-        ("lines of tools", lines(tools), None, ""),
+        ("lines without comm/nvlink and offline", lines(core), None, ""),
+        ("lines of offline", lines(offline), None, ""),
         ("lines of comm/nvlink", lines(nvlink), None, ""),
         ("public names", len(public_names(every)), None, ""),
         (f"functions with more than {MOST_ARGUMENTS} arguments", len(wide), 0, ", ".join(n.name for n in wide[:5])),

@@ -38,10 +38,10 @@ from rivals.planner import Setting
 from rivals.report import Row, markdown, write_csv
 from rivals.score import check_plan, score
 
+from megatron_hecate.offline.simulated_job import MOVED
+from megatron_hecate.offline.traffic import Traffic
 from megatron_hecate.plan import HomeSearch, Placement, plan_replicas
 from megatron_hecate.runtime.forecast import LoadHistory
-from megatron_hecate.tools.job import MOVED
-from megatron_hecate.tools.traffic import Traffic
 
 WINDOW: int = 20  # steps that a look sees
 STRIDE: int = 4  # one step in so many is scored

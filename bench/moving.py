@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_hecate.runtime.homes import ROUND_BYTES
+    from megatron_hecate.homes.mover import ROUND_BYTES
 
     dist.init_process_group("gloo")
     settings = dict(hidden_size=256, moe_ffn_hidden_size=1024, num_layers=2)

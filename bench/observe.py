@@ -97,7 +97,7 @@ def _exchange(watched: bool) -> None:
     """What a layer's dispatch and combine leave of themselves in autograd, and its backward."""
     import torch
 
-    from megatron_hecate.runtime.progress import here
+    from megatron_hecate.job.watchdog import here
 
     tensor = torch.zeros(1, requires_grad=True)
     for exchange in (lambda: (tensor * 1, tensor * 1), lambda: (tensor * 1,)):

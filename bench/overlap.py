@@ -40,9 +40,8 @@ def measure(options: argparse.Namespace) -> None:
     dist.init_process_group("gloo")
     import tiny_gpt
 
-    from megatron_hecate import HecateConfig, fssdp
+    from megatron_hecate import HecateConfig, fssdp, trace
     from megatron_hecate.replicas.buffers import LIFETIMES
-    from megatron_hecate.tools import trace
 
     steps, warmup, folder = options.steps, options.warmup, options.trace
     model = dict(num_layers=options.layers, hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512)

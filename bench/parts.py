@@ -1,4 +1,4 @@
-"""Parts of a step, one kernel each: what the machines of `tools/presets.py` predict beside published measurements."""
+"""Parts of a step, one kernel each: what the machines of `offline/presets.py` predict beside published measurements."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from loads import DATA
 from rivals.report import Row
 
+from megatron_hecate.offline.presets import CLUSTERS, Cluster, Model
+from megatron_hecate.offline.step_model import Work
 from megatron_hecate.plan import World
-from megatron_hecate.tools.presets import CLUSTERS, Cluster, Model
-from megatron_hecate.tools.simulate import Work
 
 PUBLISHED: dict = json.loads((DATA / "published" / "parts.json").read_text())
 BANDWIDTH_FROM: int = 512 << 20  # bytes of the all-to-all that the presets' bandwidth inside nodes was read from

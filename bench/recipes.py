@@ -10,8 +10,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megatron_hecate.adapter import unsupported
 from megatron_hecate.check import problems
+from megatron_hecate.settings import unsupported
 
 RECIPES = Path(__file__).resolve().parent.parent / "tests" / "data" / "recipes.json"
 KINDS = {

@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_hecate.adapter import unsupported
+from megatron_hecate.settings import unsupported
 
 RECIPES = Path(__file__).resolve().parent.parent / "tests" / "data" / "recipes.json"
 

@@ -72,7 +72,7 @@ def report(
     runs: dict[tuple[str, str], Any], seconds: dict[tuple[str, str], float], routings: list[str], *, break_even: bool
 ) -> None:
     """Print one of the two tables."""
-    from megatron_hecate.tools.metrics import layer_metrics
+    from megatron_hecate.record.metrics import layer_metrics
 
     if break_even:
         print("| routing | imbalance of the layers | stock, s | stock/always | stock/FSSDP | layers bypassed |")

@@ -23,11 +23,11 @@ from rivals.planner import Setting
 from rivals.report import markdown
 from rivals.simulated import planned
 
+from megatron_hecate.offline.presets import CLUSTERS, Cluster, Model
+from megatron_hecate.offline.step_model import Schedule, Timing, Work, simulate
+from megatron_hecate.offline.traffic import LayerPlan
 from megatron_hecate.plan import CPU, LayerShape, Link, Placement, World
 from megatron_hecate.plan.cost import BACKWARD
-from megatron_hecate.tools.presets import CLUSTERS, Cluster, Model
-from megatron_hecate.tools.simulate import Schedule, Timing, Work, simulate
-from megatron_hecate.tools.traffic import LayerPlan
 
 PUBLISHED: dict = json.loads((DATA / "published" / "figures.json").read_text())
 A100_DENSE: float = 0.45 * 312e12  # FLOP/s outside experts: the share of the peak that `plan.H100` takes for experts

@@ -35,11 +35,11 @@ def main(argv: list[str]) -> int:
     if argv[:1] == ["--check"]:
         return check.main(argv[1:])
     if argv[:1] == ["--what-if"]:
-        from megatron_hecate.tools import what_if
+        from megatron_hecate.offline import what_if
 
         return what_if.main(argv[1:])
     if argv[:1] == ["--report"]:
-        from megatron_hecate.tools import report
+        from megatron_hecate.offline import report
 
         return report.main(argv[1:])
     if argv[:1] == ["--measure"]:
@@ -58,7 +58,7 @@ def _measure(arguments: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    from megatron_hecate.tools.measure import measure
+    from megatron_hecate.offline.measure import measure
 
     measure(arguments[0])
     return 0

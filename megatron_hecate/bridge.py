@@ -28,11 +28,11 @@ from torch.nn import Module
 
 from megatron_hecate import HecateConfig, fssdp, restore_homes
 from megatron_hecate import enable as launcher
-from megatron_hecate.adapter import compat, unsupported
-from megatron_hecate.adapter.training_globals import log_scalars
-from megatron_hecate.comm.agreement import SwitchOnError, refuse
-from megatron_hecate.runtime.recorder import PATIENCE, JobMetrics, StageRecorder
-from megatron_hecate.tools.metrics import summarize
+from megatron_hecate.job.agreement import SwitchOnError, refuse
+from megatron_hecate.record.loggers import log_scalars
+from megatron_hecate.record.metrics import summarize
+from megatron_hecate.record.recorder import PATIENCE, JobMetrics, StageRecorder
+from megatron_hecate.settings import assumptions, unsupported
 
 NAMES = HecateConfig().as_arguments()
 OVERRIDE = re.compile(r"\+*(?P<at>[\w.]*)\b(?P<name>moe_fssdp\w*)=")  # on a command line
@@ -196,12 +196,12 @@ def _find_lost_overrides(model: Any) -> None:
             raise SwitchOnError([f"the override {argument!r} did not reach the model; {known}. {way}"])
 
 
-_problems = compat.broken_assumptions(compat.BRIDGE_ASSUMPTIONS)
+_problems = assumptions.broken_assumptions(assumptions.BRIDGE_ASSUMPTIONS)
 if _problems:
     raise ImportError("megatron_hecate.bridge does not fit this Bridge:\n" + "\n".join(f"  - {p}" for p in _problems))
 for _name, _value in {**NAMES, "moe_fssdp": False}.items():  # Bridge applies overrides to attributes that exist
     for _class in (ModelProviderMixin, ModelConfig):
         setattr(_class, _name, _value)
 launcher.wrap(pretrain, "runtime_config_update", _with_fssdp)
-for _name in compat.BRIDGE_CONVERSIONS:
+for _name in assumptions.BRIDGE_CONVERSIONS:
     launcher.wrap(MegatronModelBridge, _name, _where_megatron_built_them)

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hecate import HecateConfig, __version__
-from megatron_hecate.adapter import unsupported
 from megatron_hecate.device import compile as kernels
-from megatron_hecate.job_files import jobs
-from megatron_hecate.job_files.launch_script import looks_like_script
-from megatron_hecate.job_files.shell_text import COMMAND
+from megatron_hecate.settings import unsupported
+from megatron_hecate.settings.files import jobs
+from megatron_hecate.settings.files.launch_script import looks_like_script
+from megatron_hecate.settings.files.shell_text import COMMAND
 
 EXPECTED = {bool: "true or false, without quotes", int: "a whole number, without quotes", str: "a name"}
 # settings that rules read beside their own
@@ -340,9 +340,9 @@ def _check_megatron() -> bool:
         warnings.simplefilter("ignore")  # of Megatron, about what it can do without
         import megatron.core
 
-        from megatron_hecate.adapter import compat
+        from megatron_hecate.settings import assumptions
 
-        problems = compat.broken_assumptions()
+        problems = assumptions.broken_assumptions()
     version = megatron.core.__version__.partition("+")[0]  # Megatron adds the commit of any repository it runs in
     print(f"megatron-core {version}: {'fits' if not problems else 'does not fit'}")
     for problem in problems:

@@ -14,29 +14,32 @@ from megatron.core.parallel_state import get_expert_data_parallel_group, get_exp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module, ModuleList
 
-from megatron_hecate.adapter import compat, foreign_code, owners, training_state, unsupported
-from megatron_hecate.adapter.data_parallel import DataParallel
-from megatron_hecate.adapter.experts import FSSDPExperts
-from megatron_hecate.adapter.graph_parts import captured_parts
-from megatron_hecate.comm.agreement import Note, refuse
-from megatron_hecate.comm.connect import Connection, connect, device_of_rank, on_gpus
-from megatron_hecate.comm.groups import connected_group
-from megatron_hecate.comm.nccl import follow_job_timeout
+from megatron_hecate.comm.connect import Connection, connect
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.config import AUTO, HecateConfig
+from megatron_hecate.homes.mover import Homes
+from megatron_hecate.homes.rehoming import Rehoming
+from megatron_hecate.job import watchdog
+from megatron_hecate.job.agreement import Note, refuse
+from megatron_hecate.job.device import device_of_rank, on_gpus
+from megatron_hecate.job.groups import connected_group
+from megatron_hecate.job.nccl import follow_job_timeout
 from megatron_hecate.layer import FSSDPLayer, GraphedBlock
+from megatron_hecate.megatron import training_state
+from megatron_hecate.megatron.data_parallel import DataParallel
+from megatron_hecate.megatron.experts import FSSDPExperts
 from megatron_hecate.observe import has_run, note_run, observe, read_speeds
 from megatron_hecate.plan import H100, Speeds, World
+from megatron_hecate.record import tracing
+from megatron_hecate.record.layer_recorder import LayerRecorder
+from megatron_hecate.record.recorder import JobMetrics
 from megatron_hecate.replicas import memory_estimate
 from megatron_hecate.replicas.memory_estimate import JobMemory, RankMemory
-from megatron_hecate.runtime import progress, tracing
 from megatron_hecate.runtime.compiling import compile_all
-from megatron_hecate.runtime.homes import Homes
-from megatron_hecate.runtime.layer_recorder import LayerRecorder
 from megatron_hecate.runtime.layer_state import LayerParts, LayerState
 from megatron_hecate.runtime.prefetch import Prefetcher
-from megatron_hecate.runtime.recorder import JobMetrics
-from megatron_hecate.runtime.rehoming import Rehoming
+from megatron_hecate.settings import assumptions, foreign_code, unsupported, wrappers
+from megatron_hecate.settings.cuda_graphs import captured_parts
 
 Chunks = list[Module]
 
@@ -77,7 +80,7 @@ class _Hook:
             return
         model = _Model(chunks, [layer for layer, _ in layers], [index for _, index in layers])
         parts, problems = _build_parts(model, config)
-        problems += owners.find_wrapped(chunks)
+        problems += wrappers.find_wrapped(chunks)
         if converted:
             names = [layer.fssdp.name for layer in converted]
             problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
@@ -98,7 +101,7 @@ class _Hook:
         (lifetime, by_engines), notes = note.agree(timeout=config.timeout, judge=judge)
         connection.choose_copy_engines(by_engines)
         resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
-        progress.watch(groups, timeout=config.timeout)
+        watchdog.watch(groups, timeout=config.timeout)
         listeners = [*tracing.listeners(config), follow_job_timeout]  # on every rank
         everyone = None
         if config.rehome:
@@ -148,9 +151,9 @@ def _check_same_settings(running: HecateConfig, asked: HecateConfig) -> None:
 
 def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts], list[str]]:
     """Build all that conversion needs without touching the layers; what is wrong comes back as lines of text."""
-    problems = compat.broken_assumptions()
+    problems = assumptions.broken_assumptions()
     if not problems:
-        around = (owners.of_model(model.chunks), owners.of_job(), config.as_arguments())
+        around = (wrappers.of_model(model.chunks), wrappers.of_job(), config.as_arguments())
         configs = {id(layer.config): layer.config for layer in model.layers}.values()
         found = (unsupported.find(layer_config, *around, slots=config.slots) for layer_config in configs)
         problems = list(dict.fromkeys(problem for of_config in found for problem in of_config))
@@ -304,7 +307,7 @@ def _refuse_owners_at_first_forward(chunk: Module, undo: contextlib.ExitStack) -
     """The model may have been wrapped, or been given adapters, after the hook."""
 
     def check(chunk: Module, _: Any) -> None:
-        if problems := unsupported.find(owners.of_model([chunk]), slots=0):
+        if problems := unsupported.find(wrappers.of_model([chunk]), slots=0):
             raise ValueError("FSSDP cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
         handle.remove()
 

@@ -17,9 +17,9 @@ from typing import Any
 from megatron.training import arguments, training
 
 from megatron_hecate import HecateConfig, entry, fssdp
-from megatron_hecate.adapter import compat, unsupported
-from megatron_hecate.comm.agreement import refuse
 from megatron_hecate.entry import launched
+from megatron_hecate.job.agreement import refuse
+from megatron_hecate.settings import assumptions, unsupported
 
 
 def wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
@@ -89,7 +89,7 @@ def _convert_when_built(provider: Callable, hook: Callable[[list], list], *, num
     return provide
 
 
-_problems = compat.broken_assumptions(compat.TRAINING_ASSUMPTIONS)
+_problems = assumptions.broken_assumptions(assumptions.TRAINING_ASSUMPTIONS)
 if _problems:
     raise ImportError("megatron_hecate.enable does not fit this Megatron:\n" + "\n".join(f"  - {p}" for p in _problems))
 entry.install()

@@ -21,9 +21,9 @@ from torch.nn import Module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_hecate import HecateConfig, fssdp
-from megatron_hecate.adapter import unsupported
-from megatron_hecate.comm.agreement import SwitchOnError, refuse
+from megatron_hecate.job.agreement import SwitchOnError, refuse
 from megatron_hecate.observe import has_run, is_on
+from megatron_hecate.settings import unsupported
 
 NAMES = HecateConfig().as_arguments()  # of our flags, as argparse keeps them
 WAY_OUT = (

@@ -20,12 +20,12 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_hecate.adapter.forward_pass import ForwardPass
-from megatron_hecate.adapter.training_state import Forward, captures_graph
+from megatron_hecate import trace
+from megatron_hecate.job.watchdog import here
+from megatron_hecate.megatron.forward_pass import ForwardPass
+from megatron_hecate.megatron.training_state import Forward, captures_graph
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.prefetch import Prefetcher
-from megatron_hecate.runtime.progress import here
-from megatron_hecate.tools import trace
 
 
 class FSSDPLayer:

@@ -25,20 +25,20 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 from torch.optim.optimizer import Optimizer
 
-from megatron_hecate.adapter.global_hooks import listen_to_steps
-from megatron_hecate.adapter.training_globals import running_iteration
-from megatron_hecate.adapter.training_state import captures_graph, forwards_in_flight, name_of_layer, num_microbatches
-from megatron_hecate.comm.agreement import Note
-from megatron_hecate.comm.connect import device_of_rank
 from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.config import OBSERVED, HecateConfig
+from megatron_hecate.job import watchdog
+from megatron_hecate.job.agreement import Note
+from megatron_hecate.job.device import device_of_rank
+from megatron_hecate.job.watchdog import here
+from megatron_hecate.megatron.global_hooks import listen_to_steps
+from megatron_hecate.megatron.training_globals import running_iteration
+from megatron_hecate.megatron.training_state import captures_graph, forwards_in_flight, name_of_layer, num_microbatches
 from megatron_hecate.plan import CPU, H100, LayerShape, Speeds, World
+from megatron_hecate.record.metrics import step_metrics
+from megatron_hecate.record.recorder import JobMetrics, StageRecorder, describe_run
 from megatron_hecate.replicas.memory_estimate import RankExperts
-from megatron_hecate.runtime import progress
 from megatron_hecate.runtime.load_monitor import GroupSum
-from megatron_hecate.runtime.progress import here
-from megatron_hecate.runtime.recorder import JobMetrics, StageRecorder, describe_run
-from megatron_hecate.tools.metrics import step_metrics
 
 # whether the hook observes, of all models of this process that it ran on
 _switched_on: set[bool] = set()
@@ -69,7 +69,7 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
             layer.__class__ = _watched(type(layer))
     else:
         JobMetrics(())
-    progress.watch([_ranks_in_step(layers[0])] if layers else [], timeout=config.timeout)
+    watchdog.watch([_ranks_in_step(layers[0])] if layers else [], timeout=config.timeout)
     note_run(chunks, observing=True)
     _, again = Note(layers=names, summary=observer.stage.refused if layers else "").agree(timeout=config.timeout)
     if dist.get_rank() == 0:

@@ -154,7 +154,7 @@ def in_return(run: Any) -> None:
 
 
 def while_homes_move(run: Any) -> Any:
-    from megatron_hecate.comm.relocation import Relocation
+    from megatron_hecate.homes.exchange import Relocation
 
     return mock.patch.object(Relocation, "write", _fail)
 
@@ -175,7 +175,7 @@ def before_the_first_forward(run: Any) -> None:
 
 def ask_more(run: Any) -> None:
     """One rank has asked more questions than others, and has begun more transfers, when all die."""
-    from megatron_hecate.comm.attempt import Attempt
+    from megatron_hecate.job.attempt import Attempt
 
     if dist.get_rank() == 1:
         for what in ("question", "model", "clock"):

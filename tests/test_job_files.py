@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from megatron_hecate.__main__ import main
-from megatron_hecate.job_files import jobs
-from megatron_hecate.job_files.launch_script import LaunchScript
-from megatron_hecate.job_files.variables import Unresolved
+from megatron_hecate.settings.files import jobs
+from megatron_hecate.settings.files.launch_script import LaunchScript
+from megatron_hecate.settings.files.variables import Unresolved
 
 pytestmark = pytest.mark.fast
 

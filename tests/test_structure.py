@@ -22,21 +22,18 @@ CHECKOUT = PACKAGE.parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 # A room may import rooms of earlier floors, and itself. "" is the package's own __init__.
 FLOORS = [
-    {"plan", "config", "device", "tools.trace", "tools.run_folder"},
-    {"routing", "comm", "tools.metrics", "tools.run_writer", "tools.megatron_files"},
-    {"tools.measure", "tools.figures", "tools.traffic"},
-    {"tools.report"},
+    {"trace", "plan", "config", "device"},
+    {"job"},
+    {"routing", "comm"},
     {"replicas"},
-    {"adapter"},
+    {"settings"},
+    {"megatron"},
     {"runtime"},
-    {"tools.simulate", "tools.presets"},
-    {"tools.job"},
-    {"tools.what_if"},
-    {"layer", "observe"},
+    {"homes", "record"},
+    {"offline", "layer", "observe"},
     {"convert"},
     {""},
-    {"entry", "job_files"},
-    {"check"},
+    {"entry", "check"},
     {"enable"},
     {"bridge"},
     {"launcher"},
@@ -44,7 +41,8 @@ FLOORS = [
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITH_MEGATRON = {
-    "adapter",
+    "settings",
+    "megatron",
     "layer",
     "observe",
     "convert",
@@ -73,8 +71,7 @@ OF_COMPILED = {"os", "pickle", "sys", "tempfile", "warnings"}  # they keep machi
 
 def _room(module: str) -> str:
     """Of a module's name after ``megatron_hecate.``."""
-    first, *rest = module.split(".")
-    return f"tools.{rest[0]}" if first == "tools" and rest else first
+    return module.partition(".")[0]
 
 
 def _imports(path: Path) -> list[str]:
@@ -120,7 +117,7 @@ def test_importing_touches_neither_megatron_nor_cuda() -> None:
 import os, sys
 before = dict(os.environ)
 import megatron_hecate, megatron_hecate.plan, megatron_hecate.comm.connect, megatron_hecate.replicas.layer_replicas
-import megatron_hecate.tools.report, megatron_hecate.tools.what_if  # also used where no job runs
+import megatron_hecate.offline.report, megatron_hecate.offline.what_if  # also used where no job runs
 assert megatron_hecate.HecateConfig().slots == 2
 assert not [m for m in sys.modules if m == "megatron" or m.startswith("megatron.")], "megatron was imported"
 import torch

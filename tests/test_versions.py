@@ -53,8 +53,8 @@ def test_other_packages_before_their_release() -> None:
 def test_megatron_core(version: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import megatron.core
 
-    from megatron_hecate.adapter import compat
+    from megatron_hecate.settings import assumptions
 
     monkeypatch.setattr(megatron.core, "__version__", version)
-    problems = compat.broken_assumptions(())
+    problems = assumptions.broken_assumptions(())
     assert problems == ([] if fits else [f"megatron-core {version} is outside 0.16.1 to 0.20"])

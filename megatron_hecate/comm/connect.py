@@ -14,9 +14,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
-from megatron_hecate.comm.agreement import shorten
-from megatron_hecate.comm.groups import connect_ranks, new_group
-from megatron_hecate.comm.nccl import DEFAULT_CTAS, NcclSettings
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import COUNTERS, SHARED, Peers
 from megatron_hecate.comm.nvlink.schedule import MAX_RANKS
@@ -24,10 +21,14 @@ from megatron_hecate.comm.nvlink.selftest import self_test
 from megatron_hecate.comm.nvlink.transport import NVLink
 from megatron_hecate.comm.overlap import explain_exposed
 from megatron_hecate.comm.p2p import P2P
-from megatron_hecate.comm.question import Question, Verdict
 from megatron_hecate.comm.transfer import has_one_queue
 from megatron_hecate.comm.transport import Transport
 from megatron_hecate.config import AUTO
+from megatron_hecate.job.agreement import shorten
+from megatron_hecate.job.device import device_of_rank, on_gpus
+from megatron_hecate.job.groups import connect_ranks, new_group
+from megatron_hecate.job.nccl import DEFAULT_CTAS, NcclSettings
+from megatron_hecate.job.rendezvous import Question, Verdict
 
 Group = tuple[int, ...]  # ranks of the job, ascending
 
@@ -146,16 +147,6 @@ def connect(
         transports = {}
     exposed = explain_exposed(name, across_domains=verdict.job["across"]) if sites and verdict.job["one queue"] else ""
     return Connection(name, why, nodes, transports, machines, slower, exposed, max(0, nccl_bytes))
-
-
-def on_gpus() -> bool:
-    """Whether this job trains on GPUs."""
-    return "nccl" in str(dist.get_backend_config())
-
-
-def device_of_rank() -> torch.device:
-    """Where this rank trains."""
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpus() else torch.device("cpu")
 
 
 def _free_bytes() -> int:

@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.comm import under_way
-from megatron_hecate.comm.transfer import Stopwatch, Transfer, TransferError
+from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferPlan, chunks_in
+from megatron_hecate.job import under_way
+from megatron_hecate.job.collectives import TransferError
 
 ARRIVING: int = 4  # gradients that a home receives at once, at most; those of further replicas come in rounds
 ARRIVING_BYTES: int = 256 << 20  # and no more than this, but one

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
+from megatron_hecate import trace
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.device.direct_apply import apply_directly
 from megatron_hecate.replicas.buffers import Buffer
-from megatron_hecate.tools import trace
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hecate.comm.attempt import Attempt
 from megatron_hecate.comm.transfer import Transfer, has_one_queue, transfer_stream
 from megatron_hecate.comm.transport import LayerBuffer, Transport, chunks_in
 from megatron_hecate.device.lasting import lasting_tensors
+from megatron_hecate.job.attempt import Attempt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

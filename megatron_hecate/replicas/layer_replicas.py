@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan
 from megatron_hecate.device.direct_apply import apply_directly
 from megatron_hecate.plan import Placement
 from megatron_hecate.replicas.autograd import BoundWeights, ChunkLayout, PendingGradients
 from megatron_hecate.replicas.buffers import BufferPool
-from megatron_hecate.tools import trace
 
 # what autograd carried in place of gradients, and what takes these when they are computed
 Delayed = deque[tuple[list[Tensor | None], Callable[[list[Tensor | None]], PendingGradients]]]

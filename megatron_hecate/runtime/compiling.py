@@ -7,8 +7,8 @@ import threading
 
 import torch.distributed as dist
 
-from megatron_hecate.comm.connect import device_of_rank
 from megatron_hecate.device.launch import Kernels
+from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.plan import compile_planner
 from megatron_hecate.plan.compiled import cache_folder
 

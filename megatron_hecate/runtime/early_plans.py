@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hecate.comm.attempt import Attempt
 from megatron_hecate.comm.overlap import OverlapMeter
+from megatron_hecate.job.attempt import Attempt
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.load_monitor import LoadMonitor

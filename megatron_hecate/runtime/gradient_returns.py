@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from torch.optim.optimizer import Optimizer
 
-from megatron_hecate.adapter.data_parallel import DataParallel
+from megatron_hecate.megatron.data_parallel import DataParallel
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.runtime.layer_state import LayerState
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch.optim.optimizer import Optimizer
 
-from megatron_hecate.adapter.global_hooks import listen_to_steps
+from megatron_hecate.megatron.global_hooks import listen_to_steps
 
 # Iterations in a row without an optimizer step that keep their plans: the first one of a job, and the one repetition of
 # each that Megatron's rerun state machine runs.

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_hecate.adapter.forward_pass import NO_ITERATION
-from megatron_hecate.comm.transfer import wait_collective
+from megatron_hecate.job.collectives import wait_collective
+from megatron_hecate.megatron.forward_pass import NO_ITERATION
 from megatron_hecate.runtime.layer_state import LayerState
 
 

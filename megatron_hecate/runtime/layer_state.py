@@ -17,23 +17,24 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
-from megatron_hecate.adapter.dispatcher import Rerouter
-from megatron_hecate.adapter.experts import PhysicalExperts
-from megatron_hecate.adapter.foreign_code import check_layer
-from megatron_hecate.adapter.forward_pass import NO_ITERATION, ForwardPass, LayerIteration
-from megatron_hecate.adapter.graph_parts import holds_preprocess
-from megatron_hecate.adapter.parameter_gathers import wait_for_params
-from megatron_hecate.adapter.rules import Settings
-from megatron_hecate.adapter.stored_weights import StoredWeights
-from megatron_hecate.adapter.training_state import Forward, name_of_layer
-from megatron_hecate.comm.agreement import assert_same
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
+from megatron_hecate.job.agreement import assert_same
+from megatron_hecate.megatron.dispatcher import physical_dispatcher
+from megatron_hecate.megatron.experts import PhysicalExperts
+from megatron_hecate.megatron.forward_pass import NO_ITERATION, ForwardPass, LayerIteration
+from megatron_hecate.megatron.parameter_gathers import wait_for_params
+from megatron_hecate.megatron.stored_weights import StoredWeights
+from megatron_hecate.megatron.training_state import Forward, name_of_layer
 from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
 from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas, ReplicaSlots
+from megatron_hecate.routing.rerouter import Rerouter
+from megatron_hecate.settings.cuda_graphs import holds_preprocess
+from megatron_hecate.settings.foreign_code import check_layer
+from megatron_hecate.settings.rules import Settings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +63,7 @@ class LayerParts:
         return cls(
             layer=layer,
             homes_only=homes_only,
-            physical_dispatcher=Rerouter.physical_dispatcher(layer.token_dispatcher, homes_only.slots_per_rank),
+            physical_dispatcher=physical_dispatcher(layer.token_dispatcher, homes_only.slots_per_rank),
             experts=PhysicalExperts(layer.experts, homes_only.slots_per_rank),
             passes=passes,
         )

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.adapter.forward_pass import ForwardPass
 from megatron_hecate.comm.overlap import MEASURED, OverlapMeter
-from megatron_hecate.comm.transfer import wait_collective
 from megatron_hecate.device.lasting import lasting_tensors
+from megatron_hecate.job.collectives import wait_collective
+from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.runtime.forecast import LoadHistory
-from megatron_hecate.runtime.layer_recorder import LayerRecorder
 
 # in host memory until a sum of counts arrives there
 NOT_HERE: int = -1
@@ -100,7 +99,7 @@ class LoadMonitor:
         self._reduced: GroupSum | None = None
         self._stream: torch.cuda.Stream | None = None
         self.history = LoadHistory()
-        self.recorder: LayerRecorder | None = None  # what it measures travels along
+        self.recorder: Any = None  # `record.layer_recorder.LayerRecorder`: its measurements travel along
 
     def count(self, layer: int, loads: Tensor) -> None:
         """Add one microbatch: ``loads`` [E] are this rank's tokens per expert."""

@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_hecate.adapter import training_state
-from megatron_hecate.adapter.parameter_gathers import finish_gathers, gathers_params, start_gathers
-from megatron_hecate.adapter.training_globals import running_iteration
-from megatron_hecate.adapter.training_state import Forward
+from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
+from megatron_hecate.job.watchdog import here
+from megatron_hecate.megatron import training_state
+from megatron_hecate.megatron.parameter_gathers import finish_gathers, gathers_params, start_gathers
+from megatron_hecate.megatron.training_globals import running_iteration
+from megatron_hecate.megatron.training_state import Forward
 from megatron_hecate.plan import add_late_replicas
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas
@@ -36,9 +38,6 @@ from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.known_routes import KnownRoutes
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.load_monitor import LoadMonitor
-from megatron_hecate.runtime.progress import here
-from megatron_hecate.runtime.rehoming import Rehoming
-from megatron_hecate.tools import trace
 
 # Layers planned one after another. The first finds no cache warm, and takes up to twice as long; more would delay it.
 PLANNED_TOGETHER: int = 4
@@ -76,7 +75,7 @@ class Prefetcher:
             drop_unreturned=self.returns.drop,
             waits_for=self.returns.wait_for,
         )
-        self.rehoming: Rehoming | None = None
+        self.rehoming: Any = None  # `homes.rehoming.Rehoming`, where homes may move
         # whether the running forward of a model chunk has gradients; ``None`` outside of any
         self.gradients: bool | None = None
         self._pool: BufferPool | None = None

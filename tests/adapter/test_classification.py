@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_hecate.adapter import unsupported
+from megatron_hecate.settings import unsupported
 
 pytestmark = pytest.mark.fast
 

@@ -101,14 +101,14 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         tiny_gpt.fssdp_hook()(chunks)
     for name, value in others.items():
         assert f"  - --moe-fssdp with {name}={value!r}: " in str(error.value)
-    from megatron_hecate.adapter import unsupported
+    from megatron_hecate.settings import unsupported
 
     assert {rule.setting for rule in unsupported.MODEL} == {*planted, *others}, "an untested setting"
 
 
 @pytest.mark.fast
 def test_every_source_is_read_and_both_overrides_are_named() -> None:
-    from megatron_hecate.adapter import unsupported
+    from megatron_hecate.settings import unsupported
 
     model = SimpleNamespace(expert_model_parallel_size=2, cuda_graph_impl="local")
     recipe = SimpleNamespace(peft=SimpleNamespace(), ddp=SimpleNamespace(use_megatron_fsdp=True))
@@ -140,7 +140,7 @@ def test_weight_shards_are_undone_by_both_overrides_together(kind: str) -> None:
     """Oracle: ``TransformerConfig``, which derives the one field from the other each time it is finalized."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_hecate.adapter import unsupported
+    from megatron_hecate.settings import unsupported
 
     size = dict(num_layers=2, hidden_size=64, num_attention_heads=4)
     config = TransformerConfig(**size, **{f"{kind}tensor_parallel_num_weight_shards": 2})
@@ -154,7 +154,7 @@ def test_weight_shards_are_undone_by_both_overrides_together(kind: str) -> None:
 
 @pytest.mark.fast
 def test_the_page_on_compatibility_says_why_of_each_setting() -> None:
-    from megatron_hecate.adapter import unsupported
+    from megatron_hecate.settings import unsupported
 
     page = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()
     for rule in unsupported.RULES:
@@ -212,11 +212,11 @@ def test_another_megatron_is_an_error_with_a_list() -> None:
     import tiny_gpt
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_hecate.adapter import compat
+    from megatron_hecate.settings import assumptions
 
     chunks, _ = _stock_model()
     version, route = megatron.core.__version__, MoELayer.route
-    assert compat.broken_assumptions() == []
+    assert assumptions.broken_assumptions() == []
     megatron.core.__version__ = "0.15.3"
     MoELayer.route = lambda self, x: None
     del MoELayer.preprocess
@@ -229,7 +229,7 @@ def test_another_megatron_is_an_error_with_a_list() -> None:
     megatron.core.__version__, MoELayer.route = version, route
     for number, fits in (("0.16.1", True), ("0.20.0rc0", True), ("0.20.3", True), ("0.21.0", False), ("0.16.0", False)):
         megatron.core.__version__ = number
-        assert any("outside" in line for line in compat.broken_assumptions()) != fits, number
+        assert any("outside" in line for line in assumptions.broken_assumptions()) != fits, number
 
 
 @ranks(2)
@@ -281,7 +281,7 @@ def test_any_exception_of_one_rank_is_heard_by_all() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate.adapter.dispatcher import Rerouter
+    from megatron_hecate.routing.rerouter import Rerouter
 
     chunks, _ = _stock_model()
     if dist.get_rank() == 1:

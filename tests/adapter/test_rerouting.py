@@ -53,9 +53,9 @@ def test_sources_without_tokens() -> None:
 
 def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = (TOKENS,)) -> None:
     """Compare with the loop, for all sources in turn, which have so many ``tokens`` each, repeated."""
-    from megatron_hecate.adapter.dispatcher import Rerouter
     from megatron_hecate.plan import World
     from megatron_hecate.routing.quotas import quotas_of_all
+    from megatron_hecate.routing.rerouter import Rerouter
     from megatron_hecate.routing.tables import GroupShape
 
     rng = np.random.default_rng(seed)
@@ -100,8 +100,8 @@ def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = 
 def test_without_replicas_tokens_follow_homes_that_move() -> None:
     """A token for expert e reaches the place that holds e now, and its gradient comes back from there. In between
     there are replicas, and a backward that runs after the next move is that of its own forward."""
-    from megatron_hecate.adapter.dispatcher import Rerouter
     from megatron_hecate.plan import Placement, World
+    from megatron_hecate.routing.rerouter import Rerouter
 
     group = SimpleNamespace(size=lambda: RANKS, rank=lambda: 0)
     config = SimpleNamespace(moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False)
@@ -132,8 +132,8 @@ def test_without_replicas_tokens_follow_homes_that_move() -> None:
 @ranks(4)
 def test_ranks_agree_on_loads() -> None:
     """All ranks gather the same loads, in the order of their ranks."""
-    from megatron_hecate.adapter.dispatcher import Rerouter
     from megatron_hecate.plan import World
+    from megatron_hecate.routing.rerouter import Rerouter
 
     rank = dist.get_rank()
     routing_map = torch.zeros(5, 3, dtype=torch.bool)
@@ -151,7 +151,7 @@ def test_flex_is_built_over_physical_experts() -> None:
     import tiny_gpt
     from megatron.core.transformer.moe import token_dispatcher
 
-    from megatron_hecate.adapter.dispatcher import Rerouter
+    from megatron_hecate.megatron.dispatcher import physical_dispatcher
 
     told = []
 
@@ -165,7 +165,7 @@ def test_flex_is_built_over_physical_experts() -> None:
     chunks, config = tiny_gpt.build(case)
     stock = tiny_gpt.moe_layers(chunks)[0].token_dispatcher
     told.clear()
-    ours = Rerouter.physical_dispatcher(stock, 6)
+    ours = physical_dispatcher(stock, 6)
     rank = dist.get_rank()
     assert type(ours) is type(stock) and ours.local_expert_indices == [6 * rank + i for i in range(6)]
     assert (told[0]["num_local_experts"], told[0]["num_experts"], told[0]["router_topk"]) == (6, 12, 2)

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_hecate.adapter.training_globals import log_interval, log_step, running_iteration
-from megatron_hecate.tools.metrics import step_metrics
+from megatron_hecate.megatron.training_globals import log_interval, running_iteration
+from megatron_hecate.record.loggers import log_step
+from megatron_hecate.record.metrics import step_metrics
 
 pytestmark = pytest.mark.fast
 

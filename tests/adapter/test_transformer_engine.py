@@ -136,13 +136,13 @@ def test_a_linear_that_is_not_what_we_assume_is_refused() -> None:
     te_on_cpu.install()
     import tiny_gpt
 
-    from megatron_hecate.adapter import compat
+    from megatron_hecate.settings import assumptions
 
     case = tiny_gpt.Case(grouped=True)
     tiny_gpt.initialize(case)
     chunks, _ = tiny_gpt.build(case)
     linear = tiny_gpt.moe_layers(chunks)[0].experts.linear_fc1
-    for name in compat.TE_ASSUMPTIONS:
+    for name in assumptions.TE_ASSUMPTIONS:
         value = getattr(linear, name)
         delattr(linear, name)
         message = f"TEGroupedMLP.linear_fc1 is a TEColumnParallelGroupedLinear without {name}; FSSDP needs Transformer"
@@ -150,7 +150,7 @@ def test_a_linear_that_is_not_what_we_assume_is_refused() -> None:
             tiny_gpt.fssdp_hook()(chunks)
         setattr(linear, name, value)
     experts = tiny_gpt.moe_layers(chunks)[0].experts
-    experts._with_fused_impl, compat.FUSED_ASSUMPTIONS["gone"] = True, ""
+    experts._with_fused_impl, assumptions.FUSED_ASSUMPTIONS["gone"] = True, ""
     with pytest.raises(ValueError, match="TEGroupedMLP with use_transformer_engine_op_fuser lacks gone; set model"):
         tiny_gpt.fssdp_hook()(chunks)
     experts._with_fused_impl = False

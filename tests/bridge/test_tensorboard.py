@@ -14,8 +14,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_launcher import ROOT, _losses, _pretrain, text  # noqa: F401
 
-from megatron_hecate.tools.figures import Figures
-from megatron_hecate.tools.run_folder import read
+from megatron_hecate.record.analysis import Figures
+from megatron_hecate.record.run_folder import read
 
 
 def _board(folder: Path) -> dict[str, dict[int, float]]:

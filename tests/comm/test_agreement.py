@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from ranks import ranks
 
-from megatron_hecate.comm.agreement import LISTED, Note, assert_same
+from megatron_hecate.job.agreement import LISTED, Note, assert_same
 
 
 @ranks(3)

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hecate.adapter.global_hooks import listen_to_parts, listen_to_steps
-from megatron_hecate.comm import attempt as attempts
-from megatron_hecate.comm.attempt import Attempt
+from megatron_hecate import trace
 from megatron_hecate.comm.p2p import P2P
-from megatron_hecate.comm.question import Question
-from megatron_hecate.tools import trace
+from megatron_hecate.job import attempt as attempts
+from megatron_hecate.job.attempt import Attempt
+from megatron_hecate.job.rendezvous import Question
+from megatron_hecate.megatron.global_hooks import listen_to_parts, listen_to_steps
 
 pytestmark = pytest.mark.fast
 

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from ranks import ranks
 
 from megatron_hecate.comm import connect as module
-from megatron_hecate.comm.agreement import Note
 from megatron_hecate.comm.connect import Connection, connect
 from megatron_hecate.comm.nvlink import selftest
 from megatron_hecate.comm.nvlink.transport import NVLink
 from megatron_hecate.device.compile import CACHE
+from megatron_hecate.job.agreement import Note
 
 NOTHING = types.SimpleNamespace(wait=lambda: None)  # a transfer that moves nothing
 SITE_OF_THIS_RANK = module._Site.of_this_rank

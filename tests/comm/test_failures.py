@@ -17,8 +17,9 @@ from ranks import ranks
 from megatron_hecate.comm.nvlink import peers as module
 from megatron_hecate.comm.nvlink.peers import Peers
 from megatron_hecate.comm.nvlink.program import FAILURE
-from megatron_hecate.comm.transfer import Transfer, TransferError, wait_collective
+from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import Copy, TransferPlan
+from megatron_hecate.job.collectives import TransferError, wait_collective
 
 TRANSPORTS = ["p2p", "nvlink"]
 # what a rank that waits for rank 2 says; a home waits for gradients, the others for weights

@@ -24,10 +24,10 @@ from ranks import ranks
 
 from megatron_hecate.comm.nvlink import program, selftest
 from megatron_hecate.comm.nvlink.launch import TransferKernels
-from megatron_hecate.comm.transfer import TransferError
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.device import driver as calls
 from megatron_hecate.device.launch import Kernels
+from megatron_hecate.job.collectives import TransferError
 from megatron_hecate.routing.reroute import CountedTokens
 
 pytestmark = pytest.mark.newest
@@ -110,9 +110,10 @@ def test_self_test_chooses(version: int) -> None:
     import gpu_on_cpu
 
     from megatron_hecate.comm import connect
+    from megatron_hecate.job import device as job_device
 
     driver = gpu_on_cpu.install(version=version)
-    connect.on_gpus = lambda: True
+    job_device.on_gpus = connect.on_gpus = lambda: True
     selftest.TIMED_ELEMENTS = 1 << 20
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     problems: list[str] = []

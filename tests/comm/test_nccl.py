@@ -19,11 +19,12 @@ from one_layer import Reference, allocate, copies
 from ranks import ranks
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron_hecate.comm import connect, nccl, under_way
+from megatron_hecate.comm import connect
 from megatron_hecate.comm.nvlink import selftest
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import TransferPlan
-from megatron_hecate.runtime import progress
+from megatron_hecate.job import device as job_device
+from megatron_hecate.job import nccl, under_way, watchdog
 
 MIB = 1 << 20
 
@@ -35,7 +36,7 @@ class _Asked:
         import gpu_on_cpu
 
         gpu_on_cpu.install()
-        connect.on_gpus = lambda: True
+        job_device.on_gpus = connect.on_gpus = lambda: True
         self.ctas: list[int] = []
         self.connected: list[tuple[str, int, list[float]]] = []
         torch.cuda.mem_get_info = lambda *_: (1000 * MIB - 30 * MIB * len(self.connected), 1000 * MIB)
@@ -118,8 +119,8 @@ def test_a_line_says_what_was_expected_before_the_watchdog_kills() -> None:
     gpu_on_cpu.install()
     (layer,) = allocate(P2P(dist.group.WORLD, timeout=600.0), gpu_on_cpu.GPU, torch.bfloat16)
     _set_pg_timeout(timedelta(seconds=patience))
-    progress.watch([[0, 1]], timeout=600.0)
-    progress.here.reach("layer 1")
+    watchdog.watch([[0, 1]], timeout=600.0)
+    watchdog.here.reach("layer 1")
     dist.barrier()
     start = time.monotonic()
     if rank == 1:
@@ -148,7 +149,7 @@ def test_a_line_says_what_was_expected_before_the_watchdog_kills() -> None:
     sys.stdout = os.fdopen(1, "w", buffering=1)
     threading.Thread(target=kill, daemon=True).start()
     dist.batch_isend_irecv = lambda ops: [_NeverEnds()]
-    progress.here.reach("layer 1")
+    watchdog.here.reach("layer 1")
     layer.fetch(TransferPlan(0, copies("one to all")), Reference(0, torch.bfloat16)).wait()
     assert time.monotonic() - start < patience / 2, "nothing is raised, and the host does not wait"
     time.sleep(3 * patience)  # as in a synchronization with the GPU
@@ -158,6 +159,6 @@ def test_a_line_says_what_was_expected_before_the_watchdog_kills() -> None:
 def test_works_of_an_abandoned_attempt_are_not_told() -> None:
     """They never end. Oracle: what is under way in the attempt after it."""
     under_way.note([_NeverEnds()], "layer 1: spAG")
-    progress.watch([[0]], timeout=600.0)
+    watchdog.watch([[0]], timeout=600.0)
     under_way.note([_NeverEnds()], "layer 2: spRS")
     assert under_way.describe() == "Under way on this rank: layer 2: spRS (for 0 s)"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_hecate.comm import question as module
-from megatron_hecate.comm.question import Question, Verdict
+from megatron_hecate.job import rendezvous as module
+from megatron_hecate.job.rendezvous import Question, Verdict
 
 RANKS = range(6)
 WAY_OUT = "to switch FSSDP on; is --moe-fssdp given on every rank, and do all of them build the model?"
@@ -171,7 +171,7 @@ def test_a_large_job_switches_on(store: dist.TCPStore, size: int, capsys: pytest
     what a rank reads does not grow with the job. Oracle: the simulated machines, 8 ranks on each, EP 64."""
     from megatron_hecate import HecateConfig, convert
     from megatron_hecate.comm import connect as connecting
-    from megatron_hecate.comm.agreement import Note
+    from megatron_hecate.job.agreement import Note
     from megatron_hecate.plan.world import H100
     from megatron_hecate.replicas.memory_estimate import LIFETIMES
 
@@ -211,7 +211,7 @@ def test_a_large_job_switches_on(store: dist.TCPStore, size: int, capsys: pytest
     def judge_sites(told: list[Any]) -> Verdict:
         return connecting._judge([connecting._Site(**fields) for fields in told])
 
-    from megatron_hecate.comm.agreement import _find_problems as module_problems
+    from megatron_hecate.job.agreement import _find_problems as module_problems
 
     start = time.monotonic()
     all_others, rank_0 = Counted(_client(store)), Counted(_client(store))

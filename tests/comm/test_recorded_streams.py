@@ -59,9 +59,10 @@ def test_an_iteration(engines: bool, lifetime: str, sms: int) -> None:
 
     from megatron_hecate.comm import connect
     from megatron_hecate.comm.nvlink import selftest
+    from megatron_hecate.job import device as job_device
 
     driver = gpu_on_cpu.install(multiprocessors=sms)
-    connect.on_gpus = lambda: True
+    job_device.on_gpus = connect.on_gpus = lambda: True
     selftest._fetch_seconds = lambda transport, device: 1.0 if transport.copy_engines == engines else 2.0
     recording = Recording()
     ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(transport="nvlink", lifetime=lifetime))

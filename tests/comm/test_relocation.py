@@ -17,7 +17,7 @@ def test_pieces_are_the_wanted_elements_each_from_a_rank_that_keeps_it(hundred: 
 def _check_pieces(seed: int) -> None:
     """Random shards, which may lie over one another: of a tensor cut once (the distributed optimizer's), and of whole
     ones and parts at random."""
-    from megatron_hecate.comm.relocation import Shard, pieces
+    from megatron_hecate.homes.exchange import Shard, pieces
 
     rng = np.random.default_rng(seed)
     size, num_ranks = int(rng.integers(1, 40)), int(rng.integers(1, 6))
@@ -45,7 +45,7 @@ def _check_pieces(seed: int) -> None:
 
 @pytest.mark.fast
 def test_an_element_that_nobody_keeps_is_named() -> None:
-    from megatron_hecate.comm.relocation import Shard, pieces
+    from megatron_hecate.homes.exchange import Shard, pieces
 
     with pytest.raises(ValueError, match=r"element 3 of Shard\(rank=0, begin=0, end=5\) is on none of"):
         pieces([Shard(0, 0, 3), Shard(1, 4, 9)], Shard(0, 0, 5))
@@ -58,7 +58,7 @@ def test_values_of_all_types_arrive_before_any_is_written() -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_hecate.comm.relocation import Relocation
+    from megatron_hecate.homes.exchange import Relocation
 
     rng, own = np.random.default_rng(0), dist.get_rank()
     dtypes = (torch.float32, torch.bfloat16, torch.int16, torch.uint8, torch.float64)

@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hecate.comm import groups, transfer, under_way
-from megatron_hecate.comm.nccl import NcclSettings
+from megatron_hecate.comm import transfer
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import Copy, TransferPlan
+from megatron_hecate.job import groups, under_way
+from megatron_hecate.job.nccl import NcclSettings
 
 pytestmark = pytest.mark.fast
 GPU = torch.device("cuda", 0)

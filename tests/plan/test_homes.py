@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_hecate.offline.traffic import Traffic
 from megatron_hecate.plan import CopyCost, HomeSearch, Placement, World, largest_load, plan_replicas
-from megatron_hecate.tools.traffic import Traffic
 from tests.plan.cases import some_load, some_world
 
 pytestmark = pytest.mark.fast

@@ -97,7 +97,7 @@ def _case(**fields: Any) -> Any:
 def _compare_with_run(case: Any) -> None:
     import tiny_gpt
 
-    from megatron_hecate.comm.agreement import Note
+    from megatron_hecate.job.agreement import Note
 
     tiny_gpt.initialize(case)
     notes, agree = [], Note.agree
@@ -307,7 +307,7 @@ def test_a_skewed_run_stays_inside_its_budget() -> None:
     import torch.distributed as dist
     from activation_memory import peaks, skewed
 
-    from megatron_hecate.tools.metrics import layer_metrics
+    from megatron_hecate.record.metrics import layer_metrics
 
     sizes = dict(experts=8, seq=64, micro_batch=8, skew=0.0)
     case = tiny_gpt.Case(**sizes)

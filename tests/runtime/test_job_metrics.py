@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from ranks import ranks
 
-from megatron_hecate.runtime import recorder
-from megatron_hecate.runtime.recorder import JobMetrics
+from megatron_hecate.record import recorder
+from megatron_hecate.record.recorder import JobMetrics
 
 
 class _Board:

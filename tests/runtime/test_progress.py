@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ranks import ranks
 
 from megatron_hecate import HecateConfig, fssdp
-from megatron_hecate.runtime import progress
+from megatron_hecate.job import watchdog
 
 TIMEOUT = 2.0
 
@@ -153,14 +153,14 @@ def test_a_stopped_rank_is_named_and_training_goes_on(mode: str) -> None:
     dist.barrier()
     said = len(read(rank))
     time.sleep(1.6 * TIMEOUT)  # all have come as far
-    reporter = progress._running
+    reporter = watchdog._running
     assert reporter.is_alive()
     _start_over_tcp()  # the job's process group goes away, and its store, which rank 0 served
     reporter.join(10)
     assert not reporter.is_alive()
     assert len(read(rank)) == said, read(rank)[said:]
-    progress.watch([[0, 1, 2]], timeout=TIMEOUT)
-    assert progress._running is not reporter and progress._running.is_alive()
+    watchdog.watch([[0, 1, 2]], timeout=TIMEOUT)
+    assert watchdog._running is not reporter and watchdog._running.is_alive()
     dist.barrier()  # rank 0 serves the store
 
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_hecate.runtime import recorder
-from megatron_hecate.tools.run_folder import RunInfo, read
+from megatron_hecate.record import recorder
+from megatron_hecate.record.run_folder import RunInfo, read
 
 pytestmark = pytest.mark.fast
 

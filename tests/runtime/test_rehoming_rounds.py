@@ -10,15 +10,15 @@ pytestmark = pytest.mark.fast
 
 @pytest.mark.parametrize("bound", [0, 1, 3, 7, 1000])
 def test_rounds_lead_to_the_wanted_order_within_the_bound(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron_hecate.runtime import homes
+    from megatron_hecate.homes import mover
 
-    monkeypatch.setattr(homes, "ROUND_BYTES", 10 * bound)
+    monkeypatch.setattr(mover, "ROUND_BYTES", 10 * bound)
     for seed in range(100):
         _check_rounds(seed, bound, expert_bytes=10)
 
 
 def _check_rounds(seed: int, bound: int, *, expert_bytes: int) -> None:
-    from megatron_hecate.runtime import homes
+    from megatron_hecate.homes import mover
 
     rng = np.random.default_rng(seed)
     num_ranks, per_rank = int(rng.integers(1, 9)), int(rng.integers(1, 9))
@@ -28,7 +28,7 @@ def _check_rounds(seed: int, bound: int, *, expert_bytes: int) -> None:
         for a, b in rng.integers(0, len(before), (3, 2)):
             after[[a, b]] = after[[b, a]]
     now, moved = before.copy(), []
-    for moves in homes._rounds(before, after, per_rank, expert_bytes):
+    for moves in mover._rounds(before, after, per_rank, expert_bytes):
         sources, targets = ([move[i] for move in moves] for i in range(2))
         assert sorted(sources) == sorted(targets) and len(set(targets)) == len(targets), "an expert would be lost"
         now[targets] = now[sources]
@@ -48,8 +48,8 @@ def _is_one_cycle(moves: list[tuple[int, int]]) -> bool:
 
 def test_small_cycles_share_a_round() -> None:
     """Swaps between four ranks, where each receives one expert: one exchange, not two."""
-    from megatron_hecate.runtime import homes
+    from megatron_hecate.homes import mover
 
     before, after = np.arange(8), np.array([2, 1, 0, 3, 6, 5, 4, 7])
-    assert len(list(homes._rounds(before, after, 2, 10))) == 1
-    assert not list(homes._rounds(before, before, 2, 10))
+    assert len(list(mover._rounds(before, after, 2, 10))) == 1
+    assert not list(mover._rounds(before, before, 2, 10))

@@ -19,8 +19,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_hecate.runtime import progress
-from megatron_hecate.runtime.progress import Reporter, Word, _look, here, name_ranks_behind
+from megatron_hecate.job import watchdog
+from megatron_hecate.job.watchdog import Reporter, Word, _look, here, name_ranks_behind
 
 
 def _word(**changed: Any) -> Word:
@@ -113,9 +113,9 @@ def test_when_the_rank_that_looks_is_gone_another_one_does(
 ) -> None:
     """Somebody has claimed to look, and never says a word."""
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    server.add(f"{progress.PREFIX}/look/1/1", 1)
+    server.add(f"{watchdog.PREFIX}/look/1/1", 1)
     word = dataclasses.astuple(_word(steps=0, where="before its first forward", host="b"))
-    server.set(f"{progress.PREFIX}/at/1", json.dumps(word))
+    server.set(f"{watchdog.PREFIX}/at/1", json.dumps(word))
     out: list[str] = []
     reporter = waiting(server.clone())
     _until(lambda: out.append(capfd.readouterr().out) or "".join(out))
@@ -143,7 +143,7 @@ def test_a_store_that_stands_still_is_named_and_one_that_goes_away_is_not(
         port = int(server.stdout.readline())
         client = dist.TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
         reporter = waiting(client)
-        client.clone().wait([f"{progress.PREFIX}/at/0"])
+        client.clone().wait([f"{watchdog.PREFIX}/at/0"])
         server.send_signal(signal.SIGSTOP)
         out: list[str] = []
         _until(lambda: out.append(capfd.readouterr().out) or "".join(out))
@@ -171,7 +171,7 @@ def test_a_process_ends_as_if_there_were_no_thread() -> None:
     code = """
 import atexit, os, sys, time
 import torch.distributed as dist
-from megatron_hecate.runtime.progress import Reporter
+from megatron_hecate.job.watchdog import Reporter
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
 reporter = Reporter(store, 0, 2, group=0, timeout=lambda: 600.0, is_over=lambda: False)
 reporter.start()
@@ -187,12 +187,12 @@ print("child", status, reporter.is_alive(), store.get("megatron_hecate/progress/
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.startswith("child 0 True ") and "false" in done.stdout
-    assert Word(*json.loads(server.get(f"{progress.PREFIX}/at/0"))).left
+    assert Word(*json.loads(server.get(f"{watchdog.PREFIX}/at/0"))).left
 
 
 def test_a_store_that_does_not_answer_delays_an_error_by_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "SHORTEST_PAUSE", 0.1)
-    monkeypatch.setattr(progress, "_get_default_store", lambda: time.sleep(60))
+    monkeypatch.setattr(watchdog, "SHORTEST_PAUSE", 0.1)
+    monkeypatch.setattr(watchdog, "_get_default_store", lambda: time.sleep(60))
     begin = time.monotonic()
-    assert progress.name_silent_ranks() == "the rendezvous store does not answer"
+    assert watchdog.name_silent_ranks() == "the rendezvous store does not answer"
     assert time.monotonic() - begin < 10

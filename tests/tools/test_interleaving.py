@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from megatron.core import parallel_state
 
-from megatron_hecate.adapter.training_state import forwards_in_flight
+from megatron_hecate.megatron.training_state import forwards_in_flight
+from megatron_hecate.offline.presets import Model
+from megatron_hecate.offline.simulated_job import Job
+from megatron_hecate.offline.step_model import Schedule, Timing, Work, simulate
 from megatron_hecate.plan import World
-from megatron_hecate.tools.job import Job
-from megatron_hecate.tools.presets import Model
-from megatron_hecate.tools.simulate import Schedule, Timing, Work, simulate
 
 pytestmark = [pytest.mark.fast, pytest.mark.newest]
 

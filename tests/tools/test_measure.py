@@ -14,8 +14,8 @@ from ranks import ranks
 def test_two_ranks_measure_what_planning_loads(tmp_path: Path) -> None:
     import torch.distributed as dist
 
+    from megatron_hecate.offline.measure import measure
     from megatron_hecate.plan import Speeds
-    from megatron_hecate.tools.measure import measure
 
     path = tmp_path / "speeds.json"
     measure(str(path))
@@ -31,7 +31,7 @@ def test_two_ranks_measure_what_planning_loads(tmp_path: Path) -> None:
 def test_a_path_that_cannot_be_written_ends_all_ranks(tmp_path: Path) -> None:
     import torch.distributed as dist
 
-    from megatron_hecate.tools.measure import measure
+    from megatron_hecate.offline.measure import measure
 
     with pytest.raises(SystemExit) as end:
         measure(str(tmp_path))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from ranks import ranks
 
-from megatron_hecate.tools import report
-from megatron_hecate.tools.megatron_files import read_any, read_megatron
-from megatron_hecate.tools.run_folder import RunRecord
+from megatron_hecate.offline import report
+from megatron_hecate.offline.megatron_files import read_any, read_megatron
+from megatron_hecate.record.run_folder import RunRecord
 
 
 def _assert_same(found: RunRecord, observed: RunRecord, iterations: list[int]) -> None:
@@ -36,8 +36,8 @@ def test_files_of_a_run_hold_what_an_observer_counted() -> None:
     from megatron.training.activation_logging import ActivationLogger
 
     from megatron_hecate import HecateConfig, fssdp
-    from megatron_hecate.tools.run_folder import read
-    from megatron_hecate.tools.what_if import read_loads
+    from megatron_hecate.offline.what_if import read_loads
+    from megatron_hecate.record.run_folder import read
 
     folder, rank = Path(os.environ["TEST_FOLDER"]), dist.get_rank()
     case = tiny_gpt.Case(accumulate=2, grouped=True)

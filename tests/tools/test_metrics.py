@@ -17,7 +17,7 @@ def test_metrics_count_what_was_routed() -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_hecate.tools.metrics import layer_metrics
+    from megatron_hecate.record.metrics import layer_metrics
 
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)
@@ -49,7 +49,7 @@ def test_where_copies_do_not_pay_the_layer_runs_stock_code() -> None:
     import tiny_gpt
 
     from megatron_hecate.plan import CPU
-    from megatron_hecate.tools.metrics import layer_metrics
+    from megatron_hecate.record.metrics import layer_metrics
 
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)
@@ -76,7 +76,7 @@ def test_what_is_logged_of_two_layers() -> None:
     """Literal numbers: a layer with one hot and one dead expert, and a layer without tokens."""
     import numpy as np
 
-    from megatron_hecate.tools.metrics import step_metrics, summarize
+    from megatron_hecate.record.metrics import step_metrics, summarize
 
     load = np.array([[60, 20, 20, 0], [0, 0, 0, 0]])
     routed, computed = np.array([[80, 20], [0, 0]]), np.array([[55, 45], [0, 0]])
@@ -123,7 +123,7 @@ def test_experts_that_a_layer_lacks_are_not_dead() -> None:
     """Layers of four and of two experts on two ranks, in one record. Literal numbers."""
     import numpy as np
 
-    from megatron_hecate.tools.metrics import step_metrics
+    from megatron_hecate.record.metrics import step_metrics
 
     load = [np.array([6, 0, 1, 1]), np.array([3, 1])]
     rank = np.array([[6, 2], [3, 1]])

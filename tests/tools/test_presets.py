@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hecate.offline.presets import CLUSTERS, MODELS, Cluster, Model
 from megatron_hecate.plan import H100
-from megatron_hecate.tools.presets import CLUSTERS, MODELS, Cluster, Model
 
 pytestmark = pytest.mark.fast
 

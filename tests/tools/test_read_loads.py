@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hecate.tools.run_folder import RunInfo
-from megatron_hecate.tools.run_writer import RunWriter
-from megatron_hecate.tools.what_if import read_loads
+from megatron_hecate.offline.what_if import read_loads
+from megatron_hecate.record.run_folder import RunInfo
+from megatron_hecate.record.run_writer import RunWriter
 
 pytestmark = pytest.mark.fast
 

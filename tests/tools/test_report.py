@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 import recorded
 
+from megatron_hecate import trace
 from megatron_hecate.__main__ import main
+from megatron_hecate.offline import report
 from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.plan.replicas import problem_of
 from megatron_hecate.plan.search import plan_cost
-from megatron_hecate.tools import report, run_folder, trace
-from megatron_hecate.tools.figures import Figures
+from megatron_hecate.record import run_folder
+from megatron_hecate.record.analysis import Figures
 
 pytestmark = pytest.mark.fast
 SIZE = recorded.Size()
@@ -279,7 +281,7 @@ def test_a_trace_that_found_no_room_leaves_those_of_other_ranks(tmp_path: Path) 
     """The operating system refuses the second half of a file, as a full disk does."""
     code = f"""
 import resource, signal
-from megatron_hecate.tools import trace
+from megatron_hecate import trace
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
 kept = trace.Iterations((1, 1), {str(tmp_path)!r}, rank=0, shift=0.0)

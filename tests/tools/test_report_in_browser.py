@@ -9,7 +9,7 @@ import pytest
 import recorded
 from browser import CHROMIUM, Browser
 
-from megatron_hecate.tools import report
+from megatron_hecate.offline import report
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
 SIZE = recorded.Size(num=40, layers=5, experts=16, ranks=8, tokens=100_000)

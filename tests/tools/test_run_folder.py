@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hecate.tools import run_writer
-from megatron_hecate.tools.run_folder import RunInfo, read
-from megatron_hecate.tools.run_writer import RunWriter
+from megatron_hecate.record import run_writer
+from megatron_hecate.record.run_folder import RunInfo, read
+from megatron_hecate.record.run_writer import RunWriter
 
 pytestmark = pytest.mark.fast
 INFO = RunInfo(mode="observe", layers=("layer 1", "layer 3"), num_experts=6, ranks=2, node=(0, 1), top_k=2)
@@ -272,7 +272,7 @@ def test_what_is_no_record_is_named(tmp_path: Path) -> None:
 def test_reading_needs_numpy_alone() -> None:
     code = """
 import sys
-import megatron_hecate.tools.run_folder, megatron_hecate.tools.run_writer
+import megatron_hecate.record.run_folder, megatron_hecate.record.run_writer
 assert not {"torch", "megatron", "numba"} & set(sys.modules), sorted(sys.modules)
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -12,10 +12,10 @@ import dataclasses
 import numpy as np
 import pytest
 
+from megatron_hecate.offline.step_model import Schedule, Timing, Work, simulate
+from megatron_hecate.offline.traffic import LayerPlan
 from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.replicas.buffers import LIFETIMES
-from megatron_hecate.tools.simulate import Schedule, Timing, Work, simulate
-from megatron_hecate.tools.traffic import LayerPlan
 
 pytestmark = pytest.mark.fast
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ranks import ranks
 
-from megatron_hecate.tools import trace
+from megatron_hecate import trace
 
 FORWARD = {"plan", "loads", "quotas", "dispatch", "experts", "combine", "spAG start", "spAG wait"}
 BACKWARD = {"spRS start", "spRS wait"}

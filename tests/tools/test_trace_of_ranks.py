@@ -15,9 +15,8 @@ import torch.distributed as dist
 from ranks import ranks
 from test_trace import assert_a_viewer_shows_all
 
-from megatron_hecate import HecateConfig
-from megatron_hecate.runtime import tracing
-from megatron_hecate.tools import trace
+from megatron_hecate import HecateConfig, trace
+from megatron_hecate.record import tracing
 
 
 @pytest.mark.fast

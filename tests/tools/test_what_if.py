@@ -17,12 +17,12 @@ import pytest
 from megatron_hecate.__main__ import main
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.device import launch
+from megatron_hecate.offline import what_if
+from megatron_hecate.offline.simulated_job import Outcome
 from megatron_hecate.plan import H100
+from megatron_hecate.record.run_folder import RunInfo
+from megatron_hecate.record.run_writer import RunWriter
 from megatron_hecate.replicas.memory_estimate import ExpertMemory
-from megatron_hecate.tools import what_if
-from megatron_hecate.tools.job import Outcome
-from megatron_hecate.tools.run_folder import RunInfo
-from megatron_hecate.tools.run_writer import RunWriter
 
 pytestmark = pytest.mark.fast
 

@@ -118,7 +118,7 @@ def test_padding_to_capacity_is_not_recorded_as_tokens() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate.tools.run_folder import read
+    from megatron_hecate.record.run_folder import read
 
     case, folder = _case("hybridep-padded"), f"{os.environ['TEST_FOLDER']}/run"
     rows: list[tuple[int, int]] = []  # all, and tokens among them

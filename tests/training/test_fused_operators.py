@@ -129,7 +129,7 @@ def _compare(name: str, *, frozen: bool = False) -> None:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer.moe import fused_a2a
 
-    from megatron_hecate.adapter.grouped_linear import GroupedExperts
+    from megatron_hecate.megatron.grouped_linear import GroupedExperts
 
     settings = dict(use_transformer_engine_op_fuser=True, **settings)
     if not hasattr(transformer.TransformerConfig, "moe_ncclep_static_shape"):  # 0.20: shapes are, by the factor

@@ -129,7 +129,7 @@ def test_plans_are_made_for_the_replayed_routes(lifetime: str, fields: dict, meg
     might."""
     import tiny_gpt
 
-    from megatron_hecate.tools.metrics import layer_metrics
+    from megatron_hecate.record.metrics import layer_metrics
 
     case = tiny_gpt.Case(**fields, settings=(REPLAY, *megatron.items()))
     tiny_gpt.initialize(case)

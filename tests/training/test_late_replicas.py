@@ -55,7 +55,7 @@ def _train(name: str, *, planner: Callable, late: int, **settings: Any) -> int:
     """Train a case with and without FSSDP; returns the late replicas of the last step."""
     import tiny_gpt
 
-    from megatron_hecate.tools.metrics import layer_metrics
+    from megatron_hecate.record.metrics import layer_metrics
 
     fields, megatron_settings = CASES[name]
     case = tiny_gpt.Case(**fields, settings=tuple(megatron_settings.items()))

@@ -53,10 +53,10 @@ def test_at_most_eight_launches_and_no_wait() -> None:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from megatron_hecate.adapter.dispatcher import Rerouter
     from megatron_hecate.device.launch import Kernels
     from megatron_hecate.layer import FSSDPLayer
     from megatron_hecate.routing.reroute import _Reroute
+    from megatron_hecate.routing.rerouter import Rerouter
     from megatron_hecate.runtime.load_monitor import LoadMonitor
     from megatron_hecate.runtime.prefetch import Prefetcher
 

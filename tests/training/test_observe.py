@@ -79,7 +79,7 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
     import torch
     import torch.distributed as dist
 
-    from megatron_hecate.tools.run_folder import read
+    from megatron_hecate.record.run_folder import read
 
     case, folder = _case(CASES[name]), os.environ["TEST_FOLDER"] + "/run"
     tiny_gpt.initialize(case)
@@ -173,7 +173,7 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
     import torch
     import torch.distributed as dist
 
-    from megatron_hecate.tools.run_folder import read
+    from megatron_hecate.record.run_folder import read
 
     rank, folder = dist.get_rank(), os.environ["TEST_FOLDER"] + "/run"
     socket.gethostname = lambda: f"machine {rank // 2}"

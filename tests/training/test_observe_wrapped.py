@@ -19,7 +19,7 @@ import pytest
 from ranks import ranks
 
 from megatron_hecate import HecateConfig, fssdp
-from megatron_hecate.runtime import progress
+from megatron_hecate.job import watchdog
 
 FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
 
@@ -29,7 +29,7 @@ def _record(chunks: list, folder: str) -> Any:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate.tools.run_folder import read
+    from megatron_hecate.record.run_folder import read
 
     tiny_gpt.moe_layers(chunks)[0].router.observer.stage.close()
     dist.barrier()
@@ -283,7 +283,7 @@ def test_megatron_fsdp(sharded: str, fields: dict[str, Any]) -> None:
     counted = _Counted(os.environ["TEST_FOLDER"] + "/run")
     seen, params, split, chunks = train(counted)
     assert seen == stock[0] and split == stock[2]
-    assert progress._running._group == 0, "without expert parallelism, replicas of the data wait for each other"
+    assert watchdog._running._group == 0, "without expert parallelism, replicas of the data wait for each other"
     assert len(params) == len(stock[1]) > 0 and all(map(torch.equal, params, stock[1]))
     loads, record = counted.loads(3), _record(chunks, counted.folder)
     assert dist.get_rank() or (record.load.tolist() == loads and record.load.sum() > 0)

@@ -226,7 +226,7 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_hecate.adapter.stored_weights import StoredWeights
+    from megatron_hecate.megatron.stored_weights import StoredWeights
 
     compared = set()
 

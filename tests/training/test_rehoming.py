@@ -49,8 +49,8 @@ def test_a_record_knows_where_homes_were() -> None:
     import numpy as np
     import tiny_gpt
 
-    from megatron_hecate.tools.figures import Figures
-    from megatron_hecate.tools.run_folder import read
+    from megatron_hecate.record.analysis import Figures
+    from megatron_hecate.record.run_folder import read
 
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)
@@ -80,8 +80,8 @@ def test_ranks_share_the_search() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
+    from megatron_hecate.homes import rehoming
     from megatron_hecate.plan import HomeSearch, Placement
-    from megatron_hecate.runtime import rehoming
 
     looked_at: list[list[int]] = []
     found: list[int] = []

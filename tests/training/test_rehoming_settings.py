@@ -88,12 +88,12 @@ def test_orders(order: Callable) -> None:
     import tiny_gpt
     import training_with_moves
 
-    from megatron_hecate.runtime import homes
+    from megatron_hecate.homes import mover
 
     case = tiny_gpt.Case(ep=4, **SHARDED)
     tiny_gpt.initialize(case)
     training_with_moves.compare(case, orders=order, may_be_back=True, slots=0)
-    homes.ROUND_BYTES = 1
+    mover.ROUND_BYTES = 1
     training_with_moves.compare(case, orders=order, may_be_back=True)
 
 
@@ -120,6 +120,6 @@ def test_the_homes_that_are_there_already() -> None:
     ours = tiny_gpt.train(case, steps=5, hook=test_rehoming.rehoming_hook(lambda _, size: np.arange(size), slots=0))
     assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
     layer = tiny_gpt.moe_layers(ours.chunks)[0]
-    homes = layer.prefetcher.rehoming.homes
-    assert homes.received_bytes == 0 and not homes.are_moved
+    mover = layer.prefetcher.rehoming.homes
+    assert mover.received_bytes == 0 and not mover.are_moved
     assert layer.token_dispatcher is layer.fssdp.stock_dispatcher

@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.comm.attempt import Attempt
 from megatron_hecate.comm.nvlink.program import FAILURE, MAX_STEPS, Signals
 from megatron_hecate.comm.nvlink.schedule import MAX_RANKS
+from megatron_hecate.job.attempt import Attempt
 
 SHARED: Path = Path("/dev/shm")
 COUNTERS: int = 512  # bytes in front of the buffers: progress, one u32 per rank, and the blocks' counters

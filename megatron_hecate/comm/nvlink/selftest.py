@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hecate.comm.agreement import shorten
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.transport import NVLink
-from megatron_hecate.comm.question import Question, Verdict
 from megatron_hecate.comm.transfer import has_one_queue
 from megatron_hecate.comm.transport import Copy, LayerBuffer, TransferPlan, Transport, chunks_in
+from megatron_hecate.job.agreement import shorten
+from megatron_hecate.job.rendezvous import Question, Verdict
 
 ELEMENTS: int = 200_003  # of a chunk: a few tiles for a few blocks, and a tail
 TIMED_ELEMENTS: int = 8 << 20  # of one whose fetch is timed

@@ -29,8 +29,9 @@ from megatron_hecate.comm.nvlink.peers import Peers
 from megatron_hecate.comm.nvlink.program import Extent, Memory, Programs
 from megatron_hecate.comm.nvlink.schedule import PLANS, Place, Schedule
 from megatron_hecate.comm.p2p import P2P
-from megatron_hecate.comm.transfer import Stopwatch, Transfer, TransferError
+from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
+from megatron_hecate.job.collectives import TransferError
 
 REFRESH: int = 1 << 30  # steps after which all ranks tell each other, lest a counter fall behind by half its range
 

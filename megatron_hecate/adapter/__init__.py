@@ -1,1 +1,0 @@
-"""What touches Megatron: the table of assumptions, the dispatcher and the experts."""

@@ -1,0 +1,1 @@
+"""Experts that change homes."""

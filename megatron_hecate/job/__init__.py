@@ -1,0 +1,1 @@
+"""The ranks of the job, outside of training's collectives."""

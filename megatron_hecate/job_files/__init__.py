@@ -1,1 +1,0 @@
-"""Files in which people keep the settings of a job: launch scripts, YAML, JSON. Read for ``--check --settings``."""

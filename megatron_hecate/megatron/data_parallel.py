@@ -1,0 +1,235 @@
+"""Read the end of an iteration off Megatron's DDP.
+
+Every training loop has DDP reduce the gradients before it reads them, and zero them before it accumulates new ones:
+
+| method of DDP | called by | consequence here |
+|---|---|---|
+| ``no_sync`` | schedules, around all microbatches but the last of a chunk | gradients may stay with replicas |
+| ``no_sync`` | the loop, around calls of a schedule | gradients of replicas return at its end |
+| ``start_grad_sync`` | schedules, as ``grad_sync_func`` | gradients of replicas return first |
+| ``finish_grad_sync`` | ``finalize_model_grads``, or the loop | the same; then the iteration ends |
+| ``zero_grad_buffer`` | the loop | gradients of replicas are dropped; the iteration ends |
+
+The bodies of these four methods are the same from megatron-core 0.16.1 to 0.20.
+
+Weights may also change between two forwards without any of these calls, and no counter shows it: a
+tensor's version misses ``param.data.mul_()``, foreach kernels on ``.data`` and writes to DDP's
+parameter buffer. Only within one call of a schedule can no weight change. `DataParallel.schedule_call`
+numbers these calls: each begins with ``no_sync``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from types import CodeType
+from typing import Any, Protocol
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import schedules
+from torch.nn import Module
+
+from megatron_hecate.megatron.global_hooks import listen_to_parts, stop_listening_to_parts
+from megatron_hecate.megatron.gradient_buckets import order_buckets
+
+
+class GradientEvents(Protocol):
+    """Callbacks on the gradients of model chunks."""
+
+    def gradients_wanted(self, chunk: int) -> None:
+        """DDP is about to reduce the gradients of ``chunk``, or the loop may read them."""
+
+    def iteration_ended(self) -> None:
+        """DDP has reduced gradients."""
+
+    def gradients_dropped(self) -> None:
+        """DDP is about to zero gradients."""
+
+
+class _ObservedDDP:
+    """Mixin in front of Megatron's DDP that reports gradient events.
+
+    Attributes:
+        fssdp_events: receiver of the events.
+        fssdp_chunk: index of the wrapped model chunk.
+        fssdp_no_syncs: times that ``no_sync`` was entered.
+    """
+
+    fssdp_events: GradientEvents
+    fssdp_chunk: int
+    fssdp_no_syncs: int = 0
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.fssdp_no_syncs += 1
+        with super().no_sync():  # type: ignore[misc]
+            yield
+        # not after an exception: other ranks may not be here
+        if not _in_schedule():
+            # the loop may read or change ``main_grad`` from here on
+            self.fssdp_events.gradients_wanted(self.fssdp_chunk)
+
+    def start_grad_sync(self, *args: Any, **kwargs: Any) -> None:
+        self.fssdp_events.gradients_wanted(self.fssdp_chunk)
+        super().start_grad_sync(*args, **kwargs)  # type: ignore[misc]
+
+    def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
+        self.fssdp_events.gradients_wanted(self.fssdp_chunk)
+        super().finish_grad_sync(*args, **kwargs)  # type: ignore[misc]
+        self.fssdp_events.iteration_ended()
+
+    def zero_grad_buffer(self) -> None:
+        self.fssdp_events.gradients_dropped()
+        super().zero_grad_buffer()  # type: ignore[misc]
+
+
+class _NoSync:
+    """``config.no_sync_func`` for schedules where DDP does not reduce during the backward.
+
+    Megatron sets it only with ``overlap_grad_reduce``. A copied or pickled configuration holds
+    ``None`` in its place: it belongs to another model, or to none.
+    """
+
+    def __init__(self, ddps: Sequence[DistributedDataParallel]) -> None:
+        # weak, as a configuration may outlive its model
+        self._ddps = [weakref.ref(ddp) for ddp in ddps]
+
+    def holds(self, ddp: DistributedDataParallel) -> bool:
+        """Whether it enters ``no_sync`` of ``ddp``."""
+        return any(reference() is ddp for reference in self._ddps)
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for reference in self._ddps:
+                ddp = reference()
+                if ddp is not None:
+                    stack.enter_context(ddp.no_sync())
+            yield
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+class DataParallel:
+    """The DDP around each model chunk, found when it wraps the chunk, however deep.
+
+    Args:
+        chunks: model chunks, not wrapped yet.
+        events: receiver of their gradient events.
+        undo: stack that gets the callbacks which undo the conversion.
+        orders: whether replicas may make buckets of experts ready in another order than on other ranks.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Module],
+        events: GradientEvents,
+        undo: contextlib.ExitStack,
+        *,
+        orders: bool,
+    ) -> None:
+        self._around = [weakref.WeakSet([chunk]) for chunk in chunks]
+        self._ddps: list[weakref.ref[DistributedDataParallel] | None] = [None] * len(chunks)
+        self._events = events
+        self._orders = orders
+        self._has_ordered = False
+        listen_to_parts(self)
+        undo.callback(stop_listening_to_parts, self)
+
+    def added(self, module: Module, part: Module | None) -> None:
+        """Note that ``part`` becomes part of ``module``, and report the events of a DDP around a chunk."""
+        for index, around in enumerate(self._around):
+            if part not in around:
+                continue
+            around.add(module)
+            if isinstance(module, DistributedDataParallel) and not isinstance(module, _ObservedDDP):
+                module.__class__ = _observed(type(module))
+                module.fssdp_events = self._events
+                module.fssdp_chunk = index
+                self._ddps[index] = weakref.ref(module)
+
+    def begin_iteration(self) -> None:
+        """Order buckets of experts before the first backward."""
+        stop_listening_to_parts(self)
+        self.set_no_sync_func()
+        for ddp in self._found() if self._orders and not self._has_ordered else ():
+            if ddp.ddp_config.overlap_grad_reduce:
+                order_buckets(ddp)
+        self._has_ordered = True
+
+    def set_no_sync_func(self) -> None:
+        """Let schedules enter ``no_sync`` where the loop left or reset ``no_sync_func`` to ``None``."""
+        ddps = self._found()
+        for ddp in ddps:
+            if not ddp.ddp_config.overlap_grad_reduce and ddp.config.no_sync_func is None:
+                ddp.config.no_sync_func = _NoSync(ddps)
+
+    def wants_gradients(self, chunk: int) -> bool | None:
+        """Whether DDP reduces gradients after the running backward of ``chunk``; ``None`` without DDP."""
+        ddp = self._ddp(chunk)
+        if ddp is None:
+            return None
+        groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
+        return all(group.is_last_microbatch for group in groups)
+
+    def schedule_call(self, chunk: int) -> int | None:
+        """Number of the schedule's call that runs the current forward of ``chunk``.
+
+        Returns:
+            ``None`` where two forwards cannot be known to be of one call: without DDP, in loops that do not use
+            Megatron's schedules, and where ``no_sync_func`` is not this DDP's outside of any ``no_sync``: the loop
+            replaced it, or two models share a configuration.
+        """
+        ddp = self._ddp(chunk)
+        if ddp is None or not _in_schedule():
+            return None
+        if self.wants_gradients(chunk) and not _enters_no_sync(ddp.config.no_sync_func, ddp):
+            return None
+        return ddp.fssdp_no_syncs
+
+    def _found(self) -> list[DistributedDataParallel]:
+        ddps = [self._ddp(chunk) for chunk in range(len(self._ddps))]
+        return [ddp for ddp in ddps if ddp is not None]
+
+    def _ddp(self, chunk: int) -> DistributedDataParallel | None:
+        reference = self._ddps[chunk]
+        return None if reference is None else reference()
+
+
+@functools.cache
+def _observed(base: type) -> type:
+    return type(f"FSSDP{base.__name__}", (_ObservedDDP, base), {})
+
+
+def _enters_no_sync(function: Any, ddp: DistributedDataParallel) -> bool:
+    """Whether a schedule with this ``no_sync_func`` enters ``no_sync`` of ``ddp``."""
+    functions = function if isinstance(function, list) else [function]
+    return any(
+        one.holds(ddp) if isinstance(one, _NoSync) else getattr(one, "__self__", None) is ddp for one in functions
+    )
+
+
+@functools.cache
+def _schedule_codes() -> frozenset[CodeType]:
+    functions = (
+        schedules.forward_backward_no_pipelining,
+        schedules.forward_backward_pipelining_with_interleaving,
+        schedules.forward_backward_pipelining_without_interleaving,
+    )
+    return frozenset(inspect.unwrap(function).__code__ for function in functions)
+
+
+def _in_schedule() -> bool:
+    """Whether one of Megatron's schedules is on the stack."""
+    codes = _schedule_codes()
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code in codes:
+            return True
+        frame = frame.f_back
+    return False

@@ -1,0 +1,73 @@
+"""Torch's hooks that see all optimizers or modules of the process: one of each, for good, over weak sets of listeners.
+
+A hook for every model would have to be removed when the model goes: the garbage collector may do so while torch walks
+through its hooks. A listener whose attempt of the job is over hears of nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, Protocol
+
+from torch.nn import Module
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from megatron_hecate.job.attempt import Attempt
+
+
+class StepListener(Protocol):
+    """Hears of every optimizer of the process."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """``optimizer`` is about to step."""
+
+
+class PartListener(Protocol):
+    """Hears of every module that becomes part of another one."""
+
+    def added(self, module: Module, part: Module | None) -> None:
+        """``part`` becomes part of ``module``."""
+
+
+_of_steps: weakref.WeakKeyDictionary[StepListener, Attempt] = weakref.WeakKeyDictionary()
+_of_parts: weakref.WeakKeyDictionary[PartListener, Attempt] = weakref.WeakKeyDictionary()
+
+
+def listen_to_steps(listener: StepListener) -> None:
+    """Call ``listener.before_step`` before any optimizer steps, while the listener lives and its attempt lasts."""
+    _hook_into_optimizers()
+    _of_steps[listener] = Attempt.current()
+
+
+def listen_to_parts(listener: PartListener) -> None:
+    """Call ``listener.added`` for any module that gets a part, until `stop_listening_to_parts`, while the listener
+    lives and its attempt lasts."""
+    _hook_into_modules()
+    _of_parts[listener] = Attempt.current()
+
+
+def stop_listening_to_parts(listener: PartListener) -> None:
+    """Again does nothing."""
+    _of_parts.pop(listener, None)
+
+
+@functools.cache
+def _hook_into_optimizers() -> None:
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        for listener, attempt in list(_of_steps.items()):
+            if not attempt.is_over:
+                listener.before_step(optimizer)
+
+    register_optimizer_step_pre_hook(hook)
+
+
+@functools.cache
+def _hook_into_modules() -> None:
+    def hook(module: Module, _: str, part: Module | None) -> None:
+        for listener, attempt in list(_of_parts.items()):
+            if not attempt.is_over:
+                listener.added(module, part)
+
+    register_module_module_registration_hook(hook)

@@ -1,0 +1,1 @@
+"""Whether FSSDP may be switched on for a job."""

@@ -1,0 +1,1 @@
+"""Settings of jobs, as files and scripts have them."""

@@ -1,1 +1,0 @@
-"""Tools around training: metrics, traces, measuring the speeds of links and cores."""
