@@ -1,7 +1,8 @@
 """Pretrain a GPT with ``megatron.training`` from the megatron-core wheel, which ships no pretraining script of its own.
 
 A small version of Megatron-LM's ``pretrain_gpt.py``, which knows nothing of FSSDP: tensor and context parallel size 1,
-text from ``--data-path``. With ``HECATE_PROBE=FOLDER`` it records losses, loads and step times there (see probe.py).
+text from ``--data-path``. With ``HECATE_PROBE=FOLDER`` it records losses, loads and step times there (see probe.py),
+and with ``HECATE_SKEW=NUMBER`` some experts are hot.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def main() -> None:
     if folder := os.environ.get("HECATE_PROBE"):
         from probe import Probe
 
-        probe = Probe(folder)
+        probe = Probe(folder, skew=float(os.environ.get("HECATE_SKEW", "0")))
         model_config.pre_wrap_hooks.append(probe.watch)
         step = partial(forward_step, record=probe)
     datasets.is_distributed = True

@@ -13,23 +13,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
 from torch.nn import Module
+from turns import Turns
 
 
 class Probe:
     """Writes one JSON line per training step to ``FOLDER/rank<r>.jsonl``.
 
-    A line has: ``loss`` and ``tokens`` (sums over this rank's microbatches), ``seconds`` (of the whole step),
+    ``skew`` makes routing uneven (`_skew`). Where two jobs take turns (`turns`), time in which the other one trains
+    counts in no step. A line has: ``loss`` and ``tokens``, sums over this rank's microbatches; ``seconds`` of the step;
     ``experts`` [L][E] tokens of this rank routed to each expert, ``computed`` [L] tokens this rank's expert modules
     computed, and ``replica_bytes`` held when the step's last forward ended.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, skew: float = 0.0) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
+        self.skew, self.turns, self.steps = skew, Turns.of(), 0
         self.folder, self.file = Path(folder), None
         self.layers: list[MoELayer] = []
         self.microbatch, self.began = 0, 0.0
@@ -39,6 +43,8 @@ class Probe:
         """A pre-wrap hook: attach to every MoE layer of this rank."""
         self.layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
         for index, layer in enumerate(self.layers):
+            if self.skew:
+                _skew(layer, self.skew)
             layer.router.register_forward_hook(lambda module, args, out, i=index: self._routed(module, i, out[1]))
             layer.experts.register_forward_pre_hook(lambda module, args, i=index: self._computed(module, i, args[1]))
         self.file = (self.folder / f"rank{dist.get_rank()}.jsonl").open("w")
@@ -59,6 +65,9 @@ class Probe:
             return
         if self.microbatch % get_num_microbatches() == 0:
             self._finish_step()
+            if self.turns is not None:
+                self.turns.before_step(self.steps)
+            self.steps += 1
             num = len(self.layers)
             self.step = {"loss": 0.0, "tokens": 0, "experts": [None] * num, "computed": [0] * num, "replica_bytes": 0}
             self.began = time.perf_counter()
@@ -88,10 +97,27 @@ class Probe:
         if self.file is None:
             return
         self._finish_step()
+        if self.turns is not None:
+            self.turns.end()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         homes = sum(p.numel() * p.element_size() for layer in self.layers for p in layer.experts.parameters())
         self.file.write(json.dumps({"peak_rss": peak, "home_bytes": homes}) + "\n")
         self.file.close()
+
+
+def _skew(layer: MoELayer, skew: float) -> None:
+    """Add ``skew`` to the router's logits of one expert and half of it to the next, other ones in every layer."""
+    experts = layer.config.num_moe_experts
+    hot = 4 * (layer.layer_number - 1) % experts
+    bias = torch.zeros(experts)
+    bias[hot], bias[(hot + 1) % experts] = skew, skew / 2
+    gating = layer.router.gating
+
+    def skewed(hidden: Tensor) -> Tensor:
+        logits = gating(hidden)
+        return logits + bias.to(logits)
+
+    layer.router.gating = skewed
 
 
 def _replica_bytes(layer: MoELayer) -> int:

@@ -1,0 +1,51 @@
+"""Two jobs that take turns. Oracle: the order in which their steps were written to one file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from turns import STEPS, VARIABLE, Turns
+
+pytestmark = pytest.mark.fast
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+JOB = """
+import os, sys, tempfile
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist
+from turns import Turns
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+turns = Turns.of()
+for step in range(int(sys.argv[3])):
+    turns.before_step(step)
+    with open(sys.argv[2], "a") as file:
+        file.write(f"{os.environ['NAME']} {step}\\n")
+turns.end()
+dist.destroy_process_group()
+"""
+
+
+def test_jobs_take_turns_until_one_has_ended(tmp_path: Path) -> None:
+    log, steps = tmp_path / "log", {"first": 3 * STEPS, "second": STEPS + 1}
+    running = []
+    for name, turn in zip(steps, Turns.begin(tmp_path / "turns", *steps), strict=True):
+        command = [sys.executable, "-c", JOB, str(EXAMPLES), str(log), str(steps[name])]
+        running.append(
+            subprocess.Popen(command, env={"NAME": name, VARIABLE: turn, "PATH": "", "OMP_NUM_THREADS": "1"})
+        )
+    try:
+        assert [process.wait(timeout=60) for process in running] == [0, 0]
+    finally:
+        for process in running:
+            process.kill()
+    first = [f"first {step}" for step in range(steps["first"])]
+    second = [f"second {step}" for step in range(steps["second"])]
+    expected = [*first[:STEPS], *second[:STEPS], *first[STEPS : 2 * STEPS], *second[STEPS:], *first[2 * STEPS :]]
+    assert log.read_text().splitlines() == expected
+
+
+def test_without_the_variable_nobody_waits() -> None:
+    assert Turns.of({}) is None
