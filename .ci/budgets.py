@@ -75,7 +75,7 @@ def main(root: Path) -> int:
         ("plan: lines", lines(plan), None, ""),
         ("plan: files", len(plan), None, ""),
         ("plan: tuned constants", len(constants(plan)), 15, ""),
-        ("README: lines", lines([root / "README.md"]), 140, ""),
+        ("README: lines", lines([root / "README.md"]), 180, ""),
         ("longest page of docs", max(lines([page]) for page in (root / "docs").glob("*.md")), 250, ""),
     ]
     within: Callable[[int, int | None], bool] = lambda size, budget: budget is None or size <= budget  # noqa: E731
