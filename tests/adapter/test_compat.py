@@ -281,7 +281,7 @@ def test_any_exception_of_one_rank_is_heard_by_all() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate.routing.rerouter import Rerouter
+    from megatron_hecate.runtime import layer_state
 
     chunks, _ = _stock_model()
     if dist.get_rank() == 1:
@@ -289,7 +289,7 @@ def test_any_exception_of_one_rank_is_heard_by_all() -> None:
         def fails(*_: object) -> None:
             raise AttributeError("planted")
 
-        Rerouter.physical_dispatcher = fails
+        layer_state.physical_dispatcher = fails
     with pytest.raises(ValueError, match="layer 1: AttributeError: planted"):
         tiny_gpt.fssdp_hook()(chunks)
 
