@@ -22,11 +22,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import eq
 from types import MappingProxyType
-from typing import Literal, NamedTuple
-
-import numpy as np
+from typing import Literal, NamedTuple, NoReturn
 
 from megatron_hecate.comm.transport import Copy
 
@@ -84,8 +85,14 @@ class Part(NamedTuple):
     def bounds(elements: int, shares: Sequence[int]) -> list[tuple[int, int]]:
         """[begin, end) of each part of a chunk, in proportion to ``shares``; some are empty where it is small."""
         grains, total = -(-elements // GRAIN), sum(shares)
-        bounds = [min(elements, grains * so_far // total * GRAIN) for so_far in itertools.accumulate(shares, initial=0)]
-        return list(itertools.pairwise(bounds))
+        bounds, begin = [], 0
+        for so_far in itertools.accumulate(shares):
+            end = grains * so_far // total * GRAIN
+            if end > elements:
+                end = elements
+            bounds.append((begin, end))
+            begin = end
+        return bounds
 
 
 Parts = Mapping[Key, Sequence[Part]]
@@ -123,28 +130,27 @@ class Schedule:
         """
         here = _Domain(copies, rank, members=frozenset(domain), elements=elements, parts=parts)
         pack, fetch, exchange = [], [], []
-        for key, chunk in here.by_chunk.items():
+        for key, ranks, slots in here.chunks:
             home, index = key
             sent = Place(home, "send", index)
             if home == rank:
                 pack.append(Pull((Place(rank, "parameters", index),), sent, 0, elements))
-            wanted = parts.get(key, ())
-            if not wanted and key not in here.shares:
-                own = (Place(rank, "slot", copy.slot) for copy in chunk if copy.rank == rank)
-                fetch += [Pull((sent,), slot, 0, elements) for slot in own]
-                continue
-            if not wanted and home == rank:
-                continue
-            slots = {copy.rank: Place(copy.rank, "slot", copy.slot) for copy in chunk}
-            held = wanted
+            into = Place(rank, "slot", slots[ranks.index(rank)]) if rank in ranks else None
+            held = parts.get(key, ())
+            if not held:
+                if into is None:
+                    continue
+                if key not in here.shares:
+                    fetch.append(Pull((sent,), into, 0, elements))
+                    continue
             if home in here.members:
-                held = here.divide(key, list(slots.values())) if chunk else wanted
-                fetch += [Pull((sent,), part.at, part.begin, part.end) for part in held if part.at.rank == rank != home]
+                wanted, held = held, here.divide(key, ranks, slots, memory="slot") if ranks else held
+                if home != rank:
+                    fetch += [Pull((sent,), part.at, part.begin, part.end) for part in held if part.at.rank == rank]
                 stripes = [part for part in wanted if part.at.rank == rank and part.at.memory == "stripe"]
-                exchange += [pull for want in stripes if chunk for part in held for pull in _overlap(part, want)]
-            if rank in slots:
-                others = [part for part in held if part.at.rank != rank]
-                exchange += [Pull((part.at,), slots[rank], part.begin, part.end) for part in others]
+                exchange += [pull for want in stripes if ranks for part in held for pull in _overlap(part, want)]
+            if into is not None:
+                exchange += [Pull((at,), into, begin, end) for at, begin, end in held if at.rank != rank]
         steps = [pack, fetch] if here.sends_any else []
         return here.schedule([*steps, exchange] if here.shares or parts else steps)
 
@@ -164,9 +170,9 @@ class Schedule:
         """
         here = _Domain(copies, rank, members=frozenset(domain), elements=elements, parts=parts)
         exchange, sums = [], []
-        for key, chunk in here.by_chunk.items():
+        for key, ranks, slots in here.chunks:
             home, index = key
-            grads = tuple(Place(copy.rank, "grad", copy.slot) for copy in chunk)
+            grads = tuple(_places(ranks, "grad", slots))
             main_grad = Place(rank, "main_grad", index)
             if key not in here.shares and key not in parts:
                 if home == rank:
@@ -174,13 +180,14 @@ class Schedule:
                 continue
             held: Sequence[Part] = parts.get(key, ())
             if key in here.shares:
-                held = here.divide(key, [Place(copy.rank, "partial", copy.slot) for copy in chunk])
+                held = here.divide(key, ranks, slots, memory="partial")
             if grads:
                 exchange += [Pull(grads, part.at, part.begin, part.end) for part in held if part.at.rank == rank]
             if home == rank and (key in here.shares or not grads):
-                sums += [Pull((part.at,), main_grad, part.begin, part.end, add=True) for part in held]
-        in_parts = here.shares or any(here.by_chunk[key] for key in parts)
-        to_homes = here.count > len(parts) or any(not here.by_chunk[key] for key in parts)
+                sums += [Pull((at,), main_grad, begin, end, add=True) for at, begin, end in held]
+        with_copies = sum(key in parts and len(ranks) > 0 for key, ranks, _ in here.chunks)
+        in_parts = here.shares or with_copies
+        to_homes = here.count > len(parts) or with_copies < len(parts)
         return here.schedule(([exchange] if in_parts else []) + ([sums] if to_homes else []))
 
 
@@ -190,21 +197,34 @@ def _overlap(held: Part, wanted: Part) -> list[Pull]:
     return [Pull((held.at,), wanted.at, begin, end)] if begin < end else []
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Chunks:
+def _places(ranks: Sequence[int], memory: Memory, slots: Sequence[int]) -> Iterable[Place]:
+    """A chunk's places on the ranks that receive it, made without a call in Python for each."""
+    return map(Place._make, zip(ranks, itertools.repeat(memory), slots, itertools.repeat(0)))
+
+
+class _Chunk(NamedTuple):
+    """A chunk, and the ranks that receive it, ascending, each into which of its slots."""
+
+    key: Key
+    ranks: Sequence[int]
+    slots: Sequence[int]
+
+
+class _Chunks(NamedTuple):
     """What a transfer moves in one domain, the same for all its ranks and both directions.
 
     Args:
-        copies: sorted: by chunk, then the rank that receives it.
         keys: of all chunks, in order, those without copies among them.
-        begins: where the copies of each begin, and the end.
+        begins: where the copies of each begin in ``ranks`` and ``slots``, and the end.
+        ranks, slots: of the copies, sorted: by chunk, then rank.
         shares: chunks to exchange, and what share of `WHOLE` each receiving rank fetches from the home.
         sends_any: whether a home is in the domain.
     """
 
-    copies: Sequence[Copy]
     keys: Sequence[Key]
     begins: Sequence[int]
+    ranks: Sequence[int]
+    slots: Sequence[int]
     shares: Mapping[Key, Sequence[int]]
     sends_any: bool
 
@@ -212,31 +232,39 @@ class _Chunks:
     @functools.lru_cache(maxsize=PLANS)
     def of(copies: tuple[Copy, ...], members: frozenset[int], in_parts: frozenset[Key]) -> _Chunks:
         """Raises ValueError for more ranks than the kernels know, or copies that contradict each other."""
-        ordered = sorted(copies)
-        table = np.fromiter(itertools.chain.from_iterable(ordered), np.int64, 4 * len(copies)).reshape(-1, 4)
-        _check(ordered, table, members, in_parts)
-        chunk = (table[:, 0] << 32) + table[:, 1]
-        starts = np.flatnonzero(chunk[1:] != chunk[:-1]) + 1
-        begins = [0, *starts.tolist(), len(table)] if copies else [0]
-        keys = [(ordered[begin].home, ordered[begin].index) for begin in begins[:-1]]
-        if in_parts:
-            of_key = dict(zip(keys, begins, strict=False))
-            missing = in_parts - of_key.keys()
-            keys = sorted([*keys, *missing])
-            begins = [*begins[:-1], len(table)]
-            for at, key in enumerate(keys):
-                if key in missing:  # no copies: it begins where the next one does
-                    begins.insert(at, begins[at])
-        sends_any = any(key[0] in members for key in keys)
-        return _Chunks(ordered, keys, begins, _exchanges(table, keys, begins, members, in_parts), sends_any)
+        if len(members) > MAX_RANKS:
+            raise ValueError(
+                f"{len(members)} ranks share no NVLink domain: nvlink takes {MAX_RANKS}; use transport p2p"
+            )
+        homes, indices, ranks, slots = zip(*sorted(copies), strict=True) if copies else ((), (), (), ())
+        inside = members.issuperset(homes) and members.issuperset(ranks)
+        if not inside or any(map(eq, homes, ranks)):
+            _check_ranks(copies, members, in_parts)
+        counts: dict[Key, int] = Counter(zip(homes, indices, strict=True))
+        if in_parts - counts.keys():
+            counts = {key: counts.get(key, 0) for key in sorted(in_parts | counts.keys())}
+        keys, begins = list(counts), list(itertools.accumulate(counts.values(), initial=0))
+        receiving = [ranks[begin:end] for begin, end in itertools.pairwise(begins)]
+        for key, of_key in zip(keys, receiving, strict=True):
+            if len(of_key) > 1 and len(set(of_key)) < len(of_key):
+                _raise_twice("chunk for a rank", [(*key, rank) for rank in of_key])
+        if len(set(zip(ranks, slots, strict=True))) < len(ranks):
+            _raise_twice("slot", list(zip(ranks, slots, strict=True)))
+        sends_any = any(home in members for home, _ in keys)
+        shares = _exchanges(keys, receiving, members, in_parts)
+        return _Chunks(keys, begins, ranks, slots, shares, sends_any)
 
-    def of_rank(self, rank: int, in_parts: Parts) -> Iterator[tuple[Key, Sequence[Copy]]]:
-        """The chunks that ``rank`` sends or receives, and those in parts, in order, with their copies."""
-        copies = self.copies
-        own = {(copy[0], copy[1]) for copy in copies if rank in (copy[0], copy[2])}
-        for key, begin, end in zip(self.keys, self.begins, self.begins[1:], strict=False):
-            if key in own or key in in_parts:
-                yield key, copies[begin:end]
+    def of_rank(self, rank: int, in_parts: Iterable[Key]) -> list[_Chunk]:
+        """The chunks that ``rank`` sends or receives, and those in parts, in order."""
+        keys, begins, ranks, slots = self.keys, self.begins, self.ranks, self.slots
+        found = set(range(bisect_left(keys, (rank, 0)), bisect_left(keys, (rank + 1, 0))))
+        found.update(bisect_right(begins, at) - 1 for at, receiving in enumerate(ranks) if receiving == rank)
+        found.update(bisect_left(keys, key) for key in in_parts)
+        chunks = []
+        for at in sorted(found):
+            begin, end = begins[at], begins[at + 1]
+            chunks.append(_Chunk(keys[at], ranks[begin:end], slots[begin:end]))
+        return chunks
 
 
 class _Domain:
@@ -251,53 +279,52 @@ class _Domain:
         chunks = _Chunks.of(tuple(copies), members, frozenset(parts))
         self.shares, self.sends_any, self.count = chunks.shares, chunks.sends_any, len(chunks.keys)
         # those that this rank sends or receives, and those in parts
-        self.by_chunk = dict(chunks.of_rank(rank, parts))
+        self.chunks = chunks.of_rank(rank, parts)
 
-    def divide(self, key: Key, places: Sequence[Place]) -> list[Part]:
-        """A part of a chunk for each of the places; none where it is empty."""
-        bounds = Part.bounds(self.elements, self.shares.get(key, [1] * len(places)))
+    def divide(self, key: Key, ranks: Sequence[int], slots: Sequence[int], *, memory: Memory) -> list[Part]:
+        """The part of a chunk for each receiving rank, in ``memory`` of its slot; none where it is empty."""
+        bounds = Part.bounds(self.elements, self.shares.get(key, [1] * len(ranks)))
+        places = _places(ranks, memory, slots)
         return [Part(place, begin, end) for place, (begin, end) in zip(places, bounds, strict=True) if begin < end]
 
     def schedule(self, steps: list[list[Pull]]) -> Schedule:
         """Every step begins with the rank after this one, so that not all ranks read one home at once."""
-        peers: set[int] = set()
-        for key, copies in self.by_chunk.items():
-            others = {copy.rank for copy in copies} | {part.at.rank for part in self.parts.get(key, ())}
-            if key[0] == self.rank:
+        own, peers = self.rank, set[int]()
+        for key, ranks, _ in self.chunks:
+            others = {*ranks, *(part.at.rank for part in self.parts.get(key, ()))}
+            if key[0] == own:
                 peers |= others
-            elif self.rank in others:
-                in_parts = key in self.shares or key in self.parts
-                peers |= ({key[0]} & self.members) | (others if in_parts else set())
-        ranks = max(self.members) + 1
+            elif own in others:
+                if key[0] in self.members:
+                    peers.add(key[0])
+                if key in self.shares or key in self.parts:
+                    peers |= others
+        peers.discard(own)
+        size = max(self.members) + 1
 
         def distance(pull: Pull) -> tuple[int, int]:
-            return (pull.sources[0].rank - self.rank) % ranks, pull.begin
+            return (pull.sources[0].rank - own) % size, pull.begin
 
-        return Schedule(tuple(tuple(sorted(step, key=distance)) for step in steps), frozenset(peers - {self.rank}))
+        return Schedule(tuple(tuple(sorted(step, key=distance)) for step in steps), frozenset(peers))
 
 
-def _check(copies: Sequence[Copy], table: np.ndarray, members: frozenset[int], in_parts: frozenset[Key]) -> None:
-    """Raises ValueError as `_Chunks.of`. ``table``: [n, 4] the same copies."""
-    if len(members) > MAX_RANKS:
-        raise ValueError(f"{len(members)} ranks share no NVLink domain: nvlink takes {MAX_RANKS}; use transport p2p")
-    home, index, rank, slot = table.T
-    inside = np.zeros(1 + max(*members, int(home.max(initial=0)), int(rank.max(initial=0))), bool)
-    inside[list(members)] = True
-    for at in np.flatnonzero(~(inside[rank] & inside[home] & (home != rank))).tolist():
-        copy = copies[at]
-        if copy.home == copy.rank or copy.rank not in members or (copy.home, copy.index) not in in_parts:
+def _check_ranks(copies: Sequence[Copy], members: frozenset[int], in_parts: Collection[Key]) -> None:
+    """Raises ValueError as `_Chunks.of`, for the ranks of ``copies``."""
+    for copy in sorted(copies):
+        home, index, rank, _ = copy
+        if home == rank or rank not in members or (home not in members and (home, index) not in in_parts):
             raise ValueError(f"{copy} needs two different ranks of {sorted(members)}")
-    chunks, slots = (home << 48) + (index << 16) + rank, np.sort((rank << 32) + slot)
-    for what, named in (("chunk for a rank", chunks), ("slot", slots)):
-        if (named[1:] == named[:-1]).any():
-            at = int(named[:-1][named[1:] == named[:-1]][0])
-            parts = (at >> 32, at % (1 << 32)) if what == "slot" else (at >> 48, (at >> 16) % (1 << 32), at % (1 << 16))
-            raise ValueError(f"a {what} is named twice: {parts}")
+
+
+def _raise_twice(what: str, named: Sequence[tuple[int, ...]]) -> NoReturn:
+    """Raises ValueError for the first of those that are in ``named`` twice."""
+    twice = min(at for at, count in Counter(named).items() if count > 1)
+    raise ValueError(f"a {what} is named twice: {twice}")
 
 
 def _exchanges(
-    table: np.ndarray, keys: Sequence[Key], begins: Sequence[int], members: frozenset[int], in_parts: frozenset[Key]
-) -> dict[Key, list[int]]:
+    keys: Sequence[Key], receiving: Sequence[Sequence[int]], members: frozenset[int], in_parts: Collection[Key]
+) -> dict[Key, Sequence[int]]:
     """The chunks to exchange, and what share of `WHOLE` each receiving rank fetches from the home.
 
     A home sends whole chunks to each rank as long as it sends no more than the rank that receives most; beyond that,
@@ -306,68 +333,81 @@ def _exchanges(
     parts anyway cost their home one each.
 
     Args:
-        table: [n, 4] copies, sorted by chunk.
-        keys, begins: as in `_Chunks`.
+        keys: as in `_Chunks`.
+        receiving: the ranks that receive each chunk.
+        members: ranks of the domain.
+        in_parts: chunks that are moved in parts anyway.
     """
-    home, _, rank, _ = table.T
-    counts, size = np.diff(begins), 1 + max(members)
-    whole = counts > 0  # chunks that their homes send to each rank
-    if in_parts:
-        from_here = np.array([key[0] in members for key in keys])
-        whole = whole & from_here & np.array([key not in in_parts for key in keys])
-        rank, home = rank[np.repeat(from_here, counts)], home[np.repeat(whole, counts)]
-    most = int(np.bincount(rank, minlength=1).max())
-    sends = np.bincount(home, minlength=size).tolist()
-    for of_part, _ in in_parts:
-        if of_part in members:
-            sends[of_part] += 1
-    wanted = [(-count, at) for at, count in enumerate(counts.tolist()) if count > 1 and whole[at]]
-    exchanged: list[tuple[Key, list[int]]] = []  # and the ranks that receive it
-    for count, at in sorted(wanted):
+    sends = [0] * (1 + max(members))
+    from_here: list[int] = []  # the ranks that receive something, as often as they do
+    wanted: list[tuple[int, int]] = []
+    for at, key in enumerate(keys):
+        home, ranks = key[0], receiving[at]
+        if home not in members:
+            continue
+        from_here += ranks
+        if key in in_parts:
+            sends[home] += 1
+            continue
+        count = len(ranks)
+        sends[home] += count
+        if count > 1:
+            wanted.append((-count, at))
+    most = max(Counter(from_here).values(), default=0)
+    exchanged: list[tuple[Key, Sequence[int]]] = []  # and the ranks that receive it
+    for minus_count, at in sorted(wanted):
         key = keys[at]
         if sends[key[0]] > most:
-            exchanged.append((key, table[begins[at] : begins[at + 1], 2].tolist()))
-            sends[key[0]] += count + 1
-    load = [count * WHOLE for count in sends]
-    chosen = {key: [0] * len(receiving) for key, receiving in exchanged}
-    for key, receiving in [*exchanged, *exchanged]:  # a second time, when all of them have shares
-        shares = chosen[key]
-        if len(receiving) == 2:
-            (one, other), (of_one, of_other) = receiving, shares
-            without_one, without_other = load[one] - of_one, load[other] - of_other
-            of_one = _even_out_two(without_one, without_other)
-            chosen[key] = [of_one, WHOLE - of_one]
-            load[one], load[other] = without_one + of_one, without_other + WHOLE - of_one
-            continue
-        others = len(receiving) - 1
-        without = [load[r] - share * others for r, share in zip(receiving, shares, strict=True)]
-        chosen[key] = shares = _even_out(without, others)
-        for r, before, share in zip(receiving, without, shares, strict=True):
-            load[r] = before + share * others
+            exchanged.append((key, receiving[at]))
+            sends[key[0]] += 1 + minus_count
+    return _shares(exchanged, [count * WHOLE for count in sends])
+
+
+def _shares(exchanged: Sequence[tuple[Key, Sequence[int]]], load: list[int]) -> dict[Key, Sequence[int]]:
+    """What share of `WHOLE` each receiving rank fetches from the home, by chunk.
+
+    Args:
+        exchanged: chunks, and the ranks that receive them.
+        load: [ranks] what each sends otherwise, as shares; in the end, what it sends in all.
+    """
+    chosen: dict[Key, Sequence[int]] = {}
+    for again in (False, True):  # the second time, all others have shares
+        for key, ranks in exchanged:
+            others = len(ranks) - 1
+            if others == 1:  # most chunks have two receivers
+                one, other = ranks
+                of_one, of_other = chosen[key] if again else (0, 0)
+                without_one, without_other = load[one] - of_one, load[other] - of_other
+                of_one = _even_out_two(without_one, without_other)
+                chosen[key] = of_one, WHOLE - of_one
+                load[one], load[other] = without_one + of_one, without_other + WHOLE - of_one
+                continue
+            if again:
+                for rank, share in zip(ranks, chosen[key], strict=True):
+                    load[rank] -= share * others
+            chosen[key] = shares = _even_out([load[rank] for rank in ranks], others)
+            for rank, share in zip(ranks, shares, strict=True):
+                load[rank] += share * others
     return chosen
 
 
 def _even_out(loads: Sequence[int], others: int) -> list[int]:
     """Shares of `WHOLE` that, each sent to ``others`` ranks, raise the lowest ``loads`` to one level."""
-    count, total = len(loads), sum(loads) + WHOLE * others
-    level = total // count
-    if level >= max(loads):
-        shares = [(level - load) // others for load in loads]
-    else:
-        shares, order = [0] * count, sorted(range(count), key=loads.__getitem__)
-        while level < loads[order[count - 1]]:
-            count -= 1
-            total -= loads[order[count]]
-            level = total // count
-        for i in order[:count]:
-            shares[i] = (level - loads[i]) // others
-    shares[loads.index(min(loads))] += WHOLE - sum(shares)  # what rounding left
+    to_raise = loads
+    level = (sum(loads) + WHOLE * others) // len(loads)
+    while level < max(to_raise):
+        to_raise = [load for load in to_raise if load <= level]
+        level = (sum(to_raise) + WHOLE * others) // len(to_raise)
+    shares = [(level - load) // others if load < level else 0 for load in loads]
+    rest = WHOLE - sum(shares)
+    if rest:  # what rounding left
+        shares[loads.index(min(loads))] += rest
     return shares
 
 
 def _even_out_two(one: int, other: int) -> int:
-    """What `_even_out` gives the first of two loads: most chunks have two receivers."""
+    """What `_even_out` gives the first of two loads."""
     apart = other - one
-    if abs(apart) >= WHOLE:
-        return WHOLE if apart > 0 else 0
-    return (WHOLE + apart + (apart >= 0)) // 2
+    if -WHOLE < apart < WHOLE:
+        return (WHOLE + apart + (apart >= 0)) // 2
+    return WHOLE if apart > 0 else 0
