@@ -7,14 +7,12 @@ host's memory for the host build of the kernels, in the GPU's for a GPU.
 from __future__ import annotations
 
 import bisect
-import copy
 import dataclasses
-import itertools
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -54,6 +52,7 @@ SUMMED: int = 4  # bytes of an element of a sum
 TURNS: int = 8  # buffers of a layer whose programs are kept
 # The same records, for one at a time: an array of them takes longer to make.
 _COPY, _SOURCE, _SUM, _STEP = (struct.Struct(form) for form in ("<QQQiI", "<QiI", "<QQ4I", "<QQII"))
+_ALL_STEPS = struct.Struct("<" + "QQII" * MAX_STEPS)
 assert [_COPY.size, _SOURCE.size, _SUM.size, _STEP.size] == [d.itemsize for d in (COPY, SOURCE, SUM, STEP)]
 _FIELDS: dict[str, int] = {name: field[1] for name, field in (TRANSFER.fields or {}).items()}
 _PEERS, _NUM_STEPS, _BEGIN, _STEPS = (_FIELDS[name] for name in ("peers", "num_steps", "begin", "steps"))
@@ -85,13 +84,14 @@ class Memory:
             return found
         apart = self._apart[rank]
         if len(found) == 1:
-            address, elements = found[0]
+            ((address, elements),) = found
             return ((address + apart, elements),)
         return [(address + apart, elements) for address, elements in found]
 
     def agrees(self, known: Known) -> bool:
         """Whether the places that another one was asked for lie where they did."""
-        return all(self(Place(self._rank, *at)) == found for at, found in known.items())
+        own, rank = self._own, self._rank
+        return all(own(Place(rank, memory, index)) == found for (memory, index), found in known.items())
 
 
 class Programs:
@@ -148,6 +148,16 @@ class Signals:
         return {rank: number for number, rank in enumerate(self.progress_at)}
 
     @cached_property
+    def bits(self) -> dict[int, int]:
+        """The bit of each rank in `TRANSFER`'s peers."""
+        return {rank: 1 << number for rank, number in self.numbers.items()}
+
+    @cached_property
+    def waits(self) -> dict[int, int]:
+        """By rank: whose counter to wait for before its memory is read."""
+        return {**self.numbers, self.rank: LOCAL}
+
+    @cached_property
     def header(self) -> bytes:
         """A `TRANSFER` without peers and steps, padded."""
         transfer = np.zeros((), TRANSFER)
@@ -180,36 +190,41 @@ class Program:
         self, schedule: Schedule, extents: Extents, *, signals: Signals, itemsize: int, sums: bool, begin: int
     ) -> None:
         assert len(schedule.steps) <= MAX_STEPS and (not sums or itemsize == SUMMED), itemsize
-        self._signals, self._itemsize, self._sums = signals, itemsize, sums
+        self._signals, self._itemsize = signals, itemsize
         data = bytearray(signals.header)
-        peers = sum(1 << signals.numbers[peer] for peer in schedule.peers)
+        peers = sum(map(signals.bits.__getitem__, schedule.peers))
         struct.pack_into("<QQ", data, _PEERS, peers & (2**64 - 1), peers >> 64)
         struct.pack_into("<II", data, _NUM_STEPS, len(schedule.steps), begin % 2**32)
         for number, pulls in enumerate(schedule.steps):
-            pieces = [piece for pull in pulls for piece in self._pieces(pull, extents)]
+            pieces = self._pieces(pulls, extents)
             if sums:
-                pieces = [piece for piece in pieces if not piece.is_done]
-            _check(pieces, signals.rank)
+                pieces = [piece for piece in pieces if not _is_done(piece)]
+            self._check(pieces)
             step = self._add_sums(data, pieces) if sums else self._add_copies(data, pieces)
             _STEP.pack_into(data, _STEPS + number * _STEP.size, *step)
-        self._bytes, self.data = data, np.frombuffer(data, np.uint8)
         self._at = 0  # its address
         self.ranks = len(signals.numbers)  # of the domain
+        self._hold(data)
+
+    def _hold(self, data: bytearray) -> None:
+        self._bytes, self.data = data, np.frombuffer(data, np.uint8)
 
     def again(self, begin: int) -> Program:
         """The same for another transfer, when progress counters stand at ``begin``."""
-        other = copy.copy(self)
-        other._bytes = bytearray(self._bytes)
-        other.data = np.frombuffer(other._bytes, np.uint8)
+        other = object.__new__(Program)
+        other.__dict__.update(self.__dict__)
+        other._hold(self._bytes[:])
         struct.pack_into("<I", other._bytes, _BEGIN, begin % 2**32)
         return other
 
     def relocate(self, at: int) -> None:
         """Make it one that lies at address ``at``, a multiple of `ALIGNMENT`."""
         assert at % ALIGNMENT == 0
-        for step in range(_STEPS, _STEPS + MAX_STEPS * _STEP.size, _STEP.size):
-            items, sources, *counts = _STEP.unpack_from(self._bytes, step)
-            _STEP.pack_into(self._bytes, step, items + at - self._at, sources + at - self._at, *counts)
+        moved, steps = at - self._at, list(_ALL_STEPS.unpack_from(self._bytes, _STEPS))
+        for items in range(0, len(steps), len(steps) // MAX_STEPS):
+            steps[items] += moved
+            steps[items + 1] += moved  # its sources
+        _ALL_STEPS.pack_into(self._bytes, _STEPS, *steps)
         self._at = at
 
     def copies(self) -> list[np.ndarray]:
@@ -223,58 +238,121 @@ class Program:
 
     def _add_copies(self, data: bytearray, pieces: Sequence[_Piece]) -> tuple[int, int, int, int]:
         """Append the items of a step of copies; returns its `STEP`."""
-        items, tiles = len(data), 0
-        for (source,), _, ((address, itemsize),), into, _, elements, _ in pieces:
+        items, tiles, itemsize = len(data), 0, self._itemsize
+        waits, pack = self._signals.waits, _COPY.pack
+        for sources, _, into, elements, _, (address,) in pieces:
             size = elements * itemsize
-            data += _COPY.pack(address, into, size, self._number_of(source), tiles)
+            data += pack(address, into, size, waits[sources[0][0]], tiles)
             tiles += -(-size // TILE)
-        _pad(data)
         return items, 0, len(pieces), tiles
 
     def _add_sums(self, data: bytearray, pieces: Sequence[_Piece]) -> tuple[int, int, int, int]:
         """Append the items of a step of sums, and their sources; returns its `STEP`."""
-        items, tiles, sources, first = len(data), 0, bytearray(), 0
-        for piece in pieces:
-            size = piece.read[0][1]
-            data += _SUM.pack(piece.address, piece.elements, first, len(piece.read), tiles, ADD * piece.add)
-            for place, (address, _) in zip(piece.sources, piece.read, strict=True):
-                sources += _SOURCE.pack(address, self._number_of(place), 0)
-            first += len(piece.read)
-            tiles += -(-piece.elements * size // TILE)
-        _pad(data)
+        items, tiles, summed, first = len(data), 0, bytearray(), 0
+        waits, pack = self._signals.waits, _SOURCE.pack
+        for sources, _, into, elements, add, addresses in pieces:
+            data += _SUM.pack(into, elements, first, len(sources), tiles, ADD * add)
+            for source, address in zip(sources, addresses, strict=True):
+                summed += pack(address, waits[source[0]], 0)
+            first += len(sources)
+            tiles += -(-elements * SUMMED // TILE)
         at = len(data)
-        data += sources
-        _pad(data)
+        data += summed
         return items, at, len(pieces), tiles
 
-    def _number_of(self, source: Place) -> int:
-        return LOCAL if source.rank == self._signals.rank else self._signals.numbers[source.rank]
+    def _pieces(self, pulls: Sequence[Pull], extents: Extents) -> list[_Piece]:
+        """The pulls of a step, divided where a tensor ends."""
+        size, pieces = self._itemsize, list[_Piece]()
+        last: Place | None = None
+        written: Sequence[Extent] = ()
+        for pull in pulls:
+            sources, into, begin, end, add = pull
+            if into is not last:
+                last, written = into, extents(into)
+            if len(sources) > 1 or len(written) > 1:
+                pieces += self._divide(pull, written, extents)
+                continue
+            # most pulls: of one source, in one tensor at both ends, for which `_divide` takes longer
+            source = sources[0]
+            read = extents(source)
+            address, elements = read[0]
+            into_address, into_elements = written[0]
+            first, into_first = source[3], into[3]
+            if (
+                first <= begin
+                and into_first <= begin
+                and end <= first + elements
+                and end <= into_first + into_elements
+                and not (address | into_address) & (size - 1)
+            ):
+                address += (begin - first) * size
+                into_address += (begin - into_first) * size
+                pieces.append((sources, into, into_address, end - begin, add, (address,)))
+            else:
+                pieces += self._divide(pull, written, extents)
+        return pieces
 
-    def _pieces(self, pull: Pull, extents: Extents) -> list[_Piece]:
-        """The pull, divided where a tensor ends."""
+    def _divide(self, pull: Pull, written: Sequence[Extent], extents: Extents) -> list[_Piece]:
+        """The pull, divided where a tensor ends; ``written``: the memory of its ``into``."""
         sources, into, at, end, add = pull
-        written, size = extents(into), self._itemsize
-        reads = [(source, extents(source)) for source in sources]
-        pieces = []
+        size, pieces = self._itemsize, list[_Piece]()
+        reads = list(map(extents, sources))
         while at < end:
-            until = end
-            address, ends = _find(into, written, at, size)
-            if ends < until:
-                until = ends
-            read = []
-            for place, memory in reads:
-                found, ends = _find(place, memory, at, size)
+            into_address, until = _find(into, written, at, size)
+            if until > end:
+                until = end
+            addresses = []
+            for place, memory in zip(sources, reads, strict=True):
+                address, elements = memory[0]
+                first = place[3]
+                ends = first + elements
+                if first <= at < ends and not address & (size - 1):
+                    address += (at - first) * size
+                else:
+                    address, ends = _find(place, memory, at, size)
                 if ends < until:
                     until = ends
-                read.append((found, size))
-            pieces.append(_Piece(sources, into, tuple(read), address, size, until - at, add))
+                addresses.append(address)
+            pieces.append((sources, into, into_address, until - at, add, addresses))
             at = until
         return pieces
+
+    def _check(self, pieces: Sequence[_Piece]) -> None:
+        """What a step writes is written once, and is no source but of a sum in its own place. Sources on other ranks
+        are not of the memory that this one writes."""
+        rank, size = self._signals.rank, self._itemsize
+        written = sorted([(address, address + elements * size, into) for _, into, address, elements, _, _ in pieces])
+        before = 0
+        for number, (begin, end, place) in enumerate(written):
+            if begin < before:
+                raise ValueError(f"{written[number - 1][2]} and {place} overlap, and one step writes both")
+            before = end
+        for sources, _, into, elements, _, addresses in pieces:
+            if len(sources) == 1 and sources[0][0] != rank:
+                continue
+            for place, address in zip(sources, addresses, strict=True):
+                # a sum may lie in the place of one of its sources
+                if place[0] != rank or (address == into and len(sources) > 1):
+                    continue
+                at = bisect.bisect_left(written, (address + elements * size,)) - 1
+                if at >= 0 and written[at][1] > address:
+                    raise ValueError(f"{place} is read in the step that writes {written[at][2]} over it")
+
+
+# A pull, or a part of one, of memory that is consecutive at both ends: the pull's sources and ``into``, the address in
+# ``into``, elements, ``add``, and the address in each source. A plain tuple, since a class takes longer to make.
+_Piece = tuple[tuple[Place, ...], Place, int, int, bool, Sequence[int]]
+
+
+def _is_done(piece: _Piece) -> bool:
+    """Whether it is the sum of one gradient, in the place of that."""
+    _, _, into, _, add, addresses = piece
+    return len(addresses) == 1 and addresses[0] == into and not add
 
 
 def _find(place: Place, memory: Sequence[Extent], at: int, itemsize: int) -> tuple[int, int]:
     """The address of element ``at`` of the chunk in ``place``, and the element with which its tensor ends."""
-    first = place.begin
+    first = place[3]
     for address, elements in memory:
         ends = first + elements
         if first <= at < ends:
@@ -287,48 +365,5 @@ def _find(place: Place, memory: Sequence[Extent], at: int, itemsize: int) -> tup
     raise ValueError(f"{place} has no memory for element {at} of the chunk, only up to {first}")
 
 
-class _Piece(NamedTuple):
-    """A pull, or a part of one, of memory that is consecutive at both ends.
-
-    Args:
-        sources, into: as in `Pull`.
-        read: address, and bytes of an element, of each source.
-        address, itemsize: of ``into``.
-        elements: of each.
-        add: as in `Pull`.
-    """
-
-    sources: tuple[Place, ...]
-    into: Place
-    read: tuple[tuple[int, int], ...]
-    address: int
-    itemsize: int
-    elements: int
-    add: bool
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it is the sum of one gradient, in the place of that."""
-        return self.read == ((self.address, self.itemsize),) and not self.add
-
-
 def _pad(data: bytearray) -> None:
     data += bytes(-len(data) % ALIGNMENT)
-
-
-def _check(pieces: Sequence[_Piece], rank: int) -> None:
-    """What a step writes is written once, and is no source but of a sum in its own place. Sources on other ranks are
-    not of the memory that ``rank`` writes."""
-    written = sorted((p.address, p.address + p.elements * p.itemsize, p.into) for p in pieces)
-    for (_, end, place), (begin, _, other) in itertools.pairwise(written):
-        if end > begin:
-            raise ValueError(f"{place} and {other} overlap, and one step writes both")
-    for piece in pieces:
-        for place, (address, size) in zip(piece.sources, piece.read, strict=True):
-            if place.rank != rank:
-                continue
-            if len(piece.read) > 1 and (address, size) == (piece.address, piece.itemsize):
-                continue  # a sum in its own place
-            at = bisect.bisect_left(written, (address + piece.elements * size,)) - 1
-            if at >= 0 and written[at][1] > address:
-                raise ValueError(f"{place} is read in the step that writes {written[at][2]} over it")
