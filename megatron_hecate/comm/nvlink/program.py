@@ -303,13 +303,7 @@ class Program:
                 until = end
             addresses = []
             for place, memory in zip(sources, reads, strict=True):
-                address, elements = memory[0]
-                first = place[3]
-                ends = first + elements
-                if first <= at < ends and not address & (size - 1):
-                    address += (at - first) * size
-                else:
-                    address, ends = _find(place, memory, at, size)
+                address, ends = _find(place, memory, at, size)
                 if ends < until:
                     until = ends
                 addresses.append(address)

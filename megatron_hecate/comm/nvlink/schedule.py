@@ -95,6 +95,7 @@ class Part(NamedTuple):
         return bounds
 
 
+_Part = tuple[Place, int, int]  # `Part`, or the same as a plain tuple, which takes less time to make
 Parts = Mapping[Key, Sequence[Part]]
 NONE: Parts = MappingProxyType({})
 
@@ -136,7 +137,7 @@ class Schedule:
             if home == rank:
                 pack.append(Pull((Place(rank, "parameters", index),), sent, 0, elements))
             into = Place(rank, "slot", slots[ranks.index(rank)]) if rank in ranks else None
-            held = parts.get(key, ())
+            held: Sequence[_Part] = parts.get(key, ())
             if not held:
                 if into is None:
                     continue
@@ -146,8 +147,8 @@ class Schedule:
             if home in here.members:
                 wanted, held = held, here.divide(key, ranks, slots, memory="slot") if ranks else held
                 if home != rank:
-                    fetch += [Pull((sent,), part.at, part.begin, part.end) for part in held if part.at.rank == rank]
-                stripes = [part for part in wanted if part.at.rank == rank and part.at.memory == "stripe"]
+                    fetch += [Pull((sent,), at, begin, end) for at, begin, end in held if at.rank == rank]
+                stripes = [part for part in wanted if part[0].rank == rank and part[0].memory == "stripe"]
                 exchange += [pull for want in stripes if ranks for part in held for pull in _overlap(part, want)]
             if into is not None:
                 exchange += [Pull((at,), into, begin, end) for at, begin, end in held if at.rank != rank]
@@ -178,11 +179,11 @@ class Schedule:
                 if home == rank:
                     sums.append(Pull(grads, main_grad, 0, elements, add=True))
                 continue
-            held: Sequence[Part] = parts.get(key, ())
+            held: Sequence[_Part] = parts.get(key, ())
             if key in here.shares:
                 held = here.divide(key, ranks, slots, memory="partial")
             if grads:
-                exchange += [Pull(grads, part.at, part.begin, part.end) for part in held if part.at.rank == rank]
+                exchange += [Pull(grads, at, begin, end) for at, begin, end in held if at.rank == rank]
             if home == rank and (key in here.shares or not grads):
                 sums += [Pull((at,), main_grad, begin, end, add=True) for at, begin, end in held]
         with_copies = sum(key in parts and len(ranks) > 0 for key, ranks, _ in here.chunks)
@@ -191,10 +192,12 @@ class Schedule:
         return here.schedule(([exchange] if in_parts else []) + ([sums] if to_homes else []))
 
 
-def _overlap(held: Part, wanted: Part) -> list[Pull]:
+def _overlap(held: _Part, wanted: _Part) -> list[Pull]:
     """What of a part brings elements of the other, if something does."""
-    begin, end = max(held.begin, wanted.begin), min(held.end, wanted.end)
-    return [Pull((held.at,), wanted.at, begin, end)] if begin < end else []
+    at, begin, end = held
+    into, first, last = wanted
+    begin, end = max(begin, first), min(end, last)
+    return [Pull((at,), into, begin, end)] if begin < end else []
 
 
 def _places(ranks: Sequence[int], memory: Memory, slots: Sequence[int]) -> Iterable[Place]:
@@ -281,11 +284,11 @@ class _Domain:
         # those that this rank sends or receives, and those in parts
         self.chunks = chunks.of_rank(rank, parts)
 
-    def divide(self, key: Key, ranks: Sequence[int], slots: Sequence[int], *, memory: Memory) -> list[Part]:
+    def divide(self, key: Key, ranks: Sequence[int], slots: Sequence[int], *, memory: Memory) -> list[_Part]:
         """The part of a chunk for each receiving rank, in ``memory`` of its slot; none where it is empty."""
         bounds = Part.bounds(self.elements, self.shares.get(key, [1] * len(ranks)))
         places = _places(ranks, memory, slots)
-        return [Part(place, begin, end) for place, (begin, end) in zip(places, bounds, strict=True) if begin < end]
+        return [(place, begin, end) for place, (begin, end) in zip(places, bounds, strict=True) if begin < end]
 
     def schedule(self, steps: list[list[Pull]]) -> Schedule:
         """Every step begins with the rank after this one, so that not all ranks read one home at once."""
@@ -303,9 +306,9 @@ class _Domain:
         size = max(self.members) + 1
 
         def distance(pull: Pull) -> tuple[int, int]:
-            return (pull.sources[0].rank - own) % size, pull.begin
+            return (pull[0][0][0] - own) % size, pull[2]  # of the first source's rank, and the element it begins with
 
-        return Schedule(tuple(tuple(sorted(step, key=distance)) for step in steps), frozenset(peers))
+        return Schedule(tuple([tuple(sorted(step, key=distance)) for step in steps]), frozenset(peers))
 
 
 def _check_ranks(copies: Sequence[Copy], members: frozenset[int], in_parts: Collection[Key]) -> None:
