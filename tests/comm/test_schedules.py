@@ -164,6 +164,17 @@ def test_chunks_are_exchanged_only_where_their_home_would_send_most() -> None:
     assert played.sent[0] == 3 * 8 * GRAIN, "4 chunks would leave, 2 arrive anywhere"
 
 
+def test_no_more_chunks_are_exchanged_than_the_home_needs() -> None:
+    """Rank 0 sends 5 chunks, and rank 1 receives 3. Once the first of rank 0's is exchanged, 3 leave rank 0 as well, so
+    that its second one is fetched whole."""
+    copies = [*one_hot(4, 0, 3), Copy(0, 1, 1, 1), Copy(0, 1, 2, 1), Copy(3, 0, 1, 2)]
+    for rank in (1, 2):
+        _, fetch, exchange = Schedule.of_fetch(copies, rank, domain=range(4), elements=8 * GRAIN).steps
+        (whole,) = (pull for pull in fetch if pull.sources == (Place(0, "send", 1),))
+        assert (whole.begin, whole.end) == (0, 8 * GRAIN)
+        assert {pull.into.index for pull in exchange} == {0}
+
+
 def test_who_sends_least_otherwise_sends_most() -> None:
     """Rank 1 sends an expert of its own: ranks 2 and 3 pass on rank 0's, and nobody sends more than one chunk."""
     elements = 64 * GRAIN

@@ -87,9 +87,7 @@ class Part(NamedTuple):
         grains, total = -(-elements // GRAIN), sum(shares)
         bounds, begin = [], 0
         for so_far in itertools.accumulate(shares):
-            end = grains * so_far // total * GRAIN
-            if end > elements:
-                end = elements
+            end = min(elements, grains * so_far // total * GRAIN)
             bounds.append((begin, end))
             begin = end
         return bounds
@@ -235,27 +233,31 @@ class _Chunks(NamedTuple):
     @functools.lru_cache(maxsize=PLANS)
     def of(copies: tuple[Copy, ...], members: frozenset[int], in_parts: frozenset[Key]) -> _Chunks:
         """Raises ValueError for more ranks than the kernels know, or copies that contradict each other."""
-        if len(members) > MAX_RANKS:
-            raise ValueError(
-                f"{len(members)} ranks share no NVLink domain: nvlink takes {MAX_RANKS}; use transport p2p"
-            )
         homes, indices, ranks, slots = zip(*sorted(copies), strict=True) if copies else ((), (), (), ())
-        inside = members.issuperset(homes) and members.issuperset(ranks)
-        if not inside or any(map(eq, homes, ranks)):
+        fit = len(members) <= MAX_RANKS and members.issuperset(homes) and members.issuperset(ranks)
+        if not fit or any(map(eq, homes, ranks)):
             _check_ranks(copies, members, in_parts)
         counts: dict[Key, int] = Counter(zip(homes, indices, strict=True))
         if in_parts - counts.keys():
             counts = {key: counts.get(key, 0) for key in sorted(in_parts | counts.keys())}
         keys, begins = list(counts), list(itertools.accumulate(counts.values(), initial=0))
-        receiving = [ranks[begin:end] for begin, end in itertools.pairwise(begins)]
-        for key, of_key in zip(keys, receiving, strict=True):
-            if len(of_key) > 1 and len(set(of_key)) < len(of_key):
-                _raise_twice("chunk for a rank", [(*key, rank) for rank in of_key])
+        several = [at for at, count in enumerate(counts.values()) if count > 1]
+        wanted = [(keys[at], ranks[begins[at] : begins[at + 1]]) for at in several]
+        for key, receiving in wanted:
+            if len(set(receiving)) < len(receiving):
+                _raise_twice("chunk for a rank", [(*key, rank) for rank in receiving])
         if len(set(zip(ranks, slots, strict=True))) < len(ranks):
             _raise_twice("slot", list(zip(ranks, slots, strict=True)))
-        sends_any = any(home in members for home, _ in keys)
-        shares = _exchanges(keys, receiving, members, in_parts)
-        return _Chunks(keys, begins, ranks, slots, shares, sends_any)
+        sends = Counter(homes)
+        received: Sequence[int] = ranks
+        if in_parts:
+            sends = Counter([home for home, index in zip(homes, indices, strict=True) if (home, index) not in in_parts])
+            sends.update([home for home, _ in in_parts])
+            received = [rank for home, rank in zip(homes, ranks, strict=True) if home in members]
+            wanted = [chunk for chunk in wanted if chunk[0] not in in_parts]
+        most = max(Counter(received).values(), default=0)
+        shares = _exchanges(wanted, [sends.get(rank, 0) for rank in range(1 + max(members))], most=most)
+        return _Chunks(keys, begins, ranks, slots, shares, sends_any=any(home in members for home, _ in keys))
 
     def of_rank(self, rank: int, in_parts: Iterable[Key]) -> list[_Chunk]:
         """The chunks that ``rank`` sends or receives, and those in parts, in order."""
@@ -263,11 +265,8 @@ class _Chunks(NamedTuple):
         found = set(range(bisect_left(keys, (rank, 0)), bisect_left(keys, (rank + 1, 0))))
         found.update(bisect_right(begins, at) - 1 for at, receiving in enumerate(ranks) if receiving == rank)
         found.update(bisect_left(keys, key) for key in in_parts)
-        chunks = []
-        for at in sorted(found):
-            begin, end = begins[at], begins[at + 1]
-            chunks.append(_Chunk(keys[at], ranks[begin:end], slots[begin:end]))
-        return chunks
+        spans = [(keys[at], slice(begins[at], begins[at + 1])) for at in sorted(found)]
+        return [_Chunk(key, ranks[span], slots[span]) for key, span in spans]
 
 
 class _Domain:
@@ -281,7 +280,6 @@ class _Domain:
         self.rank, self.members, self.elements, self.parts = rank, members, elements, parts
         chunks = _Chunks.of(tuple(copies), members, frozenset(parts))
         self.shares, self.sends_any, self.count = chunks.shares, chunks.sends_any, len(chunks.keys)
-        # those that this rank sends or receives, and those in parts
         self.chunks = chunks.of_rank(rank, parts)
 
     def divide(self, key: Key, ranks: Sequence[int], slots: Sequence[int], *, memory: Memory) -> list[_Part]:
@@ -312,7 +310,9 @@ class _Domain:
 
 
 def _check_ranks(copies: Sequence[Copy], members: frozenset[int], in_parts: Collection[Key]) -> None:
-    """Raises ValueError as `_Chunks.of`, for the ranks of ``copies``."""
+    """Raises ValueError as `_Chunks.of`, for the ranks of ``copies``, or too many in the domain."""
+    if len(members) > MAX_RANKS:
+        raise ValueError(f"{len(members)} ranks share no NVLink domain: nvlink takes {MAX_RANKS}; use transport p2p")
     for copy in sorted(copies):
         home, index, rank, _ = copy
         if home == rank or rank not in members or (home not in members and (home, index) not in in_parts):
@@ -325,9 +325,7 @@ def _raise_twice(what: str, named: Sequence[tuple[int, ...]]) -> NoReturn:
     raise ValueError(f"a {what} is named twice: {twice}")
 
 
-def _exchanges(
-    keys: Sequence[Key], receiving: Sequence[Sequence[int]], members: frozenset[int], in_parts: Collection[Key]
-) -> dict[Key, Sequence[int]]:
+def _exchanges(wanted: Sequence[tuple[Key, Sequence[int]]], sends: list[int], *, most: int) -> dict[Key, Sequence[int]]:
     """The chunks to exchange, and what share of `WHOLE` each receiving rank fetches from the home.
 
     A home sends whole chunks to each rank as long as it sends no more than the rank that receives most; beyond that,
@@ -336,33 +334,15 @@ def _exchanges(
     parts anyway cost their home one each.
 
     Args:
-        keys: as in `_Chunks`.
-        receiving: the ranks that receive each chunk.
-        members: ranks of the domain.
-        in_parts: chunks that are moved in parts anyway.
+        wanted: chunks with several receiving ranks, in order, and these ranks; without those moved in parts.
+        sends: [ranks] chunks that each sends as a home; changed to what is left.
+        most: chunks that a rank receives from homes here.
     """
-    sends = [0] * (1 + max(members))
-    from_here: list[int] = []  # the ranks that receive something, as often as they do
-    wanted: list[tuple[int, int]] = []
-    for at, key in enumerate(keys):
-        home, ranks = key[0], receiving[at]
-        if home not in members:
-            continue
-        from_here += ranks
-        if key in in_parts:
-            sends[home] += 1
-            continue
-        count = len(ranks)
-        sends[home] += count
-        if count > 1:
-            wanted.append((-count, at))
-    most = max(Counter(from_here).values(), default=0)
-    exchanged: list[tuple[Key, Sequence[int]]] = []  # and the ranks that receive it
-    for minus_count, at in sorted(wanted):
-        key = keys[at]
+    exchanged: list[tuple[Key, Sequence[int]]] = []
+    for key, ranks in sorted(wanted, key=lambda chunk: -len(chunk[1])):
         if sends[key[0]] > most:
-            exchanged.append((key, receiving[at]))
-            sends[key[0]] += 1 + minus_count
+            exchanged.append((key, ranks))
+            sends[key[0]] -= len(ranks) - 1
     return _shares(exchanged, [count * WHOLE for count in sends])
 
 
