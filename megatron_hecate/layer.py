@@ -43,8 +43,12 @@ class FSSDPLayer:
         Returns ``hidden``, with a node of autograd where reductions wait for its backward.
         """
         state = self.fssdp
-        if state.is_begun or captures_graph():
+        if captures_graph():
             return hidden
+        if state.is_begun:
+            if state.running.is_replayed:
+                return hidden
+            state.break_off()
         if hidden is not None:
             hidden = state.parts.experts.reduction_point.before_attention(hidden)
         purpose = Forward.running(self, gradients=self.prefetcher.gradients)
@@ -168,8 +172,10 @@ class GraphedBlock:
         return super()._forward_attention(*args, **kwargs)
 
     def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
+        self.mlp.fssdp.break_off()
         args, kwargs = self._before_attention(args, kwargs)
         self.mlp.begin()
+        self.mlp.fssdp.running.is_replayed = True
         return super()._te_cuda_graph_replay(*args, **kwargs)
 
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:

@@ -52,6 +52,7 @@ class ForwardPass:
             gradients on their way, and the token that autograd sees.
         is_traced: whether spans are recorded.
         is_dispatched: whether its tokens have been sent to their experts.
+        is_replayed: whether a graph holds parts of it, and it began before the attention.
         num_tokens: rows of the experts' input: one for each expert that a token went to.
     """
 
@@ -60,4 +61,5 @@ class ForwardPass:
     joined_homes: tuple[PendingGradients, Tensor] | None
     is_traced: bool
     is_dispatched: bool = False
+    is_replayed: bool = False
     num_tokens: int = 0

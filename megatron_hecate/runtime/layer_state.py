@@ -133,6 +133,21 @@ class LayerState:
         """Whether the running forward knows its replicas, and has not dispatched its tokens."""
         return self.running is not None and not self.running.is_dispatched
 
+    def break_off(self) -> None:
+        """Forget a forward that has not dispatched its tokens, and never will."""
+        if self.is_begun:
+            self.running = None
+
+    def drop_prepared(self) -> None:
+        """Forget what a forward that broke off had prepared: weights may be others now."""
+        current = self.current
+        if not current.is_prepared:
+            return
+        current.is_prepared = False
+        if not self.keeps_replicas and current.replicas is not None:
+            self.finish_backward(current.replicas)  # no microbatch computes with them
+            current.replicas = None
+
     def check_routes(self, routing_map: Tensor) -> None:
         """Raise a ValueError where a router of its own kind returns no [T, E] bool map of tokens to experts."""
         if routing_map.dtype is not torch.bool or routing_map.shape[-1:] != (self.homes.num_experts,):
@@ -167,13 +182,13 @@ class LayerState:
         their gradients travel with each of them."""
         key = microbatches, self.in_schedule
         if key not in self._shapes:
-            self._shapes[key] = self._shape(microbatches)
+            self._shapes[key] = self._shape(*key)
         return self._shapes[key]
 
-    def _shape(self, microbatches: int) -> LayerShape:
+    def _shape(self, microbatches: int, in_schedule: bool) -> LayerShape:
         lifetime = LIFETIMES[self.config.lifetime]
         fetches, returns = lifetime.fetches, lifetime.returns * self.parts.passes
-        if not self.in_schedule:
+        if not in_schedule:
             fetches, returns = max(1, fetches), max(1, returns)
         model = self.parts.layer.config
         token_width = getattr(model, "moe_latent_size", None) or model.hidden_size  # as dispatched

@@ -91,10 +91,13 @@ class Prefetcher:
     def begin_chunk(self, chunk_index: int, chunk: Module, *_: Any) -> None:
         """The forward of a model chunk begins: no weight changes any more, so its first replicas may be fetched."""
         self.gradients = torch.is_grad_enabled()
+        for state in self.states:
+            state.break_off()  # a recomputed forward, or a schedule's call of one layer, ends without `end_chunk`
         training = chunk.training and self.gradients and torch._C._current_graph_task_id() == -1
         if not training or chunk_index not in self.chunk_of:
             return
-        self._allocate_early()
+        if self.states[0].config.slots:
+            self._buffer_pool()
         first = self.chunk_of.index(chunk_index)
         self._enter_chunk(chunk_index)
         experts = self.states[first].parts.layer.experts
@@ -108,9 +111,7 @@ class Prefetcher:
         """It ends, or breaks off."""
         self.gradients = None
         for state in self.states:
-            # of a forward that broke off
-            if state.running is not None and not state.running.is_dispatched:
-                state.running = None
+            state.break_off()
 
     def before_attention(self, index: int, purpose: Forward) -> None:
         """The attention before layer ``index`` is about to run."""
@@ -225,6 +226,7 @@ class Prefetcher:
         for state, its_chunk in zip(self.states, self.chunk_of, strict=True):
             if its_chunk == chunk:
                 state.in_schedule = call is not None
+                state.drop_prepared()
         has_ddp = data_parallel is not None and data_parallel.wants_gradients(chunk) is not None
         if has_ddp or self.tracker.has_seen_optimizer or chunk != self.chunk_of[0]:
             return
@@ -288,7 +290,8 @@ class Prefetcher:
         if current.number != self.tracker.iteration or current.fetched_weights is None:
             return True
         if state.parts.passes > 1 and self.tracker.is_within_microbatch(state.index):
-            return False
+            # with other weights a forward broke off between two passes, and this is the next one
+            return current.fetched_weights != self._weights_of[self.chunk_of[state.index]]
         return not state.keeps_replicas or self._weights_may_differ(state)
 
     def _weights_may_differ(self, state: LayerState) -> bool:
@@ -355,14 +358,9 @@ class Prefetcher:
         if before >= 0 and self.chunk_of[before] == self.chunk_of[before + 1]:
             self.states[before].fetch_again()
 
-    def _allocate_early(self) -> None:
-        """Allocate the buffers before activations take what is free, whether or not there will be replicas; parameters
-        have their final type by then."""
-        if self.states[0].config.slots:
-            self._buffer_pool()
-
     def _buffer_pool(self) -> BufferPool:
-        """The buffers, allocated at their first use."""
+        """The buffers, allocated at their first use: before activations take what is free, whether or not there will be
+        replicas. Parameters have their final type by then."""
         if self._pool_is_checked and self._pool is not None:
             return self._pool
         self._pool_is_checked = True
@@ -396,4 +394,5 @@ class Prefetcher:
         self.forecast = self.monitor.history.forecast() if known is None else known
         if self.rehoming is not None:
             self.rehoming.begin_iteration(here.iteration, self.tracker, self.meter)
-        self._allocate_early()
+        if self.states[0].config.slots:
+            self._buffer_pool()

@@ -6,6 +6,7 @@ Oracle: the same training with all plans made in the main thread, bitwise; and t
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -118,7 +119,16 @@ def test_transfers_are_worked_out_beside_the_optimizer() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EarlyPlans, "start", lambda *_: None)
         late, _ = _train(case, 6, transport="nvlink")
+    plan = EarlyPlans.plan
+
+    def plan_after_the_thread(plans: EarlyPlans, *asked: Any) -> Any:
+        for thread in threading.enumerate():
+            if thread.name == "fssdp plans":
+                thread.join(30)
+        return plan(plans, *asked)
+
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EarlyPlans, "plan", plan_after_the_thread)
         for name in ("of_fetch", "of_return"):
             patch.setattr(Stages, name, noting(name))
         early, planned = _train(case, 6, transport="nvlink")
@@ -127,5 +137,44 @@ def test_transfers_are_worked_out_beside_the_optimizer() -> None:
     layers = len(tiny_gpt.moe_layers(early.chunks))
     for name in ("of_fetch", "of_return"):
         threads = [thread for what, thread in made if what == name]
-        # a plan that the thread made, and whose layer did not ask for it before its transfers were there
+        # replicas that stay are of plans that were worked out before
         assert threads.count("fssdp plans") >= layers, (name, threads, planned)
+
+
+@ranks(2)
+def test_sizes_of_the_thread_are_of_the_kind_that_it_asked_for() -> None:
+    """A forward outside of Megatron's schedules begins while the thread works out sizes; costs stay the same on all
+    ranks."""
+    import tiny_gpt
+    import torch.distributed as dist
+    from training.loops import Loop
+
+    from megatron_hecate.runtime.layer_state import LayerState
+
+    case = tiny_gpt.Case(accumulate=2)
+    tiny_gpt.initialize(case)
+    real, is_held = LayerState._shape, [dist.get_rank() == 1]
+
+    def held(state: Any, *key: Any) -> Any:
+        if is_held[0] and threading.current_thread().name == "fssdp plans":
+            is_held[0] = False
+            end = time.monotonic() + 10
+            while state.in_schedule and time.monotonic() < end:
+                time.sleep(1e-3)
+        return real(state, *key)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LayerState, "_shape", held)
+        loop = Loop(case, tiny_gpt.fssdp_hook(timeout=20))
+        for step in range(4):
+            loop.zero()
+            if step == 1:
+                loop.forward(step, 0).backward()
+                loop.finish()
+            else:
+                loop.call(step, 2)
+            loop.update()
+    for layer in tiny_gpt.moe_layers(loop.chunks):
+        sizes: list[Any] = [None, None]
+        dist.all_gather_object(sizes, layer.fssdp._shapes)
+        assert sizes[0] and all(sizes[1].get(key, size) == size for key, size in sizes[0].items()), sizes
