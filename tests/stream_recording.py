@@ -134,12 +134,12 @@ class Recording(TorchDispatchMode):
         ranks = frozenset(rank for rank, at in program._signals.numbers.items() if bits >> at & 1) | {self._rank}
         numbers = [argument.value for argument in arguments[1:]]
         meets = (f"transfer {transfer['begin']} {numbers}", ranks)
-        reads, writes = ((), ()) if numbers else self._moved(program, transfer)
+        reads, writes = ((), ()) if numbers else self._moved(program, transfer, sums=name == "fssdp_reduce")
         kind = {"fssdp_gather": "spAG", "fssdp_reduce": "spRS"}.get(name, name)
         length = SMALL if numbers else TRANSFERRED
         self._note(f"{kind} {transfer['begin']}", length, blocks=blocks, meets=meets, reads=reads, writes=writes)
 
-    def _moved(self, program: Program, transfer: Any) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+    def _moved(self, program: Program, transfer: Any, *, sums: bool) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
         """What a whole transfer reads and writes; what it wrote before it reads it is none of the others' business."""
         reads, writes = [], []
 
@@ -148,7 +148,7 @@ class Recording(TorchDispatchMode):
             return program.data[begin : begin + count * dtype.itemsize].view(dtype)
 
         for step in transfer["steps"][: int(transfer["num_steps"])]:
-            if not program._sums:
+            if not sums:
                 for item in array(int(step["items"]), COPY, int(step["count"])):
                     reads.append(self._range(int(item["src"]), int(item["bytes"])))
                     writes.append(self._range(int(item["dst"]), int(item["bytes"])))
