@@ -6,11 +6,8 @@ torchrun ... run_on_cpu.py -m megatron_hecate pretrain_gpt.py ...   with our lau
 
 from __future__ import annotations
 
-import runpy
-import sys
-from pathlib import Path
-
 import megatron_on_cpu
+from run_script import run_script
 
 
 def main() -> None:
@@ -21,13 +18,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     megatron_on_cpu.for_training()
-    if sys.argv[1] == "-m":
-        sys.argv = sys.argv[2:]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = sys.argv[1:]
-        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    run_script()
 
 
 if __name__ == "__main__":

@@ -12,14 +12,12 @@ transport ``p2p``, pipeline parallelism).
 from __future__ import annotations
 
 import os
-import runpy
-import sys
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from gloo_as_nccl import collectives_through_the_host
+from run_script import run_script
 
 STAND_IN = "gloo_as_nccl"  # whoever looks for "nccl" in the job's backends finds it: the job trains on GPUs
 
@@ -37,13 +35,7 @@ def main() -> None:
     torch.cuda.set_device(0)
     dist.init_process_group(f"cpu:gloo,cuda:{STAND_IN}", timeout=timedelta(minutes=3))
     os.environ["LOCAL_RANK"] = "0"  # Megatron takes the GPU of this number
-    if sys.argv[1] == "-m":
-        sys.argv = sys.argv[2:]
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-    else:
-        sys.argv = sys.argv[1:]
-        sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
-        runpy.run_path(sys.argv[0], run_name="__main__")
+    run_script()
 
 
 if __name__ == "__main__":
