@@ -28,6 +28,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
+from megatron_hecate.device.direct_apply import apply_directly
+
 
 class ReductionPoint:
     """Where in the backward of one layer the reductions of its experts' gradients start.
@@ -51,7 +53,7 @@ class ReductionPoint:
         if self.order is None or not (torch.is_grad_enabled() and hidden.requires_grad):
             return hidden
         self.awaited += 1
-        return hidden if self._by_hand else _Point.apply(self, hidden)
+        return hidden if self._by_hand else apply_directly(_Point, self, hidden)
 
     def reach(self) -> None:
         """Start the reductions that wait for this point only."""
