@@ -2,6 +2,7 @@
 
     python bench/host.py
     python bench/host.py --experts TEGroupedMLP --homes 8 --files
+    python bench/host.py --gpu --experts TEGroupedMLP       2 ranks that share a GPU
 
 A GPU waits for its host in training of many small experts. Three models take turns in the same processes: stock, FSSDP
 whose plans have no replicas, and FSSDP with replicas. Tensors are tiny, so that nearly all time is Python and dispatch.
@@ -9,12 +10,15 @@ Time is CPU time of the main thread, so that other programs on the machine distu
 step, and the table has their medians and quartiles. Calls of Python and of C functions are counted in one more step
 each: they hardly differ between runs.
 
-Grouped experts run TransformerEngine's Python over torch (``tests/te_on_cpu.py``), with fused weight gradients.
+Grouped experts run TransformerEngine's Python over torch (``tests/te_on_cpu.py``), with fused weight gradients. On a
+GPU all layers are TransformerEngine's own, backwards run in the main thread, waiting for the GPU takes no CPU time, and
+gloo stands in for NCCL.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import itertools
 import os
@@ -22,6 +26,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
@@ -29,6 +34,8 @@ from launch import again_on_ranks
 
 EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 SIZE = 16  # of hidden vectors and experts
+SIZE_ON_GPU = 64
+BLOCKING_SYNC = 4  # cudaDeviceScheduleBlockingSync
 WARMUP = 3  # steps, of which the first has no forecast
 HEAD = """\
 | experts | homes | microbatches | model | forward | backward | rest | step | all | ratio | calls | ratio |
@@ -39,21 +46,47 @@ outside of forwards and backwards, once per iteration. Step: the optimizer's. Al
 stock: medians and quartiles of paired steps. Calls: of Python and C functions in forward and backward."""
 
 
-def measure(arguments: argparse.Namespace) -> None:
-    """Print the tables; runs on every rank."""
+def _start_on_cpu() -> None:
+    """Start the process group, with TransformerEngine's Python and Megatron over torch."""
     import te_on_cpu
 
     te_on_cpu.install()
-    import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     import tiny_gpt
-    from host_calls import Phases, use_plain_factories
+    from host_calls import use_plain_factories
 
     use_plain_factories()
     tiny_gpt.install_fused_wgrad()
+
+
+def _start_on_gpu() -> None:
+    """Start the process group on a GPU that ranks share."""
+    import torch
+
+    cudart = next(Path(torch.__file__).parents[1].glob("nvidia/cu13/lib/libcudart.so.*"))
+    status = ctypes.CDLL(str(cudart)).cudaSetDeviceFlags(BLOCKING_SYNC)
+    assert status == 0, f"cudaSetDeviceFlags returned {status}"
+    torch.autograd.set_multithreading_enabled(False)
+    import run_on_shared_gpu
+
+    run_on_shared_gpu.start_process_group()
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Print the tables; runs on every rank."""
+    import torch
+
+    torch.set_num_threads(1)
+    if arguments.gpu:
+        _start_on_gpu()
+    else:
+        _start_on_cpu()
+    import tiny_gpt
+    import torch.distributed as dist
+    from host_calls import Phases
+
     tiny_gpt.initialize(tiny_gpt.Case())
     phases, prints = Phases(), dist.get_rank() == 0
     if prints:
@@ -92,7 +125,8 @@ class Models:
         from megatron_hecate import HecateConfig, fssdp
 
         grouped = experts == "TEGroupedMLP"
-        settings = dict(num_layers=arguments.layers, hidden_size=SIZE, ffn_hidden_size=SIZE, moe_ffn_hidden_size=SIZE)
+        size = SIZE_ON_GPU if arguments.gpu else SIZE
+        settings = dict(num_layers=arguments.layers, hidden_size=size, ffn_hidden_size=size, moe_ffn_hidden_size=size)
         settings |= dict(gradient_accumulation_fusion=grouped and not arguments.unfused)
         self.arguments, self.phases = arguments, phases
         self.case = tiny_gpt.Case(
@@ -206,11 +240,13 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=12, help="of each model and number of microbatches")
     parser.add_argument("--unfused", action="store_true", help="weight gradients of grouped experts by autograd")
     parser.add_argument("--files", action="store_true", help="also which files add calls")
+    parser.add_argument("--gpu", action="store_true", help="on a GPU, over TransformerEngine's own kernels")
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         measure(arguments)
         return 0
-    return again_on_ranks(__file__, 2)
+    environment = {"CUDA_VISIBLE_DEVICES": "0", "TORCHDYNAMO_DISABLE": "1"} if arguments.gpu else {}
+    return again_on_ranks(__file__, 2, **environment)
 
 
 if __name__ == "__main__":

@@ -26,15 +26,24 @@ def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.P
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def main() -> None:
-    """Start the process group over gloo, then run the script or ``-m module`` on the command line as ``__main__``."""
+def start_process_group(minutes: float = 3) -> None:
+    """Start the process group over gloo; call it before the first import of megatron.
+
+    Args:
+        minutes: how long a collective may take.
+    """
     # symmetric memory refuses ranks that share a GPU unless it is asked to
     os.environ |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     collectives_through_the_host()
     dist.Backend.register_backend(STAND_IN, _gloo, devices=["cuda"])
     torch.cuda.set_device(0)
-    dist.init_process_group(f"cpu:gloo,cuda:{STAND_IN}", timeout=timedelta(minutes=3))
+    dist.init_process_group(f"cpu:gloo,cuda:{STAND_IN}", timeout=timedelta(minutes=minutes))
     os.environ["LOCAL_RANK"] = "0"  # Megatron takes the GPU of this number
+
+
+def main() -> None:
+    """Run the script or ``-m module`` on the command line as ``__main__``."""
+    start_process_group()
     run_script()
 
 

@@ -1,7 +1,8 @@
 """A tiny MoE GPT on the CPU, made of Megatron-Core's own classes and trained by its own schedules.
 
 `train` builds one model and trains it; tests call it with and without `fssdp_hook` and compare. Import this module
-inside the ranks only: it puts the CPU behind ``torch.cuda``.
+inside the ranks only: it puts the CPU behind ``torch.cuda``. Where ranks have a GPU (`training/test_on_gpu.py`), the
+model trains there, and all its layers are TransformerEngine's.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from typing import Any
 from unittest import mock
 
 import megatron_on_cpu
+import torch
 
-megatron_on_cpu.install()
+ON_GPU = torch.cuda.is_available() and not hasattr(torch.cuda, "_hecate_stand_in")
+if not ON_GPU:
+    megatron_on_cpu.install()
 
-import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from cpu_spec import for_cpu  # noqa: E402
 from megatron.core import num_microbatches_calculator as microbatches  # noqa: E402
@@ -45,7 +48,8 @@ from megatron_hecate import HecateConfig, fssdp  # noqa: E402
 from megatron_hecate.comm.transfer import Transfer  # noqa: E402
 from megatron_hecate.comm.transport import TransferPlan  # noqa: E402
 
-megatron_on_cpu.after_import()
+if not ON_GPU:
+    megatron_on_cpu.after_import()
 
 VOCAB = 64
 FREE = str(Path(__file__).with_name("free_copies.json"))  # speeds at which even a tiny model's copies pay
@@ -190,16 +194,15 @@ def build(
     chunks = []
     for stage in range(case.vpp or 1):
         where = {"vp_stage": stage} if case.vpp else {}
-        with _grouped_experts(case.grouped):
-            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm", **where)
+        with _grouped_experts(case.grouped and not ON_GPU):
+            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=ON_GPU, normalization="RMSNorm", **where)
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where)
-        spec = for_cpu(spec)
+        spec = spec if ON_GPU else for_cpu(spec)
         extra = dict(where)
         if config.mtp_num_layers:
-            extra["mtp_block_spec"] = for_cpu(
-                get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **where)
-            )
+            mtp_spec = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=ON_GPU, **where)
+            extra["mtp_block_spec"] = mtp_spec if ON_GPU else for_cpu(mtp_spec)
         chunk = GPTModel(
             config,
             spec,
@@ -211,7 +214,7 @@ def build(
             share_embeddings_and_output_weights=False,
             **extra,
         )
-        chunks.append(chunk)
+        chunks.append(chunk.cuda())
     for layer in moe_layers(chunks):
         _skew(layer, case)
     if hook is not None:
@@ -256,7 +259,7 @@ def moe_layers(chunks: list) -> list[MoELayer]:
 
 def _skew(layer: MoELayer, case: Case) -> None:
     """Make some experts hot, other ones in every layer, so that replicas are worth having."""
-    bias = torch.zeros(case.experts)
+    bias = torch.zeros(case.experts, device="cuda")
     if case.one_expert:
         bias[0] = 1e4
     else:
@@ -352,13 +355,13 @@ def batch(case: Case, step: int, index: int) -> torch.Tensor:
         noise = torch.rand(shape, generator=generator) < 0.1
         tokens = torch.where(noise, torch.randint(VOCAB, shape, generator=generator), (5 * tokens + 7) % VOCAB)
         text.append(tokens)
-    return torch.cat(text, dim=1)
+    return torch.cat(text, dim=1).cuda()
 
 
 def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False, *, case: Case) -> tuple[Any, Callable]:
     data = next(iterator)
     tokens, labels = data[:, :-1].contiguous(), data[:, 1:].contiguous()
-    positions = torch.arange(case.seq).expand(case.micro_batch, -1)
+    positions = torch.arange(case.seq, device="cuda").expand(case.micro_batch, -1)
     mask = None
     if case.cp > 1:  # rank r takes slices r and 2 * cp - 1 - r
         rank, slices = parallel_state.get_context_parallel_rank(), case.seq // (2 * case.cp)
@@ -369,10 +372,10 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False, 
 
         tokens, labels, positions = own(tokens), own(labels), own(positions)
     else:
-        mask = torch.ones(1, 1, case.seq, case.seq, dtype=torch.bool).triu(1)
+        mask = torch.ones(1, 1, case.seq, case.seq, dtype=torch.bool, device="cuda").triu(1)
 
     def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        loss, count = output.float().sum(), torch.tensor(output.numel(), dtype=torch.int)
+        loss, count = output.float().sum(), torch.tensor(output.numel(), dtype=torch.int, device="cuda")
         report = torch.stack([loss.detach(), count.float()])
         dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
         return loss, count, {"lm loss": report}
@@ -381,7 +384,7 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False, 
         while not hasattr(model, "build_schedule_plan"):
             model = model.module
         return model.build_schedule_plan(tokens, positions, mask, labels=labels), loss_func
-    loss_mask = torch.ones(labels.shape)  # multi-token prediction wants one
+    loss_mask = torch.ones(labels.shape, device="cuda")  # multi-token prediction wants one
     return model(tokens, positions, mask, labels=labels, loss_mask=loss_mask), loss_func
 
 
@@ -397,7 +400,7 @@ def run(case: Case, chunks: list, step: int, *, num_microbatches: int, forward_o
         micro_batch_size=case.micro_batch,
         forward_only=forward_only,
     )
-    total = torch.zeros(2)
+    total = torch.zeros(2, device="cuda")
     for report in reports:
         total += report["lm loss"]
     dist.all_reduce(total)

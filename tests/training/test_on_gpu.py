@@ -1,0 +1,164 @@
+"""Training over TransformerEngine's own kernels, on ranks that share one GPU: ``pytest tests/training/test_on_gpu.py``.
+
+Oracle: the same model without FSSDP, on the same ranks and data, which must repeat itself bit for bit where FSSDP
+without replicas is compared bit for bit. gloo stands in for NCCL; the transport is ``nvlink``. torchrun starts this
+file again, once for each case; other tests hide GPUs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS: int = 4
+SIZES = dict(hidden_size=256, ffn_hidden_size=256, moe_ffn_hidden_size=256)  # fp8 in blocks of 128
+FUSED = dict(gradient_accumulation_fusion=True)
+SHARDED = dict(distributed_optimizer=True, overlap=True, bucket_size=400_000)
+COMBINED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
+ACTIVATION = dict(recompute_granularity="selective", recompute_modules=["moe_act", "layernorm"])
+SHARED = dict(moe_shared_expert_intermediate_size=256, moe_shared_expert_overlap=True)
+OPERATORS = dict(use_transformer_engine_op_fuser=True)
+PADDED = dict(moe_router_padding_for_quantization=True)
+FP8_GATHER = dict(fp8_param_gather=True)
+LATE = dict(late_replicas=2)
+
+# name: (fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
+CASES: dict[str, tuple[dict, dict, dict]] = {
+    "fused": (dict(accumulate=3), FUSED, {}),
+    "unfused-bias": (dict(accumulate=2), dict(add_bias_linear=True), {}),
+    "fused-bf16-distopt-overlap": (dict(bf16=True, accumulate=2, **SHARDED), FUSED, {}),
+    "fused-bf16-main-grads": (dict(bf16=True, accumulate=2, grad_reduce_in_fp32=False), FUSED, {}),
+    "fused-edp2-distopt-overlap": (dict(ep=2, accumulate=2, **SHARDED), FUSED, {}),
+    "fused-layer": (dict(accumulate=2), dict(FUSED, num_layers=4), dict(lifetime="layer")),
+    "fused-microbatch": (dict(accumulate=3), FUSED, dict(lifetime="microbatch")),
+    "fused-late": (dict(accumulate=2), FUSED, LATE),
+    "fused-full": (dict(accumulate=2), dict(FUSED, **FULL), {}),
+    "fused-moe-layer": (dict(accumulate=2), dict(FUSED, **MOE, num_layers=4), dict(lifetime="layer")),
+    "fused-activation": (dict(accumulate=2), dict(FUSED, **ACTIVATION), {}),
+    "permute-fusion": (dict(bf16=True, accumulate=2), dict(FUSED, moe_permute_fusion=True), {}),
+    "shared-experts": (dict(accumulate=2), dict(FUSED, **SHARED), {}),
+    "mtp": (dict(accumulate=2), dict(FUSED, mtp_num_layers=1, mtp_loss_scaling_factor=0.1), {}),
+    "delayed-fused-overlap": (dict(bf16=True, accumulate=4, **SHARDED), dict(FUSED, **COMBINED), {}),
+    "delayed-layer": (dict(bf16=True, accumulate=4), dict(FUSED, **COMBINED), dict(lifetime="layer")),
+    "operators": (dict(bf16=True, accumulate=2), dict(FUSED, **OPERATORS), {}),
+    "sequential": (dict(grouped=False, accumulate=2), {}, {}),
+    "fp8-tensorwise": (dict(bf16=True, accumulate=2), dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise"), {}),
+    "fp8-blockwise": (dict(bf16=True, accumulate=2), dict(FUSED, fp8="e4m3", fp8_recipe="blockwise"), {}),
+    "fp8-blockwise-stored": (
+        dict(
+            bf16=True, accumulate=2, **SHARDED, ddp=FP8_GATHER, optimizer=dict(fp8_recipe="blockwise")
+        ),
+        dict(FUSED, **PADDED, fp8="e4m3", fp8_recipe="blockwise", fp8_param=True),
+        {},
+    ),
+    "fp8-tensorwise-stored": (
+        dict(
+            bf16=True, accumulate=2, **SHARDED, ddp=FP8_GATHER, optimizer=dict(fp8_recipe="tensorwise")
+        ),
+        dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True),
+        dict(lifetime="microbatch"),
+    ),
+}
+SAYS = "trained as stock Megatron"
+
+
+def _is_missing() -> str:
+    if not torch.cuda.is_available():
+        return "needs a GPU, and to be run by itself"
+    missing = [n for n in ("megatron.core", "transformer_engine_torch") if importlib.util.find_spec(n) is None]
+    return f"needs {' and '.join(missing)}" if missing else ""
+
+
+@pytest.mark.skipif(bool(_is_missing()), reason=_is_missing())
+@pytest.mark.parametrize("name", CASES)
+def test_a_shared_gpu(name: str) -> None:
+    folders = (".", "tests", "tests/training", "examples")
+    environment = dict(
+        OMP_NUM_THREADS="1",
+        PYTHONPATH=os.pathsep.join([*(str(ROOT / f) for f in folders), os.environ.get("PYTHONPATH", "")]),
+        PYTHONWARNINGS="ignore",
+        TORCHDYNAMO_DISABLE="1",  # compiling takes longer than these cases
+        CUBLAS_WORKSPACE_CONFIG=":4096:8",
+        NVTE_ALLOW_NONDETERMINISTIC_ALGO="0",
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    done = subprocess.run(
+        [*command, __file__, name], capture_output=True, text=True, timeout=150, env=os.environ | environment, cwd=ROOT
+    )
+    print(done.stdout)
+    assert done.returncode == 0 and SAYS in done.stdout, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+
+
+def _case(name: str) -> Any:
+    import tiny_gpt
+
+    fields, settings, _ = CASES[name]
+    fields = dict(ep=RANKS, grouped=True, seq=64, micro_batch=4) | fields
+    fields |= {key: tuple(fields[key].items()) for key in ("ddp", "optimizer") if key in fields}
+    return tiny_gpt.Case(**fields, settings=tuple({**SIZES, **settings}.items()))
+
+
+def compare(name: str) -> str:
+    """Train a case of stock Megatron twice, of FSSDP without replicas, and with; a row of a table. On every rank."""
+    import tiny_gpt
+    import torch.distributed as dist
+
+    case = _case(name)
+    tiny_gpt.initialize(case)
+    computed = torch.zeros(1, device="cuda")
+    stock, again = tiny_gpt.train(case), tiny_gpt.train(case)
+    none = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=0))
+    transport = "nvlink" if torch.version.cuda and tiny_gpt.ON_GPU else "auto"
+    hook = tiny_gpt.fssdp_hook(transport=transport, **CASES[name][2])
+    ours = tiny_gpt.train(case, hook=tiny_gpt.counting_hook(hook, computed))
+    repeats = tiny_gpt.difference(stock, again) == tiny_gpt.SAME
+    without = tiny_gpt.difference(stock, none)
+    worst = tiny_gpt.difference(stock, ours)
+    dist.all_reduce(computed)
+    assert ours.replicas > 0 and computed.item() > 0, "no token was computed by a replica"
+    limits = dict(loss=1e-5, grad=1e-5)
+    if case.bf16:
+        limits = dict(loss=tiny_gpt.BF16_TOLERANCE, grad=tiny_gpt.BF16_TOLERANCE)
+    settings = dict(case.settings)
+    if "fp8" in settings:  # tokens that meet in a GEMM share scales: what quantization does is the measure
+        wide = {key: value for key, value in settings.items() if not key.startswith("fp8") and key not in PADDED}
+        plain = dataclasses.replace(case, settings=tuple(wide.items()), ddp=(), optimizer=())
+        limits = tiny_gpt.difference(stock, tiny_gpt.train(plain))
+    row = (
+        f"{name} | {ours.replicas} | {int(computed.item())} | {repeats} | {max(without.values()):.1e} | "
+        f"{worst['loss']:.1e} | {worst['grad']:.1e} | {limits['loss']:.1e}"
+    )
+    print(f"[{dist.get_rank()}] {row}", flush=True)
+    assert without == tiny_gpt.SAME or not repeats, without
+    assert worst["loss"] <= limits["loss"] and worst["grad"] <= limits["grad"], (worst, limits)
+    return row
+
+
+def _main() -> None:
+    """Run on every rank, under torchrun."""
+    import run_on_shared_gpu
+
+    run_on_shared_gpu.start_process_group(minutes=1)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    import torch.distributed as dist
+
+    row = compare(sys.argv[1])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(f"\n| {row} |\n{SAYS}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main()
