@@ -87,6 +87,7 @@ def train(job: str, text: Path, folder: Path, *, fssdp: bool) -> np.ndarray:
     command += [str(ROOT / "examples" / "pretrain_gpt.py"), *MODEL.split(), *TRAINING.split(), *megatron.split()]
     command += ["--data-path", str(text), "--data-cache-path", str(folder / name)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     environment |= ENVIRONMENT.get(job, {})
     log = folder / f"{name}.log"
     with log.open("w") as file:
