@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from gloo_as_nccl import collectives_through_the_host
+from plain_wgrad import use_plain_wgrad
 from run_script import run_script
 
 STAND_IN = "gloo_as_nccl"  # whoever looks for "nccl" in the job's backends finds it: the job trains on GPUs
@@ -35,6 +36,7 @@ def start_process_group(minutes: float = 3) -> None:
     # symmetric memory refuses ranks that share a GPU unless it is asked to
     os.environ |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     collectives_through_the_host()
+    use_plain_wgrad()
     dist.Backend.register_backend(STAND_IN, _gloo, devices=["cuda"])
     torch.cuda.set_device(0)
     dist.init_process_group(f"cpu:gloo,cuda:{STAND_IN}", timeout=timedelta(minutes=minutes))

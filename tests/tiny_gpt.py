@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
-import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -43,6 +41,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func 
 from megatron.core.transformer.module import Float16Module  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
+from plain_wgrad import use_plain_wgrad  # noqa: E402
 
 from megatron_hecate import HecateConfig, fssdp  # noqa: E402
 from megatron_hecate.comm.transfer import Transfer  # noqa: E402
@@ -236,15 +235,9 @@ def _grouped_experts(wanted: bool) -> Iterator[None]:
 
 
 def install_fused_wgrad() -> None:
-    """The CUDA extension behind Megatron's gradient-accumulation fusion, in plain torch."""
-    module = types.ModuleType("fused_weight_gradient_mlp_cuda")
-
-    def accumulate(inputs: torch.Tensor, grad: torch.Tensor, main_grad: torch.Tensor) -> None:
-        main_grad.add_(grad.t().matmul(inputs).to(main_grad.dtype))
-
-    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate
-    sys.modules["fused_weight_gradient_mlp_cuda"] = module
-    tensor_parallel.layers._grad_accum_fusion_available = True  # Megatron looked for it when it was imported
+    """Gradient-accumulation fusion without apex; Megatron looked for it when it was imported."""
+    module = use_plain_wgrad()
+    tensor_parallel.layers._grad_accum_fusion_available = True
     tensor_parallel.layers.fused_weight_gradient_mlp_cuda = utils.fused_weight_gradient_mlp_cuda = module
 
 

@@ -8,7 +8,7 @@ file again, once for each case; other tests hide GPUs.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -56,16 +56,12 @@ CASES: dict[str, tuple[dict, dict, dict]] = {
     "fp8-tensorwise": (dict(bf16=True, accumulate=2), dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise"), {}),
     "fp8-blockwise": (dict(bf16=True, accumulate=2), dict(FUSED, fp8="e4m3", fp8_recipe="blockwise"), {}),
     "fp8-blockwise-stored": (
-        dict(
-            bf16=True, accumulate=2, **SHARDED, ddp=FP8_GATHER, optimizer=dict(fp8_recipe="blockwise")
-        ),
+        dict(bf16=True, accumulate=2, **SHARDED, ddp=FP8_GATHER, optimizer=dict(fp8_recipe="blockwise")),
         dict(FUSED, **PADDED, fp8="e4m3", fp8_recipe="blockwise", fp8_param=True),
         {},
     ),
     "fp8-tensorwise-stored": (
-        dict(
-            bf16=True, accumulate=2, **SHARDED, ddp=FP8_GATHER, optimizer=dict(fp8_recipe="tensorwise")
-        ),
+        dict(bf16=True, accumulate=2, **SHARDED, ddp=FP8_GATHER, optimizer=dict(fp8_recipe="tensorwise")),
         dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True),
         dict(lifetime="microbatch"),
     ),
@@ -76,8 +72,12 @@ SAYS = "trained as stock Megatron"
 def _is_missing() -> str:
     if not torch.cuda.is_available():
         return "needs a GPU, and to be run by itself"
-    missing = [n for n in ("megatron.core", "transformer_engine_torch") if importlib.util.find_spec(n) is None]
-    return f"needs {' and '.join(missing)}" if missing else ""
+    try:  # its compiled half is no module that could be found
+        importlib.metadata.version("transformer_engine_torch")
+        importlib.metadata.version("megatron_core")
+    except importlib.metadata.PackageNotFoundError as missing:
+        return f"needs {missing.name}"
+    return ""
 
 
 @pytest.mark.skipif(bool(_is_missing()), reason=_is_missing())
