@@ -18,10 +18,12 @@ gloo stands in for NCCL.
 from __future__ import annotations
 
 import argparse
+import cProfile
 import ctypes
 import gc
 import itertools
 import os
+import pstats
 import sys
 import time
 from collections import Counter
@@ -35,6 +37,7 @@ from launch import again_on_ranks
 EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 SIZE = 16  # of hidden vectors and experts
 SIZE_ON_GPU = 64
+PROFILED: int = 3  # steps under the profiler
 BLOCKING_SYNC = 4  # cudaDeviceScheduleBlockingSync
 WARMUP = 3  # steps, of which the first has no forecast
 HEAD = """\
@@ -99,7 +102,9 @@ def measure(arguments: argparse.Namespace) -> None:
                 if prints:
                     print("\n".join(f"| {experts} | {homes} | {microbatches} | {row}" for row in rows), flush=True)
             if arguments.files:
-                tables = models.by_file(arguments.microbatches[0])
+                tables = (
+                    f"{models.by_file(arguments.microbatches[0])}\n\n{models.by_function(arguments.microbatches[0])}"
+                )
                 if prints:
                     print("\n" + tables + "\n", flush=True)
     if prints:
@@ -211,6 +216,25 @@ class Models:
         self.step(name, 100, microbatches)
         self.phases.counts = False
         return Counter(self.phases.calls)
+
+    def by_function(self, microbatches: int) -> str:
+        """Functions that take more of the main thread's time with replicas than in stock, by Python's profiler."""
+        each = microbatches * self.arguments.layers * PROFILED
+        times: dict[str, Counter[str]] = {}
+        for name in ("stock", "replicas"):
+            profile = cProfile.Profile(time.thread_time)
+            for step in range(PROFILED):
+                profile.enable()
+                self.step(name, 200 + step, microbatches)
+                profile.disable()
+            times[name] = Counter()
+            for (file, _, function), (_, _, own, _, _) in pstats.Stats(profile).stats.items():
+                times[name][f"{Path(file).name} {function}"] += own * 1e6 / each
+        names = sorted(times["replicas"] | times["stock"], key=lambda n: times["stock"][n] - times["replicas"][n])
+        table = ["| function | stock, us | replicas, us |", "|---|---|---|"]
+        return "\n".join(
+            table + [f"| {name} | {times['stock'][name]:.0f} | {times['replicas'][name]:.0f} |" for name in names[:45]]
+        )
 
     def by_file(self, microbatches: int) -> str:
         """What FSSDP with replicas, and without, adds to stock's calls in each of our files, and in others."""

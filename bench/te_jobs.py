@@ -117,6 +117,7 @@ def compare(job: str, text: Path, out: Path) -> dict[str, object]:
     figures = Figures(run_folder.read(folder / "run"))
     before, after = (figures.imbalance(load)[2:].max() for load in (figures.before, figures.after))
     apart = float((np.abs(stock - ours) / stock).max())
+    print(f"{job}: losses of stock {stock}, of FSSDP {ours}", flush=True)
     good = apart <= TOLERANCE and figures.replicas.sum() > 0 and after < before
     return {
         **row,
