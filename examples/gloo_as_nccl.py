@@ -76,6 +76,7 @@ def _through_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
     output = next(iter(signature.parameters))
 
+    @torch.no_grad()  # parameters are broadcast in place
     @functools.wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments

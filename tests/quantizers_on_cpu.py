@@ -97,6 +97,13 @@ def te_general_grouped_gemm(a: Sequence[Any], transa: bool, b: Sequence[Any], tr
     return tex_on_cpu.te_general_grouped_gemm(left, transa, right, transb, *rest)
 
 
+def _check_alignment(*read: Tensor) -> None:
+    """As cuBLAS does for data and scales of GEMMs in fp8 and fp4."""
+    for tensor in read:
+        if tensor.numel() and tensor.data_ptr() % 16:
+            raise RuntimeError(f"cuBLAS Error: the requested functionality is not supported, {tensor.data_ptr():#x}")
+
+
 def decode(tensor: Any, *, columnwise: bool) -> Tensor:
     """[M, K] fp64: what a GEMM reads of ``tensor``, from its columnwise representation or the other."""
     if isinstance(tensor, Tensor) and not hasattr(tensor, "_quantizer"):
@@ -104,9 +111,11 @@ def decode(tensor: Any, *, columnwise: bool) -> Tensor:
     side = "columnwise" if columnwise else "rowwise"
     if hasattr(tensor, "_scale_inv"):  # one scale for all
         data = tensor._transpose if columnwise and tensor._transpose is not None else tensor._data
+        _check_alignment(data, tensor._scale_inv)
         values = _flat(data).view(FP8[int(tensor._fp8_dtype)]).double() * tensor._scale_inv.double()
         return values.t() if data is tensor._transpose else values
     data, scale = _flat(getattr(tensor, f"_{side}_data")), getattr(tensor, f"_{side}_scale_inv")
+    _check_alignment(data, scale)
     if hasattr(tensor, "_fp4_dtype"):
         codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(1)
         values = torch.cat([E2M1, -E2M1]).double()[codes.long()]

@@ -7,10 +7,18 @@ the transpose of a tensor with one scale, and the columns of a tensor scaled in 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from megatron_hecate.device.lasting import lasting_tensors
+
+
+# Bytes. cuBLAS multiplies in fp8 and fp4 only where data and scales begin at multiples of 16. This is what CUDA's own
+# allocations begin at multiples of.
+ALIGNMENT = 256
 
 
 class StoredWeights:
@@ -30,17 +38,27 @@ class StoredWeights:
         return sum(part.nbytes for part in self.parts())
 
     def parts(self) -> list[Tensor]:
-        """What travels, in the order of a chunk: the parameters themselves, or all their bytes (uint8)."""
+        """What travels, in the order of a chunk: the parameters themselves, or all their bytes (uint8).
+
+        Bytes of each tensor are padded, so that all of them are aligned in a chunk.
+        """
         if not self.quantized:
             return list(self._expert)
-        return [part.detach().view(-1).view(torch.uint8) for _, _, part in self._stored()]
+        parts: list[Tensor] = []
+        for _, _, part in self._stored():
+            parts.append(part.detach().view(-1).view(torch.uint8))
+            if missing := _padded(part) - part.nbytes:
+                parts.append(_padding(part.device)[:missing])
+        return parts
 
     def weights_in(self, chunk: Tensor) -> list[Tensor]:
         """Another expert's parameters in ``chunk`` [nbytes] uint8, of the same kinds and shapes."""
-        parts = self._stored()
         found: list[dict[str, Tensor]] = [{} for _ in self._expert]
-        for (index, name, part), data in zip(parts, chunk.split([p.nbytes for _, _, p in parts]), strict=True):
+        begin = 0
+        for index, name, part in self._stored():
+            data = chunk[begin : begin + part.nbytes]
             found[index][name] = data.view(part.dtype).view(part.shape)
+            begin += _padded(part)
         pairs = zip(self._expert, found, strict=True)
         return [_quantized_like(w, own) if _is_quantized(w) else own[""] for w, own in pairs]
 
@@ -52,7 +70,7 @@ class StoredWeights:
                 weight.update_usage(rowwise_usage=True, columnwise_usage=False)  # type: ignore[attr-defined]
 
     def _stored(self) -> list[tuple[int, str, Tensor]]:
-        """(parameter, name, tensor) of all that travels. Large ones come first, so that what GEMMs read is aligned."""
+        """(parameter, name, tensor) of all that travels."""
         stored = []
         for index, weight in enumerate(self._expert):
             own = {"": weight}
@@ -61,7 +79,19 @@ class StoredWeights:
                 derived = "columnwise" if metadata.get("is_2D_scaled") else "data_transpose"
                 own = {k: v for k, v in metadata.items() if isinstance(v, Tensor) and not k.startswith(derived)}
             stored += [(index, name, part) for name, part in own.items()]
-        return sorted(stored, key=lambda part: -part[2].nbytes)
+        return stored
+
+
+def _padded(part: Tensor) -> int:
+    """Bytes from where ``part`` begins in a chunk to where the next one does."""
+    return -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+
+
+@functools.cache
+def _padding(device: torch.device) -> Tensor:
+    """[ALIGNMENT] uint8 zeros."""
+    with lasting_tensors():
+        return torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
 
 
 def _is_quantized(weight: Tensor) -> bool:

@@ -30,7 +30,6 @@ FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_
 MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 ACTIVATION = dict(recompute_granularity="selective", recompute_modules=["moe_act", "layernorm"])
 SHARED = dict(moe_shared_expert_intermediate_size=256, moe_shared_expert_overlap=True)
-OPERATORS = dict(use_transformer_engine_op_fuser=True)
 PADDED = dict(moe_router_padding_for_quantization=True)
 FP8_GATHER = dict(fp8_param_gather=True)
 LATE = dict(late_replicas=2)
@@ -53,7 +52,6 @@ CASES: dict[str, tuple[dict, dict, dict]] = {
     "mtp": (dict(accumulate=2), dict(FUSED, mtp_num_layers=1, mtp_loss_scaling_factor=0.1), {}),
     "delayed-fused-overlap": (dict(bf16=True, accumulate=4, **SHARDED), dict(FUSED, **COMBINED), {}),
     "delayed-layer": (dict(bf16=True, accumulate=4), dict(FUSED, **COMBINED), dict(lifetime="layer")),
-    "operators": (dict(bf16=True, accumulate=2), dict(FUSED, **OPERATORS), {}),
     "sequential": (dict(grouped=False, accumulate=2), {}, {}),
     "fp8-tensorwise": (dict(bf16=True, accumulate=2), dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise"), {}),
     "fp8-blockwise": (dict(bf16=True, accumulate=2), dict(FUSED, fp8="e4m3", fp8_recipe="blockwise"), {}),
@@ -136,7 +134,8 @@ def compare(name: str) -> None:
     worst = tiny_gpt.difference(stock, ours)
     dist.all_reduce(computed)
     assert ours.replicas > 0 and computed.item() > 0, "no token was computed by a replica"
-    limits = dict(loss=1e-5, grad=1e-5)
+    # Adam divides by roots of second moments, so that small gradients grow apart faster than large ones
+    limits = dict(loss=1e-5, grad=1e-4)
     if case.bf16:
         limits = dict(loss=tiny_gpt.BF16_TOLERANCE, grad=tiny_gpt.BF16_TOLERANCE)
     settings = dict(case.settings)

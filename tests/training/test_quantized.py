@@ -218,8 +218,12 @@ def test_recipes_linear_by_linear() -> None:
 @pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", "blockwise", "nvfp4"])
 @ranks(2, preload=packages)
 def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
-    """After each backward: what is stored, and what a GEMM of the forward or the backward reads of it. And parity."""
-    layout: Layout = (2, recipe, {}, {}, {})
+    """After each backward: what is stored, and what a GEMM of the forward or the backward reads of it. And parity.
+
+    With 10 experts both hot ones of a layer are at home on one rank, and the other rank uses both of its slots: GEMMs
+    read what is stored in the second one only where it is aligned.
+    """
+    layout: Layout = (2, recipe, dict(experts=10, skew=6.0), {}, {})
     case = _case(layout, stored=True)
     import quantizers_on_cpu
     import tiny_gpt
@@ -250,14 +254,15 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
                     chunk = chunks_here[copy.slot]
                     assert torch.equal(chunk, torch.cat(stored))
                     assert all(map(torch.equal, reads(layer.experts.physical.weights_in(chunk)), read))
-                    compared.add((index, state.index))
+                    compared.add((index, state.index, copy.slot))
 
     stock = tiny_gpt.train(case, hook=_hook(None))
     ours = tiny_gpt.train(case, hook=_hook(layout), before_step=compare)
     tiny_gpt.assert_trained_alike(stock, ours)
     steps: list = [None] * dist.get_world_size()
     dist.all_gather_object(steps, sorted(compared))
-    assert len({index for found in steps for index, _ in found}) >= 2, "replicas of two iterations at least"
+    assert len({index for found in steps for index, _, _ in found}) >= 2, "replicas of two iterations at least"
+    assert {slot for found in steps for _, _, slot in found} == {0, 1}, "both slots"
 
 
 @ranks(2, preload="te-blackwell")
