@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megatron_hecate.device.lasting import lasting_tensors
 
-
 # Bytes. cuBLAS multiplies in fp8 and fp4 only where data and scales begin at multiples of 16. This is what CUDA's own
 # allocations begin at multiples of.
 ALIGNMENT = 256
