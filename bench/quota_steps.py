@@ -35,9 +35,9 @@ from megatron_hecate.routing.tables import GroupShape, HolderOrder  # noqa: E402
 from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
 
 RANKS, PER_NODE = 64, 8
-PASSES = ("rounds", "labels", "raises", "pushes", "accepts", "walked", "barriers")
-CYCLES = np.array([1750, 1400, 835, 1880, 2650])
-CYCLES_MORE = np.array([500, 450, 0, 620, 450])
+PASSES = ("rounds", "levels", "raises", "pushes", "accepts", "reaches", "walked", "barriers")
+CYCLES = np.array([1750, 200, 835, 1880, 2650, 600])
+CYCLES_MORE = np.array([500, 0, 0, 620, 450, 200])
 LANES: int = 4
 # Tables from the second-level cache, counting, the even start, foreign tokens, and one source's parts at the end.
 CYCLES_BESIDE: int = 22000
@@ -82,7 +82,7 @@ def replays(counts: np.ndarray, slots: int, every: int) -> Iterator[tuple[np.nda
 
 
 def count_passes(loads: np.ndarray, placement: Placement, shape: GroupShape) -> np.ndarray:
-    """[7] int64, in the order of ``PASSES``; walked: holders of the longest walk of each pass, together."""
+    """[8] int64, in the order of ``PASSES``; walked: holders of the longest walk of each pass, together."""
     function = Kernels(torch.device("cpu")).function("fssdp_quotas_passes")
     passes = np.zeros(len(PASSES), np.int64)
     tables = (shape.table(), HolderOrder.of(placement, shape).table(shape), np.ascontiguousarray(loads, np.int32))

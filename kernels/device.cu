@@ -43,9 +43,19 @@ struct Device {
   FSSDP_FN Int last(Int value) const { return __shfl_sync(ALL_LANES, value, LANES - 1, LANES); }
   template <class Int>
   FSSDP_FN Int sum(Int value) const { return sum_over<LANES>(value); }
-  FSSDP_FN bool any(bool value) const {
-    return (__ballot_sync(ALL_LANES, value) >> (in_warp() / LANES * LANES) & ((1u << LANES) - 1)) != 0;
+  FSSDP_FN u64 either(u64 bits) const {
+    FSSDP_UNROLL
+    for (int by = LANES / 2; by > 0; by /= 2) bits |= __shfl_xor_sync(ALL_LANES, bits, by);
+    return bits;
   }
+  // Bit i: `is(i)`.
+  template <class Is>
+  FSSDP_FN u64 bits(Is is) const {
+    const u32 low = __ballot_sync(ALL_LANES, is(in_warp())), high = __ballot_sync(ALL_LANES, is(in_warp() + WARP));
+    return (u64)high << WARP | low;
+  }
+  FSSDP_FN i32 count_bits(u64 bits) const { return __popcll(bits); }
+  FSSDP_FN i32 lowest_bit(u64 bits) const { return __ffsll((long long)bits) - 1; }
   template <int N, class Int>
   FSSDP_FN Int sum_over(Int value) const {
     FSSDP_UNROLL
@@ -54,7 +64,8 @@ struct Device {
   }
   FSSDP_FN void walks(i32) const {}
   FSSDP_FN float inverse(float value) const { return __frcp_rn(value); }
-  FSSDP_FN void mark(i32* at, i32 value) const { *(volatile i32*)at = value; }
+  FSSDP_FN void add(i32* at, i32 value) const { atomicAdd(at, value); }
+  FSSDP_FN void add(i64* at, i64 value) const { atomicAdd((u64*)at, (u64)value); }
   FSSDP_FN void begins(Pass) const {}
   FSSDP_FN void pause() const { __nanosleep(64); }
   FSSDP_FN u64 clock() const {

@@ -18,18 +18,23 @@ struct Group {
   const i32* first_source;  // [R + 1] a rank's sources in `order`; ranks stand there by node, so nodes are stretches too
   const i32* place;         // [R] where a rank stands among them
   const i32* first_rank;    // [K + 1] a node's ranks among them
+  const i32* node_begin;    // [R] of a place: the first of its node
+  const i32* node_end;      // [R] and one more than the last
   const i32* order;         // [N] sources by node, then rank
 };
 FSSDP_FN Group group_at(const i32* at) {
-  Group g = {at[0], at[1], at[2], at[3], at[4], 0, 0, 0, 0, 0};
+  Group g = {at[0], at[1], at[2], at[3], at[4], 0, 0, 0, 0, 0, 0, 0};
   g.node = at + 5;
   g.place = g.node + g.ranks;
   g.first_source = g.place + g.ranks;
   g.first_rank = g.first_source + g.ranks + 1;
-  g.order = g.first_rank + g.nodes + 1;
+  g.node_begin = g.first_rank + g.nodes + 1;
+  g.node_end = g.node_begin + g.ranks;
+  g.order = g.node_end + g.ranks;
   return g;
 }
-FSSDP_FN i32 group_size(const Group& g) { return 5 + 3 * g.ranks + 1 + g.nodes + 1 + g.sources; }
+FSSDP_FN i32 group_size(const Group& g) { return 5 + 5 * g.ranks + 1 + g.nodes + 1 + g.sources; }
+FSSDP_FN i32 words_of(const Group& g) { return (g.ranks + 63) / 64; }  // of a set of ranks
 FSSDP_FN i32 sources_begin(const Group& g, i32 rank) { return g.first_source[g.place[rank]]; }
 FSSDP_FN i32 sources_end(const Group& g, i32 rank) { return g.first_source[g.place[rank] + 1]; }
 
@@ -41,13 +46,19 @@ struct Holders {
   const i32* rank;       // [R * P] of a holder
   const i32* physical;   // [R * P] of a holder: rank * P + slot
   const i32* held;       // [R * P] the holder of each physical expert, or -1: an empty slot
-  const i32* shared_held;    // [R * P] of each rank those whose experts have further holders, in order, then -1
+  const i32* shared_held;    // [R * P] of each place those whose experts have further holders, in order, then -1
   const i32* stretch_begin;  // [R * P] of a holder: the first of its stretch
   const i32* stretch_end;    // [R * P] and one more than the last
+  const i32* place;          // [R * P] of a holder: that of its rank
+  const u64* holders;        // [E, words] places of the ranks that hold an expert
+  i32 words;
+  FSSDP_FN u64 holding(i32 expert, i32 v) const { return holders[(i64)expert * words + v]; }
 };
+FSSDP_FN i32 holders_begin(const Group& g) { return (2 + g.experts + 8 * g.ranks * g.per_rank + 1) / 2 * 2; }
+// `at`: aligned to 8 bytes.
 FSSDP_FN Holders holders_at(const i32* at, const Group& g) {
   const i32 most = g.ranks * g.per_rank;
-  Holders h = {at[0], at + 1, 0, 0, 0, 0, 0, 0, 0};
+  Holders h = {at[0], at + 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, words_of(g)};
   h.expert = h.begin + g.experts + 1;
   h.rank = h.expert + most;
   h.physical = h.rank + most;
@@ -55,9 +66,11 @@ FSSDP_FN Holders holders_at(const i32* at, const Group& g) {
   h.shared_held = h.held + most;
   h.stretch_begin = h.shared_held + most;
   h.stretch_end = h.stretch_begin + most;
+  h.place = h.stretch_end + most;
+  h.holders = (const u64*)(at + holders_begin(g));
   return h;
 }
-FSSDP_FN i32 holders_size(const Group& g) { return 2 + g.experts + 7 * g.ranks * g.per_rank; }
+FSSDP_FN i32 holders_size(const Group& g) { return holders_begin(g) + 2 * g.experts * words_of(g); }
 FSSDP_FN i32 node_of(const Group& g, const Holders& h, i32 holder) { return g.node[h.rank[holder]]; }
 
 // What one source's tokens do: of those for an expert, in order, [0, last) go to its first holder, the next, up to its

@@ -83,8 +83,19 @@ class Host {
     return value;
   }
   float inverse(float value) const { return 1.0f / value; }
-  bool any(bool value) const { return value; }
-  void mark(i32* at, i32 value) const { __atomic_store_n(at, value, __ATOMIC_RELAXED); }
+  u64 either(u64 bits) const { return bits; }
+  template <class Is>
+  u64 bits(Is is) const {
+    u64 bits = 0;
+    for (i32 i = 0; i < 64; ++i) bits |= (u64)is(i) << i;
+    return bits;
+  }
+  i32 count_bits(u64 bits) const { return __builtin_popcountll(bits); }
+  i32 lowest_bit(u64 bits) const { return __builtin_ctzll(bits); }
+  template <class Int>
+  void add(Int* at, Int value) const {
+    __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
+  }
   void begins(Pass) const {}
   void walks(i32) const {}
   bool all(bool value) {

@@ -10,15 +10,19 @@
 // 3. Where no rank above the level reaches one below it, the ranks that cannot share their load equally among
 //    themselves at best: this is the new level (a cut; Dinkelbach's method finds the tightest in few rounds).
 //
-// One block. A *team* of lanes takes a rank at a time, a lane one of its holders. A holder's lane looks up itself what
-// leaves the other holders of its expert, so that one pass both brings tokens to ranks and takes others from them. The
-// lanes of a warp add up together: all teams of a warp come to a sum, or none (`ranks_end`). Whatever one thread writes and
-// another reads has a barrier between (`all`); how many there are is what the time depends on: bench/quota_steps.py counts
-// them. Loops are not unrolled except where loads would wait for each other: the code of all passes has to stay in the
+// One block. A *team* of lanes takes a rank at a time, a lane one of its holders. The lanes of a warp add up together: all
+// teams of a warp come to a sum, or none (`places_end`). Whatever one thread writes and another reads has a barrier between
+// (`all`). Loops are not unrolled except where loads would wait for each other: the code of all passes has to stay in the
 // instruction cache, since each runs many times.
 //
+// Sets of ranks are bits, 64 to a word, in the order of nodes: bit `place`. A search of the ranks at each distance, the
+// *levels*, is a few words of logic per rank; where all ranks fit into one word, every warp makes it for itself, without a
+// barrier. What leaves an expert's holders at one level is added up per expert and per stretch (integers: in any order), and
+// dealt out by the bits of the next level, so that a push walks over no holders but those of its ranks.
+//
 // Int is the type of numbers of tokens: 32 bits, with all tables and working arrays in shared memory; or 64 bits in global
-// memory, where shared memory is too small, or a level on all ranks is 2^31 tokens and more. Both give the same numbers.
+// memory, where shared memory is too small, or a level on all ranks is 2^31 tokens and more. Words: 1, where there are 64
+// ranks at most; 0: any number. All give the same numbers.
 #pragma once
 #include "gate.cuh"
 
@@ -26,56 +30,64 @@ namespace fssdp {
 
 enum { LOCAL_ROUNDS = 3, MAX_ROUNDS = 256, MAX_DEPTH = 4096 };  // MAX_DEPTH: distances looked at, over all rounds
 enum { SLACK = 4096 };  // the level may lie a part in SLACK above the least possible: it saves rounds
-enum { FAR = 1 << 30 };
-// Passes over ranks, each with a barrier behind it; a policy may count them (`begins`).
-enum Pass { ROUND, LABEL, RAISE, PUSH, ACCEPT, PASSES };
+// What a policy may count (`begins`): passes over ranks, each with a barrier behind it, and levels of a search. REACH: the
+// second pass of a round in which tokens stay on their nodes.
+enum Pass { ROUND, LEVEL, RAISE, PUSH, ACCEPT, REACH, PASSES };
 enum { NO_WAY = 0, IN_NODE = 1, ANYWHERE = 2 };
 
 template <class Int>
 struct Work {
-  Int* by_node;   // [K, E] tokens that start on a node
-  Int* served;    // [C] tokens that a holder serves
-  Int* taken;     // [C] of them, leaving by the last push of its rank, below zero: on its node; first the even start, at
-                  // the end those that start on the holder's rank
-  Int* room;      // [C] below the level, of the holder's rank, where it is below
-  Int* accepted;  // [C] of what came to it, where its rank is below the level
-  Int* surplus;   // [C] tokens of the holder's stretch that do not start on its node, where its way is ANYWHERE
-  Int* base;      // [R] tokens of experts with one holder
-  Int* load;      // [R]
-  i64* partial;   // [threads]
-  i32* depth;     // [R] pushes from a rank to one below the level
-  i32* label;     // [2, C] the same of the holder's rank, in this round and the one before, in turns
-  i32* way;       // [C] whether the holder's tokens can leave by a push from its rank, and how far
-  i32* near;      // [2, E] the label, by its number in the whole run, that one of the expert's ranks got last
-  i32* near_in;   // [2, C] the same of one of the ranks of a stretch, by its first holder
-  i32* leaving;   // [2, E] the push, by its number in the whole run, in which tokens of the expert left a rank last
-  i32* found;     // [2] the last label, by its number, that a rank got
+  i64* partial;  // [threads]
+  u64* reach;    // [R, words] of a place: ranks to which tokens can go from it by one push
+  u64* levels;   // [R + 1, words] ranks that are so many pushes from one below the level
+  u64* known;    // [words] ranks at some level, where these are several words
+  Int* by_node;  // [K, E] tokens that start on a node
+  Int* served;   // [C] tokens that a holder serves
+  Int* taken;    // [C] of them, leaving by the last push of its rank; or coming, below the level; first the even start, at
+                 // the end those that start on the holder's rank
+  Int* surplus;  // [C] tokens of the holder's stretch that do not start on its node, while tokens stay on their nodes
+  Int* base;     // [R] of a place: tokens of experts with one holder
+  Int* load;     // [R] of a place
+  Int* moved;    // [3, E + C] of three pushes in turn: tokens that left an expert's holders for any node, and, by the first
+                 // holder of a stretch, for the same node
+  Int* rest;     // [2, E] of two rounds in turn: tokens that left for ranks below the level and were not accepted
 };
 // `at`: aligned to 8 bytes.
 template <class Int>
 FSSDP_FN Work<Int> work_at(i64* at, const Group& g, u32 threads) {
-  const i32 most = g.ranks * g.per_rank;
+  const i32 most = g.ranks * g.per_rank, words = words_of(g);
   Work<Int> w;
   w.partial = at;
-  w.by_node = (Int*)(w.partial + threads);
+  w.reach = (u64*)(w.partial + threads);
+  w.levels = w.reach + (i64)g.ranks * words;
+  w.known = w.levels + (i64)(g.ranks + 1) * words;
+  w.by_node = (Int*)(w.known + words);
   w.served = w.by_node + (i64)g.nodes * g.experts;
   w.taken = w.served + most;
-  w.room = w.taken + most;
-  w.accepted = w.room + most;
-  w.surplus = w.accepted + most;
+  w.surplus = w.taken + most;
   w.base = w.surplus + most;
   w.load = w.base + g.ranks;
-  w.depth = (i32*)(w.load + g.ranks);
-  w.label = w.depth + g.ranks;
-  w.way = w.label + 2 * most;
-  w.near = w.way + most;
-  w.near_in = w.near + 2 * g.experts;
-  w.leaving = w.near_in + 2 * most;
-  w.found = w.leaving + 2 * g.experts;
+  w.moved = w.load + g.ranks;
+  w.rest = w.moved + 3 * (g.experts + most);
   return w;
 }
 
-template <class Int, class Thread>
+// A set of ranks: the word itself, where there is one; else where its words are.
+template <i32 Words>
+struct RankSet {
+  u64 bits;
+  FSSDP_FN u64 word(i32) const { return bits; }
+};
+template <>
+struct RankSet<0> {
+  const u64* at;
+  FSSDP_FN u64 word(i32 v) const { return at[v]; }
+};
+// The bits of the places from `first` to before `last` in word v.
+FSSDP_FN u64 bits_below(i32 place) { return place >= 64 ? ~0ull : place > 0 ? (1ull << place) - 1 : 0; }
+FSSDP_FN u64 bits_between(i32 v, i32 first, i32 last) { return bits_below(last - 64 * v) & ~bits_below(first - 64 * v); }
+
+template <class Int, i32 Words, class Thread>
 struct Quotas {
   Thread& th;
   const Group& g;
@@ -85,14 +97,17 @@ struct Quotas {
   bool local;     // tokens leave a node only if they do not start there
   bool returning;  // not all that the last push took was accepted
   i32 round;
-  i32 labels;  // passes that gave ranks a label, in all rounds
-  i32 pushed;  // and those that took tokens from ranks
+  i32 pushed;  // passes that took tokens from ranks, in all rounds
+  // RankSet at the level that pushes next, at the one that it pushes to, and at any.
+  RankSet<Words> here, next, known;
 
   FSSDP_FN bool is_shared(i32 expert) const { return h.begin[expert + 1] - h.begin[expert] > 1; }
-  // The n-th shared holder of a rank, or -1.
-  FSSDP_FN i32 shared_in(i32 rank, i32 n) const {
-    return n < h.most_shared ? h.shared_held[rank * g.per_rank + n] : -1;
+  // The n-th shared holder of the rank at a place, or -1.
+  FSSDP_FN i32 shared_in(i32 place, i32 n) const {
+    return n < h.most_shared ? h.shared_held[place * g.per_rank + n] : -1;
   }
+  FSSDP_FN i32 words() const { return Words ? Words : words_of(g); }
+  FSSDP_FN bool has(const RankSet<Words>& ranks, i32 place) const { return ranks.word(place / 64) >> place % 64 & 1; }
   FSSDP_FN Int total(i32 expert) const {
     Int sum = 0;
     FSSDP_UNROLL_4
@@ -101,13 +116,16 @@ struct Quotas {
   }
   // All teams of a warp go through a loop over ranks as often as one of them, and all lanes of a team through one over
   // its holders.
-  FSSDP_FN i32 ranks_end() const { return (g.ranks + th.warp_teams() - 1) / th.warp_teams() * th.warp_teams(); }
+  FSSDP_FN i32 places_end() const { return (g.ranks + th.warp_teams() - 1) / th.warp_teams() * th.warp_teams(); }
   FSSDP_FN i32 shared_end() const { return (h.most_shared + th.lanes() - 1) / th.lanes() * th.lanes(); }
-  FSSDP_FN i32* labels_of(i32 which) const { return w.label + which % 2 * g.ranks * g.per_rank; }
   FSSDP_FN Int level_of(Int tokens, Int ranks) const {
     const Int mean = (tokens + ranks - 1) / ranks;
     return mean + mean / SLACK;
   }
+
+  FSSDP_FN i32 moved_size() const { return g.experts + g.ranks * g.per_rank; }
+  FSSDP_FN Int* moved_by(i32 push) const { return w.moved + push % 3 * moved_size(); }
+  FSSDP_FN Int* rest_of(i32 which) const { return w.rest + which % 2 * g.experts; }
 
   // The largest sum there is: of what all ranks have below the level.
   FSSDP_FN bool fits() const { return sizeof(Int) > sizeof(i32) || (i64)level * g.ranks < (1ll << 31); }
@@ -126,7 +144,7 @@ struct Quotas {
       mine += sum;
     }
     FSSDP_ROLLED
-    for (i32 i = th.id(); i < 4 * g.experts + 2 * g.ranks * g.per_rank + 2; i += th.count()) w.near[i] = 0;
+    for (i32 i = th.id(); i < 3 * moved_size(); i += th.count()) w.moved[i] = 0;
     mine = th.warp_sum(mine);
     if (th.in_warp() == 0) w.partial[th.warp()] = mine;
     th.all(true);
@@ -140,7 +158,7 @@ struct Quotas {
 
   FSSDP_FN void deal_local() {
     FSSDP_ROLLED
-    for (i32 r = th.team(); r < ranks_end(); r += th.teams()) {
+    for (i32 r = th.team(); r < places_end(); r += th.teams()) {
       Int base = 0, dealt = 0;
       FSSDP_ROLLED
       for (i32 slot = th.lane(); r < g.ranks && slot < g.per_rank; slot += th.lanes()) {
@@ -158,8 +176,8 @@ struct Quotas {
       base = th.sum(base);
       dealt = th.sum(dealt);
       if (th.lane() != 0 || r >= g.ranks) continue;
-      w.base[r] = base;
-      w.load[r] = base + dealt;
+      w.base[g.place[r]] = base;
+      w.load[g.place[r]] = base + dealt;
     }
     th.all(true);
   }
@@ -173,124 +191,178 @@ struct Quotas {
       th.walks(end - begin);
       FSSDP_UNROLL_4
       for (i32 d = begin; d < end; ++d) {
-        const Int below = positive(level - w.load[h.rank[d]]);
+        const Int below = positive(level - w.load[h.place[d]]);
         here += w.taken[d];
         room += below;
         if (d < c) before += below;
       }
       const Int foreign = total(expert) - here;
       const Deal<Int, Thread> deal(th, room ? room : end - begin);
-      const Int own = room ? positive(level - w.load[h.rank[c]]) : 1;
+      const Int own = room ? positive(level - w.load[h.place[c]]) : 1;
       w.served[c] = w.taken[c] + deal.part(foreign, room ? before : c - begin, own);
     }
     th.all(true);
   }
 
-  // A rank has got the newest label: its experts are near.
-  FSSDP_FN void mark(i32 rank, i32 pushes) {
-    FSSDP_ROLLED
-    for (i32 n = th.lane(); n < h.most_shared; n += th.lanes()) {
-      const i32 c = shared_in(rank, n);
-      if (c < 0) break;
-      labels_of(round)[c] = pushes;
-      // Several threads may write the same number there.
-      th.mark(w.near + labels % 2 * g.experts + h.expert[c], labels);
-      th.mark(w.near_in + labels % 2 * g.ranks * g.per_rank + h.stretch_begin[c], labels);
-    }
-  }
-
-  // What left a holder by the last push and was not accepted: it stays where it was.
-  FSSDP_FN Int given_back(i32 c) const {
+  // What left a holder by the last push and was not accepted: it stays where it was. `place`: of its rank.
+  FSSDP_FN Int given_back(i32 c, i32 place) const {
     const i32 expert = h.expert[c];
-    const i32* label = labels_of(round - 1);
-    if (w.leaving[pushed % 2 * g.experts + expert] != pushed || label[c] != 1) return 0;
-    Int all = 0, accepted = 0, before = 0;
+    const Int rest = rest_of(round - 1)[expert];
+    const u64* pushing = w.levels + words();
+    if (!rest || !(pushing[place / 64] >> place % 64 & 1)) return 0;
+    Int all = 0, before = 0;
     th.walks(h.begin[expert + 1] - h.begin[expert]);
     FSSDP_UNROLL_4
     for (i32 d = h.begin[expert]; d < h.begin[expert + 1]; ++d) {
-      if (label[d] == 0) accepted += w.accepted[d];
-      const Int taken = label[d] == 1 ? magnitude(w.taken[d]) : 0;
+      const bool pushes = pushing[h.place[d] / 64] >> h.place[d] % 64 & 1;
+      const Int taken = pushes ? w.taken[d] : 0;
       all += taken;
       if (d < c) before += taken;
     }
-    return Deal<Int, Thread>(th, all).part(all - accepted, before, magnitude(w.taken[c]));
+    return Deal<Int, Thread>(th, all).part(rest, before, w.taken[c]);
   }
 
-  // Begins a round: loads, and which ranks are below the level. False: no rank is above it.
+  // Begins a round: loads, and to which ranks tokens can go. False: no rank is above the level.
   FSSDP_FN bool begin_round() {
     th.begins(ROUND);
-    ++labels;
-    ++round;
+    if (++round > LOCAL_ROUNDS) local = false;
+    FSSDP_ROLLED
+    for (i32 e = th.id(); e < g.experts; e += th.count()) rest_of(round)[e] = 0;
     bool balanced = true;
     FSSDP_ROLLED
-    for (i32 r = th.team(); r < ranks_end(); r += th.teams()) {
+    for (i32 p = th.team(); p < places_end(); p += th.teams()) {
       Int load = 0;
       FSSDP_ROLLED
-      for (i32 n = th.lane(); r < g.ranks && n < h.most_shared; n += th.lanes()) {
-        const i32 c = shared_in(r, n);
-        if (c < 0) break;
-        if (returning) w.served[c] += given_back(c);
-        load += w.served[c];
+      for (i32 v = 0; v < words(); ++v) {
+        u64 bits = 0;
+        FSSDP_ROLLED
+        for (i32 n = th.lane(); p < g.ranks && n < h.most_shared; n += th.lanes()) {
+          const i32 c = shared_in(p, n);
+          if (c < 0) break;
+          if (v == 0 && returning) w.served[c] += given_back(c, p);
+          const Int served = w.served[c];
+          if (v == 0) load += served;
+          if (served > 0 && !local) bits |= h.holding(h.expert[c], v);
+        }
+        if (!local) reaches(p, v, bits);
       }
       load = th.sum(load);
-      if (r >= g.ranks) continue;
-      load += w.base[r];
-      if (th.lane() == 0) w.load[r] = load;
-      if (th.lane() == 0) w.depth[r] = load < level ? 0 : FAR;
-      FSSDP_ROLLED
-      for (i32 n = th.lane(); n < h.most_shared; n += th.lanes()) {
-        const i32 c = shared_in(r, n);
-        if (c < 0) break;
-        labels_of(round)[c] = FAR;
-        w.room[c] = level - load;
-      }
-      if (load < level) mark(r, 0);
+      if (p >= g.ranks) continue;
+      load += w.base[p];
+      if (th.lane() == 0) w.load[p] = load;
       balanced = balanced && load <= level;
     }
     returning = false;
     return !th.all(balanced);
   }
 
-  // The way of a holder's tokens from a rank without a label to one that got the label before this one.
-  FSSDP_FN i32 way_of(i32 c) const {
-    const i32 before = labels - 1;
-    if (w.near_in[before % 2 * g.ranks * g.per_rank + h.stretch_begin[c]] == before) return IN_NODE;
-    if (w.near[before % 2 * g.experts + h.expert[c]] != before) return NO_WAY;
-    if (!local) return ANYWHERE;
-    Int sum = -w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
-    FSSDP_ROLLED
-    for (i32 d = h.stretch_begin[c]; d < h.stretch_end[c]; ++d) sum += w.served[d];
-    w.surplus[c] = sum;
-    return sum > 0 ? ANYWHERE : NO_WAY;
+  // `bits`: those that a lane knows of.
+  FSSDP_FN void reaches(i32 place, i32 v, u64 bits) const {
+    bits = th.either(bits);
+    if (th.lane() == 0 && place < g.ranks) w.reach[(i64)place * words() + v] = bits;
   }
 
-  // Labels ranks whose tokens need so many pushes. `all`: every rank above the level has a label now. False: no new one.
-  FSSDP_FN bool label(i32 pushes, bool& all) {
-    th.begins(LABEL);
-    ++labels;
-    bool mine = true;
+  // To which ranks tokens can go while none leaves a node on which it starts.
+  FSSDP_FN void reach_in_nodes() {
+    th.begins(REACH);
     FSSDP_ROLLED
-    for (i32 r = th.team(); r < ranks_end(); r += th.teams()) {
-      const bool open = r < g.ranks && w.depth[r] == FAR;
-      if (!th.warp_any(open)) continue;
-      bool found = false;
+    for (i32 p = th.team(); p < places_end(); p += th.teams()) {
       FSSDP_ROLLED
-      for (i32 n = th.lane(); open && n < h.most_shared; n += th.lanes()) {
-        const i32 c = shared_in(r, n);
-        if (c < 0) break;
-        w.way[c] = way_of(c);
-        found = found || (w.way[c] != NO_WAY && w.served[c] > 0);
-      }
-      if (th.any(found)) {
-        mark(r, pushes);
-        if (th.lane() == 0) w.depth[r] = pushes;
-        if (th.lane() == 0) th.mark(w.found + labels % 2, labels);
-      } else if (open) {
-        mine = mine && w.load[r] <= level;
+      for (i32 v = 0; v < words(); ++v) {
+        u64 bits = 0;
+        FSSDP_ROLLED
+        for (i32 n = th.lane(); p < g.ranks && n < h.most_shared; n += th.lanes()) {
+          const i32 c = shared_in(p, n);
+          if (c < 0) break;
+          if (v == 0) w.surplus[c] = surplus_of(c);
+          if (w.served[c] <= 0) continue;
+          const u64 all = h.holding(h.expert[c], v);
+          bits |= w.surplus[c] > 0 ? all : all & bits_between(v, g.node_begin[p], g.node_end[p]);
+        }
+        reaches(p, v, bits);
       }
     }
-    all = th.all(mine);
-    return w.found[labels % 2] == labels;
+    th.all(true);
+  }
+  FSSDP_FN Int surplus_of(i32 c) const {
+    Int sum = -w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
+    FSSDP_UNROLL_4
+    for (i32 d = h.stretch_begin[c]; d < h.stretch_end[c]; ++d) sum += w.served[d];
+    return sum;
+  }
+
+  // Finds the levels, until every rank above the level is at one, or no further rank: false. `deepest`: the last level;
+  // `depths` counts them.
+  FSSDP_FN bool search(i32& deepest, i32& depths) {
+    deepest = 0;
+    if constexpr (Words == 1) {
+      const u64 above = th.bits([&](i32 p) { return p < g.ranks && w.load[p] > level; });
+      here.bits = th.bits([&](i32 p) { return p < g.ranks && w.load[p] < level; });
+      known = here;
+      if (th.id() == 0) w.levels[0] = here.bits;
+      FSSDP_ROLLED
+      while (above & ~known.bits) {
+        th.begins(LEVEL);
+        ++depths;
+        const u64 open = ~known.bits, last = here.bits;
+        const u64 found = th.bits([&](i32 p) { return p < g.ranks && open >> p & 1 && (w.reach[p] & last); });
+        if (!found) return false;
+        next.bits = last;
+        here.bits = found;
+        known.bits |= found;
+        ++deepest;
+        if (th.id() == 0) w.levels[deepest] = found;
+      }
+      return true;
+    } else {
+      FSSDP_ROLLED
+      for (i32 v = th.warp(); v < words(); v += th.warps()) {
+        const u64 below = th.bits([&](i32 i) { return 64 * v + i < g.ranks && w.load[64 * v + i] < level; });
+        if (th.in_warp() == 0) w.levels[v] = w.known[v] = below;
+      }
+      th.all(true);
+      known.at = w.known;
+      bool all = false, none = false;
+      FSSDP_ROLLED
+      while (!all && !none) {
+        all = find_level(deepest + 1, none);
+        if (!none) ++deepest;
+        ++depths;
+      }
+      here.at = w.levels + (i64)deepest * words();
+      next.at = here.at - words();
+      return all;
+    }
+  }
+
+  // Where a set of ranks is several words. RankSet that are so many pushes from one below the level; `none`: there are none.
+  // True: every rank above the level is known.
+  FSSDP_FN bool find_level(i32 pushes, bool& none) const {
+    th.begins(LEVEL);
+    const u64* last = w.levels + (i64)(pushes - 1) * words();
+    bool all = true;
+    none = true;
+    FSSDP_ROLLED
+    for (i32 v = th.warp(); v < words(); v += th.warps()) {
+      const u64 known = w.known[v];
+      const u64 found = th.bits([&](i32 i) {
+        const i32 p = 64 * v + i;
+        u64 meet = 0;
+        if (p >= g.ranks || known >> i & 1) return false;
+        FSSDP_UNROLL_4
+        for (i32 u = 0; u < words(); ++u) meet |= w.reach[(i64)p * words() + u] & last[u];
+        return meet != 0;
+      });
+      const u64 above = th.bits([&](i32 i) { return 64 * v + i < g.ranks && w.load[64 * v + i] > level; });
+      if (th.in_warp() == 0) {
+        w.levels[(i64)pushes * words() + v] = found;
+        w.known[v] = known | found;
+      }
+      all = all && !(above & ~known & ~found);
+      none = none && !found;
+    }
+    none = th.all(none);
+    return th.all(all);
   }
 
   // Some rank above the level reaches none below it: a higher level.
@@ -298,15 +370,28 @@ struct Quotas {
     th.begins(RAISE);
     Int tokens = 0, ranks = 0;
     FSSDP_ROLLED
-    for (i32 r = th.in_warp(); r < g.ranks; r += th.warp_size())
-      if (w.depth[r] == FAR) {
-        tokens += w.load[r];
+    for (i32 p = th.in_warp(); p < g.ranks; p += th.warp_size())
+      if (!has(known, p)) {
+        tokens += w.load[p];
         ++ranks;
       }
     tokens = th.warp_sum(tokens);
-    const Int next = level_of(tokens, th.warp_sum(ranks));
-    level = next > level ? next : level + 1;
+    const Int higher = level_of(tokens, th.warp_sum(ranks));
+    level = higher > level ? higher : level + 1;
     th.all(true);
+  }
+
+  // How the tokens of a holder on the rank at `place` can leave by a push.
+  FSSDP_FN i32 way_of(i32 c, i32 place) const {
+    u64 inside = 0, all = 0;
+    FSSDP_ROLLED
+    for (i32 v = 0; v < words(); ++v) {
+      const u64 near = h.holding(h.expert[c], v) & next.word(v);
+      all |= near;
+      inside |= near & bits_between(v, g.node_begin[place], g.node_end[place]);
+    }
+    if (inside) return IN_NODE;
+    return all && (!local || w.surplus[c] > 0) ? ANYWHERE : NO_WAY;
   }
 
   FSSDP_FN Int may_leave(i32 c, i32 way) const {
@@ -314,81 +399,105 @@ struct Quotas {
     return local && way == ANYWHERE ? least(w.served[c], w.surplus[c]) : w.served[c];
   }
 
-  // What comes to a holder of a rank at `pushes`: its part of what the push before took from the holders of its expert one
-  // push farther, on the same node or on all.
-  FSSDP_FN Int coming(i32 c, i32 pushes, i32 push) const {
-    const i32 expert = h.expert[c], first = h.stretch_begin[c], last = h.stretch_end[c];
-    if (w.leaving[push % 2 * g.experts + expert] != push) return 0;
-    const i32* label = labels_of(round);
-    Int anywhere = 0, inside = 0, all = 0, before = 0, whole = 0, before_in = 0;
-    th.walks(h.begin[expert + 1] - h.begin[expert]);
-    FSSDP_UNROLL_4
-    for (i32 d = h.begin[expert]; d < h.begin[expert + 1]; ++d) {
-      const bool in = first <= d && d < last;
-      const Int taken = label[d] == pushes + 1 ? w.taken[d] : 0;
-      anywhere += positive(taken);
-      if (in) inside += positive(-taken);
-      const Int weight = label[d] != pushes ? 0 : pushes ? 1 : w.room[d];
-      all += weight;
-      if (in) whole += weight;
-      if (d < c) before += weight;
-      if (d < first) before_in += weight;
-    }
-    const Int own = pushes ? 1 : w.room[c];
+  // The sum over an expert's holders at this level: of each its room below the level, at 0, and else 1.
+  FSSDP_FN Int weight(i32 expert, i32 first, i32 last, i32 pushes) const {
     Int sum = 0;
-    if (anywhere) sum += Deal<Int, Thread>(th, all).part(anywhere, before, own);
-    if (inside) sum += Deal<Int, Thread>(th, whole).part(inside, before - before_in, own);
+    FSSDP_ROLLED
+    for (i32 v = Words ? 0 : first / 64; v < words() && 64 * v < last; ++v) {
+      u64 bits = h.holding(expert, v) & here.word(v) & bits_between(v, first, last);
+      if (pushes) {
+        sum += th.count_bits(bits);
+        continue;
+      }
+      th.walks(th.count_bits(bits));
+      FSSDP_ROLLED
+      for (; bits; bits &= bits - 1) sum += level - w.load[64 * v + th.lowest_bit(bits)];
+    }
     return sum;
   }
 
-  // Ranks at `pushes` get what was taken for them. What they then have above the level they let go out of what they serve:
-  // first what stays on its node. Ranks below the level, at 0, accept no more than they have room for. `before`: the push
+  // What comes to a holder of a rank at `pushes`: its part of what the push before took from the holders of its expert one
+  // push farther, on the same node or on all. `moved`: by that push.
+  FSSDP_FN Int coming(i32 c, i32 place, i32 pushes, const Int* moved) const {
+    const i32 expert = h.expert[c];
+    const Int anywhere = moved[expert], inside = moved[g.experts + h.stretch_begin[c]];
+    if (!(anywhere | inside)) return 0;
+    const i32 first = g.node_begin[place], last = g.node_end[place];
+    const Int ahead = weight(expert, 0, first, pushes), before_in = weight(expert, first, place, pushes);
+    const Int own = pushes ? 1 : level - w.load[place];
+    const Int whole = before_in + weight(expert, place, last, pushes);
+    Int sum = 0;
+    if (anywhere) {
+      const Int all = ahead + whole + weight(expert, last, g.ranks, pushes);
+      sum += Deal<Int, Thread>(th, all).part(anywhere, ahead + before_in, own);
+    }
+    if (inside) sum += Deal<Int, Thread>(th, whole).part(inside, before_in, own);
+    return sum;
+  }
+
+  // RankSet at `pushes` get what was taken for them. What they then have above the level they let go out of what they serve:
+  // first what stays on its node. RankSet below the level, at 0, accept no more than they have room for. `before`: the push
   // before took something. False: no rank had anything above the level.
   FSSDP_FN bool push(i32 pushes, bool before) {
     th.begins(pushes ? PUSH : ACCEPT);
-    const i32 last = pushed;
+    const Int* came = moved_by(pushed);
     if (pushes) ++pushed;
+    Int* leaving = moved_by(pushed);
+    FSSDP_ROLLED
+    for (i32 i = th.id(); pushes && i < moved_size(); i += th.count()) moved_by(pushed + 1)[i] = 0;
     bool none = true;
     FSSDP_ROLLED
-    for (i32 r = th.team(); r < ranks_end(); r += th.teams()) {
-      const bool mine = r < g.ranks && w.depth[r] == pushes;
+    for (i32 p = th.team(); p < places_end(); p += th.teams()) {
+      const bool mine = p < g.ranks && has(here, p);
       if (!th.warp_any(mine)) continue;
       Int load = 0, inside = 0;
       FSSDP_ROLLED
       for (i32 n = th.lane(); mine && n < h.most_shared; n += th.lanes()) {
-        const i32 c = shared_in(r, n);
+        const i32 c = shared_in(p, n);
         if (c < 0) break;
-        const Int here = (before ? coming(c, pushes, last) : 0) + (pushes ? w.served[c] : 0);
-        (pushes ? w.served : w.accepted)[c] = here;
-        load += here;
-        if (pushes && w.way[c] == IN_NODE) inside += here;
+        const Int got = (before ? coming(c, p, pushes, came) : 0) + (pushes ? w.served[c] : 0);
+        (pushes ? w.served : w.taken)[c] = got;
+        load += got;
+        if (pushes && way_of(c, p) == IN_NODE) inside += got;
       }
       load = th.sum(load);
       inside = th.sum(inside);
-      const Int above = mine ? positive((pushes ? w.base : w.load)[r] + load - level) : 0;
+      const Int above = mine ? positive((pushes ? w.base : w.load)[p] + load - level) : 0;
       none = none && !above;
       Running<Int> near = {0}, far = {0};
       FSSDP_ROLLED
       for (i32 n = th.lane(); n < shared_end(); n += th.lanes()) {
-        const i32 c = mine ? shared_in(r, n) : -1, way = c < 0 || !pushes ? (i32)NO_WAY : w.way[c];
+        const i32 c = mine ? shared_in(p, n) : -1, way = c < 0 || !pushes ? (i32)NO_WAY : way_of(c, p);
         const Int most = may_leave(c, way), of_near = way == IN_NODE ? most : 0;
-        const Int of_far = c >= 0 && !pushes ? w.accepted[c] : most - of_near;
+        const Int of_far = c >= 0 && !pushes ? w.taken[c] : most - of_near;
         const Int upto_near = near.upto(th, of_near), upto_far = far.upto(th, of_far);
         if (c < 0) continue;
         if (pushes) {
           const Int ahead = way == IN_NODE ? upto_near - most : inside + upto_far - most;
           const Int taken = least(most, positive(above - ahead));
-          w.taken[c] = way == IN_NODE ? -taken : taken;
+          w.taken[c] = taken;
+          if (!taken) continue;
           w.served[c] -= taken;
-          if (taken) th.mark(w.leaving + pushed % 2 * g.experts + h.expert[c], pushed);
+          th.add(leaving + (way == IN_NODE ? g.experts + h.stretch_begin[c] : h.expert[c]), taken);
+          if (pushes == 1) th.add(rest_of(round) + h.expert[c], taken);
         } else {
           const Int fits = Deal<Int, Thread>(th, load).part(load - above, upto_far - of_far, of_far);
-          w.accepted[c] = above ? least(of_far, fits) : of_far;
-          w.served[c] += w.accepted[c];
+          const Int accepted = above ? least(of_far, fits) : of_far;
+          if (!accepted) continue;
+          w.served[c] += accepted;
+          th.add(rest_of(round) + h.expert[c], -accepted);
         }
       }
     }
-    return !th.all(none);
+    here = next;
+    if constexpr (Words == 1) {
+      const bool moved = !th.all(none);
+      if (pushes > 1) next.bits = w.levels[pushes - 2];
+      return moved;
+    } else {
+      next.at -= words();
+      return !th.all(none);
+    }
   }
 
   // False: Int is too small.
@@ -398,16 +507,9 @@ struct Quotas {
     // The last time, nothing begins but what was not accepted is given back.
     FSSDP_ROLLED
     while (begin_round() && round <= MAX_ROUNDS && depths < MAX_DEPTH) {
-      if (round > LOCAL_ROUNDS) local = false;
-      i32 deepest = 0;
-      bool all = false, found = true;
-      FSSDP_ROLLED
-      while (found && !all) {
-        found = label(deepest + 1, all);
-        if (found) ++deepest;
-        ++depths;
-      }
-      if (!all && !local) {
+      if (local) reach_in_nodes();
+      i32 deepest;
+      if (!search(deepest, depths) && !local) {
         raise();
         if (!fits()) return false;
         continue;

@@ -53,7 +53,18 @@ class Lanes : public Host {
   Int warp_sum(Int value) {
     return (Int)over(value, 0, warp_size());
   }
-  bool any(bool value) { return sum<i64>(value) != 0; }
+  u64 either(u64 bits) {
+    u64 all = 0;
+    for (i32 half = 0; half < 2; ++half)  // bit by bit, since `over` adds
+      for (i32 i = 32 * half; i < 32 * half + 32; ++i) all |= (u64)(sum<i64>(bits >> i & 1) != 0) << i;
+    return all;
+  }
+  template <class Is>
+  u64 bits(Is is) {
+    u64 own = 0;
+    for (i32 i = in_warp(); i < 64; i += warp_size()) own |= (u64)is(i) << i;
+    return (u64)warp_sum<i64>((i64)own);
+  }
   bool warp_any(bool value) { return warp_sum<i64>(value) != 0; }
 
  private:

@@ -136,7 +136,11 @@ FSSDP_FN void deal_source(Thread& th, const Sources<Int>& sources, i32 own, i32 
 // Quotas of all holders. False: Int is too small.
 template <class Int, class Thread>
 FSSDP_FN bool solve(Thread& th, const Group& g, const Holders& h, const Work<Int>& w, const i32* loads) {
-  if (!Quotas<Int, Thread>{th, g, h, w, 0, false, false, 0, 0, 0}.solve(loads)) return false;
+  if (sizeof(Int) == sizeof(i32) && g.ranks <= 64) {
+    if (!Quotas<Int, 1, Thread>{th, g, h, w, 0, false, false, 0, 0, {}, {}, {}}.solve(loads)) return false;
+  } else if (!Quotas<Int, 0, Thread>{th, g, h, w, 0, false, false, 0, 0, {}, {}, {}}.solve(loads)) {
+    return false;
+  }
   Sources<Int>{g, h, w, loads}.keep(th);
   return true;
 }
@@ -156,11 +160,12 @@ FSSDP_FN void quotas(Thread& th, const i32* group, const i32* holders, const i32
     const Group far = group_at(group);
     i32* at = (i32*)shared;
     copy_table(th, at, group, group_size(far));
-    copy_table(th, at + group_size(far), holders, holders_size(far));
+    const i32 group_words = (group_size(far) + 1) / 2;  // of 8 bytes
+    copy_table(th, at + 2 * group_words, holders, holders_size(far));
     th.all(true);
     const Group g = group_at(at);
-    const Holders h = holders_at(at + group_size(far), g);
-    const Work<i32> w = work_at<i32>(shared + (group_size(far) + holders_size(far) + 1) / 2, g, th.count());
+    const Holders h = holders_at(at + 2 * group_words, g);
+    const Work<i32> w = work_at<i32>(shared + group_words + holders_size(far) / 2, g, th.count());
     if (solve<i32>(th, g, h, w, loads)) {
       deal_source(th, Sources<i32>{g, h, w, loads}, own, rank, parts);
       return;

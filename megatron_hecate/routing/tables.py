@@ -68,34 +68,46 @@ class GroupShape:
         sources = np.bincount(np.asarray(self.source_rank, np.int64), minlength=len(ranks))[self.by_node]
         in_node = np.bincount(world.node_index)
         sizes = [self.num_experts, len(ranks), self.slots_per_rank, len(self.source_rank), world.num_nodes]
-        parts = [sizes, world.node_index, place, _running(sources), _running(in_node), self.order]
+        first = _running(in_node)
+        bounds = [bound[world.node_index[self.by_node]] for bound in (first[:-1], first[1:])]
+        parts = [sizes, world.node_index, place, _running(sources), first, *bounds, self.order]
         return np.concatenate(parts).astype(np.int32)
 
     def work_size(self, threads: int) -> int:
         """int64 numbers of the kernel's working arrays for ``threads`` threads, where it counts with 64 bits; as
         `work_at` in ``kernels/quotas.cuh``."""
-        return threads + self._token_numbers + (self._small_numbers + 1) // 2
+        return threads + self._sets + self._token_numbers
 
     def shared_bytes(self, threads: int) -> int:
         """Bytes of shared memory for all tables and working arrays, where the kernel counts with 32 bits."""
-        tables = len(self.table()) + self.holders_size
-        work = 2 * threads + self._token_numbers + self._small_numbers
-        return 8 * ((tables + 1) // 2 + (work + 1) // 2)
+        tables = (len(self.table()) + 1) // 2 + self.holders_size // 2
+        return 8 * (tables + threads + self._sets + (self._token_numbers + 1) // 2)
 
     @property
     def _token_numbers(self) -> int:
         """Numbers of tokens in the working arrays."""
-        return self.world.num_nodes * self.num_experts + 5 * self.num_physical + 2 * self.world.num_ranks
+        counted = 3 * self.num_physical + 2 * self.world.num_ranks + 3 * (self.num_experts + self.num_physical)
+        return (self.world.num_nodes + 2) * self.num_experts + counted
 
     @property
-    def _small_numbers(self) -> int:
-        """Other numbers there, always of 32 bits."""
-        return self.world.num_ranks + 5 * self.num_physical + 4 * self.num_experts + 2
+    def words(self) -> int:
+        """Words of 64 bits of a set of ranks."""
+        return (self.world.num_ranks + 63) // 64
+
+    @property
+    def _sets(self) -> int:
+        """Words of the sets in the working arrays."""
+        return (2 * self.world.num_ranks + 2) * self.words
 
     @property
     def holders_size(self) -> int:
         """int32 numbers of a placement's table."""
-        return 2 + self.num_experts + 7 * self.num_physical
+        return self.sets_begin + 2 * self.num_experts * self.words
+
+    @property
+    def sets_begin(self) -> int:
+        """Where in it the sets of ranks that hold an expert begin: a multiple of 8 bytes."""
+        return (2 + self.num_experts + 8 * self.num_physical + 1) // 2 * 2
 
     @property
     def parts_size(self) -> int:
@@ -135,15 +147,23 @@ class HolderOrder:
         held[self.physical] = np.arange(len(self.physical))
         is_shared = (held >= 0) & (count[self.expert[held]] > 1)
         by_rank = is_shared.reshape(-1, shape.slots_per_rank)
-        # Of each rank first those with further holders, in order.
+        # Of each rank first those with further holders, in order; ranks by node.
         first = np.argsort(~by_rank, axis=1, kind="stable")
-        shared_held = np.take_along_axis(np.where(is_shared, held, -1).reshape(by_rank.shape), first, axis=1)
+        shared_held = np.take_along_axis(np.where(is_shared, held, -1).reshape(by_rank.shape), first, axis=1)[shape.by_node]
+        place = np.empty(shape.world.num_ranks, np.int64)
+        place[shape.by_node] = np.arange(len(place))
         stretch = self.expert * shape.world.num_nodes + shape.world.node_index[self.rank]  # ascending
         bounds = (np.searchsorted(stretch, stretch, side=side) for side in ("left", "right"))
         parts = [[by_rank.sum(axis=1).max()], _running(count)]
         parts += [_padded(part, most) for part in (self.expert, self.rank, self.physical)]
-        parts += [held, shared_held.ravel(), *(_padded(bound, most) for bound in bounds)]
-        return np.concatenate(parts).astype(np.int32)
+        parts += [held, shared_held.ravel(), *(_padded(bound, most) for bound in (*bounds, place[self.rank]))]
+        table = np.zeros(shape.holders_size, np.int32)
+        numbers = np.concatenate(parts)
+        table[: len(numbers)] = numbers
+        holds = np.zeros((shape.num_experts, 64 * shape.words), bool)
+        holds[self.expert, place[self.rank]] = True
+        table[shape.sets_begin :] = np.packbits(holds, bitorder="little").view("<i4")
+        return table
 
 
 def _running(sizes: np.ndarray) -> np.ndarray:
