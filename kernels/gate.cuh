@@ -46,27 +46,32 @@ struct Holders {
   const i32* rank;       // [R * P] of a holder
   const i32* physical;   // [R * P] of a holder: rank * P + slot
   const i32* held;       // [R * P] the holder of each physical expert, or -1: an empty slot
-  const i32* shared_held;    // [R * P] of each place those whose experts have further holders, in order, then -1
   const i32* stretch_begin;  // [R * P] of a holder: the first of its stretch
   const i32* stretch_end;    // [R * P] and one more than the last
   const i32* place;          // [R * P] of a holder: that of its rank
+  // Entries: the shared holders, those whose experts have further ones. Of each place first its own, in order, then -1.
+  const i32* entry;          // [R * P] of a holder, or -1: place * P + a number
+  const i32* entry_expert;   // [R * P]
+  const i32* entry_stretch;  // [R * P] the first holder of its stretch
   const u64* holders;        // [E, words] places of the ranks that hold an expert
   i32 words;
   FSSDP_FN u64 holding(i32 expert, i32 v) const { return holders[(i64)expert * words + v]; }
 };
-FSSDP_FN i32 holders_begin(const Group& g) { return (2 + g.experts + 8 * g.ranks * g.per_rank + 1) / 2 * 2; }
+FSSDP_FN i32 holders_begin(const Group& g) { return (2 + g.experts + 10 * g.ranks * g.per_rank + 1) / 2 * 2; }
 // `at`: aligned to 8 bytes.
 FSSDP_FN Holders holders_at(const i32* at, const Group& g) {
   const i32 most = g.ranks * g.per_rank;
-  Holders h = {at[0], at + 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, words_of(g)};
+  Holders h = {at[0], at + 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, words_of(g)};
   h.expert = h.begin + g.experts + 1;
   h.rank = h.expert + most;
   h.physical = h.rank + most;
   h.held = h.physical + most;
-  h.shared_held = h.held + most;
-  h.stretch_begin = h.shared_held + most;
+  h.stretch_begin = h.held + most;
   h.stretch_end = h.stretch_begin + most;
   h.place = h.stretch_end + most;
+  h.entry = h.place + most;
+  h.entry_expert = h.entry + most;
+  h.entry_stretch = h.entry_expert + most;
   h.holders = (const u64*)(at + holders_begin(g));
   return h;
 }

@@ -42,15 +42,17 @@ struct Work {
   u64* levels;   // [R + 1, words] ranks that are so many pushes from one below the level
   u64* known;    // [words] ranks at some level, where these are several words
   Int* by_node;  // [K, E] tokens that start on a node
+  // Of the shared holders, by their entries (gate.cuh):
   Int* served;   // [C] tokens that a holder serves
-  Int* taken;    // [C] of them, leaving by the last push of its rank; or coming, below the level; first the even start, at
-                 // the end those that start on the holder's rank
+  Int* taken;    // [C] of them, leaving by the last push of its rank; first the even start
   Int* surplus;  // [C] tokens of the holder's stretch that do not start on its node, while tokens stay on their nodes
   Int* base;     // [R] of a place: tokens of experts with one holder
   Int* load;     // [R] of a place
   Int* moved;    // [3, E + C] of three pushes in turn: tokens that left an expert's holders for any node, and, by the first
                  // holder of a stretch, for the same node
   Int* rest;     // [2, E] of two rounds in turn: tokens that left for ranks below the level and were not accepted
+  Int* serves;   // [C] at the end, by holder: `served`
+  Int* kept;     // [C] and of these the tokens that start on the holder's rank
 };
 // `at`: aligned to 8 bytes.
 template <class Int>
@@ -69,6 +71,8 @@ FSSDP_FN Work<Int> work_at(i64* at, const Group& g, u32 threads) {
   w.load = w.base + g.ranks;
   w.moved = w.load + g.ranks;
   w.rest = w.moved + 3 * (g.experts + most);
+  w.serves = w.moved;  // nothing moves any more
+  w.kept = w.serves + most;
   return w;
 }
 
@@ -102,9 +106,9 @@ struct Quotas {
   RankSet<Words> here, next, known;
 
   FSSDP_FN bool is_shared(i32 expert) const { return h.begin[expert + 1] - h.begin[expert] > 1; }
-  // The n-th shared holder of the rank at a place, or -1.
-  FSSDP_FN i32 shared_in(i32 place, i32 n) const {
-    return n < h.most_shared ? h.shared_held[place * g.per_rank + n] : -1;
+  // The expert of a place's n-th entry, or -1.
+  FSSDP_FN i32 expert_of(i32 place, i32 n) const {
+    return n < h.most_shared ? h.entry_expert[place * g.per_rank + n] : -1;
   }
   FSSDP_FN i32 words() const { return Words ? Words : words_of(g); }
   FSSDP_FN bool has(const RankSet<Words>& ranks, i32 place) const { return ranks.word(place / 64) >> place % 64 & 1; }
@@ -170,8 +174,9 @@ struct Quotas {
         }
         const Int tokens = w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
         const i32 first = h.stretch_begin[c];
-        w.taken[c] = Deal<Int, Thread>(th, h.stretch_end[c] - first).part(tokens, c - first, 1);
-        dealt += w.taken[c];
+        const Int own = Deal<Int, Thread>(th, h.stretch_end[c] - first).part(tokens, c - first, 1);
+        w.taken[h.entry[c]] = own;
+        dealt += own;
       }
       base = th.sum(base);
       dealt = th.sum(dealt);
@@ -192,21 +197,20 @@ struct Quotas {
       FSSDP_UNROLL_4
       for (i32 d = begin; d < end; ++d) {
         const Int below = positive(level - w.load[h.place[d]]);
-        here += w.taken[d];
+        here += w.taken[h.entry[d]];
         room += below;
         if (d < c) before += below;
       }
       const Int foreign = total(expert) - here;
       const Deal<Int, Thread> deal(th, room ? room : end - begin);
       const Int own = room ? positive(level - w.load[h.place[c]]) : 1;
-      w.served[c] = w.taken[c] + deal.part(foreign, room ? before : c - begin, own);
+      w.served[h.entry[c]] = w.taken[h.entry[c]] + deal.part(foreign, room ? before : c - begin, own);
     }
     th.all(true);
   }
 
-  // What left a holder by the last push and was not accepted: it stays where it was. `place`: of its rank.
-  FSSDP_FN Int given_back(i32 c, i32 place) const {
-    const i32 expert = h.expert[c];
+  // What left a holder by the last push and was not accepted: it stays where it was. `at`: its entry; `place`: of its rank.
+  FSSDP_FN Int given_back(i32 expert, i32 at, i32 place) const {
     const Int rest = rest_of(round - 1)[expert];
     const u64* pushing = w.levels + words();
     if (!rest || !(pushing[place / 64] >> place % 64 & 1)) return 0;
@@ -214,12 +218,12 @@ struct Quotas {
     th.walks(h.begin[expert + 1] - h.begin[expert]);
     FSSDP_UNROLL_4
     for (i32 d = h.begin[expert]; d < h.begin[expert + 1]; ++d) {
-      const bool pushes = pushing[h.place[d] / 64] >> h.place[d] % 64 & 1;
-      const Int taken = pushes ? w.taken[d] : 0;
+      const i32 other = h.place[d];
+      const Int taken = pushing[other / 64] >> other % 64 & 1 ? w.taken[h.entry[d]] : 0;
       all += taken;
-      if (d < c) before += taken;
+      if (other < place) before += taken;
     }
-    return Deal<Int, Thread>(th, all).part(rest, before, w.taken[c]);
+    return Deal<Int, Thread>(th, all).part(rest, before, w.taken[at]);
   }
 
   // Begins a round: loads, and to which ranks tokens can go. False: no rank is above the level.
@@ -237,12 +241,15 @@ struct Quotas {
         u64 bits = 0;
         FSSDP_ROLLED
         for (i32 n = th.lane(); p < g.ranks && n < h.most_shared; n += th.lanes()) {
-          const i32 c = shared_in(p, n);
-          if (c < 0) break;
-          if (v == 0 && returning) w.served[c] += given_back(c, p);
-          const Int served = w.served[c];
-          if (v == 0) load += served;
-          if (served > 0 && !local) bits |= h.holding(h.expert[c], v);
+          const i32 at = p * g.per_rank + n, expert = expert_of(p, n);
+          if (expert < 0) break;
+          Int served = w.served[at];
+          if (v == 0 && returning) served += given_back(expert, at, p);
+          if (v == 0) {
+            w.served[at] = served;
+            load += served;
+          }
+          if (served > 0 && !local) bits |= h.holding(expert, v);
         }
         if (!local) reaches(p, v, bits);
       }
@@ -272,22 +279,23 @@ struct Quotas {
         u64 bits = 0;
         FSSDP_ROLLED
         for (i32 n = th.lane(); p < g.ranks && n < h.most_shared; n += th.lanes()) {
-          const i32 c = shared_in(p, n);
-          if (c < 0) break;
-          if (v == 0) w.surplus[c] = surplus_of(c);
-          if (w.served[c] <= 0) continue;
-          const u64 all = h.holding(h.expert[c], v);
-          bits |= w.surplus[c] > 0 ? all : all & bits_between(v, g.node_begin[p], g.node_end[p]);
+          const i32 at = p * g.per_rank + n, expert = expert_of(p, n);
+          if (expert < 0) break;
+          if (v == 0) w.surplus[at] = surplus_of(expert, at);
+          if (w.served[at] <= 0) continue;
+          const u64 all = h.holding(expert, v);
+          bits |= w.surplus[at] > 0 ? all : all & bits_between(v, g.node_begin[p], g.node_end[p]);
         }
         reaches(p, v, bits);
       }
     }
     th.all(true);
   }
-  FSSDP_FN Int surplus_of(i32 c) const {
-    Int sum = -w.by_node[(i64)node_of(g, h, c) * g.experts + h.expert[c]];
+  FSSDP_FN Int surplus_of(i32 expert, i32 at) const {
+    const i32 first = h.entry_stretch[at];
+    Int sum = -w.by_node[(i64)node_of(g, h, first) * g.experts + expert];
     FSSDP_UNROLL_4
-    for (i32 d = h.stretch_begin[c]; d < h.stretch_end[c]; ++d) sum += w.served[d];
+    for (i32 d = first; d < h.stretch_end[first]; ++d) sum += w.served[h.entry[d]];
     return sum;
   }
 
@@ -381,22 +389,17 @@ struct Quotas {
     th.all(true);
   }
 
-  // How the tokens of a holder on the rank at `place` can leave by a push.
-  FSSDP_FN i32 way_of(i32 c, i32 place) const {
+  // How the tokens of a holder on the rank at `place` can leave by a push. `at`: its entry.
+  FSSDP_FN i32 way_of(i32 expert, i32 at, i32 place) const {
     u64 inside = 0, all = 0;
     FSSDP_ROLLED
     for (i32 v = 0; v < words(); ++v) {
-      const u64 near = h.holding(h.expert[c], v) & next.word(v);
+      const u64 near = h.holding(expert, v) & next.word(v);
       all |= near;
       inside |= near & bits_between(v, g.node_begin[place], g.node_end[place]);
     }
     if (inside) return IN_NODE;
-    return all && (!local || w.surplus[c] > 0) ? ANYWHERE : NO_WAY;
-  }
-
-  FSSDP_FN Int may_leave(i32 c, i32 way) const {
-    if (way == NO_WAY) return 0;
-    return local && way == ANYWHERE ? least(w.served[c], w.surplus[c]) : w.served[c];
+    return all && (!local || w.surplus[at] > 0) ? ANYWHERE : NO_WAY;
   }
 
   // The sum over an expert's holders at this level: of each its room below the level, at 0, and else 1.
@@ -418,9 +421,8 @@ struct Quotas {
 
   // What comes to a holder of a rank at `pushes`: its part of what the push before took from the holders of its expert one
   // push farther, on the same node or on all. `moved`: by that push.
-  FSSDP_FN Int coming(i32 c, i32 place, i32 pushes, const Int* moved) const {
-    const i32 expert = h.expert[c];
-    const Int anywhere = moved[expert], inside = moved[g.experts + h.stretch_begin[c]];
+  FSSDP_FN Int coming(i32 expert, i32 at, i32 place, i32 pushes, const Int* moved) const {
+    const Int anywhere = moved[expert], inside = moved[g.experts + h.entry_stretch[at]];
     if (!(anywhere | inside)) return 0;
     const i32 first = g.node_begin[place], last = g.node_end[place];
     const Int ahead = weight(expert, 0, first, pushes), before_in = weight(expert, first, place, pushes);
@@ -453,12 +455,21 @@ struct Quotas {
       Int load = 0, inside = 0;
       FSSDP_ROLLED
       for (i32 n = th.lane(); mine && n < h.most_shared; n += th.lanes()) {
-        const i32 c = shared_in(p, n);
-        if (c < 0) break;
-        const Int got = (before ? coming(c, p, pushes, came) : 0) + (pushes ? w.served[c] : 0);
-        (pushes ? w.served : w.taken)[c] = got;
+        const i32 at = p * g.per_rank + n, expert = expert_of(p, n);
+        if (expert < 0) break;
+        const Int got = (before ? coming(expert, at, p, pushes, came) : 0) + (pushes ? w.served[at] : 0);
         load += got;
-        if (pushes && way_of(c, p) == IN_NODE) inside += got;
+        // What may leave is kept for the second loop: on its node below zero.
+        Int leaves = got;
+        if (pushes) {
+          w.served[at] = got;
+          const i32 way = way_of(expert, at, p);
+          if (way == IN_NODE) inside += got;
+          if (way == IN_NODE) leaves = -1 - got;
+          if (way == NO_WAY) leaves = 0;
+          if (way == ANYWHERE && local) leaves = least(got, w.surplus[at]);
+        }
+        w.taken[at] = leaves;
       }
       load = th.sum(load);
       inside = th.sum(inside);
@@ -467,25 +478,26 @@ struct Quotas {
       Running<Int> near = {0}, far = {0};
       FSSDP_ROLLED
       for (i32 n = th.lane(); n < shared_end(); n += th.lanes()) {
-        const i32 c = mine ? shared_in(p, n) : -1, way = c < 0 || !pushes ? (i32)NO_WAY : way_of(c, p);
-        const Int most = may_leave(c, way), of_near = way == IN_NODE ? most : 0;
-        const Int of_far = c >= 0 && !pushes ? w.taken[c] : most - of_near;
-        const Int upto_near = near.upto(th, of_near), upto_far = far.upto(th, of_far);
-        if (c < 0) continue;
+        const i32 at = p * g.per_rank + n, expert = mine ? expert_of(p, n) : -1;
+        const Int leaves = expert >= 0 ? w.taken[at] : 0;
+        const bool inner = leaves < 0;
+        const Int most = inner ? -1 - leaves : leaves;
+        const Int upto_near = near.upto(th, inner ? most : 0), upto_far = far.upto(th, inner ? 0 : most);
+        if (expert < 0) continue;
         if (pushes) {
-          const Int ahead = way == IN_NODE ? upto_near - most : inside + upto_far - most;
+          const Int ahead = inner ? upto_near - most : inside + upto_far - most;
           const Int taken = least(most, positive(above - ahead));
-          w.taken[c] = taken;
+          w.taken[at] = taken;
           if (!taken) continue;
-          w.served[c] -= taken;
-          th.add(leaving + (way == IN_NODE ? g.experts + h.stretch_begin[c] : h.expert[c]), taken);
-          if (pushes == 1) th.add(rest_of(round) + h.expert[c], taken);
+          w.served[at] -= taken;
+          th.add(leaving + (inner ? g.experts + h.entry_stretch[at] : expert), taken);
+          if (pushes == 1) th.add(rest_of(round) + expert, taken);
         } else {
-          const Int fits = Deal<Int, Thread>(th, load).part(load - above, upto_far - of_far, of_far);
-          const Int accepted = above ? least(of_far, fits) : of_far;
+          const Int fits = Deal<Int, Thread>(th, load).part(load - above, upto_far - most, most);
+          const Int accepted = above ? least(most, fits) : most;
           if (!accepted) continue;
-          w.served[c] += accepted;
-          th.add(rest_of(round) + h.expert[c], -accepted);
+          w.served[at] += accepted;
+          th.add(rest_of(round) + expert, -accepted);
         }
       }
     }

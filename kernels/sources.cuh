@@ -37,11 +37,13 @@ struct Sources {
     FSSDP_ROLLED
     for (i32 c = (i32)th.id(); c < h.begin[g.experts]; c += (i32)th.count()) {
       const i32 rank = h.rank[c];
-      w.taken[c] = least(between(sources_begin(g, rank), sources_end(g, rank), h.expert[c]), w.served[c]);
+      if (h.entry[c] < 0) continue;
+      w.serves[c] = w.served[h.entry[c]];
+      w.kept[c] = least(between(sources_begin(g, rank), sources_end(g, rank), h.expert[c]), w.serves[c]);
     }
     th.all(true);
   }
-  FSSDP_FN Int kept(i32 c) const { return w.taken[c]; }
+  FSSDP_FN Int kept(i32 c) const { return w.kept[c]; }
   // What the holders from c on, on one node, keep of their own ranks' tokens, and have room for beside.
   struct Node {
     Int kept, room, met;  // met: tokens of the node's other ranks that find room there
@@ -54,7 +56,7 @@ struct Sources {
     for (; n.end < last && node_of(g, h, n.end) == node; ++n.end) {
       const Int own = kept(n.end);
       n.kept += own;
-      n.room += w.served[n.end] - own;
+      n.room += w.serves[n.end] - own;
     }
     n.met = least(w.by_node[(i64)node * g.experts + expert] - n.kept, n.room);
     return n;
@@ -100,7 +102,7 @@ struct Sources {
       Int before = 0;
       FSSDP_ROLLED
       for (; c < n.end; ++c) {
-        const Int room = w.served[c] - kept(c);
+        const Int room = w.serves[c] - kept(c);
         const Places<Int> place = {before, before + room};
         Int tokens = place.without(n.met).after(rooms).overlap(leaves_node);
         if (node_of(g, h, c) == node) tokens += place.overlap(on_node);

@@ -107,7 +107,7 @@ class GroupShape:
     @property
     def sets_begin(self) -> int:
         """Where in it the sets of ranks that hold an expert begin: a multiple of 8 bytes."""
-        return (2 + self.num_experts + 8 * self.num_physical + 1) // 2 * 2
+        return (2 + self.num_experts + 10 * self.num_physical + 1) // 2 * 2
 
     @property
     def parts_size(self) -> int:
@@ -153,10 +153,15 @@ class HolderOrder:
         place = np.empty(shape.world.num_ranks, np.int64)
         place[shape.by_node] = np.arange(len(place))
         stretch = self.expert * shape.world.num_nodes + shape.world.node_index[self.rank]  # ascending
-        bounds = (np.searchsorted(stretch, stretch, side=side) for side in ("left", "right"))
+        begin, end = (np.searchsorted(stretch, stretch, side=side) for side in ("left", "right"))
+        (entries,) = np.nonzero(shared_held.ravel() >= 0)
+        of_entry = shared_held.ravel()[entries]
+        entry, entry_expert, entry_stretch = (np.full(most, -1) for _ in range(3))
+        entry[of_entry], entry_expert[entries], entry_stretch[entries] = entries, self.expert[of_entry], begin[of_entry]
         parts = [[by_rank.sum(axis=1).max()], _running(count)]
         parts += [_padded(part, most) for part in (self.expert, self.rank, self.physical)]
-        parts += [held, shared_held.ravel(), *(_padded(bound, most) for bound in (*bounds, place[self.rank]))]
+        parts += [held, *(_padded(part, most) for part in (begin, end, place[self.rank]))]
+        parts += [entry, entry_expert, entry_stretch]
         table = np.zeros(shape.holders_size, np.int32)
         numbers = np.concatenate(parts)
         table[: len(numbers)] = numbers
