@@ -3,7 +3,10 @@
 from setuptools import find_packages, setup
 
 setup(
-    packages=[*find_packages(include=["megatron_hecate", "megatron_hecate.*"]), "megatron_hecate.kernels"],
+    packages=[
+        *find_packages(include=["megatron_hecate", "megatron_hecate.*"]),
+        "megatron_hecate.kernels",
+    ],
     package_dir={"megatron_hecate.kernels": "kernels"},  # sources, compiled at first use
     package_data={
         "megatron_hecate": ["py.typed", "offline/page/*"],

@@ -31,7 +31,9 @@ def num_arguments(node: Node) -> int:
 
 def public_names(paths: Iterable[Path]) -> list[str]:
     body = [node for path in paths for node in ast.parse(path.read_text()).body]
-    return [n.name for n in body if isinstance(n, Node | ast.ClassDef) and not n.name.startswith("_")]
+    return [
+        n.name for n in body if isinstance(n, Node | ast.ClassDef) and not n.name.startswith("_")
+    ]
 
 
 def constants(paths: Iterable[Path]) -> list[str]:
@@ -42,10 +44,18 @@ def constants(paths: Iterable[Path]) -> list[str]:
     for node in (node for path in paths for node in ast.parse(path.read_text()).body):
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
             values = [n.value for n in ast.walk(node.value) if isinstance(n, ast.Constant)]
-            is_number = isinstance(node.value, number[:5]) and all(isinstance(n, known) for n in ast.walk(node.value))
-            is_number = is_number and bool(values) and all(isinstance(value, int | float) for value in values)
+            is_number = isinstance(node.value, number[:5]) and all(
+                isinstance(n, known) for n in ast.walk(node.value)
+            )
+            is_number = (
+                is_number
+                and bool(values)
+                and all(isinstance(value, int | float) for value in values)
+            )
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)]
+            names = [
+                n.id for target in targets for n in ast.walk(target) if isinstance(n, ast.Name)
+            ]
             found += [name for name in names if is_number and name.strip("_").isupper()]
     return found
 
@@ -54,10 +64,15 @@ def main(root: Path) -> int:
     """Print the table; returns the exit status."""
     package = root / "megatron_hecate"
     every = sorted(package.rglob("*.py"))
-    plan, nvlink, offline = (sorted((package / name).glob("*.py")) for name in ("plan", "comm/nvlink", "offline"))
+    plan, nvlink, offline = (
+        sorted((package / name).glob("*.py")) for name in ("plan", "comm/nvlink", "offline")
+    )
     core = [path for path in every if path not in (*nvlink, *offline)]
     longest_file = max(every, key=lambda path: lines([path]))
-    sizes = {(path, node.name): (node.end_lineno or 0) - node.lineno + 1 for path, node in functions(every)}
+    sizes = {
+        (path, node.name): (node.end_lineno or 0) - node.lineno + 1
+        for path, node in functions(every)
+    }
     longest = max(sizes, key=lambda key: sizes[key])
     wide = [node for _, node in functions(every) if num_arguments(node) > MOST_ARGUMENTS]
     rows: list[tuple[str, int, int | None, str]] = [
@@ -67,8 +82,18 @@ def main(root: Path) -> int:
         ("lines of offline", lines(offline), None, ""),
         ("lines of comm/nvlink", lines(nvlink), None, ""),
         ("public names", len(public_names(every)), None, ""),
-        (f"functions with more than {MOST_ARGUMENTS} arguments", len(wide), 0, ", ".join(n.name for n in wide[:5])),
-        ("most arguments", max(num_arguments(node) for _, node in functions(every)), MOST_ARGUMENTS, ""),
+        (
+            f"functions with more than {MOST_ARGUMENTS} arguments",
+            len(wide),
+            0,
+            ", ".join(n.name for n in wide[:5]),
+        ),
+        (
+            "most arguments",
+            max(num_arguments(node) for _, node in functions(every)),
+            MOST_ARGUMENTS,
+            "",
+        ),
         ("longest function", sizes[longest], 85, longest[1]),
         ("longest file", lines([longest_file]), 400, longest_file.name),
         ("named numbers, all", len(constants(every)), None, ""),
@@ -76,15 +101,26 @@ def main(root: Path) -> int:
         ("plan: files", len(plan), None, ""),
         ("plan: tuned constants", len(constants(plan)), 15, ""),
         ("README: lines", lines([root / "README.md"]), 180, ""),
-        ("longest page of docs", max(lines([page]) for page in (root / "docs").glob("*.md")), 250, ""),
+        (
+            "longest page of docs",
+            max(lines([page]) for page in (root / "docs").glob("*.md")),
+            250,
+            "",
+        ),
     ]
-    within: Callable[[int, int | None], bool] = lambda size, budget: budget is None or size <= budget  # noqa: E731
+    within: Callable[[int, int | None], bool] = lambda size, budget: (
+        budget is None or size <= budget
+    )  # noqa: E731
     print("| what | size | budget | |\n|---|---|---|---|")
     for what, size, budget, note in rows:
         verdict = "" if within(size, budget) else "**over** "
-        print(f"| {what} | {size:,} | {'' if budget is None else f'{budget:,}'} | {verdict}{note} |")
+        print(
+            f"| {what} | {size:,} | {'' if budget is None else f'{budget:,}'} | {verdict}{note} |"
+        )
     return 0 if all(within(size, budget) for _, size, budget, _ in rows) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent))
+    sys.exit(
+        main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).resolve().parent.parent)
+    )

@@ -26,10 +26,14 @@ BUDGET = 1.5
 
 def allocations(body: Callable[[], Any]) -> list[int]:
     """What torch's CPU allocator gave (+) and took back (-) while ``body`` ran, in bytes, in order."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profiler:
         body()
     events = profiler.profiler.kineto_results.events()
-    memory = sorted((e.start_ns(), at, e.nbytes()) for at, e in enumerate(events) if e.name() == "[memory]")
+    memory = sorted(
+        (e.start_ns(), at, e.nbytes()) for at, e in enumerate(events) if e.name() == "[memory]"
+    )
     return [nbytes for *_, nbytes in memory]
 
 
@@ -59,11 +63,17 @@ def watch_buffers(chunks: list) -> list[int]:
     import tiny_gpt
 
     allocated: list[int] = []
-    for transport in {layer.fssdp.transport for layer in tiny_gpt.moe_layers(chunks) if hasattr(layer, "fssdp")}:
+    for transport in {
+        layer.fssdp.transport for layer in tiny_gpt.moe_layers(chunks) if hasattr(layer, "fssdp")
+    }:
         allocate, extra_bytes = transport.allocate, transport.extra_bytes
 
         def counted(
-            size: int, layers: Any, *args: Any, allocate: Callable = allocate, extra: Callable = extra_bytes
+            size: int,
+            layers: Any,
+            *args: Any,
+            allocate: Callable = allocate,
+            extra: Callable = extra_bytes,
         ) -> Any:
             allocated.append(size + extra(layers))
             return allocate(size, layers, *args)
@@ -95,7 +105,9 @@ def measure(steps: int) -> None:
 
     fields = dict(ep=dist.get_world_size(), experts=16, seq=128, micro_batch=16, skew=0.0)
     case = tiny_gpt.Case(**fields, settings=tuple(MODEL.items()))
-    forced = tiny_gpt.Case(**fields, settings=tuple({**MODEL, "moe_router_force_load_balancing": True}.items()))
+    forced = tiny_gpt.Case(
+        **fields, settings=tuple({**MODEL, "moe_router_force_load_balancing": True}.items())
+    )
     tiny_gpt.initialize(case)
 
     def ours(**settings: Any) -> Callable[[list], list]:
@@ -118,15 +130,22 @@ def measure(steps: int) -> None:
         worst[name] = max(hottest)
         metrics = layer_metrics(run.chunks)
         tokens = (
-            f"{max(m.routed_tokens for m in metrics)} | {max(m.computed_tokens for m in metrics)}" if metrics else "|"
+            f"{max(m.routed_tokens for m in metrics)} | {max(m.computed_tokens for m in metrics)}"
+            if metrics
+            else "|"
         )
-        lines.append(f"| {name} | {_mib(hottest[0])} | {_mib(max(hottest[1:]))} | {_mib(buffers)} | {tokens} |")
+        lines.append(
+            f"| {name} | {_mib(hottest[0])} | {_mib(max(hottest[1:]))} | {_mib(buffers)} | {tokens} |"
+        )
     budget = BUDGET * worst["stock, forced balance"]
     if dist.get_rank() == 0:
         head = "first step, MiB | later steps, MiB | of that buffers | largest rank load, tokens | with replicas"
         print(f"| on the hottest of {dist.get_world_size()} ranks | {head} |\n" + "|---" * 6 + "|")
         print("\n".join(lines))
-        print(f"\nBudget, {BUDGET} times forced balance: {_mib(budget)} MiB. Over it in some step: ", end="")
+        print(
+            f"\nBudget, {BUDGET} times forced balance: {_mib(budget)} MiB. Over it in some step: ",
+            end="",
+        )
         print(", ".join(name for name in rows if worst[name] > budget) or "none")
     dist.barrier()
     dist.destroy_process_group()
@@ -142,7 +161,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5, help="steps that are measured")
     arguments = parser.parse_args()
     if arguments.ranks not in (2, 4) or arguments.steps < 2:
-        parser.error(f"--ranks {arguments.ranks} must be 2 or 4, --steps {arguments.steps} 2 or more")
+        parser.error(
+            f"--ranks {arguments.ranks} must be 2 or 4, --steps {arguments.steps} 2 or more"
+        )
     if "RANK" in os.environ:
         measure(arguments.steps)
         return 0

@@ -76,7 +76,10 @@ class Result:
             imbalance_p95=float(np.percentile(imbalance, 95)),
             imbalance_p99=float(np.percentile(imbalance, 99)),
             imbalance_max=float(imbalance.max()),
-            **{name: float(of[name].mean()) for name in ("copies", "late", "intra_gb", "inter_gb", "crossing")},
+            **{
+                name: float(of[name].mean())
+                for name in ("copies", "late", "intra_gb", "inter_gb", "crossing")
+            },
             extra=int(of["extra"].max()),
             time=float(of["seconds"].sum() / forced_seconds),
             place_us=self.place_us,
@@ -84,7 +87,9 @@ class Result:
         )
 
 
-def replay(planner: type[Planner], case: Case, *, record: Callable[..., None] | None = None) -> Result:
+def replay(
+    planner: type[Planner], case: Case, *, record: Callable[..., None] | None = None
+) -> Result:
     """Let one planner plan every step and layer of a load, and check and count every plan."""
     steps, layers, _, _ = case.counts.shape
     setting = case.setting
@@ -114,7 +119,9 @@ def replay(planner: type[Planner], case: Case, *, record: Callable[..., None] | 
     return Result(figures, float(np.median(place_s)) * 1e6, float(np.median(split_s)) * 1e6)
 
 
-def compare(case: Case, planners: Sequence[type[Planner]], *, skip: int, dump: Path | None = None) -> list[Row]:
+def compare(
+    case: Case, planners: Sequence[type[Planner]], *, skip: int, dump: Path | None = None
+) -> list[Row]:
     """A row per planner."""
     forced = replay(find_planners()["forced"], case)
     forced_seconds = float(forced.figures["seconds"][skip:].sum())
@@ -127,7 +134,10 @@ def compare(case: Case, planners: Sequence[type[Planner]], *, skip: int, dump: P
                 result = replay(planner, case, record=record)
             rows.append(result.row(case, planner, skip=skip, forced_seconds=forced_seconds))
             seconds = time.perf_counter() - start
-            print(f"{case.load}, {world.num_ranks} ranks, {planner.name}: {seconds:.1f} s", file=sys.stderr)
+            print(
+                f"{case.load}, {world.num_ranks} ranks, {planner.name}: {seconds:.1f} s",
+                file=sys.stderr,
+            )
     return rows
 
 
@@ -167,22 +177,60 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     loads = ", ".join(synthetic_names()).replace("%", "%%")  # argparse formats its help with %
     add("--load", metavar="NAME,...", help=f"synthetic loads: {loads}")
     add("--ranks", default="8,16,32,64", metavar="R,...", help="group sizes (%(default)s)")
-    add("--per-node", type=int, default=8, help="ranks per node (%(default)s); a smaller group is one node")
+    add(
+        "--per-node",
+        type=int,
+        default=8,
+        help="ranks per node (%(default)s); a smaller group is one node",
+    )
     add("--slots", type=int, default=2, help="copies a rank may host (%(default)s)")
-    add("--planner", default="all", metavar="NAME,...", help=f"all (the default), or of {', '.join(find_planners())}")
-    add("--steps", type=int, help=f"first steps only (all of a recording, {SYNTHETIC_STEPS} of synthetic loads)")
-    add("--skip", type=int, default=0, help="replay, but do not count, the first steps (%(default)s)")
-    add("--large", action="store_true", help="only the table of large groups (bench/large_groups.py)")
+    add(
+        "--planner",
+        default="all",
+        metavar="NAME,...",
+        help=f"all (the default), or of {', '.join(find_planners())}",
+    )
+    add(
+        "--steps",
+        type=int,
+        help=f"first steps only (all of a recording, {SYNTHETIC_STEPS} of synthetic loads)",
+    )
+    add(
+        "--skip",
+        type=int,
+        default=0,
+        help="replay, but do not count, the first steps (%(default)s)",
+    )
+    add(
+        "--large",
+        action="store_true",
+        help="only the table of large groups (bench/large_groups.py)",
+    )
     add("--csv", type=Path, metavar="FILE", help="write the table with full precision")
-    add("--dump", type=Path, metavar="FILE.npz", help="write all plans of one load on one group size, see above")
+    add(
+        "--dump",
+        type=Path,
+        metavar="FILE.npz",
+        help="write all plans of one load on one group size, see above",
+    )
     shape = parser.add_argument_group("the layer that is priced (default: Qwen3-30B-A3B on H100)")
     add = shape.add_argument
     add("--hidden", type=int, default=2048, help="hidden size (%(default)s)")
     add("--ffn", type=int, default=768, help="an expert's ffn size (%(default)s)")
-    add("--pairs", type=number, default=16384, help="(token, expert) pairs per rank and microbatch (%(default)s)")
+    add(
+        "--pairs",
+        type=number,
+        default=16384,
+        help="(token, expert) pairs per rank and microbatch (%(default)s)",
+    )
     add("--microbatches", type=int, default=1, help="microbatches per iteration (%(default)s)")
     # attention of 4,096 tokens: 0.16 TFLOP of projections and 0.14 of causal scores at 45 % of 989 TFLOP/s
-    add("--hidden-us", type=number, default=650, help="compute before the layer, per iteration, us (%(default)s)")
+    add(
+        "--hidden-us",
+        type=number,
+        default=650,
+        help="compute before the layer, per iteration, us (%(default)s)",
+    )
     add("--measured", type=Path, metavar="FILE", help="links and speed from a measurement file")
     given = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(argv)
@@ -192,10 +240,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         return args
     for name in ("per_node", "hidden", "ffn", "pairs", "microbatches", "steps"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+            parser.error(
+                f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
+            )
     for name in ("slots", "skip", "hidden_us"):
         if getattr(args, name) < 0:
-            parser.error(f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}")
+            parser.error(
+                f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}"
+            )
     try:
         args.ranks = list(dict.fromkeys(int(size) for size in args.ranks.split(",")))
         assert min(args.ranks) > 0
@@ -225,7 +277,11 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     if args.large:
         large_groups.report()
         return []
-    rows = [row for case in args.cases for row in compare(case, args.planners, skip=args.skip, dump=args.dump)]
+    rows = [
+        row
+        for case in args.cases
+        for row in compare(case, args.planners, skip=args.skip, dump=args.dump)
+    ]
     print(markdown(rows, COLUMNS))
     print(LEGEND)
     if args.csv:

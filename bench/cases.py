@@ -31,13 +31,17 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     Raises:
         ValueError: for a load that cannot be read, made or dealt to the ranks, two of one name, and bad settings.
     """
-    traces = [Trace.read(path) for path in args.trace or (() if args.load else sorted(DATA.glob("*.npz")))]
+    traces = [
+        Trace.read(path) for path in args.trace or (() if args.load else sorted(DATA.glob("*.npz")))
+    ]
     names = args.load.split(",") if args.load else () if args.trace else synthetic_names()
     loads = (*traces, *names)
     known: set[str] = set()
     for name in (load.name if isinstance(load, Trace) else load for load in loads):
         if name in known:
-            raise ValueError(f"two loads are named {name}; give each once, and files different names")
+            raise ValueError(
+                f"two loads are named {name}; give each once, and files different names"
+            )
         known.add(name)
     for load in loads:
         for num_ranks in args.ranks:
@@ -58,16 +62,22 @@ def _setting(args: argparse.Namespace, load: str, counts: np.ndarray, num_ranks:
         raise ValueError(f"{load}: --skip {args.skip} leaves none of {steps} steps")
     per_node = min(args.per_node, num_ranks)
     if num_ranks % per_node:
-        raise ValueError(f"{num_ranks} ranks do not divide into nodes of {per_node}; set --per-node")
+        raise ValueError(
+            f"{num_ranks} ranks do not divide into nodes of {per_node}; set --per-node"
+        )
     if not counts.any():
         raise ValueError(f"{load}: no tokens at all")
     speeds = Speeds.load(args.measured) if args.measured else H100
     world = World(node=tuple(rank // per_node for rank in range(num_ranks)), speeds=speeds)
     per_count = args.pairs / float(counts.sum(axis=(2, 3)).mean() / num_ranks)
-    shape = swiglu(args.hidden, args.ffn, microbatches=args.microbatches, hidden_seconds=args.hidden_us * 1e-6)
+    shape = swiglu(
+        args.hidden, args.ffn, microbatches=args.microbatches, hidden_seconds=args.hidden_us * 1e-6
+    )
     shape = dataclasses.replace(
         shape, token_bytes=shape.token_bytes * per_count, token_flops=shape.token_flops * per_count
     )
-    setting = Setting(num_experts, world=world, shape=shape, slots=args.slots, tokens_per_count=per_count)
+    setting = Setting(
+        num_experts, world=world, shape=shape, slots=args.slots, tokens_per_count=per_count
+    )
     _ = setting.homes  # refuses slots that are out of range
     return setting

@@ -63,7 +63,9 @@ def report(compiler: str, capability: tuple[int, int], folder: Path) -> None:
     for name, (registers, spilled) in sorted(sass.registers_and_stack(file).items()):
         loads = [each.under_way for each in sass.unrolled(code[name])] if name in MOVE else []
         sizes = [count * sass.VECTOR * THREADS >> 10 for count in loads]
-        loads_text, sizes_text = (f"{min(numbers)} to {max(numbers)}" if numbers else "" for numbers in (loads, sizes))
+        loads_text, sizes_text = (
+            f"{min(numbers)} to {max(numbers)}" if numbers else "" for numbers in (loads, sizes)
+        )
         KERNELS.add(
             **about,
             kernel=name,

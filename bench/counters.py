@@ -23,7 +23,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 import rows  # noqa: E402
 
-SECTIONS = ["SpeedOfLight", "LaunchStats", "Occupancy", "WarpStateStats", "InstructionStats", "MemoryWorkloadAnalysis"]
+SECTIONS = [
+    "SpeedOfLight",
+    "LaunchStats",
+    "Occupancy",
+    "WarpStateStats",
+    "InstructionStats",
+    "MemoryWorkloadAnalysis",
+]
 REFUSED = ("ERR_NVGPUCTRPERM", "LibraryNotLoaded", "==ERROR==", "Device not supported")
 # part of a counter's name: what the table calls it
 SHOWN = {
@@ -68,7 +75,11 @@ def parse(text: str) -> list[dict[str, str]]:
         return []
     names, units, *launches = csv.reader(io.StringIO("\n".join(lines[begin:])))
     join = functools.partial(map, lambda value, unit: f"{value} {unit}".strip())
-    return [dict(zip(names, join(launch, units), strict=True)) for launch in launches if len(launch) == len(names)]
+    return [
+        dict(zip(names, join(launch, units), strict=True))
+        for launch in launches
+        if len(launch) == len(names)
+    ]
 
 
 def main() -> None:
@@ -76,23 +87,47 @@ def main() -> None:
     if sys.argv[1:] == ["--target"]:
         target()
         return
-    command = ["ncu", "--clock-control", "none", "--cache-control", "none", "--csv", "--page", "raw"]
+    command = [
+        "ncu",
+        "--clock-control",
+        "none",
+        "--cache-control",
+        "none",
+        "--csv",
+        "--page",
+        "raw",
+    ]
     command += ["--kernel-name", "regex:fssdp_(quotas|reduce)"]
     command += [word for section in SECTIONS for word in ("--section", section)]
     done = subprocess.run(
-        [*command, sys.executable, __file__, "--target"], capture_output=True, text=True, timeout=300, check=False
+        [*command, sys.executable, __file__, "--target"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     found = parse(done.stdout)
     if not found:
-        said = [line for line in (done.stdout + done.stderr).splitlines() if any(word in line for word in REFUSED)]
-        why = said[0] if said else f"exit status {done.returncode}: {(done.stdout + done.stderr).strip()[-300:]}"
+        said = [
+            line
+            for line in (done.stdout + done.stderr).splitlines()
+            if any(word in line for word in REFUSED)
+        ]
+        why = (
+            said[0]
+            if said
+            else f"exit status {done.returncode}: {(done.stdout + done.stderr).strip()[-300:]}"
+        )
         rows.Table("ncu").add(ncu="cannot profile here", why=why)
         return
     if name := os.environ.get(rows.FILE):
         Path(name).with_name("counters.csv").write_text(done.stdout)
     table = rows.Table("counters")
     for launch in found:
-        table.add(kernel=launch.get("Kernel Name", ""), **{text: launch.get(name, "") for name, text in SHOWN.items()})
+        table.add(
+            kernel=launch.get("Kernel Name", ""),
+            **{text: launch.get(name, "") for name, text in SHOWN.items()},
+        )
 
 
 if __name__ == "__main__":

@@ -22,7 +22,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from gpu_clock import Clock  # noqa: E402
 from rows import Table  # noqa: E402
 
-LAYERS = {"DeepSeek-V3": (7168, 2048, 4), "Qwen3-30B-A3B": (2048, 768, 4), "Mixtral-8x7B": (4096, 14336, 1)}  # homes
+LAYERS = {
+    "DeepSeek-V3": (7168, 2048, 4),
+    "Qwen3-30B-A3B": (2048, 768, 4),
+    "Mixtral-8x7B": (4096, 14336, 1),
+}  # homes
 REPLICAS: int = 2
 TOKENS: int = 16384  # of a rank, where loads are balanced
 SKEW: float = 2.0  # tokens of the fullest rank, in means
@@ -46,7 +50,9 @@ class Experts:
     def milliseconds(self, splits: list[int], clock: Clock) -> float:
         """Median time of a forward and backward with so many tokens for each expert."""
         assert len(splits) == self.num
-        inputs = torch.randn(sum(splits), self.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        inputs = torch.randn(
+            sum(splits), self.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
         return clock.time(lambda: self.run(inputs, splits)).seconds * 1e3
 
 
@@ -65,8 +71,13 @@ def main() -> None:
         parser.error("no GPU here")
     import transformer_engine
 
-    print(f"{torch.cuda.get_device_name()}, TransformerEngine {transformer_engine.__version__}, bf16; milliseconds\n")
-    clock, table = Clock(torch.device("cuda"), calls=options.calls), Table("grouped GEMM, milliseconds")
+    print(
+        f"{torch.cuda.get_device_name()}, TransformerEngine {transformer_engine.__version__}, bf16; milliseconds\n"
+    )
+    clock, table = (
+        Clock(torch.device("cuda"), calls=options.calls),
+        Table("grouped GEMM, milliseconds"),
+    )
     for name, (hidden, ffn, homes) in LAYERS.items():
         stock, ours = Experts(homes, hidden, ffn), Experts(homes + REPLICAS, hidden, ffn)
         hot = evenly(TOKENS // 2, homes - 1) if homes > 1 else []

@@ -47,11 +47,15 @@ METHODS = {
 
 def errors(loads: np.ndarray) -> dict[str, np.ndarray]:
     """Error of every method at every step and layer; ``loads`` is [steps, L, E]."""
-    found: dict[str, list[np.ndarray]] = {name: [] for name in [*METHODS, "last, plus its change as far as measured"]}
+    found: dict[str, list[np.ndarray]] = {
+        name: [] for name in [*METHODS, "last, plus its change as far as measured"]
+    }
     history = LoadHistory()
     for step in range(1, len(loads)):
         history.append(loads[step - 1])
-        forecasts = {name: method(list(loads[max(0, step - 12) : step])) for name, method in METHODS.items()}
+        forecasts = {
+            name: method(list(loads[max(0, step - 12) : step])) for name, method in METHODS.items()
+        }
         forecasts["last, plus its change as far as measured"] = history.forecast()
         for name, forecast in forecasts.items():
             wrong = np.abs(forecast - loads[step]).sum(axis=-1) / 2
@@ -65,10 +69,14 @@ def main() -> None:
         loads = np.load(path)["counts"].sum(axis=2).astype(np.float64)
         found = errors(loads)
         baseline = found["mean of 5 iterations (the paper's)"].mean()
-        print(f"\n`python bench/forecast.py`, {path.name}: {len(loads)} steps, {loads.shape[1]} layers\n")
+        print(
+            f"\n`python bench/forecast.py`, {path.name}: {len(loads)} steps, {loads.shape[1]} layers\n"
+        )
         print("| forecast | mean error | p99 | baseline / error |\n|---|---|---|---|")
         for name, error in found.items():
-            print(f"| {name} | {error.mean():.4f} | {np.percentile(error, 99):.4f} | {baseline / error.mean():.2f} |")
+            print(
+                f"| {name} | {error.mean():.4f} | {np.percentile(error, 99):.4f} | {baseline / error.mean():.2f} |"
+            )
 
 
 if __name__ == "__main__":

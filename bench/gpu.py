@@ -44,8 +44,12 @@ import rows  # noqa: E402
 
 SHOWN: int = 60  # lines of a part's output on the page, where it did not pass
 POLL: float = 0.5  # seconds between two looks at the rows
-PATH = os.pathsep.join([os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"])
-SITE = ROOT / "build" / "gpu-site"  # where `gpu_bundle.py --install` puts packages that the machine lacks (its SITE)
+PATH = os.pathsep.join(
+    [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"]
+)
+SITE = (
+    ROOT / "build" / "gpu-site"
+)  # where `gpu_bundle.py --install` puts packages that the machine lacks (its SITE)
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -208,7 +212,12 @@ class Ended:
         """Append it to the rows, with the end of the output where it did not pass; the page shows it."""
         said = self.output.replace("\r", "\n").splitlines()[-SHOWN:] if self.is_failure else []
         about = {"part": self.part.name, "shows": self.part.shows, "command": self.part.command}
-        ended = {"ended": self.how, "why": self.why, "seconds": round(self.seconds, 1), "said": said}
+        ended = {
+            "ended": self.how,
+            "why": self.why,
+            "seconds": round(self.seconds, 1),
+            "said": said,
+        }
         rows.write({**about, **ended}, file=folder.rows)
         folder.refresh()
 
@@ -237,7 +246,9 @@ class Folder:
 
 def run(part: Part, folder: Folder, *, seconds: float, tiny: bool = False) -> Ended:
     """Run ``part`` for as long as it may, at most ``seconds``; what it started is killed with it."""
-    missing = [need for need in part.needs if not any(_is_here(name) for name in need.split(" or "))]
+    missing = [
+        need for need in part.needs if not any(_is_here(name) for name in need.split(" or "))
+    ]
     if missing:
         return Ended(part, "left out", f"{' and '.join(missing)} not installed")
     limit = min(part.seconds, seconds)
@@ -246,8 +257,15 @@ def run(part: Part, folder: Folder, *, seconds: float, tiny: bool = False) -> En
     Ended(part, "running", "when this page was written").write(folder)
     command = part.command.replace("{tiny}", "--tiny" if tiny else "")
     words = [sys.executable if word == "python" else word for word in shlex.split(command)]
-    packages = os.pathsep.join(filter(None, [str(ROOT), str(SITE), os.environ.get("PYTHONPATH", "")]))
-    environment = {**os.environ, "PYTHONPATH": packages, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    packages = os.pathsep.join(
+        filter(None, [str(ROOT), str(SITE), os.environ.get("PYTHONPATH", "")])
+    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": packages,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
     environment |= {"PATH": PATH, rows.FILE: str(folder.rows), rows.PART: part.name}
     # Tests take no flags.
     environment |= {"FSSDP_TINY": "1"} if tiny else {}
@@ -256,7 +274,9 @@ def run(part: Part, folder: Folder, *, seconds: float, tiny: bool = False) -> En
         log.write(f"\n=== {part.name}: {command}\n".encode())
         log.flush()
         at = log.tell()
-        how, why = _wait(words, environment, folder, limit=limit, log=log.fileno(), statuses=part.statuses)
+        how, why = _wait(
+            words, environment, folder, limit=limit, log=log.fileno(), statuses=part.statuses
+        )
         log.seek(at)
         output = log.read().decode(errors="replace")
     if how == "passed" and not re.search(part.says, output):
@@ -277,7 +297,13 @@ def _wait(
     end = time.monotonic() + limit
     try:  # a process group of its own, so that all of it can be killed; in this session, so that it ends with that
         process = subprocess.Popen(
-            words, stdout=log, stderr=log, cwd=ROOT, env=environment, process_group=0, preexec_fn=_die_with_parent
+            words,
+            stdout=log,
+            stderr=log,
+            cwd=ROOT,
+            env=environment,
+            process_group=0,
+            preexec_fn=_die_with_parent,
         )
     except OSError as error:
         return "failed", str(error)
@@ -304,12 +330,16 @@ def _is_here(name: str) -> bool:
     """Whether a module or a program of that name is."""
     sys.path.append(str(SITE))
     try:
-        return importlib.util.find_spec(name) is not None or shutil.which(name, path=PATH) is not None
+        return (
+            importlib.util.find_spec(name) is not None or shutil.which(name, path=PATH) is not None
+        )
     finally:
         sys.path.remove(str(SITE))
 
 
-def run_all(parts: Sequence[Part], folder: Folder, *, minutes: float, tiny: bool = False) -> list[Ended]:
+def run_all(
+    parts: Sequence[Part], folder: Folder, *, minutes: float, tiny: bool = False
+) -> list[Ended]:
     """Run all ``parts`` within ``minutes``, and keep what comes in ``folder``."""
     end, ended = time.monotonic() + 60 * minutes, []
     for part in parts:
@@ -339,10 +369,18 @@ def chosen(names: str) -> tuple[Part, ...]:
 def main() -> int:
     """Run the parts that are asked for; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", default=",".join(COMMANDS), help="names or numbers of commands (%(default)s)")
-    parser.add_argument("--minutes", type=float, help="for all parts together; else what the commands take together")
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu", help="folder (%(default)s)")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the parts; the numbers mean nothing")
+    parser.add_argument(
+        "--parts", default=",".join(COMMANDS), help="names or numbers of commands (%(default)s)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, help="for all parts together; else what the commands take together"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "build" / "gpu", help="folder (%(default)s)"
+    )
+    parser.add_argument(
+        "--tiny", action="store_true", help="tiny sizes, to try the parts; the numbers mean nothing"
+    )
     parser.add_argument("--list", action="store_true", help="print the parts, and run none")
     options = parser.parse_args()
     try:
@@ -350,7 +388,9 @@ def main() -> int:
     except ValueError as error:
         parser.error(str(error))
     if options.list:
-        listed = [{"part": p.name, "at most, s": p.seconds, "what it shows": p.shows} for p in parts]
+        listed = [
+            {"part": p.name, "at most, s": p.seconds, "what it shows": p.shows} for p in parts
+        ]
         print("\n".join(rows.markdown(listed, list(listed[0]))))
         return 0
     minutes = options.minutes if options.minutes is not None else sum(MINUTES.values())
@@ -362,7 +402,10 @@ def main() -> int:
         return 2
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     folder = Folder(options.out.resolve())
-    rows.write({"machine": [*json.loads(said.stdout), f"command: {shlex.join(sys.argv)}"]}, file=folder.rows)
+    rows.write(
+        {"machine": [*json.loads(said.stdout), f"command: {shlex.join(sys.argv)}"]},
+        file=folder.rows,
+    )
     ended = run_all(parts, folder, minutes=minutes, tiny=options.tiny)
     print(f"Results are in {options.out}")
     return int(any(one.is_failure for one in ended))

@@ -37,11 +37,32 @@ ROOT = Path(__file__).resolve().parent.parent
 PIECE: int = 60_000_000  # bytes
 TOGETHER: int = 64 << 20  # bytes of our sources and the archive for an image
 SITE = ROOT / "build" / "gpu-site"
-TOOLS: tuple[str, ...] = ("pytest", "matplotlib", "hypothesis", "pip", "setuptools", "wheel", "ninja", "pybind11")
+TOOLS: tuple[str, ...] = (
+    "pytest",
+    "matplotlib",
+    "hypothesis",
+    "pip",
+    "setuptools",
+    "wheel",
+    "ninja",
+    "pybind11",
+)
 TE: str = "2.20.2"
-TE_NEEDS: tuple[str, ...] = ("onnxscript", "onnx", "onnx-ir", "nvdlfw-inspect", "nvidia-cudnn-frontend", "ml-dtypes")
+TE_NEEDS: tuple[str, ...] = (
+    "onnxscript",
+    "onnx",
+    "onnx-ir",
+    "nvdlfw-inspect",
+    "nvidia-cudnn-frontend",
+    "ml-dtypes",
+)
 TARGET: tuple[str, ...] = ("--python-version", "3.12", "--only-binary", ":all:", "--no-deps")
-PLATFORMS: tuple[str, ...] = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
+PLATFORMS: tuple[str, ...] = (
+    "manylinux_2_28_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+    "any",
+)
 INSTALL = """#!/usr/bin/env bash
 # Check, join and install: ./install.sh [FOLDER]. Needs Python 3.12 whose torch is there ($PYTHON, else python3).
 set -euo pipefail
@@ -102,7 +123,9 @@ def _walk(names: Iterable[str]) -> dict[str, str]:
         for line in about.requires or ():
             needed = Requirement(line)
             extras = wanted.extras or {""}
-            if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+            if needed.marker is None or any(
+                needed.marker.evaluate({"extra": extra}) for extra in extras
+            ):
                 todo.append(needed)
     return found
 
@@ -121,13 +144,17 @@ def missing(names: Iterable[str], image: Mapping[str, str]) -> dict[str, str]:
         wanted = todo.pop()
         name = canonicalize_name(wanted.name)
         there = image.get(name)
-        fits = there is not None and (not there or wanted.specifier.contains(there, prereleases=True))
+        fits = there is not None and (
+            not there or wanted.specifier.contains(there, prereleases=True)
+        )
         if fits or name in found:
             continue
         about = importlib.metadata.distribution(name)
         found[name] = about.version
         needs = (Requirement(line) for line in about.requires or ())
-        todo += [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+        todo += [
+            need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})
+        ]
     return dict(sorted(found.items()))
 
 
@@ -144,7 +171,8 @@ def for_image(listed: Path, archive: Path) -> None:
         SystemExit: where the archive and our sources together are too large.
     """
     pinned = [
-        f"{name}=={version}" for name, version in missing(own_requirements(), read_image(listed.read_text())).items()
+        f"{name}=={version}"
+        for name, version in missing(own_requirements(), read_image(listed.read_text())).items()
     ]
     with tempfile.TemporaryDirectory() as folder:
         download(pinned, Path(folder))
@@ -154,11 +182,19 @@ def for_image(listed: Path, archive: Path) -> None:
     files = subprocess.run(
         ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True
     ).stdout
-    tree = sum((ROOT / name).stat().st_size for name in files.split("\0") if name and (ROOT / name).exists())
+    tree = sum(
+        (ROOT / name).stat().st_size
+        for name in files.split("\0")
+        if name and (ROOT / name).exists()
+    )
     size = archive.stat().st_size
     if tree + size > TOGETHER:
-        raise SystemExit(f"{size / 1e6:.1f} MB of wheels and {tree / 1e6:.1f} MB of sources are more than 64 MiB")
-    print(f"{archive}: {' '.join(pinned)}; {size / 1e6:.1f} MB, beside {tree / 1e6:.1f} MB of sources")
+        raise SystemExit(
+            f"{size / 1e6:.1f} MB of wheels and {tree / 1e6:.1f} MB of sources are more than 64 MiB"
+        )
+    print(
+        f"{archive}: {' '.join(pinned)}; {size / 1e6:.1f} MB, beside {tree / 1e6:.1f} MB of sources"
+    )
 
 
 def install(archive: Path, site: Path) -> None:
@@ -177,7 +213,9 @@ def install(archive: Path, site: Path) -> None:
             "--no-deps",
         ]
         wheels = sorted(map(str, Path(folder).glob("*.whl")))
-        subprocess.run([*pip, "--no-compile", "--upgrade", "--target", str(site), *wheels], check=True)
+        subprocess.run(
+            [*pip, "--no-compile", "--upgrade", "--target", str(site), *wheels], check=True
+        )
     print(f"{site}: {len(wheels)} packages")
 
 
@@ -185,7 +223,9 @@ def own_requirements() -> list[str]:
     """Those of this project, with what the demo and the tests share."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = [*project["dependencies"], *project["optional-dependencies"]["training"]]
-    return [text for text in wanted if (marker := Requirement(text).marker) is None or marker.evaluate()]
+    return [
+        text for text in wanted if (marker := Requirement(text).marker) is None or marker.evaluate()
+    ]
 
 
 def download(names: Iterable[str], into: Path) -> None:
@@ -196,8 +236,19 @@ def download(names: Iterable[str], into: Path) -> None:
     """
     into.mkdir(parents=True, exist_ok=True)
     platforms = [word for name in PLATFORMS for word in ("--platform", name)]
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", *TARGET, *platforms]
-    done = subprocess.run([*pip, "--dest", str(into), *names], capture_output=True, text=True, check=False)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        *TARGET,
+        *platforms,
+    ]
+    done = subprocess.run(
+        [*pip, "--dest", str(into), *names], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise SystemExit(f"pip found not all wheels:\n{done.stderr.strip()[-2000:]}")
 
@@ -226,7 +277,9 @@ def sources(into: Path) -> str:
     git = ["git", "-C", str(ROOT)]
     tar = subprocess.run([*git, "archive", "HEAD"], capture_output=True, check=True).stdout
     subprocess.run(["tar", "-x", "-C", str(into)], input=tar, check=True)
-    commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True)
+    commit = subprocess.run(
+        [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+    )
     (into / "COMMIT").write_text(commit.stdout)
     return commit.stdout.strip()
 
@@ -235,9 +288,15 @@ def main() -> None:
     """Make the bundle, and print what is in it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-bundle")
-    parser.add_argument("--without-te", action="store_true", help="leave TransformerEngine out, which is most of it")
-    parser.add_argument("--for-image", type=Path, metavar="LIST", help="only what the machine of LIST lacks")
-    parser.add_argument("--install", type=Path, metavar="ARCHIVE", help="unpack what --for-image made")
+    parser.add_argument(
+        "--without-te", action="store_true", help="leave TransformerEngine out, which is most of it"
+    )
+    parser.add_argument(
+        "--for-image", type=Path, metavar="LIST", help="only what the machine of LIST lacks"
+    )
+    parser.add_argument(
+        "--install", type=Path, metavar="ARCHIVE", help="unpack what --for-image made"
+    )
     options = parser.parse_args()
     if options.install is not None:
         install(options.install, SITE)
@@ -253,15 +312,36 @@ def main() -> None:
     known = {canonicalize_name(text.partition("==")[0]) for text in pinned}
     tools = closure(TOOLS)
     pinned += [f"{name}=={version}" for name, version in tools.items() if name not in known]
-    download([*pinned, *(tool for tool in TOOLS if tool not in {*tools, *known})], content / "wheels")
+    download(
+        [*pinned, *(tool for tool in TOOLS if tool not in {*tools, *known})], content / "wheels"
+    )
     if not options.without_te:
-        download([f"transformer_engine=={TE}", f"transformer_engine_cu13=={TE}", *TE_NEEDS], content / "te")
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
-        pip += ["--no-build-isolation", "--dest", str(content / "te"), f"transformer_engine_torch=={TE}"]
+        download(
+            [f"transformer_engine=={TE}", f"transformer_engine_cu13=={TE}", *TE_NEEDS],
+            content / "te",
+        )
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--no-binary",
+            ":all:",
+        ]
+        pip += [
+            "--no-build-isolation",
+            "--dest",
+            str(content / "te"),
+            f"transformer_engine_torch=={TE}",
+        ]
         subprocess.run(pip, check=True)
     for part in ("wheels", "te"):
         files = sorted((content / part).glob("*"))
-        print(f"{part}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB")
+        print(
+            f"{part}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB"
+        )
     archive = options.out / "gpu-bundle.tar"
     with tarfile.open(archive, "w") as tar:  # wheels are compressed already
         tar.add(content, arcname=".")
@@ -272,7 +352,9 @@ def main() -> None:
     (options.out / "install.sh").chmod(0o755)
     whole = sum(piece.stat().st_size for piece in pieces)
     print(f"{options.out}: commit {commit}, {len(pieces)} pieces, {whole / 1e6:.1f} MB in all")
-    print(f"{time.monotonic() - began:.0f} s; carry the folder to the machine and run ./install.sh there")
+    print(
+        f"{time.monotonic() - began:.0f} s; carry the folder to the machine and run ./install.sh there"
+    )
 
 
 if __name__ == "__main__":

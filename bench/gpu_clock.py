@@ -19,7 +19,9 @@ from typing import Any
 
 import torch
 
-CYCLES_PER_SECOND: float = 2e9  # of `torch.cuda._sleep`, about; more than GPUs do makes sleeps longer, not wrong
+CYCLES_PER_SECOND: float = (
+    2e9  # of `torch.cuda._sleep`, about; more than GPUs do makes sleeps longer, not wrong
+)
 LONGEST_SLEEP: float = 0.2  # seconds
 TRIES: int = 4  # of a sample, each with a sleep twice as long
 WARM: int = 2  # runs before the first sample: modules are loaded, memory is there
@@ -80,7 +82,9 @@ class Clock:
                 if run is not None:
                     run()
         if self.device.type != "cuda":
-            return Time.of([_host_seconds(runs[number % len(runs)]) for number in range(self.calls)])
+            return Time.of(
+                [_host_seconds(runs[number % len(runs)]) for number in range(self.calls)]
+            )
         torch.cuda.synchronize()
         launched = [run for run in (before, runs[0], after) if run is not None]
         self._sleep = max(5e-5, 3 * _host_seconds(lambda: [run() for run in launched]))
@@ -122,7 +126,9 @@ class Clock:
 
         replay, _ = captured(all_of_them)
         found = self.time(replay)
-        return Time(found.seconds / repeats, found.low / repeats, found.high / repeats, found.host_bound)
+        return Time(
+            found.seconds / repeats, found.low / repeats, found.high / repeats, found.host_bound
+        )
 
     def host(self, run: Run, *, repeats: int = 20) -> Time:
         """Time of the host alone in ``run``: ``repeats`` of them without waiting for the device, several times.
@@ -166,7 +172,11 @@ def sets_beyond_cache(size: int, device: torch.device) -> int:
 
 def name_of(device: torch.device) -> str:
     """What a table says of where its numbers are from."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU: the numbers mean nothing"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else "a CPU: the numbers mean nothing"
+    )
 
 
 def _host_seconds(run: Run) -> float:

@@ -18,7 +18,11 @@ def machine() -> list[str]:
 
     properties = torch.cuda.get_device_properties(0)
     memory = f"{properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} multiprocessors"
-    asked = ["nvidia-smi", "--query-gpu=name,driver_version,power.limit,mig.mode.current", "--format=csv,noheader"]
+    asked = [
+        "nvidia-smi",
+        "--query-gpu=name,driver_version,power.limit,mig.mode.current",
+        "--format=csv,noheader",
+    ]
     date = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return [
         f"GPU: {properties.name}, {memory}, {torch.cuda.device_count()} of them here, one is used",
@@ -38,7 +42,9 @@ def _commit() -> str:
 def _said(command: list[str]) -> str:
     """The first line of what ``command`` prints; empty when it cannot be run."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()[0]
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=30, check=True
+        ).stdout.splitlines()[0]
     return ""
 
 
@@ -46,5 +52,7 @@ if __name__ == "__main__":
     import torch
 
     if not torch.cuda.is_available():
-        sys.exit("There is no GPU that torch can use here, so nothing was run and nothing was written.")
+        sys.exit(
+            "There is no GPU that torch can use here, so nothing was run and nothing was written."
+        )
     print(json.dumps(machine()))

@@ -22,7 +22,9 @@ Record = Mapping[str, Any]
 
 def page(records: Sequence[Record]) -> str:
     """Markdown of ``records`` in the order of time: the machine, how each part ended, and every part's tables."""
-    last: dict[str, Record] = {}  # of each part, in the order in which they came first: how it stands
+    last: dict[
+        str, Record
+    ] = {}  # of each part, in the order in which they came first: how it stands
     for record in records:
         if "ended" in record:
             last[record["part"]] = record
@@ -30,17 +32,32 @@ def page(records: Sequence[Record]) -> str:
     lines = ["# Results on a GPU", "", "Written by `bench/gpu.py`; do not edit it by hand.", ""]
     machines = [line for record in records for line in record.get("machine", ())]
     lines += [f"- {line}" for line in dict.fromkeys(machines)]
-    lines += ["", f"{len(last)} parts, of which {failed} failed, were stopped or were not run." if failed else ""]
+    lines += [
+        "",
+        f"{len(last)} parts, of which {failed} failed, were stopped or were not run."
+        if failed
+        else "",
+    ]
     lines += ["", "| part | ended | seconds | what it shows |", "|---|---|---|---|"]
     for record in last.values():
         how = record["ended"] if record["ended"] in PASSED else f"**{record['ended']}**"
         ended = " ".join((how, record.get("why", ""))).strip()
-        lines.append(f"| {record['part']} | {ended} | {record.get('seconds', 0.0):.0f} | {record.get('shows', '')} |")
+        lines.append(
+            f"| {record['part']} | {ended} | {record.get('seconds', 0.0):.0f} | {record.get('shows', '')} |"
+        )
     for part, record in last.items():
-        tables = _tables([other for other in records if other.get("part") == part and "table" in other])
+        tables = _tables(
+            [other for other in records if other.get("part") == part and "table" in other]
+        )
         said = record.get("said") or []
         if tables or said:
-            lines += ["", f"## {part}: {record['ended']}", "", f"`{record.get('command', '')}`", *tables]
+            lines += [
+                "",
+                f"## {part}: {record['ended']}",
+                "",
+                f"`{record.get('command', '')}`",
+                *tables,
+            ]
         if said:
             lines += ["", "```", *(line.replace("```", "'''") for line in said), "```"]
     return "\n".join(lines).rstrip() + "\n"

@@ -46,7 +46,13 @@ from megatron_hecate.runtime.forecast import LoadHistory
 WINDOW: int = 20  # steps that a look sees
 STRIDE: int = 4  # one step in so many is scored
 LOADS = "pysrc_e64k6_aux0,pysrc_e64k6_aux1e-2,zipf-4,hotspot,zipf-2,80%-to-4,burst,domains"
-WAYS = ("moved, every 10", "moved, every 50", "moved, every 100", "uneven, every 50", "Algorithm 2, every 100")
+WAYS = (
+    "moved, every 10",
+    "moved, every 50",
+    "moved, every 100",
+    "uneven, every 50",
+    "Algorithm 2, every 100",
+)
 SHOWN = WAYS[1]  # of the columns that compare two ways
 COLUMNS: dict[str, tuple[str, str]] = {
     "load": ("load", "s"),
@@ -146,9 +152,13 @@ class Paper(Homes):
         setting = self.setting
         hidden = setting.shape.hidden_seconds / setting.shape.fetch_seconds(setting.world)
         found = algorithm2(
-            window[-5:].mean(axis=0), setting.world, overlap_degree=min(int(hidden), setting.num_experts)
+            window[-5:].mean(axis=0),
+            setting.world,
+            overlap_degree=min(int(hidden), setting.num_experts),
         )
-        self.homes = [with_homes(home, setting.num_ranks, num_slots=setting.slots) for home in found]
+        self.homes = [
+            with_homes(home, setting.num_ranks, num_slots=setting.slots) for home in found
+        ]
         return self.by_expert()
 
 
@@ -193,7 +203,9 @@ def replay(case: Case, homes: Homes, *, interval: int, skip: int) -> Outcome:
         if interval and t and t % interval == 0:
             before = homes.by_expert()
             after = homes.look(totals[max(0, t - WINDOW) : t])
-            last = [p if (a == b).all() else None for p, a, b in zip(last, before, after, strict=True)]
+            last = [
+                p if (a == b).all() else None for p, a, b in zip(last, before, after, strict=True)
+            ]
             if t >= skip:
                 on_the_way = travel(before, after, setting)
                 moved += on_the_way.intra + on_the_way.inter
@@ -220,7 +232,9 @@ def replay(case: Case, homes: Homes, *, interval: int, skip: int) -> Outcome:
         name: float(np.mean([getattr(s, name) for s in scores]))
         for name in ("imbalance", "copies", "inter_gb", "crossing", "seconds")
     }
-    return Outcome(**means, moved=moved / layers / max(1, looks), moving=seconds / (steps - skip) / layers)
+    return Outcome(
+        **means, moved=moved / layers / max(1, looks), moving=seconds / (steps - skip) / layers
+    )
 
 
 def compare(case: Case, *, skip: int, horizon: int) -> Iterator[Row]:
@@ -269,7 +283,13 @@ def summary(rows: Sequence[Row]) -> str:
     columns |= {name: (name, "s") for name in ("imbalance", "copies", "inter_gb", "crossing")}
     columns |= dict(inter_gb=("GB between", "s"), moved=("moved", ".1f"), moving=("moving", ".3f"))
     for (load, ranks, slots), of in groups.items():
-        line = dict(load=load, ranks=ranks, slots=slots, moved=of[SHOWN]["moved"], moving=of[SHOWN]["moving"])
+        line = dict(
+            load=load,
+            ranks=ranks,
+            slots=slots,
+            moved=of[SHOWN]["moved"],
+            moving=of[SHOWN]["moving"],
+        )
         line |= {name: of[name]["total"] for name in WAYS}
         for name in ("imbalance", "copies", "inter_gb", "crossing"):
             spec = COLUMNS[name][1]
@@ -280,30 +300,51 @@ def summary(rows: Sequence[Row]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Run the benchmark as the command line says; returns the rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--load", default=LOADS, help="loads, recorded or synthetic, by name (%(default)s)")
     add("--ranks", default="16,32,64", help="group sizes (%(default)s)")
     add("--slots", default="0,1,2", help="replicas a rank may host (%(default)s)")
     add("--per-node", type=int, default=8, help="ranks per node (%(default)s)")
     add("--steps", type=int, default=240, help="first steps only (%(default)s)")
-    add("--skip", type=int, default=100, help="steps that are replayed, but not counted (%(default)s)")
-    add("--horizon", type=int, default=100, help="iterations that new homes are expected to last (%(default)s)")
+    add(
+        "--skip",
+        type=int,
+        default=100,
+        help="steps that are replayed, but not counted (%(default)s)",
+    )
+    add(
+        "--horizon",
+        type=int,
+        default=100,
+        help="iterations that new homes are expected to last (%(default)s)",
+    )
     add("--csv", type=Path, metavar="FILE", help="write the table with full precision")
     args = parser.parse_args(argv)
-    sizes = dict(pairs=16384, hidden=2048, ffn=768, microbatches=1, hidden_us=650, measured=None)  # of bench/balance.py
+    sizes = dict(
+        pairs=16384, hidden=2048, ffn=768, microbatches=1, hidden_us=650, measured=None
+    )  # of bench/balance.py
     names = args.load.split(",")
     recorded = [DATA / f"{name}.npz" for name in names if (DATA / f"{name}.npz").is_file()]
     try:
-        args.ranks, slots = ([int(number) for number in text.split(",")] for text in (args.ranks, args.slots))
-        args.trace, args.load = recorded, ",".join(name for name in names if DATA / f"{name}.npz" not in recorded)
+        args.ranks, slots = (
+            [int(number) for number in text.split(",")] for text in (args.ranks, args.slots)
+        )
+        args.trace, args.load = (
+            recorded,
+            ",".join(name for name in names if DATA / f"{name}.npz" not in recorded),
+        )
         found = list(cases(argparse.Namespace(**vars(args) | sizes | dict(slots=max(slots)))))
     except ValueError as error:
         parser.error(str(error))
     rows = []
     for case in found:
         for number in slots:
-            case = dataclasses.replace(case, setting=dataclasses.replace(case.setting, slots=number))
+            case = dataclasses.replace(
+                case, setting=dataclasses.replace(case.setting, slots=number)
+            )
             rows += compare(case, skip=args.skip, horizon=args.horizon)
     print(summary(rows))
     if args.csv:

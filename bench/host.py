@@ -100,11 +100,14 @@ def measure(arguments: argparse.Namespace) -> None:
             for microbatches in arguments.microbatches:
                 rows = models.compare(microbatches)
                 if prints:
-                    print("\n".join(f"| {experts} | {homes} | {microbatches} | {row}" for row in rows), flush=True)
+                    print(
+                        "\n".join(
+                            f"| {experts} | {homes} | {microbatches} | {row}" for row in rows
+                        ),
+                        flush=True,
+                    )
             if arguments.files:
-                tables = (
-                    f"{models.by_file(arguments.microbatches[0])}\n\n{models.by_function(arguments.microbatches[0])}"
-                )
+                tables = f"{models.by_file(arguments.microbatches[0])}\n\n{models.by_function(arguments.microbatches[0])}"
                 if prints:
                     print("\n" + tables + "\n", flush=True)
     if prints:
@@ -124,18 +127,29 @@ class Models:
         phases: what they are timed with.
     """
 
-    def __init__(self, experts: str, homes: int, arguments: argparse.Namespace, phases: Any) -> None:
+    def __init__(
+        self, experts: str, homes: int, arguments: argparse.Namespace, phases: Any
+    ) -> None:
         import tiny_gpt
 
         from megatron_hecate import HecateConfig, fssdp
 
         grouped = experts == "TEGroupedMLP"
         size = SIZE_ON_GPU if arguments.gpu else SIZE
-        settings = dict(num_layers=arguments.layers, hidden_size=size, ffn_hidden_size=size, moe_ffn_hidden_size=size)
+        settings = dict(
+            num_layers=arguments.layers,
+            hidden_size=size,
+            ffn_hidden_size=size,
+            moe_ffn_hidden_size=size,
+        )
         settings |= dict(gradient_accumulation_fusion=grouped and not arguments.unfused)
         self.arguments, self.phases = arguments, phases
         self.case = tiny_gpt.Case(
-            experts=2 * homes, micro_batch=1, skew=2.0, settings=tuple(settings.items()), grouped=grouped
+            experts=2 * homes,
+            micro_batch=1,
+            skew=2.0,
+            settings=tuple(settings.items()),
+            grouped=grouped,
         )
         hooks = {
             "stock": None,
@@ -146,7 +160,10 @@ class Models:
         for step in range(WARMUP):
             for name in self.models:
                 self.step(name, step, arguments.microbatches[0])
-        replicas = {n: sum(layer.fssdp.placement.num_replicas for layer in self._layers(n)) for n in list(hooks)[1:]}
+        replicas = {
+            n: sum(layer.fssdp.placement.num_replicas for layer in self._layers(n))
+            for n in list(hooks)[1:]
+        }
         assert not replicas["no replicas"] and replicas["replicas"] >= arguments.layers, replicas
 
     def _build(self, hook: Callable | None) -> tuple[list, Any]:
@@ -185,7 +202,9 @@ class Models:
         times: dict[str, list[Counter[str]]] = {name: [] for name in self.models}
         gc.collect()
         gc.disable()
-        for index in range(WARMUP + self.arguments.steps):  # the first steps are as long as those before
+        for index in range(
+            WARMUP + self.arguments.steps
+        ):  # the first steps are as long as those before
             for name in self.models:
                 seconds = self.step(name, index, microbatches)
                 if index >= WARMUP:
@@ -195,13 +214,20 @@ class Models:
         each, stock, rows = microbatches * self.arguments.layers, next(iter(self.models)), []
         for name, steps in times.items():
             parts = [
-                1e6 / each * median(step[part] for step in steps) for part in ("forward", "backward", "rest", "step")
+                1e6 / each * median(step[part] for step in steps)
+                for part in ("forward", "backward", "rest", "step")
             ]
             whole = [sum(step[part] for part in ("forward", "backward", "rest")) for step in steps]
-            of_stock = [sum(step[part] for part in ("forward", "backward", "rest")) for step in times[stock]]
+            of_stock = [
+                sum(step[part] for part in ("forward", "backward", "rest")) for step in times[stock]
+            ]
             low, middle, high = quantiles([a / b for a, b in zip(whole, of_stock, strict=True)])
             counts = calls[name].total(), calls[stock].total()
-            columns = [name, *(f"{part:.0f}" for part in parts), f"{1e6 / each * median(whole):.0f}"]
+            columns = [
+                name,
+                *(f"{part:.0f}" for part in parts),
+                f"{1e6 / each * median(whole):.0f}",
+            ]
             columns += [
                 f"{middle:.3f} ({low:.3f} to {high:.3f})",
                 f"{counts[0] / each:.0f}",
@@ -230,10 +256,17 @@ class Models:
             times[name] = Counter()
             for (file, _, function), (_, _, own, _, _) in pstats.Stats(profile).stats.items():
                 times[name][f"{Path(file).name} {function}"] += own * 1e6 / each
-        names = sorted(times["replicas"] | times["stock"], key=lambda n: times["stock"][n] - times["replicas"][n])
+        names = sorted(
+            times["replicas"] | times["stock"],
+            key=lambda n: times["stock"][n] - times["replicas"][n],
+        )
         table = ["| function | stock, us | replicas, us |", "|---|---|---|"]
         return "\n".join(
-            table + [f"| {name} | {times['stock'][name]:.0f} | {times['replicas'][name]:.0f} |" for name in names[:45]]
+            table
+            + [
+                f"| {name} | {times['stock'][name]:.0f} | {times['replicas'][name]:.0f} |"
+                for name in names[:45]
+            ]
         )
 
     def by_file(self, microbatches: int) -> str:
@@ -243,12 +276,17 @@ class Models:
         each = microbatches * self.arguments.layers
         counts = {name: self.count(name, microbatches) for name in self.models}
         rows: dict[str, list[float]] = {}
-        for column, (name, kind) in enumerate(itertools.product(list(self.models)[1:], ("Python", "C"))):
+        for column, (name, kind) in enumerate(
+            itertools.product(list(self.models)[1:], ("Python", "C"))
+        ):
             for sign, of in ((1, name), (-1, "stock")):
                 for (file, of_kind), count in counts[of].items():
                     if kind == of_kind:
                         rows.setdefault(contributor(file), [0.0] * 4)[column] += sign * count / each
-        table = ["| file | no replicas: Python | C | replicas: Python | C |", "|---|---|---|---|---|"]
+        table = [
+            "| file | no replicas: Python | C | replicas: Python | C |",
+            "|---|---|---|---|---|",
+        ]
         for file, row in sorted(rows.items(), key=lambda row: -sum(row[1][2:])):
             if max(map(abs, row)) >= 0.5:
                 table.append(f"| {file} | " + " | ".join(f"{calls:.1f}" for calls in row) + " |")
@@ -258,13 +296,21 @@ class Models:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--experts", nargs="+", choices=EXPERTS, default=EXPERTS)
-    parser.add_argument("--homes", nargs="+", type=int, default=(8, 32, 64), help="experts of a rank")
+    parser.add_argument(
+        "--homes", nargs="+", type=int, default=(8, 32, 64), help="experts of a rank"
+    )
     parser.add_argument("--microbatches", nargs="+", type=int, default=(4, 1))
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=12, help="of each model and number of microbatches")
-    parser.add_argument("--unfused", action="store_true", help="weight gradients of grouped experts by autograd")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="of each model and number of microbatches"
+    )
+    parser.add_argument(
+        "--unfused", action="store_true", help="weight gradients of grouped experts by autograd"
+    )
     parser.add_argument("--files", action="store_true", help="also which files add calls")
-    parser.add_argument("--gpu", action="store_true", help="on a GPU, over TransformerEngine's own kernels")
+    parser.add_argument(
+        "--gpu", action="store_true", help="on a GPU, over TransformerEngine's own kernels"
+    )
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         measure(arguments)

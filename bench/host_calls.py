@@ -29,7 +29,9 @@ class Phases:
         self.calls: Counter[tuple[str, str]] = Counter()  # by file, "Python" or "C"
         self.counts = False
         for phase in ("forward", "backward"):
-            setattr(schedules, f"{phase}_step", self._timed(phase, getattr(schedules, f"{phase}_step")))
+            setattr(
+                schedules, f"{phase}_step", self._timed(phase, getattr(schedules, f"{phase}_step"))
+            )
 
     def clear(self) -> None:
         """Forget what was measured."""
@@ -85,5 +87,9 @@ def contributor(file: str) -> str:
     path = Path(file).as_posix()
     for package in PACKAGES:
         if f"/{package}/" in path:
-            return f"{package}/{path.rpartition(f'/{package}/')[2]}" if package == PACKAGES[0] else package
+            return (
+                f"{package}/{path.rpartition(f'/{package}/')[2]}"
+                if package == PACKAGES[0]
+                else package
+            )
     return "others"

@@ -39,7 +39,11 @@ from megatron_hecate.comm.nvlink.launch import LINK_RATES, TransferKernels  # no
 from megatron_hecate.comm.nvlink.program import FAILURE, Program, Signals  # noqa: E402
 from megatron_hecate.comm.nvlink.schedule import Place, Pull, Schedule  # noqa: E402
 
-EXPERTS = {"Mixtral-8x7B": 3 * 4096 * 14336, "DeepSeek-V3": 3 * 7168 * 2048, "Qwen3-30B-A3B": 3 * 2048 * 768}
+EXPERTS = {
+    "Mixtral-8x7B": 3 * 4096 * 14336,
+    "DeepSeek-V3": 3 * 7168 * 2048,
+    "Qwen3-30B-A3B": 3 * 2048 * 768,
+}
 ENGINES: int = 0  # in place of a number of blocks
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 132)
 OURS = {"spAG": 16, "spRS": 32}  # blocks that a transfer has on an H100
@@ -62,7 +66,9 @@ class Bench:
     def __init__(self, device: torch.device, elements: int, *, sets: int) -> None:
         self.device, self.elements, self.kernels = device, elements, TransferKernels(device)
         self.words = torch.zeros(64, dtype=torch.int32, device=device)
-        self.failure = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.failure = torch.zeros(
+            FAILURE.itemsize, dtype=torch.uint8, pin_memory=device.type == "cuda"
+        )
         self.weights = torch.randn(sets, 2, elements, device=device, dtype=torch.bfloat16)
         self.grads = torch.randn(sets, SOURCES, elements, device=device)
         self.main_grad = torch.zeros(sets, elements, device=device)
@@ -100,11 +106,15 @@ class Bench:
         if self.device.type == "cpu":
             host = functools.partial(self.kernels.function(name), ctypes.c_void_p(at.data_ptr()))
             return lambda blocks: host(blocks, 1) if blocks else self.kernels.copy(items)
-        return lambda blocks: self.kernels.run_at(name, at, blocks=blocks) if blocks else self.kernels.copy(items)
+        return lambda blocks: (
+            self.kernels.run_at(name, at, blocks=blocks) if blocks else self.kernels.copy(items)
+        )
 
     def moved(self, what: str) -> int:
         """Bytes read and written."""
-        return self.elements * (2 * ITEMSIZE[what] if what == "spAG" else SOURCES * ITEMSIZE[what] + 8)
+        return self.elements * (
+            2 * ITEMSIZE[what] if what == "spAG" else SOURCES * ITEMSIZE[what] + 8
+        )
 
     def payload(self, what: str) -> int:
         """Bytes that would come over the link."""
@@ -114,7 +124,10 @@ class Bench:
 def own_copy(size: int, clock: Clock) -> float:
     """Bytes read and written per second by the device's own copy of ``size / 2`` bytes."""
     sets = sets_beyond_cache(size, clock.device)
-    pairs = [torch.empty(2, size // 2, dtype=torch.uint8, device=clock.device).random_() for _ in range(sets)]
+    pairs = [
+        torch.empty(2, size // 2, dtype=torch.uint8, device=clock.device).random_()
+        for _ in range(sets)
+    ]
     return size / clock.time(*(lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs)).seconds
 
 
@@ -197,7 +210,9 @@ def overlap(clock: Clock, *, tiny: bool) -> None:
                 tflops=16 * size**3 / time.seconds / 1e12,
                 lasted=lasted,
             )
-    print(f"\ncopies lasted as long as the GEMMs: {'in every row' if all_lasted else 'not in every row'}")
+    print(
+        f"\ncopies lasted as long as the GEMMs: {'in every row' if all_lasted else 'not in every row'}"
+    )
 
 
 def _with_copies(
@@ -244,7 +259,9 @@ def main() -> None:
         if part == "overlap" and device.type == "cpu":
             print("overlap: needs a GPU")
         else:
-            {"rates": rates, "overlap": overlap}[part](clock, tiny=options.tiny or device.type == "cpu")
+            {"rates": rates, "overlap": overlap}[part](
+                clock, tiny=options.tiny or device.type == "cpu"
+            )
 
 
 if __name__ == "__main__":

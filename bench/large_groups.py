@@ -113,7 +113,9 @@ def measure(skew: str, num_experts: int, num_ranks: int, copies: str, *, seed: i
     tokens, order = quotas_of_all(counts, plan, GroupShape.of(world, plan))
     load = Quotas(order.expert, order.rank, tokens).rank_load(num_ranks)
     before = np.bincount(homes.home, weights=forecast, minlength=num_ranks)
-    problem = problem_of(homes.homes_only, world, price("nvlink" if copies == "free" else copies, world))
+    problem = problem_of(
+        homes.homes_only, world, price("nvlink" if copies == "free" else copies, world)
+    )
     costs = [plan_cost(forecast, problem, table, np.inf)[0] for table in (plan.table, problem.bare)]
     return Figures(
         before=float(before.max() / before.mean()),
@@ -132,7 +134,11 @@ def report() -> None:
     for num_ranks in SIZES:
         for homes, num_experts in (("2", 2 * num_ranks), ("1", num_ranks), ("1/2", num_ranks // 2)):
             for copies in ("free", "nvlink", "p2p"):
-                its = [measure(skew, num_experts, num_ranks, copies, seed=seed) for skew in SKEWS for seed in range(2)]
+                its = [
+                    measure(skew, num_experts, num_ranks, copies, seed=seed)
+                    for skew in SKEWS
+                    for seed in range(2)
+                ]
                 after = np.array([figures.after for figures in its])
                 before = np.mean([figures.before for figures in its])
                 cost = np.mean([figures.cost for figures in its])

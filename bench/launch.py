@@ -14,7 +14,20 @@ def again_on_ranks(script: str, ranks: int, **environment: str) -> int:
     """Run ``script`` with this process's arguments under torchrun, at most half an hour; returns its exit status."""
     folders = [str(ROOT / folder) for folder in ("", "tests", "examples")]
     path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        "PYTHONWARNINGS": "ignore",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        "--standalone",
+    ]
     command += [script, *sys.argv[1:]]
-    return subprocess.run(command, env={**os.environ, **settings, **environment}, timeout=1800).returncode
+    return subprocess.run(
+        command, env={**os.environ, **settings, **environment}, timeout=1800
+    ).returncode

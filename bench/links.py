@@ -58,7 +58,9 @@ def busiest(copies: Sequence[Copy], domains: Domains, *, sums: bool) -> tuple[fl
                     if source.rank != rank:
                         inside["out", source.rank] += pull.end - pull.begin
                         inside["in", rank] += pull.end - pull.begin
-    most_inside, most_between = (max(link.values(), default=0) / ELEMENTS for link in (inside, between))
+    most_inside, most_between = (
+        max(link.values(), default=0) / ELEMENTS for link in (inside, between)
+    )
     return most_inside, most_between
 
 
@@ -75,7 +77,9 @@ def planned(trace: Path, ranks: int, slots: int, steps: int) -> list[tuple[Copy,
     found = []
     for step in range(1, min(steps + 1, len(load))):
         for layer in range(load.shape[1]):
-            placement = plan_replicas(load[step - 1, layer].astype(float), homes, world, cost=CopyCost())
+            placement = plan_replicas(
+                load[step - 1, layer].astype(float), homes, world, cost=CopyCost()
+            )
             if placement.replicas:
                 found.append(TransferPlan.from_placement(placement, 0).copies)
     return found
@@ -84,20 +88,32 @@ def planned(trace: Path, ranks: int, slots: int, steps: int) -> list[tuple[Copy,
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--trace", type=Path, default=ROOT / "bench" / "data" / "pysrc_e64k6_aux0.npz")
+    parser.add_argument(
+        "--trace", type=Path, default=ROOT / "bench" / "data" / "pysrc_e64k6_aux0.npz"
+    )
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
-    print("| fan-out | home sends, plainly | busiest link, spAG | spRS | target |\n|---|---|---|---|---|")
+    print(
+        "| fan-out | home sends, plainly | busiest link, spAG | spRS | target |\n|---|---|---|---|---|"
+    )
     worst = [0.0, 0.0]
     for fan_out in range(1, MAX_RANKS):
-        links = [busiest(hot(fan_out), [range(fan_out + 1)], sums=sums)[0] for sums in (False, True)]
+        links = [
+            busiest(hot(fan_out), [range(fan_out + 1)], sums=sums)[0] for sums in (False, True)
+        ]
         worst = [max(a, b) for a, b in zip(worst, links, strict=True)]
         if fan_out < 9 or fan_out in (15, 16, 31, 32, 63, 64, 71):
-            print(f"| {fan_out} | {plainly(hot(fan_out)):.0f} | {links[0]:.3f} | {links[1]:.3f} | {TARGET} |")
+            print(
+                f"| {fan_out} | {plainly(hot(fan_out)):.0f} | {links[0]:.3f} | {links[1]:.3f} | {TARGET} |"
+            )
     print(f"| 1-71, worst | 71 | {worst[0]:.3f} | {worst[1]:.3f} | {TARGET} |")
 
-    print("\nOne hot expert, a replica on every other rank; domains of 8 GPUs; between: chunks on a rank's adapter\n")
-    print("| domains | plainly, out of the home's domain | spAG inside | between | spRS inside | between |")
+    print(
+        "\nOne hot expert, a replica on every other rank; domains of 8 GPUs; between: chunks on a rank's adapter\n"
+    )
+    print(
+        "| domains | plainly, out of the home's domain | spAG inside | between | spRS inside | between |"
+    )
     print("|---|---|---|---|---|---|")
     for count in (2, 4, 8):
         domains = [range(8 * i, 8 * i + 8) for i in range(count)]
@@ -105,9 +121,13 @@ def main() -> None:
         cells = [f"{x:.3f}" for sums in (False, True) for x in busiest(copies, domains, sums=sums)]
         print(f"| {count} | {8 * (count - 1)} | {' | '.join(cells)} |")
 
-    print(f"\nReplicas of the planner on {options.trace.name}, {options.steps} steps, every layer; over the largest")
+    print(
+        f"\nReplicas of the planner on {options.trace.name}, {options.steps} steps, every layer; over the largest"
+    )
     print("number of chunks that a rank must receive, or that must leave a home: mean and worst\n")
-    print("| ranks | slots | home sends, plainly | busiest link, spAG | spRS | target |\n|---|---|---|---|---|---|")
+    print(
+        "| ranks | slots | home sends, plainly | busiest link, spAG | spRS | target |\n|---|---|---|---|---|---|"
+    )
     for ranks in (8, 16, 32, 64):
         for slots in (1, 2):
             rows = []
@@ -115,7 +135,10 @@ def main() -> None:
                 links = [busiest(copies, [range(ranks)], sums=sums)[0] for sums in (False, True)]
                 rows.append(np.array([plainly(copies), *links]) / needed(copies))
             rows = np.array(rows)
-            cells = [f"{mean:.3f} / {most:.3f}" for mean, most in zip(rows.mean(axis=0), rows.max(axis=0), strict=True)]
+            cells = [
+                f"{mean:.3f} / {most:.3f}"
+                for mean, most in zip(rows.mean(axis=0), rows.max(axis=0), strict=True)
+            ]
             print(f"| {ranks} | {slots} | {' | '.join(cells)} | {TARGET} |", flush=True)
 
 

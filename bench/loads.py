@@ -17,7 +17,9 @@ import numpy as np
 DATA = Path(__file__).resolve().parent / "data"
 EXPERTS: int = 64  # of the synthetic loads
 PAIRS: int = 4096  # (token, expert) pairs that a rank routes per step in the synthetic loads
-MOST: int = 2**53  # pairs in a step and layer: the planners that count in floats still count these exactly
+MOST: int = (
+    2**53
+)  # pairs in a step and layer: the planners that count in floats still count these exactly
 MOST_DEALT: int = 10**9 - 1  # pairs of one source that numpy can draw from without replacement
 
 
@@ -52,17 +54,23 @@ class Trace:
             expected = "an .npz with counts [steps, layers, sources, experts]"
             raise ValueError(f"{path}: expected {expected}; {error}") from error
         if counts.ndim != 4 or not counts.size:
-            raise ValueError(f"{path}: counts has shape {counts.shape}, expected [steps, layers, sources, experts]")
+            raise ValueError(
+                f"{path}: counts has shape {counts.shape}, expected [steps, layers, sources, experts]"
+            )
         if counts.dtype.kind not in "iuf":
             raise ValueError(f"{path}: counts is {counts.dtype}, expected integers")
         if (bad := ~np.isfinite(counts) | (counts != np.floor(counts))).any():
-            raise ValueError(f"{path}: counts holds values that are no integers (first: {counts[bad][0]})")
+            raise ValueError(
+                f"{path}: counts holds values that are no integers (first: {counts[bad][0]})"
+            )
         if counts.min() < 0:
             raise ValueError(f"{path}: counts holds negative values (least: {counts.min()})")
         with np.errstate(over="ignore"):
             most = counts.sum(axis=(2, 3), dtype=float).max()
         if most > MOST:
-            raise ValueError(f"{path}: counts sum to {most:.3g} in a step and layer, more than 2^53; scale them down")
+            raise ValueError(
+                f"{path}: counts sum to {most:.3g} in a step and layer, more than 2^53; scale them down"
+            )
         return cls(name=path.stem, counts=counts.astype(np.int64))
 
     def to_ranks(self, num_ranks: int, *, seed: int = 0) -> np.ndarray:
@@ -98,7 +106,9 @@ class Trace:
         return out.reshape(steps, layers, num_ranks, experts)
 
 
-Shares = Callable[[int, int, np.random.Generator], np.ndarray]  # (ranks, steps, rng) -> [T, L, E] expected shares
+Shares = Callable[
+    [int, int, np.random.Generator], np.ndarray
+]  # (ranks, steps, rng) -> [T, L, E] expected shares
 
 
 def synthetic_names() -> list[str]:
@@ -136,7 +146,9 @@ def zipf_shares(num_experts: int, num_ranks: int, *, ratio: float, order: np.nda
         ValueError: for a ratio out of range.
     """
     if not 1 <= ratio < num_ranks:
-        raise ValueError(f"a max/mean rank load of {ratio} is out of range for {num_ranks} ranks: [1, {num_ranks})")
+        raise ValueError(
+            f"a max/mean rank load of {ratio} is out of range for {num_ranks} ranks: [1, {num_ranks})"
+        )
     position = np.empty(num_experts)
     position[order] = np.arange(1, num_experts + 1)
 
@@ -188,7 +200,9 @@ def _hotspot(ranks: int, steps: int, rng: np.random.Generator) -> np.ndarray:
 
 def _burst(ranks: int, steps: int, rng: np.random.Generator) -> np.ndarray:
     """A mild Zipf load; every 10 steps, for 2 steps, three random experts take half of the tokens."""
-    share = _constant(zipf_shares(EXPERTS, ranks, ratio=1.3, order=rng.permutation(EXPERTS)), steps).copy()
+    share = _constant(
+        zipf_shares(EXPERTS, ranks, ratio=1.3, order=rng.permutation(EXPERTS)), steps
+    ).copy()
     for start in range(5, steps, 10):
         share[start : start + 2] *= 0.5
         share[start : start + 2, :, rng.choice(EXPERTS, 3, replace=False)] += 0.5 / 3
@@ -198,7 +212,9 @@ def _burst(ranks: int, steps: int, rng: np.random.Generator) -> np.ndarray:
 def _domains(ranks: int, steps: int, rng: np.random.Generator) -> np.ndarray:
     """OLMoE's expert counts in three layers; the text's domain changes every 10 steps."""
     counts = json.loads((DATA / "olmoe_counts.json").read_text())["counts"]["olmoe"]
-    share = np.array([[counts[d][layer] for layer in sorted(counts[d])] for d in sorted(counts)], dtype=float)
+    share = np.array(
+        [[counts[d][layer] for layer in sorted(counts[d])] for d in sorted(counts)], dtype=float
+    )
     share /= share.sum(axis=-1, keepdims=True)
     return share[np.arange(steps) // 10 % len(share)]
 

@@ -27,7 +27,9 @@ from megatron_hecate.comm.transport import LayerBuffer, Transport  # noqa: E402
 from megatron_hecate.replicas.buffers import LIFETIMES  # noqa: E402
 from megatron_hecate.replicas.memory_estimate import ExpertMemory, RankExperts  # noqa: E402
 
-TARGET = 0.05  # what lifetime "layer" may add with 2 slots, on 64 ranks, to 48 layers of 128 experts
+TARGET = (
+    0.05  # what lifetime "layer" may add with 2 slots, on 64 ranks, to 48 layers of 128 experts
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +54,21 @@ class Model:
         """One rank of ``stage``, under the 1F1B schedule."""
         layers, microbatches = self.stages[stage], len(self.stages) - stage
         elements = 3 * self.hidden * self.ffn
-        buffer = LayerBuffer(slots=slots, elements=elements, dtype=torch.bfloat16, homes=self.experts // self.ranks)
+        buffer = LayerBuffer(
+            slots=slots, elements=elements, dtype=torch.bfloat16, homes=self.experts // self.ranks
+        )
         extra = _transport(transport, self.ranks).extra_bytes([buffer])
-        return RankExperts.with_adam((buffer,) * layers, in_flight=layers * microbatches, transport_bytes=extra)
+        return RankExperts.with_adam(
+            (buffer,) * layers, in_flight=layers * microbatches, transport_bytes=extra
+        )
 
     def estimate(self, lifetime: str, slots: int, transport: str = "p2p") -> ExpertMemory:
         """Of the rank that holds most."""
         stages = (self.rank(stage, slots, transport) for stage in range(len(self.stages)))
-        return max((ExpertMemory.estimate(rank, lifetime) for rank in stages), key=lambda memory: memory.total)
+        return max(
+            (ExpertMemory.estimate(rank, lifetime) for rank in stages),
+            key=lambda memory: memory.total,
+        )
 
 
 def _transport(name: str, ranks: int) -> Transport:
@@ -109,19 +118,32 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=2, help="per rank and layer")
     parser.add_argument("--transport", choices=("p2p", "nvlink"), default="p2p")
     options = parser.parse_args()
-    slots, most = options.slots, min(model.experts - model.experts // model.ranks for model in MODELS)
+    slots, most = (
+        options.slots,
+        min(model.experts - model.experts // model.ranks for model in MODELS),
+    )
     if not 0 <= slots <= most:
-        parser.error(f"--slots {slots} is out of range: 0 to {most}, the experts that every model has elsewhere")
+        parser.error(
+            f"--slots {slots} is out of range: 0 to {most}, the experts that every model has elsewhere"
+        )
     command = f"python bench/memory.py --slots {slots} --transport {options.transport}"
     print(f"`{command}`. GiB on the rank that holds most:\n")
-    names = ["model", "lifetime", "homes (weights + gradients + optimizer)", "replicas' weights", "gradients"]
+    names = [
+        "model",
+        "lifetime",
+        "homes (weights + gradients + optimizer)",
+        "replicas' weights",
+        "gradients",
+    ]
     names += ["transport", "total", "over stock EP"]
     print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     for model in MODELS:
         for lifetime in LIFETIMES:
             a = model.estimate(lifetime, slots, options.transport)
             homes = f"{_gib(a.homes)} ({_gib(a.weights)} + {_gib(a.grads)} + {_gib(a.optimizer)})"
-            parts = " | ".join(_gib(part) for part in (a.replica_weights, a.replica_grads, a.transport, a.total))
+            parts = " | ".join(
+                _gib(part) for part in (a.replica_weights, a.replica_grads, a.transport, a.total)
+            )
             print(f"| {model.name} | `{lifetime}` | {homes} | {parts} | +{a.added:.1%} |")
     print()
     for model in MODELS:

@@ -84,17 +84,27 @@ def run(arguments: argparse.Namespace) -> None:
         moved = 2 * count * case.layers
         bound = ROUND_BYTES / 2**20
         print("python bench/moving.py", *sys.argv[1:])
-        print("| experts that move | MiB received, most | s | s of the link alone | ratio | MiB in a round, at most |")
+        print(
+            "| experts that move | MiB received, most | s | s of the link alone | ratio | MiB in a round, at most |"
+        )
         print("|---|---|---|---|---|---|")
-        print(f"| {moved} | {received / 2**20:.1f} | {seconds:.3f} | {link:.3f} | {seconds / link:.2f} | {bound:.0f} |")
+        print(
+            f"| {moved} | {received / 2**20:.1f} | {seconds:.3f} | {link:.3f} | {seconds / link:.2f} | {bound:.0f} |"
+        )
     dist.destroy_process_group()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, default=4, help="processes (default: %(default)s)")
-    parser.add_argument("--ep", type=int, default=2, help="of them that share experts (default: %(default)s)")
-    parser.add_argument("--share", type=float, default=0.25, help="of all experts that move (default: %(default)s)")
+    parser.add_argument(
+        "--ep", type=int, default=2, help="of them that share experts (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--share", type=float, default=0.25, help="of all experts that move (default: %(default)s)"
+    )
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         return again_on_ranks(__file__, arguments.ranks)

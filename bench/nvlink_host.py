@@ -48,7 +48,9 @@ def placements(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> li
         share[:, num_experts // 3] += hot / 3
         history.append(rng.poisson(share * PAIRS).sum(0)[None])
         popularity += rng.normal(0, 0.1, num_experts)
-        found.append(plan_replicas(history.forecast()[0], homes, world, cost=CopyCost(), previous=None))
+        found.append(
+            plan_replicas(history.forecast()[0], homes, world, cost=CopyCost(), previous=None)
+        )
     return found
 
 
@@ -62,7 +64,9 @@ def _own(place: Place) -> list[Extent]:
     return [(begin + 4 * sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
-def measure(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> dict[tuple[str, ...], list[float]]:
+def measure(
+    num_experts: int, num_ranks: int, calls: int, *, hot: bool
+) -> dict[tuple[str, ...], list[float]]:
     """CPU seconds of every call, by what is made and by direction."""
     domain, found = tuple(range(num_ranks)), defaultdict[tuple[str, ...], list[float]](list)
     apart = {rank: (rank + 1) << 44 for rank in domain}
@@ -85,7 +89,9 @@ def measure(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> dict[
                 how: dict[str, Any] = dict(itemsize=4 if sums else 2, sums=sums, begin=7)
                 for what in ("program", "program again"):
                     start = time.thread_time()
-                    programs.make(schedule, Memory(_own, rank=rank, apart=apart), **how).relocate(1 << 20)
+                    programs.make(schedule, Memory(_own, rank=rank, apart=apart), **how).relocate(
+                        1 << 20
+                    )
                     found[what, direction].append(time.thread_time() - start)
     return found
 
@@ -97,15 +103,24 @@ def main() -> int:
     if arguments.calls < 1:
         parser.error(f"--calls={arguments.calls} must be 1 or more")
     print("Median (90th percentile) of CPU time in microseconds.\n")
-    columns = [("plan",), *((what, direction) for what in TARGETS for direction in ("spAG", "spRS"))]
-    print(f"| experts/ranks | loads | {' | '.join(', '.join(column) for column in columns)} |\n|{'---|' * 9}")
+    columns = [
+        ("plan",),
+        *((what, direction) for what in TARGETS for direction in ("spAG", "spRS")),
+    ]
+    print(
+        f"| experts/ranks | loads | {' | '.join(', '.join(column) for column in columns)} |\n|{'---|' * 9}"
+    )
     for num_experts, num_ranks in SIZES:
         for hot in (False, True):
             seconds = measure(num_experts, num_ranks, arguments.calls, hot=hot)
             cells = [
-                f"{np.median(seconds[c]) * 1e6:,.0f} ({np.percentile(seconds[c], 90) * 1e6:,.0f})" for c in columns
+                f"{np.median(seconds[c]) * 1e6:,.0f} ({np.percentile(seconds[c], 90) * 1e6:,.0f})"
+                for c in columns
             ]
-            print(f"| {num_experts}/{num_ranks} | {'hot' if hot else 'even'} | {' | '.join(cells)} |", flush=True)
+            print(
+                f"| {num_experts}/{num_ranks} | {'hot' if hot else 'even'} | {' | '.join(cells)} |",
+                flush=True,
+            )
     targets = [f"{TARGETS[what] * 1e6:,.0f}" for what, *_ in columns[1:]]
     print(f"| target | | | {' | '.join(targets)} |")
     return 0

@@ -33,15 +33,26 @@ def measure(options: argparse.Namespace) -> None:
 
     model = dict(num_layers=4, hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512)
     case = tiny_gpt.Case(
-        experts=options.experts, seq=128, micro_batch=16, accumulate=2, skew=2.0, settings=tuple(model.items())
+        experts=options.experts,
+        seq=128,
+        micro_batch=16,
+        accumulate=2,
+        skew=2.0,
+        settings=tuple(model.items()),
     )
     tiny_gpt.initialize(case)
     folder: list[str] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
-    run = tiny_gpt.train(case, steps=3, hook=fssdp(HecateConfig(observe=True, record=f"{folder[0]}/run")))
+    run = tiny_gpt.train(
+        case, steps=3, hook=fssdp(HecateConfig(observe=True, record=f"{folder[0]}/run"))
+    )
     layers = tiny_gpt.moe_layers(run.chunks)
     observer = layers[0].router.observer
-    observed = [(part, type(part), type(part).__mro__[1]) for layer in layers for part in (layer, layer.router)]
+    observed = [
+        (part, type(part), type(part).__mro__[1])
+        for layer in layers
+        for part in (layer, layer.router)
+    ]
     seconds = torch.zeros((3, options.steps, 2), dtype=torch.float64)
     order = random.Random(0)
     for step in range(options.steps):
@@ -52,7 +63,9 @@ def measure(options: argparse.Namespace) -> None:
             dist.barrier()
             start, busy = time.perf_counter(), time.process_time()
             run.step(3 + 3 * step + at)
-            seconds[at, step] = torch.tensor([time.perf_counter() - start, time.process_time() - busy])
+            seconds[at, step] = torch.tensor(
+                [time.perf_counter() - start, time.process_time() - busy]
+            )
     for part, ours, _ in observed:
         part.__class__ = ours
     del observer.step
@@ -71,7 +84,9 @@ def _added(layers: list, case: object) -> float:
 
     observer = layers[0].router.observer
     chosen = torch.rand(case.seq * case.micro_batch, case.experts).topk(2).indices
-    routed = torch.zeros(case.seq * case.micro_batch, case.experts, dtype=torch.bool).scatter_(1, chosen, True)
+    routed = torch.zeros(case.seq * case.micro_batch, case.experts, dtype=torch.bool).scatter_(
+        1, chosen, True
+    )
     base = type(layers[0].router).__mro__[1]
     forward, base.forward = base.forward, lambda *_: (None, routed)
     optimizer = observer._optimizer()
@@ -106,8 +121,12 @@ def _exchange(watched: bool) -> None:
 
 def _say(seconds: np.ndarray, added: float) -> None:
     stock = seconds[0]
-    print(f"stock: {np.median(stock[:, 0]):.3f} s a step, {np.median(stock[:, 1]):.3f} s of CPU on both ranks")
-    print("| over stock, median of paired steps | wall | quartiles | CPU | quartiles |\n|---|---|---|---|---|")
+    print(
+        f"stock: {np.median(stock[:, 0]):.3f} s a step, {np.median(stock[:, 1]):.3f} s of CPU on both ranks"
+    )
+    print(
+        "| over stock, median of paired steps | wall | quartiles | CPU | quartiles |\n|---|---|---|---|---|"
+    )
     for name, of_run in (("stock again", seconds[1]), ("observed", seconds[2])):
         low, middle, high = np.quantile(of_run / stock, (0.25, 0.5, 0.75), axis=0)
         cells = [f"{middle[i]:.4f} | {low[i]:.3f} to {high[i]:.3f}" for i in (0, 1)]
@@ -119,7 +138,9 @@ def _say(seconds: np.ndarray, added: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--experts", type=int, default=16)
     options = parser.parse_args()

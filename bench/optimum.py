@@ -30,7 +30,9 @@ FLOOR: float = 1.01
 LIMIT: float = 60.0  # seconds for one program
 
 
-def least_possible(total: np.ndarray, home: np.ndarray, *, num_ranks: int, slots: int, limit: float = LIMIT) -> int:
+def least_possible(
+    total: np.ndarray, home: np.ndarray, *, num_ranks: int, slots: int, limit: float = LIMIT
+) -> int:
     """A largest rank load that no placement with ``slots`` replicas per rank goes below.
 
     Given time, the optimum less what the solver tolerates, 1/10,000.
@@ -74,7 +76,10 @@ def least_possible(total: np.ndarray, home: np.ndarray, *, num_ranks: int, slots
 def compare(case: Case) -> dict[str, np.ndarray]:
     """[T, L] imbalance from history, after late copies, and of the best placement."""
     steps, layers, num_ranks, _ = case.counts.shape
-    found = {name: np.ones((steps, layers)) for name in ("hecate-unpriced", "hecate-late", "any placement")}
+    found = {
+        name: np.ones((steps, layers))
+        for name in ("hecate-unpriced", "hecate-late", "any placement")
+    }
     setting = case.setting
     for layer in range(layers):
         plan, history = HecateLate(setting), []
@@ -87,7 +92,9 @@ def compare(case: Case) -> dict[str, np.ndarray]:
             for name, placement in (("hecate-unpriced", placed), ("hecate-late", final)):
                 found[name][step, layer] = max(1.0, largest_load(total, placement) / mean)
             if found["hecate-late"][step, layer] > FLOOR:
-                best = least_possible(total, setting.homes.home, num_ranks=num_ranks, slots=setting.slots)
+                best = least_possible(
+                    total, setting.homes.home, num_ranks=num_ranks, slots=setting.slots
+                )
                 found["any placement"][step, layer] = best / mean
     return found
 
@@ -98,17 +105,25 @@ def _case(path: Path, args: argparse.Namespace) -> Case:
     num_experts = trace.counts.shape[3]
     Placement.initial(num_experts, args.ranks, num_slots=args.slots)
     counts = trace.to_ranks(args.ranks, seed=0)[: args.steps]
-    setting = Setting(num_experts, World(node=(0,) * args.ranks), swiglu(2048, 768), slots=args.slots)
+    setting = Setting(
+        num_experts, World(node=(0,) * args.ranks), swiglu(2048, 768), slots=args.slots
+    )
     return Case(trace.name, counts, setting)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--trace", action="append", type=Path, metavar="FILE.npz", help="all recorded ones if not named"
+        "--trace",
+        action="append",
+        type=Path,
+        metavar="FILE.npz",
+        help="all recorded ones if not named",
     )
     parser.add_argument("--ranks", type=int, default=8, help="on one node (%(default)s)")
-    parser.add_argument("--slots", type=int, default=1, help="replicas a rank may host (%(default)s)")
+    parser.add_argument(
+        "--slots", type=int, default=1, help="replicas a rank may host (%(default)s)"
+    )
     parser.add_argument("--steps", type=int, help="first steps only")
     args = parser.parse_args()
     for name in ("ranks", "slots", "steps"):
@@ -123,7 +138,16 @@ def main() -> None:
     for case in cases:
         for name, left in compare(case).items():
             above, p99 = (left > 1.03).sum(), np.percentile(left, 99)
-            row = (case.load, args.ranks, args.slots, name, f"{left.mean():.3f}", f"{p99:.3f}", above, left.size)
+            row = (
+                case.load,
+                args.ranks,
+                args.slots,
+                name,
+                f"{left.mean():.3f}",
+                f"{p99:.3f}",
+                above,
+                left.size,
+            )
             print("| " + " | ".join(map(str, row)) + " |", flush=True)
 
 

@@ -44,15 +44,24 @@ def measure(options: argparse.Namespace) -> None:
     from megatron_hecate.replicas.buffers import LIFETIMES
 
     steps, warmup, folder = options.steps, options.warmup, options.trace
-    model = dict(num_layers=options.layers, hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512)
+    model = dict(
+        num_layers=options.layers, hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512
+    )
     case = tiny_gpt.Case(
-        experts=16, seq=128, micro_batch=16, accumulate=options.accumulate, skew=2.0, settings=tuple(model.items())
+        experts=16,
+        seq=128,
+        micro_batch=16,
+        accumulate=options.accumulate,
+        skew=2.0,
+        settings=tuple(model.items()),
     )
     tiny_gpt.initialize(case)
     settings = dict(slots=2, transport=options.transport, speeds=tiny_gpt.FREE)
     configs = {name: HecateConfig(lifetime=name, **settings) for name in LIFETIMES}
     runs = {"stock": tiny_gpt.train(case, steps=0)}
-    runs |= {name: tiny_gpt.train(case, steps=0, hook=fssdp(config)) for name, config in configs.items()}
+    runs |= {
+        name: tiny_gpt.train(case, steps=0, hook=fssdp(config)) for name, config in configs.items()
+    }
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     shares: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for step in range(warmup + steps):
@@ -72,7 +81,8 @@ def measure(options: argparse.Namespace) -> None:
             print(f"step {step + 1}/{warmup + steps}", file=sys.stderr, flush=True)
     own = {
         name: {
-            column: median(sum(s.get(w, 0.0) for w in what) for s in shares[name]) for column, what in SHARES.items()
+            column: median(sum(s.get(w, 0.0) for w in what) for s in shares[name])
+            for column, what in SHARES.items()
         }
         for name in runs
     }
@@ -135,10 +145,20 @@ def draw(folder: Path) -> None:
         for span, begin, duration, track in sorted(spans, key=lambda s: "wait" in s[0]):
             what = span.removeprefix("fssdp/").split(" layer")[0]
             if what in colors:
-                axis.barh(-track, duration / 1e3, left=(begin - zero) / 1e3, color=colors[what], height=0.8, alpha=0.8)
+                axis.barh(
+                    -track,
+                    duration / 1e3,
+                    left=(begin - zero) / 1e3,
+                    color=colors[what],
+                    height=0.8,
+                    alpha=0.8,
+                )
         axis.set_yticks([0, -1, -2], ["work", "spAG", "spRS"])
         axis.set_title(f"lifetime {name}", fontsize=9)
-    names = {color: what for what, color in colors.items()} | {"tab:red": "exposed wait", "0.6": "dispatch, combine"}
+    names = {color: what for what, color in colors.items()} | {
+        "tab:red": "exposed wait",
+        "0.6": "dispatch, combine",
+    }
     boxes = [plt.Rectangle((0, 0), 1, 1, color=color) for color in names]
     figure.legend(boxes, names.values(), fontsize=8, loc="upper center", ncol=len(names))
     axes[-1].set_xlabel("ms of one step, rank 0")
@@ -150,11 +170,15 @@ def draw(folder: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=10, help="steps that count")
-    parser.add_argument("--warmup", type=int, default=6, help="steps before; copies are timed in some of them")
+    parser.add_argument(
+        "--warmup", type=int, default=6, help="steps before; copies are timed in some of them"
+    )
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
     parser.add_argument("--layers", type=int, default=4, help="of the model, all MoE")
     parser.add_argument("--transport", choices=("p2p", "nvlink"), default="p2p")
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write Chrome traces and overlap.png there")
+    parser.add_argument(
+        "--trace", type=Path, metavar="FOLDER", help="write Chrome traces and overlap.png there"
+    )
     arguments = parser.parse_args()
     if min(arguments.steps, arguments.accumulate, arguments.layers) < 1 or arguments.warmup < 0:
         parser.error("--steps, --accumulate and --layers must be 1 or more, --warmup 0 or more")

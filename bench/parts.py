@@ -14,7 +14,9 @@ from megatron_hecate.offline.step_model import Work
 from megatron_hecate.plan import World
 
 PUBLISHED: dict = json.loads((DATA / "published" / "parts.json").read_text())
-BANDWIDTH_FROM: int = 512 << 20  # bytes of the all-to-all that the presets' bandwidth inside nodes was read from
+BANDWIDTH_FROM: int = (
+    512 << 20
+)  # bytes of the all-to-all that the presets' bandwidth inside nodes was read from
 TOP_K: int = 8  # of all measured dispatches
 FP8: float = 1 + 4 / 128  # bytes per element with a scale for every 128
 
@@ -42,9 +44,15 @@ def rows() -> Iterator[Row]:
             yield _row(source, what, "h100x8", ranks, ms, seconds * 1e3, "held back")
     for model, ep, tflops in PUBLISHED["experts"]["rows"]:
         predicted = CLUSTERS["h100x8"].speeds.flops / 1e12
-        yield _row("experts' GEMMs", f"{model}, TFLOP/s", "h100x8", ep, tflops, predicted, "held back")
+        yield _row(
+            "experts' GEMMs", f"{model}, TFLOP/s", "h100x8", ep, tflops, predicted, "held back"
+        )
 
 
-def _row(source: str, what: str, cluster: str, ranks: int, published: float, predicted: float, use: str) -> Row:
-    numbers = dict(ranks=ranks, published=published, predicted=predicted, off=predicted / published - 1)
+def _row(
+    source: str, what: str, cluster: str, ranks: int, published: float, predicted: float, use: str
+) -> Row:
+    numbers = dict(
+        ranks=ranks, published=published, predicted=predicted, off=predicted / published - 1
+    )
     return dict(source=source, what=what, cluster=cluster, use=use) | numbers

@@ -47,7 +47,13 @@ from megatron_hecate.routing.quotas import QuotaTables  # noqa: E402
 from megatron_hecate.routing.tables import GroupShape  # noqa: E402
 from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
 
-SIZES: tuple[tuple[int, int], ...] = ((64, 8), (64, 32), (256, 64), (1024, 1024), (256, 1024))  # experts, ranks
+SIZES: tuple[tuple[int, int], ...] = (
+    (64, 8),
+    (64, 32),
+    (256, 64),
+    (1024, 1024),
+    (256, 1024),
+)  # experts, ranks
 TARGETS: dict[int, float] = {64: 400e-6, 1024: 4e-3}  # seconds to plan a layer, by ranks
 PAIRS: int = 8192  # (token, expert) pairs of each source in a microbatch
 SHAPE: LayerShape = swiglu(7168, 2048, microbatches=16)
@@ -81,14 +87,20 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
     popularity = rng.normal(0, 1, num_experts)
     taste = rng.normal(0, 0.3, (num_ranks, num_experts))  # of the sources
     cost = SHAPE.copy_cost(world)
-    late = dict(cost=dataclasses.replace(SHAPE, microbatches=1).copy_cost(world), most=MOST_LATE, across_nodes=False)
+    late = dict(
+        cost=dataclasses.replace(SHAPE, microbatches=1).copy_cost(world),
+        most=MOST_LATE,
+        across_nodes=False,
+    )
     host = torch.device("cpu")
     tables, history = QuotaTables(GroupShape.of(world, homes), host, Kernels(host)), LoadHistory()
     free = priced = None
     seconds = np.empty((len(COLUMNS), calls))
     for call in range(-WARM_UP, calls):
         share = np.exp(popularity + taste)
-        load = rng.poisson(share / share.sum(axis=1, keepdims=True) * PAIRS).astype(np.int32)  # as layers gather it
+        load = rng.poisson(share / share.sum(axis=1, keepdims=True) * PAIRS).astype(
+            np.int32
+        )  # as layers gather it
         total = load.sum(axis=0, dtype=np.int64)
         popularity += rng.normal(0, 0.1, num_experts)
         if history.last is not None:
@@ -127,13 +139,16 @@ def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
     )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=100, help="calls per size; a tenth of them at 1,024 ranks")
+    parser.add_argument(
+        "--calls", type=int, default=100, help="calls per size; a tenth of them at 1,024 ranks"
+    )
     arguments = parser.parse_args()
     if arguments.calls < 1:
         parser.error(f"--calls={arguments.calls} must be 1 or more")
@@ -149,7 +164,10 @@ def main() -> int:
             middle, slow = np.median(seconds, axis=1), np.percentile(seconds, 90, axis=1)
             cells = [f"{m * 1e6:,.0f} ({s * 1e6:,.0f})" for m, s in zip(middle, slow, strict=True)]
             target = f"{TARGETS[num_ranks] * 1e6:,.0f}" if num_ranks in TARGETS else ""
-            print(f"| {num_experts}/{num_ranks} | {num_slots} | {' | '.join(cells)} | {target} |", flush=True)
+            print(
+                f"| {num_experts}/{num_ranks} | {num_slots} | {' | '.join(cells)} | {target} |",
+                flush=True,
+            )
     return 0
 
 

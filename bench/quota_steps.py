@@ -65,7 +65,9 @@ def drawn(steps: int) -> np.ndarray:
     return np.array(counts)[:, None]
 
 
-def replays(counts: np.ndarray, slots: int, every: int) -> Iterator[tuple[np.ndarray, Placement, GroupShape]]:
+def replays(
+    counts: np.ndarray, slots: int, every: int
+) -> Iterator[tuple[np.ndarray, Placement, GroupShape]]:
     """Loads [R, E], the replicas planned for them, and the group; every so many steps of every layer."""
     world = World(tuple(rank // PER_NODE for rank in range(RANKS)))
     for layer in range(counts.shape[1]):
@@ -75,7 +77,9 @@ def replays(counts: np.ndarray, slots: int, every: int) -> Iterator[tuple[np.nda
             if step:
                 forecast = history.forecast()
                 assert forecast is not None
-                placement = plan_replicas(forecast[0], homes, world, cost=CopyCost(), previous=placement)
+                placement = plan_replicas(
+                    forecast[0], homes, world, cost=CopyCost(), previous=placement
+                )
                 if step % every == 0:
                     yield loads, placement, GroupShape.of(world, placement)
             history.append(loads.sum(axis=0)[None])
@@ -85,7 +89,11 @@ def count_passes(loads: np.ndarray, placement: Placement, shape: GroupShape) -> 
     """[8] int64, in the order of ``PASSES``; walked: holders of the longest walk of each pass, together."""
     function = Kernels(torch.device("cpu")).function("fssdp_quotas_passes")
     passes = np.zeros(len(PASSES), np.int64)
-    tables = (shape.table(), HolderOrder.of(placement, shape).table(shape), np.ascontiguousarray(loads, np.int32))
+    tables = (
+        shape.table(),
+        HolderOrder.of(placement, shape).table(shape),
+        np.ascontiguousarray(loads, np.int32),
+    )
     memory = (np.empty(shape.work_size(1), np.int64), np.empty(shape.parts_size, np.int32), passes)
     function(*(ctypes.c_void_p(array.ctypes.data) for array in (*tables, *memory)))
     return passes
@@ -104,7 +112,12 @@ def microseconds(passes: np.ndarray, most_shared: int) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--every", type=int, default=4, help="steps from one that is counted to the next (%(default)s)")
+    parser.add_argument(
+        "--every",
+        type=int,
+        default=4,
+        help="steps from one that is counted to the next (%(default)s)",
+    )
     every = parser.parse_args().every
     if every < 1:
         parser.error(f"--every={every} must be 1 or more")

@@ -50,7 +50,12 @@ def page() -> str:
     """The whole page."""
     recipes = json.loads(RECIPES.read_text())
     verdicts = [(recipe, refused(recipe)) for recipe in recipes]
-    parts = [HEAD, "## How many switch on\n", _counts(verdicts), "\n## What stands against the others\n"]
+    parts = [
+        HEAD,
+        "## How many switch on\n",
+        _counts(verdicts),
+        "\n## What stands against the others\n",
+    ]
     parts += [
         _reasons(verdicts),
         "\n## Without CUDA graphs, or with those of parts\n",
@@ -62,18 +67,25 @@ def page() -> str:
 
 
 def _counts(verdicts: list) -> str:
-    lines = ["| | jobs | on as they are | CUDA graphs none, or of parts | of these on |", "|---|---|---|---|---|"]
+    lines = [
+        "| | jobs | on as they are | CUDA graphs none, or of parts | of these on |",
+        "|---|---|---|---|---|",
+    ]
     for kind, title in KINDS.items():
         own = [found for recipe, found in verdicts if recipe["kind"] == kind]
         eager = [found for found in own if not GRAPHS & found.keys()]
         on = sum(not found for found in own)
-        lines.append(f"| {title} | {len(own)} | {on} | {len(eager)} | {sum(not found for found in eager)} |")
+        lines.append(
+            f"| {title} | {len(own)} | {on} | {len(eager)} | {sum(not found for found in eager)} |"
+        )
     return "\n".join(lines)
 
 
 def _reasons(verdicts: list) -> str:
     """A row for each override; the line that names it is cut after the setting's value."""
-    count = Counter((name, line.partition(": ")[2]) for _, found in verdicts for name, line in found.items())
+    count = Counter(
+        (name, line.partition(": ")[2]) for _, found in verdicts for name, line in found.items()
+    )
     lines = ["| setting | jobs | why, and the override |", "|---|---|---|"]
     lines += [f"| `{name}` | {jobs} | {text} |" for (name, text), jobs in count.most_common()]
     return "\n".join(lines)
@@ -95,7 +107,9 @@ def _with_graphs(verdicts: list) -> str:
         if GRAPHS & found.keys():
             groups.setdefault(tuple(sorted(found)), Counter())[recipe["kind"]] += 1
     for names, count in sorted(groups.items(), key=lambda item: -item[1].total()):
-        lines.append(f"| {', '.join(f'`{n}`' for n in names)} | {' | '.join(str(count[kind]) for kind in KINDS)} |")
+        lines.append(
+            f"| {', '.join(f'`{n}`' for n in names)} | {' | '.join(str(count[kind]) for kind in KINDS)} |"
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -27,7 +27,9 @@ GIVEN = dict(
     num_moe_experts=128,
     moe_ffn_hidden_size=64,
     moe_layer_freq=[0] + [1] * 7,  # CUDA graphs of dense layers
-    offload_modules=["core_attn"],  # fine_grained_activation_offloading, with graphs of iterations too
+    offload_modules=[
+        "core_attn"
+    ],  # fine_grained_activation_offloading, with graphs of iterations too
     fine_grained_offloading_max_inflight_offloads=2,
     moe_grouped_gemm=True,
     add_bias_linear=False,
@@ -44,15 +46,26 @@ def build(recipe: dict[str, Any]) -> Any:
     from megatron.core.transformer import transformer_config
 
     config_class = transformer_config.TransformerConfig
-    known = {k: v for k, v in recipe.items() if k in config_class.__dataclass_fields__ and k != "quant_recipe"}
-    if known.get("external_cuda_graph"):  # Megatron has derived the other from it, and takes one of them
+    known = {
+        k: v
+        for k, v in recipe.items()
+        if k in config_class.__dataclass_fields__ and k != "quant_recipe"
+    }
+    if known.get(
+        "external_cuda_graph"
+    ):  # Megatron has derived the other from it, and takes one of them
         known.pop("cuda_graph_impl", None)
     with (
         warnings.catch_warnings(),
         unittest.mock.patch.object(transformer_config, "is_te_min_version", lambda *_, **__: True),
     ):
         warnings.simplefilter("ignore")
-        return config_class(**{**{k: v for k, v in GIVEN.items() if k in config_class.__dataclass_fields__}, **known})
+        return config_class(
+            **{
+                **{k: v for k, v in GIVEN.items() if k in config_class.__dataclass_fields__},
+                **known,
+            }
+        )
 
 
 def resolved(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +73,11 @@ def resolved(recipe: dict[str, Any]) -> dict[str, Any]:
     config = build(recipe)
     given = {field.name: field.default for field in dataclasses.fields(config)} | GIVEN | recipe
     names = {rule.setting for rule in unsupported.RULES} & vars(config).keys()
-    return {name: getattr(config, name) for name in sorted(names) if getattr(config, name) != given[name]}
+    return {
+        name: getattr(config, name)
+        for name in sorted(names)
+        if getattr(config, name) != given[name]
+    }
 
 
 def main() -> None:
@@ -69,7 +86,11 @@ def main() -> None:
 
     found = {recipe["name"]: resolved(recipe) for recipe in json.loads(RECIPES.read_text())}
     print(f"megatron-core {megatron.core.__version__}", file=sys.stderr)
-    lines = [f"{json.dumps(name)}: {json.dumps(fields, default=str)}" for name, fields in found.items() if fields]
+    lines = [
+        f"{json.dumps(name)}: {json.dumps(fields, default=str)}"
+        for name, fields in found.items()
+        if fields
+    ]
     print("{\n" + ",\n".join(lines) + "\n}")
 
 

@@ -37,7 +37,12 @@ from megatron_hecate.routing.quotas import QuotaTables  # noqa: E402
 from megatron_hecate.routing.reroute import CountedTokens, reroute  # noqa: E402
 from megatron_hecate.routing.tables import GroupShape  # noqa: E402
 
-GROUPS: tuple[tuple[int, int], ...] = ((64, 256), (32, 128), (16, 128), (8, 64))  # ranks, experts; the largest first
+GROUPS: tuple[tuple[int, int], ...] = (
+    (64, 256),
+    (32, 128),
+    (16, 128),
+    (8, 64),
+)  # ranks, experts; the largest first
 LARGE: tuple[int, int] = (1024, 1024)
 SLOTS = (2, 1)
 TOP, PER_NODE = 8, 8
@@ -57,7 +62,15 @@ class Case:
         seed: of all that is drawn.
     """
 
-    def __init__(self, group: tuple[int, int], slots: int, *, tokens: int, device: torch.device, seed: int = 0) -> None:
+    def __init__(
+        self,
+        group: tuple[int, int],
+        slots: int,
+        *,
+        tokens: int,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
         (ranks, experts), self.slots = group, slots
         self.rng, self.device = np.random.default_rng(seed), device
         self.tokens, self.experts, self.source = tokens, experts, ranks // 2
@@ -75,7 +88,9 @@ class Case:
         """New loads, tokens and replicas, where the old ones lie; the same on every device."""
         shares = self.rng.permutation(1.0 / np.arange(1, self.experts + 1))
         loads = self.rng.multinomial(self.tokens * TOP, shares / shares.sum(), size=len(self.loads))
-        scores = torch.from_numpy(self.rng.gumbel(size=(self.tokens, self.experts)) + np.log(shares))
+        scores = torch.from_numpy(
+            self.rng.gumbel(size=(self.tokens, self.experts)) + np.log(shares)
+        )
         chosen = torch.zeros(self.tokens, self.experts, dtype=torch.bool, device=CPU)
         chosen.scatter_(1, scores.topk(TOP, dim=1).indices, True)
         loads[self.source] = chosen.sum(dim=0).numpy()
@@ -137,13 +152,19 @@ def replayed(case: Case) -> Callable[[], object]:
         replay()
         expected = case.all()
         if not all(map(torch.equal, static, expected)):
-            raise RuntimeError("a replay on other tokens and another placement gave something else than running it")
+            raise RuntimeError(
+                "a replay on other tokens and another placement gave something else than running it"
+            )
     return replay
 
 
-def measure(group: tuple[int, int], slots: int, clock: Clock, *, tokens: int) -> dict[str, float | bool | str]:
+def measure(
+    group: tuple[int, int], slots: int, clock: Clock, *, tokens: int
+) -> dict[str, float | bool | str]:
     """Microseconds of each kernel, over several draws."""
-    cases = [Case(group, slots, tokens=tokens, device=clock.device, seed=seed) for seed in range(DRAWS)]
+    cases = [
+        Case(group, slots, tokens=tokens, device=clock.device, seed=seed) for seed in range(DRAWS)
+    ]
     counted, parts = [case.count() for case in cases], [case.parts() for case in cases]
     zipped = list(zip(cases, counted, parts, strict=True))
     probs = [reroute(n, case.probs, case.tables, p)[1] for case, n, p in zipped]
@@ -184,11 +205,21 @@ def main() -> int:
     tokens, groups = (64, GROUPS[-1:]) if options.tiny else (options.tokens, GROUPS)
     clock = Clock(device, calls=2 if options.tiny else options.calls)
     print(f"{name_of(device)}, {tokens} tokens, top {TOP}")
-    times, values, wrong = Table("after the gate, microseconds"), Table("values, as on the host"), []
+    times, values, wrong = (
+        Table("after the gate, microseconds"),
+        Table("values, as on the host"),
+        [],
+    )
     for group in groups:
         for slots in SLOTS:
             differs = compare(group, slots, tokens=min(tokens, 1024), device=device)
-            values.add(ranks=group[0], experts=group[1], slots=slots, draws=DRAWS, differs=differs or "nothing")
+            values.add(
+                ranks=group[0],
+                experts=group[1],
+                slots=slots,
+                draws=DRAWS,
+                differs=differs or "nothing",
+            )
             wrong += [differs] if differs else []
     for group in [*groups, *([LARGE] if options.large else [])]:
         for slots in SLOTS:

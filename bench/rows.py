@@ -40,7 +40,9 @@ def write(record: Mapping[str, Any], *, file: Path | None = None) -> None:
     """Append ``record``, with the part and the time, in one piece, and bring it to the disk."""
     if (name := file or os.environ.get(FILE)) is None:
         return
-    line = json.dumps({"part": os.environ.get(PART, ""), "time": round(time.time(), 3), **record}, default=float)
+    line = json.dumps(
+        {"part": os.environ.get(PART, ""), "time": round(time.time(), 3), **record}, default=float
+    )
     descriptor = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(descriptor, f"{line}\n".encode())
@@ -63,7 +65,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 def markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
     """Lines of a table."""
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-    return lines + [f"| {' | '.join(_text(row.get(column)) for column in columns)} |" for row in rows]
+    return lines + [
+        f"| {' | '.join(_text(row.get(column)) for column in columns)} |" for row in rows
+    ]
 
 
 def _text(value: Any) -> str:

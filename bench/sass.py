@@ -35,8 +35,12 @@ def disassemble(cubin: Path) -> dict[str, str]:
 
 def registers_and_stack(cubin: Path) -> dict[str, tuple[int, int]]:
     """Registers per thread, and bytes of local memory, of each kernel."""
-    uses = re.findall(r"Function (\w+):\s+REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", _run("-res-usage", cubin))
-    return {name: (int(registers), int(stack) + int(local)) for name, registers, stack, local in uses}
+    uses = re.findall(
+        r"Function (\w+):\s+REG:(\d+) STACK:(\d+) .*LOCAL:(\d+)", _run("-res-usage", cubin)
+    )
+    return {
+        name: (int(registers), int(stack) + int(local)) for name, registers, stack, local in uses
+    }
 
 
 def instructions(code: str) -> list[str]:
@@ -73,7 +77,9 @@ def rounds(code: str) -> list[Round]:
             loads[arrays[base]] += 1
         if named and not named[0][0]:  # the first operand is written
             written = range(int(named[0][1]), int(named[0][1]) + _width(operation))
-            arrays = {base: array for base, array in arrays.items() if not {base, base + 1} & set(written)}
+            arrays = {
+                base: array for base, array in arrays.items() if not {base, base + 1} & set(written)
+            }
     return [found[array] for array in sorted(found)]
 
 
@@ -97,7 +103,9 @@ def unrolled(code: str) -> list[Round]:
 
 
 def _run(what: str, cubin: Path) -> str:
-    return subprocess.run([_tool(), what, cubin], capture_output=True, text=True, check=True, timeout=60).stdout
+    return subprocess.run(
+        [_tool(), what, cubin], capture_output=True, text=True, check=True, timeout=60
+    ).stdout
 
 
 def _tool() -> str:
@@ -107,9 +115,17 @@ def _tool() -> str:
         FileNotFoundError: where there is neither.
     """
     spec = importlib.util.find_spec("triton")
-    places = [Path(spec.origin).parent / "backends" / "nvidia" / "bin"] if spec is not None and spec.origin else []
+    places = (
+        [Path(spec.origin).parent / "backends" / "nvidia" / "bin"]
+        if spec is not None and spec.origin
+        else []
+    )
     places.append(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin")
-    found = shutil.which("cuobjdump", path=os.pathsep.join(map(str, places))) or shutil.which("cuobjdump")
+    found = shutil.which("cuobjdump", path=os.pathsep.join(map(str, places))) or shutil.which(
+        "cuobjdump"
+    )
     if found is None:
-        raise FileNotFoundError("no cuobjdump, neither of triton nor of a CUDA toolkit; pip install triton")
+        raise FileNotFoundError(
+            "no cuobjdump, neither of triton nor of a CUDA toolkit; pip install triton"
+        )
     return found

@@ -5,7 +5,9 @@ from __future__ import annotations
 from megatron_hecate.plan import LayerShape
 
 
-def swiglu(hidden: int, ffn: int, *, microbatches: int = 1, hidden_seconds: float = 0.0) -> LayerShape:
+def swiglu(
+    hidden: int, ffn: int, *, microbatches: int = 1, hidden_seconds: float = 0.0
+) -> LayerShape:
     """A gated expert of three ``hidden x ffn`` matrices in bf16, with fp32 gradients."""
     elements = 3 * hidden * ffn
     return LayerShape(

@@ -70,7 +70,10 @@ def values(layer: Layer, run: Callable[[], object] | None = None) -> dict[str, T
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Norm of the difference, by that of what is expected, of all that is found."""
-    return {name: float((value - expected[name]).norm() / expected[name].norm()) for name, value in found.items()}
+    return {
+        name: float((value - expected[name]).norm() / expected[name].norm())
+        for name, value in found.items()
+    }
 
 
 def compare(name: str, weights: Weights, table: Table) -> bool:
@@ -78,12 +81,16 @@ def compare(name: str, weights: Weights, table: Table) -> bool:
     stock, ours = Layer(weights, replicas=False), Layer(weights, replicas=True)
     expected = {key: value.clone() for key, value in values(stock).items()}
     found = differences(values(ours), expected)
-    reached = all(difference <= TOLERANCE[weights.dtype] for difference in found.values())  # not of NaN
+    reached = all(
+        difference <= TOLERANCE[weights.dtype] for difference in found.values()
+    )  # not of NaN
     table.add(model=name, replicas=ours.placement.num_replicas, **found, near_enough=reached)
     return reached
 
 
-def host_seconds(sizes: Sizes, device: torch.device, dtype: torch.dtype, *, replicas: bool) -> float:
+def host_seconds(
+    sizes: Sizes, device: torch.device, dtype: torch.dtype, *, replicas: bool
+) -> float:
     """Of Python for one rank's step: the device is faster than that at tiny sizes."""
     layer = Layer(Weights(dataclasses.replace(sizes, **TINY), device, dtype), replicas=replicas)
     return Clock(device).host(layer.step, repeats=5).seconds / sizes.ranks
@@ -109,7 +116,9 @@ def measure(weights: Weights, clock: Clock, *, replicas: bool) -> dict[str, floa
         whole = clock.time(replay).seconds
         row["graph, ms"] = whole / ranks * 1e3
     row["layer, by a model, ms"] = ((whole - sum(experts)) / ranks + max(experts)) * 1e3
-    row["host, us"] = 1e6 * host_seconds(weights.sizes, clock.device, weights.dtype, replicas=replicas)
+    row["host, us"] = 1e6 * host_seconds(
+        weights.sizes, clock.device, weights.dtype, replicas=replicas
+    )
     transfers = layer.transfers
     row["fetch, us"] = clock.time(transfers.fetch).us / ranks if transfers else None
     row["return, us"] = clock.time(transfers.give_back).us / ranks if transfers else None
@@ -132,7 +141,11 @@ def main() -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     clock = Clock(device, calls=2 if options.tiny else options.calls)
     print(f"{name_of(device)}, torch {torch.__version__}, {dtype}")
-    same, values_table, times = True, Table("values with replicas against those without"), Table("a step of one rank")
+    same, values_table, times = (
+        True,
+        Table("values with replicas against those without"),
+        Table("a step of one rank"),
+    )
     for name, sizes in MODELS.items():
         tiny = options.tiny or device.type == "cpu"
         weights = Weights(dataclasses.replace(sizes, **TINY) if tiny else sizes, device, dtype)
@@ -142,7 +155,9 @@ def main() -> int:
             same &= row.get("replay differs by", 0.0) <= TOLERANCE[dtype]
             times.add(model=name, **row)
         del weights
-    print(f"\nvalues with replicas, and of replays, are {'those without' if same else 'NOT those without'}")
+    print(
+        f"\nvalues with replicas, and of replays, are {'those without' if same else 'NOT those without'}"
+    )
     return int(not same)
 
 

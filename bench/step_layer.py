@@ -71,7 +71,9 @@ class Weights:
         seed: of all that is drawn.
     """
 
-    def __init__(self, sizes: Sizes, device: torch.device, dtype: torch.dtype, *, seed: int = 0) -> None:
+    def __init__(
+        self, sizes: Sizes, device: torch.device, dtype: torch.dtype, *, seed: int = 0
+    ) -> None:
         self.sizes, self.device, self.dtype = sizes, device, dtype
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -79,19 +81,31 @@ class Weights:
             return (torch.randn(shape, generator=generator, device=device) * scale).to(dtype)
 
         s, held = sizes, sizes.homes + sizes.slots
-        self.inputs = [drawn(s.tokens, s.hidden, scale=1.0).requires_grad_() for _ in range(s.ranks)]
+        self.inputs = [
+            drawn(s.tokens, s.hidden, scale=1.0).requires_grad_() for _ in range(s.ranks)
+        ]
         self.grads = [drawn(s.tokens, s.hidden, scale=1.0) for _ in range(s.ranks)]
         self.router = drawn(s.experts, s.hidden, scale=s.hidden**-0.5).requires_grad_()
         popularity = np.arange(1, s.experts + 1) ** -SKEW
         order = np.random.default_rng(seed).permutation(s.experts)
         self.bias = torch.tensor(np.log(popularity[order]), dtype=torch.float32, device=device)
-        self.first = [drawn(held, s.hidden, 2 * s.ffn, scale=s.hidden**-0.5) for _ in range(s.ranks)]
+        self.first = [
+            drawn(held, s.hidden, 2 * s.ffn, scale=s.hidden**-0.5) for _ in range(s.ranks)
+        ]
         self.second = [drawn(held, s.ffn, s.hidden, scale=s.ffn**-0.5) for _ in range(s.ranks)]
         shapes = (s.hidden, 2 * s.ffn), (s.ffn, s.hidden)
-        self.main_grads = [[torch.zeros(s.homes, *shape, device=device) for shape in shapes] for _ in range(s.ranks)]
-        self.slot_grads = [[torch.zeros(s.slots, *shape, device=device) for shape in shapes] for _ in range(s.ranks)]
+        self.main_grads = [
+            [torch.zeros(s.homes, *shape, device=device) for shape in shapes]
+            for _ in range(s.ranks)
+        ]
+        self.slot_grads = [
+            [torch.zeros(s.slots, *shape, device=device) for shape in shapes]
+            for _ in range(s.ranks)
+        ]
         for weight in (*self.first, *self.second):
-            weight[s.homes :] = float("nan")  # of slots: whoever reads them before a fetch is found out
+            weight[s.homes :] = float(
+                "nan"
+            )  # of slots: whoever reads them before a fetch is found out
             weight.requires_grad_()
 
     def loads(self) -> np.ndarray:
@@ -104,7 +118,9 @@ class Weights:
         """[T, E] routing map and probabilities."""
         scores = torch.softmax((self.inputs[rank] @ self.router.t()).float() + self.bias, dim=-1)
         chosen = scores.topk(self.sizes.top, dim=-1).indices
-        routing_map = torch.zeros(scores.shape, dtype=torch.bool, device=self.device).scatter_(1, chosen, True)
+        routing_map = torch.zeros(scores.shape, dtype=torch.bool, device=self.device).scatter_(
+            1, chosen, True
+        )
         return routing_map, scores * routing_map
 
 
@@ -123,7 +139,9 @@ class Layer:
         homes = Placement.initial(s.experts, s.ranks, num_slots=s.slots)
         self.placement = greedy_placement(weights.loads(), homes, s.slots) if replicas else homes
         self.held = homes.slots_per_rank if replicas else s.homes
-        self.tables = QuotaTables(GroupShape.of(World((0,) * s.ranks), homes), self.device, self.kernels)
+        self.tables = QuotaTables(
+            GroupShape.of(World((0,) * s.ranks), homes), self.device, self.kernels
+        )
         self.tables.place(self.placement)
         self.loads = torch.zeros(s.ranks, s.experts, dtype=torch.int32, device=self.device)
         self.transfers = _Transfers(self) if replicas else None
@@ -156,7 +174,9 @@ class Layer:
         assert exchange is not None
         physical = [self._to_physical(routed) for routed in self._routed()]
         sent = [self._permute(rank, *of_rank) for rank, of_rank in enumerate(physical)]
-        rows = _Rows.apply(torch.cat([rows for rows, _, _ in sent]), exchange.index, exchange.inverse)
+        rows = _Rows.apply(
+            torch.cat([rows for rows, _, _ in sent]), exchange.index, exchange.inverse
+        )
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
         parts = zip(range(s.ranks), rows.split(exchange.sizes), exchange.ends, strict=True)
@@ -182,7 +202,11 @@ class Layer:
         """What runs a rank's experts forward and backward."""
         assert self._exchange is not None
         count, ends = self._exchange.sizes[rank], self._exchange.ends[rank]
-        rows = torch.randn(count, self.sizes.hidden, device=self.device).to(self.weights.dtype).requires_grad_()
+        rows = (
+            torch.randn(count, self.sizes.hidden, device=self.device)
+            .to(self.weights.dtype)
+            .requires_grad_()
+        )
         grad = torch.randn_like(rows)
 
         def run() -> None:
@@ -215,14 +239,18 @@ class Layer:
             found.append((rank, routing_map, probs, counted))
         return found
 
-    def _to_physical(self, routed: tuple[int, Tensor, Tensor, CountedTokens | None]) -> tuple[Tensor, Tensor]:
+    def _to_physical(
+        self, routed: tuple[int, Tensor, Tensor, CountedTokens | None]
+    ) -> tuple[Tensor, Tensor]:
         """[T, V * P] routing map and probabilities; without replicas, those of the experts."""
         rank, routing_map, probs, counted = routed
         if counted is None:
             return routing_map, probs
         return reroute(counted, probs, self.tables, self.tables.parts(self.loads, rank))
 
-    def _permute(self, rank: int, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _permute(
+        self, rank: int, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Rows of a rank's tokens by physical expert, the token and the probability of each. The host waits for
         nothing: there are as many rows as tokens have experts."""
         s = self.sizes
@@ -231,7 +259,11 @@ class Layer:
         pairs = torch.zeros(s.rows + 1, dtype=torch.int64, device=self.device)
         pairs = pairs.scatter_(0, place, self._columns[: len(place)])[: s.rows]
         token = pairs % s.tokens
-        return self.weights.inputs[rank].index_select(0, token), token, probs.t().reshape(-1).index_select(0, pairs)
+        return (
+            self.weights.inputs[rank].index_select(0, token),
+            token,
+            probs.t().reshape(-1).index_select(0, pairs),
+        )
 
     def _collect(self, grad: Tensor, rank: int, number: int) -> None:
         """Take gradients of a rank's weights: of homes to main gradients, of replicas to where returns read them."""
@@ -259,8 +291,12 @@ class _Exchange:
 
     @classmethod
     def of(cls, layer: Layer, physical: Sequence[tuple[Tensor, Tensor]]) -> _Exchange:
-        counts = np.asarray(torch.stack([routing_map.sum(dim=0) for routing_map, _ in physical]).cpu())  # [V, V * P]
-        begins = np.cumsum(counts, axis=1) - counts + layer.sizes.rows * np.arange(len(counts))[:, None]
+        counts = np.asarray(
+            torch.stack([routing_map.sum(dim=0) for routing_map, _ in physical]).cpu()
+        )  # [V, V * P]
+        begins = (
+            np.cumsum(counts, axis=1) - counts + layer.sizes.rows * np.arange(len(counts))[:, None]
+        )
         pairs = itertools.product(range(counts.shape[1]), range(len(counts)))
         index = np.concatenate([np.arange(counts[s, x]) + begins[s, x] for x, s in pairs])
         of_rank = counts.sum(axis=0).reshape(layer.sizes.ranks, layer.held)
@@ -277,7 +313,9 @@ class _Transfers:
         self.layer, self.elements = layer, 3 * s.hidden * s.ffn
         self.stream = torch.cuda.Stream() if layer.device.type == "cuda" else None
         self._words = torch.zeros(s.ranks, 64, dtype=torch.int32, device=layer.device)
-        self._failure = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=layer.device.type == "cuda")
+        self._failure = torch.zeros(
+            FAILURE.itemsize, dtype=torch.uint8, pin_memory=layer.device.type == "cuda"
+        )
         # a place's rank is the launching one, as nobody is waited for; its index says whose memory it is
         self._memory = {
             "parameters": (weights.first, weights.second, s.homes, 0),
@@ -298,9 +336,15 @@ class _Transfers:
         for number, slots in grads.items():
             home = number // s.homes
             sources = tuple(Place(home, "grad", at) for at in slots)
-            returns[home].append(Pull(sources, Place(home, "main_grad", number), 0, self.elements, add=True))
-        self._fetches = [self._program(rank, pulls, sums=False) for rank, pulls in enumerate(fetches)]
-        self._returns = [self._program(rank, pulls, sums=True) for rank, pulls in enumerate(returns)]
+            returns[home].append(
+                Pull(sources, Place(home, "main_grad", number), 0, self.elements, add=True)
+            )
+        self._fetches = [
+            self._program(rank, pulls, sums=False) for rank, pulls in enumerate(fetches)
+        ]
+        self._returns = [
+            self._program(rank, pulls, sums=True) for rank, pulls in enumerate(returns)
+        ]
 
     def fetch(self) -> None:
         for at in self._fetches:
@@ -315,7 +359,9 @@ class _Transfers:
         signals = Signals(rank, {rank: words}, words + 64, self._failure.data_ptr(), timeout=10.0)
         itemsize = 4 if sums else self.layer.weights.dtype.itemsize
         schedule = Schedule((tuple(pulls),), frozenset())
-        program = Program(schedule, self._extents, signals=signals, itemsize=itemsize, sums=sums, begin=1)
+        program = Program(
+            schedule, self._extents, signals=signals, itemsize=itemsize, sums=sums, begin=1
+        )
         at = torch.empty(len(program.data), dtype=torch.uint8, device=self.layer.device)
         program.relocate(at.data_ptr())
         return at.copy_(torch.from_numpy(program.data))
@@ -360,4 +406,6 @@ def grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
     if rows.dtype is torch.bfloat16:
         return torch._grouped_mm(rows, weights, offs=ends)
     bounds = itertools.pairwise([0, *ends.tolist()])  # torch's own takes bf16 alone
-    return torch.cat([rows[begin:end] @ weight for (begin, end), weight in zip(bounds, weights, strict=True)])
+    return torch.cat(
+        [rows[begin:end] @ weight for (begin, end), weight in zip(bounds, weights, strict=True)]
+    )

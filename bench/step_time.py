@@ -39,7 +39,8 @@ def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
     sizes = dict(experts=16, seq=128, micro_batch=16, accumulate=accumulate)
     skews = {f"skewed by {skew}": skew for skew in SKEWS} if break_even else {"skewed": 2.0}
     cases = {
-        routing: tiny_gpt.Case(**sizes, skew=skew, settings=tuple(MODEL.items())) for routing, skew in skews.items()
+        routing: tiny_gpt.Case(**sizes, skew=skew, settings=tuple(MODEL.items()))
+        for routing, skew in skews.items()
     }
     cases["forced balance"] = tiny_gpt.Case(**sizes, skew=0.0, settings=forced)
     tiny_gpt.initialize(cases["forced balance"])
@@ -62,20 +63,33 @@ def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
         if dist.get_rank() == 0:
             print(f"step {step + 1}/{warmup + steps}", file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
-        report(runs, {key: median(times) for key, times in seconds.items()}, list(cases), break_even=break_even)
-        print(f"\nMedians of {steps} steps of {accumulate} microbatches, in turn, {dist.get_world_size()} ranks.")
+        report(
+            runs,
+            {key: median(times) for key, times in seconds.items()},
+            list(cases),
+            break_even=break_even,
+        )
+        print(
+            f"\nMedians of {steps} steps of {accumulate} microbatches, in turn, {dist.get_world_size()} ranks."
+        )
     dist.barrier()
     dist.destroy_process_group()
 
 
 def report(
-    runs: dict[tuple[str, str], Any], seconds: dict[tuple[str, str], float], routings: list[str], *, break_even: bool
+    runs: dict[tuple[str, str], Any],
+    seconds: dict[tuple[str, str], float],
+    routings: list[str],
+    *,
+    break_even: bool,
 ) -> None:
     """Print one of the two tables."""
     from megatron_hecate.record.metrics import layer_metrics
 
     if break_even:
-        print("| routing | imbalance of the layers | stock, s | stock/always | stock/FSSDP | layers bypassed |")
+        print(
+            "| routing | imbalance of the layers | stock, s | stock/always | stock/FSSDP | layers bypassed |"
+        )
         print("|---|---|---|---|---|---|")
         for routing in routings:
             metrics = layer_metrics(runs[routing, "FSSDP"].chunks)
@@ -105,7 +119,11 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
-    parser.add_argument("--break-even", action="store_true", help="several skews; replicas always, and where they pay")
+    parser.add_argument(
+        "--break-even",
+        action="store_true",
+        help="several skews; replicas always, and where they pay",
+    )
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         measure(arguments.steps, arguments.warmup, arguments.accumulate, arguments.break_even)

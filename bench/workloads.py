@@ -98,21 +98,45 @@ def planners() -> list[dict[str, str | float]]:
         steps = np.array([loads(name, 8, 128, 2, step=step) for step in range(STEPS)])
         cases.append(Case(name, np.repeat(steps[:, None, None], RANKS, axis=2), setting))
     return [
-        {"planner": name} | {case.load[:2]: float(replay(planner, case).figures["imbalance"].mean()) for case in cases}
+        {"planner": name}
+        | {
+            case.load[:2]: float(replay(planner, case).figures["imbalance"].mean())
+            for case in cases
+        }
         for name, planner in find_planners().items()
     ]
 
 
 def main() -> None:
     """Print both tables."""
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     heads = dict(
-        size="size", workload="workload", ours="max/mean", theirs="published", our_cv="CV", their_cv="published"
+        size="size",
+        workload="workload",
+        ours="max/mean",
+        theirs="published",
+        our_cv="CV",
+        their_cv="published",
     )
-    columns = {name: (head, "s" if name in ("size", "workload") else ".3f") for name, head in heads.items()}
-    print(markdown(recount(), columns | {"same": ("same", "s"), "rank": ("ranks, EP 4: max/mean", ".3f")}))
-    print("\nMean imbalance of ranks over 12 steps, 4 ranks, one slot; planning begins with the first step:\n")
-    print(markdown(planners(), {"planner": ("planner", "s")} | {name[:2]: (name[:2], ".3f") for name in NAMES}))
+    columns = {
+        name: (head, "s" if name in ("size", "workload") else ".3f") for name, head in heads.items()
+    }
+    print(
+        markdown(
+            recount(), columns | {"same": ("same", "s"), "rank": ("ranks, EP 4: max/mean", ".3f")}
+        )
+    )
+    print(
+        "\nMean imbalance of ranks over 12 steps, 4 ranks, one slot; planning begins with the first step:\n"
+    )
+    print(
+        markdown(
+            planners(),
+            {"planner": ("planner", "s")} | {name[:2]: (name[:2], ".3f") for name in NAMES},
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -73,7 +73,13 @@ class Run:
 
 def megatron_flags(*, ranks: int = RANKS, gpus: int = 0) -> list[str]:
     """All but those of data, checkpoints and length."""
-    words = [*MODEL.split(), "--expert-model-parallel-size", str(ranks), *TRAINING.split(), *PLAIN.split()]
+    words = [
+        *MODEL.split(),
+        "--expert-model-parallel-size",
+        str(ranks),
+        *TRAINING.split(),
+        *PLAIN.split(),
+    ]
     return words if gpus else [*words, *CPU.split()]
 
 
@@ -93,7 +99,9 @@ class Place:
     gpus: int
     skew: float
 
-    def start(self, name: str, arguments: list[str], fssdp: list[str] | None, turns: str = "") -> subprocess.Popen:
+    def start(
+        self, name: str, arguments: list[str], fssdp: list[str] | None, turns: str = ""
+    ) -> subprocess.Popen:
         """Start a job.
 
         Args:
@@ -102,19 +110,35 @@ class Place:
             fssdp: our launcher's flags; ``None`` is stock Megatron.
             turns: value of `turns.VARIABLE`.
         """
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={self.ranks}", "--standalone"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nproc-per-node={self.ranks}",
+            "--standalone",
+        ]
         if not self.gpus:
             command += [str(HERE / "run_on_cpu.py")]
         elif self.ranks > self.gpus:
             command += [str(HERE / "run_on_shared_gpu.py")]
         command += [] if fssdp is None else ["-m", "megatron_hecate", *fssdp]
         command += [str(HERE / "pretrain_gpt.py"), *arguments]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", VARIABLE: turns}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONWARNINGS": "ignore",
+            VARIABLE: turns,
+        }
         environment |= {"HECATE_PROBE": str(self.out / name), "HECATE_SKEW": str(self.skew)}
         environment |= {} if self.gpus else {"CUDA_VISIBLE_DEVICES": ""}
-        shown = " ".join(Path(word).name if "/" in word else word for word in command[5 : command.index(arguments[0])])
+        shown = " ".join(
+            Path(word).name if "/" in word else word
+            for word in command[5 : command.index(arguments[0])]
+        )
         print(f"\n{name}: torchrun --nproc-per-node={self.ranks} {shown} ...", flush=True)
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
 
 def launch(place: Place, jobs: dict[str, tuple[list[str], list[str] | None]]) -> list[Run]:
@@ -133,7 +157,9 @@ def launch(place: Place, jobs: dict[str, tuple[list[str], list[str] | None]]) ->
     try:
         for (name, (arguments, fssdp)), turn in zip(jobs.items(), turns, strict=True):
             processes[name] = process = place.start(name, arguments, fssdp, turn)
-            readers.append(threading.Thread(target=_read_log, args=(name, process, place.out / f"{name}.log")))
+            readers.append(
+                threading.Thread(target=_read_log, args=(name, process, place.out / f"{name}.log"))
+            )
             readers[-1].start()
         # A job that fails would leave the other one waiting for its turn.
         while any(process.poll() is None for process in processes.values()):
@@ -149,7 +175,9 @@ def launch(place: Place, jobs: dict[str, tuple[list[str], list[str] | None]]) ->
     for name in failed or [name for name, process in processes.items() if process.returncode]:
         log = place.out / f"{name}.log"
         tail = "".join(log.read_text().splitlines(keepends=True)[-40:])
-        raise SystemExit(f"{name} failed with {processes[name].returncode}; the end of {log}:\n{tail}")
+        raise SystemExit(
+            f"{name} failed with {processes[name].returncode}; the end of {log}:\n{tail}"
+        )
     return [_read(place.out / name, place.ranks) for name in jobs]
 
 
@@ -162,10 +190,15 @@ def _read_log(name: str, process: subprocess.Popen, log: Path) -> None:
 
 def _show(name: str, line: str) -> None:
     """Print what a person wants to see of Megatron's log: switched-on lines and every fifth iteration."""
-    found = re.search(r"iteration +(\d+)/ +(\d+) .*per iteration \(ms\): ([\d.]+) .* lm loss: ([\d.E+-]+)", line)
+    found = re.search(
+        r"iteration +(\d+)/ +(\d+) .*per iteration \(ms\): ([\d.]+) .* lm loss: ([\d.E+-]+)", line
+    )
     if found and int(found[1]) % 5 == 0:
         loss, seconds = float(found[4]), float(found[3]) / 1e3
-        print(f"  {name:>16}: step {found[1]}/{found[2]}  loss {loss:.4f}  {seconds:.2f} s", flush=True)
+        print(
+            f"  {name:>16}: step {found[1]}/{found[2]}  loss {loss:.4f}  {seconds:.2f} s",
+            flush=True,
+        )
     elif "FSSDP on" in line or "successfully saved" in line or "successfully loaded" in line:
         print(f"  {name:>16}: {line.strip()}", flush=True)
 
@@ -173,10 +206,16 @@ def _show(name: str, line: str) -> None:
 def _read(folder: Path, ranks: int) -> Run:
     lines = [[json.loads(x) for x in (folder / f"rank{r}.jsonl").open()] for r in range(ranks)]
     ends = [rank.pop() for rank in lines]
-    experts = np.array([[step["experts"] for step in rank] for rank in lines]).sum(axis=0)  # [S, L, E]
-    routed = experts.reshape(*experts.shape[:2], ranks, -1).sum(axis=3)  # homes are Megatron's contiguous partition
+    experts = np.array([[step["experts"] for step in rank] for rank in lines]).sum(
+        axis=0
+    )  # [S, L, E]
+    routed = experts.reshape(*experts.shape[:2], ranks, -1).sum(
+        axis=3
+    )  # homes are Megatron's contiguous partition
     computed = np.array([[step["computed"] for step in rank] for rank in lines])  # [R, S, L]
-    totals = np.array([[(step["loss"], step["tokens"]) for step in rank] for rank in lines]).sum(axis=0)
+    totals = np.array([[(step["loss"], step["tokens"]) for step in rank] for rank in lines]).sum(
+        axis=0
+    )
     return Run(
         loss=totals[:, 0] / totals[:, 1],
         routed=routed.max(axis=2) / routed.mean(axis=2),
@@ -204,7 +243,9 @@ class Gain:
     def of(cls, stock: Run, ours: Run) -> Gain:
         """Compare the medians of each turn, all but the first, which has caches to fill and no forecast."""
         steps = len(stock.seconds) // STEPS * STEPS
-        turns = [np.median(run.seconds[:steps].reshape(-1, STEPS), axis=1)[1:] for run in (stock, ours)]
+        turns = [
+            np.median(run.seconds[:steps].reshape(-1, STEPS), axis=1)[1:] for run in (stock, ours)
+        ]
         low, middle, high = np.quantile(turns[0] / turns[1], (0.25, 0.5, 0.75))
         return cls(float(middle), float(low), float(high))
 
@@ -243,7 +284,11 @@ def report(stock: Run, ours: Run, resumed: Run, *, saved_at: int, out: Path) -> 
     print("| layer | routed | computed, stock | computed, FSSDP |\n|---|---|---|---|")
     for layer in range(stock.routed.shape[1]):
         values = (ours.routed, stock.computed, ours.computed)
-        print(f"| {layer + 1} | " + " | ".join(f"{v[steady, layer].mean():.3f}" for v in values) + " |")
+        print(
+            f"| {layer + 1} | "
+            + " | ".join(f"{v[steady, layer].mean():.3f}" for v in values)
+            + " |"
+        )
     gain, (a, b) = Gain.of(stock, ours), (np.median(run.seconds[steady]) for run in (stock, ours))
     again = np.abs(resumed.loss - ours.loss[saved_at:]) / ours.loss[saved_at:]
     mib = 2**20
@@ -256,13 +301,21 @@ def report(stock: Run, ours: Run, resumed: Run, *, saved_at: int, out: Path) -> 
         ("largest relative loss difference, first 20 steps", "", f"{difference[:20].max():.1e}"),
         (f"the same, all {len(difference)} steps", "", f"{difference.max():.1e}"),
         ("expert weights of a rank", f"{stock.home_bytes / mib:.1f} MiB", "the same"),
-        ("replicas of a rank, weights and fp32 gradients, at most", "0", f"{ours.replica_bytes / mib:.1f} MiB"),
+        (
+            "replicas of a rank, weights and fp32 gradients, at most",
+            "0",
+            f"{ours.replica_bytes / mib:.1f} MiB",
+        ),
         (
             "peak memory of a process; FSSDP's with numba, and with saving a checkpoint",
             f"{stock.peak_rss / mib:.0f} MiB",
             f"{ours.peak_rss / mib:.0f} MiB",
         ),
-        (f"loss of the {len(again)} steps after FSSDP's checkpoint, stock against FSSDP", "", f"{again.max():.1e}"),
+        (
+            f"loss of the {len(again)} steps after FSSDP's checkpoint, stock against FSSDP",
+            "",
+            f"{again.max():.1e}",
+        ),
     ]
     print("\n" + "\n".join("| " + " | ".join(row) + " |" for row in rows) + "\n")
     series = (range(1, len(stock.loss) + 1), stock.loss, ours.loss, stock.seconds, ours.seconds)
@@ -272,7 +325,11 @@ def report(stock: Run, ours: Run, resumed: Run, *, saved_at: int, out: Path) -> 
         writer.writerows(zip(*series, strict=True))
     plot(stock, ours, out)
     print(f"Plots, steps.csv, logs and the checkpoint are in {out}/")
-    print("FSSDP trained the same model as stock Megatron." if same else "THE RUNS DIFFER: see the table above.")
+    print(
+        "FSSDP trained the same model as stock Megatron."
+        if same
+        else "THE RUNS DIFFER: see the table above."
+    )
     return bool(same)
 
 
@@ -289,7 +346,9 @@ def plot(stock: Run, ours: Run, out: Path) -> None:
     top.plot(steps, ours.loss, color="tab:red", linewidth=1.2, label="FSSDP")
     top.set_ylabel("loss (nats per byte)")
     top.legend()
-    bottom.semilogy(steps, np.maximum(np.abs(stock.loss - ours.loss) / stock.loss, 1e-9), color="black")
+    bottom.semilogy(
+        steps, np.maximum(np.abs(stock.loss - ours.loss) / stock.loss, 1e-9), color="black"
+    )
     bottom.set_ylabel("relative difference")
     bottom.set_xlabel("step")
     figure.tight_layout()
@@ -310,13 +369,21 @@ def plot(stock: Run, ours: Run, out: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder of text")
+    parser.add_argument(
+        "--data", type=Path, default=Path(sysconfig.get_paths()["stdlib"]), help="folder of text"
+    )
     parser.add_argument("--out", type=Path, default=Path("demo-out"))
-    parser.add_argument("--steps", type=int, default=25, help="optimizer steps before the checkpoint")
+    parser.add_argument(
+        "--steps", type=int, default=25, help="optimizer steps before the checkpoint"
+    )
     parser.add_argument("--slots", type=int, default=2)
     parser.add_argument("--gpus", type=int, default=0, help="0 trains on the CPU")
-    parser.add_argument("--ranks", type=int, help=f"processes; the GPUs, or {RANKS} on a CPU; one GPU can be shared")
-    parser.add_argument("--speeds", type=Path, help="measured speeds, by which copies are judged to pay")
+    parser.add_argument(
+        "--ranks", type=int, help=f"processes; the GPUs, or {RANKS} on a CPU; one GPU can be shared"
+    )
+    parser.add_argument(
+        "--speeds", type=Path, help="measured speeds, by which copies are judged to pay"
+    )
     arguments = parser.parse_args()
     ranks, gpus = arguments.ranks or arguments.gpus or RANKS, arguments.gpus
     if gpus not in {0, 1, ranks}:
@@ -336,10 +403,14 @@ def main() -> int:
         )
     if out.exists():
         if not (out / MARK).exists():
-            raise SystemExit(f"{out} exists and is not of an earlier demo; choose another folder with OUT=")
+            raise SystemExit(
+                f"{out} exists and is not of an earlier demo; choose another folder with OUT="
+            )
         shutil.rmtree(out)
     out.mkdir(parents=True)
-    (out / MARK).write_text("Written by make demo, which may delete this folder when it runs again.\n")
+    (out / MARK).write_text(
+        "Written by make demo, which may delete this folder when it runs again.\n"
+    )
     documents, tokens = prepare(data, out / "text")
     print(f"{documents} documents, {tokens:,} tokens (bytes) from {data}")
     last = arguments.steps + 5
@@ -358,16 +429,31 @@ def main() -> int:
     flags += transport
     stock, ours = launch(place, {"stock": (common, None), "fssdp": ([*common, *save], flags)})
     (resumed,) = launch(place, {"stock-resumed": ([*common, *load], None)})
-    even = [*common, "--train-iters", str(min(BALANCED_STEPS, arguments.steps)), "--moe-router-force-load-balancing"]
+    even = [
+        *common,
+        "--train-iters",
+        str(min(BALANCED_STEPS, arguments.steps)),
+        "--moe-router-force-load-balancing",
+    ]
     slots_only = flags[: flags.index("--moe-fssdp-record")]
     jobs = {"stock-balanced": (even, None), "fssdp-balanced": (even, [*slots_only, *transport])}
     balanced = Gain.of(*launch(place, jobs))
     same = report(stock, ours, resumed, saved_at=arguments.steps, out=out)
     print()
-    command = [sys.executable, "-m", "megatron_hecate", "--report", str(out / "run"), "--out", str(out / "report.html")]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_hecate",
+        "--report",
+        str(out / "run"),
+        "--out",
+        str(out / "report.html"),
+    ]
     made = subprocess.run(command).returncode == 0
     print(f"\n{conclude(stock, ours, Gain.of(stock, ours), balanced)}")
-    print(f"What every layer and rank did: {out}/report.html. {time.monotonic() - began:.0f} s in all.")
+    print(
+        f"What every layer and rank did: {out}/report.html. {time.monotonic() - began:.0f} s in all."
+    )
     return 0 if same and made else 1
 
 

@@ -16,7 +16,9 @@ def uneven_all_gather() -> None:
     """gloo refuses an all-gather of unequal tensors, which NCCL emulates and expert tensor parallelism needs."""
     original = dist.all_gather
 
-    def all_gather(tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather(
+        tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
         if len({t.shape for t in tensors}) <= 1:
             return original(tensors, tensor, group=group, async_op=async_op)
         assert not async_op
@@ -45,7 +47,9 @@ def one_all_gather_each() -> None:
     ) -> _Works:
         one = dist.distributed_c10d.AllgatherOptions()
         one.asyncOp = True
-        return _Works(group._allgather_base(o, i, one) for o, i in zip(outputs, inputs, strict=True))
+        return _Works(
+            group._allgather_base(o, i, one) for o, i in zip(outputs, inputs, strict=True)
+        )
 
     for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
         if hasattr(dist.ProcessGroup, name):

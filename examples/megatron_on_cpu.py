@@ -35,7 +35,9 @@ def install() -> None:
     if getattr(torch.cuda, "_hecate_stand_in", False):
         return
     if torch.cuda.is_available():
-        raise RuntimeError("megatron_on_cpu is for machines without a GPU, and torch.cuda.is_available() is True here")
+        raise RuntimeError(
+            "megatron_on_cpu is for machines without a GPU, and torch.cuda.is_available() is True here"
+        )
     torch.cuda._hecate_stand_in = True
     for stand_in in (
         _rng, _device, _streams, _factories, _type_names, uneven_all_gather, one_all_gather_each, _no_compile,
@@ -114,7 +116,9 @@ def _rng() -> None:
     def seed(value: int) -> None:
         torch.default_generator.manual_seed(value)
 
-    cuda.manual_seed = cuda.manual_seed_all = cuda.random.manual_seed = cuda.random.manual_seed_all = seed
+    cuda.manual_seed = cuda.manual_seed_all = cuda.random.manual_seed = (
+        cuda.random.manual_seed_all
+    ) = seed
     cuda.default_generators = _OneGenerator()
     # torch would queue the call until CUDA starts, that is for ever: the RNG fork becomes a silent no-op
     cuda._lazy_call = lambda call, **kwargs: call()
@@ -150,7 +154,9 @@ def _streams() -> None:
     cuda = torch.cuda
     cuda.Stream, cuda.Event, cuda.stream = _Stream, _Event, _nothing
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
-    cuda.nvtx = types.SimpleNamespace(range_push=lambda *args: None, range_pop=lambda: None, range=_nothing)
+    cuda.nvtx = types.SimpleNamespace(
+        range_push=lambda *args: None, range_pop=lambda: None, range=_nothing
+    )
     torch.Tensor.record_stream = lambda self, stream: None
 
 
@@ -164,7 +170,9 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types_: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types_: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
@@ -220,12 +228,16 @@ def _splits() -> None:
     original = moe_utils.maybe_move_tensor_to_cpu
 
     @functools.wraps(original)
-    def maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    def maybe_move_tensor_to_cpu(
+        tensor: Any, as_numpy: bool = False, record_stream: bool = False
+    ) -> Any:
         if torch.is_tensor(tensor) and not tensor.is_cuda:
             return tensor.numpy() if as_numpy else tensor
         return original(tensor, as_numpy, record_stream)
 
-    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = maybe_move_tensor_to_cpu
+    moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = (
+        maybe_move_tensor_to_cpu
+    )
 
 
 def _keep_sent_tensors() -> None:
@@ -249,13 +261,20 @@ def _claim_gpu() -> None:
     cuda.is_available = lambda: True
     cuda.get_device_capability = lambda *args: (9, 0)
     cuda.get_device_name = lambda *args: "cpu"
-    properties = types.SimpleNamespace(major=9, minor=0, name="cpu", total_memory=8 << 30, multi_processor_count=1)
+    properties = types.SimpleNamespace(
+        major=9, minor=0, name="cpu", total_memory=8 << 30, multi_processor_count=1
+    )
     cuda.get_device_properties = lambda *args: properties
     cuda.set_stream = lambda stream: None
     cuda.memory_stats = lambda *args: {}
     cuda.mem_get_info = lambda *args: (8 << 30, 8 << 30)
     cuda.reset_peak_memory_stats = lambda *args: None
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+    for name in (
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    ):
         setattr(cuda, name, lambda *args: 0)
     cuda.device_memory_used = lambda *args: 0
 

@@ -22,7 +22,10 @@ class FusedAdam(torch.optim.Optimizer):
         **ignored: Any,
     ) -> None:
         assert bias_correction and adam_w_mode, "only AdamW with bias correction"
-        super().__init__(params, dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay))
+        super().__init__(
+            params,
+            dict(lr=lr, bias_correction=True, betas=betas, eps=eps, weight_decay=weight_decay),
+        )
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -41,7 +44,9 @@ class FusedAdam(torch.optim.Optimizer):
                 grad = p.grad.float()
                 state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                scale = (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
+                scale = (
+                    (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
+                )
                 update = state["exp_avg"] / (1 - beta1 ** group["step"]) / scale
                 p.add_(update + group["weight_decay"] * p, alpha=-group["lr"])
 

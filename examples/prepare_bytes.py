@@ -12,7 +12,22 @@ from pathlib import Path
 import numpy as np
 import torch
 
-SUFFIXES = {".py", ".md", ".txt", ".rst", ".c", ".h", ".cpp", ".cu", ".rs", ".go", ".js", ".ts", ".tex", ".json"}
+SUFFIXES = {
+    ".py",
+    ".md",
+    ".txt",
+    ".rst",
+    ".c",
+    ".h",
+    ".cpp",
+    ".cu",
+    ".rs",
+    ".go",
+    ".js",
+    ".ts",
+    ".tex",
+    ".json",
+}
 END_OF_DOCUMENT = 256
 
 
@@ -52,7 +67,9 @@ def prepare(folder: Path, prefix: Path, *, limit: int = 32 << 20) -> tuple[int, 
         if tokens >= limit:
             break
     if not documents:
-        raise ValueError(f"no text in {folder}: looked for files that end in {', '.join(sorted(SUFFIXES))}")
+        raise ValueError(
+            f"no text in {folder}: looked for files that end in {', '.join(sorted(SUFFIXES))}"
+        )
     builder.finalize(f"{prefix}.idx")
     return documents, tokens
 

@@ -35,15 +35,25 @@ def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[s
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(output.reshape(-1).float() * mask)
     num_tokens = mask.sum().to(torch.int)
-    return loss, num_tokens, {"lm loss": torch.cat([loss.detach().view(1), num_tokens.detach().view(1)])}
+    return (
+        loss,
+        num_tokens,
+        {"lm loss": torch.cat([loss.detach().view(1), num_tokens.detach().view(1)])},
+    )
 
 
-def forward_step(data_iterator: Iterator[dict], model: Any, record: Callable | None = None) -> tuple[Tensor, Callable]:
+def forward_step(
+    data_iterator: Iterator[dict], model: Any, record: Callable | None = None
+) -> tuple[Tensor, Callable]:
     """One microbatch through ``model``."""
     batch = next(data_iterator)
-    tokens, labels, loss_mask, attention_mask, position_ids = (batch[key].cuda(non_blocking=True) for key in KEYS)
+    tokens, labels, loss_mask, attention_mask, position_ids = (
+        batch[key].cuda(non_blocking=True) for key in KEYS
+    )
     if record is None:
-        return model(tokens, position_ids, attention_mask, labels=labels), partial(loss_func, loss_mask)
+        return model(tokens, position_ids, attention_mask, labels=labels), partial(
+            loss_func, loss_mask
+        )
     record.microbatch_begins(training=model.training)
     output = model(tokens, position_ids, attention_mask, labels=labels)
     return output, record.losses(partial(loss_func, loss_mask), training=model.training)

@@ -45,8 +45,12 @@ class Probe:
         for index, layer in enumerate(self.layers):
             if self.skew:
                 _skew(layer, self.skew)
-            layer.router.register_forward_hook(lambda module, args, out, i=index: self._routed(module, i, out[1]))
-            layer.experts.register_forward_pre_hook(lambda module, args, i=index: self._computed(module, i, args[1]))
+            layer.router.register_forward_hook(
+                lambda module, args, out, i=index: self._routed(module, i, out[1])
+            )
+            layer.experts.register_forward_pre_hook(
+                lambda module, args, i=index: self._computed(module, i, args[1])
+            )
         self.file = (self.folder / f"rank{dist.get_rank()}.jsonl").open("w")
         return chunks
 
@@ -54,7 +58,9 @@ class Probe:
         if router.training and self.step is not None:
             counts = routing_map.sum(dim=0).tolist()
             experts = self.step["experts"]
-            experts[layer] = [a + b for a, b in zip(experts[layer] or [0] * len(counts), counts, strict=True)]
+            experts[layer] = [
+                a + b for a, b in zip(experts[layer] or [0] * len(counts), counts, strict=True)
+            ]
 
     def _computed(self, experts: Module, layer: int, tokens_per_expert: Tensor) -> None:
         if experts.training and self.step is not None:
@@ -69,7 +75,13 @@ class Probe:
                 self.turns.before_step(self.steps)
             self.steps += 1
             num = len(self.layers)
-            self.step = {"loss": 0.0, "tokens": 0, "experts": [None] * num, "computed": [0] * num, "replica_bytes": 0}
+            self.step = {
+                "loss": 0.0,
+                "tokens": 0,
+                "experts": [None] * num,
+                "computed": [0] * num,
+                "replica_bytes": 0,
+            }
             self.began = time.perf_counter()
         self.microbatch += 1
 
@@ -100,7 +112,11 @@ class Probe:
         if self.turns is not None:
             self.turns.end()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        homes = sum(p.numel() * p.element_size() for layer in self.layers for p in layer.experts.parameters())
+        homes = sum(
+            p.numel() * p.element_size()
+            for layer in self.layers
+            for p in layer.experts.parameters()
+        )
         self.file.write(json.dumps({"peak_rss": peak, "home_bytes": homes}) + "\n")
         self.file.close()
 

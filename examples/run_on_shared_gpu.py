@@ -34,7 +34,10 @@ def start_process_group(minutes: float = 3) -> None:
         minutes: how long a collective may take.
     """
     # symmetric memory refuses ranks that share a GPU unless it is asked to
-    os.environ |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    os.environ |= {
+        "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+        "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    }
     collectives_through_the_host()
     use_plain_wgrad()
     dist.Backend.register_backend(STAND_IN, _gloo, devices=["cuda"])

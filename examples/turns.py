@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 STEPS: int = 3  # of a turn
 POLL: float = 0.01  # seconds between two looks at whose turn it is
-VARIABLE = "HECATE_TURNS"  # the folder that the jobs share, the name of this one and of the other one
+VARIABLE = (
+    "HECATE_TURNS"  # the folder that the jobs share, the name of this one and of the other one
+)
 
 
 class Turns:
@@ -38,7 +40,9 @@ class Turns:
         """Let ``first`` begin; returns the value of `VARIABLE` for both jobs."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "turn").write_text(first)
-        return [os.pathsep.join([str(folder), *names]) for names in ((first, second), (second, first))]
+        return [
+            os.pathsep.join([str(folder), *names]) for names in ((first, second), (second, first))
+        ]
 
     def before_step(self, step: int) -> None:
         """Wait for this job's turn where one begins with ``step``, counted from 0."""

@@ -45,7 +45,11 @@ def restore_homes(model: Any) -> None:
     """Have the experts of a model (a chunk, or a list of chunks, wrapped or not) where Megatron built them, until the
     next iteration begins. All ranks call it before they read or write weights in ways that FSSDP does not know; saving
     and loading checkpoints, and Bridge's conversions, call it themselves. It does nothing where no home has moved."""
-    for module in (module for chunk in (model if isinstance(model, list) else [model]) for module in chunk.modules()):
+    for module in (
+        module
+        for chunk in (model if isinstance(model, list) else [model])
+        for module in chunk.modules()
+    ):
         if hasattr(module, "fssdp"):
             if module.prefetcher.rehoming is not None:
                 module.prefetcher.rehoming.restore()

@@ -44,7 +44,9 @@ def main(argv: list[str]) -> int:
         return report.main(argv[1:])
     if argv[:1] == ["--measure"]:
         return _measure(argv[1:])
-    parser = launcher.Parser(prog="python -m megatron_hecate", usage=USAGE, description=DESCRIPTION, allow_abbrev=False)
+    parser = launcher.Parser(
+        prog="python -m megatron_hecate", usage=USAGE, description=DESCRIPTION, allow_abbrev=False
+    )
     return launcher.run(argv, parser)
 
 

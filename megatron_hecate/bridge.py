@@ -52,7 +52,9 @@ def enable(config: Any, **settings: Any) -> None:
         TypeError: where ``config`` is no recipe.
     """
     if not hasattr(config, "model"):
-        raise TypeError(f"bridge.enable takes a recipe, a ConfigContainer, got a {type(config).__name__}")
+        raise TypeError(
+            f"bridge.enable takes a recipe, a ConfigContainer, got a {type(config).__name__}"
+        )
     _ask(config, HecateConfig(**settings).as_arguments())
     _register(config)
 
@@ -67,7 +69,9 @@ class Metrics(callbacks.Callback):
     """
 
     def __init__(self) -> None:
-        self._arrived: deque[tuple] = deque()  # from a thread; MLflow would not know which run that logs to
+        self._arrived: deque[tuple] = (
+            deque()
+        )  # from a thread; MLflow would not know which run that logs to
 
     def on_train_start(self, context: callbacks.CallbackContext) -> None:
         self._arrived.clear()  # of an attempt before, in this process
@@ -77,7 +81,9 @@ class Metrics(callbacks.Callback):
 
     def on_train_step_start(self, context: callbacks.CallbackContext) -> None:
         if (recorder := _recorder(context.model)) is not None:
-            recorder.running = context.state.train_state.step  # finished so far, which nobody else tells
+            recorder.running = (
+                context.state.train_state.step
+            )  # finished so far, which nobody else tells
 
     def on_train_step_end(self, context: callbacks.CallbackContext) -> None:
         state, model = context.state, context.model[0]
@@ -120,8 +126,12 @@ def _ask(config: Any, asked: dict[str, Any]) -> None:
     """Keep settings, by argparse's names, with the recipe, which must not hold others."""
     held = vars(config).setdefault("_moe_fssdp", {})
     if others := [name for name in asked if held.get(name, asked[name]) != asked[name]]:
-        before, now = (", ".join(f"{name}={values[name]!r}" for name in others) for values in (held, asked))
-        raise SwitchOnError([f"FSSDP was asked for with {before} before, now with {now}; say it in one place"])
+        before, now = (
+            ", ".join(f"{name}={values[name]!r}" for name in others) for values in (held, asked)
+        )
+        raise SwitchOnError(
+            [f"FSSDP was asked for with {before} before, now with {now}; say it in one place"]
+        )
     held.update(asked)
 
 
@@ -156,7 +166,11 @@ def _check(config: Any, settings: HecateConfig) -> None:
     if isinstance(config.model, ModelConfig):  # which keeps what is not its own one level deeper
 
         def deeper(override: re.Match) -> str:
-            return override[0] if override["name"] in vars(config.model) else f"model.transformer.{override['name']}="
+            return (
+                override[0]
+                if override["name"] in vars(config.model)
+                else f"model.transformer.{override['name']}="
+            )
 
         problems = [re.sub(r"\bmodel\.(?P<name>\w+)=", deeper, problem) for problem in problems]
     refuse(problems)
@@ -179,7 +193,9 @@ def _with_fssdp(runtime_config_update: Callable) -> Callable:
 def _where_megatron_built_them(convert: Callable) -> Callable:
     def conversion(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Module) or (isinstance(value, list) and value and isinstance(value[0], Module)):
+            if isinstance(value, Module) or (
+                isinstance(value, list) and value and isinstance(value[0], Module)
+            ):
                 restore_homes(value)
         return convert(*args, **kwargs)
 
@@ -193,13 +209,21 @@ def _find_lost_overrides(model: Any) -> None:
         if found and (found["at"] != "model." or found["name"] not in vars(model)):
             known = f"known are +model.{', +model.'.join(NAMES)}"
             way = "Import megatron_hecate.bridge before overrides are applied, or start the script with our launcher"
-            raise SwitchOnError([f"the override {argument!r} did not reach the model; {known}. {way}"])
+            raise SwitchOnError(
+                [f"the override {argument!r} did not reach the model; {known}. {way}"]
+            )
 
 
 _problems = assumptions.broken_assumptions(assumptions.BRIDGE_ASSUMPTIONS)
 if _problems:
-    raise ImportError("megatron_hecate.bridge does not fit this Bridge:\n" + "\n".join(f"  - {p}" for p in _problems))
-for _name, _value in {**NAMES, "moe_fssdp": False}.items():  # Bridge applies overrides to attributes that exist
+    raise ImportError(
+        "megatron_hecate.bridge does not fit this Bridge:\n"
+        + "\n".join(f"  - {p}" for p in _problems)
+    )
+for _name, _value in {
+    **NAMES,
+    "moe_fssdp": False,
+}.items():  # Bridge applies overrides to attributes that exist
     for _class in (ModelProviderMixin, ModelConfig):
         setattr(_class, _name, _value)
 launcher.wrap(pretrain, "runtime_config_update", _with_fssdp)

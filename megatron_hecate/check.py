@@ -27,18 +27,46 @@ from megatron_hecate.settings.files import jobs
 from megatron_hecate.settings.files.launch_script import looks_like_script
 from megatron_hecate.settings.files.shell_text import COMMAND
 
-EXPECTED = {bool: "true or false, without quotes", int: "a whole number, without quotes", str: "a name"}
+EXPECTED = {
+    bool: "true or false, without quotes",
+    int: "a whole number, without quotes",
+    str: "a name",
+}
 # settings that rules read beside their own
 HELPERS = {
-    *("fp8", "fp4", "quant_recipe", "delay_wgrad_compute", "moe_token_dispatcher_type", "cuda_graph_scope"),
-    *("moe_flex_dispatcher_backend", "cuda_graph_modules", "add_bias_linear", "overlap_grad_reduce"),
-    *("moe_fssdp_rehome", "gradient_accumulation_fusion", "use_transformer_engine_op_fuser", "mixed_precision"),
+    *(
+        "fp8",
+        "fp4",
+        "quant_recipe",
+        "delay_wgrad_compute",
+        "moe_token_dispatcher_type",
+        "cuda_graph_scope",
+    ),
+    *(
+        "moe_flex_dispatcher_backend",
+        "cuda_graph_modules",
+        "add_bias_linear",
+        "overlap_grad_reduce",
+    ),
+    *(
+        "moe_fssdp_rehome",
+        "gradient_accumulation_fusion",
+        "use_transformer_engine_op_fuser",
+        "mixed_precision",
+    ),
 }
 READ = {rule.setting for rule in unsupported.RULES} | HELPERS
 # names that other programs have as well, and those of Megatron that no rule reads
 COMMON = {"fp8", "fp4", "peft", "quant_recipe", "mixed_precision"}
-PARALLEL = {f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context", "expert_tensor")}
-MEGATRON = (READ - COMMON) | PARALLEL | {"num_experts", "num_moe_experts", "moe_router_topk", "moe_fssdp_slots"}
+PARALLEL = {
+    f"{kind}_parallel_size"
+    for kind in ("tensor_model", "pipeline_model", "context", "expert_tensor")
+}
+MEGATRON = (
+    (READ - COMMON)
+    | PARALLEL
+    | {"num_experts", "num_moe_experts", "moe_router_topk", "moe_fssdp_slots"}
+)
 MEGATRON |= {"kitchen_config_file", "kitchen_recipe_number", "tensor_parallel_num_weight_shards"}
 MEGATRON |= {"expert_tensor_parallel_num_weight_shards", "cpu_offloading_num_layers"}
 EXPERT_PARALLEL = "expert_model_parallel_size"
@@ -63,19 +91,33 @@ WORST: dict[str, tuple[Any, ...]] = {
     "moe_combine_bwd_dtype": ("fp8",),
     "quant_recipe": ("custom",),
     **dict.fromkeys(("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"), ("fp16",)),
-    **dict.fromkeys(("mlp_chunks_for_training", "gtp_weight_remat_size", "expert_gtp_weight_remat_size"), (2,)),
+    **dict.fromkeys(
+        ("mlp_chunks_for_training", "gtp_weight_remat_size", "expert_gtp_weight_remat_size"), (2,)
+    ),
     **dict.fromkeys(("moe_fssdp_late_replicas", "moe_fssdp_rehome"), (1,)),
 }
-SWITCHES = {rule.setting for rule in unsupported.RULES if isinstance(rule.instead, bool)} - set(WORST)
+SWITCHES = {rule.setting for rule in unsupported.RULES if isinstance(rule.instead, bool)} - set(
+    WORST
+)
 # those that most often decide
-ASKED_OFTEN = (EXPERT_PARALLEL, "moe_token_dispatcher_type", "cuda_graph_impl", "fp8", "fp8_recipe", "fp4", "peft")
+ASKED_OFTEN = (
+    EXPERT_PARALLEL,
+    "moe_token_dispatcher_type",
+    "cuda_graph_impl",
+    "fp8",
+    "fp8_recipe",
+    "fp4",
+    "peft",
+)
 ASKED_OFTEN += ("use_megatron_fsdp", "use_torch_fsdp2", "transformer_impl")
 
 
 def main(argv: list[str]) -> int:
     """Run ``--check`` with the arguments after it: 0 when all is well, 1 where FSSDP would not switch on, else 2."""
     parser = argparse.ArgumentParser(prog="python -m megatron_hecate --check", allow_abbrev=False)
-    parser.add_argument("--settings", metavar="FILE", help="settings of a job, or a list of such, as JSON or YAML")
+    parser.add_argument(
+        "--settings", metavar="FILE", help="settings of a job, or a list of such, as JSON or YAML"
+    )
     path = parser.parse_args(argv).settings
     if path is None:
         return _check_here()
@@ -144,13 +186,21 @@ class Verdict:
                 f"holds no setting of Megatron that is known here, such as {EXPERT_PARALLEL}; found {others}{left}"
             )
         unresolved = {setting.name: setting for setting in job.unresolved}
-        open_ones = [name for name in sorted(unresolved.keys() & READ) if _may_decide(job, name, found)]
+        open_ones = [
+            name for name in sorted(unresolved.keys() & READ) if _may_decide(job, name, found)
+        ]
         asks = _asks({name: unresolved[name].value.names for name in open_ones})
         says_size = unsupported.Settings(*job.sources)[EXPERT_PARALLEL] is not None
         if not says_size and EXPERT_PARALLEL not in unresolved:
-            asks.append(f"{EXPERT_PARALLEL} was not found; FSSDP needs 2 or more, Megatron's default is 1")
+            asks.append(
+                f"{EXPERT_PARALLEL} was not found; FSSDP needs 2 or more, Megatron's default is 1"
+            )
         if not says_size:
-            found = [line for line in found if not line.startswith(f"--moe-fssdp with {EXPERT_PARALLEL}=")]
+            found = [
+                line
+                for line in found
+                if not line.startswith(f"--moe-fssdp with {EXPERT_PARALLEL}=")
+            ]
         return cls(job, found, asks)
 
     @property
@@ -158,7 +208,11 @@ class Verdict:
         """What was read and what was not, a line each; nothing of a file that holds settings and no more."""
         job = self.job
         names = {jobs.ALIASES.get(setting.name, setting.name) for setting in job.settings}
-        read = [s for s in job.settings if jobs.ALIASES.get(s.name, s.name) in READ | MEGATRON | jobs.ADAPTERS]
+        read = [
+            s
+            for s in job.settings
+            if jobs.ALIASES.get(s.name, s.name) in READ | MEGATRON | jobs.ADAPTERS
+        ]
         missing = [name for name in ASKED_OFTEN if name not in names]
         others = len(READ - names - set(missing))
         lines = [f"left out: {', '.join(job.left_out)}"] if job.left_out else []
@@ -171,14 +225,19 @@ class Verdict:
         if job.unknown:
             lines.append(f"not known, and may hold further flags: {', '.join(job.unknown)}")
         if job.other_files:
-            lines.append(f"further settings may stand in files that were not read: {', '.join(job.other_files)}")
+            lines.append(
+                f"further settings may stand in files that were not read: {', '.join(job.other_files)}"
+            )
         return lines
 
 
 def _may_decide(job: jobs.Job, name: str, found: list[str]) -> bool:
     """Return whether some value of the setting ``name``, which is not known, would be refused."""
     values = WORST.get(name, (True, False))
-    tried = (dataclasses.replace(job, settings=[*job.settings, jobs.Setting((), name, v)]) for v in values)
+    tried = (
+        dataclasses.replace(job, settings=[*job.settings, jobs.Setting((), name, v)])
+        for v in values
+    )
     return any(set(_judge(other)) - set(found) for other in tried)
 
 
@@ -194,9 +253,13 @@ def _asks(variables: Mapping[str, tuple[str, ...]]) -> list[str]:
         if name == COMMAND:
             lines.append(f"the output of a command decides {what}")
         elif name.isidentifier():
-            lines.append(f"{name} decides {what}: give it, as in {name}=... python -m megatron_hecate --check")
+            lines.append(
+                f"{name} decides {what}: give it, as in {name}=... python -m megatron_hecate --check"
+            )
         else:
-            lines.append(f"the script's argument ${name} decides {what}: write its value into the script")
+            lines.append(
+                f"the script's argument ${name} decides {what}: write its value into the script"
+            )
     return lines
 
 
@@ -209,13 +272,23 @@ def _check_file(path: Path) -> int:
             verdicts.append(Verdict.of(job))
         except ValueError as error:
             # a role without Megatron beside one with it: a critic on another backend
-            if len(found) > 1 and job.name in jobs.ROLES and "holds no setting of Megatron" in str(error):
+            if (
+                len(found) > 1
+                and job.name in jobs.ROLES
+                and "holds no setting of Megatron" in str(error)
+            ):
                 continue
             raise ValueError(f"{job.name}: {error}" if job.name else str(error)) from None
     if not verdicts:
-        raise ValueError(f"holds no setting of Megatron that is known here, such as {EXPERT_PARALLEL}")
+        raise ValueError(
+            f"holds no setting of Megatron that is known here, such as {EXPERT_PARALLEL}"
+        )
     print("\n".join(_lines(verdicts)))
-    asks = [f"{verdict.job.name}: {ask}".removeprefix(": ") for verdict in verdicts for ask in verdict.asks]
+    asks = [
+        f"{verdict.job.name}: {ask}".removeprefix(": ")
+        for verdict in verdicts
+        for ask in verdict.asks
+    ]
     if any(verdict.refused for verdict in verdicts):
         return 1
     if asks:
@@ -247,7 +320,9 @@ def _read(path: Path) -> list[jobs.Job]:
     if looks_like_script(text, path.suffix.lower()):
         if found := jobs.of_script(text, os.environ, MEGATRON, switches=SWITCHES):
             return found
-        raise ValueError(f"holds no command with flags of Megatron, such as --{EXPERT_PARALLEL.replace('_', '-')}")
+        raise ValueError(
+            f"holds no command with flags of Megatron, such as --{EXPERT_PARALLEL.replace('_', '-')}"
+        )
     data = _parse(text, path.suffix.lower())
     if not data or not isinstance(data, Mapping | list):
         raise ValueError(f"holds {data!r}, not a mapping of settings or a list of such")
@@ -274,7 +349,9 @@ def _parse(text: str, suffix: str) -> Any:
         import yaml
     except ImportError:
         raise ValueError("needs PyYAML (pip install pyyaml), which JSON does not") from None
-    loader = type("Loader", (yaml.SafeLoader,), {})  # tags of frameworks, such as !override, change no setting's value
+    loader = type(
+        "Loader", (yaml.SafeLoader,), {}
+    )  # tags of frameworks, such as !override, change no setting's value
     loader.add_multi_constructor("", _construct)
     try:
         return yaml.load(text, Loader=loader)
@@ -290,7 +367,11 @@ def _construct(loader: Any, _: str, node: Any) -> Any:
 
 def _derived(settings: unsupported.Settings) -> dict[str, Any]:
     """Fields that ``megatron.training`` sets by arguments of other names."""
-    found = {"use_kitchen": any(settings[f"kitchen_{name}"] is not None for name in ("config_file", "recipe_number"))}
+    found = {
+        "use_kitchen": any(
+            settings[f"kitchen_{name}"] is not None for name in ("config_file", "recipe_number")
+        )
+    }
     if settings["cpu_offloading"] is None:
         found["cpu_offloading"] = bool(settings["cpu_offloading_num_layers"])
     ranks = settings["tensor_model_parallel_size"] or 1
@@ -298,43 +379,62 @@ def _derived(settings: unsupported.Settings) -> dict[str, Any]:
         shards = settings[f"{kind}tensor_parallel_num_weight_shards"]
         if shards is not None:
             if not isinstance(shards, int) or not isinstance(size, int):
-                raise ValueError(f"{kind}tensor_parallel_num_weight_shards={shards!r} of {size!r} ranks: numbers only")
+                raise ValueError(
+                    f"{kind}tensor_parallel_num_weight_shards={shards!r} of {size!r} ranks: numbers only"
+                )
             found[f"{kind}gtp_weight_remat_size"] = shards // size
     return found
 
 
 def _check_quotes(name: str, value: Any) -> None:
     """No setting has the text ``"false"`` for a value, but shells and quoted YAML make it; some have ``"none"``."""
-    if value in ("true", "false", "True", "False", "null", "None") or (name in ("fp8", "fp4") and value == "none"):
+    if value in ("true", "false", "True", "False", "null", "None") or (
+        name in ("fp8", "fp4") and value == "none"
+    ):
         raise ValueError(f"{name}={value!r} is a text; write true, false or null without quotes")
 
 
 def _check_type(rule: unsupported.Rule, value: Any) -> None:
     kind = type(rule.instead)
-    wrong = type(value) is not kind if kind in EXPECTED else isinstance(value, bool) or value in ("none", "")
+    wrong = (
+        type(value) is not kind
+        if kind in EXPECTED
+        else isinstance(value, bool) or value in ("none", "")
+    )
     if wrong and value is not None:
-        raise ValueError(f"{rule.setting}={value!r} must be {EXPECTED.get(kind, 'null or a value')}, or left out")
+        raise ValueError(
+            f"{rule.setting}={value!r} must be {EXPECTED.get(kind, 'null or a value')}, or left out"
+        )
 
 
 def _check_here() -> int:
     """Print versions and what would be used; 1 when FSSDP cannot be switched on."""
     import torch
 
-    print(f"megatron-hecate {__version__}, torch {torch.__version__}, {torch.cuda.device_count()} GPUs")
+    print(
+        f"megatron-hecate {__version__}, torch {torch.__version__}, {torch.cuda.device_count()} GPUs"
+    )
     fits = _check_megatron()
     plans = _check_planner()
     print("transport p2p: torch.distributed point-to-point, on gloo or NCCL")
     lines, usable = kernels.describe()
     for line in lines:
         print(f"kernels, of quotas and of transport nvlink: {line}")
-    print("transport auto: nvlink where peers share an NVLink domain and its self-test succeeds, else p2p")
+    print(
+        "transport auto: nvlink where peers share an NVLink domain and its self-test succeeds, else p2p"
+    )
     return 0 if fits and plans and usable else 1
 
 
 def _check_megatron() -> bool:
     """Print which Megatron is here; returns whether it fits."""
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        print("megatron-core is not installed: pip install -e '.[megatron]', or put your checkout on the path")
+    if (
+        importlib.util.find_spec("megatron") is None
+        or importlib.util.find_spec("megatron.core") is None
+    ):
+        print(
+            "megatron-core is not installed: pip install -e '.[megatron]', or put your checkout on the path"
+        )
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Megatron, about what it can do without
@@ -343,12 +443,16 @@ def _check_megatron() -> bool:
         from megatron_hecate.settings import assumptions
 
         problems = assumptions.broken_assumptions()
-    version = megatron.core.__version__.partition("+")[0]  # Megatron adds the commit of any repository it runs in
+    version = megatron.core.__version__.partition("+")[
+        0
+    ]  # Megatron adds the commit of any repository it runs in
     print(f"megatron-core {version}: {'fits' if not problems else 'does not fit'}")
     for problem in problems:
         print(f"  - {problem}")
     training = importlib.util.find_spec("megatron.training") is not None
-    print(f"megatron.training: {'found, --moe-fssdp flags work' if training else 'not found; use the hook'}")
+    print(
+        f"megatron.training: {'found, --moe-fssdp flags work' if training else 'not found; use the hook'}"
+    )
     return not problems
 
 
@@ -357,7 +461,9 @@ def _check_planner() -> bool:
     try:
         import numba
     except ImportError as error:
-        print(f"planner: numba cannot be imported ({error}); without it no replicas are planned, only slots=0 works")
+        print(
+            f"planner: numba cannot be imported ({error}); without it no replicas are planned, only slots=0 works"
+        )
         return False
     print(f"planner: numba {numba.__version__}")
     return True

@@ -18,7 +18,13 @@ AUTO = "auto"  # of a setting that chooses by itself
 OBSERVED = "fssdp-run"  # where an observed run is recorded, unless a folder is named
 SHORTEST, LONGEST = 1e-3, 1e8  # seconds of a timeout; process groups take no more
 # of whole numbers, the most that any job has a use for; what fits a model is known when it is built
-MOST = {"slots": 4096, "overlap_degree": 4096, "late_replicas": 1 << 20, "rehome": 10**9, "nccl_ctas": 64}
+MOST = {
+    "slots": 4096,
+    "overlap_degree": 4096,
+    "late_replicas": 1 << 20,
+    "rehome": 10**9,
+    "nccl_ctas": 64,
+}
 
 
 def _flag(default: Any, text: str) -> Any:
@@ -34,7 +40,9 @@ class HecateConfig:
         ValueError: for a value outside its range.
     """
 
-    slots: int = _flag(2, "Replicas a rank can hold per MoE layer; 0 trains exactly as without FSSDP.")
+    slots: int = _flag(
+        2, "Replicas a rank can hold per MoE layer; 0 trains exactly as without FSSDP."
+    )
     lifetime: Literal["auto", "iteration", "microbatch", "layer"] = _flag(
         "iteration",
         "How long replicas live: fetched once per iteration (least traffic), per microbatch, or before each layer's "
@@ -76,7 +84,9 @@ class HecateConfig:
         "Thread blocks that NCCL uses at most for a transfer of replicas; each takes a multiprocessor of the GPU from "
         "what runs beside it. 0 leaves the number to NCCL, which may take 32.",
     )
-    timeout: float = _flag(600.0, "Seconds before a wait for another rank becomes an error, or a line, that names it.")
+    timeout: float = _flag(
+        600.0, "Seconds before a wait for another rank becomes an error, or a line, that names it."
+    )
     observe: bool = _flag(
         False,
         "Train as without FSSDP, bit for bit, with any settings, and record how many tokens each expert gets. Needs no "
@@ -103,7 +113,11 @@ class HecateConfig:
             TypeError: for anything else, such as the model itself.
         """
         if config is not None and not isinstance(config, cls):
-            shown = repr(config) if isinstance(config, int | float | str) else f"a {type(config).__name__}"
+            shown = (
+                repr(config)
+                if isinstance(config, int | float | str)
+                else f"a {type(config).__name__}"
+            )
             raise TypeError(
                 f"fssdp takes a HecateConfig, or nothing, got {shown}; write fssdp(HecateConfig(slots=2))(model_chunks)"
             )
@@ -166,7 +180,9 @@ class HecateConfig:
         found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", shown)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
         if not 1 <= first <= last:
-            raise ValueError(f"trace={self.trace!r} must name iterations, from 1 on, such as 10-12 or 10")
+            raise ValueError(
+                f"trace={self.trace!r} must name iterations, from 1 on, such as 10-12 or 10"
+            )
         return first, last
 
     @classmethod
@@ -195,7 +211,10 @@ class HecateConfig:
     def as_arguments(self) -> dict[str, Any]:
         """The flags that ask for these settings, by the names argparse keeps them under."""
         fields = dataclasses.fields(self)
-        return {_argument(FLAG): True, **{_argument(_flag_of(f.name)): getattr(self, f.name) for f in fields}}
+        return {
+            _argument(FLAG): True,
+            **{_argument(_flag_of(f.name)): getattr(self, f.name) for f in fields},
+        }
 
     @classmethod
     def from_arguments(cls, args: Any) -> HecateConfig | None:
@@ -215,7 +234,9 @@ class HecateConfig:
             return cls(**asked)
         idle = [f.name for f in fields if asked[f.name] != f.default]
         if idle:
-            warnings.warn(f"{', '.join(map(_flag_of, idle))} without {FLAG}: FSSDP is off", stacklevel=2)
+            warnings.warn(
+                f"{', '.join(map(_flag_of, idle))} without {FLAG}: FSSDP is off", stacklevel=2
+            )
         return None
 
 

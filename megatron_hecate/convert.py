@@ -10,7 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.parallel_state import get_expert_data_parallel_group, get_expert_data_parallel_rank
+from megatron.core.parallel_state import (
+    get_expert_data_parallel_group,
+    get_expert_data_parallel_rank,
+)
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module, ModuleList
 
@@ -59,7 +62,9 @@ def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
     return _Hook(HecateConfig.check(config))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)  # Bridge copies what is in a model's configuration, and sets attributes
+@dataclasses.dataclass(
+    frozen=True, slots=True
+)  # Bridge copies what is in a model's configuration, and sets attributes
 class _Hook:
     """What `fssdp` returns: an object, not a closure, so that it can be pickled and compared."""
 
@@ -71,7 +76,12 @@ class _Hook:
         return model
 
     def _convert(self, chunks: Chunks, config: HecateConfig) -> None:
-        layers = [(m, i) for i, chunk in enumerate(chunks) for m in chunk.modules() if isinstance(m, MoELayer)]
+        layers = [
+            (m, i)
+            for i, chunk in enumerate(chunks)
+            for m in chunk.modules()
+            if isinstance(m, MoELayer)
+        ]
         converted = [layer for layer, _ in layers if isinstance(layer, FSSDPLayer)]
         if converted and len(converted) == len(layers):
             _check_same_settings(converted[0].fssdp.config, config)
@@ -83,19 +93,28 @@ class _Hook:
         problems += wrappers.find_wrapped(chunks)
         if converted:
             names = [layer.fssdp.name for layer in converted]
-            problems.append(f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}")
+            problems.append(
+                f"some layers run FSSDP already and others do not: {', '.join(names)} of {len(layers)}"
+            )
         speeds = read_speeds(config, problems)
         groups = sorted({part.ranks for part in parts})
         settings: dict[str, Any] = dict(timeout=config.timeout, nccl_ctas=config.nccl_ctas)
         connection = connect(config.transport, groups, problems, **settings)
         note = Note(
-            settings={**dataclasses.asdict(config), "speeds": dataclasses.asdict(speeds)},  # not where the file lies
+            settings={
+                **dataclasses.asdict(config),
+                "speeds": dataclasses.asdict(speeds),
+            },  # not where the file lies
             layers=[training_state.name_of_layer(layer) for layer in model.layers],
             problems=problems,
             summary=_summary(parts, config) if parts else "",
-            memory=_estimate_memory(parts, model, config, connection) if parts and not problems else {},
+            memory=_estimate_memory(parts, model, config, connection)
+            if parts and not problems
+            else {},
             slower_by_engines=connection.slower_by_engines,
-            rounds=P2P.explain_rounds([part.buffer(config.slots) for part in parts]) if parts and config.slots else "",
+            rounds=P2P.explain_rounds([part.buffer(config.slots) for part in parts])
+            if parts and config.slots
+            else "",
         )
         judge = functools.partial(_judge, config, connection)
         (lifetime, by_engines), notes = note.agree(timeout=config.timeout, judge=judge)
@@ -105,8 +124,12 @@ class _Hook:
         listeners = [*tracing.listeners(config), follow_job_timeout]  # on every rank
         everyone = None
         if config.rehome:
-            replicas = [dist.get_process_group_ranks(get_expert_data_parallel_group())] if parts else []
-            everyone = connected_group([*groups, *replicas], timeout=config.timeout, on_gpus=on_gpus())
+            replicas = (
+                [dist.get_process_group_ranks(get_expert_data_parallel_group())] if parts else []
+            )
+            everyone = connected_group(
+                [*groups, *replicas], timeout=config.timeout, on_gpus=on_gpus()
+            )
         if parts:
             states = [_state(i, p, resolved, connection, speeds) for i, p in enumerate(parts)]
             _attach(model, states, listeners, everyone)
@@ -121,9 +144,13 @@ def _chunks_of(model: Any) -> Chunks:
     """Return the chunks of a list, a tuple or a `ModuleList` of them, or of one model."""
     if isinstance(model, Module) and not isinstance(model, ModuleList):
         return [model]
-    if isinstance(model, list | tuple | ModuleList) and all(isinstance(chunk, Module) for chunk in model):
+    if isinstance(model, list | tuple | ModuleList) and all(
+        isinstance(chunk, Module) for chunk in model
+    ):
         return list(model)
-    kinds = sorted({type(part).__name__ for part in model}) if isinstance(model, list | tuple) else []
+    kinds = (
+        sorted({type(part).__name__ for part in model}) if isinstance(model, list | tuple) else []
+    )
     shown = f"a {type(model).__name__}" + (f" of {', '.join(kinds)}" if kinds else "")
     raise TypeError(f"the hook takes a list of model chunks, or a model, got {shown}")
 
@@ -144,7 +171,11 @@ class _Model:
 
 
 def _check_same_settings(running: HecateConfig, asked: HecateConfig) -> None:
-    chosen = {name: getattr(running, name) for name in ("lifetime", "transport") if getattr(asked, name) == AUTO}
+    chosen = {
+        name: getattr(running, name)
+        for name in ("lifetime", "transport")
+        if getattr(asked, name) == AUTO
+    }
     if running != dataclasses.replace(asked, **chosen):
         refuse([f"this model runs FSSDP already, with {running}; asked for {asked}"])
 
@@ -155,7 +186,9 @@ def _build_parts(model: _Model, config: HecateConfig) -> tuple[list[LayerParts],
     if not problems:
         around = (wrappers.of_model(model.chunks), wrappers.of_job(), config.as_arguments())
         configs = {id(layer.config): layer.config for layer in model.layers}.values()
-        found = (unsupported.find(layer_config, *around, slots=config.slots) for layer_config in configs)
+        found = (
+            unsupported.find(layer_config, *around, slots=config.slots) for layer_config in configs
+        )
         problems = list(dict.fromkeys(problem for of_config in found for problem in of_config))
         problems += foreign_code.find_foreign_layers(model.chunks)
     if not problems:
@@ -212,24 +245,37 @@ def _estimate_memory(
 
 def _job_memory(notes: list[Note]) -> JobMemory:
     """Of all ranks that have MoE layers."""
-    return JobMemory({rank: RankMemory.parse(note.memory) for rank, note in enumerate(notes) if note.memory})
+    return JobMemory(
+        {rank: RankMemory.parse(note.memory) for rank, note in enumerate(notes) if note.memory}
+    )
 
 
-def _judge(config: HecateConfig, connection: Connection, notes: list[Note]) -> tuple[list[str], tuple[str, bool]]:
+def _judge(
+    config: HecateConfig, connection: Connection, notes: list[Note]
+) -> tuple[list[str], tuple[str, bool]]:
     """Rank 0: what is wrong with the job as a whole; its lifetime, and whether copy engines make copies."""
     memory = _job_memory(notes)
     lifetime = memory.choose_lifetime(config.lifetime)
     replica_bytes = {rank: own.by_lifetime[lifetime].replicas for rank, own in memory.ranks.items()}
     too_large = memory.explain_too_large(lifetime, slots=config.slots)
-    problems = connection.shared_memory_problems(replica_bytes) + ([] if too_large is None else [too_large])
+    problems = connection.shared_memory_problems(replica_bytes) + (
+        [] if too_large is None else [too_large]
+    )
     return problems, (lifetime, Connection.engines_pay([note.slower_by_engines for note in notes]))
 
 
-def _say_on(notes: list[Note], config: HecateConfig, speeds: Speeds, connection: Connection) -> None:
+def _say_on(
+    notes: list[Note], config: HecateConfig, speeds: Speeds, connection: Connection
+) -> None:
     """Print what is on, and what it takes of every rank's memory; ranks with the same figures share a table."""
-    num_layers, summary = len({k for note in notes for k in note.layers}), next(n.summary for n in notes if n.summary)
+    num_layers, summary = (
+        len({k for note in notes for k in note.layers}),
+        next(n.summary for n in notes if n.summary),
+    )
     transport = f"transport {config.transport}" + (f" ({connection.why})" if connection.why else "")
-    late = f", at most {config.late_replicas} late replicas per layer" if config.late_replicas else ""
+    late = (
+        f", at most {config.late_replicas} late replicas per layer" if config.late_replicas else ""
+    )
     measured = config.speeds or ("an H100 node" if speeds is H100 else "CPU ranks")
     print(
         f"FSSDP on: {num_layers} MoE layers, {summary}, lifetime {config.lifetime}, {transport}{late}, "
@@ -240,13 +286,19 @@ def _say_on(notes: list[Note], config: HecateConfig, speeds: Speeds, connection:
         print(_job_memory(notes).describe(config.lifetime), flush=True)
     if connection.exposed:
         print(f"FSSDP: {connection.exposed}", flush=True)
-        if connection.name == P2P.name and (rounds := next((n.rounds for n in notes if n.rounds), "")):
+        if connection.name == P2P.name and (
+            rounds := next((n.rounds for n in notes if n.rounds), "")
+        ):
             print(f"FSSDP: {rounds}", flush=True)
 
 
-def _state(index: int, parts: LayerParts, config: HecateConfig, connection: Connection, speeds: Speeds) -> LayerState:
+def _state(
+    index: int, parts: LayerParts, config: HecateConfig, connection: Connection, speeds: Speeds
+) -> LayerState:
     world = World(connection.nodes[parts.ranks], speeds)
-    return LayerState(parts, index, config, world=world, transport=connection.transports[parts.ranks])
+    return LayerState(
+        parts, index, config, world=world, transport=connection.transports[parts.ranks]
+    )
 
 
 def _attach(
@@ -274,12 +326,20 @@ def _attach(
     block_of = {id(m.mlp): m for chunk in model.chunks for m in chunk.modules() if _is_block(m)}
     with contextlib.ExitStack() as undo:
         orders = states[0].config.slots > 0
-        prefetcher.returns.data_parallel = DataParallel(model.chunks, prefetcher, undo, orders=orders)
+        prefetcher.returns.data_parallel = DataParallel(
+            model.chunks, prefetcher, undo, orders=orders
+        )
         tracker.listeners.append(prefetcher.returns.data_parallel.begin_iteration)
         loaded = lambda *_: tracker.weights_changed("weights were loaded")  # noqa: E731
         for layer, state in zip(model.layers, states, strict=True):
             experts = layer.experts
-            _assign(undo, layer, fssdp=state, prefetcher=prefetcher, __class__=_subclass(FSSDPLayer, type(layer)))
+            _assign(
+                undo,
+                layer,
+                fssdp=state,
+                prefetcher=prefetcher,
+                __class__=_subclass(FSSDPLayer, type(layer)),
+            )
             own = dict(physical=state.parts.experts, unsettled=None)
             own |= dict(reduction_point=state.parts.experts.reduction_point)
             own |= dict(restore_homes=None if rehoming is None else rehoming.restore)
@@ -287,19 +347,25 @@ def _attach(
             undo.callback(experts.register_load_state_dict_post_hook(loaded).remove)
             if rehoming is not None:
                 undo.callback(experts.register_state_dict_pre_hook(rehoming.refuse_if_moved).remove)
-                undo.callback(experts.register_load_state_dict_pre_hook(rehoming.refuse_if_moved).remove)
+                undo.callback(
+                    experts.register_load_state_dict_pre_hook(rehoming.refuse_if_moved).remove
+                )
             if (block := block_of.get(id(layer))) is not None:
                 if captured_parts(unsupported.Settings(layer.config)):
                     _assign(undo, block, __class__=_subclass(GraphedBlock, type(block)))
                 else:
-                    undo.callback(block.self_attention.register_forward_pre_hook(layer.attention_hook).remove)
+                    undo.callback(
+                        block.self_attention.register_forward_pre_hook(layer.attention_hook).remove
+                    )
             if state.always_physical:
                 _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
         for index, chunk in enumerate(model.chunks):
             _refuse_owners_at_first_forward(chunk, undo)
             begin = functools.partial(prefetcher.begin_chunk, index)
             undo.callback(chunk.register_forward_pre_hook(begin).remove)
-            undo.callback(chunk.register_forward_hook(prefetcher.end_chunk, always_call=True).remove)
+            undo.callback(
+                chunk.register_forward_hook(prefetcher.end_chunk, always_call=True).remove
+            )
         undo.pop_all()
 
 
@@ -308,7 +374,9 @@ def _refuse_owners_at_first_forward(chunk: Module, undo: contextlib.ExitStack) -
 
     def check(chunk: Module, _: Any) -> None:
         if problems := unsupported.find(wrappers.of_model([chunk]), slots=0):
-            raise ValueError("FSSDP cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems))
+            raise ValueError(
+                "FSSDP cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems)
+            )
         handle.remove()
 
     undo.callback((handle := chunk.register_forward_pre_hook(check)).remove)

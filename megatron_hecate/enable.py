@@ -55,7 +55,9 @@ def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
             return setup_model_and_optimizer(*args, **kwargs)
         call = inspect.signature(setup_model_and_optimizer).bind(*args, **kwargs)
         model_config = getattr(call.arguments.get("cfg_container"), "model", None)
-        slots = settings.slots if megatron_args.num_experts else 0  # the hook says that there is no MoE layer
+        slots = (
+            settings.slots if megatron_args.num_experts else 0
+        )  # the hook says that there is no MoE layer
         if not settings.observe:
             refuse(unsupported.find(megatron_args, model_config, slots=slots))
         if model_config is not None:  # megatron.training builds the model from a config (0.19 on)
@@ -67,13 +69,17 @@ def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
             if megatron_args.pipeline_model_parallel_size > 1:
                 chunks = megatron_args.virtual_pipeline_model_parallel_size or 1
             provider = call.arguments["model_provider_func"]
-            call.arguments["model_provider_func"] = _convert_when_built(provider, fssdp(settings), num_chunks=chunks)
+            call.arguments["model_provider_func"] = _convert_when_built(
+                provider, fssdp(settings), num_chunks=chunks
+            )
         return setup_model_and_optimizer(*call.args, **call.kwargs)
 
     return setup
 
 
-def _convert_when_built(provider: Callable, hook: Callable[[list], list], *, num_chunks: int) -> Callable:
+def _convert_when_built(
+    provider: Callable, hook: Callable[[list], list], *, num_chunks: int
+) -> Callable:
     """``provider`` that runs ``hook`` on the first ``num_chunks`` models it made; later ones (upcycling) stay stock."""
     built: list = []
 
@@ -91,7 +97,10 @@ def _convert_when_built(provider: Callable, hook: Callable[[list], list], *, num
 
 _problems = assumptions.broken_assumptions(assumptions.TRAINING_ASSUMPTIONS)
 if _problems:
-    raise ImportError("megatron_hecate.enable does not fit this Megatron:\n" + "\n".join(f"  - {p}" for p in _problems))
+    raise ImportError(
+        "megatron_hecate.enable does not fit this Megatron:\n"
+        + "\n".join(f"  - {p}" for p in _problems)
+    )
 entry.install()
 wrap(arguments, "add_megatron_arguments", _with_flags)
 wrap(training, "setup_model_and_optimizer", _with_hook)

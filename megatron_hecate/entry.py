@@ -26,9 +26,7 @@ from megatron_hecate.observe import has_run, is_on
 from megatron_hecate.settings import unsupported
 
 NAMES = HecateConfig().as_arguments()  # of our flags, as argparse keeps them
-WAY_OUT = (
-    "call megatron_hecate.fssdp(HecateConfig(...))(model_chunks) before the model is wrapped, or leave --moe-fssdp out"
-)
+WAY_OUT = "call megatron_hecate.fssdp(HecateConfig(...))(model_chunks) before the model is wrapped, or leave --moe-fssdp out"
 
 launched: dict[str, Any] = {}  # the flags given to our launcher
 _parsed: dict[str, Any] = {}  # the newest namespace of Megatron's parser, under its only key
@@ -147,5 +145,7 @@ def _chunks_beside(module: Module, config: Any) -> list[Module]:
                 if is_model and any(part is module for part in value):
                     return list(value)
         frame = frame.f_back
-    count = f"this rank's model has {stages} chunks, of which only one is in sight when it is wrapped"
+    count = (
+        f"this rank's model has {stages} chunks, of which only one is in sight when it is wrapped"
+    )
     raise SwitchOnError([f"{count}; {WAY_OUT}"])

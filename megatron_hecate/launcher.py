@@ -27,7 +27,13 @@ from megatron_hecate import HecateConfig
 # seconds that rank 0 has to print, before torchrun sees that another rank has failed and ends it
 GRACE: float = 2.0
 # console commands and modules that start the ranks; the launcher runs in each rank, so they go first
-STARTERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
+STARTERS = (
+    "torchrun",
+    "accelerate",
+    "deepspeed",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,7 +43,11 @@ class Parser(argparse.ArgumentParser):
         rank = int(os.environ.get("RANK", 0))
         if rank == 0:
             super().error(message)
-        print(f"{self.prog}: error; rank 0 says which (this is rank {rank})", file=sys.stderr, flush=True)
+        print(
+            f"{self.prog}: error; rank 0 says which (this is rank {rank})",
+            file=sys.stderr,
+            flush=True,
+        )
         if "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(GRACE)
         sys.exit(2)
@@ -62,7 +72,11 @@ class Command:
     @classmethod
     def split(cls, argv: list[str], parser: argparse.ArgumentParser) -> Command:
         """Find the target: the first word that is neither a flag of ``parser`` nor the value of one."""
-        takes_value = {flag: action.nargs is None for action in parser._actions for flag in action.option_strings}
+        takes_value = {
+            flag: action.nargs is None
+            for action in parser._actions
+            for flag in action.option_strings
+        }
         at = 0
         while at < len(argv):
             word = argv[at]
@@ -123,7 +137,9 @@ class Target:
             sys.path.remove(folder)
         if spec is None:
             raise ValueError(f"there is no module {name}")
-        return cls(name, name, folder, lambda: runpy.run_module(name, run_name="__main__", alter_sys=True))
+        return cls(
+            name, name, folder, lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
+        )
 
     @classmethod
     def _script(cls, name: str) -> Target:
@@ -232,7 +248,9 @@ def _is_python(path: Path, *, otherwise: bool) -> bool:
 class _WithBridge(importlib.abc.MetaPathFinder):
     """Imports `megatron_hecate.bridge` as soon as the script has imported Megatron-Bridge."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name != "megatron.bridge":
             return None
         sys.meta_path.remove(self)
@@ -253,7 +271,9 @@ def _come_along(given: dict[str, Any]) -> None:
     anew in a recipe's environment. Each function of `os` that does so ends in one of these two."""
     execv, execve = os.execv, os.execve
     os.execv = lambda file, command: execv(file, _behind_launcher(file, command, given))
-    os.execve = lambda file, command, environment: execve(file, _behind_launcher(file, command, given), environment)
+    os.execve = lambda file, command, environment: execve(
+        file, _behind_launcher(file, command, given), environment
+    )
 
 
 def _behind_launcher(file: str, command: list[str], given: dict[str, Any]) -> list[str]:
@@ -263,5 +283,7 @@ def _behind_launcher(file: str, command: list[str], given: dict[str, Any]) -> li
     if not starts_python or not (command[1].endswith(".py") or command[1].startswith("-m")):
         return command
     flags = [("--" + name.replace("_", "-"), value) for name, value in given.items()]
-    ours = [part for flag, value in flags for part in ((flag,) if value is True else (flag, str(value)))]
+    ours = [
+        part for flag, value in flags for part in ((flag,) if value is True else (flag, str(value)))
+    ]
     return [file, "-m", "megatron_hecate", *ours, *command[1:]]

@@ -74,7 +74,9 @@ class FSSDPLayer:
         if replicas is not None or state.always_physical:
             state.place(replicas)
 
-    def route(self, hidden_states: Tensor, *args: Tensor | None, **kwargs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def route(
+        self, hidden_states: Tensor, *args: Tensor | None, **kwargs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         if not captures_graph():
             self.begin()
         probs, routing_map = super().route(hidden_states, *args, **kwargs)
@@ -82,7 +84,9 @@ class FSSDPLayer:
             self.fssdp.check_routes(routing_map)
         return probs, routing_map
 
-    def preprocess(self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor | None) -> tuple[Tensor, Tensor]:
+    def preprocess(
+        self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         if routing_map is not None:  # else a graph has done it
             probs, routing_map = self._to_physical(probs, routing_map)
         return super().preprocess(hidden_states, probs, routing_map)
@@ -97,7 +101,9 @@ class FSSDPLayer:
             assert running is not None, f"{state.name}: a forward without begin"
             by_quotas, late = running.replicas is not None, state.current.expects_late
         if captured and state.always_physical and rerouter.placed is None:
-            state.place(None)  # graphs are captured before the first iteration; this is still their warmup
+            state.place(
+                None
+            )  # graphs are captured before the first iteration; this is still their warmup
         chosen = rerouter.without_padding(routing_map, probs)
         counted = rerouter.count(chosen)
         if by_quotas or late:
@@ -126,7 +132,9 @@ class FSSDPLayer:
         running = state.running
         running.is_dispatched = True
         if running.purpose is Forward.MICROBATCH:
-            self.prefetcher.dispatched(state.index, self.token_dispatcher.expert_loads, running.replicas)
+            self.prefetcher.dispatched(
+                state.index, self.token_dispatcher.expert_loads, running.replicas
+            )
         if not running.is_traced:
             return here.through(state.name, super().dispatch, *args, **kwargs)
         with trace.span("dispatch", state.name):

@@ -33,7 +33,12 @@ from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.job.watchdog import here
 from megatron_hecate.megatron.global_hooks import listen_to_steps
 from megatron_hecate.megatron.training_globals import running_iteration
-from megatron_hecate.megatron.training_state import captures_graph, forwards_in_flight, name_of_layer, num_microbatches
+from megatron_hecate.megatron.training_state import (
+    captures_graph,
+    forwards_in_flight,
+    name_of_layer,
+    num_microbatches,
+)
 from megatron_hecate.plan import CPU, H100, LayerShape, Speeds, World
 from megatron_hecate.record.metrics import step_metrics
 from megatron_hecate.record.recorder import JobMetrics, StageRecorder, describe_run
@@ -51,13 +56,17 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
         ValueError: for settings that differ between ranks, speeds that cannot be read, or a model without MoE layers.
         TimeoutError: when some rank does not come within ``config.timeout``.
     """
-    layers = [module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)]
+    layers = [
+        module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)
+    ]
     if has_run(chunks, observing=True):
         return chunks
     problems: list[str] = []
     speeds = read_speeds(config, problems)
     names = [name_of_layer(layer) for layer in layers]
-    note = Note(settings={**dataclasses.asdict(config), "speeds": ""}, layers=names, problems=problems)
+    note = Note(
+        settings={**dataclasses.asdict(config), "speeds": ""}, layers=names, problems=problems
+    )
     _, notes = note.agree(timeout=config.timeout)
     if layers:
         observer = Observer(layers, names, speeds=speeds, config=config)
@@ -71,18 +80,26 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
         JobMetrics(())
     watchdog.watch([_ranks_in_step(layers[0])] if layers else [], timeout=config.timeout)
     note_run(chunks, observing=True)
-    _, again = Note(layers=names, summary=observer.stage.refused if layers else "").agree(timeout=config.timeout)
+    _, again = Note(layers=names, summary=observer.stage.refused if layers else "").agree(
+        timeout=config.timeout
+    )
     if dist.get_rank() == 0:
         num_layers = len({name for of_rank in notes for name in of_rank.layers})
         refused = "; ".join(sorted({of_rank.summary for of_rank in again} - {""}))
-        record = f"not recorded: {refused}" if refused else f"the record is {config.record or OBSERVED}"
+        record = (
+            f"not recorded: {refused}" if refused else f"the record is {config.record or OBSERVED}"
+        )
         print(f"FSSDP observes {num_layers} MoE layers and is off; {record}", flush=True)
     return chunks
 
 
 def has_run(chunks: list[Module], *, observing: bool) -> bool:
     """Whether the hook has run on these model chunks; a pipeline stage without MoE layers does not show it."""
-    return any(getattr(module, "_fssdp_hook", None) is observing for chunk in chunks for module in chunk.modules())
+    return any(
+        getattr(module, "_fssdp_hook", None) is observing
+        for chunk in chunks
+        for module in chunk.modules()
+    )
 
 
 def note_run(chunks: list[Module], *, observing: bool) -> None:
@@ -116,7 +133,9 @@ def _captures() -> bool:
 def _ranks_in_step(layer: MoELayer) -> list[int]:
     """Ranks that come to the same places as this one, and wait for each other there, or at the iteration's end."""
     alone = layer.ep_group.size() == 1
-    return dist.get_process_group_ranks(parallel_state.get_expert_data_parallel_group() if alone else layer.ep_group)
+    return dist.get_process_group_ranks(
+        parallel_state.get_expert_data_parallel_group() if alone else layer.ep_group
+    )
 
 
 @functools.cache
@@ -124,9 +143,15 @@ def _watched(layer: type) -> type:
     """A subclass of a MoE layer's class that says where it is."""
 
     def through(method: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda self, *args, **kwargs: here.through(self.observed_name, method, self, *args, **kwargs)
+        return lambda self, *args, **kwargs: here.through(
+            self.observed_name, method, self, *args, **kwargs
+        )
 
-    return type(layer.__name__, (layer,), {name: through(getattr(layer, name)) for name in ("dispatch", "combine")})
+    return type(
+        layer.__name__,
+        (layer,),
+        {name: through(getattr(layer, name)) for name in ("dispatch", "combine")},
+    )
 
 
 @functools.cache
@@ -164,9 +189,13 @@ class Observer:
         config: names the record.
     """
 
-    def __init__(self, layers: list[MoELayer], names: list[str], *, speeds: Speeds, config: HecateConfig) -> None:
+    def __init__(
+        self, layers: list[MoELayer], names: list[str], *, speeds: Speeds, config: HecateConfig
+    ) -> None:
         first, experts = layers[0], max(layer.config.num_moe_experts for layer in layers)
-        self.counts = torch.zeros((len(layers), experts), dtype=torch.int64, device=device_of_rank())
+        self.counts = torch.zeros(
+            (len(layers), experts), dtype=torch.int64, device=device_of_rank()
+        )
         self._group, ranks = first.token_dispatcher.tp_ep_group, first.ep_group.size()
         hosts: list[str] = [""] * ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=first.ep_group)
@@ -174,11 +203,15 @@ class Observer:
         shape, model = _shape(first), first.config
         elements, dtype = int(shape.token_flops / 2), next(first.experts.parameters()).dtype
         buffers = (LayerBuffer(0, elements, dtype, first.num_local_experts),) * len(layers)
-        memory = RankExperts.with_adam(buffers, in_flight=forwards_in_flight(model, [0] * len(layers)))
+        memory = RankExperts.with_adam(
+            buffers, in_flight=forwards_in_flight(model, [0] * len(layers))
+        )
         sizes = dict(num_experts=experts, ranks=ranks, node=world.node, top_k=model.moe_router_topk)
         sizes |= dict(memory=memory.for_record(model, "iteration"))
         info = describe_run("observe", names, shape=shape, speeds=speeds, **sizes)
-        self.stage = StageRecorder(info, config.record or OBSERVED, group=self._group, collect=self.collect)
+        self.stage = StageRecorder(
+            info, config.record or OBSERVED, group=self._group, collect=self.collect
+        )
         self._token_ms = 1e3 * shape.token_seconds(world)
         self._experts = [layer.config.num_moe_experts for layer in layers]
         self._sums: deque[tuple[int, float, GroupSum]] = deque()
@@ -192,11 +225,17 @@ class Observer:
     def comes_to(self, layer: str, *, trains: bool) -> None:
         """A router's forward begins, of ``layer``. In a graph it has no Python."""
         if trains and not captures_graph():
-            if self._iteration and running_iteration() not in (None, self._iteration) and not _captures():
+            if (
+                self._iteration
+                and running_iteration() not in (None, self._iteration)
+                and not _captures()
+            ):
                 self.end_iteration()  # Megatron skipped the step, or the optimizer is none of torch's
             self._iteration = here.iteration = self._iteration or self.stage.begin()
             self._forwards += 1
-            if not self._ended and self._forwards == len(self.counts) * 10 * (num_microbatches() or 10):
+            if not self._ended and self._forwards == len(self.counts) * 10 * (
+                num_microbatches() or 10
+            ):
                 text = "FSSDP records nothing until an optimizer steps that is one of torch's"
                 print(text, file=sys.stderr, flush=True)
         here.reach(layer)
@@ -208,12 +247,19 @@ class Observer:
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer is None or self._optimizer() is not optimizer:
             return
-        module, alive = sys.modules.get("megatron.core.optimizer.optimizer_cuda_graph"), weakref.ref(self)
+        module, alive = (
+            sys.modules.get("megatron.core.optimizer.optimizer_cuda_graph"),
+            weakref.ref(self),
+        )
         graph = module and module.OptimizerCudaGraphWrapper.cuda_graph
         if not _captures():
             self.end_iteration()
         elif graph is None:
-            print("FSSDP observes no longer: a CUDA graph holds the optimizer's step", file=sys.stderr, flush=True)
+            print(
+                "FSSDP observes no longer: a CUDA graph holds the optimizer's step",
+                file=sys.stderr,
+                flush=True,
+            )
         else:  # no step has Python from now on, but every replay has
             replay = graph.replay
             graph.replay = lambda: ((observer := alive()) and observer.end_iteration(), replay())[1]
@@ -234,7 +280,9 @@ class Observer:
         while self._sums and self._sums[0][2].ready:
             iteration, ended, total = self._sums.popleft()
             load = total.read()
-            self.stage.take(iteration, {"load": load, "time": ended}, functools.partial(self._values, load))
+            self.stage.take(
+                iteration, {"load": load, "time": ended}, functools.partial(self._values, load)
+            )
         return not self._sums
 
     def _values(self, load: np.ndarray) -> dict[str, np.ndarray]:
@@ -248,7 +296,10 @@ def _shape(layer: MoELayer) -> LayerShape:
     """Of an expert as Megatron has built it; with the optimizer to come, nothing of it is sharded yet."""
     params = list(layer.experts.parameters())
     elements = sum(p.numel() for p in params) / layer.num_local_experts
-    width, size = params[0].element_size(), getattr(layer.config, "moe_latent_size", None) or layer.config.hidden_size
+    width, size = (
+        params[0].element_size(),
+        getattr(layer.config, "moe_latent_size", None) or layer.config.hidden_size,
+    )
     return LayerShape(
         expert_bytes=elements * width,
         grad_bytes=elements * max(4, width),

@@ -107,13 +107,20 @@ class Recorder:
             job: which one this is; `merge` keeps the files of one job apart from others'.
         """
         first = 10_000 * (rank + 1)
-        lanes: dict[str, list[list[int]]] = {"iteration": [], "work": [], "spAG": [], "spRS": []}  # ends of open spans
+        lanes: dict[str, list[list[int]]] = {
+            "iteration": [],
+            "work": [],
+            "spAG": [],
+            "spRS": [],
+        }  # ends of open spans
         events: list[dict] = [
             {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
             {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
         ]
         # whole microseconds, so that rounding keeps what is nested so
-        whole = [(w, layer, *(round((t + shift) * 1e6) for t in (a, b))) for w, layer, a, b in self.spans]
+        whole = [
+            (w, layer, *(round((t + shift) * 1e6) for t in (a, b))) for w, layer, a, b in self.spans
+        ]
         for what, layer, begin, end in sorted(whole, key=lambda span: (span[2], -span[3])):
             kind = what if what in lanes else "work"
             tracks = lanes[kind]
@@ -125,9 +132,23 @@ class Recorder:
             tid = first + 1000 * [*lanes].index(kind) + at
             if at == len(tracks):
                 tracks.append([])
-                events.append({"ph": "M", "pid": rank, "tid": tid, "name": "thread_name", "args": {"name": kind}})
+                events.append(
+                    {
+                        "ph": "M",
+                        "pid": rank,
+                        "tid": tid,
+                        "name": "thread_name",
+                        "args": {"name": kind},
+                    }
+                )
             tracks[at].append(end)
-            event = {"name": f"{PREFIX}{what} {layer}", "cat": "fssdp", "ph": "X", "pid": rank, "tid": tid}
+            event = {
+                "name": f"{PREFIX}{what} {layer}",
+                "cat": "fssdp",
+                "ph": "X",
+                "pid": rank,
+                "tid": tid,
+            }
             events.append({**event, "ts": begin, "dur": end - begin})
         beside = Path(path).with_suffix(".tmp")  # half a file would break `merge`
         found = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"job": job}}
@@ -147,7 +168,9 @@ class Iterations:
         job: when it started, the same on all ranks.
     """
 
-    def __init__(self, chosen: tuple[int, int], folder: str | Path, *, rank: int, shift: float, job: str = "") -> None:
+    def __init__(
+        self, chosen: tuple[int, int], folder: str | Path, *, rank: int, shift: float, job: str = ""
+    ) -> None:
         self.first, self.last = chosen
         self._folder, self._rank, self._shift, self._job = Path(folder), rank, shift, job
         self._recorder: Recorder | None = None
@@ -186,7 +209,11 @@ class Iterations:
             path = self._folder / f"trace-{self._rank}.json"
             recorder.save(path, rank=self._rank, shift=self._shift, job=self._job)
         except OSError as error:
-            print(f"FSSDP: rank {self._rank} cannot write its trace: {error}", file=sys.stderr, flush=True)
+            print(
+                f"FSSDP: rank {self._rank} cannot write its trace: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _read(path: Path) -> dict:
@@ -207,7 +234,12 @@ def merge(folder: str | Path) -> Path | None:
     if older := [path.name for (path, _), job in zip(held, jobs, strict=True) if job < max(jobs)]:
         text = f"{folder}: left out of the trace, since a job before that of {max(jobs)} wrote them: {', '.join(older)}"
         print(text, file=sys.stderr, flush=True)
-    events = [e for (_, trace), job in zip(held, jobs, strict=True) if job == max(jobs) for e in trace["traceEvents"]]
+    events = [
+        e
+        for (_, trace), job in zip(held, jobs, strict=True)
+        if job == max(jobs)
+        for e in trace["traceEvents"]
+    ]
     merged = Path(folder) / "trace.json"
     merged.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + os.linesep)
     return merged

@@ -12,7 +12,14 @@ from torch import Tensor
 
 
 def multi_tensor_adam(
-    chunk: int, noop: Tensor, lists: list[list[Tensor]], lr: float, beta1: float, beta2: float, eps: float, *rest: Any
+    chunk: int,
+    noop: Tensor,
+    lists: list[list[Tensor]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    *rest: Any,
 ) -> None:
     """Adam, or AdamW with ``adam_w``; ``rest`` is (step, adam_w, bias_correction, weight_decay).
 
@@ -36,13 +43,17 @@ def multi_tensor_adam(
             main[0].copy_(value)
 
 
-def multi_tensor_adam_param_remainder(chunk: int, noop: Tensor, lists: list[list[Tensor]], *settings: Any) -> None:
+def multi_tensor_adam_param_remainder(
+    chunk: int, noop: Tensor, lists: list[list[Tensor]], *settings: Any
+) -> None:
     """The same where a main parameter is the parameter's 16 bits and an int16 that holds the bits below them."""
     for grad, p, m, v, remainder in zip(*lists, strict=True):
         main = join(p, remainder)
         multi_tensor_adam(chunk, noop, [[grad], [p], [m], [v], [main]], *settings)
         bits = main.view(torch.int32)
-        low = (bits << 16) >> 16  # with its sign: the upper half was rounded up where it is negative
+        low = (
+            bits << 16
+        ) >> 16  # with its sign: the upper half was rounded up where it is negative
         remainder.copy_(low)
         p.copy_((((bits - low) >> 16).to(torch.int16)).view(torch.bfloat16))
 

@@ -14,7 +14,9 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 
 
 class Browser:
@@ -41,7 +43,9 @@ class Browser:
         os.close(theirs_out)
         self._number, self._rest, self._session = 0, b"", None
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.resize(width, height)
@@ -98,7 +102,9 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """The value of a JavaScript expression, awaited."""
-        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        answer = self.call(
+            "Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -106,18 +112,41 @@ class Browser:
         """Wait until it holds."""
         deadline = time.monotonic() + 60
         while not self.evaluate(f"!!({expression})"):
-            assert time.monotonic() < deadline, f"{expression} does not hold after 60 s: {self.messages}"
+            assert time.monotonic() < deadline, (
+                f"{expression} does not hold after 60 s: {self.messages}"
+            )
             time.sleep(0.02)
 
     def press(self, key: str) -> None:
         """A key, where the focus is."""
-        codes = {"Tab": 9, "Enter": 13, "Home": 36, "End": 35, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40}
+        codes = {
+            "Tab": 9,
+            "Enter": 13,
+            "Home": 36,
+            "End": 35,
+            "ArrowLeft": 37,
+            "ArrowRight": 39,
+            "ArrowDown": 40,
+        }
         text = {"text": "\r"} if key == "Enter" else {}
         for kind, more in (("keyDown", text), ("keyUp", {})):
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **more)
+            self.call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=codes[key],
+                **more,
+            )
 
     def resize(self, width: int, height: int) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         """A PNG of the window, or of the whole page."""
@@ -126,7 +155,9 @@ class Browser:
 
     def print(self, path: Path) -> None:
         """A PDF."""
-        path.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"]))
+        path.write_bytes(
+            base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"])
+        )
 
 
 def _feature(dark: bool) -> dict[str, str]:

@@ -19,7 +19,9 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 class SequenceParallelNorm:
     """torch's norm, its parameters marked so that Megatron sums their gradients over tensor-parallel ranks."""
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any) -> torch.nn.Module:
+    def __new__(
+        cls, config: Any, hidden_size: int, eps: float = 1e-5, **ignored: Any
+    ) -> torch.nn.Module:
         norm_class = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = norm_class(hidden_size, eps=eps)
         for parameter in norm.parameters():
@@ -48,19 +50,33 @@ class ContextParallelAttention(MegatronModule):
     def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
         super().__init__(config=config)
         self.scale = 1.0 / math.sqrt(config.kv_channels)
-        self.group = getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+        self.group = (
+            getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
+        )
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
         size, rank, length = self.group.size(), self.group.rank(), query.shape[0]
         half = length // 2
 
-        def positions(rank: int) -> torch.Tensor:  # Megatron gives rank r slices r and 2 * size - 1 - r
+        def positions(
+            rank: int,
+        ) -> torch.Tensor:  # Megatron gives rank r slices r and 2 * size - 1 - r
             if size == 1:
                 return torch.arange(length)
-            return torch.cat([torch.arange(half) + rank * half, torch.arange(half) + (2 * size - 1 - rank) * half])
+            return torch.cat(
+                [
+                    torch.arange(half) + rank * half,
+                    torch.arange(half) + (2 * size - 1 - rank) * half,
+                ]
+            )
 
         if size > 1:
-            key, value = _GatherSequence.apply(key, self.group), _GatherSequence.apply(value, self.group)
+            key, value = (
+                _GatherSequence.apply(key, self.group),
+                _GatherSequence.apply(value, self.group),
+            )
         heads = query.shape[2] // key.shape[2]
         key, value = key.repeat_interleave(heads, 2), value.repeat_interleave(heads, 2)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))

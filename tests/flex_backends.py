@@ -57,7 +57,9 @@ class _ByExpert:
         self.group, self.shape = group, routing_map.shape
         tokens = torch.bincount(expert[:budget], minlength=num_local)
         self.counts = (tokens + pad - 1) // pad * pad
-        shift = (self.counts - tokens).cumsum(0) - (self.counts - tokens)  # rows of zeros before each expert's own
+        shift = (self.counts - tokens).cumsum(0) - (
+            self.counts - tokens
+        )  # rows of zeros before each expert's own
         self.at = torch.arange(len(self.token)) + shift[expert[:budget]]
         self.rows = int(self.counts.sum()) if budget is None else budget
 
@@ -65,7 +67,11 @@ class _ByExpert:
         return x.new_zeros(self.rows, *x.shape[1:]).index_copy_(0, self.at, x)
 
     def dispatch(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        weights = None if probs is None else self._padded(_gather(probs, self.group)[self.token, self.column])
+        weights = (
+            None
+            if probs is None
+            else self._padded(_gather(probs, self.group)[self.token, self.column])
+        )
         return self._padded(_gather(x, self.group)[self.token]), weights
 
     def combine(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -107,7 +113,9 @@ class HybridEPBuffer:
     ) -> tuple:
         assert hidden.shape[1] == self.hidden_dim and scaling_factor is None
         if handle is None:
-            assert num_of_experts_per_rank == self.num_local_experts, "the real one allocates its buffer anew"
+            assert num_of_experts_per_rank == self.num_local_experts, (
+                "the real one allocates its buffer anew"
+            )
             budget = num_permuted_tokens if non_blocking else None
             pad = pad_multiple or 1
             rows = _ByExpert(routing_map, self.group, num_of_experts_per_rank, budget, pad=pad)
@@ -137,7 +145,9 @@ class _Config:
 class Buffer:
     """DeepEP's: a token travels once to a rank, whatever the number of its experts there."""
 
-    def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0
+    ) -> None:
         CALLS.append(("Buffer", dict(num_nvl_bytes=num_nvl_bytes)))
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
 
@@ -167,15 +177,30 @@ class Buffer:
         local = _gather(topk_idx, self.group) - self.group.rank() * num_local
         here = (local >= 0) & (local < num_local)
         (token,) = here.any(dim=1).nonzero(as_tuple=True)
-        local, weights = local.where(here, -1)[token], _gather(topk_weights, self.group).where(here, 0.0)[token]
+        local, weights = (
+            local.where(here, -1)[token],
+            _gather(topk_weights, self.group).where(here, 0.0)[token],
+        )
         counts = torch.bincount(local[local >= 0], minlength=num_local).tolist()
-        return _gather(x, self.group)[token], local, weights, counts, (token, len(x) * self.group.size()), _Event()
+        return (
+            _gather(x, self.group)[token],
+            local,
+            weights,
+            counts,
+            (token, len(x) * self.group.size()),
+            _Event(),
+        )
 
-    def combine(self, x: Tensor, handle: tuple, topk_weights: Tensor | None = None, **events: Any) -> tuple:
+    def combine(
+        self, x: Tensor, handle: tuple, topk_weights: Tensor | None = None, **events: Any
+    ) -> tuple:
         token, tokens = handle
 
         def back(rows: Tensor) -> Tensor:
-            return _sum_own(rows.new_zeros(tokens, rows.shape[1]).index_add_(0, token, rows.detach()), self.group)
+            return _sum_own(
+                rows.new_zeros(tokens, rows.shape[1]).index_add_(0, token, rows.detach()),
+                self.group,
+            )
 
         return back(x), None if topk_weights is None else back(topk_weights), _Event()
 
@@ -198,7 +223,9 @@ class _EpBuffer:
         alignment: int = 0,
     ) -> None:
         group, num_experts = _Bootstrapped.state
-        assert num_local_experts * group.size() == num_experts, "the group was bootstrapped for others"
+        assert num_local_experts * group.size() == num_experts, (
+            "the group was bootstrapped for others"
+        )
         self.group, self.num_local, self.capacity = group, num_local_experts, recv_capacity_per_rank
 
 
@@ -212,7 +239,9 @@ class _EpDispatch(torch.autograd.Function):
         table = (len(x), buffer.group.size() * buffer.num_local)
         routing_map = torch.zeros(table, dtype=torch.bool).scatter_(1, chosen, True)
         probs = torch.zeros(table).scatter_(1, chosen, weights.detach())
-        ctx.rows = buffer.rows = _ByExpert(routing_map, buffer.group, buffer.num_local, buffer.capacity)
+        ctx.rows = buffer.rows = _ByExpert(
+            routing_map, buffer.group, buffer.num_local, buffer.capacity
+        )
         assert not buffer.rows.overflow, "the real one traps"
         ctx.chosen = chosen
         return *buffer.rows.dispatch(x, probs), buffer.rows.counts
@@ -249,7 +278,12 @@ def te_ep() -> types.ModuleType:
         num_topk: int = 0,  # with Megatron 0.20, and so is
         drop_on_overflow: bool = False,
     ) -> None:
-        CALLS.append(("ep_bootstrap", dict(num_experts=num_experts, recv_capacity_per_rank=recv_capacity_per_rank)))
+        CALLS.append(
+            (
+                "ep_bootstrap",
+                dict(num_experts=num_experts, recv_capacity_per_rank=recv_capacity_per_rank),
+            )
+        )
         module._BOOTSTRAPPED, _Bootstrapped.state = True, (ep_group, num_experts)
 
     def ep_dispatch(
@@ -265,13 +299,20 @@ def te_ep() -> types.ModuleType:
         return _EpDispatch.apply(tokens, topk_weights, topk_idx, buffer)
 
     def ep_combine(
-        buffer: _EpBuffer, expert_out: Tensor, num_local_tokens: int | None = None, grad_out: Tensor | None = None
+        buffer: _EpBuffer,
+        expert_out: Tensor,
+        num_local_tokens: int | None = None,
+        grad_out: Tensor | None = None,
     ) -> Tensor:
         assert buffer.capacity is None or len(expert_out) == buffer.capacity
         return _EpCombine.apply(expert_out, buffer)
 
     module._BOOTSTRAPPED, module.EpBuffer = False, _EpBuffer
-    module.ep_bootstrap, module.ep_dispatch, module.ep_combine = ep_bootstrap, ep_dispatch, ep_combine
+    module.ep_bootstrap, module.ep_dispatch, module.ep_combine = (
+        ep_bootstrap,
+        ep_dispatch,
+        ep_combine,
+    )
     return module
 
 
@@ -282,7 +323,10 @@ def install() -> None:
     deep_ep, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
     deep_ep.Buffer, deep_ep.HybridEPBuffer, deep_ep.utils = Buffer, HybridEPBuffer, utils
     utils.EventHandle = utils.EventOverlap = _Event
-    te, pytorch = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.pytorch")
+    te, pytorch = (
+        types.ModuleType("transformer_engine"),
+        types.ModuleType("transformer_engine.pytorch"),
+    )
     pytorch.ep = te_ep()
     found = {"deep_ep": deep_ep, "deep_ep.utils": utils}
     found |= {

@@ -146,7 +146,10 @@ def _torch_cuda(made: Driver) -> None:
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.get_device_properties = lambda *_: properties
     cuda.current_device, cuda.device_count = (lambda: 0), (lambda: 1)
-    cuda.is_current_stream_capturing, cuda.mem_get_info = (lambda: False), (lambda *_: (8 << 30, 8 << 30))
+    cuda.is_current_stream_capturing, cuda.mem_get_info = (
+        (lambda: False),
+        (lambda *_: (8 << 30, 8 << 30)),
+    )
 
 
 class _Generator(torch.Generator):
@@ -206,9 +209,15 @@ def _symmetric_memory() -> None:
         pointers = [block.data_ptr() - OFFSET * (at == rank) for at, block in enumerate(blocks)]
         dist.barrier(group)
         Path(name).unlink()
-        return SimpleNamespace(rank=rank, world_size=len(names), buffer_ptrs=pointers, keeps=blocks, multicast_ptr=0)
+        return SimpleNamespace(
+            rank=rank, world_size=len(names), buffer_ptrs=pointers, keeps=blocks, multicast_ptr=0
+        )
 
-    symmetric.empty, symmetric.rendezvous, symmetric.get_backend = empty, rendezvous, lambda device: "CUDA"
+    symmetric.empty, symmetric.rendezvous, symmetric.get_backend = (
+        empty,
+        rendezvous,
+        lambda device: "CUDA",
+    )
 
 
 def launches(log: Sequence[str]) -> list[dict[str, str]]:

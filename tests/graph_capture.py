@@ -79,7 +79,9 @@ def not_in_graphs(owner: Any, name: str) -> None:
     @functools.wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if Graph.current is not None:
-            refuse(f"{getattr(owner, '__name__', owner)}.{name} ran inside a capture, and no replay would run it")
+            refuse(
+                f"{getattr(owner, '__name__', owner)}.{name} ran inside a capture, and no replay would run it"
+            )
         return original(*args, **kwargs)
 
     setattr(owner, name, checked)
@@ -122,7 +124,13 @@ def _key(tensor: Tensor) -> int:
 
 
 def _place(tensor: Tensor) -> _Place:
-    return _Place(_key(tensor), tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()))
+    return _Place(
+        _key(tensor),
+        tensor.dtype,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+    )
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -133,8 +141,12 @@ class Graph:
     """Stands in for ``torch.cuda.CUDAGraph``."""
 
     current: ClassVar[Graph | None] = None  # the one that captures now
-    pools: ClassVar[dict[Any, dict[int, torch.UntypedStorage]]] = {}  # what graphs allocated, which stays theirs
-    addresses: ClassVar[dict[int, StorageWeakRef]] = {}  # whose address was asked for, for our kernels
+    pools: ClassVar[
+        dict[Any, dict[int, torch.UntypedStorage]]
+    ] = {}  # what graphs allocated, which stays theirs
+    addresses: ClassVar[
+        dict[int, StorageWeakRef]
+    ] = {}  # whose address was asked for, for our kernels
     on_host: ClassVar[dict[int, Tensor]] = {}  # made of Python data inside a capture
     made: ClassVar[list[Graph]] = []  # all that were captured
 
@@ -156,7 +168,9 @@ class Graph:
             refuse("a capture began inside another one")
         self._pool = pool if pool is not None else object()
         self._mine = Graph.pools.setdefault(self._pool, {})
-        self._outside: dict[int, tuple[StorageWeakRef, int, str]] = {}  # memory of others: alive, address, first use
+        self._outside: dict[
+            int, tuple[StorageWeakRef, int, str]
+        ] = {}  # memory of others: alive, address, first use
         self._new: dict[int, torch.dtype] = {}  # what this capture allocates
         self._contents: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # what to put back
         self._generator = torch.default_generator.get_state()
@@ -183,10 +197,15 @@ class Graph:
         self.streams.assert_joined()
         self._sizes: dict[int, int] = {}
         for call in self.calls:
-            for place in (*(p for p in call.arguments if isinstance(p, _Place)), *(p for _, p in call.results)):
+            for place in (
+                *(p for p in call.arguments if isinstance(p, _Place)),
+                *(p for _, p in call.results),
+            ):
                 self._sizes[place.key] = max(place.end, self._sizes.get(place.key, 0))
         for key in self._sizes.keys() & self._mine.keys():
-            if self._mine[key].nbytes() < self._sizes[key]:  # freed inside the capture: the pool keeps the memory
+            if (
+                self._mine[key].nbytes() < self._sizes[key]
+            ):  # freed inside the capture: the pool keeps the memory
                 self._mine[key].resize_(self._sizes[key])
         self._find_outside()
         Graph.made.append(self)
@@ -208,13 +227,18 @@ class Graph:
             for call in self.calls:
                 if not call.collective:
                     _wait(works)
-                leaves = [tensor(leaf) if isinstance(leaf, _Place) else leaf for leaf in call.arguments]
+                leaves = [
+                    tensor(leaf) if isinstance(leaf, _Place) else leaf for leaf in call.arguments
+                ]
                 args, kwargs = tree_unflatten(leaves, call.spec)
                 results = tree_leaves(call.run(*args, **kwargs))
                 works += [result for result in results if isinstance(result, torch.ScriptObject)]
                 for index, place in call.results:
                     if tuple(results[index].shape) != place.size:
-                        refuse(f"the shape {tuple(results[index].shape)} was {place.size} in the capture", call.what)
+                        refuse(
+                            f"the shape {tuple(results[index].shape)} was {place.size} in the capture",
+                            call.what,
+                        )
                     tensor(place).copy_(results[index])
             _wait(works)
         self.replays += 1
@@ -225,13 +249,20 @@ class Graph:
         for key, (reference, address, what) in self._outside.items():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:
-                refuse("memory that a graph uses was freed: replays would use whatever lies there then", what)
+                refuse(
+                    "memory that a graph uses was freed: replays would use whatever lies there then",
+                    what,
+                )
             if storage.data_ptr() != address:
                 refuse("memory that a graph uses moved", what)
             storages[key] = storage
         for key in self._sizes.keys() & self._mine.keys():
             if self._mine[key].nbytes() < self._sizes[key]:
-                users = (call.what for call in self.calls if any(place.key == key for _, place in call.results))
+                users = (
+                    call.what
+                    for call in self.calls
+                    if any(place.key == key for _, place in call.results)
+                )
                 refuse("a result of a graph was resized after the capture", next(users, ""))
         return storages
 
@@ -251,7 +282,9 @@ class Graph:
         else:
             _check(name, op, args, kwargs)
         if any(t.dim() for t in host):
-            refuse(f"{op} copies a tensor made of Python data to the device, which waits for the host")
+            refuse(
+                f"{op} copies a tensor made of Python data to the device, which waits for the host"
+            )
         self.streams.work()
         before = {_key(t) for t in inputs}
         for t in inputs if collective else _written(op, args, kwargs):
@@ -260,7 +293,9 @@ class Graph:
         arguments = [_place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         results = op(*args, **kwargs)
         flat = tree_leaves(results)
-        new = [(i, t) for i, t in enumerate(flat) if isinstance(t, Tensor) and _key(t) not in before]
+        new = [
+            (i, t) for i, t in enumerate(flat) if isinstance(t, Tensor) and _key(t) not in before
+        ]
         for _, t in new:
             self._mine[_key(t)], self._new[_key(t)] = t.untyped_storage(), t.dtype
         if (new and "empty" not in name) or collective or op._schema.is_mutable:
@@ -280,7 +315,11 @@ class Graph:
         with self.quiet():
             for argument in args:
                 reference = Graph.addresses.get(getattr(argument, "value", None) or -1)
-                storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata) if reference is not None else None
+                storage = (
+                    torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+                    if reference is not None
+                    else None
+                )
                 if storage is not None:
                     self._save(storage)
                     self._note(storage, what)
@@ -325,7 +364,9 @@ def _written(op: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
 
 
 def _masked(name: str, args: tuple) -> bool:
-    return name in _INDEXED and any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+    return name in _INDEXED and any(
+        t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1]
+    )
 
 
 def _fills(name: str, args: tuple) -> bool:
@@ -349,7 +390,9 @@ class _Operations(TorchDispatchMode):
         super().__init__()
         self.graph = graph
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if any(t not in (Tensor, torch.nn.Parameter) for t in types):
             return NotImplemented  # a tensor of several parts: its own operations come by
         return self.graph.operation(op, args, kwargs or {})
@@ -362,7 +405,9 @@ class _Python(TorchFunctionMode):
         super().__init__()
         self.graph = graph
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         from_device = args and isinstance(args[0], Tensor) and _key(args[0]) not in Graph.on_host
         if (from_device and func in _TO_HOST) or (
@@ -372,7 +417,9 @@ class _Python(TorchFunctionMode):
         made = func(*args, **kwargs)
         if func in _OF_PYTHON_DATA and not isinstance(args[0] if args else None, Tensor):
             if kwargs.get("device") not in (None, "cpu"):
-                refuse(f"{func.__name__} copies Python data to the device, which waits for the host")
+                refuse(
+                    f"{func.__name__} copies Python data to the device, which waits for the host"
+                )
             self.graph.keep_on_host(made)
         elif func is torch.Tensor.new_tensor:
             refuse("new_tensor copies Python data to the device, which waits for the host")
@@ -384,7 +431,9 @@ class StreamOrder:
 
     def __init__(self) -> None:
         self.origin = torch.cuda.current_stream()
-        self.seen: dict[Any, dict[Any, int]] = {self.origin: {}}  # per stream: the last work of each that it follows
+        self.seen: dict[Any, dict[Any, int]] = {
+            self.origin: {}
+        }  # per stream: the last work of each that it follows
         self.last: dict[Any, int] = {}
 
     def work(self) -> None:
@@ -411,14 +460,22 @@ class StreamOrder:
     def assert_joined(self) -> None:
         for stream, number in self.last.items():
             if self.seen[self.origin].get(stream, 0) < number:
-                refuse(f"{stream} joined the capture, and nothing waited for its last work", "the end of the capture")
+                refuse(
+                    f"{stream} joined the capture, and nothing waited for its last work",
+                    "the end of the capture",
+                )
 
 
 class Capture:
     """Stands in for the context manager ``torch.cuda.graph``."""
 
     def __init__(
-        self, cuda_graph: Graph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global", **_: Any
+        self,
+        cuda_graph: Graph,
+        pool: Any = None,
+        stream: Any = None,
+        capture_error_mode: str = "global",
+        **_: Any,
     ) -> None:
         self.graph, self.pool = cuda_graph, pool
         self.stream = torch.cuda.stream(stream if stream is not None else torch.cuda.Stream())
@@ -428,7 +485,10 @@ class Capture:
         self.graph.capture_begin(self.pool)
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self.graph.capture_end(failed=error is not None)

@@ -44,10 +44,15 @@ def install() -> None:
     cuda.set_stream = _set_stream
     cuda.synchronize = lambda *_: _host_waits("torch.cuda.synchronize")
     cuda.default_generators = _Generators()
-    cuda.memory_stats = lambda *_: {f"{kind}_bytes.all.current": 0 for kind in ("allocated", "reserved")}
+    cuda.memory_stats = lambda *_: {
+        f"{kind}_bytes.all.current": 0 for kind in ("allocated", "reserved")
+    }
     torch._C._cuda_beginAllocateCurrentThreadToPool = lambda device, pool: _Pooled(pool).__enter__()
     torch._C._cuda_endAllocateToPool = lambda device, pool: _pooled[-1].__exit__(None, None, None)
-    torch.from_numpy, torch.frombuffer = _of_the_host(torch.from_numpy), _of_the_host(torch.frombuffer)
+    torch.from_numpy, torch.frombuffer = (
+        _of_the_host(torch.from_numpy),
+        _of_the_host(torch.frombuffer),
+    )
     _note_addresses()
     _note_launches()
     _collectives_end()
@@ -57,13 +62,19 @@ def install() -> None:
 
 def local(*scopes: str, **settings: Any) -> tuple[tuple[str, Any], ...]:
     """Fields of TransformerConfig for Megatron's own implementation, which captures at the end of the first step."""
-    fields = dict(cuda_graph_impl="local", cuda_graph_modules=list(scopes), cuda_graph_warmup_steps=1)
+    fields = dict(
+        cuda_graph_impl="local", cuda_graph_modules=list(scopes), cuda_graph_warmup_steps=1
+    )
     return tuple((fields | settings).items())
 
 
 def transformer_engine(*scopes: str, **settings: Any) -> tuple[tuple[str, Any], ...]:
     """Fields of TransformerConfig for TransformerEngine's implementation; it warms up twice with two microbatches."""
-    fields = dict(cuda_graph_impl="transformer_engine", cuda_graph_modules=list(scopes), cuda_graph_warmup_steps=4)
+    fields = dict(
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_modules=list(scopes),
+        cuda_graph_warmup_steps=4,
+    )
     return tuple((fields | settings).items())
 
 
@@ -91,7 +102,9 @@ def whole_iterations() -> None:
     tiny_gpt.forward_step = of_dictionaries
 
 
-def train(case: Any, *, steps: int = 4, eager_steps: int = 1, hook: Any = None, before_step: Any = None) -> Any:
+def train(
+    case: Any, *, steps: int = 4, eager_steps: int = 1, hook: Any = None, before_step: Any = None
+) -> Any:
     """`tiny_gpt.train` with what ``megatron.training`` does for TransformerEngine's graphs after ``eager_steps``."""
     import tiny_gpt
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -99,7 +112,9 @@ def train(case: Any, *, steps: int = 4, eager_steps: int = 1, hook: Any = None, 
     trained = tiny_gpt.train(case, steps=eager_steps, hook=hook, before_step=before_step)
     gathering = case.overlap and case.distributed_optimizer
     config = tiny_gpt.moe_layers(trained.chunks)[0].config
-    helper = TECudaGraphHelper(trained.chunks, config, case.seq, case.micro_batch, [trained.optimizer])
+    helper = TECudaGraphHelper(
+        trained.chunks, config, case.seq, case.micro_batch, [trained.optimizer]
+    )
     for chunk in trained.chunks if gathering else ():
         chunk.disable_forward_pre_hook(param_sync=False)
     helper.create_cudagraphs()
@@ -129,7 +144,9 @@ def delete_graphs() -> None:
 
 def assert_replayed(at_least: int) -> None:
     """So many graphs were captured, and all were replayed."""
-    assert len(Graph.made) >= at_least, f"{len(Graph.made)} graphs were captured, {at_least} expected"
+    assert len(Graph.made) >= at_least, (
+        f"{len(Graph.made)} graphs were captured, {at_least} expected"
+    )
     idle = [graph for graph in Graph.made if graph.calls and not graph.replays]
     assert not idle, f"{len(idle)} of {len(Graph.made)} graphs were never replayed"
 
@@ -148,9 +165,19 @@ class Stream:
         self.device = torch.device("cpu")
 
     def wait_event(self, event: Any) -> None:
-        if Graph.current is not None and isinstance(event, Event) and event.recorded and not event.external:
+        if (
+            Graph.current is not None
+            and isinstance(event, Event)
+            and event.recorded
+            and not event.external
+        ):
             Graph.current.streams.wait(self, event.seen if event.graph is Graph.current else None)
-        elif Graph.current is None and isinstance(event, Event) and event.graph is not None and not event.external:
+        elif (
+            Graph.current is None
+            and isinstance(event, Event)
+            and event.graph is not None
+            and not event.external
+        ):
             refuse("a stream waits for an event that was recorded inside a capture")
 
     def wait_stream(self, stream: Any) -> None:
@@ -230,7 +257,9 @@ class _Pooled(TorchDispatchMode):
         self.pool = Graph.pools.setdefault(pool, {})
         _pooled.append(self)
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         made = op(*args, **(kwargs or {}))
         self.pool |= {t.untyped_storage()._cdata: t.untyped_storage() for t in tree_leaves(made)}
         return made
@@ -299,7 +328,9 @@ def _graphable_generators() -> None:
 
     def seed(seed: int, *trackers: bool, **settings: Any) -> None:
         trackers = trackers[:2]  # what comes third says whether they can be captured
-        make(seed, *trackers, **{**settings, "use_cudagraphable_rng": True, "force_reset_rng": True})
+        make(
+            seed, *trackers, **{**settings, "use_cudagraphable_rng": True, "force_reset_rng": True}
+        )
 
     tensor_parallel.model_parallel_cuda_manual_seed = seed
 
@@ -312,7 +343,9 @@ def _samples_of_the_model() -> None:
 
     def in_params_dtype(layer: Any, *args: Any) -> dict[str, torch.Tensor]:
         made = samples(layer, *args)
-        made["hidden_states"] = made["hidden_states"].detach().to(layer.config.params_dtype).requires_grad_()
+        made["hidden_states"] = (
+            made["hidden_states"].detach().to(layer.config.params_dtype).requires_grad_()
+        )
         return made
 
     GraphableMegatronModule.get_layer_static_inputs = in_params_dtype

@@ -20,16 +20,23 @@ def find(orders: Callable[[int, int], np.ndarray] = wanted_at) -> None:
     looks = 0
 
     class Wanted(HomeSearch):
-        def choose(self, load: np.ndarray, order: np.ndarray, layers: Iterable[int]) -> list[Choice]:
+        def choose(
+            self, load: np.ndarray, order: np.ndarray, layers: Iterable[int]
+        ) -> list[Choice]:
             nonlocal looks
             looks += 1
             assert load.sum() > 0
-            return [Choice(layer, orders(looks + 100 * layer, order.shape[1]), 1.0) for layer in layers]
+            return [
+                Choice(layer, orders(looks + 100 * layer, order.shape[1]), 1.0) for layer in layers
+            ]
 
         def afford(self, choices: Iterable[Choice], order: np.ndarray) -> Rehoming:
             found = {choice.layer: choice.order for choice in choices}
             return Rehoming(
-                order=np.stack([found[i] for i in range(len(order))]), num_bytes=1.0, seconds=1.0, saved=1.0
+                order=np.stack([found[i] for i in range(len(order))]),
+                num_bytes=1.0,
+                seconds=1.0,
+                saved=1.0,
             )
 
     rehoming.HomeSearch = Wanted

@@ -39,7 +39,9 @@ def newton_schulz_tp(
     tp_mode: str = "duplicated",
 ) -> Tensor:
     """Without tensor parallelism."""
-    assert partition_dim is None and coefficient_type == "quintic", "the stand-in knows neither shards nor other sets"
+    assert partition_dim is None and coefficient_type == "quintic", (
+        "the stand-in knows neither shards nor other sets"
+    )
     return newton_schulz(x, steps)
 
 
@@ -79,16 +81,22 @@ class _Absent(torch.optim.Optimizer):
 
 def install() -> None:
     """Make the names importable, as version 0.2."""
-    assert "megatron.core" not in sys.modules, "megatron.core has looked for the package already: @ranks(preload=None)"
+    assert "megatron.core" not in sys.modules, (
+        "megatron.core has looked for the package already: @ranks(preload=None)"
+    )
     contents: dict[str, dict] = {
         "": {},
         ".registry": dict(get_optimizer_name_list=list, get_optimizer_cls=None),
         ".orthogonalized_optimizers": dict(
             AdaptiveMuon=_Absent,
             OrthogonalizedOptimizer=OrthogonalizedOptimizer,
-            get_muon_scale_factor=lambda rows, columns, mode: max(rows, columns) ** 0.5,  # "spectral"
+            get_muon_scale_factor=lambda rows, columns, mode: (
+                max(rows, columns) ** 0.5
+            ),  # "spectral"
         ),
-        ".orthogonalized_optimizers.muon_utils": dict(NSCoeffT=NSCoeffT, newton_schulz_tp=newton_schulz_tp),
+        ".orthogonalized_optimizers.muon_utils": dict(
+            NSCoeffT=NSCoeffT, newton_schulz_tp=newton_schulz_tp
+        ),
         ".scalar_optimizers": dict(Lion=_Absent),
         ".soap": dict(SOAP=_Absent),
     }
@@ -99,4 +107,6 @@ def install() -> None:
         sys.modules[module.__name__] = module
     sys.modules["emerging_optimizers"].registry = sys.modules["emerging_optimizers.registry"]
     version = importlib.metadata.version
-    importlib.metadata.version = lambda name: "0.2.0" if name == "emerging-optimizers" else version(name)
+    importlib.metadata.version = lambda name: (
+        "0.2.0" if name == "emerging-optimizers" else version(name)
+    )

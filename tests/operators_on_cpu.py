@@ -20,9 +20,13 @@ from torch import Tensor
 
 def install() -> None:
     """Let Megatron take operators for its grouped experts, and compute gradients of biases."""
-    os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"  # Megatron asks for it; TE asks for a GPU's kernels as well
+    os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = (
+        "1"  # Megatron asks for it; TE asks for a GPU's kernels as well
+    )
     # the Triton kernel behind gradients of biases
-    importlib.import_module("transformer_engine.pytorch.triton.grouped_dbias_dscales")._launch_grouped_dbias = _dbias
+    importlib.import_module(
+        "transformer_engine.pytorch.triton.grouped_dbias_dscales"
+    )._launch_grouped_dbias = _dbias
 
 
 def leave_out_empty_rows() -> None:
@@ -46,8 +50,12 @@ def of(experts: Any) -> list[torch.nn.Module]:
     return [operator for operator, _ in fuser._forward_ops]
 
 
-def _dbias(dy: Tensor, offsets: Tensor, dbias: Tensor, scales: Any, bias: Any, dscales: Any) -> None:
-    for group, (start, end) in enumerate(zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)):
+def _dbias(
+    dy: Tensor, offsets: Tensor, dbias: Tensor, scales: Any, bias: Any, dscales: Any
+) -> None:
+    for group, (start, end) in enumerate(
+        zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
+    ):
         rows = dy[start:end].float()
         dbias[group] += (rows if scales is None else rows * scales[start:end, None]).sum(dim=0)
         if dscales is not None:
@@ -65,7 +73,9 @@ def _swiglu(x: Tensor, interleaved: int) -> Tensor:
     return torch.nn.functional.silu(gate) * linear
 
 
-def _clamped_swiglu(x: Tensor, limit: float, alpha: float, offset: float, interleaved: int) -> Tensor:
+def _clamped_swiglu(
+    x: Tensor, limit: float, alpha: float, offset: float, interleaved: int
+) -> Tensor:
     gate, linear = _halves(x, interleaved)
     gate = gate.clamp(max=limit)
     return gate * torch.sigmoid(alpha * gate) * (linear.clamp(-limit, limit) + offset)
@@ -84,7 +94,9 @@ def _forward(activation: Callable) -> Callable:
 
 
 def _backward(activation: Callable) -> Callable:
-    def backward(dy: Tensor, x: Tensor, scales: Tensor, quantizer: None, *settings: Any) -> tuple[Tensor, Tensor]:
+    def backward(
+        dy: Tensor, x: Tensor, scales: Tensor, quantizer: None, *settings: Any
+    ) -> tuple[Tensor, Tensor]:
         *settings, wants_scales = settings
         assert quantizer is None
         given = [t.detach().float().requires_grad_() for t in (x, scales)]
@@ -96,7 +108,13 @@ def _backward(activation: Callable) -> Callable:
     return backward
 
 
-for _name, _activation in {"swiglu": _swiglu, "clamped_swiglu": _clamped_swiglu, "srelu": _srelu}.items():
+for _name, _activation in {
+    "swiglu": _swiglu,
+    "clamped_swiglu": _clamped_swiglu,
+    "srelu": _srelu,
+}.items():
     clamped = "clamped_" if _name.startswith("clamped_") else ""
     tex_on_cpu.FUNCTIONS[f"scaled_{_name}"] = _forward(_activation)
-    tex_on_cpu.FUNCTIONS[f"scaled_{clamped}d{_name.removeprefix('clamped_')}"] = _backward(_activation)
+    tex_on_cpu.FUNCTIONS[f"scaled_{clamped}d{_name.removeprefix('clamped_')}"] = _backward(
+        _activation
+    )

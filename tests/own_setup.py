@@ -24,7 +24,9 @@ from megatron.training.initialize import initialize_megatron
 
 def build(pre_process: bool = True, post_process: bool = True, **_: object) -> GPTModel:
     config = core_transformer_config_from_args(get_args())
-    spec = for_cpu(get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm"))
+    spec = for_cpu(
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
+    )
     where = dict(pre_process=pre_process, post_process=post_process, position_embedding_type="rope")
     return GPTModel(config, spec, vocab_size=64, max_sequence_length=64, **where)
 

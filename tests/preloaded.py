@@ -15,7 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "examples", "bench")]
 
-with contextlib.suppress(ImportError, FileNotFoundError):  # in an environment without them, ranks say what they miss
+with contextlib.suppress(
+    ImportError, FileNotFoundError
+):  # in an environment without them, ranks say what they miss
     if (packages := os.environ["PRELOADED"]) != "megatron":
         import te_on_cpu
 

@@ -39,9 +39,17 @@ E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 def install() -> None:
     """Let TE dequantize on a CPU; after ``te_on_cpu.install()``. Import this module before it."""
-    for stem, name in (("mxfp8", "_FromMXFP8Func"), ("nvfp4", "_FromNVFP4Func"), ("float8", "_FromFloat8Func")):
-        module = importlib.import_module(f"transformer_engine.pytorch.tensor.storage.{stem}_tensor_storage")
-        getattr(module, name).forward = staticmethod(_dequantize)  # TE moves what is not on a GPU there first
+    for stem, name in (
+        ("mxfp8", "_FromMXFP8Func"),
+        ("nvfp4", "_FromNVFP4Func"),
+        ("float8", "_FromFloat8Func"),
+    ):
+        module = importlib.import_module(
+            f"transformer_engine.pytorch.tensor.storage.{stem}_tensor_storage"
+        )
+        getattr(module, name).forward = staticmethod(
+            _dequantize
+        )  # TE moves what is not on a GPU there first
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:
@@ -51,7 +59,11 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
     else:
         usages = _has(output, "rowwise"), _has(output, "columnwise")
     matrix = tensor.detach().reshape(-1, tensor.shape[-1]).float()
-    encode = {"MXFP8Quantizer": _mxfp8, "Float8BlockQuantizer": _blockwise, "NVFP4Quantizer": _nvfp4}
+    encode = {
+        "MXFP8Quantizer": _mxfp8,
+        "Float8BlockQuantizer": _blockwise,
+        "NVFP4Quantizer": _nvfp4,
+    }
     parts = encode.get(type(quantizer).__name__, _per_tensor)(matrix, quantizer, *usages)
     if noop is not None and noop.item():
         return output
@@ -68,7 +80,9 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
     return output
 
 
-def split_quantize(tensor: Tensor, splits: Sequence[int], quantizers: Sequence[Any], **_: Any) -> list:
+def split_quantize(
+    tensor: Tensor, splits: Sequence[int], quantizers: Sequence[Any], **_: Any
+) -> list:
     parts = torch.split(tensor, list(splits))
     if exact_activations:
         for part in parts:
@@ -90,7 +104,9 @@ def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Ten
     return transposed if out is None else out.copy_(transposed)
 
 
-def te_general_grouped_gemm(a: Sequence[Any], transa: bool, b: Sequence[Any], transb: bool, *rest: Any) -> Any:
+def te_general_grouped_gemm(
+    a: Sequence[Any], transa: bool, b: Sequence[Any], transb: bool, *rest: Any
+) -> Any:
     """Also of plain operands, where a layer is not quantized."""
     left = [decode(x, columnwise=not transa) for x in a]
     right = [decode(x, columnwise=transb) for x in b]
@@ -101,7 +117,9 @@ def _check_alignment(*read: Tensor) -> None:
     """As cuBLAS does for data and scales of GEMMs in fp8 and fp4."""
     for tensor in read:
         if tensor.numel() and tensor.data_ptr() % 16:
-            raise RuntimeError(f"cuBLAS Error: the requested functionality is not supported, {tensor.data_ptr():#x}")
+            raise RuntimeError(
+                f"cuBLAS Error: the requested functionality is not supported, {tensor.data_ptr():#x}"
+            )
 
 
 def decode(tensor: Any, *, columnwise: bool) -> Tensor:
@@ -131,7 +149,11 @@ def decode(tensor: Any, *, columnwise: bool) -> Tensor:
             return values * powers.repeat_interleave(MX, dim=0)[:rows, :columns]
         return values * powers.repeat_interleave(MX, dim=1)[:rows, :columns]
     if tensor._is_2D_scaled:
-        wide = scale.double().repeat_interleave(BLOCK, dim=0).repeat_interleave(BLOCK, dim=1)[:rows, :columns]
+        wide = (
+            scale.double()
+            .repeat_interleave(BLOCK, dim=0)
+            .repeat_interleave(BLOCK, dim=1)[:rows, :columns]
+        )
     else:  # scales of one row's blocks stand in a column
         wide = scale.double().t().repeat_interleave(BLOCK, dim=1)[:rows, :columns]
     return (values * wide).t() if columnwise else values * wide
@@ -151,9 +173,13 @@ def _build(tensor: Tensor, quantizer: Any, parts: dict[str, Tensor | None]) -> A
     """TE's own tensor, or its lighter storage where the quantizer is internal."""
     stem, name = KINDS.get(type(quantizer).__name__, ("float8", "Float8Tensor"))
     where, end = ("storage.", "Storage") if quantizer.internal else ("", "")
-    module = importlib.import_module(f"transformer_engine.pytorch.tensor.{where}{stem}_tensor{end and '_storage'}")
+    module = importlib.import_module(
+        f"transformer_engine.pytorch.tensor.{where}{stem}_tensor{end and '_storage'}"
+    )
     cls = getattr(module, name + end)
-    rename = {"scale_inv": "fp8_scale_inv", "transpose": "data_transpose"} if stem == "float8" else {}
+    rename = (
+        {"scale_inv": "fp8_scale_inv", "transpose": "data_transpose"} if stem == "float8" else {}
+    )
     fields: dict[str, Any] = {rename.get(key, key): part for key, part in parts.items()}
     number = "fp4_dtype" if stem == "nvfp4" else "fp8_dtype"
     fields.update({number: quantizer.dtype, "quantizer": quantizer})
@@ -167,7 +193,9 @@ def _build(tensor: Tensor, quantizer: Any, parts: dict[str, Tensor | None]) -> A
         newer["device"] = tensor.device
     fields.update({name: value for name, value in newer.items() if name in known})
     if "data_format" in known:  # of the oldest
-        fields["data_format"] = sys.modules["transformer_engine_torch"].Float8BlockScaleTensorFormat.GEMM_READY
+        fields["data_format"] = sys.modules[
+            "transformer_engine_torch"
+        ].Float8BlockScaleTensorFormat.GEMM_READY
     return cls(**fields)
 
 
@@ -182,8 +210,12 @@ def _mxfp8(x: Tensor, quantizer: Any, rowwise: bool, columnwise: bool) -> dict[s
         blocks = matrix.view(len(matrix), matrix.shape[1] // MX, MX)
         amax = blocks.abs().amax(dim=-1) * torch.tensor(1 / LARGEST[dtype])
         bits = amax.view(torch.int32)
-        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(max=254)  # rounded up to a power of two
-        scaled = blocks * torch.where(exponent == 0, 1.0, torch.exp2(127.0 - exponent)).unsqueeze(-1)
+        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(
+            max=254
+        )  # rounded up to a power of two
+        scaled = blocks * torch.where(exponent == 0, 1.0, torch.exp2(127.0 - exponent)).unsqueeze(
+            -1
+        )
         return _encode(scaled, dtype).view(matrix.shape), exponent.to(torch.uint8)
 
     parts: dict[str, Tensor | None] = dict.fromkeys(
@@ -195,12 +227,15 @@ def _mxfp8(x: Tensor, quantizer: Any, rowwise: bool, columnwise: bool) -> dict[s
     if columnwise:
         data, scale = rows(x.t().contiguous())
         parts.update(
-            columnwise_data=data.t().contiguous(), columnwise_scale_inv=_padded(scale.t().contiguous(), 4, 128)
+            columnwise_data=data.t().contiguous(),
+            columnwise_scale_inv=_padded(scale.t().contiguous(), 4, 128),
         )
     return parts
 
 
-def _per_tensor(x: Tensor, quantizer: Any, rowwise: bool, columnwise: bool) -> dict[str, Tensor | None]:
+def _per_tensor(
+    x: Tensor, quantizer: Any, rowwise: bool, columnwise: bool
+) -> dict[str, Tensor | None]:
     from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
 
     dtype = FP8[int(quantizer.dtype)]
@@ -227,7 +262,9 @@ def _scale(amax: Tensor, power_of_two: bool, least: float, largest: float) -> Te
     return torch.where(amax == 0, 1.0, scale)
 
 
-def _blockwise(x: Tensor, quantizer: Any, rowwise: bool, columnwise: bool) -> dict[str, Tensor | None]:
+def _blockwise(
+    x: Tensor, quantizer: Any, rowwise: bool, columnwise: bool
+) -> dict[str, Tensor | None]:
     dtype = FP8[int(quantizer.dtype)]
     flat = quantizer.block_scaling_dim == 2
 
@@ -268,9 +305,14 @@ def _nvfp4(x: Tensor, quantizer: Any, rowwise: bool, columnwise: bool) -> dict[s
         return _e2m1(scaled), _padded(scale, 128, 4)
 
     names = ("data", "scale_inv")
-    parts: dict[str, Tensor | None] = {f"{side}_{n}": None for side in ("rowwise", "columnwise") for n in names}
+    parts: dict[str, Tensor | None] = {
+        f"{side}_{n}": None for side in ("rowwise", "columnwise") for n in names
+    }
     parts.update(amax_rowwise=None, amax_columnwise=None)
-    for side, used, matrix in (("rowwise", rowwise, x), ("columnwise", columnwise, x.t().contiguous())):
+    for side, used, matrix in (
+        ("rowwise", rowwise, x),
+        ("columnwise", columnwise, x.t().contiguous()),
+    ):
         if used:
             if side == "columnwise" and quantizer.with_rht:
                 matrix = _rotate(matrix)
@@ -311,7 +353,12 @@ def compute_amax(part: Tensor, amax: Tensor) -> None:
 
 
 def multi_tensor_compute_scale_and_scale_inv(
-    chunk: int, noop: Tensor, lists: list[list[Tensor]], largest: float, power_of_two: bool, least: float
+    chunk: int,
+    noop: Tensor,
+    lists: list[list[Tensor]],
+    largest: float,
+    power_of_two: bool,
+    least: float,
 ) -> None:
     for amax, scale, inverse in zip(*lists, strict=True):
         scale.copy_(_scale(amax, power_of_two, least, largest))
@@ -329,9 +376,20 @@ def fp8_block_scaling_compute_partial_amax(
 
 
 def fp8_block_scaling_partial_cast(
-    part: Tensor, out: Tensor, scale: Tensor, rows: int, columns: int, start: int, block: int, dtype: Any
+    part: Tensor,
+    out: Tensor,
+    scale: Tensor,
+    rows: int,
+    columns: int,
+    start: int,
+    block: int,
+    dtype: Any,
 ) -> None:
-    wide = scale.repeat_interleave(block, dim=0).repeat_interleave(block, dim=1)[:rows, :columns].reshape(-1)
+    wide = (
+        scale.repeat_interleave(block, dim=0)
+        .repeat_interleave(block, dim=1)[:rows, :columns]
+        .reshape(-1)
+    )
     out.copy_(_encode(part.float().view(-1) * wide[start : start + part.numel()], FP8[int(dtype)]))
 
 

@@ -28,7 +28,9 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests stand in for a GPU, also where there is one
 _context = multiprocessing.get_context("forkserver")
 preloaded = "tests.preloaded"  # the module that imports what ranks start with
-_servers: dict[str | None, forkserver.ForkServer] = {}  # which fork the ranks, by what they have imported
+_servers: dict[
+    str | None, forkserver.ForkServer
+] = {}  # which fork the ranks, by what they have imported
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,9 @@ def _run_rank(this: _Rank, args: tuple, kwargs: dict, errors) -> None:
 def _server(packages: str | None) -> forkserver.ForkServer:
     if packages not in _servers:
         server = _servers[packages] = forkserver.ForkServer()
-        server.set_forkserver_preload(["torch", "torch.distributed", *([preloaded] if packages else [])])
+        server.set_forkserver_preload(
+            ["torch", "torch.distributed", *([preloaded] if packages else [])]
+        )
         with mock.patch.dict(os.environ, PRELOADED=packages or ""):
             server.ensure_running()
     return _servers[packages]
@@ -103,18 +107,29 @@ def ranks(
                     _context.Process(
                         target=_run_rank,
                         daemon=False,  # Megatron's checkpoint writer starts processes of its own
-                        args=(_Rank(body.__module__, body.__name__, rank, world_size, folder), args, kwargs, errors),
+                        args=(
+                            _Rank(body.__module__, body.__name__, rank, world_size, folder),
+                            args,
+                            kwargs,
+                            errors,
+                        ),
                     )
                     for rank in range(world_size)
                 ]
                 server = _server(preload(*args, **kwargs) if callable(preload) else preload)
-                with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+                with mock.patch.object(
+                    forkserver, "connect_to_new_process", server.connect_to_new_process
+                ):
                     for process in processes:
                         process.start()
                 deadline = time.monotonic() + timeout
                 try:
                     while any(p.is_alive() for p in processes) and time.monotonic() < deadline:
-                        if any(p.exitcode not in (None, 0) for r, p in enumerate(processes) if r not in killed):
+                        if any(
+                            p.exitcode not in (None, 0)
+                            for r, p in enumerate(processes)
+                            if r not in killed
+                        ):
                             break
                         time.sleep(0.01)
                     hung = [rank for rank, p in enumerate(processes) if p.is_alive()]
@@ -127,8 +142,12 @@ def ranks(
                             os.killpg(process.pid, signal.SIGKILL)
             if not errors.empty():
                 rank, text = errors.get()
-                raise AssertionError(f"rank {rank} of {world_size} failed, exit codes {codes}:\n{text}")
-            assert not hung, f"ranks {hung} of {world_size} still running after {timeout} s, exit codes {codes}"
+                raise AssertionError(
+                    f"rank {rank} of {world_size} failed, exit codes {codes}:\n{text}"
+                )
+            assert not hung, (
+                f"ranks {hung} of {world_size} still running after {timeout} s, exit codes {codes}"
+            )
             failed = [code for rank, code in enumerate(codes) if rank not in killed and code]
             assert not failed, f"exit codes {codes}"
 

@@ -11,7 +11,12 @@ from typing import Any
 import numpy as np
 
 SHAPE = dict(
-    expert_bytes=9.4e6, grad_bytes=1.9e7, token_bytes=4096, token_flops=9.4e6, microbatches=4, hidden_seconds=1e-3
+    expert_bytes=9.4e6,
+    grad_bytes=1.9e7,
+    token_bytes=4096,
+    token_flops=9.4e6,
+    microbatches=4,
+    hidden_seconds=1e-3,
 )
 SHAPE |= dict(fetches=1, returns=1)
 SPEEDS = dict(
@@ -21,7 +26,9 @@ SPEEDS = dict(
     routing=4.5e-4,
     contention=0.12,
 )
-MEMORY = dict(weights=4e6, grads=8e6, optimizer=2.4e7, replica_weights=2e6, replica_grads=4e6, transport=1e6)
+MEMORY = dict(
+    weights=4e6, grads=8e6, optimizer=2.4e7, replica_weights=2e6, replica_grads=4e6, transport=1e6
+)
 MEMORY |= dict(token=7e3, kept=2)
 
 
@@ -42,7 +49,11 @@ def arrays(size: Size, *, seed: int = 0, fssdp: bool = True) -> dict[str, np.nda
     """What the segments hold."""
     rng = np.random.default_rng(seed)
     drift = np.cumsum(rng.normal(0, 0.02, (size.num, size.layers, size.experts)), axis=0)
-    logits = size.skew * rng.normal(0, 1, (1, size.layers, size.experts)) * np.linspace(1, 0.4, size.layers)[:, None]
+    logits = (
+        size.skew
+        * rng.normal(0, 1, (1, size.layers, size.experts))
+        * np.linspace(1, 0.4, size.layers)[:, None]
+    )
     share = np.exp(logits + drift)
     load = np.rint(size.tokens * share / share.sum(axis=2, keepdims=True)).astype(np.int64)
     found: dict[str, Any] = {"iteration": np.arange(1, size.num + 1), "load": load}
@@ -61,9 +72,14 @@ def arrays(size: Size, *, seed: int = 0, fssdp: bool = True) -> dict[str, np.nda
             replica[t, layer, rank, : len(away)] = away
         fair = np.zeros(size.ranks)
         for expert in range(size.experts):
-            holders = [expert // per_rank, *np.nonzero((replica[t, layer] == expert).any(axis=1))[0]]
+            holders = [
+                expert // per_rank,
+                *np.nonzero((replica[t, layer] == expert).any(axis=1))[0],
+            ]
             fair[holders] += load[t, layer, expert] / len(holders)
-        rank_load[t, layer] = np.diff(np.rint(np.concatenate([[0], np.cumsum(fair)])).astype(np.int64))
+        rank_load[t, layer] = np.diff(
+            np.rint(np.concatenate([[0], np.cumsum(fair)])).astype(np.int64)
+        )
     late = (replica >= 0).any(axis=(2, 3)) * rng.integers(0, 2, (size.num, size.layers))
     window, copy = rng.uniform(1e-4, 3e-4, (2, size.num, size.layers))  # seconds
     window[2::3] = copy[2::3] = copy[3::3] = np.nan  # not yet measured, or copies not
@@ -71,7 +87,9 @@ def arrays(size: Size, *, seed: int = 0, fssdp: bool = True) -> dict[str, np.nda
     return {**found, "window": window, "copy": copy}
 
 
-def write(folder: Path, size: Size, *, held: dict[str, np.ndarray], stage: int = 0, **fields: Any) -> Path:
+def write(
+    folder: Path, size: Size, *, held: dict[str, np.ndarray], stage: int = 0, **fields: Any
+) -> Path:
     """A run folder with the arrays ``held``; ``fields`` replace those of its description."""
     folder.mkdir(parents=True, exist_ok=True)
     info: dict[str, Any] = dict(

@@ -55,7 +55,9 @@ def new_attempt(case: tiny_gpt.Case) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     store = Path(os.environ["TEST_FOLDER"]) / f"attempt{next(_number)}"
-    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
     tiny_gpt.initialize(case)
 
 
@@ -76,7 +78,12 @@ def left() -> Left:
         if str(kind.__module__).startswith("megatron_hecate."):
             objects[kind.__name__] = objects.get(kind.__name__, 0) + 1
     return Left(
-        threads, our_threads(), groups, len(list(Path("/proc/self/fd").iterdir())), objects, sum(storages.values())
+        threads,
+        our_threads(),
+        groups,
+        len(list(Path("/proc/self/fd").iterdir())),
+        objects,
+        sum(storages.values()),
     )
 
 
@@ -88,7 +95,10 @@ def our_threads() -> list[str]:
 
 def table(stock: list[tuple[str, Left]], ours: list[tuple[str, Left]]) -> str:
     """The figures of attempts by point of death, as Markdown."""
-    lines = ["| point of death | stock | FSSDP | threads of ours | process groups |", "|---|---|---|---|---|"]
+    lines = [
+        "| point of death | stock | FSSDP | threads of ours | process groups |",
+        "|---|---|---|---|---|",
+    ]
     for name in POINTS:
         found = [left for point, left in ours if point == name]
         in_stock = "trains on" if name in dict(stock) else "has no such point"
@@ -208,8 +218,12 @@ POINTS = {
     "while homes move": Point(while_homes_move, settings=MOVES),
     "while a checkpoint is saved": Point(while_saving, settings=MOVES),
     "one rank has asked more": Point(ask_more),
-    "before the step, observed": Point(before_step, at=0, settings={"observe": True, "record": "observed"}),
-    "forward, recorded and traced": Point(in_forward, settings={"record": "recorded", "trace": "1-99"}),
+    "before the step, observed": Point(
+        before_step, at=0, settings={"observe": True, "record": "observed"}
+    ),
+    "forward, recorded and traced": Point(
+        in_forward, settings={"record": "recorded", "trace": "1-99"}
+    ),
 }
 
 
@@ -221,4 +235,8 @@ def hook_of(point: Point) -> Hook:
     settings = dict(point.settings)
     if "record" in settings:
         settings["record"] = f"{os.environ['TEST_FOLDER']}/{settings['record']}"
-    return fssdp(HecateConfig(**settings)) if "observe" in settings else tiny_gpt.fssdp_hook(**settings)
+    return (
+        fssdp(HecateConfig(**settings))
+        if "observe" in settings
+        else tiny_gpt.fssdp_hook(**settings)
+    )

@@ -97,7 +97,10 @@ class Played:
         beside = whole = 0.0
         for spans in self.spans:
             for span in (span for span in spans if transfers(span.work)):
-                whole, beside = whole + span.end - span.begin, beside + _beside(span, spans, computes)
+                whole, beside = (
+                    whole + span.end - span.begin,
+                    beside + _beside(span, spans, computes),
+                )
         return beside / whole if whole else 0.0
 
 
@@ -126,8 +129,12 @@ class _Rank:
             else:
                 if isinstance(entry, Record):
                     self.recorded.add(entry.event)
-                if not isinstance(entry, Wait) or entry.event in self.recorded:  # else it waits for nothing
-                    queue = self.queue_of.setdefault(entry.stream, len(self.queue_of) % len(self.queues))
+                if (
+                    not isinstance(entry, Wait) or entry.event in self.recorded
+                ):  # else it waits for nothing
+                    queue = self.queue_of.setdefault(
+                        entry.stream, len(self.queue_of) % len(self.queues)
+                    )
                     self.queues[queue].append(entry)
             self.todo.popleft()
             moved = True
@@ -142,7 +149,9 @@ class _Rank:
                 return f"{self.running[entry.stream].name} before it"
             if entry.on_sms and self.free < max(entry.blocks, 1):
                 holders = ", ".join(work.name for work in self.running.values() if work.blocks)
-                return f"{max(entry.blocks, 1)} multiprocessors, {self.free} are free beside {holders}"
+                return (
+                    f"{max(entry.blocks, 1)} multiprocessors, {self.free} are free beside {holders}"
+                )
         return ""
 
     def take(self, now: float) -> bool:
@@ -176,9 +185,15 @@ class _Rank:
             if queue:
                 head = queue[0]
                 what = head.name if isinstance(head, Work) else "a wait"
-                behind = [entry.name for entry in itertools.islice(queue, 1, None) if isinstance(entry, Work)]
+                behind = [
+                    entry.name
+                    for entry in itertools.islice(queue, 1, None)
+                    if isinstance(entry, Work)
+                ]
                 text = f"rank {self.number}: {what} on stream {head.stream} waits for {self.obstacle(head)}"
-                yield text + (f", and behind it in its queue {', '.join(behind[:3])}" if behind else "")
+                yield text + (
+                    f", and behind it in its queue {', '.join(behind[:3])}" if behind else ""
+                )
 
 
 def play(recordings: Recordings, *, queues: int = 32, sms: int = 132) -> Played:
@@ -189,7 +204,9 @@ def play(recordings: Recordings, *, queues: int = 32, sms: int = 132) -> Played:
         queues: hardware queues of each GPU, as CUDA_DEVICE_MAX_CONNECTIONS sets them.
         sms: multiprocessors of each GPU.
     """
-    ranks = [_Rank(number, entries, queues=queues, sms=sms) for number, entries in enumerate(recordings)]
+    ranks = [
+        _Rank(number, entries, queues=queues, sms=sms) for number, entries in enumerate(recordings)
+    ]
     arrived: dict[str, dict[int, float]] = {}
     now = 0.0
     while True:
@@ -206,7 +223,9 @@ def play(recordings: Recordings, *, queues: int = 32, sms: int = 132) -> Played:
                 name, others = work.meets
                 late = sorted(others - arrived[name].keys()) if name else []
                 if late:
-                    missing.append(f"rank {rank.number}: {work.name} waits for ranks {late} to begin it")
+                    missing.append(
+                        f"rank {rank.number}: {work.name} waits for ranks {late} to begin it"
+                    )
                 else:
                     begins = [arrived[name][other] for other in others] if name else []
                     ends.append((max([rank.begun[work], *begins]) + work.length, rank, work))
@@ -255,7 +274,9 @@ def order(recordings: Recordings) -> list[Ordered]:
                 if isinstance(entry, HostWait):
                     hosts[rank] |= events.get((rank, entry.event), Counter())
                 elif isinstance(entry, Record):
-                    events[rank, entry.event] = streams.get((rank, entry.stream), Counter()) | hosts[rank]
+                    events[rank, entry.event] = (
+                        streams.get((rank, entry.stream), Counter()) | hosts[rank]
+                    )
                 elif isinstance(entry, Wait):
                     known = streams.get((rank, entry.stream), Counter())
                     streams[rank, entry.stream] = known | events.get((rank, entry.event), Counter())
@@ -269,14 +290,20 @@ def order(recordings: Recordings) -> list[Ordered]:
                     if name and others - met[name].keys():
                         break
                     place, after = before[rank, entry.stream] + 1, before + own
-                    for other in others if name else ():  # it goes on when the others have begun, ends when they do
+                    for other in (
+                        others if name else ()
+                    ):  # it goes on when the others have begun, ends when they do
                         before, after = before | met[name][other][0], after | met[name][other][1]
                     found.append(Ordered(rank, entry, place, before))
                     streams[rank, entry.stream] = after
                 entries.popleft()
                 moved = True
         if not moved:
-            names = [f"rank {rank} comes to {waiting[rank].name}" for rank, entries in enumerate(todo) if entries]
+            names = [
+                f"rank {rank} comes to {waiting[rank].name}"
+                for rank, entries in enumerate(todo)
+                if entries
+            ]
             raise ValueError(f"ranks do not meet: {'; '.join(names)}")
     return found
 
@@ -310,14 +337,19 @@ def _clash(one: Work, other: Work) -> str:
 
 
 def lost_overlap(
-    recordings: Recordings, played: Played, transfers: Callable[[Work], bool], computes: Callable[[Work], bool]
+    recordings: Recordings,
+    played: Played,
+    transfers: Callable[[Work], bool],
+    computes: Callable[[Work], bool],
 ) -> list[str]:
     """Transfers that run beside computing of their rank where queues and multiprocessors are many, and here do so for
     less than half of that time."""
     ideal = play(recordings, queues=256, sms=1 << 20)
     found = []
     for rank, (most, spans) in enumerate(zip(ideal.spans, played.spans, strict=True)):
-        possible, real = ({span.work: span for span in s if transfers(span.work)} for s in (most, spans))
+        possible, real = (
+            {span.work: span for span in s if transfers(span.work)} for s in (most, spans)
+        )
         for work, span in possible.items():
             could = _beside(span, most, computes)
             if work in real and _beside(real[work], spans, computes) < could / 2:

@@ -42,15 +42,25 @@ class Recording(TorchDispatchMode):
         super().__init__()
         self.where = ""  # what part of the model computes
         self._rank, self._sent = dist.get_rank(), Counter[str]()
-        self._blocks: list[tuple[int, int, int, int]] = []  # rank, address here, bytes, where the rank sees it
+        self._blocks: list[
+            tuple[int, int, int, int]
+        ] = []  # rank, address here, bytes, where the rank sees it
         self._watched: list[tuple[int, int]] = []
         self._programs: dict[int, Program] = {}
         self._ended: dict[Any, Any] = {}
         self._on = False
         _after(peers.Peers, "__init__", self._buffers)
-        _after(TransferKernels, "_upload", lambda _, program, at: self._programs.__setitem__(at.data_ptr(), program))
+        _after(
+            TransferKernels,
+            "_upload",
+            lambda _, program, at: self._programs.__setitem__(at.data_ptr(), program),
+        )
         _after(TransferKernels, "copy", lambda _, items: self._copies(items))
-        _after(Kernels, "launch", lambda _, name, *arguments, **sizes: self._launched(name, arguments, **sizes))
+        _after(
+            Kernels,
+            "launch",
+            lambda _, name, *arguments, **sizes: self._launched(name, arguments, **sizes),
+        )
         _after(dist.Work, "wait", lambda work, *_: self._waited(work))
 
     def begin(self, chunks: Iterable[torch.nn.Module]) -> None:
@@ -62,7 +72,9 @@ class Recording(TorchDispatchMode):
                         self._watched.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
             for name, module in chunk.named_modules():
                 if name.endswith("self_attention"):
-                    module.register_forward_pre_hook(lambda *_: setattr(self, "where", "attention "))
+                    module.register_forward_pre_hook(
+                        lambda *_: setattr(self, "where", "attention ")
+                    )
                     module.register_forward_hook(lambda *_: setattr(self, "where", ""))
         streams_on_cpu.issued.clear()
         self._on = True
@@ -76,10 +88,14 @@ class Recording(TorchDispatchMode):
 
     def _note(self, name: str, length: float, **fields: Any) -> None:
         if self._on:
-            work = Work(torch.cuda.current_stream().cuda_stream, self.where + name, length, **fields)
+            work = Work(
+                torch.cuda.current_stream().cuda_stream, self.where + name, length, **fields
+            )
             streams_on_cpu.issued.append(work)
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         made = op(*args, **(kwargs or {}))
         name = op._schema.name
         if name.startswith("c10d::"):
@@ -89,31 +105,51 @@ class Recording(TorchDispatchMode):
             torch.cuda.current_stream().synchronize()
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = {tensor.untyped_storage()._cdata for tensor in given}
-        new = [t for t in tree_leaves(made) if isinstance(t, Tensor) and t.untyped_storage()._cdata not in known]
+        new = [
+            t
+            for t in tree_leaves(made)
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in known
+        ]
         if (name != "aten::set_" and op._schema.is_mutable) or (new and "empty" not in name):
             written = _written(op, args, kwargs or {})
             reads = tuple(found for tensor in given for found in self._place(tensor))
             writes = tuple(found for tensor in written for found in self._place(tensor))
-            self._note(name.removeprefix("aten::"), GEMM if name in GEMMS else SMALL, reads=reads, writes=writes)
+            self._note(
+                name.removeprefix("aten::"),
+                GEMM if name in GEMMS else SMALL,
+                reads=reads,
+                writes=writes,
+            )
         return made
 
     # memory
 
     def _buffers(self, made: peers.Peers, *_: Any, **__: Any) -> None:
         for rank, base in made._bases.items():
-            self._blocks.append((rank, base, made._whole.nbytes, len(self._blocks) // len(made._bases) << 40))
+            self._blocks.append(
+                (rank, base, made._whole.nbytes, len(self._blocks) // len(made._bases) << 40)
+            )
 
     def _place(self, tensor: Tensor) -> list[Range]:
         if not tensor.numel():
             return []
         begin = tensor.data_ptr()
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         end = begin + (last + 1) * tensor.element_size()
         inside = any(begin < stop and start < end for start, stop in self._watched)
         return [self._range(begin, end - begin)] if inside or self._shared(begin) else []
 
     def _shared(self, address: int) -> tuple[int, int, int, int] | None:
-        return next((block for block in reversed(self._blocks) if block[1] <= address < block[1] + block[2]), None)
+        return next(
+            (
+                block
+                for block in reversed(self._blocks)
+                if block[1] <= address < block[1] + block[2]
+            ),
+            None,
+        )
 
     def _range(self, begin: int, size: int) -> Range:
         block = self._shared(begin)
@@ -124,22 +160,37 @@ class Recording(TorchDispatchMode):
 
     # what is launched
 
-    def _launched(self, name: str, arguments: tuple, *, blocks: int, threads: int, shared_bytes: int = 0) -> None:
+    def _launched(
+        self, name: str, arguments: tuple, *, blocks: int, threads: int, shared_bytes: int = 0
+    ) -> None:
         program = self._programs.get(arguments[0].value)
         if program is None:
             self._note(name, SMALL)
             return
         transfer = program.data[: TRANSFER.itemsize].view(TRANSFER)[0]
         bits = int(transfer["peers"][0]) | int(transfer["peers"][1]) << 64
-        ranks = frozenset(rank for rank, at in program._signals.numbers.items() if bits >> at & 1) | {self._rank}
+        ranks = frozenset(
+            rank for rank, at in program._signals.numbers.items() if bits >> at & 1
+        ) | {self._rank}
         numbers = [argument.value for argument in arguments[1:]]
         meets = (f"transfer {transfer['begin']} {numbers}", ranks)
-        reads, writes = ((), ()) if numbers else self._moved(program, transfer, sums=name == "fssdp_reduce")
+        reads, writes = (
+            ((), ()) if numbers else self._moved(program, transfer, sums=name == "fssdp_reduce")
+        )
         kind = {"fssdp_gather": "spAG", "fssdp_reduce": "spRS"}.get(name, name)
         length = SMALL if numbers else TRANSFERRED
-        self._note(f"{kind} {transfer['begin']}", length, blocks=blocks, meets=meets, reads=reads, writes=writes)
+        self._note(
+            f"{kind} {transfer['begin']}",
+            length,
+            blocks=blocks,
+            meets=meets,
+            reads=reads,
+            writes=writes,
+        )
 
-    def _moved(self, program: Program, transfer: Any, *, sums: bool) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
+    def _moved(
+        self, program: Program, transfer: Any, *, sums: bool
+    ) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
         """What a whole transfer reads and writes; what it wrote before it reads it is none of the others' business."""
         reads, writes = [], []
 
@@ -157,7 +208,9 @@ class Recording(TorchDispatchMode):
                 writes.append(self._range(int(item["dst"]), 4 * int(item["elements"])))
                 first, count = int(item["first_source"]), int(item["sources"])
                 for source in array(int(step["sources"]), SOURCE, first + count)[first:]:
-                    reads.append(self._range(int(source["src"]), program._itemsize * int(item["elements"])))
+                    reads.append(
+                        self._range(int(source["src"]), program._itemsize * int(item["elements"]))
+                    )
         return tuple(reads), tuple(writes)
 
     def _copies(self, items: np.ndarray) -> None:
@@ -169,7 +222,11 @@ class Recording(TorchDispatchMode):
 
     def _collective(self, name: str, args: tuple, made: Any) -> None:
         scripted = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.ScriptObject)]
-        group = next(dist.ProcessGroup.unbox(leaf) for leaf in scripted if "ProcessGroup" in str(leaf._type()))
+        group = next(
+            dist.ProcessGroup.unbox(leaf)
+            for leaf in scripted
+            if "ProcessGroup" in str(leaf._type())
+        )
         self._sent[group.group_name] += 1
         ranks = frozenset(dist.get_process_group_ranks(group))
         key = f"{name} {self._sent[group.group_name]} of {group.group_name}"
@@ -178,7 +235,9 @@ class Recording(TorchDispatchMode):
         stream = _stream_of(group.group_name)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            fields = dict(blocks=COLLECTIVE_BLOCKS, meets=(key, ranks), reads=touched, writes=touched)
+            fields = dict(
+                blocks=COLLECTIVE_BLOCKS, meets=(key, ranks), reads=touched, writes=touched
+            )
             self._note(name.removeprefix("c10d::"), COLLECTIVE, **fields)
         for work in (leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.ScriptObject)):
             python = torch._C._distributed_c10d.Work.unbox(work)
@@ -206,7 +265,11 @@ def _after(owner: Any, name: str, note: Any) -> None:
         note(*args, **kwargs)
         return made
 
-    setattr(owner, name, staticmethod(noted) if isinstance(owner.__dict__.get(name), staticmethod) else noted)
+    setattr(
+        owner,
+        name,
+        staticmethod(noted) if isinstance(owner.__dict__.get(name), staticmethod) else noted,
+    )
 
 
 def _written(op: Any, args: tuple, kwargs: dict) -> list[Tensor]:

@@ -23,7 +23,11 @@ class Stream:
     """A stream of its own. The default one has the handle 0, as CUDA's."""
 
     def __init__(self, device: Any = None, priority: int = 0, **_: Any) -> None:
-        self.cuda_stream, self.priority, self.device = next(_handles), priority, torch.device("cuda", 0)
+        self.cuda_stream, self.priority, self.device = (
+            next(_handles),
+            priority,
+            torch.device("cuda", 0),
+        )
 
     @staticmethod
     def priority_range() -> tuple[int, int]:
@@ -64,7 +68,9 @@ class Event:
 
     def record(self, stream: Any = None) -> None:
         self.number, self.seconds = next(_events), time.perf_counter()
-        issued.append(Record((stream if stream is not None else _current[-1]).cuda_stream, self.number))
+        issued.append(
+            Record((stream if stream is not None else _current[-1]).cuda_stream, self.number)
+        )
 
     def wait(self, stream: Any = None) -> None:
         (stream if stream is not None else _current[-1]).wait_event(self)

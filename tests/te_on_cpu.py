@@ -43,7 +43,9 @@ def install(version: str = NEWEST, *, packages: str = "te") -> None:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not there: .ci/env.sh makes it")
     if "megatron.core" in sys.modules:
-        raise RuntimeError("megatron.core is imported already: call te_on_cpu.install() first, @ranks(preload=None)")
+        raise RuntimeError(
+            "megatron.core is imported already: call te_on_cpu.install() first, @ranks(preload=None)"
+        )
     megatron_on_cpu.install()
     _gpu(CAPABILITY[packages])
     sys.path.insert(0, str(folder))
@@ -52,7 +54,9 @@ def install(version: str = NEWEST, *, packages: str = "te") -> None:
     sys.modules[export] = tex_on_cpu.Tex(export)
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # TE then loads no libraries of CUDA
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected a PyTorch installation")  # without the compiled half
+        warnings.filterwarnings(
+            "ignore", message="Detected a PyTorch installation"
+        )  # without the compiled half
         import transformer_engine.common as common
 
         common.load_framework_extension = lambda framework: None
@@ -66,7 +70,11 @@ def install(version: str = NEWEST, *, packages: str = "te") -> None:
 def _gpu(capability: tuple[int, int]) -> None:
     """TE asks for a GPU's properties while it is imported."""
     properties = types.SimpleNamespace(
-        major=capability[0], minor=capability[1], multi_processor_count=132, total_memory=1 << 37, name="cpu"
+        major=capability[0],
+        minor=capability[1],
+        multi_processor_count=132,
+        total_memory=1 << 37,
+        name="cpu",
     )
     cuda = torch.cuda
     cuda.get_device_capability = lambda *_: capability
@@ -92,7 +100,10 @@ def _take_cpu_tensors() -> None:
     """TE's modules refuse to be made without a GPU, and inputs that are not on one at the start of a forward."""
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-    init, prepare = TransformerEngineBaseModule.__init__, TransformerEngineBaseModule.prepare_forward
+    init, prepare = (
+        TransformerEngineBaseModule.__init__,
+        TransformerEngineBaseModule.prepare_forward,
+    )
 
     def init_on_cpu(module: Any, *args: Any, **kwargs: Any) -> None:
         with unittest.mock.patch.object(torch.cuda, "is_available", lambda: True):
@@ -105,7 +116,10 @@ def _take_cpu_tensors() -> None:
                 return prepared
         return _EnterAsCuda(prepared)
 
-    TransformerEngineBaseModule.__init__, TransformerEngineBaseModule.prepare_forward = init_on_cpu, prepare_forward
+    TransformerEngineBaseModule.__init__, TransformerEngineBaseModule.prepare_forward = (
+        init_on_cpu,
+        prepare_forward,
+    )
 
 
 class _SeemsCuda:

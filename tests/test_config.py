@@ -31,7 +31,9 @@ FLAGS = {
 
 
 def _parse(*argv: str) -> HecateConfig | None:
-    return HecateConfig.from_arguments(HecateConfig.add_arguments(argparse.ArgumentParser()).parse_args(argv))
+    return HecateConfig.from_arguments(
+        HecateConfig.add_arguments(argparse.ArgumentParser()).parse_args(argv)
+    )
 
 
 def test_the_flags_are_these() -> None:
@@ -42,7 +44,10 @@ def test_the_flags_are_these() -> None:
 
 def test_flags_become_settings() -> None:
     assert _parse() is None
-    with pytest.warns(UserWarning, match="--moe-fssdp-slots, --moe-fssdp-lifetime without --moe-fssdp: FSSDP is off"):
+    with pytest.warns(
+        UserWarning,
+        match="--moe-fssdp-slots, --moe-fssdp-lifetime without --moe-fssdp: FSSDP is off",
+    ):
         assert _parse(*"--moe-fssdp-slots 4 --moe-fssdp-lifetime layer".split()) is None
     assert _parse("--moe-fssdp") == HecateConfig()
     assert _parse(
@@ -50,7 +55,13 @@ def test_flags_become_settings() -> None:
         *"--moe-fssdp-lifetime layer --moe-fssdp-transport p2p".split(),
         *f"--moe-fssdp-late-replicas 6 --moe-fssdp-speeds {SPEEDS}".split(),
     ) == HecateConfig(
-        slots=4, overlap_degree=3, timeout=7.5, lifetime="layer", transport="p2p", late_replicas=6, speeds=SPEEDS
+        slots=4,
+        overlap_degree=3,
+        timeout=7.5,
+        lifetime="layer",
+        transport="p2p",
+        late_replicas=6,
+        speeds=SPEEDS,
     )
 
 
@@ -79,7 +90,9 @@ def test_lifetimes_are_those_of_the_buffers() -> None:
 
     assert HecateConfig().lifetime == "iteration"
     for lifetime in ("auto", *LIFETIMES):
-        assert _parse("--moe-fssdp", "--moe-fssdp-lifetime", lifetime) == HecateConfig(lifetime=lifetime)
+        assert _parse("--moe-fssdp", "--moe-fssdp-lifetime", lifetime) == HecateConfig(
+            lifetime=lifetime
+        )
 
 
 def test_settings_cannot_be_changed() -> None:
@@ -97,8 +110,16 @@ def test_settings_cannot_be_changed() -> None:
         (dict(overlap_degree=1.5), ValueError, "overlap_degree=1.5 must be a whole number or None"),
         (dict(late_replicas=-1), ValueError, "late_replicas=-1 must be 0 or more"),
         (dict(late_replicas=1.5), ValueError, "late_replicas=1.5 must be a whole number"),
-        (dict(late_replicas=2, slots=0), ValueError, "late_replicas=2 needs slots for them, got slots=0"),
-        (dict(timeout=0.0), ValueError, "timeout=0.0 must be a number of seconds from 0.001 to 1e.08"),
+        (
+            dict(late_replicas=2, slots=0),
+            ValueError,
+            "late_replicas=2 needs slots for them, got slots=0",
+        ),
+        (
+            dict(timeout=0.0),
+            ValueError,
+            "timeout=0.0 must be a number of seconds from 0.001 to 1e.08",
+        ),
         (dict(timeout=float("inf")), ValueError, "timeout=inf must be"),
         (dict(timeout=float("nan")), ValueError, "timeout=nan must be"),
         (dict(timeout="30"), ValueError, "timeout='30' must be"),
@@ -108,7 +129,11 @@ def test_settings_cannot_be_changed() -> None:
         (dict(slots=float("nan")), ValueError, "slots=nan must be a whole number"),
         (dict(slots=None), ValueError, "slots=None must be a whole number"),
         (dict(overlap_degree=10**9), ValueError, "overlap_degree=1000000000 must be 4096 or less"),
-        (dict(overlap_degree=True), ValueError, "overlap_degree=True must be a whole number or None"),
+        (
+            dict(overlap_degree=True),
+            ValueError,
+            "overlap_degree=True must be a whole number or None",
+        ),
         (dict(late_replicas=10**9), ValueError, "late_replicas=1000000000 must be 1048576 or less"),
         (dict(late_replicas="1"), ValueError, "late_replicas='1' must be a whole number"),
         (dict(rehome=-1), ValueError, "rehome=-1 must be 0 or more"),
@@ -118,15 +143,27 @@ def test_settings_cannot_be_changed() -> None:
         (dict(timeout=None), ValueError, "timeout=None must be"),
         (dict(observe=1), ValueError, "observe=1 must be True or False"),
         (dict(observe="true"), ValueError, "observe='true' must be True or False"),
-        (dict(lifetime=None), ValueError, "lifetime=None is none of auto, iteration, microbatch, layer"),
+        (
+            dict(lifetime=None),
+            ValueError,
+            "lifetime=None is none of auto, iteration, microbatch, layer",
+        ),
         (dict(lifetime=True), ValueError, "lifetime=True is none of"),
         (dict(transport=["p2p"]), ValueError, r"transport=\['p2p'\] is none of auto, p2p, nvlink"),
-        (dict(trace="0-3"), ValueError, "trace='0-3' must name iterations, from 1 on, such as 10-12 or 10"),
+        (
+            dict(trace="0-3"),
+            ValueError,
+            "trace='0-3' must name iterations, from 1 on, such as 10-12 or 10",
+        ),
         (dict(trace="7-3"), ValueError, "trace='7-3' must name iterations"),
         (dict(trace="-3"), ValueError, "trace='-3' must name iterations"),
         (dict(trace=True), ValueError, "trace=True must name iterations"),
         (dict(trace=float("nan")), ValueError, "trace=nan must name iterations"),
-        (dict(speeds="no/such.json"), ValueError, "speeds='no/such.json' is no file; write it with .* --measure FILE"),
+        (
+            dict(speeds="no/such.json"),
+            ValueError,
+            "speeds='no/such.json' is no file; write it with .* --measure FILE",
+        ),
         (dict(speeds=Path("no/such.json")), ValueError, "speeds='no/such.json' is no file"),
         (dict(speeds=""), ValueError, "speeds='' must be the name of a file, or None"),
         (dict(speeds=b"x"), ValueError, "speeds=b'x' must be the name of a file"),
@@ -137,7 +174,11 @@ def test_settings_cannot_be_changed() -> None:
             ValueError,
             "slots=-1 must .*; timeout=0 must .*; lifetime='x' is none",
         ),
-        (dict(lifetime="epoch"), ValueError, "lifetime='epoch' is none of auto, iteration, microbatch, layer"),
+        (
+            dict(lifetime="epoch"),
+            ValueError,
+            "lifetime='epoch' is none of auto, iteration, microbatch, layer",
+        ),
         (dict(transport="sm"), ValueError, "transport='sm' is none of auto, p2p, nvlink"),
         (dict(transport="pigeon"), ValueError, "transport='pigeon' is none of auto, p2p, nvlink"),
     ],
@@ -148,7 +189,9 @@ def test_bad_settings_say_what_to_do(settings: dict, error: type, message: str) 
 
 
 def test_paths_may_be_objects(tmp_path: Path) -> None:
-    assert HecateConfig(speeds=Path(SPEEDS), record=tmp_path) == HecateConfig(speeds=SPEEDS, record=str(tmp_path))
+    assert HecateConfig(speeds=Path(SPEEDS), record=tmp_path) == HecateConfig(
+        speeds=SPEEDS, record=str(tmp_path)
+    )
 
 
 @pytest.mark.parametrize(

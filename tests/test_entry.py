@@ -22,7 +22,12 @@ MODEL = (
     "--no-bias-swiglu-fusion --no-rope-fusion --attention-softmax-in-fp32 --distributed-backend gloo "
     "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16"
 )
-DENSE = dict(num_moe_experts=None, moe_ffn_hidden_size=None, expert_model_parallel_size=1, moe_router_dtype=None)
+DENSE = dict(
+    num_moe_experts=None,
+    moe_ffn_hidden_size=None,
+    expert_model_parallel_size=1,
+    moe_router_dtype=None,
+)
 OFF = r"it was asked for, and SGD is about to step while no model .*; call megatron_hecate.fssdp\(HecateConfig\(...\)\)"
 
 
@@ -59,14 +64,18 @@ def test_a_model_is_converted_where_it_is_wrapped(kind: str) -> None:
 
     case = {
         "fp32": tiny_gpt.Case(ep=4),
-        "bf16 distributed optimizer": tiny_gpt.Case(bf16=True, distributed_optimizer=True, overlap=True, accumulate=2),
+        "bf16 distributed optimizer": tiny_gpt.Case(
+            bf16=True, distributed_optimizer=True, overlap=True, accumulate=2
+        ),
         "chunks": tiny_gpt.Case(pp=2, vpp=2, accumulate=4),
     }[kind]
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case)
     entry.install()
     untouched = tiny_gpt.train(case, steps=1)
-    assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(untouched.chunks)), "nobody asked for it"
+    assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(untouched.chunks)), (
+        "nobody asked for it"
+    )
     entry.launched.update(moe_fssdp=True, moe_fssdp_speeds=tiny_gpt.FREE, moe_fssdp_slots=3)
     ours = tiny_gpt.train(case)
     assert {layer.fssdp.config.slots for layer in tiny_gpt.moe_layers(ours.chunks)} == {3}
@@ -87,7 +96,9 @@ def test_chunks_that_are_out_of_sight_are_an_error() -> None:
     entry.install()
     entry.launched.update(moe_fssdp=True)
     first = tiny_gpt.build(case)[0].pop(0)
-    with pytest.raises(ValueError, match="this rank's model has 2 chunks, of which only one is in sight when"):
+    with pytest.raises(
+        ValueError, match="this rank's model has 2 chunks, of which only one is in sight when"
+    ):
         DistributedDataParallel(first.config, DistributedDataParallelConfig(), first)
 
 
@@ -138,11 +149,19 @@ def test_what_a_model_says_of_itself_comes_first() -> None:
         chunks, config = tiny_gpt.build(case)
         vars(config).update(own)
         tiny_gpt.wrap(case, chunks, config)[1].step()
-        found.append([layer.fssdp.config.slots for layer in tiny_gpt.moe_layers(chunks) if hasattr(layer, "fssdp")])
+        found.append(
+            [
+                layer.fssdp.config.slots
+                for layer in tiny_gpt.moe_layers(chunks)
+                if hasattr(layer, "fssdp")
+            ]
+        )
     assert found == [[], [1, 1], [3, 3]]
     chunks, config = tiny_gpt.build(case, fssdp(HecateConfig(slots=2)))
     tiny_gpt.wrap(case, chunks, config)
-    assert [layer.fssdp.config.slots for layer in tiny_gpt.moe_layers(chunks)] == [2, 2], "the script's own hook"
+    assert [layer.fssdp.config.slots for layer in tiny_gpt.moe_layers(chunks)] == [2, 2], (
+        "the script's own hook"
+    )
 
 
 @ranks(2)
@@ -201,14 +220,19 @@ def test_a_script_that_never_gets_there(does: str) -> None:
     prepare_training(does)
     os.environ["RANK"] = str(dist.get_rank())
     arguments = [str(HERE / "own_setup.py"), *MODEL.split(), "--moe-fssdp"]
-    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()) as errors:
+    with (
+        contextlib.redirect_stdout(io.StringIO()) as said,
+        contextlib.redirect_stderr(io.StringIO()) as errors,
+    ):
         if does == "optimizer":
             with pytest.raises(ValueError, match=OFF):
                 main(arguments)
             assert "it has stepped" not in said.getvalue()
         else:
             assert main(arguments) == 1
-            lines = errors.getvalue().count("own_setup.py built no model by megatron.training or Megatron-Bridge")
+            lines = errors.getvalue().count(
+                "own_setup.py built no model by megatron.training or Megatron-Bridge"
+            )
             assert lines == (dist.get_rank() == 0)
 
 
@@ -228,7 +252,9 @@ def test_modules_and_console_commands() -> None:
     report += "def _flags():\n from megatron_hecate import enable\n return enable.launched\n"
     (folder / "pack").mkdir()
     (folder / "pack" / "__init__.py").touch()
-    (folder / "pack" / "inner.py").write_text(report.format(0) + "if __name__ == '__main__':\n sys.exit(main())\n")
+    (folder / "pack" / "inner.py").write_text(
+        report.format(0) + "if __name__ == '__main__':\n sys.exit(main())\n"
+    )
     (folder / "pack" / "failing.py").write_text(report.format(7))
     (folder / "bin").mkdir()
     (folder / "run.sh").write_text("torchrun pretrain_gpt.py\n")
@@ -246,7 +272,10 @@ def test_modules_and_console_commands() -> None:
     os.environ["PATH"] += os.pathsep + str(folder / "bin")
 
     def run(*arguments: str) -> tuple[int, str]:
-        with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.redirect_stderr(io.StringIO()) as errors:
+        with (
+            contextlib.redirect_stdout(io.StringIO()) as said,
+            contextlib.redirect_stderr(io.StringIO()) as errors,
+        ):
             try:
                 status = main([*arguments])
             except SystemExit as done:
@@ -269,9 +298,14 @@ def test_modules_and_console_commands() -> None:
     assert run("--moe-fssdp-slots", "3", "fail-pack", "a.py")[0] == 7
     assert run("plain")[1] == f"__main__ {folder / 'bin' / 'plain'}\n"
     for arguments, message in {
-        ("torchrun", "train.py"): "torchrun starts the ranks, so it comes first: torchrun ... -m megatron_hecate ...",
+        (
+            "torchrun",
+            "train.py",
+        ): "torchrun starts the ranks, so it comes first: torchrun ... -m megatron_hecate ...",
         ("-m", "torch.distributed.run"): "torch.distributed.run starts the ranks",
-        ("shell",): f"shell ({folder / 'bin' / 'shell'}) is not written in Python; give a script, -m MODULE, or",
+        (
+            "shell",
+        ): f"shell ({folder / 'bin' / 'shell'}) is not written in Python; give a script, -m MODULE, or",
         ("run.sh",): "run.sh is not written in Python",
         ("no-such-command",): "no-such-command does not exist",
         ("-m", "no_such_module.inner"): "there is no module no_such_module.inner",
@@ -306,4 +340,8 @@ def test_a_script_that_replaces_its_process(function: str) -> None:
             else:
                 getattr(os, function)(sys.executable, command, *rest)
     ours = [sys.executable, "-m", "megatron_hecate", "--moe-fssdp", "--moe-fssdp-slots", "3"]
-    assert became == [[*ours, "script.py", "x"], [*ours, "-m", "pack.inner"], [sys.executable, "-c", "pass"]]
+    assert became == [
+        [*ours, "script.py", "x"],
+        [*ours, "-m", "pack.inner"],
+        [sys.executable, "-c", "pass"],
+    ]

@@ -28,9 +28,17 @@ def _run(script: str, folder: Path, *arguments: str, **settings: str) -> list[li
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
     path = os.pathsep.join((str(folder), os.environ["PATH"]))
-    environment = {"MEGATRON": "/a checkout", "DATA": "text", "TOKENIZER": "qwen", **settings, "PATH": path}
+    environment = {
+        "MEGATRON": "/a checkout",
+        "DATA": "text",
+        "TOKENIZER": "qwen",
+        **settings,
+        "PATH": path,
+    }
     command = [ROOT / "examples" / script, *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=30)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=30
+    )
     assert done.returncode == 0, done.stderr
     return [shlex.split(line) for line in done.stdout.splitlines()]
 
@@ -46,7 +54,10 @@ def test_scripts_parse_and_are_executable(script: str) -> None:
 @pytest.mark.fast
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     done = subprocess.run(
-        [ROOT / "examples/megatron_lm.sh"], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True
+        [ROOT / "examples/megatron_lm.sh"],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode != 0 and "MEGATRON: a checkout of Megatron-LM" in done.stderr
 
@@ -65,23 +76,47 @@ def test_every_flag_exists_and_fssdp_is_on(tmp_path: Path) -> None:
     (words,) = _run("megatron_lm.sh", tmp_path, "--train-iters", "20", SPEEDS=str(speeds))
     torchrun = parse_args(words)
     assert torchrun.module and torchrun.training_script == "megatron_hecate"
-    assert (torchrun.nnodes, torchrun.nproc_per_node, torchrun.master_addr) == ("1", "8", "localhost")
+    assert (torchrun.nnodes, torchrun.nproc_per_node, torchrun.master_addr) == (
+        "1",
+        "8",
+        "localhost",
+    )
     at = torchrun.training_script_args.index("/a checkout/pretrain_gpt.py")
     ours, megatrons = torchrun.training_script_args[:at], torchrun.training_script_args[at + 1 :]
     parser = argparse.ArgumentParser(allow_abbrev=False)
     HecateConfig.add_arguments(parser)
     settings = HecateConfig.from_arguments(parser.parse_args(ours))
     assert settings == HecateConfig(slots=2, lifetime="auto", speeds=str(speeds))
-    arguments = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(megatrons)
+    arguments = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(
+        megatrons
+    )
     assert arguments.train_iters == 20
     assert unsupported.find(arguments, None, slots=2) == []
 
 
 @pytest.mark.fast
 def test_slurm_starts_every_node(tmp_path: Path) -> None:
-    nodes = _run("slurm.sh", tmp_path, "--lr", "1e 4", SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="node[7-8]")
+    nodes = _run(
+        "slurm.sh",
+        tmp_path,
+        "--lr",
+        "1e 4",
+        SLURM_JOB_NUM_NODES="2",
+        SLURM_JOB_NODELIST="node[7-8]",
+    )
     assert [words[:8] for words in nodes] == [
-        ["--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "8", "--master-addr", "node7"]
+        [
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(rank),
+            "--nproc-per-node",
+            "8",
+            "--master-addr",
+            "node7",
+        ]
         for rank in (0, 1)
     ]
-    assert all(words[-2:] == ["--lr", "1e 4"] for words in nodes), "further arguments arrive as they were"
+    assert all(words[-2:] == ["--lr", "1e 4"] for words in nodes), (
+        "further arguments arrive as they were"
+    )

@@ -46,7 +46,9 @@ def test_the_page_hides_nothing(tmp_path: Path) -> None:
     """One part is fine; others fail, hang with a process of their own, say nothing, are not there, or come too late."""
     pid = tmp_path / "pid"
     hang = "import subprocess, time; print('begins', flush=True); "
-    hang += f"open('{pid}', 'w').write(str(subprocess.Popen(['sleep', '600']).pid)); time.sleep(600)"
+    hang += (
+        f"open('{pid}', 'w').write(str(subprocess.Popen(['sleep', '600']).pid)); time.sleep(600)"
+    )
     table = "import rows; rows.Table('of numbers').add(a=7, b_c=0.25)"
     parts = (
         Part("fine", "a table", _python(f"{table}; print('junk')", bench=True), 60, r"\| 7"),
@@ -54,7 +56,14 @@ def test_the_page_hides_nothing(tmp_path: Path) -> None:
         Part("hangs", "nothing", _python(hang), 3),
         Part("silent", "nothing", _python("print('all skipped')"), 60, r"\d+ passed"),
         Part("absent", "a module", _python("print(1)"), 60, "", ("no_such_module",)),
-        Part("either", "a module or a program", _python("print(1)"), 60, "1", ("no_such_module or sh",)),
+        Part(
+            "either",
+            "a module or a program",
+            _python("print(1)"),
+            60,
+            "1",
+            ("no_such_module or sh",),
+        ),
         Part("no command", "nothing", "no-such-command-anywhere", 60),
         Part(
             "another status",
@@ -95,7 +104,9 @@ def test_the_page_hides_nothing(tmp_path: Path) -> None:
 
 
 def test_the_whole_has_a_limit(tmp_path: Path) -> None:
-    parts = [Part(name, "", _python("import time; time.sleep(60)"), 60) for name in ("first", "second")]
+    parts = [
+        Part(name, "", _python("import time; time.sleep(60)"), 60) for name in ("first", "second")
+    ]
     began = time.monotonic()
     first, second = gpu.run_all(parts, gpu.Folder(tmp_path), minutes=2 / 60)
     assert (first.how, second.how) == ("stopped", "not run") and time.monotonic() - began < 30
@@ -111,7 +122,9 @@ def test_nothing_is_lost_by_a_kill(tmp_path: Path) -> None:
     code += "gpu.run_all([Part('slow', 'rows', {command!r}, 600), Part('later', '', 'true', 9)], folder, minutes=5)"
     code = code.format(folder=str(tmp_path), command=_python(slow, bench=True))
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "bench")}
-    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.DEVNULL
+    ) as process:
         for _ in range(600):
             if (tmp_path / "pid").exists() and "| 2 |" in _pages(tmp_path):
                 break
@@ -144,7 +157,10 @@ def test_without_a_gpu_nothing_is_done(tmp_path: Path) -> None:
 def test_parts_are_selected() -> None:
     """By name and by the number of a command, in the order that is asked for."""
     first = [part.name for part in gpu.COMMANDS["1"]]
-    assert [part.name for part in gpu.chosen("routing, 1")] == ["routing", *(n for n in first if n != "routing")]
+    assert [part.name for part in gpu.chosen("routing, 1")] == [
+        "routing",
+        *(n for n in first if n != "routing"),
+    ]
     with pytest.raises(ValueError, match="no part quotas, rating; there are check, values"):
         gpu.chosen("quotas,rating,routing")
 
@@ -159,7 +175,9 @@ def test_parts_are_of_this_checkout() -> None:
         assert part.says, part
     assert len({part.name for part in parts}) == len(parts)
     for number, command in gpu.COMMANDS.items():
-        assert sum(part.seconds for part in command) <= 60 * gpu.MINUTES[number] <= 560, "every part has its turn"
+        assert sum(part.seconds for part in command) <= 60 * gpu.MINUTES[number] <= 560, (
+            "every part has its turn"
+        )
     assert gpu.MINUTES["1"] <= 6
 
 
@@ -174,7 +192,9 @@ def test_pieces_join(tmp_path: Path) -> None:
     check = "sha256sum --check --quiet SHA256SUMS"
     join = f"{check} && cat gpu-bundle.tar.?? | sha256sum"
     assert check in gpu_bundle.INSTALL and "cat gpu-bundle.tar.?? |" in gpu_bundle.INSTALL
-    done = subprocess.run(join, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        join, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
     assert done.stdout.split()[0] == whole
     pieces[1].write_bytes(bytes(100_000))
     assert subprocess.run(check, shell=True, cwd=tmp_path, capture_output=True).returncode
@@ -184,4 +204,6 @@ def test_what_torch_brings_is_not_carried() -> None:
     """Oracle: what pip says is installed, and that a GPU's machine has torch."""
     names = set(gpu_bundle.closure(gpu_bundle.own_requirements()))
     assert {"megatron-core", "numba", "llvmlite"} <= names
-    assert not names & {"torch", "triton", "sympy"} and not [name for name in names if name.startswith("nvidia")]
+    assert not names & {"torch", "triton", "sympy"} and not [
+        name for name in names if name.startswith("nvidia")
+    ]

@@ -64,12 +64,20 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return tree, python
 
 
-def _call(machine: tuple[Path, Path], out: Path, *arguments: str, timeout: float) -> subprocess.CompletedProcess[str]:
+def _call(
+    machine: tuple[Path, Path], out: Path, *arguments: str, timeout: float
+) -> subprocess.CompletedProcess[str]:
     tree, python = machine
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "FSSDP"))}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "FSSDP"))
+    }
     environment |= {"TEST_FOLDER": str(tree), "OMP_NUM_THREADS": "1", "HOME": str(tree)}
     command = [str(python), "bench/gpu.py", "--tiny", "--out", str(out), *arguments]
-    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=tree, env=environment, capture_output=True, text=True, timeout=timeout
+    )
 
 
 def test_the_machine_has_no_more_than_an_image(machine: tuple[Path, Path]) -> None:
@@ -95,7 +103,11 @@ ON_PAGE = {
     "counters": ["| counters | left out ncu not installed |"],
     "sizes": [],
     "overlap": ["beside transfers**", "| spAG, engines |"],
-    "step": ["**values with replicas against those without**", "**a step of one rank**", "replay differs by"],
+    "step": [
+        "**values with replicas against those without**",
+        "**a step of one rank**",
+        "replay differs by",
+    ],
     "gemm": ["left out transformer_engine and transformer_engine_torch not installed"],
     "processes": [],
     "demo": ["| demo | left out megatron not installed |"],
@@ -105,12 +117,22 @@ ON_PAGE = {
 
 def _rehearse(machine: tuple[Path, Path], out: Path, parts: list[str], *, minutes: float) -> None:
     """Run ``parts``, which must end in their time, and find on the page what they show; print how long each took."""
-    done = _call(machine, out, "--parts", ",".join(parts), "--minutes", str(minutes), timeout=60 * minutes + 60)
+    done = _call(
+        machine,
+        out,
+        "--parts",
+        ",".join(parts),
+        "--minutes",
+        str(minutes),
+        timeout=60 * minutes + 60,
+    )
     page = (out / "page.md").read_text()
     print(f"\n{done.stdout}\n{page}")
     said = (out / "log.txt").read_text()[-6000:]
     ended = {r["part"]: r["ended"] for r in rows.read(out / "rows.jsonl") if "ended" in r}
-    assert ended == {name: "left out" if name in LEFT_OUT else "passed" for name in parts}, f"{page}\n{said}"
+    assert ended == {name: "left out" if name in LEFT_OUT else "passed" for name in parts}, (
+        f"{page}\n{said}"
+    )
     assert done.returncode == 0, done.stderr
     for text in (text for name in parts for text in ON_PAGE[name]):
         assert text in page, f"{text!r} is not in\n{page}"

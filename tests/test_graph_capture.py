@@ -29,9 +29,16 @@ TRANSFORMER_ENGINE = {
     "recompute": (
         ("attn", "moe_router", "moe_preprocess"),
         dict(grouped=True),
-        dict(recompute_granularity="selective", recompute_modules=["layernorm", "core_attn", "moe_act"]),
+        dict(
+            recompute_granularity="selective",
+            recompute_modules=["layernorm", "core_attn", "moe_act"],
+        ),
     ),
-    "combined": (("attn", "moe_router"), dict(accumulate=4), dict(overlap_moe_expert_parallel_comm=True)),
+    "combined": (
+        ("attn", "moe_router"),
+        dict(accumulate=4),
+        dict(overlap_moe_expert_parallel_comm=True),
+    ),
     "tensor-parallel": (("attn", "moe_router", "moe_preprocess"), dict(tp=2), {}),
     "pipeline": (("attn", "moe_router"), dict(ep=1, pp=2), {}),
     "shared-aux-loss": (
@@ -60,7 +67,9 @@ def test_megatrons_own_graphs_change_nothing(name: str) -> None:
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=4)
     graphs_on_cpu.install()
-    graphed = dataclasses.replace(case, settings=graphs_on_cpu.local(*scopes, **dict(case.settings)))
+    graphed = dataclasses.replace(
+        case, settings=graphs_on_cpu.local(*scopes, **dict(case.settings))
+    )
     assert tiny_gpt.difference(stock, tiny_gpt.train(graphed, steps=4)) == tiny_gpt.SAME
     graphs_on_cpu.assert_replayed(at_least=4)
 
@@ -79,7 +88,9 @@ def test_transformer_engines_graphs_change_nothing(name: str) -> None:
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=4)
     graphs_on_cpu.install()
-    graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings))
+    graphed = dataclasses.replace(
+        case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings)
+    )
     assert tiny_gpt.difference(stock, graphs_on_cpu.train(graphed, steps=4)) == tiny_gpt.SAME
     graphs_on_cpu.assert_replayed(at_least=4)
 
@@ -92,7 +103,9 @@ def test_a_graph_of_a_whole_iteration_changes_nothing(overlap: bool) -> None:
     import tiny_gpt
 
     settings = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
-    fields = dict(experts=2, bf16=True, accumulate=2, distributed_optimizer=overlap, overlap=overlap)
+    fields = dict(
+        experts=2, bf16=True, accumulate=2, distributed_optimizer=overlap, overlap=overlap
+    )
     case = tiny_gpt.Case(settings=tuple(settings.items()), **fields)
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=4)
@@ -113,7 +126,9 @@ def test_a_layer_with_attention_and_experts_is_not_captured_by_megatrons_own_gra
     graphs_on_cpu.install()
     case = tiny_gpt.Case(settings=graphs_on_cpu.local("attn"))
     tiny_gpt.initialize(case)
-    with pytest.raises(CaptureError, match=r"Tensor.numpy copies from the device.*in MoEAlltoAll.*dtoh_and_sync"):
+    with pytest.raises(
+        CaptureError, match=r"Tensor.numpy copies from the device.*in MoEAlltoAll.*dtoh_and_sync"
+    ):
         tiny_gpt.train(case, steps=1)
 
 
@@ -317,13 +332,17 @@ def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
             module.table = torch.full((4,), 3.0)
         else:
             module.table.resize_(100_000)
-        with pytest.raises(CaptureError, match=rf"{message}.*aten.mul.Tensor called at .*test_graph_capture.py"):
+        with pytest.raises(
+            CaptureError, match=rf"{message}.*aten.mul.Tensor called at .*test_graph_capture.py"
+        ):
             graph.replay()
     graph, source, target = torch.cuda.CUDAGraph(), torch.ones(4), torch.zeros(4)
     with torch.cuda.graph(graph):
         _double(source, target)
     del source
-    with pytest.raises(CaptureError, match=r"was freed.*kernel double_floats launched at .*test_graph_capture.py"):
+    with pytest.raises(
+        CaptureError, match=r"was freed.*kernel double_floats launched at .*test_graph_capture.py"
+    ):
         graph.replay()
 
 
@@ -393,7 +412,9 @@ def _double(source: Any, target: Any) -> None:
     from megatron_hecate.device.launch import Kernels
 
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in (source, target))
-    Kernels.launch(_HostKernels(), "double_floats", *pointers, ctypes.c_uint(4), blocks=1, threads=1)
+    Kernels.launch(
+        _HostKernels(), "double_floats", *pointers, ctypes.c_uint(4), blocks=1, threads=1
+    )
 
 
 @ranks(2)

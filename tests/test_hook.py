@@ -17,7 +17,13 @@ from megatron_hecate import HecateConfig, fssdp
 def snapshot(chunks: list) -> list:
     modules = [(name, module) for chunk in chunks for name, module in chunk.named_modules()]
     return [
-        (name, id(m), type(m), sorted(k for k in vars(m) if k not in ("training",)), len(m._load_state_dict_post_hooks))
+        (
+            name,
+            id(m),
+            type(m),
+            sorted(k for k in vars(m) if k not in ("training",)),
+            len(m._load_state_dict_post_hooks),
+        )
         for name, m in modules
     ]
 
@@ -49,7 +55,9 @@ def test_converts_in_place_and_once() -> None:
 
     after = snapshot(chunks)
     assert hook(chunks) is chunks and snapshot(chunks) == after, "idempotent"
-    with pytest.raises(ValueError, match=r"runs FSSDP already, with .*slots=2.* asked for .*slots=3"):
+    with pytest.raises(
+        ValueError, match=r"runs FSSDP already, with .*slots=2.* asked for .*slots=3"
+    ):
         tiny_gpt.fssdp_hook(slots=3)(chunks)
     assert torch.is_grad_enabled()
 
@@ -130,7 +138,9 @@ def test_ranks_that_hold_as_much_share_a_table() -> None:
     import torch.distributed as dist
 
     # one dense layer, then three MoE layers: two of them on the second pipeline stage
-    case = tiny_gpt.Case(pp=2, accumulate=2, settings=(("num_layers", 4), ("moe_layer_freq", [0, 1, 1, 1])))
+    case = tiny_gpt.Case(
+        pp=2, accumulate=2, settings=(("num_layers", 4), ("moe_layer_freq", [0, 1, 1, 1]))
+    )
     tiny_gpt.initialize(case)
     said = io.StringIO()
     for slots in (2, 0):
@@ -138,7 +148,11 @@ def test_ranks_that_hold_as_much_share_a_table() -> None:
         with contextlib.redirect_stdout(said):
             tiny_gpt.fssdp_hook(slots=slots)(chunks)
     if dist.get_rank() == 0:
-        tables = [line.split(": ")[0] for line in said.getvalue().splitlines() if line.startswith("expert memory")]
+        tables = [
+            line.split(": ")[0]
+            for line in said.getvalue().splitlines()
+            if line.startswith("expert memory")
+        ]
         expected = ["expert memory of rank 0-1", "expert memory of rank 2-3"]
         assert tables == expected, "once: without slots there is nothing to tell"
 
@@ -167,12 +181,19 @@ def test_again_where_a_stage_has_no_moe_layers(observe: bool) -> None:
 
     case = tiny_gpt.Case(pp=2, settings=(("moe_layer_freq", [0, 1]),))
     tiny_gpt.initialize(case)
-    hook = fssdp(HecateConfig(observe=observe, speeds=tiny_gpt.FREE, timeout=15, record=os.environ["TEST_FOLDER"]))
+    hook = fssdp(
+        HecateConfig(
+            observe=observe, speeds=tiny_gpt.FREE, timeout=15, record=os.environ["TEST_FOLDER"]
+        )
+    )
     chunks = hook(tiny_gpt.build(case)[0])
     assert hook(chunks) is chunks
     wrapped = tiny_gpt.wrap(case, chunks, chunks[0].config)[0]
     assert hook(wrapped) is wrapped
-    assert len(tiny_gpt.moe_layers(hook(tiny_gpt.build(case)[0]))) == parallel_state.get_pipeline_model_parallel_rank()
+    assert (
+        len(tiny_gpt.moe_layers(hook(tiny_gpt.build(case)[0])))
+        == parallel_state.get_pipeline_model_parallel_rank()
+    )
 
 
 @ranks(2)
@@ -228,9 +249,15 @@ def test_the_hook_takes_a_model_or_its_chunks() -> None:
         chunks = [given] if isinstance(given, torch.nn.Module) else given
         assert all(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(chunks))
     model = tiny_gpt.build(case)[0][0]
-    for wrong, shown in ((None, "a NoneType"), ([[model]], "a list of list"), (iter([model]), "a list_iterator")):
+    for wrong, shown in (
+        (None, "a NoneType"),
+        ([[model]], "a list of list"),
+        (iter([model]), "a list_iterator"),
+    ):
         for observing in (False, True):
-            with pytest.raises(TypeError, match=f"takes a list of model chunks, or a model, got {shown}"):
+            with pytest.raises(
+                TypeError, match=f"takes a list of model chunks, or a model, got {shown}"
+            ):
                 fssdp(HecateConfig(observe=observing))(wrong)
 
 
@@ -245,7 +272,10 @@ def test_the_hook_after_ddp_is_refused() -> None:
             chunks, config = tiny_gpt.build(case)
             wrapped, _ = tiny_gpt.wrap(case, chunks, config)
             for given in (wrapped, chunks, wrapped[0]):
-                with pytest.raises(ValueError, match="DistributedDataParallel has wrapped the model already; call the"):
+                with pytest.raises(
+                    ValueError,
+                    match="DistributedDataParallel has wrapped the model already; call the",
+                ):
                     tiny_gpt.fssdp_hook(slots=slots)(given)
             assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(chunks))
         tiny_gpt.parallel_state.destroy_model_parallel()

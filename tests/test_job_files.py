@@ -61,14 +61,23 @@ def test_settings_in_nested_maps(check: Any, kind: str) -> None:
     assert status == ON and said.startswith("would switch on\n"), said
     if kind != "sections":
         assert (
-            "note: read: expert_model_parallel_size=8 (" in said and "note: not found, so Megatron's defaults" in said
+            "note: read: expert_model_parallel_size=8 (" in said
+            and "note: not found, so Megatron's defaults" in said
         )
     status, said = check(NESTED[kind] % "expert_model_parallel_size: 8, use_megatron_fsdp: true")
-    assert status == REFUSED and "--moe-fssdp with use_megatron_fsdp=True: Megatron-FSDP owns" in said
-    status, said = check(NESTED[kind] % "expert_model_parallel_size: 8, fp8_cfg: {fp8: hybrid, fp8_recipe: delayed}")
-    assert status == REFUSED and "--moe-fssdp with fp8_recipe='delayed': delayed scaling keeps" in said
+    assert (
+        status == REFUSED and "--moe-fssdp with use_megatron_fsdp=True: Megatron-FSDP owns" in said
+    )
+    status, said = check(
+        NESTED[kind] % "expert_model_parallel_size: 8, fp8_cfg: {fp8: hybrid, fp8_recipe: delayed}"
+    )
+    assert (
+        status == REFUSED and "--moe-fssdp with fp8_recipe='delayed': delayed scaling keeps" in said
+    )
     status, said = check(NESTED[kind] % "tensor_model_parallel_size: 8")
-    assert status == OPEN and "expert_model_parallel_size was not found; FSSDP needs 2 or more" in said
+    assert (
+        status == OPEN and "expert_model_parallel_size was not found; FSSDP needs 2 or more" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,7 +94,9 @@ def test_settings_in_nested_maps(check: Any, kind: str) -> None:
 )
 def test_a_file_without_megatron_is_not_judged(check: Any, text: str) -> None:
     status, said = check(text)
-    assert status == OPEN and "holds no setting of Megatron that is known here, such as" in said, said
+    assert status == OPEN and "holds no setting of Megatron that is known here, such as" in said, (
+        said
+    )
     assert "would switch on" not in said and "refused" not in said.replace("job.yaml", "")
 
 
@@ -117,9 +128,18 @@ def test_adapters_by_any_name(check: Any, text: str, status: int) -> None:
 def test_several_models_that_train(check: Any) -> None:
     text = "actor: {megatron: {expert_model_parallel_size: 8}}\ncritic: {megatron: {expert_model_parallel_size: %s}}"
     status, said = check(text % 1 + "\nuse_torch_fsdp2: false")
-    assert status == REFUSED and "on actor\n" in said and "refused critic: --moe-fssdp with expert_model" in said
+    assert (
+        status == REFUSED
+        and "on actor\n" in said
+        and "refused critic: --moe-fssdp with expert_model" in said
+    )
     assert check(text % 4)[0] == ON
-    assert check("actor: {megatron: {expert_model_parallel_size: 8}}\ncritic: {strategy: fsdp, lr: 1}")[0] == ON
+    assert (
+        check(
+            "actor: {megatron: {expert_model_parallel_size: 8}}\ncritic: {strategy: fsdp, lr: 1}"
+        )[0]
+        == ON
+    )
 
 
 @pytest.mark.parametrize(
@@ -133,13 +153,25 @@ def test_several_models_that_train(check: Any) -> None:
 def test_sizes_in_one_text(check: Any, backend: str, status: int) -> None:
     """AReaL's, for a job or for each of its engines."""
     assert check(f'allocation_mode: "{backend}"')[0] == status
-    assert check(f'rollout: {{backend: "sglang:d4"}}\nactor: {{backend: "{backend.split("+")[-1]}"}}')[0] == status
+    assert (
+        check(f'rollout: {{backend: "sglang:d4"}}\nactor: {{backend: "{backend.split("+")[-1]}"}}')[
+            0
+        ]
+        == status
+    )
 
 
 @pytest.mark.parametrize(
     "written",
     [
-        *("${EP:8}", "${EP:-8}", "${EP-8}", "${oc.env:EP,8}", "${parallel.ep}", "${oc.select:parallel.ep,1}"),
+        *(
+            "${EP:8}",
+            "${EP:-8}",
+            "${EP-8}",
+            "${oc.env:EP,8}",
+            "${parallel.ep}",
+            "${oc.select:parallel.ep,1}",
+        ),
         *("${oc.decode:${oc.env:EP,8}}", "${EP:${parallel.ep}}"),
     ],
 )
@@ -152,20 +184,28 @@ def test_variables_of_yaml(check: Any, written: str) -> None:
 
 
 def test_a_variable_without_a_value_is_asked_for(check: Any) -> None:
-    text = (
-        "MODEL_ARGS:\n  --expert-model-parallel-size: ${EP}\n  --seq-length: ${SEQ_LEN}\n  --moe-grouped-gemm: ${G}\n"
-    )
+    text = "MODEL_ARGS:\n  --expert-model-parallel-size: ${EP}\n  --seq-length: ${SEQ_LEN}\n  --moe-grouped-gemm: ${G}\n"
     status, said = check(text)
-    assert status == OPEN and "cannot be judged yet: EP decides expert_model_parallel_size: give it, as in EP=" in said
+    assert (
+        status == OPEN
+        and "cannot be judged yet: EP decides expert_model_parallel_size: give it, as in EP="
+        in said
+    )
     assert "SEQ_LEN" not in said.partition("cannot be judged")[2], "no rule reads it"
     assert "G decides" not in said, "whatever it is, it is not refused"
     status, said = check(text + "  --fp8-format: hybrid\n")
-    assert status == REFUSED and "fp8_recipe=None" in said and "note: EP decides expert_model_parallel_size" in said
+    assert (
+        status == REFUSED
+        and "fp8_recipe=None" in said
+        and "note: EP decides expert_model_parallel_size" in said
+    )
     status, said = check(text + "  --fp8-format: hybrid\n  --fp8-recipe: mxfp8\n")
     assert status == OPEN and "G decides moe_grouped_gemm" in said
     assert check(text, EP="8")[0] == ON and check(text, EP="1")[0] == REFUSED
     status, said = check("expert_model_parallel_size: ${div:8,2}\nnum_experts: 8")
-    assert status == OPEN and "div decides expert_model_parallel_size" in said, "a resolver that is not known"
+    assert status == OPEN and "div decides expert_model_parallel_size" in said, (
+        "a resolver that is not known"
+    )
 
 
 SCRIPT = """#!/bin/bash
@@ -202,18 +242,27 @@ echo $run
 def test_a_launch_script(check: Any) -> None:
     text = SCRIPT % "eval"
     status, said = check(text, "run.sh")
-    assert status == ON and "expert_model_parallel_size=8" in said and "pipeline_model_parallel_size=2" in said, said
+    assert (
+        status == ON
+        and "expert_model_parallel_size=8" in said
+        and "pipeline_model_parallel_size=2" in said
+    ), said
     assert check(text, "run.sh", PR="mxfp8")[0] == ON
     status, said = check(text, "run.sh", PR="fp8")
     assert status == REFUSED and "fp8_recipe=None" in said
     status, said = check(text, "run.sh", EP="1", PR="bf16")
     assert status == REFUSED and "expert_model_parallel_size=1" in said
     status, said = check("#!/bin/bash\npip install x\nray start --head --num-gpus 8\n", "run.sh")
-    assert status == OPEN and "holds no command with flags of Megatron, such as --expert-model-parallel-size" in said
+    assert (
+        status == OPEN
+        and "holds no command with flags of Megatron, such as --expert-model-parallel-size" in said
+    )
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the oracle is bash")
-@pytest.mark.parametrize("environment", [{}, {"EP": "4"}, {"PP": "8", "PR": "fp8"}, {"PR": "mxfp8"}])
+@pytest.mark.parametrize(
+    "environment", [{}, {"EP": "4"}, {"PP": "8", "PR": "fp8"}, {"PR": "mxfp8"}]
+)
 def test_a_launch_script_is_read_as_bash_runs_it(tmp_path: Path, environment: dict) -> None:
     script = tmp_path / "run.sh"
     stub = "torchrun() { printf '%s\\n' torchrun \"$@\"; }\n"
@@ -221,7 +270,9 @@ def test_a_launch_script_is_read_as_bash_runs_it(tmp_path: Path, environment: di
     script.write_text(stub + text)
     outside = {k: v for k, v in os.environ.items() if k not in ("EP", "PP", "PR")}
     command = ["bash", str(script)]
-    done = subprocess.run(command, env={**outside, **environment}, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(
+        command, env={**outside, **environment}, capture_output=True, text=True, timeout=20
+    )
     words = done.stdout.split("torchrun\n")[-1].splitlines()
     (read,) = LaunchScript(SCRIPT % "eval", environment).commands
     flags = [word[2:] for word in words if word.startswith("--")]
@@ -281,7 +332,9 @@ def test_command_lines(check: Any, text: str, status: int) -> None:
 )
 def test_conditions_in_one_line_are_read_as_bash_runs_them(check: Any, text: str) -> None:
     script = f"EP=8\n{text}\n%s --expert-model-parallel-size $EP $F\n"
-    said = subprocess.run(["bash", "-c", script % "echo"], capture_output=True, text=True, timeout=20).stdout
+    said = subprocess.run(
+        ["bash", "-c", script % "echo"], capture_output=True, text=True, timeout=20
+    ).stdout
     status, verdict = check(script % "python x.py", "run.sh")
     assert status == (REFUSED if "--use-megatron-fsdp" in said else ON), verdict
 
@@ -295,7 +348,10 @@ def test_conditions_in_one_line_that_nobody_knows(check: Any) -> None:
     ):
         text = f"EP=8\n{condition} F='--use-megatron-fsdp'\npython x.py --expert-model-parallel-size $EP $F\n"
         status, said = check(text, "run.sh")
-        assert status == OPEN and "decides use_megatron_fsdp: give it, as in " in said, (condition, said)
+        assert status == OPEN and "decides use_megatron_fsdp: give it, as in " in said, (
+            condition,
+            said,
+        )
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="the oracle is bash")
@@ -314,7 +370,9 @@ def test_conditions_in_one_line_that_nobody_knows(check: Any) -> None:
         "cat <<<'EP=1' >/dev/null; EP=4",
     ],
 )
-def test_arithmetic_and_here_documents_are_read_as_bash_runs_them(text: str, tmp_path: Path) -> None:
+def test_arithmetic_and_here_documents_are_read_as_bash_runs_them(
+    text: str, tmp_path: Path
+) -> None:
     script = f"GPUS=8\nTP=2\nNODES=4\n{text}\nRUN --expert-model-parallel-size $EP\n"
     done = subprocess.run(
         ["bash", "-c", script.replace("RUN", "echo")],
@@ -332,7 +390,10 @@ def test_arithmetic_and_here_documents_are_read_as_bash_runs_them(text: str, tmp
 def test_arithmetic_that_nobody_knows_asks_for_its_variables(check: Any) -> None:
     text = "python x.py --expert-model-parallel-size $((WORLD / PP)) --num-experts 64\n"
     status, said = check(text, "run.sh", PP="2")
-    assert status == OPEN and "WORLD decides expert_model_parallel_size: give it, as in WORLD=..." in said, said
+    assert (
+        status == OPEN
+        and "WORLD decides expert_model_parallel_size: give it, as in WORLD=..." in said
+    ), said
     assert check(text, "run.sh", PP="2", WORLD="16")[0] == ON
     assert check(text, "run.sh", PP="16", WORLD="16")[0] == REFUSED
     for broken in ("$((1 / 0))", "$((2 ** (", "$((a = 3))", "$((x[0] + 1))"):
@@ -343,7 +404,10 @@ def test_what_a_script_does_not_say_is_asked_for(check: Any) -> None:
     text = 'MODEL=$1\nEP=${2}\nif [ $MODEL = a ]; then\n MOE="--expert-model-parallel-size ${EP}"\nelse\n MOE=\nfi\n'
     text += "source models/qwen.sh\npython x.py $MOE ${MODEL_ARGS[@]} --num-experts 8 --fp8-format $(echo e4m3)\n"
     status, said = check(text, "run.sh")
-    assert status == OPEN and "MODEL decides expert_model_parallel_size: give it, as in MODEL=..." in said, said
+    assert (
+        status == OPEN
+        and "MODEL decides expert_model_parallel_size: give it, as in MODEL=..." in said
+    ), said
     assert "the output of a command decides fp8" in said and "may hold further flags: MODEL" in said
     assert "MODEL_ARGS" in said and "files that were not read: models/qwen.sh" in said
     status, said = check(text, "run.sh", MODEL="a")
@@ -353,9 +417,15 @@ def test_what_a_script_does_not_say_is_asked_for(check: Any) -> None:
 
 
 def test_several_commands_are_several_jobs(check: Any) -> None:
-    text = "python a.py --expert-model-parallel-size 8\npython b.py --expert-model-parallel-size 1\n"
+    text = (
+        "python a.py --expert-model-parallel-size 8\npython b.py --expert-model-parallel-size 1\n"
+    )
     status, said = check(text, "run.sh")
-    assert status == REFUSED and "on command 1\n" in said and "refused command 2: --moe-fssdp with expert_model" in said
+    assert (
+        status == REFUSED
+        and "on command 1\n" in said
+        and "refused command 2: --moe-fssdp with expert_model" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -370,18 +440,37 @@ def test_several_commands_are_several_jobs(check: Any) -> None:
 def test_command_lines_in_a_file_of_settings(check: Any, text: str) -> None:
     name = "job.json" if text.startswith("{") else "job.yaml"
     status, said = check(text, name)
-    assert status == REFUSED and "use_torch_fsdp2=True" in said and "expert_model_parallel_size=8" in said, said
+    assert (
+        status == REFUSED
+        and "use_torch_fsdp2=True" in said
+        and "expert_model_parallel_size=8" in said
+    ), said
     assert check(text.replace("--use-torch-fsdp2", "--bf16"), name)[0] == ON
 
 
 def test_files_that_go_on_elsewhere_are_named(check: Any) -> None:
     text = "defaults: [grpo_base.yaml]\npolicy: {megatron_cfg: {expert_model_parallel_size: 8}}"
     status, said = check(text)
-    assert status == ON and "further settings may stand in files that were not read: grpo_base.yaml" in said
+    assert (
+        status == ON
+        and "further settings may stand in files that were not read: grpo_base.yaml" in said
+    )
 
 
 def test_a_script_that_is_none_is_an_error_without_a_traceback(check: Any) -> None:
-    for text in ("", "x='", "((((", "if [", "a=(", "fi fi done", "python x.py --num-experts '8", "$(", "`", "${", "\\"):
+    for text in (
+        "",
+        "x='",
+        "((((",
+        "if [",
+        "a=(",
+        "fi fi done",
+        "python x.py --num-experts '8",
+        "$(",
+        "`",
+        "${",
+        "\\",
+    ):
         status, said = check(text, "run.sh")
         assert status == OPEN and "run.sh: " in said, (text, said)
 
@@ -394,7 +483,9 @@ def test_arithmetic_on_a_variable_that_names_itself(check: Any) -> None:
 
 
 def test_a_variable_that_names_itself() -> None:
-    script = LaunchScript('A=$B\nB=$A\nif [ $Q ]; then\n A="$A --x 1"\nfi\npython x.py $A --num-experts $B\n', {})
+    script = LaunchScript(
+        'A=$B\nB=$A\nif [ $Q ]; then\n A="$A --x 1"\nfi\npython x.py $A --num-experts $B\n', {}
+    )
     (command,) = script.commands
     assert isinstance(command.flags[-1].value, Unresolved)
 

@@ -23,7 +23,9 @@ SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 def _python(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=timeout
+    )
 
 
 @pytest.mark.fast
@@ -65,7 +67,9 @@ def test_a_script_that_starts_itself_again_and_builds_no_model(tmp_path: Path) -
     done = _python("-m", "megatron_hecate", *flags, str(script), "--flag", "model.x=1", timeout=120)
     launched = {"moe_fssdp": True, "moe_fssdp_slots": 3, "moe_fssdp_speeds": str(ROOT / speeds)}
     assert f"{launched} ['--flag', 'model.x=1']" in done.stdout, done.stdout + done.stderr
-    assert done.returncode == 1 and "script.py built no model by megatron.training or" in done.stderr
+    assert (
+        done.returncode == 1 and "script.py built no model by megatron.training or" in done.stderr
+    )
 
 
 @pytest.fixture(scope="module")
@@ -85,19 +89,42 @@ def _pretrain(text: Path, *arguments: str, launcher: list[str], **run: Any) -> s
 
 
 def _run(
-    text: Path, *arguments: str, launcher: list[str], script: Path = SCRIPT, settings: str = "", ranks: int = 2
+    text: Path,
+    *arguments: str,
+    launcher: list[str],
+    script: Path = SCRIPT,
+    settings: str = "",
+    ranks: int = 2,
 ) -> tuple[int, str]:
     """Exit status and log of a run on so many processes, after which none of them lives."""
     import demo
 
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        "--standalone",
+    ]
     command += [str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
     command += demo.megatron_flags()
     command += "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4".split()
-    command += ["--train-iters", "6", "--data-path", str(text), "--data-cache-path", f"{text}-cache"]
+    command += [
+        "--train-iters",
+        "6",
+        "--data-path",
+        str(text),
+        "--data-cache-path",
+        f"{text}-cache",
+    ]
     command += [*settings.split(), *arguments]
     path = os.pathsep.join(map(str, [ROOT, ROOT / "examples", ROOT / "tests"]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": path,
+    }
     with subprocess.Popen(
         command,
         cwd=ROOT,
@@ -137,7 +164,9 @@ def test_flags_hook_and_launcher_train_the_stock_model(text: Path) -> None:
         "flags before the script and among Megatron's": _pretrain(
             text, *speeds, launcher=["-m", "megatron_hecate", *flags]
         ),
-        "one line": _pretrain(text, *flags, *speeds, launcher=[], script=ROOT / "tests" / "enabled_pretrain.py"),
+        "one line": _pretrain(
+            text, *flags, *speeds, launcher=[], script=ROOT / "tests" / "enabled_pretrain.py"
+        ),
     }.items():
         assert _losses(log) == pytest.approx(stock, rel=1e-5), how
         assert log.count("FSSDP on: 4 MoE layers, 16 experts over 2 ranks, 3 slots") == 1, how
@@ -180,14 +209,31 @@ def test_the_hook_by_itself_prints_a_list_once(tmp_path: Path) -> None:
     """In a script that neither our launcher nor `enable` is in; so it is with flags that are out of range."""
     (script := tmp_path / "hooked.py").write_text(HOOKED)
     path = os.pathsep.join(map(str, [ROOT, ROOT / "examples", ROOT / "tests"]))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": path,
+    }
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     for rest, problem in {
         (str(script),): "--moe-fssdp with moe_single_grouped_weight=True",
-        ("-m", "megatron_hecate", "--moe-fssdp-slots", "-1", "--moe-fssdp", str(script)): "slots=-1 must be",
+        (
+            "-m",
+            "megatron_hecate",
+            "--moe-fssdp-slots",
+            "-1",
+            "--moe-fssdp",
+            str(script),
+        ): "slots=-1 must be",
     }.items():
         done = subprocess.run(
-            [*command, *rest], env=environment, text=True, capture_output=True, timeout=120, cwd=tmp_path
+            [*command, *rest],
+            env=environment,
+            text=True,
+            capture_output=True,
+            timeout=120,
+            cwd=tmp_path,
         )
         log = done.stdout + done.stderr
         assert done.returncode != 0 and log.count(problem) == 1, log
@@ -208,10 +254,16 @@ def test_a_rank_that_dies_leaves_nothing_behind(text: Path, tmp_path: Path) -> N
         script=ROOT / "tests" / "dying_pretrain.py",
     )
     assert code != 0 and time.monotonic() - start < 110, log[-3000:]
-    assert "FSSDP on" in log and "rank      : 1" in log, log[-3000:]  # the launcher names the rank that died first
+    assert "FSSDP on" in log and "rank      : 1" in log, log[
+        -3000:
+    ]  # the launcher names the rank that died first
     import psutil
 
-    alive = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if str(save) in (p.info["cmdline"] or [])]
+    alive = [
+        p.info["cmdline"]
+        for p in psutil.process_iter(["cmdline"])
+        if str(save) in (p.info["cmdline"] or [])
+    ]
     assert not alive, alive
     left = set(shm.iterdir()) - before if shm.exists() else set()
     assert not [p for p in left if "torch" in p.name or "hecate" in p.name], left

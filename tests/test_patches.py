@@ -19,12 +19,22 @@ from ranks import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
 PATCHES = ROOT / "patches"
-SITE = Path(importlib.util.find_spec("megatron.core").origin).parents[2]  # the folder that has megatron/
+SITE = Path(importlib.util.find_spec("megatron.core").origin).parents[
+    2
+]  # the folder that has megatron/
 FOR_WHEEL = sorted((PATCHES / "core_v0.19.0").glob("*.patch"))
 
 
 def _patch(patch: Path, folder: Path, *options: str) -> str:
-    command = ["patch", "-p1", "--forward", "--batch", f"--directory={folder}", f"--input={patch}", *options]
+    command = [
+        "patch",
+        "-p1",
+        "--forward",
+        "--batch",
+        f"--directory={folder}",
+        f"--input={patch}",
+        *options,
+    ]
     done = subprocess.run(command, text=True, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -51,7 +61,9 @@ def test_main_has_the_same_patches_with_the_same_reasons() -> None:
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a copy of the installed Megatron that has all patches."""
     folder = tmp_path_factory.mktemp("patched")
-    shutil.copytree(SITE / "megatron", folder / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        SITE / "megatron", folder / "megatron", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for patch in FOR_WHEEL:
         _patch(patch, folder)
     return folder
@@ -69,7 +81,11 @@ def _mtp_gradients(folder: Path | None) -> None:
     import tiny_gpt
 
     assert folder is None or Path(megatron.core.__file__).is_relative_to(folder)
-    repeated = (("mtp_num_layers", 2), ("mtp_use_repeated_layer", True), ("mtp_loss_scaling_factor", 1.0))
+    repeated = (
+        ("mtp_num_layers", 2),
+        ("mtp_use_repeated_layer", True),
+        ("mtp_loss_scaling_factor", 1.0),
+    )
     case = tiny_gpt.Case(ep=1, grouped=True, settings=repeated)
     tiny_gpt.initialize(case)
 
@@ -81,8 +97,12 @@ def _mtp_gradients(folder: Path | None) -> None:
     plain, fused = tiny_gpt.train(case, steps=1), tiny_gpt.train(case, steps=1, hook=fuse)
     assert plain.losses == fused.losses
     largest = max(float(g.abs().max()) for g in plain.grads.values())
-    differ = {n for n in plain.grads if (plain.grads[n] - fused.grads[n]).abs().max() > 1e-5 * largest}
-    experts_of_mtp = {n for n, grad in plain.grads.items() if ".mtp." in n and ".experts." in n and grad.any()}
+    differ = {
+        n for n in plain.grads if (plain.grads[n] - fused.grads[n]).abs().max() > 1e-5 * largest
+    }
+    experts_of_mtp = {
+        n for n, grad in plain.grads.items() if ".mtp." in n and ".experts." in n and grad.any()
+    }
     assert experts_of_mtp and differ == (set() if folder else experts_of_mtp), differ
 
 
@@ -145,16 +165,30 @@ def test_a_plugin_needs_neither_launcher_nor_wraps(patched: Path, tmp_path: Path
     (site / "hecate_plugin.py").write_text(PLUGIN)
     (site / "with_provider.py").write_text(WITH_PROVIDER)
     text = tmp_path / "text"
-    subprocess.run([sys.executable, ROOT / "examples/prepare_bytes.py", ROOT / "megatron_hecate", text], check=True)
-    words = (
-        "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 6".split()
+    subprocess.run(
+        [sys.executable, ROOT / "examples/prepare_bytes.py", ROOT / "megatron_hecate", text],
+        check=True,
     )
-    words = [*demo.megatron_flags(), *words, "--data-path", str(text), "--data-cache-path", str(tmp_path / "cache")]
+    words = "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 6".split()
+    words = [
+        *demo.megatron_flags(),
+        *words,
+        "--data-path",
+        str(text),
+        "--data-cache-path",
+        str(tmp_path / "cache"),
+    ]
     fssdp = ["--moe-fssdp", "--moe-fssdp-speeds", str(ROOT / "tests" / "free_copies.json")]
 
     def losses(script: Path, *more: str, before: tuple[Path, ...] = (site, patched)) -> list[float]:
         path = os.pathsep.join(map(str, (*before, ROOT, ROOT / "examples")))
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+        ]
         command += [str(ROOT / "examples/run_on_cpu.py"), str(script), *words, *more]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=200)

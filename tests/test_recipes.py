@@ -77,21 +77,31 @@ def test_megatron_itself_makes_settings_with_the_same_verdict(bench: Any) -> Non
     module = _module("resolve_recipes")
     for recipe in RECIPES:
         fields = module.resolved(recipe)
-        assert bench.refused({**recipe, **fields}).keys() == bench.refused(recipe).keys(), (recipe["name"], fields)
+        assert bench.refused({**recipe, **fields}).keys() == bench.refused(recipe).keys(), (
+            recipe["name"],
+            fields,
+        )
         if megatron.core.__version__.startswith("0.20"):
-            assert fields == RESOLVED.get(recipe["name"], {}), f"bench/resolve_recipes.py says so of {recipe['name']}"
+            assert fields == RESOLVED.get(recipe["name"], {}), (
+                f"bench/resolve_recipes.py says so of {recipe['name']}"
+            )
 
 
 def test_only_the_op_fuser_has_leave_for_grouped_tensors(bench: Any) -> None:
     job = dict(expert_model_parallel_size=8, moe_use_grouped_tensor=True)
     (line,) = bench.refused(job).values()
-    assert "with moe_use_grouped_tensor=True: " in line and "set model.moe_use_grouped_tensor=false" in line
+    assert (
+        "with moe_use_grouped_tensor=True: " in line
+        and "set model.moe_use_grouped_tensor=false" in line
+    )
     assert not bench.refused({**job, "use_transformer_engine_op_fuser": True})
     one_weight = dict(use_transformer_engine_op_fuser=True, moe_single_grouped_weight=True)
     assert bench.refused({**job, **one_weight}).keys() == {"moe_single_grouped_weight"}
 
 
-def test_the_overrides_that_are_named_switch_it_on(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_overrides_that_are_named_switch_it_on(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And Megatron's own rules still accept the settings."""
     from megatron.core.transformer import transformer_config
 
@@ -101,7 +111,9 @@ def test_the_overrides_that_are_named_switch_it_on(bench: Any, monkeypatch: pyte
         for line in bench.refused(recipe).values():
             overrides = re.findall(r"(?:set|and) \w+\.(\w+)=(\S+)", line)
             assert overrides, line
-            changed |= {name: value if value == "none" else json.loads(value) for name, value in overrides}
+            changed |= {
+                name: value if value == "none" else json.loads(value) for name, value in overrides
+            }
         assert not bench.refused(changed), recipe["name"]
         if recipe != changed:
             _configure(transformer_config.TransformerConfig, recipe, changed)
@@ -111,9 +123,21 @@ def _configure(config_class: type, recipe: dict[str, Any], changed: dict[str, An
     """A ``TransformerConfig`` takes these settings, or did not take those before the overrides either."""
 
     def build(settings: dict[str, Any]) -> None:
-        known = {k: v for k, v in settings.items() if k in config_class.__dataclass_fields__ and k != "quant_recipe"}
-        size = dict(num_layers=8, hidden_size=64, num_attention_heads=4, num_moe_experts=128, moe_ffn_hidden_size=64)
-        config_class(**{**size, "moe_grouped_gemm": True, "add_bias_linear": False, "bf16": True, **known})
+        known = {
+            k: v
+            for k, v in settings.items()
+            if k in config_class.__dataclass_fields__ and k != "quant_recipe"
+        }
+        size = dict(
+            num_layers=8,
+            hidden_size=64,
+            num_attention_heads=4,
+            num_moe_experts=128,
+            moe_ffn_hidden_size=64,
+        )
+        config_class(
+            **{**size, "moe_grouped_gemm": True, "add_bias_linear": False, "bf16": True, **known}
+        )
 
     try:
         build(recipe)

@@ -88,19 +88,30 @@ def _imports(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_point_one_way(path: Path) -> None:
-    module = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").rstrip(".")
+    module = (
+        ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        .removesuffix("__init__")
+        .rstrip(".")
+    )
     room = _room(module)
     for name in _imports(path):
         top, _, rest = name.partition(".")
         if top == "megatron_hecate":
             other = _room(rest) if _room(rest) in FLOOR else ""
-            inside = other == room or (room, rest) == ("", "convert")  # which is lazy: it imports Megatron
+            inside = other == room or (room, rest) == (
+                "",
+                "convert",
+            )  # which is lazy: it imports Megatron
             assert inside or FLOOR[other] < FLOOR[room], f"{module} must not import {name}"
         elif top == "megatron":
             assert {room, module} & WITH_MEGATRON, f"{module} must not import {name}"
         elif room == "plan":
-            allowed = OF_PLAN | (OF_COMPILED if module in ("plan.compiled", "plan.machine_code") else set())
-            assert top in allowed and not name.startswith("torch.distributed"), f"plan imports {name}"
+            allowed = OF_PLAN | (
+                OF_COMPILED if module in ("plan.compiled", "plan.machine_code") else set()
+            )
+            assert top in allowed and not name.startswith("torch.distributed"), (
+                f"plan imports {name}"
+            )
 
 
 def test_sizes_stay_within_their_budgets(capsys: pytest.CaptureFixture) -> None:

@@ -34,7 +34,9 @@ def test_jobs_take_turns_until_one_has_ended(tmp_path: Path) -> None:
     for name, turn in zip(steps, Turns.begin(tmp_path / "turns", *steps), strict=True):
         command = [sys.executable, "-c", JOB, str(EXAMPLES), str(log), str(steps[name])]
         running.append(
-            subprocess.Popen(command, env={"NAME": name, VARIABLE: turn, "PATH": "", "OMP_NUM_THREADS": "1"})
+            subprocess.Popen(
+                command, env={"NAME": name, VARIABLE: turn, "PATH": "", "OMP_NUM_THREADS": "1"}
+            )
         )
     try:
         assert [process.wait(timeout=60) for process in running] == [0, 0]
@@ -43,7 +45,13 @@ def test_jobs_take_turns_until_one_has_ended(tmp_path: Path) -> None:
             process.kill()
     first = [f"first {step}" for step in range(steps["first"])]
     second = [f"second {step}" for step in range(steps["second"])]
-    expected = [*first[:STEPS], *second[:STEPS], *first[STEPS : 2 * STEPS], *second[STEPS:], *first[2 * STEPS :]]
+    expected = [
+        *first[:STEPS],
+        *second[:STEPS],
+        *first[STEPS : 2 * STEPS],
+        *second[STEPS:],
+        *first[2 * STEPS :],
+    ]
     assert log.read_text().splitlines() == expected
 
 

@@ -10,7 +10,9 @@ from packaging.requirements import Requirement
 
 pytestmark = pytest.mark.fast
 
-PROJECT = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())[
+    "project"
+]
 
 
 def _takes(requirement: str, version: str) -> bool:
@@ -18,7 +20,9 @@ def _takes(requirement: str, version: str) -> bool:
     return Requirement(requirement).specifier.contains(version, prereleases=True)
 
 
-@pytest.mark.parametrize("version", ["2.11.0a0+eb65b36914.nv26.02", "2.11.0", "2.12.0a0+0123", "2.13.0+cpu"])
+@pytest.mark.parametrize(
+    "version", ["2.11.0a0+eb65b36914.nv26.02", "2.11.0", "2.12.0a0+0123", "2.13.0+cpu"]
+)
 def test_torch_of_containers(version: str) -> None:
     (torch,) = [name for name in PROJECT["dependencies"] if name.startswith("torch")]
     assert _takes(torch, version)
@@ -28,7 +32,9 @@ def test_torch_of_containers(version: str) -> None:
 def test_other_packages_before_their_release() -> None:
     for requirement in PROJECT["dependencies"]:
         if not requirement.startswith("torch"):
-            assert not Requirement(requirement).specifier, f"{requirement}: add the container's version here"
+            assert not Requirement(requirement).specifier, (
+                f"{requirement}: add the container's version here"
+            )
     (megatron,) = PROJECT["optional-dependencies"]["megatron"]
     for version in ("0.16.1", "0.18.0.dev0", "0.20.0rc0", "0.20.0rc0+d98e8a64"):
         assert _takes(megatron, version)

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GEMMS: list[tuple[str, int, bool]] = []  # layout, number of products and accumulate of every grouped GEMM so far
+GEMMS: list[
+    tuple[str, int, bool]
+] = []  # layout, number of products and accumulate of every grouped GEMM so far
 
 
 _TYPES = {
@@ -23,7 +25,11 @@ _TYPES = {
     "kFloat8E4M3": 7, "kFloat8E5M2": 8, "kFloat4E2M1": 10,
 }  # fmt: skip
 DType = enum.IntEnum("DType", _TYPES)  # as TE numbers them, and compares with its own
-TORCH = {DType.kFloat32: torch.float32, DType.kFloat16: torch.float16, DType.kBFloat16: torch.bfloat16}
+TORCH = {
+    DType.kFloat32: torch.float32,
+    DType.kFloat16: torch.float16,
+    DType.kBFloat16: torch.bfloat16,
+}
 
 # TE compares its own copies of these with the compiled ones
 FP8FwdTensors = enum.IntEnum(
@@ -40,7 +46,9 @@ FusedAttnBackend = enum.IntEnum(
     "NVTE_Fused_Attn_Backend",
     {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2},
 )
-FusedAttnBackend.NVTE_F16_max512_seqlen = 0  # older TransformerEngines name it; newer ones check that it is no member
+FusedAttnBackend.NVTE_F16_max512_seqlen = (
+    0  # older TransformerEngines name it; newer ones check that it is no member
+)
 
 
 class _Missing(type):
@@ -92,7 +100,9 @@ def operand(tensor: Any, *, columnwise: bool) -> Tensor:
     if isinstance(tensor, Tensor) and type(tensor) in (Tensor, torch.nn.Parameter):
         return tensor.detach()
     if quantized_operand is None:
-        raise NotImplementedError(f"tests/tex_on_cpu.py multiplies plain tensors, and this is a {type(tensor)}")
+        raise NotImplementedError(
+            f"tests/tex_on_cpu.py multiplies plain tensors, and this is a {type(tensor)}"
+        )
     return quantized_operand(tensor, columnwise=columnwise)
 
 
@@ -150,7 +160,9 @@ def generic_gemm(
 ) -> tuple[Tensor, Tensor | None, None, None]:  # fmt: skip
     """One product; ``bias`` as in `te_general_grouped_gemm`."""
     if gelu or quantizer is not None or options.get("comm_overlap") is not None:
-        raise NotImplementedError(f"tests/tex_on_cpu.py: generic_gemm with {gelu=}, {quantizer=}, {options}")
+        raise NotImplementedError(
+            f"tests/tex_on_cpu.py: generic_gemm with {gelu=}, {quantizer=}, {options}"
+        )
     value = product(a, transa, b, transb)
     bias_grad = None
     if bias is not None and not grad:
@@ -165,26 +177,36 @@ def generic_gemm(
     return out, bias_grad, None, None
 
 
-def fused_multi_row_padding(rows: Tensor, out: Tensor, splits: Sequence[int], padded: Sequence[int]) -> None:
+def fused_multi_row_padding(
+    rows: Tensor, out: Tensor, splits: Sequence[int], padded: Sequence[int]
+) -> None:
     """Copy each split of ``rows`` [sum(splits), width] to the start of its longer one in ``out``, and zeros after."""
     for part, place in zip(rows.split(list(splits)), out.split(list(padded)), strict=True):
         place[: len(part)] = part
         place[len(part) :] = 0
 
 
-def fused_multi_row_unpadding(rows: Tensor, out: Tensor, padded: Sequence[int], splits: Sequence[int]) -> None:
+def fused_multi_row_unpadding(
+    rows: Tensor, out: Tensor, padded: Sequence[int], splits: Sequence[int]
+) -> None:
     """The way back: padding is left out."""
     for part, place in zip(rows.split(list(padded)), out.split(list(splits)), strict=True):
         place.copy_(part[: len(place)])
 
 
-def multi_tensor_l2norm(chunk: int, noop: Tensor, lists: list[list[Tensor]], per_tensor: bool) -> tuple:
+def multi_tensor_l2norm(
+    chunk: int, noop: Tensor, lists: list[list[Tensor]], per_tensor: bool
+) -> tuple:
     """The norm of all of ``lists[0]``, and of each of them."""
     norms = [t.detach().float().norm() for t in lists[0]]
-    return torch.stack(norms).norm().reshape(1), torch.stack(norms) if per_tensor else torch.empty(0)
+    return torch.stack(norms).norm().reshape(1), torch.stack(norms) if per_tensor else torch.empty(
+        0
+    )
 
 
-def multi_tensor_scale(chunk: int, noop: Tensor, lists: list[list[Tensor]], scale: float | Tensor) -> None:
+def multi_tensor_scale(
+    chunk: int, noop: Tensor, lists: list[list[Tensor]], scale: float | Tensor
+) -> None:
     """``lists[1]`` becomes ``lists[0]`` times ``scale``."""
     for source, target in zip(*lists, strict=True):
         target.copy_(source * scale)
@@ -203,7 +225,9 @@ FUNCTIONS: dict[str, Any] = {
     "multi_tensor_scale": multi_tensor_scale,
     "multi_tensor_scale_tensor": multi_tensor_scale,  # by a tensor that stays on the GPU
     "get_num_cublas_streams": lambda: 1,
-    "get_cublasLt_version": lambda: 130200,  # too old for TE's grouped tensors, whose kernels are not here
+    "get_cublasLt_version": lambda: (
+        130200
+    ),  # too old for TE's grouped tensors, whose kernels are not here
     "get_cudnn_version": lambda: 91200,
     "get_stream_priority_range": lambda *_: (0, 0),
 }

@@ -51,7 +51,9 @@ if not ON_GPU:
     megatron_on_cpu.after_import()
 
 VOCAB = 64
-FREE = str(Path(__file__).with_name("free_copies.json"))  # speeds at which even a tiny model's copies pay
+FREE = str(
+    Path(__file__).with_name("free_copies.json")
+)  # speeds at which even a tiny model's copies pay
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,9 @@ class Case:
     cp: int = 1
     accumulate: int = 1  # microbatches per step
     distributed_optimizer: bool = False
-    overlap: bool = False  # gradient reduction and, with the distributed optimizer, parameter gathering
+    overlap: bool = (
+        False  # gradient reduction and, with the distributed optimizer, parameter gathering
+    )
     bucket_size: int = 4000  # elements of a bucket, with overlap
     bf16: bool = False
     fp16: bool = False
@@ -75,7 +79,9 @@ class Case:
     micro_batch: int = 2  # sequences
     skew: float = 1.5  # added to the router's logits of the first experts: see `_skew`
     one_expert: bool = False  # every token goes to expert 0
-    grouped: bool = False  # experts are a TEGroupedMLP, over TransformerEngine: call te_on_cpu.install() first
+    grouped: bool = (
+        False  # experts are a TEGroupedMLP, over TransformerEngine: call te_on_cpu.install() first
+    )
     grad_reduce_in_fp32: bool = True
     ddp: tuple[tuple[str, Any], ...] = ()  # further fields of DistributedDataParallelConfig
     settings: tuple[tuple[str, Any], ...] = ()  # further fields of TransformerConfig
@@ -176,7 +182,10 @@ def transformer_config(case: Case) -> TransformerConfig:
         fields.update(moe_router_pre_softmax=True)
     fields.update(case.settings)
     # Megatron allows the combined schedule in bf16 only; fp32 takes it too, and tells right from nearly right
-    combined = {name: fields.pop(name, False) for name in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")}
+    combined = {
+        name: fields.pop(name, False)
+        for name in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
+    }
     config = TransformerConfig(**fields)
     for name, value in combined.items():
         setattr(config, name, value)
@@ -194,7 +203,9 @@ def build(
     for stage in range(case.vpp or 1):
         where = {"vp_stage": stage} if case.vpp else {}
         with _grouped_experts(case.grouped and not ON_GPU):
-            spec = get_gpt_decoder_block_spec(config, use_transformer_engine=ON_GPU, normalization="RMSNorm", **where)
+            spec = get_gpt_decoder_block_spec(
+                config, use_transformer_engine=ON_GPU, normalization="RMSNorm", **where
+            )
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, **where)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, **where)
         spec = spec if ON_GPU else for_cpu(spec)
@@ -230,7 +241,9 @@ def _grouped_experts(wanted: bool) -> Iterator[None]:
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.backends import LocalSpecProvider
 
-    with mock.patch.object(LocalSpecProvider, "grouped_mlp_modules", TESpecProvider.grouped_mlp_modules):
+    with mock.patch.object(
+        LocalSpecProvider, "grouped_mlp_modules", TESpecProvider.grouped_mlp_modules
+    ):
         yield
 
 
@@ -238,7 +251,9 @@ def install_fused_wgrad() -> None:
     """Gradient-accumulation fusion without apex; Megatron looked for it when it was imported."""
     module = use_plain_wgrad()
     tensor_parallel.layers._grad_accum_fusion_available = True
-    tensor_parallel.layers.fused_weight_gradient_mlp_cuda = utils.fused_weight_gradient_mlp_cuda = module
+    tensor_parallel.layers.fused_weight_gradient_mlp_cuda = utils.fused_weight_gradient_mlp_cuda = (
+        module
+    )
 
 
 def fssdp_hook(**settings: Any) -> Callable[[list], list]:
@@ -280,7 +295,9 @@ def counting_hook(hook: Callable[[list], list], computed: torch.Tensor) -> Calla
     """``hook``, which also has ``computed`` [1] count the tokens that replicas of this rank compute in training."""
 
     def count(experts: Any, forward: Callable) -> Callable:
-        def forward_and_count(tokens: torch.Tensor, counts: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        def forward_and_count(
+            tokens: torch.Tensor, counts: torch.Tensor, *args: Any, **kwargs: Any
+        ) -> Any:
             if experts.training and experts.replicas is not None:
                 computed.add_(int(counts.reshape(-1)[experts.num_local_experts :].sum()))
             return forward(tokens, counts, *args, **kwargs)
@@ -311,7 +328,10 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
         check_for_nan_in_grad=case.dtype is torch.float32,
         **dict(case.ddp),
     )
-    chunks = [DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0) for i, c in enumerate(chunks)]
+    chunks = [
+        DistributedDataParallel(config, ddp_config, c, disable_bucketing=i > 0)
+        for i, c in enumerate(chunks)
+    ]
     for chunk in chunks:
         chunk.broadcast_params()
     if case.overlap:
@@ -332,7 +352,9 @@ def wrap(case: Case, chunks: list, config: TransformerConfig) -> tuple[list, Any
         use_distributed_optimizer=case.distributed_optimizer,
         overlap_param_gather=case.overlap and case.distributed_optimizer,
     )
-    optimizer = get_megatron_optimizer(OptimizerConfig(**{**fields, **dict(case.optimizer)}), chunks)
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(**{**fields, **dict(case.optimizer)}), chunks
+    )
     config.grad_scale_func = optimizer.scale_loss
     return chunks, optimizer
 
@@ -346,12 +368,16 @@ def batch(case: Case, step: int, index: int) -> torch.Tensor:
     text = [tokens]
     for _ in range(case.seq):
         noise = torch.rand(shape, generator=generator) < 0.1
-        tokens = torch.where(noise, torch.randint(VOCAB, shape, generator=generator), (5 * tokens + 7) % VOCAB)
+        tokens = torch.where(
+            noise, torch.randint(VOCAB, shape, generator=generator), (5 * tokens + 7) % VOCAB
+        )
         text.append(tokens)
     return torch.cat(text, dim=1).cuda()
 
 
-def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False, *, case: Case) -> tuple[Any, Callable]:
+def forward_step(
+    iterator: Any, model: Any, return_schedule_plan: bool = False, *, case: Case
+) -> tuple[Any, Callable]:
     data = next(iterator)
     tokens, labels = data[:, :-1].contiguous(), data[:, 1:].contiguous()
     positions = torch.arange(case.seq, device="cuda").expand(case.micro_batch, -1)
@@ -368,12 +394,19 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False, 
         mask = torch.ones(1, 1, case.seq, case.seq, dtype=torch.bool, device="cuda").triu(1)
 
     def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        loss, count = output.float().sum(), torch.tensor(output.numel(), dtype=torch.int, device="cuda")
+        loss, count = (
+            output.float().sum(),
+            torch.tensor(output.numel(), dtype=torch.int, device="cuda"),
+        )
         report = torch.stack([loss.detach(), count.float()])
-        dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        dist.all_reduce(
+            report, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
         return loss, count, {"lm loss": report}
 
-    if return_schedule_plan:  # overlap_moe_expert_parallel_comm: the schedule runs the layers' parts itself
+    if (
+        return_schedule_plan
+    ):  # overlap_moe_expert_parallel_comm: the schedule runs the layers' parts itself
         while not hasattr(model, "build_schedule_plan"):
             model = model.module
         return model.build_schedule_plan(tokens, positions, mask, labels=labels), loss_func
@@ -381,7 +414,9 @@ def forward_step(iterator: Any, model: Any, return_schedule_plan: bool = False, 
     return model(tokens, positions, mask, labels=labels, loss_mask=loss_mask), loss_func
 
 
-def run(case: Case, chunks: list, step: int, *, num_microbatches: int, forward_only: bool = False) -> float:
+def run(
+    case: Case, chunks: list, step: int, *, num_microbatches: int, forward_only: bool = False
+) -> float:
     """One pass of Megatron's schedule; the mean loss, on every rank."""
     iterators = [iter([batch(case, step, i) for i in range(num_microbatches)]) for _ in chunks]
     reports = get_forward_backward_func()(
@@ -454,7 +489,9 @@ def evaluating(chunks: list) -> Iterator[None]:
 def before_transfers(chunks: list, act: Callable[[str, TransferPlan, list, str], None]) -> list:
     """Have ``act(what, plan, slots, label)`` called before a converted model begins a transfer: ``what`` is "fetch" or
     "return", ``slots`` are the chunks of this rank's replicas."""
-    for transport in {id(layer.fssdp.transport): layer.fssdp.transport for layer in moe_layers(chunks)}.values():
+    for transport in {
+        id(layer.fssdp.transport): layer.fssdp.transport for layer in moe_layers(chunks)
+    }.values():
         fetch, return_gradients = transport.fetch, transport.return_gradients
 
         def act_and_fetch(
@@ -464,7 +501,12 @@ def before_transfers(chunks: list, act: Callable[[str, TransferPlan, list, str],
             return fetch(plan, homes, slots, **settings)
 
         def act_and_return(
-            plan: TransferPlan, slots: list, homes: Any, *, back: Callable = return_gradients, **settings: Any
+            plan: TransferPlan,
+            slots: list,
+            homes: Any,
+            *,
+            back: Callable = return_gradients,
+            **settings: Any,
         ) -> Transfer:
             act("return", plan, slots, settings["label"])
             return back(plan, slots, homes, **settings)
@@ -474,7 +516,9 @@ def before_transfers(chunks: list, act: Callable[[str, TransferPlan, list, str],
 
 
 SAME = {"loss": 0.0, "grad": 0.0, "param": 0.0}
-BF16_TOLERANCE = 1e-2  # activations are rounded to 8 bits, and GEMMs over fewer tokens may round differently
+BF16_TOLERANCE = (
+    1e-2  # activations are rounded to 8 bits, and GEMMs over fewer tokens may round differently
+)
 
 
 def difference(a: Trained, b: Trained) -> dict[str, float]:
@@ -484,12 +528,17 @@ def difference(a: Trained, b: Trained) -> dict[str, float]:
     assert largest > 0
     return {
         "loss": max(abs(x - y) / abs(x) for x, y in zip(a.losses, b.losses, strict=True)),
-        "grad": max(float((a.grads[n].double() - b.grads[n].double()).abs().max()) for n in a.grads) / largest,
-        "param": max(float((a.params[n].double() - b.params[n].double()).abs().max()) for n in a.params),
+        "grad": max(float((a.grads[n].double() - b.grads[n].double()).abs().max()) for n in a.grads)
+        / largest,
+        "param": max(
+            float((a.params[n].double() - b.params[n].double()).abs().max()) for n in a.params
+        ),
     }
 
 
-def assert_trained_alike(stock: Trained, ours: Trained, what: str = "", *, tolerance: float = 1e-5) -> dict[str, float]:
+def assert_trained_alike(
+    stock: Trained, ours: Trained, what: str = "", *, tolerance: float = 1e-5
+) -> dict[str, float]:
     """``ours`` had replicas, and differs from ``stock`` by summation order at most."""
     assert ours.replicas > 0, f"{what}: no replica was placed, so nothing was tested"
     worst = difference(stock, ours)
@@ -498,4 +547,6 @@ def assert_trained_alike(stock: Trained, ours: Trained, what: str = "", *, toler
 
 
 def _named(chunks: list) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(f"{i}.{name}", p) for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()]
+    return [
+        (f"{i}.{name}", p) for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()
+    ]

@@ -52,7 +52,9 @@ def install(pattern: str, prediction: str = "") -> None:
             pre_mlp_layernorm=parts.pre_mlp_layernorm, mlp=parts.mlp, mlp_bda=parts.mlp_bda
         )
         mamba = MambaLayerSubmodules(
-            norm=parts.input_layernorm, mixer=ModuleSpec(_RunningMean), mamba_bda=get_bias_dropout_add
+            norm=parts.input_layernorm,
+            mixer=ModuleSpec(_RunningMean),
+            mamba_bda=get_bias_dropout_add,
         )
         submodules = hybrid_block.HybridStackSubmodules(
             attention_layer=ModuleSpec(TransformerLayer, submodules=attention),

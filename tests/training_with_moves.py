@@ -51,7 +51,9 @@ def compare(
         return tiny_gpt.train(case, steps=STEPS, hook=lambda chunks: (hook or prepare)(chunks))
 
     def moved(**asked: Any) -> Any:
-        hook = test_rehoming.rehoming_hook(**({} if orders is None else {"orders": orders}), rehome=LOOKS, **asked)
+        hook = test_rehoming.rehoming_hook(
+            **({} if orders is None else {"orders": orders}), rehome=LOOKS, **asked
+        )
         trained = train(lambda chunks: hook(prepare(chunks)))
         restore(trained, may_be_back=may_be_back)
         return trained
@@ -76,7 +78,9 @@ def compare(
     worst = tiny_gpt.difference(stock, ours)
     assert worst["loss"] <= tolerance and worst["param"] <= tolerance, worst
     for name, values in optimizer_values(ours.optimizer).items():
-        torch.testing.assert_close(values, before[name], rtol=max(1e-3, tolerance), atol=tolerance, msg=name)
+        torch.testing.assert_close(
+            values, before[name], rtol=max(1e-3, tolerance), atol=tolerance, msg=name
+        )
     if repeat:
         again = moved(**settings)
         assert tiny_gpt.difference(ours, again) == tiny_gpt.SAME, "two runs differ"
@@ -87,7 +91,10 @@ def params(cases: Mapping[str, tuple], num_ranks: int, quick: str = "") -> list:
     ones are slow."""
     found = [name for name, (size, *_) in cases.items() if size == num_ranks]
     assert set(quick.split()) <= set(found)
-    return [pytest.param(name, marks=[] if name in quick.split() else pytest.mark.slow) for name in found]
+    return [
+        pytest.param(name, marks=[] if name in quick.split() else pytest.mark.slow)
+        for name in found
+    ]
 
 
 def restore(trained: Any, *, may_be_back: bool = False) -> None:
@@ -115,8 +122,12 @@ def optimizer_values(optimizer: Any) -> dict[str, Tensor]:
             found[f"{i}.{j}"] = p.detach().clone()
             for name, value in inner.state.get(p, {}).items():
                 if isinstance(value, Tensor):
-                    is_remainder = value.dtype is torch.int16  # of the main parameter, below the parameter's own bits
-                    found[f"{i}.{j}.{name}"] = join(p, value) if is_remainder else value.detach().clone()
+                    is_remainder = (
+                        value.dtype is torch.int16
+                    )  # of the main parameter, below the parameter's own bits
+                    found[f"{i}.{j}.{name}"] = (
+                        join(p, value) if is_remainder else value.detach().clone()
+                    )
     return found
 
 

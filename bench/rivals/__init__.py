@@ -28,5 +28,7 @@ def find_planners() -> dict[str, type[Planner]]:
     for module in pkgutil.iter_modules(__path__, prefix="rivals."):
         for value in vars(importlib.import_module(module.name)).values():
             if isinstance(value, type) and issubclass(value, Planner) and "name" in vars(value):
-                assert found.setdefault(value.name, value) is value, f"two planners are named {value.name}"
+                assert found.setdefault(value.name, value) is value, (
+                    f"two planners are named {value.name}"
+                )
     return dict(sorted(found.items()))

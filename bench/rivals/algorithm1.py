@@ -36,17 +36,23 @@ class Algorithm1(Planner):
         free = np.full(homes.num_ranks, self.setting.slots)
         copies = _share_slots(forecast, candidates, total=int(free.sum()), most=homes.num_ranks - 1)
         return homes.with_replicas(
-            _spread(forecast, copies, placement=homes, world=self.setting.world, free=free, load=load)
+            _spread(
+                forecast, copies, placement=homes, world=self.setting.world, free=free, load=load
+            )
         )
 
     def split(self, load: np.ndarray, placement: Placement) -> Quotas:
         return even_split(load, placement, self.setting.world, nearest="rank")
 
 
-def _share_slots(forecast: np.ndarray, candidates: list[int], *, total: int, most: int) -> dict[int, int]:
+def _share_slots(
+    forecast: np.ndarray, candidates: list[int], *, total: int, most: int
+) -> dict[int, int]:
     """Split ``total`` slots over the candidates by load; leftovers to the highest load per copy (home included)."""
     weight = forecast[candidates] / forecast[candidates].sum()
-    copies = {e: min(most, int(total * w)) for e, w in zip(candidates, weight.tolist(), strict=True)}
+    copies = {
+        e: min(most, int(total * w)) for e, w in zip(candidates, weight.tolist(), strict=True)
+    }
     for _ in range(total - sum(copies.values())):
         open_ = [e for e in candidates if copies[e] < most]
         if not open_:
@@ -74,7 +80,10 @@ def _spread(
             eligible = [r for r in range(placement.num_ranks) if free[r] > 0 and not holds[r]]
             if not eligible:
                 break
-            on_node = {r: sum(holds[q] for q in range(len(holds)) if world.node[q] == world.node[r]) for r in eligible}
+            on_node = {
+                r: sum(holds[q] for q in range(len(holds)) if world.node[q] == world.node[r])
+                for r in eligible
+            }
             rank = min(eligible, key=lambda r: (on_node[r], -free[r], load[r], r))
             replicas.append((expert, rank))
             holds[rank] = True

@@ -29,7 +29,9 @@ def algorithm2(loads: np.ndarray, world: World, *, overlap_degree: int) -> np.nd
     num_layers, num_experts = loads.shape
     room, odd = np.divmod(num_layers * num_experts, world.num_ranks)
     if odd:
-        raise ValueError(f"{num_layers} x {num_experts} experts are not divisible by {world.num_ranks} ranks")
+        raise ValueError(
+            f"{num_layers} x {num_experts} experts are not divisible by {world.num_ranks} ranks"
+        )
     free, node = np.full(world.num_ranks, room), world.node_index
     home, placed = np.full(loads.shape, EMPTY), np.zeros((num_layers, world.num_ranks))
     ranked = np.argsort(-loads, axis=1, kind="stable")
@@ -41,7 +43,10 @@ def algorithm2(loads: np.ndarray, world: World, *, overlap_degree: int) -> np.nd
         by_node = np.bincount(node, weights=placed[layer]) / np.bincount(node)
         ranks = [r for r in range(world.num_ranks) if free[r]]
         rooms = np.bincount(node, weights=free)
-        chosen = min(ranks, key=lambda r: (by_node[node[r]], rooms[node[r]], node[r], placed[layer, r], free[r], r))
+        chosen = min(
+            ranks,
+            key=lambda r: (by_node[node[r]], rooms[node[r]], node[r], placed[layer, r], free[r], r),
+        )
         home[layer, expert] = chosen
         placed[layer, chosen] += loads[layer, expert]
         free[chosen] -= 1

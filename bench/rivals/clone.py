@@ -30,14 +30,22 @@ class CloneInNode(Planner):
         replicas: list[tuple[int, int]] = []
         for k in np.unique(node):
             ranks = np.flatnonzero(node == k)
-            replicas += _clone(served[:, ranks], placement.holders[:, ranks], self.setting.slots, ranks)
+            replicas += _clone(
+                served[:, ranks], placement.holders[:, ranks], self.setting.slots, ranks
+            )
         return placement.with_replicas(replicas) if replicas else placement
 
 
-def _clone(served: np.ndarray, holders: np.ndarray, slots: int, ranks: np.ndarray) -> list[tuple[int, int]]:
+def _clone(
+    served: np.ndarray, holders: np.ndarray, slots: int, ranks: np.ndarray
+) -> list[tuple[int, int]]:
     """(expert, rank) clones of one node. ``served``, ``holders``: [E, ranks on the node]."""
     served, holders = served.copy(), holders.copy()
-    free, rank_load, mean = np.full(len(ranks), slots), served.sum(axis=0), served.sum() / len(ranks)
+    free, rank_load, mean = (
+        np.full(len(ranks), slots),
+        served.sum(axis=0),
+        served.sum() / len(ranks),
+    )
     replicas, least = [], max(1, mean / 100)
     while (free > 0).any() and rank_load.max() > mean:
         high = int(rank_load.argmax())

@@ -56,7 +56,9 @@ class EPLB(Resident):
             experts, ranks = np.flatnonzero(node_of == k), np.flatnonzero(node == name)
             num_physical = len(experts) + self.setting.slots * len(ranks)
             count = replicate_experts(load[experts], num_physical, most=len(ranks))
-            _pack(np.repeat(experts, count), np.repeat(load[experts] / count, count), ranks, holders)
+            _pack(
+                np.repeat(experts, count), np.repeat(load[experts] / count, count), ranks, holders
+            )
         return from_holders(holders, now.home)
 
     def split(self, load: np.ndarray, placement: Placement) -> Quotas:

@@ -10,7 +10,9 @@ from megatron_hecate.plan import Placement
 from rivals.planner import Resident, from_holders
 from rivals.split import Quotas, even_split
 
-TRIGGER: float = 1.1  # max / mean rank load above which the placement is adjusted; the paper tunes it
+TRIGGER: float = (
+    1.1  # max / mean rank load above which the placement is adjusted; the paper tunes it
+)
 OPERATIONS: int = 4  # at most so many per step: adjustments run beside training, a few at a time
 
 

@@ -76,7 +76,9 @@ class HecateLate(HecateUnpriced):
     def correct(self, load: np.ndarray, placement: Placement) -> Placement:
         cost = CopyCost(near=LATE_GAIN * load.sum() / self.setting.num_ranks)
         world, most = self.setting.world, self.setting.num_ranks
-        return add_late_replicas(load.sum(axis=0), placement, world, cost=cost, most=most, across_nodes=False)
+        return add_late_replicas(
+            load.sum(axis=0), placement, world, cost=cost, most=most, across_nodes=False
+        )
 
 
 class HecateLatePriced(Hecate):
@@ -87,4 +89,6 @@ class HecateLatePriced(Hecate):
     def correct(self, load: np.ndarray, placement: Placement) -> Placement:
         cost = dataclasses.replace(self.setting.shape, microbatches=1).copy_cost(self.setting.world)
         world, most = self.setting.world, self.setting.num_ranks
-        return add_late_replicas(load.sum(axis=0), placement, world, cost=cost, most=most, across_nodes=True)
+        return add_late_replicas(
+            load.sum(axis=0), placement, world, cost=cost, most=most, across_nodes=True
+        )

@@ -39,7 +39,9 @@ class LAER(Planner):
         load = history[-1].sum(axis=0).astype(float)
         world = self.setting.world
         capacity = self.setting.homes_per_rank + self.setting.slots
-        return from_holders(_lay_out(load, _replicas(load, world, capacity), self.setting), homes.home)
+        return from_holders(
+            _lay_out(load, _replicas(load, world, capacity), self.setting), homes.home
+        )
 
     def split(self, load: np.ndarray, placement: Placement) -> Quotas:
         return even_split(load, placement, self.setting.world, nearest="node")
@@ -95,4 +97,6 @@ def gather_shards(held: np.ndarray, world: World) -> Traffic:
     same = (node[:, None] == node[None, :]) & ~np.eye(len(node), dtype=bool)
     other = node[:, None] != node[None, :]
     chunks = held.sum(axis=0) / len(node)
-    return Traffic(same @ chunks, same.sum(axis=0) * chunks, other @ chunks, other.sum(axis=0) * chunks)
+    return Traffic(
+        same @ chunks, same.sum(axis=0) * chunks, other @ chunks, other.sum(axis=0) * chunks
+    )

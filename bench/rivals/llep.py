@@ -35,7 +35,11 @@ class LLEP(Planner):
     def correct(self, load: np.ndarray, placement: Placement) -> Placement:
         self._served = _spill(load.sum(axis=0), placement.home, self.setting.num_ranks, self._piece)
         holders = placement.holders | (self._served > 0)
-        return placement if (holders == placement.holders).all() else from_holders(holders, placement.home)
+        return (
+            placement
+            if (holders == placement.holders).all()
+            else from_holders(holders, placement.home)
+        )
 
     def split(self, load: np.ndarray, placement: Placement) -> Quotas:
         return nearest_sources(load, self._served, self.setting.world, holders=placement.holders)
@@ -48,7 +52,9 @@ class LLEP(Planner):
 def _spill(total: np.ndarray, home: np.ndarray, num_ranks: int, piece: int) -> np.ndarray:
     """[E, R] tokens that each rank serves; ``total``: [E] tokens, ``piece``: fewest that may be moved at once."""
     served = np.zeros((len(total), num_ranks), dtype=np.int64)
-    pending = np.bincount(home, weights=total, minlength=num_ranks).astype(np.int64)  # own experts still to come
+    pending = np.bincount(home, weights=total, minlength=num_ranks).astype(
+        np.int64
+    )  # own experts still to come
     if pending.max() <= THRESHOLD * pending.mean():
         served[np.arange(len(total)), home] = total
         return served

@@ -26,7 +26,9 @@ from megatron_hecate.routing.quotas import quotas_of_all
 from megatron_hecate.routing.tables import GroupShape
 from rivals.split import Quotas
 
-INTERVAL: int = 25  # steps between two plans of those that plan now and then; EPLB leaves it to its user
+INTERVAL: int = (
+    25  # steps between two plans of those that plan now and then; EPLB leaves it to its user
+)
 WINDOW: int = 5  # steps in the mean of `mean_load`; the Hecate paper's window
 
 
@@ -64,7 +66,9 @@ class Setting:
     @cached_property
     def cost(self) -> CopyCost:
         """What replicas cost, in counts of the load."""
-        return self.shape.copy_cost(self.world, hidden=self.shape.hidden_seconds / self.shape.fetch_seconds(self.world))
+        return self.shape.copy_cost(
+            self.world, hidden=self.shape.hidden_seconds / self.shape.fetch_seconds(self.world)
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -44,10 +44,15 @@ def markdown(rows: Sequence[Row], columns: dict[str, tuple[str, str]]) -> str:
     lines += [[format(row[name], spec) for name, (_, spec) in columns.items()] for row in rows]
     left = [spec == "s" for _, spec in columns.values()]
     width = [max(len(line[i]) for line in lines) for i in range(len(left))]
-    rule = ["-" * w if is_left else "-" * (w - 1) + ":" for w, is_left in zip(width, left, strict=True)]
+    rule = [
+        "-" * w if is_left else "-" * (w - 1) + ":" for w, is_left in zip(width, left, strict=True)
+    ]
     return "\n".join(
         "| "
-        + " | ".join(f"{cell:<{w}}" if f else f"{cell:>{w}}" for cell, w, f in zip(line, width, left, strict=True))
+        + " | ".join(
+            f"{cell:<{w}}" if f else f"{cell:>{w}}"
+            for cell, w, f in zip(line, width, left, strict=True)
+        )
         + " |"
         for line in [lines[0], rule, *lines[1:]]
     )
@@ -71,7 +76,9 @@ class Dump:
 
     def __init__(self, path: Path, *, load: np.ndarray, node: Sequence[int]) -> None:
         self._zip = zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
-        self._count = np.min_scalar_type(int(load.sum(axis=-1).max()))  # no quota exceeds a source's tokens
+        self._count = np.min_scalar_type(
+            int(load.sum(axis=-1).max())
+        )  # no quota exceeds a source's tokens
         self._shape = load.shape  # [T, L, R, E]
         self._write("load", load.astype(self._count))
         self._write("node", np.asarray(node))
@@ -79,7 +86,9 @@ class Dump:
     def __enter__(self) -> Dump:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
+    ) -> None:
         self._zip.close()
 
     @contextmanager
@@ -90,7 +99,9 @@ class Dump:
         with self._zip.open(f"{name}/quota.npy", "w", force_zip64=True) as member:
             shape = (steps, layers, num_ranks, num_experts, num_ranks)
             descr = np.lib.format.dtype_to_descr(self._count)
-            np.lib.format.write_array_header_1_0(member, dict(descr=descr, fortran_order=False, shape=shape))
+            np.lib.format.write_array_header_1_0(
+                member, dict(descr=descr, fortran_order=False, shape=shape)
+            )
 
             def add(before: Placement, after: Placement, quotas: Quotas) -> None:
                 home.append(after.home)

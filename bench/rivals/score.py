@@ -59,10 +59,18 @@ def score(quotas: Quotas, placement: Placement, moves: Moves, setting: Setting) 
     late, grads = add((moves.late, shape.expert_bytes)), add((moves.grads, shape.grad_bytes))
     moved = add((early, 1), (late, 1), (grads, 1))
     experts = float(load.max()) * shape.token_seconds(world)
-    all_to_all = TOKEN_TRIPS * token_traffic(quotas.flow(setting.num_ranks), world).seconds(shape.token_bytes, world)
+    all_to_all = TOKEN_TRIPS * token_traffic(quotas.flow(setting.num_ranks), world).seconds(
+        shape.token_bytes, world
+    )
     # whoever holds copies pays for sending tokens to them; the cost model's price, the same for all
-    routing = world.speeds.routing * shape.microbatches if placement.holders.sum() > setting.num_experts else 0.0
-    exposed = sum(max(0.0, part.seconds(1, world) - shape.hidden_seconds) for part in (early, grads))
+    routing = (
+        world.speeds.routing * shape.microbatches
+        if placement.holders.sum() > setting.num_experts
+        else 0.0
+    )
+    exposed = sum(
+        max(0.0, part.seconds(1, world) - shape.hidden_seconds) for part in (early, grads)
+    )
     return Score(
         imbalance=float(load.max() / load.mean()) if load.any() else 1.0,
         crossing=float((quotas.tokens * crosses).sum() / max(1, quotas.tokens.sum())),
@@ -83,9 +91,15 @@ def check_plan(quotas: Quotas, placement: Placement, load: np.ndarray) -> None:
     expert, rank, tokens = quotas.expert, quotas.rank, quotas.tokens
     assert np.issubdtype(tokens.dtype, np.integer), f"quotas are {tokens.dtype}"
     assert tokens.min() >= 0, f"a quota is {tokens.min()}"
-    assert placement.holders[expert, rank].all(), "a quota names a rank that does not hold the expert"
-    assert (np.diff(expert * placement.num_ranks + rank) > 0).all(), "holders repeat or are out of order"
+    assert placement.holders[expert, rank].all(), (
+        "a quota names a rank that does not hold the expert"
+    )
+    assert (np.diff(expert * placement.num_ranks + rank) > 0).all(), (
+        "holders repeat or are out of order"
+    )
     first = np.flatnonzero(np.diff(expert, prepend=-1))
     assert len(first) == load.shape[1], "an expert has no holder"
     assert (np.add.reduceat(tokens, first, axis=1) == load).all(), "quotas do not sum to the load"
-    assert placement.holders[np.arange(load.shape[1]), placement.home].all(), "a home does not hold its expert"
+    assert placement.holders[np.arange(load.shape[1]), placement.home].all(), (
+        "a home does not hold its expert"
+    )

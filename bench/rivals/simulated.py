@@ -26,9 +26,13 @@ def planned(planner: type[Planner], counts: np.ndarray, setting: Setting, *, onc
             load = plan.gate(counts[step, layer])
             final = plan.correct(load, placed)
             moves = plan.moves(placed, final)
-            early = add((moves.early, shape.expert_bytes), (moves.state, STATE_PER_GRAD * shape.grad_bytes))
+            early = add(
+                (moves.early, shape.expert_bytes), (moves.state, STATE_PER_GRAD * shape.grad_bytes)
+            )
             late, back = add((moves.late, shape.expert_bytes)), add((moves.grads, shape.grad_bytes))
-            plans[-1].append(LayerPlan(plan.split(load, final).flow(world.num_ranks), early, late, back))
+            plans[-1].append(
+                LayerPlan(plan.split(load, final).flow(world.num_ranks), early, late, back)
+            )
     return Work.of(plans, world, shape, once=once)
 
 

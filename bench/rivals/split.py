@@ -71,7 +71,9 @@ def even_split(
     return Quotas(expert=expert, rank=rank, tokens=tokens)
 
 
-def nearest_sources(load: np.ndarray, served: np.ndarray, world: World, *, holders: np.ndarray) -> Quotas:
+def nearest_sources(
+    load: np.ndarray, served: np.ndarray, world: World, *, holders: np.ndarray
+) -> Quotas:
     """Which sources' tokens make up given totals: own rank first, then own node, then the rest.
 
     Args:
@@ -94,7 +96,9 @@ def nearest_sources(load: np.ndarray, served: np.ndarray, world: World, *, holde
         demand -= own
         for k in [*np.unique(node[rank[columns]]), None]:
             near = np.ones(len(columns), dtype=bool) if k is None else node[rank[columns]] == k
-            flow = _in_order(np.where((node == k) | (k is None), supply, 0), np.where(near, demand, 0))
+            flow = _in_order(
+                np.where((node == k) | (k is None), supply, 0), np.where(near, demand, 0)
+            )
             tokens[:, columns] += flow
             supply -= flow.sum(axis=1)
             demand -= flow.sum(axis=0)

@@ -93,7 +93,12 @@ class Connection:
 
 
 def connect(
-    asked: str, groups: Sequence[Group], problems: list[str], *, timeout: float, nccl_ctas: int = DEFAULT_CTAS
+    asked: str,
+    groups: Sequence[Group],
+    problems: list[str],
+    *,
+    timeout: float,
+    nccl_ctas: int = DEFAULT_CTAS,
 ) -> Connection:
     """Choose a transport, the same on all ranks of the job, and set it up. All ranks call at once.
 
@@ -115,7 +120,9 @@ def connect(
 
     site = _Site.of_this_rank(asked, groups, problems)
     names = {group: _name_of(group) for group in sorted(groups)}
-    verdict = Question.next(timeout=timeout).ask(dataclasses.asdict(site), judge, groups=list(names.values()))
+    verdict = Question.next(timeout=timeout).ask(
+        dataclasses.asdict(site), judge, groups=list(names.values())
+    )
     name, why = verdict.job["name"], verdict.job["why"]
     problems += verdict.job["against"]
     machines = [(other.node, other.shared_memory) for other in sites]
@@ -124,7 +131,11 @@ def connect(
     parts = {group: verdict.groups[of_group] for group, of_group in names.items()}
     nodes = {group: tuple(part["nodes"]) for group, part in parts.items()}
     free = _free_bytes()
-    nccl = NcclSettings(nccl_ctas, pairs=name == P2P.name or verdict.job["across"]) if on_gpus() else None
+    nccl = (
+        NcclSettings(nccl_ctas, pairs=name == P2P.name or verdict.job["across"])
+        if on_gpus()
+        else None
+    )
     can_time = not verdict.job["one queue"]
     transports = _make_transports(name, parts, timeout=timeout, nccl=nccl, can_time=can_time)
     nccl_bytes = free - _free_bytes()
@@ -145,7 +156,11 @@ def connect(
     elif failed:
         problems += [f"transport={asked!r} failed its self-test: {text}" for text in failed]
         transports = {}
-    exposed = explain_exposed(name, across_domains=verdict.job["across"]) if sites and verdict.job["one queue"] else ""
+    exposed = (
+        explain_exposed(name, across_domains=verdict.job["across"])
+        if sites and verdict.job["one queue"]
+        else ""
+    )
     return Connection(name, why, nodes, transports, machines, slower, exposed, max(0, nccl_bytes))
 
 
@@ -244,13 +259,17 @@ def _judge(sites: Sequence[_Site]) -> Verdict:
     return Verdict(job, parts)
 
 
-def _choose(sites: Sequence[_Site], domains_of_groups: Sequence[Sequence[Group]]) -> tuple[str, str, list[str]]:
+def _choose(
+    sites: Sequence[_Site], domains_of_groups: Sequence[Sequence[Group]]
+) -> tuple[str, str, list[str]]:
     """The name of the transport that was asked for, or that "auto" means, why, and what speaks against it."""
     asked = sites[0].asked
     if asked == P2P.name or any(site.asked != asked for site in sites):
         return P2P.name, "", []
     domains = [domain for of_group in domains_of_groups for domain in of_group]
-    too_large = [f"{len(d)} ranks share a domain, {MAX_RANKS} may" for d in domains if len(d) > MAX_RANKS]
+    too_large = [
+        f"{len(d)} ranks share a domain, {MAX_RANKS} may" for d in domains if len(d) > MAX_RANKS
+    ]
     against = shorten([*(site.unable for site in sites if site.unable), *too_large])
     if asked == NVLink.name:
         return asked, "", [f"transport={asked!r}: {text}" for text in against]
@@ -258,7 +277,9 @@ def _choose(sites: Sequence[_Site], domains_of_groups: Sequence[Sequence[Group]]
     if all(len(domain) == 1 for domain in domains):
         against.append("no two ranks of a group share an NVLink domain")
     elif any(site.one_queue for site in sites) and len(domains) > len(domains_of_groups):
-        against.append("with CUDA_DEVICE_MAX_CONNECTIONS=1 computing would wait while stripes go from domain to domain")
+        against.append(
+            "with CUDA_DEVICE_MAX_CONNECTIONS=1 computing would wait while stripes go from domain to domain"
+        )
     if against:
         return P2P.name, "; ".join(against), []
     return NVLink.name, "peers share NVLink, and a self-test moved every byte", []
@@ -289,7 +310,12 @@ def _domains_of(group: Group, sites: Sequence[_Site]) -> list[Group]:
 
 
 def _make_transports(
-    name: str, parts: Mapping[Group, Any], *, timeout: float, nccl: NcclSettings | None, can_time: bool
+    name: str,
+    parts: Mapping[Group, Any],
+    *,
+    timeout: float,
+    nccl: NcclSettings | None,
+    can_time: bool,
 ) -> dict[Group, Transport]:
     """Those of every FSSDP group that this rank is in, over process groups of their own.
 
@@ -308,7 +334,9 @@ def _make_transports(
             made[group] = P2P(everyone, timeout=timeout, can_time=can_time)
             continue
         of_rank = part["domains"]
-        domains = [[i for i, other in enumerate(of_rank) if other == n] for n in range(max(of_rank) + 1)]
+        domains = [
+            [i for i, other in enumerate(of_rank) if other == n] for n in range(max(of_rank) + 1)
+        ]
         own = everyone
         if len(domains) > 1:
             ranks = [group[i] for i in domains[of_rank[everyone.rank()]]]

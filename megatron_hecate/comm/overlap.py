@@ -15,7 +15,9 @@ import torch
 
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
 
-WARM_UP: int = 2  # iterations with replicas before copies are timed: connections are made, memory is touched
+WARM_UP: int = (
+    2  # iterations with replicas before copies are timed: connections are made, memory is touched
+)
 TIMED: int = 3  # iterations in which they are timed
 AGAIN: int = 100  # iterations until they are timed again
 DRIFT: float = 0.25  # change of the time before the experts after which they are, too
@@ -126,7 +128,9 @@ def explain_exposed(transport: str, *, across_domains: bool) -> str:
     elif across_domains:
         exposed = "computing waits while stripes go from domain to domain; --moe-fssdp-transport p2p waits for less"
     else:
-        exposed = "each transfer is one kernel, which runs beside computing; copy engines are not used"
+        exposed = (
+            "each transfer is one kernel, which runs beside computing; copy engines are not used"
+        )
     return (
         f"CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams in one queue. With transport {transport} "
         f"{exposed}. Unset it, or set 32, where Megatron allows that: on Blackwell, or without tensor and context "

@@ -19,7 +19,9 @@ from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferP
 from megatron_hecate.job import under_way
 from megatron_hecate.job.collectives import TransferError
 
-ARRIVING: int = 4  # gradients that a home receives at once, at most; those of further replicas come in rounds
+ARRIVING: int = (
+    4  # gradients that a home receives at once, at most; those of further replicas come in rounds
+)
 ARRIVING_BYTES: int = 256 << 20  # and no more than this, but one
 NAMED: int = 8  # messages of a batch that a line names
 
@@ -38,7 +40,9 @@ class P2P:
 
     name, scatters = "p2p", False
     # Of transfers so far. By object: in another attempt of the job groups have the same names, and ranks must agree.
-    _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, int]] = weakref.WeakKeyDictionary()
+    _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, int]] = (
+        weakref.WeakKeyDictionary()
+    )
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float, can_time: bool = True) -> None:
         self.group, self.timeout, self._can_time = group, timeout, can_time
@@ -48,7 +52,8 @@ class P2P:
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
         """The staging memory: gradients that arrive, and their sum."""
         needs = [
-            (_arriving(layer.elements, layer.grad_dtype) + 1) * LayerBuffer.aligned(layer.elements, layer.grad_dtype)
+            (_arriving(layer.elements, layer.grad_dtype) + 1)
+            * LayerBuffer.aligned(layer.elements, layer.grad_dtype)
             for layer in layers
         ]
         return max(needs) if any(layer.slots for layer in layers) else 0
@@ -58,7 +63,10 @@ class P2P:
         """How many gradients a home receives at once, for the largest of ``layers``, and what follows with one hardware
         queue."""
         largest = max(layers, key=lambda layer: layer.elements)
-        size, at_once = largest.elements * largest.grad_dtype.itemsize, _arriving(largest.elements, largest.grad_dtype)
+        size, at_once = (
+            largest.elements * largest.grad_dtype.itemsize,
+            _arriving(largest.elements, largest.grad_dtype),
+        )
         return (
             f"transport p2p: a rank receives the gradients of {at_once} replica{'s' if at_once > 1 else ''} of its "
             f"experts at once ({size / (1 << 20):.0f} MiB each); those of k come in "
@@ -67,7 +75,10 @@ class P2P:
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
         """[size] uint8, anywhere; and the staging memory."""
-        self._returning, self._staging = None, torch.empty(0)  # the old memory goes before the new one comes
+        self._returning, self._staging = (
+            None,
+            torch.empty(0),
+        )  # the old memory goes before the new one comes
         self._staging = torch.empty(self.extra_bytes(layers), dtype=torch.uint8, device=device)
         return torch.empty(size, dtype=torch.uint8, device=device)
 
@@ -132,7 +143,13 @@ class P2P:
         return self._returning
 
     def _sum_in_rounds(
-        self, plan: TransferPlan, slots: Sequence[Tensor], homes: HomeGradients, *, tag: int, label: str
+        self,
+        plan: TransferPlan,
+        slots: Sequence[Tensor],
+        homes: HomeGradients,
+        *,
+        tag: int,
+        label: str,
     ) -> Iterator[None]:
         """The steps of a spRS.
 
@@ -154,10 +171,14 @@ class P2P:
             for chunk, (_, rank) in zip(staged, arriving, strict=False):
                 messages.receive(chunk, rank)
             messages.start()
-            if index == (rounds - 1 if total.is_cuda else 0):  # NCCL matches messages in order: none is left to `wait`
+            if index == (
+                rounds - 1 if total.is_cuda else 0
+            ):  # NCCL matches messages in order: none is left to `wait`
                 yield
             messages.finish()
-            for at, (chunk, (home, _)) in enumerate(zip(staged, arriving, strict=False), index * at_once):
+            for at, (chunk, (home, _)) in enumerate(
+                zip(staged, arriving, strict=False), index * at_once
+            ):
                 if at == 0 or sends[at - 1][0] != home:
                     total.copy_(chunk)
                 else:
@@ -182,9 +203,16 @@ class _Messages:
     """Sends and receives that are posted together, each with its peer, so that a failed wait can say whose it was."""
 
     def __init__(self, transport: P2P, tag: int, name: str) -> None:
-        self._group, self._timeout, self._tag, self._name = transport.group, transport.timeout, tag, name
+        self._group, self._timeout, self._tag, self._name = (
+            transport.group,
+            transport.timeout,
+            tag,
+            name,
+        )
         self._ops: list[dist.P2POp] = []
-        self._peers: list[tuple[str, int, int]] = []  # ("send to" or "receive from", rank in the group, bytes)
+        self._peers: list[
+            tuple[str, int, int]
+        ] = []  # ("send to" or "receive from", rank in the group, bytes)
         self._works: list[dist.Work] = []
         self._started = 0.0
 
@@ -194,7 +222,9 @@ class _Messages:
     def receive(self, tensor: Tensor, rank: int) -> None:
         self._add(dist.irecv, "receive from", tensor, rank)
 
-    def _add(self, op: Callable[..., dist.Work | None], what: str, tensor: Tensor, rank: int) -> None:
+    def _add(
+        self, op: Callable[..., dist.Work | None], what: str, tensor: Tensor, rank: int
+    ) -> None:
         peer = dist.get_global_rank(self._group, rank)
         self._ops.append(dist.P2POp(op, tensor, peer, self._group, self._tag))
         self._peers.append((what, rank, tensor.nbytes))
@@ -224,7 +254,9 @@ class _Messages:
         bytes_by_peer: Counter[tuple[str, int]] = Counter()
         for what, rank, size in self._peers:
             bytes_by_peer[what, rank] += size
-        parts = [f"{what} rank {rank} ({size} bytes)" for (what, rank), size in bytes_by_peer.items()]
+        parts = [
+            f"{what} rank {rank} ({size} bytes)" for (what, rank), size in bytes_by_peer.items()
+        ]
         more = f", and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
         ranks = f"rank {self._group.rank()} of {self._group.size()}"
         return f"{self._name}, {ranks} expected to {', '.join(parts[:NAMED])}{more}"

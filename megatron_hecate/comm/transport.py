@@ -76,7 +76,9 @@ class TransferPlan:
         order = np.lexsort((holder, expert))
         expert, holder, slot = expert[order], holder[order], slot[order]
         parts = home[expert], index[expert], holder, slot - is_home.sum(axis=1)[holder]
-        return cls(rank, tuple(map(Copy._make, zip(*(part.tolist() for part in parts), strict=True))))
+        return cls(
+            rank, tuple(map(Copy._make, zip(*(part.tolist() for part in parts), strict=True)))
+        )
 
     def without(self, earlier: TransferPlan) -> TransferPlan:
         """Those copies only that ``earlier`` does not have: what is fetched late."""
@@ -136,7 +138,9 @@ class LayerBuffer:
     @property
     def weights(self) -> tuple[int, torch.dtype]:
         """Elements of one chunk's weights as they travel, and their type."""
-        return (self.stored_bytes, torch.uint8) if self.stored_bytes else (self.elements, self.dtype)
+        return (
+            (self.stored_bytes, torch.uint8) if self.stored_bytes else (self.elements, self.dtype)
+        )
 
     @property
     def chunk_bytes(self) -> int:
@@ -247,6 +251,8 @@ def chunks_in(memory: Tensor, count: int, elements: int, dtype: torch.dtype) -> 
     apart = LayerBuffer.aligned(elements, dtype) // dtype.itemsize
     storage, begin = memory.untyped_storage(), memory.storage_offset() // dtype.itemsize
     return [
-        torch.empty(0, dtype=dtype, device=memory.device).set_(storage, begin + i * apart, (elements,), (1,))
+        torch.empty(0, dtype=dtype, device=memory.device).set_(
+            storage, begin + i * apart, (elements,), (1,)
+        )
         for i in range(count)
     ]

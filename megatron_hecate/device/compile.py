@@ -33,11 +33,23 @@ from megatron_hecate.device import driver
 HERE = Path(__file__).resolve().parent
 # In a checkout the sources lie beside the package; installed, in it.
 SOURCES: Path = next(
-    p for p in (HERE.parents[1] / "kernels", HERE.parents[0] / "kernels") if (p / "device.cu").exists()
+    p
+    for p in (HERE.parents[1] / "kernels", HERE.parents[0] / "kernels")
+    if (p / "device.cu").exists()
 )
 HEADERS: tuple[str, ...] = tuple(
     f"{name}.cuh"
-    for name in ("schedule", "signals", "gather", "reduce", "transfer", "gate", "quotas", "sources", "reroute")
+    for name in (
+        "schedule",
+        "signals",
+        "gather",
+        "reduce",
+        "transfer",
+        "gate",
+        "quotas",
+        "sources",
+        "reroute",
+    )
 )
 OPTIONS: tuple[str, ...] = ("-std=c++17",)  # of both compilers for GPUs
 OLDEST: int = 80  # compute capability, times ten
@@ -61,7 +73,9 @@ def cubin(capability: tuple[int, int], *, compiler: str = "auto") -> bytes:
     """
     arch = capability[0] * 10 + capability[1]
     if arch < OLDEST:
-        raise CompileError(f"FSSDP needs a GPU of compute capability 8.0 (A100) or more, got {arch / 10}")
+        raise CompileError(
+            f"FSSDP needs a GPU of compute capability 8.0 (A100) or more, got {arch / 10}"
+        )
     found = _cuda_compiler(compiler)
     target, build = f"sm_{found.best_arch(arch)}", {"nvrtc": _nvrtc, "nvcc": _nvcc}[found.name]
     key = " ".join([found.name, found.version, *OPTIONS])
@@ -73,7 +87,9 @@ def host_library() -> Path:
     named = shlex.split(os.environ.get("CXX", ""))
     compiler = named or [path for path in (shutil.which("c++"), shutil.which("g++")) if path][:1]
     if not compiler:
-        raise CompileError("no C++ compiler found; install one (apt-get install g++), or name one in $CXX")
+        raise CompileError(
+            "no C++ compiler found; install one (apt-get install g++), or name one in $CXX"
+        )
     try:
         version = _run([*compiler, "--version"]).splitlines()[0]
     except (CompileError, IndexError) as error:
@@ -106,7 +122,9 @@ def describe() -> tuple[list[str], bool]:
         lines.append(f"GPUs: kernels are compiled by {_cuda_compiler('auto')}")
         for capability in sorted({torch.cuda.get_device_capability(i) for i in devices}):
             cubin(capability)
-            lines.append(f"GPUs: compiled for sm_{capability[0]}{capability[1]}, in {_cache_folder()}")
+            lines.append(
+                f"GPUs: compiled for sm_{capability[0]}{capability[1]}, in {_cache_folder()}"
+            )
     except (CompileError, OSError) as error:
         lines.append(f"GPUs: {error}")
         usable["cuda"] = False
@@ -135,7 +153,9 @@ class _CudaCompiler:
         Raises:
             CompileError: when there is none.
         """
-        fitting = [known for known in self.archs if known // 10 == arch // 10 and OLDEST <= known <= arch]
+        fitting = [
+            known for known in self.archs if known // 10 == arch // 10 and OLDEST <= known <= arch
+        ]
         if fitting:
             return max(fitting)
         known = ", ".join(f"sm_{known}" for known in sorted(self.archs))
@@ -171,11 +191,17 @@ def _cuda_compiler(wanted: str) -> _CudaCompiler:
             from cuda.bindings import nvrtc
 
             _, major, minor = nvrtc.nvrtcVersion()
-            found.append(_CudaCompiler("nvrtc", f"{major}.{minor}", major, nvrtc.nvrtcGetSupportedArchs()[1]))
+            found.append(
+                _CudaCompiler("nvrtc", f"{major}.{minor}", major, nvrtc.nvrtcGetSupportedArchs()[1])
+            )
         except (ImportError, OSError, RuntimeError) as error:
             missing = f"NVRTC: {error}"
     newest = (driver.version() or sys.maxsize) // 1000
-    if wanted in ("auto", "nvcc") and not (found and found[0].major <= newest) and (path := _nvcc_path()) is not None:
+    if (
+        wanted in ("auto", "nvcc")
+        and not (found and found[0].major <= newest)
+        and (path := _nvcc_path()) is not None
+    ):
         found.append(_nvcc_at(path))
     if not found:
         raise CompileError(
@@ -186,11 +212,16 @@ def _cuda_compiler(wanted: str) -> _CudaCompiler:
 
 
 def _nvcc_at(path: str) -> _CudaCompiler:
-    said, archs = _run([path, "--version"]), re.findall(r"sm_(\d+)", _run([path, "--list-gpu-code"]))
+    said, archs = (
+        _run([path, "--version"]),
+        re.findall(r"sm_(\d+)", _run([path, "--list-gpu-code"])),
+    )
     release = re.search(r"release (\d+)\.", said)
     if release is None:
         raise CompileError(f"{path} --version says no release of CUDA: {said.strip()!r}")
-    return _CudaCompiler("nvcc", said.splitlines()[-1], int(release[1]), [int(arch) for arch in archs])
+    return _CudaCompiler(
+        "nvcc", said.splitlines()[-1], int(release[1]), [int(arch) for arch in archs]
+    )
 
 
 def _nvcc_path() -> str | None:
@@ -216,7 +247,9 @@ def _nvrtc(arch: str) -> bytes:
     if int(status) != 0:
         log = b" " * call("nvrtcGetProgramLogSize", made)
         call("nvrtcGetProgramLog", made, log)
-        raise CompileError(f"NVRTC cannot compile the kernels for {arch}: {log.rstrip(bytes(1)).decode().strip()}")
+        raise CompileError(
+            f"NVRTC cannot compile the kernels for {arch}: {log.rstrip(bytes(1)).decode().strip()}"
+        )
     out = b" " * call("nvrtcGetCUBINSize", made)
     call("nvrtcGetCUBIN", made, out)
     nvrtc.nvrtcDestroyProgram(made)
@@ -226,7 +259,17 @@ def _nvrtc(arch: str) -> bytes:
 def _nvcc(arch: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "device.cubin"
-        _run([str(_nvcc_path()), *OPTIONS, "-cubin", f"-arch={arch}", "-o", str(out), str(SOURCES / "device.cu")])
+        _run(
+            [
+                str(_nvcc_path()),
+                *OPTIONS,
+                "-cubin",
+                f"-arch={arch}",
+                "-o",
+                str(out),
+                str(SOURCES / "device.cu"),
+            ]
+        )
         return out.read_bytes()
 
 
@@ -248,13 +291,21 @@ def _cache_folder() -> Path:
     """
     named, shared = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
     try:
-        folder = Path(named).resolve() if named else Path(shared or Path.home() / ".cache") / "megatron-hecate"
+        folder = (
+            Path(named).resolve()
+            if named
+            else Path(shared or Path.home() / ".cache") / "megatron-hecate"
+        )
     except RuntimeError as error:
-        raise PermissionError(f"no folder for compiled kernels ({error}); name one in ${CACHE}") from error
+        raise PermissionError(
+            f"no folder for compiled kernels ({error}); name one in ${CACHE}"
+        ) from error
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise PermissionError(f"{folder} cannot be made ({error}); name another folder in ${CACHE}") from error
+        raise PermissionError(
+            f"{folder} cannot be made ({error}); name another folder in ${CACHE}"
+        ) from error
     about = folder.stat()
     if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
@@ -266,7 +317,9 @@ def _cache_folder() -> Path:
     return folder
 
 
-def _cached(target: str, compiler: str, sources: tuple[str, ...], build: Callable[[], bytes]) -> tuple[bytes, Path]:
+def _cached(
+    target: str, compiler: str, sources: tuple[str, ...], build: Callable[[], bytes]
+) -> tuple[bytes, Path]:
     """What ``build`` makes of the sources, and its file."""
     key = hashlib.sha256(repr((target, compiler)).encode())
     for name in sources:

@@ -32,7 +32,17 @@ _FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuLaunchCooperativeKernel": (9000, (_HANDLE, *(c_uint,) * 7, _HANDLE, _OUT)),
     "cuMemcpyBatchAsync": (
         BATCHED_COPIES,
-        (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, POINTER(c_size_t), c_size_t, POINTER(c_size_t), _HANDLE),
+        (
+            c_void_p,
+            c_void_p,
+            c_void_p,
+            c_size_t,
+            c_void_p,
+            POINTER(c_size_t),
+            c_size_t,
+            POINTER(c_size_t),
+            _HANDLE,
+        ),
     ),
 }
 
@@ -110,7 +120,13 @@ def allow_shared_bytes(kernel: int, size: int, device: int) -> None:
 
 
 def launch(
-    kernel: int, arguments: Sequence[Any], *, blocks: int, threads: int, stream: int, shared_bytes: int = 0
+    kernel: int,
+    arguments: Sequence[Any],
+    *,
+    blocks: int,
+    threads: int,
+    stream: int,
+    shared_bytes: int = 0,
 ) -> None:
     """Launch a kernel; a context must be current.
 
@@ -123,7 +139,9 @@ def launch(
         shared_bytes: dynamic shared memory of a block.
     """
     addresses = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-    call("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, addresses, None)
+    call(
+        "cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, shared_bytes, stream, addresses, None
+    )
 
 
 @functools.cache

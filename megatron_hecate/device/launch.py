@@ -35,7 +35,9 @@ class Kernels:
             return sys.maxsize
         return torch.cuda.get_device_properties(self._device).shared_memory_per_block_optin
 
-    def launch(self, name: str, *arguments: Argument, blocks: int, threads: int, shared_bytes: int = 0) -> None:
+    def launch(
+        self, name: str, *arguments: Argument, blocks: int, threads: int, shared_bytes: int = 0
+    ) -> None:
         """Run the kernel ``name``: on the GPU's current stream, or now, in this thread, by the function of that name
         in ``kernels/host.cpp``.
 
@@ -54,7 +56,14 @@ class Kernels:
         function = self.function(name)
         if shared_bytes > SHARED_BYTES:
             _allow_shared_bytes(function, shared_bytes, self._index)
-        driver.launch(function, arguments, blocks=blocks, threads=threads, shared_bytes=shared_bytes, stream=stream)
+        driver.launch(
+            function,
+            arguments,
+            blocks=blocks,
+            threads=threads,
+            shared_bytes=shared_bytes,
+            stream=stream,
+        )
 
     def function(self, name: str) -> Any:
         """The kernel ``name``, as the driver or `ctypes` calls it."""

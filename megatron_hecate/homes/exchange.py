@@ -56,7 +56,9 @@ class Relocation:
         timeout: seconds per wait.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, label: str, timeout: float) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, *, label: str, timeout: float
+    ) -> None:
         self._group, self._device, self._label, self._timeout = group, device, label, timeout
         self._sends: list[list[Tensor]] = [[] for _ in range(group.size())]
         self._receives: list[list[Sequence[Tensor]]] = [[] for _ in range(group.size())]
@@ -88,7 +90,9 @@ class Relocation:
         expected = [[into[0] for into in of_rank] for of_rank in self._receives]
         self._received = packed.new_empty(sum(map(_size, expected)))
         sizes = list(map(_size, expected)), list(map(_size, self._sends))
-        work = dist.all_to_all_single(self._received, packed, *sizes, group=self._group, async_op=True)
+        work = dist.all_to_all_single(
+            self._received, packed, *sizes, group=self._group, async_op=True
+        )
         names = dict(what="moving experts", label=self._label)
         wait_collective(work, self._received, self._group, **names, timeout=self._timeout)
 

@@ -26,7 +26,9 @@ from megatron_hecate.megatron.stored_weights import StoredWeights
 from megatron_hecate.plan import Placement
 from megatron_hecate.runtime.layer_state import LayerState
 
-ROUND_BYTES: int = 1 << 28  # that a rank receives in a round; it sends as many, and both lie in memory meanwhile
+ROUND_BYTES: int = (
+    1 << 28
+)  # that a rank receives in a round; it sends as many, and both lie in memory meanwhile
 Order = np.ndarray  # [E] the expert in each place of a home, rank by rank
 
 
@@ -56,7 +58,12 @@ class Homes:
         replica: int,
         optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
-        self._states, self._group, self._replica, self._optimizers = states, group, replica, optimizers
+        self._states, self._group, self._replica, self._optimizers = (
+            states,
+            group,
+            replica,
+            optimizers,
+        )
         self._timeout = states[0].config.timeout
         self.built = self.now  # by Megatron
         self._writing = False
@@ -92,7 +99,9 @@ class Homes:
         try:
             assert_same(self._fingerprint, self._group, label="homes", timeout=self._timeout)
         except AssertionError as error:
-            raise RuntimeError(f"FSSDP: experts have moved on some ranks only; {way_out}. {error}") from error
+            raise RuntimeError(
+                f"FSSDP: experts have moved on some ranks only; {way_out}. {error}"
+            ) from error
 
     def move(self, orders: Sequence[Order]) -> None:
         """Have experts where ``orders`` say, layer by layer. All ranks of the group call it, between two iterations.
@@ -107,12 +116,18 @@ class Homes:
             experts = state.parts.layer.experts
             wait_for_params(experts)
             on_ranks = self.state_of(state)
-            for moves in _rounds(_order_of(state.homes), order, state.parts.experts.num_homes, on_ranks.expert_bytes):
+            for moves in _rounds(
+                _order_of(state.homes), order, state.parts.experts.num_homes, on_ranks.expert_bytes
+            ):
                 try:
                     with trace.span("homes move", state.name):
                         self._carry_out(moves, state, on_ranks)
-                except TransferError as error:  # of a collective, which does not know who is missing
-                    raise TransferError(f"{error} Of all ranks: {watchdog.name_silent_ranks()}") from error
+                except (
+                    TransferError
+                ) as error:  # of a collective, which does not know who is missing
+                    raise TransferError(
+                        f"{error} Of all ranks: {watchdog.name_silent_ranks()}"
+                    ) from error
 
     def state_of(self, state: LayerState) -> StateOnRanks:
         """Who keeps what of a layer's experts. All ranks of the group call it."""
@@ -135,7 +150,9 @@ class Homes:
             on_ranks.move(*move, relocation)
         with torch.no_grad():
             relocation.exchange()
-            assert_same(homes.fingerprint, self._group, label=label, timeout=self._timeout)  # all have all of it
+            assert_same(
+                homes.fingerprint, self._group, label=label, timeout=self._timeout
+            )  # all have all of it
             self._writing = True
             relocation.write()
             for expert in state.parts.experts.homes():
@@ -170,7 +187,10 @@ def _rounds(before: Order, after: Order, per_rank: int, expert_bytes: int) -> It
             target = source
         if len(cycle) < 2:
             continue
-        more = np.bincount([move.target // per_rank for move in cycle], minlength=len(received)) * expert_bytes
+        more = (
+            np.bincount([move.target // per_rank for move in cycle], minlength=len(received))
+            * expert_bytes
+        )
         if together and (received + more).max() > ROUND_BYTES:
             yield together
             together, received = [], np.zeros_like(received)

@@ -56,7 +56,9 @@ class Rehoming:
         self._wanted: list[Order] | None = None  # where homes shall be, if they are elsewhere
         self._changed = False  # since ranks compared them
 
-    def begin_iteration(self, iteration: int, tracker: IterationTracker, meter: OverlapMeter) -> None:
+    def begin_iteration(
+        self, iteration: int, tracker: IterationTracker, meter: OverlapMeter
+    ) -> None:
         """Before the first forward: look, if it is time, and move. All ranks of the group call it at the same point.
 
         Args:
@@ -73,9 +75,15 @@ class Rehoming:
             if self._history.last is not None and self._history.last is not self._last:
                 self._last = self._history.last
                 self._window.append(self._last)
-            unseen = not (self._states[0].parts.layer.config.fp16 or tracker.optimizers())  # the look refuses these
-            if (tracker.has_stepped or unseen) and len(self._window) >= self._states[0].config.rehome:
-                self._wanted = self._look(iteration, tracker.microbatches or 1, meter) or self._wanted
+            unseen = not (
+                self._states[0].parts.layer.config.fp16 or tracker.optimizers()
+            )  # the look refuses these
+            if (tracker.has_stepped or unseen) and len(self._window) >= self._states[
+                0
+            ].config.rehome:
+                self._wanted = (
+                    self._look(iteration, tracker.microbatches or 1, meter) or self._wanted
+                )
                 self._window.clear()
             if tracker.has_stepped and self._wanted is not None:
                 self._changed = True
@@ -114,9 +122,13 @@ class Rehoming:
         """Better homes, if some pay."""
         timeout, first = self._states[0].config.timeout, self._states[0]
         every = np.unique(np.linspace(0, len(self._window) - 1, LOOKED_AT).astype(np.int64))
-        load = torch.from_numpy(np.stack([self._window[i] for i in every]).astype(np.int64)).to(device_of_rank())
+        load = torch.from_numpy(np.stack([self._window[i] for i in every]).astype(np.int64)).to(
+            device_of_rank()
+        )
         work = dist.all_reduce(load, group=self._group, async_op=True)
-        wait_collective(work, load, self._group, what="summing loads", label="homes", timeout=timeout)
+        wait_collective(
+            work, load, self._group, what="summing loads", label="homes", timeout=timeout
+        )
         order = np.stack(self.homes.now)
         search = HomeSearch(
             homes=first.parts.homes_only,
@@ -139,7 +151,9 @@ class Rehoming:
                 flush=True,
             )
         work = dist.broadcast(found, group=self._group, group_src=0, async_op=True)
-        wait_collective(work, found, self._group, what="telling better homes", label="homes", timeout=timeout)
+        wait_collective(
+            work, found, self._group, what="telling better homes", label="homes", timeout=timeout
+        )
         told = found.cpu().numpy()
         return list(told) if not np.array_equal(told, order) else None
 
@@ -156,7 +170,16 @@ class Rehoming:
             number[choice.layer] += 1
         choices = torch.from_numpy(table).to(device_of_rank())  # zeros where others look
         work = dist.all_reduce(choices, group=self._group, async_op=True)
-        wait_collective(work, choices, self._group, what="choosing homes", label="homes", timeout=first.config.timeout)
+        wait_collective(
+            work,
+            choices,
+            self._group,
+            what="choosing homes",
+            label="homes",
+            timeout=first.config.timeout,
+        )
         table = choices.cpu().numpy()
         chosen = np.argwhere(table[..., 0] > 0).tolist()
-        return [Choice(i, table[i, k, 1:].astype(np.int64), float(table[i, k, 0])) for i, k in chosen]
+        return [
+            Choice(i, table[i, k, 1:].astype(np.int64), float(table[i, k, 0])) for i, k in chosen
+        ]

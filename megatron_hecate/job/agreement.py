@@ -43,7 +43,10 @@ class Note:
     rounds: str = ""
 
     def agree(
-        self, *, timeout: float, judge: Callable[[list[Note]], tuple[list[str], Any]] = lambda _: ([], None)
+        self,
+        *,
+        timeout: float,
+        judge: Callable[[list[Note]], tuple[list[str], Any]] = lambda _: ([], None),
     ) -> tuple[Any, list[Note]]:
         """Wait for all ranks of the job and compare notes.
 
@@ -125,7 +128,9 @@ class SwitchOnError(ValueError):
             sys.excepthook = _without_traceback(sys.excepthook)
 
     def __str__(self) -> str:
-        return "\n".join(["FSSDP cannot be switched on:", *(f"  - {problem}" for problem in self.problems)])
+        return "\n".join(
+            ["FSSDP cannot be switched on:", *(f"  - {problem}" for problem in self.problems)]
+        )
 
     def print(self) -> None:
         """Print the list on rank 0, and one line on another rank, to the standard error."""
@@ -133,7 +138,11 @@ class SwitchOnError(ValueError):
         if rank == 0:
             print(self, file=sys.stderr, flush=True)
             return
-        print(f"FSSDP cannot be switched on; rank 0 says why (this is rank {rank})", file=sys.stderr, flush=True)
+        print(
+            f"FSSDP cannot be switched on; rank 0 says why (this is rank {rank})",
+            file=sys.stderr,
+            flush=True,
+        )
         if "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(GRACE)
 
@@ -178,4 +187,6 @@ def assert_same(number: int, group: dist.ProcessGroup, *, label: str, timeout: f
     wait_collective(work, numbers, group, what="comparing plans", label=label, timeout=timeout)
     seen = numbers.tolist()
     if len(set(seen)) > 1:
-        raise AssertionError(f"{label}: ranks of {dist.get_process_group_ranks(group)} planned differently: {seen}")
+        raise AssertionError(
+            f"{label}: ranks of {dist.get_process_group_ranks(group)} planned differently: {seen}"
+        )

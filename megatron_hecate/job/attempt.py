@@ -64,7 +64,9 @@ class Attempt:
             self._at_end = [known for known in self._at_end if known() is not None]
             self._at_end.append(weakref.WeakMethod(method))
             if self._watch is None and self._world is not None:
-                self._watch = threading.Thread(target=self._close_when_over, name="fssdp attempt", daemon=True)
+                self._watch = threading.Thread(
+                    target=self._close_when_over, name="fssdp attempt", daemon=True
+                )
                 self._watch.start()
 
     def close(self) -> None:

@@ -20,7 +20,13 @@ class TransferError(RuntimeError):
 
 
 def wait_collective(
-    work: dist.Work, tensor: Tensor, group: dist.ProcessGroup, *, what: str, label: str, timeout: float
+    work: dist.Work,
+    tensor: Tensor,
+    group: dist.ProcessGroup,
+    *,
+    what: str,
+    label: str,
+    timeout: float,
 ) -> None:
     """Wait for a collective of the whole ``group`` over ``tensor``.
 
@@ -39,7 +45,9 @@ def wait_collective(
     try:
         if tensor.is_cuda:
             expected = _expected_ranks(group)
-            under_way.note([work], f"{label}: {what} on rank {group.rank()} of {group.size()}, {expected}")
+            under_way.note(
+                [work], f"{label}: {what} on rank {group.rank()} of {group.size()}, {expected}"
+            )
             work.wait()
         else:
             work.wait(timeout=timedelta(seconds=timeout))

@@ -17,7 +17,12 @@ from megatron_hecate.job.rendezvous import Question, Verdict
 
 
 def new_group(
-    ranks: Sequence[int], made: int, *, description: str, timeout: float, nccl: NcclSettings | None = None
+    ranks: Sequence[int],
+    made: int,
+    *,
+    description: str,
+    timeout: float,
+    nccl: NcclSettings | None = None,
 ) -> dist.ProcessGroup:
     """A process group that only its ``ranks`` make, and that has connected them: NCCL does so when a group is first
     used, by all of them, and copies are by some.
@@ -35,7 +40,9 @@ def new_group(
         RuntimeError: naming the ranks, when one of them does not come.
     """
     settings: dict[str, Any] = dict(
-        timeout=timedelta(seconds=max(timeout, 1.0)), use_local_synchronization=True, group_desc=description
+        timeout=timedelta(seconds=max(timeout, 1.0)),
+        use_local_synchronization=True,
+        group_desc=description,
     )
     with _no_bound_device():
         while len(_world.pg_names) < made:
@@ -56,7 +63,9 @@ def new_group(
     return group
 
 
-def connected_group(groups: Sequence[Sequence[int]], *, timeout: float, on_gpus: bool) -> dist.ProcessGroup | None:
+def connected_group(
+    groups: Sequence[Sequence[int]], *, timeout: float, on_gpus: bool
+) -> dist.ProcessGroup | None:
     """A process group of all ranks that are connected by ``groups``: those this rank is in, any ranks of the job that
     share one. All ranks of the job call it; without groups a rank gets none.
 
@@ -66,7 +75,9 @@ def connected_group(groups: Sequence[Sequence[int]], *, timeout: float, on_gpus:
     """
 
     def judge(told: list[tuple[int, list[list[int]]]]) -> Verdict:
-        above = list(range(len(told)))  # of each rank, a lower one that it is connected with, or itself
+        above = list(
+            range(len(told))
+        )  # of each rank, a lower one that it is connected with, or itself
 
         def lowest(rank: int) -> int:
             while above[rank] != rank:
@@ -81,11 +92,15 @@ def connected_group(groups: Sequence[Sequence[int]], *, timeout: float, on_gpus:
         for rank in range(len(told)):
             members.setdefault(lowest(rank), []).append(rank)
         made = {low: max(told[rank][0] for rank in ranks) for low, ranks in members.items()}
-        named = {str(of_rank[0][0]): lowest(rank) for rank, (_, of_rank) in enumerate(told) if of_rank}
+        named = {
+            str(of_rank[0][0]): lowest(rank) for rank, (_, of_rank) in enumerate(told) if of_rank
+        }
         return Verdict(None, {name: [members[low], made[low]] for name, low in named.items()})
 
     names = [str(groups[0][0])] if groups else []  # the same for all ranks of that group
-    heard = Question.next(timeout=timeout).ask([len(_world.pg_names), list(map(list, groups))], judge, groups=names)
+    heard = Question.next(timeout=timeout).ask(
+        [len(_world.pg_names), list(map(list, groups))], judge, groups=names
+    )
     if not groups:
         return None
     ranks, most = heard.groups[names[0]]
@@ -93,7 +108,9 @@ def connected_group(groups: Sequence[Sequence[int]], *, timeout: float, on_gpus:
     return new_group(ranks, most, description="fssdp homes", timeout=timeout, nccl=nccl)
 
 
-def connect_ranks(group: dist.ProcessGroup, nccl: NcclSettings | None, *, label: str, timeout: float) -> None:
+def connect_ranks(
+    group: dist.ProcessGroup, nccl: NcclSettings | None, *, label: str, timeout: float
+) -> None:
     """Connect the ranks of ``group`` by one collective; with `NcclSettings.pairs` each with each other."""
     device = "cpu" if nccl is None else "cuda"
     if nccl is not None and nccl.pairs:

@@ -38,7 +38,9 @@ class NcclSettings:
 
 
 # Of each process group of ours that uses NCCL: the least timeout that was asked for, and the one it has, in seconds.
-_timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[float, float]] = weakref.WeakKeyDictionary()
+_timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[float, float]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def job_timeout() -> float:

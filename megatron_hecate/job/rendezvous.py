@@ -21,7 +21,10 @@ from megatron_hecate.job.attempt import Attempt
 
 BLOCK: int = 128  # notes that rank 0 reads at once; of all at once a store takes longer
 NAMED: int = 64  # missing ranks that are named, at most
-LOOKS: tuple[float, float] = (0.02, 1.0)  # seconds between two looks for notes: the first time, and the most
+LOOKS: tuple[float, float] = (
+    0.02,
+    1.0,
+)  # seconds between two looks for notes: the first time, and the most
 NAMING: float = 2.0  # seconds after which rank 0 says for whom it waits
 
 
@@ -65,7 +68,9 @@ class Question:
         number = Attempt.current().count("question")
         return cls(_get_default_store(), dist.get_rank(), dist.get_world_size(), number, timeout)
 
-    def ask(self, note: Any, judge: Callable[[list[Any]], Verdict], *, groups: Sequence[str] = ()) -> Verdict:
+    def ask(
+        self, note: Any, judge: Callable[[list[Any]], Verdict], *, groups: Sequence[str] = ()
+    ) -> Verdict:
         """Tell ``note``, and hear the verdict.
 
         Args:
@@ -84,7 +89,9 @@ class Question:
         """Put this rank's note where rank 0 reads it."""
         self.store.set(self._note_of(self.rank), _pack([self.number, note]))
 
-    def answer(self, judge: Callable[[list[Any]], Verdict], *, groups: Sequence[str] = ()) -> Verdict:
+    def answer(
+        self, judge: Callable[[list[Any]], Verdict], *, groups: Sequence[str] = ()
+    ) -> Verdict:
         """Rank 0: read all notes, judge, and publish the verdict; then as `hear`."""
         told, missing = self._gather()
         outcome: dict[str, Any] = {"missing": missing}
@@ -93,7 +100,9 @@ class Question:
         if not missing:
             try:
                 verdict = judge([told[rank] for rank in range(self.size)])
-                parts = {self._part_of(group): _pack(part) for group, part in verdict.groups.items()}
+                parts = {
+                    self._part_of(group): _pack(part) for group, part in verdict.groups.items()
+                }
                 outcome = {"job": json.loads(_pack(verdict.job)), "parts": bool(parts)}
             except Exception as error:  # every rank must hear of it, whatever it is
                 cause, outcome, parts = error, {"failed": f"{type(error).__name__}: {error}"}, {}
@@ -101,10 +110,15 @@ class Question:
         self.store.multi_set(  # type: ignore[attr-defined]
             [*parts, self._verdict(self.number)], [*parts.values(), _pack(outcome)]
         )
-        self.store.delete_key(self._verdict(self.number - 1))  # who tells a note has heard the verdict before
+        self.store.delete_key(
+            self._verdict(self.number - 1)
+        )  # who tells a note has heard the verdict before
         self._check(outcome, cause)
         own = [self._part_of(group) for group in groups if parts]
-        return Verdict(outcome["job"], {group: json.loads(parts[key]) for group, key in zip(groups, own, strict=False)})
+        return Verdict(
+            outcome["job"],
+            {group: json.loads(parts[key]) for group, key in zip(groups, own, strict=False)},
+        )
 
     def hear(self, groups: Sequence[str] = ()) -> Verdict:
         """The other ranks: wait for the verdict."""
@@ -119,14 +133,20 @@ class Question:
             raise _too_late(self.rank, self._missing_so_far(), self.timeout) from error
         outcome = json.loads(self.store.get(key))
         self._check(outcome, None)
-        parts = self.store.multi_get([self._part_of(group) for group in groups]) if groups and outcome["parts"] else []
+        parts = (
+            self.store.multi_get([self._part_of(group) for group in groups])
+            if groups and outcome["parts"]
+            else []
+        )
         return Verdict(outcome["job"], dict(zip(groups, map(json.loads, parts), strict=False)))
 
     def _check(self, outcome: Mapping[str, Any], cause: Exception | None) -> None:
         if outcome.get("missing"):
             raise _too_late(0, outcome["missing"], self.timeout) from cause
         if "failed" in outcome:
-            raise RuntimeError(f"FSSDP: rank 0 could not judge what all ranks told it: {outcome['failed']}") from cause
+            raise RuntimeError(
+                f"FSSDP: rank 0 could not judge what all ranks told it: {outcome['failed']}"
+            ) from cause
 
     def _gather(self) -> tuple[dict[int, Any], list[int]]:
         """Rank 0: what ranks tell, by rank; and the first ranks that do not within the timeout."""

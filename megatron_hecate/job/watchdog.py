@@ -31,10 +31,14 @@ from megatron_hecate.job.nccl import job_timeout
 from megatron_hecate.job.rendezvous import BLOCK
 
 SHORTEST_PAUSE: float = 3.0  # seconds between two words of a rank
-WORDS_PER_SECOND: float = 500.0  # of all ranks together: a store serves some 14,500 operations a second
+WORDS_PER_SECOND: float = (
+    500.0  # of all ranks together: a store serves some 14,500 operations a second
+)
 NAMED: int = 8  # ranks behind that a line names, at most
 PREFIX = "megatron_hecate/progress"
-SILENCE = "The rendezvous store does not answer: rank 0, which runs it unless torchrun does, stands still"
+SILENCE = (
+    "The rendezvous store does not answer: rank 0, which runs it unless torchrun does, stands still"
+)
 
 
 @dataclasses.dataclass
@@ -58,7 +62,9 @@ class Position:
         """Call ``exchange``, in which ``layer`` waits for other ranks; it does so in its backward, too."""
         self.reach(layer)
         exchanged = exchange(*args, **kwargs)
-        for tensor in exchanged if isinstance(exchanged, tuple) else (exchanged,):  # each is exchanged by itself
+        for tensor in (
+            exchanged if isinstance(exchanged, tuple) else (exchanged,)
+        ):  # each is exchanged by itself
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._hooks.get(layer) or self._make_hook(layer))
         return exchanged
@@ -81,7 +87,11 @@ class Position:
         self.reach("after a backward")
 
     def __str__(self) -> str:
-        return f"iteration {self.iteration}, {self.place}" if self.steps else "before its first forward"
+        return (
+            f"iteration {self.iteration}, {self.place}"
+            if self.steps
+            else "before its first forward"
+        )
 
 
 here = Position()
@@ -107,7 +117,13 @@ class Word:
         return was is not None and was.beat == self.beat and not self.left
 
     def describe(self, *, silent: bool) -> str:
-        state = "stands still, or is cut off; last heard of: " if silent else "has ended; " if self.left else ""
+        state = (
+            "stands still, or is cut off; last heard of: "
+            if silent
+            else "has ended; "
+            if self.left
+            else ""
+        )
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"on {self.host} ({state}{self.where}, since {since})"
 
@@ -116,7 +132,9 @@ def name_ranks_behind(before: Sequence[Word | None], now: Sequence[Word | None])
     """From two looks at the words of all ranks, by rank, more than `Reporter.interval` apart: who has come less far
     than others of its FSSDP group, or stands still as a process. Where nobody does and nobody moves, as when pipeline
     stages wait for each other, which lines ranks are in; empty when all are in the same."""
-    furthest = {word.group: word.steps for word in sorted(filter(None, now), key=lambda word: word.steps)}
+    furthest = {
+        word.group: word.steps for word in sorted(filter(None, now), key=lambda word: word.steps)
+    }
     behind: list[tuple[float, int, str]] = []
     for rank, (was, word) in enumerate(zip(before, now, strict=True)):
         if word is None:
@@ -128,14 +146,20 @@ def name_ranks_behind(before: Sequence[Word | None], now: Sequence[Word | None])
     behind.sort()  # who stopped first may be why the others did
     more = f", and {len(behind) - NAMED} more" if len(behind) > NAMED else ""
     if behind:
-        return "Behind: " + ", ".join(f"rank {rank} {what}" for _, rank, what in behind[:NAMED]) + more
+        return (
+            "Behind: " + ", ".join(f"rank {rank} {what}" for _, rank, what in behind[:NAMED]) + more
+        )
     lines: dict[str, list[int]] = {}
     for rank, word in enumerate(now):
         lines.setdefault(word.line if word else "", []).append(rank)
-    if len(lines) < 2 or any(was and word and was.steps != word.steps for was, word in zip(before, now, strict=True)):
+    if len(lines) < 2 or any(
+        was and word and was.steps != word.steps for was, word in zip(before, now, strict=True)
+    ):
         return ""
     rarest = sorted(lines.items(), key=lambda found: len(found[1]))[:NAMED]  # most wait for few
-    named = [f"{line or 'unknown'} (rank {', '.join(map(str, found[:NAMED]))})" for line, found in rarest]
+    named = [
+        f"{line or 'unknown'} (rank {', '.join(map(str, found[:NAMED]))})" for line, found in rarest
+    ]
     return f"No rank is behind its group. They are in {'; '.join(named)}"
 
 
@@ -160,7 +184,9 @@ class StoreThread(threading.Thread):
         self._is_abandoned = False  # no more work, whatever waits for it
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
-        found = re.search(r"SocketImpl\(fd=(\d+)", repr(store))  # of a TCPStore, which tells it in its name only
+        found = re.search(
+            r"SocketImpl\(fd=(\d+)", repr(store)
+        )  # of a TCPStore, which tells it in its name only
         self._connection = socket.socket(fileno=os.dup(int(found[1]))) if found else None
 
     def stop(self, patience: float = 1.0) -> None:
@@ -181,7 +207,9 @@ class StoreThread(threading.Thread):
     def _store_has_gone(self) -> bool:
         """Whether its server has closed the connection: torch would print a page of warnings if it were used."""
         try:
-            return self._connection is not None and not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            return self._connection is not None and not self._connection.recv(
+                1, socket.MSG_PEEK | socket.MSG_DONTWAIT
+            )
         except BlockingIOError:
             return False
 
@@ -217,15 +245,23 @@ class Reporter(StoreThread):
         with contextlib.suppress(RuntimeError, OSError):  # the store has gone, and with it the job
             self._publish()
             last = time.monotonic()
-            while not self._ends.wait(self.interval) and not self.is_over() and not self._store_has_gone():
+            while (
+                not self._ends.wait(self.interval)
+                and not self.is_over()
+                and not self._store_has_gone()
+            ):
                 self._publish()
                 passed, last = time.monotonic() - last, time.monotonic()
                 if here.steps != self._steps:
                     self._start_anew()
                 elif self._steps and not self._told:
-                    self._stalled += min(passed, 2 * self.interval)  # this process may have stood still itself
+                    self._stalled += min(
+                        passed, 2 * self.interval
+                    )  # this process may have stood still itself
                     if self._stalled >= self._timeout / 2:
-                        silence = threading.Timer(self.interval + self._timeout / 2, self._say, [SILENCE])
+                        silence = threading.Timer(
+                            self.interval + self._timeout / 2, self._say, [SILENCE]
+                        )
                         silence.daemon = True
                         silence.start()
                         try:
@@ -237,9 +273,15 @@ class Reporter(StoreThread):
 
     def _start_anew(self) -> None:
         if here.steps != self._steps:
-            self._steps, self._since, self._told = here.steps, time.time(), False  # told: this wait's line is printed
+            self._steps, self._since, self._told = (
+                here.steps,
+                time.time(),
+                False,
+            )  # told: this wait's line is printed
         self._stalled = 0.0  # seconds without progress
-        self._seen: int | None = None  # number of the last verdict, when half of the timeout had passed
+        self._seen: int | None = (
+            None  # number of the last verdict, when half of the timeout had passed
+        )
         self._attempt = 0  # to be the rank that looks
         self._first_look: tuple[float, list[Word | None]] | None = None
 
@@ -247,7 +289,9 @@ class Reporter(StoreThread):
         """Or hear it from the rank that looks."""
         if self._seen is None:
             self._seen = self._verdict()[0]
-        if (attempt := int(self._stalled / self._timeout + 0.5)) > self._attempt:  # who looked first may be gone
+        if (
+            attempt := int(self._stalled / self._timeout + 0.5)
+        ) > self._attempt:  # who looked first may be gone
             self._attempt = attempt
             if self._store.add(f"{PREFIX}/look/{self._seen + 1}/{attempt}", 1) == 1:
                 self._first_look = (self._stalled, _look(self._store, self._size))
@@ -260,7 +304,9 @@ class Reporter(StoreThread):
         number, text = self._verdict()
         if number > self._seen and text:
             self._say(text)
-        elif number > self._seen:  # all have come as far and are in one line, as in a long evaluation
+        elif (
+            number > self._seen
+        ):  # all have come as far and are in one line, as in a long evaluation
             self._start_anew()
 
     def _say(self, text: str) -> None:
@@ -268,7 +314,10 @@ class Reporter(StoreThread):
             self._told = True
             stands = f"made no progress for {time.time() - self._since:.0f} s: {here}"
             transfers = under_way.describe()
-            print(f"FSSDP: rank {self._rank} {stands}. {text}{transfers and f'. {transfers}'}", flush=True)
+            print(
+                f"FSSDP: rank {self._rank} {stands}. {text}{transfers and f'. {transfers}'}",
+                flush=True,
+            )
 
     def _publish(self, *, left: bool = False) -> None:
         self._beat += 1
@@ -310,7 +359,11 @@ def _silent_ranks(pause: float) -> str:
         before = _look(store, size)
         time.sleep(pause)
         pairs = enumerate(zip(before, _look(store, size), strict=True))
-        silent = [(rank, now) for rank, (was, now) in pairs if now is not None and now.is_silent_since(was)]
+        silent = [
+            (rank, now)
+            for rank, (was, now) in pairs
+            if now is not None and now.is_silent_since(was)
+        ]
         named = [f"rank {rank} {now.describe(silent=True)}" for rank, now in silent[:NAMED]]
         return "; ".join(named) or "all ranks still live"
     return "the rendezvous store has gone"
@@ -343,7 +396,9 @@ def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
     patience = lambda: min(timeout, job_timeout() / 2)  # noqa: E731
     settings: dict[str, Any] = dict(timeout=patience, is_over=lambda: attempt.is_over)
     first = groups[0][0] if groups else -1
-    _running = Reporter(_clone_of_store(), dist.get_rank(), dist.get_world_size(), group=first, **settings)
+    _running = Reporter(
+        _clone_of_store(), dist.get_rank(), dist.get_world_size(), group=first, **settings
+    )
     atexit.register(_running.stop)
     _running.start()
     attempt.at_end(_running.abandon)

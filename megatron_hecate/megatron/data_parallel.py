@@ -210,7 +210,8 @@ def _enters_no_sync(function: Any, ddp: DistributedDataParallel) -> bool:
     """Whether a schedule with this ``no_sync_func`` enters ``no_sync`` of ``ddp``."""
     functions = function if isinstance(function, list) else [function]
     return any(
-        one.holds(ddp) if isinstance(one, _NoSync) else getattr(one, "__self__", None) is ddp for one in functions
+        one.holds(ddp) if isinstance(one, _NoSync) else getattr(one, "__self__", None) is ddp
+        for one in functions
     )
 
 

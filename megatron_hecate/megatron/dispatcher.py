@@ -31,9 +31,13 @@ def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoEToke
         )
     config = copy.copy(stock.config)
     config.num_moe_experts = stock.ep_size * num_physical
-    config.moe_pad_expert_input_to_capacity = False  # an expert would get its capacity on every holder
+    config.moe_pad_expert_input_to_capacity = (
+        False  # an expert would get its capacity on every holder
+    )
     first = stock.ep_group.rank() * num_physical
-    groups = ProcessGroupCollection(ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group)
+    groups = ProcessGroupCollection(
+        ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group
+    )
     dispatcher = type(stock)(
         num_physical, list(range(first, first + num_physical)), config=config, pg_collection=groups
     )

@@ -43,7 +43,11 @@ class PhysicalExperts:
         self.grouped: GroupedExperts | None = None
         if isinstance(experts, TEGroupedMLP):
             self.grouped = GroupedExperts(experts, num_physical)
-            self._names, linears, self.twin = self.grouped.names, self.grouped.linears, self.grouped.twin
+            self._names, linears, self.twin = (
+                self.grouped.names,
+                self.grouped.linears,
+                self.grouped.twin,
+            )
         elif isinstance(experts, SequentialMLP):
             for setting in GROUPED_ONLY:
                 if value := getattr(experts.config, setting, None):
@@ -59,26 +63,42 @@ class PhysicalExperts:
                 "(--moe-grouped-gemm with TransformerEngine)"
             )
         self.running: ForwardPass | None = None  # set by the layer
-        self.reduction_point = ReductionPoint(by_hand=bool(getattr(experts.config, "delay_wgrad_compute", False)))
+        self.reduction_point = ReductionPoint(
+            by_hand=bool(getattr(experts.config, "delay_wgrad_compute", False))
+        )
         # the plan of the weights that the twin's quantized copies were made of
         self.computes_with: TransferPlan | None = None
         # the modules that own the homes' parameters: looking names up from the top takes long for many experts
-        paths = [[name.format(i).rpartition(".") for name in self._names] for i in range(self.num_homes)]
-        self._owners = [[(experts.get_submodule(path), leaf) for path, _, leaf in expert] for expert in paths]
+        paths = [
+            [name.format(i).rpartition(".") for name in self._names] for i in range(self.num_homes)
+        ]
+        self._owners = [
+            [(experts.get_submodule(path), leaf) for path, _, leaf in expert] for expert in paths
+        ]
         # where the twin looks its weights up, and under which name, in the order of experts and of their parameters:
         # as attributes, which takes the least time, and for TransformerEngines that ask for any parameter, as these
-        owners = [[name.format(i).rpartition(".") for name in self._names] for i in range(num_physical)]
+        owners = [
+            [name.format(i).rpartition(".") for name in self._names] for i in range(num_physical)
+        ]
         self._places: list[tuple[dict[str, Any], str]] = []
         for path, _, leaf in (owner for expert in owners for owner in expert):
             owner = self.twin.get_submodule(path)
-            self._places.append((owner.__dict__ if len(self._places) >= len(self._names) else owner._parameters, leaf))
+            self._places.append(
+                (
+                    owner.__dict__ if len(self._places) >= len(self._names) else owner._parameters,
+                    leaf,
+                )
+            )
         # microbatches whose weight gradients `compute_delayed` will give, oldest first; None: none are delayed
-        self.delayed: Delayed | None = deque() if self.grouped is not None and self.grouped.delays_wgrad else None
+        self.delayed: Delayed | None = (
+            deque() if self.grouped is not None and self.grouped.delays_wgrad else None
+        )
         # a fused GEMM writes weights' gradients only; biases go through autograd
         self.layout = ChunkLayout(
             shapes=tuple(p.shape for p in self.homes()[0]),
             fused=tuple(
-                "weight" in name and _fuses_wgrad(linear) for name, linear in zip(self._names, linears, strict=True)
+                "weight" in name and _fuses_wgrad(linear)
+                for name, linear in zip(self._names, linears, strict=True)
             ),
             uniform=self.grouped is not None and self.grouped.has_operators,
         )
@@ -128,7 +148,9 @@ class PhysicalExperts:
 
     def drop_delayed(self) -> None:
         """Forget backwards whose weight gradients were to be computed: they broke off."""
-        if self.delayed is not None:  # a backward that broke off may have left those of one linear only
+        if (
+            self.delayed is not None
+        ):  # a backward that broke off may have left those of one linear only
             self.delayed.clear()
             self.grouped.drop_delayed()
 
@@ -171,7 +193,12 @@ class FSSDPExperts:
         return None if running is None else running.replicas
 
     def forward(
-        self, hidden_states: Tensor, tokens_per_expert: Tensor, probs: Tensor, *rest: Any, **kwargs: Any
+        self,
+        hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        probs: Tensor,
+        *rest: Any,
+        **kwargs: Any,
     ) -> Any:
         physical, running = self.physical, self.physical.running
         if running is not None:
@@ -190,7 +217,10 @@ class FSSDPExperts:
         physical.compute_with(replicas.plan)
         if self.config.fine_grained_activation_offloading:  # spares parameters, and these are none
             for weight in weights:
-                weight._do_not_offload, weight.offloading_activation = True, False  # its name now, and in 0.16
+                weight._do_not_offload, weight.offloading_activation = (
+                    True,
+                    False,
+                )  # its name now, and in 0.16
         inputs = (hidden_states, tokens_per_expert, probs, *rest)
         output, *others = physical.compute(weights, *inputs, **kwargs)
         if physical.grouped is not None:
@@ -213,7 +243,9 @@ class FSSDPExperts:
         self.settle()
         carried, take = self.physical.delayed.popleft()
         self.unsettled = take(self.physical.compute_delayed(carried))
-        if not self.config.delay_wgrad_compute:  # no `settle` will come after the attention's backward
+        if (
+            not self.config.delay_wgrad_compute
+        ):  # no `settle` will come after the attention's backward
             self.settle()
 
     def settle(self) -> None:
@@ -233,7 +265,10 @@ def _sequential_names(experts: SequentialMLP) -> tuple[list[str], list[Module]]:
 
 def _sequential_twin(experts: SequentialMLP, num_physical: int) -> SequentialMLP:
     twin = copy_module(experts, with_parameters=True)
-    of_homes = [copy_module(expert, with_parameters=False, with_hooks=True) for expert in experts.local_experts]
+    of_homes = [
+        copy_module(expert, with_parameters=False, with_hooks=True)
+        for expert in experts.local_experts
+    ]
     of_replicas = [
         copy_module(experts.local_experts[0], with_parameters=False)
         for _ in range(num_physical - experts.num_local_experts)

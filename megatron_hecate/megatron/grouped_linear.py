@@ -44,14 +44,20 @@ class GroupedExperts:
                 if isinstance(getattr(linear, f"{kind}0", None), Parameter):
                     self.names.append(f"{name}.{kind}{{}}")
                     self.linears.append(linear)
-            if missing := [attribute for attribute in assumptions.TE_ASSUMPTIONS if not hasattr(linear, attribute)]:
+            if missing := [
+                attribute
+                for attribute in assumptions.TE_ASSUMPTIONS
+                if not hasattr(linear, attribute)
+            ]:
                 raise ValueError(
                     f"TEGroupedMLP.{name} is a {type(linear).__name__} without {', '.join(missing)}; FSSDP needs "
                     "TransformerEngine's GroupedLinear with one weight per expert, and is tested from version 2.9 on"
                 )
             recipes = getattr(linear, "te_quant_params", None)  # what quant_recipe has for it
             if getattr(getattr(recipes, "training_recipe", None), "custom_recipe_factory", None):
-                raise ValueError(f"TEGroupedMLP.{name}: custom quantizers are unknown; change model.quant_recipe")
+                raise ValueError(
+                    f"TEGroupedMLP.{name}: custom quantizers are unknown; change model.quant_recipe"
+                )
         self.twin = copy_module(experts, with_parameters=True)
         self.twin.num_local_experts = num_physical
         for name, linear in zip(_LINEARS, self._homes, strict=True):
@@ -144,11 +150,15 @@ class _Operators:
         """As `GroupedExperts.over`."""
         if not self._last:
             self._make(weights[f"{_LINEARS[0]}.weight0"].dtype)
-        if not torch.is_grad_enabled():  # of these some say that they require gradients, others that they do not
+        if (
+            not torch.is_grad_enabled()
+        ):  # of these some say that they require gradients, others that they do not
             weights = {name: weight.detach() for name, weight in weights.items()}
         operators = [copy_module(operator, with_parameters=False) for operator in self._last]
         for name, operator in zip(_LINEARS, operators[::2], strict=True):
-            operator._parameters = {leaf: weights.get(f"{name}.{leaf}") for leaf in operator._parameters}
+            operator._parameters = {
+                leaf: weights.get(f"{name}.{leaf}") for leaf in operator._parameters
+            }
             # TransformerEngine insists on one whenever its GEMMs could add to it; without gradients there is none
             operator._accumulate_into_main_grad = hasattr(operator.weight0, "main_grad")
         self._twin._fused_ops = (self._sequence(*operators),)
@@ -158,7 +168,9 @@ class _Operators:
             self._twin._fused_ops = None
             # with the quantizers that this forward may have made, and without its weights
             self._last = [copy_module(operator, with_parameters=False) for operator in operators]
-        for operator in self._last:  # checks that all weights are alike were made, and take longer than all else here
+        for operator in (
+            self._last
+        ):  # checks that all weights are alike were made, and take longer than all else here
             operator.pre_first_fuser_forward = _nothing
 
     def _make(self, dtype: torch.dtype) -> None:
@@ -227,7 +239,9 @@ def copy_module(module: Module, *, with_parameters: bool, with_hooks: bool = Fal
         return twin
     twin._parameters = dict.fromkeys(module._parameters)
     twin._modules = {
-        name: None if child is None else copy_module(child, with_parameters=False, with_hooks=with_hooks)
+        name: None
+        if child is None
+        else copy_module(child, with_parameters=False, with_hooks=with_hooks)
         for name, child in module._modules.items()
     }
     return twin

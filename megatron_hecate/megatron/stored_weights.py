@@ -76,7 +76,11 @@ class StoredWeights:
             if _is_quantized(weight):
                 metadata = weight.get_metadata()  # type: ignore[attr-defined]
                 derived = "columnwise" if metadata.get("is_2D_scaled") else "data_transpose"
-                own = {k: v for k, v in metadata.items() if isinstance(v, Tensor) and not k.startswith(derived)}
+                own = {
+                    k: v
+                    for k, v in metadata.items()
+                    if isinstance(v, Tensor) and not k.startswith(derived)
+                }
             stored += [(index, name, part) for name, part in own.items()]
         return stored
 
@@ -101,5 +105,7 @@ def _is_quantized(weight: Tensor) -> bool:
 def _quantized_like(weight: Tensor, stored: dict[str, Tensor]) -> Tensor:
     """A tensor over ``stored``, of the same kind and shape as ``weight``."""
     metadata = weight.get_metadata()  # type: ignore[attr-defined]
-    metadata.update({name: stored.get(name) for name, value in metadata.items() if isinstance(value, Tensor)})
+    metadata.update(
+        {name: stored.get(name) for name, value in metadata.items() if isinstance(value, Tensor)}
+    )
     return type(weight)(shape=weight.shape, dtype=weight.dtype, requires_grad=False, **metadata)

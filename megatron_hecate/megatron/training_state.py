@@ -52,7 +52,9 @@ class Forward(enum.Enum):
         """
         if torch._C._current_graph_task_id() != -1:
             return cls.RECOMPUTED
-        trains = layer.training and (torch.is_grad_enabled() or (gradients is not False and _is_checkpointed()))
+        trains = layer.training and (
+            torch.is_grad_enabled() or (gradients is not False and _is_checkpointed())
+        )
         return cls.MICROBATCH if trains else cls.OTHER
 
 
@@ -80,8 +82,14 @@ def passes_per_microbatch(layers: Sequence[Module], chunks: Sequence[Module]) ->
 
     passes = dict.fromkeys(layers, 1)
     for block in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(block, MultiTokenPredictionBlock) and getattr(block.config, "mtp_use_repeated_layer", False):
-            passes |= {module: block.config.mtp_num_layers for module in block.modules() if module in passes}
+        if isinstance(block, MultiTokenPredictionBlock) and getattr(
+            block.config, "mtp_use_repeated_layer", False
+        ):
+            passes |= {
+                module: block.config.mtp_num_layers
+                for module in block.modules()
+                if module in passes
+            }
     return list(passes.values())
 
 

@@ -24,7 +24,11 @@ from megatron_hecate.routing.tables import GroupShape
 
 REPEATS: int = 7
 CHUNK: int = 16 << 20  # bytes, about one expert
-GEMM: tuple[int, int, int] = (512, 512, 512)  # tokens, hidden, ffn on a CPU; a GPU gets 8 times as much of each
+GEMM: tuple[int, int, int] = (
+    512,
+    512,
+    512,
+)  # tokens, hidden, ffn on a CPU; a GPU gets 8 times as much of each
 
 
 def measure(path: str) -> None:
@@ -69,11 +73,11 @@ def measure(path: str) -> None:
     )
     if dist.get_rank() == 0:
         kind = (
-            torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads a rank"
+            torch.cuda.get_device_name()
+            if device.type == "cuda"
+            else f"CPU, {torch.get_num_threads()} threads a rank"
         )
-        origin = (
-            f"{len(names)} ranks on {world.num_nodes} nodes, {kind}, {dist.get_backend()}, torch {torch.__version__}"
-        )
+        origin = f"{len(names)} ranks on {world.num_nodes} nodes, {kind}, {dist.get_backend()}, torch {torch.__version__}"
         speeds.save(path, origin=origin)
         print(
             f"{origin}\nbetween ranks of a node {_read(speeds.intra)}, of different nodes {_read(speeds.inter)}; GEMMs "
@@ -156,7 +160,9 @@ def _contention(world: World, device: torch.device) -> float:
     into = torch.empty_like(out)
 
     def post() -> list[dist.Work]:
-        return dist.batch_isend_irecv([dist.P2POp(dist.isend, out, ahead), dist.P2POp(dist.irecv, into, behind)])
+        return dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, out, ahead), dist.P2POp(dist.irecv, into, behind)]
+        )
 
     def exchange() -> None:
         for work in post():
@@ -177,7 +183,10 @@ def _flops(device: torch.device) -> float:
     scale = 8 if device.type == "cuda" else 1
     tokens, hidden, ffn = (scale * size for size in GEMM)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    x, w = torch.randn(tokens, hidden, device=device, dtype=dtype), torch.randn(hidden, ffn, device=device, dtype=dtype)
+    x, w = (
+        torch.randn(tokens, hidden, device=device, dtype=dtype),
+        torch.randn(hidden, ffn, device=device, dtype=dtype),
+    )
     return 2.0 * tokens * hidden * ffn / _time(lambda: x @ w, device)
 
 

@@ -18,7 +18,9 @@ from megatron_hecate.record.run_folder import RunInfo, RunRecord, place_in_model
 _Held = Mapping[tuple[int, int, tuple[int, int]], list[np.ndarray]]
 
 
-def read_any(folder: str | Path, *, num_experts: int | None = None, stages: int | None = None) -> RunRecord:
+def read_any(
+    folder: str | Path, *, num_experts: int | None = None, stages: int | None = None
+) -> RunRecord:
     """A run's own record, or else what Megatron wrote, as `read_megatron` reads it.
 
     Raises:
@@ -32,7 +34,11 @@ def read_any(folder: str | Path, *, num_experts: int | None = None, stages: int 
 
 
 def read_megatron(
-    folder: str | Path, *, ranks: int | None = None, num_experts: int | None = None, stages: int | None = None
+    folder: str | Path,
+    *,
+    ranks: int | None = None,
+    num_experts: int | None = None,
+    stages: int | None = None,
 ) -> RunRecord:
     """Read what all ranks wrote. Loads are sums over all of them. Megatron numbers the layers of every pipeline stage
     from 0, and those of its virtual stages alike; it writes a recomputed forward twice. Read runs without either.
@@ -63,13 +69,20 @@ def read_megatron(
                 record = json.loads(line)
                 layer = int(record.get("mtp_idx", -1)), int(record["layer"])
                 if traces:  # steps are counted from 0 there
-                    held[at, record["step"] + 1, layer].append(np.bincount(np.ravel(record["top_indices"])))
+                    held[at, record["step"] + 1, layer].append(
+                        np.bincount(np.ravel(record["top_indices"]))
+                    )
                     top_k = record["topk"]
                 else:  # an iteration that is trained again has a second line
                     rows = np.array(record["tpe"], dtype=np.int64).reshape(len(record["tpe"]), -1)
-                    held[at, record["iter"], layer] = [rows[0::2].sum(axis=0), rows[1::2].sum(axis=0)]
+                    held[at, record["iter"], layer] = [
+                        rows[0::2].sum(axis=0),
+                        rows[1::2].sum(axis=0),
+                    ]
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number}, was not written by Megatron ({error!r})") from error
+                raise ValueError(
+                    f"{path}, line {number}, was not written by Megatron ({error!r})"
+                ) from error
     nothing = ValueError(
         f"{folder} holds no record of a run (--moe-fssdp-record {folder} writes one), nor files of Megatron "
         "(--moe-routing-trace-path, --save-tokens-per-expert-interval) with an iteration of all layers"
@@ -81,33 +94,58 @@ def read_megatron(
     ranks = ranks or (num if traces else _group_size(held, num))
     size = 1 if traces else ranks
     if (stages is not None and stages < 1) or len(files) % ((stages or 1) * size):
-        raise ValueError(f"{folder} holds files of {len(files)} ranks, not of stages={stages} with groups of {size}")
+        raise ValueError(
+            f"{folder} holds files of {len(files)} ranks, not of stages={stages} with groups of {size}"
+        )
     experts = max(len(row) for rows in held.values() for row in rows) * size
     if num_experts and experts > num_experts:
-        raise ValueError(f"{folder} has tokens for expert {experts - 1}, and num_experts is {num_experts}")
+        raise ValueError(
+            f"{folder} has tokens for expert {experts - 1}, and num_experts is {num_experts}"
+        )
     experts = -(-(num_experts or experts) // ranks) * ranks
     for (at, *_), rows in held.items():
         first = 0 if traces else at % ranks * len(rows[0])
         rows[:] = [np.pad(row, (first, experts - first - len(row))) for row in rows]
-    others = [(at, at - at % num) for at in range(len(files)) if layers[at] != layers[at - at % num]]
-    other = ", ".join(f"{files[at].name} has {len(layers[at])} layers" for at in others[0]) if others else ""
+    others = [
+        (at, at - at % num) for at in range(len(files)) if layers[at] != layers[at - at % num]
+    ]
+    other = (
+        ", ".join(f"{files[at].name} has {len(layers[at])} layers" for at in others[0])
+        if others
+        else ""
+    )
     if other or (stages is None and (other := _other_routers(held, size, num))):
         raise ValueError(
             f"{folder} holds files of several pipeline stages, whose layers Megatron numbers from 0 each: {other}. Say "
             "how many there are (--stages, or stages=; 1 if that is wrong), or read the files of one stage's ranks"
         )
-    offset = np.cumsum([0, *(1 + max((number for _, number in of), default=0) for of in layers[::num])])
+    offset = np.cumsum(
+        [0, *(1 + max((number for _, number in of), default=0) for of in layers[::num])]
+    )
     loads: defaultdict[int, dict[str, np.ndarray]] = defaultdict(dict)
     for (at, iteration, (head, number)), rows in held.items():
-        name = f"layer {offset[at // num] + number + 1}" if head < 0 else f"mtp {head + 1} layer {number + 1}"
+        name = (
+            f"layer {offset[at // num] + number + 1}"
+            if head < 0
+            else f"mtp {head + 1} layer {number + 1}"
+        )
         loads[iteration][name] = loads[iteration].get(name, 0) + np.sum(rows, axis=0)
     names = sorted({name for of_layers in loads.values() for name in of_layers}, key=place_in_model)
-    iterations = sorted(iteration for iteration, of_layers in loads.items() if len(of_layers) == len(names))
+    iterations = sorted(
+        iteration for iteration, of_layers in loads.items() if len(of_layers) == len(names)
+    )
     if not iterations:
         raise nothing
     node = (0,) * ranks
     return RunRecord(
-        info=RunInfo(mode="observe", layers=tuple(names), num_experts=experts, ranks=ranks, node=node, top_k=top_k),
+        info=RunInfo(
+            mode="observe",
+            layers=tuple(names),
+            num_experts=experts,
+            ranks=ranks,
+            node=node,
+            top_k=top_k,
+        ),
         iteration=np.array(iterations),
         time=np.full(len(iterations), np.nan),
         load=np.array([[loads[iteration][name] for name in names] for iteration in iterations]),
@@ -118,9 +156,15 @@ def _group_size(held: _Held, num: int) -> int:
     """Ranks of the expert-parallel group: the fewest of ``num`` that hold as many tokens together as those that follow,
     in every microbatch. Where each rank holds as many, as with forced balance, that says nothing."""
     where = {key[1:] for key in held if all((at, *key[1:]) in held for at in range(num))}
-    tokens = np.array([[row.sum() for key in sorted(where) for row in held[at, *key]] for at in range(num)])
+    tokens = np.array(
+        [[row.sum() for key in sorted(where) for row in held[at, *key]] for at in range(num)]
+    )
     sizes = [size for size in range(1, num + 1) if num % size == 0]
-    alike = [size for size in sizes if not np.ptp(tokens.reshape(-1, size, tokens.shape[1]).sum(axis=1), axis=0).any()]
+    alike = [
+        size
+        for size in sizes
+        if not np.ptp(tokens.reshape(-1, size, tokens.shape[1]).sum(axis=1), axis=0).any()
+    ]
     return num if 1 in alike else alike[0]
 
 

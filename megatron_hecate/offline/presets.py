@@ -45,7 +45,11 @@ class Model:
         values = {}
         for change in changes:
             field, _, value = change.partition("=")
-            if field not in fields or not value.isdecimal() or (not int(value) and field not in fields[-3:]):
+            if (
+                field not in fields
+                or not value.isdecimal()
+                or (not int(value) and field not in fields[-3:])
+            ):
                 raise ValueError(
                     f"{change!r} in model {text!r} must be FIELD=NUMBER, with a field of {', '.join(fields)}"
                 )
@@ -69,7 +73,9 @@ class Model:
     def shape(self, **options: float) -> LayerShape:
         """Of one layer; ``options`` are further fields."""
         elements = self.expert_elements
-        sizes = dict(expert_bytes=2 * elements, grad_bytes=4 * elements, token_bytes=2 * self.hidden)
+        sizes = dict(
+            expert_bytes=2 * elements, grad_bytes=4 * elements, token_bytes=2 * self.hidden
+        )
         return LayerShape(**sizes, token_flops=2.0 * elements, **options)
 
 
@@ -90,9 +96,15 @@ MODELS: Mapping[str, Model] = {
         **dict(layers=58, hidden=7168, ffn=2048, experts=256, top_k=8, vocab=129280, shared=2048),
         **dict(attention=187_107_328, width=20480, plain=3, plain_ffn=18432),
     ),
-    "mixtral-8x7b": Model(layers=32, hidden=4096, ffn=14336, experts=8, top_k=2, vocab=32000, **_heads(4096, 32, 8)),
-    "mixtral-8x22b": Model(layers=56, hidden=6144, ffn=16384, experts=8, top_k=2, vocab=32000, **_heads(6144, 48, 8)),
-    "olmoe": Model(layers=16, hidden=2048, ffn=1024, experts=64, top_k=8, vocab=50304, **_heads(2048, 16, 16)),
+    "mixtral-8x7b": Model(
+        layers=32, hidden=4096, ffn=14336, experts=8, top_k=2, vocab=32000, **_heads(4096, 32, 8)
+    ),
+    "mixtral-8x22b": Model(
+        layers=56, hidden=6144, ffn=16384, experts=8, top_k=2, vocab=32000, **_heads(6144, 48, 8)
+    ),
+    "olmoe": Model(
+        layers=16, hidden=2048, ffn=1024, experts=64, top_k=8, vocab=50304, **_heads(2048, 16, 16)
+    ),
     "gpt-oss-120b": Model(layers=36, experts=128, **_GPT_OSS),
     "gpt-oss-20b": Model(layers=24, experts=32, **_GPT_OSS),
 }
@@ -121,12 +133,16 @@ class Cluster:
             return CLUSTERS[name]
         if not Path(name).is_file():
             known = ", ".join(CLUSTERS)
-            raise ValueError(f"no cluster and no file is named {name!r}; there are {known}, and files from --measure")
+            raise ValueError(
+                f"no cluster and no file is named {name!r}; there are {known}, and files from --measure"
+            )
         speeds = Speeds.load(name)
         return cls(per_node=per_node, speeds=speeds, dense=speeds.flops, memory=0.0)
 
 
-def _cluster(per_node: int, intra: float, inter: float, flops: tuple[float, float], memory: float) -> Cluster:
+def _cluster(
+    per_node: int, intra: float, inter: float, flops: tuple[float, float], memory: float
+) -> Cluster:
     """GB/s, GB/s, TFLOP/s of experts and of all else, GB."""
     links = dict(intra=Link(intra * 1e9, 12e-6), inter=Link(inter * 1e9, 25e-6))
     speeds = dataclasses.replace(H100, **links, flops=flops[0] * 1e12)

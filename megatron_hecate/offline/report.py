@@ -34,10 +34,16 @@ MIB = 2.0**20
 
 def main(argv: Sequence[str]) -> int:
     """The command; returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m megatron_hecate --report", description=__doc__.splitlines()[0])
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder that a run records into")
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_hecate --report", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument(
+        "run_dir", metavar="RUN_DIR", type=Path, help="folder that a run records into"
+    )
     parser.add_argument("--out", type=Path, help="the page (default: report.html in RUN_DIR)")
-    parser.add_argument("--stages", type=int, help="pipeline stages, where Megatron's own files are read")
+    parser.add_argument(
+        "--stages", type=int, help="pipeline stages, where Megatron's own files are read"
+    )
     arguments = parser.parse_args(argv)
     folder, out = arguments.run_dir, arguments.out or arguments.run_dir / "report.html"
     try:
@@ -80,11 +86,18 @@ def _content(figures: Figures, folder: Path) -> dict[str, Any]:
     home = np.take_along_axis(figures.home[-1], hottest, axis=1)
     replica = None if record.replica is None else record.replica.reshape(num, layers, -1)
     copies = [
-        [0.0 if replica is None else float((replica[:, layer] == e).sum() / num) for e in hottest[layer]]
+        [
+            0.0 if replica is None else float((replica[:, layer] == e).sum() / num)
+            for e in hottest[layer]
+        ]
         for layer in range(layers)
     ]
     return {
-        "info": {**dataclasses.asdict(record.info), "folder": str(folder), "step": _ms(figures.step_ms)},
+        "info": {
+            **dataclasses.asdict(record.info),
+            "folder": str(folder),
+            "step": _ms(figures.step_ms),
+        },
         "observed": figures.observed,
         "words": _sentences(figures, folder),
         "mean": _means(figures),
@@ -117,9 +130,13 @@ def _sentences(figures: Figures, folder: Path) -> list[str]:
     ]
     if not figures.observed:
         worst = figures.imbalance(figures.after).max()
-        found[1] += f" With FSSDP it computed {mean['after']:.3f} times the mean, and {worst:.2f} times at worst."
+        found[1] += (
+            f" With FSSDP it computed {mean['after']:.3f} times the mean, and {worst:.2f} times at worst."
+        )
         if moves := figures.moves:
-            found[1] += f" Experts changed homes {_count(moves, 'time')}; the time of moving is in no figure here."
+            found[1] += (
+                f" Experts changed homes {_count(moves, 'time')}; the time of moving is in no figure here."
+            )
     found.append(_times(figures, mean))
     if figures.observed:
         step = f" --step-ms {figures.step_ms:.0f}" if figures.step_ms > 0 else ""  # NaN is not
@@ -142,8 +159,14 @@ def _times(figures: Figures, mean: dict[str, float]) -> str:
         return "The record holds no sizes or no speeds, so times are not known; loads are."
     lost, won = mean["lost"], mean["lost"] - mean["left"]
     stock = figures.step_ms + won  # what stock training would take
-    share = f", {_percent(lost / stock)} of the {_ms(stock)} that a step" if stock > 0 else ""  # NaN is not
-    share += (" took" if figures.observed else " would have taken without FSSDP, by the same model") if share else ""
+    share = (
+        f", {_percent(lost / stock)} of the {_ms(stock)} that a step" if stock > 0 else ""
+    )  # NaN is not
+    share += (
+        (" took" if figures.observed else " would have taken without FSSDP, by the same model")
+        if share
+        else ""
+    )
     text = f"By the cost model ranks {'wait' if figures.observed else 'would have waited'} {_ms(lost)} per step{share}."
     if figures.observed:
         return text
@@ -158,7 +181,9 @@ def _means(figures: Figures) -> dict[str, float]:
     """Over iterations (and layers): imbalance before and after, ms lost before and after, replicas of a layer."""
     before, after = (figures.imbalance(load) for load in (figures.before, figures.after))
     replicas = figures.replicas.sum(axis=2)
-    values = dict(before=before, after=after, lost=figures.lost_ms, left=figures.left_ms, replicas=replicas)
+    values = dict(
+        before=before, after=after, lost=figures.lost_ms, left=figures.left_ms, replicas=replicas
+    )
     return {name: float(value.mean()) for name, value in values.items()}
 
 
@@ -166,14 +191,22 @@ def _lines(figures: Figures, groups: Sequence[tuple[int, int]]) -> dict[str, Any
     """Charts over iterations: a unit, and series of (name, colour, values)."""
     on, known = not figures.observed, figures.costs is not None
     spread = []
-    for what, colour, load in [("routed", "before", figures.before), ("computed", "after", figures.after)][: 1 + on]:
+    for what, colour, load in [
+        ("routed", "before", figures.before),
+        ("computed", "after", figures.after),
+    ][: 1 + on]:
         quantiles = np.quantile(figures.imbalance(load), (1.0, 0.9, 0.5, 0.1), axis=1)
         names = ("worst layer", "90 % of layers below", "median layer", "10 % of layers below")
-        spread += [(f"as {what}, {name}", colour, of) for name, of in zip(names, quantiles, strict=True)]
+        spread += [
+            (f"as {what}, {name}", colour, of) for name, of in zip(names, quantiles, strict=True)
+        ]
     lost, copying = figures.lost_ms, figures.copying_ms
     time = [("lost, as routed", "before", lost)]
     if on:
-        time += [("lost, with FSSDP", "after", figures.left_ms), ("won back, net", "won", lost - figures.left_ms)]
+        time += [
+            ("lost, with FSSDP", "after", figures.left_ms),
+            ("won back, net", "won", lost - figures.left_ms),
+        ]
         time += [("what replicas cost, in both", "grey", figures.of_step(figures.price_ms))]
     copies = [
         ("all copies", "grey", figures.of_step(copying)),
@@ -184,25 +217,45 @@ def _lines(figures: Figures, groups: Sequence[tuple[int, int]]) -> dict[str, Any
     charts |= {"lost": ("ms per step", time)} if known else {}
     charts |= {"copies": ("ms per step", copies)} if known and on else {}
     return {
-        name: {"unit": unit, "series": [(*key, [_short(of[a:b].mean()) for a, b in groups]) for *key, of in series]}
+        name: {
+            "unit": unit,
+            "series": [(*key, [_short(of[a:b].mean()) for a, b in groups]) for *key, of in series],
+        }
         for name, (unit, series) in charts.items()
     }
 
 
 def _memory(figures: Figures) -> tuple[str, list[tuple[str, str, np.ndarray]]]:
     """The chart of memory: its unit and series."""
-    sides = [("stock", "before", figures.before), ("FSSDP", "after", figures.after)][: 2 - figures.observed]
+    sides = [("stock", "before", figures.before), ("FSSDP", "after", figures.after)][
+        : 2 - figures.observed
+    ]
     if not all(info.memory for info in figures.stages or [figures.record.info]):
-        return "tokens", [(f"{what}, experts' inputs", colour, figures.memory(load)) for what, colour, load in sides]
-    homes, replicas = ("weights", "grads", "optimizer"), ("replica_weights", "replica_grads", "transport")
-    parts = [(f"{what}, all", colour, load, homes + replicas * (what != "stock")) for what, colour, load in sides]
+        return "tokens", [
+            (f"{what}, experts' inputs", colour, figures.memory(load))
+            for what, colour, load in sides
+        ]
+    homes, replicas = (
+        ("weights", "grads", "optimizer"),
+        ("replica_weights", "replica_grads", "transport"),
+    )
+    parts = [
+        (f"{what}, all", colour, load, homes + replicas * (what != "stock"))
+        for what, colour, load in sides
+    ]
     parts += [("homes: weights, gradients, optimizer", "grey", 0 * figures.before, homes)]
-    parts += [("replicas: buffers for all slots", "won", 0 * figures.before, replicas)] * (not figures.observed)
+    parts += [("replicas: buffers for all slots", "won", 0 * figures.before, replicas)] * (
+        not figures.observed
+    )
     parts += [(f"{what}, activations of experts", colour, load, ()) for what, colour, load in sides]
-    return "MiB", [(name, colour, figures.memory(load, *names) / MIB) for name, colour, load, names in parts]
+    return "MiB", [
+        (name, colour, figures.memory(load, *names) / MIB) for name, colour, load, names in parts
+    ]
 
 
-def _picture(iteration: np.ndarray, parts: Sequence[np.ndarray], over: np.ndarray, cells: int) -> dict[str, Any]:
+def _picture(
+    iteration: np.ndarray, parts: Sequence[np.ndarray], over: np.ndarray, cells: int
+) -> dict[str, Any]:
     """``parts`` [T, L, X], summed over groups of iterations and of all, divided by ``over`` [T, L] likewise.
 
     Returns:
@@ -213,18 +266,30 @@ def _picture(iteration: np.ndarray, parts: Sequence[np.ndarray], over: np.ndarra
     groups = _groups(num, min(POINTS // 4, max(1, cells // (layers * rows))))
 
     def ratios(part: np.ndarray, groups: Sequence[tuple[int, int]]) -> np.ndarray:
-        above, below = (np.stack([x[a:b].sum(axis=0) for a, b in groups], axis=-1) for x in (part, over[:, :, None]))
+        above, below = (
+            np.stack([x[a:b].sum(axis=0) for a, b in groups], axis=-1)
+            for x in (part, over[:, :, None])
+        )
         return np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
 
-    found = {"parts": [ratios(p, groups) for p in parts], "whole": [ratios(p, [(0, num)]) for p in parts]}
+    found = {
+        "parts": [ratios(p, groups) for p in parts],
+        "whole": [ratios(p, [(0, num)]) for p in parts],
+    }
     top = max(float(np.nanmax(array, initial=1.0)) for arrays in found.values() for array in arrays)
 
     def pack(values: np.ndarray) -> str:
-        levels = np.where(np.isnan(values), LEVELS + 1, np.rint(np.nan_to_num(values) * (LEVELS / top)))
+        levels = np.where(
+            np.isnan(values), LEVELS + 1, np.rint(np.nan_to_num(values) * (LEVELS / top))
+        )
         return base64.b64encode(levels.astype("<u2").tobytes()).decode()
 
     named = [(int(iteration[a]), int(iteration[b - 1])) for a, b in groups]
-    return {"groups": named, "top": top, **{name: [*map(pack, arrays)] for name, arrays in found.items()}}
+    return {
+        "groups": named,
+        "top": top,
+        **{name: [*map(pack, arrays)] for name, arrays in found.items()},
+    }
 
 
 def _rows(figures: Figures) -> list[list[Any]]:
@@ -254,8 +319,12 @@ def _why(figures: Figures, row: Sequence[float]) -> str:
             return f"Not worth it: {_ms(lost)} to win, but routing to replicas alone takes {_ms(costs.routing_ms)}."
         return f"Copies were judged not to pay{wait}."
     text = f"{replicas:.1f} replicas brought the fullest rank from {before:.2f} to {after:.2f} times the mean"
-    text += "" if costs is None else f" and {'won' if won >= 0 else 'lost'} {_ms(abs(won))} per step"
-    return f"{text}. In {_percent(without)} of iterations there was none." if without else f"{text}."
+    text += (
+        "" if costs is None else f" and {'won' if won >= 0 else 'lost'} {_ms(abs(won))} per step"
+    )
+    return (
+        f"{text}. In {_percent(without)} of iterations there was none." if without else f"{text}."
+    )
 
 
 def _groups(num: int, most: int) -> list[tuple[int, int]]:

@@ -16,13 +16,24 @@ from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.offline.presets import Model
 from megatron_hecate.offline.step_model import Schedule, Timing, Work, simulate
 from megatron_hecate.offline.traffic import LayerPlan
-from megatron_hecate.plan import CopyCost, HomeSearch, LayerShape, Placement, World, add_late_replicas, plan_replicas
+from megatron_hecate.plan import (
+    CopyCost,
+    HomeSearch,
+    LayerShape,
+    Placement,
+    World,
+    add_late_replicas,
+    plan_replicas,
+)
 from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.replicas.memory_estimate import ExpertMemory, RankExperts
 from megatron_hecate.runtime.forecast import LoadHistory
 
 MOVED: int = 14  # bytes of a parameter that move with an expert: weight, main parameter, two moments, unsharded
-CHORDS, CLOSE = 20, 1e-3  # when the time outside experts is fitted: the most tries, and how near is near
+CHORDS, CLOSE = (
+    20,
+    1e-3,
+)  # when the time outside experts is fitted: the most tries, and how near is near
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,13 +90,20 @@ class Job:
     def shape(self, lifetime: str) -> LayerShape:
         """Of a layer, as FSSDP prices it."""
         often = LIFETIMES[lifetime]
-        times = {name: max(1, getattr(often, name) * self.schedule.microbatches) for name in ("fetches", "returns")}
-        return self.model.shape(**times, microbatches=self.schedule.microbatches, hidden_seconds=self.timing.dense)
+        times = {
+            name: max(1, getattr(often, name) * self.schedule.microbatches)
+            for name in ("fetches", "returns")
+        }
+        return self.model.shape(
+            **times, microbatches=self.schedule.microbatches, hidden_seconds=self.timing.dense
+        )
 
     def copy_cost(self, lifetime: str) -> CopyCost:
         """Of replicas, in a step."""
         shape = self.shape(lifetime)
-        return shape.copy_cost(self.world, hidden=shape.hidden_seconds / shape.fetch_seconds(self.world))
+        return shape.copy_cost(
+            self.world, hidden=shape.hidden_seconds / shape.fetch_seconds(self.world)
+        )
 
     def homes(self, slots: int, lifetime: str, every: int) -> tuple[list[list[Placement]], float]:
         """Homes by step and layer, with looks for better ones at step `first` and each ``every`` later; and the seconds
@@ -110,7 +128,9 @@ class Job:
                     order = better.order
                     now = [built.with_homes(of_layer) for of_layer in order]
             found.append(now)
-        of_stage = self.model.layers / self.schedule.depth / len(order)  # for each layer of the trace
+        of_stage = (
+            self.model.layers / self.schedule.depth / len(order)
+        )  # for each layer of the trace
         return found, of_stage * float(np.mean(seconds)) / every if seconds else 0.0
 
     def place(self, homes: Sequence[Sequence[Placement]], lifetime: str) -> list[list[Placement]]:
@@ -122,7 +142,10 @@ class Job:
             now = homes[step] if homes[step] is not homes[step - 1] else now
             if forecast is not None:
                 layers = zip(forecast, homes[step], now, strict=True)
-                now = [plan_replicas(load, home, world, cost=cost, previous=before) for load, home, before in layers]
+                now = [
+                    plan_replicas(load, home, world, cost=cost, previous=before)
+                    for load, home, before in layers
+                ]
             placed.append(now)
             history.append(loads)
         return placed[self.first :]
@@ -131,35 +154,58 @@ class Job:
         """What FSSDP makes of ``placed`` by the loads of a microbatch, with ``most`` late replicas of a layer."""
         shape = dataclasses.replace(self.shape("iteration"), microbatches=1)
         options = dict(cost=shape.copy_cost(self.world), most=most, across_nodes=self.measured)
-        loads = np.rint(self.counts[self.first :].sum(axis=2) / self.schedule.microbatches).astype(np.int64)
+        loads = np.rint(self.counts[self.first :].sum(axis=2) / self.schedule.microbatches).astype(
+            np.int64
+        )
         steps = zip(loads, placed, strict=True)
-        return [[add_late_replicas(c, p, self.world, **options) for c, p in zip(*step, strict=True)] for step in steps]
+        return [
+            [add_late_replicas(c, p, self.world, **options) for c, p in zip(*step, strict=True)]
+            for step in steps
+        ]
 
     def work(self, placed: Sequence[Sequence[Placement]], *, late: int = 0) -> Work:
         """With these placements by step, from `first` on, and layer, and late replicas: FSSDP's quotas and copies."""
-        shape, world, final = self.shape("iteration"), self.world, self.add_late(placed, late) if late else placed
+        shape, world, final = (
+            self.shape("iteration"),
+            self.world,
+            self.add_late(placed, late) if late else placed,
+        )
         steps = zip(self.counts[self.first :], placed, final, strict=True)
-        plans = [[LayerPlan.of(c, p, f, world, shape) for c, p, f in zip(*step, strict=True)] for step in steps]
+        plans = [
+            [LayerPlan.of(c, p, f, world, shape) for c, p, f in zip(*step, strict=True)]
+            for step in steps
+        ]
         return Work.of(plans, world, shape, once=self.once)
 
-    def memory(self, *, slots: int = 0, lifetime: str = "iteration", resident: int = 0) -> ExpertMemory:
+    def memory(
+        self, *, slots: int = 0, lifetime: str = "iteration", resident: int = 0
+    ) -> ExpertMemory:
         """Of a rank's experts on the first stage, which keeps most microbatches; ``resident``: experts beside homes."""
         schedule, homes = self.schedule, self.model.experts // self.world.num_ranks + resident
         chunks = [len(chunk) for chunk in schedule.stages[:: schedule.depth]]
-        buffer = LayerBuffer(slots=slots, elements=self.model.expert_elements, dtype=torch.bfloat16, homes=homes)
+        buffer = LayerBuffer(
+            slots=slots, elements=self.model.expert_elements, dtype=torch.bfloat16, homes=homes
+        )
         experts = RankExperts.with_adam(
             (buffer,) * sum(chunks),
-            in_flight=max(chunks) * min(schedule.ahead(0) + 1, schedule.microbatches * schedule.chunks),
+            in_flight=max(chunks)
+            * min(schedule.ahead(0) + 1, schedule.microbatches * schedule.chunks),
             transport_bytes=P2P(SimpleNamespace(), timeout=1.0).extra_bytes([buffer]),
         )
         return ExpertMemory.estimate(experts, lifetime)
 
-    def run(self, name: str, work: Work, *, corrects: bool = False, moving: float = 0.0, **way: Any) -> Outcome:
+    def run(
+        self, name: str, work: Work, *, corrects: bool = False, moving: float = 0.0, **way: Any
+    ) -> Outcome:
         """Steps whose layers do ``work``: the recorded layers are stretched over the model's. ``way``: the first fields
         of an `Outcome`, where they are not stock's; ``corrects``: as in `Schedule`; ``moving``: seconds more."""
         way = dict(slots=0, lifetime="iteration", late=0) | way
-        if way["late"]:  # ranks exchange loads in every microbatch that may fetch, also where nothing is copied
-            asks = self.world.speeds.routing / (1 if LIFETIMES[way["lifetime"]].fetches else self.schedule.microbatches)
+        if way[
+            "late"
+        ]:  # ranks exchange loads in every microbatch that may fetch, also where nothing is copied
+            asks = self.world.speeds.routing / (
+                1 if LIFETIMES[way["lifetime"]].fetches else self.schedule.microbatches
+            )
             work = dataclasses.replace(work, routing=np.maximum(work.routing, asks))
         recorded, layers, ranks = work.peak.shape[1], self.model.layers, self.world.num_ranks
         work = work.layers([layer * recorded // layers for layer in range(layers)])
@@ -170,7 +216,10 @@ class Job:
             **way,
             seconds=float(time.total.mean()) + moving,
             imbalance=float(
-                work.peak.mean() * ranks * self.schedule.microbatches / self.counts.sum(axis=(2, 3)).mean()
+                work.peak.mean()
+                * ranks
+                * self.schedule.microbatches
+                / self.counts.sum(axis=(2, 3)).mean()
             ),
             exposed=float(time.exposed.mean()),
             sent=float(time.sent.mean()) / ranks / self.schedule.depth,
@@ -194,9 +243,15 @@ class Job:
             moved, moving = self.homes(count, lifetime, every)
             placed = self.place(moved, lifetime)
             for most in late or (0,):
-                key = (count, most, *(placement.fingerprint for step in placed for placement in step))
+                key = (
+                    count,
+                    most,
+                    *(placement.fingerprint for step in placed for placement in step),
+                )
                 known[key] = known.get(key) or self.work(placed, late=most)
-                name = f"FSSDP, {count} slot{'s' * (count > 1)}, {lifetime}" + f", {most} late" * (most > 0)
+                name = f"FSSDP, {count} slot{'s' * (count > 1)}, {lifetime}" + f", {most} late" * (
+                    most > 0
+                )
                 name += f", homes every {every}" * (every > 0)
                 way = dict(slots=count, lifetime=lifetime, late=most, rehome=every)
                 outcomes.append(self.run(name, known[key], moving=moving, **way))
@@ -239,4 +294,6 @@ def spread(loads: np.ndarray, num_ranks: int, pairs: float) -> np.ndarray:
     elif num_ranks % sources:
         loads = loads.sum(axis=2, keepdims=True)
     loads = np.repeat(loads, num_ranks // loads.shape[2], axis=2)
-    return np.rint(loads * (pairs * num_ranks / loads.sum(axis=(2, 3), keepdims=True))).astype(np.int64)
+    return np.rint(loads * (pairs * num_ranks / loads.sum(axis=(2, 3), keepdims=True))).astype(
+        np.int64
+    )

@@ -44,7 +44,9 @@ class Work:
     home: np.ndarray
 
     @classmethod
-    def of(cls, plans: Sequence[Sequence[LayerPlan]], world: World, shape: LayerShape, *, once: int = 0) -> Work:
+    def of(
+        cls, plans: Sequence[Sequence[LayerPlan]], world: World, shape: LayerShape, *, once: int = 0
+    ) -> Work:
         """From the plans of every step and, within it, every layer.
 
         Args:
@@ -53,10 +55,14 @@ class Work:
 
         def figures(plan: LayerPlan) -> tuple[float, ...]:
             tokens = token_traffic(plan.flow, world)
-            if once and plan.flow.any():  # as if pairs were spread evenly over tokens, and over nodes and their ranks
+            if (
+                once and plan.flow.any()
+            ):  # as if pairs were spread evenly over tokens, and over nodes and their ranks
                 others = np.maximum([world.num_ranks / world.num_nodes - 1, world.num_nodes - 1], 1)
                 share = np.maximum([tokens.intra, tokens.inter], 1e-9) / plan.flow.sum()
-                near, far = others * (1 - (1 - share / others) ** once) / (once * share)  # messages per pair
+                near, far = (
+                    others * (1 - (1 - share / others) ** once) / (once * share)
+                )  # messages per pair
                 inside = (tokens.intra_out * near, tokens.intra_in * near)
                 tokens = Traffic(*inside, tokens.inter_out * far, tokens.inter_in * far)
             peak = float(plan.flow.sum(axis=0).max()) / shape.microbatches
@@ -71,7 +77,10 @@ class Work:
     @classmethod
     def balanced(cls, pairs: float, world: World, shape: LayerShape, *, once: int = 0) -> Work:
         """[1, 1] forced balance: every rank sends as many of its ``pairs``, of all microbatches, to each rank."""
-        flow, none = np.full((world.num_ranks,) * 2, pairs / world.num_ranks), no_traffic(world.num_ranks)
+        flow, none = (
+            np.full((world.num_ranks,) * 2, pairs / world.num_ranks),
+            no_traffic(world.num_ranks),
+        )
         return cls.of([[LayerPlan(flow, none, none, none)]], world, shape, once=once)
 
     def layers(self, of: Sequence[int]) -> Work:
@@ -119,10 +128,17 @@ class Schedule:
     corrects: bool = False
 
     @classmethod
-    def even(cls, layers: int, stages: int, *, microbatches: int, chunks: int = 1, **options: Any) -> Schedule:
+    def even(
+        cls, layers: int, stages: int, *, microbatches: int, chunks: int = 1, **options: Any
+    ) -> Schedule:
         """Neighbouring layers, as evenly as they divide; the first get one more. ``options`` are further fields."""
         parts = np.array_split(np.arange(layers), stages * chunks)
-        return cls(stages=tuple(tuple(p.tolist()) for p in parts), microbatches=microbatches, chunks=chunks, **options)
+        return cls(
+            stages=tuple(tuple(p.tolist()) for p in parts),
+            microbatches=microbatches,
+            chunks=chunks,
+            **options,
+        )
 
     @property
     def depth(self) -> int:
@@ -161,22 +177,40 @@ class StepTime:
 
 def simulate(work: Work, timing: Timing, schedule: Schedule) -> StepTime:
     """How long steps last."""
-    lifetime, last, count = LIFETIMES[schedule.lifetime], len(schedule.stages) - 1, schedule.microbatches
+    lifetime, last, count = (
+        LIFETIMES[schedule.lifetime],
+        len(schedule.stages) - 1,
+        schedule.microbatches,
+    )
     fetches, returns = count if lifetime.fetches else 1, count if lifetime.returns else 1
     # FSSDP's late copies come early the next time
-    later = work if schedule.corrects else dataclasses.replace(work, fetch=work.fetch + work.late, late=0 * work.late)
+    later = (
+        work
+        if schedule.corrects
+        else dataclasses.replace(work, fetch=work.fetch + work.late, late=0 * work.late)
+    )
     forward, backward, exposed = [], [], []
     for at, layers in enumerate(schedule.stages):
         head = timing.head if at == last else 0.0
-        first, stage = (_Stage(of.layers(layers), timing, schedule.lifetime, head=head) for of in (work, later))
+        first, stage = (
+            _Stage(of.layers(layers), timing, schedule.lifetime, head=head) for of in (work, later)
+        )
         outs, back = [first.forward(moves=True)], stage.backward(moves=True)
         outs += [stage.forward(moves=True)] * (fetches - 1)
-        forward.append([out.total for out in outs] + [stage.forward(moves=False).total] * (count - fetches))
-        backward.append([stage.backward(moves=False).total] * (count - returns) + [back.total] * returns)
+        forward.append(
+            [out.total for out in outs] + [stage.forward(moves=False).total] * (count - fetches)
+        )
+        backward.append(
+            [stage.backward(moves=False).total] * (count - returns) + [back.total] * returns
+        )
         exposed.append(sum(out.exposed for out in outs) + returns * back.exposed)
     waits = np.sum(np.reshape(exposed, (schedule.chunks, -1, len(work.out))), axis=0).max(axis=0)
-    sent = work.out.sum(axis=1) * fetches * max(1, lifetime.fetches) + work.home.sum(axis=1) * returns
-    return StepTime(_one_forward_one_backward(forward, backward, schedule, timing.send), waits, sent)
+    sent = (
+        work.out.sum(axis=1) * fetches * max(1, lifetime.fetches) + work.home.sum(axis=1) * returns
+    )
+    return StepTime(
+        _one_forward_one_backward(forward, backward, schedule, timing.send), waits, sent
+    )
 
 
 class _Clock:
@@ -246,7 +280,10 @@ class _Stage:
     def _post(self, clock: _Clock, fetches: np.ndarray, turn: int) -> list[np.ndarray]:
         """Arrivals of the ``fetches`` [L, T] that begin with the layer whose ``turn`` it is."""
         ahead = turn + self.lifetime.ahead
-        return [clock.post("out", seconds, clock.free) for seconds in fetches[ahead if turn else 0 : ahead + 1]]
+        return [
+            clock.post("out", seconds, clock.free)
+            for seconds in fetches[ahead if turn else 0 : ahead + 1]
+        ]
 
     def _layer(self, clock: _Clock, layer: int, fetched: list[np.ndarray], *, late: bool) -> None:
         """Its forward, with its copies if they are on their way; late ones follow those of the next layers."""
@@ -260,7 +297,10 @@ class _Stage:
 
 
 def _one_forward_one_backward(
-    forward: Sequence[Sequence[np.ndarray]], backward: Sequence[Sequence[np.ndarray]], schedule: Schedule, send: float
+    forward: Sequence[Sequence[np.ndarray]],
+    backward: Sequence[Sequence[np.ndarray]],
+    schedule: Schedule,
+    send: float,
 ) -> np.ndarray:
     """[T] when the last stage has finished; ``forward``, ``backward``: seconds [T] of virtual stage v, microbatch m."""
     left = [schedule.order(p) for p in range(schedule.depth)]
@@ -276,6 +316,8 @@ def _one_forward_one_backward(
                     if (is_forward, before, m) not in done:
                         break
                     ready = np.maximum(ready, done[is_forward, before, m] + send)
-                clock[p] = done[is_forward, v, m] = ready + (forward if is_forward else backward)[v][m]
+                clock[p] = done[is_forward, v, m] = (
+                    ready + (forward if is_forward else backward)[v][m]
+                )
                 left[p].pop(0)
     return np.max(clock, axis=0)

@@ -42,7 +42,9 @@ class Traffic:
         node, speeds, ways = world.node_index, world.speeds, (self.inter_out, self.inter_in)
         per_rank = [np.bincount(node, weights=way) * item_bytes / np.bincount(node) for way in ways]
         inside = max(self.intra_out.max(), self.intra_in.max()) * item_bytes
-        return max(speeds.intra.seconds(inside), speeds.inter.seconds(max(way.max() for way in per_rank)))
+        return max(
+            speeds.intra.seconds(inside), speeds.inter.seconds(max(way.max() for way in per_rank))
+        )
 
 
 def no_traffic(num_ranks: int) -> Traffic:
@@ -78,7 +80,9 @@ def fan_out(receives: np.ndarray, source: np.ndarray, world: World) -> Traffic:
         if not active.any():
             continue
         root = source.copy()
-        arrives = np.flatnonzero(active & (node[source] != k))  # experts that enter this node from another
+        arrives = np.flatnonzero(
+            active & (node[source] != k)
+        )  # experts that enter this node from another
         root[arrives] = ranks[here[arrives].argmax(axis=1)]
         inter_out += np.bincount(source[arrives], minlength=num_ranks)
         inter_in += np.bincount(root[arrives], minlength=num_ranks)
@@ -106,7 +110,9 @@ def backwards(traffic: Traffic) -> Traffic:
 def add(*weighted: tuple[Traffic, float]) -> Traffic:
     """Sum of traffics, each times its weight (bytes per chunk, say)."""
     ways = [field.name for field in dataclasses.fields(Traffic)]
-    return Traffic(*(sum(getattr(traffic, way) * weight for traffic, weight in weighted) for way in ways))
+    return Traffic(
+        *(sum(getattr(traffic, way) * weight for traffic, weight in weighted) for way in ways)
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,7 +131,9 @@ class LayerPlan:
     back: Traffic
 
     @classmethod
-    def of(cls, load: np.ndarray, placed: Placement, final: Placement, world: World, shape: LayerShape) -> LayerPlan:
+    def of(
+        cls, load: np.ndarray, placed: Placement, final: Placement, world: World, shape: LayerShape
+    ) -> LayerPlan:
         """FSSDP's: our quotas for ``load`` [R, E], and replicas that come from their homes and return there; those that
         ``final`` has beyond ``placed`` are late."""
         tokens, order = quotas_of_all(load, final, GroupShape.of(world, final))
@@ -137,5 +145,8 @@ class LayerPlan:
         late = fan_out(copies(final) & ~placed.holders, final.home, world)
         back = backwards(fan_out(copies(final), final.home, world))
         return cls(
-            flow, add((early, shape.expert_bytes)), add((late, shape.expert_bytes)), add((back, shape.grad_bytes))
+            flow,
+            add((early, shape.expert_bytes)),
+            add((late, shape.expert_bytes)),
+            add((back, shape.grad_bytes)),
         )

@@ -30,7 +30,9 @@ from megatron_hecate.record.run_folder import read_infos
 from megatron_hecate.replicas.buffers import LIFETIMES
 
 WORTH: float = 0.03  # of a step: what is won must be more than the simulation can tell
-ALIKE: float = 0.005  # of ways whose steps differ by less, the one that takes least memory is recommended
+ALIKE: float = (
+    0.005  # of ways whose steps differ by less, the one that takes least memory is recommended
+)
 EFFORT: float = 4e6  # layers times steps times ranks squared: how much is planned for one way
 
 
@@ -50,12 +52,16 @@ def read_loads(path: Path | str, *, num_experts: int | None = None) -> np.ndarra
             counts = read_any(path, num_experts=num_experts).load[:, :, None]
         elif path.suffix == ".json":
             domains = next(iter(json.loads(path.read_text())["counts"].values()))
-            counts = np.sum([list(layers.values()) for layers in domains.values()], axis=0)[None, :, None]
+            counts = np.sum([list(layers.values()) for layers in domains.values()], axis=0)[
+                None, :, None
+            ]
         elif not path.exists():
             raise ValueError("it does not exist")
         else:
             with np.load(path, allow_pickle=False) as archive:
-                counts = archive["counts"] if "counts" in archive.files else archive["load"][:, :, None]
+                counts = (
+                    archive["counts"] if "counts" in archive.files else archive["load"][:, :, None]
+                )
         if counts.ndim != 4 or not counts.size or counts.dtype.kind not in "iuf":
             raise ValueError(f"loads are {counts.dtype} of shape {counts.shape}")
         if not np.isfinite(counts).all() or counts.min() < 0 or not counts.sum(axis=(2, 3)).all():
@@ -81,7 +87,10 @@ def recommend(outcomes: Sequence[Outcome], capacity: float) -> tuple[Outcome | N
     fits = [way for way in outcomes[2:] if way.memory.total < most]
     if not fits:
         least = min(way.memory.total for way in outcomes[2:])
-        return None, f"it does not fit: experts take {least / 2**30:.1f} of {most / 2**30:.0f} GiB; use more ranks"
+        return (
+            None,
+            f"it does not fit: experts take {least / 2**30:.1f} of {most / 2**30:.0f} GiB; use more ranks",
+        )
     fastest = min(way.seconds for way in fits)
     best = min(
         (w for w in fits if w.seconds <= (1 + ALIKE) * fastest),
@@ -89,7 +98,11 @@ def recommend(outcomes: Sequence[Outcome], capacity: float) -> tuple[Outcome | N
     )
     gain, lost = 1 - best.seconds / stock.seconds, 1 - forced.seconds / stock.seconds
     memory = best.memory.replicas
-    price = f"{memory / capacity:.1%} of memory" if capacity else f"{best.memory.added:.1%} of the experts' memory"
+    price = (
+        f"{memory / capacity:.1%} of memory"
+        if capacity
+        else f"{best.memory.added:.1%} of the experts' memory"
+    )
     costs = f"imbalance costs {lost:.1%}" + ("; replicas save messages, too" if gain > lost else "")
     reason = f"{gain:.1%} of a step to win ({costs}), for {memory / 2**30:.2f} GiB, {price}"
     if gain < WORTH:
@@ -109,9 +122,12 @@ def _plan(job: Job, way: Outcome) -> dict[int, list[list[float]]]:
     placed, plan = job.place(homes, way.lifetime), {}
     final = job.add_late(placed, way.late) if way.late else placed
     for number, steps in zip(job.layers, zip(*final, strict=True), strict=True):
-        often = Counter(tuple(pair) for step in steps for pair in np.argwhere(copies(step)).tolist())
+        often = Counter(
+            tuple(pair) for step in steps for pair in np.argwhere(copies(step)).tolist()
+        )
         plan[number] = [
-            [*pair, count / len(steps)] for pair, count in often.most_common(way.slots * placed[0][0].num_ranks)
+            [*pair, count / len(steps)]
+            for pair, count in often.most_common(way.slots * placed[0][0].num_ranks)
         ]
     return plan
 
@@ -119,7 +135,9 @@ def _plan(job: Job, way: Outcome) -> dict[int, list[list[float]]]:
 def _rivals(names: str, job: Job, slots: int) -> list[Outcome]:
     """Planners of bench/rivals under the same job; ValueError where there is no checkout, and for unknown names."""
     if not ((bench := Path(__file__).resolve().parents[2] / "bench") / "rivals").is_dir():
-        raise ValueError(f"--rivals {names}: other systems' planners are not installed; run this in a checkout")
+        raise ValueError(
+            f"--rivals {names}: other systems' planners are not installed; run this in a checkout"
+        )
     sys.path.append(str(bench))
     return importlib.import_module("rivals.simulated").outcomes(names.split(","), job, slots)
 
@@ -130,11 +148,26 @@ def describe(outcomes: Sequence[Outcome]) -> str:
     wide = max(37, *(len(one.name) for one in outcomes))
     lines = [" " * wide + "".join(f"{head:>13}" for head in heads)]
     for one in outcomes:
-        figures = (f"{one.seconds * 1e3:.1f}", f"{outcomes[0].seconds / one.seconds:.1%}", f"{one.imbalance:.3f}")
-        figures += (f"{one.sent / 1e6:.1f}", f"{one.exposed * 1e3:.2f}", f"{one.memory.total / 2**30:.2f}")
+        figures = (
+            f"{one.seconds * 1e3:.1f}",
+            f"{outcomes[0].seconds / one.seconds:.1%}",
+            f"{one.imbalance:.3f}",
+        )
+        figures += (
+            f"{one.sent / 1e6:.1f}",
+            f"{one.exposed * 1e3:.2f}",
+            f"{one.memory.total / 2**30:.2f}",
+        )
         added = one.memory.total / outcomes[1].memory.total - 1
-        lines.append(f"{one.name:<{wide}}" + "".join(f"{figure:>13}" for figure in figures) + f" (+{added:.1%})")
-    lines += ["", "speed: forced balance is 100%. copies: sent by a rank in a step; waits: of a step, for copies alone"]
+        lines.append(
+            f"{one.name:<{wide}}"
+            + "".join(f"{figure:>13}" for figure in figures)
+            + f" (+{added:.1%})"
+        )
+    lines += [
+        "",
+        "speed: forced balance is 100%. copies: sent by a rank in a step; waits: of a step, for copies alone",
+    ]
     return "\n".join(lines)
 
 
@@ -142,7 +175,9 @@ def _doubts(args: argparse.Namespace) -> list[str]:
     """What makes the prediction worse than it has to be."""
     found, layers = [], Model.named(args.model).layers
     if args.step_ms is None:
-        found.append("absolute times can be off by up to 45% (docs/what-if.md): give --step-ms, what your step takes")
+        found.append(
+            "absolute times can be off by up to 45% (docs/what-if.md): give --step-ms, what your step takes"
+        )
     if (recorded := _recorded(args.trace)) not in (None, (args.ep, layers)):
         of = f"the record is of {recorded[1]} layers on {recorded[0]} ranks, this is of {layers} on {args.ep}"
         found.append(f"{of}: a guess about another run")
@@ -168,26 +203,36 @@ def make_job(args: argparse.Namespace) -> Job:
             f"layers of its size with as many experts as were recorded: --model {args.model},experts={experts}{top_k}"
         )
     if model.top_k > experts:
-        raise ValueError(f"--model {args.model}: a token cannot go to {model.top_k} of {experts} experts; set top_k")
+        raise ValueError(
+            f"--model {args.model}: a token cannot go to {model.top_k} of {experts} experts; set top_k"
+        )
     recorded, _ = _recorded(args.trace) or (None, None)
     if args.ranks is None:
         if recorded is None:
-            raise ValueError("--ranks N, the ranks of the job, is needed: only a run folder tells its own")
+            raise ValueError(
+                "--ranks N, the ranks of the job, is needed: only a run folder tells its own"
+            )
         args.ranks = recorded * args.pp
     per_stage, rest = divmod(args.ranks, args.pp)
     if rest or args.pp * args.vpp > model.layers:
         most = f"{model.layers} layers at most" + f" with --vpp {args.vpp}" * (args.vpp > 1)
         raise ValueError(f"--ranks {args.ranks} must divide among --pp {args.pp} stages, of {most}")
     if args.vpp > 1 and (args.pp == 1 or args.microbatches % args.pp):
-        raise ValueError(f"--vpp needs --pp above 1 that divides --microbatches, got {args.pp}, {args.microbatches}")
-    fits = [size for size in range(1, per_stage + 1) if per_stage % size == 0 and experts % size == 0]
+        raise ValueError(
+            f"--vpp needs --pp above 1 that divides --microbatches, got {args.pp}, {args.microbatches}"
+        )
+    fits = [
+        size for size in range(1, per_stage + 1) if per_stage % size == 0 and experts % size == 0
+    ]
     args.ep = ep = args.ep or (recorded if recorded in fits else fits[-1])
     if ep not in fits:
         raise ValueError(
             f"--ep {ep} must divide {per_stage} ranks of a stage and {experts} experts: take one of {fits}"
         )
     world = World(tuple(rank // cluster.per_node for rank in range(ep)), cluster.speeds)
-    loads = np.repeat(loads, 3, axis=0) if len(loads) == 1 else loads  # a single step is taken to go on
+    loads = (
+        np.repeat(loads, 3, axis=0) if len(loads) == 1 else loads
+    )  # a single step is taken to go on
     most = EFFORT / max(ep, 64) ** 2  # layers times steps
     steps = min(args.steps, len(loads) - 1, max(1, int(most / 2)))
     layers = min(loads.shape[1], max(2, int(most / steps)))
@@ -209,7 +254,9 @@ def make_job(args: argparse.Namespace) -> Job:
         first=len(loads) - steps,
         world=world,
         timing=timing,
-        schedule=Schedule.even(model.layers, args.pp, microbatches=args.microbatches, chunks=args.vpp),
+        schedule=Schedule.even(
+            model.layers, args.pp, microbatches=args.microbatches, chunks=args.vpp
+        ),
         measured=args.cluster not in CLUSTERS,
         once=model.top_k if args.dispatcher == "flex" else 0,
     )
@@ -222,37 +269,99 @@ def main(argv: Sequence[str]) -> int:
     usage = f"{program} TRACE --model NAME --cluster NAME [--ranks N] [--ep N] [--step-ms MS] [...]; --help says more"
     parser = argparse.ArgumentParser(prog=program, usage=usage, description=__doc__)
     add = parser.add_argument
-    add("trace", help="a run folder, one of Megatron's own files, an .npz with counts or load, or OLMoE's JSON")
-    add("--model", required=True, help=f"{', '.join(MODELS)}; sizes may follow, as in olmoe,layers=8")
+    add(
+        "trace",
+        help="a run folder, one of Megatron's own files, an .npz with counts or load, or OLMoE's JSON",
+    )
+    add(
+        "--model",
+        required=True,
+        help=f"{', '.join(MODELS)}; sizes may follow, as in olmoe,layers=8",
+    )
     add("--cluster", required=True, help=f"{', '.join(CLUSTERS)}, or a file from --measure")
     add("--ranks", type=int, help="of the job (default: those of a run folder)")
-    add("--ep", type=int, help="expert-parallel size (default: that of a run folder, else the largest that fits)")
+    add(
+        "--ep",
+        type=int,
+        help="expert-parallel size (default: that of a run folder, else the largest that fits)",
+    )
     add("--pp", type=int, default=1, help="pipeline stages (%(default)s)")
     add("--vpp", type=int, default=1, help="chunks of a stage, interleaved (%(default)s)")
-    add("--per-node", type=int, default=8, help="ranks of a node, with a file from --measure (%(default)s)")
+    add(
+        "--per-node",
+        type=int,
+        default=8,
+        help="ranks of a node, with a file from --measure (%(default)s)",
+    )
     add("--microbatches", type=int, default=8, help="per step (%(default)s)")
     add("--micro-batch", type=int, default=1, help="sequences (%(default)s)")
     add("--seq", type=int, help="tokens of a sequence (default: the model's)")
     add("--slots", default="1,2,4", help="replicas per rank and layer (%(default)s)")
     add("--lifetime", default=",".join(LIFETIMES), help="of replicas (%(default)s)")
-    add("--late-replicas", default="0", help="of a layer, after the gate; several as in 0,8 (%(default)s)")
-    add("--rehome", default="0", help="steps between looks for better homes; several as in 0,50 (%(default)s)")
-    add("--rivals", metavar="NAME,...", help="also planners of bench/rivals, in a checkout, as in eplb,flexmoe,laer")
-    add("--dispatcher", choices=("alltoall", "flex"), default="alltoall", help="flex: a token reaches a node once")
-    add("--hidden-all-to-all", type=float, default=0.0, help="share that hides behind compute (%(default)s)")
+    add(
+        "--late-replicas",
+        default="0",
+        help="of a layer, after the gate; several as in 0,8 (%(default)s)",
+    )
+    add(
+        "--rehome",
+        default="0",
+        help="steps between looks for better homes; several as in 0,50 (%(default)s)",
+    )
+    add(
+        "--rivals",
+        metavar="NAME,...",
+        help="also planners of bench/rivals, in a checkout, as in eplb,flexmoe,laer",
+    )
+    add(
+        "--dispatcher",
+        choices=("alltoall", "flex"),
+        default="alltoall",
+        help="flex: a token reaches a node once",
+    )
+    add(
+        "--hidden-all-to-all",
+        type=float,
+        default=0.0,
+        help="share that hides behind compute (%(default)s)",
+    )
     add("--recompute", action="store_true", help="layers run their forward again in the backward")
     add("--step-ms", type=float, help="how long a step of stock really lasts")
-    add("--steps", type=int, default=16, help="so many at the end of the trace, at most (%(default)s)")
-    add("--save", type=Path, metavar="FILE.json", help="write figures, recommendation, its flags and its replicas")
+    add(
+        "--steps",
+        type=int,
+        default=16,
+        help="so many at the end of the trace, at most (%(default)s)",
+    )
+    add(
+        "--save",
+        type=Path,
+        metavar="FILE.json",
+        help="write figures, recommendation, its flags and its replicas",
+    )
     args = parser.parse_args(argv)
     try:
-        for name in ("ranks", "ep", "pp", "vpp", "per_node", "microbatches", "micro_batch", "seq", "steps"):
+        for name in (
+            "ranks",
+            "ep",
+            "pp",
+            "vpp",
+            "per_node",
+            "microbatches",
+            "micro_batch",
+            "seq",
+            "steps",
+        ):
             if getattr(args, name) is not None and getattr(args, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+                raise ValueError(
+                    f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
+                )
         if args.step_ms is not None and not 0 < args.step_ms < math.inf:
             raise ValueError(f"--step-ms must be above 0 and finite, got {args.step_ms}")
         if not 0 <= args.hidden_all_to_all <= 1:
-            raise ValueError(f"--hidden-all-to-all must be from 0 to 1, got {args.hidden_all_to_all}")
+            raise ValueError(
+                f"--hidden-all-to-all must be from 0 to 1, got {args.hidden_all_to_all}"
+            )
         if unknown := [name for name in args.lifetime.split(",") if name not in LIFETIMES]:
             raise ValueError(f"--lifetime {','.join(unknown)}: there are {', '.join(LIFETIMES)}")
         for flag in ("slots", "late-replicas", "rehome"):
@@ -264,7 +373,9 @@ def main(argv: Sequence[str]) -> int:
         job = make_job(args)
         most = job.model.experts - job.model.experts // job.world.num_ranks
         slots = sorted({min(int(count), most) for count in args.slots.split(",")} - {0})
-        late, rehome = (sorted({int(n) for n in of.split(",")}) for of in (args.late_replicas, args.rehome))
+        late, rehome = (
+            sorted({int(n) for n in of.split(",")}) for of in (args.late_replicas, args.rehome)
+        )
         rivals = _rivals(args.rivals, job, max(slots, default=0)) if args.rivals else []
         outcomes = job.compare(slots, args.lifetime.split(","), late, rehome)
         best, text = recommend(outcomes, Cluster.named(args.cluster).memory)

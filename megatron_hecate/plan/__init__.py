@@ -59,5 +59,10 @@ def compile_planner() -> None:
     largest_load(load, plan)
     add_late_replicas(load, homes, world, cost=CopyCost(), most=2, across_nodes=True)
     HomeSearch(
-        homes=homes, world=world, cost=CopyCost(crossing=1.0), expert_bytes=1.0, token_seconds=1.0, horizon=1000
+        homes=homes,
+        world=world,
+        cost=CopyCost(crossing=1.0),
+        expert_bytes=1.0,
+        token_seconds=1.0,
+        horizon=1000,
     ).find(load[None], np.arange(8)[None])

@@ -62,5 +62,7 @@ def cache_folder() -> Path:
     """Where machine code is kept; it need not exist."""
     if named := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(named)
-    shared = os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()  # as it is for users without a home
+    shared = (
+        os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
+    )  # as it is for users without a home
     return Path(shared) / "megatron-hecate"

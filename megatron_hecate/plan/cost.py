@@ -10,7 +10,9 @@ import dataclasses
 
 from megatron_hecate.plan.world import Link, World
 
-BACKWARD: float = 2.0  # FLOPs of a GEMM's backward over its forward: gradients of input and of weight
+BACKWARD: float = (
+    2.0  # FLOPs of a GEMM's backward over its forward: gradients of input and of weight
+)
 TOKEN_TRIPS: int = 4  # dispatch and combine, forward and backward
 
 
@@ -50,7 +52,9 @@ class CopyCost:
             if value is not None and not value >= 0:
                 raise ValueError(f"{name}={value} must be 0 or more")
         if max(self.contention, self.out) > 1:
-            raise ValueError(f"contention={self.contention} and out={self.out} must be between 0 and 1")
+            raise ValueError(
+                f"contention={self.contention} and out={self.out} must be between 0 and 1"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +100,9 @@ class LayerShape:
         token = self.token_seconds(world)
 
         def both_ways(link: Link) -> float:
-            return self.fetches * link.seconds(self.expert_bytes) + self.returns * link.seconds(self.grad_bytes)
+            return self.fetches * link.seconds(self.expert_bytes) + self.returns * link.seconds(
+                self.grad_bytes
+            )
 
         out = self.fetches * self.fetch_seconds(world)
         return CopyCost(

@@ -26,8 +26,12 @@ from megatron_hecate.plan.search import SCATTERED, SLACK, Problem, cost_beside_l
 from megatron_hecate.plan.world import World
 
 JUDGED: int = 3  # iterations by whose loads swaps are judged
-LEAST: float = 0.02  # of what a layer costs, that its move must save: forecasts and model are no better
-FEWER: int = 4  # of a layer's swaps all are judged, the first of so many, of so many times so many, ...
+LEAST: float = (
+    0.02  # of what a layer costs, that its move must save: forecasts and model are no better
+)
+FEWER: int = (
+    4  # of a layer's swaps all are judged, the first of so many, of so many times so many, ...
+)
 Kinds = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -111,9 +115,17 @@ class HomeSearch:
         homes, world, cost = self.homes, self.world, self.cost
         window = np.asarray(load, dtype=np.float64)
         window = window[None] if window.ndim == 2 else window
-        fits = window.ndim == 3 and len(window) and window.shape[1:] == order.shape == (len(order), homes.num_experts)
+        fits = (
+            window.ndim == 3
+            and len(window)
+            and window.shape[1:] == order.shape == (len(order), homes.num_experts)
+        )
         fits = fits and (np.sort(order, axis=1) == np.arange(homes.num_experts)).all()
-        if not fits or world.num_ranks != homes.num_ranks or not (np.isfinite(window) & (window >= 0)).all():
+        if (
+            not fits
+            or world.num_ranks != homes.num_ranks
+            or not (np.isfinite(window) & (window >= 0)).all()
+        ):
             raise ValueError(
                 f"load {np.shape(load)} must be finite and 0 or more, order {order.shape} must name each of "
                 f"{homes.num_experts} experts once in every layer, and {world.num_ranks} ranks be {homes.num_ranks}"
@@ -123,7 +135,10 @@ class HomeSearch:
         judged = np.unique(np.linspace(half, len(window) - 1, JUDGED).astype(int))
         # what is judged must win half of what it costs where all ranks, two by two, swap at the same time
         each = self.margin / world.num_ranks / self.horizon / self.token_seconds
-        near, far = (each * link.seconds(self.expert_bytes) for link in (world.speeds.intra, world.speeds.inter))
+        near, far = (
+            each * link.seconds(self.expert_bytes)
+            for link in (world.speeds.intra, world.speeds.inter)
+        )
         limits = (near, far, self.most_bytes / self.expert_bytes)
 
         def tokens(layer: int, now: np.ndarray) -> float:
@@ -137,7 +152,10 @@ class HomeSearch:
         choices = []
         for layer in layers:
             now = order[layer].astype(np.int64)
-            plan, before = plan_replicas(past[layer, now], homes, world, cost=cost), tokens(layer, now)
+            plan, before = (
+                plan_replicas(past[layer, now], homes, world, cost=cost),
+                tokens(layer, now),
+            )
             for placed in (plan, homes.homes_only)[: 2 if plan.num_replicas else 1]:
                 kinds = _weights(past[layer, now], placed.holders, problem)
                 pairs = _swaps(kinds, problem.home, world.node_index, limits)
@@ -154,9 +172,14 @@ class HomeSearch:
         taken: dict[int, tuple[float, Choice, np.ndarray]] = {}
 
         def gain(saved: float, moves: np.ndarray) -> float:
-            return self.horizon * self.token_seconds * saved - self.margin * _seconds(moves, world, size)
+            return self.horizon * self.token_seconds * saved - self.margin * _seconds(
+                moves, world, size
+            )
 
-        ways = [(choice, _moves(order[choice.layer], choice.order, self.homes.home, world)) for choice in choices]
+        ways = [
+            (choice, _moves(order[choice.layer], choice.order, self.homes.home, world))
+            for choice in choices
+        ]
         pays = [(gain(choice.saved, moves), choice, moves) for choice, moves in ways]
         for own in sorted(pays, key=lambda way: -way[0] / way[2][::2].sum()):
             chosen = {**taken, own[1].layer: own}
@@ -170,7 +193,12 @@ class HomeSearch:
                 for layer, (_, choice, _) in chosen.items():
                     new[layer] = choice.order
                 seconds = _seconds(moves, world, size)
-                best, most = Rehoming(new, float(moves[::2].sum() * size), seconds, saved * self.token_seconds), now
+                best, most = (
+                    Rehoming(
+                        new, float(moves[::2].sum() * size), seconds, saved * self.token_seconds
+                    ),
+                    now,
+                )
         return best
 
 
@@ -178,7 +206,9 @@ class HomeSearch:
 def _layer_tokens(load: np.ndarray, table: np.ndarray, problem: Problem) -> float:
     """As `plan_cost`, but tokens also cross where their node has a holder that has no room for them."""
     num_ranks, size, whole = len(table), np.diff(problem.begin), np.rint(load).astype(np.int64)
-    begin, rank, share, computed, _ = balance(whole, table, int(load.sum() / num_ranks / SLACK), False)
+    begin, rank, share, computed, _ = balance(
+        whole, table, int(load.sum() / num_ranks / SLACK), False
+    )
     leaves, arrives, taken = np.zeros(len(size)), np.zeros(len(size)), np.zeros(len(size))
     for e in range(len(load)):
         taken[:] = 0
@@ -199,34 +229,56 @@ def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:
         over ranks in it; [F] tokens that the fullest group costs beyond an even distribution.
     """
     home, num_ranks, size = problem.home, len(problem.node), np.diff(problem.begin)
-    held = np.stack([holders[:, problem.node == k].sum(axis=1) for k in range(len(size))], axis=1)  # [E, K]
+    held = np.stack(
+        [holders[:, problem.node == k].sum(axis=1) for k in range(len(size))], axis=1
+    )  # [E, K]
     count, own = held.sum(axis=1), held[np.arange(len(home)), problem.node[home]]
     crossing = load * (1 - ((held > 0) * size).sum(axis=1) / num_ranks)
     sent = np.where(own > SCATTERED, 1, own - 1) if problem.scatters else count - 1
 
     def exposed(copying: float) -> float:
-        hidden = min(copying * problem.out, problem.hidden) + min(copying * (1 - problem.out), problem.hidden)
+        hidden = min(copying * problem.out, problem.hidden) + min(
+            copying * (1 - problem.out), problem.hidden
+        )
         return copying - (1 - problem.contention) * hidden
 
-    by_rank, by_node = (home, np.ones(len(home))), (problem.node[home], 1 / size[problem.node[home]])
+    by_rank, by_node = (
+        (home, np.ones(len(home))),
+        (problem.node[home], 1 / size[problem.node[home]]),
+    )
     kinds: list[tuple[np.ndarray, tuple[np.ndarray, np.ndarray], Callable[[float], float]]] = [
         (load / count, by_rank, lambda tokens: tokens),
         (crossing / count, by_node, lambda tokens: problem.crossing * tokens),
         ((held > 0).sum(axis=1) - 1.0, by_node, lambda copies: exposed(problem.far * copies)),
-        (sent * 1.0, by_rank, lambda copies: exposed((problem.near if problem.scatters else problem.far) * copies)),
+        (
+            sent * 1.0,
+            by_rank,
+            lambda copies: exposed((problem.near if problem.scatters else problem.far) * copies),
+        ),
     ]
-    fullest = [np.bincount(group, weights=values * part).max() for values, (group, part), _ in kinds]
+    fullest = [
+        np.bincount(group, weights=values * part).max() for values, (group, part), _ in kinds
+    ]
     prices = np.array(
-        [price(most) - price(v.sum() / num_ranks) for most, (v, _, price) in zip(fullest, kinds, strict=True)]
+        [
+            price(most) - price(v.sum() / num_ranks)
+            for most, (v, _, price) in zip(fullest, kinds, strict=True)
+        ]
     )
     pays = prices > 0
-    columns = [(v / max(most, 1e-300), *by) for most, (v, by, _) in zip(fullest, kinds, strict=True)]
-    weights, groups, parts = (np.stack(column, axis=1)[:, pays].copy("C") for column in zip(*columns, strict=True))
+    columns = [
+        (v / max(most, 1e-300), *by) for most, (v, by, _) in zip(fullest, kinds, strict=True)
+    ]
+    weights, groups, parts = (
+        np.stack(column, axis=1)[:, pays].copy("C") for column in zip(*columns, strict=True)
+    )
     return weights, groups, parts, prices[pays]
 
 
 @compiled
-def _swaps(kinds: Kinds, home: np.ndarray, node: np.ndarray, limits: tuple[float, float, float]) -> np.ndarray:
+def _swaps(
+    kinds: Kinds, home: np.ndarray, node: np.ndarray, limits: tuple[float, float, float]
+) -> np.ndarray:
     """[S, 2] pairs of positions that swap experts, each in turn the best one for an expert of a fullest group.
 
     The best lowers the sum of fourth powers most: it stands for the largest, and falls with each of several.
@@ -296,4 +348,7 @@ def _seconds(moves: np.ndarray, world: World, expert_bytes: float) -> float:
     """How long ``moves`` take when all ranks send and receive at once; a node's adapters are shared by its ranks."""
     node, links = world.node_index, world.speeds
     across = max((np.bincount(node, weights=way) / np.bincount(node)).max() for way in moves[2:])
-    return max(links.intra.seconds(moves[:2].max() * expert_bytes), links.inter.seconds(across * expert_bytes))
+    return max(
+        links.intra.seconds(moves[:2].max() * expert_bytes),
+        links.inter.seconds(across * expert_bytes),
+    )

@@ -17,7 +17,13 @@ TRIED: int = 8  # replicas that are solved exactly for each one taken
 
 
 def add_late_replicas(
-    load: np.ndarray, placement: Placement, world: World, *, cost: CopyCost, most: int, across_nodes: bool
+    load: np.ndarray,
+    placement: Placement,
+    world: World,
+    *,
+    cost: CopyCost,
+    most: int,
+    across_nodes: bool,
 ) -> Placement:
     """Add replicas, or overwrite some, as far as fetching them now pays.
 
@@ -42,8 +48,14 @@ def add_late_replicas(
     routing = 0.0 if placement.num_replicas else cost.routing
     costs = np.array([cost.near, cost.far if across_nodes else np.inf, routing])
     limits = (most, placement.slots_per_rank, placement.table.size, min(cost.near, costs[1]))
-    table = overwrite(load, placement.home.copy(), placement.table.copy(), world.node_index, costs, limits)
-    return placement if np.array_equal(table, placement.table) else Placement.trusted(placement.home, table)
+    table = overwrite(
+        load, placement.home.copy(), placement.table.copy(), world.node_index, costs, limits
+    )
+    return (
+        placement
+        if np.array_equal(table, placement.table)
+        else Placement.trusted(placement.home, table)
+    )
 
 
 @compiled
@@ -86,7 +98,9 @@ def overwrite(
         slot, back = _free_slots(now, home, late, _served(split, now), per_rank)
         excess = np.maximum(split.load - mean, 0).sum()
         choice, lowest, chosen = -1, (np.inf, 0), split
-        for place in _most_relief(split, now, (home, node, slot, back), away < leaving, (mean, costs[1] < np.inf)):
+        for place in _most_relief(
+            split, now, (home, node, slot, back), away < leaving, (mean, costs[1] < np.inf)
+        ):
             e, r = place // len(table), place % len(table)
             copying = costs[1] if node[r] != node[home[e]] else costs[0]
             its = rebalance(split, e, r, now[r, slot[r]])

@@ -19,7 +19,9 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLoca
 
 from megatron_hecate.plan.compiled import cache_folder
 
-_SOURCES = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py"))))
+_SOURCES = hashlib.sha256(
+    b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+)
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -60,8 +62,15 @@ class _Cache(FunctionCache):
     _impl_class = _Results
 
     def _path(self, signature: Any, codegen: Any) -> Path:
-        key = (self._index_key(signature, codegen), _SOURCES.hexdigest(), numba.__version__, sys.version)
-        name = f"{self._py_func.__module__}.{self._py_func.__qualname__}".replace("<", "").replace(">", "")
+        key = (
+            self._index_key(signature, codegen),
+            _SOURCES.hexdigest(),
+            numba.__version__,
+            sys.version,
+        )
+        name = f"{self._py_func.__module__}.{self._py_func.__qualname__}".replace("<", "").replace(
+            ">", ""
+        )
         return cache_folder() / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.nbc"
 
     def _load_overload(self, sig: Any, target_context: Any) -> Any:
@@ -70,7 +79,10 @@ class _Cache(FunctionCache):
             about, held = path.stat(), path.read_bytes()
         except OSError:
             return None
-        if about.st_uid not in (0, os.getuid()):  # it will be executed; root may have made it for an image
+        if about.st_uid not in (
+            0,
+            os.getuid(),
+        ):  # it will be executed; root may have made it for an image
             return None
         data = held[:-_DIGEST]
         if held[-_DIGEST:] != hashlib.sha256(data).digest():

@@ -144,7 +144,9 @@ def rebalance(split: Split, expert: int, on: int, old: int) -> Split:
 
 
 @compiled
-def _shared_by_rank(begin: np.ndarray, rank: np.ndarray, num_ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _shared_by_rank(
+    begin: np.ndarray, rank: np.ndarray, num_ranks: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Holders by rank, of experts that have several: ``first`` [R + 1] and the holders; and the expert of each [C]."""
     first, expert = np.zeros(num_ranks + 1, np.int64), np.empty(len(rank), np.int64)
     for e in range(len(begin) - 1):
@@ -173,8 +175,14 @@ def _augment(
     num_ranks, num_experts = len(load), len(begin) - 1
     first, holder, expert = _shared_by_rank(begin, rank, num_ranks)
     blocked = np.zeros(num_ranks, np.bool_)
-    seen, known = np.full(num_ranks, -1), np.full(num_experts, -1)  # the last search that reached the rank, the expert
-    gives, takes = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)  # the holders on the path to a rank
+    seen, known = (
+        np.full(num_ranks, -1),
+        np.full(num_experts, -1),
+    )  # the last search that reached the rank, the expert
+    gives, takes = (
+        np.empty(num_ranks, np.int64),
+        np.empty(num_ranks, np.int64),
+    )  # the holders on the path to a rank
     queue, sinks = np.empty(num_ranks, np.int64), np.empty(num_ranks, np.int64)
     stuck = np.zeros(num_ranks, np.bool_)
     search = 0

@@ -44,11 +44,15 @@ class Placement:
         if not ((self.home >= 0) & (self.home < num_ranks)).all():
             raise ValueError(f"home must name ranks 0 to {num_ranks - 1}, got {self.home.tolist()}")
         if not ((self.table == EMPTY) | ((self.table >= 0) & (self.table < len(self.home)))).all():
-            raise ValueError(f"table must name experts 0 to {len(self.home) - 1} or {EMPTY}, got {self.table.tolist()}")
+            raise ValueError(
+                f"table must name experts 0 to {len(self.home) - 1} or {EMPTY}, got {self.table.tolist()}"
+            )
         for rank in range(num_ranks):
             held = self.table[rank][self.table[rank] != EMPTY]
             if len(set(held.tolist())) != len(held):
-                raise ValueError(f"rank {rank} holds an expert twice: slots {self.table[rank].tolist()}")
+                raise ValueError(
+                    f"rank {rank} holds an expert twice: slots {self.table[rank].tolist()}"
+                )
         for expert, rank in enumerate(self.home.tolist()):
             if expert not in self.table[rank]:
                 raise ValueError(
@@ -67,7 +71,9 @@ class Placement:
         if num_experts % num_ranks:
             below = num_experts // num_ranks * num_ranks
             nearest = f"{below} or {below + num_ranks}" if below else f"{num_ranks}"
-            raise ValueError(f"num_experts={num_experts} is not divisible by {num_ranks} ranks; use {nearest}")
+            raise ValueError(
+                f"num_experts={num_experts} is not divisible by {num_ranks} ranks; use {nearest}"
+            )
         per_rank = num_experts // num_ranks
         most = num_experts - per_rank
         if not 0 <= num_slots <= most:
@@ -168,13 +174,17 @@ class Placement:
         """(expert, rank, slot) of every replica, by expert, then rank: the order in which every transport moves
         them."""
         rank, slot = np.nonzero(self.is_replica)
-        return tuple(sorted(zip(self.table[rank, slot].tolist(), rank.tolist(), slot.tolist(), strict=True)))
+        return tuple(
+            sorted(zip(self.table[rank, slot].tolist(), rank.tolist(), slot.tolist(), strict=True))
+        )
 
     def checked_load(self, load: np.ndarray) -> np.ndarray:
         """[E] contiguous int64 of a user's ``load``, or ValueError."""
         load = np.asarray(load)
         if load.shape != (self.num_experts,):
-            raise ValueError(f"load has shape {load.shape}, expected [{self.num_experts}], one count per expert")
+            raise ValueError(
+                f"load has shape {load.shape}, expected [{self.num_experts}], one count per expert"
+            )
         if not np.issubdtype(load.dtype, np.integer):
             raise ValueError(f"load has dtype {load.dtype}, expected integers; round it first")
         if load.min() < 0:

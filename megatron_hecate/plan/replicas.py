@@ -17,18 +17,33 @@ import numpy as np
 from megatron_hecate.plan.cost import CopyCost
 from megatron_hecate.plan.late import overwrite
 from megatron_hecate.plan.placement import EMPTY, Placement
-from megatron_hecate.plan.search import SLACK, Problem, cost_beside_load, fill, most_leaving, plan_cost
+from megatron_hecate.plan.search import (
+    SLACK,
+    Problem,
+    cost_beside_load,
+    fill,
+    most_leaving,
+    plan_cost,
+)
 from megatron_hecate.plan.world import World
 
 # A layer starts to have replicas when they win so much of their cost beyond it, and stops when they lose as much.
 HYSTERESIS: float = 0.2
 REPLACED: int = 256  # replicas that the local search replaces, at most, times ranks
-STEPS: tuple[float, ...] = (1.41, 1.19)  # factors between the limits that the search for the cheapest plan tries
+STEPS: tuple[float, ...] = (
+    1.41,
+    1.19,
+)  # factors between the limits that the search for the cheapest plan tries
 BALANCED: float = 1.05  # times the mean: up to this largest rank load nothing is copied
 
 
 def plan_replicas(
-    forecast: np.ndarray, homes: Placement, world: World, *, cost: CopyCost, previous: Placement | None = None
+    forecast: np.ndarray,
+    homes: Placement,
+    world: World,
+    *,
+    cost: CopyCost,
+    previous: Placement | None = None,
 ) -> Placement:
     """Choose the replicas of the next iteration.
 
@@ -62,7 +77,11 @@ def plan_replicas(
     problem = problem_of(bare, world, cost)
     table = _best_plan(forecast, problem, most, previous)
     for same in (bare, previous):
-        if same is not None and np.array_equal(table, same.table) and np.array_equal(bare.home, same.home):
+        if (
+            same is not None
+            and np.array_equal(table, same.table)
+            and np.array_equal(bare.home, same.home)
+        ):
             return same
     return Placement.trusted(bare.home, table)
 
@@ -70,13 +89,22 @@ def plan_replicas(
 def problem_of(bare: Placement, world: World, cost: CopyCost) -> Problem:
     """What `search` plans for: the homes alone, the nodes of their ranks, and what copies cost."""
     node, far = world.node_index, cost.far
-    if world.num_nodes == 1 and not cost.scatters:  # tokens that change rank travel as slowly as copies
+    if (
+        world.num_nodes == 1 and not cost.scatters
+    ):  # tokens that change rank travel as slowly as copies
         node, far = np.arange(world.num_ranks), cost.near
-    members, begin = np.argsort(node, kind="stable"), np.concatenate([[0], np.cumsum(np.bincount(node))])
-    hidden = cost.hidden * (cost.contention < 1)  # is measured; where it wins nothing it must not tell plans apart
+    members, begin = (
+        np.argsort(node, kind="stable"),
+        np.concatenate([[0], np.cumsum(np.bincount(node))]),
+    )
+    hidden = cost.hidden * (
+        cost.contention < 1
+    )  # is measured; where it wins nothing it must not tell plans apart
     costs = (cost.near, far, cost.out, hidden, cost.contention, cost.routing, cost.crossing)
     # arrays that may be written to, as those of other callers: numba compiles for each kind
-    return Problem(bare.home.copy(), node, members, begin, bare.table.copy(), cost.scatters, *map(float, costs))
+    return Problem(
+        bare.home.copy(), node, members, begin, bare.table.copy(), cost.scatters, *map(float, costs)
+    )
 
 
 class _Plan(NamedTuple):
@@ -87,7 +115,9 @@ class _Plan(NamedTuple):
     overhead: float
 
 
-def _best_plan(forecast: np.ndarray, problem: Problem, most: int, previous: Placement | None) -> np.ndarray:
+def _best_plan(
+    forecast: np.ndarray, problem: Problem, most: int, previous: Placement | None
+) -> np.ndarray:
     """[R, P] the cheapest plan with up to ``most`` replicas per rank, after a local search, also from the last plan."""
     num_ranks = len(problem.node)
     number, leaving = most, most * num_ranks
@@ -110,7 +140,9 @@ def _best_plan(forecast: np.ndarray, problem: Problem, most: int, previous: Plac
         leaving = best.table.size
     whole, even = np.rint(forecast).astype(np.int64), loads.mean() * (1 + 1 / SLACK)
     until = (-(-REPLACED // num_ranks), number, leaving, even - loads.mean())
-    best = cheaper(best, overwrite(whole, problem.home, best.table, problem.node, np.zeros(3), until))
+    best = cheaper(
+        best, overwrite(whole, problem.home, best.table, problem.node, np.zeros(3), until)
+    )
     goes_on = False
     if previous is not None and previous.num_replicas > 0:
         goes_on = np.array_equal(previous.home, problem.home)
@@ -118,7 +150,9 @@ def _best_plan(forecast: np.ndarray, problem: Problem, most: int, previous: Plac
             start = previous.table.copy()
             # even ranks may make it cheaper
             if even + sum(cost_beside_load(forecast, problem, start)) < best.cost:
-                best = cheaper(best, overwrite(whole, problem.home, start, problem.node, np.zeros(3), until))
+                best = cheaper(
+                    best, overwrite(whole, problem.home, start, problem.node, np.zeros(3), until)
+                )
     margin = -HYSTERESIS * best.overhead if goes_on else HYSTERESIS * best.overhead
     bare = plan_cost(forecast, problem, problem.bare, np.inf)[0]
     return problem.bare if not is_free and best.cost + margin >= bare else best.table

@@ -46,7 +46,9 @@ class Problem(NamedTuple):
 
 
 @compiled
-def _counts(forecast: np.ndarray, home: np.ndarray, num_ranks: int, copies: int, leaving: int) -> np.ndarray:
+def _counts(
+    forecast: np.ndarray, home: np.ndarray, num_ranks: int, copies: int, leaving: int
+) -> np.ndarray:
     """[E] replicas of each expert by tokens per holder (D'Hondt's method): ``copies`` in all, ``leaving`` of a home."""
     count, sent = np.zeros(len(forecast), np.int64), np.zeros(num_ranks, np.int64)
     heap = [(-forecast[e], e) for e in range(len(forecast)) if forecast[e] > 0]
@@ -114,7 +116,10 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
                 copying = (copied[k] + 1) * problem.far / (size if problem.scatters else 1)
                 shown = problem.out if copying * problem.out > problem.hidden else 0.0
                 shown += 1 - problem.out if copying * (1 - problem.out) > problem.hidden else 0.0
-                if problem.crossing * forecast[e] * size / num_ranks + relief >= shown * problem.far:
+                if (
+                    problem.crossing * forecast[e] * size / num_ranks + relief
+                    >= shown * problem.far
+                ):
                     best = r
                     break
             if best >= 0:
@@ -191,7 +196,9 @@ def _least_loaded(ranks: np.ndarray, load: np.ndarray, room: np.ndarray) -> int:
 
 
 @compiled
-def plan_cost(forecast: np.ndarray, problem: Problem, table: np.ndarray, bound: float) -> tuple[float, float]:
+def plan_cost(
+    forecast: np.ndarray, problem: Problem, table: np.ndarray, bound: float
+) -> tuple[float, float]:
     """What a plan costs in tokens of the busiest rank: in all, and the part of copies and routing.
 
     Where even a perfect balance leaves ``bound`` or more, that is returned: balancing takes most of the time.
@@ -207,9 +214,16 @@ def plan_cost(forecast: np.ndarray, problem: Problem, table: np.ndarray, bound: 
 
 
 @compiled
-def cost_beside_load(forecast: np.ndarray, problem: Problem, table: np.ndarray) -> tuple[float, float]:
+def cost_beside_load(
+    forecast: np.ndarray, problem: Problem, table: np.ndarray
+) -> tuple[float, float]:
     """Tokens that cross nodes, of the busiest node, and copies and routing, both in tokens of the busiest rank."""
-    home, node, num_ranks, num_nodes = problem.home, problem.node, len(table), len(problem.begin) - 1
+    home, node, num_ranks, num_nodes = (
+        problem.home,
+        problem.node,
+        len(table),
+        len(problem.begin) - 1,
+    )
     begin, rank = holders_of(len(home), table)
     # of each node: ranks, holders of an expert, tokens that leave and arrive, copies that do; of ranks: copies
     size, held = np.diff(problem.begin), np.zeros(num_nodes)
@@ -248,5 +262,7 @@ def cost_beside_load(forecast: np.ndarray, problem: Problem, table: np.ndarray) 
     copying = max(between, problem.near * max(max(received), max(sent)))
     if not problem.scatters and num_nodes > 1:
         copying = problem.far * max(max(received), max(sent))
-    hidden = min(copying * problem.out, problem.hidden) + min(copying * (1 - problem.out), problem.hidden)
+    hidden = min(copying * problem.out, problem.hidden) + min(
+        copying * (1 - problem.out), problem.hidden
+    )
     return crossing, copying - hidden + problem.contention * hidden + problem.routing

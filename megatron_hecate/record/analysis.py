@@ -32,8 +32,15 @@ class _Costs:
         if not (info.shape and info.speeds):
             return None
         links = {name: Link(**info.speeds[name]) for name in ("intra", "inter")}
-        shape, world = LayerShape(**info.shape), World(info.node, Speeds(**{**info.speeds, **links}))
-        return cls(shape, world, dataclasses.replace(shape.copy_cost(world), scatters=info.transport == "nvlink"))
+        shape, world = (
+            LayerShape(**info.shape),
+            World(info.node, Speeds(**{**info.speeds, **links})),
+        )
+        return cls(
+            shape,
+            world,
+            dataclasses.replace(shape.copy_cost(world), scatters=info.transport == "nvlink"),
+        )
 
     @property
     def token_ms(self) -> float:
@@ -75,7 +82,9 @@ class Figures:
     def homes(self) -> Placement:
         """Of every layer, as Megatron built them."""
         info = self.record.info
-        return Placement.initial(self.record.load.shape[2], info.ranks, num_slots=0 if self.observed else info.slots)
+        return Placement.initial(
+            self.record.load.shape[2], info.ranks, num_slots=0 if self.observed else info.slots
+        )
 
     @cached_property
     def home(self) -> np.ndarray:
@@ -92,7 +101,9 @@ class Figures:
     @cached_property
     def before(self) -> np.ndarray:
         """[T, L, N] tokens of each rank as the router left them, each where Megatron built its expert."""
-        return self.record.load.reshape(*self.record.load.shape[:2], self.homes.num_ranks, -1).sum(axis=3)
+        return self.record.load.reshape(*self.record.load.shape[:2], self.homes.num_ranks, -1).sum(
+            axis=3
+        )
 
     @property
     def after(self) -> np.ndarray:
@@ -113,14 +124,19 @@ class Figures:
 
     def waiting_ms(self, load: np.ndarray) -> np.ndarray:
         """[T, L] time that the fullest rank takes beyond the mean, with ``load`` [T, L, N]."""
-        return (load.max(axis=2) - load.mean(axis=2)) * (0.0 if self.costs is None else self.costs.token_ms)
+        return (load.max(axis=2) - load.mean(axis=2)) * (
+            0.0 if self.costs is None else self.costs.token_ms
+        )
 
     @cached_property
     def most_copies(self) -> np.ndarray:
         """[T, L] replicas that one rank takes or gives, the most of any."""
         if (replica := self.record.replica) is None:
             return np.zeros(self.before.shape[:2], np.int64)
-        at, of_layers = np.nonzero(replica.reshape(*replica.shape[:2], -1) != EMPTY)[:2], np.zeros_like(self.before)
+        at, of_layers = (
+            np.nonzero(replica.reshape(*replica.shape[:2], -1) != EMPTY)[:2],
+            np.zeros_like(self.before),
+        )
         np.add.at(of_layers, (*at, self.home[(*at, replica[replica != EMPTY])]), 1)
         return np.maximum(of_layers, self.replicas).max(axis=2)
 
@@ -132,16 +148,23 @@ class Figures:
         if self.costs is None or replica is None:
             return found
         shape, copy = self.costs.shape, self.record.copy
-        times = np.array([shape.fetches, shape.returns * shape.grad_bytes / shape.expert_bytes])[:, None, None]
+        times = np.array([shape.fetches, shape.returns * shape.grad_bytes / shape.expert_bytes])[
+            :, None, None
+        ]
         found += np.nan if copy is None else 1e3 * times * copy * self.most_copies
         free = dataclasses.replace(self.costs.copy, routing=0.0, crossing=0.0)
-        load, per_rank = np.zeros(self.homes.num_experts), self.homes.slots_per_rank - replica.shape[3]
+        load, per_rank = (
+            np.zeros(self.homes.num_experts),
+            self.homes.slots_per_rank - replica.shape[3],
+        )
         tokens: dict[bytes, float] = {}  # of each placement; most come again
         for at in zip(*np.nonzero(np.isnan(found[0])), strict=True):
             slots, home = np.ascontiguousarray(replica[at], dtype=np.int64), self.home[at]
             if (key := slots.tobytes() + home.tobytes()) not in tokens:
                 moved = self.record.home is not None
-                homes = self.homes.with_homes(np.argsort(home, kind="stable")) if moved else self.homes
+                homes = (
+                    self.homes.with_homes(np.argsort(home, kind="stable")) if moved else self.homes
+                )
                 problem = problem_of(homes, self.costs.world, free)
                 table = np.hstack([homes.table[:, :per_rank], slots])
                 tokens[key] = cost_beside_load(load, problem, table)[1]
@@ -160,7 +183,11 @@ class Figures:
         if self.costs is None:
             return self.copying_ms
         shape, window = self.costs.shape, self.record.window
-        seconds = shape.hidden_seconds if window is None else np.where(np.isnan(window), shape.hidden_seconds, window)
+        seconds = (
+            shape.hidden_seconds
+            if window is None
+            else np.where(np.isnan(window), shape.hidden_seconds, window)
+        )
         times = np.array([shape.fetches, shape.returns])[:, None, None]
         return np.minimum(self._ways_ms, 1e3 * times * seconds).sum(axis=0)
 
@@ -172,7 +199,10 @@ class Figures:
         works = 1.0  # the part of its time in which a copy does not wait for its partner
         if self.record.copy is not None:
             works = np.fmin(self.costs.shape.fetch_seconds(self.costs.world) / self.record.copy, 1)
-        shown, taken = self.copying_ms - self.hidden_ms, self.costs.copy.contention * works * self.hidden_ms
+        shown, taken = (
+            self.copying_ms - self.hidden_ms,
+            self.costs.copy.contention * works * self.hidden_ms,
+        )
         return shown + taken + self.costs.routing_ms * self.replicas.any(axis=2)
 
     @cached_property
@@ -183,7 +213,9 @@ class Figures:
 
     def of_step(self, values: np.ndarray) -> np.ndarray:
         """[T] of a whole step, from [T, L] of layers: stages work at once, so the largest one counts."""
-        return np.max([values[:, self.stage == one].sum(axis=1) for one in np.unique(self.stage)], axis=0)
+        return np.max(
+            [values[:, self.stage == one].sum(axis=1) for one in np.unique(self.stage)], axis=0
+        )
 
     @cached_property
     def lost_ms(self) -> np.ndarray:
@@ -208,6 +240,10 @@ class Figures:
         for stage, info in enumerate(self.stages or [self.record.info]):
             held = info.memory or {**dict.fromkeys(names, 0), "token": 1, "kept": 1}
             tokens = load[:, self.stage == stage]
-            tokens = (tokens.sum(axis=1) if held["kept"] else tokens.max(axis=1)).max(axis=1) / microbatches
-            found.append(sum(held[name] for name in names) + tokens * held["token"] * max(held["kept"], 1))
+            tokens = (tokens.sum(axis=1) if held["kept"] else tokens.max(axis=1)).max(
+                axis=1
+            ) / microbatches
+            found.append(
+                sum(held[name] for name in names) + tokens * held["token"] * max(held["kept"], 1)
+            )
         return np.max(found, axis=0)

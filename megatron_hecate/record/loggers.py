@@ -16,7 +16,9 @@ from megatron_hecate.record.metrics import summarize
 _drawn: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
-def log_step(iteration: int, layers: Sequence[str], values: Mapping[str, np.ndarray], *, ended: bool) -> None:
+def log_step(
+    iteration: int, layers: Sequence[str], values: Mapping[str, np.ndarray], *, ended: bool
+) -> None:
     """Log the metrics ``values`` [L] of ``layers`` to Megatron's TensorBoard and Weights & Biases. Once training has
     ``ended``, nobody else writes the former to disk."""
     names = sys.modules["megatron.training.global_vars"]

@@ -42,7 +42,9 @@ class LayerMetrics:
     computed_tokens: int
 
     @classmethod
-    def from_load(cls, layer: str, load: np.ndarray, *, planned: Placement, placement: Placement) -> LayerMetrics:
+    def from_load(
+        cls, layer: str, load: np.ndarray, *, planned: Placement, placement: Placement
+    ) -> LayerMetrics:
         """From the ``load`` [E] of an iteration, and its placements before and after the gate."""
         routed, computed = (largest_load(load, p) for p in (placement.homes_only, placement))
         mean = int(load.sum()) / placement.num_ranks
@@ -65,18 +67,27 @@ def layer_metrics(chunks: Iterable[Module]) -> list[LayerMetrics]:
     Read them between iterations, on any rank; nothing is communicated, and nothing is computed unless asked.
     """
     metrics = []
-    for layer in (module for chunk in chunks for module in chunk.modules() if hasattr(module, "fssdp")):
+    for layer in (
+        module for chunk in chunks for module in chunk.modules() if hasattr(module, "fssdp")
+    ):
         monitor, state = layer.prefetcher.monitor, layer.fssdp
         monitor.collect()
         if monitor.history.last is not None:
             load = monitor.history.last[state.index, : state.placement.num_experts]
-            of_layer = LayerMetrics.from_load(state.name, load, planned=state.planned, placement=state.placement)
+            of_layer = LayerMetrics.from_load(
+                state.name, load, planned=state.planned, placement=state.placement
+            )
             metrics.append(of_layer)
     return metrics
 
 
 def step_metrics(
-    load: Sequence[np.ndarray], routed: np.ndarray, computed: np.ndarray, *, token_ms: float, price_ms: Any = 0.0
+    load: Sequence[np.ndarray],
+    routed: np.ndarray,
+    computed: np.ndarray,
+    *,
+    token_ms: float,
+    price_ms: Any = 0.0,
 ) -> dict[str, np.ndarray]:
     """What the layers of a stage did in an iteration, [L] each, by the names they are logged under (docs/observe.md).
 
@@ -94,16 +105,23 @@ def step_metrics(
     measured = computed.shape == routed.shape and total.any()
     return {
         "overload_factor": np.divide(fullest, rank, out=np.ones(len(load)), where=some),
-        "max_vio": np.divide([of.max() for of in load], expert, out=np.ones(len(load)), where=some) - 1,
+        "max_vio": np.divide([of.max() for of in load], expert, out=np.ones(len(load)), where=some)
+        - 1,
         "dead_experts": np.array([(of == 0).sum() for of in load]),
         "ms_lost_to_imbalance": np.maximum(fullest - rank, 0) * token_ms,
         "ms_recovered_gross": (without - fullest) * token_ms,
         "ms_recovered": (without - fullest) * token_ms - price_ms,
-        **({"cum_overload_factor": np.full(len(load), total.max() / total.mean())} if measured else {}),
+        **(
+            {"cum_overload_factor": np.full(len(load), total.max() / total.mean())}
+            if measured
+            else {}
+        ),
     }
 
 
-def summarize(layers: Sequence[str], values: Mapping[str, np.ndarray], *, per_layer: bool) -> dict[str, float]:
+def summarize(
+    layers: Sequence[str], values: Mapping[str, np.ndarray], *, per_layer: bool
+) -> dict[str, float]:
     """One number per name, and one per layer where asked for, under Megatron's names where it has one.
 
     Args:
@@ -115,13 +133,23 @@ def summarize(layers: Sequence[str], values: Mapping[str, np.ndarray], *, per_la
     found = {"moe/avg_overload_factor": factor.mean(), "moe/max_overload_factor": factor.max()}
     if (of_stages := values.get("cum_overload_factor")) is not None:
         found["moe/max_cum_overload_factor"] = of_stages.max()
-    for name, of_layers in ((name, of_layers) for name, of_layers in values.items() if of_layers is not of_stages):
+    for name, of_layers in (
+        (name, of_layers) for name, of_layers in values.items() if of_layers is not of_stages
+    ):
         group = "moe" if name in ("overload_factor", "max_vio", "dead_experts") else "fssdp"
         if name != "overload_factor":
             known = of_layers[~np.isnan(of_layers)]
             averaged = name in ("max_vio", "hidden_share")
-            found |= {f"{group}/{name}": known.mean() if averaged else known.sum()} if len(known) else {}
+            found |= (
+                {f"{group}/{name}": known.mean() if averaged else known.sum()} if len(known) else {}
+            )
         if per_layer:
-            numbered = [(*layer.rpartition(" ")[::2], value) for layer, value in zip(layers, of_layers, strict=True)]
-            found |= {f"{group}/{name}_{of}_{int(n) - 1}".replace(" ", "_"): value for of, n, value in numbered}
+            numbered = [
+                (*layer.rpartition(" ")[::2], value)
+                for layer, value in zip(layers, of_layers, strict=True)
+            ]
+            found |= {
+                f"{group}/{name}_{of}_{int(n) - 1}".replace(" ", "_"): value
+                for of, n, value in numbered
+            }
     return {name: float(value) for name, value in found.items() if not np.isnan(value)}

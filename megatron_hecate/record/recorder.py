@@ -46,18 +46,31 @@ class JobMetrics(StoreThread):
     newest: JobMetrics | None = None  # of the last model
 
     def __init__(self, layers: Sequence[str]) -> None:
-        self._rank, self._stages, store = dist.get_rank(), training_globals.logging_pipeline(), _get_default_store()
+        self._rank, self._stages, store = (
+            dist.get_rank(),
+            training_globals.logging_pipeline(),
+            _get_default_store(),
+        )
         super().__init__("metrics", store.clone() if self._stages else store)
-        self.interval: int | None = None  # iterations from one that is logged to the next, where Megatron tells none
+        self.interval: int | None = (
+            None  # iterations from one that is logged to the next, where Megatron tells none
+        )
         self.log: Callable[..., None] = loggers.log_step
         attempt = Attempt.current()
         model = attempt.count("model")  # that was converted, or is observed: as many on every rank
         self._prefix, self._layers = f"megatron_hecate/metrics/{model}", tuple(layers)
         self._logs = self._stages[-1:] == [self._rank]
-        self._sent, self._read = 0, dict.fromkeys(self._stages, 0)  # messages of this rank, and of each
-        self._heads: dict[int, Any] = {}  # by rank: a message that was read, and waits for those of others
+        self._sent, self._read = (
+            0,
+            dict.fromkeys(self._stages, 0),
+        )  # messages of this rank, and of each
+        self._heads: dict[
+            int, Any
+        ] = {}  # by rank: a message that was read, and waits for those of others
         # what the training thread took; a rank without layers has one message, to say so
-        self._taken: deque[tuple[float, Callable[[], Values]]] = deque([] if layers else [(0, dict)])
+        self._taken: deque[tuple[float, Callable[[], Values]]] = deque(
+            [] if layers else [(0, dict)]
+        )
         self._told = False  # of an error
         JobMetrics.newest = self
         if self._stages:
@@ -92,21 +105,30 @@ class JobMetrics(StoreThread):
                 return
             except Exception as error:  # training goes on, whatever it is
                 if not self._told:
-                    print(f"FSSDP: some metrics are not logged: {error}", file=sys.stderr, flush=True)
+                    print(
+                        f"FSSDP: some metrics are not logged: {error}", file=sys.stderr, flush=True
+                    )
                 self._told = True
             time.sleep(0.01)
 
     def _send(self, iteration: float, values: Callable[[], Values]) -> bool:
         """Returns whether it is the last message."""
         metrics = {name: of.tolist() for name, of in values().items()}
-        self._store.set(f"{self._prefix}/{self._rank}/{self._sent}", json.dumps((iteration, self._layers, metrics)))
+        self._store.set(
+            f"{self._prefix}/{self._rank}/{self._sent}",
+            json.dumps((iteration, self._layers, metrics)),
+        )
         self._sent += 1
         return iteration in (0, math.inf)
 
     def _log_complete(self) -> bool:
         """Log the iterations that all stages have sent; returns whether they have sent their last messages."""
         while True:
-            keys = {r: f"{self._prefix}/{r}/{self._read[r]}" for r in self._stages if r not in self._heads}
+            keys = {
+                r: f"{self._prefix}/{r}/{self._read[r]}"
+                for r in self._stages
+                if r not in self._heads
+            }
             if not self._store.check(list(keys.values())):
                 return False
             for rank, key in keys.items():
@@ -115,7 +137,9 @@ class JobMetrics(StoreThread):
                 self._read[rank] += 1
             self._stages = [rank for rank in self._stages if self._heads[rank][1]]
             newest = max(self._heads[rank][0] for rank in self._stages)
-            self._heads = {rank: self._heads[rank] for rank in self._stages if self._heads[rank][0] == newest}
+            self._heads = {
+                rank: self._heads[rank] for rank in self._stages if self._heads[rank][0] == newest
+            }
             if len(self._heads) == len(self._stages):  # else others skip what a rank has not sent
                 found, self._heads = list(self._heads.values()), {}
                 if newest == math.inf:
@@ -137,10 +161,17 @@ class StageRecorder:
     """
 
     def __init__(
-        self, info: RunInfo, folder: str | None, *, group: dist.ProcessGroup, collect: Callable[[], bool]
+        self,
+        info: RunInfo,
+        folder: str | None,
+        *,
+        group: dist.ProcessGroup,
+        collect: Callable[[], bool],
     ) -> None:
         self.info, self._collect, self._metrics = info, collect, JobMetrics(info.layers)
-        weakref.finalize(self, self._metrics.put, math.inf, dict)  # when the model has gone, before another one comes
+        weakref.finalize(
+            self, self._metrics.put, math.inf, dict
+        )  # when the model has gone, before another one comes
         self.running = 0  # the iteration, where a loop says it, else counted here
         self._writer: RunWriter | None = None
         self.refused = ""  # why nothing is recorded
@@ -151,7 +182,9 @@ class StageRecorder:
                 weakref.finalize(self, self._writer.stop)
             except Exception as error:  # training goes on, whatever it is
                 self.refused = f"stage {stage}: {error}"
-                print(f"FSSDP: this run is not recorded: {self.refused}", file=sys.stderr, flush=True)
+                print(
+                    f"FSSDP: this run is not recorded: {self.refused}", file=sys.stderr, flush=True
+                )
         self._at_exit = functools.partial(_close, weakref.ref(self))
         atexit.register(self._at_exit)
         weakref.finalize(self, atexit.unregister, self._at_exit).atexit = False
@@ -162,7 +195,9 @@ class StageRecorder:
         self.running = training_globals.running_iteration() or self.running + 1
         return self.running
 
-    def take(self, iteration: int, arrays: dict[str, np.ndarray | float], values: Callable[[], Values]) -> None:
+    def take(
+        self, iteration: int, arrays: dict[str, np.ndarray | float], values: Callable[[], Values]
+    ) -> None:
         """An iteration is complete.
 
         Args:
@@ -195,14 +230,20 @@ def _close(recorder: weakref.ref[StageRecorder]) -> None:
         alive.close()
 
 
-def describe_run(mode: str, layers: Sequence[str], *, shape: LayerShape, speeds: Speeds, **fields: object) -> RunInfo:
+def describe_run(
+    mode: str, layers: Sequence[str], *, shape: LayerShape, speeds: Speeds, **fields: object
+) -> RunInfo:
     """`RunInfo` of a run that starts now; ``fields`` are the others of it."""
     return RunInfo(
         mode=mode,
         layers=tuple(layers),
         shape=dataclasses.asdict(shape),
         speeds=dataclasses.asdict(speeds),
-        versions={name: d.version for name in PACKAGES for d in importlib.metadata.distributions(name=name)},
+        versions={
+            name: d.version
+            for name in PACKAGES
+            for d in importlib.metadata.distributions(name=name)
+        },
         started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         **fields,
     )

@@ -112,24 +112,39 @@ def read(folder: str | Path) -> RunRecord:
     folder = Path(folder)
     headers = read_infos(folder)
     if not headers:
-        raise ValueError(f"{folder} holds no record of a run; write one with --moe-fssdp-record {folder}")
+        raise ValueError(
+            f"{folder} holds no record of a run; write one with --moe-fssdp-record {folder}"
+        )
     infos = list(headers.values())
     stages = [_read_stage(folder, int(path.stem.removeprefix("run-"))) for path in headers]
     common = functools.reduce(np.intersect1d, [stage["iteration"] for stage in stages])
     if not len(common):
-        raise ValueError(f"{folder} holds no iteration yet that all of its {len(stages)} stages have recorded")
+        raise ValueError(
+            f"{folder} holds no iteration yet that all of its {len(stages)} stages have recorded"
+        )
     stages = [{k: a[np.searchsorted(s["iteration"], common)] for k, a in s.items()} for s in stages]
     layers = [name for info in infos for name in info.layers]
-    order = sorted(range(len(layers)), key=lambda at: place_in_model(layers[at]))  # chunks of stages alternate
+    order = sorted(
+        range(len(layers)), key=lambda at: place_in_model(layers[at])
+    )  # chunks of stages alternate
     experts = max(info.num_experts for info in infos)
     for stage in stages:
-        stage["load"] = np.pad(stage["load"], ((0, 0), (0, 0), (0, experts - stage["load"].shape[2])))
+        stage["load"] = np.pad(
+            stage["load"], ((0, 0), (0, 0), (0, experts - stage["load"].shape[2]))
+        )
     joined: Arrays = {}
     for name in (name for name in ARRAYS if all(name in stage for stage in stages)):
         array = np.concatenate([stage[name] for stage in stages], axis=1)[:, order]
         joined[name] = array if array.dtype.kind == "f" else array.astype(np.int64)
-    info = dataclasses.replace(infos[0], layers=tuple(layers[at] for at in order), num_experts=experts)
-    return RunRecord(info=info, iteration=common, time=np.max([stage["time"] for stage in stages], axis=0), **joined)
+    info = dataclasses.replace(
+        infos[0], layers=tuple(layers[at] for at in order), num_experts=experts
+    )
+    return RunRecord(
+        info=info,
+        iteration=common,
+        time=np.max([stage["time"] for stage in stages], axis=0),
+        **joined,
+    )
 
 
 def _read_stage(folder: Path, stage: int) -> Arrays:
@@ -154,17 +169,23 @@ def in_order(segments: Sequence[Arrays]) -> Arrays:
 
 def load_segment(path: Path) -> Arrays:
     """Its arrays, iterations first; ValueError when it is broken."""
-    content = io.BytesIO(path.read_bytes())  # a broken archive raises OSError, too, as the disk does
+    content = io.BytesIO(
+        path.read_bytes()
+    )  # a broken archive raises OSError, too, as the disk does
     try:
         with np.load(content) as archive:
             return {**archive, "iteration": archive["iteration"].astype(np.int64)}
     except Exception as error:  # zip, zlib, numpy and the tokenizer it uses have their own
-        raise ValueError(f"{path} is broken ({type(error).__name__}: {error}); remove it to read the rest") from error
+        raise ValueError(
+            f"{path} is broken ({type(error).__name__}: {error}); remove it to read the rest"
+        ) from error
 
 
 def segments_of(folder: Path, stage: int) -> dict[int, Path]:
     """Files of a stage by their number, ascending."""
-    found = {int(path.stem.rpartition("-")[2]): path for path in folder.glob(f"loads-{stage:03d}-*.npz")}
+    found = {
+        int(path.stem.rpartition("-")[2]): path for path in folder.glob(f"loads-{stage:03d}-*.npz")
+    }
     return dict(sorted(found.items()))
 
 
@@ -179,9 +200,13 @@ def _read_info(path: Path) -> RunInfo:
         if values["version"] != VERSION:
             raise ValueError(f"version {values['version']}, this package reads {VERSION}")
         fields = {f.name: values[f.name] for f in dataclasses.fields(RunInfo) if f.name in values}
-        return RunInfo(**{**fields, "layers": tuple(fields["layers"]), "node": tuple(fields["node"])})
+        return RunInfo(
+            **{**fields, "layers": tuple(fields["layers"]), "node": tuple(fields["node"])}
+        )
     except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} does not describe a run ({type(error).__name__}: {error})") from error
+        raise ValueError(
+            f"{path} does not describe a run ({type(error).__name__}: {error})"
+        ) from error
 
 
 def place_in_model(layer: str) -> tuple[bool, int]:

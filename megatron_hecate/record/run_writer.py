@@ -21,7 +21,15 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_hecate.record.run_folder import VERSION, Arrays, RunInfo, in_order, load_segment, read_infos, segments_of
+from megatron_hecate.record.run_folder import (
+    VERSION,
+    Arrays,
+    RunInfo,
+    in_order,
+    load_segment,
+    read_infos,
+    segments_of,
+)
 
 BOUND: int = 256 << 20  # bytes of all segments of a stage
 SEGMENT_BYTES: int = 4 << 20  # of a segment's arrays, before compression
@@ -45,7 +53,13 @@ class RunWriter:
     """
 
     def __init__(
-        self, folder: str | Path, info: RunInfo, *, stage: int = 0, bound: int = BOUND, seconds: float = SECONDS
+        self,
+        folder: str | Path,
+        info: RunInfo,
+        *,
+        stage: int = 0,
+        bound: int = BOUND,
+        seconds: float = SECONDS,
     ) -> None:
         self._folder, self._stage, self._bound, self._seconds = Path(folder), stage, bound, seconds
         self._header = self._folder / f"run-{stage:03d}.json"
@@ -57,7 +71,11 @@ class RunWriter:
         self._folder.mkdir(parents=True, exist_ok=True)
         for path, held in read_infos(self._folder).items():
             own = path == self._header
-            alike = held.form == info.form if own else held.mode == info.mode and not {*held.layers} & {*info.layers}
+            alike = (
+                held.form == info.form
+                if own
+                else held.mode == info.mode and not {*held.layers} & {*info.layers}
+            )
             if not alike:
                 raise ValueError(
                     f"{folder} holds another run, started {held.started or 'at an unknown time'} (mode {held.mode}, "
@@ -67,9 +85,14 @@ class RunWriter:
         # of finished segments, ascending: bytes, and every how manyth iteration was kept
         self._finished: dict[int, tuple[int, int]] = {}
         for number, path in segments_of(self._folder, stage).items():
-            self._finished[number] = path.stat().st_size, int(load_segment(path)["every"].max(initial=1))
+            self._finished[number] = (
+                path.stat().st_size,
+                int(load_segment(path)["every"].max(initial=1)),
+            )
         self._next = max(self._finished, default=-1) + 1
-        text = json.dumps({"version": VERSION, **dataclasses.asdict(info), "writer": self._writer}, indent=1)
+        text = json.dumps(
+            {"version": VERSION, **dataclasses.asdict(info), "writer": self._writer}, indent=1
+        )
         _replace(self._header, text.encode())
         atexit.register(self.close)
         self._thread = threading.Thread(target=self._run, name="FSSDP record", daemon=True)
@@ -169,7 +192,9 @@ class RunWriter:
             paths = segments_of(self._folder, self._stage)
             arrays = in_order([load_segment(paths[number]) for number in pair])
             kept = arrays["iteration"] % (2 * every) == 0
-            self._write(pair[1], {name: array[kept] for name, array in arrays.items()}, every=2 * every)
+            self._write(
+                pair[1], {name: array[kept] for name, array in arrays.items()}, every=2 * every
+            )
             del self._finished[pair[0]]
             paths[pair[0]].unlink()
 
@@ -178,7 +203,9 @@ def _compact(array: np.ndarray) -> np.ndarray:
     """The same whole numbers in the fewest bytes."""
     if array.dtype.kind not in "iu" or not array.size:
         return array
-    return array.astype(np.result_type(np.min_scalar_type(array.min()), np.min_scalar_type(array.max())))
+    return array.astype(
+        np.result_type(np.min_scalar_type(array.min()), np.min_scalar_type(array.max()))
+    )
 
 
 def _replace(path: Path, data: bytes | memoryview) -> None:

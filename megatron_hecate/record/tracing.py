@@ -29,12 +29,16 @@ def listeners(config: HecateConfig) -> list[Callable[[], None]]:
     if config.traced is None:
         return []
     attempt, rank = Attempt.current(), dist.get_rank()
-    store = dist.PrefixStore(f"megatron_hecate/clock/{attempt.count('clock')}", _get_default_store())
+    store = dist.PrefixStore(
+        f"megatron_hecate/clock/{attempt.count('clock')}", _get_default_store()
+    )
     host = Path("/proc/sys/kernel/random/boot_id").read_text()
     shift = to_rank_0(store, rank, dist.get_world_size(), timeout=config.timeout, host=host)
     now = datetime.now(UTC).isoformat()
     job = store.compare_set("job", "", now).decode()  # what the first rank here says
-    traced = trace.Iterations(config.traced, config.record or OBSERVED, rank=rank, shift=shift, job=job)
+    traced = trace.Iterations(
+        config.traced, config.record or OBSERVED, rank=rank, shift=shift, job=job
+    )
     attempt.at_end(traced.close)  # one recorder runs in a process: the next attempt has its own
     return [lambda: traced.begin(running_iteration())]
 
@@ -50,7 +54,9 @@ def to_rank_0(store: dist.Store, rank: int, size: int, *, timeout: float, host: 
         try:
             store.wait([name], timedelta(seconds=timeout))
         except RuntimeError as error:
-            raise TimeoutError(f"FSSDP: rank {rank} waited {timeout:g} s for rank {other} to compare clocks") from error
+            raise TimeoutError(
+                f"FSSDP: rank {rank} waited {timeout:g} s for rank {other} to compare clocks"
+            ) from error
         return store.get(name).decode()
 
     if rank == 0:

@@ -79,10 +79,14 @@ class PendingGradients:
         self._label, self._began = "", 0.0
 
     @classmethod
-    def join_homes(cls, homes: list[list[Parameter]], layout: ChunkLayout) -> tuple[PendingGradients, Tensor]:
+    def join_homes(
+        cls, homes: list[list[Parameter]], layout: ChunkLayout
+    ) -> tuple[PendingGradients, Tensor]:
         """What the homes' gradients of one microbatch wait for, and an empty tensor to compute the experts with."""
         pending = cls(homes, layout)
-        return pending, apply_directly(_Homes, pending._complete_taken, *[p for expert in homes for p in expert])
+        return pending, apply_directly(
+            _Homes, pending._complete_taken, *[p for expert in homes for p in expert]
+        )
 
     def take(self, grads: list[Tensor | None]) -> None:
         """Gradients of the homes, flat, from the experts' backward."""
@@ -90,7 +94,9 @@ class PendingGradients:
 
     def _complete_taken(self) -> list[Tensor | None]:
         taken, self._taken = self._taken, None
-        return self.complete([None] * (len(self.homes) * len(self.layout.shapes)) if taken is None else taken)
+        return self.complete(
+            [None] * (len(self.homes) * len(self.layout.shapes)) if taken is None else taken
+        )
 
     def delay(self) -> None:
         """The homes' gradients will be computed after the experts' backward: `computed_later` brings them."""
@@ -105,7 +111,9 @@ class PendingGradients:
         has yet to come to `complete`."""
         if not self._passed:
             return False
-        for p, grad in zip((p for expert in self.homes for p in expert), self.complete([]), strict=True):
+        for p, grad in zip(
+            (p for expert in self.homes for p in expert), self.complete([]), strict=True
+        ):
             if grad is not None:
                 p.grad = grad.to(p.dtype) if p.grad is None else p.grad + grad
         return True
@@ -224,7 +232,9 @@ class BoundWeights:
         self._homes = [p for expert in homes for p in expert]
         self.trained = self._homes[0].requires_grad
         # a slot without a replica computes on zero tokens, so that all ranks run one graph: any memory will do
-        self.weights = [p.detach() for p in self._homes] + [part.detach() for slot in replicas for part in slot]
+        self.weights = [p.detach() for p in self._homes] + [
+            part.detach() for slot in replicas for part in slot
+        ]
         parts, num_experts = len(layout.shapes), len(homes) + len(replicas)
         fused = layout.fused * num_experts
         self._passed: list[int] = []  # those that pass through autograd
@@ -238,7 +248,9 @@ class BoundWeights:
         self._passed = [at for at, is_fused in enumerate(fused) if not is_fused]
         memory = [] if grads is None else [part for chunk in grads for part in layout.views(chunk)]
         main_grads = [getattr(p, "main_grad", None) for p in self._homes] + memory
-        for weight, main_grad, is_fused in zip(self.weights, main_grads, fused, strict=grads is not None):
+        for weight, main_grad, is_fused in zip(
+            self.weights, main_grads, fused, strict=grads is not None
+        ):
             if is_fused:
                 weight.requires_grad_().main_grad = main_grad
 
@@ -254,7 +266,9 @@ class BoundWeights:
                 those of fused GEMMs.
         """
         carried = [self.weights[at] for at in self._passed]
-        hidden, *passed = apply_directly(_Experts, partial(self._take, take), carried, token, hidden)
+        hidden, *passed = apply_directly(
+            _Experts, partial(self._take, take), carried, token, hidden
+        )
         if not passed:
             return hidden, self.weights
         weights = list(self.weights)
@@ -262,7 +276,9 @@ class BoundWeights:
             weights[at] = weight
         return hidden, weights
 
-    def _take(self, take: Callable[[list[Tensor | None]], None], passed: Sequence[Tensor | None]) -> None:
+    def _take(
+        self, take: Callable[[list[Tensor | None]], None], passed: Sequence[Tensor | None]
+    ) -> None:
         grads: list[Tensor | None] = [None] * len(self.weights)
         for at, grad in zip(self._passed, passed, strict=True):
             grads[at] = grad
@@ -300,7 +316,9 @@ class _Experts(torch.autograd.Function):
         ctx: Any, take: Callable, weights: Sequence[Tensor], token: Tensor, hidden: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.take, ctx.device = take, token.device
-        ctx.set_materialize_grads(False)  # a weight without gradient gives None, not a tensor of zeros
+        ctx.set_materialize_grads(
+            False
+        )  # a weight without gradient gives None, not a tensor of zeros
         return (hidden.view_as(hidden), *(weight.view_as(weight) for weight in weights))
 
     @staticmethod
@@ -308,7 +326,9 @@ class _Experts(torch.autograd.Function):
         # Dispatchers keep tensors of the last forward, and with them this node: it must not keep the replicas.
         take, ctx.take = ctx.take, None
         (homes, _), *_ = ctx.next_functions
-        if torch._C._will_engine_execute_node(homes):  # else `torch.autograd.grad` of other tensors runs
+        if torch._C._will_engine_execute_node(
+            homes
+        ):  # else `torch.autograd.grad` of other tensors runs
             take(grads)
         # a gradient that is defined: autograd runs nodes without one in the thread that called it, and at once
         return None, None, torch.empty(0, device=ctx.device), grad

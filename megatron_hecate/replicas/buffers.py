@@ -72,11 +72,16 @@ class BufferSizes:
         turns = [layers[turn::2] for turn in range(min(2, len(layers)))]
         grads_in_turn = tuple(max(layer.grad_bytes for layer in turn) for turn in turns)
         if lifetime == "iteration":
-            return cls(tuple(layer.weight_bytes for layer in layers), tuple(layer.grad_bytes for layer in layers))
+            return cls(
+                tuple(layer.weight_bytes for layer in layers),
+                tuple(layer.grad_bytes for layer in layers),
+            )
         if lifetime == "microbatch":
             return cls((max(layer.weight_bytes for layer in layers),) * in_flight, grads_in_turn)
         assert lifetime == "layer", lifetime
-        return cls(tuple(max(layer.weight_bytes for layer in turn) for turn in turns), grads_in_turn)
+        return cls(
+            tuple(max(layer.weight_bytes for layer in turn) for turn in turns), grads_in_turn
+        )
 
     @property
     def total(self) -> int:
@@ -94,8 +99,12 @@ class Buffer:
         self._memory = memory
         self.holds: Any = None  # whose weights or gradients; compared by identity
         self.transfer: Transfer | None = None  # the one that fills or empties it
-        self.abandon: Callable[[], None] | None = None  # called when nobody has used what that one brought
-        self.bound: dict[int, Any] = {}  # weights that experts compute with, by layer: see `autograd.BoundWeights`
+        self.abandon: Callable[[], None] | None = (
+            None  # called when nobody has used what that one brought
+        )
+        self.bound: dict[
+            int, Any
+        ] = {}  # weights that experts compute with, by layer: see `autograd.BoundWeights`
         self._is_zero = False  # once the two below are done
         self._to_zero: Sequence[Tensor] = ()
         self._zeroed: torch.cuda.Event | None = None

@@ -70,7 +70,9 @@ class ReplicaSlots:
         """Raises ValueError when some parameters are frozen and others are trained, or their dtypes differ."""
         homes = self.homes()
         if len({p.requires_grad for expert in homes for p in expert}) > 1:
-            raise ValueError(f"{self.label}: some expert parameters are frozen and others are not; freeze all or none")
+            raise ValueError(
+                f"{self.label}: some expert parameters are frozen and others are not; freeze all or none"
+            )
         dtypes = {p.dtype for expert in homes for p in expert}
         if dtypes != {self.sizes.dtype}:
             raise ValueError(
@@ -149,7 +151,9 @@ class Replicas:
     def add_late(self, placement: Placement, plan: TransferPlan) -> None:
         """Become ``placement``, of which ``plan`` is this rank's part. Replicas that stay keep their slots; only new
         ones are fetched. Call it before any microbatch has computed with them."""
-        assert not self.computed, f"{self.label}: replicas cannot be replaced once they have computed"
+        assert not self.computed, (
+            f"{self.label}: replicas cannot be replaced once they have computed"
+        )
         self.start()
         self.buffer.wait()
         earlier, self.plan, self.placement = self.plan, plan, placement
@@ -178,7 +182,9 @@ class Replicas:
     def _grads(self) -> list[Tensor]:
         """Where the gradients of slots add up: a fused grouped GEMM wants one dtype for all, and that of the homes."""
         home = self.slots.homes()[0][0] if any(self.slots.layout.fused) else None
-        dtype = self.slots.sizes.grad_dtype if home is None else getattr(home, "main_grad", home).dtype
+        dtype = (
+            self.slots.sizes.grad_dtype if home is None else getattr(home, "main_grad", home).dtype
+        )
         return self.slots.pool.grads(self.slots.index).chunks(self.slots.sizes, dtype)
 
     def join(
@@ -200,7 +206,9 @@ class Replicas:
         bound = self._bound()
         if not (bound.trained and torch.is_grad_enabled()):
             return hidden, bound.weights
-        pending, token = joined_homes or PendingGradients.join_homes(self.slots.homes(), self.slots.layout)
+        pending, token = joined_homes or PendingGradients.join_homes(
+            self.slots.homes(), self.slots.layout
+        )
         return bound.join(hidden, token, partial(self._take_gradients, pending))
 
     def _bound(self) -> BoundWeights:
@@ -245,7 +253,9 @@ class Replicas:
         if not self._trained:  # no gradient will say that the experts are done
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         elif not self.unreturned:
-            self.slots.pool.grads(self.slots.index).begin_sums(from_zero=any(self.slots.layout.fused))
+            self.slots.pool.grads(self.slots.index).begin_sums(
+                from_zero=any(self.slots.layout.fused)
+            )
 
     def _take_gradients(self, pending: PendingGradients, grads: list[Tensor | None]) -> None:
         """Take one microbatch's gradients of all weights, or have them taken later."""
@@ -257,11 +267,15 @@ class Replicas:
             pending.delay()
             self.slots.delayed.append((grads, partial(self._take_delayed, pending)))
 
-    def _take_delayed(self, pending: PendingGradients, grads: list[Tensor | None]) -> PendingGradients:
+    def _take_delayed(
+        self, pending: PendingGradients, grads: list[Tensor | None]
+    ) -> PendingGradients:
         pending.computed_later(self._add_gradients(pending, grads))
         return pending
 
-    def _add_gradients(self, pending: PendingGradients, grads: list[Tensor | None]) -> list[Tensor | None]:
+    def _add_gradients(
+        self, pending: PendingGradients, grads: list[Tensor | None]
+    ) -> list[Tensor | None]:
         """Add one microbatch's gradients of all slots; the last one's returns them to their homes. Returns those of the
         homes."""
         layout, first, parts = self.slots.layout, not self.unreturned, len(self.slots.layout.shapes)
@@ -270,7 +284,9 @@ class Replicas:
             chunks = self._grads()
             for slot in self.plan.slots:
                 of_slot = grads[num_homes + slot * parts :]
-                for total, grad, fused in zip(layout.views(chunks[slot]), of_slot, layout.fused, strict=False):
+                for total, grad, fused in zip(
+                    layout.views(chunks[slot]), of_slot, layout.fused, strict=False
+                ):
                     if not fused:
                         _add(total, grad, first=first)
         for expert in pending.homes if any(layout.fused) else ():
@@ -289,11 +305,15 @@ class Replicas:
         self.unreturned = 0
         buffer = self.slots.pool.grads(self.slots.index)
         chunks = buffer.chunks(self.slots.sizes, self.slots.sizes.grad_dtype)
-        if summed[0].dtype is not chunks[0].dtype:  # bf16: they grow in the same memory, so the last one goes first
+        if (
+            summed[0].dtype is not chunks[0].dtype
+        ):  # bf16: they grow in the same memory, so the last one goes first
             for slot in reversed(self.plan.slots):
                 chunks[slot].copy_(summed[slot].clone())
         pending.expect(self.plan.replicated, buffer, label=self.label)
-        buffer.transfer = self.slots.pool.transport.return_gradients(self.plan, chunks, pending, label=self.label)
+        buffer.transfer = self.slots.pool.transport.return_gradients(
+            self.plan, chunks, pending, label=self.label
+        )
         buffer.abandon = pending.abandon
         if any(self.slots.layout.fused):
             written = [chunks] if summed[0].dtype is chunks[0].dtype else [summed, chunks]

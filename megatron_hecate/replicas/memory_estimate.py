@@ -50,7 +50,12 @@ class RankExperts:
 
     @classmethod
     def with_adam(
-        cls, layers: tuple[LayerBuffer, ...], *, in_flight: int, transport_bytes: int = 0, nccl_bytes: int = 0
+        cls,
+        layers: tuple[LayerBuffer, ...],
+        *,
+        in_flight: int,
+        transport_bytes: int = 0,
+        nccl_bytes: int = 0,
     ) -> RankExperts:
         """fp32 gradients; two fp32 moments, and an fp32 master copy unless the weights are fp32."""
         master = 0 if layers[0].dtype is torch.float32 else 4
@@ -61,12 +66,18 @@ class RankExperts:
         """`RunInfo.memory`, with Megatron's ``config`` of the layers. Linears keep their inputs, an activation its own
         and, unless it is fused, what is between its steps. What quantization keeps is not counted."""
         memory = dataclasses.asdict(ExpertMemory.estimate(self, lifetime))
-        selective = config.recompute_modules or [] if config.recompute_granularity == "selective" else []
+        selective = (
+            config.recompute_modules or [] if config.recompute_granularity == "selective" else []
+        )
         again = config.recompute_granularity == "full" or "moe" in selective
         ffn = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
         gated = bool(config.gated_linear_unit)
-        steps = 0 if "moe_act" in selective else 1 if config.bias_activation_fusion else 2 + 2 * gated
-        width = (getattr(config, "moe_latent_size", None) or config.hidden_size) + (1 + gated + steps) * ffn
+        steps = (
+            0 if "moe_act" in selective else 1 if config.bias_activation_fusion else 2 + 2 * gated
+        )
+        width = (getattr(config, "moe_latent_size", None) or config.hidden_size) + (
+            1 + gated + steps
+        ) * ffn
         kept = 0 if again else self.in_flight / len(self.layers)
         return {**memory, "token": width * self.layers[0].dtype.itemsize, "kept": kept}
 
@@ -153,12 +164,17 @@ class RankMemory:
 
     @classmethod
     def estimate(cls, experts: RankExperts, free: int) -> RankMemory:
-        return cls({lifetime: ExpertMemory.estimate(experts, lifetime) for lifetime in LIFETIMES}, free)
+        return cls(
+            {lifetime: ExpertMemory.estimate(experts, lifetime) for lifetime in LIFETIMES}, free
+        )
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> RankMemory:
         """From what ``dataclasses.asdict`` made of it, through JSON."""
-        return cls({name: ExpertMemory(**memory) for name, memory in fields["by_lifetime"].items()}, fields["free"])
+        return cls(
+            {name: ExpertMemory(**memory) for name, memory in fields["by_lifetime"].items()},
+            fields["free"],
+        )
 
     def fits(self, lifetime: str, share: float = 1.0) -> bool:
         """Whether what is certain to come, with a ``share`` of the slots, does."""
@@ -168,7 +184,9 @@ class RankMemory:
     def free_memory(*, gpu: bool) -> int:
         """Bytes this process can still allocate where its model lives; of a CPU's memory, each rank's part."""
         if gpu:
-            unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # torch holds it for us
+            unused = (
+                torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            )  # torch holds it for us
             return torch.cuda.mem_get_info()[0] + unused
         meminfo = Path("/proc/meminfo")
         if meminfo.exists():
@@ -193,7 +211,10 @@ class JobMemory:
         if asked != AUTO:
             return asked
         for candidate in LIFETIMES:
-            if all(memory.by_lifetime[candidate].expected <= memory.free for memory in self.ranks.values()):
+            if all(
+                memory.by_lifetime[candidate].expected <= memory.free
+                for memory in self.ranks.values()
+            ):
                 return candidate
         return list(LIFETIMES)[-1]
 
@@ -205,19 +226,34 @@ class JobMemory:
 
         if not slots or fits(lifetime, slots):
             return None
-        worst = max(self.ranks, key=lambda r: self.ranks[r].by_lifetime[lifetime].certain - self.ranks[r].free)
+        worst = max(
+            self.ranks,
+            key=lambda r: self.ranks[r].by_lifetime[lifetime].certain - self.ranks[r].free,
+        )
         memory = self.ranks[worst]
         asked = memory.by_lifetime[lifetime]
         free = max(0, memory.free - asked.certain + asked.replicas)
         others = [o for o in LIFETIMES if o != lifetime]
-        ways = [f"lifetime={o!r} needs {_size(memory.by_lifetime[o].replicas)}" for o in others if fits(o, slots)]
+        ways = [
+            f"lifetime={o!r} needs {_size(memory.by_lifetime[o].replicas)}"
+            for o in others
+            if fits(o, slots)
+        ]
         fewer = range(slots - 1, 0, -1)
         ways += [f"use slots={count}" for count in fewer if fits(lifetime, count)][:1]
-        ways = ways or [f"use slots={n} with lifetime={o!r}" for n in fewer for o in others if fits(o, n)][:1]
+        ways = (
+            ways
+            or [f"use slots={n} with lifetime={o!r}" for n in fewer for o in others if fits(o, n)][
+                :1
+            ]
+        )
         return (
             f"slots={slots} with lifetime={lifetime!r} needs {_size(asked.replicas)} for replicas on rank {worst}, "
             f"{_size(free)} are free beside its homes' gradients; "
-            + (", or ".join(ways) or "no other lifetime and no other slots fit: spread the experts over more ranks")
+            + (
+                ", or ".join(ways)
+                or "no other lifetime and no other slots fit: spread the experts over more ranks"
+            )
         )
 
     def describe(self, lifetime: str) -> str:
@@ -226,8 +262,12 @@ class JobMemory:
         alike: dict[str, list[int]] = {}
         for rank in sorted(self.ranks):
             alike.setdefault(repr(sorted(self.ranks[rank].by_lifetime.items())), []).append(rank)
-        least = [(min(same, key=lambda rank: self.ranks[rank].free), same) for same in alike.values()]
-        return "\n".join(_format_table(self.ranks[rank], lifetime, ranks=same) for rank, same in least)
+        least = [
+            (min(same, key=lambda rank: self.ranks[rank].free), same) for same in alike.values()
+        ]
+        return "\n".join(
+            _format_table(self.ranks[rank], lifetime, ranks=same) for rank, same in least
+        )
 
 
 def _format_table(memory: RankMemory, lifetime: str, *, ranks: Sequence[int]) -> str:
@@ -244,9 +284,13 @@ def _format_table(memory: RankMemory, lifetime: str, *, ranks: Sequence[int]) ->
         cells = "".join(f"{_size(size):>{width}}" for size, width in sizes)
         lines.append(f"{'>' if name == lifetime else ' '} {name:<12}{cells} (+{m.added:.1%})")
     if used.connected:
-        lines.append(f"  transport: {_size(used.connected)} of it are NCCL's connections, which are allocated now")
+        lines.append(
+            f"  transport: {_size(used.connected)} of it are NCCL's connections, which are allocated now"
+        )
     if used.expected > memory.free:
-        lines.append(f"  {_size(used.expected)} of this are to come, more than is free: it may run out of memory")
+        lines.append(
+            f"  {_size(used.expected)} of this are to come, more than is free: it may run out of memory"
+        )
     return "\n".join(lines)
 
 

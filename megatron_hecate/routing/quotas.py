@@ -37,14 +37,18 @@ class QuotaTables:
         self._shared_bytes = needed if needed <= kernels.most_shared_bytes else 0
         self.placed: Placement | None = None
         self._places: dict[int, int] = {}  # of sources, in the group's order
-        self._homes: tuple[Placement, Tensor] | None = None  # the last without replicas, and its `parts`
+        self._homes: tuple[Placement, Tensor] | None = (
+            None  # the last without replicas, and its `parts`
+        )
 
     def place(self, placement: Placement) -> None:
         """From here on, on the current stream, tokens go to the holders of ``placement``. The host does not wait."""
         if placement is self.placed:
             return
         table = torch.from_numpy(HolderOrder.of(placement, self.shape).table(self.shape))
-        if self.device.type == "cuda":  # torch does not use the pinned buffer again before the copy is done
+        if (
+            self.device.type == "cuda"
+        ):  # torch does not use the pinned buffer again before the copy is done
             table = table.pin_memory()
         self.holders.copy_(table, non_blocking=True)
         self.placed = placement
@@ -74,7 +78,10 @@ class QuotaTables:
             its expert, its physical expert, and each expert's first holder.
         """
         shape = self.shape
-        assert loads.shape == (len(shape.source_rank), shape.num_experts) and loads.dtype == torch.int32, loads.shape
+        assert (
+            loads.shape == (len(shape.source_rank), shape.num_experts)
+            and loads.dtype == torch.int32
+        ), loads.shape
         shared = self._shared_bytes
         # The kernel turns to global memory for a group whose tables do not fit, and for numbers above 32 bits.
         work = torch.empty(shape.work_size(THREADS), dtype=torch.int64, device=self.device)
@@ -83,7 +90,11 @@ class QuotaTables:
         if own is None:
             own = self._places[source] = int(np.flatnonzero(shape.order == source)[0])
         at = [*self.at, ctypes.c_void_p(loads.data_ptr()), ctypes.c_void_p(work.data_ptr())]
-        places = ctypes.c_int(own), ctypes.c_int(shape.source_rank[source]), ctypes.c_void_p(parts.data_ptr())
+        places = (
+            ctypes.c_int(own),
+            ctypes.c_int(shape.source_rank[source]),
+            ctypes.c_void_p(parts.data_ptr()),
+        )
         how = {"blocks": 1, "threads": THREADS, "shared_bytes": shared}
         self.kernels.launch("fssdp_quotas", *at, ctypes.c_uint(shared), *places, **how)
         return parts
@@ -105,7 +116,9 @@ def quotas_of_all(
         ValueError: for loads that are not so.
     """
     if loads.min() < 0 or loads.max() > np.iinfo(np.int32).max:
-        raise ValueError(f"loads must be 0 to {np.iinfo(np.int32).max}, got {loads.min()} to {loads.max()}")
+        raise ValueError(
+            f"loads must be 0 to {np.iinfo(np.int32).max}, got {loads.min()} to {loads.max()}"
+        )
     order = HolderOrder.of(placement, shape)
     kernels = Kernels(torch.device("cpu"))
     loads = np.ascontiguousarray(loads, np.int32)

@@ -21,7 +21,12 @@ MOST_TILES: int = 128  # about as many blocks as a GPU has multiprocessors
 LEAST_TILE: int = 32  # tokens
 BITS = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 32, torch.float64: 64}
 # Positive floating-point numbers compare as their bits do; these are those of the smallest that is not denormal.
-TINY = {torch.bfloat16: 1 << 7, torch.float16: 1 << 10, torch.float32: 1 << 23, torch.float64: 1 << 52}
+TINY = {
+    torch.bfloat16: 1 << 7,
+    torch.float16: 1 << 10,
+    torch.float32: 1 << 23,
+    torch.float64: 1 << 52,
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +61,12 @@ class CountedTokens:
 
 
 def reroute(
-    counted: CountedTokens, probs: Tensor, tables: QuotaTables, parts: Tensor, *, never_zero: bool = False
+    counted: CountedTokens,
+    probs: Tensor,
+    tables: QuotaTables,
+    parts: Tensor,
+    *,
+    never_zero: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Give every token of this source a holder of each of its experts. One launch, and one in the backward.
 
@@ -71,22 +81,36 @@ def reroute(
         [T, R * P] bool routing map and [T, R * P] probabilities over physical experts.
     """
     if probs.dtype not in BITS:
-        raise ValueError(f"routing probabilities are {probs.dtype}; FSSDP takes {', '.join(map(str, BITS))}")
-    return apply_directly(_Reroute, probs, counted, tables, parts, TINY[probs.dtype] if never_zero else 0)
+        raise ValueError(
+            f"routing probabilities are {probs.dtype}; FSSDP takes {', '.join(map(str, BITS))}"
+        )
+    return apply_directly(
+        _Reroute, probs, counted, tables, parts, TINY[probs.dtype] if never_zero else 0
+    )
 
 
 class _Reroute(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, probs: Tensor, counted: CountedTokens, tables: QuotaTables, parts: Tensor, least: int
+        ctx: Any,
+        probs: Tensor,
+        counted: CountedTokens,
+        tables: QuotaTables,
+        parts: Tensor,
+        least: int,
     ) -> tuple[Tensor, Tensor]:
         shape = (probs.shape[0], tables.shape.num_physical)
-        routing_map, physical = counted.routing_map, (counted.routing_map.new_empty(shape), probs.new_empty(shape))
+        routing_map, physical = (
+            counted.routing_map,
+            (counted.routing_map.new_empty(shape), probs.new_empty(shape)),
+        )
         arguments = [ctypes.c_uint(shape[0]), ctypes.c_uint(counted.tile)]
         arguments += [*tables.at, *_at(counted.before, parts, routing_map, probs.contiguous())]
         arguments += [ctypes.c_ulonglong(least), *_at(*physical)]
         blocks = counted.before.shape[0] * -(-shape[1] // THREADS)
-        tables.kernels.launch(f"fssdp_reroute_{BITS[probs.dtype]}", *arguments, blocks=blocks, threads=THREADS)
+        tables.kernels.launch(
+            f"fssdp_reroute_{BITS[probs.dtype]}", *arguments, blocks=blocks, threads=THREADS
+        )
         ctx.mark_non_differentiable(physical[0])
         ctx.save_for_backward(routing_map, counted.before, parts)
         ctx.kernels, ctx.tile = tables.kernels, counted.tile
@@ -97,9 +121,13 @@ class _Reroute(torch.autograd.Function):
         routing_map, before, parts = ctx.saved_tensors
         num_tokens, num_experts = routing_map.shape
         into = torch.empty(routing_map.shape, dtype=grad.dtype, device=grad.device)
-        arguments = [ctypes.c_uint(number) for number in (num_tokens, ctx.tile, num_experts, grad.shape[1])]
+        arguments = [
+            ctypes.c_uint(number) for number in (num_tokens, ctx.tile, num_experts, grad.shape[1])
+        ]
         arguments += _at(before, parts, routing_map, grad)
-        arguments += [ctypes.c_ulonglong(stride) for stride in grad.stride()]  # Megatron's lies column by column
+        arguments += [
+            ctypes.c_ulonglong(stride) for stride in grad.stride()
+        ]  # Megatron's lies column by column
         blocks = before.shape[0] * -(-num_experts // THREADS)
         name = f"fssdp_reroute_gradient_{BITS[grad.dtype]}"
         ctx.kernels.launch(name, *arguments, *_at(into), blocks=blocks, threads=THREADS)

@@ -37,12 +37,21 @@ class Rerouter:
         self._source_rank = [n // dispatcher.tp_size for n in range(self.sources.size())]
         self._world, self._label, self._timeout = world, label, timeout
         config = dispatcher.config
-        backend = config.moe_flex_dispatcher_backend if config.moe_token_dispatcher_type == "flex" else None
+        backend = (
+            config.moe_flex_dispatcher_backend
+            if config.moe_token_dispatcher_type == "flex"
+            else None
+        )
         # its first dispatch makes one buffer for all layers, for so many experts: they must be physical from then on
         self.always_physical = backend in ("hybridep", "ncclep")
-        self._by_probability = backend in ("deepep", "ncclep")  # its experts are the largest probabilities of a token
+        self._by_probability = backend in (
+            "deepep",
+            "ncclep",
+        )  # its experts are the largest probabilities of a token
         self._padded = config.moe_pad_expert_input_to_capacity
-        self._kernels: Kernels | None = None  # loaded for the device of the first placement, as the tables are
+        self._kernels: Kernels | None = (
+            None  # loaded for the device of the first placement, as the tables are
+        )
         self._tables: QuotaTables | None = None
 
     def without_padding(self, routing_map: Tensor, probs: Tensor) -> Tensor:
@@ -78,10 +87,19 @@ class Rerouter:
         own = counted.loads
         loads = own.new_empty(self.sources.size() * len(own))
         work = dist.all_gather_into_tensor(loads, own, group=self.sources, async_op=True)
-        wait_collective(work, loads, self.sources, what="gathering the loads", label=self._label, timeout=self._timeout)
+        wait_collective(
+            work,
+            loads,
+            self.sources,
+            what="gathering the loads",
+            label=self._label,
+            timeout=self._timeout,
+        )
         return loads.view(self.sources.size(), -1)
 
-    def reroute(self, probs: Tensor, counted: CountedTokens, loads: Tensor) -> tuple[Tensor, Tensor]:
+    def reroute(
+        self, probs: Tensor, counted: CountedTokens, loads: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """From experts to physical experts of the last placement. Every rank computes the same quotas.
 
         Args:
@@ -100,4 +118,10 @@ class Rerouter:
     def to_homes(self, probs: Tensor, counted: CountedTokens) -> tuple[Tensor, Tensor]:
         """As `reroute`, where the last placement has no replicas: nothing is communicated."""
         assert self._tables is not None, "place was not called"
-        return reroute(counted, probs, self._tables, self._tables.parts_of_homes, never_zero=self._by_probability)
+        return reroute(
+            counted,
+            probs,
+            self._tables,
+            self._tables.parts_of_homes,
+            never_zero=self._by_probability,
+        )

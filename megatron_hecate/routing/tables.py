@@ -35,10 +35,14 @@ class GroupShape:
 
     def __post_init__(self) -> None:
         if not all(0 <= rank < self.world.num_ranks for rank in self.source_rank):
-            raise ValueError(f"source_rank must name ranks 0 to {self.world.num_ranks - 1}, got {self.source_rank}")
+            raise ValueError(
+                f"source_rank must name ranks 0 to {self.world.num_ranks - 1}, got {self.source_rank}"
+            )
 
     @classmethod
-    def of(cls, world: World, placement: Placement, source_rank: Sequence[int] | None = None) -> GroupShape:
+    def of(
+        cls, world: World, placement: Placement, source_rank: Sequence[int] | None = None
+    ) -> GroupShape:
         """That of ``placement`` and all with as many slots; without ``source_rank``, source n is rank n."""
         ranks = range(world.num_ranks) if source_rank is None else source_rank
         return cls(world, placement.num_experts, placement.slots_per_rank, tuple(ranks))
@@ -65,9 +69,17 @@ class GroupShape:
         world, ranks = self.world, np.arange(self.world.num_ranks)
         place = np.empty(len(ranks), np.int64)
         place[self.by_node] = ranks
-        sources = np.bincount(np.asarray(self.source_rank, np.int64), minlength=len(ranks))[self.by_node]
+        sources = np.bincount(np.asarray(self.source_rank, np.int64), minlength=len(ranks))[
+            self.by_node
+        ]
         in_node = np.bincount(world.node_index)
-        sizes = [self.num_experts, len(ranks), self.slots_per_rank, len(self.source_rank), world.num_nodes]
+        sizes = [
+            self.num_experts,
+            len(ranks),
+            self.slots_per_rank,
+            len(self.source_rank),
+            world.num_nodes,
+        ]
         first = _running(in_node)
         bounds = [bound[world.node_index[self.by_node]] for bound in (first[:-1], first[1:])]
         parts = [sizes, world.node_index, place, _running(sources), first, *bounds, self.order]
@@ -86,7 +98,11 @@ class GroupShape:
     @property
     def _token_numbers(self) -> int:
         """Numbers of tokens in the working arrays."""
-        counted = 3 * self.num_physical + 2 * self.world.num_ranks + 3 * (self.num_experts + self.num_physical)
+        counted = (
+            3 * self.num_physical
+            + 2 * self.world.num_ranks
+            + 3 * (self.num_experts + self.num_physical)
+        )
         return (self.world.num_nodes + 2) * self.num_experts + counted
 
     @property
@@ -138,7 +154,9 @@ class HolderOrder:
         rank, slot = np.nonzero(placement.table != EMPTY)
         expert = placement.table[rank, slot]
         sorted_by = np.lexsort((rank, shape.world.node_index[rank], expert))
-        return cls(expert[sorted_by], rank[sorted_by], (rank * placement.slots_per_rank + slot)[sorted_by])
+        return cls(
+            expert[sorted_by], rank[sorted_by], (rank * placement.slots_per_rank + slot)[sorted_by]
+        )
 
     def table(self, shape: GroupShape) -> np.ndarray:
         """The holders, as `holders_at` reads them."""
@@ -149,15 +167,23 @@ class HolderOrder:
         by_rank = is_shared.reshape(-1, shape.slots_per_rank)
         # Of each rank first those with further holders, in order; ranks by node.
         first = np.argsort(~by_rank, axis=1, kind="stable")
-        shared_held = np.take_along_axis(np.where(is_shared, held, -1).reshape(by_rank.shape), first, axis=1)[shape.by_node]
+        shared_held = np.take_along_axis(
+            np.where(is_shared, held, -1).reshape(by_rank.shape), first, axis=1
+        )[shape.by_node]
         place = np.empty(shape.world.num_ranks, np.int64)
         place[shape.by_node] = np.arange(len(place))
-        stretch = self.expert * shape.world.num_nodes + shape.world.node_index[self.rank]  # ascending
+        stretch = (
+            self.expert * shape.world.num_nodes + shape.world.node_index[self.rank]
+        )  # ascending
         begin, end = (np.searchsorted(stretch, stretch, side=side) for side in ("left", "right"))
         (entries,) = np.nonzero(shared_held.ravel() >= 0)
         of_entry = shared_held.ravel()[entries]
         entry, entry_expert, entry_stretch = (np.full(most, -1) for _ in range(3))
-        entry[of_entry], entry_expert[entries], entry_stretch[entries] = entries, self.expert[of_entry], begin[of_entry]
+        entry[of_entry], entry_expert[entries], entry_stretch[entries] = (
+            entries,
+            self.expert[of_entry],
+            begin[of_entry],
+        )
         parts = [[by_rank.sum(axis=1).max()], _running(count)]
         parts += [_padded(part, most) for part in (self.expert, self.rank, self.physical)]
         parts += [held, *(_padded(part, most) for part in (begin, end, place[self.rank]))]

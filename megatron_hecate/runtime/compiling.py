@@ -40,5 +40,7 @@ def _compile_kernels() -> list[str]:
     try:
         Kernels(device_of_rank())
     except Exception as error:  # every rank must hear of it, whatever it is
-        return [f"{socket.gethostname()}: the kernels cannot be compiled: {error or type(error).__name__}"]
+        return [
+            f"{socket.gethostname()}: the kernels cannot be compiled: {error or type(error).__name__}"
+        ]
     return []

@@ -41,7 +41,9 @@ class PlanInputs:
     previous: Placement | None
 
     @classmethod
-    def of(cls, state: LayerState, forecast: np.ndarray, microbatches: int, meter: OverlapMeter) -> PlanInputs:
+    def of(
+        cls, state: LayerState, forecast: np.ndarray, microbatches: int, meter: OverlapMeter
+    ) -> PlanInputs:
         """Those of a layer as it stands.
 
         Args:
@@ -50,11 +52,15 @@ class PlanInputs:
             microbatches: of the iteration.
             meter: what ranks have agreed on about time.
         """
-        return cls(forecast, state.homes, state.world, state.copy_cost(microbatches, meter), state.planned)
+        return cls(
+            forecast, state.homes, state.world, state.copy_cost(microbatches, meter), state.planned
+        )
 
     def plan(self) -> Placement:
         """Plan the layer's replicas."""
-        return plan_replicas(self.forecast, self.homes, self.world, cost=self.cost, previous=self.previous)
+        return plan_replicas(
+            self.forecast, self.homes, self.world, cost=self.cost, previous=self.previous
+        )
 
     def equal(self, other: PlanInputs) -> bool:
         """Whether both give the same plan, because they are the same."""
@@ -81,7 +87,13 @@ class EarlyPlans:
         self._stopped = threading.Event()
         Attempt.current().at_end(self.stop)
 
-    def start(self, states: Sequence[LayerState], monitor: LoadMonitor, meter: OverlapMeter, microbatches: int) -> None:
+    def start(
+        self,
+        states: Sequence[LayerState],
+        monitor: LoadMonitor,
+        meter: OverlapMeter,
+        microbatches: int,
+    ) -> None:
         """Plan the next iteration, as it will be if it has as many ``microbatches`` as this one.
 
         Args:
@@ -107,7 +119,9 @@ class EarlyPlans:
 
         prepare = {state.index: state.prepare_transfers for state in states}
         settings: dict[str, Any] = dict(target=self._plan_all, name="fssdp plans", daemon=True)
-        threading.Thread(args=(self._plans, self._stopped, monitor.peek(), inputs, prepare), **settings).start()
+        threading.Thread(
+            args=(self._plans, self._stopped, monitor.peek(), inputs, prepare), **settings
+        ).start()
 
     def stop(self) -> None:
         """Have the thread end after the layer that it plans; its plans can still be asked for."""
@@ -118,7 +132,12 @@ class EarlyPlans:
         with self._lock:
             theirs, made = self._plans.get(index, _TAKEN)
             self._plans[index] = _TAKEN
-        if theirs is None or made is None or not theirs.equal(inputs) or made.exception() is not None:
+        if (
+            theirs is None
+            or made is None
+            or not theirs.equal(inputs)
+            or made.exception() is not None
+        ):
             # what failed in the thread fails here again, or does not
             return inputs.plan()
         return made.result()

@@ -66,7 +66,9 @@ class GradientReturns:
         waiting = [
             state.replicas
             for state in reversed(self._states)
-            if chunk in (None, self._chunk_of[state.index]) and state.replicas is not None and state.replicas.unreturned
+            if chunk in (None, self._chunk_of[state.index])
+            and state.replicas is not None
+            and state.replicas.unreturned
         ]
         if waiting:
             self._waited = True
@@ -85,7 +87,9 @@ class GradientReturns:
         """Whether gradients wait, and ``optimizer`` steps experts of this model, their main parameters, or shards."""
         if not any(replicas.unreturned for replicas in self.live):
             return False
-        own = [p for state in self._states for expert in state.parts.experts.homes() for p in expert]
+        own = [
+            p for state in self._states for expert in state.parts.experts.homes() for p in expert
+        ]
         main = [p.main_param for p in own if getattr(p, "main_param", None) is not None]
         owned = {id(p) for p in (*own, *main)}
         memory = {p.untyped_storage().data_ptr() for p in own}

@@ -26,7 +26,9 @@ class KnownRoutes:
 
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self.states, self._chunk_of = states, chunk_of
-        self.expected: Sequence[Tensor] | None = None  # routes of the next iteration, see `expect_routes`
+        self.expected: Sequence[Tensor] | None = (
+            None  # routes of the next iteration, see `expect_routes`
+        )
         # of each layer, whether its plan is made for true loads
         self.are_known = [False] * len(states)
         # of each layer, [E] tokens of the microbatch over the group, where its routes are replayed
@@ -49,7 +51,10 @@ class KnownRoutes:
         if index != self._chunk_of.index(chunk) or is_planned or not state.config.slots:
             return
         states = self.states[index : index + self._chunk_of.count(chunk)]
-        routes = [s.parts.layer.router.router_replay.target_topk_idx if _replays(s) else None for s in states]
+        routes = [
+            s.parts.layer.router.router_replay.target_topk_idx if _replays(s) else None
+            for s in states
+        ]
         loads = self._sum(states, routes) if any(map(_replays, states)) else None
         for row, state in enumerate(states):
             is_known = loads is not None and bool(loads[row].any())
@@ -71,7 +76,9 @@ class KnownRoutes:
         known = of_microbatch[:experts]
         if not state.keeps_replicas:
             return known, 1
-        rest = known if expected is None else expected / microbatches  # of each microbatch that is not known yet
+        rest = (
+            known if expected is None else expected / microbatches
+        )  # of each microbatch that is not known yet
         return known + (microbatches - 1) * rest, microbatches
 
     def _sum(self, states: Sequence[LayerState], routes: Sequence[Tensor | None]) -> np.ndarray:
@@ -80,15 +87,23 @@ class KnownRoutes:
         experts = max(state.parts.homes_only.num_experts for state in states)
         sums = torch.stack([_count(of_layer, experts).to(home.device) for of_layer in routes])
         work = dist.all_reduce(sums, group=group, async_op=True)
-        names, timeout = dict(what="counting replayed routes", label=states[0].name), states[0].config.timeout
+        names, timeout = (
+            dict(what="counting replayed routes", label=states[0].name),
+            states[0].config.timeout,
+        )
         wait_collective(work, sums, group, **names, timeout=timeout)
         return sums.cpu().numpy()
 
 
 def _replays(state: LayerState) -> bool:
     """Whether the layer's next forward replays routes. A fused router would not heed them."""
-    action = getattr(getattr(state.parts.layer.router, "router_replay", None), "router_replay_action", None)
-    return getattr(action, "value", None) == "replay_forward" and not state.parts.layer.config.moe_router_fusion
+    action = getattr(
+        getattr(state.parts.layer.router, "router_replay", None), "router_replay_action", None
+    )
+    return (
+        getattr(action, "value", None) == "replay_forward"
+        and not state.parts.layer.config.moe_router_fusion
+    )
 
 
 def _count(routes: Tensor | None, experts: int) -> Tensor:
@@ -112,6 +127,8 @@ def expect_routes(chunks: Iterable[Module], routes: Sequence[Tensor]) -> None:
     """
     layers = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "fssdp")]
     if len(layers) != len(routes):
-        raise ValueError(f"routes of {len(routes)} layers, but this rank has {len(layers)} MoE layers")
+        raise ValueError(
+            f"routes of {len(routes)} layers, but this rank has {len(layers)} MoE layers"
+        )
     for layer in layers:
         layer.prefetcher.routes.expected = routes

@@ -59,11 +59,15 @@ class LayerParts:
     def build(cls, layer: MoELayer, *, slots: int, passes: int) -> LayerParts:
         """Raises TypeError or ValueError for a layer that cannot be converted."""
         check_layer(layer)
-        homes_only = Placement.initial(layer.config.num_moe_experts, layer.ep_group.size(), num_slots=slots)
+        homes_only = Placement.initial(
+            layer.config.num_moe_experts, layer.ep_group.size(), num_slots=slots
+        )
         return cls(
             layer=layer,
             homes_only=homes_only,
-            physical_dispatcher=physical_dispatcher(layer.token_dispatcher, homes_only.slots_per_rank),
+            physical_dispatcher=physical_dispatcher(
+                layer.token_dispatcher, homes_only.slots_per_rank
+            ),
             experts=PhysicalExperts(layer.experts, homes_only.slots_per_rank),
             passes=passes,
         )
@@ -78,7 +82,9 @@ class LayerParts:
         home = self.experts.homes()[0]
         elements, stored = sum(p.numel() for p in home), StoredWeights(home)
         stored_bytes = stored.nbytes if stored.quantized else 0
-        return LayerBuffer(slots, elements, dtype or home[0].dtype, self.experts.num_homes, stored_bytes)
+        return LayerBuffer(
+            slots, elements, dtype or home[0].dtype, self.experts.num_homes, stored_bytes
+        )
 
 
 class LayerState:
@@ -93,17 +99,36 @@ class LayerState:
     """
 
     def __init__(
-        self, parts: LayerParts, index: int, config: HecateConfig, *, world: World, transport: Transport
+        self,
+        parts: LayerParts,
+        index: int,
+        config: HecateConfig,
+        *,
+        world: World,
+        transport: Transport,
     ) -> None:
         layer = parts.layer
-        self.parts, self.index, self.config, self.world, self.transport = parts, index, config, world, transport
+        self.parts, self.index, self.config, self.world, self.transport = (
+            parts,
+            index,
+            config,
+            world,
+            transport,
+        )
         # whether replicas live for a whole iteration
         self.keeps_replicas = config.lifetime == "iteration"
         self.name, self.group = name_of_layer(layer), layer.ep_group
-        self.stock_dispatcher, self.physical_dispatcher = layer.token_dispatcher, parts.physical_dispatcher
-        self.rerouter = Rerouter(layer.token_dispatcher, world, label=self.name, timeout=config.timeout)
+        self.stock_dispatcher, self.physical_dispatcher = (
+            layer.token_dispatcher,
+            parts.physical_dispatcher,
+        )
+        self.rerouter = Rerouter(
+            layer.token_dispatcher, world, label=self.name, timeout=config.timeout
+        )
         captured = holds_preprocess(Settings(layer.config))
-        self.always_physical = config.slots + config.rehome > 0 and (self.rerouter.always_physical or captured)
+        self.always_physical = config.slots + config.rehome > 0 and (
+            self.rerouter.always_physical or captured
+        )
         if captured:  # a graph's outputs are told by names
             for dispatcher in (self.stock_dispatcher, self.physical_dispatcher):
                 dispatcher.cudagraph_attrs.append("expert_loads")
@@ -116,7 +141,9 @@ class LayerState:
         self._slots: ReplicaSlots | None = None
         # the last placement whose transfers were prepared early, and these
         self._early: tuple[Placement, TransferPlan] | None = None
-        self._fetched_versions: list[int] = []  # version counters of the homes' weights at the last fetch
+        self._fetched_versions: list[
+            int
+        ] = []  # version counters of the homes' weights at the last fetch
         # by microbatches, and whether a schedule runs them
         self._shapes: dict[tuple[int, bool], LayerShape] = {}
         # whether one of Megatron's schedules ran the last forward; backwards may run in a thread without its stack
@@ -150,7 +177,9 @@ class LayerState:
 
     def check_routes(self, routing_map: Tensor) -> None:
         """Raise a ValueError where a router of its own kind returns no [T, E] bool map of tokens to experts."""
-        if routing_map.dtype is not torch.bool or routing_map.shape[-1:] != (self.homes.num_experts,):
+        if routing_map.dtype is not torch.bool or routing_map.shape[-1:] != (
+            self.homes.num_experts,
+        ):
             raise ValueError(
                 f"{self.name}: {type(self.parts.layer.router).__name__} returned a routing map of {routing_map.dtype} "
                 f"{list(routing_map.shape)}, FSSDP reads a bool map over {self.homes.num_experts} experts; use "
@@ -203,9 +232,13 @@ class LayerState:
         """What replicas cost that serve so many ``microbatches``."""
         shape, degree = self.shape(microbatches), self.config.overlap_degree
         hidden = 0.0
-        if degree is None and not self.parts.layer.config.deterministic_mode:  # times differ from run to run
+        if (
+            degree is None and not self.parts.layer.config.deterministic_mode
+        ):  # times differ from run to run
             hidden = meter.degree(shape.fetch_seconds(self.world))
-        cost = dataclasses.replace(shape.copy_cost(self.world, hidden=hidden), scatters=self.transport.scatters)
+        cost = dataclasses.replace(
+            shape.copy_cost(self.world, hidden=hidden), scatters=self.transport.scatters
+        )
         if degree is not None:  # so many are hidden, and there are never more
             cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
         return cost
@@ -233,7 +266,9 @@ class LayerState:
         and the same on all of them."""
         if sys.flags.dev_mode:
             placement.check(num_slots=self.config.slots)
-            assert_same(placement.fingerprint, self.group, label=self.name, timeout=self.config.timeout)
+            assert_same(
+                placement.fingerprint, self.group, label=self.name, timeout=self.config.timeout
+            )
 
     def set_plan(self, placement: Placement, iteration: int) -> None:
         """Replicas are those of ``placement`` in an iteration that begins."""
@@ -314,7 +349,9 @@ class LayerState:
         """The attention is about to run: from here on, its backward hides the return of gradients."""
         self.joined_homes = None
         if self.replicas_of(purpose) is not None and torch.is_grad_enabled():
-            self.joined_homes = PendingGradients.join_homes(self.parts.experts.homes(), self.parts.experts.layout)
+            self.joined_homes = PendingGradients.join_homes(
+                self.parts.experts.homes(), self.parts.experts.layout
+            )
 
     def forwarded(self, replicas: Replicas | None) -> None:
         """A microbatch's forward goes on with ``replicas``; its backward will come."""

@@ -37,14 +37,21 @@ class GroupSum:
     """
 
     def __init__(
-        self, counts: Tensor, group: dist.ProcessGroup, *, timeout: float, stream: torch.cuda.Stream | None
+        self,
+        counts: Tensor,
+        group: dist.ProcessGroup,
+        *,
+        timeout: float,
+        stream: torch.cuda.Stream | None,
     ) -> None:
         work = dist.all_reduce(counts, group=group, async_op=True)
         self._is_copied = stream is not None
         if stream is None:
             self._host, self._ready = counts, work.is_completed
             names = dict(what="sum of the loads", label="load history")
-            self._wait: Callable[[], Any] = partial(wait_collective, work, counts, group, **names, timeout=timeout)
+            self._wait: Callable[[], Any] = partial(
+                wait_collective, work, counts, group, **names, timeout=timeout
+            )
             return
         self._host = torch.full(counts.shape, NOT_HERE, dtype=counts.dtype, pin_memory=True)
         with torch.cuda.stream(stream):
@@ -99,7 +106,9 @@ class LoadMonitor:
         self._reduced: GroupSum | None = None
         self._stream: torch.cuda.Stream | None = None
         self.history = LoadHistory()
-        self.recorder: Any = None  # `record.layer_recorder.LayerRecorder`: its measurements travel along
+        self.recorder: Any = (
+            None  # `record.layer_recorder.LayerRecorder`: its measurements travel along
+        )
 
     def count(self, layer: int, loads: Tensor) -> None:
         """Add one microbatch: ``loads`` [E] are this rank's tokens per expert."""
@@ -150,7 +159,11 @@ class LoadMonitor:
 
         def look() -> tuple[np.ndarray, list[int]] | None:
             sums = started.peek()
-            return None if sums is None else (sums[:size].reshape(shape), sums[size:][:MEASURED].tolist())
+            return (
+                None
+                if sums is None
+                else (sums[:size].reshape(shape), sums[size:][:MEASURED].tolist())
+            )
 
         return look
 

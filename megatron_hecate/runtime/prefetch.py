@@ -54,7 +54,9 @@ class Prefetcher:
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self.states, self.chunk_of = states, chunk_of
         # of each layer, the experts of the next one in the same chunk
-        self._following: list[Module | None] = [state.parts.layer.experts for state in states[1:]] + [None]
+        self._following: list[Module | None] = [
+            state.parts.layer.experts for state in states[1:]
+        ] + [None]
         for index in range(1, len(states)):
             if chunk_of[index - 1] != chunk_of[index]:
                 self._following[index - 1] = None
@@ -203,7 +205,9 @@ class Prefetcher:
     def iteration_ended(self) -> None:
         """End the iteration: DDP has reduced gradients, and whatever follows may change weights."""
         if self.monitor.start_reduce() and self.states[0].config.slots:
-            self._early.start(self.states, self.monitor, self.meter, self.tracker.counted_microbatches or 1)
+            self._early.start(
+                self.states, self.monitor, self.meter, self.tracker.counted_microbatches or 1
+            )
         self.tracker.weights_changed("DDP reduced gradients")
         if self._pool is not None:
             self._pool.unbind()
@@ -236,10 +240,14 @@ class Prefetcher:
 
     def _has_no_backward_ahead(self) -> bool:
         """Whether every layer has run in this iteration, and no backward is known to follow."""
-        live = [state for state in self.states if state.keeps_replicas and state.replicas is not None]
+        live = [
+            state for state in self.states if state.keeps_replicas and state.replicas is not None
+        ]
         return (
             self.tracker.all_are_in
-            and all(state.replicas.backwards == self.tracker.forwards(state.index) for state in live)
+            and all(
+                state.replicas.backwards == self.tracker.forwards(state.index) for state in live
+            )
             and not any(state.awaits_microbatch for state in self.states)
         )
 
@@ -281,7 +289,9 @@ class Prefetcher:
             if current.replicas is not None and current.plan is not None:
                 current.replicas.refresh(current.plan)
             return
-        current.expects_late = state.config.late_replicas > 0 and not self.routes.are_known[state.index]
+        current.expects_late = (
+            state.config.late_replicas > 0 and not self.routes.are_known[state.index]
+        )
         current.replicas = None if current.plan is None else self._fetch(state)
 
     def _needs_fetch(self, state: LayerState) -> bool:
@@ -297,7 +307,9 @@ class Prefetcher:
     def _weights_may_differ(self, state: LayerState) -> bool:
         """Whether homes of the layer may hold other weights than at its last fetch."""
         fetched = state.current.fetched_weights
-        return fetched != self._weights_of[self.chunk_of[state.index]] or state.weights_were_written()
+        return (
+            fetched != self._weights_of[self.chunk_of[state.index]] or state.weights_were_written()
+        )
 
     def _plan_from(self, index: int) -> None:
         """Plan layer ``index``, unless it is planned, and with it the next ones of its chunk."""
@@ -307,7 +319,10 @@ class Prefetcher:
         if self.states[index].current.number == iteration:
             return
         for state in self.states[index : index + PLANNED_TOGETHER]:
-            if self.chunk_of[state.index] == self.chunk_of[index] and state.current.number != iteration:
+            if (
+                self.chunk_of[state.index] == self.chunk_of[index]
+                and state.current.number != iteration
+            ):
                 with trace.span("plan", state.name):
                     self._plan(state)
 
@@ -317,12 +332,16 @@ class Prefetcher:
             state.set_plan(kept, self.tracker.iteration)
             state.plans.append(kept)
             return
-        forecast, microbatches = self.routes.forecast(state, self.forecast, self.tracker.microbatches or 1)
+        forecast, microbatches = self.routes.forecast(
+            state, self.forecast, self.tracker.microbatches or 1
+        )
         if forecast is None or not state.config.slots:
             state.set_plan(state.homes, self.tracker.iteration)
             state.plans.append(state.homes)
             return
-        plan = self._early.plan(state.index, PlanInputs.of(state, forecast, microbatches, self.meter))
+        plan = self._early.plan(
+            state.index, PlanInputs.of(state, forecast, microbatches, self.meter)
+        )
         state.check_agreement(plan)
         state.set_plan(plan, self.tracker.iteration)
         state.plans.append(plan)
@@ -369,7 +388,9 @@ class Prefetcher:
             first, experts = self.states[0], self.states[0].parts.layer.experts
             of_model, device = first.parts.layer.config, next(experts.parameters()).device
             in_flight = training_state.forwards_in_flight(of_model, self.chunk_of)
-            self._pool = BufferPool(first.transport, layers, first.config.lifetime, in_flight=in_flight, device=device)
+            self._pool = BufferPool(
+                first.transport, layers, first.config.lifetime, in_flight=in_flight, device=device
+            )
         return self._pool
 
     def _begin_iteration(self) -> None:

@@ -14,7 +14,10 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-OLDEST, TOO_NEW = (0, 16, 1), (0, 21)  # megatron-core; its builds before a release, such as 0.20.0rc0, count as it
+OLDEST, TOO_NEW = (
+    (0, 16, 1),
+    (0, 21),
+)  # megatron-core; its builds before a release, such as 0.20.0rc0, count as it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +39,9 @@ _DISPATCHER = ("num_local_experts", "local_expert_indices", "config", "pg_collec
 _EXPERTS = ("permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")
 ASSUMPTIONS = (
     _Assumption(
-        "core.transformer.moe.moe_layer:MoELayer.route", ("hidden_states",), "overridden: loads are observed here"
+        "core.transformer.moe.moe_layer:MoELayer.route",
+        ("hidden_states",),
+        "overridden: loads are observed here",
     ),
     _Assumption(
         "core.transformer.moe.moe_layer:MoELayer.preprocess",
@@ -44,7 +49,9 @@ ASSUMPTIONS = (
         "overridden: experts become physical experts here",
     ),
     *(
-        _Assumption(f"core.transformer.moe.moe_layer:MoELayer.{name}", (), "overridden: timed in traces")
+        _Assumption(
+            f"core.transformer.moe.moe_layer:MoELayer.{name}", (), "overridden: timed in traces"
+        )
         for name in ("dispatch", "routed_experts_compute", "combine")
     ),
     _Assumption(
@@ -52,20 +59,40 @@ ASSUMPTIONS = (
         ("routed_experts", "shared_experts"),
         "overridden: delayed gradients are complete after the call for shared experts",
     ),
-    _Assumption("core.transformer.moe.experts:TEGroupedMLP.backward_dw", (), "overridden: the twin's are computed"),
-    _Assumption("core.transformer.moe.experts:SequentialMLP.forward", _EXPERTS, "overridden: replicas join here"),
-    _Assumption("core.transformer.moe.experts:TEGroupedMLP.forward", _EXPERTS, "overridden: replicas join here"),
     _Assumption(
-        "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher", _DISPATCHER, "built over physical experts"
+        "core.transformer.moe.experts:TEGroupedMLP.backward_dw",
+        (),
+        "overridden: the twin's are computed",
     ),
     _Assumption(
-        "core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher", _DISPATCHER, "built over physical experts"
+        "core.transformer.moe.experts:SequentialMLP.forward",
+        _EXPERTS,
+        "overridden: replicas join here",
     ),
     _Assumption(
-        "core.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher", _DISPATCHER, "built over physical experts"
+        "core.transformer.moe.experts:TEGroupedMLP.forward",
+        _EXPERTS,
+        "overridden: replicas join here",
     ),
     _Assumption(
-        "core.process_groups_config:ProcessGroupCollection", ("ep", "expt_tp", "tp_ep"), "the dispatcher's groups"
+        "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher",
+        _DISPATCHER,
+        "built over physical experts",
+    ),
+    _Assumption(
+        "core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher",
+        _DISPATCHER,
+        "built over physical experts",
+    ),
+    _Assumption(
+        "core.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher",
+        _DISPATCHER,
+        "built over physical experts",
+    ),
+    _Assumption(
+        "core.process_groups_config:ProcessGroupCollection",
+        ("ep", "expt_tp", "tp_ep"),
+        "the dispatcher's groups",
     ),
     _Assumption(
         "core.transformer.transformer_layer:TransformerLayer.__init__",
@@ -73,21 +100,39 @@ ASSUMPTIONS = (
         "its self_attention runs before its mlp: replicas are fetched meanwhile",
     ),
     _Assumption(
-        "core.parallel_state:get_pipeline_model_parallel_rank", (), "how many microbatches are in flight on this stage"
+        "core.parallel_state:get_pipeline_model_parallel_rank",
+        (),
+        "how many microbatches are in flight on this stage",
     ),
-    _Assumption("core.parallel_state:get_expert_data_parallel_rank", (), "which rank of a stage records it"),
-    _Assumption("core.parallel_state:get_expert_data_parallel_group", (), "which ranks have the same homes"),
+    _Assumption(
+        "core.parallel_state:get_expert_data_parallel_rank", (), "which rank of a stage records it"
+    ),
+    _Assumption(
+        "core.parallel_state:get_expert_data_parallel_group", (), "which ranks have the same homes"
+    ),
     *(
-        _Assumption(f"core.transformer.moe.experts:{name}.sharded_state_dict", (), "overridden: homes are restored")
+        _Assumption(
+            f"core.transformer.moe.experts:{name}.sharded_state_dict",
+            (),
+            "overridden: homes are restored",
+        )
         for name in ("SequentialMLP", "TEGroupedMLP")
     ),
-    _Assumption("core.parallel_state:get_pipeline_model_parallel_group", (), "whose metrics are logged together"),
+    _Assumption(
+        "core.parallel_state:get_pipeline_model_parallel_group",
+        (),
+        "whose metrics are logged together",
+    ),
     _Assumption(
         "core.transformer.moe.router_replay:RouterReplayAction.REPLAY_FORWARD",
         (),
         "its target_topk_idx are routes to come",
     ),
-    _Assumption("core.tensor_parallel.random:is_checkpointing", (), "tells a checkpointed forward from evaluation"),
+    _Assumption(
+        "core.tensor_parallel.random:is_checkpointing",
+        (),
+        "tells a checkpointed forward from evaluation",
+    ),
     _Assumption(
         "core.transformer.multi_token_prediction:MultiTokenPredictionBlock.forward",
         ("self",),
@@ -99,7 +144,9 @@ ASSUMPTIONS = (
         "a guess for the first iteration, and what a record says of the job",
     ),
     _Assumption(
-        "core.num_microbatches_calculator:_GLOBAL_NUM_MICROBATCHES_CALCULATOR", (), "None: the loop does not say"
+        "core.num_microbatches_calculator:_GLOBAL_NUM_MICROBATCHES_CALCULATOR",
+        (),
+        "None: the loop does not say",
     ),
     _Assumption(
         "core.distributed.distributed_data_parallel:DistributedDataParallel._make_forward_pre_hook",
@@ -122,7 +169,9 @@ ASSUMPTIONS = (
         "starts a reduction; held back until the groups before have started",
     ),
     _Assumption(
-        "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.reset", ("self",), "called in every iteration"
+        "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.reset",
+        ("self",),
+        "called in every iteration",
     ),
 )
 TRAINING_ASSUMPTIONS = (
@@ -131,7 +180,11 @@ TRAINING_ASSUMPTIONS = (
         ("config", "module"),
         "its constructor is wrapped: models are converted before they are wrapped",
     ),
-    _Assumption("training.arguments:add_megatron_arguments", ("parser",), "wrapped: the flags are added here"),
+    _Assumption(
+        "training.arguments:add_megatron_arguments",
+        ("parser",),
+        "wrapped: the flags are added here",
+    ),
     _Assumption(
         "training.training:setup_model_and_optimizer",
         ("model_type", "model_provider_func"),
@@ -150,25 +203,45 @@ BRIDGE_CONVERSIONS = (
     "stream_weights_hf_to_megatron",
 )
 BRIDGE_ASSUMPTIONS = (
-    _Assumption("bridge.training.pretrain:runtime_config_update", ("cfg",), "wrapped: settings are final after it"),
-    _Assumption("bridge.training.config:ConfigContainer", ("model", "ddp", "dist", "peft"), "whose settings we check"),
     _Assumption(
-        "bridge.models.model_provider:ModelProviderMixin.register_pre_wrap_hook", ("hook",), "the hook runs there"
+        "bridge.training.pretrain:runtime_config_update",
+        ("cfg",),
+        "wrapped: settings are final after it",
+    ),
+    _Assumption(
+        "bridge.training.config:ConfigContainer",
+        ("model", "ddp", "dist", "peft"),
+        "whose settings we check",
+    ),
+    _Assumption(
+        "bridge.models.model_provider:ModelProviderMixin.register_pre_wrap_hook",
+        ("hook",),
+        "the hook runs there",
     ),
     *(
         _Assumption(
-            f"bridge.training.callbacks:Callback.on_train_{when}", ("context",), "overridden: metrics are logged"
+            f"bridge.training.callbacks:Callback.on_train_{when}",
+            ("context",),
+            "overridden: metrics are logged",
         )
         for when in ("start", "step_end", "end")
     ),
-    _Assumption("bridge.training.callbacks:CallbackContext", ("state", "model"), "where metrics find the loggers"),
+    _Assumption(
+        "bridge.training.callbacks:CallbackContext",
+        ("state", "model"),
+        "where metrics find the loggers",
+    ),
     *(
-        _Assumption(f"bridge.training.state:GlobalState.{name}_logger", (), "metrics are logged there")
+        _Assumption(
+            f"bridge.training.state:GlobalState.{name}_logger", (), "metrics are logged there"
+        )
         for name in ("tensorboard", "wandb", "mlflow", "comet")
     ),
     *(
         _Assumption(
-            f"bridge.models.conversion.model_bridge:MegatronModelBridge.{name}", (), "wrapped: homes are restored"
+            f"bridge.models.conversion.model_bridge:MegatronModelBridge.{name}",
+            (),
+            "wrapped: homes are restored",
         )
         for name in BRIDGE_CONVERSIONS
     ),
@@ -219,5 +292,7 @@ def broken_assumptions(assumptions: tuple[_Assumption, ...] = ASSUMPTIONS) -> li
             problems.append(f"megatron.{assumption.name} ({assumption.why}) is gone: {error}")
             continue
         if missing := sorted(set(assumption.takes) - known):
-            problems.append(f"megatron.{assumption.name} ({assumption.why}) no longer takes {', '.join(missing)}")
+            problems.append(
+                f"megatron.{assumption.name} ({assumption.why}) no longer takes {', '.join(missing)}"
+            )
     return problems

@@ -15,7 +15,15 @@ from torch.nn import Module
 
 KNOWN = ("megatron.core.", "transformer_engine.", "torch.", "megatron_hecate.")
 # parts of Megatron's layer that FSSDP overrides, and the forward that calls them
-LAYER = {"forward", "route", "preprocess", "dispatch", "routed_experts_compute", "combine", "backward_dw"}
+LAYER = {
+    "forward",
+    "route",
+    "preprocess",
+    "dispatch",
+    "routed_experts_compute",
+    "combine",
+    "backward_dw",
+}
 # methods that are looked at in Megatron's own classes, too: a package may have put its own there
 PATCHED = {*LAYER, "token_dispatch", "token_combine"}
 # methods that change neither what is computed nor how
@@ -39,7 +47,9 @@ def check_layer(layer: MoELayer) -> None:
     found += _describe(layer.token_dispatcher, "its dispatcher")
     parts = {type(part): part for part in layer.experts.modules() if part._parameters}
     for part in {type(layer.experts): layer.experts, **parts}.values():
-        found += _describe(part, "its experts" if part is layer.experts else "a part of its experts")
+        found += _describe(
+            part, "its experts" if part is layer.experts else "a part of its experts"
+        )
     if found:
         raise ValueError(
             f"{'; '.join(found)}: FSSDP has replicas for Megatron's own code only; use Megatron's "
@@ -50,7 +60,9 @@ def check_layer(layer: MoELayer) -> None:
 def find_foreign_layers(chunks: Iterable[Module]) -> list[str]:
     """Return a line for each kind of MoE layer that is not Megatron's `MoELayer`."""
     modules = (module for chunk in chunks for module in chunk.modules())
-    kinds = {type(m) for m in modules if isinstance(m, BaseMoELayer) and not isinstance(m, MoELayer)}
+    kinds = {
+        type(m) for m in modules if isinstance(m, BaseMoELayer) and not isinstance(m, MoELayer)
+    }
     return [
         f"{_name(kind)} is a MoE layer of its own kind: FSSDP converts Megatron's MoELayer"
         for kind in sorted(kinds, key=_name)

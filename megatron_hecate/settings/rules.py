@@ -32,7 +32,11 @@ class Rule:
     way: str = ""
 
     def applies(self, settings: Settings) -> bool:
-        return is_set(settings[self.setting]) if self.unsupported is None else self.unsupported(settings)
+        return (
+            is_set(settings[self.setting])
+            if self.unsupported is None
+            else self.unsupported(settings)
+        )
 
     @property
     def way_out(self) -> str:
@@ -44,7 +48,11 @@ class Rule:
         flag = f"--{self.setting.replace('_', '-')}" if self.flag is None else self.flag
         way += self.hint
         if flag:
-            way += f" or leave out {flag}" if self.instead in (False, None) else f" or {flag} {self.instead}"
+            way += (
+                f" or leave out {flag}"
+                if self.instead in (False, None)
+                else f" or {flag} {self.instead}"
+            )
         return way
 
     def explain(self, value: Any) -> str:
@@ -66,8 +74,13 @@ class Settings:
 
     def __getitem__(self, name: str) -> Any:
         """The value, or ``None`` where no source knows the setting."""
-        found = [s.get(name) if isinstance(s, Mapping) else getattr(s, name, None) for s in self._sources]
-        return next((value for value in found if is_set(value)), next((v for v in found if v is not None), None))
+        found = [
+            s.get(name) if isinstance(s, Mapping) else getattr(s, name, None) for s in self._sources
+        ]
+        return next(
+            (value for value in found if is_set(value)),
+            next((v for v in found if v is not None), None),
+        )
 
 
 def is_set(value: Any) -> bool:

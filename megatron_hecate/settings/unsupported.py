@@ -60,7 +60,13 @@ def _unknown_backend(settings: Settings) -> bool:
 DISPATCHERS = ("allgather", "alltoall", "flex")
 BACKENDS = ("deepep", "hybridep", "ncclep")
 # settings that SequentialMLP, whose experts are modules of their own, does not combine with
-GROUPED_ONLY = ("fp8", "fp4", "quant_recipe", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad")
+GROUPED_ONLY = (
+    "fp8",
+    "fp4",
+    "quant_recipe",
+    "delay_wgrad_compute",
+    "overlap_dispatch_backward_with_experts_wgrad",
+)
 _GRAPHS = (
     "replicas come and go between CUDA graphs of parts, which are attn, mamba, mlp, moe_router and moe_preprocess "
     "(cuda_graph_modules, before 0.18 cuda_graph_scope); others hold the experts as well"
@@ -125,7 +131,9 @@ MODEL = (
         "fp8_recipe",
         "delayed scaling keeps a history for each expert's place, where replicas change; custom quantizers are unknown",
         instead="mxfp8",
-        unsupported=lambda settings: is_set(settings["fp8"]) and _recipe(settings["fp8_recipe"]) not in _FP8_RECIPES,
+        unsupported=lambda settings: (
+            is_set(settings["fp8"]) and _recipe(settings["fp8_recipe"]) not in _FP8_RECIPES
+        ),
         way="set mixed_precision=bf16_with_mxfp8_mixed, bf16_with_fp8_current_scaling_mixed or "
         "bf16_with_fp8_subchannel_scaling_mixed, or --fp8-recipe mxfp8, tensorwise or blockwise",
     ),
@@ -133,7 +141,9 @@ MODEL = (
         "fp4_recipe",
         "quantizers other than nvfp4's are unknown",
         instead="nvfp4",
-        unsupported=lambda settings: is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"], "nvfp4") != "nvfp4",
+        unsupported=lambda settings: (
+            is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"], "nvfp4") != "nvfp4"
+        ),
         way="set mixed_precision=bf16_with_nvfp4_mixed or --fp4-recipe nvfp4",
     ),
     Rule(
@@ -141,7 +151,8 @@ MODEL = (
         "SequentialMLP has no replicas in fp8 or fp4, or with delayed weight gradients",
         instead=True,
         unsupported=lambda settings: (
-            settings["moe_grouped_gemm"] is False and any(is_set(settings[name]) for name in GROUPED_ONLY)
+            settings["moe_grouped_gemm"] is False
+            and any(is_set(settings[name]) for name in GROUPED_ONLY)
         ),
         way="set model.moe_grouped_gemm=true or --moe-grouped-gemm",
     ),
@@ -178,13 +189,18 @@ MODEL = (
     ),
     *(
         Rule(name, _GRAPHS, instead=instead, unsupported=_graphs_hold_experts(name))
-        for name, instead in (("cuda_graph_impl", "none"), ("enable_cuda_graph", False), ("external_cuda_graph", False))
+        for name, instead in (
+            ("cuda_graph_impl", "none"),
+            ("enable_cuda_graph", False),
+            ("external_cuda_graph", False),
+        )
     ),
     Rule(
         "moe_paged_stash",
         "what fused operators stash in pages was never run with replicas",
         unsupported=lambda settings: (
-            is_set(settings["moe_paged_stash"]) and is_set(settings["use_transformer_engine_op_fuser"])
+            is_set(settings["moe_paged_stash"])
+            and is_set(settings["use_transformer_engine_op_fuser"])
         ),
     ),
     Rule("moe_single_grouped_weight", "one tensor for all experts has no room for replicas"),
@@ -193,7 +209,8 @@ MODEL = (
         "moe_use_grouped_tensor",
         "TransformerEngine's modules over grouped tensors were never run with replicas; its operators were",
         unsupported=lambda settings: (
-            is_set(settings["moe_use_grouped_tensor"]) and not is_set(settings["use_transformer_engine_op_fuser"])
+            is_set(settings["moe_use_grouped_tensor"])
+            and not is_set(settings["use_transformer_engine_op_fuser"])
         ),
         hint=" or model.use_transformer_engine_op_fuser=true",
     ),
@@ -242,7 +259,9 @@ JOB = (
         "late replicas are chosen by the host, in the middle of what a CUDA graph of moe_preprocess holds",
         instead=0,
         way="set model.moe_fssdp_late_replicas=0 or --moe-fssdp-late-replicas 0",
-        unsupported=lambda settings: (settings["moe_fssdp_late_replicas"] or 0) > 0 and holds_preprocess(settings),
+        unsupported=lambda settings: (
+            (settings["moe_fssdp_late_replicas"] or 0) > 0 and holds_preprocess(settings)
+        ),
     ),
     *(
         Rule(
@@ -260,7 +279,8 @@ JOB = (
         instead="torch_dist",
         part="checkpoint.",
         unsupported=lambda settings: (
-            (settings["moe_fssdp_rehome"] or 0) > 0 and settings["ckpt_format"] not in (None, "torch_dist")
+            (settings["moe_fssdp_rehome"] or 0) > 0
+            and settings["ckpt_format"] not in (None, "torch_dist")
         ),
     ),
     Rule(
@@ -269,7 +289,11 @@ JOB = (
         part="ddp.",
         hint=" and dist.use_megatron_fsdp=false",
     ),
-    Rule("use_torch_fsdp2", "FSDP2 owns the expert weights; use the distributed optimizer", part="dist."),
+    Rule(
+        "use_torch_fsdp2",
+        "FSDP2 owns the expert weights; use the distributed optimizer",
+        part="dist.",
+    ),
     Rule(
         "modelopt_enabled",
         "ModelOpt replaces the experts' linears by its own",

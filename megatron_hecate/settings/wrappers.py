@@ -22,7 +22,12 @@ def of_model(chunks: Iterable[Module]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for chunk in chunks:
         modules = list(chunk.modules())
-        inside = {id(m) for layer in modules if isinstance(layer, MoELayer) for m in layer.experts.modules()}
+        inside = {
+            id(m)
+            for layer in modules
+            if isinstance(layer, MoELayer)
+            for m in layer.experts.modules()
+        }
         for module in modules:
             for setting in _asked_for_by(type(module)):
                 if id(module) in inside or setting.startswith("use_"):
@@ -35,10 +40,16 @@ def of_model(chunks: Iterable[Module]) -> dict[str, Any]:
 def find_wrapped(chunks: Iterable[Module]) -> list[str]:
     """Return a line where a data-parallel class has wrapped the chunks already, or the modules that they wrap."""
     for chunk in chunks:
-        wrappers = [type(module).__name__ for module in chunk.modules() if isinstance(module, _BaseDataParallel)]
+        wrappers = [
+            type(module).__name__
+            for module in chunk.modules()
+            if isinstance(module, _BaseDataParallel)
+        ]
         grads = (getattr(parameter, "main_grad", None) for parameter in chunk.parameters())
         # DDP's are parts of a buffer
-        if wrappers or any(g is not None and g.untyped_storage().nbytes() > g.nbytes for g in grads):
+        if wrappers or any(
+            g is not None and g.untyped_storage().nbytes() > g.nbytes for g in grads
+        ):
             by = wrappers[0] if wrappers else "DistributedDataParallel"
             return [f"{by} has wrapped the model already; call the hook on the model chunks before"]
     return []

@@ -93,14 +93,22 @@ NO_CONCERN = {
 # Values of settings with names for values: those that work with replicas, and those that are refused by their name.
 VALUES = {  # setting: works, refused, what else is set
     "moe_token_dispatcher_type": ("allgather alltoall flex", "", {}),
-    "moe_flex_dispatcher_backend": ("deepep hybridep ncclep", "deepepv2", dict(moe_token_dispatcher_type="flex")),
+    "moe_flex_dispatcher_backend": (
+        "deepep hybridep ncclep",
+        "deepepv2",
+        dict(moe_token_dispatcher_type="flex"),
+    ),
     "moe_router_score_function": ("softmax sigmoid sqrtsoftplus", "", {}),
     "moe_router_dtype": ("fp32 fp64", "", {}),
     "moe_dispatch_fwd_dtype": ("bf16", "mxfp8", {}),
     "moe_combine_bwd_dtype": ("bf16", "mxfp8", {}),
     "fp8_recipe": ("tensorwise mxfp8 blockwise", "delayed custom", dict(fp8="e4m3")),
     "fp4_recipe": ("nvfp4", "custom", dict(fp4="e2m1")),
-    "cuda_graph_impl": ("none local transformer_engine", "full_iteration", dict(cuda_graph_modules=["attn"])),
+    "cuda_graph_impl": (
+        "none local transformer_engine",
+        "full_iteration",
+        dict(cuda_graph_modules=["attn"]),
+    ),
     "transformer_impl": ("local transformer_engine", "inference_optimized", {}),
 }
 # The router drops tokens before they are rerouted; formats are TransformerEngine's business; the rest follows settings
@@ -124,7 +132,11 @@ def _installed() -> tuple[str, list[str]]:
     import megatron.core
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    fields = [field.name for field in dataclasses.fields(TransformerConfig) if not field.name.startswith("_")]
+    fields = [
+        field.name
+        for field in dataclasses.fields(TransformerConfig)
+        if not field.name.startswith("_")
+    ]
     return megatron.core.__version__.partition("+")[0], fields
 
 

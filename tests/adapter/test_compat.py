@@ -33,7 +33,9 @@ def test_ep_of_one() -> None:
     tiny_gpt.initialize(case)
     chunks, _ = tiny_gpt.build(case)
     before = snapshot(chunks)
-    with pytest.raises(ValueError, match=r"expert_model_parallel_size=1: .* or --expert-model-parallel-size 2"):
+    with pytest.raises(
+        ValueError, match=r"expert_model_parallel_size=1: .* or --expert-model-parallel-size 2"
+    ):
         tiny_gpt.fssdp_hook()(chunks)
     assert snapshot(chunks) == before
 
@@ -46,10 +48,13 @@ def test_too_many_slots_and_no_file_with_speeds() -> None:
     with pytest.raises(ValueError) as error:
         tiny_gpt.fssdp_hook(slots=5, speeds=__file__)(chunks)
     text = str(error.value)
-    assert re.search(r"layer 1: slots=5 is out of range: .* 4 of 8 experts can host 0 to 4 replicas", text)
+    assert re.search(
+        r"layer 1: slots=5 is out of range: .* 4 of 8 experts can host 0 to 4 replicas", text
+    )
     assert f"  - speeds: {__file__} does not hold measured speeds" in text
     with pytest.raises(
-        ValueError, match=r"nowhere.json does not hold measured speeds: speeds='nowhere.json' is no file"
+        ValueError,
+        match=r"nowhere.json does not hold measured speeds: speeds='nowhere.json' is no file",
     ):
         tiny_gpt.fssdp_hook(speeds="nowhere.json")
 
@@ -103,7 +108,9 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         assert f"  - --moe-fssdp with {name}={value!r}: " in str(error.value)
     from megatron_hecate.settings import unsupported
 
-    assert {rule.setting for rule in unsupported.MODEL} == {*planted, *others}, "an untested setting"
+    assert {rule.setting for rule in unsupported.MODEL} == {*planted, *others}, (
+        "an untested setting"
+    )
 
 
 @pytest.mark.fast
@@ -125,10 +132,15 @@ def test_every_source_is_read_and_both_overrides_are_named() -> None:
         "--moe-fssdp with peft=SimpleNamespace: adapters wrap the linears of the experts; use a recipe without "
         "adapters, or set its peft to None in Python, for which Bridge takes no override",
     ]
-    dispatch = {"overlap_dispatch_backward_with_experts_wgrad": True, "gradient_accumulation_fusion": True}
+    dispatch = {
+        "overlap_dispatch_backward_with_experts_wgrad": True,
+        "gradient_accumulation_fusion": True,
+    }
     assert not unsupported.find(dispatch, slots=0)
     for breaks in ({"overlap_grad_reduce": True}, {"add_bias_linear": True}):
-        assert "set model.overlap_dispatch_backward" in unsupported.find(dispatch, breaks, slots=0)[0]
+        assert (
+            "set model.overlap_dispatch_backward" in unsupported.find(dispatch, breaks, slots=0)[0]
+        )
     assert not unsupported.find({"expert_model_parallel_size": 2}, slots=2)
     assert not unsupported.find(slots=0), "with slots=0 EP 1 trains as stock"
 
@@ -170,8 +182,16 @@ def test_ranks_with_other_settings_are_named() -> None:
     chunks, _ = _stock_model()
     for name, values, message in (
         ("slots", (2, 3), "rank 1 has slots=3, rank 0 has slots=2"),
-        ("transport", ("auto", "nvlink"), "rank 1 has transport='nvlink', rank 0 has transport='auto'"),
-        ("speeds", (None, tiny_gpt.FREE), r"rank 1 has speeds=\{.*1e\+18.*\}, rank 0 has speeds=\{"),
+        (
+            "transport",
+            ("auto", "nvlink"),
+            "rank 1 has transport='nvlink', rank 0 has transport='auto'",
+        ),
+        (
+            "speeds",
+            (None, tiny_gpt.FREE),
+            r"rank 1 has speeds=\{.*1e\+18.*\}, rank 0 has speeds=\{",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             tiny_gpt.fssdp_hook(**{name: values[dist.get_rank()]})(chunks)
@@ -185,7 +205,10 @@ def test_a_rank_without_the_flag_is_named_in_time() -> None:
     chunks, _ = _stock_model()
     if dist.get_rank() == 0:
         start = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"rank 0 waited 2 s for ranks \[1\] to switch FSSDP on; is --moe-fssdp"):
+        with pytest.raises(
+            TimeoutError,
+            match=r"rank 0 waited 2 s for ranks \[1\] to switch FSSDP on; is --moe-fssdp",
+        ):
             tiny_gpt.fssdp_hook(timeout=2)(chunks)
         assert time.monotonic() - start < 10
     else:
@@ -227,7 +250,13 @@ def test_another_megatron_is_an_error_with_a_list() -> None:
     assert re.search(r"MoELayer.route \(overridden.*\) no longer takes hidden_states", text)
     assert re.search(r"MoELayer.preprocess \(overridden.*\) is gone", text)
     megatron.core.__version__, MoELayer.route = version, route
-    for number, fits in (("0.16.1", True), ("0.20.0rc0", True), ("0.20.3", True), ("0.21.0", False), ("0.16.0", False)):
+    for number, fits in (
+        ("0.16.1", True),
+        ("0.20.0rc0", True),
+        ("0.20.3", True),
+        ("0.21.0", False),
+        ("0.16.0", False),
+    ):
         megatron.core.__version__ = number
         assert any("outside" in line for line in assumptions.broken_assumptions()) != fits, number
 
@@ -244,7 +273,8 @@ def test_an_unknown_expert_module() -> None:
 
     tiny_gpt.moe_layers(chunks)[0].experts = OtherExperts()
     with pytest.raises(
-        ValueError, match="layer 1: experts are a OtherExperts; FSSDP knows SequentialMLP and TEGrouped"
+        ValueError,
+        match="layer 1: experts are a OtherExperts; FSSDP knows SequentialMLP and TEGrouped",
     ):
         tiny_gpt.fssdp_hook()(chunks)
 
@@ -272,7 +302,9 @@ def test_experts_that_do_not_divide_are_megatrons_own_error() -> None:
 
     case = tiny_gpt.Case(experts=7)
     tiny_gpt.initialize(case)
-    with pytest.raises((AssertionError, ValueError)):  # Megatron's own rule, before our hook could run
+    with pytest.raises(
+        (AssertionError, ValueError)
+    ):  # Megatron's own rule, before our hook could run
         tiny_gpt.build(case)
 
 
@@ -302,5 +334,7 @@ def test_a_half_converted_model() -> None:
     two, _ = tiny_gpt.build(tiny_gpt.Case())
     hook = tiny_gpt.fssdp_hook()
     hook(one)
-    with pytest.raises(ValueError, match="some layers run FSSDP already and others do not: layer 1, layer 2 of 4"):
+    with pytest.raises(
+        ValueError, match="some layers run FSSDP already and others do not: layer 1, layer 2 of 4"
+    ):
         hook([*one, *two])

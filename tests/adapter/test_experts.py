@@ -16,11 +16,15 @@ def test_gradient_accumulation_fusion(overlap: bool, calculator: bool) -> None:
 
     settings = (("gradient_accumulation_fusion", True), ("add_bias_linear", True))
     tiny_gpt.install_fused_wgrad()
-    case = tiny_gpt.Case(accumulate=3, overlap=overlap, distributed_optimizer=overlap, settings=settings)
+    case = tiny_gpt.Case(
+        accumulate=3, overlap=overlap, distributed_optimizer=overlap, settings=settings
+    )
     tiny_gpt.initialize(case)
     if not calculator:
         num_microbatches_calculator.unset_num_microbatches_calculator()
     stock = tiny_gpt.train(case)
     ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook())
-    assert all(any(layer.experts.physical.layout.fused) for layer in tiny_gpt.moe_layers(ours.chunks))
+    assert all(
+        any(layer.experts.physical.layout.fused) for layer in tiny_gpt.moe_layers(ours.chunks)
+    )
     tiny_gpt.assert_trained_alike(stock, ours)

@@ -67,15 +67,22 @@ def test_own_code_is_refused_by_name() -> None:
         module = layer.token_dispatcher if path == "token_dispatcher" else layer.get_submodule(path)
         module.__class__ = of_own_kind(module, method)
         said = refusal(chunks)
-        assert f"layer 2: {message}: FSSDP has replicas for Megatron's own code only; use " in said, (what, said)
+        assert (
+            f"layer 2: {message}: FSSDP has replicas for Megatron's own code only; use " in said
+        ), (what, said)
         assert not any(hasattr(m, "fssdp") for m in tiny_gpt.moe_layers(chunks))
     chunks, _ = tiny_gpt.build(case)
     experts = tiny_gpt.moe_layers(chunks)[0].experts
     experts.forward = lambda *args: SequentialMLP.forward(experts, *args)
-    assert "its experts (megatron.core.transformer.moe.experts.SequentialMLP) has forward of its own" in refusal(chunks)
+    assert (
+        "its experts (megatron.core.transformer.moe.experts.SequentialMLP) has forward of its own"
+        in refusal(chunks)
+    )
     chunks, _ = tiny_gpt.build(case)
 
-    def patched(self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any, permuted_probs: Any) -> None: ...
+    def patched(
+        self: Any, permuted_local_hidden_states: Any, tokens_per_expert: Any, permuted_probs: Any
+    ) -> None: ...
 
     with mock.patch.object(SequentialMLP, "forward", patched):
         assert refusal(chunks).count("SequentialMLP) has forward of its own") == 2
@@ -91,7 +98,11 @@ def test_grouped_experts_of_their_own_are_refused() -> None:
 
     case = tiny_gpt.Case(grouped=True)
     tiny_gpt.initialize(case)
-    for path, method in {"": "forward", "linear_fc1": "forward", "linear_fc2": "_get_weight_tensors"}.items():
+    for path, method in {
+        "": "forward",
+        "linear_fc1": "forward",
+        "linear_fc2": "_get_weight_tensors",
+    }.items():
         chunks, _ = tiny_gpt.build(case)
         module = tiny_gpt.moe_layers(chunks)[0].experts.get_submodule(path)
         module.__class__ = of_own_kind(module, method)
@@ -115,7 +126,10 @@ def test_a_layer_that_is_not_megatrons_is_named() -> None:
     alien = own.__new__(own)
     super(BaseMoELayer, alien).__init__(config)
     chunks[0].add_module("beside", alien)
-    assert "turbo.OwnMoE is a MoE layer of its own kind: FSSDP converts Megatron's MoELayer" in refusal(chunks)
+    assert (
+        "turbo.OwnMoE is a MoE layer of its own kind: FSSDP converts Megatron's MoELayer"
+        in refusal(chunks)
+    )
 
 
 @ranks(2)
@@ -146,7 +160,11 @@ def test_a_router_that_returns_something_else_is_named() -> None:
     chunks, config = tiny_gpt.build(case, tiny_gpt.fssdp_hook())
     for layer in tiny_gpt.moe_layers(chunks):
         routed = layer.router.forward
-        layer.router.forward = lambda *args, routed=routed: (lambda p, m: (p, m.int()))(*routed(*args))
+        layer.router.forward = lambda *args, routed=routed: (lambda p, m: (p, m.int()))(
+            *routed(*args)
+        )
     chunks, _ = tiny_gpt.wrap(case, chunks, config)
-    with pytest.raises(ValueError, match=r"layer 1: TopKRouter returned a routing map of torch.int32 \[32, 8\], .*"):
+    with pytest.raises(
+        ValueError, match=r"layer 1: TopKRouter returned a routing map of torch.int32 \[32, 8\], .*"
+    ):
         tiny_gpt.run(case, chunks, 0, num_microbatches=1)

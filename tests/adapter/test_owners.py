@@ -65,14 +65,18 @@ def test_fsdp2(wrapped: str) -> None:
     if wrapped == "before the hook":
         _shard(chunks)
         before = snapshot(chunks)
-        with pytest.raises(ValueError, match=f"cannot be switched on:\n  - --moe-fssdp with {FSDP2}"):
+        with pytest.raises(
+            ValueError, match=f"cannot be switched on:\n  - --moe-fssdp with {FSDP2}"
+        ):
             tiny_gpt.fssdp_hook()(chunks)
         assert snapshot(chunks) == before
     else:
         tiny_gpt.fssdp_hook()(chunks)
         _shard(chunks)
         for _ in range(2):
-            with pytest.raises(ValueError, match=f"FSSDP cannot run:\n  - --moe-fssdp with {FSDP2}"):
+            with pytest.raises(
+                ValueError, match=f"FSSDP cannot run:\n  - --moe-fssdp with {FSDP2}"
+            ):
                 _forward(chunks)
 
 
@@ -82,16 +86,23 @@ def test_adapters_of_experts(adapted: str) -> None:
     import tiny_gpt
 
     chunks, _ = _stock_model()
-    attention, experts = chunks[0].decoder.layers[0].self_attention, tiny_gpt.moe_layers(chunks)[1].experts
+    attention, experts = (
+        chunks[0].decoder.layers[0].self_attention,
+        tiny_gpt.moe_layers(chunks)[1].experts,
+    )
     _adapt(attention, "linear_proj")  # these are no concern of ours
     if adapted == "before the hook":
         _adapt(experts.local_experts[0], "linear_fc1")
-        with pytest.raises(ValueError, match=r"peft='LoRALinear': adapters wrap .* set its peft to None"):
+        with pytest.raises(
+            ValueError, match=r"peft='LoRALinear': adapters wrap .* set its peft to None"
+        ):
             tiny_gpt.fssdp_hook()(chunks)
     else:
         tiny_gpt.fssdp_hook()(chunks)
         _adapt(experts.local_experts[0], "linear_fc1")
-        with pytest.raises(ValueError, match="FSSDP cannot run:\n  - --moe-fssdp with peft='LoRALinear'"):
+        with pytest.raises(
+            ValueError, match="FSSDP cannot run:\n  - --moe-fssdp with peft='LoRALinear'"
+        ):
             _forward(chunks)
 
 
@@ -106,7 +117,9 @@ def test_megatrons_builder_runs_the_hook_and_would_then_wrap(setting: str) -> No
 
     chunks, config = _stock_model()
     before = snapshot(chunks)
-    with pytest.raises(ValueError, match=MEGATRON_FSDP if setting == "use_megatron_fsdp" else FSDP2):
+    with pytest.raises(
+        ValueError, match=MEGATRON_FSDP if setting == "use_megatron_fsdp" else FSDP2
+    ):
         dist_utils.unimodal_build_distributed_models(
             lambda *_, **__: chunks[0],
             config,
@@ -145,7 +158,9 @@ def test_the_hook_by_hand_in_a_job_with_arguments() -> None:
     with pytest.raises(ValueError, match=MEGATRON_FSDP) as error:
         tiny_gpt.fssdp_hook()(chunks)
     for problem in ("cuda_graph_impl='local'", "modelopt_enabled=True"):
-        assert f"  - --moe-fssdp with {problem}: " in str(error.value), "one message lists model and job"
+        assert f"  - --moe-fssdp with {problem}: " in str(error.value), (
+            "one message lists model and job"
+        )
 
 
 @ranks(2)

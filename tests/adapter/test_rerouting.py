@@ -63,7 +63,9 @@ def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = 
     maps = [_routing_map(rng, seed, tokens=tokens[n % len(tokens)]) for n in range(sources)]
     loads = torch.from_numpy(np.stack([m.sum(axis=0) for m in maps])).int()
     shape = GroupShape.of(world, placement, [n // tp_size for n in range(sources)])
-    config = SimpleNamespace(moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False)
+    config = SimpleNamespace(
+        moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False
+    )
     quotas, order = quotas_of_all(loads.numpy(), placement, shape)
     for source in range(sources):
         group = SimpleNamespace(size=lambda: sources, rank=lambda source=source: source)
@@ -76,7 +78,9 @@ def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = 
         counted = rerouter.count(routing_map)
         physical_map, physical_probs = rerouter.reroute(probs, counted, loads)
 
-        holders = zip(order.expert.tolist(), order.rank.tolist(), quotas[source].tolist(), strict=True)
+        holders = zip(
+            order.expert.tolist(), order.rank.tolist(), quotas[source].tolist(), strict=True
+        )
         left = {(e, r): n for e, r, n in holders}
         want_map = torch.zeros(len(probs), RANKS * placement.slots_per_rank, dtype=torch.bool)
         want_probs = torch.zeros(want_map.shape, dtype=torch.float64)
@@ -89,7 +93,9 @@ def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = 
             want_map[token, physical] = True
             want_probs[token, physical] = probs[token, expert].detach()
         assert not any(left.values())
-        assert torch.equal(physical_map, want_map) and torch.equal(physical_probs.detach(), want_probs)
+        assert torch.equal(physical_map, want_map) and torch.equal(
+            physical_probs.detach(), want_probs
+        )
         weights = torch.rand_like(want_probs)
         (physical_probs * weights).sum().backward()
         for (token, expert), physical in physical_of.items():
@@ -104,7 +110,9 @@ def test_without_replicas_tokens_follow_homes_that_move() -> None:
     from megatron_hecate.routing.rerouter import Rerouter
 
     group = SimpleNamespace(size=lambda: RANKS, rank=lambda: 0)
-    config = SimpleNamespace(moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False)
+    config = SimpleNamespace(
+        moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False
+    )
     dispatcher = SimpleNamespace(tp_ep_group=group, tp_size=1, config=config)
     rerouter = Rerouter(dispatcher, World((0, 0, 1, 1)), label="layer 1", timeout=30)
     routing_map = torch.eye(EXPERTS, dtype=torch.bool)  # token e goes to expert e
@@ -126,7 +134,9 @@ def test_without_replicas_tokens_follow_homes_that_move() -> None:
         rerouter.place(homes.with_replicas([(int(order[0, 0]), 3)]), torch.device("cpu"))
     for probs, physical_probs, weights, place in forwards:
         (physical_probs * weights).sum().backward()
-        assert [probs.grad[e, e] for e in range(EXPERTS)] == [weights[e, place[e]] for e in range(EXPERTS)]
+        assert [probs.grad[e, e] for e in range(EXPERTS)] == [
+            weights[e, place[e]] for e in range(EXPERTS)
+        ]
 
 
 @ranks(4)
@@ -138,11 +148,18 @@ def test_ranks_agree_on_loads() -> None:
     rank = dist.get_rank()
     routing_map = torch.zeros(5, 3, dtype=torch.bool)
     routing_map[:rank, 1] = True
-    config = SimpleNamespace(moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False)
+    config = SimpleNamespace(
+        moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False
+    )
     dispatcher = SimpleNamespace(tp_ep_group=dist.group.WORLD, tp_size=1, config=config)
     rerouter = Rerouter(dispatcher, World((0,) * 4), label="layer 1", timeout=30)
     loads = rerouter.gather_loads(rerouter.count(routing_map))
-    assert loads.dtype == torch.int32 and loads.tolist() == [[0, 0, 0], [0, 1, 0], [0, 2, 0], [0, 3, 0]]
+    assert loads.dtype == torch.int32 and loads.tolist() == [
+        [0, 0, 0],
+        [0, 1, 0],
+        [0, 2, 0],
+        [0, 3, 0],
+    ]
 
 
 @ranks(2)
@@ -160,13 +177,21 @@ def test_flex_is_built_over_physical_experts() -> None:
             told.append(arguments)
 
     token_dispatcher._DeepepManager = Manager
-    case = tiny_gpt.Case(settings=(("moe_token_dispatcher_type", "flex"), ("moe_flex_dispatcher_backend", "deepep")))
+    case = tiny_gpt.Case(
+        settings=(("moe_token_dispatcher_type", "flex"), ("moe_flex_dispatcher_backend", "deepep"))
+    )
     tiny_gpt.initialize(case)
     chunks, config = tiny_gpt.build(case)
     stock = tiny_gpt.moe_layers(chunks)[0].token_dispatcher
     told.clear()
     ours = physical_dispatcher(stock, 6)
     rank = dist.get_rank()
-    assert type(ours) is type(stock) and ours.local_expert_indices == [6 * rank + i for i in range(6)]
-    assert (told[0]["num_local_experts"], told[0]["num_experts"], told[0]["router_topk"]) == (6, 12, 2)
+    assert type(ours) is type(stock) and ours.local_expert_indices == [
+        6 * rank + i for i in range(6)
+    ]
+    assert (told[0]["num_local_experts"], told[0]["num_experts"], told[0]["router_topk"]) == (
+        6,
+        12,
+        2,
+    )
     assert config.num_moe_experts == 8

@@ -32,7 +32,9 @@ class _Run:
         self.x_axes: list[tuple[str, str]] = []
         self.run: _Run | None = self  # wandb's own name for it
 
-    def log(self, values: dict[str, float], step: int | None = None, *, commit: bool | None = None) -> None:
+    def log(
+        self, values: dict[str, float], step: int | None = None, *, commit: bool | None = None
+    ) -> None:
         running = len(self.rows) if step is None else step
         if running < len(self.rows):
             return  # dropped
@@ -59,7 +61,9 @@ def test_metrics_go_to_both_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
         curr_iteration=3,
     )
     board, wandb = _Logger(), _Run()
-    module = SimpleNamespace(_GLOBAL_ARGS=args, get_tensorboard_writer=lambda: board, get_wandb_writer=lambda: wandb)
+    module = SimpleNamespace(
+        _GLOBAL_ARGS=args, get_tensorboard_writer=lambda: board, get_wandb_writer=lambda: wandb
+    )
     monkeypatch.setitem(sys.modules, "megatron.training.global_vars", module)
     assert running_iteration() == 4 and log_interval() == 2
     wandb.log({"loss": 0.5}, 5)
@@ -81,5 +85,7 @@ def test_other_loops_have_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "megatron.training.global_vars", raising=False)
     assert running_iteration() is None and log_interval() is None
     args = SimpleNamespace(tensorboard_dir=None, wandb_project="", tensorboard_log_interval=1)
-    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args))
+    monkeypatch.setitem(
+        sys.modules, "megatron.training.global_vars", SimpleNamespace(_GLOBAL_ARGS=args)
+    )
     assert running_iteration() is None and log_interval() is None

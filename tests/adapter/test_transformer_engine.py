@@ -35,7 +35,12 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "fused-late": (2, dict(accumulate=2), FUSED, LATE),
     "fused-full": (2, dict(accumulate=2), dict(FUSED, **FULL), {}),
     "fused-moe": (2, dict(accumulate=2), dict(FUSED, **MOE), dict(lifetime="layer")),
-    "fused-bf16-main-grads": (2, dict(accumulate=3, bf16=True, grad_reduce_in_fp32=False), FUSED, {}),
+    "fused-bf16-main-grads": (
+        2,
+        dict(accumulate=3, bf16=True, grad_reduce_in_fp32=False),
+        FUSED,
+        {},
+    ),
     "fused-bf16-main-grads-bias": (
         2,
         dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False),
@@ -52,8 +57,18 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
     ),
     "delayed": (2, dict(accumulate=4), dict(COMBINED, add_bias_linear=True), {}),
     "delayed-fused": (2, dict(accumulate=4), dict(COMBINED, **FUSED), {}),
-    "delayed-fused-microbatch": (2, dict(accumulate=4), dict(COMBINED, **FUSED), dict(lifetime="microbatch")),
-    "delayed-fused-overlap": (2, dict(accumulate=4, **OVERLAP), dict(COMBINED, **FUSED), dict(lifetime="layer")),
+    "delayed-fused-microbatch": (
+        2,
+        dict(accumulate=4),
+        dict(COMBINED, **FUSED),
+        dict(lifetime="microbatch"),
+    ),
+    "delayed-fused-overlap": (
+        2,
+        dict(accumulate=4, **OVERLAP),
+        dict(COMBINED, **FUSED),
+        dict(lifetime="layer"),
+    ),
     "delayed-overlap": (2, dict(accumulate=4, **OVERLAP), COMBINED, {}),
     "delayed-mtp": (
         2,
@@ -61,21 +76,41 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
         dict(COMBINED, **FUSED, mtp_num_layers=1, mtp_loss_scaling_factor=0.1),
         dict(lifetime="microbatch"),
     ),
-    "delayed-pp2-vpp2": (4, dict(pp=2, vpp=2, accumulate=4, **OVERLAP), dict(COMBINED, **FUSED), {}),
+    "delayed-pp2-vpp2": (
+        4,
+        dict(pp=2, vpp=2, accumulate=4, **OVERLAP),
+        dict(COMBINED, **FUSED),
+        {},
+    ),
     "dispatch-overlap-fused": (2, dict(accumulate=2), dict(DISPATCH, **FUSED), {}),
     "dispatch-overlap-fused-full": (2, dict(accumulate=2), dict(DISPATCH, **FUSED, **FULL), {}),
-    "dispatch-overlap-fused-moe": (2, dict(accumulate=2), dict(DISPATCH, **FUSED, **MOE), dict(lifetime="layer")),
+    "dispatch-overlap-fused-moe": (
+        2,
+        dict(accumulate=2),
+        dict(DISPATCH, **FUSED, **MOE),
+        dict(lifetime="layer"),
+    ),
     "dispatch-overlap-fused-mtp-repeated": (
         2,
         dict(accumulate=2),
         dict(DISPATCH, **FUSED, **REPEATED, **MOE),
         dict(lifetime="layer"),
     ),
-    "delayed-fused-activation": (2, dict(accumulate=4), dict(COMBINED, **FUSED, **ACTIVATION), dict(lifetime="layer")),
+    "delayed-fused-activation": (
+        2,
+        dict(accumulate=4),
+        dict(COMBINED, **FUSED, **ACTIVATION),
+        dict(lifetime="layer"),
+    ),
     "te-2.9.0-delayed": (2, dict(accumulate=4, **OVERLAP), COMBINED, {}),
     "te-2.9.0-bias": (2, dict(accumulate=2), dict(add_bias_linear=True), {}),
     "te-2.9.0-fused": (2, dict(accumulate=3), FUSED, {}),
-    "te-2.9.0-fused-bf16-main-grads": (2, dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False), FUSED, {}),
+    "te-2.9.0-fused-bf16-main-grads": (
+        2,
+        dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False),
+        FUSED,
+        {},
+    ),
 }
 
 
@@ -93,7 +128,9 @@ def _cases(num_ranks: int) -> list:
 def _compare(name: str) -> None:
     import te_on_cpu
 
-    te_on_cpu.install(te_on_cpu.OLDEST if name.startswith(f"te-{te_on_cpu.OLDEST}") else te_on_cpu.NEWEST)
+    te_on_cpu.install(
+        te_on_cpu.OLDEST if name.startswith(f"te-{te_on_cpu.OLDEST}") else te_on_cpu.NEWEST
+    )
     import tex_on_cpu
     import tiny_gpt
     import torch.distributed as dist
@@ -104,7 +141,9 @@ def _compare(name: str) -> None:
     tiny_gpt.install_fused_wgrad()  # for the attention
     stock = tiny_gpt.train(case)
     layouts = {layout for layout, *_ in tex_on_cpu.GEMMS}
-    assert layouts == {"TN", "NN", "NT"}, "stock Megatron did not compute with TransformerEngine's GroupedLinear"
+    assert layouts == {"TN", "NN", "NT"}, (
+        "stock Megatron did not compute with TransformerEngine's GroupedLinear"
+    )
     none = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=0))
     assert tiny_gpt.difference(stock, none) == tiny_gpt.SAME
     tex_on_cpu.GEMMS.clear()
@@ -112,9 +151,14 @@ def _compare(name: str) -> None:
     order = [layout for layout, *_ in tex_on_cpu.GEMMS[-4:]]  # the last backward's, of fc2 and fc1
     delayed = settings.keys() & {"delay_wgrad_compute", *DISPATCH}
     assert order == (["NN", "NN", "NT", "NT"] if delayed else ["NN", "NT", "NN", "NT"])
-    worst = tiny_gpt.assert_trained_alike(stock, ours, name, tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5)
+    worst = tiny_gpt.assert_trained_alike(
+        stock, ours, name, tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
+    )
     if dist.get_rank() == 0:
-        print(f"\nparity | {name} | {ours.replicas} | {worst['loss']:.1e} | {worst['grad']:.1e} |", flush=True)
+        print(
+            f"\nparity | {name} | {ours.replicas} | {worst['loss']:.1e} | {worst['grad']:.1e} |",
+            flush=True,
+        )
 
 
 @pytest.mark.parametrize("name", _cases(2))
@@ -151,16 +195,26 @@ def test_a_linear_that_is_not_what_we_assume_is_refused() -> None:
         setattr(linear, name, value)
     experts = tiny_gpt.moe_layers(chunks)[0].experts
     experts._with_fused_impl, assumptions.FUSED_ASSUMPTIONS["gone"] = True, ""
-    with pytest.raises(ValueError, match="TEGroupedMLP with use_transformer_engine_op_fuser lacks gone; set model"):
+    with pytest.raises(
+        ValueError, match="TEGroupedMLP with use_transformer_engine_op_fuser lacks gone; set model"
+    ):
         tiny_gpt.fssdp_hook()(chunks)
     experts._with_fused_impl = False
     tiny_gpt.fssdp_hook()(chunks)
     twin = tiny_gpt.moe_layers(chunks)[0].experts.physical.twin.linear_fc1
-    for name in ("fp8_meta", "quantizers", "_fp8_workspaces", "_custom_quantizer_cache", "wgrad_store"):
+    for name in (
+        "fp8_meta",
+        "quantizers",
+        "_fp8_workspaces",
+        "_custom_quantizer_cache",
+        "wgrad_store",
+    ):
         assert getattr(twin, name) is not getattr(linear, name), name
 
 
-@pytest.mark.parametrize("with_replicas", [(True, False), (False, True)], ids=["replicas-homes", "homes-replicas"])
+@pytest.mark.parametrize(
+    "with_replicas", [(True, False), (False, True)], ids=["replicas-homes", "homes-replicas"]
+)
 @ranks(2, preload="te")
 def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[bool, bool]) -> None:
     """One of two microbatches has replicas. TE overwrites ``main_grad`` in what it is told is the first; Megatron says
@@ -179,7 +233,11 @@ def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[b
 
     def fetch_or_not(prefetcher: Prefetcher, state: Any) -> Any:
         fetches.append(state.index)
-        return fetch(prefetcher, state) if with_replicas[(fetches.count(state.index) - 1) % 2] else None
+        return (
+            fetch(prefetcher, state)
+            if with_replicas[(fetches.count(state.index) - 1) % 2]
+            else None
+        )
 
     def begin_iteration(chunks: list, step: int) -> None:
         for layer in tiny_gpt.moe_layers(chunks):
@@ -188,7 +246,9 @@ def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[b
 
     stock = tiny_gpt.train(case, steps=4, before_step=begin_iteration)
     Prefetcher._fetch = fetch_or_not
-    ours = tiny_gpt.train(case, steps=4, before_step=begin_iteration, hook=tiny_gpt.fssdp_hook(lifetime="microbatch"))
+    ours = tiny_gpt.train(
+        case, steps=4, before_step=begin_iteration, hook=tiny_gpt.fssdp_hook(lifetime="microbatch")
+    )
     tiny_gpt.assert_trained_alike(stock, ours)
     assert len(fetches) == 3 * 2 * 2, "the iterations after the first fetch twice in both layers"
 
@@ -240,7 +300,9 @@ def test_a_step_that_breaks_off_before_its_weight_gradients(lifetime: str, where
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_", [dict(OVERLAP), dict(settings=dict(add_bias_linear=True))], ids=["overlap", "bias"])
+@pytest.mark.parametrize(
+    "with_", [dict(OVERLAP), dict(settings=dict(add_bias_linear=True))], ids=["overlap", "bias"]
+)
 @ranks(2, preload="te")
 def test_gradients_that_stock_takes_too_early(with_: dict[str, Any]) -> None:
     """Why `unsupported` has a rule on ``overlap_dispatch_backward_with_experts_wgrad``; it can go when this fails.

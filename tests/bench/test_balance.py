@@ -70,7 +70,9 @@ def test_synthetic_loads_are_repeatable(name) -> None:
 
 
 def test_synthetic_loads_are_what_they_say() -> None:
-    expert = {name: synthetic(name, 8, steps=40).sum(axis=2) for name in synthetic_names()}  # [T, L, E]
+    expert = {
+        name: synthetic(name, 8, steps=40).sum(axis=2) for name in synthetic_names()
+    }  # [T, L, E]
     assert (expert["balanced"] == 8 * PAIRS / EXPERTS).all()
     assert 0 < expert["uniform"].std() < 0.1 * expert["uniform"].mean()
     for name, share in (("50%-to-4", 0.5), ("80%-to-4", 0.8)):
@@ -108,7 +110,11 @@ def test_the_dump_gives_the_csv(trace, tmp_path) -> None:
         for name, row in rows.items():
             quota, home = archive[f"{name}/quota"].astype(int), archive[f"{name}/home"]
             holders, placed = archive[f"{name}/holders"], archive[f"{name}/placed"]
-            assert quota.shape == (4, 2, 8, 16, 8) and home.shape == (4, 2, 16) and holders.shape == (4, 2, 16, 8)
+            assert (
+                quota.shape == (4, 2, 8, 16, 8)
+                and home.shape == (4, 2, 16)
+                and holders.shape == (4, 2, 16, 8)
+            )
             if name != "forced":
                 assert (quota.sum(axis=-1) == load).all()
             assert (quota.sum(axis=(-1, -2)) == load.sum(axis=-1)).all()
@@ -120,31 +126,53 @@ def test_the_dump_gives_the_csv(trace, tmp_path) -> None:
             assert float(row["imbalance_mean"]) == pytest.approx(imbalance.mean())
             assert float(row["imbalance_p95"]) == pytest.approx(np.percentile(imbalance, 95))
             assert float(row["imbalance_p99"]) == pytest.approx(np.percentile(imbalance, 99))
-            crossing = (quota.sum(axis=3) * (node[:, None] != node))[1:].sum(axis=(-1, -2)) / quota[1:].sum(
-                axis=(2, 3, 4)
-            )
+            crossing = (quota.sum(axis=3) * (node[:, None] != node))[1:].sum(axis=(-1, -2)) / quota[
+                1:
+            ].sum(axis=(2, 3, 4))
             assert float(row["crossing"]) == pytest.approx(crossing.mean())
             assert int(row["extra"]) == holders[1:].sum(axis=2).max() - 2
-            assert float(row["late"]) == pytest.approx((holders & ~placed)[1:].sum(axis=(2, 3)).mean() / 8)
+            assert float(row["late"]) == pytest.approx(
+                (holders & ~placed)[1:].sum(axis=(2, 3)).mean() / 8
+            )
             if name in ("hecate", "hecate-unpriced", "algorithm1", "fill", "clone-in-node"):
-                assert float(row["copies"]) == pytest.approx((placed.sum(axis=(2, 3))[1:] - 16).mean() / 8)
+                assert float(row["copies"]) == pytest.approx(
+                    (placed.sum(axis=(2, 3))[1:] - 16).mean() / 8
+                )
 
 
 def test_ideal_rows(trace) -> None:
-    rows = {row["planner"]: row for row in run(trace, "--ranks", "8", "--planner", "ep,forced,hecate-unpriced")}
+    rows = {
+        row["planner"]: row
+        for row in run(trace, "--ranks", "8", "--planner", "ep,forced,hecate-unpriced")
+    }
     rank = Trace.read(trace).counts.sum(axis=2).reshape(4, 2, 8, 2).sum(axis=-1)
-    assert rows["ep"]["imbalance_mean"] == pytest.approx((rank.max(axis=-1) / rank.mean(axis=-1)).mean())
+    assert rows["ep"]["imbalance_mean"] == pytest.approx(
+        (rank.max(axis=-1) / rank.mean(axis=-1)).mean()
+    )
     assert rows["forced"]["imbalance_mean"] <= 1.02 and rows["forced"]["time"] == 1
     assert rows["ep"]["time"] > 1
     assert rows["ep"]["intra_gb"] == rows["ep"]["inter_gb"] == 0
     # every replica comes as bf16 weights and goes home as an fp32 gradient, 3 matrices of 2048 x 768 each
     gb = rows["hecate-unpriced"]["copies"] * 8 * 6 * 3 * 2048 * 768 / 1e9
-    assert rows["hecate-unpriced"]["intra_gb"] + rows["hecate-unpriced"]["inter_gb"] == pytest.approx(gb)
+    assert rows["hecate-unpriced"]["intra_gb"] + rows["hecate-unpriced"][
+        "inter_gb"
+    ] == pytest.approx(gb)
 
 
 def test_a_copy_serves_all_microbatches_of_an_iteration(trace) -> None:
     """A copy of DeepSeek-V3's expert pays for 64 microbatches where it does for one with all their tokens."""
-    shape = ("--ranks", "8", "--planner", "hecate", "--hidden", "7168", "--ffn", "2048", "--skip", "1")
+    shape = (
+        "--ranks",
+        "8",
+        "--planner",
+        "hecate",
+        "--hidden",
+        "7168",
+        "--ffn",
+        "2048",
+        "--skip",
+        "1",
+    )
     one, all_at_once, many = (
         run(trace, *shape, "--pairs", pairs, "--microbatches", microbatches)[0]
         for pairs, microbatches in (("256", "1"), (str(64 * 256), "1"), ("256", "64"))
@@ -155,14 +183,20 @@ def test_a_copy_serves_all_microbatches_of_an_iteration(trace) -> None:
 
 
 def test_large_groups_take_no_other_option(capsys) -> None:
-    assert "--large takes no other option, got --large --ranks 8" in refusal(capsys, "--large", "--ranks", "8")
+    assert "--large takes no other option, got --large --ranks 8" in refusal(
+        capsys, "--large", "--ranks", "8"
+    )
 
 
 def test_large_groups_are_printed(capsys, monkeypatch) -> None:
     monkeypatch.setattr(large_groups, "SIZES", (16,))
     monkeypatch.setattr(large_groups, "SKEWS", ("lognormal 1", "one of 5 %", "pysrc_e64k6_aux0"))
     assert balance.main(["--large"]) == []
-    table = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    table = [
+        line.split("|")[1:-1]
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("|")
+    ]
     assert {len(row) for row in table} == {9} and len(table) == 2 + 3 * 3
     for row in table[2:]:
         before, after, ratio = float(row[3]), float(row[4].split("/")[0]), float(row[5])
@@ -174,7 +208,9 @@ def test_the_same_command_twice(trace, tmp_path, capsys) -> None:
     for name in ("a.csv", "b.csv"):
         run(trace, "--ranks", "4,16", "--csv", str(tmp_path / name))
         with (tmp_path / name).open() as file:
-            text.append([{k: v for k, v in row.items() if k not in TIMING} for row in csv.DictReader(file)])
+            text.append(
+                [{k: v for k, v in row.items() if k not in TIMING} for row in csv.DictReader(file)]
+            )
     assert text[0] == text[1] and len(text[0]) == 2 * len(find_planners())
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1
@@ -208,7 +244,9 @@ BAD_COUNTS = {
     "counts sum to 6.4e+301 in a step and layer, more than 2^53": np.full((1, 1, 8, 8), 1e300),
     "counts sum to inf in a step and layer, more than 2^53": np.full((1, 1, 8, 8), 1e308),
     "counts sum to 1.18e+21 in a step": np.full((1, 1, 8, 8), 2**64 - 1, dtype=np.uint64),
-    "counts sum to 5.76e+17 in a step": np.full((1, 1, 8, 8), 2**53),  # each of them exact, their sum not
+    "counts sum to 5.76e+17 in a step": np.full(
+        (1, 1, 8, 8), 2**53
+    ),  # each of them exact, their sum not
     "a source of 2000000000 pairs is too large to deal": np.full((1, 1, 4, 8), 250_000_000),
     "no tokens at all": np.zeros((1, 1, 8, 8), dtype=int),
     "12 experts do not divide among 8 ranks": np.ones((1, 1, 8, 12), dtype=int),
@@ -257,9 +295,18 @@ def test_bad_files(tmp_path, capsys) -> None:
         (["--pairs", "nan"], "argument --pairs: nan is not finite"),
         (["--hidden-us", "inf"], "argument --hidden-us: inf is not finite"),
         (["--ranks", "2", "--load", "zipf-2"], "out of range for 2 ranks"),
-        (["--csv", "no-such-folder/out.csv"], "--csv no-such-folder/out.csv: the folder no-such-folder does not exist"),
-        (["--dump", "no-such-folder/p.npz"], "--dump no-such-folder/p.npz: the folder no-such-folder does not exist"),
-        (["--measured", "nothing.json", "--ranks", "8"], "nothing.json does not hold measured speeds"),
+        (
+            ["--csv", "no-such-folder/out.csv"],
+            "--csv no-such-folder/out.csv: the folder no-such-folder does not exist",
+        ),
+        (
+            ["--dump", "no-such-folder/p.npz"],
+            "--dump no-such-folder/p.npz: the folder no-such-folder does not exist",
+        ),
+        (
+            ["--measured", "nothing.json", "--ranks", "8"],
+            "nothing.json does not hold measured speeds",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -270,7 +317,9 @@ def test_bad_arguments(arguments, message, capsys) -> None:
 @pytest.mark.parametrize("flag", ["--csv", "--dump"])
 def test_outputs_must_be_files(flag, trace, tmp_path, capsys) -> None:
     arguments = ["--trace", str(trace), "--ranks", "8"]
-    assert f"{flag} {tmp_path} is a folder; name a file in it" in refusal(capsys, *arguments, flag, str(tmp_path))
+    assert f"{flag} {tmp_path} is a folder; name a file in it" in refusal(
+        capsys, *arguments, flag, str(tmp_path)
+    )
     within = f"{trace}/out"
     assert f"the folder {trace} does not exist" in refusal(capsys, *arguments, flag, within)
     assert f"{flag} {trace} is a recorded load" in refusal(capsys, *arguments, flag, str(trace))
@@ -289,7 +338,9 @@ def test_the_largest_counts_are_replayed_exactly(tmp_path) -> None:
 
 
 def test_everything_is_covered_without_arguments(monkeypatch) -> None:
-    monkeypatch.setattr(loads.Trace, "to_ranks", lambda self, ranks: np.ones((1, 1, ranks, 64), dtype=int))
+    monkeypatch.setattr(
+        loads.Trace, "to_ranks", lambda self, ranks: np.ones((1, 1, ranks, 64), dtype=int)
+    )
     found = {(case.load, case.setting.num_ranks) for case in balance._arguments([]).cases}
     names = [path.stem for path in DATA.glob("*.npz")] + synthetic_names()
     assert len(names) >= 8

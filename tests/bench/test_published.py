@@ -38,17 +38,23 @@ def test_held_back_steps_of_laer(system: str) -> None:
 def test_the_order_of_systems_is_the_measured_one() -> None:
     for row in laer_predictions():
         names = sorted(SYSTEMS)
-        assert sorted(names, key=lambda s: row[s]) == sorted(names, key=lambda s: row[f"{s}_ms"]), row
+        assert sorted(names, key=lambda s: row[s]) == sorted(names, key=lambda s: row[f"{s}_ms"]), (
+            row
+        )
 
 
-@pytest.mark.parametrize(("name", "cluster"), [("gpt-oss-120b", "h100x8"), ("qwen3-235b-a22b", "gb200x72")])
+@pytest.mark.parametrize(
+    ("name", "cluster"), [("gpt-oss-120b", "h100x8"), ("qwen3-235b-a22b", "gb200x72")]
+)
 def test_held_back_steps_of_bridge(name: str, cluster: str) -> None:
     """Within 10 %."""
     for row in PUBLISHED["forced_balance"]["rows"]:
         if row[:2] == [name, cluster]:
             _, _, ranks, ep, pp, batch, micro, measured = row
             sizes = dict(ranks=ranks, ep=ep, pp=pp, batch=(batch, micro))
-            assert forced_step(Model.named(name), CLUSTERS[cluster], **sizes) == pytest.approx(measured, rel=0.1)
+            assert forced_step(Model.named(name), CLUSTERS[cluster], **sizes) == pytest.approx(
+                measured, rel=0.1
+            )
 
 
 @pytest.mark.parametrize(("name", "late"), [("hecate", 0), ("hecate-late-priced", 8)])
@@ -58,12 +64,21 @@ def test_rivals_and_the_command_simulate_alike(name: str, late: int) -> None:
     world = World(node=(0, 0, 0, 0, 1, 1, 1, 1), speeds=H100)
     model = Model.named("qwen3-30b-a3b,experts=16,layers=2")
     share = np.random.default_rng(2).dirichlet(np.full(16, 0.5), size=2)
-    counts = np.random.default_rng(3).multinomial(200_000, share[None, :, None].repeat(8, axis=2), size=(5, 2, 8))
+    counts = np.random.default_rng(3).multinomial(
+        200_000, share[None, :, None].repeat(8, axis=2), size=(5, 2, 8)
+    )
     counts[-1] = counts[-1, ..., ::-1]  # a jump
     timing = Timing(dense=1e-3, pair=1e-9)
     schedule = Schedule.even(2, 1, microbatches=1)
     job = Job(
-        model=model, layers=(0, 1), counts=counts, first=1, world=world, timing=timing, schedule=schedule, measured=True
+        model=model,
+        layers=(0, 1),
+        counts=counts,
+        first=1,
+        world=world,
+        timing=timing,
+        schedule=schedule,
+        measured=True,
     )
     setting = Setting(16, world=world, shape=job.shape("iteration"), slots=2)
     placed = job.place(job.homes(2, "iteration", 0)[0], "iteration")
@@ -77,10 +92,16 @@ def test_rivals_and_the_command_simulate_alike(name: str, late: int) -> None:
         expert, rank = np.nonzero(after.holders & ~before.holders)
         assert (node[rank] == node[after.home[expert]]).all() and (late > 0) <= len(rank) <= late
     homes = [[placement.homes_only for placement in step] for step in placed]
-    few = dataclasses.replace(job, counts=counts // 40)  # so few that replicas would not win their price four times
-    four = dataclasses.replace(few, counts=4 * few.counts, schedule=dataclasses.replace(schedule, microbatches=4))
+    few = dataclasses.replace(
+        job, counts=counts // 40
+    )  # so few that replicas would not win their price four times
+    four = dataclasses.replace(
+        few, counts=4 * few.counts, schedule=dataclasses.replace(schedule, microbatches=4)
+    )
     once, often = few.add_late(homes, late), four.add_late(homes, late)
-    assert [[p.fingerprint for p in step] for step in once] == [[p.fingerprint for p in step] for step in often]
+    assert [[p.fingerprint for p in step] for step in once] == [
+        [p.fingerprint for p in step] for step in often
+    ]
     assert any(p.num_replicas for step in once for p in step) == (late > 0)
 
 
@@ -89,10 +110,16 @@ def test_single_kernels() -> None:
     combine in DeepSeek's own trace on 8 nodes within 5 %. All others within a factor of 2."""
     found = list(rows())
     held = [row for row in found if row["use"] == "held back"]
-    assert len(found) - len(held) == 5 and {row["source"] for row in held} >= {"NCCL", "DeepEP V1", "experts' GEMMs"}
+    assert len(found) - len(held) == 5 and {row["source"] for row in held} >= {
+        "NCCL",
+        "DeepEP V1",
+        "experts' GEMMs",
+    }
     for row in held:
         name, what = row["source"], row["what"]
-        near = 0.16 if "64 MiB" in what else 0.05 if (name, row["ranks"]) == ("DeepEP V1", 32) else 0.6
+        near = (
+            0.16 if "64 MiB" in what else 0.05 if (name, row["ranks"]) == ("DeepEP V1", 32) else 0.6
+        )
         near = 0.05 if "trace" in name and "combine" in what else near
         assert abs(row["off"]) < near, row
 
@@ -103,13 +130,19 @@ def test_the_workloads_are_the_published_ones() -> None:
     assert [row["workload"] for row in rows if row["same"] != "yes"] == [NAMES[3]] * 2
     for row in rows:
         ranks = PUBLISHED["w0_w7"]["corrected_rank_max_over_mean"][row["size"]]
-        assert round(row["rank"], 3) == pytest.approx(ranks.get(row["workload"][:2], 1.0), abs=1.1e-3)
+        assert round(row["rank"], 3) == pytest.approx(
+            ranks.get(row["workload"][:2], 1.0), abs=1.1e-3
+        )
 
 
 def test_the_command_prints_its_tables(capsys: pytest.CaptureFixture) -> None:
     main(["--only", "forced,marin"])
     text = capsys.readouterr().out
-    assert text.count("held back") == 4 and text.count("| fitted ") == 2 and "average overload 1.338" in text
+    assert (
+        text.count("held back") == 4
+        and text.count("| fitted ") == 2
+        and "average overload 1.338" in text
+    )
     with pytest.raises(SystemExit):
         main(["--only", "force"])
     assert "--only force: there are forced, parts, laer, marin" in capsys.readouterr().err

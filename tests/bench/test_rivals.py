@@ -35,7 +35,9 @@ ANY_NUMBER_OF_COPIES = {"fastermoe", "llep"}  # as their docstrings say
 
 
 def setting(num_experts: int, node: tuple[int, ...], *, slots: int) -> Setting:
-    return Setting(num_experts, world=World(node=node), shape=UNIT, slots=slots, tokens_per_count=20.0)
+    return Setting(
+        num_experts, world=World(node=node), shape=UNIT, slots=slots, tokens_per_count=20.0
+    )
 
 
 def assert_valid(planner, load: np.ndarray, placement: Placement, quotas) -> None:
@@ -61,7 +63,9 @@ def random_loads(steps: int, ranks: int, experts: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", find_planners())
-@pytest.mark.parametrize(("node", "slots"), [((0,) * 4 + (1,) * 4, 1), ((0,) * 4, 2), ((0, 1), 0)], ids=str)
+@pytest.mark.parametrize(
+    ("node", "slots"), [((0,) * 4 + (1,) * 4, 1), ((0,) * 4, 2), ((0, 1), 0)], ids=str
+)
 def test_every_plan_is_valid(name, node, slots) -> None:
     planner = find_planners()[name](setting(16, node, slots=slots))
     loads = random_loads(55, len(node), 16)
@@ -81,7 +85,9 @@ def test_every_plan_is_valid(name, node, slots) -> None:
 
 
 # laer and ours share out their slots evenly then
-@pytest.mark.parametrize("name", sorted(n for n in find_planners() if n != "laer" and not n.startswith("hecate")))
+@pytest.mark.parametrize(
+    "name", sorted(n for n in find_planners() if n != "laer" and not n.startswith("hecate"))
+)
 def test_nothing_moves_before_anything_is_known(name) -> None:
     planner = find_planners()[name](setting(8, (0, 0, 1, 1), slots=2))
     placed = planner.place([])
@@ -97,7 +103,9 @@ def test_a_new_planner_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_even_split_prefers_rank_then_node() -> None:
-    placement = Placement.initial(4, 4, num_slots=1).with_replicas([(0, 1), (0, 2)])  # expert 0 on ranks 0, 1, 2
+    placement = Placement.initial(4, 4, num_slots=1).with_replicas(
+        [(0, 1), (0, 2)]
+    )  # expert 0 on ranks 0, 1, 2
     load = np.zeros((4, 4), dtype=np.int64)
     load[:, 0] = [6, 6, 6, 6]
     world = World(node=(0, 0, 1, 1))
@@ -130,7 +138,9 @@ def test_fastermoe_shadows_what_its_model_says_pays(shadow_seconds, shadowed) ->
     load = np.array([[10, 1, 1, 1]] * 4)
     placement = planner.correct(load, planner.place([]))
     assert np.flatnonzero(placement.holders.all(axis=1)).tolist() == shadowed
-    assert planner.split(load, placement).rank_load(4).tolist() == ([10, 14, 14, 14] if shadowed else [40, 4, 4, 4])
+    assert planner.split(load, placement).rank_load(4).tolist() == (
+        [10, 14, 14, 14] if shadowed else [40, 4, 4, 4]
+    )
 
 
 def test_smartmoe_swaps_after_25_steps_with_the_optimizer_state() -> None:
@@ -158,12 +168,19 @@ def test_eplb_keeps_replicas_and_reduces_their_gradients_every_step() -> None:
     assert before.num_replicas == 0
     placed = planner.place(history[:25])
     # nodes take experts {0, 3} and {1, 2} (10 + 1 against 1 + 1); in each, both ranks hold both
-    assert placed.holders.astype(int).tolist() == [[1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1], [1, 1, 0, 0]]
+    assert placed.holders.astype(int).tolist() == [
+        [1, 1, 0, 0],
+        [0, 0, 1, 1],
+        [0, 0, 1, 1],
+        [1, 1, 0, 0],
+    ]
     assert planner.moves(placed, placed).early.inter_in.sum() > 0
     again = planner.place(history[:26])
     moves = planner.moves(again, again)
     assert moves.early.intra == moves.early.inter == moves.state.intra == 0
-    assert moves.grads.intra + moves.grads.inter == 2 * 4  # 4 experts with one replica: a way home and a way back
+    assert (
+        moves.grads.intra + moves.grads.inter == 2 * 4
+    )  # 4 experts with one replica: a way home and a way back
 
 
 @pytest.mark.parametrize(("piece", "expected"), [(1, [33, 23, 11, 33]), (30, [33, 34, 0, 33])])
@@ -194,7 +211,10 @@ def test_flexmoe_expands_until_the_trigger_is_met() -> None:
 
 def test_flexmoe_shrinks_to_make_room_and_migrates() -> None:
     full = FlexMoE(setting(2, (0, 0), slots=0))
-    assert full.place([np.array([[5, 1]] * 2)]).home.tolist() == [0, 1]  # no room, and a swap does not help
+    assert full.place([np.array([[5, 1]] * 2)]).home.tolist() == [
+        0,
+        1,
+    ]  # no room, and a swap does not help
     planner = FlexMoE(setting(4, (0, 0), slots=0))
     placed = planner.place([np.array([[5, 5, 1, 1]])])  # 10 | 2: a hot and a cold one change places
     assert placed.home.tolist() == [1, 0, 0, 1]
@@ -242,23 +262,32 @@ def test_copies_cross_once_to_a_node_and_are_shared_inside_from_three_on() -> No
     """By hand: expert 0 of rank 0 to three ranks of its node and to four of another one; its first receiver
     scatters."""
     traffic = fan_out(
-        np.array([[False, True, True, True, True, True, True, True]]), np.array([0]), World((0,) * 4 + (1,) * 4)
+        np.array([[False, True, True, True, True, True, True, True]]),
+        np.array([0]),
+        World((0,) * 4 + (1,) * 4),
     )
-    assert traffic.inter_out.tolist() == [1] + [0] * 7 and traffic.inter_in.tolist() == [0] * 4 + [1] + [0] * 3
+    assert (
+        traffic.inter_out.tolist() == [1] + [0] * 7
+        and traffic.inter_in.tolist() == [0] * 4 + [1] + [0] * 3
+    )
     assert traffic.intra_in.tolist() == [0, 1, 1, 1, 0, 1, 1, 1]
     assert traffic.intra_out == pytest.approx([1, 2 / 3, 2 / 3, 2 / 3] * 2)
     two = fan_out(np.array([[False, True, True, False]]), np.array([0]), World((0,) * 4))
     assert two.intra_out.tolist() == [2, 0, 0, 0]
 
 
-SPEEDS = Speeds(intra=Link(100.0, 1.0), inter=Link(10.0, 2.0), flops=6.0, routing=0.5, contention=0.25)
+SPEEDS = Speeds(
+    intra=Link(100.0, 1.0), inter=Link(10.0, 2.0), flops=6.0, routing=0.5, contention=0.25
+)
 
 
 def test_a_step_adds_up() -> None:
     """Two nodes of two ranks at round speeds: 14 tokens of 2 s; 70 bytes at 2 x 10 bytes/s + 2 s, four times; and so
     on."""
     world = World((0, 0, 1, 1), speeds=SPEEDS)
-    shape = LayerShape(expert_bytes=200, grad_bytes=400, token_bytes=10, token_flops=4.0, hidden_seconds=12.0)
+    shape = LayerShape(
+        expert_bytes=200, grad_bytes=400, token_bytes=10, token_flops=4.0, hidden_seconds=12.0
+    )
     load = np.array([[5, 3, 2, 0], [0, 5, 0, 5], [0, 0, 10, 0], [1, 0, 0, 9]])
     plan = find_planners()["ep"](Setting(4, world, shape, slots=1))
     homes = plan.place([])
@@ -266,18 +295,34 @@ def test_a_step_adds_up() -> None:
     assert traffic.intra_out.tolist() == [3, 0, 0, 0] and traffic.inter_out.tolist() == [2, 5, 0, 1]
     assert traffic.seconds(10, world) == 5.5
     bare = score(plan.split(load, homes), homes, plan.moves(homes, homes), plan.setting)
-    assert bare.seconds == 3 * 12 + 14 * 2 + 4 * 5.5 and bare.crossing == 8 / 40 and bare.imbalance == 1.4
+    assert (
+        bare.seconds == 3 * 12 + 14 * 2 + 4 * 5.5
+        and bare.crossing == 8 / 40
+        and bare.imbalance == 1.4
+    )
     placed = homes.with_replicas(
         [(0, 1), (0, 2), (0, 3)]
     )  # one copy crosses: 200 bytes at 20 bytes/s + 2 s hide, 400 do not
-    with_replicas = score(plan.split(load, placed), placed, plan.moves(placed, placed), plan.setting)
+    with_replicas = score(
+        plan.split(load, placed), placed, plan.moves(placed, placed), plan.setting
+    )
     quotas = plan.split(load, placed)
-    tokens = quotas.rank_load(4).max() * 2 + 4 * token_traffic(quotas.flow(4), world).seconds(10, world)
+    tokens = quotas.rank_load(4).max() * 2 + 4 * token_traffic(quotas.flow(4), world).seconds(
+        10, world
+    )
     assert with_replicas.seconds == pytest.approx(3 * 12 + tokens + 0.5 + 10)
     assert (with_replicas.copies, with_replicas.extra) == (0.75, 1)
 
 
 def test_gathered_shards_come_from_everywhere() -> None:
     traffic = gather_shards(np.array([[True, False, False, True]]), World(node=(0, 0, 0, 1)))
-    assert traffic.intra_in.tolist() == [0.5, 0, 0, 0] and traffic.inter_in.tolist() == [0.25, 0, 0, 0.75]
-    assert traffic.intra_out.tolist() == [0, 0.25, 0.25, 0] and traffic.inter_out.tolist() == [0.25] * 4
+    assert traffic.intra_in.tolist() == [0.5, 0, 0, 0] and traffic.inter_in.tolist() == [
+        0.25,
+        0,
+        0,
+        0.75,
+    ]
+    assert (
+        traffic.intra_out.tolist() == [0, 0.25, 0.25, 0]
+        and traffic.inter_out.tolist() == [0.25] * 4
+    )

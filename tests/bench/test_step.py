@@ -23,7 +23,9 @@ def _dense(weights: Weights) -> dict[str, Tensor]:
     router = weights.router.detach().double().requires_grad_()
     kinds = ("first", "second")
     first, second = (
-        torch.cat([part.detach()[: s.homes] for part in getattr(weights, kind)]).double().requires_grad_()
+        torch.cat([part.detach()[: s.homes] for part in getattr(weights, kind)])
+        .double()
+        .requires_grad_()
         for kind in kinds
     )
     scores = torch.softmax(x @ router.t() + weights.bias.double(), dim=-1)
@@ -31,10 +33,19 @@ def _dense(weights: Weights) -> dict[str, Tensor]:
     output = torch.zeros_like(x)
     for expert in range(s.experts):
         gate, up = (x @ first[expert]).chunk(2, dim=-1)
-        output = output + (torch.nn.functional.silu(gate) * up @ second[expert]) * probs[:, expert : expert + 1]
+        output = (
+            output
+            + (torch.nn.functional.silu(gate) * up @ second[expert]) * probs[:, expert : expert + 1]
+        )
     output.backward(torch.cat(weights.grads).double())
     grads = [grad.reshape(s.ranks, s.homes, *grad.shape[1:]) for grad in (first.grad, second.grad)]
-    names = ("outputs", "gradients of inputs", "gradient of the router", "gradients of w1", "gradients of w2")
+    names = (
+        "outputs",
+        "gradients of inputs",
+        "gradient of the router",
+        "gradients of w1",
+        "gradients of w2",
+    )
     return dict(zip(names, (output.detach(), x.grad, router.grad, *grads), strict=True))
 
 

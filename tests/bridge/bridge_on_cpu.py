@@ -19,7 +19,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "tests/bridge", "examples")]
-sys.modules["bridge_on_cpu"] = sys.modules[__name__]  # the process that ranks are forked from knows it by another name
+sys.modules["bridge_on_cpu"] = sys.modules[
+    __name__
+]  # the process that ranks are forked from knows it by another name
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.simplefilter("ignore")
 
@@ -87,11 +89,20 @@ def recipe(*overrides: str, name: str = QWEN3) -> ConfigContainer:
 
 def as_model_config(provider: Any) -> GPTModelConfig:
     """The same model by Megatron's newer kind of configuration."""
-    own, layers = ({f.name for f in dataclasses.fields(c) if f.init} for c in (GPTModelConfig, TransformerConfig))
+    own, layers = (
+        {f.name for f in dataclasses.fields(c) if f.init}
+        for c in (GPTModelConfig, TransformerConfig)
+    )
     values = {f.name: getattr(provider, f.name) for f in dataclasses.fields(provider)}
-    transformer = TransformerConfig(**{name: value for name, value in values.items() if name in layers})
-    rest = {name: value for name, value in values.items() if name in own - {"transformer_layer_spec"}}
-    return GPTModelConfig(transformer=transformer, transformer_layer_spec=_local_layers_of_model, **rest)
+    transformer = TransformerConfig(
+        **{name: value for name, value in values.items() if name in layers}
+    )
+    rest = {
+        name: value for name, value in values.items() if name in own - {"transformer_layer_spec"}
+    }
+    return GPTModelConfig(
+        transformer=transformer, transformer_layer_spec=_local_layers_of_model, **rest
+    )
 
 
 def _local_layers_of_model(config: GPTModelConfig, **kwargs: Any) -> Any:

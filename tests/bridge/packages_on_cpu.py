@@ -48,13 +48,17 @@ class _AnyName(abc.ABCMeta):
 def _stand_in(name: str) -> Any:
     if name.startswith("__"):
         raise AttributeError(name)
-    return _AnyName(name, (), {"__init__": lambda self, *args, **kwargs: None, "__call__": lambda self, f: f})
+    return _AnyName(
+        name, (), {"__init__": lambda self, *args, **kwargs: None, "__call__": lambda self, f: f}
+    )
 
 
 class _Packages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Makes `ABSENT` packages and all their modules, in which every name is a class that does nothing."""
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if any(name == absent or name.startswith(f"{absent}.") for absent in ABSENT):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-FREE = str(Path(__file__).parent.parent / "free_copies.json")  # else no copy pays on so small a model
+FREE = str(
+    Path(__file__).parent.parent / "free_copies.json"
+)  # else no copy pays on so small a model
 QWEN3 = "qwen.h100.qwen3_moe:qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config"
 GLM_AIR = "glm.h100.glm45:glm45_air_106b_pretrain_32gpu_h100_bf16_config"
 SIZES = dict(
@@ -28,7 +30,12 @@ MODELS = {
     "GLM-4.5-Air": (
         "glm4_moe",
         "Glm4MoeForCausalLM",
-        dict(n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, num_nextn_predict_layers=1),
+        dict(
+            n_routed_experts=8,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+            num_nextn_predict_layers=1,
+        ),
     ),
 }
 # What makes a recipe small enough, and leaves out what needs a GPU.
@@ -76,10 +83,18 @@ OVERRIDES = (
     "model.cross_entropy_fusion_impl=native",
     # fp32, in which sums of replicas agree with stock to 1e-5
     "mixed_precision=null",
-    *(f"{name}=false" for name in ("model.bf16", "optimizer.bf16", "optimizer.use_precision_aware_optimizer")),
+    *(
+        f"{name}=false"
+        for name in ("model.bf16", "optimizer.bf16", "optimizer.use_precision_aware_optimizer")
+    ),
     *(
         f"{name}=torch.float32"
-        for name in ("model.params_dtype", "model.pipeline_dtype", "model.autocast_dtype", "optimizer.params_dtype")
+        for name in (
+            "model.params_dtype",
+            "model.pipeline_dtype",
+            "model.autocast_dtype",
+            "optimizer.params_dtype",
+        )
     ),
 )
 
@@ -93,8 +108,12 @@ class Run:
     replicas: Counter[str]
 
     def assert_same(self, other: Run, *, rel: float = 1e-5) -> None:
-        assert len(self.steps) == len(other.steps), f"{len(self.steps)} steps, not {len(other.steps)}"
-        for ours, theirs in zip(self.steps + self.validation, other.steps + other.validation, strict=True):
+        assert len(self.steps) == len(other.steps), (
+            f"{len(self.steps)} steps, not {len(other.steps)}"
+        )
+        for ours, theirs in zip(
+            self.steps + self.validation, other.steps + other.validation, strict=True
+        ):
             assert ours == pytest.approx(theirs, rel=rel, abs=0) if rel else ours == theirs
 
 
@@ -114,10 +133,14 @@ def train(config: Any, *more: Any) -> Run:
         def on_train_step_end(self, context: Any) -> None:
             losses = {name: float(value) for name, value in context.loss_dict.items()}
             run.steps.append({**losses, "gradient": float(context.grad_norm)})
-            run.replicas.update({layer.layer: layer.replicas for layer in layer_metrics(context.model)})
+            run.replicas.update(
+                {layer.layer: layer.replicas for layer in layer_metrics(context.model)}
+            )
 
         def on_eval_end(self, context: Any) -> None:
-            run.validation.append({name: float(value) for name, value in context.total_loss_dict.items()})
+            run.validation.append(
+                {name: float(value) for name, value in context.total_loss_dict.items()}
+            )
 
     pretrain(config, forward_step, callbacks=[Record(), *more])
     return run

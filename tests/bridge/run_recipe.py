@@ -15,7 +15,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--recipe", required=True)
     args, overrides = parser.parse_known_args()
-    config = process_config_with_overrides(getattr(qwen3_moe, args.recipe)(), cli_overrides=overrides)
+    config = process_config_with_overrides(
+        getattr(qwen3_moe, args.recipe)(), cli_overrides=overrides
+    )
     run = pretrain if "pretrain" in args.recipe else finetune
     run(config=config, forward_step_func=forward_step)
 

@@ -61,7 +61,12 @@ def test_a_checkpoint_resumes_in_all_four_directions() -> None:
     whole = run(False)
     for saved_on in (False, True):
         folder = f"{os.environ['TEST_FOLDER']}/{saved_on}"
-        run(saved_on, "train.train_iters=2", f"checkpoint.save={folder}", "checkpoint.save_interval=2")
+        run(
+            saved_on,
+            "train.train_iters=2",
+            f"checkpoint.save={folder}",
+            "checkpoint.save_interval=2",
+        )
         for loaded_on in (False, True):
             resumed = run(loaded_on, f"checkpoint.load={folder}")
             resumed.assert_same(dataclasses.replace(whole, steps=whole.steps[2:]))

@@ -13,7 +13,10 @@ from recipe_runs import train
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("dist.use_torch_fsdp2=true",), r"use_torch_fsdp2=True: .* set dist.use_torch_fsdp2=false or leave out"),
+        (
+            ("dist.use_torch_fsdp2=true",),
+            r"use_torch_fsdp2=True: .* set dist.use_torch_fsdp2=false or leave out",
+        ),
         (
             ("dist.use_megatron_fsdp=true", "model.gradient_accumulation_fusion=false"),
             r"use_megatron_fsdp=True: .* set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false",
@@ -41,7 +44,9 @@ def test_adapters_of_experts() -> None:
     from megatron_hecate import HecateConfig, fssdp
 
     config = recipe()
-    config.model.register_pre_wrap_hook(lambda chunks: LoRA(target_modules=["linear_fc1"])(chunks, training=True))
+    config.model.register_pre_wrap_hook(
+        lambda chunks: LoRA(target_modules=["linear_fc1"])(chunks, training=True)
+    )
     config.model.register_pre_wrap_hook(fssdp(HecateConfig()))
     with pytest.raises(ValueError, match=r"peft='\w+': adapters wrap .* set its peft to None"):
         train(config)

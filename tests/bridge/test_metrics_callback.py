@@ -30,7 +30,10 @@ LOGGERS = (
 )
 
 # Bridge logs losses of each layer under "moe/", too
-OURS = ("fssdp/", *(f"moe/{name}" for name in ("avg_overload", "max_", "dead_experts", "overload_factor_layer_")))
+OURS = (
+    "fssdp/",
+    *(f"moe/{name}" for name in ("avg_overload", "max_", "dead_experts", "overload_factor_layer_")),
+)
 
 
 class _Recorder(types.ModuleType):
@@ -92,7 +95,9 @@ def test_every_logger_has_the_metrics_of_all_stages(observe: bool) -> None:
 
     class Expect(Callback):
         def on_train_start(self, context: Any) -> None:
-            layers = [m for chunk in context.model for m in chunk.modules() if isinstance(m, MoELayer)]
+            layers = [
+                m for chunk in context.model for m in chunk.modules() if isinstance(m, MoELayer)
+            ]
             self.layer = layers[0] if layers else None
             if not layers:
                 return
@@ -127,15 +132,22 @@ def test_every_logger_has_the_metrics_of_all_stages(observe: bool) -> None:
                 mine |= dataclasses.asdict(layer)
             every: list = [None] * 4
             dist.all_gather_object(every, mine)
-            layers = [of for of in (every[1], every[3]) if of]  # this pipeline's: ranks 0 and 1 are the first stage
+            layers = [
+                of for of in (every[1], every[3]) if of
+            ]  # this pipeline's: ranks 0 and 1 are the first stage
             factors = [float(layer["counted"]) for layer in layers]
-            values = {"moe/avg_overload_factor": fmean(factors), "moe/max_overload_factor": max(factors)}
+            values = {
+                "moe/avg_overload_factor": fmean(factors),
+                "moe/max_overload_factor": max(factors),
+            }
             values |= {f"moe/overload_factor_layer_{i}": factor for i, factor in enumerate(factors)}
             values["moe/max_vio"] = fmean(float(layer["max_vio"]) for layer in layers)
             values["moe/dead_experts"] = sum(int(layer["dead"]) for layer in layers)
             if not observe:
                 values["fssdp/replicas"] = sum(layer["replicas"] for layer in layers)
-                values |= {f"fssdp/replicas_layer_{i}": layer["replicas"] for i, layer in enumerate(layers)}
+                values |= {
+                    f"fssdp/replicas_layer_{i}": layer["replicas"] for i, layer in enumerate(layers)
+                }
                 values["fssdp/bypassed_layers"] = sum(layer["bypassed"] for layer in layers)
             expected[context.state.train_state.step + 1] = values
 
@@ -146,11 +158,16 @@ def test_every_logger_has_the_metrics_of_all_stages(observe: bool) -> None:
     expected = {step: values for step, values in expected.items() if step in (2, 4)}
     assert observe or all(values["fssdp/replicas"] for values in expected.values())
     logged = {
-        name: {step: {n: v for n, v in values.items() if n.startswith(OURS)} for step, values in r.logged.items()}
+        name: {
+            step: {n: v for n, v in values.items() if n.startswith(OURS)}
+            for step, values in r.logged.items()
+        }
         for name, r in recorders.items()
     }
     if dist.get_rank() < 3:
-        assert not any(recorder.logged for recorder in recorders.values()), "Bridge logs on the last rank"
+        assert not any(recorder.logged for recorder in recorders.values()), (
+            "Bridge logs on the last rank"
+        )
         return
     board: dict[int, dict[str, float]] = {}
     events = EventAccumulator(f"{folder}/board").Reload()
@@ -161,5 +178,9 @@ def test_every_logger_has_the_metrics_of_all_stages(observe: bool) -> None:
         found = {step: values for step, values in by_step.items() if values}
         assert found.keys() == expected.keys(), name
         for step, values in found.items():
-            assert {n: values[n] for n in expected[step]} == pytest.approx(expected[step], rel=1e-6), (name, step)
-    assert not observe or not any(n.startswith("fssdp/repl") for values in board.values() for n in values)
+            assert {n: values[n] for n in expected[step]} == pytest.approx(
+                expected[step], rel=1e-6
+            ), (name, step)
+    assert not observe or not any(
+        n.startswith("fssdp/repl") for values in board.values() for n in values
+    )

@@ -49,7 +49,10 @@ def test_export_of_a_model_in_memory() -> None:
     ours = train(moved(recipe(STEPS)), Export())
     ours.assert_same(stock)
     assert seen == [True]
-    assert exported[0].keys() == exported[1].keys() and sum(".experts." in name for name in exported[0]) >= 48
+    assert (
+        exported[0].keys() == exported[1].keys()
+        and sum(".experts." in name for name in exported[0]) >= 48
+    )
     for name, weight in exported[0].items():
         torch.testing.assert_close(exported[1][name], weight, rtol=0, atol=2e-5, msg=name)
 
@@ -64,7 +67,11 @@ def test_a_checkpoint_of_moved_homes_resumes_anywhere() -> None:
 
     whole = run(False)
     folder = f"{os.environ['TEST_FOLDER']}/moved"
-    first = run(True, f"checkpoint.save={folder}", "checkpoint.save_interval=3", "train.train_iters=3")
+    first = run(
+        True, f"checkpoint.save={folder}", "checkpoint.save_interval=3", "train.train_iters=3"
+    )
     first.assert_same(dataclasses.replace(whole, steps=whole.steps[:3]))
     for on in (False, True):
-        run(on, f"checkpoint.load={folder}").assert_same(dataclasses.replace(whole, steps=whole.steps[3:]))
+        run(on, f"checkpoint.load={folder}").assert_same(
+            dataclasses.replace(whole, steps=whole.steps[3:])
+        )

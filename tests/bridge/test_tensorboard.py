@@ -41,7 +41,8 @@ def _steps(file: Path, chunks: int) -> list[tuple[list, list]]:
     for step in range(0, len(lines), chunks):
         parts = lines[step : step + chunks]
         experts = [
-            np.sum([e or [0] * 16 for e in layer], axis=0) for layer in zip(*(p["experts"] for p in parts), strict=True)
+            np.sum([e or [0] * 16 for e in layer], axis=0)
+            for layer in zip(*(p["experts"] for p in parts), strict=True)
         ]
         steps.append((experts, np.sum([p["computed"] for p in parts], axis=0)))
     return steps
@@ -56,32 +57,54 @@ def test_a_script_logs_what_was_routed(
 ) -> None:
     """On all stages; one of them may have no layer with experts, also the last one, whose last rank logs."""
     observe, (settings, numbers) = layout == "observe", LAYOUTS[layout]
-    stages, chunks, width = 1 + (PIPELINE in settings), 1 + ("virtual" in settings), 1 if observe else 2
+    stages, chunks, width = (
+        1 + (PIPELINE in settings),
+        1 + ("virtual" in settings),
+        1 if observe else 2,
+    )
     run: dict[str, Any] = dict(settings=settings, ranks=width * stages)
     monkeypatch.setenv("HECATE_PROBE", str(tmp_path / "probe"))
     flags = ["--moe-fssdp-observe"] if observe else ["--moe-fssdp"]
     flags += ["--moe-fssdp-speeds", str(ROOT / "tests" / "free_copies.json")]
     flags += ["--moe-fssdp-record", str(tmp_path / "run")]
     logging = ["--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-log-interval", "1"]
-    log = _pretrain(text, *logging, "--moe-per-layer-logging", launcher=["-m", "megatron_hecate", *flags], **run)
-    said = f"FSSDP observes {len(numbers)} MoE layers and is off" if observe else f"FSSDP on: {len(numbers)} MoE layers"
+    log = _pretrain(
+        text, *logging, "--moe-per-layer-logging", launcher=["-m", "megatron_hecate", *flags], **run
+    )
+    said = (
+        f"FSSDP observes {len(numbers)} MoE layers and is off"
+        if observe
+        else f"FSSDP on: {len(numbers)} MoE layers"
+    )
     assert log.count(said) == 1
     if observe:
         assert _losses(log) == _losses(_pretrain(text, launcher=[], **run))
     of_stages = []  # [T, L, E] and [T, L, N] of the layers of each stage that has some
     for stage in range(stages):
-        ranks = [_steps(tmp_path / "probe" / f"rank{width * stage + r}.jsonl", chunks) for r in range(width)]
+        ranks = [
+            _steps(tmp_path / "probe" / f"rank{width * stage + r}.jsonl", chunks)
+            for r in range(width)
+        ]
         if len(ranks[0][0][0]):
             load = np.array([[experts for experts, _ in rank] for rank in ranks]).sum(axis=0)
-            of_stages.append((load, np.array([[c for _, c in rank] for rank in ranks]).transpose(1, 2, 0)))
-    order = np.argsort(sorted(numbers, key=lambda number: number % 2 == 0) if chunks == 2 else numbers)
+            of_stages.append(
+                (load, np.array([[c for _, c in rank] for rank in ranks]).transpose(1, 2, 0))
+            )
+    order = np.argsort(
+        sorted(numbers, key=lambda number: number % 2 == 0) if chunks == 2 else numbers
+    )
     load, computed = (np.concatenate(of, axis=1)[:, order] for of in zip(*of_stages, strict=True))
     record = read(tmp_path / "run")
     assert record.load.tolist() == load.tolist() and record.iteration.tolist() == list(range(1, 7))
     if not observe:
         assert record.rank_load.tolist() == computed.tolist()
-    factor, expert = computed.max(axis=2) / computed.mean(axis=2), load.max(axis=2) / load.mean(axis=2)
-    cumulative = np.array([of.sum(axis=1).max(axis=1) / of.sum(axis=1).mean(axis=1) for _, of in of_stages])
+    factor, expert = (
+        computed.max(axis=2) / computed.mean(axis=2),
+        load.max(axis=2) / load.mean(axis=2),
+    )
+    cumulative = np.array(
+        [of.sum(axis=1).max(axis=1) / of.sum(axis=1).mean(axis=1) for _, of in of_stages]
+    )
     routed = load.reshape(6, len(numbers), width, -1).sum(axis=3).max(axis=2)
     expected = {
         "moe/avg_overload_factor": factor.mean(axis=1),
@@ -89,7 +112,10 @@ def test_a_script_logs_what_was_routed(
         "moe/max_cum_overload_factor": cumulative.max(axis=0),
         "moe/max_vio": (expert - 1).mean(axis=1),
         "moe/dead_experts": (load == 0).sum(axis=(1, 2)),
-        **{f"moe/overload_factor_layer_{number - 1}": factor[:, i] for i, number in enumerate(numbers)},
+        **{
+            f"moe/overload_factor_layer_{number - 1}": factor[:, i]
+            for i, number in enumerate(numbers)
+        },
         "fssdp/ms_recovered_gross": (routed - computed.max(axis=2)).sum(axis=1),
         "fssdp/ms_lost_to_imbalance": (computed.max(axis=2) - computed.mean(axis=2)).sum(axis=1),
     }
@@ -98,10 +124,14 @@ def test_a_script_logs_what_was_routed(
         assert expected["fssdp/replicas"].any()
     board = _board(tmp_path / "board")
     assert {tag for tag in board if tag.startswith("moe/overload_factor_layer_")} <= set(expected)
-    token_ms = 3 * 2 * (3 * 32 * 64) / 1e9 * 1e3  # forward and backward of an expert's weights, at that file's FLOP/s
+    token_ms = (
+        3 * 2 * (3 * 32 * 64) / 1e9 * 1e3
+    )  # forward and backward of an expert's weights, at that file's FLOP/s
     for name, values in expected.items():
         scale = token_ms if "ms_" in name else 1
-        assert list(board[name].values()) == pytest.approx((values * scale).tolist(), rel=1e-5), name
+        assert list(board[name].values()) == pytest.approx((values * scale).tolist(), rel=1e-5), (
+            name
+        )
         assert list(board[name]) == [1, 2, 3, 4, 5, 6], name
     said = Figures(record)  # what the report says
     won = said.lost_ms - said.left_ms if not observe else np.zeros(6)

@@ -20,7 +20,12 @@ from recipe_runs import FREE, OVERRIDES, train
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-SCRIPT = (str(HERE / "run_recipe.py"), "--recipe", "qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config", *OVERRIDES)
+SCRIPT = (
+    str(HERE / "run_recipe.py"),
+    "--recipe",
+    "qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config",
+    *OVERRIDES,
+)
 FLAGS = ("--moe-fssdp", "--moe-fssdp-slots", "3", "--moe-fssdp-speeds", FREE)
 TORCH_FSDP = "dist.use_torch_fsdp2=true"
 
@@ -78,12 +83,28 @@ def test_the_launcher_waits_for_a_script_to_import_bridge() -> None:
 
 def test_the_launcher_in_processes_of_its_own() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += [str(HERE / "bridge_on_cpu.py"), "-m", "megatron_hecate", *FLAGS, *SCRIPT, "train.train_iters=1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=200)
+    command += [
+        str(HERE / "bridge_on_cpu.py"),
+        "-m",
+        "megatron_hecate",
+        *FLAGS,
+        *SCRIPT,
+        "train.train_iters=1",
+    ]
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": str(ROOT),
+    }
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=200
+    )
     log = done.stdout + done.stderr
     assert done.returncode == 0 and len(losses(log)) == 1, log[-5000:]
-    assert log.count("FSSDP on: 2 MoE layers, 8 experts over 2 ranks, 3 slots per rank and layer") == 1, log[-5000:]
+    assert (
+        log.count("FSSDP on: 2 MoE layers, 8 experts over 2 ranks, 3 slots per rank and layer") == 1
+    ), log[-5000:]
 
 
 @ranks(2)
@@ -97,7 +118,9 @@ def test_an_override_that_does_not_arrive_is_an_error() -> None:
         sys.argv = ["run_recipe.py", override]
         config = recipe(override)
         bridge.enable(config)
-        with pytest.raises(ValueError, match=r"did not reach the model; known are \+model.moe_fssdp, ") as error:
+        with pytest.raises(
+            ValueError, match=r"did not reach the model; known are \+model.moe_fssdp, "
+        ) as error:
             train(config)
         assert f"the override {override!r} did not" in str(error.value)
     sys.argv = ["run_recipe.py", "logger.wandb_exp_name=moe_fssdp=true", "moe_fssdp.yaml"]
@@ -114,7 +137,12 @@ def test_overrides_come_before_the_recipe() -> None:
 
     class Slots(Callback):
         def on_train_start(self, context: Any) -> None:
-            self.found = [m.fssdp.config.slots for c in context.model for m in c.modules() if hasattr(m, "fssdp")]
+            self.found = [
+                m.fssdp.config.slots
+                for c in context.model
+                for m in c.modules()
+                if hasattr(m, "fssdp")
+            ]
 
     def slots(config: Any) -> list[int]:
         callback = Slots()
@@ -148,7 +176,9 @@ def test_enabling_twice() -> None:
     for _ in range(2):
         bridge.enable(config, slots=1)
     assert len(config.model._pre_wrap_hooks) == 1
-    with pytest.raises(ValueError, match=r"asked for with moe_fssdp_slots=1 before, now with moe_fssdp_slots=3"):
+    with pytest.raises(
+        ValueError, match=r"asked for with moe_fssdp_slots=1 before, now with moe_fssdp_slots=3"
+    ):
         bridge.enable(config, slots=3)
     with pytest.raises(TypeError, match="unexpected keyword argument 'slot'"):
         bridge.enable(config, slot=3)
@@ -173,7 +203,9 @@ def test_the_recipe_is_checked_as_it_will_run() -> None:
 
     config = recipe("model.expert_model_parallel_size=2")
     bridge.enable(config)
-    process_config_with_overrides(config, cli_overrides=["model.expert_model_parallel_size=1", TORCH_FSDP])
+    process_config_with_overrides(
+        config, cli_overrides=["model.expert_model_parallel_size=1", TORCH_FSDP]
+    )
     config.peft, config.checkpoint.pretrained_checkpoint = LoRA(), os.environ["TEST_FOLDER"]
     with pytest.raises(ValueError, match="FSSDP cannot be switched on:\n") as error:
         train(config)
@@ -263,7 +295,8 @@ def test_another_bridge_is_refused() -> None:
 
     pretrain.runtime_config_update = lambda config: None
     with pytest.raises(
-        ImportError, match=r"does not fit this Bridge:\n  - megatron.bridge.training.pretrain:.* takes cfg"
+        ImportError,
+        match=r"does not fit this Bridge:\n  - megatron.bridge.training.pretrain:.* takes cfg",
     ):
         import megatron_hecate.bridge  # noqa: F401
 
@@ -301,5 +334,7 @@ def test_settings_out_of_range_are_refused_in_one_way() -> None:
     config.model.moe_fssdp, config.model.moe_fssdp_slots = True, "many"
     with pytest.raises(bridge.SwitchOnError, match="slots='many' must be a whole number"):
         train(config)
-    with pytest.raises(TypeError, match=r"bridge\.enable takes a recipe, a ConfigContainer, got a int"):
+    with pytest.raises(
+        TypeError, match=r"bridge\.enable takes a recipe, a ConfigContainer, got a int"
+    ):
         bridge.enable(2)

@@ -18,8 +18,12 @@ from megatron_hecate.comm.nvlink.program import FAILURE, MAX_STEPS, Program, Sig
 from megatron_hecate.comm.nvlink.schedule import Place, Schedule
 from megatron_hecate.comm.transport import Copy
 
-WRITE, CHECK, GATHER, REDUCE, COPIES = range(5)  # COPIES: a gather of which the kernels only make the signals
-GUARD = 256  # bytes between regions that nobody may write, at least; regions begin at multiples of it
+WRITE, CHECK, GATHER, REDUCE, COPIES = range(
+    5
+)  # COPIES: a gather of which the kernels only make the signals
+GUARD = (
+    256  # bytes between regions that nobody may write, at least; regions begin at multiples of it
+)
 PROGRAM = 1 << 16  # bytes set aside for a transfer's program
 
 
@@ -78,7 +82,9 @@ class Script:
         self._guards: list[tuple[int, int]] = []  # [begin, end) of what lies between regions
         self.progress, self.arrived = self._region(4 * setup.ranks), self._region(4 * MAX_STEPS)
         self.failure, self.program = self._region(FAILURE.itemsize), self._region(PROGRAM)
-        self.regions: dict[tuple[str, int], list[tuple[int, int]]] = {}  # offset and elements of each tensor
+        self.regions: dict[
+            tuple[str, int], list[tuple[int, int]]
+        ] = {}  # offset and elements of each tensor
         for memory, count, dtype, sizes in (
             ("send", setup.experts, torch.bfloat16, (sum(setup.sizes),)),
             ("slot", setup.slots, torch.bfloat16, (sum(setup.sizes),)),
@@ -88,12 +94,22 @@ class Script:
         ):
             for i in range(count):
                 shift = setup.shift * dtype.itemsize
-                self.regions[memory, i] = [(self._region(n * dtype.itemsize + shift) + shift, n) for n in sizes]
-        self.bases = [(rank + 1) << 40 for rank in range(setup.ranks)] if allocate is None else allocate(self._end)
+                self.regions[memory, i] = [
+                    (self._region(n * dtype.itemsize + shift) + shift, n) for n in sizes
+                ]
+        self.bases = (
+            [(rank + 1) << 40 for rank in range(setup.ranks)]
+            if allocate is None
+            else allocate(self._end)
+        )
         guards = [(begin, end) for begin, end in self._guards if begin > self.program]
-        self._noise: list[list[tuple[int, Tensor]]] = []  # of each rank: what lies between regions, and where
+        self._noise: list[
+            list[tuple[int, Tensor]]
+        ] = []  # of each rank: what lies between regions, and where
         for rank in range(setup.ranks):
-            noise = torch.randint(256, (self._end,), generator=self._random, dtype=torch.uint8, device=device)
+            noise = torch.randint(
+                256, (self._end,), generator=self._random, dtype=torch.uint8, device=device
+            )
             self._do(rank, WRITE, at=self.program, values=noise[self.program :])
             self._noise.append([(begin, noise[begin:end].clone()) for begin, end in guards])
 
@@ -116,17 +132,24 @@ class Script:
         """[elements] of mixed magnitude, so that the order of a sum shows; always the same of them are -0.0, so that it
         shows when a sum starts with 0."""
         elements = sum(self.setup.sizes)
-        scale = torch.randint(16, (elements,), generator=self._random, dtype=torch.uint8, device=self._device)
+        scale = torch.randint(
+            16, (elements,), generator=self._random, dtype=torch.uint8, device=self._device
+        )
         values = torch.randn(elements, generator=self._random, device=self._device).mul_(2.0**scale)
         values[::16] = -0.0
         return values.to(dtype)
 
     def _extents(self, place: Place) -> list[tuple[int, int]]:
         memory = "grad" if place.memory == "partial" else place.memory
-        return [(self.bases[place.rank] + at, size) for at, size in self.regions[memory, place.index]]
+        return [
+            (self.bases[place.rank] + at, size) for at, size in self.regions[memory, place.index]
+        ]
 
     def _transfer(self, copies: Sequence[Copy], kind: int) -> None:
-        ranks, build = range(self.setup.ranks), Schedule.of_return if kind == REDUCE else Schedule.of_fetch
+        ranks, build = (
+            range(self.setup.ranks),
+            Schedule.of_return if kind == REDUCE else Schedule.of_fetch,
+        )
         for rank in ranks:
             steps = build(copies, rank, domain=ranks, elements=sum(self.setup.sizes))
             signals = Signals(
@@ -137,11 +160,24 @@ class Script:
                 timeout=20.0,
             )
             sums, itemsize = (True, 4) if kind == REDUCE else (False, 2)
-            program = Program(steps, self._extents, signals=signals, itemsize=itemsize, sums=sums, begin=self.begin)
+            program = Program(
+                steps,
+                self._extents,
+                signals=signals,
+                itemsize=itemsize,
+                sums=sums,
+                begin=self.begin,
+            )
             program.relocate(self.bases[rank] + self.program)
             assert len(program.data) <= PROGRAM
             if steps.peers:
-                self._do(rank, kind, at=self.program, values=torch.from_numpy(program.data), number=self._number)
+                self._do(
+                    rank,
+                    kind,
+                    at=self.program,
+                    values=torch.from_numpy(program.data),
+                    number=self._number,
+                )
         self.begin, self._number = self.begin + len(steps.steps) + 1, self._number + 1
 
     def iteration(self, copies: Sequence[Copy], *, by_copies: bool = False) -> None:
@@ -156,18 +192,24 @@ class Script:
         self._transfer(copies, COPIES if by_copies else GATHER)
         grads = {copy: self._drawn(torch.float32) for copy in copies}
         for copy in copies:
-            self._do_chunk(copy.rank, CHECK, memory=("slot", copy.slot), values=weights[copy.home, copy.index])
+            self._do_chunk(
+                copy.rank, CHECK, memory=("slot", copy.slot), values=weights[copy.home, copy.index]
+            )
             self._do_chunk(copy.rank, WRITE, memory=("grad", copy.slot), values=grads[copy])
         self._transfer(copies, REDUCE)
         for copy in copies:
             values = self._drawn(torch.float32)
             self._do_chunk(copy.rank, WRITE, memory=("grad", copy.slot), values=values)
         for home, index in sent:
-            replicas = sorted((c for c in copies if (c.home, c.index) == (home, index)), key=lambda c: c.rank)
+            replicas = sorted(
+                (c for c in copies if (c.home, c.index) == (home, index)), key=lambda c: c.rank
+            )
             total, *others = [grads[copy].float() for copy in replicas]
             for grad in others:
                 total = total + grad
-            self._do_chunk(home, CHECK, memory=("main_grad", index), values=totals[home, index] + total)
+            self._do_chunk(
+                home, CHECK, memory=("main_grad", index), values=totals[home, index] + total
+            )
 
     def end(self) -> None:
         """A last look at the memory between regions."""
@@ -188,15 +230,21 @@ class Script:
         np.concatenate(words).tofile(path)
 
 
-def random_copies(rng: np.random.Generator, *, ranks: int, slots: int, experts: int, fill: float = 0.7) -> list[Copy]:
+def random_copies(
+    rng: np.random.Generator, *, ranks: int, slots: int, experts: int, fill: float = 0.7
+) -> list[Copy]:
     """Replicas of random chunks in random slots, of which a share ``fill`` is taken; some ranks receive none."""
     copies = []
     for rank in range(ranks):
-        chunks = [(home, index) for home in range(ranks) if home != rank for index in range(experts)]
+        chunks = [
+            (home, index) for home in range(ranks) if home != rank for index in range(experts)
+        ]
         count = int(rng.binomial(slots, fill))
         chosen = rng.choice(len(chunks), size=min(count, len(chunks)), replace=False)
         order = rng.permutation(slots)
-        copies += [Copy(*chunks[at], rank, int(slot)) for at, slot in zip(chosen, order, strict=False)]
+        copies += [
+            Copy(*chunks[at], rank, int(slot)) for at, slot in zip(chosen, order, strict=False)
+        ]
     return copies
 
 

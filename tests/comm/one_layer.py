@@ -25,14 +25,20 @@ CPU = torch.device("cpu")
 Domains = Sequence[Sequence[int]]
 
 
-def make_transport(name: str, domains: Domains = (), *, timeout: float = 20.0, copy_engines: bool = False) -> Transport:
+def make_transport(
+    name: str, domains: Domains = (), *, timeout: float = 20.0, copy_engines: bool = False
+) -> Transport:
     """Between all ranks; ``domains`` are of NVLink, one of all ranks if left out."""
     if name == "p2p":
         return P2P(dist.group.WORLD, timeout=timeout)
     domains = domains or (range(dist.get_world_size()),)
     groups = [dist.new_group(list(domain)) for domain in domains]
-    own = next(group for group, domain in zip(groups, domains, strict=True) if dist.get_rank() in domain)
-    return NVLink(dist.group.WORLD, own, domains=domains, timeout=timeout, copy_engines=copy_engines)
+    own = next(
+        group for group, domain in zip(groups, domains, strict=True) if dist.get_rank() in domain
+    )
+    return NVLink(
+        dist.group.WORLD, own, domains=domains, timeout=timeout, copy_engines=copy_engines
+    )
 
 
 def copies(kind: str, seed: int = 0) -> tuple[Copy, ...]:
@@ -122,7 +128,10 @@ class Layer:
         self.grads = chunks_in(memory[buffer.weight_bytes :], SLOTS, ELEMENTS, buffer.grad_dtype)
 
     def fetch(self, plan: TransferPlan, reference: Reference, *, timed: bool = False) -> Transfer:
-        homes = [[part.to(self.device) for part in reference.parameters(self.rank, i)] for i in range(HOMES)]
+        homes = [
+            [part.to(self.device) for part in reference.parameters(self.rank, i)]
+            for i in range(HOMES)
+        ]
         self.homes = homes  # they must live until it is over
         return self.transport.fetch(plan, homes, self.weights, label="layer 1", timed=timed)
 
@@ -139,7 +148,9 @@ class Layer:
         return self.transport.return_gradients(plan, self.grads, sums, label="layer 1")
 
 
-def allocate(transport: Transport, device: torch.device, dtype: torch.dtype, *, layers: int = 1) -> list[Layer]:
+def allocate(
+    transport: Transport, device: torch.device, dtype: torch.dtype, *, layers: int = 1
+) -> list[Layer]:
     """As a model of so many layers does, whose replicas share nothing."""
     buffer = LayerBuffer(slots=SLOTS, elements=ELEMENTS, dtype=dtype, homes=HOMES)
     size = buffer.weight_bytes + buffer.grad_bytes
@@ -175,7 +186,8 @@ def check(transport: Transport, reference: Reference, device: torch.device = CPU
             assert (layer.weights[slot] == 7).all(), "a slot without a replica was written"
         for direct in (True, False):
             main_grads = [
-                [t.to(wide(reference.dtype)) for t in reference.drawn(2, layer.rank, i)] for i in range(HOMES)
+                [t.to(wide(reference.dtype)) for t in reference.drawn(2, layer.rank, i)]
+                for i in range(HOMES)
             ]
             before = [flat(parts) for parts in main_grads]
             sums = Sums([[t.to(device) for t in parts] for parts in main_grads], direct=direct)

@@ -14,8 +14,12 @@ def test_notes_are_compared() -> None:
     """Every rank raises the same error, which lists all that speaks against it; rank 0 alone sees the notes."""
     rank = dist.get_rank()
     good = Note({"slots": 2}, [f"layer {rank}"] if rank else [], [], memory={"free": 10 * rank})
-    decided, notes = good.agree(timeout=20.0, judge=lambda notes: ([], max(note.memory["free"] for note in notes)))
-    assert decided == 20 and [note.memory["free"] for note in notes] == ([] if rank else [0, 10, 20])
+    decided, notes = good.agree(
+        timeout=20.0, judge=lambda notes: ([], max(note.memory["free"] for note in notes))
+    )
+    assert decided == 20 and [note.memory["free"] for note in notes] == (
+        [] if rank else [0, 10, 20]
+    )
     bad = Note({"slots": 2 + (rank == 2)}, [], ["it is monday"] if rank == 1 else [])
     with pytest.raises(ValueError) as caught:
         bad.agree(timeout=20.0, judge=lambda notes: ([f"{len(notes)} are too many"], None))
@@ -24,7 +28,10 @@ def test_notes_are_compared() -> None:
         "  - the model has no MoE layer; set --num-experts, or leave --moe-fssdp off\n  - 3 are too many"
     )
     if rank:
-        with pytest.raises(TimeoutError, match=rf"FSSDP: rank {rank} waited 0.5 s for ranks \[0\] to switch FSSDP on"):
+        with pytest.raises(
+            TimeoutError,
+            match=rf"FSSDP: rank {rank} waited 0.5 s for ranks \[0\] to switch FSSDP on",
+        ):
             good.agree(timeout=0.5)
     dist.barrier()
 
@@ -44,7 +51,9 @@ def test_many_problems_are_listed_by_rank_0_and_counted_elsewhere() -> None:
 
 @ranks(2)
 def test_an_exception_of_the_judge_reaches_all() -> None:
-    with pytest.raises(RuntimeError, match="rank 0 could not judge what all ranks told it: ZeroDivisionError"):
+    with pytest.raises(
+        RuntimeError, match="rank 0 could not judge what all ranks told it: ZeroDivisionError"
+    ):
         Note(layers=["layer 1"]).agree(timeout=20.0, judge=lambda notes: ([], 1 // 0))
     assert Note(layers=["layer 1"]).agree(timeout=20.0)[0] is None
 
@@ -52,5 +61,7 @@ def test_an_exception_of_the_judge_reaches_all() -> None:
 @ranks(2)
 def test_numbers_that_differ_are_named() -> None:
     assert_same(7, dist.group.WORLD, label="layer 1", timeout=20.0)
-    with pytest.raises(AssertionError, match=r"layer 1: ranks of \[0, 1\] planned differently: \[0, -5\]"):
+    with pytest.raises(
+        AssertionError, match=r"layer 1: ranks of \[0, 1\] planned differently: \[0, -5\]"
+    ):
         assert_same(-5 * dist.get_rank(), dist.group.WORLD, label="layer 1", timeout=20.0)

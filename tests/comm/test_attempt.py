@@ -172,4 +172,7 @@ def test_a_trace_ends_with_its_attempt(tmp_path) -> None:
     new_groups()
     Attempt.current()
     assert not trace.Recorder.is_running()
-    assert [(tmp_path / str(number) / "trace-0.json").exists() for number in range(2)] == [True, True]
+    assert [(tmp_path / str(number) / "trace-0.json").exists() for number in range(2)] == [
+        True,
+        True,
+    ]

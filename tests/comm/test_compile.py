@@ -75,12 +75,16 @@ def test_machine_code_of_an_older_minor_version_serves(
         assert cubin(capability) == f"12.9 -arch=sm_{arch}\n".encode()
 
 
-@pytest.mark.parametrize(("of_driver", "chosen"), [(12040, "nvcc"), (13000, "nvrtc"), (None, "nvrtc")])
+@pytest.mark.parametrize(
+    ("of_driver", "chosen"), [(12040, "nvcc"), (13000, "nvrtc"), (None, "nvrtc")]
+)
 def test_a_compiler_of_the_driver_s_version_is_taken(
     nvcc: Path, monkeypatch: pytest.MonkeyPatch, of_driver: int | None, chosen: str
 ) -> None:
     """NVRTC of CUDA 13 beside nvcc of CUDA 12. A driver loads no machine code of a newer major version."""
-    nvrtc = types.SimpleNamespace(nvrtcVersion=lambda: (0, 13, 1), nvrtcGetSupportedArchs=lambda: (0, [90]))
+    nvrtc = types.SimpleNamespace(
+        nvrtcVersion=lambda: (0, 13, 1), nvrtcGetSupportedArchs=lambda: (0, [90])
+    )
     monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(nvrtc=nvrtc))
     monkeypatch.setattr(compile.driver, "version", lambda: of_driver)
     monkeypatch.setattr(compile, "_nvrtc", lambda arch: b"nvrtc")
@@ -93,15 +97,21 @@ def _runs(cache: Path) -> int:
 
 
 def test_what_is_too_old_or_has_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(CompileError, match=r"needs a GPU of compute capability 8.0 \(A100\) or more, got 7.5"):
+    with pytest.raises(
+        CompileError, match=r"needs a GPU of compute capability 8.0 \(A100\) or more, got 7.5"
+    ):
         cubin((7, 5))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(CompileError, match=r"no compiler for CUDA found .*pip install cuda-bindings"):
+    with pytest.raises(
+        CompileError, match=r"no compiler for CUDA found .*pip install cuda-bindings"
+    ):
         cubin((9, 0))
     monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(CompileError, match=r"no C\+\+ compiler found; install one \(apt-get install g\+\+\)"):
+    with pytest.raises(
+        CompileError, match=r"no C\+\+ compiler found; install one \(apt-get install g\+\+\)"
+    ):
         host_library()
     monkeypatch.setenv("CXX", "/nowhere/c++")
     with pytest.raises(
@@ -114,7 +124,9 @@ def test_what_is_too_old_or_has_no_compiler(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_cache_is_private_and_used(cache: Path) -> None:
     assert host_library() == host_library() and _runs(cache) == 1
     (file,) = cache.iterdir()
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700 and stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert (
+        stat.S_IMODE(cache.stat().st_mode) == 0o700 and stat.S_IMODE(file.stat().st_mode) == 0o600
+    )
 
 
 def test_a_damaged_file_is_made_again(cache: Path) -> None:
@@ -125,14 +137,20 @@ def test_a_damaged_file_is_made_again(cache: Path) -> None:
     assert host_library() == file and _runs(cache) == 2
 
 
-def test_what_others_may_write_is_not_executed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_others_may_write_is_not_executed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = host_library()
     file.chmod(0o666)
-    with pytest.raises(PermissionError, match=r"mode 666, and would be executed as a compiled kernel; remove it"):
+    with pytest.raises(
+        PermissionError, match=r"mode 666, and would be executed as a compiled kernel; remove it"
+    ):
         host_library()
     file.chmod(0o600)
     cache.chmod(0o777)
-    with pytest.raises(PermissionError, match=r"mode 777: compiled kernels must lie where only this user"):
+    with pytest.raises(
+        PermissionError, match=r"mode 777: compiled kernels must lie where only this user"
+    ):
         host_library()
     cache.chmod(0o700)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
@@ -143,10 +161,16 @@ def test_what_others_may_write_is_not_executed(cache: Path, monkeypatch: pytest.
 def test_a_cache_that_cannot_be_made(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_text("")
     monkeypatch.setenv(CACHE, str(cache / "folder"))
-    with pytest.raises(PermissionError, match=r"cannot be made .*name another folder in \$MEGATRON_HECATE_CACHE"):
+    with pytest.raises(
+        PermissionError, match=r"cannot be made .*name another folder in \$MEGATRON_HECATE_CACHE"
+    ):
         host_library()
 
 
 def test_many_may_fill_the_cache_at_once(cache: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        assert len(set(pool.map(lambda _: host_library(), range(32)))) == len(list(cache.iterdir())) == 1
+        assert (
+            len(set(pool.map(lambda _: host_library(), range(32))))
+            == len(list(cache.iterdir()))
+            == 1
+        )

@@ -42,21 +42,38 @@ def test_what_is_chosen() -> None:
     everyone, halves = (0, 1, 2, 3), [(0, 1), (2, 3)]
     own = halves[dist.get_rank() // 2]
     problems: list[str] = []
-    for asked, name, why in (("p2p", "p2p", ""), ("nvlink", "nvlink", ""), ("auto", "p2p", "CPU ranks have no NVLink")):
+    for asked, name, why in (
+        ("p2p", "p2p", ""),
+        ("nvlink", "nvlink", ""),
+        ("auto", "p2p", "CPU ranks have no NVLink"),
+    ):
         connection = connect(asked, [own, everyone], problems, timeout=20.0)
         assert (connection.name, connection.why, problems) == (name, why, [])
-        assert set(connection.transports) == {own, everyone} and connection.nodes == {own: (0, 0), everyone: (0,) * 4}
+        assert set(connection.transports) == {own, everyone} and connection.nodes == {
+            own: (0, 0),
+            everyone: (0,) * 4,
+        }
         assert len(connection.machines) == (0 if dist.get_rank() else 4)
         for group, transport in connection.transports.items():
-            assert transport.name == name and dist.get_process_group_ranks(transport.group) == list(group)
+            assert transport.name == name and dist.get_process_group_ranks(transport.group) == list(
+                group
+            )
     connection = connect("nvlink", [(0, 1)] if own == (0, 1) else [], problems, timeout=20.0)
-    assert set(connection.transports) == ({(0, 1)} if own == (0, 1) else set()), "a stage without MoE layers"
+    assert set(connection.transports) == ({(0, 1)} if own == (0, 1) else set()), (
+        "a stage without MoE layers"
+    )
     _on_nvlink("aabb")
     connection = connect("auto", [everyone], problems, timeout=20.0)
-    assert (connection.name, connection.why) == ("nvlink", "peers share NVLink, and a self-test moved every byte")
+    assert (connection.name, connection.why) == (
+        "nvlink",
+        "peers share NVLink, and a self-test moved every byte",
+    )
     _on_nvlink("abcd")
     connection = connect("auto", [everyone], problems, timeout=20.0)
-    assert (connection.name, connection.why) == ("p2p", "no two ranks of a group share an NVLink domain")
+    assert (connection.name, connection.why) == (
+        "p2p",
+        "no two ranks of a group share an NVLink domain",
+    )
     assert not connect("nvlink", [everyone], problems, timeout=20.0).why and problems == []
     module.MAX_RANKS = 3
     _on_nvlink("aaaa")
@@ -133,9 +150,13 @@ def test_a_transport_that_moves_wrong_bytes_fails_its_self_test() -> None:
     )
 
 
-@pytest.mark.parametrize(("by_engines", "chosen"), [((0.5, 1.9), True), ((0.5, 2.0), False), ((None, 0.5), False)])
+@pytest.mark.parametrize(
+    ("by_engines", "chosen"), [((0.5, 1.9), True), ((0.5, 2.0), False), ((None, 0.5), False)]
+)
 @ranks(2)
-def test_copy_engines_make_copies_where_they_are_faster_on_the_slowest_rank(by_engines: tuple, chosen: bool) -> None:
+def test_copy_engines_make_copies_where_they_are_faster_on_the_slowest_rank(
+    by_engines: tuple, chosen: bool
+) -> None:
     """As if CPU ranks had some. ``None``: they move wrong bytes, which is no problem, since kernels do not."""
     rank, transports = dist.get_rank(), []
 
@@ -150,7 +171,8 @@ def test_copy_engines_make_copies_where_they_are_faster_on_the_slowest_rank(by_e
     assert connection.transports[0, 1] is transports[0] and len(transports) == 2, "tested with both"
     note = Note(layers=["layer 1"], slower_by_engines=connection.slower_by_engines)
     decided, _ = note.agree(
-        timeout=20.0, judge=lambda notes: ([], Connection.engines_pay(note.slower_by_engines for note in notes))
+        timeout=20.0,
+        judge=lambda notes: ([], Connection.engines_pay(note.slower_by_engines for note in notes)),
     )
     connection.choose_copy_engines(decided)
     assert transports[0].copy_engines is chosen
@@ -210,7 +232,9 @@ def test_ranks_that_see_other_groups_are_a_problem_of_all() -> None:
     groups = {0: [(0, 1)], 1: [(0, 1), (1, 2)], 2: []}[rank]
     assert connect("p2p", groups, problems, timeout=20.0).transports == {}
     (problem,) = problems
-    assert re.fullmatch(r"of the FSSDP group 1-\w+ \(its first .*\) 1 ranks have MoE layers, 2 should", problem)
+    assert re.fullmatch(
+        r"of the FSSDP group 1-\w+ \(its first .*\) 1 ranks have MoE layers, 2 should", problem
+    )
 
 
 @ranks(1)

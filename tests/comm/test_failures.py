@@ -109,7 +109,10 @@ def test_a_failure_on_record_is_explained() -> None:
     own, said = dist.get_rank(), io.StringIO()
     peers = Peers(dist.group.WORLD, 1 << 12, device=CPU, ranks=range(2), timeout=5.0)
     for begin, label in ((1, "layer 7"), (4, "layer 8"), (7, "layer 9")):
-        peers.remember(begin, f"rank {own} of 2: {label}: spAG failed (timeout 5 s): expected rank {{peer}} to answer")
+        peers.remember(
+            begin,
+            f"rank {own} of 2: {label}: spAG failed (timeout 5 s): expected rank {{peer}} to answer",
+        )
     record = peers.failure_record.numpy().view(FAILURE)
     record[0] = (1, own, 1 - own, 1, 2**32 - 3, 4)
     with contextlib.redirect_stderr(said):

@@ -49,7 +49,9 @@ def test_transfers(domains: tuple, copy_engines: bool) -> None:
     assert set(driver.launched) == set((ENGINES if copy_engines else KERNELS).split())
     assert any(line.startswith("copies ") for line in driver.log) == copy_engines
     streams = {launch["stream"] for launch in gpu_on_cpu.launches(driver.log)}
-    assert len(streams) == 1 and "(nil)" not in streams, "transfers have one stream, which is not the default one"
+    assert len(streams) == 1 and "(nil)" not in streams, (
+        "transfers have one stream, which is not the default one"
+    )
 
 
 @ranks(2)
@@ -63,10 +65,16 @@ def test_both_transports_give_the_same_bits() -> None:
         (layer,) = allocate(make_transport(name), gpu_on_cpu.GPU, torch.bfloat16)
         found[name] = []
         for number, kind in enumerate(KINDS):
-            reference, plan = Reference(number, torch.bfloat16), TransferPlan(layer.rank, copies(kind, number))
+            reference, plan = (
+                Reference(number, torch.bfloat16),
+                TransferPlan(layer.rank, copies(kind, number)),
+            )
             layer.fetch(plan, reference).wait()
             found[name] += [layer.weights[slot].clone() for slot in plan.slots]
-            sums = Sums([[t.float() for t in reference.drawn(2, layer.rank, i)] for i in range(HOMES)], direct=False)
+            sums = Sums(
+                [[t.float() for t in reference.drawn(2, layer.rank, i)] for i in range(HOMES)],
+                direct=False,
+            )
             layer.give_back(plan, reference, sums).wait()
             found[name] += [sums.added[index] for index in sorted(sums.added)]
     assert found["p2p"] and all(map(torch.equal, found["p2p"], found["nvlink"]))
@@ -100,7 +108,9 @@ def test_routing(tp_size: int) -> None:
         check_every_token(seed, tp_size=tp_size)
     assert not driver.faults, driver.log
     kernels = ("fssdp_count", "fssdp_quotas", "fssdp_reroute_64", "fssdp_reroute_gradient_64")
-    assert {driver.launched.count(name) for name in kernels} == {4 * 4 * tp_size}, "one launch of each, for each source"
+    assert {driver.launched.count(name) for name in kernels} == {4 * 4 * tp_size}, (
+        "one launch of each, for each source"
+    )
 
 
 @pytest.mark.parametrize("version", [13000, 12090, 12070])
@@ -118,10 +128,15 @@ def test_self_test_chooses(version: int) -> None:
     os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     problems: list[str] = []
     connection = connect.connect("auto", [(0, 1)], problems, timeout=20.0)
-    assert (connection.name, problems) == ("nvlink", []) and not driver.faults, (connection, driver.log)
+    assert (connection.name, problems) == ("nvlink", []) and not driver.faults, (
+        connection,
+        driver.log,
+    )
     (transport,) = connection.transports.values()
     assert set(driver.launched) == set(KERNELS.split())
-    assert any(line.startswith("copies ") for line in driver.log) == TransferKernels.can_batch_copies()
+    assert (
+        any(line.startswith("copies ") for line in driver.log) == TransferKernels.can_batch_copies()
+    )
     check(transport, Reference(0, torch.bfloat16), gpu_on_cpu.GPU)
 
 
@@ -166,7 +181,10 @@ def test_a_peer_that_does_not_come_is_named() -> None:
     if layer.rank == 0:
         plan = TransferPlan(layer.rank, copies("one to all"))
         for _ in range(2):
-            with pytest.raises(TransferError, match=r"rank 0 of 2: layer 1: spAG failed .*expected rank 1 to finish"):
+            with pytest.raises(
+                TransferError,
+                match=r"rank 0 of 2: layer 1: spAG failed .*expected rank 1 to finish",
+            ):
                 layer.fetch(plan, Reference(0, torch.bfloat16))
         with pytest.raises(RuntimeError, match="unspecified launch failure"):
             torch.cuda.synchronize()
@@ -193,7 +211,11 @@ def test_threads_without_a_context() -> None:
             return pool.submit(run).result()
 
     with pytest.raises(RuntimeError, match="cuLaunchKernel failed: CUDA_ERROR_INVALID_CONTEXT"):
-        in_new_thread(lambda: calls.launch(kernels.function("fssdp_gather"), (), blocks=1, threads=1, stream=1))
+        in_new_thread(
+            lambda: calls.launch(
+                kernels.function("fssdp_gather"), (), blocks=1, threads=1, stream=1
+            )
+        )
     driver.clear()
     assert in_new_thread(lambda: CountedTokens.of(routing_map, kernels)).loads.tolist() == [5, 5, 5]
     in_new_thread(lambda: kernels.copy(items))
@@ -220,7 +242,11 @@ def test_counts_that_may_run_at_once_share_no_counter() -> None:
     import gpu_on_cpu
 
     driver = gpu_on_cpu.install()
-    kernels, routing_map, counters = Kernels(gpu_on_cpu.GPU), torch.ones(5, 3, dtype=torch.bool), list[int]()
+    kernels, routing_map, counters = (
+        Kernels(gpu_on_cpu.GPU),
+        torch.ones(5, 3, dtype=torch.bool),
+        list[int](),
+    )
     kept = list[torch.Tensor]()  # a counter's memory is not used again while a graph may run
     launch, zeros = calls.launch, torch.zeros
 
@@ -274,7 +300,9 @@ def test_a_driver_that_takes_no_cubin_of_the_compiler_is_named(version: int, way
     import gpu_on_cpu
 
     gpu_on_cpu.install(version=version).refuse_cubins()
-    with pytest.raises(RuntimeError, match=rf"CUDA_ERROR_INVALID_IMAGE: nv\w+ .*13\.\d.* compiled .*{way_out}"):
+    with pytest.raises(
+        RuntimeError, match=rf"CUDA_ERROR_INVALID_IMAGE: nv\w+ .*13\.\d.* compiled .*{way_out}"
+    ):
         Kernels(gpu_on_cpu.GPU)
 
 
@@ -287,7 +315,9 @@ def test_planted_faults_are_noticed() -> None:
     kernels, at = TransferKernels(gpu_on_cpu.GPU), ctypes.c_void_p(4096)
     torch.cuda.set_stream(torch.cuda.Stream())
 
-    def launch(*arguments: Any, name: str = "fssdp_gather", blocks: int = 1, threads: int = 256) -> Callable:
+    def launch(
+        *arguments: Any, name: str = "fssdp_gather", blocks: int = 1, threads: int = 256
+    ) -> Callable:
         return lambda: kernels.launch(name, *arguments, blocks=blocks, threads=threads)
 
     def batch(**changed: Any) -> Callable:
@@ -311,7 +341,10 @@ def test_planted_faults_are_noticed() -> None:
         (launch(at, at), "fssdp_gather: 2 arguments, it takes 1"),
         (launch(), "fssdp_gather: 0 arguments, it takes 1"),
         (launch(ctypes.c_uint(1)), "fssdp_gather: argument 0 has 4 bytes, it takes 8"),
-        (launch(at, at, name="fssdp_synchronize", threads=96), "fssdp_synchronize: argument 1 has 8 bytes, it takes 4"),
+        (
+            launch(at, at, name="fssdp_synchronize", threads=96),
+            "fssdp_synchronize: argument 1 has 8 bytes, it takes 4",
+        ),
         (launch(at, threads=257), "fssdp_gather: 257 threads, it allows 256"),
         (launch(at, blocks=0), "fssdp_gather: an empty grid or block"),
         (launch(at, blocks=33), "fssdp_gather: 33 blocks wait for each other on 32 SMs"),

@@ -15,7 +15,10 @@ from megatron_hecate.comm.nvlink.launch import UNDER_WAY, TransferKernels
 from megatron_hecate.device import launch
 from megatron_hecate.device.driver import DriverError
 
-pytestmark = [pytest.mark.fast, pytest.mark.skipif(torch.cuda.is_available(), reason="would run on the GPU")]
+pytestmark = [
+    pytest.mark.fast,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="would run on the GPU"),
+]
 ONE_GPU = types.SimpleNamespace(
     current_device=lambda: 0,
     device_count=lambda: 1,
@@ -40,7 +43,11 @@ def _domain(monkeypatch: pytest.MonkeyPatch, fabric: Callable[[str], Any]) -> st
 
 @pytest.mark.parametrize(
     ("state", "cluster", "domain"),
-    [(3, bytes(range(16)), f"fabric {bytes(range(16)).hex()} 7"), (3, bytes(16), "node a"), (1, b"one", "node a")],
+    [
+        (3, bytes(range(16)), f"fabric {bytes(range(16)).hex()} 7"),
+        (3, bytes(16), "node a"),
+        (1, b"one", "node a"),
+    ],
     ids=["several machines", "one machine", "not ready"],
 )
 def test_machines_of_one_fabric_are_one_domain(
@@ -64,7 +71,9 @@ def test_a_driver_that_cannot_say_is_no_problem(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.newest
 def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a driver they end there, and not before."""
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=0x10))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=0x10)
+    )
     monkeypatch.setattr(launch, "_load_for_gpu", lambda device: 0x30)
     monkeypatch.setattr(launch, "_function", lambda library, name: 0x20)
     items = np.zeros(2, program.COPY)
@@ -82,7 +91,9 @@ def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not TransferKernels.can_batch_copies()
 
 
-def _gpu_of(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], multiprocessors: int) -> None:
+def _gpu_of(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], multiprocessors: int
+) -> None:
     properties = types.SimpleNamespace(multi_processor_count=multiprocessors)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
@@ -132,7 +143,11 @@ def test_the_peers_meet_before_many_blocks_start(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(launch, "_load_for_gpu", lambda device: 0x30)
     kernels, at = TransferKernels(torch.device("cuda")), torch.zeros(16, dtype=torch.uint8)
     monkeypatch.setattr(kernels, "_upload", lambda *_: None)
-    monkeypatch.setattr(kernels, "launch", lambda name, *_, blocks, threads: launched.append((name, blocks, threads)))
+    monkeypatch.setattr(
+        kernels,
+        "launch",
+        lambda name, *_, blocks, threads: launched.append((name, blocks, threads)),
+    )
     for ranks in (2, 72):
         kernels.run("fssdp_reduce", types.SimpleNamespace(ranks=ranks), at)
     assert launched == [

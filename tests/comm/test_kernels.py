@@ -34,7 +34,9 @@ WRAP = 2**32 - 30  # progress counters pass 0 on the way
 def _build(folder: Path, sanitizer: str, sources: Path = kernels.SOURCES) -> Path:
     out = folder / f"selftest-{sanitizer}"
     flags = f"-std=c++17 -g -O1 -pthread {SANITIZERS[sanitizer]} -DFSSDP_STALLS -DFSSDP_TILE={TILE}".split()
-    subprocess.run(["g++", *flags, "-o", str(out), str(sources / "selftest.cpp")], check=True, timeout=300)
+    subprocess.run(
+        ["g++", *flags, "-o", str(out), str(sources / "selftest.cpp")], check=True, timeout=300
+    )
     return out
 
 
@@ -56,12 +58,17 @@ def _write_script(path: Path, *, shift: int, seed: int, blocks: int) -> None:
 def _run(binary: Path, script: Path, timeout: float = 120) -> subprocess.CompletedProcess:
     options = {"TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": "halt_on_error=1"}
     command = [*_fixed_addresses(), str(binary), str(script)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **options})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **options}
+    )
 
 
 def _fixed_addresses() -> list[str]:
     """ThreadSanitizer of older compilers does not know where newer kernels put memory at random."""
-    allowed = shutil.which("setarch") and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0
+    allowed = (
+        shutil.which("setarch")
+        and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0
+    )
     return ["setarch", "-R"] if allowed else []
 
 
@@ -74,7 +81,9 @@ def selftests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", list(SANITIZERS))
 @pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "unaligned"])
-def test_ranks_as_threads(selftests: dict[str, Path], tmp_path: Path, sanitizer: str, shift: int) -> None:
+def test_ranks_as_threads(
+    selftests: dict[str, Path], tmp_path: Path, sanitizer: str, shift: int
+) -> None:
     script = tmp_path / "script"
     _write_script(script, shift=shift, seed=shift, blocks=2)
     done = _run(selftests[sanitizer], script)
@@ -123,10 +132,17 @@ def test_loads_under_way_fill_the_link(cubin: Path) -> None:
     for name, count in (("fssdp_gather", 1), ("fssdp_reduce", 3)):
         found = sass.unrolled(code[name])
         assert len(found) >= count, found
-        assert min(each.loads for each in found) * sass.VECTOR * launch.THREADS >= launch.UNDER_WAY[name], found
+        assert (
+            min(each.loads for each in found) * sass.VECTOR * launch.THREADS
+            >= launch.UNDER_WAY[name]
+        ), found
         assert found[0].under_way * sass.VECTOR * launch.THREADS >= 64 << 10, found
         registers, stack = sizes[name]
-        assert -(-registers // 8) * 8 * launch.THREADS * 2 <= 65536 and stack == 0, (name, registers, stack)
+        assert -(-registers // 8) * 8 * launch.THREADS * 2 <= 65536 and stack == 0, (
+            name,
+            registers,
+            stack,
+        )
 
 
 @pytest.mark.newest
@@ -141,10 +157,16 @@ def test_what_peers_write_is_read_anew(cubin: Path) -> None:
         acquires = [i for i, line in enumerate(lines) if line.startswith("LDG.E.STRONG.SYS ")]
         releases = [i for i, line in enumerate(lines) if line.startswith("STG.E.STRONG.SYS ")]
         assert acquires and all("CCTL.IVALL" in lines[i + 1 : i + 3] for i in acquires)
-        assert releases and all(any(re.match(r"MEMBAR\.\w+\.SYS", line) for line in lines[i - 4 : i]) for i in releases)
+        assert releases and all(
+            any(re.match(r"MEMBAR\.\w+\.SYS", line) for line in lines[i - 4 : i]) for i in releases
+        )
         wide = [line for line in lines if re.match(r"LDG?\..*\.128", line)]
-        assert all(line.startswith("LDG.E.NA.128 ") for line in wide) and bool(wide) == (name != "fssdp_synchronize")
-        assert not [line for line in lines if ".CONSTANT" in line or line.startswith(("LDL", "STL"))]
+        assert all(line.startswith("LDG.E.NA.128 ") for line in wide) and bool(wide) == (
+            name != "fssdp_synchronize"
+        )
+        assert not [
+            line for line in lines if ".CONSTANT" in line or line.startswith(("LDL", "STL"))
+        ]
 
 
 @pytest.mark.fast
@@ -152,7 +174,9 @@ def test_as_many_threads_as_the_kernels_are_made_for() -> None:
     """Of a block; a tile is one round of it."""
     (threads,) = re.findall(r"THREADS = (\d+) };", (kernels.SOURCES / "device.cu").read_text())
     (vectors,) = re.findall(r"IN_FLIGHT = (\d+) };", (kernels.SOURCES / "transfer.cuh").read_text())
-    assert int(threads) == launch.THREADS and int(threads) * int(vectors) * sass.VECTOR == program.TILE
+    assert (
+        int(threads) == launch.THREADS and int(threads) * int(vectors) * sass.VECTOR == program.TILE
+    )
 
 
 @pytest.mark.fast
@@ -164,7 +188,11 @@ def test_nothing_moves_before_the_ranks_have_met(peer_is_here: bool) -> None:
     memory = {Place(1, "send", 0): theirs, Place(0, "slot", 0): own}
     words[1] = 4 if peer_is_here else 1  # what the peer has told
     signals = Signals(
-        0, {0: words.ctypes.data, 1: words[2:].ctypes.data}, words[4:].ctypes.data, record.ctypes.data, 0.05
+        0,
+        {0: words.ctypes.data, 1: words[2:].ctypes.data},
+        words[4:].ctypes.data,
+        record.ctypes.data,
+        0.05,
     )
     made = Program(
         Schedule(((Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 100),),), frozenset({1})),
@@ -180,7 +208,12 @@ def test_nothing_moves_before_the_ranks_have_met(peer_is_here: bool) -> None:
     assert (own == (theirs if peer_is_here else 0)).all()
     assert words[2] == (4 if peer_is_here else 3), "what this rank tells: it came, and has finished"
     if not peer_is_here:
-        assert (record["failed"], record["peer"], record["expected"], record["seen"].astype("i4")) == (1, 1, 0, -2)
+        assert (
+            record["failed"],
+            record["peer"],
+            record["expected"],
+            record["seen"].astype("i4"),
+        ) == (1, 1, 0, -2)
 
 
 GRAD, OTHER, TOTAL, NEAR, ODD = (
@@ -188,31 +221,57 @@ GRAD, OTHER, TOTAL, NEAR, ODD = (
     Place(1, "grad", 0),
     *(Place(0, "main_grad", index) for index in range(3)),
 )
-EXTENTS = {GRAD: (0x1000, 16), OTHER: (0x9000, 64), TOTAL: (0x2000, 16), NEAR: (0x1010, 16), ODD: (0x2002, 16)}
+EXTENTS = {
+    GRAD: (0x1000, 16),
+    OTHER: (0x9000, 64),
+    TOTAL: (0x2000, 16),
+    NEAR: (0x1010, 16),
+    ODD: (0x2002, 16),
+}
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("pulls", "message"),
     [
-        ([Pull((OTHER,), TOTAL, 0, 8), Pull((OTHER,), TOTAL, 4, 12)], r"main_grad.* and .*main_grad.* overlap"),
+        (
+            [Pull((OTHER,), TOTAL, 0, 8), Pull((OTHER,), TOTAL, 4, 12)],
+            r"main_grad.* and .*main_grad.* overlap",
+        ),
         ([Pull((GRAD,), NEAR, 0, 8)], r"is read in the step that writes .* over it"),
-        ([Pull((OTHER,), ODD, 0, 8)], r"lies at 0x2002, which is not a multiple of its elements' 4 bytes"),
-        ([Pull((OTHER,), TOTAL, 8, 20)], r"main_grad.* has no memory for element 16 of the chunk, only up to 16"),
+        (
+            [Pull((OTHER,), ODD, 0, 8)],
+            r"lies at 0x2002, which is not a multiple of its elements' 4 bytes",
+        ),
+        (
+            [Pull((OTHER,), TOTAL, 8, 20)],
+            r"main_grad.* has no memory for element 16 of the chunk, only up to 16",
+        ),
         ([Pull((GRAD, OTHER), GRAD, 0, 16)], ""),  # a sum in place of one of its sources is fine
     ],
 )
 def test_bad_descriptors(pulls: list[Pull], message: str) -> None:
-    signals = Signals(rank=0, progress_at={0: 4096, 1: 8192}, arrived=4200, failure=4300, timeout=1.0)
+    signals = Signals(
+        rank=0, progress_at={0: 4096, 1: 8192}, arrived=4200, failure=4300, timeout=1.0
+    )
     schedule = Schedule((tuple(pulls),), frozenset({1}))
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        Program(schedule, lambda place: [EXTENTS[place]], signals=signals, itemsize=4, sums=True, begin=1)
+        Program(
+            schedule,
+            lambda place: [EXTENTS[place]],
+            signals=signals,
+            itemsize=4,
+            sums=True,
+            begin=1,
+        )
 
 
 @pytest.mark.fast
 def test_programs_that_repeat_are_those_made_anew() -> None:
     """Two buffers that take turns, and then memory that lies elsewhere. Oracle: `Program`, which keeps nothing."""
-    signals = Signals(rank=0, progress_at={0: 4096, 1: 8192}, arrived=4200, failure=4300, timeout=1.0)
+    signals = Signals(
+        rank=0, progress_at={0: 4096, 1: 8192}, arrived=4200, failure=4300, timeout=1.0
+    )
     pulls = (
         Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 16),
         Pull((Place(1, "send", 1),), Place(0, "slot", 1), 4, 9),
@@ -221,7 +280,10 @@ def test_programs_that_repeat_are_those_made_anew() -> None:
     for begin, base in enumerate((0x1000, 0x9000, 0x1000, 0x9000, 0x5000, 0x1000), 2**32 - 3):
 
         def own(place: Place, base: int = base) -> list[tuple[int, int]]:
-            return [(base + 64 * place.index + 256 * (place.memory == "slot"), 7), (base + 64 * place.index + 32, 9)]
+            return [
+                (base + 64 * place.index + 256 * (place.memory == "slot"), 7),
+                (base + 64 * place.index + 32, 9),
+            ]
 
         memory = [program.Memory(own, rank=0, apart={1: 1 << 20}) for _ in range(2)]
         made = programs.make(schedule, memory[0], itemsize=2, sums=False, begin=begin)

@@ -39,7 +39,10 @@ class _Asked:
         job_device.on_gpus = connect.on_gpus = lambda: True
         self.ctas: list[int] = []
         self.connected: list[tuple[str, int, list[float]]] = []
-        torch.cuda.mem_get_info = lambda *_: (1000 * MIB - 30 * MIB * len(self.connected), 1000 * MIB)
+        torch.cuda.mem_get_info = lambda *_: (
+            1000 * MIB - 30 * MIB * len(self.connected),
+            1000 * MIB,
+        )
         new_group, all_to_all, all_reduce = dist.new_group, dist.all_to_all_single, dist.all_reduce
 
         def note_group(*args: Any, **settings: Any) -> Any:

@@ -24,15 +24,22 @@ from megatron_hecate.comm.transport import TransferPlan
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'comm'}"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'comm'}",
+}
 SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and to be run by itself")
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU, and to be run by itself"
+)
 
 
 def _run(command: list[str], *, timeout: float = 600, **environment: str) -> str:
     """What ``command`` prints; fails the test when it fails."""
     settings = {**os.environ, **ENVIRONMENT, **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=settings, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=settings, cwd=ROOT
+    )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
@@ -44,12 +51,20 @@ def test_processes_that_share_a_gpu(copies_by: str) -> None:
     assert "all as it should be" in said
 
 
-@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer on the path")
+@pytest.mark.skipif(
+    shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer on the path"
+)
 def test_nothing_is_read_or_written_out_of_bounds() -> None:
     """On small chunks; the values are checked as well. Calls that torch makes to see whether they succeed, and that do
     not, are no errors of ours."""
-    tests = [sys.executable, *"-m pytest -q tests/comm/test_virtual_ranks.py -k".split(), "random_placements and cuda"]
-    sanitizer = "compute-sanitizer --tool=memcheck --report-api-errors no --error-exitcode=99".split()
+    tests = [
+        sys.executable,
+        *"-m pytest -q tests/comm/test_virtual_ranks.py -k".split(),
+        "random_placements and cuda",
+    ]
+    sanitizer = (
+        "compute-sanitizer --tool=memcheck --report-api-errors no --error-exitcode=99".split()
+    )
     said = _run([*sanitizer, *tests])
     assert "ERROR SUMMARY: 0 errors" in said and "2 passed" in said
 
@@ -58,9 +73,14 @@ def test_a_peer_that_does_not_come_is_named() -> None:
     """On the process's standard error, before whatever CUDA says."""
     command = [*TORCHRUN, "--nproc-per-node=2", __file__, "alone"]
     environment = {**os.environ, **ENVIRONMENT, **SHARED}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=180, env=environment, cwd=ROOT
+    )
     assert done.returncode != 0
-    assert re.search(r"FSSDP: rank 0 of 2: layer 1: spAG failed .*expected rank 1 to finish \d+ steps", done.stderr)
+    assert re.search(
+        r"FSSDP: rank 0 of 2: layer 1: spAG failed .*expected rank 1 to finish \d+ steps",
+        done.stderr,
+    )
 
 
 def _alone(device: torch.device) -> None:
@@ -81,7 +101,11 @@ def _main() -> None:
     if sys.argv[1] == "alone":
         _alone(device)
         return
-    check(make_transport("nvlink", copy_engines=sys.argv[1] == "engines"), Reference(0, torch.bfloat16), device)
+    check(
+        make_transport("nvlink", copy_engines=sys.argv[1] == "engines"),
+        Reference(0, torch.bfloat16),
+        device,
+    )
     torch.cuda.synchronize()
     dist.barrier()
     if dist.get_rank() == 0:

@@ -19,7 +19,9 @@ def test_degree_is_the_window_over_the_time_of_a_copy() -> None:
     meter = OverlapMeter()
     assert meter.degree(1e-3) == 0, "nothing is known to hide before the first iteration"
     meter.agree([10 * MS, 2, 0, 0])  # two layers of 5 ms
-    assert meter.degree(2e-3) == pytest.approx(2.5), "until copies are timed, what they are taken to last"
+    assert meter.degree(2e-3) == pytest.approx(2.5), (
+        "until copies are timed, what they are taken to last"
+    )
     meter.agree([10 * MS, 2, 8 * MS, 8])  # copies of 1 ms
     assert meter.degree(2e-3) == pytest.approx(5)
     meter.agree([0, 0, 0, 0])  # an iteration in which nothing was complete
@@ -77,7 +79,9 @@ def test_measurements_are_kept_until_they_are_complete() -> None:
 
 def test_what_a_timed_transfer_raises_is_raised_where_it_is_waited_for() -> None:
     cpu = torch.device("cpu")
-    transfer = Transfer(map({}.__getitem__, ["lost"]), cpu, what="spRS", label="layer 1", watch=Stopwatch(cpu))
+    transfer = Transfer(
+        map({}.__getitem__, ["lost"]), cpu, what="spRS", label="layer 1", watch=Stopwatch(cpu)
+    )
     with pytest.raises(KeyError, match="lost"):
         transfer.wait()
     with pytest.raises(RuntimeError, match="layer 1: this spRS failed before"):

@@ -16,7 +16,9 @@ from megatron_hecate.job import rendezvous as module
 from megatron_hecate.job.rendezvous import Question, Verdict
 
 RANKS = range(6)
-WAY_OUT = "to switch FSSDP on; is --moe-fssdp given on every rank, and do all of them build the model?"
+WAY_OUT = (
+    "to switch FSSDP on; is --moe-fssdp given on every rank, and do all of them build the model?"
+)
 
 
 class Counted:
@@ -90,20 +92,28 @@ def test_every_rank_hears_the_verdict_and_its_groups_part(store: dist.TCPStore) 
             judged.append(told)
             return _halves(told)
 
-        heard = _ask(store, number, after={rank: 0.1 * (rank != first) for rank in RANKS}, judge=judge)
+        heard = _ask(
+            store, number, after={rank: 0.1 * (rank != first) for rank in RANKS}, judge=judge
+        )
         low, high = [1, 10, 100], [1000, 10000, 100000]
         for rank in RANKS:
-            assert heard[rank] == Verdict({"sum": 111111}, {"low": low} if rank < 3 else {"high": high})
+            assert heard[rank] == Verdict(
+                {"sum": 111111}, {"low": low} if rank < 3 else {"high": high}
+            )
         assert judged == [low + high], "by rank 0 alone"
         keys.append(store.num_keys())
     assert len(set(keys)) == 1, keys
     silent = _ask(store, 5, after=dict.fromkeys(RANKS, 0.0), judge=lambda told: Verdict("no"))
-    assert set(map(repr, silent.values())) == {"Verdict(job='no', groups={})"}, "parts of earlier verdicts are over"
+    assert set(map(repr, silent.values())) == {"Verdict(job='no', groups={})"}, (
+        "parts of earlier verdicts are over"
+    )
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("asked_before", [False, True], ids=["the first question", "a later one"])
-def test_ranks_that_do_not_come_are_named_on_all_others(store: dist.TCPStore, asked_before: bool) -> None:
+def test_ranks_that_do_not_come_are_named_on_all_others(
+    store: dist.TCPStore, asked_before: bool
+) -> None:
     """Whoever waits is told in its own time, also when it came before rank 0."""
     if asked_before:  # notes of this one must not count
         _ask(store, 1, after=dict.fromkeys(RANKS, 0.0))
@@ -113,7 +123,9 @@ def test_ranks_that_do_not_come_are_named_on_all_others(store: dist.TCPStore, as
     for rank, error in heard.items():
         assert isinstance(error, TimeoutError)
         who = rank if rank == 1 else 0  # rank 1's time is over first
-        assert str(error) in {f"FSSDP: rank {r} waited 2 s for ranks [2, 4] {WAY_OUT}" for r in (who, rank)}
+        assert str(error) in {
+            f"FSSDP: rank {r} waited 2 s for ranks [2, 4] {WAY_OUT}" for r in (who, rank)
+        }
 
 
 @pytest.mark.fast
@@ -126,11 +138,16 @@ def test_rank_0_that_does_not_come_is_named(store: dist.TCPStore) -> None:
 @pytest.mark.fast
 def test_a_store_that_is_gone_is_an_error() -> None:
     """It lives with rank 0, which has died."""
-    server: list[dist.TCPStore] = [dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
+    server: list[dist.TCPStore] = [
+        dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    ]
     question = Question(_client(server[0]), 3, 6, 1, 20.0)
     threading.Timer(0.5, server.clear).start()
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match="FSSDP: rank 3 lost the rendezvous store while it waited for rank 0, which"):
+    with pytest.raises(
+        RuntimeError,
+        match="FSSDP: rank 3 lost the rendezvous store while it waited for rank 0, which",
+    ):
         question.ask("note", _halves)
     assert time.monotonic() - start < 10
 
@@ -142,10 +159,18 @@ def test_an_exception_on_rank_0_reaches_all(store: dist.TCPStore, broken: str) -
         return Verdict(object()) if broken != "raises" else Verdict(told[99])
 
     for rank, error in _ask(store, 1, after=dict.fromkeys(RANKS, 0.0), judge=judge).items():
-        said = "IndexError: list index out of range" if broken == "raises" else "TypeError: Object of type object is"
+        said = (
+            "IndexError: list index out of range"
+            if broken == "raises"
+            else "TypeError: Object of type object is"
+        )
         assert isinstance(error, RuntimeError), rank
-        assert str(error).startswith(f"FSSDP: rank 0 could not judge what all ranks told it: {said}")
-    assert _ask(store, 2, after=dict.fromkeys(RANKS, 0.0))[5].job == {"sum": 111111}, "and it can be asked again"
+        assert str(error).startswith(
+            f"FSSDP: rank 0 could not judge what all ranks told it: {said}"
+        )
+    assert _ask(store, 2, after=dict.fromkeys(RANKS, 0.0))[5].job == {"sum": 111111}, (
+        "and it can be asked again"
+    )
 
 
 @pytest.mark.fast
@@ -166,7 +191,9 @@ def test_of_many_missing_ranks_the_first_are_named(store: dist.TCPStore) -> None
 
 
 @pytest.mark.parametrize("size", [1024, 16384])
-def test_a_large_job_switches_on(store: dist.TCPStore, size: int, capsys: pytest.CaptureFixture) -> None:
+def test_a_large_job_switches_on(
+    store: dist.TCPStore, size: int, capsys: pytest.CaptureFixture
+) -> None:
     """What the hook tells and hears, of every simulated rank, by the package's own judges: few operations per rank, and
     what a rank reads does not grow with the job. Oracle: the simulated machines, 8 ranks on each, EP 64."""
     from megatron_hecate import HecateConfig, convert
@@ -176,8 +203,16 @@ def test_a_large_job_switches_on(store: dist.TCPStore, size: int, capsys: pytest
     from megatron_hecate.replicas.memory_estimate import LIFETIMES
 
     config, of_group = HecateConfig(lifetime="auto", transport="p2p"), 64
-    memory = dict(weights=10**9, grads=2 * 10**9, optimizer=3 * 10**9, replica_weights=10**8, replica_grads=10**8)
-    by_lifetime = {name: {**memory, "transport": 10**8 // (1 + i)} for i, name in enumerate(LIFETIMES)}
+    memory = dict(
+        weights=10**9,
+        grads=2 * 10**9,
+        optimizer=3 * 10**9,
+        replica_weights=10**8,
+        replica_grads=10**8,
+    )
+    by_lifetime = {
+        name: {**memory, "transport": 10**8 // (1 + i)} for i, name in enumerate(LIFETIMES)
+    }
     groups = [tuple(range(first, first + of_group)) for first in range(0, size, of_group)]
     names = [connecting._name_of(group) for group in groups]
 
@@ -195,9 +230,17 @@ def test_a_large_job_switches_on(store: dist.TCPStore, size: int, capsys: pytest
 
     def note(rank: int) -> Note:
         slots = 3 if rank == size - 1 else 2
-        settings = {**dataclasses.asdict(config), "speeds": dataclasses.asdict(H100), "slots": slots}
-        free = 5_240_000_000 + 10**6 * rank  # least on rank 0: neither of the first two lifetimes fits there
-        return Note(settings, [str(i) for i in range(48)], memory={"by_lifetime": by_lifetime, "free": free})
+        settings = {
+            **dataclasses.asdict(config),
+            "speeds": dataclasses.asdict(H100),
+            "slots": slots,
+        }
+        free = (
+            5_240_000_000 + 10**6 * rank
+        )  # least on rank 0: neither of the first two lifetimes fits there
+        return Note(
+            settings, [str(i) for i in range(48)], memory={"by_lifetime": by_lifetime, "free": free}
+        )
 
     connection = connecting.Connection("p2p", "", {}, {})
     found: list[str] = []
@@ -215,11 +258,16 @@ def test_a_large_job_switches_on(store: dist.TCPStore, size: int, capsys: pytest
 
     start = time.monotonic()
     all_others, rank_0 = Counted(_client(store)), Counted(_client(store))
-    questions = ((site, judge_sites, lambda rank: [names[rank // of_group]]), (note, judge_notes, lambda rank: []))
+    questions = (
+        (site, judge_sites, lambda rank: [names[rank // of_group]]),
+        (note, judge_notes, lambda rank: []),
+    )
     keys, verdicts = [], {}
     for number, (told_by, judge, groups_of) in enumerate(questions, start=1):
         own = Question(rank_0, 0, size, number, 300.0)
-        thread = threading.Thread(target=own.ask, args=(dataclasses.asdict(told_by(0)), judge), daemon=True)
+        thread = threading.Thread(
+            target=own.ask, args=(dataclasses.asdict(told_by(0)), judge), daemon=True
+        )
         thread.start()
         others = [Question(all_others, rank, size, number, 300.0) for rank in range(1, size)]
         for question in others:
@@ -232,11 +280,22 @@ def test_a_large_job_switches_on(store: dist.TCPStore, size: int, capsys: pytest
 
     for rank in (1, size // 2, size - 1):
         part = verdicts[1, rank].groups[names[rank // of_group]]
-        said = {"name": "p2p", "why": "", "against": [], "go on": True, "across": True, "one queue": False}
+        said = {
+            "name": "p2p",
+            "why": "",
+            "against": [],
+            "go on": True,
+            "across": True,
+            "one queue": False,
+        }
         assert verdicts[1, rank].job == said
         assert part["nodes"] == [i // 8 for i in range(of_group)]
-        assert part["made"] == (21 if rank < of_group else 20), "rank 1 is in one more process group"
-        assert verdicts[2, rank].job["problems"] == [f"rank {size - 1} has slots=3, rank 0 has slots=2"]
+        assert part["made"] == (21 if rank < of_group else 20), (
+            "rank 1 is in one more process group"
+        )
+        assert verdicts[2, rank].job["problems"] == [
+            f"rank {size - 1} has slots=3, rank 0 has slots=2"
+        ]
         assert verdicts[2, rank].job["decision"] == ["layer", False]
     assert max(len(module._pack(verdict.job)) for verdict in verdicts.values()) < 200
     assert len(module._pack(verdicts[1, 1].groups)) < 10 * of_group
@@ -244,7 +303,10 @@ def test_a_large_job_switches_on(store: dist.TCPStore, size: int, capsys: pytest
     assert keys[0] == keys[1]
     per_rank, total = all_others.operations / (size - 1), all_others.operations + rank_0.operations
     with capsys.disabled():
-        print(f"\n{size} ranks: {per_rank:.2f} operations per rank, {total} in all, {seconds:.1f} s", end=" ")
+        print(
+            f"\n{size} ranks: {per_rank:.2f} operations per rank, {total} in all, {seconds:.1f} s",
+            end=" ",
+        )
     assert per_rank == 7, "two questions: tell, wait and hear, and the group's part once"
     assert total < 10 * size, "and rank 0 looks for notes once a second"
     assert seconds < 300, "some 10 s are usual for 16,384 ranks; this is a bound for hangs"
@@ -268,7 +330,9 @@ def _over_files(path: str, number: int) -> None:
         question = Question(store, rank, len(RANKS), number, 20.0)
         heard[rank] = question.ask(10**rank, _halves, groups=["low"]).groups
 
-    threads = [threading.Thread(target=run, args=pair) for pair in zip(RANKS, stores(), strict=False)]
+    threads = [
+        threading.Thread(target=run, args=pair) for pair in zip(RANKS, stores(), strict=False)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

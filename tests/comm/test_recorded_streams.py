@@ -29,12 +29,17 @@ def _computes(work: Work) -> bool:
 
 
 def _without_waits_for_transfers(recordings: Recordings) -> Recordings:
-    of_transfers = {entry.stream for entries in recordings for entry in entries if _is_transfer(entry)}
+    of_transfers = {
+        entry.stream for entries in recordings for entry in entries if _is_transfer(entry)
+    }
     events = {
         entry.event for entries in recordings for entry in entries if getattr(entry, "stream", None) in of_transfers
         and not isinstance(entry, Work | Wait)
     }  # fmt: skip
-    return [[e for e in entries if not (isinstance(e, Wait) and e.event in events)] for entries in recordings]
+    return [
+        [e for e in entries if not (isinstance(e, Wait) and e.event in events)]
+        for entries in recordings
+    ]
 
 
 def _is_transfer(entry: Any) -> bool:
@@ -43,7 +48,12 @@ def _is_transfer(entry: Any) -> bool:
 
 @pytest.mark.parametrize(
     ("engines", "lifetime", "sms"),
-    [(True, "iteration", 132), (False, "layer", 132), (True, "iteration", 16), (False, "layer", 16)],
+    [
+        (True, "iteration", 132),
+        (False, "layer", 132),
+        (True, "iteration", 16),
+        (False, "layer", 16),
+    ],
     ids=str,
 )
 @ranks(2, timeout=300)
@@ -63,7 +73,9 @@ def test_an_iteration(engines: bool, lifetime: str, sms: int) -> None:
 
     driver = gpu_on_cpu.install(multiprocessors=sms)
     job_device.on_gpus = connect.on_gpus = lambda: True
-    selftest._fetch_seconds = lambda transport, device: 1.0 if transport.copy_engines == engines else 2.0
+    selftest._fetch_seconds = lambda transport, device: (
+        1.0 if transport.copy_engines == engines else 2.0
+    )
     recording = Recording()
     ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(transport="nvlink", lifetime=lifetime))
     tiny_gpt.assert_trained_alike(stock, ours, lifetime, tolerance=1e-5)
@@ -81,15 +93,23 @@ def _check(recordings: Recordings, *, engines: bool, sms: int) -> None:
     assert any(map(_fetches, works)) and any(map(_returns, works)) and any(map(_computes, works))
     assert any(not work.on_sms for work in works) == engines
     assert hazards(recordings) == []
-    assert hazards(_without_waits_for_transfers(recordings)), "nothing waited for transfers, and nothing was found"
+    assert hazards(_without_waits_for_transfers(recordings)), (
+        "nothing waited for transfers, and nothing was found"
+    )
     shares = {}
     for queues in (32, 1):
         played = play(recordings, queues=queues, sms=sms)
         assert not played.deadlock, (queues, sms, played.deadlock)
         lost = lost_overlap(recordings, played, _is_transfer, _computes)
-        shares[queues] = played.overlap(_fetches, _computes), played.overlap(_returns, _computes), len(lost)
+        shares[queues] = (
+            played.overlap(_fetches, _computes),
+            played.overlap(_returns, _computes),
+            len(lost),
+        )
         fetched, returned, _ = shares[queues]
-        print(f"{queues} queues, {sms} SMs: beside GEMMs {fetched:.0%} of fetches, {returned:.0%} of returns; {lost}")
+        print(
+            f"{queues} queues, {sms} SMs: beside GEMMs {fetched:.0%} of fetches, {returned:.0%} of returns; {lost}"
+        )
     if sms == 16:
         return  # what may overlap is then a question of SMs
     assert shares[32][2] == 0, "with queues enough, whatever may overlap does"

@@ -22,7 +22,11 @@ def _check_pieces(seed: int) -> None:
     rng = np.random.default_rng(seed)
     size, num_ranks = int(rng.integers(1, 40)), int(rng.integers(1, 6))
     bounds = np.sort(rng.integers(0, size + 1, num_ranks - 1)).tolist()
-    kept = [Shard(r, b, e) for r, (b, e) in enumerate(zip([0, *bounds], [*bounds, size], strict=True)) if b < e]
+    kept = [
+        Shard(r, b, e)
+        for r, (b, e) in enumerate(zip([0, *bounds], [*bounds, size], strict=True))
+        if b < e
+    ]
     for _ in range(int(rng.integers(0, 3))):
         begin, end = sorted(rng.integers(0, size + 1, 2).tolist())
         others = set(range(num_ranks)) - {shard.rank for shard in kept}  # a rank keeps one stretch
@@ -47,7 +51,9 @@ def _check_pieces(seed: int) -> None:
 def test_an_element_that_nobody_keeps_is_named() -> None:
     from megatron_hecate.homes.exchange import Shard, pieces
 
-    with pytest.raises(ValueError, match=r"element 3 of Shard\(rank=0, begin=0, end=5\) is on none of"):
+    with pytest.raises(
+        ValueError, match=r"element 3 of Shard\(rank=0, begin=0, end=5\) is on none of"
+    ):
         pieces([Shard(0, 0, 3), Shard(1, 4, 9)], Shard(0, 0, 5))
 
 
@@ -68,7 +74,9 @@ def test_values_of_all_types_arrive_before_any_is_written() -> None:
         source, target, size = (int(n) for n in rng.integers(0, (4, 4, 9)))
         if source == 3 or target == 2:
             continue  # a rank that sends nothing, and one that receives nothing
-        values = torch.from_numpy(rng.integers(0, 100, size + 3)).to(dtypes[number % 5])[1 : size + 1]
+        values = torch.from_numpy(rng.integers(0, 100, size + 3)).to(dtypes[number % 5])[
+            1 : size + 1
+        ]
         if source == own:
             relocation.send(target, values)
         if target == own:

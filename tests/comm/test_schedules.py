@@ -39,7 +39,13 @@ class Played:
     """
 
     def __init__(
-        self, copies: Sequence[Copy], domains: Domains, elements: int, cells: dict[Cell, tuple], *, sums: bool
+        self,
+        copies: Sequence[Copy],
+        domains: Domains,
+        elements: int,
+        cells: dict[Cell, tuple],
+        *,
+        sums: bool,
     ) -> None:
         build = Stages.of_return if sums else Stages.of_fetch
         self.of = {rank: set(domain) for domain in domains for rank in domain}
@@ -48,7 +54,9 @@ class Played:
         self.sent: Counter[int] = Counter()  # and to others of its domain
         self.got: Counter[int] = Counter()
         self.stripes, self.stripe_elements = 0, 0
-        plans = [build(copies, rank, domains=domains, elements=elements) for rank in range(len(self.of))]
+        plans = [
+            build(copies, rank, domains=domains, elements=elements) for rank in range(len(self.of))
+        ]
         assert len({len(plan) for plan in plans}) == 1, "ranks must agree on the number of stages"
         for stages in zip(*plans, strict=True):
             if isinstance(stages[0], Messages):
@@ -65,7 +73,9 @@ class Played:
         return [(place.rank, place.memory, place.index, element) for element in range(begin, end)]
 
     def _pull(self, plans: dict[int, Schedule]) -> None:
-        assert len({len(plan.steps) for plan in plans.values()}) == 1, "a domain must agree on the number of steps"
+        assert len({len(plan.steps) for plan in plans.values()}) == 1, (
+            "a domain must agree on the number of steps"
+        )
         for step in range(len(next(iter(plans.values())).steps)):
             written: dict[Cell, tuple] = {}
             for rank, plan in plans.items():
@@ -76,7 +86,9 @@ class Played:
                         self.sent[source.rank] += pull.end - pull.begin
                         self.got[rank] += pull.end - pull.begin
                     sources = [self._cells(source, pull.begin, pull.end) for source in pull.sources]
-                    for cell, *parts in zip(self._cells(pull.into, pull.begin, pull.end), *sources, strict=True):
+                    for cell, *parts in zip(
+                        self._cells(pull.into, pull.begin, pull.end), *sources, strict=True
+                    ):
                         assert cell not in written, "written twice in one step"
                         before = self.cells[cell] if pull.add else ()
                         written[cell] = (*before, *(x for part in parts for x in self.cells[part]))
@@ -100,7 +112,9 @@ class Played:
 
 def _fetch(copies: Sequence[Copy], domains: Domains, elements: int) -> Played:
     sent = {(copy.home, copy.index) for copy in copies}
-    cells = {(home, "parameters", i, e): ((home, i, e),) for home, i in sent for e in range(elements)}
+    cells = {
+        (home, "parameters", i, e): ((home, i, e),) for home, i in sent for e in range(elements)
+    }
     played = Played(copies, domains, elements, cells, sums=False)
     for copy in copies:
         for e in range(elements):
@@ -110,27 +124,40 @@ def _fetch(copies: Sequence[Copy], domains: Domains, elements: int) -> Played:
 
 def _return(copies: Sequence[Copy], domains: Domains, elements: int) -> Played:
     """Replicas of the home's domain come first, then those of the next one; in each, by rank."""
-    cells: dict[Cell, tuple] = {(c.rank, "grad", c.slot, e): ((c.rank, e),) for c in copies for e in range(elements)}
+    cells: dict[Cell, tuple] = {
+        (c.rank, "grad", c.slot, e): ((c.rank, e),) for c in copies for e in range(elements)
+    }
     sent = sorted({(copy.home, copy.index) for copy in copies})
-    cells |= {(home, "main_grad", i, e): (("before", e),) for home, i in sent for e in range(elements)}
+    cells |= {
+        (home, "main_grad", i, e): (("before", e),) for home, i in sent for e in range(elements)
+    }
     played = Played(copies, domains, elements, cells, sums=True)
     of = {rank: i for i, domain in enumerate(domains) for rank in domain}
     for home, i in sent:
         ranks = [copy.rank for copy in copies if (copy.home, copy.index) == (home, i)]
         ranks.sort(key=lambda rank, home=home: ((of[rank] - of[home]) % len(domains), rank))
         for e in range(elements):
-            assert played.cells[home, "main_grad", i, e] == (("before", e), *((rank, e) for rank in ranks))
+            assert played.cells[home, "main_grad", i, e] == (
+                ("before", e),
+                *((rank, e) for rank in ranks),
+            )
     return played
 
 
 @pytest.mark.parametrize("name", list(DOMAINS))
-@pytest.mark.parametrize("seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.slow)], ids=["few", "many"])
+@pytest.mark.parametrize(
+    "seeds", [range(4), pytest.param(range(4, 200), marks=pytest.mark.slow)], ids=["few", "many"]
+)
 def test_random_copies(name: str, seeds: range) -> None:
     """And no rank needs more stripe buffers, or larger ones, than memory is set aside for."""
     sizes = [len(domain) for domain in DOMAINS[name]]
     for seed in seeds:
         rng = np.random.default_rng(seed)
-        experts, slots, fill = int(rng.integers(1, 4)), int(rng.integers(1, 4)), float(rng.uniform(0.2, 1))
+        experts, slots, fill = (
+            int(rng.integers(1, 4)),
+            int(rng.integers(1, 4)),
+            float(rng.uniform(0.2, 1)),
+        )
         copies = random_copies(rng, ranks=sum(sizes), slots=slots, experts=experts, fill=fill)
         elements = int(rng.choice([1, GRAIN, 5 * GRAIN + 3]))
         layer = LayerBuffer(slots=slots, elements=elements, dtype=torch.bfloat16, homes=experts)
@@ -169,7 +196,9 @@ def test_no_more_chunks_are_exchanged_than_the_home_needs() -> None:
     that its second one is fetched whole."""
     copies = [*one_hot(4, 0, 3), Copy(0, 1, 1, 1), Copy(0, 1, 2, 1), Copy(3, 0, 1, 2)]
     for rank in (1, 2):
-        _, fetch, exchange = Schedule.of_fetch(copies, rank, domain=range(4), elements=8 * GRAIN).steps
+        _, fetch, exchange = Schedule.of_fetch(
+            copies, rank, domain=range(4), elements=8 * GRAIN
+        ).steps
         (whole,) = (pull for pull in fetch if pull.sources == (Place(0, "send", 1),))
         assert (whole.begin, whole.end) == (0, 8 * GRAIN)
         assert {pull.into.index for pull in exchange} == {0}
@@ -193,13 +222,17 @@ def test_one_copy_crosses_to_a_domain_in_stripes(name: str, beside: int) -> None
         played = play(copies, domains, elements)
         assert sum(played.crossed.values()) == (crossing := (len(domains) - 1) * elements)
         carriers = len(domains[0]) - 1  # a home that receives enough carries none
-        assert max(played.crossed.values()) <= crossing / max(1, carriers) + GRAIN, "all adapters carry it"
+        assert max(played.crossed.values()) <= crossing / max(1, carriers) + GRAIN, (
+            "all adapters carry it"
+        )
         assert max([*played.sent.values(), *played.got.values()]) <= 1.25 * elements
 
 
 def test_ranks_begin_at_different_homes() -> None:
     copies = [Copy(home, 0, rank, home) for home in range(4) for rank in range(4) if home != rank]
-    schedules = [Schedule.of_fetch(copies, rank, domain=range(4), elements=GRAIN) for rank in range(4)]
+    schedules = [
+        Schedule.of_fetch(copies, rank, domain=range(4), elements=GRAIN) for rank in range(4)
+    ]
     assert [schedule.steps[1][0].sources[0].rank for schedule in schedules] == [1, 2, 3, 0]
 
 
@@ -211,7 +244,12 @@ def test_ranks_begin_at_different_homes() -> None:
         ([Copy(0, 0, 0, 0)], 2, 1, r"needs two different ranks of \[0, 1\]"),
         ([Copy(0, 0, 2, 0)], 2, 1, r"needs two different ranks of \[0, 1\]"),
         ([Copy(0, 0, 1, 0), Copy(0, 1, 1, 0)], 2, 1, r"a slot is named twice: \(1, 0\)"),
-        ([Copy(0, 0, 1, 0), Copy(0, 0, 1, 1)], 2, 1, r"a chunk for a rank is named twice: \(0, 0, 1\)"),
+        (
+            [Copy(0, 0, 1, 0), Copy(0, 0, 1, 1)],
+            2,
+            1,
+            r"a chunk for a rank is named twice: \(0, 0, 1\)",
+        ),
     ],
 )
 def test_bad_copies(copies: list[Copy], ranks: int, elements: int, message: str) -> None:

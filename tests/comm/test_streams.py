@@ -38,7 +38,9 @@ class _Gpu:
         class Stream:
             priority_range = staticmethod(lambda: (0, -3))
 
-            def __init__(self, device: Any = None, priority: int = 0, name: str = "transfers") -> None:
+            def __init__(
+                self, device: Any = None, priority: int = 0, name: str = "transfers"
+            ) -> None:
                 self.name = name
                 gpu.priorities.append(priority)
 
@@ -59,10 +61,15 @@ class _Gpu:
             gpu.current = before
 
         def event(**_: Any) -> Any:
-            return SimpleNamespace(record=lambda: None, query=lambda: True, elapsed_time=lambda _: 1.0)
+            return SimpleNamespace(
+                record=lambda: None, query=lambda: True, elapsed_time=lambda _: 1.0
+            )
 
         fake = SimpleNamespace(
-            Stream=Stream, stream=stream, Event=event, current_stream=lambda *_: Stream(name=gpu.current)
+            Stream=Stream,
+            stream=stream,
+            Event=event,
+            current_stream=lambda *_: Stream(name=gpu.current),
         )
         monkeypatch.setattr(transfer.torch, "cuda", fake)
         transfer.transfer_stream.cache_clear()
@@ -103,7 +110,9 @@ def test_the_stream_of_transfers_comes_before_others(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("connections", [None, "1", "32"])
 @pytest.mark.parametrize("waits", [True, False])
-def test_what_is_left_to_the_wait(monkeypatch: pytest.MonkeyPatch, connections: str | None, waits: bool) -> None:
+def test_what_is_left_to_the_wait(
+    monkeypatch: pytest.MonkeyPatch, connections: str | None, waits: bool
+) -> None:
     gpu = _Gpu(monkeypatch, connections)
     one = _transfer(gpu, waits=waits)
     start = ["transfers waits for compute", "transfers posts"]
@@ -130,7 +139,9 @@ def test_a_transfer_that_is_left_to_the_wait_is_not_timed(
 
 
 @pytest.mark.parametrize("connections", ["1", "8"])
-def test_rounds_of_messages_are_posted_in_the_same_order(monkeypatch: pytest.MonkeyPatch, connections: str) -> None:
+def test_rounds_of_messages_are_posted_in_the_same_order(
+    monkeypatch: pytest.MonkeyPatch, connections: str
+) -> None:
     """Two rounds of gradients. NCCL has no tags: were the second posted at the wait, a fetch that began in between
     would take its messages."""
     gpu = _Gpu(monkeypatch, connections)
@@ -149,7 +160,9 @@ def test_rounds_of_messages_are_posted_in_the_same_order(monkeypatch: pytest.Mon
     group = _Group()
     p2p = P2P(group, timeout=30)  # type: ignore[arg-type]
     p2p._staging = _OnGpu(torch.zeros(8192, dtype=torch.uint8))
-    monkeypatch.setattr("megatron_hecate.comm.p2p.chunks_in", lambda *_: [_OnGpu(torch.zeros(4)) for _ in range(5)])
+    monkeypatch.setattr(
+        "megatron_hecate.comm.p2p.chunks_in", lambda *_: [_OnGpu(torch.zeros(4)) for _ in range(5)]
+    )
     plan = TransferPlan(0, tuple(Copy(0, 0, rank, 0) for rank in range(1, 7)))
     homes = SimpleNamespace(add=lambda index, total: gpu.do("adds"))
     one = p2p.return_gradients(plan, [torch.zeros(4)], homes, label="layer 1")  # type: ignore[arg-type]
@@ -173,11 +186,15 @@ class _OnGpu(torch.Tensor):
 
 
 @pytest.mark.parametrize("on_gpus", [True, False])
-def test_messages_of_nccl_come_before_other_work(monkeypatch: pytest.MonkeyPatch, on_gpus: bool) -> None:
+def test_messages_of_nccl_come_before_other_work(
+    monkeypatch: pytest.MonkeyPatch, on_gpus: bool
+) -> None:
     """NCCL's kernels run on streams of its own; gloo has no such options."""
     made: list[Any] = []
     monkeypatch.setattr(groups, "_no_bound_device", contextlib.nullcontext)
-    monkeypatch.setattr(dist, "new_group", lambda ranks, **settings: made.append(settings.get("pg_options")))
+    monkeypatch.setattr(
+        dist, "new_group", lambda ranks, **settings: made.append(settings.get("pg_options"))
+    )
     monkeypatch.setattr(groups, "connect_ranks", lambda *_, **__: None)
     monkeypatch.setattr(groups, "keep_timeout", lambda *_: None)
     nccl = NcclSettings() if on_gpus else None

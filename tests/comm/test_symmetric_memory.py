@@ -26,7 +26,9 @@ GPU = torch.device("cuda", 0)
 class _Gpu:
     """A GPU with ``total`` bytes, of which torch's cache keeps ``cached``."""
 
-    def __init__(self, total: int, cached: int = 0, *, backend: str = "CUDA", gives_view: bool = True) -> None:
+    def __init__(
+        self, total: int, cached: int = 0, *, backend: str = "CUDA", gives_view: bool = True
+    ) -> None:
         self.total, self.cached, self.gives_view = total, cached, gives_view
         self.multicast: list[str | None] = []
         symmetric.empty, symmetric.rendezvous = self.empty, self.rendezvous
@@ -47,7 +49,11 @@ class _Gpu:
     def rendezvous(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
         self.multicast.append(os.environ.get(NO_MULTICAST))
         pointers = [tensor.data_ptr() - 64] * group.size()
-        return types.SimpleNamespace(buffer_ptrs=pointers, rank=group.rank()) if self.gives_view else None
+        return (
+            types.SimpleNamespace(buffer_ptrs=pointers, rank=group.rank())
+            if self.gives_view
+            else None
+        )
 
 
 def _peers(size: int = MIB) -> Peers:
@@ -60,7 +66,9 @@ def test_what_torchs_cache_keeps_is_given_back_first() -> None:
     gpu = _Gpu(3 * MIB, 2 * MIB + COUNTERS if dist.get_rank() else 0)
     peers = _peers()
     assert gpu.cached == 0 and peers.buffers.numel() == MIB
-    assert (peers.address(peers.buffers, 0), peers.address(peers.buffers, 1)) == (peers.buffers.data_ptr(),) * 2
+    assert (peers.address(peers.buffers, 0), peers.address(peers.buffers, 1)) == (
+        peers.buffers.data_ptr(),
+    ) * 2
 
 
 @ranks(2)
@@ -78,7 +86,10 @@ def test_too_little_memory_is_named_on_all_ranks() -> None:
 @ranks(2)
 def test_a_rendezvous_that_gives_nothing_is_named() -> None:
     _Gpu(8 * MIB, gives_view=dist.get_rank() == 0)
-    with pytest.raises(RuntimeError, match="transport nvlink: rank 1 cannot have a view of its peers' memory: torch"):
+    with pytest.raises(
+        RuntimeError,
+        match="transport nvlink: rank 1 cannot have a view of its peers' memory: torch",
+    ):
         _peers()
 
 

@@ -30,7 +30,10 @@ def test_a_small_plan() -> None:
     assert plans[0].replicated == (0, 1) and plans[1].replicated == ()
     assert plans[2].receives == ((1, 0), (0, 0)) and plans[2].slots == (0, 1)
     assert plans[2].turns == (0, 2), "rank 1's copy of expert 1 goes between them"
-    late = [plan.without(earlier) for plan, earlier in zip(plans, _plans(homes, [(5, 0), (1, 2)]), strict=True)]
+    late = [
+        plan.without(earlier)
+        for plan, earlier in zip(plans, _plans(homes, [(5, 0), (1, 2)]), strict=True)
+    ]
     assert all(plan.copies == (Copy(0, 0, 2, 1), Copy(0, 1, 1, 0)) for plan in late)
     assert late[2].receives == ((1, 0),) and late[2].turns == (0,)
 
@@ -50,9 +53,15 @@ def test_both_ends_of_a_copy_agree(seed: int) -> None:
     plans = [TransferPlan.from_placement(placement, rank) for rank in range(4)]
     for home in range(4):
         for rank in range(4):
-            sent = [(turn, home * 3 + index) for turn, (index, to) in enumerate(plans[home].sends) if to == rank]
+            sent = [
+                (turn, home * 3 + index)
+                for turn, (index, to) in enumerate(plans[home].sends)
+                if to == rank
+            ]
             pairs = zip(plans[rank].receives, plans[rank].turns, strict=True)
-            assert sent == [(turn, placement.table[rank, 3 + slot]) for (slot, at), turn in pairs if at == home]
+            assert sent == [
+                (turn, placement.table[rank, 3 + slot]) for (slot, at), turn in pairs if at == home
+            ]
 
 
 def _placement(rng: np.random.Generator, *, one_expert: bool) -> Placement:
@@ -91,7 +100,9 @@ def _copies(placement: Placement) -> list[Copy]:
             for held in table[rank]:
                 is_home = held != EMPTY and placement.home[held] == rank
                 if held == expert and not is_home:
-                    index = [e for e in table[home] if e != EMPTY and placement.home[e] == home].index(expert)
+                    index = [
+                        e for e in table[home] if e != EMPTY and placement.home[e] == home
+                    ].index(expert)
                     found.append(Copy(home, index, rank, slots_before))
                 slots_before += not is_home
     return found
@@ -103,14 +114,24 @@ def test_random_placements(seed: int, one_expert: bool) -> None:
     """Every rank derives the same copies; what is late is what the earlier placement lacks."""
     rng = np.random.default_rng(seed)
     placement = _placement(rng, one_expert=one_expert)
-    drop = np.array([[e != EMPTY and placement.home[e] != r for e in row] for r, row in enumerate(placement.table)])
+    drop = np.array(
+        [
+            [e != EMPTY and placement.home[e] != r for e in row]
+            for r, row in enumerate(placement.table)
+        ]
+    )
     table = np.where(drop & (rng.random(placement.table.shape) < 0.5), EMPTY, placement.table)
     before = Placement(home=placement.home.copy(), table=table)
     expected, early = _copies(placement), _copies(before)
     for rank in range(placement.num_ranks):
-        plan, earlier = TransferPlan.from_placement(placement, rank), TransferPlan.from_placement(before, rank)
+        plan, earlier = (
+            TransferPlan.from_placement(placement, rank),
+            TransferPlan.from_placement(before, rank),
+        )
         assert (plan.rank, plan.copies, earlier.copies) == (rank, tuple(expected), tuple(early))
-        assert all(type(number) is int for copy in plan.copies for number in copy), "no numpy integers in errors"
+        assert all(type(number) is int for copy in plan.copies for number in copy), (
+            "no numpy integers in errors"
+        )
         assert plan.without(earlier).copies == tuple(copy for copy in expected if copy not in early)
         assert earlier.without(plan).copies == ()
 
@@ -124,7 +145,8 @@ def test_chunks_lie_aligned_and_apart() -> None:
     for number, chunk in enumerate(chunks, 1):
         assert (
             chunk.shape == (100,)
-            and chunk.data_ptr() % LayerBuffer.aligned(1, torch.uint8) == memory.data_ptr() % ALIGNMENT
+            and chunk.data_ptr() % LayerBuffer.aligned(1, torch.uint8)
+            == memory.data_ptr() % ALIGNMENT
         )
         version = chunk._version
         chunks_in(memory[ALIGNMENT:], 3, 100, layer.grad_dtype)[number - 1].fill_(number)

@@ -13,7 +13,18 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from one_layer import CPU, HOMES, Reference, Sums, allocate, check, check_sums, copies, flat, make_transport
+from one_layer import (
+    CPU,
+    HOMES,
+    Reference,
+    Sums,
+    allocate,
+    check,
+    check_sums,
+    copies,
+    flat,
+    make_transport,
+)
 from ranks import ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
@@ -28,7 +39,13 @@ TRANSPORTS = ["p2p", "nvlink"]
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("p2p", "float32"), ("p2p", "bfloat16"), ("p2p", "float64"), ("nvlink", "float32"), ("nvlink", "bfloat16")],
+    [
+        ("p2p", "float32"),
+        ("p2p", "bfloat16"),
+        ("p2p", "float64"),
+        ("nvlink", "float32"),
+        ("nvlink", "bfloat16"),
+    ],
 )
 @ranks(4)
 def test_every_kind_of_plan(name: str, dtype: str) -> None:
@@ -39,7 +56,10 @@ def test_every_kind_of_plan(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("copy_engines", [False, True], ids=["kernels", "copy engines"])
 @ranks(4)
 def test_several_nvlink_domains(domains: tuple, copy_engines: bool) -> None:
-    check(make_transport("nvlink", domains, copy_engines=copy_engines), Reference(0, torch.bfloat16, domains))
+    check(
+        make_transport("nvlink", domains, copy_engines=copy_engines),
+        Reference(0, torch.bfloat16, domains),
+    )
 
 
 @ranks(4)
@@ -67,24 +87,34 @@ def _random_schedule(transport: Transport, rng: random.Random) -> None:
             fetched, returned = [], []
             for number, layer in enumerate(layers):
                 reference = Reference(10 * step + number)
-                late = TransferPlan(layer.rank, copies("one to all, others at random", rng.randrange(99)))
+                late = TransferPlan(
+                    layer.rank, copies("one to all, others at random", rng.randrange(99))
+                )
                 chosen = {copy for copy in late.copies if rng.random() < 0.6}
-                early = TransferPlan(layer.rank, tuple(copy for copy in late.copies if copy in chosen))
+                early = TransferPlan(
+                    layer.rank, tuple(copy for copy in late.copies if copy in chosen)
+                )
                 transfer = layer.fetch(early, reference, timed=rng.random() < 0.3)
                 if rng.random() < 0.5:
                     transfer.wait()
                 if rng.random() < 0.5:
                     early = late
                     transfer.wait()
-                    transfer = layer.fetch(late.without(TransferPlan(layer.rank, tuple(chosen))), reference)
+                    transfer = layer.fetch(
+                        late.without(TransferPlan(layer.rank, tuple(chosen))), reference
+                    )
                 fetched.append((layer, early, reference, transfer))
             for layer, plan, reference, transfer in reversed(fetched):
                 transfer.wait()
                 layer.check_weights(plan, reference)
                 main_grads = [reference.drawn(2, layer.rank, i) for i in range(HOMES)]
-                sums = Sums([[t.float() for t in parts] for parts in main_grads], direct=rng.random() < 0.5)
+                sums = Sums(
+                    [[t.float() for t in parts] for parts in main_grads], direct=rng.random() < 0.5
+                )
                 before = [flat(parts) for parts in sums.before]
-                returned.append((layer.give_back(plan, reference, sums), sums, before, plan, reference))
+                returned.append(
+                    (layer.give_back(plan, reference, sums), sums, before, plan, reference)
+                )
                 if rng.random() < 0.3:
                     returned[-1][0].wait()
             for transfer, sums, before, plan, reference in returned:
@@ -97,21 +127,33 @@ def test_what_our_kernels_cannot_move_is_named() -> None:
     (layer,) = allocate(make_transport("nvlink"), CPU, torch.float64)
     plan = TransferPlan(dist.get_rank(), copies("one to all"))
     with pytest.raises(
-        ValueError, match=r"layer 1: gradients of torch.float64 cannot be summed by our kernels; use p2p"
+        ValueError,
+        match=r"layer 1: gradients of torch.float64 cannot be summed by our kernels; use p2p",
     ):
         layer.give_back(plan, Reference(0, torch.float64), Sums([], direct=True))
     if plan.rank == 0:
         homes = [[torch.zeros(4, 3).t()]] * HOMES
-        with pytest.raises(ValueError, match="layer 1: parameters of own expert 1 are not contiguous"):
+        with pytest.raises(
+            ValueError, match="layer 1: parameters of own expert 1 are not contiguous"
+        ):
             layer.transport.fetch(plan, homes, layer.weights, label="layer 1")
 
 
 @pytest.mark.parametrize(
     ("elements", "said"),
     [
-        (3 * 4096 * 14336, "of 1 replica of its experts at once (672 MiB each); those of k come in k rounds"),
-        (3 * 2048 * 7168, "of 1 replica of its experts at once (168 MiB each); those of k come in k rounds"),
-        (3 * 2048 * 768, "of 4 replicas of its experts at once (18 MiB each); those of k come in k / 4 rounds"),
+        (
+            3 * 4096 * 14336,
+            "of 1 replica of its experts at once (672 MiB each); those of k come in k rounds",
+        ),
+        (
+            3 * 2048 * 7168,
+            "of 1 replica of its experts at once (168 MiB each); those of k come in k rounds",
+        ),
+        (
+            3 * 2048 * 768,
+            "of 4 replicas of its experts at once (18 MiB each); those of k come in k / 4 rounds",
+        ),
     ],
     ids=["Mixtral-8x7B", "DeepSeek-V3", "Qwen3-30B-A3B"],
 )
@@ -132,7 +174,9 @@ def test_rounds_of_gradients_are_told(elements: int, said: str) -> None:
 def test_being_late_is_not_copying(name: str, domains: tuple) -> None:
     """A fetch is timed from when all that take part have come: oracle, a note that rank 2 leaves in the store before it
     begins. It and rank 1 have a replica of the same expert, rank 3 has nothing. Each rank has a time in the end."""
-    transport = make_transport(name.replace("copy engines", "nvlink"), domains, copy_engines=name == "copy engines")
+    transport = make_transport(
+        name.replace("copy engines", "nvlink"), domains, copy_engines=name == "copy engines"
+    )
     (layer,) = allocate(transport, CPU, torch.float32)
     store, mark, looked = _get_default_store(), Stopwatch.mark, []
 

@@ -14,7 +14,17 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from kernel_scripts import CHECK, COPIES, REDUCE, WRITE, Operation, Script, Setup, one_hot, random_copies
+from kernel_scripts import (
+    CHECK,
+    COPIES,
+    REDUCE,
+    WRITE,
+    Operation,
+    Script,
+    Setup,
+    one_hot,
+    random_copies,
+)
 from torch import Tensor
 
 from megatron_hecate.comm.nvlink.launch import THREADS, WARP, TransferKernels
@@ -24,13 +34,19 @@ from megatron_hecate.device import driver
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.fast),
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    ),
 ]
 # Elements of an expert's tensors; where a whole command of `bench/gpu.py` is only rehearsed, few of them.
 SHRUNK = 4096 if os.environ.get("FSSDP_TINY") else 1
 EXPERTS = {
     name: (2 * hidden * ffn // SHRUNK, hidden * ffn // SHRUNK)
-    for name, hidden, ffn in (("mixtral", 4096, 14336), ("deepseek-v3", 7168, 2048), ("qwen3-30b", 2048, 768))
+    for name, hidden, ffn in (
+        ("mixtral", 4096, 14336),
+        ("deepseek-v3", 7168, 2048),
+        ("qwen3-30b", 2048, 768),
+    )
 }
 
 
@@ -69,10 +85,14 @@ class VirtualRanks:
                         memory.copy_(op.data)
                     elif not torch.equal(memory, op.data):
                         wrong, size = int((memory != op.data).nonzero()[0]), len(op.data)
-                        pytest.fail(f"rank {rank}: byte {wrong} of {size} at {begin:#x} is not as it should be")
+                        pytest.fail(
+                            f"rank {rank}: byte {wrong} of {size} at {begin:#x} is not as it should be"
+                        )
             waiting = [operations for operations in todo if operations]
             first = min((operations[0].number for operations in waiting), default=0)
-            together = [operations.popleft() for operations in waiting if operations[0].number == first]
+            together = [
+                operations.popleft() for operations in waiting if operations[0].number == first
+            ]
             if together:
                 self._transfer(together)
 
@@ -107,20 +127,38 @@ class VirtualRanks:
         elif len(items):
             self._kernels.copy(items)
 
-    def _launch(self, name: str, headers: Tensor, *, ranks: int, numbers: tuple[int, ...], blocks: int) -> None:
+    def _launch(
+        self, name: str, headers: Tensor, *, ranks: int, numbers: tuple[int, ...], blocks: int
+    ) -> None:
         """The kernel ``name`` for all ranks: one launch, or a thread each."""
         function = self._kernels.function(name)
         if not headers.is_cuda:
-            addresses = [ctypes.c_void_p(headers.data_ptr() + i * TRANSFER.itemsize) for i in range(ranks)]
+            addresses = [
+                ctypes.c_void_p(headers.data_ptr() + i * TRANSFER.itemsize) for i in range(ranks)
+            ]
             with ThreadPoolExecutor(ranks) as pool:
-                failed = pool.map(lambda address: function(address, *(numbers or (blocks, 1))), addresses)
+                failed = pool.map(
+                    lambda address: function(address, *(numbers or (blocks, 1))), addresses
+                )
                 assert not any(failed), "a rank did not come"
             return
         stream = torch.cuda.current_stream().cuda_stream
         arguments = [ctypes.c_void_p(headers.data_ptr()), *map(ctypes.c_uint, numbers)]
         addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
         threads = WARP if numbers else THREADS
-        driver.call("cuLaunchCooperativeKernel", function, blocks, ranks, 1, threads, 1, 1, 0, stream, addresses)
+        driver.call(
+            "cuLaunchCooperativeKernel",
+            function,
+            blocks,
+            ranks,
+            1,
+            threads,
+            1,
+            1,
+            0,
+            stream,
+            addresses,
+        )
         torch.cuda.synchronize()
 
 
@@ -132,7 +170,9 @@ def test_random_placements(device: str, shift: int) -> None:
     ranks = VirtualRanks(setup, device, blocks=2, begin=2**32 - 20)
     ranks.script.iteration(one_hot(6, 1, 5))
     for i in range(4):
-        ranks.script.iteration(random_copies(rng, ranks=6, slots=3, experts=2), by_copies=i % 2 == 1)
+        ranks.script.iteration(
+            random_copies(rng, ranks=6, slots=3, experts=2), by_copies=i % 2 == 1
+        )
     ranks.finish()
 
 
@@ -160,9 +200,13 @@ def test_a_wrong_byte_is_found() -> None:
             (rank,) = {"slot": (1,), "main_grad": (0,)}[memory]
             at = ranks.script.bases[rank] + ranks.script.regions[memory, 0][0][0]
             operations = ranks.script.operations[rank]
-            (number,) = [i for i, op in enumerate(operations) if (op.kind, op.address) == (CHECK, at)]
+            (number,) = [
+                i for i, op in enumerate(operations) if (op.kind, op.address) == (CHECK, at)
+            ]
             wrong = operations[number].data.clone()
             wrong[-1] ^= 1
             operations[number] = operations[number]._replace(data=wrong)
-        with pytest.raises(pytest.fail.Exception, match=r"byte \d+ of \d+ at 0x\w+ is not as it should be"):
+        with pytest.raises(
+            pytest.fail.Exception, match=r"byte \d+ of \d+ at 0x\w+ is not as it should be"
+        ):
             ranks.finish()

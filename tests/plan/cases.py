@@ -14,7 +14,10 @@ def some_homes(
     rng: np.random.Generator, *, most_ranks: int = 12, most_experts: int = 30, most_slots: int = 3
 ) -> Placement:
     """Uneven homes in any slots, ranks without a home among them, and up to ``most_slots`` free slots and more."""
-    num_ranks, num_experts = int(rng.integers(1, most_ranks + 1)), int(rng.integers(1, most_experts + 1))
+    num_ranks, num_experts = (
+        int(rng.integers(1, most_ranks + 1)),
+        int(rng.integers(1, most_experts + 1)),
+    )
     home = rng.integers(0, num_ranks, num_experts)
     count = np.bincount(home, minlength=num_ranks)
     table = np.full((num_ranks, int(count.max()) + int(rng.integers(0, most_slots + 1))), EMPTY)
@@ -48,7 +51,11 @@ def some_load(rng: np.random.Generator, num_experts: int, *, tokens: int = 100_0
     load = np.zeros(num_experts, np.int64)
     load[rng.integers(num_experts)] = tokens
     return (
-        load if kind == 2 else np.where(rng.random(num_experts) < 0.2, rng.integers(0, tokens, num_experts), load // 7)
+        load
+        if kind == 2
+        else np.where(
+            rng.random(num_experts) < 0.2, rng.integers(0, tokens, num_experts), load // 7
+        )
     )
 
 
@@ -63,7 +70,9 @@ def fits(load: np.ndarray, placement: Placement, cap: int) -> bool:
     num_experts, num_ranks, total = placement.num_experts, placement.num_ranks, int(load.sum())
     expert, rank = np.nonzero(placement.holders)
     source, sink = num_experts + num_ranks, num_experts + num_ranks + 1
-    head = np.concatenate([np.full(num_experts, source), expert, num_experts + np.arange(num_ranks)])
+    head = np.concatenate(
+        [np.full(num_experts, source), expert, num_experts + np.arange(num_ranks)]
+    )
     tail = np.concatenate([np.arange(num_experts), num_experts + rank, np.full(num_ranks, sink)])
     capacity = np.concatenate([load, load[expert], np.full(num_ranks, cap)]).astype(np.int32)
     graph = csr_array((capacity, (head, tail)), shape=(sink + 1, sink + 1))

@@ -58,11 +58,15 @@ def test_more_replicas_than_slots() -> None:
 def test_stale_views_are_found() -> None:
     stale = _placement()
     stale.__dict__["holders"] = np.zeros((4, 2), dtype=bool)
-    with pytest.raises(AssertionError, match=r"holders\[0, 0\] is False, but rank 0 has slots \[0, 1, -1\]"):
+    with pytest.raises(
+        AssertionError, match=r"holders\[0, 0\] is False, but rank 0 has slots \[0, 1, -1\]"
+    ):
         stale.check()
     stale = _placement()
     stale.__dict__["replicas"] = ((1, 1, 2),)
-    with pytest.raises(AssertionError, match=r"replicas are \(\(1, 1, 2\),\), the table says \(\(0, 1, 2\),\)"):
+    with pytest.raises(
+        AssertionError, match=r"replicas are \(\(1, 1, 2\),\), the table says \(\(0, 1, 2\),\)"
+    ):
         stale.check()
 
 
@@ -78,7 +82,9 @@ def test_any_other_value_is_another_fingerprint(name: str, data: st.DataObject) 
 @pytest.mark.parametrize("dtype", ["i4", "u2", "u8", ">i8", "i1"])
 def test_width_byte_order_and_memory_layout_do_not_matter(dtype: str) -> None:
     placement = _placement()
-    other = Placement(home=placement.home.astype(dtype), table=np.asfortranarray(placement.table.astype("i2")))
+    other = Placement(
+        home=placement.home.astype(dtype), table=np.asfortranarray(placement.table.astype("i2"))
+    )
     assert other.fingerprint == placement.fingerprint
 
 

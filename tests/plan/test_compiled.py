@@ -58,7 +58,11 @@ def _compiled_by(function: Any) -> int:
 @pytest.mark.fast
 def test_checkouts_share_a_folder_of_the_users_own(cache: Path, tmp_path: Path) -> None:
     first, second = _add_of(tmp_path / "one"), _add_of(tmp_path / "two")
-    assert first(1, 2) == 5 and second(3, 4) == 11 and (_compiled_by(first), _compiled_by(second)) == (1, 0)
+    assert (
+        first(1, 2) == 5
+        and second(3, 4) == 11
+        and (_compiled_by(first), _compiled_by(second)) == (1, 0)
+    )
     assert second(1.5, 2.0) == 5.5 and _compiled_by(second) == 1, "another signature"
     assert len(files := list(cache.iterdir())) == 2
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
@@ -82,13 +86,17 @@ def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_that_cannot_be_made_is_said_once(cache: Path, tmp_path: Path) -> None:
     cache.write_text("a file")
     add = _add_of(tmp_path / "one")
-    with pytest.warns(UserWarning, match=r"compiles the planner anew.*name a folder in \$NUMBA_CACHE_DIR") as said:
+    with pytest.warns(
+        UserWarning, match=r"compiles the planner anew.*name a folder in \$NUMBA_CACHE_DIR"
+    ) as said:
         assert add(1, 2) == 5 and add(1.5, 2.0) == 5.5
     assert len(said) == 1
 
 
 @pytest.mark.fast
-def test_what_is_damaged_or_anothers_is_not_run(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_damaged_or_anothers_is_not_run(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert _add_of(tmp_path / "one")(1, 2) == 5
     (file,) = cache.iterdir()
     whole = file.read_bytes()
@@ -97,7 +105,9 @@ def test_what_is_damaged_or_anothers_is_not_run(cache: Path, tmp_path: Path, mon
     with pytest.warns(UserWarning, match="is damaged"):
         assert again(1, 2) == 5 and _compiled_by(again) == 1
     assert list(cache.iterdir()) == [file] and len(file.read_bytes()) == len(whole)
-    os.chown(file, 12345, -1) if os.getuid() == 0 else monkeypatch.setattr(os, "getuid", lambda: 12345)
+    os.chown(file, 12345, -1) if os.getuid() == 0 else monkeypatch.setattr(
+        os, "getuid", lambda: 12345
+    )
     others = _add_of(tmp_path / "one")
     assert others(1, 2) == 5 and _compiled_by(others) == 1
 
@@ -113,7 +123,10 @@ def test_many_processes_may_fill_it_at_once(cache: Path, tmp_path: Path) -> None
     _add_of(tmp_path / "one")
     root = str(Path(megatron_hecate.__file__).parents[1])
     for _ in range(2):
-        ranks = [subprocess.Popen([sys.executable, "-c", code, root, str(tmp_path / "one"), str(n)]) for n in range(3)]
+        ranks = [
+            subprocess.Popen([sys.executable, "-c", code, root, str(tmp_path / "one"), str(n)])
+            for n in range(3)
+        ]
         assert [rank.wait(timeout=120) for rank in ranks] == [0, 0, 0]
         assert len(list(cache.iterdir())) == 3
 
@@ -121,11 +134,16 @@ def test_many_processes_may_fill_it_at_once(cache: Path, tmp_path: Path) -> None
 @pytest.mark.slow
 def test_a_change_in_a_file_that_is_called_is_seen(tmp_path: Path) -> None:
     shutil.copytree(Path(megatron_hecate.__file__).parent, tmp_path / "megatron_hecate")
-    settings = os.environ | {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    settings = os.environ | {
+        "PYTHONPATH": str(tmp_path),
+        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
+    }
 
     def plan() -> str:
         command = [sys.executable, "-c", PLAN]
-        return subprocess.run(command, env=settings, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+        return subprocess.run(
+            command, env=settings, cwd=tmp_path, check=True, capture_output=True, text=True
+        ).stdout
 
     assert plan() == "1\n"
     called = tmp_path / "megatron_hecate" / "plan" / "maxflow.py"
@@ -138,7 +156,9 @@ def test_a_change_in_a_file_that_is_called_is_seen(tmp_path: Path) -> None:
 @pytest.mark.fast
 def test_numba_is_asked_for_where_something_is_planned(tmp_path: Path) -> None:
     """Numba 0.66 under numpy 2.5: its import fails. Whoever plans nothing does not notice; whoever plans is told."""
-    (tmp_path / "numba.py").write_text("raise ImportError('Numba needs NumPy 2.4 or less. Got NumPy 2.5.')\n")
+    (tmp_path / "numba.py").write_text(
+        "raise ImportError('Numba needs NumPy 2.4 or less. Got NumPy 2.5.')\n"
+    )
     code = """
 import numpy as np
 import megatron_hecate.comm.nvlink.launch, megatron_hecate.routing.quotas, megatron_hecate.runtime.prefetch

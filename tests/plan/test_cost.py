@@ -10,14 +10,21 @@ from shapes import swiglu
 from megatron_hecate.plan import CopyCost, LayerShape, Link, Speeds, World
 
 pytestmark = pytest.mark.fast
-SPEEDS = Speeds(intra=Link(100.0, 1.0), inter=Link(10.0, 2.0), flops=6.0, routing=0.5, contention=0.25)
+SPEEDS = Speeds(
+    intra=Link(100.0, 1.0), inter=Link(10.0, 2.0), flops=6.0, routing=0.5, contention=0.25
+)
 TWO_NODES, ONE_NODE = World((0, 0, 1, 1), SPEEDS), World((0,) * 4, SPEEDS)
 SHAPE = LayerShape(expert_bytes=200, grad_bytes=400, token_bytes=10, token_flops=4.0)
 
 
 def test_a_gated_expert_of_three_matrices() -> None:
     assert swiglu(4, 5, microbatches=7, hidden_seconds=0.25) == LayerShape(
-        expert_bytes=120, grad_bytes=240, token_bytes=8, token_flops=120.0, microbatches=7, hidden_seconds=0.25
+        expert_bytes=120,
+        grad_bytes=240,
+        token_bytes=8,
+        token_flops=120.0,
+        microbatches=7,
+        hidden_seconds=0.25,
     )
 
 
@@ -39,13 +46,17 @@ def test_inside_one_node_tokens_travel_between_ranks() -> None:
 
 
 def test_every_fetch_return_and_microbatch_counts() -> None:
-    often = dataclasses.replace(SHAPE, fetches=3, returns=2, microbatches=4).copy_cost(TWO_NODES, hidden=1)
+    often = dataclasses.replace(SHAPE, fetches=3, returns=2, microbatches=4).copy_cost(
+        TWO_NODES, hidden=1
+    )
     assert often.far == (3 * 22 + 2 * 42) / 2 and often.out == 66 / 150
     assert often.hidden == 3 * 22 / 2 and often.routing == 4 * 0.25
 
 
 @pytest.mark.parametrize(("hidden", "ffn"), [(2048, 768), (7168, 2048), (4096, 14336)])
-def test_on_an_h100_a_copy_costs_ten_thousand_tokens_across_nodes_whatever_its_size(hidden: int, ffn: int) -> None:
+def test_on_an_h100_a_copy_costs_ten_thousand_tokens_across_nodes_whatever_its_size(
+    hidden: int, ffn: int
+) -> None:
     # 6 bytes and 6 FLOPs per weight: 445.05e12 FLOP/s over 45e9 bytes/s; the rest is latency
     assert 9_890 <= swiglu(hidden, ffn).copy_cost(World((0, 1))).far <= 13_000
 

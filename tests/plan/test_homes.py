@@ -29,7 +29,12 @@ def plain(homes: Placement, layers: int = 1) -> np.ndarray:
 
 
 def moved(
-    load: np.ndarray, homes: Placement, world: World, *, cost: CopyCost = CROSSING, moving: dict[str, Any] = FREE
+    load: np.ndarray,
+    homes: Placement,
+    world: World,
+    *,
+    cost: CopyCost = CROSSING,
+    moving: dict[str, Any] = FREE,
 ) -> np.ndarray:
     """[L, E] the order after one look at ``load`` [..., L, E]."""
     order = plain(homes, load.shape[-2])
@@ -73,8 +78,12 @@ def steep(rng: np.random.Generator, *shape: int) -> np.ndarray:
 # quality
 
 
-@pytest.mark.parametrize(("num_experts", "num_ranks", "nodes"), [(6, 2, 1), (6, 3, 1), (8, 4, 1), (8, 4, 2), (6, 2, 2)])
-def test_close_to_the_best_of_all_assignments_without_replicas(num_experts: int, num_ranks: int, nodes: int) -> None:
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks", "nodes"), [(6, 2, 1), (6, 3, 1), (8, 4, 1), (8, 4, 2), (6, 2, 2)]
+)
+def test_close_to_the_best_of_all_assignments_without_replicas(
+    num_experts: int, num_ranks: int, nodes: int
+) -> None:
     """At most 8 % above the best of all assignments and 3 % in the mean, where contiguous homes are more than 5 %."""
     world = World(tuple(rank * nodes // num_ranks for rank in range(num_ranks)))
     homes, rng = Placement.initial(num_experts, num_ranks, num_slots=0), np.random.default_rng(0)
@@ -141,11 +150,19 @@ def test_an_order_is_a_permutation_and_its_price_is_that_of_its_moves(seed: int)
 def test_the_same_arguments_give_the_same_order_in_any_memory_layout() -> None:
     world, homes = World((0, 0, 0, 0, 1, 1, 1, 1)), Placement.initial(32, 8, num_slots=1)
     cost = CopyCost(near=5.0, far=40.0, hidden=50.0, crossing=3.0)
-    load = np.random.default_rng(3).permutation(steep(np.random.default_rng(3), 3, 32).ravel()).reshape(1, 3, 32)
+    load = (
+        np.random.default_rng(3)
+        .permutation(steep(np.random.default_rng(3), 3, 32).ravel())
+        .reshape(1, 3, 32)
+    )
     load = np.repeat(load, 6, axis=0)
     first = moved(load, homes, world, cost=cost)
     assert (first != plain(homes, 3)).any()
-    for again in (load.astype(np.int32), np.asfortranarray(load), load.astype(np.float64)[:, :, ::-1][:, :, ::-1]):
+    for again in (
+        load.astype(np.int32),
+        np.asfortranarray(load),
+        load.astype(np.float64)[:, :, ::-1][:, :, ::-1],
+    ):
         np.testing.assert_array_equal(moved(again, homes, world, cost=cost), first)
 
 
@@ -159,7 +176,11 @@ def test_balanced_load_moves_nothing() -> None:
 
 def test_nothing_moves_unless_it_saves_more_than_it_costs() -> None:
     """From the horizon on at which savings reach twice the seconds of the move, and not below it."""
-    world, homes, load = World((0, 0)), Placement.initial(4, 2, num_slots=0), np.array([[900, 900, 10, 10]])
+    world, homes, load = (
+        World((0, 0)),
+        Placement.initial(4, 2, num_slots=0),
+        np.array([[900, 900, 10, 10]]),
+    )
     price = dict(expert_bytes=1e6, token_seconds=1e-8)
     saved = (1800 - 910) * 1e-8
     most = int(2 * world.speeds.intra.seconds(1e6) / saved)
@@ -200,7 +221,9 @@ def test_a_tight_limit_takes_the_most_worthwhile_swap() -> None:
     for load in steep(np.random.default_rng(7), 5, 2, 8):
         order = moved(load, homes, world, moving=dict(FREE, most_bytes=1))
         now = [prices(tokens, homes.home[None], world)[0] for tokens in load]
-        saved = sum(now) - sum(prices(t, home_of(o, homes)[None], world)[0] for t, o in zip(load, order, strict=True))
+        saved = sum(now) - sum(
+            prices(t, home_of(o, homes)[None], world)[0] for t, o in zip(load, order, strict=True)
+        )
         best = 0.0
         for tokens, before in zip(load, now, strict=True):
             for i, j in itertools.combinations(range(8), 2):
@@ -219,11 +242,16 @@ def test_all_tokens_to_one_expert_or_none(slots: int) -> None:
     homes, world = Placement.initial(8, 4, num_slots=slots), World((0, 0, 1, 1))
     load = np.zeros((3, 8), np.int64)
     load[1, 3], load[2, 0] = 10**6, 1
-    assert (moved(load, homes, world, cost=CopyCost(crossing=3.0, far=10.0)) == plain(homes, 3)).all()
+    assert (
+        moved(load, homes, world, cost=CopyCost(crossing=3.0, far=10.0)) == plain(homes, 3)
+    ).all()
 
 
 def test_one_rank_and_one_expert_each() -> None:
-    assert (moved(np.array([[5, 0, 9]]), Placement.initial(3, 1, num_slots=0), World((0,))) == np.arange(3)).all()
+    assert (
+        moved(np.array([[5, 0, 9]]), Placement.initial(3, 1, num_slots=0), World((0,)))
+        == np.arange(3)
+    ).all()
     homes = Placement.initial(4, 4, num_slots=0)  # only nodes can be evened out
     home = home_of(moved(np.array([[900, 900, 1, 1]]), homes, World((0, 0, 1, 1)))[0], homes)
     assert home[0] // 2 != home[1] // 2
@@ -243,21 +271,32 @@ def test_one_rank_and_one_expert_each() -> None:
 )
 def test_what_does_not_fit_is_refused(load: np.ndarray, order: np.ndarray, ranks: int) -> None:
     homes = Placement.initial(8, 4, num_slots=0)
-    with pytest.raises(ValueError, match=rf"order \(1, {order.shape[1]}\) must .* 8 experts .* {ranks} ranks be 4"):
+    with pytest.raises(
+        ValueError, match=rf"order \(1, {order.shape[1]}\) must .* 8 experts .* {ranks} ranks be 4"
+    ):
         HomeSearch(homes=homes, world=World((0,) * ranks), cost=CROSSING, **FREE).find(load, order)
 
 
-@pytest.mark.parametrize("name", ["expert_bytes", "token_seconds", "horizon", "margin", "most_bytes"])
+@pytest.mark.parametrize(
+    "name", ["expert_bytes", "token_seconds", "horizon", "margin", "most_bytes"]
+)
 def test_prices_and_limits_are_above_zero(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}=0 must be more than 0"):
-        HomeSearch(homes=Placement.initial(2, 1, num_slots=0), world=World((0,)), cost=CROSSING, **{**FREE, name: 0})
+        HomeSearch(
+            homes=Placement.initial(2, 1, num_slots=0),
+            world=World((0,)),
+            cost=CROSSING,
+            **{**FREE, name: 0},
+        )
 
 
 # nothing else knows
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_replicas_planned_by_position_are_those_planned_with_the_homes_where_they_are(seed: int) -> None:
+def test_replicas_planned_by_position_are_those_planned_with_the_homes_where_they_are(
+    seed: int,
+) -> None:
     """`plan_replicas` takes homes anywhere: planned for the experts themselves, they get the same holders."""
     rng = np.random.default_rng(seed)
     homes, world = Placement.initial(24, 6, num_slots=2), some_world(rng, 6)

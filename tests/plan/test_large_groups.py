@@ -22,7 +22,8 @@ def nodes(num_ranks: int) -> World:
 
 @pytest.mark.parametrize("copies", ["free", "nvlink", "p2p"])
 @pytest.mark.parametrize(
-    ("num_experts", "num_ranks"), [(129, 129), (320, 160), (80, 160), (224, 224), (512, 256), (256, 256), (128, 256)]
+    ("num_experts", "num_ranks"),
+    [(129, 129), (320, 160), (80, 160), (224, 224), (512, 256), (256, 256), (128, 256)],
 )
 def test_known_loads_leave_ranks_even(num_experts: int, num_ranks: int, copies: str) -> None:
     world, homes, found = nodes(num_ranks), homes_of(num_experts, num_ranks), []
@@ -36,7 +37,9 @@ def test_known_loads_leave_ranks_even(num_experts: int, num_ranks: int, copies: 
         found.append(largest_load(load, plan) / load.sum() * num_ranks)
     assert np.mean(found) <= TARGET[0], found
     assert max(found) <= TARGET[1], found
-    assert fits(load // 64, plan, int(np.ceil(TARGET[1] * (load // 64).sum() / num_ranks)))  # of the last load
+    assert fits(
+        load // 64, plan, int(np.ceil(TARGET[1] * (load // 64).sum() / num_ranks))
+    )  # of the last load
 
 
 @pytest.mark.parametrize("copies", ["nvlink", "p2p"])

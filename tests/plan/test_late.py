@@ -16,7 +16,9 @@ HOT = np.array([400, 100, 100, 100])  # 175 on average: two late replicas of exp
 
 def late(load: np.ndarray, placement: Placement, world: World, **given: float) -> Placement:
     most, across = int(given.pop("most", 8)), bool(given.pop("across", True))
-    return add_late_replicas(load, placement, world, cost=CopyCost(**given), most=most, across_nodes=across)
+    return add_late_replicas(
+        load, placement, world, cost=CopyCost(**given), most=most, across_nodes=across
+    )
 
 
 @pytest.mark.parametrize("seed", range(120))
@@ -24,7 +26,12 @@ def test_late_replicas_win_more_than_they_cost(seed: int) -> None:
     rng = np.random.default_rng(seed)
     before = some_replicas(rng, some_homes(rng))
     world, load = some_world(rng, before.num_ranks), some_load(rng, before.num_experts)
-    near, far, most, across = float(rng.choice([0, 10, 1000])), 2000.0, int(rng.integers(0, 6)), bool(rng.integers(2))
+    near, far, most, across = (
+        float(rng.choice([0, 10, 1000])),
+        2000.0,
+        int(rng.integers(0, 6)),
+        bool(rng.integers(2)),
+    )
     after = late(load, before, world, near=near, far=far, most=most, across=across)
     after.check()
     added = np.argwhere(after.holders & ~before.holders)

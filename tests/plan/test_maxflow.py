@@ -42,16 +42,22 @@ def test_a_replica_that_comes_changes_what_a_library_finds(seed: int) -> None:
         assert np.maximum(split.load - mean, 0).sum() == np.maximum(anew.load - mean, 0).sum()
         assert split.share.min() >= 0
         assert (np.add.reduceat(split.share, split.begin[:-1]) == load).all()
-        assert (np.bincount(split.rank, weights=split.share, minlength=len(table)) == split.load).all()
+        assert (
+            np.bincount(split.rank, weights=split.share, minlength=len(table)) == split.load
+        ).all()
 
 
 @pytest.mark.parametrize("num_ranks", [2, 10, 300])
 def test_tokens_run_down_a_chain(num_ranks: int) -> None:
     load = np.zeros(num_ranks, np.int64)
     load[:-1] = 10
-    load[0] += num_ranks - 1  # all ranks but the last have 10, the first some more: everything moves by one rank
+    load[0] += (
+        num_ranks - 1
+    )  # all ranks but the last have 10, the first some more: everything moves by one rank
     total = int(load.sum())
-    assert largest_load(load, chain(num_ranks)) == max(-(-total // num_ranks), -(-int(load[0]) // 2))
+    assert largest_load(load, chain(num_ranks)) == max(
+        -(-total // num_ranks), -(-int(load[0]) // 2)
+    )
 
 
 def test_without_replicas_it_is_the_fullest_home() -> None:

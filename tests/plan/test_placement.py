@@ -105,7 +105,12 @@ def test_speeds_that_cannot_be(name: str, value: float, message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "speeds", [H100, CPU, Speeds(Link(1 / 3, 0.0), Link(7e11, 1e-9), flops=1e15 / 7, routing=0.0, contention=0.5)]
+    "speeds",
+    [
+        H100,
+        CPU,
+        Speeds(Link(1 / 3, 0.0), Link(7e11, 1e-9), flops=1e15 / 7, routing=0.0, contention=0.5),
+    ],
 )
 def test_speeds_come_back_from_their_file(speeds: Speeds, tmp_path: Path) -> None:
     file = tmp_path / "speeds.json"
@@ -113,11 +118,17 @@ def test_speeds_come_back_from_their_file(speeds: Speeds, tmp_path: Path) -> Non
     assert Speeds.load(file) == Speeds.load(str(file)) == speeds
     text = json.loads(file.read_text())
     assert text["origin"] == "two ranks of a test"
-    assert text["units"] == "bandwidth: bytes/s, latency: s, flops: FLOP/s, routing: s, contention: 1"
+    assert (
+        text["units"] == "bandwidth: bytes/s, latency: s, flops: FLOP/s, routing: s, contention: 1"
+    )
 
 
 GOOD = dict(
-    intra=dict(bandwidth=2.0, latency=1.0), inter=dict(bandwidth=1.0, latency=3.0), flops=5, routing=0, contention=1
+    intra=dict(bandwidth=2.0, latency=1.0),
+    inter=dict(bandwidth=1.0, latency=3.0),
+    flops=5,
+    routing=0,
+    contention=1,
 )
 
 
@@ -136,8 +147,14 @@ def _without(name: str) -> dict[str, Any]:
         *((json.dumps(_without(name)), f"KeyError: '{name}'") for name in GOOD),
         (json.dumps(GOOD | dict(intra=3)), "TypeError"),
         (json.dumps(GOOD | dict(intra=dict(bandwidth=1.0))), "TypeError.*latency"),
-        (json.dumps(GOOD | dict(intra=dict(bandwidth=1.0, latency=0.0, width=2))), "TypeError.*width"),
-        (json.dumps(GOOD | dict(inter=dict(bandwidth=0.0, latency=0.0))), "ValueError: bandwidth=0.0"),
+        (
+            json.dumps(GOOD | dict(intra=dict(bandwidth=1.0, latency=0.0, width=2))),
+            "TypeError.*width",
+        ),
+        (
+            json.dumps(GOOD | dict(inter=dict(bandwidth=0.0, latency=0.0))),
+            "ValueError: bandwidth=0.0",
+        ),
         (json.dumps(GOOD | dict(inter=dict(bandwidth="fast", latency=0.0))), "TypeError"),
         (json.dumps(GOOD | dict(flops="many")), "ValueError.*many"),
         (json.dumps(GOOD | dict(flops=None)), "TypeError"),
@@ -152,7 +169,9 @@ def test_a_bad_file_of_speeds_is_named(text: str, message: str, tmp_path: Path) 
     with pytest.raises(ValueError, match=message) as error:
         Speeds.load(file)
     assert str(error.value).startswith(f"{file} does not hold measured speeds (")
-    assert str(error.value).endswith("); write it with torchrun ... -m megatron_hecate --measure FILE")
+    assert str(error.value).endswith(
+        "); write it with torchrun ... -m megatron_hecate --measure FILE"
+    )
 
 
 @pytest.mark.parametrize("name", ["missing.json", "."])
@@ -183,8 +202,12 @@ def test_initial_is_megatrons_partition() -> None:
     assert not placement.is_replica.any()
 
 
-@pytest.mark.parametrize(("num_experts", "num_ranks", "num_slots"), [(4, 4, 0), (4, 4, 3), (8, 1, 0), (64, 8, 56)])
-def test_slots_from_none_to_every_expert_elsewhere(num_experts: int, num_ranks: int, num_slots: int) -> None:
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks", "num_slots"), [(4, 4, 0), (4, 4, 3), (8, 1, 0), (64, 8, 56)]
+)
+def test_slots_from_none_to_every_expert_elsewhere(
+    num_experts: int, num_ranks: int, num_slots: int
+) -> None:
     placement = Placement.initial(num_experts, num_ranks, num_slots=num_slots)
     assert placement.table.shape == (num_ranks, num_experts // num_ranks + num_slots)
 
@@ -194,9 +217,24 @@ def test_slots_from_none_to_every_expert_elsewhere(num_experts: int, num_ranks: 
     [
         (10, 4, 0, "num_experts=10 is not divisible by 4 ranks; use 8 or 12"),
         (3, 4, 0, "num_experts=3 is not divisible by 4 ranks; use 4"),
-        (8, 4, 7, "slots=7 is out of range: a rank that is home to 2 of 8 experts can host 0 to 6 replicas"),
-        (8, 4, -1, "slots=-1 is out of range: a rank that is home to 2 of 8 experts can host 0 to 6 replicas"),
-        (8, 1, 1, "slots=1 is out of range: a rank that is home to 8 of 8 experts can host 0 to 0 replicas"),
+        (
+            8,
+            4,
+            7,
+            "slots=7 is out of range: a rank that is home to 2 of 8 experts can host 0 to 6 replicas",
+        ),
+        (
+            8,
+            4,
+            -1,
+            "slots=-1 is out of range: a rank that is home to 2 of 8 experts can host 0 to 6 replicas",
+        ),
+        (
+            8,
+            1,
+            1,
+            "slots=1 is out of range: a rank that is home to 8 of 8 experts can host 0 to 0 replicas",
+        ),
     ],
 )
 def test_impossible_partitions_say_what_is_possible(
@@ -209,7 +247,12 @@ def test_impossible_partitions_say_what_is_possible(
 def test_replicas_take_the_lowest_free_slot_in_the_given_order() -> None:
     placement = Placement.initial(6, 3, num_slots=2).with_replicas([(5, 0), (0, 2), (3, 0), (0, 1)])
     assert placement.table.tolist() == [[0, 1, 5, 3], [2, 3, 0, -1], [4, 5, 0, -1]]
-    assert placement.replicas == ((0, 1, 2), (0, 2, 2), (3, 0, 3), (5, 0, 2))  # by expert, then rank
+    assert placement.replicas == (
+        (0, 1, 2),
+        (0, 2, 2),
+        (3, 0, 3),
+        (5, 0, 2),
+    )  # by expert, then rank
     assert placement.num_replicas == 4
     assert placement.is_replica.astype(int).tolist() == [[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 1, 0]]
     assert placement.holders.astype(int).tolist() == [
@@ -239,7 +282,10 @@ def test_with_replicas_replaces_the_replicas_and_leaves_the_original() -> None:
         ([(0, 1), (1, 1)], r"no slot left on rank 1 for a replica of expert 1: \[2, 3, 0\]"),
         ([(2, 1)], r"rank 1 holds an expert twice: slots \[2, 3, 2\]"),  # its own expert
         ([(9, 1)], r"no expert 9 or no rank 1: there are 4 and 2"),
-        ([(-1, 1)], r"no expert -1 or no rank 1: there are 4 and 2"),  # -1 means an empty slot in the table
+        (
+            [(-1, 1)],
+            r"no expert -1 or no rank 1: there are 4 and 2",
+        ),  # -1 means an empty slot in the table
         ([(0, 2)], r"no expert 0 or no rank 2: there are 4 and 2"),
         ([(0, -1)], r"no expert 0 or no rank -1: there are 4 and 2"),
     ],
@@ -255,7 +301,9 @@ def test_a_replica_twice_on_one_rank() -> None:
 
 
 def test_without_slots_there_are_no_replicas() -> None:
-    with pytest.raises(ValueError, match=r"no slot left on rank 1 for a replica of expert 0: \[2, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"no slot left on rank 1 for a replica of expert 0: \[2, 3\]"
+    ):
         Placement.initial(4, 2, num_slots=0).with_replicas([(0, 1)])
 
 
@@ -279,14 +327,28 @@ def test_a_replica_slot_may_lie_below_a_home_slot() -> None:
     [
         ([0, 0], [[0], [1]], r"expert 1 has its home on rank 0, whose slots are \[0\]"),
         ([0, 1], [[0, 0], [1, -1]], r"rank 0 holds an expert twice: slots \[0, 0\]"),
-        ([0, 1], [[0, -1], [-1, -1]], r"expert 1 has its home on rank 1, whose slots are \[-1, -1\]"),
+        (
+            [0, 1],
+            [[0, -1], [-1, -1]],
+            r"expert 1 has its home on rank 1, whose slots are \[-1, -1\]",
+        ),
         ([0, 2], [[0], [1]], r"home must name ranks 0 to 1, got \[0, 2\]"),
         ([0, -1], [[0], [1]], r"home must name ranks 0 to 1, got \[0, -1\]"),
-        ([0, 1], [[0, 2], [1, -1]], r"table must name experts 0 to 1 or -1, got \[\[0, 2\], \[1, -1\]\]"),
-        ([0, 1], [[0, -2], [1, -1]], r"table must name experts 0 to 1 or -1, got \[\[0, -2\], \[1, -1\]\]"),
+        (
+            [0, 1],
+            [[0, 2], [1, -1]],
+            r"table must name experts 0 to 1 or -1, got \[\[0, 2\], \[1, -1\]\]",
+        ),
+        (
+            [0, 1],
+            [[0, -2], [1, -1]],
+            r"table must name experts 0 to 1 or -1, got \[\[0, -2\], \[1, -1\]\]",
+        ),
     ],
 )
-def test_tables_that_contradict_the_homes(home: list[int], table: list[list[int]], message: str) -> None:
+def test_tables_that_contradict_the_homes(
+    home: list[int], table: list[list[int]], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         Placement(home=np.array(home), table=np.array(table))
 

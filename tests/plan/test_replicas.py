@@ -31,7 +31,10 @@ def test_every_plan_is_valid_and_the_same_again(seed: int) -> None:
     rng = np.random.default_rng(seed)
     homes = some_homes(rng)
     world, forecast = some_world(rng, homes.num_ranks), some_load(rng, homes.num_experts)
-    prices = {name: float(rng.choice([0, 1, 300])) for name in ("near", "far", "hidden", "routing", "crossing")}
+    prices = {
+        name: float(rng.choice([0, 1, 300]))
+        for name in ("near", "far", "hidden", "routing", "crossing")
+    }
     cost = CopyCost(**prices, contention=0.1, out=1 / 3, most=[None, 0, 1, 2][rng.integers(4)])
     plan = plan_replicas(forecast, homes, world, cost=cost)
     plan.check(num_slots=cost.most)
@@ -47,7 +50,9 @@ def test_tiny_groups_come_near_the_best_of_all_placements(seed: int) -> None:
     homes = Placement.initial(6, 3, num_slots=1)
     load = rng.integers(1, 1000, 6)
     choices = itertools.product(*([e for e in range(6) if homes.home[e] != r] for r in range(3)))
-    best = min(least_largest(load, homes.with_replicas([(e, r) for r, e in enumerate(c)])) for c in choices)
+    best = min(
+        least_largest(load, homes.with_replicas([(e, r) for r, e in enumerate(c)])) for c in choices
+    )
     plan = plan_replicas(load, homes, World((0,) * 3), cost=FREE)
     assert largest_load(load, plan) <= best + load.sum() / 30
 
@@ -77,28 +82,51 @@ def test_copies_that_cost_more_than_they_win_are_not_made() -> None:
     assert plan_replicas(forecast, homes, world, cost=CopyCost(near=50)).num_replicas > 0
     assert plan_replicas(forecast, homes, world, cost=CopyCost(near=250)).num_replicas == 0
     assert plan_replicas(forecast, homes, world, cost=CopyCost(routing=250)).num_replicas == 0
-    assert plan_replicas(forecast, homes, world, cost=CopyCost(near=250, hidden=1000)).num_replicas > 0
-    assert plan_replicas(forecast, homes, world, cost=CopyCost(near=0.1, most=0)) is homes.homes_only
+    assert (
+        plan_replicas(forecast, homes, world, cost=CopyCost(near=250, hidden=1000)).num_replicas > 0
+    )
+    assert (
+        plan_replicas(forecast, homes, world, cost=CopyCost(near=0.1, most=0)) is homes.homes_only
+    )
 
 
 def test_a_layer_with_replicas_goes_on_where_one_without_would_not_start() -> None:
     homes, world, cost = Placement.initial(2, 2, num_slots=1), World((0, 0)), CopyCost(routing=100)
     before = homes.with_replicas([(0, 1)])
-    for tokens, starts, goes_on in ((250, True, True), (210, False, True), (190, False, True), (150, False, False)):
+    for tokens, starts, goes_on in (
+        (250, True, True),
+        (210, False, True),
+        (190, False, True),
+        (150, False, False),
+    ):
         forecast = np.array([400 + tokens, 400 - tokens])  # balance wins `tokens`
-        assert bool(plan_replicas(forecast, homes, world, cost=CopyCost(routing=200)).num_replicas) is starts
+        assert (
+            bool(plan_replicas(forecast, homes, world, cost=CopyCost(routing=200)).num_replicas)
+            is starts
+        )
         its = plan_replicas(forecast, homes, world, cost=CopyCost(routing=200), previous=before)
         assert bool(its.num_replicas) is goes_on
-    assert plan_replicas(np.array([600, 200]), homes, world, cost=cost, previous=before).num_replicas
+    assert plan_replicas(
+        np.array([600, 200]), homes, world, cost=cost, previous=before
+    ).num_replicas
 
 
 def test_the_last_plan_itself_is_returned_where_nothing_changes() -> None:
-    homes, world, forecast = Placement.initial(8, 4, num_slots=1), World((0,) * 4), np.arange(8) * 100
+    homes, world, forecast = (
+        Placement.initial(8, 4, num_slots=1),
+        World((0,) * 4),
+        np.arange(8) * 100,
+    )
     plan = plan_replicas(forecast, homes, world, cost=FREE)
     assert plan_replicas(forecast, homes, world, cost=FREE, previous=plan) is plan
     moved = Placement.initial(8, 4, num_slots=1)
-    moved = Placement(home=moved.home[::-1].copy(), table=np.array([[6, 7, -1], [4, 5, -1], [2, 3, -1], [0, 1, -1]]))
-    assert (plan_replicas(forecast, moved, world, cost=FREE, previous=plan).home == moved.home).all()
+    moved = Placement(
+        home=moved.home[::-1].copy(),
+        table=np.array([[6, 7, -1], [4, 5, -1], [2, 3, -1], [0, 1, -1]]),
+    )
+    assert (
+        plan_replicas(forecast, moved, world, cost=FREE, previous=plan).home == moved.home
+    ).all()
 
 
 def test_nodes_without_the_expert_come_first_where_that_pays() -> None:
@@ -117,8 +145,12 @@ def test_prices_come_from_sizes_and_speeds() -> None:
     world, shape = World(tuple(r // 8 for r in range(32))), swiglu(7168, 2048)
     forecast = np.exp(np.random.default_rng(0).normal(0, 0.5, 64))
     homes = Placement.initial(64, 32, num_slots=2)
-    few = plan_replicas(forecast * 32 * 1024 / forecast.sum(), homes, world, cost=shape.copy_cost(world))
-    many = plan_replicas(forecast * 32 * 2**20 / forecast.sum(), homes, world, cost=shape.copy_cost(world))
+    few = plan_replicas(
+        forecast * 32 * 1024 / forecast.sum(), homes, world, cost=shape.copy_cost(world)
+    )
+    many = plan_replicas(
+        forecast * 32 * 2**20 / forecast.sum(), homes, world, cost=shape.copy_cost(world)
+    )
     assert few.num_replicas == 0 and many.num_replicas >= 60
 
 
@@ -149,7 +181,10 @@ def test_without_tokens_or_slots_there_is_nothing_to_copy() -> None:
 def test_balanced_routing_is_left_alone(num_ranks: int, noise: float) -> None:
     """Also on several nodes, where replicas would keep tokens on their node, and whatever the speeds say."""
     rng = np.random.default_rng(0)
-    homes, world = Placement.initial(64, num_ranks, num_slots=2), World(tuple(r // 8 for r in range(num_ranks)))
+    homes, world = (
+        Placement.initial(64, num_ranks, num_slots=2),
+        World(tuple(r // 8 for r in range(num_ranks))),
+    )
     load = 1e5 * (1 + noise * rng.uniform(-1, 1, 64))
     for cost in (
         swiglu(2048, 768, microbatches=8).copy_cost(world, hidden=8.0),
@@ -163,7 +198,9 @@ def test_copies_that_homes_send_themselves_cost_more() -> None:
     homes, load = Placement.initial(8, 8, num_slots=1), np.array([80_000] + [1_000] * 7)
     cost = CopyCost(near=15_000.0, contention=0.0)
     shared, alone = (
-        plan_replicas(load, homes, World((0,) * 8), cost=dataclasses.replace(cost, scatters=scatters))
+        plan_replicas(
+            load, homes, World((0,) * 8), cost=dataclasses.replace(cost, scatters=scatters)
+        )
         for scatters in (True, False)
     )
     assert shared.holders[0].sum() == 8 and 2 <= alone.holders[0].sum() <= 3
@@ -185,9 +222,13 @@ def test_measured_times_change_no_plan_where_hiding_wins_nothing(seed: int) -> N
     homes = some_homes(rng)
     world, forecast = some_world(rng, homes.num_ranks), some_load(rng, homes.num_experts)
     price = (0.01, 1000 / 3)[seed % 2]
-    cost = CopyCost(near=price, far=price, out=0.5, crossing=1e-5 * price, contention=1.0, scatters=False)
+    cost = CopyCost(
+        near=price, far=price, out=0.5, crossing=1e-5 * price, contention=1.0, scatters=False
+    )
     tables = [
-        plan_replicas(forecast, homes, world, cost=dataclasses.replace(cost, hidden=hidden)).table.tolist()
+        plan_replicas(
+            forecast, homes, world, cost=dataclasses.replace(cost, hidden=hidden)
+        ).table.tolist()
         for hidden in (0.0, *rng.uniform(0, 4 * price, 6))
     ]
     assert all(table == tables[0] for table in tables)

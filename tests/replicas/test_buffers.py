@@ -17,7 +17,9 @@ from megatron_hecate.replicas.buffers import Buffer, BufferPool, BufferSizes
 
 pytestmark = pytest.mark.fast
 
-SMALL = LayerBuffer(slots=2, elements=100, dtype=torch.bfloat16, homes=3)  # a chunk: 200 bytes of weights, 400 of grads
+SMALL = LayerBuffer(
+    slots=2, elements=100, dtype=torch.bfloat16, homes=3
+)  # a chunk: 200 bytes of weights, 400 of grads
 LARGE = LayerBuffer(slots=2, elements=65, dtype=torch.float32, homes=3)  # 260 and 260
 NONE = LayerBuffer(slots=0, elements=100, dtype=torch.float32, homes=3)
 DOUBLE = LayerBuffer(slots=1, elements=64, dtype=torch.float64, homes=3)
@@ -34,18 +36,23 @@ DOUBLE = LayerBuffer(slots=1, elements=64, dtype=torch.float64, homes=3)
         ([DOUBLE], "iteration", 1, BufferSizes((512,), (512,))),
     ],
 )
-def test_buffers_are_so_large(layers: list[LayerBuffer], lifetime: str, in_flight: int, sizes: BufferSizes) -> None:
+def test_buffers_are_so_large(
+    layers: list[LayerBuffer], lifetime: str, in_flight: int, sizes: BufferSizes
+) -> None:
     assert BufferSizes.plan(layers, lifetime, in_flight=in_flight) == sizes
     assert sizes.total == sum(sizes.weights) + sum(sizes.grads)
 
 
 def test_more_microbatches_in_flight_than_the_schedule_has() -> None:
     transport = P2P(SimpleNamespace(), timeout=30)
-    pool = BufferPool(transport, [SMALL, LARGE], "microbatch", in_flight=2, device=torch.device("cpu"))
+    pool = BufferPool(
+        transport, [SMALL, LARGE], "microbatch", in_flight=2, device=torch.device("cpu")
+    )
     first = pool.weights(0, label="layer 1")
     pool.weights(1, label="layer 2")
     with pytest.raises(
-        RuntimeError, match=r"layer 1: all 2 buffers hold replicas of microbatches whose backward has not"
+        RuntimeError,
+        match=r"layer 1: all 2 buffers hold replicas of microbatches whose backward has not",
     ):
         pool.weights(0, label="layer 1")
     pool.free(first)
@@ -53,7 +60,9 @@ def test_more_microbatches_in_flight_than_the_schedule_has() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_development_mode_poisons_what_is_dropped(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_development_mode_poisons_what_is_dropped(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(buffers, "sys", SimpleNamespace(flags=SimpleNamespace(dev_mode=True)))
     buffer = Buffer(torch.zeros(1024, dtype=torch.uint8))
     chunks = buffer.chunks(SMALL, dtype)

@@ -23,12 +23,22 @@ from megatron_hecate.replicas.layer_replicas import Replicas, ReplicaSlots
 
 
 def _slots(
-    homes: Sequence[list[Parameter]], lifetime: str, group: Any = None, *, num_slots: int = 1, fused: bool = False
+    homes: Sequence[list[Parameter]],
+    lifetime: str,
+    group: Any = None,
+    *,
+    num_slots: int = 1,
+    fused: bool = False,
 ) -> list[ReplicaSlots]:
     """One slot in every layer; an own expert has one parameter. All layers share the rank's buffers."""
-    layers = [LayerBuffer(slots=num_slots, elements=h[0].numel(), dtype=h[0].dtype, homes=len(h)) for h in homes]
+    layers = [
+        LayerBuffer(slots=num_slots, elements=h[0].numel(), dtype=h[0].dtype, homes=len(h))
+        for h in homes
+    ]
     transport = P2P(group or dist.group.WORLD, timeout=30)
-    pool = BufferPool(transport, layers, lifetime, in_flight=len(layers), device=torch.device("cpu"))
+    pool = BufferPool(
+        transport, layers, lifetime, in_flight=len(layers), device=torch.device("cpu")
+    )
     return [
         ReplicaSlots(
             index=i,
@@ -55,7 +65,9 @@ def test_parameters_that_cannot_be_one_chunk() -> None:
     frozen = Parameter(torch.ones(3), requires_grad=False)
     start(trained, trained)
     start(frozen, frozen)
-    with pytest.raises(ValueError, match="layer 1: some expert parameters are frozen and others are not"):
+    with pytest.raises(
+        ValueError, match="layer 1: some expert parameters are frozen and others are not"
+    ):
         start(trained, frozen)
     types = r"layer 1: expert parameters have dtypes \['torch.bfloat16', 'torch.float32'\].* keeps to torch.float32"
     with pytest.raises(ValueError, match=types):
@@ -138,7 +150,9 @@ class _BytesSetToZero(TorchDispatchMode):
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if op is torch.ops.aten.zero_.default:
             self.bytes += args[0].nbytes
         return op(*args, **(kwargs or {}))
@@ -165,10 +179,16 @@ def test_few_bytes_are_set_to_zero(lifetime: str, main_grad_type: torch.dtype) -
             replicas.after_backward = lambda done: done.slots.pool.free(done.buffer)
             for microbatch in range(microbatches):
                 last[0] = microbatch == microbatches - 1
-                x = (torch.arange(8.0).view(2, 4) + rank + microbatch).to(main_grad_type).requires_grad_()
+                x = (
+                    (torch.arange(8.0).view(2, 4) + rank + microbatch)
+                    .to(main_grad_type)
+                    .requires_grad_()
+                )
                 x, weights = replicas.join(x)
                 rows = [x, x, x if rank == 1 else x[:0], x[:0]]
-                y = torch.cat([_FusedProduct.apply(part, w) for part, w in zip(rows, weights, strict=True)])
+                y = torch.cat(
+                    [_FusedProduct.apply(part, w) for part, w in zip(rows, weights, strict=True)]
+                )
                 replicas.computed_by(y).sum().backward()
                 if breaks_off:
                     break
@@ -180,7 +200,10 @@ def test_few_bytes_are_set_to_zero(lifetime: str, main_grad_type: torch.dtype) -
     first, second = step(), step()
     step(breaks_off=True)
     third = step()
-    x = [sum((torch.arange(8.0).view(2, 4) + r + m).sum(0) for m in range(microbatches)) for r in range(2)]
+    x = [
+        sum((torch.arange(8.0).view(2, 4) + r + m).sum(0) for m in range(microbatches))
+        for r in range(2)
+    ]
     expected = [x[0] + x[1], x[0]] if rank == 0 else [x[1], x[1]]
     for home, row in zip(homes, expected, strict=True):
         assert torch.equal(home.main_grad.float(), row[:, None].expand(4, 5))

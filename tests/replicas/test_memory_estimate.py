@@ -15,7 +15,12 @@ import torch
 from ranks import ranks
 
 from megatron_hecate.comm.transport import LayerBuffer
-from megatron_hecate.replicas.memory_estimate import ExpertMemory, JobMemory, RankExperts, RankMemory
+from megatron_hecate.replicas.memory_estimate import (
+    ExpertMemory,
+    JobMemory,
+    RankExperts,
+    RankMemory,
+)
 
 LIFETIMES = ("iteration", "microbatch", "layer")
 MIB = 2**20
@@ -30,7 +35,9 @@ def _experts(*, layers: int = 4, slots: int = 2, homes: int = 3, in_flight: int 
 
 @pytest.mark.fast
 def test_estimates_worked_out_by_hand() -> None:
-    stock = dict(weights=24 * MIB, grads=48 * MIB, optimizer=144 * MIB)  # 4 layers x 3 homes x 2, 4, 12 MiB
+    stock = dict(
+        weights=24 * MIB, grads=48 * MIB, optimizer=144 * MIB
+    )  # 4 layers x 3 homes x 2, 4, 12 MiB
     by_hand = {
         "iteration": (4 * 2 * 2, 4 * 2 * 4),
         "microbatch": (4 * 2 * 2, 2 * 2 * 4),
@@ -38,7 +45,9 @@ def test_estimates_worked_out_by_hand() -> None:
     }
     for lifetime, (weights, grads) in by_hand.items():
         memory = ExpertMemory.estimate(_experts(), lifetime)
-        replicas = dict(replica_weights=weights * MIB, replica_grads=grads * MIB, transport=20 * MIB)
+        replicas = dict(
+            replica_weights=weights * MIB, replica_grads=grads * MIB, transport=20 * MIB
+        )
         assert memory == ExpertMemory(**stock, **replicas)
         assert memory.total == sum(dataclasses.astuple(memory))
         assert memory.added == pytest.approx((weights + grads + 20) / 216)
@@ -57,9 +66,14 @@ def test_connections_of_nccl_count_and_are_there_already() -> None:
     connected = ExpertMemory.estimate(dataclasses.replace(experts, nccl_bytes=30 * MIB), "layer")
     assert connected.replicas - memory.replicas == connected.total - memory.total == 30 * MIB
     assert (connected.expected, connected.certain) == (memory.expected, memory.certain)
-    table = JobMemory({0: RankMemory(dict.fromkeys(LIFETIMES, connected), free=999 * MIB)}).describe("layer")
+    table = JobMemory(
+        {0: RankMemory(dict.fromkeys(LIFETIMES, connected), free=999 * MIB)}
+    ).describe("layer")
     row = next(line for line in table.splitlines() if line.startswith("> layer"))
-    assert "50.0 MiB" in row and "30.0 MiB of it are NCCL's connections, which are allocated now" in table
+    assert (
+        "50.0 MiB" in row
+        and "30.0 MiB of it are NCCL's connections, which are allocated now" in table
+    )
 
 
 @pytest.mark.fast
@@ -91,7 +105,9 @@ def _case(**fields: Any) -> Any:
     import tiny_gpt
 
     settings = (("num_layers", 4), ("hidden_size", 64), ("moe_ffn_hidden_size", 208))
-    return tiny_gpt.Case(**{"accumulate": 2, "skew": 3.0, "seq": 4, "micro_batch": 1, **fields}, settings=settings)
+    return tiny_gpt.Case(
+        **{"accumulate": 2, "skew": 3.0, "seq": 4, "micro_batch": 1, **fields}, settings=settings
+    )
 
 
 def _compare_with_run(case: Any) -> None:
@@ -105,17 +121,34 @@ def _compare_with_run(case: Any) -> None:
     for lifetime in LIFETIMES:
         hook, allocated = tiny_gpt.fssdp_hook(lifetime=lifetime), []
         run = tiny_gpt.train(
-            case, steps=2, hook=lambda chunks, hook=hook, seen=allocated: _watch_buffers(hook(chunks), seen)
+            case,
+            steps=2,
+            hook=lambda chunks, hook=hook, seen=allocated: _watch_buffers(hook(chunks), seen),
         )
         told = json.loads(json.dumps(notes[-1].memory))
         estimate = RankMemory.parse(told).by_lifetime[lifetime]
 
-        experts = [p for chunk in run.chunks for p in chunk.parameters() if not getattr(p, "allreduce", True)]
-        assert len(experts) == 2 * 4 * len(tiny_gpt.moe_layers(run.chunks)), "both matrices of four experts"
+        experts = [
+            p
+            for chunk in run.chunks
+            for p in chunk.parameters()
+            if not getattr(p, "allreduce", True)
+        ]
+        assert len(experts) == 2 * 4 * len(tiny_gpt.moe_layers(run.chunks)), (
+            "both matrices of four experts"
+        )
         assert estimate.weights == _bytes(experts)
-        assert estimate.grads == _bytes(b.grad_data for chunk in run.chunks for b in chunk.expert_parallel_buffers)
-        owned = {id(p) for p in experts} | {id(p.main_param) for p in experts if hasattr(p, "main_param")}
-        state = [p.main_param for p in experts if getattr(p, "main_param", p) is not p and p.main_param is not None]
+        assert estimate.grads == _bytes(
+            b.grad_data for chunk in run.chunks for b in chunk.expert_parallel_buffers
+        )
+        owned = {id(p) for p in experts} | {
+            id(p.main_param) for p in experts if hasattr(p, "main_param")
+        }
+        state = [
+            p.main_param
+            for p in experts
+            if getattr(p, "main_param", p) is not p and p.main_param is not None
+        ]
         for optimizer in getattr(run.optimizer, "chained_optimizers", [run.optimizer]):
             for p, tensors in optimizer.optimizer.state.items():
                 if id(p) in owned:
@@ -123,7 +156,9 @@ def _compare_with_run(case: Any) -> None:
         assert estimate.optimizer == _bytes(state)
         assert run.replicas > 0, "no replica was placed, so nothing was tested"
         assert allocated == [estimate.replicas], "allocated once"
-        assert {layer.fssdp.config.lifetime for layer in tiny_gpt.moe_layers(run.chunks)} == {lifetime}
+        assert {layer.fssdp.config.lifetime for layer in tiny_gpt.moe_layers(run.chunks)} == {
+            lifetime
+        }
 
 
 def _watch_buffers(chunks: list, seen: list[int]) -> list:
@@ -158,7 +193,9 @@ def test_beyond_the_estimate_are_one_layers_gradients() -> None:
     tiny_gpt.initialize(case)
     chunk, smaller = 3 * 208 * 64 * 4, 208 * 64 * 4  # bytes of an expert, and of its second matrix
     for lifetime in (None, *LIFETIMES):
-        run = tiny_gpt.train(case, steps=2, hook=lifetime and tiny_gpt.fssdp_hook(lifetime=lifetime))
+        run = tiny_gpt.train(
+            case, steps=2, hook=lifetime and tiny_gpt.fssdp_hook(lifetime=lifetime)
+        )
 
         def forward_backward(run: Any = run) -> None:
             for part in run.chunks:
@@ -171,12 +208,18 @@ def test_beyond_the_estimate_are_one_layers_gradients() -> None:
 
 
 # _experts(): to come with the homes: 48 of gradients, 144 of optimizer; replicas 68, 52, 44 MiB; gradients at least 24
-FREE = {"iteration": 48 + 144 + 16 + 32 + 20, "microbatch": 48 + 144 + 16 + 16 + 20, "layer": 48 + 144 + 8 + 16 + 20}
+FREE = {
+    "iteration": 48 + 144 + 16 + 32 + 20,
+    "microbatch": 48 + 144 + 16 + 16 + 20,
+    "layer": 48 + 144 + 8 + 16 + 20,
+}
 
 
 def _job(*free: int, **fields: Any) -> JobMemory:
     """Ranks with so many MiB free."""
-    return JobMemory({rank: RankMemory.estimate(_experts(**fields), mib * MIB) for rank, mib in enumerate(free)})
+    return JobMemory(
+        {rank: RankMemory.estimate(_experts(**fields), mib * MIB) for rank, mib in enumerate(free)}
+    )
 
 
 @pytest.mark.fast
@@ -184,7 +227,9 @@ def _job(*free: int, **fields: Any) -> JobMemory:
 def test_auto_takes_the_first_that_fits_on_every_rank(lifetime: str) -> None:
     enough = FREE[lifetime]
     assert _job(enough).choose_lifetime("auto") == lifetime
-    assert _job(10**6, enough, 10**6).choose_lifetime("auto") == lifetime, "the rank with least decides"
+    assert _job(10**6, enough, 10**6).choose_lifetime("auto") == lifetime, (
+        "the rank with least decides"
+    )
     assert JobMemory({}).choose_lifetime("auto") == "iteration"
     less = {"iteration": "microbatch", "microbatch": "layer", "layer": "layer"}
     assert _job(enough - 1).choose_lifetime("auto") == less[lifetime]
@@ -217,10 +262,14 @@ def test_auto_passes_over_microbatch_where_a_pipeline_makes_it_the_largest() -> 
          "no other lifetime and no other slots fit: spread the experts over more ranks"),
     ],
 )  # fmt: skip
-def test_what_cannot_fit_is_an_error(lifetime: str, free: tuple[int, ...], message: str | None) -> None:
+def test_what_cannot_fit_is_an_error(
+    lifetime: str, free: tuple[int, ...], message: str | None
+) -> None:
     text = _job(*free).explain_too_large(lifetime, slots=2)
     assert text == (message and f"slots=2 with lifetime={lifetime!r} needs {message}")
-    assert _job(0, slots=0).explain_too_large(lifetime, slots=0) is None, "without slots nothing is added"
+    assert _job(0, slots=0).explain_too_large(lifetime, slots=0) is None, (
+        "without slots nothing is added"
+    )
 
 
 @pytest.mark.fast
@@ -239,7 +288,9 @@ def test_the_table() -> None:
     assert len(tables) == 10 and tables[5].startswith("expert memory of rank 3: homes 72.0 MiB")
     tight = _job(FREE["layer"] - 1).describe("layer").splitlines()
     assert len(tight) == 6
-    assert tight[-1] == "  236.0 MiB of this are to come, more than is free: it may run out of memory"
+    assert (
+        tight[-1] == "  236.0 MiB of this are to come, more than is free: it may run out of memory"
+    )
 
 
 @pytest.mark.fast
@@ -263,7 +314,11 @@ def test_switching_on_with_little_memory() -> None:
     chunks, _ = tiny_gpt.build(case)
     chunk = 3 * 208 * 64 * 4  # bytes of an expert, and of its gradients
     homes = 4 * 4 * chunk
-    replicas = {"iteration": (16 + 5) * chunk, "microbatch": (8 + 4 + 5) * chunk, "layer": (8 + 5) * chunk}
+    replicas = {
+        "iteration": (16 + 5) * chunk,
+        "microbatch": (8 + 4 + 5) * chunk,
+        "layer": (8 + 5) * chunk,
+    }
 
     def free(*by_rank: int) -> None:
         RankMemory.free_memory = lambda **_: by_rank[dist.get_rank()]
@@ -274,18 +329,26 @@ def test_switching_on_with_little_memory() -> None:
     for asked, least, chosen in (
         ("auto", 3 * homes + replicas["iteration"], "iteration"),
         ("auto", 3 * homes + replicas["layer"], "layer"),
-        ("auto", homes + replicas["layer"], "layer"),  # not expected to fit, with the optimizer, but it may
+        (
+            "auto",
+            homes + replicas["layer"],
+            "layer",
+        ),  # not expected to fit, with the optimizer, but it may
         ("iteration", homes + replicas["iteration"], "iteration"),
     ):
         free(10**12, least)
         run = tiny_gpt.train(case, steps=2, hook=hook(asked))
         layers = tiny_gpt.moe_layers(run.chunks)
-        assert {(layer.fssdp.config.lifetime, layer.fssdp.config.transport) for layer in layers} == {(chosen, "p2p")}
+        assert {
+            (layer.fssdp.config.lifetime, layer.fssdp.config.transport) for layer in layers
+        } == {(chosen, "p2p")}
         assert run.replicas > 0
         hook(asked)(run.chunks)  # the same again changes nothing
         hook(chosen)(run.chunks)
         other = "layer" if chosen == "iteration" else "iteration"
-        with pytest.raises(ValueError, match=f"runs FSSDP already, with .*{chosen}.* asked for .*{other}"):
+        with pytest.raises(
+            ValueError, match=f"runs FSSDP already, with .*{chosen}.* asked for .*{other}"
+        ):
             hook(other)(run.chunks)
 
     before = snapshot(chunks)
@@ -295,7 +358,9 @@ def test_switching_on_with_little_memory() -> None:
     with pytest.raises(ValueError, match=message + ways):
         hook("iteration")(chunks)
     free(homes + replicas["layer"] - 1, 10**12)
-    with pytest.raises(ValueError, match=r"slots=2 with lifetime='layer' needs .* on rank 0, .*; use slots=1$"):
+    with pytest.raises(
+        ValueError, match=r"slots=2 with lifetime='layer' needs .* on rank 0, .*; use slots=1$"
+    ):
         hook("auto")(chunks)
     assert snapshot(chunks) == before
 
@@ -314,7 +379,10 @@ def test_a_skewed_run_stays_inside_its_budget() -> None:
     tiny_gpt.initialize(case)
     hook = tiny_gpt.fssdp_hook(late_replicas=4)
     runs = {
-        "balanced": (tiny_gpt.Case(**sizes, settings=(("moe_router_force_load_balancing", True),)), None),
+        "balanced": (
+            tiny_gpt.Case(**sizes, settings=(("moe_router_force_load_balancing", True),)),
+            None,
+        ),
         "stock": (case, skewed),
         "ours": (case, lambda chunks: hook(skewed(chunks))),
     }

@@ -30,15 +30,22 @@ TILE = 7
 def build(folder: Path, sanitizer: str, sources: Path = SOURCES) -> Path:
     out = folder / f"selftest-{sanitizer}"
     flags = f"-std=c++17 -g -O1 -pthread {SANITIZERS[sanitizer]} -DFSSDP_STALLS".split()
-    subprocess.run(["g++", *flags, "-o", str(out), str(sources / "selftest_gate.cpp")], check=True, timeout=300)
+    subprocess.run(
+        ["g++", *flags, "-o", str(out), str(sources / "selftest_gate.cpp")], check=True, timeout=300
+    )
     return out
 
 
 def run(binary: Path, file: Path, timeout: float = 120) -> subprocess.CompletedProcess:
-    fixed = shutil.which("setarch") and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0
+    fixed = (
+        shutil.which("setarch")
+        and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0
+    )
     options = {"TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": "halt_on_error=1"}
     command = [*(["setarch", "-R"] if fixed else []), str(binary), str(file)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **options})
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **options}
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,8 +75,14 @@ class Block:
         parts[most : most + len(order.physical)], parts[2 * most :] = order.physical, begin
         tiles = range(0, tokens, TILE)
         before = np.array([chosen[:first].sum(axis=0) for first in tiles], np.int32)
-        probs, out_grad = (rng.integers(1, 2**31, size, np.uint32) for size in ((tokens, experts), (tokens, most)))
-        out_map, out, grad = np.zeros((tokens, most), bool), np.zeros((tokens, most), np.uint32), np.zeros_like(probs)
+        probs, out_grad = (
+            rng.integers(1, 2**31, size, np.uint32) for size in ((tokens, experts), (tokens, most))
+        )
+        out_map, out, grad = (
+            np.zeros((tokens, most), bool),
+            np.zeros((tokens, most), np.uint32),
+            np.zeros_like(probs),
+        )
         place = np.zeros(experts, np.int64)
         for token, expert in np.argwhere(chosen):
             last = parts[begin[expert] : begin[expert + 1]]
@@ -78,7 +91,16 @@ class Block:
             out_map[token, physical], out[token, physical] = True, probs[token, expert]
             grad[token, expert] = out_grad[token, physical]
         own = int(np.flatnonzero(shape.order == rank)[0])
-        head = [self.threads, self.lanes, self.blocks, tokens, TILE, own, rank, shape.work_size(self.threads)]
+        head = [
+            self.threads,
+            self.lanes,
+            self.blocks,
+            tokens,
+            TILE,
+            own,
+            rank,
+            shape.work_size(self.threads),
+        ]
         # Now and then there is too little shared memory.
         head.append(shape.shared_bytes(self.threads) if rng.random() < 0.75 else 0)
         arrays = [
@@ -87,18 +109,28 @@ class Block:
             HolderOrder.of(self.placement, shape).table(shape),
         ]
         arrays += [loads, parts, chosen, before, loads[rank], probs, out_map, out, out_grad.T, grad]
-        path.write_bytes(b"".join(np.uint64(a.nbytes).tobytes() + np.ascontiguousarray(a).tobytes() for a in arrays))
+        path.write_bytes(
+            b"".join(
+                np.uint64(a.nbytes).tobytes() + np.ascontiguousarray(a).tobytes() for a in arrays
+            )
+        )
 
 
 def some_block(seed: int, *, threads: int, lanes: int) -> tuple[Block, np.random.Generator]:
     """Steep loads on random holders; every fourth a chain of ranks, every fourth counts near 2^31."""
     rng = np.random.default_rng(seed)
-    placement = chain(int(rng.integers(3, 14))) if seed % 4 == 1 else some_replicas(rng, some_homes(rng), share=1.0)
+    placement = (
+        chain(int(rng.integers(3, 14)))
+        if seed % 4 == 1
+        else some_replicas(rng, some_homes(rng), share=1.0)
+    )
     world = some_world(rng, placement.num_ranks)
     # A first level that fits into 32 bits although a later one does not, or none that does.
     most = int(rng.choice([2**31 - 1, 2**30 // placement.num_ranks**2]))
     scale = most if seed % 4 == 2 else 3000
-    loads = (rng.dirichlet(np.full(placement.num_experts, 0.3), placement.num_ranks) * scale).astype(np.int64)
+    loads = (
+        rng.dirichlet(np.full(placement.num_experts, 0.3), placement.num_ranks) * scale
+    ).astype(np.int64)
     loads[rng.random(placement.num_ranks) < 0.2] = 0
     return Block(placement, world, loads, threads, lanes), rng
 

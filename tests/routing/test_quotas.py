@@ -30,9 +30,16 @@ from megatron_hecate.routing.tables import GroupShape, HolderOrder
 pytestmark = pytest.mark.fast
 
 
-def loads_of(rng: np.random.Generator, num_sources: int, num_experts: int, tokens: int = 20_000) -> np.ndarray:
+def loads_of(
+    rng: np.random.Generator, num_sources: int, num_experts: int, tokens: int = 20_000
+) -> np.ndarray:
     """[N, E] of sources with tastes of their own, some of them without a token."""
-    return np.array([some_load(rng, num_experts, tokens=tokens) * (rng.random() < 0.9) for _ in range(num_sources)])
+    return np.array(
+        [
+            some_load(rng, num_experts, tokens=tokens) * (rng.random() < 0.9)
+            for _ in range(num_sources)
+        ]
+    )
 
 
 TRACES = Path(__file__).resolve().parents[2] / "bench" / "data"
@@ -59,7 +66,9 @@ def largest(tokens: np.ndarray, order: HolderOrder) -> int:
     return int(np.bincount(order.rank, weights=tokens.sum(axis=0)).max())
 
 
-def deal_one_by_one(loads: np.ndarray, served: np.ndarray, node: np.ndarray, source_rank: np.ndarray) -> np.ndarray:
+def deal_one_by_one(
+    loads: np.ndarray, served: np.ndarray, node: np.ndarray, source_rank: np.ndarray
+) -> np.ndarray:
     """[N, R] one expert's tokens: lines and places token by token; ``served`` [R] is what each rank serves.
 
     First own rank, then own node, then the rest; on a line stand sources by node, rank and number, and ranks likewise.
@@ -98,7 +107,9 @@ def test_every_token_goes_to_one_holder_the_nearest_first(seed: int) -> None:
     table = dense(tokens, order, placement)
     assert (table.sum(axis=2) == loads).all()
     for expert in range(placement.num_experts):
-        want = deal_one_by_one(loads[:, expert], table[:, expert].sum(axis=0), world.node_index, source_rank)
+        want = deal_one_by_one(
+            loads[:, expert], table[:, expert].sum(axis=0), world.node_index, source_rank
+        )
         assert (table[:, expert] == want).all()
 
 
@@ -128,7 +139,9 @@ def test_the_largest_load_is_the_smallest_possible(seed: int) -> None:
     placement = some_replicas(rng, some_homes(rng, most_experts=24), share=1.0)
     loads = loads_of(rng, placement.num_ranks, placement.num_experts)
     tokens, order = solve(loads, placement, some_world(rng, placement.num_ranks))
-    assert largest(tokens, order) <= least_largest(loads.sum(axis=0), placement) * (1 + 1 / 4096) + 1
+    assert (
+        largest(tokens, order) <= least_largest(loads.sum(axis=0), placement) * (1 + 1 / 4096) + 1
+    )
 
 
 @pytest.mark.parametrize("trace", ["pysrc_e64k6_aux0", "pysrc_e64k6_aux1e-2"])
@@ -138,13 +151,22 @@ def test_recorded_loads_are_balanced(trace: str, num_ranks: int, slots: int) -> 
     """Replicas planned from the step before: never more than 0.1 % above the smallest largest load there is."""
     with np.load(TRACES / f"{trace}.npz") as archive:
         counts = archive["counts"].astype(np.int64)  # [T, L, N, E]
-    rng, world = np.random.default_rng(num_ranks), World(tuple(rank // 8 for rank in range(num_ranks)))
+    rng, world = (
+        np.random.default_rng(num_ranks),
+        World(tuple(rank // 8 for rank in range(num_ranks))),
+    )
     source_rank = np.arange(counts.shape[2]) * num_ranks // counts.shape[2]
-    for step, layer in zip(rng.integers(1, len(counts), 6), rng.integers(counts.shape[1], size=6), strict=True):
+    for step, layer in zip(
+        rng.integers(1, len(counts), 6), rng.integers(counts.shape[1], size=6), strict=True
+    ):
         homes = Placement.initial(counts.shape[3], num_ranks, num_slots=slots)
-        placement = plan_replicas(counts[step - 1, layer].sum(axis=0), homes, world, cost=CopyCost())
+        placement = plan_replicas(
+            counts[step - 1, layer].sum(axis=0), homes, world, cost=CopyCost()
+        )
         loads = counts[step, layer]
-        tokens, order = quotas_of_all(loads, placement, GroupShape.of(world, placement, source_rank.tolist()))
+        tokens, order = quotas_of_all(
+            loads, placement, GroupShape.of(world, placement, source_rank.tolist())
+        )
         assert (dense(tokens, order, placement).sum(axis=2) == loads).all() and tokens.min() >= 0
         below = int((largest(tokens, order) - 1) / 1.001)
         assert below * num_ranks < loads.sum() or not fits(loads.sum(axis=0), placement, below)
@@ -155,7 +177,10 @@ def test_a_chain_of_ranks_is_balanced(num_ranks: int) -> None:
     half = num_ranks // 2
     loads = np.tile(np.where(np.arange(num_ranks) < half, 1200, 400), (num_ranks, 1))
     tokens, order = solve(loads, chain(num_ranks), World((0,) * num_ranks))
-    assert largest(tokens, order) <= largest_load(loads.sum(axis=0), chain(num_ranks)) * (1 + 1 / 4096) + 1
+    assert (
+        largest(tokens, order)
+        <= largest_load(loads.sum(axis=0), chain(num_ranks)) * (1 + 1 / 4096) + 1
+    )
 
 
 def fewest_crossing(loads: np.ndarray, placement: Placement, node: np.ndarray) -> float:
@@ -202,7 +227,9 @@ def test_tokens_stay_on_their_rank_and_then_their_node() -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 2**31 - 1])
 def test_extreme_counts_are_conserved(tokens: int) -> None:
-    placement = Placement.initial(8, 4, num_slots=2).with_replicas([(0, 1), (0, 2), (0, 3), (2, 0), (3, 0)])
+    placement = Placement.initial(8, 4, num_slots=2).with_replicas(
+        [(0, 1), (0, 2), (0, 3), (2, 0), (3, 0)]
+    )
     loads = np.zeros((4, 8), np.int64)
     loads[:, 0] = tokens
     for world in (World((0, 0, 1, 1)), World((0, 1, 1, 1))):
@@ -244,7 +271,9 @@ def test_the_kernel_counts_with_as_many_bits_as_needed(seed: int) -> None:
 def test_rooms_below_a_raised_level_exceed_32_bits() -> None:
     """Expert 1 can go nowhere and raises the level to 2^27 tokens on each of 64 ranks. Tokens of expert 2 above that
     start on its home and go to its replicas on other nodes, which have room for 2^33 tokens together."""
-    placement = Placement.initial(64, 64, num_slots=1).with_replicas([(2, rank) for rank in range(8, 64)])
+    placement = Placement.initial(64, 64, num_slots=1).with_replicas(
+        [(2, rank) for rank in range(8, 64)]
+    )
     loads = np.zeros((64, 64), np.int64)
     loads[1, 1], loads[2, 2] = 2**27, 3 * 2**26
     tokens, order = solve(loads, placement, World(tuple(rank // 8 for rank in range(64))))
@@ -256,7 +285,9 @@ def test_one_rank_and_no_replicas() -> None:
     alone = Placement.initial(3, 1, num_slots=0)
     tokens, _ = solve(np.array([[4, 0, 6]]), alone, World((5,)))
     assert tokens.tolist() == [[4, 0, 6]]
-    tokens, _ = solve(np.array([[1, 2], [3, 4]]), Placement.initial(2, 2, num_slots=1), World((0, 1)))
+    tokens, _ = solve(
+        np.array([[1, 2], [3, 4]]), Placement.initial(2, 2, num_slots=1), World((0, 1))
+    )
     assert tokens.tolist() == [[1, 2], [3, 4]]
 
 
@@ -274,7 +305,9 @@ def test_a_thousand_ranks() -> None:
     loads = rng.poisson(rng.pareto(3, 1024) + 0.5, (1024, 1024)).astype(np.int32)
     tokens, order = solve(loads, placement, World(tuple(r // 8 for r in range(1024))))
     assert tokens.min() >= 0 and (by_expert(tokens, order) == loads).all()
-    assert largest(tokens, order) <= least_largest(loads.sum(axis=0), placement) * (1 + 1 / 4096) + 1
+    assert (
+        largest(tokens, order) <= least_largest(loads.sum(axis=0), placement) * (1 + 1 / 4096) + 1
+    )
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -116,7 +116,9 @@ def test_a_step_before_gradients_returned_is_an_error_once() -> None:
     log.forward(0)
     log.waiting = ["layer 3", "layer 5"]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(RuntimeError, match=r"SGD steps while .* wait \(layer 3, layer 5\).* finish_grad_sync"):
+    with pytest.raises(
+        RuntimeError, match=r"SGD steps while .* wait \(layer 3, layer 5\).* finish_grad_sync"
+    ):
         optimizer.step()
     optimizer.step()  # forgotten: a loop that catches the error can go on
     assert [log.forward(0) for _ in range(3)] == [True, False, False]

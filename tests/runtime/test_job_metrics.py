@@ -36,7 +36,9 @@ def _script(every: int) -> _Board:
     names._GLOBAL_ARGS = types.SimpleNamespace(
         tensorboard_dir="board", tensorboard_log_interval=every, moe_per_layer_logging=True
     )
-    names.get_tensorboard_writer = lambda: board if dist.get_rank() == dist.get_world_size() - 1 else None
+    names.get_tensorboard_writer = lambda: (
+        board if dist.get_rank() == dist.get_world_size() - 1 else None
+    )
     names.get_wandb_writer = lambda: None
     sys.modules[names.__name__] = names
     return board
@@ -70,7 +72,9 @@ def test_what_is_logged_is_of_all_stages(layout: str, observe: bool) -> None:
     case = tiny_gpt.Case(ep=2, accumulate=2, skew=3, **LAYOUTS[layout])
     tiny_gpt.initialize(case)
     board, folder = _script(every=2), os.environ["TEST_FOLDER"] + "/run"
-    counts = torch.zeros(5, 5, 8 + 2, dtype=torch.int64)  # [T, layer's number]: tokens by expert, by rank computed
+    counts = torch.zeros(
+        5, 5, 8 + 2, dtype=torch.int64
+    )  # [T, layer's number]: tokens by expert, by rank computed
     config = HecateConfig(observe=observe, record=folder, speeds=tiny_gpt.FREE)
     step = 0
 
@@ -92,7 +96,9 @@ def test_what_is_logged_is_of_all_stages(layout: str, observe: bool) -> None:
     for step in range(5):
         run.step(step)
     for layer in tiny_gpt.moe_layers(run.chunks)[:1]:
-        (layer.router.observer.stage if observe else layer.prefetcher.monitor.recorder.stage).close()
+        (
+            layer.router.observer.stage if observe else layer.prefetcher.monitor.recorder.stage
+        ).close()
     JobMetrics.newest.stop(20)
     assert not JobMetrics.newest.is_alive()
     dist.all_reduce(counts)
@@ -104,9 +110,17 @@ def test_what_is_logged_is_of_all_stages(layout: str, observe: bool) -> None:
     assert len(numbers) == (3 if case.vpp else 1)
     for iteration, found in board.values.items():
         expert, rank = np.split(counts[iteration - 1, numbers].double().numpy(), [8], axis=1)
-        factor, vio = rank.max(axis=1) / rank.mean(axis=1), expert.max(axis=1) / expert.mean(axis=1) - 1
-        stages = [rank[[number % 2 == 1 for number in numbers]], rank[[number % 2 == 0 for number in numbers]]]
-        fullest = [stage.sum(axis=0).max() / stage.sum(axis=0).mean() for stage in stages if len(stage)]
+        factor, vio = (
+            rank.max(axis=1) / rank.mean(axis=1),
+            expert.max(axis=1) / expert.mean(axis=1) - 1,
+        )
+        stages = [
+            rank[[number % 2 == 1 for number in numbers]],
+            rank[[number % 2 == 0 for number in numbers]],
+        ]
+        fullest = [
+            stage.sum(axis=0).max() / stage.sum(axis=0).mean() for stage in stages if len(stage)
+        ]
         expected = {
             "moe/avg_overload_factor": factor.mean(),
             "moe/max_overload_factor": factor.max(),
@@ -114,7 +128,10 @@ def test_what_is_logged_is_of_all_stages(layout: str, observe: bool) -> None:
             "moe/max_vio": vio.mean(),
             "moe/dead_experts": (expert == 0).sum(),
             **{f"moe/max_vio_layer_{number - 1}": vio[i] for i, number in enumerate(numbers)},
-            **{f"moe/overload_factor_layer_{number - 1}": factor[i] for i, number in enumerate(numbers)},
+            **{
+                f"moe/overload_factor_layer_{number - 1}": factor[i]
+                for i, number in enumerate(numbers)
+            },
         }
         assert {name: found[name] for name in expected} == pytest.approx(expected), iteration
         names = {name.rpartition("_")[2] for name in found if name.startswith("moe/max_vio_layer_")}
@@ -135,7 +152,9 @@ def test_a_stage_whose_metrics_do_not_come_delays_nobody() -> None:
     board, trained, hung = _script(every=1), threading.Event(), threading.Event()
 
     def hook(chunks: list) -> list:
-        chunks = fssdp(HecateConfig(observe=True, record=os.environ["TEST_FOLDER"] + "/run"))(chunks)
+        chunks = fssdp(HecateConfig(observe=True, record=os.environ["TEST_FOLDER"] + "/run"))(
+            chunks
+        )
         JobMetrics.newest._store = _NotOfTraining(JobMetrics.newest._store)
         if dist.get_rank() == 0:
             send = JobMetrics.newest._send
@@ -174,7 +193,13 @@ class _NotOfTraining:
 class _Stages:
     """Two stages of one process, over a store of torch's; ``logged`` is what the second one logs."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, layers: tuple[list[str], list[str]], every: int = 1) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        layers: tuple[list[str], list[str]],
+        every: int = 1,
+    ) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True)
         self.logged: list[tuple[int, list[str], dict[str, list[float]]]] = []
         monkeypatch.setattr(recorder, "_get_default_store", lambda: store)

@@ -40,7 +40,9 @@ def test_a_plan_knows_the_one_before_it() -> None:
     for layer in range(2):
         plans = [settings for _, settings in done[layer::2]]  # from the second iteration on
         assert len(plans) == 4
-        assert all(after["previous"] is before["made"] for before, after in itertools.pairwise(plans))
+        assert all(
+            after["previous"] is before["made"] for before, after in itertools.pairwise(plans)
+        )
 
 
 @pytest.mark.parametrize("lifetime", ["iteration", "layer"])
@@ -54,11 +56,15 @@ def test_layers_are_planned_four_at_a_time(lifetime: str) -> None:
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(slots=1, lifetime=lifetime))
     done: list[tuple[str, Any]] = []
     _note_plans(done)
-    tiny_gpt.before_transfers(run.chunks, lambda what, plan, slots, label: done.append((what, label)))
+    tiny_gpt.before_transfers(
+        run.chunks, lambda what, plan, slots, label: done.append((what, label))
+    )
     run.step(2)
     layers = iter(range(1, 12))
     done = [(what, f"layer {next(layers)}" if what == "plan" else about) for what, about in done]
-    groups = [len(list(its)) for what, its in itertools.groupby(done, lambda d: d[0]) if what == "plan"]
+    groups = [
+        len(list(its)) for what, its in itertools.groupby(done, lambda d: d[0]) if what == "plan"
+    ]
     assert groups == [4, 4, 3]
     fetched = {label for what, label in done if what == "fetch"}
     assert len(fetched) > 4
@@ -79,7 +85,9 @@ def test_no_plan_is_made_for_another_chunk() -> None:
     for layer in tiny_gpt.moe_layers(run.chunks):
         layer.router.register_forward_hook(lambda *_: done.append(("route", None)))
     run.step(2)
-    assert [len(list(its)) for what, its in itertools.groupby(done, lambda d: d[0]) if what == "plan"] == [3, 3]
+    assert [
+        len(list(its)) for what, its in itertools.groupby(done, lambda d: d[0]) if what == "plan"
+    ] == [3, 3]
 
 
 @ranks(2)

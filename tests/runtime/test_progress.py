@@ -38,7 +38,11 @@ def _start_over_tcp() -> Callable[[int], str]:
     dist.broadcast_object_list(port)
     dist.destroy_process_group()
     dist.init_process_group(
-        "gloo", f"tcp://127.0.0.1:{port[0]}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        "gloo",
+        f"tcp://127.0.0.1:{port[0]}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
     )
     out = (folder / f"out{rank}").open("a", buffering=1)
     sys.stdout = out
@@ -51,12 +55,16 @@ def _lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if "made no progress" in line]
 
 
-def _when_all_wait(read: Callable[[int], str], waiting: list[int], act: Callable[[], None], lines: int = 1) -> None:
+def _when_all_wait(
+    read: Callable[[int], str], waiting: list[int], act: Callable[[], None], lines: int = 1
+) -> None:
     """Call ``act`` in a thread, once each of the ranks ``waiting`` has said so many lines."""
 
     def watch() -> None:
         deadline = time.monotonic() + 30
-        while any(len(_lines(read(rank))) < lines for rank in waiting) and time.monotonic() < deadline:
+        while (
+            any(len(_lines(read(rank))) < lines for rank in waiting) and time.monotonic() < deadline
+        ):
             time.sleep(0.1)
         act()
 
@@ -90,7 +98,9 @@ def _check_line(text: str, rank: int, at: str, behind: str) -> re.Match:
     """The one line about ``rank``, which waits at "iteration, place", and where rank 2 is."""
     (line,), since = _lines_at(text, at), r"since (?P<since>[\d: -]+)"
     expected = rf"FSSDP: rank {rank} made no progress for (?P<seconds>\d+) s: iteration {at}\. "
-    found = re.fullmatch(expected + rf"Behind: rank 2 on {socket.gethostname()} \({behind}, {since}\)", line)
+    found = re.fullmatch(
+        expected + rf"Behind: rank 2 on {socket.gethostname()} \({behind}, {since}\)", line
+    )
     assert found, line
     return found
 
@@ -137,9 +147,13 @@ def test_a_stopped_rank_is_named_and_training_goes_on(mode: str) -> None:
         assert time.mktime(time.strptime(found["since"], "%Y-%m-%d %H:%M:%S")) - began >= -2
     slow = [part for moe in tiny_gpt.moe_layers(ours.chunks) for part in (moe.router, moe.experts)]
     if rank == 2:  # it moves: each half of a layer takes less than the timeout, the step more
-        pauses = [part.register_forward_pre_hook(lambda *_: time.sleep(0.35 * TIMEOUT)) for part in slow]
+        pauses = [
+            part.register_forward_pre_hook(lambda *_: time.sleep(0.35 * TIMEOUT)) for part in slow
+        ]
     ours.step(3)
-    assert all(len(_lines(read(survivor))) == 1 for survivor in (0, 1)), "slow is not standing still"
+    assert all(len(_lines(read(survivor))) == 1 for survivor in (0, 1)), (
+        "slow is not standing still"
+    )
     if rank == 2:
         for pause in pauses:
             pause.remove()
@@ -188,11 +202,17 @@ def test_a_rank_that_hangs_in_its_backward_is_named(mode: str) -> None:
 
     experts = tiny_gpt.moe_layers(ours.chunks)[0].experts
     weight = next(p for name, p in experts.named_parameters() if "linear_fc2" in name)
-    before_backward = lambda act: model.register_forward_hook(lambda _, __, loss: loss.register_hook(act) and None)  # noqa: E731
+    before_backward = lambda act: model.register_forward_hook(
+        lambda _, __, loss: loss.register_hook(act) and None
+    )  # noqa: E731
     for register, at, behind in (
         (before_backward, "backward of layer 2", "layer 2"),
         (weight.register_hook, "backward of layer 1", "backward of layer 1"),
-        (model.embedding.word_embeddings.weight.register_hook, "after a backward", "backward of layer 1"),
+        (
+            model.embedding.word_embeddings.weight.register_hook,
+            "after a backward",
+            "backward of layer 1",
+        ),
         (experts.register_forward_pre_hook, "layer 1", "layer 1"),
     ):
         iteration += 1

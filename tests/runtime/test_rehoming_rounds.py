@@ -9,7 +9,9 @@ pytestmark = pytest.mark.fast
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3, 7, 1000])
-def test_rounds_lead_to_the_wanted_order_within_the_bound(bound: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_lead_to_the_wanted_order_within_the_bound(
+    bound: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from megatron_hecate.homes import mover
 
     monkeypatch.setattr(mover, "ROUND_BYTES", 10 * bound)
@@ -30,13 +32,19 @@ def _check_rounds(seed: int, bound: int, *, expert_bytes: int) -> None:
     now, moved = before.copy(), []
     for moves in mover._rounds(before, after, per_rank, expert_bytes):
         sources, targets = ([move[i] for move in moves] for i in range(2))
-        assert sorted(sources) == sorted(targets) and len(set(targets)) == len(targets), "an expert would be lost"
+        assert sorted(sources) == sorted(targets) and len(set(targets)) == len(targets), (
+            "an expert would be lost"
+        )
         now[targets] = now[sources]
         received = np.bincount(np.array(targets) // per_rank).max() * expert_bytes
-        assert received <= bound * expert_bytes or _is_one_cycle(moves), "a round is larger than it needs to be"
+        assert received <= bound * expert_bytes or _is_one_cycle(moves), (
+            "a round is larger than it needs to be"
+        )
         moved += targets
     assert now.tolist() == after.tolist()
-    assert sorted(moved) == np.flatnonzero(before != after).tolist(), "only what moves travels, and once"
+    assert sorted(moved) == np.flatnonzero(before != after).tolist(), (
+        "only what moves travels, and once"
+    )
 
 
 def _is_one_cycle(moves: list[tuple[int, int]]) -> bool:

@@ -35,7 +35,9 @@ def test_who_is_behind_is_told_from_two_looks() -> None:
     alive += [_word(group=-1, steps=0, where="before its first forward")]
     later = [dataclasses.replace(word, beat=6) for word in alive]
 
-    def named(changes: dict[int, Word | None], first: dict[int, Word | None] | None = None) -> list[int]:
+    def named(
+        changes: dict[int, Word | None], first: dict[int, Word | None] | None = None
+    ) -> list[int]:
         before, now = list(alive), list(later)
         for rank, word in (first or {}).items():
             before[rank] = word
@@ -46,12 +48,20 @@ def test_who_is_behind_is_told_from_two_looks() -> None:
     assert named({}) == [], "all have come as far as their group"
     assert named({2: alive[2]}) == [2], "it stands still as a process"
     assert named({6: alive[6]}) == [6], "without MoE layers, too"
-    assert named({2: _word(beat=6, steps=39)}, {2: _word(steps=39)}) == [2], "its training thread does"
+    assert named({2: _word(beat=6, steps=39)}, {2: _word(steps=39)}) == [2], (
+        "its training thread does"
+    )
     assert named({2: _word(beat=6, steps=39)}, {2: _word(steps=30)}) == [], "it moves"
-    assert named({5: dataclasses.replace(alive[5], left=True)}) == [], "it has ended, as far as the others"
-    assert named({5: _word(beat=6, steps=6, group=4, left=True)}, {5: _word(steps=6, group=4)}) == [5]
+    assert named({5: dataclasses.replace(alive[5], left=True)}) == [], (
+        "it has ended, as far as the others"
+    )
+    assert named({5: _word(beat=6, steps=6, group=4, left=True)}, {5: _word(steps=6, group=4)}) == [
+        5
+    ]
     assert named({3: None}, {3: None}) == [3], "nothing was heard of it"
-    assert named({1: _word(since=9.0), 4: _word(group=4, steps=7, since=8.0)}) == [4, 1], "who stopped first"
+    assert named({1: _word(since=9.0), 4: _word(group=4, steps=7, since=8.0)}) == [4, 1], (
+        "who stopped first"
+    )
     many = name_ranks_behind([_word()] * 100, [_word()] * 100)
     assert many.count("rank ") == 8 and many.endswith(", and 92 more")
 
@@ -64,7 +74,9 @@ def test_large_jobs_ask_little_of_the_store() -> None:
     for size in (2, 1_000, 16_384):
         reporter = Reporter(server, 0, size, group=0, timeout=lambda: 600.0, is_over=lambda: False)
         assert size / reporter.interval <= 500
-    assert Reporter(server, 0, 2, group=0, timeout=lambda: 600.0, is_over=lambda: False).interval == 3
+    assert (
+        Reporter(server, 0, 2, group=0, timeout=lambda: 600.0, is_over=lambda: False).interval == 3
+    )
     reporter = Reporter(server, 0, 1_024, group=0, timeout=lambda: 600.0, is_over=lambda: False)
     for rank in range(1_023):
         reporter._rank = rank
@@ -73,7 +85,9 @@ def test_large_jobs_ask_little_of_the_store() -> None:
     reporter._store = counted
     words = _look(counted, 1_024)
     assert [rank for rank, word in enumerate(words) if word is None] == [1_023]
-    assert len(counted.method_calls) == 2 * 8 + 128, "the last block is not complete, and asked for one by one"
+    assert len(counted.method_calls) == 2 * 8 + 128, (
+        "the last block is not complete, and asked for one by one"
+    )
     reporter._rank = 1_023
     reporter._publish()
     counted.reset_mock()
@@ -190,7 +204,9 @@ print("child", status, reporter.is_alive(), store.get("megatron_hecate/progress/
     assert Word(*json.loads(server.get(f"{watchdog.PREFIX}/at/0"))).left
 
 
-def test_a_store_that_does_not_answer_delays_an_error_by_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_delays_an_error_by_seconds_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(watchdog, "SHORTEST_PAUSE", 0.1)
     monkeypatch.setattr(watchdog, "_get_default_store", lambda: time.sleep(60))
     begin = time.monotonic()

@@ -27,16 +27,27 @@ def seconds(peaks: np.ndarray, timing: Timing, schedule: Schedule) -> float:
     return float(simulate(Work(peaks[None], *(none,) * 7), timing, schedule).total[0])
 
 
-def megatron_order(p: int, stages: int, chunks: int, microbatches: int) -> list[tuple[bool, int, int]]:
+def megatron_order(
+    p: int, stages: int, chunks: int, microbatches: int
+) -> list[tuple[bool, int, int]]:
     """What rank p runs, from the functions by which Megatron's schedules run it."""
-    from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+    from megatron.core.pipeline_parallel.schedules import (
+        get_pp_rank_microbatches,
+        get_schedule_table,
+    )
 
     group = SimpleNamespace(size=lambda: stages, rank=lambda: p)
-    p2p = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None)
-    total, _, warmup, _ = get_pp_rank_microbatches(microbatches, chunks, stages, p2p_communicator=p2p)
+    p2p = SimpleNamespace(
+        pp_group=group, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None
+    )
+    total, _, warmup, _ = get_pp_rank_microbatches(
+        microbatches, chunks, stages, p2p_communicator=p2p
+    )
     table = get_schedule_table(microbatches, chunks, stages)
     order = [(True, table[k][1] * stages + p, table[k][0]) for k in range(warmup)]
-    for k in range(total - warmup):  # one forward, one backward; the backward's chunks count from the last one
+    for k in range(
+        total - warmup
+    ):  # one forward, one backward; the backward's chunks count from the last one
         m, c = table[k + warmup]
         order.append((True, c * stages + p, m))
         m, c = table[k]
@@ -44,20 +55,29 @@ def megatron_order(p: int, stages: int, chunks: int, microbatches: int) -> list[
     return order + [(False, (chunks - 1 - c) * stages + p, m) for m, c in table[total - warmup :]]
 
 
-@pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(1, 1, 3), (2, 1, 5), (4, 1, 2), (2, 2, 2), (2, 3, 6)])
+@pytest.mark.parametrize(
+    ("stages", "chunks", "microbatches"), [(1, 1, 3), (2, 1, 5), (4, 1, 2), (2, 2, 2), (2, 3, 6)]
+)
 @pytest.mark.parametrize("seed", range(3))
-def test_interleaved_stages_run_in_megatrons_order(stages: int, chunks: int, microbatches: int, seed: int) -> None:
+def test_interleaved_stages_run_in_megatrons_order(
+    stages: int, chunks: int, microbatches: int, seed: int
+) -> None:
     """And the step is as long as that of ranks which run Megatron's tables and wait for what they need."""
     rng = np.random.default_rng(seed)
     peaks, send = rng.random(stages * chunks + seed), 0.05
     schedule = Schedule.even(len(peaks), stages, microbatches=microbatches, chunks=chunks)
     queues = [megatron_order(p, stages, chunks, microbatches) for p in range(stages)]
     assert [schedule.order(p) for p in range(stages)] == queues
-    costs, last = [sum(1 + peaks[layer] for layer in virtual) for virtual in schedule.stages], stages * chunks - 1
+    costs, last = (
+        [sum(1 + peaks[layer] for layer in virtual) for virtual in schedule.stages],
+        stages * chunks - 1,
+    )
     end: dict[tuple, float] = {}
     free = [0.0] * stages
     while any(queues):
-        ready = [p for p in range(stages) if queues[p] and _inputs(queues[p][0], last) <= end.keys()]
+        ready = [
+            p for p in range(stages) if queues[p] and _inputs(queues[p][0], last) <= end.keys()
+        ]
         assert ready, f"deadlock: {queues}"
         for p in ready:
             is_forward, v, _ = task = queues[p].pop(0)
@@ -111,5 +131,7 @@ def test_microbatches_in_flight_are_those_of_training(
         timing=Timing(dense=1.0, pair=1.0),
         schedule=Schedule.even(layers, stages, microbatches=8 * stages, chunks=chunks),
     )
-    buffers = job.memory(slots=1, lifetime="microbatch").replica_weights / (2 * job.model.expert_elements)
+    buffers = job.memory(slots=1, lifetime="microbatch").replica_weights / (
+        2 * job.model.expert_elements
+    )
     assert buffers == forwards_in_flight(config, [0, 0, *range(1, chunks)])

@@ -42,7 +42,9 @@ def test_a_path_that_cannot_be_written_ends_all_ranks(tmp_path: Path) -> None:
 def test_one_process_is_told_what_to_do() -> None:
     command = [sys.executable, "-m", "megatron_hecate", "--measure", "speeds.json"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 2 and result.stderr.startswith("--measure needs at least 2 ranks: torchrun")
+    assert result.returncode == 2 and result.stderr.startswith(
+        "--measure needs at least 2 ranks: torchrun"
+    )
 
 
 @pytest.mark.fast
@@ -50,10 +52,15 @@ def test_one_process_is_told_what_to_do() -> None:
     ("flags", "message"),
     [
         ("--moe-fssdp-late-replicas -1", "--moe-fssdp: late_replicas=-1 must be 0 or more"),
-        ("--moe-fssdp-speeds nowhere.json", "--moe-fssdp: nowhere.json does not hold measured speeds"),
+        (
+            "--moe-fssdp-speeds nowhere.json",
+            "--moe-fssdp: nowhere.json does not hold measured speeds",
+        ),
     ],
 )
-def test_wrong_settings_end_before_megatron_starts(flags: str, message: str, tmp_path: Path) -> None:
+def test_wrong_settings_end_before_megatron_starts(
+    flags: str, message: str, tmp_path: Path
+) -> None:
     script = tmp_path / "script.py"
     script.write_text("raise AssertionError('it ran')")
     command = [sys.executable, "-m", "megatron_hecate", "--moe-fssdp", *flags.split(), str(script)]

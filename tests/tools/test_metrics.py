@@ -37,7 +37,9 @@ def test_metrics_count_what_was_routed() -> None:
     dist.all_reduce(counts)
     metrics = layer_metrics(run.chunks)
     per_rank = counts.view(len(layers), 2, -1).sum(dim=2).double()
-    assert [m.routed for m in metrics] == pytest.approx((per_rank.amax(dim=1) / per_rank.mean(dim=1)).tolist())
+    assert [m.routed for m in metrics] == pytest.approx(
+        (per_rank.amax(dim=1) / per_rank.mean(dim=1)).tolist()
+    )
     assert [m.routed_tokens for m in metrics] == per_rank.amax(dim=1).tolist()
     assert all(m.replicas > 0 and not m.bypassed and 1 <= m.computed < m.routed for m in metrics)
     assert [m.layer for m in metrics] == ["layer 1", "layer 2"]
@@ -66,9 +68,13 @@ def test_where_copies_do_not_pay_the_layer_runs_stock_code() -> None:
     hook = tiny_gpt.fssdp_hook(speeds=None)
     ours = tiny_gpt.train(case, hook=lambda chunks: watched(hook(chunks)))
     assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
-    assert tiny_gpt.moe_layers(ours.chunks)[0].fssdp.world.speeds is CPU  # also where a CPU stands in for a GPU
+    assert (
+        tiny_gpt.moe_layers(ours.chunks)[0].fssdp.world.speeds is CPU
+    )  # also where a CPU stands in for a GPU
     metrics = layer_metrics(ours.chunks)
-    assert len(metrics) == 2 and all(m.bypassed and m.replicas == 0 and m.computed == m.routed > 1 for m in metrics)
+    assert len(metrics) == 2 and all(
+        m.bypassed and m.replicas == 0 and m.computed == m.routed > 1 for m in metrics
+    )
 
 
 @pytest.mark.fast
@@ -110,12 +116,20 @@ def test_what_is_logged_of_two_layers() -> None:
         }
     )
     without = summarize(
-        ["layer 3", "mtp layer 1"], step_metrics(load, routed, computed[:, :1], token_ms=2.0), per_layer=False
+        ["layer 3", "mtp layer 1"],
+        step_metrics(load, routed, computed[:, :1], token_ms=2.0),
+        per_layer=False,
     )
     assert "hidden_share" not in " ".join(
-        summarize(["layer 3", "mtp layer 1"], {**values, "hidden_share": np.full(2, np.nan)}, per_layer=True)
+        summarize(
+            ["layer 3", "mtp layer 1"],
+            {**values, "hidden_share": np.full(2, np.nan)},
+            per_layer=True,
+        )
     )
-    assert "moe/max_cum_overload_factor" not in without and without["moe/max_overload_factor"] == pytest.approx(1.1)
+    assert "moe/max_cum_overload_factor" not in without and without[
+        "moe/max_overload_factor"
+    ] == pytest.approx(1.1)
 
 
 @pytest.mark.fast

@@ -14,7 +14,12 @@ pytestmark = pytest.mark.fast
 
 def test_presets_have_the_published_number_of_parameters() -> None:
     """Oracle: what the names and model cards say, in billions, all parameters."""
-    published = {"qwen3-30b-a3b": 30.5, "qwen3-235b-a22b": 235, "deepseek-v3": 671, "mixtral-8x7b": 46.7}
+    published = {
+        "qwen3-30b-a3b": 30.5,
+        "qwen3-235b-a22b": 235,
+        "deepseek-v3": 671,
+        "mixtral-8x7b": 46.7,
+    }
     published |= {"mixtral-8x22b": 141, "olmoe": 6.9, "gpt-oss-120b": 116.8, "gpt-oss-20b": 20.9}
     assert set(published) == set(MODELS)
     for name, billions in published.items():

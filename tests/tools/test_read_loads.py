@@ -19,13 +19,21 @@ def test_kinds_of_traces(tmp_path: Path) -> None:
     load = np.arange(1, 25).reshape(2, 3, 4)
     np.savez(tmp_path / "sums.npz", load=load)
     assert (read_loads(tmp_path / "sums.npz")[:, :, 0] == load).all()
-    info = RunInfo(mode="observe", layers=("layer 1", "layer 2", "layer 3"), num_experts=4, ranks=2, node=(0, 0))
+    info = RunInfo(
+        mode="observe",
+        layers=("layer 1", "layer 2", "layer 3"),
+        num_experts=4,
+        ranks=2,
+        node=(0, 0),
+    )
     writer = RunWriter(tmp_path / "run", info)
     for iteration, loads in enumerate(load):
         writer.append(iteration, load=loads)
     writer.close()
     assert (read_loads(tmp_path / "run")[:, :, 0] == load).all()
-    olmoe = {"counts": {"model": {"a": {"0": [1, 2], "7": [3, 4]}, "b": {"0": [5, 6], "7": [7, 8]}}}}
+    olmoe = {
+        "counts": {"model": {"a": {"0": [1, 2], "7": [3, 4]}, "b": {"0": [5, 6], "7": [7, 8]}}}
+    }
     (tmp_path / "olmoe.json").write_text(json.dumps(olmoe))
     assert read_loads(tmp_path / "olmoe.json").tolist() == [[[[6, 8]], [[10, 12]]]]
 
@@ -35,7 +43,10 @@ def test_kinds_of_traces(tmp_path: Path) -> None:
     [
         ({"other": np.ones(3)}, "holds no loads ('load is not a file"),
         ({"counts": np.ones((2, 2))}, "loads are float64 of shape (2, 2)"),
-        ({"counts": -np.ones((1, 1, 1, 2))}, "loads must be 0 or more, and some in every step and layer"),
+        (
+            {"counts": -np.ones((1, 1, 1, 2))},
+            "loads must be 0 or more, and some in every step and layer",
+        ),
         (
             {"load": np.zeros((1, 1, 2))},
             "give a folder of --moe-fssdp-record, or of files that Megatron wrote, an .npz",

@@ -70,16 +70,24 @@ def _price_ms(held: dict[str, np.ndarray], t: int, layer: int) -> tuple[float, f
     """What replicas cost, and all copies and those hidden: by the measured seconds of a copy, counted by loops, or else
     by the planner's own cost of copies."""
     links = {name: Link(**recorded.SPEEDS[name]) for name in ("intra", "inter")}
-    world, shape = World((0, 0, 1, 1), Speeds(**{**recorded.SPEEDS, **links})), LayerShape(**recorded.SHAPE)
+    world, shape = (
+        World((0, 0, 1, 1), Speeds(**{**recorded.SPEEDS, **links})),
+        LayerShape(**recorded.SHAPE),
+    )
     homes = Placement.initial(SIZE.experts, SIZE.ranks, num_slots=SIZE.slots)
-    pairs = [(e, r) for r in range(SIZE.ranks) for e in held["replica"][t, layer, r].tolist() if e >= 0]
+    pairs = [
+        (e, r) for r in range(SIZE.ranks) for e in held["replica"][t, layer, r].tolist() if e >= 0
+    ]
     table = homes.with_replicas(pairs).table.copy()
     if not pairs:
         return 0.0, 0.0, 0.0
     window, copy = held["window"][t, layer], held["copy"][t, layer]
     bare = shape.copy_cost(world)
     if math.isnan(copy):
-        copies = plan_cost(np.zeros(SIZE.experts), problem_of(homes, world, bare), table, np.inf)[1] - bare.routing
+        copies = (
+            plan_cost(np.zeros(SIZE.experts), problem_of(homes, world, bare), table, np.inf)[1]
+            - bare.routing
+        )
         out, back = (copies * part * _token_ms() for part in (bare.out, 1 - bare.out))
     else:
         taken, given = [0] * SIZE.ranks, [0] * SIZE.ranks
@@ -87,7 +95,9 @@ def _price_ms(held: dict[str, np.ndarray], t: int, layer: int) -> tuple[float, f
             taken[rank] += 1
             given[expert // (SIZE.experts // SIZE.ranks)] += 1
         out = 1e3 * copy * max(*taken, *given)
-        back = out * recorded.SHAPE["grad_bytes"] / recorded.SHAPE["expert_bytes"]  # fetched and returned once
+        back = (
+            out * recorded.SHAPE["grad_bytes"] / recorded.SHAPE["expert_bytes"]
+        )  # fetched and returned once
     allowed = 1e3 * (recorded.SHAPE["hidden_seconds"] if math.isnan(window) else window)
     hidden = min(out, allowed) + min(back, allowed)
     waits_not = 1.0 if math.isnan(copy) else min(1.0, shape.fetch_seconds(world) / copy)
@@ -97,21 +107,32 @@ def _price_ms(held: dict[str, np.ndarray], t: int, layer: int) -> tuple[float, f
 
 def test_time_lost_and_won_back(made: tuple) -> None:
     held, content = made
-    lost, left = _series(content, "lost")["lost, as routed"], _series(content, "lost")["lost, with FSSDP"]
+    lost, left = (
+        _series(content, "lost")["lost, as routed"],
+        _series(content, "lost")["lost, with FSSDP"],
+    )
     for t in range(SIZE.num):
         before_ms = after_ms = 0.0
         for layer in range(SIZE.layers):
             before, after = _sides(held, t, layer)
             before_ms += (max(before) - sum(before) / SIZE.ranks) * _token_ms()
-            after_ms += (max(after) - sum(after) / SIZE.ranks) * _token_ms() + _price_ms(held, t, layer)[0]
-        assert lost[t] == pytest.approx(before_ms, rel=1e-4) and left[t] == pytest.approx(after_ms, rel=1e-4), t
-        assert _series(content, "lost")["won back, net"][t] == pytest.approx(before_ms - after_ms, abs=1e-5)
+            after_ms += (max(after) - sum(after) / SIZE.ranks) * _token_ms() + _price_ms(
+                held, t, layer
+            )[0]
+        assert lost[t] == pytest.approx(before_ms, rel=1e-4) and left[t] == pytest.approx(
+            after_ms, rel=1e-4
+        ), t
+        assert _series(content, "lost")["won back, net"][t] == pytest.approx(
+            before_ms - after_ms, abs=1e-5
+        )
     assert content["mean"]["lost"] == pytest.approx(statistics.fmean(lost), rel=1e-4)
     assert len(set(left)) > 3 and any(a != b for a, b in zip(lost, left, strict=True))
     copies = _series(content, "copies")
     assert max(copies["all copies"]) > 0 and copies["all copies"][0] == 0
     for t in range(SIZE.num):
-        every, hidden = (sum(_price_ms(held, t, layer)[at] for layer in range(SIZE.layers)) for at in (1, 2))
+        every, hidden = (
+            sum(_price_ms(held, t, layer)[at] for layer in range(SIZE.layers)) for at in (1, 2)
+        )
         assert copies["all copies"][t] == pytest.approx(every, abs=2e-6)
         assert copies["hidden behind compute"][t] == pytest.approx(hidden, abs=2e-6)
         assert copies["not hidden"][t] == pytest.approx(every - hidden, abs=2e-6)
@@ -129,17 +150,32 @@ def test_imbalance_pictures_and_tables(made: tuple) -> None:
             ratios[name].append(of_layer)
             whole, parts = (_values(content["loads"], kind, at) for kind in ("whole", "parts"))
             for rank in range(SIZE.ranks):
-                total, mean = (sum(f(load) for load in loads) for f in (lambda x, r=rank: x[r], statistics.fmean))
+                total, mean = (
+                    sum(f(load) for load in loads)
+                    for f in (lambda x, r=rank: x[r], statistics.fmean)
+                )
                 assert whole[layer * SIZE.ranks + rank] == pytest.approx(total / mean, abs=1e-4)
                 for t in range(SIZE.num):
                     right = loads[t][rank] / statistics.fmean(loads[t])
-                    assert parts[(layer * SIZE.ranks + rank) * SIZE.num + t] == pytest.approx(right, abs=1e-4)
-            spread = _values(content["spread"], "parts", at)[layer * SIZE.num : (layer + 1) * SIZE.num]
+                    assert parts[(layer * SIZE.ranks + rank) * SIZE.num + t] == pytest.approx(
+                        right, abs=1e-4
+                    )
+            spread = _values(content["spread"], "parts", at)[
+                layer * SIZE.num : (layer + 1) * SIZE.num
+            ]
             assert spread == pytest.approx(of_layer, abs=1e-4)
         row = content["layers"][layer]
         before, after = ratios["as routed"][layer], ratios["as computed"][layer]
-        count = [sum(e >= 0 for e in held["replica"][t, layer].ravel().tolist()) for t in range(SIZE.num)]
-        right = [statistics.fmean(before), max(before), statistics.fmean(after), max(after), statistics.fmean(count)]
+        count = [
+            sum(e >= 0 for e in held["replica"][t, layer].ravel().tolist()) for t in range(SIZE.num)
+        ]
+        right = [
+            statistics.fmean(before),
+            max(before),
+            statistics.fmean(after),
+            max(after),
+            statistics.fmean(count),
+        ]
         right += [count.count(0) / SIZE.num, statistics.fmean(held["late"][:, layer].tolist())]
         assert row[:7] == pytest.approx(right, rel=1e-4)
     series = _series(content, "imbalance")
@@ -147,12 +183,22 @@ def test_imbalance_pictures_and_tables(made: tuple) -> None:
         for t in range(SIZE.num):
             values = sorted(of_layer[t] for of_layer in of_layers)
             assert series[f"{name}, worst layer"][t] == pytest.approx(values[-1], rel=1e-4)
-            assert series[f"{name}, median layer"][t] == pytest.approx(statistics.median(values), rel=1e-4)
-            assert series[f"{name}, 10 % of layers below"][t] <= series[f"{name}, 90 % of layers below"][t]
-    assert content["layers"][1][-1].startswith("Not worth it"), "fewer milliseconds to win than routing takes"
+            assert series[f"{name}, median layer"][t] == pytest.approx(
+                statistics.median(values), rel=1e-4
+            )
+            assert (
+                series[f"{name}, 10 % of layers below"][t]
+                <= series[f"{name}, 90 % of layers below"][t]
+            )
+    assert content["layers"][1][-1].startswith("Not worth it"), (
+        "fewer milliseconds to win than routing takes"
+    )
     assert "replicas brought the fullest rank from" in content["layers"][0][-1]
     words = " ".join(content["words"])
-    assert "6 iterations (1 to 6) of 3 MoE layers with 8 experts over 4 ranks on 2 nodes. FSSDP was on." in words
+    assert (
+        "6 iterations (1 to 6) of 3 MoE layers with 8 experts over 4 ranks on 2 nodes. FSSDP was on."
+        in words
+    )
     assert f"{content['mean']['before']:.2f} times the mean load" in words
 
 
@@ -163,7 +209,9 @@ def test_hottest_experts_and_memory(made: tuple) -> None:
         order = sorted(range(SIZE.experts), key=lambda e: (-total[e], e))
         assert content["experts"]["number"][layer] == order
         assert content["experts"]["home"][layer] == [e // 2 for e in order]
-        whole = _values(content["hot"], "whole", 0)[layer * SIZE.experts : (layer + 1) * SIZE.experts]
+        whole = _values(content["hot"], "whole", 0)[
+            layer * SIZE.experts : (layer + 1) * SIZE.experts
+        ]
         assert whole == pytest.approx([total[e] / statistics.fmean(total) for e in order], abs=1e-4)
         for e, count in zip(order, content["experts"]["replicas"][layer], strict=True):
             assert count * SIZE.num == pytest.approx((held["replica"][:, layer] == e).sum())
@@ -173,10 +221,18 @@ def test_hottest_experts_and_memory(made: tuple) -> None:
         for at, name in enumerate(("stock", "FSSDP")):
             tokens = max(sum(side[at][rank] for side in ranks) for rank in range(SIZE.ranks))
             kept = 2 * tokens / recorded.SHAPE["microbatches"] * 7e3
-            assert memory[f"{name}, activations of experts"][t] == pytest.approx(kept / 2**20, rel=1e-4)
-            assert memory[f"{name}, all"][t] == pytest.approx((3.6e7 + 7e6 * at + kept) / 2**20, rel=1e-4)
-    assert memory["homes: weights, gradients, optimizer"] == pytest.approx([3.6e7 / 2**20] * SIZE.num, rel=1e-4)
-    assert memory["replicas: buffers for all slots"] == pytest.approx([7e6 / 2**20] * SIZE.num, rel=1e-4)
+            assert memory[f"{name}, activations of experts"][t] == pytest.approx(
+                kept / 2**20, rel=1e-4
+            )
+            assert memory[f"{name}, all"][t] == pytest.approx(
+                (3.6e7 + 7e6 * at + kept) / 2**20, rel=1e-4
+            )
+    assert memory["homes: weights, gradients, optimizer"] == pytest.approx(
+        [3.6e7 / 2**20] * SIZE.num, rel=1e-4
+    )
+    assert memory["replicas: buffers for all slots"] == pytest.approx(
+        [7e6 / 2**20] * SIZE.num, rel=1e-4
+    )
 
 
 def test_memory_of_stages_of_their_own_and_recomputed_experts(tmp_path: Path) -> None:
@@ -185,17 +241,24 @@ def test_memory_of_stages_of_their_own_and_recomputed_experts(tmp_path: Path) ->
     stages = [recorded.arrays(size, seed=seed, fssdp=False) for seed in (1, 2)]
     for stage, held in enumerate(stages):
         memory = recorded.MEMORY | ([dict(kept=3), dict(kept=0, weights=6e6)][stage])
-        recorded.write(folder, size, held={**held, "time": stages[0]["time"]}, stage=stage, memory=memory)
+        recorded.write(
+            folder, size, held={**held, "time": stages[0]["time"]}, stage=stage, memory=memory
+        )
     found = _series(_content(folder), "memory")
     for t in range(size.num):
         totals, activations = [], []
         for stage, held in enumerate(stages):
-            ranks = [[sum(of[2 * r : 2 * r + 2]) for r in range(size.ranks)] for of in held["load"][t].tolist()]
+            ranks = [
+                [sum(of[2 * r : 2 * r + 2]) for r in range(size.ranks)]
+                for of in held["load"][t].tolist()
+            ]
             tokens = max(map(max, ranks)) if stage else 3 * max(map(sum, zip(*ranks, strict=True)))
             activations.append(tokens / recorded.SHAPE["microbatches"] * 7e3 / 2**20)
             totals.append((3.2e7 + [4e6, 6e6][stage]) / 2**20 + activations[-1])
         assert found["stock, all"][t] == pytest.approx(max(totals), rel=1e-4)
-        assert found["stock, activations of experts"][t] == pytest.approx(max(activations), rel=1e-4)
+        assert found["stock, activations of experts"][t] == pytest.approx(
+            max(activations), rel=1e-4
+        )
 
 
 def test_only_observed_and_without_sizes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -203,14 +266,21 @@ def test_only_observed_and_without_sizes(tmp_path: Path, capsys: pytest.CaptureF
     folder = recorded.write(tmp_path / "observed", SIZE, held=held)
     assert report.main([str(folder)]) == 0
     said = capsys.readouterr().out
-    assert "FSSDP was off" in said and f"--what-if {folder} --model NAME --cluster" in said and "ranks wait" in said
+    assert (
+        "FSSDP was off" in said
+        and f"--what-if {folder} --model NAME --cluster" in said
+        and "ranks wait" in said
+    )
     content = _content(folder)
     assert content["observed"] and content["lines"].keys() == {"imbalance", "memory", "lost"}
     assert [len(content[name]["parts"]) for name in ("loads", "spread")] == [1, 1]
     assert {row[-1].split(":")[0] for row in content["layers"]} <= {"Uneven", "Balanced"}
     bare = recorded.write(tmp_path / "bare", SIZE, held=held, shape={}, speeds={}, memory={})
     content = _content(bare)
-    assert content["lines"].keys() == {"imbalance", "memory"} and content["lines"]["memory"]["unit"] == "tokens"
+    assert (
+        content["lines"].keys() == {"imbalance", "memory"}
+        and content["lines"]["memory"]["unit"] == "tokens"
+    )
     assert any("times are not known" in words for words in content["words"])
 
 
@@ -228,14 +298,20 @@ def test_only_observed_and_without_sizes(tmp_path: Path, capsys: pytest.CaptureF
     ids=["one-one", "one-iteration", "one-layer", "no-tokens", "many-iterations", "one-rank"],
 )
 def test_odd_records(tmp_path: Path, size: recorded.Size, fssdp: bool) -> None:
-    content = _content(recorded.write(tmp_path / "run", size, held=recorded.arrays(size, fssdp=fssdp)))
+    content = _content(
+        recorded.write(tmp_path / "run", size, held=recorded.arrays(size, fssdp=fssdp))
+    )
     points = min(size.num, 1000)
-    assert len(content["iterations"]) == points and content["iterations"] == sorted(content["iterations"])
+    assert len(content["iterations"]) == points and content["iterations"] == sorted(
+        content["iterations"]
+    )
     for chart in content["lines"].values():
         assert {len(values) for _, _, values in chart["series"]} == {points}
     assert len(content["layers"]) == size.layers
     loads = _values(content["loads"], "whole", 0)
-    assert len(loads) == size.layers * size.ranks and all(map(math.isnan, loads)) == (size.tokens == 0)
+    assert len(loads) == size.layers * size.ranks and all(map(math.isnan, loads)) == (
+        size.tokens == 0
+    )
     first, last = content["loads"]["groups"][0][0], content["loads"]["groups"][-1][1]
     assert (first, last) == (1, size.num)
 
@@ -253,7 +329,9 @@ def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
     assert (waits[0] != waits[1]).all() and min(map(min, waits)) > 0
     lost = _series(_content(folder), "lost")["lost, as routed"]
     assert lost == pytest.approx(np.maximum(*waits), rel=1e-4)
-    assert Figures(run_folder.read(folder)).lost_ms == pytest.approx(sum(waits)), "one stage: layers add up"
+    assert Figures(run_folder.read(folder)).lost_ms == pytest.approx(sum(waits)), (
+        "one stage: layers add up"
+    )
 
 
 def test_no_record_and_no_place_for_the_page(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -264,17 +342,24 @@ def test_no_record_and_no_place_for_the_page(tmp_path: Path, capsys: pytest.Capt
     assert "missing" in capsys.readouterr().err
     assert report.main([str(folder), "--stages", "2"]) == 1
     assert "names its own pipeline stages; leave stages=2 out" in capsys.readouterr().err
-    assert main(["--report", str(folder), "--out", str(tmp_path / "page.html")]) == 0, "by the command line, too"
+    assert main(["--report", str(folder), "--out", str(tmp_path / "page.html")]) == 0, (
+        "by the command line, too"
+    )
     assert (tmp_path / "page.html").exists() and not (folder / "report.html").exists()
 
 
 def test_traces_of_ranks_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE))
     for rank in (0, 1):
-        (folder / f"trace-{rank}.json").write_text(json.dumps({"traceEvents": [{"ph": "X", "pid": rank}]}))
+        (folder / f"trace-{rank}.json").write_text(
+            json.dumps({"traceEvents": [{"ph": "X", "pid": rank}]})
+        )
     assert report.main([str(folder)]) == 0
     assert f"{folder / 'trace.json'}: open it in ui.perfetto.dev" in capsys.readouterr().out
-    assert [e["pid"] for e in json.loads((folder / "trace.json").read_text())["traceEvents"]] == [0, 1]
+    assert [e["pid"] for e in json.loads((folder / "trace.json").read_text())["traceEvents"]] == [
+        0,
+        1,
+    ]
 
 
 def test_a_trace_that_found_no_room_leaves_those_of_other_ranks(tmp_path: Path) -> None:
@@ -288,13 +373,17 @@ kept = trace.Iterations((1, 1), {str(tmp_path)!r}, rank=0, shift=0.0)
 kept.begin(1)
 kept.begin(2)
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
     assert "rank 0 cannot write its trace" in ran.stderr
     (tmp_path / "trace-1.json").write_text('{"traceEvents": [{"pid": 1}]}')
     assert json.loads(trace.merge(tmp_path).read_text())["traceEvents"] == [{"pid": 1}]
 
 
-def test_a_trace_without_a_record_is_put_together(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_trace_without_a_record_is_put_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """``--moe-fssdp-trace`` needs no ``--moe-fssdp-record``."""
     (tmp_path / "trace-0.json").write_text('{"traceEvents": [{"pid": 0}]}')
     assert report.main([str(tmp_path)]) == 1
@@ -309,8 +398,14 @@ def test_one_file_that_needs_nothing_and_escapes_names(tmp_path: Path) -> None:
     assert sorted(_content(folder)["info"]["layers"]) == sorted(evil)
     page = (folder / "report.html").read_text()
     assert page.count("</script>") == 3 and "/*data*/" not in page and "/*page.js*/" not in page
-    addresses = set(re.findall(r"(?:https?:)?//[a-z][\w.-]+\.[a-z]{2,}[^\s\"')]*", re.sub(r"\s//\s.*", "", page)))
-    assert addresses == {"https://github.com/leeoniya/uPlot"}, "but for the library's own comment, no address"
+    addresses = set(
+        re.findall(
+            r"(?:https?:)?//[a-z][\w.-]+\.[a-z]{2,}[^\s\"')]*", re.sub(r"\s//\s.*", "", page)
+        )
+    )
+    assert addresses == {"https://github.com/leeoniya/uPlot"}, (
+        "but for the library's own comment, no address"
+    )
     assert not re.search(r"\b(?:src|href)\s*=\s*[\"'](?!#|data:,)", page) and "@import" not in page
     assert not re.search(r"\b(?:fetch|XMLHttpRequest|WebSocket|import)\s*\(", page)
 

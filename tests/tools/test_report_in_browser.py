@@ -11,7 +11,9 @@ from browser import CHROMIUM, Browser
 
 from megatron_hecate.offline import report
 
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)"
+)
 SIZE = recorded.Size(num=40, layers=5, experts=16, ranks=8, tokens=100_000)
 BIG = recorded.Size(num=10, layers=60, experts=256, ranks=64, tokens=4_000_000)
 COLOURS = """(canvas => {
@@ -49,7 +51,9 @@ def test_it_renders_and_its_controls_work(tmp_path: Path) -> None:
                     "(document.activeElement)"
                 ).strip()
             )
-        reached = see("document.querySelectorAll('a, button, select, input, summary, [tabindex=\"0\"]').length")
+        reached = see(
+            "document.querySelectorAll('a, button, select, input, summary, [tabindex=\"0\"]').length"
+        )
         assert all(names) and len(set(names)) > 30 and reached <= 60, names
 
         # the sort of the table, the slider, the choice of a layer: each changes what is shown
@@ -80,7 +84,9 @@ def test_it_renders_and_its_controls_work(tmp_path: Path) -> None:
         assert " the mean" in see("document.querySelector('#experts .tip').value")
         see("document.querySelector('#lost [role=group]').focus()")
         browser.press("End")
-        assert see("document.querySelector('#lost output').value").startswith(f"iteration {SIZE.num}: lost, as routed ")
+        assert see("document.querySelector('#lost output').value").startswith(
+            f"iteration {SIZE.num}: lost, as routed "
+        )
 
         # colours
         background = "getComputedStyle(document.body).backgroundColor"
@@ -94,14 +100,20 @@ def test_it_renders_and_its_controls_work(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "fssdp"),
-    [(SIZE, False), (recorded.Size(num=1, layers=1), True), (recorded.Size(num=3, tokens=0), False)],
+    [
+        (SIZE, False),
+        (recorded.Size(num=1, layers=1), True),
+        (recorded.Size(num=3, tokens=0), False),
+    ],
     ids=["observed", "one-one", "no-tokens"],
 )
 def test_other_records_render(tmp_path: Path, size: recorded.Size, fssdp: bool) -> None:
     with Browser(dark=True, width=500) as browser:
         browser.open(_page(tmp_path / "run", size, fssdp=fssdp))
         assert browser.evaluate("document.querySelectorAll('.uplot').length") == (4 if fssdp else 3)
-        assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
+        assert (
+            browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(21, 24, 28)"
+        )
         assert browser.evaluate(OVERFLOW) <= 0
         browser.print(tmp_path / "page.pdf")
         assert (tmp_path / "page.pdf").stat().st_size > 10_000

@@ -16,7 +16,9 @@ from megatron_hecate.record.run_folder import RunInfo, read
 from megatron_hecate.record.run_writer import RunWriter
 
 pytestmark = pytest.mark.fast
-INFO = RunInfo(mode="observe", layers=("layer 1", "layer 3"), num_experts=6, ranks=2, node=(0, 1), top_k=2)
+INFO = RunInfo(
+    mode="observe", layers=("layer 1", "layer 3"), num_experts=6, ranks=2, node=(0, 1), top_k=2
+)
 
 
 def _load(iteration: int, layers: int = 2, experts: int = 6) -> np.ndarray:
@@ -51,10 +53,15 @@ def test_what_was_written_is_read_and_readable_while_it_grows(tmp_path: Path) ->
 
 def test_all_arrays_of_a_run_with_replicas_of_two_stages(tmp_path: Path) -> None:
     """Stages hold alternating layers, other numbers of experts, and have recorded other iterations."""
-    stages = {0: (("layer 2", "layer 10"), 4, range(5, 40)), 1: (("layer 3", "mtp layer 1", "layer 11"), 6, range(37))}
+    stages = {
+        0: (("layer 2", "layer 10"), 4, range(5, 40)),
+        1: (("layer 3", "mtp layer 1", "layer 11"), 6, range(37)),
+    }
     rows = {}
     for stage, (layers, experts, iterations) in stages.items():
-        info = RunInfo(mode="fssdp", layers=layers, num_experts=experts, ranks=2, node=(0, 0), slots=3)
+        info = RunInfo(
+            mode="fssdp", layers=layers, num_experts=experts, ranks=2, node=(0, 0), slots=3
+        )
         writer = RunWriter(tmp_path, info, stage=stage)
         for iteration in iterations:
             rng, size = np.random.default_rng((stage, iteration)), len(layers)
@@ -84,7 +91,9 @@ def test_all_arrays_of_a_run_with_replicas_of_two_stages(tmp_path: Path) -> None
             assert np.array_equal(found, written, equal_nan=name == "copy"), (name, at)
 
 
-def test_bytes_are_bounded_and_stages_keep_the_same_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_bounded_and_stages_keep_the_same_iterations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(run_writer.os, "fsync", lambda _: None)  # which takes milliseconds
     bound, newest = 32 << 10, 1500
     sizes, alone = [], None
@@ -105,12 +114,16 @@ def test_bytes_are_bounded_and_stages_keep_the_same_iterations(tmp_path: Path, m
     assert max(sizes) > bound / 2
     record = read(tmp_path)
     assert len(alone.iteration) > len(record.iteration) > 100
-    assert record.iteration[-20:].tolist() == list(range(newest - 19, newest + 1))  # the newest are never thinned
+    assert record.iteration[-20:].tolist() == list(
+        range(newest - 19, newest + 1)
+    )  # the newest are never thinned
     steps = np.diff(record.iteration)
     assert (np.diff(steps) <= 0).sum() == len(steps) - 1, "older ones are at least as far apart"
     assert steps[0] > 1
     assert record.iteration[0] < newest / 10
-    assert (record.load == [np.concatenate([_load(i), _load(i, 7)]) for i in record.iteration]).all()
+    assert (
+        record.load == [np.concatenate([_load(i), _load(i, 7)]) for i in record.iteration]
+    ).all()
 
 
 def test_a_run_that_goes_back_to_a_checkpoint_is_continued(tmp_path: Path) -> None:
@@ -127,10 +140,17 @@ def test_a_run_that_goes_back_to_a_checkpoint_is_continued(tmp_path: Path) -> No
     assert (record.load == np.stack(expected)).all()
 
 
-def test_another_run_and_another_job_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_another_run_and_another_job_are_told_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     old = RunWriter(tmp_path, INFO, seconds=1e6)
-    with pytest.raises(ValueError, match=r"holds another run.*2 layers, 6 experts.*name another folder"):
-        RunWriter(tmp_path, RunInfo(mode="observe", layers=("layer 1",), num_experts=6, ranks=2, node=(0, 1)))
+    with pytest.raises(
+        ValueError, match=r"holds another run.*2 layers, 6 experts.*name another folder"
+    ):
+        RunWriter(
+            tmp_path,
+            RunInfo(mode="observe", layers=("layer 1",), num_experts=6, ranks=2, node=(0, 1)),
+        )
     new = RunWriter(tmp_path, INFO, seconds=1e6)
     old.append(1, load=_load(0))
     new.append(1, load=_load(1))
@@ -149,7 +169,9 @@ def test_stages_of_another_run_are_not_mixed_with_those_that_are_there(tmp_path:
     before = sorted(path.name for path in tmp_path.iterdir())
     for mode, layer in (("observe", "layer 3"), ("fssdp", "layer 4")):
         info = RunInfo(mode=mode, layers=(layer,), num_experts=6, ranks=2, node=(0, 1))
-        with pytest.raises(ValueError, match=r"holds another run.*2 layers, 6 experts.*name another folder"):
+        with pytest.raises(
+            ValueError, match=r"holds another run.*2 layers, 6 experts.*name another folder"
+        ):
             RunWriter(tmp_path, info, stage=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
     assert (read(tmp_path).load == _load(1)).all()
@@ -175,7 +197,9 @@ for iteration in range(1, 901):
 assert len(writer._rows) < 300, "what cannot be written piles up"
 print("trained")
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert ran.stdout == "trained\n"
     assert len(ran.stderr.splitlines()) == 1
     assert "cannot be written (OSError: [Errno 27]" in ran.stderr
@@ -201,7 +225,10 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.Mon
                 record = read(tmp_path)
                 assert record.iteration[-1] >= at_least
                 assert (np.diff(record.iteration) > 0).all()
-                assert all((load == _load(i)).all() for i, load in zip(record.iteration, record.load, strict=True))
+                assert all(
+                    (load == _load(i)).all()
+                    for i, load in zip(record.iteration, record.load, strict=True)
+                )
             except Exception as error:
                 failures.append(error)
                 return
@@ -240,7 +267,9 @@ def test_bytes_that_were_changed_are_named(tmp_path: Path) -> None:
     writer.close()
     segment = min(tmp_path.glob("loads-*.npz"))
     right = segment.read_bytes()
-    directory = range(len(right) - 1000, len(right))  # of the archive: where most kinds of errors come from
+    directory = range(
+        len(right) - 1000, len(right)
+    )  # of the archive: where most kinds of errors come from
     places = [(at, 0x55) for at in range(0, len(right), len(right) // 100)]
     places += [(at, mask) for at in directory for mask in (0x55, 0xFF)]
     refused = 0

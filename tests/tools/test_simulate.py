@@ -20,10 +20,22 @@ from megatron_hecate.replicas.buffers import LIFETIMES
 pytestmark = pytest.mark.fast
 
 
-def work(peak: list[float], *, trip: float = 0.0, fetch: float = 0.0, back: float = 0.0, late: float = 0.0) -> Work:
+def work(
+    peak: list[float],
+    *,
+    trip: float = 0.0,
+    fetch: float = 0.0,
+    back: float = 0.0,
+    late: float = 0.0,
+) -> Work:
     """One step with a layer for every ``peak``."""
     ones = np.ones((1, len(peak)))
-    columns = (np.array([peak]), *(ones * seconds for seconds in (trip, fetch, back, late, 0.0)), ones * 5, ones * 7)
+    columns = (
+        np.array([peak]),
+        *(ones * seconds for seconds in (trip, fetch, back, late, 0.0)),
+        ones * 5,
+        ones * 7,
+    )
     return Work(*columns)
 
 
@@ -41,9 +53,9 @@ def test_a_step_added_up_by_hand() -> None:
     again = forward - 0.5  # the head is not computed again
     recomputed = seconds(work([3, 4], trip=0.2), dataclasses.replace(timing, recompute=True), one)
     assert recomputed == pytest.approx(3 * (forward + backward + again))
-    assert seconds(work([3, 4], trip=0.2), dataclasses.replace(timing, hidden=0.5), one) == pytest.approx(
-        3 * (forward + backward) - 3 * 8 * 0.1
-    )
+    assert seconds(
+        work([3, 4], trip=0.2), dataclasses.replace(timing, hidden=0.5), one
+    ) == pytest.approx(3 * (forward + backward) - 3 * 8 * 0.1)
 
 
 def test_exposed_copies_by_hand() -> None:
@@ -54,11 +66,17 @@ def test_exposed_copies_by_hand() -> None:
     assert time.total[0] == pytest.approx(4 * 3 + 2) and time.exposed[0] == pytest.approx(2)
     assert time.sent[0] == 5 + 7
     contended = dataclasses.replace(timing, contention=0.5)
-    assert seconds(work([1], fetch=3.0, back=2.0), contended, schedule) == pytest.approx(4 * 3 + 2 + 0.5 * (1 + 2))
+    assert seconds(work([1], fetch=3.0, back=2.0), contended, schedule) == pytest.approx(
+        4 * 3 + 2 + 0.5 * (1 + 2)
+    )
     every = Schedule.even(1, 1, microbatches=4, lifetime="microbatch")
     assert seconds(work([1], fetch=3.0, back=2.0), timing, every) == pytest.approx(4 * (3 + 2))
-    twice = simulate(work([1], fetch=3.0), timing, Schedule.even(1, 1, microbatches=4, lifetime="layer"))
-    assert twice.total[0] == pytest.approx(4 * (3 + 2 + 3))  # before the experts' backward nothing hides it
+    twice = simulate(
+        work([1], fetch=3.0), timing, Schedule.even(1, 1, microbatches=4, lifetime="layer")
+    )
+    assert twice.total[0] == pytest.approx(
+        4 * (3 + 2 + 3)
+    )  # before the experts' backward nothing hides it
     assert twice.sent[0] == 4 * (2 * 5 + 7)
 
 
@@ -67,7 +85,9 @@ def test_a_second_fetch_begins_one_layer_ahead() -> None:
     has 2 of its 2.5 s behind attention's backward."""
     schedule = Schedule.even(2, 1, microbatches=1, lifetime="layer")
     time = simulate(work([0, 0], fetch=2.5), Timing(dense=1.0, pair=0.0), schedule)
-    assert time.total[0] == pytest.approx(5 + 2.5 + 2 + 0.5 + 2) and time.exposed[0] == pytest.approx(3 + 3)
+    assert time.total[0] == pytest.approx(5 + 2.5 + 2 + 0.5 + 2) and time.exposed[
+        0
+    ] == pytest.approx(3 + 3)
 
 
 def test_layers_share_two_buffers_of_gradients() -> None:
@@ -86,21 +106,31 @@ def test_routing_is_paid_in_every_microbatch_and_late_copies_once() -> None:
     for lifetime in ("iteration", "microbatch"):
         schedule = Schedule.even(2, 1, microbatches=3, lifetime=lifetime)
         time = simulate(routed, timing, schedule)
-        assert time.total[0] == pytest.approx(bare + 2 * 0.5) and time.exposed[0] == pytest.approx(2 * 0.5), lifetime
+        assert time.total[0] == pytest.approx(bare + 2 * 0.5) and time.exposed[0] == pytest.approx(
+            2 * 0.5
+        ), lifetime
     time = simulate(routed, timing, dataclasses.replace(schedule, corrects=True))
-    assert time.total[0] == pytest.approx(bare + 3 * 2 * 0.5) and time.exposed[0] == pytest.approx(3 * 2 * 0.5)
+    assert time.total[0] == pytest.approx(bare + 3 * 2 * 0.5) and time.exposed[0] == pytest.approx(
+        3 * 2 * 0.5
+    )
 
 
 def test_a_late_copy_follows_what_is_already_on_its_way() -> None:
     """Layer 0 fetches nothing early and 0.5 s late; layer 1's early fetch, 3 s, began with layer 0. So the late copy is
     there after 3.5 s instead of 1.5, and layer 1 does not wait any more."""
-    two = dataclasses.replace(work([0, 0]), fetch=np.array([[0.0, 3.0]]), late=np.array([[0.5, 0.0]]))
+    two = dataclasses.replace(
+        work([0, 0]), fetch=np.array([[0.0, 3.0]]), late=np.array([[0.5, 0.0]])
+    )
     time = simulate(two, Timing(dense=1.0, pair=0.0), Schedule.even(2, 1, microbatches=1))
     assert time.exposed[0] == pytest.approx(2.5) and time.total[0] == pytest.approx(3 * 2 + 2.5)
-    recomputed = simulate(two, Timing(dense=1.0, pair=0.0, recompute=True), Schedule.even(2, 1, microbatches=1))
+    recomputed = simulate(
+        two, Timing(dense=1.0, pair=0.0, recompute=True), Schedule.even(2, 1, microbatches=1)
+    )
     assert recomputed.total[0] == pytest.approx(4 * 2 + 2.5)  # copies are there
     anew = simulate(
-        two, Timing(dense=1.0, pair=0.0, recompute=True), Schedule.even(2, 1, microbatches=1, corrects=True)
+        two,
+        Timing(dense=1.0, pair=0.0, recompute=True),
+        Schedule.even(2, 1, microbatches=1, corrects=True),
     )
     assert anew.total[0] == recomputed.total[0]
 
@@ -116,7 +146,9 @@ def test_a_fetch_does_not_get_on_during_an_all_to_all() -> None:
     assert seconds(third, timing, schedule) == pytest.approx(seconds(bare, timing, schedule) + 0.6)
 
 
-def event_simulation(loads: np.ndarray, stages: list[list[int]], microbatches: int, times: dict) -> float:
+def event_simulation(
+    loads: np.ndarray, stages: list[list[int]], microbatches: int, times: dict
+) -> float:
     """Seconds of a step, stock: single ranks, and tasks that start when all they depend on have ended.
 
     Args:
@@ -175,15 +207,25 @@ def event_simulation(loads: np.ndarray, stages: list[list[int]], microbatches: i
 @pytest.mark.parametrize("seed", range(12))
 def test_the_critical_path_is_that_of_single_ranks(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    layers, ranks, stages = int(rng.integers(1, 7)), int(rng.integers(1, 5)), int(rng.integers(1, 5))
+    layers, ranks, stages = (
+        int(rng.integers(1, 7)),
+        int(rng.integers(1, 5)),
+        int(rng.integers(1, 5)),
+    )
     microbatches, stages = int(rng.integers(1, 7)), min(stages, layers)
     loads = rng.integers(0, 50, (layers, ranks))
-    times = dict(zip(("dense", "pair", "trip", "head", "send"), rng.random(5).tolist(), strict=True))
+    times = dict(
+        zip(("dense", "pair", "trip", "head", "send"), rng.random(5).tolist(), strict=True)
+    )
     schedule = Schedule.even(layers, stages, microbatches=microbatches)
     assert [layer for stage in schedule.stages for layer in stage] == list(range(layers))
-    expected = event_simulation(loads, [list(stage) for stage in schedule.stages], microbatches, times)
+    expected = event_simulation(
+        loads, [list(stage) for stage in schedule.stages], microbatches, times
+    )
     trip = times.pop("trip")
-    assert seconds(work(loads.max(axis=1).tolist(), trip=trip), Timing(**times), schedule) == pytest.approx(expected)
+    assert seconds(
+        work(loads.max(axis=1).tolist(), trip=trip), Timing(**times), schedule
+    ) == pytest.approx(expected)
 
 
 def forward_by_ticks(peak: list[int], dense: int, trip: int, fetch: list[int], ahead: int) -> int:
@@ -224,8 +266,12 @@ def test_copies_are_waited_for_as_tick_by_tick(seed: int, lifetime: str) -> None
     assert seconds(of, timing, schedule) == forward + backward
 
 
-SHAPE = LayerShape(expert_bytes=100.0, grad_bytes=200.0, token_bytes=10.0, token_flops=1.0, microbatches=2)
-SLOW = Speeds(intra=Link(1000.0, 0.5), inter=Link(100.0, 0.25), flops=1.0, routing=0.125, contention=0.0)
+SHAPE = LayerShape(
+    expert_bytes=100.0, grad_bytes=200.0, token_bytes=10.0, token_flops=1.0, microbatches=2
+)
+SLOW = Speeds(
+    intra=Link(1000.0, 0.5), inter=Link(100.0, 0.25), flops=1.0, routing=0.125, contention=0.0
+)
 
 
 def test_a_placement_becomes_work_by_hand() -> None:
@@ -240,11 +286,15 @@ def test_a_placement_becomes_work_by_hand() -> None:
     plan = LayerPlan.of(load, one, one, world, SHAPE)
     assert plan.flow.sum(axis=0).tolist() == [4, 4, 4] and plan.flow[1, 1] == 4  # each at home
     near = Work.of([[plan]], world, SHAPE)
-    assert near.fetch[0, 0] == pytest.approx(0.5 + 0.1) and near.back[0, 0] == pytest.approx(0.5 + 0.2)
+    assert near.fetch[0, 0] == pytest.approx(0.5 + 0.1) and near.back[0, 0] == pytest.approx(
+        0.5 + 0.2
+    )
     assert near.trip[0, 0] == 0 and near.routing[0, 0] == 0.125
     two = homes.with_replicas([(0, 2)])
     far = Work.of([[LayerPlan.of(load, two, two, world, SHAPE)]], world, SHAPE)
-    assert far.fetch[0, 0] == pytest.approx(0.25 + 1.0 / 1)  # the one rank of node 1 receives it alone
+    assert far.fetch[0, 0] == pytest.approx(
+        0.25 + 1.0 / 1
+    )  # the one rank of node 1 receives it alone
     assert far.out[0, 0] == 100 and far.home[0, 0] == 200
 
 
@@ -256,7 +306,9 @@ def test_a_token_may_reach_a_node_and_a_rank_once(per_node: int, nodes: int, ins
     rng, top_k = np.random.default_rng(0), 4
     node = (0,) * nodes if inside else tuple(rank // per_node for rank in range(per_node * nodes))
     world, latency = World(node=node, speeds=SLOW), (SLOW.intra if inside else SLOW.inter).latency
-    every, once = (Work.balanced(4 * 2e5, world, SHAPE, once=k).trip[0, 0] - latency for k in (0, top_k))
+    every, once = (
+        Work.balanced(4 * 2e5, world, SHAPE, once=k).trip[0, 0] - latency for k in (0, top_k)
+    )
     reached = rng.integers(0, nodes, (200_000, top_k))
     crossing = sum((reached != 0).sum(axis=1))
     messages = sum(len(set(row) - {0}) for row in reached.tolist())
@@ -271,7 +323,9 @@ def test_balanced_loads_are_forced_balance_and_one_rank_sends_nothing() -> None:
         stock = Work.of([[LayerPlan.of(load, homes, homes, world, SHAPE)]], world, SHAPE)
         forced = Work.balanced(800.0, world, SHAPE)
         for field in dataclasses.fields(Work):
-            assert getattr(stock, field.name) == pytest.approx(getattr(forced, field.name)), field.name
+            assert getattr(stock, field.name) == pytest.approx(getattr(forced, field.name)), (
+                field.name
+            )
     assert Work.balanced(800.0, World(node=(0,)), SHAPE).trip[0, 0] == 0
 
 
@@ -284,7 +338,9 @@ def test_free_links_leave_compute_alone() -> None:
         Timing(dense=1.0, pair=0.01),
         Schedule.even(1, 1, microbatches=2),
     )
-    assert time.total[0] == pytest.approx(2 * 3 * (1 + 100 * 0.01)) and time.exposed[0] == pytest.approx(0)
+    assert time.total[0] == pytest.approx(2 * 3 * (1 + 100 * 0.01)) and time.exposed[
+        0
+    ] == pytest.approx(0)
 
 
 @pytest.mark.parametrize("lifetime", LIFETIMES)
@@ -292,7 +348,9 @@ def test_free_links_leave_compute_alone() -> None:
 def test_more_work_never_shortens_a_step(field: str, lifetime: str) -> None:
     rng = np.random.default_rng(3)
     many = Work(*rng.random((8, 5, 6)))
-    timing = Timing(dense=0.4, pair=1.0, head=0.3, send=0.1, contention=0.2, recompute=lifetime == "layer")
+    timing = Timing(
+        dense=0.4, pair=1.0, head=0.3, send=0.1, contention=0.2, recompute=lifetime == "layer"
+    )
     schedule = Schedule.even(6, 2, microbatches=3, lifetime=lifetime)
     more = dataclasses.replace(many, **{field: getattr(many, field) + rng.random((5, 6))})
     assert (simulate(more, timing, schedule).total >= simulate(many, timing, schedule).total).all()

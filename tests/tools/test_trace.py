@@ -24,7 +24,11 @@ def test_nobody_looks_and_nothing_is_done() -> None:
 
 @pytest.mark.fast
 def test_one_recorder_at_a_time() -> None:
-    with trace.Recorder(), pytest.raises(ValueError, match="a recorder runs already"), trace.Recorder():
+    with (
+        trace.Recorder(),
+        pytest.raises(ValueError, match="a recorder runs already"),
+        trace.Recorder(),
+    ):
         pass
     with trace.Recorder() as recorder, trace.span("plan", "layer 1"):
         pass
@@ -38,8 +42,12 @@ def assert_a_viewer_shows_all(events: list[dict]) -> None:
     spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for event in events:
         if event["ph"] == "X":
-            assert isinstance(event["ts"], int) and isinstance(event["dur"], int) and event["dur"] >= 0
-            spans.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+            assert (
+                isinstance(event["ts"], int) and isinstance(event["dur"], int) and event["dur"] >= 0
+            )
+            spans.setdefault((event["pid"], event["tid"]), []).append(
+                (event["ts"], event["ts"] + event["dur"])
+            )
     for of_track in spans.values():
         for i, (a, b) in enumerate(of_track):
             for c, d in of_track[i + 1 :]:
@@ -55,7 +63,11 @@ def test_spans_that_overlap_go_to_tracks_of_their_own(tmp_path: Path) -> None:
     recorder = trace.Recorder()
     fetches = [(0.0, 3.0), (1.0, 3.0), (1.0, 3.0), (3.0, 4.0), (4.0, 4.0)]
     work = [(0.0, 2.0), (0.5, 1.0), (0.5, 2.0), (1.5, 2.5), (2.0, 2.2), (2.5, 2.5)]
-    for kind, spans in (("spAG", fetches), ("experts", work), ("iteration", [(0.0, 1.5), (1.5, 4.0)])):
+    for kind, spans in (
+        ("spAG", fetches),
+        ("experts", work),
+        ("iteration", [(0.0, 1.5), (1.5, 4.0)]),
+    ):
         for begin, end in spans:
             recorder.add(kind, "layer 1", begin, end)
     for rank in (0, 1):
@@ -68,12 +80,16 @@ def test_spans_that_overlap_go_to_tracks_of_their_own(tmp_path: Path) -> None:
     assert sorted(tracks) == ["iteration", "spAG", "spAG", "spAG", "work", "work"]
     for rank in (0, 1):
         kept = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
-        assert sorted(e["dur"] for e in kept if "spAG" in e["name"]) == pytest.approx([0, 1e6, 2e6, 2e6, 3e6], abs=1)
+        assert sorted(e["dur"] for e in kept if "spAG" in e["name"]) == pytest.approx(
+            [0, 1e6, 2e6, 2e6, 3e6], abs=1
+        )
         assert len(kept) == len(recorder.spans)
 
 
 @pytest.mark.fast
-def test_traces_of_a_former_larger_job_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_traces_of_a_former_larger_job_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """Ranks 0 to 3 of yesterday, 0 and 1 of today; and a file that says nothing of its job."""
     jobs = {"2026-11-23T10:00:00+00:00": range(4), "2026-11-24T09:00:00+00:00": range(2)}
     for job, of_job in jobs.items():
@@ -93,7 +109,9 @@ def test_traces_of_a_former_larger_job_are_left_out(tmp_path: Path, capsys: pyte
 @pytest.mark.parametrize("text", ["{", "[1]", "{}", '{"traceEvents": 3}'])
 def test_a_file_that_is_no_trace_is_named(text: str, tmp_path: Path) -> None:
     (tmp_path / "trace-0.json").write_text(text)
-    with pytest.raises(ValueError, match=r"trace-0\.json is no trace that FSSDP wrote .* remove it"):
+    with pytest.raises(
+        ValueError, match=r"trace-0\.json is no trace that FSSDP wrote .* remove it"
+    ):
         trace.merge(tmp_path)
 
 
@@ -110,7 +128,9 @@ def test_spans_of_a_step_in_a_recorder_and_in_the_profiler(tmp_path: Path) -> No
     run = tiny_gpt.train(case, steps=2, hook=hook)
     with trace.Recorder() as recorder:
         run.step(2)
-        replicated = sum(layer.fssdp.replicas is not None for layer in tiny_gpt.moe_layers(run.chunks))
+        replicated = sum(
+            layer.fssdp.replicas is not None for layer in tiny_gpt.moe_layers(run.chunks)
+        )
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         run.step(3)
     assert run.losses == silent.losses, "looking changes nothing"
@@ -121,9 +141,16 @@ def test_spans_of_a_step_in_a_recorder_and_in_the_profiler(tmp_path: Path) -> No
     for what, layer, begin, end in recorder.spans:
         assert layer in layers and begin <= end
         by_name.setdefault(what, []).append((begin, end))
-    assert by_name.keys() >= FORWARD | BACKWARD | {"spAG", "spRS", "experts backward", "attention backward"}
+    assert by_name.keys() >= FORWARD | BACKWARD | {
+        "spAG",
+        "spRS",
+        "experts backward",
+        "attention backward",
+    }
     assert len(by_name["plan"]) == 4 and len(by_name["experts"]) == 8
-    assert replicated >= 2 and len(by_name["spRS"]) == 2 * replicated, "gradients return in every microbatch"
+    assert replicated >= 2 and len(by_name["spRS"]) == 2 * replicated, (
+        "gradients return in every microbatch"
+    )
     waited = sum(end - begin for begin, end in by_name["spAG wait"])
     in_flight = sum(end - begin for begin, end in by_name["spAG"])
     assert waited < in_flight, "nothing was hidden"
@@ -132,7 +159,9 @@ def test_spans_of_a_step_in_a_recorder_and_in_the_profiler(tmp_path: Path) -> No
     recorder.save(path, rank=dist.get_rank())
     events = json.loads(path.read_text())["traceEvents"]
     named = [e for e in events if e["ph"] != "M"]
-    assert {e["ph"] for e in named} == {"X"} and all(e["name"].startswith(trace.PREFIX) for e in named)
+    assert {e["ph"] for e in named} == {"X"} and all(
+        e["name"].startswith(trace.PREFIX) for e in named
+    )
     assert all(e["pid"] == dist.get_rank() for e in events)
     assert len(named) == len(recorder.spans)
     assert_a_viewer_shows_all(events)

@@ -31,10 +31,14 @@ def test_flags_name_the_iterations() -> None:
     import argparse
 
     parser = HecateConfig.add_arguments(argparse.ArgumentParser())
-    asked = HecateConfig.from_arguments(parser.parse_args(["--moe-fssdp", "--moe-fssdp-trace", "10-12"]))
+    asked = HecateConfig.from_arguments(
+        parser.parse_args(["--moe-fssdp", "--moe-fssdp-trace", "10-12"])
+    )
     assert asked == HecateConfig(trace="10-12") and asked.traced == (10, 12)
     assert HecateConfig(trace="7").traced == (7, 7) and HecateConfig().traced is None
-    with pytest.raises(ValueError, match="trace='7' shows what FSSDP does, which observe=True leaves off"):
+    with pytest.raises(
+        ValueError, match="trace='7' shows what FSSDP does, which observe=True leaves off"
+    ):
         HecateConfig(trace="7", observe=True)
 
 
@@ -70,7 +74,9 @@ def test_a_rank_that_does_not_compare_is_named() -> None:
 
 
 @pytest.mark.fast
-def test_chosen_iterations_alone_and_a_disk_that_refuses(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_chosen_iterations_alone_and_a_disk_that_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     kept = trace.Iterations((2, 3), tmp_path / "new" / "run", rank=1, shift=100.0)
     begin = time.perf_counter()
     for number in (1, 2, 3, 4):
@@ -79,7 +85,12 @@ def test_chosen_iterations_alone_and_a_disk_that_refuses(tmp_path: Path, capsys:
             pass
     events = json.loads((tmp_path / "new" / "run" / "trace-1.json").read_text())["traceEvents"]
     spans = {e["name"]: e for e in events if e["ph"] == "X"}
-    assert spans.keys() == {"fssdp/plan layer 2", "fssdp/plan layer 3", "fssdp/iteration 2", "fssdp/iteration 3"}
+    assert spans.keys() == {
+        "fssdp/plan layer 2",
+        "fssdp/plan layer 3",
+        "fssdp/iteration 2",
+        "fssdp/iteration 3",
+    }
     assert all(0 <= e["ts"] / 1e6 - 100.0 - begin < 5 for e in spans.values()), "shifted seconds"
     assert not trace.Recorder.is_running()
 
@@ -87,7 +98,10 @@ def test_chosen_iterations_alone_and_a_disk_that_refuses(tmp_path: Path, capsys:
     refused = trace.Iterations((1, 1), tmp_path / "file", rank=0, shift=0.0)
     refused.begin(None)
     refused.begin(None)
-    assert "rank 0 cannot write its trace" in capsys.readouterr().err and not trace.Recorder.is_running()
+    assert (
+        "rank 0 cannot write its trace" in capsys.readouterr().err
+        and not trace.Recorder.is_running()
+    )
 
     with trace.Recorder() as own:  # the user's goes on
         other = trace.Iterations((1, 1), tmp_path / "none", rank=0, shift=0.0)
@@ -120,7 +134,10 @@ def test_both_ranks_see_a_transfer_at_the_same_time() -> None:
     assert merged == Path("fssdp-run/trace.json")
     events = json.loads(merged.read_text())["traceEvents"]
     assert {e["pid"] for e in events} == {0, 1}
-    assert {e["name"] for e in events if "iteration" in e["name"]} == {"fssdp/iteration 3", "fssdp/iteration 4"}
+    assert {e["name"] for e in events if "iteration" in e["name"]} == {
+        "fssdp/iteration 3",
+        "fssdp/iteration 4",
+    }
     assert_a_viewer_shows_all(events)
     spans: dict[str, dict[int, list]] = {}  # (begin, end) by name and rank
     complete = [e for e in events if e["ph"] == "X"]
@@ -133,7 +150,11 @@ def test_both_ranks_see_a_transfer_at_the_same_time() -> None:
         assert of_rank.keys() == {0, 1} and len(of_rank[0]) == len(of_rank[1]), (name, of_rank)
         pairs = list(zip(sorted(of_rank[0]), sorted(of_rank[1]), strict=True))
         overlaps.setdefault(kind, []).extend(max(a[0], b[0]) < min(a[1], b[1]) for a, b in pairs)
-        if name.split(" ")[0].endswith(("/spAG", "/spRS")) and "layer" in name and len(name.split()) == 3:
+        if (
+            name.split(" ")[0].endswith(("/spAG", "/spRS"))
+            and "layer" in name
+            and len(name.split()) == 3
+        ):
             third, fourth = pairs
             assert max(end for _, end in third) < min(begin for begin, _ in fourth), (name, of_rank)
     assert len(overlaps["loads"]) == 4 and all(overlaps["loads"]), spans

@@ -41,27 +41,45 @@ def skewed(path: Path, *, hot: int, sources: int = 8) -> str:
 
 def test_skew_is_worth_it_and_balance_is_not(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     plan = tmp_path / "plan.json"
-    assert main(["--what-if", skewed(tmp_path / "hot.npz", hot=30), *BASE, "--save", str(plan)]) == 0
+    assert (
+        main(["--what-if", skewed(tmp_path / "hot.npz", hot=30), *BASE, "--save", str(plan)]) == 0
+    )
     text = capsys.readouterr().out
     assert "switch it on, --moe-fssdp-slots" in text and "do not" not in text
-    assert "replicas save messages, too" in text  # here every rank can hold the hot expert: its tokens stay
+    assert (
+        "replicas save messages, too" in text
+    )  # here every rank can hold the hot expert: its tokens stay
     saved = json.loads(plan.read_text())
     forced, stock, *ways = saved["outcomes"]
     settings = chosen(saved["flags"])
-    best = next(w for w in ways if (w["slots"], w["lifetime"]) == (settings.slots, settings.lifetime))
-    assert best["seconds"] < 0.9 * stock["seconds"] and forced["seconds"] < stock["seconds"] and len(ways) == 9
-    assert best["imbalance"] < 1.1 and stock["imbalance"] == pytest.approx(8 * (30 + 1) / 45, rel=0.02)
+    best = next(
+        w for w in ways if (w["slots"], w["lifetime"]) == (settings.slots, settings.lifetime)
+    )
+    assert (
+        best["seconds"] < 0.9 * stock["seconds"]
+        and forced["seconds"] < stock["seconds"]
+        and len(ways) == 9
+    )
+    assert best["imbalance"] < 1.1 and stock["imbalance"] == pytest.approx(
+        8 * (30 + 1) / 45, rel=0.02
+    )
     assert best["seconds"] <= 1.005 * min(way["seconds"] for way in ways)
 
-    assert main(["--what-if", skewed(tmp_path / "flat.npz", hot=1), *BASE, "--save", str(plan)]) == 0
+    assert (
+        main(["--what-if", skewed(tmp_path / "flat.npz", hot=1), *BASE, "--save", str(plan)]) == 0
+    )
     assert "do not switch it on: 0.0% of a step to win (imbalance costs " in capsys.readouterr().out
     saved = json.loads(plan.read_text())
-    assert saved["flags"] is saved["plan"] is None and saved["recommendation"].startswith("do not switch it on")
+    assert saved["flags"] is saved["plan"] is None and saved["recommendation"].startswith(
+        "do not switch it on"
+    )
 
 
 def chosen(flags: str) -> HecateConfig:
     """What these command line flags are to a training run."""
-    return HecateConfig.from_arguments(HecateConfig.add_arguments(argparse.ArgumentParser()).parse_args(flags.split()))
+    return HecateConfig.from_arguments(
+        HecateConfig.add_arguments(argparse.ArgumentParser()).parse_args(flags.split())
+    )
 
 
 def jumping(path: Path) -> str:
@@ -69,14 +87,30 @@ def jumping(path: Path) -> str:
     share = np.ones((8, 1, 16))
     share[np.arange(8), :, [0, 9, 3, 12, 6, 15, 1, 10]] = 30
     share /= share.sum(axis=2, keepdims=True)
-    np.savez(path, counts=np.random.default_rng(1).multinomial(40_000, share[:, :, None].repeat(8, axis=2)))
+    np.savez(
+        path,
+        counts=np.random.default_rng(1).multinomial(40_000, share[:, :, None].repeat(8, axis=2)),
+    )
     return str(path)
 
 
 def test_the_saved_plan_names_the_replicas(tmp_path: Path) -> None:
     """Oracle: the trace. One expert is hot in all steps, and its home is rank 0: other ranks hold it most often."""
     path = tmp_path / "plan.json"
-    assert main(["--what-if", skewed(tmp_path / "hot.npz", hot=30), *BASE, "--slots", "1", "--save", str(path)]) == 0
+    assert (
+        main(
+            [
+                "--what-if",
+                skewed(tmp_path / "hot.npz", hot=30),
+                *BASE,
+                "--slots",
+                "1",
+                "--save",
+                str(path),
+            ]
+        )
+        == 0
+    )
     saved = json.loads(path.read_text())
     assert saved["flags"].startswith("--moe-fssdp --moe-fssdp-slots 1 --moe-fssdp-lifetime ")
     assert chosen(saved["flags"]).slots == 1 and chosen(saved["flags"]).late_replicas == 0
@@ -85,21 +119,39 @@ def test_the_saved_plan_names_the_replicas(tmp_path: Path) -> None:
         experts, ranks, shares = zip(*replicas, strict=True)
         assert experts[0] == 0 and 0 not in ranks[: experts.count(0)] and len(replicas) <= 8
         assert sorted(shares, reverse=True) == list(shares) and 0 < shares[-1] <= shares[0] == 1
-    best = next(way for way in saved["outcomes"] if way["lifetime"] == chosen(saved["flags"]).lifetime and way["slots"])
+    best = next(
+        way
+        for way in saved["outcomes"]
+        if way["lifetime"] == chosen(saved["flags"]).lifetime and way["slots"]
+    )
     assert best["memory"]["replica_weights"] > 0
 
 
-def test_late_replicas_correct_what_no_forecast_knows(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_late_replicas_correct_what_no_forecast_knows(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """They level loads that jump, are waited for, and stand in the flags; where loads are steady they win nothing, and
     then they are not recommended."""
     path = tmp_path / "plan.json"
-    late = ("--late-replicas", "0,16", "--slots", "2", "--lifetime", "iteration", "--save", str(path))
+    late = (
+        "--late-replicas",
+        "0,16",
+        "--slots",
+        "2",
+        "--lifetime",
+        "iteration",
+        "--save",
+        str(path),
+    )
     assert main(["--what-if", jumping(tmp_path / "jumps.npz"), *BASE, *late]) == 0
     saved = json.loads(path.read_text())
     none, some = saved["outcomes"][2:]
     assert none["imbalance"] > 1.5 > 1.1 > some["imbalance"] and some["exposed"] > 0
     assert some["seconds"] < 0.9 * none["seconds"] and (none["late"], some["late"]) == (0, 16)
-    assert chosen(saved["flags"]).late_replicas == 16 and "2 slots, iteration, 16 late" in capsys.readouterr().out
+    assert (
+        chosen(saved["flags"]).late_replicas == 16
+        and "2 slots, iteration, 16 late" in capsys.readouterr().out
+    )
 
     assert main(["--what-if", skewed(tmp_path / "hot.npz", hot=30), *BASE, *late]) == 0
     assert chosen(json.loads(path.read_text())["flags"]).late_replicas == 0
@@ -108,19 +160,46 @@ def test_late_replicas_correct_what_no_forecast_knows(tmp_path: Path, capsys: py
 def test_asking_for_late_replicas_is_not_free(tmp_path: Path) -> None:
     """Balanced loads: nothing is copied; 4 layers exchange their loads once per step, or in each of 8 microbatches."""
     path = tmp_path / "plan.json"
-    late = ("--late-replicas", "0,16", "--slots", "1", "--lifetime", "iteration,microbatch", "--save", str(path))
+    late = (
+        "--late-replicas",
+        "0,16",
+        "--slots",
+        "1",
+        "--lifetime",
+        "iteration,microbatch",
+        "--save",
+        str(path),
+    )
     assert main(["--what-if", skewed(tmp_path / "flat.npz", hot=1), *BASE, *late]) == 0
-    none, some, bare, often = (way["seconds"] for way in json.loads(path.read_text())["outcomes"][2:])
-    assert some - none == pytest.approx(4 * H100.routing) and often - bare == pytest.approx(8 * 4 * H100.routing)
+    none, some, bare, often = (
+        way["seconds"] for way in json.loads(path.read_text())["outcomes"][2:]
+    )
+    assert some - none == pytest.approx(4 * H100.routing) and often - bare == pytest.approx(
+        8 * 4 * H100.routing
+    )
 
 
 def test_of_ways_alike_the_one_without_late_replicas_is_recommended() -> None:
-    memory = ExpertMemory(weights=10, grads=20, optimizer=60, replica_weights=1, replica_grads=2, transport=0)
-    ways = [("forced", 0, 0, 1.0), ("stock", 0, 0, 2.0), ("late", 1, 8, 1.1), ("early", 1, 0, 1.101)]
+    memory = ExpertMemory(
+        weights=10, grads=20, optimizer=60, replica_weights=1, replica_grads=2, transport=0
+    )
+    ways = [
+        ("forced", 0, 0, 1.0),
+        ("stock", 0, 0, 2.0),
+        ("late", 1, 8, 1.1),
+        ("early", 1, 0, 1.101),
+    ]
     figures = dict(lifetime="iteration", imbalance=1.0, exposed=0.0, sent=0.0, memory=memory)
-    outcomes = [Outcome(name=name, slots=s, late=late, seconds=t, **figures) for name, s, late, t in ways]
+    outcomes = [
+        Outcome(name=name, slots=s, late=late, seconds=t, **figures) for name, s, late, t in ways
+    ]
     assert what_if.recommend(outcomes, 0.0)[0].name == "early"
-    assert what_if.recommend([*outcomes[:3], dataclasses.replace(outcomes[3], seconds=1.2)], 0.0)[0].name == "late"
+    assert (
+        what_if.recommend([*outcomes[:3], dataclasses.replace(outcomes[3], seconds=1.2)], 0.0)[
+            0
+        ].name
+        == "late"
+    )
 
 
 def test_homes_that_move_spare_copies(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -134,7 +213,10 @@ def test_homes_that_move_spare_copies(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["--what-if", str(tmp_path / "block.npz"), *BASE, *ways]) == 0
     saved = json.loads(path.read_text())
     stay, move = saved["outcomes"][2:]
-    assert move["imbalance"] == pytest.approx(1.0, abs=1e-3) and move["seconds"] < 0.99 * stay["seconds"]
+    assert (
+        move["imbalance"] == pytest.approx(1.0, abs=1e-3)
+        and move["seconds"] < 0.99 * stay["seconds"]
+    )
     assert move["sent"] == 0 < stay["sent"]
     assert chosen(saved["flags"]).rehome == 1000 and "homes every 1000" in capsys.readouterr().out
 
@@ -146,7 +228,16 @@ def test_homes_that_move_spare_copies(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_long_names_keep_the_columns() -> None:
     """Oracle: where the rows' figures end."""
     memory = ExpertMemory(1, 1, 1, 0, 0, 0)
-    of = dict(slots=1, lifetime="layer", late=0, seconds=1.0, imbalance=1.0, exposed=0.0, sent=0.0, memory=memory)
+    of = dict(
+        slots=1,
+        lifetime="layer",
+        late=0,
+        seconds=1.0,
+        imbalance=1.0,
+        exposed=0.0,
+        sent=0.0,
+        memory=memory,
+    )
     names = ("forced balance", "stock", "FSSDP, 4 slots, microbatch, 64 late, homes every 100")
     head, *rows = what_if.describe([Outcome(name=name, **of) for name in names]).splitlines()[:4]
     assert {row.rindex(" (") for row in rows} == {len(head)}
@@ -168,25 +259,49 @@ def test_rivals_stand_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture
     for name in ("eplb", "flexmoe", "laer"):
         assert rivals[name]["imbalance"] < 0.6 * stock["imbalance"], name
     assert rivals["laer"]["sent"] > rivals["flexmoe"]["sent"] > 0 == rivals["smartmoe"]["exposed"]
-    assert rivals["eplb"]["memory"]["optimizer"] == stock["memory"]["optimizer"] * 3 / 2  # 2 homes, and 1 that stays
+    assert (
+        rivals["eplb"]["memory"]["optimizer"] == stock["memory"]["optimizer"] * 3 / 2
+    )  # 2 homes, and 1 that stays
 
 
 def test_planners_after_the_gate_copy_in_every_microbatch(tmp_path: Path) -> None:
     """Twice as many microbatches of the same size wait twice as long, and send twice as much."""
     found, path = [], tmp_path / "plan.json"
     for count in ("4", "8"):
-        base = (*BASE, "--slots", "1", "--lifetime", "iteration", "--microbatches", count, "--save", str(path))
-        assert main(["--what-if", skewed(tmp_path / "hot.npz", hot=30), *base, "--rivals", "llep"]) == 0
+        base = (
+            *BASE,
+            "--slots",
+            "1",
+            "--lifetime",
+            "iteration",
+            "--microbatches",
+            count,
+            "--save",
+            str(path),
+        )
+        assert (
+            main(["--what-if", skewed(tmp_path / "hot.npz", hot=30), *base, "--rivals", "llep"])
+            == 0
+        )
         found.append(json.loads(path.read_text())["outcomes"][-1])
-    assert found[1]["exposed"] == pytest.approx(2 * found[0]["exposed"], rel=1e-3) and found[0]["exposed"] > 0
+    assert (
+        found[1]["exposed"] == pytest.approx(2 * found[0]["exposed"], rel=1e-3)
+        and found[0]["exposed"] > 0
+    )
     assert found[1]["sent"] == pytest.approx(2 * found[0]["sent"], rel=1e-3)
 
 
-def test_rivals_need_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+def test_rivals_need_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
     trace = skewed(tmp_path / "hot.npz", hot=3)
     for where, names, message in (
         (what_if.__file__, "eplb,best", "--rivals best: there are algorithm1, "),
-        (str(tmp_path / "a" / "b" / "what_if.py"), "eplb", "--rivals eplb: other systems' planners are not installed"),
+        (
+            str(tmp_path / "a" / "b" / "what_if.py"),
+            "eplb",
+            "--rivals eplb: other systems' planners are not installed",
+        ),
     ):
         monkeypatch.setattr(what_if, "__file__", where)
         with pytest.raises(SystemExit):
@@ -201,7 +316,9 @@ def test_a_measured_step_scales_the_rest_of_it(
     """The same skew is worth little where experts are a small part of the step, which lasts what the user says."""
     trace = skewed(tmp_path / "hot.npz", hot=30)
     plan = tmp_path / "plan.json"
-    assert main(["--what-if", trace, *BASE, *stages, "--step-ms", "60000", "--save", str(plan)]) == 0
+    assert (
+        main(["--what-if", trace, *BASE, *stages, "--step-ms", "60000", "--save", str(plan)]) == 0
+    )
     assert json.loads(plan.read_text())["outcomes"][1]["seconds"] == pytest.approx(60.0, rel=1.5e-3)
     assert "do not switch it on" in capsys.readouterr().out
 
@@ -215,22 +332,49 @@ def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_one_rank_has_nothing_to_balance(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     trace = skewed(tmp_path / "hot.npz", hot=30)
     main(["--what-if", trace, "--model", SMALL, "--cluster", "h200x8", "--ranks", "1"])
-    assert "do not switch it on: there are no slots, or experts are not spread over ranks" in capsys.readouterr().out
+    assert (
+        "do not switch it on: there are no slots, or experts are not spread over ranks"
+        in capsys.readouterr().out
+    )
 
 
-def test_a_run_folder_tells_ranks_and_what_is_guessed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_run_folder_tells_ranks_and_what_is_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     """Oracle: what was written into the folder."""
-    info = RunInfo(mode="observe", layers=("layer 1", "layer 2"), num_experts=16, ranks=4, node=(0, 0, 0, 0), top_k=2)
+    info = RunInfo(
+        mode="observe",
+        layers=("layer 1", "layer 2"),
+        num_experts=16,
+        ranks=4,
+        node=(0, 0, 0, 0),
+        top_k=2,
+    )
     writer = RunWriter(tmp_path / "run", info)
     for iteration, load in enumerate(np.random.default_rng(0).integers(100, 5000, size=(6, 2, 16))):
         writer.append(iteration, load=load)
     writer.close()
-    command = ["--what-if", str(tmp_path / "run"), "--model", SMALL, "--cluster", "h100x8", "--slots", "1"]
+    command = [
+        "--what-if",
+        str(tmp_path / "run"),
+        "--model",
+        SMALL,
+        "--cluster",
+        "h100x8",
+        "--slots",
+        "1",
+    ]
     assert main(command) == 0
     text = capsys.readouterr().out
-    assert "4 ranks, EP 4, PP 1" in text and "the record is of 2 layers on 4 ranks, this is of 4 on 4" in text
+    assert (
+        "4 ranks, EP 4, PP 1" in text
+        and "the record is of 2 layers on 4 ranks, this is of 4 on 4" in text
+    )
     assert "give --step-ms" in text
-    assert main([*command, "--ranks", "8", "--model", "olmoe,experts=16,layers=2", "--step-ms", "1e5"]) == 0
+    assert (
+        main([*command, "--ranks", "8", "--model", "olmoe,experts=16,layers=2", "--step-ms", "1e5"])
+        == 0
+    )
     text = capsys.readouterr().out
     assert "8 ranks, EP 4, PP 1" in text and "note:" not in text
     with pytest.raises(SystemExit):
@@ -249,11 +393,20 @@ def test_a_run_folder_tells_ranks_and_what_is_guessed(tmp_path: Path, capsys: py
         (["--model", "olmoe"], "has 16 experts, olmoe 64: give loads of this model"),
         (["--model", "olmoe,experts=16,top_k=17"], "a token cannot go to 17 of 16 experts"),
         (["--cluster", "h100"], "no cluster and no file is named 'h100'; there are a100x8"),
-        (["--ep", "3"], "--ep 3 must divide 8 ranks of a stage and 16 experts: take one of [1, 2, 4, 8]"),
+        (
+            ["--ep", "3"],
+            "--ep 3 must divide 8 ranks of a stage and 16 experts: take one of [1, 2, 4, 8]",
+        ),
         (["--pp", "3"], "--ranks 8 must divide among --pp 3 stages, of 4 layers at most"),
-        (["--pp", "2", "--vpp", "3"], "--ranks 8 must divide among --pp 2 stages, of 4 layers at most with --vpp 3"),
+        (
+            ["--pp", "2", "--vpp", "3"],
+            "--ranks 8 must divide among --pp 2 stages, of 4 layers at most with --vpp 3",
+        ),
         (["--vpp", "2"], "--vpp needs --pp above 1 that divides --microbatches, got 1, 8"),
-        (["--pp", "2", "--vpp", "2", "--microbatches", "3"], "that divides --microbatches, got 2, 3"),
+        (
+            ["--pp", "2", "--vpp", "2", "--microbatches", "3"],
+            "that divides --microbatches, got 2, 3",
+        ),
         (["--late-replicas", "few"], "--late-replicas takes numbers, as in 1,2,4, got 'few'"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--lifetime", "week"], "--lifetime week: there are iteration, microbatch, layer"),
@@ -265,7 +418,9 @@ def test_a_run_folder_tells_ranks_and_what_is_guessed(tmp_path: Path, capsys: py
         (["--save", "no/such/folder.json"], "must name a file in a folder that exists"),
     ],
 )
-def test_errors_say_the_way_out(change: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_errors_say_the_way_out(
+    change: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["--what-if", skewed(tmp_path / "a.npz", hot=3), *BASE, *change])
     error = " ".join(capsys.readouterr().err.split())

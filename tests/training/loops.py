@@ -52,7 +52,9 @@ class Loop:
 
     def call(self, step: int, microbatches: int, *, forward_only: bool = False) -> float:
         """One call of Megatron's schedule; returns the mean loss."""
-        return tiny_gpt.run(self.case, self.chunks, step, num_microbatches=microbatches, forward_only=forward_only)
+        return tiny_gpt.run(
+            self.case, self.chunks, step, num_microbatches=microbatches, forward_only=forward_only
+        )
 
     def reports(self, step: int, forward_step: Callable, microbatches: int) -> list[float]:
         """One call of Megatron's schedule with a ``forward_step`` of the loop's own; returns the losses."""
@@ -182,7 +184,10 @@ def replace_param_data(loop: Loop, _: int) -> None:
 
 
 def load_own_weights(loop: Loop, _: int) -> None:
-    state = {k: v.clone() if torch.is_tensor(v) else v for k, v in loop.chunks[0].module.state_dict().items()}
+    state = {
+        k: v.clone() if torch.is_tensor(v) else v
+        for k, v in loop.chunks[0].module.state_dict().items()
+    }
     loop.chunks[0].module.load_state_dict(state)
 
 
@@ -438,7 +443,9 @@ def weights_change_in_forward_step(loop: Loop, *, how: str) -> list[float]:
         loop.zero()
         factors = iter([1.05, 1 / 1.05] * 2)
 
-        def forward_step(data: Any, model: Any, *, factors: Iterator[float] = factors, **_: Any) -> Any:
+        def forward_step(
+            data: Any, model: Any, *, factors: Iterator[float] = factors, **_: Any
+        ) -> Any:
             loop.scale(next(factors), how)
             return tiny_gpt.forward_step(data, model, case=loop.case)
 
@@ -540,7 +547,9 @@ def break_off(loop: Loop, *, announced: int | None = 3) -> list[float]:
         loop.zero()
         seen = []
 
-        def forward_step(data: Any, model: Any, *, seen: list = seen, is_bad: bool = step % 2 == 1, **_: Any) -> Any:
+        def forward_step(
+            data: Any, model: Any, *, seen: list = seen, is_bad: bool = step % 2 == 1, **_: Any
+        ) -> Any:
             seen.append(None)
             if is_bad and len(seen) == 2:
                 raise BadBatchError
@@ -587,7 +596,9 @@ def two_models_with_one_config(loop: Loop) -> list[float]:
     return losses
 
 
-def without_ddp(loop: Loop, *, own_optimizer: bool = False, rolls_back: bool = False) -> list[float]:
+def without_ddp(
+    loop: Loop, *, own_optimizer: bool = False, rolls_back: bool = False
+) -> list[float]:
     """A bare module and a plain optimizer of torch, or one that is no ``torch.optim.Optimizer``."""
     (module,), _ = tiny_gpt.build(loop.case, loop.hook)
     loop.chunks = [module]
@@ -620,13 +631,17 @@ PATTERNS: dict[str, Callable[[Loop], list[float]]] = {
     "calculator is right, then not": partial(steps, counts=(4, 4, 3, 4), announced=4),
     "evaluation between steps": partial(steps, between=evaluate),
     "log-probabilities between steps": partial(steps, between=log_probabilities_in_train_mode),
-    "log-probabilities before the step": partial(steps, before_update=log_probabilities_in_train_mode),
+    "log-probabilities before the step": partial(
+        steps, before_update=log_probabilities_in_train_mode
+    ),
     "forward without backward": partial(steps, between=forward_without_backward),
     "storages emptied between steps": partial(steps, between=empty_storages),
     "weights loaded between steps": partial(steps, between=load_own_weights),
     "reference weights swapped in": partial(steps, between=swap_in_reference),
     "sharpness-aware": sharpness_aware,
-    "sharpness-aware, no calculator, foreach": partial(sharpness_aware, announced=None, how="foreach"),
+    "sharpness-aware, no calculator, foreach": partial(
+        sharpness_aware, announced=None, how="foreach"
+    ),
     "sharpness-aware, DDP's buffer": partial(sharpness_aware, announced=None, how="buffer"),
     "sharpness-aware by microbatch": sharpness_aware_by_microbatch,
     "sharpness-aware by microbatch, buffer": partial(sharpness_aware_by_microbatch, how="buffer"),
@@ -670,7 +685,9 @@ ONLY_WITH_LIFETIME_MICROBATCH = {
     "weights written in forward_step, unseen": partial(weights_change_in_forward_step, how="data"),
 }
 # Refused with the other lifetimes.
-ONLY_WITH_LIFETIME_LAYER = {"critic steps between forwards in flight": critic_steps_between_forwards}
+ONLY_WITH_LIFETIME_LAYER = {
+    "critic steps between forwards in flight": critic_steps_between_forwards
+}
 # Patterns that stock Megatron does not allow with ``overlap_grad_reduce``: gradients are reduced several times.
 NOT_WITH_OVERLAP = {
     "own loop",

@@ -44,7 +44,9 @@ def _plant(loop: Any, where: str) -> _Fault:
     modules = [module for chunk in loop.chunks for module in chunk.modules()]
     if where == "between passes":
         fault = _Fault(calls=2)
-        (repeated,) = (module for module in modules if isinstance(module, MultiTokenPredictionLayer))
+        (repeated,) = (
+            module for module in modules if isinstance(module, MultiTokenPredictionLayer)
+        )
         repeated.register_forward_pre_hook(fault)
         return fault
     fault, layers = _Fault(), [module for module in modules if hasattr(module, "self_attention")]
@@ -71,7 +73,11 @@ def _train(case: Any, hook: Any, where: str) -> tuple[list[float], int]:
         loss.backward()
         loop.finish()
         found.append(float(loss))
-        found += [float(p.main_grad.double().sum()) for name, p in loop.chunks[0].named_parameters() if "mtp" in name]
+        found += [
+            float(p.main_grad.double().sum())
+            for name, p in loop.chunks[0].named_parameters()
+            if "mtp" in name
+        ]
         loop.update()
     layers = tiny_gpt.moe_layers(loop.chunks)
     return found, 0 if hook is None else max(layer.fssdp.placement.num_replicas for layer in layers)
@@ -91,7 +97,11 @@ def test_other_weights_after_a_forward_that_broke_off(where: str) -> None:
             found, replicas = _train(case, tiny_gpt.fssdp_hook(lifetime=lifetime), where)
         except RuntimeError as error:
             # buffers of microbatches that broke off after a dispatch are free when the next iteration begins
-            assert lifetime == "microbatch" and where != "attention 0" and "buffers hold replicas" in str(error), error
+            assert (
+                lifetime == "microbatch"
+                and where != "attention 0"
+                and "buffers hold replicas" in str(error)
+            ), error
             continue
         assert replicas > 0
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-5), lifetime
@@ -124,7 +134,9 @@ def test_evaluation_after_a_recomputation_that_broke_off(recompute: str) -> None
         evaluated = []
         with tiny_gpt.evaluating(run.chunks):
             for _ in range(2):
-                output, loss = tiny_gpt.forward_step(iter([tiny_gpt.batch(case, 77, 0)]), run.chunks[0], case=case)
+                output, loss = tiny_gpt.forward_step(
+                    iter([tiny_gpt.batch(case, 77, 0)]), run.chunks[0], case=case
+                )
                 evaluated.append(float(loss(output)[2]["lm loss"][0]))
         for step in (2, 3):
             run.step(step)

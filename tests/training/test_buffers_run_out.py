@@ -61,7 +61,9 @@ def test_the_ways_out_that_are_named_work_in_the_same_loop() -> None:
     ways = r"use --moe-fssdp-lifetime (\w+), and run forwards without a backward under torch\.(no_grad)\(\)"
     for loop in (both_forwards_first, one_more):
         stock = train(loop, None)
-        with pytest.raises(RuntimeError, match="layer 1: all 2 buffers hold replicas of microbatches") as error:
+        with pytest.raises(
+            RuntimeError, match="layer 1: all 2 buffers hold replicas of microbatches"
+        ) as error:
             train(loop, "microbatch")
         lifetime, no_grad = re.search(ways, str(error.value)).groups()
         assert train(loop, lifetime) == pytest.approx(stock, rel=1e-5), loop.__name__

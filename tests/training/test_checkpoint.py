@@ -46,7 +46,10 @@ def _values(run) -> dict:
     from megatron.core import parallel_state
 
     own = {}
-    first = parallel_state.get_expert_model_parallel_rank() * tiny_gpt.moe_layers(run.chunks)[0].num_local_experts
+    first = (
+        parallel_state.get_expert_model_parallel_rank()
+        * tiny_gpt.moe_layers(run.chunks)[0].num_local_experts
+    )
     for name, p in run.chunks[0].module.named_parameters():
         if ".local_experts." in name:
             head, tail = name.split(".local_experts.")
@@ -57,7 +60,11 @@ def _values(run) -> dict:
     for optimizer in run.optimizer.chained_optimizers:
         for group in optimizer.optimizer.param_groups:
             for p in group["params"]:
-                moments += [(k, v.clone()) for k, v in optimizer.optimizer.state[p].items() if torch.is_tensor(v)]
+                moments += [
+                    (k, v.clone())
+                    for k, v in optimizer.optimizer.state[p].items()
+                    if torch.is_tensor(v)
+                ]
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, own)
     return {"params": {k: v for part in gathered for k, v in part.items()}, "moments": moments}
@@ -92,7 +99,9 @@ def test_bitwise_between_stock_and_fssdp(direction: str, distributed_optimizer: 
     written = tiny_gpt.train(case, steps=3, hook=writer)
     folder = _folder("checkpoint")
     _save(written, folder)
-    read = tiny_gpt.train(case, steps=2, hook=reader)  # somewhere else, with replicas in use when it is FSSDP
+    read = tiny_gpt.train(
+        case, steps=2, hook=reader
+    )  # somewhere else, with replicas in use when it is FSSDP
     _load(read, folder)
     before, after = _values(written), _values(read)
     _equal(before, after)
@@ -100,7 +109,9 @@ def test_bitwise_between_stock_and_fssdp(direction: str, distributed_optimizer: 
     for (name, a), (other, b) in zip(before["moments"], after["moments"], strict=True):
         assert name == other and torch.equal(a, b), name
     # and both go on alike
-    assert [read.step(s) for s in (3, 4, 5)] == pytest.approx([written.step(s) for s in (3, 4, 5)], rel=1e-5)
+    assert [read.step(s) for s in (3, 4, 5)] == pytest.approx(
+        [written.step(s) for s in (3, 4, 5)], rel=1e-5
+    )
 
 
 @ranks(4)

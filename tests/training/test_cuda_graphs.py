@@ -18,7 +18,9 @@ from ranks import ranks
 pytestmark = pytest.mark.newest
 
 SCOPES = ("attn", "moe_router", "moe_preprocess")
-RECOMPUTED = dict(recompute_granularity="selective", recompute_modules=["layernorm", "core_attn", "moe_act"])
+RECOMPUTED = dict(
+    recompute_granularity="selective", recompute_modules=["layernorm", "core_attn", "moe_act"]
+)
 TRANSFORMER_ENGINE = {  # scopes, fields of Case, fields of TransformerConfig, settings of FSSDP
     "attn": (("attn",), {}, {}, {}),
     "moe_router-late": (
@@ -56,7 +58,13 @@ def _declare() -> None:
 
     from megatron_hecate.runtime.prefetch import Prefetcher
 
-    for name in ("before_attention", "materialize", "dispatched", "begin_chunk", "add_late_replicas"):
+    for name in (
+        "before_attention",
+        "materialize",
+        "dispatched",
+        "begin_chunk",
+        "add_late_replicas",
+    ):
         not_in_graphs(Prefetcher, name)
 
 
@@ -115,11 +123,15 @@ def test_transformer_engines_graphs(name: str) -> None:
     stock = tiny_gpt.train(case, steps=5, before_step=_Moving())
     graphs_on_cpu.install()
     _declare()
-    graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings))
+    graphed = dataclasses.replace(
+        case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings)
+    )
     moving = _Moving()
     hook = moving.hook(**asked)
     eager_steps = min(2, settings.get("cuda_graph_warmup_steps", 2))
-    ours = graphs_on_cpu.train(graphed, steps=5, eager_steps=eager_steps, hook=hook, before_step=moving)
+    ours = graphs_on_cpu.train(
+        graphed, steps=5, eager_steps=eager_steps, hook=hook, before_step=moving
+    )
     _assert_alike(stock, ours, moving, eager_steps=eager_steps)
 
 
@@ -141,7 +153,9 @@ def test_megatrons_own_graphs(name: str) -> None:
     stock = tiny_gpt.train(case, steps=5, before_step=_Moving())
     graphs_on_cpu.install()
     _declare()
-    graphed = dataclasses.replace(case, settings=graphs_on_cpu.local(*scopes, **dict(case.settings)))
+    graphed = dataclasses.replace(
+        case, settings=graphs_on_cpu.local(*scopes, **dict(case.settings))
+    )
     moving = _Moving()
     hook = moving.hook(lifetime=lifetime)
     ours = tiny_gpt.train(graphed, steps=5, hook=hook, before_step=moving)
@@ -178,7 +192,9 @@ def _evaluate(case: Any, trained: Any, num_microbatches: int) -> float:
     import tiny_gpt
 
     with tiny_gpt.evaluating(trained.chunks):
-        return tiny_gpt.run(case, trained.chunks, 100, num_microbatches=num_microbatches, forward_only=True)
+        return tiny_gpt.run(
+            case, trained.chunks, 100, num_microbatches=num_microbatches, forward_only=True
+        )
 
 
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
@@ -198,10 +214,14 @@ def test_flex_dispatchers(backend: str) -> None:
     case = tiny_gpt.Case(accumulate=2, settings=tuple(settings.items()))
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=5, before_step=_Moving())
-    fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None  # one per process, of the model that came first
+    fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = (
+        None  # one per process, of the model that came first
+    )
     graphs_on_cpu.install()
     _declare()
-    graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*SCOPES, **settings))
+    graphed = dataclasses.replace(
+        case, settings=graphs_on_cpu.transformer_engine(*SCOPES, **settings)
+    )
     moving = _Moving()
     hook = moving.hook()
     ours = graphs_on_cpu.train(graphed, steps=5, eager_steps=2, hook=hook, before_step=moving)
@@ -239,7 +259,10 @@ def test_what_graphs_cannot_hold_is_refused() -> None:
     graphs_on_cpu.install()
     tiny_gpt.initialize(tiny_gpt.Case())
     for settings, message in (
-        (graphs_on_cpu.full_iteration(), r"cuda_graph_impl='full_iteration': .*set model.cuda_graph_impl=none"),
+        (
+            graphs_on_cpu.full_iteration(),
+            r"cuda_graph_impl='full_iteration': .*set model.cuda_graph_impl=none",
+        ),
         (
             graphs_on_cpu.transformer_engine(
                 "moe", moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True
@@ -258,5 +281,7 @@ def test_what_graphs_cannot_hold_is_refused() -> None:
         with pytest.raises(ValueError, match=message):
             tiny_gpt.build(case, tiny_gpt.fssdp_hook())
     late = tiny_gpt.Case(settings=graphs_on_cpu.transformer_engine(*SCOPES))
-    with pytest.raises(ValueError, match=r"moe_fssdp_late_replicas=2: .*or --moe-fssdp-late-replicas 0"):
+    with pytest.raises(
+        ValueError, match=r"moe_fssdp_late_replicas=2: .*or --moe-fssdp-late-replicas 0"
+    ):
         tiny_gpt.build(late, tiny_gpt.fssdp_hook(late_replicas=2))

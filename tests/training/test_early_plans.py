@@ -177,4 +177,6 @@ def test_sizes_of_the_thread_are_of_the_kind_that_it_asked_for() -> None:
     for layer in tiny_gpt.moe_layers(loop.chunks):
         sizes: list[Any] = [None, None]
         dist.all_gather_object(sizes, layer.fssdp._shapes)
-        assert sizes[0] and all(sizes[1].get(key, size) == size for key, size in sizes[0].items()), sizes
+        assert sizes[0] and all(
+            sizes[1].get(key, size) == size for key, size in sizes[0].items()
+        ), sizes

@@ -17,7 +17,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "deepep-capacity": dict(moe_flex_dispatcher_backend="deepep", moe_expert_capacity_factor=1.0),
     "hybridep": dict(moe_flex_dispatcher_backend="hybridep"),
     "hybridep-padded": dict(
-        moe_flex_dispatcher_backend="hybridep", moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True
+        moe_flex_dispatcher_backend="hybridep",
+        moe_expert_capacity_factor=2.0,
+        moe_pad_expert_input_to_capacity=True,
     ),
     "ncclep": dict(moe_flex_dispatcher_backend="ncclep", moe_expert_rank_capacity_factor=2.0),
 }
@@ -46,7 +48,10 @@ def _compare(case: Any) -> None:
     wanted = evaluate(stock)
     told = list(flex_backends.CALLS)
     _forget()
-    for slots in (0, 2):  # the first iteration has no replicas, and with slots runs over physical experts all the same
+    for slots in (
+        0,
+        2,
+    ):  # the first iteration has no replicas, and with slots runs over physical experts all the same
         first = tiny_gpt.train(case, steps=1, hook=tiny_gpt.fssdp_hook(slots=slots))
         assert first.losses == stock.losses[:1] and first.grad_norms == stock.grad_norms[:1]
         _forget()
@@ -74,7 +79,9 @@ def _forget() -> None:
 
 
 def _names(*wanted: str) -> list:
-    return [pytest.param(name, marks=pytest.mark.newest if name == "ncclep" else []) for name in wanted]
+    return [
+        pytest.param(name, marks=pytest.mark.newest if name == "ncclep" else []) for name in wanted
+    ]
 
 
 @pytest.mark.parametrize("name", _names(*SETTINGS))
@@ -102,12 +109,16 @@ def test_choices_of_probability_zero(name: str) -> None:
 
     def watched(chunks: list) -> list:
         for layer in tiny_gpt.moe_layers(tiny_gpt.fssdp_hook()(chunks)):
-            layer.experts.register_forward_pre_hook(lambda _, inputs: received.append(int(inputs[1].sum())))
+            layer.experts.register_forward_pre_hook(
+                lambda _, inputs: received.append(int(inputs[1].sum()))
+            )
         return chunks
 
     ours = tiny_gpt.train(case, hook=watched)
     tiny_gpt.assert_trained_alike(stock, ours)
-    assert received[2:] == [64] * 4, "two layers, two steps with replicas: both ranks compute half of 2 x 64 choices"
+    assert received[2:] == [64] * 4, (
+        "two layers, two steps with replicas: both ranks compute half of 2 x 64 choices"
+    )
 
 
 @ranks(2)
@@ -135,7 +146,9 @@ def test_padding_to_capacity_is_not_recorded_as_tokens() -> None:
     of_ranks: list[Any] = [None, None]
     dist.all_gather_object(of_ranks, rows)
     if dist.get_rank() == 0:
-        every, tokens = np.array(of_ranks).reshape(2, 3, 2, 2).transpose(3, 1, 2, 0)  # [T, L, N] each
+        every, tokens = (
+            np.array(of_ranks).reshape(2, 3, 2, 2).transpose(3, 1, 2, 0)
+        )  # [T, L, N] each
         assert (every > tokens).all()
         assert read(folder).rank_load.tolist() == tokens.tolist()
 
@@ -167,13 +180,17 @@ def test_a_budget_of_tokens_per_rank() -> None:
 
     budget = dict(moe_expert_rank_capacity_factor=1.15, use_transformer_engine_op_fuser=True)
     case = _case("hybridep", grouped=True, accumulate=2, settings=budget)
-    token_dispatcher.get_align_size_for_quantization = lambda config: 16  # 256 is more than this model's tokens
+    token_dispatcher.get_align_size_for_quantization = lambda config: (
+        16
+    )  # 256 is more than this model's tokens
     operators_on_cpu.leave_out_empty_rows()
 
     def train(hook: Any) -> tuple[Any, list[int]]:
         run, ran_again = tiny_gpt.train(case, steps=0, hook=hook), []
         chunk = run.chunks[0]
-        runner = PagedStashRunner(chunk.config, False, run.chunks, run.optimizer, get_forward_backward_func())
+        runner = PagedStashRunner(
+            chunk.config, False, run.chunks, run.optimizer, get_forward_backward_func()
+        )
         assert len(runner.moe_layers) == 2
         prepare = runner.prepare_for_rerun
         runner.prepare_for_rerun = lambda **settings: (ran_again.append(step), prepare(**settings))
@@ -204,7 +221,9 @@ def test_a_hybrid_model_with_a_repeated_layer() -> None:
     import tiny_hybrid
 
     tiny_hybrid.install("*EE*E", "*EEE")
-    settings = dict(num_layers=5, mtp_num_layers=2, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3)
+    settings = dict(
+        num_layers=5, mtp_num_layers=2, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3
+    )
     _compare(_case("hybridep", accumulate=2, settings=settings))
 
 
@@ -223,8 +242,12 @@ def test_the_stand_in_for_nccl_ep_is_called_as_the_real_one() -> None:
 
     stand_in = flex_backends.te_ep()
     for name in ("ep_bootstrap", "ep_dispatch", "ep_combine", "EpBuffer"):
-        ours, real = (inspect.signature(getattr(module, name)).parameters for module in (stand_in, ep))
+        ours, real = (
+            inspect.signature(getattr(module, name)).parameters for module in (stand_in, ep)
+        )
         assert ours.keys() <= real.keys(), name
-        needed = {p for p, value in real.items() if value.default is inspect.Parameter.empty} - ours.keys()
+        needed = {
+            p for p, value in real.items() if value.default is inspect.Parameter.empty
+        } - ours.keys()
         assert not needed, name
     assert hasattr(ep, "_BOOTSTRAPPED")

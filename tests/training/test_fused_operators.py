@@ -21,7 +21,9 @@ COMBINED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
 DISPATCH = dict(overlap_dispatch_backward_with_experts_wgrad=True)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
-SQUARED_RELU = dict(gated_linear_unit=False, activation_func="squared_relu", use_fused_weighted_squared_relu=True)
+SQUARED_RELU = dict(
+    gated_linear_unit=False, activation_func="squared_relu", use_fused_weighted_squared_relu=True
+)
 MXFP8 = dict(fp8="e4m3", fp8_recipe="mxfp8")
 STORED = dict(  # parameters in MXFP8, and with them settings outside the model
     accumulate=2,
@@ -30,7 +32,9 @@ STORED = dict(  # parameters in MXFP8, and with them settings outside the model
     ddp=dict(fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=True),
     optimizer=dict(fp8_recipe="mxfp8", reuse_grad_buf_for_mxfp8_param_ag=True),
 )
-HYBRIDEP = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep", moe_latent_size=16)
+HYBRIDEP = dict(
+    moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep", moe_latent_size=16
+)
 NCCLEP = dict(
     moe_token_dispatcher_type="flex",
     moe_flex_dispatcher_backend="ncclep",
@@ -38,14 +42,24 @@ NCCLEP = dict(
     moe_ncclep_static_shape=True,
 )
 BIAS = dict(add_bias_linear=True)
-QUICK_GEGLU = dict(activation_func="quick_gelu", moe_mlp_glu_interleave_size=8, activation_func_clamp_value=7.0, **BIAS)
+QUICK_GEGLU = dict(
+    activation_func="quick_gelu",
+    moe_mlp_glu_interleave_size=8,
+    activation_func_clamp_value=7.0,
+    **BIAS,
+)
 LAYER = dict(lifetime="layer")
 
 # name: (ranks, fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
 CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "plain": (2, dict(accumulate=2), {}, {}),
     "fused": (2, dict(accumulate=3), dict(FUSED, moe_mlp_glu_interleave_size=8), {}),
-    "fused-bias-microbatch": (2, dict(accumulate=3), dict(FUSED, **BIAS), dict(lifetime="microbatch")),
+    "fused-bias-microbatch": (
+        2,
+        dict(accumulate=3),
+        dict(FUSED, **BIAS),
+        dict(lifetime="microbatch"),
+    ),
     "bias-late": (2, dict(accumulate=2), BIAS, dict(late_replicas=2)),
     "fused-squared-relu-layer": (2, dict(accumulate=2), dict(FUSED, **SQUARED_RELU), LAYER),
     "quick-geglu": (2, dict(accumulate=2), QUICK_GEGLU, {}),
@@ -56,7 +70,12 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "delayed-fused-overlap": (2, dict(accumulate=4, **OVERLAP), dict(COMBINED, **FUSED), LAYER),
     "dispatch-fused": (2, dict(accumulate=2), dict(DISPATCH, **FUSED), {}),
     "fused-pp2": (4, dict(pp=2, accumulate=4), FUSED, dict(lifetime="microbatch")),
-    "delayed-fused-pp2-vpp2": (4, dict(pp=2, vpp=2, accumulate=4, **OVERLAP), dict(COMBINED, **FUSED), {}),
+    "delayed-fused-pp2-vpp2": (
+        4,
+        dict(pp=2, vpp=2, accumulate=4, **OVERLAP),
+        dict(COMBINED, **FUSED),
+        {},
+    ),
     "hybridep-latent": (2, dict(accumulate=2), HYBRIDEP, {}),
     "hybridep-mxfp8": (2, dict(accumulate=2), dict(HYBRIDEP, **FUSED, **MXFP8), {}),
     "ncclep-static-shape": (2, dict(accumulate=2), NCCLEP, {}),
@@ -73,19 +92,31 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
         dict(FUSED, **MXFP8, **FULL, fp8_param=True),
         dict(lifetime="microbatch"),
     ),
-    "delayed-fused-mxfp8-param": (2, dict(STORED, accumulate=4), dict(COMBINED, **FUSED, **MXFP8, fp8_param=True), {}),
+    "delayed-fused-mxfp8-param": (
+        2,
+        dict(STORED, accumulate=4),
+        dict(COMBINED, **FUSED, **MXFP8, fp8_param=True),
+        {},
+    ),
     "fused-nvfp4": (2, dict(accumulate=2), dict(FUSED, fp4="e2m1"), {}),
     "ep4-distopt-overlap": (4, dict(ep=4, accumulate=2, **OVERLAP), {}, {}),
 }
 
 
-ACTIVATIONS = {"silu": "ScaledSwiGLU", "squared_relu": "ScaledSReLU", "quick_gelu": "ScaledClampedQGeGLU"}
+ACTIVATIONS = {
+    "silu": "ScaledSwiGLU",
+    "squared_relu": "ScaledSReLU",
+    "quick_gelu": "ScaledClampedQGeGLU",
+}
 QUICK = "fused-bias-microbatch fused-recompute-moe-layer hybridep-latent delayed-fused-mxfp8-param"  # in `make test`
 
 
 def _cases(num_ranks: int) -> list:
     names = [name for name, (size, *_) in CASES.items() if size == num_ranks]
-    return [pytest.param(name, marks=[] if name in QUICK.split() else pytest.mark.slow) for name in names]
+    return [
+        pytest.param(name, marks=[] if name in QUICK.split() else pytest.mark.slow)
+        for name in names
+    ]
 
 
 def _packages(name: str) -> str:
@@ -132,7 +163,9 @@ def _compare(name: str, *, frozen: bool = False) -> None:
     from megatron_hecate.megatron.grouped_linear import GroupedExperts
 
     settings = dict(use_transformer_engine_op_fuser=True, **settings)
-    if not hasattr(transformer.TransformerConfig, "moe_ncclep_static_shape"):  # 0.20: shapes are, by the factor
+    if not hasattr(
+        transformer.TransformerConfig, "moe_ncclep_static_shape"
+    ):  # 0.20: shapes are, by the factor
         settings.pop("moe_ncclep_static_shape", None)
     activation = settings.get("activation_func", "silu")
     if activation != "silu":
@@ -140,14 +173,22 @@ def _compare(name: str, *, frozen: bool = False) -> None:
     if settings.get("moe_token_dispatcher_type") == "flex":
         flex_backends.install()
         operators_on_cpu.leave_out_empty_rows()
-    fields = {field: tuple(value.items()) if isinstance(value, dict) else value for field, value in fields.items()}
+    fields = {
+        field: tuple(value.items()) if isinstance(value, dict) else value
+        for field, value in fields.items()
+    }
     case = tiny_gpt.Case(grouped=True, **fields, settings=tuple(settings.items()))
     tiny_gpt.initialize(case)
     tiny_gpt.install_fused_wgrad()  # for the attention
 
     def train(hook: Any = None) -> Any:
-        fused_a2a._hybrid_ep_buffer, fused_a2a.te_ep._BOOTSTRAPPED = None, False  # a new model would be a new process
-        return tiny_gpt.train(case, hook=lambda chunks: (hook or list)(freeze(chunks) if frozen else chunks))
+        fused_a2a._hybrid_ep_buffer, fused_a2a.te_ep._BOOTSTRAPPED = (
+            None,
+            False,
+        )  # a new model would be a new process
+        return tiny_gpt.train(
+            case, hook=lambda chunks: (hook or list)(freeze(chunks) if frozen else chunks)
+        )
 
     def freeze(chunks: list) -> list:
         for layer in tiny_gpt.moe_layers(chunks):
@@ -156,7 +197,11 @@ def _compare(name: str, *, frozen: bool = False) -> None:
 
     stock = train()
     operators = operators_on_cpu.of(tiny_gpt.moe_layers(stock.chunks)[0].experts)
-    assert [type(o).__name__ for o in operators] == ["GroupedLinear", ACTIVATIONS[activation], "GroupedLinear"]
+    assert [type(o).__name__ for o in operators] == [
+        "GroupedLinear",
+        ACTIVATIONS[activation],
+        "GroupedLinear",
+    ]
     assert bool(quantized) == (operators[0].get_quantizer("forward", 1) is not None)
     none = train(tiny_gpt.fssdp_hook(slots=0))
     assert tiny_gpt.difference(stock, none) == tiny_gpt.SAME
@@ -177,5 +222,8 @@ def _compare(name: str, *, frozen: bool = False) -> None:
     kept = [w for w in earlier if w is not None and id(w) not in last]
     assert len(earlier) > 0 == len(kept), "operators keep weights of earlier forwards"
     tiny_gpt.assert_trained_alike(
-        stock, ours, name, tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 and not quantized else 1e-5
+        stock,
+        ours,
+        name,
+        tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 and not quantized else 1e-5,
     )

@@ -89,14 +89,18 @@ class Draw:
             # Megatron frees the memory that it gathers all tokens in; with pipelines some ranks fail, others wait
             settings["moe_token_dispatcher_type"] = "alltoall"
         if choose.random() < 0.3:
-            settings |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+            settings |= dict(
+                recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+            )
         homes = fields["experts"] // fields["ep"]
         elsewhere = fields["experts"] - homes
 
         def settings_of_fssdp() -> dict[str, Any]:
             return dict(
                 # also more than homes, and rarely more than there are experts elsewhere, which is refused
-                slots=choose.choice([1, 2, min(homes + 2, elsewhere), elsewhere + 1 if choose.random() < 0.1 else 2]),
+                slots=choose.choice(
+                    [1, 2, min(homes + 2, elsewhere), elsewhere + 1 if choose.random() < 0.1 else 2]
+                ),
                 lifetime=choose.choice(["iteration", "microbatch", "layer"]),
                 late_replicas=choose.choice([0, 0, 3]),
                 transport=choose.choice(["p2p", "p2p", "nvlink"]),
@@ -132,7 +136,9 @@ def _train(draw: Draw, config: dict[str, Any] | None, computed: torch.Tensor | N
     for old_chunk, chunk in zip(run.chunks, new.chunks, strict=True):
         chunk.load_state_dict(old_chunk.state_dict())
     new.optimizer.load_state_dict(run.optimizer.state_dict())
-    for old, layer in zip(tiny_gpt.moe_layers(run.chunks), tiny_gpt.moe_layers(new.chunks), strict=True):
+    for old, layer in zip(
+        tiny_gpt.moe_layers(run.chunks), tiny_gpt.moe_layers(new.chunks), strict=True
+    ):
         layer.skew.copy_(old.skew)
     for step in range(STEPS, STEPS + 2):
         new.step(step)
@@ -148,7 +154,9 @@ def _refused_alike(error: Exception | None) -> bool:
         print(f"  rank {dist.get_rank()}: {type(error).__name__}: {str(error)[:300]}", flush=True)
     failed = torch.tensor(int(error is not None))
     dist.all_reduce(failed)
-    assert int(failed) in (0, dist.get_world_size()), f"{int(failed)} ranks failed, this one with {error!r}"
+    assert int(failed) in (0, dist.get_world_size()), (
+        f"{int(failed)} ranks failed, this one with {error!r}"
+    )
     return int(failed) > 0
 
 

@@ -20,7 +20,9 @@ def _watch_tensor(name: str, p: Any, seen: Seen) -> None:
 def _watch_accumulated(name: str, p: Any, seen: Seen) -> None:
     """After DDP's own hook, which empties ``.grad``: stock sees nothing else either."""
     p.register_post_accumulate_grad_hook(
-        lambda p: seen.setdefault(name, []).append((p.main_grad if p.grad is None else p.grad).detach().double())
+        lambda p: seen.setdefault(name, []).append(
+            (p.main_grad if p.grad is None else p.grad).detach().double()
+        )
     )
 
 
@@ -29,7 +31,9 @@ def _watch_node(name: str, p: Any, seen: Seen) -> None:
     p.register_hook(lambda grad: None)
     node = p.expand_as(p).grad_fn.next_functions[0][0]
     seen.setdefault("nodes", []).append(node)
-    node.register_prehook(lambda grads: seen.setdefault(name, []).append(grads[0].detach().double()))
+    node.register_prehook(
+        lambda grads: seen.setdefault(name, []).append(grads[0].detach().double())
+    )
 
 
 def _double(name: str, p: Any, seen: Seen) -> None:
@@ -73,7 +77,9 @@ def test_bf16() -> None:
     _compare(case, _watch_tensor, tolerance=tiny_gpt.BF16_TOLERANCE)
 
 
-def _compare(case: Any, watch: Callable, *, tolerance: float = 1e-5, only: str = "experts", **settings: Any) -> None:
+def _compare(
+    case: Any, watch: Callable, *, tolerance: float = 1e-5, only: str = "experts", **settings: Any
+) -> None:
     import tiny_gpt
     import torch
 
@@ -95,7 +101,9 @@ def _compare(case: Any, watch: Callable, *, tolerance: float = 1e-5, only: str =
         pairs = zip(grads, found[name], strict=True) if each else [(sum(grads), sum(found[name]))]
         for stock_grad, our_grad in pairs:
             largest = float(stock_grad.abs().max())
-            torch.testing.assert_close(our_grad, stock_grad, rtol=0, atol=max(tolerance * largest, 1e-8), msg=name)
+            torch.testing.assert_close(
+                our_grad, stock_grad, rtol=0, atol=max(tolerance * largest, 1e-8), msg=name
+            )
 
 
 @ranks(2)
@@ -126,13 +134,17 @@ def test_gradients_without_ddp_and_by_autograd_grad() -> None:
                 data = iter([tiny_gpt.batch(case, 7 + step, 0)])
                 loss = tiny_gpt.forward_step(data, chunks[0], case=case)[0].mean()
                 if wrapped:
-                    found = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+                    found = dict(
+                        zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)
+                    )
                     assert not any(p.main_grad.any() for p in named.values())
                 else:
                     loss.backward()
                     found = {name: p.grad for name, p in named.items()}
             if hook is not None:
-                assert any(layer.fssdp.placement.num_replicas for layer in tiny_gpt.moe_layers(chunks))
+                assert any(
+                    layer.fssdp.placement.num_replicas for layer in tiny_gpt.moe_layers(chunks)
+                )
             results.append(found)
         stock, ours = results
         largest = max(float(grad.abs().max()) for grad in stock.values())
@@ -159,7 +171,9 @@ def test_gradients_by_autograd_grad() -> None:
         numbers = []
         for step in range(loops.STEPS):
             if hook is not None and step == 2:
-                with pytest.raises(RuntimeError, match=r"call backward\(\) of the loss instead and read main_grad"):
+                with pytest.raises(
+                    RuntimeError, match=r"call backward\(\) of the loss instead and read main_grad"
+                ):
                     torch.autograd.grad(loop.forward(step, 0), loop.params)
             loop.zero()
             (grad,) = torch.autograd.grad(loop.forward(step, 0), seen[-1])
@@ -173,4 +187,6 @@ def test_gradients_by_autograd_grad() -> None:
 
     stock = train(None)
     for lifetime in ("iteration", "layer"):
-        assert train(tiny_gpt.fssdp_hook(lifetime=lifetime)) == pytest.approx(stock, rel=1e-5), lifetime
+        assert train(tiny_gpt.fssdp_hook(lifetime=lifetime)) == pytest.approx(stock, rel=1e-5), (
+            lifetime
+        )

@@ -20,7 +20,9 @@ CASES: dict[str, dict] = {
 SLOW = {"plain", "bf16-distopt"}  # whose parts others have too
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES]
+)
 @ranks(4, preload=lambda name: "te" if CASES[name].get("grouped") else "megatron")
 def test_one_group_without_replicas(name: str) -> None:
     if CASES[name].get("grouped"):

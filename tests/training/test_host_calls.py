@@ -35,7 +35,11 @@ def test_few_calls_are_added(experts: str) -> None:
     grouped = experts == "TEGroupedMLP"
     settings = dict(hidden_size=16, moe_ffn_hidden_size=16, gradient_accumulation_fusion=grouped)
     case = tiny_gpt.Case(
-        experts=16, accumulate=MICROBATCHES, skew=2.0, grouped=grouped, settings=tuple(settings.items())
+        experts=16,
+        accumulate=MICROBATCHES,
+        skew=2.0,
+        grouped=grouped,
+        settings=tuple(settings.items()),
     )
     tiny_gpt.initialize(case)
     phases = Phases()
@@ -55,4 +59,6 @@ def test_few_calls_are_added(experts: str) -> None:
     added = [count - stock for count in ours]
     assert stock > 1000 and added[0] > 0, (stock, added)
     for count, most in zip(added, MOST[experts], strict=True):
-        assert count <= most, f"{experts}: {added} calls are added to {stock:.0f}, {MOST[experts]} may be"
+        assert count <= most, (
+            f"{experts}: {added} calls are added to {stock:.0f}, {MOST[experts]} may be"
+        )

@@ -20,13 +20,26 @@ def test_multi_token_prediction_by_one_repeated_layer(lifetime: str, recompute: 
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
     tiny_hybrid.install(PATTERN, PREDICTION)
-    settings = dict(num_layers=5, mtp_num_layers=2, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3)
+    settings = dict(
+        num_layers=5, mtp_num_layers=2, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3
+    )
     if recompute:
-        settings |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+        settings |= dict(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        )
     case = tiny_gpt.Case(accumulate=2, settings=tuple(settings.items()))
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case)
-    assert any(isinstance(module, MultiTokenPredictionBlock) for module in stock.chunks[0].modules())
+    assert any(
+        isinstance(module, MultiTokenPredictionBlock) for module in stock.chunks[0].modules()
+    )
     ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(lifetime=lifetime))
     tiny_gpt.assert_trained_alike(stock, ours)
-    assert [layer.fssdp.parts.passes for layer in tiny_gpt.moe_layers(ours.chunks)] == [1, 1, 1, 2, 2, 2]
+    assert [layer.fssdp.parts.passes for layer in tiny_gpt.moe_layers(ours.chunks)] == [
+        1,
+        1,
+        1,
+        2,
+        2,
+        2,
+    ]

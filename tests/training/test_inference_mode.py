@@ -19,7 +19,9 @@ DISPATCHERS: dict[str, dict[str, Any]] = {
     "deepep": dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep"),
     "hybridep": dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep"),
     "ncclep": dict(
-        moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="ncclep", moe_expert_rank_capacity_factor=2.0
+        moe_token_dispatcher_type="flex",
+        moe_flex_dispatcher_backend="ncclep",
+        moe_expert_rank_capacity_factor=2.0,
     ),
 }
 
@@ -73,14 +75,18 @@ def _compare(name: str, when: str, *, grouped: bool, slots: int = 2, **settings:
     stock, _ = _train(case, None, when, torch.no_grad, steps=steps)
     _, kept_by_stock = _train(case, None, when, torch.inference_mode, steps=steps)
     alone, _ = _train(case, dict(slots=slots, **settings), "", torch.no_grad, steps=steps)
-    assert alone.losses == pytest.approx(stock.losses, rel=1e-5) and (alone.replicas > 0) == (slots > 0)
+    assert alone.losses == pytest.approx(stock.losses, rel=1e-5) and (alone.replicas > 0) == (
+        slots > 0
+    )
     for mode in (torch.inference_mode, torch.no_grad):
         ours, kept = _train(case, dict(slots=slots, **settings), when, mode, steps=steps)
         assert kept <= kept_by_stock, kept - kept_by_stock
         assert tiny_gpt.difference(alone, ours) == tiny_gpt.SAME, (name, mode)
 
 
-def _train(case: Any, settings: dict[str, Any] | None, when: str, mode: Any, *, steps: int) -> tuple[Any, set[tuple]]:
+def _train(
+    case: Any, settings: dict[str, Any] | None, when: str, mode: Any, *, steps: int
+) -> tuple[Any, set[tuple]]:
     """Train; evaluate in ``mode`` around steps, as ``when`` says, and read a state dict in it once.
 
     Returns:
@@ -109,7 +115,9 @@ def _train(case: Any, settings: dict[str, Any] | None, when: str, mode: Any, *, 
             evaluate(step)
         if moves and step == steps - 3:
             with mode():
-                run.chunks[0].sharded_state_dict()  # a collective, with homes where Megatron built them
+                run.chunks[
+                    0
+                ].sharded_state_dict()  # a collective, with homes where Megatron built them
     run.read_params()
     mode = torch.no_grad
     evaluate(steps)  # dispatchers keep tensors of their last forward

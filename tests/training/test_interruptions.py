@@ -15,7 +15,9 @@ from ranks import ranks
 LIFETIMES = ("iteration", "microbatch", "layer")
 RECOMPUTED = {
     "kept": {},
-    "recomputed": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "recomputed": dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    ),
     "moe-recomputed": dict(recompute_granularity="selective", recompute_modules=["moe"]),
 }
 STEPS = 3  # replicas come in the second
@@ -25,7 +27,9 @@ LAYERS = 3  # two share a buffer
 def _case(recompute: str) -> Any:
     import tiny_gpt
 
-    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", LAYERS), *RECOMPUTED[recompute].items()))
+    case = tiny_gpt.Case(
+        accumulate=2, settings=(("num_layers", LAYERS), *RECOMPUTED[recompute].items())
+    )
     tiny_gpt.initialize(case)
     return case
 
@@ -161,10 +165,14 @@ def _break_off(run: Any, where: str) -> None:
         handles.append(layers[-1].register_forward_hook(fail))
     elif where == "prefetch":  # replicas of this layer and the next are on their way
         handles.append(layers[1].self_attention.register_forward_pre_hook(fail))
-    elif where == "between":  # gradients of the first layer's replicas are on their way, its homes have not got them
+    elif (
+        where == "between"
+    ):  # gradients of the first layer's replicas are on their way, its homes have not got them
         handles.append(tiny_gpt.moe_layers(run.chunks)[0].register_full_backward_hook(fail))
     elif where == "backward":  # the last layers' gradients have returned, or are on their way
-        handles.append(layers[1].register_forward_hook(lambda m, i, out: out[0].register_hook(fail) and None))
+        handles.append(
+            layers[1].register_forward_hook(lambda m, i, out: out[0].register_hook(fail) and None)
+        )
     else:
         assert where == "router", where
         handles.append(tiny_gpt.moe_layers(run.chunks)[1].router.register_forward_hook(fail))
@@ -241,7 +249,9 @@ def test_a_step_that_breaks_off_between_two_passes() -> None:
             if next(calls) == 2:
                 raise _UserError
 
-        (repeated,) = (m for m in run.chunks[0].modules() if isinstance(m, MultiTokenPredictionLayer))
+        (repeated,) = (
+            m for m in run.chunks[0].modules() if isinstance(m, MultiTokenPredictionLayer)
+        )
         repeated.register_forward_pre_hook(fail)
         return run
 

@@ -90,13 +90,17 @@ def expecting(case: Any, chunks_of: Callable[[], list]) -> Callable[[int], None]
     def expect(step: int) -> None:
         rank = parallel_state.get_data_parallel_rank()
         layers = range(case.layers)
-        own = [[routes_of(step, m, layer, rank) for m in range(case.accumulate)] for layer in layers]
+        own = [
+            [routes_of(step, m, layer, rank) for m in range(case.accumulate)] for layer in layers
+        ]
         expect_routes(chunks_of(), [torch.cat(routes) for routes in own])
 
     return expect
 
 
-def _train(case: Any, steps: int, *, before: Callable[[list, int], None] | None = None, **settings: Any) -> Any:
+def _train(
+    case: Any, steps: int, *, before: Callable[[list, int], None] | None = None, **settings: Any
+) -> Any:
     """Train step by step; the first step as all others."""
     import tiny_gpt
 
@@ -124,7 +128,9 @@ def _train(case: Any, steps: int, *, before: Callable[[list, int], None] | None 
     ids=["iteration", "microbatch", "layer-recompute-overlap", "ep-comm-overlap"],
 )
 @ranks(2)
-def test_plans_are_made_for_the_replayed_routes(lifetime: str, fields: dict, megatron: dict) -> None:
+def test_plans_are_made_for_the_replayed_routes(
+    lifetime: str, fields: dict, megatron: dict
+) -> None:
     """From the first step on, every plan is made for the loads that come; no replica comes after the gate, though it
     might."""
     import tiny_gpt
@@ -146,7 +152,9 @@ def test_plans_are_made_for_the_replayed_routes(lifetime: str, fields: dict, meg
         for layer in range(case.layers)
     ]
     assert len(found) == len(true)
-    assert all(np.array_equal(forecast, load) for forecast, load in zip(found, true, strict=True)), (found, true)
+    assert all(
+        np.array_equal(forecast, load) for forecast, load in zip(found, true, strict=True)
+    ), (found, true)
     assert [m.late for m in layer_metrics(ours.chunks)] == [0, 0]
 
 
@@ -170,7 +178,9 @@ def test_an_iteration_of_several_microbatches_is_planned_for_their_sum_where_it_
     ours = _train(case, 3, before=before, slots=2, late_replicas=2)
     tiny_gpt.assert_trained_alike(stock, ours)
     true = [count(step, range(2), layer, 2) for step in range(3) for layer in range(2)]
-    assert all(np.array_equal(forecast, load) for forecast, load in zip(found, true, strict=True)), (found, true)
+    assert all(
+        np.array_equal(forecast, load) for forecast, load in zip(found, true, strict=True)
+    ), (found, true)
     with pytest.raises(ValueError, match="routes of 1 layers, but this rank has 2 MoE layers"):
         expect_routes(ours.chunks, [torch.zeros(1, 2)])
 
@@ -243,10 +253,14 @@ def test_the_busiest_rank_has_little_more_than_the_mean() -> None:
             run.step(step)
             for index, layer in enumerate(tiny_gpt.moe_layers(run.chunks)):
                 load = count(step, range(1), index, 4)
-                found.append(_least_largest_load(load, layer.fssdp.placement.holders) / load.sum() * 4)
+                found.append(
+                    _least_largest_load(load, layer.fssdp.placement.holders) / load.sum() * 4
+                )
         return float(np.mean(found[4:]))  # from the third step on the past has something to say
 
-    routed = np.mean([_home_load(count(step, range(1), layer, 4)) for step in steps[2:] for layer in range(2)])
+    routed = np.mean(
+        [_home_load(count(step, range(1), layer, 4)) for step in steps[2:] for layer in range(2)]
+    )
     by_routes, by_past = worst(known_routes._replays), worst(lambda state: False)
     assert by_routes < 1.05 < 1.25 < by_past < routed, (by_routes, by_past, routed)
 
@@ -260,7 +274,9 @@ def test_metrics_of_a_plan_for_each_microbatch() -> None:
     import torch.distributed as dist
 
     def routes(step: int, microbatch: int, layer: int, rank: int) -> torch.Tensor:
-        return torch.tensor([[2 * (t % 4), 2 * (t % 4) + 1] if microbatch else [0, 1] for t in range(TOKENS)])
+        return torch.tensor(
+            [[2 * (t % 4), 2 * (t % 4) + 1] if microbatch else [0, 1] for t in range(TOKENS)]
+        )
 
     globals()["routes_of"] = routes
     case = tiny_gpt.Case(ep=4, accumulate=2, settings=(REPLAY,))
@@ -271,7 +287,9 @@ def test_metrics_of_a_plan_for_each_microbatch() -> None:
     def note(chunks: list, step: int) -> None:
         computed.zero_()
         for index, layer in enumerate(tiny_gpt.moe_layers(chunks) if not step else []):
-            layer.experts.register_forward_pre_hook(lambda _, args, i=index: _add(computed, i, len(args[0])))
+            layer.experts.register_forward_pre_hook(
+                lambda _, args, i=index: _add(computed, i, len(args[0]))
+            )
             layer.experts.register_forward_pre_hook(
                 lambda experts, _, i=index: held[i].append(_count_replicas(experts))
             )
@@ -320,7 +338,9 @@ def _least_largest_load(load: np.ndarray, holders: np.ndarray) -> float:
 def _layer(action: Any) -> types.SimpleNamespace:
     """As much of a layer's state as decides whether its routes are known."""
     router = types.SimpleNamespace(router_replay=types.SimpleNamespace(router_replay_action=action))
-    layer = types.SimpleNamespace(router=router, config=types.SimpleNamespace(moe_router_fusion=False))
+    layer = types.SimpleNamespace(
+        router=router, config=types.SimpleNamespace(moe_router_fusion=False)
+    )
     return types.SimpleNamespace(parts=types.SimpleNamespace(layer=layer))
 
 
@@ -333,7 +353,9 @@ def test_only_the_replaying_forward_knows_its_routes() -> None:
     from megatron_hecate.runtime.known_routes import _replays
 
     told = {action: _replays(_layer(action)) for action in [None, *RouterReplayAction]}
-    assert [action for action, known in told.items() if known] == [RouterReplayAction.REPLAY_FORWARD]
+    assert [action for action, known in told.items() if known] == [
+        RouterReplayAction.REPLAY_FORWARD
+    ]
     fused = _layer(RouterReplayAction.REPLAY_FORWARD)
     fused.parts.layer.config.moe_router_fusion = True
     assert not _replays(fused)

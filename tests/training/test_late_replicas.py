@@ -69,7 +69,9 @@ def _train(name: str, *, planner: Callable, late: int, **settings: Any) -> int:
     return sum(m.late for m in metrics)
 
 
-@pytest.mark.parametrize(("planner", "late"), [(no_replicas, 2), (coldest_experts, 4)], ids=["added", "replaced"])
+@pytest.mark.parametrize(
+    ("planner", "late"), [(no_replicas, 2), (coldest_experts, 4)], ids=["added", "replaced"]
+)
 @pytest.mark.parametrize("name", list(CASES)[:5])
 @ranks(2)
 def test_late_replicas_are_added_and_replaced(name: str, planner: Callable, late: int) -> None:
@@ -92,7 +94,9 @@ def test_late_replicas_come_from_other_machines_where_speeds_are_measured(measur
 
     socket.gethostname = lambda: f"machine {dist.get_rank()}"
     convert.CPU = Speeds.load(tiny_gpt.FREE)
-    late = _train("machines", planner=coldest_experts, late=4, speeds=tiny_gpt.FREE if measured else None)
+    late = _train(
+        "machines", planner=coldest_experts, late=4, speeds=tiny_gpt.FREE if measured else None
+    )
     assert (late > 0) == measured
 
 
@@ -112,5 +116,7 @@ def test_development_mode_checks_every_plan() -> None:
     assert run.replicas > 0  # valid plans pass
     if dist.get_rank() == 1:
         replace_planner(no_replicas)
-    with pytest.raises(AssertionError, match=r"layer 1: ranks of \[0, 1\] planned differently: \[-?\d+, -?\d+\]"):
+    with pytest.raises(
+        AssertionError, match=r"layer 1: ranks of \[0, 1\] planned differently: \[-?\d+, -?\d+\]"
+    ):
         run.step(3)

@@ -15,7 +15,15 @@ from ranks import ranks
 MOST = 8
 MICROBATCHES, LAYERS = 4, 2
 ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "detach")  # launch nothing
-WAITS = ("_local_scalar_dense", "item", "nonzero", "equal", "is_nonzero", "masked_select", "_unique2")
+WAITS = (
+    "_local_scalar_dense",
+    "item",
+    "nonzero",
+    "equal",
+    "is_nonzero",
+    "masked_select",
+    "_unique2",
+)
 
 
 class Counted:
@@ -82,9 +90,13 @@ def test_at_most_eight_launches_and_no_wait() -> None:
         patch.setattr(Kernels, "launch", launch_counted)
 
         class Mode(TorchDispatchMode):
-            def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+            ) -> Any:
                 name, returns = func.__name__.split(".")[0], func._schema.returns
-                is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+                is_view = any(
+                    r.alias_info is not None and not r.alias_info.is_write for r in returns
+                )
                 if not is_view and name not in ALLOCATES:
                     counted.add(name)
                 return func(*args, **(kwargs or {}))
@@ -93,7 +105,9 @@ def test_at_most_eight_launches_and_no_wait() -> None:
             trained.step(3)
 
     forwards = MICROBATCHES * LAYERS
-    per_forward = {name: count // forwards for name, count in counted.counts.items() if count >= forwards}
+    per_forward = {
+        name: count // forwards for name, count in counted.counts.items() if count >= forwards
+    }
     others = {name: count % forwards for name, count in counted.counts.items() if count % forwards}
     for kernel in ("fssdp_count", "fssdp_quotas", "fssdp_reroute_32", "fssdp_reroute_gradient_32"):
         assert per_forward.pop(kernel) == 1

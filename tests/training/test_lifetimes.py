@@ -23,7 +23,12 @@ CASES: dict[str, tuple[int, dict, dict, int]] = {
     "accumulate": (2, dict(accumulate=3), dict(num_layers=5), 0),
     "distopt-overlap": (2, dict(accumulate=2, **SHARDED), {}, 0),
     "recompute-full": (2, dict(accumulate=2), FULL, 0),
-    "recompute-three-layers-at-once": (2, SHARDED, dict(FULL, num_layers=6, recompute_num_layers=3), 0),
+    "recompute-three-layers-at-once": (
+        2,
+        SHARDED,
+        dict(FULL, num_layers=6, recompute_num_layers=3),
+        0,
+    ),
     "recompute-moe-biases": (
         2,
         dict(accumulate=2),
@@ -54,7 +59,12 @@ CASES: dict[str, tuple[int, dict, dict, int]] = {
     "pp2": (4, dict(pp=2, accumulate=4), dict(num_layers=8), 0),
     "mtp-repeated-pp2": (4, dict(pp=2, accumulate=4), dict(REPEATED, **FULL, num_layers=8), 0),
     "pp2-vpp2-late": (4, dict(pp=2, vpp=2, accumulate=4, **SHARDED), dict(num_layers=8), 3),
-    "pp2-vpp2-ep-comm-overlap": (4, dict(pp=2, vpp=2, accumulate=4, **SHARDED), dict(COMBINED, num_layers=12), 0),
+    "pp2-vpp2-ep-comm-overlap": (
+        4,
+        dict(pp=2, vpp=2, accumulate=4, **SHARDED),
+        dict(COMBINED, num_layers=12),
+        0,
+    ),
     "tp2-etp2-recompute": (4, dict(tp=2, etp=2), FULL, 0),
     "ep4-late": (4, dict(ep=4, accumulate=2), {}, 3),
 }
@@ -83,11 +93,18 @@ def _compare(name: str) -> None:
     for lifetime in LIFETIMES:
         hook = tiny_gpt.fssdp_hook(late_replicas=late, lifetime=lifetime)
         fetched.clear()
-        ours = tiny_gpt.train(case, hook=lambda chunks, hook=hook: tiny_gpt.before_transfers(hook(chunks), count))
+        ours = tiny_gpt.train(
+            case, hook=lambda chunks, hook=hook: tiny_gpt.before_transfers(hook(chunks), count)
+        )
         tolerance = tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
         tiny_gpt.assert_trained_alike(stock, ours, lifetime, tolerance=tolerance)
-        assert fetched[False] > 0 and (fetched[True] > 0) == (lifetime == "layer"), (lifetime, fetched)
-    again = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(late_replicas=late, lifetime=LIFETIMES[-1]))
+        assert fetched[False] > 0 and (fetched[True] > 0) == (lifetime == "layer"), (
+            lifetime,
+            fetched,
+        )
+    again = tiny_gpt.train(
+        case, hook=tiny_gpt.fssdp_hook(late_replicas=late, lifetime=LIFETIMES[-1])
+    )
     assert tiny_gpt.difference(ours, again) == tiny_gpt.SAME, "two runs differ"
 
 

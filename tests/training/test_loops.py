@@ -38,14 +38,21 @@ def _compare(case: Any, names: list[str], **settings: Any) -> None:
 
     tiny_gpt.initialize(case)
     for name in names:
-        pattern = (loops.PATTERNS | loops.ONLY_WITH_LIFETIME_MICROBATCH | loops.ONLY_WITH_LIFETIME_LAYER)[name]
+        pattern = (
+            loops.PATTERNS | loops.ONLY_WITH_LIFETIME_MICROBATCH | loops.ONLY_WITH_LIFETIME_LAYER
+        )[name]
         losses, params, _ = _train(case, pattern, None)
         ours, our_params, computed = _train(case, pattern, tiny_gpt.fssdp_hook(**settings))
         assert computed > 0, f"{name}: no replica computed anything, so nothing was tested"
         loss = max(abs(a - b) / abs(a) for a, b in zip(losses, ours, strict=True))
-        param = max(float((params[n].double() - our_params[n].double()).abs().max()) for n in params)
+        param = max(
+            float((params[n].double() - our_params[n].double()).abs().max()) for n in params
+        )
         if dist.get_rank() == 0:
-            print(f"| {name} | {losses[-1]:.6f} | {ours[-1]:.6f} | {loss:.0e} | {param:.0e} | {computed} |", flush=True)
+            print(
+                f"| {name} | {losses[-1]:.6f} | {ours[-1]:.6f} | {loss:.0e} | {param:.0e} | {computed} |",
+                flush=True,
+            )
         assert loss <= 1e-5 and param <= 1e-5, (name, loss, param)
 
 
@@ -68,19 +75,29 @@ def test_loops_equal_stock_with_short_lifetimes(lifetime: str, part: int) -> Non
     import tiny_gpt
 
     # more forwards in flight than Megatron's schedules have are refused, see test_interruptions
-    refused = {"two forwards, then two backwards", "forgotten forward at other weights", "forward without backward"}
+    refused = {
+        "two forwards, then two backwards",
+        "forgotten forward at other weights",
+        "forward without backward",
+    }
     names = [name for name in loops.PATTERNS if lifetime == "layer" or name not in refused]
     _compare(tiny_gpt.Case(skew=4), names[part::GROUPS], lifetime=lifetime)
 
 
-@pytest.mark.parametrize("part", [pytest.param(i, marks=[pytest.mark.slow] * (i > 0)) for i in range(GROUPS)])
+@pytest.mark.parametrize(
+    "part", [pytest.param(i, marks=[pytest.mark.slow] * (i > 0)) for i in range(GROUPS)]
+)
 @ranks(2)
 def test_loops_equal_stock_with_overlap(part: int) -> None:
     import loops
     import tiny_gpt
 
     case = tiny_gpt.Case(distributed_optimizer=True, overlap=True, skew=4)
-    names = [name for name in loops.PATTERNS if name not in loops.NOT_WITH_OVERLAP and not name.startswith("without")]
+    names = [
+        name
+        for name in loops.PATTERNS
+        if name not in loops.NOT_WITH_OVERLAP and not name.startswith("without")
+    ]
     _compare(case, names[part::GROUPS])
 
 
@@ -98,7 +115,9 @@ def test_weights_written_in_forward_step() -> None:
         weight = tiny_gpt.moe_layers(run.chunks)[-1].experts.local_experts[0].linear_fc1.weight
         calls: list[None] = []
 
-        def write_and_step(*args: Any, weight: Any = weight, calls: list = calls, **kwargs: Any) -> Any:
+        def write_and_step(
+            *args: Any, weight: Any = weight, calls: list = calls, **kwargs: Any
+        ) -> Any:
             calls.append(None)
             if len(calls) == 2:
                 with torch.no_grad():
@@ -106,7 +125,9 @@ def test_weights_written_in_forward_step() -> None:
             return forward_step(*args, **kwargs)
 
         tiny_gpt.forward_step = write_and_step
-        with pytest.raises(RuntimeError, match=r"layer 2: 1 of 8 weights .* or use --moe-fssdp-lifetime microbatch"):
+        with pytest.raises(
+            RuntimeError, match=r"layer 2: 1 of 8 weights .* or use --moe-fssdp-lifetime microbatch"
+        ):
             tiny_gpt.run(case, run.chunks, 2, num_microbatches=2)
         tiny_gpt.forward_step = forward_step
 
@@ -123,7 +144,9 @@ def test_steps_of_other_models_between_forwards_in_flight() -> None:
     for lifetime in ("iteration", "microbatch"):
         said = rf"layer 2: a backward needs .*lifetime {lifetime}.* \w+ stepped, of this model or of another one, .*"
         with pytest.raises(RuntimeError, match=said + "or use --moe-fssdp-lifetime layer"):
-            _train(case, loops.ONLY_WITH_LIFETIME_LAYER[name], tiny_gpt.fssdp_hook(lifetime=lifetime))
+            _train(
+                case, loops.ONLY_WITH_LIFETIME_LAYER[name], tiny_gpt.fssdp_hook(lifetime=lifetime)
+            )
 
 
 @pytest.mark.parametrize("lifetime", ["iteration", "layer"])
@@ -132,7 +155,9 @@ def test_an_iteration_that_ends_before_its_backward(lifetime: str) -> None:
     """The backward computes forwards again that were seen in an iteration which is over."""
     import tiny_gpt
 
-    settings = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    settings = dict(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+    )
     names = ["zeroed between forward and backward", "critic steps between forward and backward"]
     _compare(tiny_gpt.Case(skew=4, settings=tuple(settings.items())), names, lifetime=lifetime)
 
@@ -161,7 +186,9 @@ def test_a_repeated_iteration_is_bitwise_the_same(lifetime: str, late: int) -> N
     case = tiny_gpt.Case(accumulate=2, skew=4, settings=(("moe_router_topk", 3),))
     tiny_gpt.initialize(case)
     computed = torch.zeros(1)
-    hook = tiny_gpt.counting_hook(tiny_gpt.fssdp_hook(lifetime=lifetime, late_replicas=late), computed)
+    hook = tiny_gpt.counting_hook(
+        tiny_gpt.fssdp_hook(lifetime=lifetime, late_replicas=late), computed
+    )
     run = tiny_gpt.train(case, steps=0, hook=hook)
     in_replicas = []  # tokens, in each step
     for step in range(6):

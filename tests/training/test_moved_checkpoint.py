@@ -20,7 +20,10 @@ BY_BUCKET = {**METADATA, "distrib_optim_sharding_type": "dp_reshardable"}
 
 def state_of(run: Any, metadata: dict, *, loading: bool) -> dict:
     model = run.chunks[0].module.sharded_state_dict(metadata=metadata)
-    return {"model": model, "optimizer": run.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata)}
+    return {
+        "model": model,
+        "optimizer": run.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
+    }
 
 
 def load(run: Any, folder: Path, metadata: dict = METADATA) -> None:
@@ -55,7 +58,9 @@ def hashes(run: Any) -> dict[str, str]:
             numbers |= {id(p): (i, places[i]) for p in expert.parameters()}
     states = {}
     for optimizer in run.optimizer.chained_optimizers:
-        states |= {stepped.data_ptr(): state for stepped, state in optimizer.optimizer.state.items()}
+        states |= {
+            stepped.data_ptr(): state for stepped, state in optimizer.optimizer.state.items()
+        }
     own = {}
     for name, p in run.chunks[0].module.named_parameters():
         if id(p) in numbers:
@@ -66,7 +71,10 @@ def hashes(run: Any) -> dict[str, str]:
             if torch.is_tensor(value) and value.dim():
                 own[f"{name} {kind}"] = value
     of_ranks: list[Any] = [None] * dist.get_world_size()
-    mine = {name: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest() for name, value in own.items()}
+    mine = {
+        name: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
+        for name, value in own.items()
+    }
     dist.all_gather_object(of_ranks, mine)
     return {name: value for of_rank in of_ranks for name, value in of_rank.items()}
 
@@ -94,7 +102,9 @@ def test_into_stock_and_back(reader: str, distributed_optimizer: bool) -> None:
     read = tiny_gpt.train(case, steps=4, hook=hook)
     load(read, _folder("checkpoint"))
     assert hashes(read) == before and len(before) > 50
-    assert [read.step(s) for s in (5, 6, 7)] == pytest.approx([written.step(s) for s in (5, 6, 7)], rel=1e-5)
+    assert [read.step(s) for s in (5, 6, 7)] == pytest.approx(
+        [written.step(s) for s in (5, 6, 7)], rel=1e-5
+    )
     assert homes_of(written).are_moved
 
 
@@ -120,7 +130,9 @@ def test_into_another_ep_size_and_back() -> None:
         parameters = {name: value for name, value in before.items() if " exp_avg" not in name}
         assert parameters.items() <= hashes(read).items()
         if hook is not None:  # its homes move again before it is saved
-            tiny_gpt.run(narrow, read.chunks, 9, num_microbatches=1)  # the next iteration begins, and no step follows
+            tiny_gpt.run(
+                narrow, read.chunks, 9, num_microbatches=1
+            )  # the next iteration begins, and no step follows
             assert homes_of(read).are_moved
         folder = _folder(f"narrow {number}")
         save(read, folder)
@@ -145,7 +157,9 @@ def test_buckets_as_they_lie() -> None:
     read = tiny_gpt.train(case, steps=2)
     load(read, _folder("checkpoint"), BY_BUCKET)
     assert hashes(read) == hashes(written)
-    assert [read.step(s) for s in (5, 6, 7)] == pytest.approx([written.step(s) for s in (5, 6, 7)], rel=1e-5)
+    assert [read.step(s) for s in (5, 6, 7)] == pytest.approx(
+        [written.step(s) for s in (5, 6, 7)], rel=1e-5
+    )
 
 
 @pytest.mark.newest
@@ -163,7 +177,9 @@ def test_asynchronous_saving() -> None:
     before, queue = hashes(written), AsyncCallsQueue()
     state = state_of(written, METADATA, loading=False)
     settings = dict(async_sharded_save=True, async_strategy="mcore")
-    queue.schedule_async_request(dist_checkpointing.save(state, str(_folder("checkpoint")), **settings))
+    queue.schedule_async_request(
+        dist_checkpointing.save(state, str(_folder("checkpoint")), **settings)
+    )
     expected = [written.step(s) for s in (5, 6, 7)]
     assert homes_of(written).are_moved
     queue.maybe_finalize_async_calls(blocking=True)
@@ -184,10 +200,16 @@ def test_a_plain_state_dict_is_refused_while_homes_are_elsewhere() -> None:
     tiny_gpt.initialize(case)
     run = tiny_gpt.train(case, steps=5, hook=rehoming_hook())
     before = hashes(run)
-    with pytest.raises(RuntimeError, match=r"moved homes of experts.*restore_homes\(model\) on all ranks"):
+    with pytest.raises(
+        RuntimeError, match=r"moved homes of experts.*restore_homes\(model\) on all ranks"
+    ):
         run.chunks[0].state_dict()
     megatron_hecate.restore_homes(run.chunks)
-    weights = {name: value.clone() for name, value in run.chunks[0].module.state_dict().items() if value is not None}
+    weights = {
+        name: value.clone()
+        for name, value in run.chunks[0].module.state_dict().items()
+        if value is not None
+    }
     assert hashes(run) == before
     run.step(5)
     with pytest.raises(RuntimeError, match="moved homes"):

@@ -43,9 +43,7 @@ def test_a_rank_that_dies_is_named_and_homes_stay() -> None:
     if dist.get_rank() == 1:
         Relocation.exchange = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
-    expected = (
-        r"(?s)homes of layer 1: moving experts failed on rank \d of 3.*Of all ranks: rank 1 on \S+ \(stands still"
-    )
+    expected = r"(?s)homes of layer 1: moving experts failed on rank \d of 3.*Of all ranks: rank 1 on \S+ \(stands still"
     with pytest.raises(TransferError, match=expected) as failed:
         run.step(3)
     assert "; rank" not in str(failed.value).split("Of all ranks: ")[1]
@@ -70,7 +68,9 @@ def test_an_error_before_all_has_come_leaves_the_old_homes() -> None:
 
     if dist.get_rank() == 1:
         Relocation.exchange = fails
-    with pytest.raises((MemoryError, TransferError), match=r"no room|homes of layer 1: comparing plans failed"):
+    with pytest.raises(
+        (MemoryError, TransferError), match=r"no room|homes of layer 1: comparing plans failed"
+    ):
         run.step(3)
     assert not homes_of(run).are_moved
     assert hashes(run) == before
@@ -124,10 +124,15 @@ def test_an_error_while_one_rank_writes_stops_all_before_the_next_step() -> None
             run.step(3)
         with pytest.raises(RuntimeError, match="moved homes"):
             run.chunks[0].state_dict()
-        with pytest.raises(RuntimeError, match="this rank has some of them only; start again from the last checkpoint"):
+        with pytest.raises(
+            RuntimeError,
+            match="this rank has some of them only; start again from the last checkpoint",
+        ):
             run.step(3)
     else:
-        with pytest.raises(TransferError, match="homes: asking who keeps what failed on rank 0 of 2"):
+        with pytest.raises(
+            TransferError, match="homes: asking who keeps what failed on rank 0 of 2"
+        ):
             run.step(3)
 
 
@@ -163,17 +168,26 @@ def test_what_an_interruption_leaves_is_not_saved(back: bool) -> None:
     run = about_to_move()
     if back:
         run.step(3)
-    with mock.patch.object(Relocation, "write", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+    with (
+        mock.patch.object(Relocation, "write", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
         save(run, _folder("interrupted")) if back else run.step(3)
-    with pytest.raises(RuntimeError, match="this rank has some of them only; start again from the last checkpoint"):
+    with pytest.raises(
+        RuntimeError, match="this rank has some of them only; start again from the last checkpoint"
+    ):
         save(run, _folder("checkpoint"))
-    with pytest.raises(RuntimeError, match="this rank has some of them only; start again from the last checkpoint"):
+    with pytest.raises(
+        RuntimeError, match="this rank has some of them only; start again from the last checkpoint"
+    ):
         run.step(3)
 
 
 @ranks(2)
 def test_homes_that_differ_are_not_saved() -> None:
     """All have moved, but not to the same places: they would send each other the wrong experts."""
-    run = moved_differently(lambda state: state.homes.table[:, :4].ravel()[[4, 1, 2, 3, 0, 5, 6, 7]])
+    run = moved_differently(
+        lambda state: state.homes.table[:, :4].ravel()[[4, 1, 2, 3, 0, 5, 6, 7]]
+    )
     with pytest.raises(RuntimeError, match="moved on some ranks only; start again"):
         save(run, _folder("checkpoint"))

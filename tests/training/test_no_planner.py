@@ -22,7 +22,9 @@ def test_numba_is_needed_by_slots_only() -> None:
     from megatron_hecate.plan.compiled import Compiled
 
     def refuse(function: Any, *args: Any) -> Any:
-        raise ImportError("planning needs numba, which cannot be imported (Numba needs NumPy 2.4 or less)")
+        raise ImportError(
+            "planning needs numba, which cannot be imported (Numba needs NumPy 2.4 or less)"
+        )
 
     compile_planner.cache_clear()
     Compiled.__call__ = refuse  # type: ignore[method-assign]
@@ -31,5 +33,7 @@ def test_numba_is_needed_by_slots_only() -> None:
     stock = tiny_gpt.train(case)
     without = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=0))
     assert tiny_gpt.difference(stock, without) == tiny_gpt.SAME
-    with pytest.raises(SwitchOnError, match=r"planning cannot be compiled: ImportError: planning needs numba"):
+    with pytest.raises(
+        SwitchOnError, match=r"planning cannot be compiled: ImportError: planning needs numba"
+    ):
         tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=2))

@@ -17,12 +17,19 @@ from megatron_hecate import HecateConfig, fssdp
 
 CASES = {
     "plain": {},
-    "accumulated, distributed optimizer, overlap": dict(accumulate=3, distributed_optimizer=True, overlap=True),
+    "accumulated, distributed optimizer, overlap": dict(
+        accumulate=3, distributed_optimizer=True, overlap=True
+    ),
     "no expert parallelism": dict(ep=1),
     "full recomputation": dict(
-        settings=dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1), accumulate=2
+        settings=dict(
+            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
+        ),
+        accumulate=2,
     ),
-    "recomputed layers": dict(settings=dict(recompute_granularity="selective", recompute_modules=["moe"])),
+    "recomputed layers": dict(
+        settings=dict(recompute_granularity="selective", recompute_modules=["moe"])
+    ),
     "group-limited": dict(settings=dict(moe_router_num_groups=4, moe_router_group_topk=2)),
     "Sinkhorn": dict(settings=dict(moe_router_load_balancing_type="sinkhorn")),
     "expert bias, sequence loss": dict(
@@ -35,12 +42,16 @@ CASES = {
     ),
     "dropped and padded": dict(
         settings=dict(
-            moe_expert_capacity_factor=0.5, moe_pad_expert_input_to_capacity=True, moe_token_drop_policy="probs"
+            moe_expert_capacity_factor=0.5,
+            moe_pad_expert_input_to_capacity=True,
+            moe_token_drop_policy="probs",
         )
     ),
     "all-gather": dict(settings=dict(moe_token_dispatcher_type="allgather")),
     "tensor parallel": dict(tp=2, etp=1),
-    "bf16, combined schedule": dict(bf16=True, settings=dict(overlap_moe_expert_parallel_comm=True)),
+    "bf16, combined schedule": dict(
+        bf16=True, settings=dict(overlap_moe_expert_parallel_comm=True)
+    ),
     "one expert": dict(one_expert=True),
 }
 
@@ -60,7 +71,9 @@ def _count(chunks: list) -> list:
     for index, layer in enumerate(tiny_gpt.moe_layers(chunks)):
         preprocess = layer.token_dispatcher.dispatch_preprocess
 
-        def count(hidden: Any, routing_map: Any, *rest: Any, i: int = index, original: Any = preprocess) -> Any:
+        def count(
+            hidden: Any, routing_map: Any, *rest: Any, i: int = index, original: Any = preprocess
+        ) -> Any:
             if torch._C._current_graph_task_id() == -1 and counted[0] is not None:
                 counted[-1][i] = counted[-1][i] + np.array(routing_map.int().sum(dim=0).tolist())
             return original(hidden, routing_map, *rest)
@@ -72,7 +85,9 @@ def _count(chunks: list) -> list:
 SLOW = {"group-limited", "Sinkhorn", "all-gather", "one expert"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES]
+)
 @ranks(2)
 def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str) -> None:
     import tiny_gpt
@@ -94,7 +109,9 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
         counted.extend([_count(chunks)])
         return fssdp(HecateConfig(observe=True, record=folder))(chunks)
 
-    observed = tiny_gpt.train(case, hook=hook, before_step=lambda *_: counted[0].append(defaultdict(lambda: 0)))
+    observed = tiny_gpt.train(
+        case, hook=hook, before_step=lambda *_: counted[0].append(defaultdict(lambda: 0))
+    )
     assert observed.losses == stock.losses and observed.grad_norms == stock.grad_norms
     assert all(torch.equal(p, stock.params[n]) for n, p in observed.params.items()), "parameters"
     with tiny_gpt.evaluating(observed.chunks):  # which must not be counted
@@ -103,11 +120,17 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
     observer = layers[0].router.observer
     assert not observer.counts.any(), "evaluation was counted"
     observer.stage.close()
-    loads = torch.tensor(np.array([[step[i] for i in range(len(layers))] for step in counted[0][:3]]))
+    loads = torch.tensor(
+        np.array([[step[i] for i in range(len(layers))] for step in counted[0][:3]])
+    )
     dist.all_reduce(loads, group=layers[0].token_dispatcher.tp_ep_group)
     dist.barrier()
     record = read(folder)
-    assert record.info.mode == "observe" and record.info.ranks == case.ep and record.info.num_experts == 8
+    assert (
+        record.info.mode == "observe"
+        and record.info.ranks == case.ep
+        and record.info.num_experts == 8
+    )
     assert record.info.layers == ("layer 1", "layer 2")
     assert record.iteration.tolist() == [1, 2, 3]
     if case.ep > 1 or dist.get_rank() == 0:
@@ -131,7 +154,12 @@ def test_memory_of_a_rank_in_the_record() -> None:
     again = dict(recompute_granularity="selective")
     cases: list[tuple[bool, bool, dict[str, Any], bool]] = [
         (False, True, gated, True),
-        (True, False, dict(gated_linear_unit=False, activation_func=torch.nn.functional.gelu), True),
+        (
+            True,
+            False,
+            dict(gated_linear_unit=False, activation_func=torch.nn.functional.gelu),
+            True,
+        ),
         (True, True, {**gated, "bias_activation_fusion": True}, True),
         (True, False, {**gated, **again, "recompute_modules": ["moe_act"]}, True),
         (True, False, {**gated, **again, "recompute_modules": ["moe"]}, False),
@@ -143,13 +171,17 @@ def test_memory_of_a_rank_in_the_record() -> None:
         run = tiny_gpt.train(case, steps=1, hook=fssdp(HecateConfig(observe=True, record=record)))
         layers = tiny_gpt.moe_layers(run.chunks)
         told, experts = layers[0].router.observer.stage.info.memory, layers[0].experts
-        sizes = [p.numel() * p.element_size() for layer in layers for p in layer.experts.parameters()]
+        sizes = [
+            p.numel() * p.element_size() for layer in layers for p in layer.experts.parameters()
+        ]
         assert told["weights"] == sum(sizes) and told["kept"] == kept
         params = {p.untyped_storage().data_ptr() for p in experts.parameters()}
 
         def saved(each: int, experts: Any = experts, params: set = params, case: Any = case) -> int:
             found: dict[int, torch.Tensor] = {}
-            x = torch.randn(4 * each, experts.config.hidden_size, dtype=case.dtype, requires_grad=True)
+            x = torch.randn(
+                4 * each, experts.config.hidden_size, dtype=case.dtype, requires_grad=True
+            )
             keep = lambda t: (found.setdefault(t.untyped_storage().data_ptr(), t), t)[1]  # noqa: E731
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
                 experts(x, torch.full((4,), each), torch.rand(4 * each, requires_grad=True))
@@ -177,11 +209,17 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
 
     rank, folder = dist.get_rank(), os.environ["TEST_FOLDER"] + "/run"
     socket.gethostname = lambda: f"machine {rank // 2}"
-    recomputed = dict(settings=(("recompute_granularity", "selective"), ("recompute_modules", ["moe"])))
-    case = tiny_gpt.Case(ep=4, accumulate=2, skew=3, **(recomputed if settings.get("lifetime") == "layer" else {}))
+    recomputed = dict(
+        settings=(("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
+    )
+    case = tiny_gpt.Case(
+        ep=4, accumulate=2, skew=3, **(recomputed if settings.get("lifetime") == "layer" else {})
+    )
     tiny_gpt.initialize(case)
     hook = tiny_gpt.fssdp_hook(record=folder, **settings)
-    seen: list = [torch.zeros(2, 4 + 8 + 1, dtype=torch.int64)]  # [L] tokens by rank, by expert, crossing
+    seen: list = [
+        torch.zeros(2, 4 + 8 + 1, dtype=torch.int64)
+    ]  # [L] tokens by rank, by expert, crossing
     placed: list = []
 
     def watch(chunks: list) -> list:
@@ -190,8 +228,8 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
             layer.experts.register_forward_pre_hook(lambda _, args, i=i: computed(i, len(args[0])))
             for dispatcher in {layer.fssdp.stock_dispatcher, layer.fssdp.physical_dispatcher}:
                 original = dispatcher.dispatch_preprocess
-                dispatcher.dispatch_preprocess = lambda *a, o=original, i=i, s=layer.fssdp, d=dispatcher: sent(
-                    i, o, s, d, *a
+                dispatcher.dispatch_preprocess = (
+                    lambda *a, o=original, i=i, s=layer.fssdp, d=dispatcher: sent(i, o, s, d, *a)
                 )
         return chunks
 
@@ -199,9 +237,21 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
         if torch._C._current_graph_task_id() == -1:
             seen[-1][i, rank] += tokens
 
-    def sent(i: int, original: Any, state: Any, dispatcher: Any, hidden: Any, routing_map: Any, *rest: Any) -> Any:
+    def sent(
+        i: int,
+        original: Any,
+        state: Any,
+        dispatcher: Any,
+        hidden: Any,
+        routing_map: Any,
+        *rest: Any,
+    ) -> Any:
         if torch._C._current_graph_task_id() == -1:
-            table = state.placement.table if dispatcher is state.physical_dispatcher else state.parts.homes_only.table
+            table = (
+                state.placement.table
+                if dispatcher is state.physical_dispatcher
+                else state.parts.homes_only.table
+            )
             if dispatcher is not state.physical_dispatcher:
                 table = table[:, :2]
             for physical, tokens in enumerate(routing_map.sum(dim=0).tolist()):
@@ -213,7 +263,9 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
         return original(hidden, routing_map, *rest)
 
     def before_step(chunks: list, _: int) -> None:
-        placed.append([(la.fssdp.planned, la.fssdp.placement) for la in tiny_gpt.moe_layers(chunks)])
+        placed.append(
+            [(la.fssdp.planned, la.fssdp.placement) for la in tiny_gpt.moe_layers(chunks)]
+        )
         seen.append(torch.zeros_like(seen[0]))
         tiny_gpt.move_skew(chunks, 0)
 
@@ -223,19 +275,34 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
     total = torch.stack(seen[:4])
     dist.all_reduce(total)
     record, slots = read(folder), settings.get("slots", 2)
-    assert record.info.mode == "fssdp" and record.info.node == (0, 0, 1, 1) and record.info.slots == slots
+    assert (
+        record.info.mode == "fssdp"
+        and record.info.node == (0, 0, 1, 1)
+        and record.info.slots == slots
+    )
     assert record.iteration.tolist() == [1, 2, 3, 4]
     assert record.rank_load.tolist() == total[:, :, :4].tolist()
     assert record.load.tolist() == total[:, :, 4:12].tolist()
     assert record.crossing.tolist() == total[:, :, 12].tolist()
     for t, layers in enumerate(placed):
         for at, (planned, now) in enumerate(layers):
-            recorded = {(e, n) for n, held in enumerate(record.replica[t, at].tolist()) for e in held if e >= 0}
+            recorded = {
+                (e, n)
+                for n, held in enumerate(record.replica[t, at].tolist())
+                for e in held
+                if e >= 0
+            }
             held = {(e, n) for e, n in np.argwhere(now.holders).tolist() if n != e // 2}
             assert recorded == held
-            assert record.late[t, at] == len(held - {(e, n) for e, n in np.argwhere(planned.holders).tolist()})
+            assert record.late[t, at] == len(
+                held - {(e, n) for e, n in np.argwhere(planned.holders).tolist()}
+            )
     assert (record.replica >= 0).any() == bool(slots)
-    own = [p.numel() * p.element_size() for la in tiny_gpt.moe_layers(run.chunks) for p in la.experts.parameters()]
+    own = [
+        p.numel() * p.element_size()
+        for la in tiny_gpt.moe_layers(run.chunks)
+        for p in la.experts.parameters()
+    ]
     assert record.info.memory["weights"] == sum(own)
     if slots:
         pool = tiny_gpt.moe_layers(run.chunks)[0].prefetcher._pool

@@ -21,7 +21,11 @@ from ranks import ranks
 from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate.job import watchdog
 
-FULL = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+FULL = (
+    ("recompute_granularity", "full"),
+    ("recompute_method", "uniform"),
+    ("recompute_num_layers", 1),
+)
 
 
 def _record(chunks: list, folder: str) -> Any:
@@ -49,14 +53,18 @@ class _Counted:
         for index, layer in enumerate(tiny_gpt.moe_layers(chunks)):
             original = layer.token_dispatcher.dispatch_preprocess
             self.group = layer.token_dispatcher.tp_ep_group
-            layer.token_dispatcher.dispatch_preprocess = lambda *a, i=index, o=original: self._count(i, o, *a)
+            layer.token_dispatcher.dispatch_preprocess = lambda *a, i=index, o=original: (
+                self._count(i, o, *a)
+            )
         return fssdp(HecateConfig(observe=True, record=self.folder))(chunks)
 
     def _count(self, layer: int, original: Any, hidden: Any, routing_map: Any, *rest: Any) -> Any:
         import torch
 
         if torch._C._current_graph_task_id() == -1:  # not recomputed
-            self.steps[-1][layer] = self.steps[-1][layer] + np.array(routing_map.int().sum(dim=0).tolist())
+            self.steps[-1][layer] = self.steps[-1][layer] + np.array(
+                routing_map.int().sum(dim=0).tolist()
+            )
         return original(hidden, routing_map, *rest)
 
     def loads(self, steps: int) -> list:
@@ -114,7 +122,9 @@ def test_graphs_hold_the_counting(graphs: str) -> None:
         graphed = dataclasses.replace(case, settings=graphs_on_cpu.local(**settings))
     else:
         scopes = {"router": ("attn", "moe_router"), "experts": ("moe",), "layer": ()}[graphs]
-        graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings))
+        graphed = dataclasses.replace(
+            case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings)
+        )
         train = graphs_on_cpu.train
     ours = observed(graphed, train)
     graphs_on_cpu.assert_replayed(at_least=1)
@@ -153,10 +163,14 @@ def test_a_graph_of_the_optimizers_step(megatrons: bool) -> None:
 
     def train(case: Any, *, graph: bool, hook: Any = None) -> Any:
         run = tiny_gpt.train(case, steps=1, hook=hook, before_step=tiny_gpt.move_skew)
-        run.optimizer.get_grad_norm = lambda: 0.0  # Megatron's, without TransformerEngine's kernels, waits for it
+        run.optimizer.get_grad_norm = lambda: (
+            0.0
+        )  # Megatron's, without TransformerEngine's kernels, waits for it
         if graph:
             observe.device_of_rank = lambda: torch.device("cuda")
-            run.optimizer.step = (OptimizerCudaGraphWrapper if megatrons else _captured)(run.optimizer.step)
+            run.optimizer.step = (OptimizerCudaGraphWrapper if megatrons else _captured)(
+                run.optimizer.step
+            )
         for step in range(1, 5):
             run.step(step)
         run.read_params()
@@ -168,7 +182,9 @@ def test_a_graph_of_the_optimizers_step(megatrons: bool) -> None:
         return run, _record(run.chunks, path)
 
     graphs_on_cpu.install()
-    case = tiny_gpt.Case(accumulate=2, optimizer=(("optimizer", "sgd"), ("lr", 0.1), ("clip_grad", 0.0)))
+    case = tiny_gpt.Case(
+        accumulate=2, optimizer=(("optimizer", "sgd"), ("lr", 0.1), ("clip_grad", 0.0))
+    )
     tiny_gpt.initialize(case)
     stock = train(case, graph=False)
     _, eager = observed("eager", graph=False)
@@ -178,11 +194,14 @@ def test_a_graph_of_the_optimizers_step(megatrons: bool) -> None:
         ours, graphed = observed("graphed", graph=True)
     graphs_on_cpu.assert_replayed(at_least=1)
     assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
-    assert eager.iteration.tolist() == [1, 2, 3, 4, 5] and len({str(load) for load in eager.load.tolist()}) == 5
-    kept = 5 if megatrons else 1
-    assert graphed.load.tolist() == eager.load.tolist()[:kept] and graphed.iteration.tolist() == list(
-        range(1, kept + 1)
+    assert (
+        eager.iteration.tolist() == [1, 2, 3, 4, 5]
+        and len({str(load) for load in eager.load.tolist()}) == 5
     )
+    kept = 5 if megatrons else 1
+    assert graphed.load.tolist() == eager.load.tolist()[
+        :kept
+    ] and graphed.iteration.tolist() == list(range(1, kept + 1))
     assert ("FSSDP observes no longer" in said.getvalue()) is not megatrons
 
 
@@ -207,10 +226,15 @@ def test_an_optimizer_that_is_none_of_torchs(numbered: bool) -> None:
 
     case = tiny_gpt.Case(accumulate=2, settings=FULL)
     tiny_gpt.initialize(case)
-    arguments, counted = types.SimpleNamespace(curr_iteration=0), _Counted(os.environ["TEST_FOLDER"] + "/run")
+    arguments, counted = (
+        types.SimpleNamespace(curr_iteration=0),
+        _Counted(os.environ["TEST_FOLDER"] + "/run"),
+    )
     if numbered:
         nobody = dict.fromkeys(("get_tensorboard_writer", "get_wandb_writer"), lambda: None)
-        sys.modules["megatron.training.global_vars"] = types.SimpleNamespace(_GLOBAL_ARGS=arguments, **nobody)
+        sys.modules["megatron.training.global_vars"] = types.SimpleNamespace(
+            _GLOBAL_ARGS=arguments, **nobody
+        )
     run = tiny_gpt.train(case, steps=0, hook=counted)
     run.optimizer.step = _Descent(run.chunks).step
     said = io.StringIO()
@@ -219,7 +243,10 @@ def test_an_optimizer_that_is_none_of_torchs(numbered: bool) -> None:
             arguments.curr_iteration = step
             run.step(step)
             counted.steps.append(defaultdict(int))
-    loads, line = counted.loads(10), "FSSDP records nothing until an optimizer steps that is one of torch's"
+    loads, line = (
+        counted.loads(10),
+        "FSSDP records nothing until an optimizer steps that is one of torch's",
+    )
     assert said.getvalue().count(line) == (0 if numbered else 1)
     if numbered:
         record = _record(run.chunks, counted.folder)
@@ -264,8 +291,14 @@ def test_megatron_fsdp(sharded: str, fields: dict[str, Any]) -> None:
         torch.cuda.current_device = lambda: 0
         wrapped = FullyShardedDataParallel(config, ddp, chunks[0], device=torch.device("cpu"))
         torch.cuda.current_device = lambda: torch.device("cpu")
-        split = {name: getattr(p, "_tensor_parallel_mode", None) for name, p in chunks[0].named_parameters()}
-        config.no_sync_func, config.finalize_model_grads_func = wrapped.no_sync, finalize_model_grads
+        split = {
+            name: getattr(p, "_tensor_parallel_mode", None)
+            for name, p in chunks[0].named_parameters()
+        }
+        config.no_sync_func, config.finalize_model_grads_func = (
+            wrapped.no_sync,
+            finalize_model_grads,
+        )
         settings = OptimizerConfig(optimizer="adam", lr=3e-3, use_distributed_optimizer=True)
         optimizer, seen = get_megatron_optimizer(settings, [wrapped]), []
         config.grad_scale_func = optimizer.scale_loss
@@ -276,14 +309,18 @@ def test_megatron_fsdp(sharded: str, fields: dict[str, Any]) -> None:
             if counted:
                 counted.steps.append(defaultdict(int))
             seen += optimizer.step()[:2]
-        params = [getattr(p, "_local_tensor", p).detach().clone() for p in optimizer.get_parameters()]
+        params = [
+            getattr(p, "_local_tensor", p).detach().clone() for p in optimizer.get_parameters()
+        ]
         return seen, params, split, chunks
 
     stock = train(None)
     counted = _Counted(os.environ["TEST_FOLDER"] + "/run")
     seen, params, split, chunks = train(counted)
     assert seen == stock[0] and split == stock[2]
-    assert watchdog._running._group == 0, "without expert parallelism, replicas of the data wait for each other"
+    assert watchdog._running._group == 0, (
+        "without expert parallelism, replicas of the data wait for each other"
+    )
     assert len(params) == len(stock[1]) > 0 and all(map(torch.equal, params, stock[1]))
     loads, record = counted.loads(3), _record(chunks, counted.folder)
     assert dist.get_rank() or (record.load.tolist() == loads and record.load.sum() > 0)

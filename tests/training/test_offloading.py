@@ -47,7 +47,9 @@ def test_offloaded_experts(modules: list[str], fused: bool) -> None:
     case = tiny_gpt.Case(grouped=True, accumulate=2, settings=tuple(settings.items()))
     tiny_gpt.initialize(case)
     handler = offload.ChunkOffloadHandler
-    handler._can_manage_tensor_for_offload = staticmethod(lambda tensor: not isinstance(tensor, torch.nn.Parameter))
+    handler._can_manage_tensor_for_offload = staticmethod(
+        lambda tensor: not isinstance(tensor, torch.nn.Parameter)
+    )
     shapes: list[tuple[int, ...]] = []
     copy_away = handler.offload
 

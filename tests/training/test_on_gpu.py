@@ -45,23 +45,55 @@ CASES: dict[str, tuple[dict, dict, dict]] = {
     "fused-microbatch": (dict(accumulate=3), FUSED, dict(lifetime="microbatch")),
     "fused-late": (dict(accumulate=2), FUSED, LATE),
     "fused-full": (dict(accumulate=2), dict(FUSED, **FULL), {}),
-    "fused-moe-layer": (dict(accumulate=2), dict(FUSED, **MOE, num_layers=4), dict(lifetime="layer")),
+    "fused-moe-layer": (
+        dict(accumulate=2),
+        dict(FUSED, **MOE, num_layers=4),
+        dict(lifetime="layer"),
+    ),
     "fused-activation": (dict(accumulate=2), dict(FUSED, **ACTIVATION), {}),
     "permute-fusion": (dict(bf16=True, accumulate=2), dict(FUSED, moe_permute_fusion=True), {}),
     "shared-experts": (dict(accumulate=2), dict(FUSED, **SHARED), {}),
     "mtp": (dict(accumulate=2), dict(FUSED, mtp_num_layers=1, mtp_loss_scaling_factor=0.1), {}),
-    "delayed-fused-overlap": (dict(bf16=True, accumulate=4, **SHARDED), dict(FUSED, **COMBINED), {}),
-    "delayed-layer": (dict(bf16=True, accumulate=4), dict(FUSED, **COMBINED), dict(lifetime="layer")),
+    "delayed-fused-overlap": (
+        dict(bf16=True, accumulate=4, **SHARDED),
+        dict(FUSED, **COMBINED),
+        {},
+    ),
+    "delayed-layer": (
+        dict(bf16=True, accumulate=4),
+        dict(FUSED, **COMBINED),
+        dict(lifetime="layer"),
+    ),
     "sequential": (dict(grouped=False, accumulate=2), {}, {}),
-    "fp8-tensorwise": (dict(bf16=True, accumulate=2), dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise"), {}),
-    "fp8-blockwise": (dict(bf16=True, accumulate=2), dict(FUSED, fp8="e4m3", fp8_recipe="blockwise"), {}),
+    "fp8-tensorwise": (
+        dict(bf16=True, accumulate=2),
+        dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise"),
+        {},
+    ),
+    "fp8-blockwise": (
+        dict(bf16=True, accumulate=2),
+        dict(FUSED, fp8="e4m3", fp8_recipe="blockwise"),
+        {},
+    ),
     "fp8-blockwise-stored": (
-        dict(bf16=True, accumulate=2, **SHARDED, ddp=FP8_GATHER, optimizer=dict(fp8_recipe="blockwise")),
+        dict(
+            bf16=True,
+            accumulate=2,
+            **SHARDED,
+            ddp=FP8_GATHER,
+            optimizer=dict(fp8_recipe="blockwise"),
+        ),
         dict(FUSED, **PADDED, fp8="e4m3", fp8_recipe="blockwise", fp8_param=True),
         {},
     ),
     "fp8-tensorwise-stored": (
-        dict(bf16=True, accumulate=2, **SHARDED, ddp=FP8_GATHER, optimizer=dict(fp8_recipe="tensorwise")),
+        dict(
+            bf16=True,
+            accumulate=2,
+            **SHARDED,
+            ddp=FP8_GATHER,
+            optimizer=dict(fp8_recipe="tensorwise"),
+        ),
         dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True),
         dict(lifetime="microbatch"),
     ),
@@ -87,7 +119,9 @@ def test_a_shared_gpu(group: int) -> None:
     folders = (".", "tests", "tests/training", "examples")
     environment = dict(
         OMP_NUM_THREADS="1",
-        PYTHONPATH=os.pathsep.join([*(str(ROOT / f) for f in folders), os.environ.get("PYTHONPATH", "")]),
+        PYTHONPATH=os.pathsep.join(
+            [*(str(ROOT / f) for f in folders), os.environ.get("PYTHONPATH", "")]
+        ),
         PYTHONWARNINGS="ignore",
         TORCHDYNAMO_DISABLE="1",  # compiling takes longer than these cases
         CUBLAS_WORKSPACE_CONFIG=":4096:8",
@@ -95,12 +129,22 @@ def test_a_shared_gpu(group: int) -> None:
         NVIDIA_TF32_OVERRIDE="0",  # else fp32 is as rough as bf16: a last bit of an activation becomes its tenth
     )
     names = list(CASES)[group::GROUPS]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={RANKS}",
+    ]
     command += [__file__, *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ | environment, cwd=ROOT)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=os.environ | environment, cwd=ROOT
+    )
     print(done.stdout)
     failed = [name for name in names if f"{name}: {SAYS}" not in done.stdout]
-    assert not failed and done.returncode == 0, f"{failed}:\n{done.stdout[-5000:]}\n{done.stderr[-5000:]}"
+    assert not failed and done.returncode == 0, (
+        f"{failed}:\n{done.stdout[-5000:]}\n{done.stderr[-5000:]}"
+    )
 
 
 def _case(name: str) -> Any:
@@ -139,8 +183,14 @@ def compare(name: str) -> None:
     if case.bf16:
         limits = dict(loss=tiny_gpt.BF16_TOLERANCE, grad=tiny_gpt.BF16_TOLERANCE)
     settings = dict(case.settings)
-    if "fp8" in settings:  # tokens that meet in a GEMM share scales: what quantization does is the measure
-        wide = {key: value for key, value in settings.items() if not key.startswith("fp8") and key not in PADDED}
+    if (
+        "fp8" in settings
+    ):  # tokens that meet in a GEMM share scales: what quantization does is the measure
+        wide = {
+            key: value
+            for key, value in settings.items()
+            if not key.startswith("fp8") and key not in PADDED
+        }
         plain = dataclasses.replace(case, settings=tuple(wide.items()), ddp=(), optimizer=())
         limits = tiny_gpt.difference(stock, tiny_gpt.train(plain))
     row = f"{name} | {ours.replicas} | {int(computed.item())} | {max(without.values()):.1e} "

@@ -16,7 +16,9 @@ import pytest
 from ranks import ranks
 
 BF16 = dict(bf16=True, distributed_optimizer=True, grad_reduce_in_fp32=False)
-PRECISION_AWARE = dict(use_precision_aware_optimizer=True, main_grads_dtype="bfloat16", exp_avg_dtype="bfloat16")
+PRECISION_AWARE = dict(
+    use_precision_aware_optimizer=True, main_grads_dtype="bfloat16", exp_avg_dtype="bfloat16"
+)
 # name: (fields of tiny_gpt.Case, fields of OptimizerConfig, classes that step on a rank and how often in 3 steps)
 OPTIMIZERS: dict[str, tuple[dict, dict, dict[str, int]]] = {
     "apex-adam": ({}, {}, {"FusedAdam": 6}),
@@ -24,15 +26,27 @@ OPTIMIZERS: dict[str, tuple[dict, dict, dict[str, int]]] = {
     "torch-adam": ({}, {}, {"AdamW": 6}),
     "torch-sgd": ({}, dict(optimizer="sgd"), {"SGD": 6}),
     "te-adam-distopt": (dict(distributed_optimizer=True), {}, {"FusedAdam": 6}),
-    "te-adam-precision-aware": (BF16, {**PRECISION_AWARE, "exp_avg_sq_dtype": "bfloat16"}, {"FusedAdam": 6}),
-    "te-adam-precision-aware-fp16-main": (BF16, {**PRECISION_AWARE, "main_params_dtype": "float16"}, {"FusedAdam": 6}),
+    "te-adam-precision-aware": (
+        BF16,
+        {**PRECISION_AWARE, "exp_avg_sq_dtype": "bfloat16"},
+        {"FusedAdam": 6},
+    ),
+    "te-adam-precision-aware-fp16-main": (
+        BF16,
+        {**PRECISION_AWARE, "main_params_dtype": "float16"},
+        {"FusedAdam": 6},
+    ),
     "muon": ({}, dict(optimizer="muon"), {"TensorParallelMuon": 6, "FusedAdam": 3}),
     "cpu-offload": (
         dict(bf16=True, distributed_optimizer=True),
         dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5),
         {"HybridDeviceOptimizer": 6},
     ),
-    "muon-layer-wise": (dict(bf16=True), dict(optimizer="dist_muon"), {"TensorParallelMuon": 3, "FusedAdam": 3}),
+    "muon-layer-wise": (
+        dict(bf16=True),
+        dict(optimizer="dist_muon"),
+        {"TensorParallelMuon": 3, "FusedAdam": 3},
+    ),
 }
 
 LIKE_OTHERS = {"apex-adam-distopt", "torch-adam", "te-adam-precision-aware-fp16-main"}
@@ -45,7 +59,11 @@ def packages(name: str) -> str | None:
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_OTHERS else []) for name in OPTIMIZERS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in LIKE_OTHERS else [])
+        for name in OPTIMIZERS
+    ],
 )
 @ranks(2, preload=packages)
 def test_every_optimizer_is_seen_and_trains_alike(name: str) -> None:
@@ -63,7 +81,9 @@ def test_every_optimizer_is_seen_and_trains_alike(name: str) -> None:
     seen: Counter = Counter()
     ours = tiny_gpt.train(case, hook=_counting(tiny_gpt.fssdp_hook(), seen))
     assert expected.items() <= seen.items(), seen
-    tiny_gpt.assert_trained_alike(stock, ours, name, tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5)
+    tiny_gpt.assert_trained_alike(
+        stock, ours, name, tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
+    )
 
 
 @ranks(2)
@@ -113,7 +133,11 @@ def _offload_from_cpu(hybrid: type) -> None:
     """It tells what is on the host by ``is_cuda``: let all be on a GPU but what it has pinned."""
     import torch
 
-    split, clone, as_fp32 = hybrid._get_sub_optimizer_param_groups, torch.Tensor.clone, torch.Tensor.float
+    split, clone, as_fp32 = (
+        hybrid._get_sub_optimizer_param_groups,
+        torch.Tensor.clone,
+        torch.Tensor.float,
+    )
 
     def split_as_on_gpu(optimizer: Any, fraction: float) -> tuple:
         on_host: dict[int, torch.Tensor] = {}  # by address, which stays theirs while they are here
@@ -178,7 +202,9 @@ def test_the_adam_kernels_are_adam(adam_w: bool) -> None:
         reference.step()
         settings = (0.01, 0.9, 0.999, 1e-8, step, adam_w, True, 0.1)
         kernels = adam_on_cpu.FUNCTIONS
-        kernels["multi_tensor_adam"](0, None, [[x] for x in (p.grad, plain, *moments[0])], *settings)
+        kernels["multi_tensor_adam"](
+            0, None, [[x] for x in (p.grad, plain, *moments[0])], *settings
+        )
         lists = [[x] for x in (p.grad, high, *moments[1], low)]
         kernels["multi_tensor_adam_param_remainder"](0, None, lists, *settings)
         torch.testing.assert_close(plain, p.detach(), rtol=1e-5, atol=1e-6)

@@ -20,12 +20,17 @@ def _compare(name: str) -> None:
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case)
     without = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=0))
-    assert tiny_gpt.difference(stock, without) == tiny_gpt.SAME, "without replicas it must be bitwise"
+    assert tiny_gpt.difference(stock, without) == tiny_gpt.SAME, (
+        "without replicas it must be bitwise"
+    )
     ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook())
     tolerance = tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
     worst = tiny_gpt.assert_trained_alike(stock, ours, name, tolerance=tolerance)
     if dist.get_rank() == 0:
-        print(f"\nparity | {name} | {ours.replicas} | {worst['loss']:.1e} | {worst['grad']:.1e} |", flush=True)
+        print(
+            f"\nparity | {name} | {ours.replicas} | {worst['loss']:.1e} | {worst['grad']:.1e} |",
+            flush=True,
+        )
     again = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook())
     assert tiny_gpt.difference(ours, again) == tiny_gpt.SAME, "two runs differ"
 
@@ -36,8 +41,16 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
     "core-ep2": (2, {}, {}),
     "core-ep4": (4, dict(ep=4), {}),
     "core-ep2-accumulate4": (2, dict(accumulate=4), {}),
-    "core-ep2-distopt-overlap-accumulate4": (2, dict(distributed_optimizer=True, overlap=True, accumulate=4), {}),
-    "core-ep2-edp2-distopt-overlap": (4, dict(distributed_optimizer=True, overlap=True, accumulate=2), {}),
+    "core-ep2-distopt-overlap-accumulate4": (
+        2,
+        dict(distributed_optimizer=True, overlap=True, accumulate=4),
+        {},
+    ),
+    "core-ep2-edp2-distopt-overlap": (
+        4,
+        dict(distributed_optimizer=True, overlap=True, accumulate=2),
+        {},
+    ),
     "core-tp2-sp-etp1-ep2": (2, dict(tp=2), {}),
     "core-tp2-sp-etp2-ep2": (4, dict(tp=2, etp=2), {}),
     "core-pp2-ep2-accumulate4": (4, dict(pp=2, accumulate=4), {}),
@@ -46,13 +59,29 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
     "ep2-edp2": (4, dict(accumulate=2), {}),
     "ep2-edp2-overlap": (4, dict(overlap=True, accumulate=4), {}),
     "ep2-edp2-distopt": (4, dict(distributed_optimizer=True), {}),
-    "ep4-distopt-overlap-accumulate4": (4, dict(ep=4, distributed_optimizer=True, overlap=True, accumulate=4), {}),
+    "ep4-distopt-overlap-accumulate4": (
+        4,
+        dict(ep=4, distributed_optimizer=True, overlap=True, accumulate=4),
+        {},
+    ),
     "tp2-sp-etp1-ep4": (4, dict(tp=2, ep=4), {}),
-    "tp2-sp-etp2-ep2-distopt-overlap": (4, dict(tp=2, etp=2, distributed_optimizer=True, overlap=True), {}),
+    "tp2-sp-etp2-ep2-distopt-overlap": (
+        4,
+        dict(tp=2, etp=2, distributed_optimizer=True, overlap=True),
+        {},
+    ),
     "tp2-sp-etp2-allgather": (4, dict(tp=2, etp=2), dict(moe_token_dispatcher_type="allgather")),
     "pp2-ep2": (4, dict(pp=2), {}),
-    "pp2-ep2-distopt-overlap": (4, dict(pp=2, accumulate=4, distributed_optimizer=True, overlap=True), {}),
-    "pp2-vpp2-ep2-distopt-overlap": (4, dict(pp=2, vpp=2, accumulate=4, distributed_optimizer=True, overlap=True), {}),
+    "pp2-ep2-distopt-overlap": (
+        4,
+        dict(pp=2, accumulate=4, distributed_optimizer=True, overlap=True),
+        {},
+    ),
+    "pp2-vpp2-ep2-distopt-overlap": (
+        4,
+        dict(pp=2, vpp=2, accumulate=4, distributed_optimizer=True, overlap=True),
+        {},
+    ),
     "cp2-ep2": (2, dict(cp=2), {}),
     "cp2-tp2-ep4": (4, dict(cp=2, tp=2, ep=4), {}),
     "recompute-full": (
@@ -81,20 +110,32 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
         dict(accumulate=2),
         dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2),
     ),
-    "seq-aux-loss": (2, {}, dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=1e-2)),
+    "seq-aux-loss": (
+        2,
+        {},
+        dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=1e-2),
+    ),
     "global-aux-loss": (
         2,
         dict(accumulate=2),
         dict(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=1e-2),
     ),
-    "probs-on-input": (2, {}, dict(moe_router_topk=1, moe_router_pre_softmax=True, moe_apply_probs_on_input=True)),
+    "probs-on-input": (
+        2,
+        {},
+        dict(moe_router_topk=1, moe_router_pre_softmax=True, moe_apply_probs_on_input=True),
+    ),
     "z-loss": (2, {}, dict(moe_z_loss_coeff=1e-3)),
     "core-expert-bias": (
         2,
         dict(accumulate=2),
         dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"),
     ),
-    "capacity": (2, {}, dict(moe_expert_capacity_factor=1.0, moe_router_load_balancing_type="aux_loss")),
+    "capacity": (
+        2,
+        {},
+        dict(moe_expert_capacity_factor=1.0, moe_router_load_balancing_type="aux_loss"),
+    ),
     "capacity-position": (
         2,
         {},
@@ -107,7 +148,11 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
     "capacity-padded": (
         2,
         dict(accumulate=2),
-        dict(moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True, add_bias_linear=True),
+        dict(
+            moe_expert_capacity_factor=2.0,
+            moe_pad_expert_input_to_capacity=True,
+            add_bias_linear=True,
+        ),
     ),
     "capacity-padded-allgather-ep4": (
         4,
@@ -145,19 +190,30 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
     "mtp-repeated-recompute": (
         2,
         dict(accumulate=2),
-        dict(MTP_REPEATED, recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+        dict(
+            MTP_REPEATED,
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=1,
+        ),
     ),
     "mtp-repeated-pp2": (4, dict(pp=2, accumulate=4), MTP_REPEATED),
     "moe-every-second-layer": (2, {}, dict(moe_layer_freq=2)),
     "core-bf16": (2, dict(bf16=True, accumulate=4), {}),
-    "bf16-distopt-overlap-edp2": (4, dict(bf16=True, distributed_optimizer=True, overlap=True, accumulate=4), {}),
+    "bf16-distopt-overlap-edp2": (
+        4,
+        dict(bf16=True, distributed_optimizer=True, overlap=True, accumulate=4),
+        {},
+    ),
 }
 
 
 def _layouts(num_ranks: int) -> list:
     """The layouts for so many ranks; all but the core ones are left to the newest Megatron."""
     chosen = [name for name, (ranks_, *_) in LAYOUTS.items() if ranks_ == num_ranks]
-    return [pytest.param(n, marks=[] if n.startswith("core") else pytest.mark.newest) for n in chosen]
+    return [
+        pytest.param(n, marks=[] if n.startswith("core") else pytest.mark.newest) for n in chosen
+    ]
 
 
 @pytest.mark.parametrize("name", _layouts(2))
@@ -181,5 +237,7 @@ def test_twenty_steps() -> None:
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=20)
     ours = tiny_gpt.train(case, steps=20, hook=tiny_gpt.fssdp_hook())
-    assert ours.replicas > 0 and stock.losses[0] - stock.losses[-1] > 0.3, "the model does not learn"
+    assert ours.replicas > 0 and stock.losses[0] - stock.losses[-1] > 0.3, (
+        "the model does not learn"
+    )
     assert tiny_gpt.difference(stock, ours)["loss"] <= 1e-5

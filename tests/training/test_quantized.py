@@ -28,7 +28,13 @@ LAYOUTS: dict[str, Layout] = {
     "tensorwise-blackwell": (2, "tensorwise-blackwell", {}, {}, {}),
     "blockwise": (2, "blockwise", {}, {}, {}),
     "nvfp4": (2, "nvfp4", {}, {}, {}),
-    "mxfp8-microbatch": (2, "mxfp8", dict(accumulate=3), {}, dict(lifetime="microbatch", late_replicas=2)),
+    "mxfp8-microbatch": (
+        2,
+        "mxfp8",
+        dict(accumulate=3),
+        {},
+        dict(lifetime="microbatch", late_replicas=2),
+    ),
     "mxfp8-layer": (2, "mxfp8", {}, {}, dict(lifetime="layer")),
     "mxfp8-recompute": (2, "mxfp8", {}, FULL, {}),
     "nvfp4-recompute-moe-layer": (2, "nvfp4", {}, MOE, dict(lifetime="layer")),
@@ -36,14 +42,28 @@ LAYOUTS: dict[str, Layout] = {
         2,
         "mxfp8",
         {},
-        dict(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0),
+        dict(
+            first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0
+        ),
         {},
     ),
     "mxfp8-router-padding": (2, "mxfp8", {}, dict(moe_router_padding_for_quantization=True), {}),
-    "mxfp8-edp2-distopt-overlap": (4, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
+    "mxfp8-edp2-distopt-overlap": (
+        4,
+        "mxfp8",
+        dict(distributed_optimizer=True, overlap=True),
+        {},
+        {},
+    ),
     "mxfp8-pp2-recompute": (4, "mxfp8", dict(pp=2, accumulate=4), FULL, {}),
     "mxfp8-biases": (2, "mxfp8", {}, dict(add_bias_linear=True), {}),
-    "mxfp8-delayed-biases": (2, "mxfp8", dict(accumulate=4), dict(DELAYED, add_bias_linear=True), {}),
+    "mxfp8-delayed-biases": (
+        2,
+        "mxfp8",
+        dict(accumulate=4),
+        dict(DELAYED, add_bias_linear=True),
+        {},
+    ),
 }
 # the same, with parameters in fp8
 STORED: dict[str, Layout] = {
@@ -53,17 +73,58 @@ STORED: dict[str, Layout] = {
         2,
         "mxfp8",
         dict(accumulate=3),
-        dict(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0, num_layers=3),
+        dict(
+            first_last_layers_bf16=True,
+            num_layers_at_start_in_bf16=1,
+            num_layers_at_end_in_bf16=0,
+            num_layers=3,
+        ),
         dict(lifetime="layer"),
     ),
     "mxfp8-distopt-overlap": (2, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
-    "mxfp8-edp2-distopt-overlap": (4, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
-    "mxfp8-pp2-recompute": (4, "mxfp8", dict(pp=2, accumulate=4), FULL, dict(lifetime="microbatch")),
-    "mxfp8-delayed": (2, "mxfp8", dict(accumulate=4, distributed_optimizer=True, overlap=True), DELAYED, {}),
+    "mxfp8-edp2-distopt-overlap": (
+        4,
+        "mxfp8",
+        dict(distributed_optimizer=True, overlap=True),
+        {},
+        {},
+    ),
+    "mxfp8-pp2-recompute": (
+        4,
+        "mxfp8",
+        dict(pp=2, accumulate=4),
+        FULL,
+        dict(lifetime="microbatch"),
+    ),
+    "mxfp8-delayed": (
+        2,
+        "mxfp8",
+        dict(accumulate=4, distributed_optimizer=True, overlap=True),
+        DELAYED,
+        {},
+    ),
     "tensorwise-microbatch": (2, "tensorwise", {}, {}, dict(lifetime="microbatch")),
-    "tensorwise-distopt-overlap": (2, "tensorwise", dict(distributed_optimizer=True, overlap=True), {}, {}),
-    "tensorwise-edp2-distopt-overlap": (4, "tensorwise", dict(distributed_optimizer=True, overlap=True), {}, {}),
-    "blockwise-edp2-distopt-overlap": (4, "blockwise", dict(distributed_optimizer=True, overlap=True), {}, {}),
+    "tensorwise-distopt-overlap": (
+        2,
+        "tensorwise",
+        dict(distributed_optimizer=True, overlap=True),
+        {},
+        {},
+    ),
+    "tensorwise-edp2-distopt-overlap": (
+        4,
+        "tensorwise",
+        dict(distributed_optimizer=True, overlap=True),
+        {},
+        {},
+    ),
+    "blockwise-edp2-distopt-overlap": (
+        4,
+        "blockwise",
+        dict(distributed_optimizer=True, overlap=True),
+        {},
+        {},
+    ),
 }
 
 
@@ -73,7 +134,9 @@ def packages(recipe: str) -> str:
     return "te" if name in ("tensorwise", "blockwise") and not other else "te-blackwell"
 
 
-def _case(layout: Layout, *, stored: bool = False, exact: bool = True, version: str = "2.20.2") -> Any:
+def _case(
+    layout: Layout, *, stored: bool = False, exact: bool = True, version: str = "2.20.2"
+) -> Any:
     import quantizers_on_cpu
     import te_on_cpu
 
@@ -84,7 +147,9 @@ def _case(layout: Layout, *, stored: bool = False, exact: bool = True, version: 
     quantizers_on_cpu.exact_activations = exact
     import tiny_gpt
 
-    settings: dict[str, Any] = dict(fp4="e2m1") if name == "nvfp4" else dict(fp8="hybrid", fp8_recipe=name)
+    settings: dict[str, Any] = (
+        dict(fp4="e2m1") if name == "nvfp4" else dict(fp8="hybrid", fp8_recipe=name)
+    )
     settings |= further
     ddp: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
@@ -95,10 +160,14 @@ def _case(layout: Layout, *, stored: bool = False, exact: bool = True, version: 
         optimizer["fp8_recipe"] = name
         if fields.get("distributed_optimizer"):
             ddp["fp8_param_gather"] = True
-            ddp["reuse_grad_buf_for_mxfp8_param_ag"] = optimizer["reuse_grad_buf_for_mxfp8_param_ag"] = name == "mxfp8"
+            ddp["reuse_grad_buf_for_mxfp8_param_ag"] = optimizer[
+                "reuse_grad_buf_for_mxfp8_param_ag"
+            ] = name == "mxfp8"
     fields = {"accumulate": 2, "bf16": stored or not exact, **fields}
     config = dict(settings=settings, ddp=ddp, optimizer=optimizer)
-    case = tiny_gpt.Case(grouped=True, **fields, **{name: tuple(d.items()) for name, d in config.items()})
+    case = tiny_gpt.Case(
+        grouped=True, **fields, **{name: tuple(d.items()) for name, d in config.items()}
+    )
     tiny_gpt.initialize(case)
     return case
 
@@ -153,10 +222,14 @@ def test_four_ranks(name: str) -> None:
 @pytest.mark.parametrize("name", _names(STORED, 2, "mxfp8-layer-nvlink"))
 @ranks(2, preload=lambda name: packages(STORED[name][1]))
 def test_two_ranks_with_quantized_parameters(name: str) -> None:
-    _compare(STORED[name], stored=True, tolerance=1e-2 if "biases" in name else 1e-5)  # their gradients are bf16
+    _compare(
+        STORED[name], stored=True, tolerance=1e-2 if "biases" in name else 1e-5
+    )  # their gradients are bf16
 
 
-@pytest.mark.parametrize("name", _names(STORED, 4, "mxfp8-edp2-distopt-overlap tensorwise-edp2-distopt-overlap"))
+@pytest.mark.parametrize(
+    "name", _names(STORED, 4, "mxfp8-edp2-distopt-overlap tensorwise-edp2-distopt-overlap")
+)
 @ranks(4, preload=lambda name: packages(STORED[name][1]))
 def test_four_ranks_with_quantized_parameters(name: str) -> None:
     _compare(STORED[name], stored=True)
@@ -164,14 +237,17 @@ def test_four_ranks_with_quantized_parameters(name: str) -> None:
 
 @pytest.mark.parametrize("stored", [pytest.param(False, marks=slow), True])
 @pytest.mark.parametrize(
-    "recipe", ["mxfp8", *(pytest.param(n, marks=slow) for n in ("tensorwise", "blockwise", "nvfp4"))]
+    "recipe",
+    ["mxfp8", *(pytest.param(n, marks=slow) for n in ("tensorwise", "blockwise", "nvfp4"))],
 )
 @ranks(2, preload=None)
 def test_the_oldest_transformer_engine(recipe: str, stored: bool) -> None:
     _compare((2, recipe, {}, {}, {}), stored=stored, version="2.9.0")
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", pytest.param("blockwise", marks=slow), "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["mxfp8", "tensorwise", pytest.param("blockwise", marks=slow), "nvfp4"]
+)
 @ranks(2, preload=packages)
 def test_quantized_activations(recipe: str) -> None:
     """Which tokens share a scale differs, and gradients with it, by less than what quantization itself does."""
@@ -197,7 +273,11 @@ def test_recipes_linear_by_linear() -> None:
     kind = {"transformer_engine_config_type": "TEQuantizationParams"}
     configs = {
         "fp4": {**kind, "training_recipe": {"fp4_quantization_recipe": "nvfp4"}},
-        "fp8": {**kind, "training_recipe": {"fp8_quantization_recipe": "mxfp8"}, "evaluation_recipe": {}},
+        "fp8": {
+            **kind,
+            "training_recipe": {"fp8_quantization_recipe": "mxfp8"},
+            "evaluation_recipe": {},
+        },
     }
     matchers = {
         f"fc{i}": dict(type="glob", pattern=f"*.experts.linear_fc{i}", config=config, enabled=True)
@@ -210,7 +290,8 @@ def test_recipes_linear_by_linear() -> None:
     tiny_gpt.assert_trained_alike(stock, ours)
     twin = tiny_gpt.moe_layers(ours.chunks)[0].experts.physical.twin
     kinds = [
-        type(next(iter(linear._fp8_workspaces.values()))).__name__ for linear in (twin.linear_fc1, twin.linear_fc2)
+        type(next(iter(linear._fp8_workspaces.values()))).__name__
+        for linear in (twin.linear_fc1, twin.linear_fc2)
     ]
     assert kinds == ["NVFP4Tensor", "MXFP8Tensor"]
 
@@ -242,7 +323,10 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
     def compare(chunks: list, index: int) -> None:
         for layer in tiny_gpt.moe_layers(chunks):
             state, homes = layer.fssdp, layer.experts.physical.homes()
-            found = [(StoredWeights(expert).parts(), reads([p.detach() for p in expert])) for expert in homes]
+            found = [
+                (StoredWeights(expert).parts(), reads([p.detach() for p in expert]))
+                for expert in homes
+            ]
             everywhere: list = [None] * dist.get_world_size()
             dist.all_gather_object(everywhere, found)
             if state.replicas is None:
@@ -253,7 +337,9 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
                     stored, read = everywhere[copy.home][copy.index]
                     chunk = chunks_here[copy.slot]
                     assert torch.equal(chunk, torch.cat(stored))
-                    assert all(map(torch.equal, reads(layer.experts.physical.weights_in(chunk)), read))
+                    assert all(
+                        map(torch.equal, reads(layer.experts.physical.weights_in(chunk)), read)
+                    )
                     compared.add((index, state.index, copy.slot))
 
     stock = tiny_gpt.train(case, hook=_hook(None))
@@ -261,7 +347,9 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
     tiny_gpt.assert_trained_alike(stock, ours)
     steps: list = [None] * dist.get_world_size()
     dist.all_gather_object(steps, sorted(compared))
-    assert len({index for found in steps for index, _, _ in found}) >= 2, "replicas of two iterations at least"
+    assert len({index for found in steps for index, _, _ in found}) >= 2, (
+        "replicas of two iterations at least"
+    )
     assert {slot for found in steps for _, _, slot in found} == {0, 1}, "both slots"
 
 
@@ -276,9 +364,14 @@ def test_experts_that_are_modules_of_their_own_are_refused() -> None:
     tiny_gpt.initialize(case)
     chunks, config = tiny_gpt.build(case)
     config.fp8, config.fp8_recipe = "e4m3", "mxfp8"
-    for grouped, said in ((False, "SequentialMLP has no replicas in fp8"), (True, "SequentialMLP with fp8='e4m3' has")):
+    for grouped, said in (
+        (False, "SequentialMLP has no replicas in fp8"),
+        (True, "SequentialMLP with fp8='e4m3' has"),
+    ):
         config.moe_grouped_gemm = grouped  # a spec made by hand may differ from it
-        with pytest.raises(ValueError, match=said + r".* set model\.moe_grouped_gemm=true or --moe-grouped-gemm"):
+        with pytest.raises(
+            ValueError, match=said + r".* set model\.moe_grouped_gemm=true or --moe-grouped-gemm"
+        ):
             tiny_gpt.fssdp_hook()(chunks)
 
 
@@ -329,7 +422,9 @@ def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
     ours = tiny_gpt.train(case, hook=_hook(layout))
     tiny_gpt.assert_trained_alike(stock, ours)
     assert tiny_gpt.difference(calm, ours) == tiny_gpt.SAME
-    torch.testing.assert_close(torch.stack(evaluated), torch.stack(stock_evaluated), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        torch.stack(evaluated), torch.stack(stock_evaluated), rtol=1e-5, atol=0
+    )
 
 
 @pytest.mark.parametrize("direction", ["to stock", pytest.param("from stock", marks=slow)])
@@ -350,4 +445,6 @@ def test_checkpoints_of_quantized_parameters(direction: str) -> None:
     test_checkpoint._load(read, folder)
     again = tiny_gpt.train(case, steps=2, hook=_hook(None))
     test_checkpoint._load(again, folder)
-    assert [read.step(s) for s in (3, 4, 5)] == pytest.approx([again.step(s) for s in (3, 4, 5)], rel=1e-5)
+    assert [read.step(s) for s in (3, 4, 5)] == pytest.approx(
+        [again.step(s) for s in (3, 4, 5)], rel=1e-5
+    )

@@ -15,7 +15,9 @@ import torch
 from ranks import ranks
 
 
-def rehoming_hook(orders: Callable = moved_homes.wanted_at, **settings: Any) -> Callable[[list], list]:
+def rehoming_hook(
+    orders: Callable = moved_homes.wanted_at, **settings: Any
+) -> Callable[[list], list]:
     """FSSDP that looks for homes at every iteration, and finds those that ``orders`` gives."""
     import tiny_gpt
 
@@ -29,7 +31,9 @@ def test_gradients_are_clipped_by_their_norm() -> None:
     import tiny_gpt
     import training_with_moves
 
-    case = tiny_gpt.Case(distributed_optimizer=True, overlap=True, accumulate=2, optimizer=(("clip_grad", 0.1),))
+    case = tiny_gpt.Case(
+        distributed_optimizer=True, overlap=True, accumulate=2, optimizer=(("clip_grad", 0.1),)
+    )
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=8)
     assert min(stock.grad_norms) > 0.1
@@ -65,11 +69,15 @@ def test_a_record_knows_where_homes_were() -> None:
     built = np.repeat(np.arange(2), 4)
     assert (figures.home[:3] == built).all() and len(record.load) == 8
     for layer, module in enumerate(tiny_gpt.moe_layers(run.chunks)):
-        assert (figures.home[-1, layer] == module.fssdp.homes.home).all() and (figures.home[-1, layer] != built).any()
+        assert (figures.home[-1, layer] == module.fssdp.homes.home).all() and (
+            figures.home[-1, layer] != built
+        ).any()
     assert (figures.after.sum(axis=2) == record.load.sum(axis=2)).all()
     assert (figures.before[..., 0] == record.load[..., :4].sum(axis=2)).all()
     assert np.isfinite(figures.price_ms).all()
-    changed = [int((figures.home[t] != figures.home[t - 1]).sum()) for t in range(1, 8)]  # the first is Megatron's
+    changed = [
+        int((figures.home[t] != figures.home[t - 1]).sum()) for t in range(1, 8)
+    ]  # the first is Megatron's
     assert figures.moves == sum(changed) > 0
 
 

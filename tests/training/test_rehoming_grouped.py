@@ -74,7 +74,9 @@ def test_in_bf16_with_biases() -> None:
     import tiny_gpt
     import training_with_moves
 
-    case = tiny_gpt.Case(grouped=True, bf16=True, accumulate=2, settings=(("add_bias_linear", True),), **SHARDED)
+    case = tiny_gpt.Case(
+        grouped=True, bf16=True, accumulate=2, settings=(("add_bias_linear", True),), **SHARDED
+    )
     tiny_gpt.initialize(case)
     training_with_moves.compare(case, tolerance=tiny_gpt.BF16_TOLERANCE)
 

@@ -34,25 +34,49 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
     "pp2": (4, dict(pp=2, accumulate=4), {}),
     "pp2-vpp2": (4, dict(pp=2, vpp=2, accumulate=4), {}),
     "pp2-vpp2-distopt-overlap": (4, dict(pp=2, vpp=2, accumulate=4, **SHARDED), {}),
-    "pp2-vpp2-moe-in-one-chunk": (4, dict(pp=2, vpp=2, accumulate=4), dict(moe_layer_freq=[0, 0, 1, 1])),
+    "pp2-vpp2-moe-in-one-chunk": (
+        4,
+        dict(pp=2, vpp=2, accumulate=4),
+        dict(moe_layer_freq=[0, 0, 1, 1]),
+    ),
     "cp2": (2, dict(cp=2), {}),
     "recompute-full": (2, dict(accumulate=2), FULL),
-    "recompute-moe": (2, dict(accumulate=2), dict(recompute_granularity="selective", recompute_modules=["moe"])),
+    "recompute-moe": (
+        2,
+        dict(accumulate=2),
+        dict(recompute_granularity="selective", recompute_modules=["moe"]),
+    ),
     "bf16": (2, dict(bf16=True, accumulate=2), {}),
     "bf16-distopt": (2, dict(bf16=True, distributed_optimizer=True), {}),
     "shared-experts": (2, {}, dict(moe_shared_expert_intermediate_size=32)),
-    "expert-bias": (2, {}, dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")),
+    "expert-bias": (
+        2,
+        {},
+        dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"),
+    ),
     "aux-loss": (2, {}, dict(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=1e-2)),
-    "seq-aux-loss": (2, {}, dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=1e-2)),
+    "seq-aux-loss": (
+        2,
+        {},
+        dict(moe_router_load_balancing_type="seq_aux_loss", moe_aux_loss_coeff=1e-2),
+    ),
     "sinkhorn": (2, {}, dict(moe_router_load_balancing_type="sinkhorn", moe_router_topk=1)),
-    "global-aux-loss": (2, {}, dict(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=1e-2)),
+    "global-aux-loss": (
+        2,
+        {},
+        dict(moe_router_load_balancing_type="global_aux_loss", moe_aux_loss_coeff=1e-2),
+    ),
     "top3": (2, dict(accumulate=2), dict(moe_router_topk=3)),
     "top4-edp2-distopt-overlap": (4, dict(accumulate=2, **SHARDED), dict(moe_router_topk=4)),
     "allgather": (2, {}, dict(moe_token_dispatcher_type="allgather")),
     "capacity-padded": (
         2,
         {},
-        dict(moe_expert_capacity_factor=2.0, moe_pad_expert_input_to_capacity=True, add_bias_linear=True),
+        dict(
+            moe_expert_capacity_factor=2.0,
+            moe_pad_expert_input_to_capacity=True,
+            add_bias_linear=True,
+        ),
     ),
     "capacity-dropped": (2, {}, dict(moe_expert_capacity_factor=0.6)),
     "biases-distopt": (2, SHARDED, dict(add_bias_linear=True)),
@@ -72,7 +96,9 @@ def test_two_ranks(name: str) -> None:
     _compare(name)
 
 
-@pytest.mark.parametrize("name", params(LAYOUTS, 4, "edp2-distopt-overlap tp2-etp2 pp2-vpp2-distopt-overlap"))
+@pytest.mark.parametrize(
+    "name", params(LAYOUTS, 4, "edp2-distopt-overlap tp2-etp2 pp2-vpp2-distopt-overlap")
+)
 @ranks(4)
 def test_four_ranks(name: str) -> None:
     _compare(name)
@@ -85,4 +111,6 @@ def _compare(name: str, **settings: Any) -> None:
     _, fields, of_model = LAYOUTS[name]
     case = tiny_gpt.Case(**fields, settings=tuple(of_model.items()))
     tiny_gpt.initialize(case)
-    training_with_moves.compare(case, tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5, **settings)
+    training_with_moves.compare(
+        case, tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5, **settings
+    )

@@ -50,7 +50,9 @@ def test_experts_of_which_some_are_frozen_stay() -> None:
     tiny_gpt.initialize(case)
     hook = test_rehoming.rehoming_hook(slots=0)
     trained = tiny_gpt.train(case, steps=3, hook=lambda chunks: hook(freeze_one(chunks)))
-    with pytest.raises(ValueError, match=r"no optimizer of torch was seen to step all experts alike"):
+    with pytest.raises(
+        ValueError, match=r"no optimizer of torch was seen to step all experts alike"
+    ):
         trained.step(3)
 
 
@@ -66,7 +68,9 @@ def test_an_optimizer_that_is_not_of_torch_is_refused() -> None:
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     trained = tiny_gpt.train(case, steps=3, hook=test_rehoming.rehoming_hook(slots=0))
-    with pytest.raises(ValueError, match=r"no optimizer of torch was seen to step all experts alike"):
+    with pytest.raises(
+        ValueError, match=r"no optimizer of torch was seen to step all experts alike"
+    ):
         trained.step(3)
 
 
@@ -87,7 +91,11 @@ def test_evaluation_between_steps() -> None:
             if step == 5 and hasattr(tiny_gpt.moe_layers(trained.chunks)[0], "fssdp"):
                 training_with_moves.restore(trained)
             with tiny_gpt.evaluating(trained.chunks):
-                found.append(tiny_gpt.run(case, trained.chunks, 100 + step, num_microbatches=2, forward_only=True))
+                found.append(
+                    tiny_gpt.run(
+                        case, trained.chunks, 100 + step, num_microbatches=2, forward_only=True
+                    )
+                )
         return found
 
     stock = losses(tiny_gpt.train(case, steps=0))
@@ -105,7 +113,10 @@ def test_looks_wait_for_the_first_step_in_fp16() -> None:
     import tiny_gpt
     import torch
 
-    case = tiny_gpt.Case(fp16=True, optimizer=(("clip_grad", 0.0), ("initial_loss_scale", 2.0**40), ("hysteresis", 1)))
+    case = tiny_gpt.Case(
+        fp16=True,
+        optimizer=(("clip_grad", 0.0), ("initial_loss_scale", 2.0**40), ("hysteresis", 1)),
+    )
     tiny_gpt.initialize(case)
 
     def losses(trained: Any) -> tuple[list[float], int]:
@@ -160,8 +171,12 @@ def test_around_cuda_graphs(slots: int) -> None:
     stock = tiny_gpt.train(case, steps=8)
     graphs_on_cpu.install()
     test_cuda_graphs._declare()
-    graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*test_cuda_graphs.SCOPES))
-    ours = graphs_on_cpu.train(graphed, steps=8, eager_steps=2, hook=test_rehoming.rehoming_hook(slots=slots))
+    graphed = dataclasses.replace(
+        case, settings=graphs_on_cpu.transformer_engine(*test_cuda_graphs.SCOPES)
+    )
+    ours = graphs_on_cpu.train(
+        graphed, steps=8, eager_steps=2, hook=test_rehoming.rehoming_hook(slots=slots)
+    )
     graphs_on_cpu.assert_replayed(at_least=1)
     training_with_moves.restore(ours)
     ours.grads = stock.grads
@@ -181,7 +196,9 @@ def test_a_loop_of_its_own(distributed_optimizer: bool) -> None:
     import tiny_gpt
     import training_with_moves
 
-    case = tiny_gpt.Case(distributed_optimizer=distributed_optimizer, optimizer=(("clip_grad", 0.0),))
+    case = tiny_gpt.Case(
+        distributed_optimizer=distributed_optimizer, optimizer=(("clip_grad", 0.0),)
+    )
     tiny_gpt.initialize(case)
 
     def train(hook: Any) -> tuple[Any, list[float]]:

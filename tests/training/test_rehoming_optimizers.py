@@ -25,7 +25,12 @@ OPTIMIZERS: dict[str, tuple[int, dict, dict, dict]] = {
     "torch-sgd-without-momentum": (2, {}, dict(optimizer="sgd", sgd_momentum=0.0), {}),
     "te-adam-distopt": (2, DISTOPT, {}, BIASES),
     "te-adam-precision-aware": (2, test_optimizers.BF16, MOMENTS_IN_BF16, {}),
-    "te-adam-precision-aware-edp2": (4, dict(test_optimizers.BF16, overlap=True), MOMENTS_IN_BF16, BIASES),
+    "te-adam-precision-aware-edp2": (
+        4,
+        dict(test_optimizers.BF16, overlap=True),
+        MOMENTS_IN_BF16,
+        BIASES,
+    ),
     "te-adam-precision-aware-whole-main": (
         2,
         test_optimizers.BF16,
@@ -65,10 +70,14 @@ def _case(name: str) -> Any:
     from megatron.core import optimizer
 
     if name.startswith("cpu-offload"):
-        optimizer.Adam = torch.optim.AdamW  # on the device too: an expert steps here and there, and rounds alike
+        optimizer.Adam = (
+            torch.optim.AdamW
+        )  # on the device too: an expert steps here and there, and rounds alike
     _, fields, settings, of_model = OPTIMIZERS[name]
     settings = {k: getattr(torch, v) if k.endswith("_dtype") else v for k, v in settings.items()}
-    case = tiny_gpt.Case(**fields, accumulate=2, optimizer=tuple(settings.items()), settings=tuple(of_model.items()))
+    case = tiny_gpt.Case(
+        **fields, accumulate=2, optimizer=tuple(settings.items()), settings=tuple(of_model.items())
+    )
     tiny_gpt.initialize(case)
     return case
 
@@ -81,7 +90,9 @@ def _compare(name: str) -> None:
     training_with_moves.compare(case, tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5)
 
 
-@pytest.mark.parametrize("field", ["main_params_dtype", pytest.param("exp_avg_dtype", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "field", ["main_params_dtype", pytest.param("exp_avg_dtype", marks=pytest.mark.slow)]
+)
 @ranks(2, preload="te")
 def test_states_with_a_scale_per_shard_are_refused(field: str) -> None:
     """When FSSDP is switched on, where Megatron's arguments tell of them; else at the first look, on all ranks. Without
@@ -94,7 +105,11 @@ def test_states_with_a_scale_per_shard_are_refused(field: str) -> None:
     import torch
     from megatron.training import global_vars
 
-    settings = dict(use_precision_aware_optimizer=True, main_grads_dtype=torch.bfloat16, **{field: torch.float16})
+    settings = dict(
+        use_precision_aware_optimizer=True,
+        main_grads_dtype=torch.bfloat16,
+        **{field: torch.float16},
+    )
     case = tiny_gpt.Case(**test_optimizers.BF16, optimizer=tuple(settings.items()))
     tiny_gpt.initialize(case)
     trained = tiny_gpt.train(case, steps=3, hook=test_rehoming.rehoming_hook())
@@ -103,6 +118,8 @@ def test_states_with_a_scale_per_shard_are_refused(field: str) -> None:
     flag = field.replace("_", "-")
     for scaled in (torch.float16, torch.uint8):
         global_vars._GLOBAL_ARGS = SimpleNamespace(**{field: scaled})
-        with pytest.raises(ValueError, match=rf"with {field}={scaled}: .* --moe-fssdp-rehome 0 or --{flag} fp32"):
+        with pytest.raises(
+            ValueError, match=rf"with {field}={scaled}: .* --moe-fssdp-rehome 0 or --{flag} fp32"
+        ):
             tiny_gpt.build(case, test_rehoming.rehoming_hook())
     tiny_gpt.build(case, tiny_gpt.fssdp_hook())

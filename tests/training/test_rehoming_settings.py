@@ -19,12 +19,27 @@ SHARDED = dict(distributed_optimizer=True, overlap=True)
 # name: (ranks, fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
 SETTINGS: dict[str, tuple[int, dict, dict, dict]] = {
     "one-slot": (2, {}, {}, dict(slots=1)),
-    "microbatch": (2, dict(accumulate=2, **SHARDED), dict(num_layers=4), dict(lifetime="microbatch")),
+    "microbatch": (
+        2,
+        dict(accumulate=2, **SHARDED),
+        dict(num_layers=4),
+        dict(lifetime="microbatch"),
+    ),
     "layer-recompute": (2, dict(accumulate=2), dict(FULL, num_layers=4), dict(lifetime="layer")),
     "late": (2, dict(accumulate=2, **SHARDED), {}, dict(late_replicas=4)),
-    "late-layer-recompute": (2, dict(accumulate=2), dict(FULL, num_layers=4), dict(lifetime="layer", late_replicas=4)),
+    "late-layer-recompute": (
+        2,
+        dict(accumulate=2),
+        dict(FULL, num_layers=4),
+        dict(lifetime="layer", late_replicas=4),
+    ),
     "nvlink": (2, SHARDED, {}, dict(transport="nvlink")),
-    "nvlink-layer": (2, dict(accumulate=2), dict(num_layers=4), dict(transport="nvlink", lifetime="layer")),
+    "nvlink-layer": (
+        2,
+        dict(accumulate=2),
+        dict(num_layers=4),
+        dict(transport="nvlink", lifetime="layer"),
+    ),
     "pp2-vpp2-late": (
         4,
         dict(pp=2, vpp=2, accumulate=4, **SHARDED),
@@ -74,7 +89,11 @@ def _swapped(look: int, num_experts: int) -> np.ndarray:
 
 def _within(look: int, num_experts: int) -> np.ndarray:
     """Experts change places on their rank alone."""
-    return np.arange(num_experts).reshape(-1, num_experts // 4)[:, ::-1].ravel() if look % 2 else np.arange(num_experts)
+    return (
+        np.arange(num_experts).reshape(-1, num_experts // 4)[:, ::-1].ravel()
+        if look % 2
+        else np.arange(num_experts)
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +136,9 @@ def test_the_homes_that_are_there_already() -> None:
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=5)
-    ours = tiny_gpt.train(case, steps=5, hook=test_rehoming.rehoming_hook(lambda _, size: np.arange(size), slots=0))
+    ours = tiny_gpt.train(
+        case, steps=5, hook=test_rehoming.rehoming_hook(lambda _, size: np.arange(size), slots=0)
+    )
     assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
     layer = tiny_gpt.moe_layers(ours.chunks)[0]
     mover = layer.prefetcher.rehoming.homes

@@ -44,13 +44,17 @@ def _deaths(*, held: bool, stock: bool, points: list[str], times: int) -> Iterat
         point = restarts.POINTS[name]
         for _ in range(times):
             restarts.new_attempt(case)
-            losses, error, left = restarts.attempt(case, None if stock else restarts.hook_of(point), point)
+            losses, error, left = restarts.attempt(
+                case, None if stock else restarts.hook_of(point), point
+            )
             assert losses == pytest.approx(expected[: len(losses)], rel=1e-5), name
             errors += [error] if held else []
             del error
             yield name, left
     restarts.new_attempt(case)
-    again = tiny_gpt.train(case, steps=restarts.STEPS, hook=None if stock else tiny_gpt.fssdp_hook())
+    again = tiny_gpt.train(
+        case, steps=restarts.STEPS, hook=None if stock else tiny_gpt.fssdp_hook()
+    )
     assert again.losses == pytest.approx(expected, rel=1e-5) and (stock or again.replicas > 0)
     del again
     yield "trains on", restarts.left()
@@ -63,7 +67,10 @@ def _check_flat(name: str, first: Any, now: Any) -> None:
     records = name in restarts.POINTS and "record" in restarts.POINTS[name].settings
     more = [thread for thread in ("FSSDP record",) if thread in now.threads and records]
     assert sorted([*first.threads, *more]) == now.threads, (name, now.threads)
-    assert now.groups <= first.groups + (name.startswith("while")), (name, now.groups)  # those in which homes move
+    assert now.groups <= first.groups + (name.startswith("while")), (
+        name,
+        now.groups,
+    )  # those in which homes move
 
 
 @ranks(2, timeout=200)
@@ -83,7 +90,9 @@ def test_wherever_an_attempt_dies_the_next_one_trains() -> None:
         while (threads := restarts.our_threads()) and time.monotonic() < deadline:
             time.sleep(0.1)
     assert not threads
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the rank destroys
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )  # which the rank destroys
 
 
 @pytest.mark.parametrize("kept", ["tracebacks held", "cycles not collected", "collected"])
@@ -97,18 +106,27 @@ def test_three_attempts_at_each_point(kept: str) -> None:
     if kept == "cycles not collected":
         gc.disable()
     places = [name for name, point in restarts.POINTS.items() if point.stock]
-    of_stock = list(_deaths(held=kept == "tracebacks held", stock=True, points=places, times=ATTEMPTS))
+    of_stock = list(
+        _deaths(held=kept == "tracebacks held", stock=True, points=places, times=ATTEMPTS)
+    )
     found = []
-    for name, left in _deaths(held=kept == "tracebacks held", stock=False, points=[*restarts.POINTS], times=ATTEMPTS):
+    for name, left in _deaths(
+        held=kept == "tracebacks held", stock=False, points=[*restarts.POINTS], times=ATTEMPTS
+    ):
         found.append((name, left))
         _check_flat(name, found[0][1], left)
         if kept == "collected":
             gc.collect()
-    growth = [(of[-2][1].tensors - of[ATTEMPTS][1].tensors) / (len(of) - ATTEMPTS - 2) for of in (of_stock, found)]
+    growth = [
+        (of[-2][1].tensors - of[ATTEMPTS][1].tensors) / (len(of) - ATTEMPTS - 2)
+        for of in (of_stock, found)
+    ]
     if kept == "collected":
         assert growth[1] <= 1.05 * growth[0], growth
     if dist.get_rank() == 1:  # which has all kinds of threads
-        print(f"\n{kept}: tensors alive grow by {growth[0]:.0f} bytes an attempt in stock, {growth[1]:.0f} in ours")
+        print(
+            f"\n{kept}: tensors alive grow by {growth[0]:.0f} bytes an attempt in stock, {growth[1]:.0f} in ours"
+        )
         print(restarts.table(of_stock, found), flush=True)
 
 
@@ -147,7 +165,9 @@ class _Injector(types.ModuleType):
 def test_megatrons_own_fault_injector() -> None:
     """Its asynchronous error comes in a forward, in a backward, and while a transfer is awaited."""
     sys.modules["nvidia_resiliency_ext"] = types.ModuleType("nvidia_resiliency_ext")
-    sys.modules["nvidia_resiliency_ext.shared_utils"] = types.ModuleType("nvidia_resiliency_ext.shared_utils")
+    sys.modules["nvidia_resiliency_ext.shared_utils"] = types.ModuleType(
+        "nvidia_resiliency_ext.shared_utils"
+    )
     injector = sys.modules["nvidia_resiliency_ext.shared_utils.inject_fault"] = _Injector()
     sys.modules.pop("megatron.core.fault_injector", None)
     import restarts
@@ -178,14 +198,20 @@ def test_megatrons_own_fault_injector() -> None:
             layer.experts.register_forward_pre_hook(hang)
         elif place == "backward":
             layer.register_full_backward_hook(hang)
-        return mock.patch.object(Transfer, "wait", hang) if place == "wait" else contextlib.nullcontext()
+        return (
+            mock.patch.object(Transfer, "wait", hang)
+            if place == "wait"
+            else contextlib.nullcontext()
+        )
 
     for place in ("forward", "backward", "wait"):
         restarts.new_attempt(case)
         run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
         first = first or restarts.left()
         config = fault_injector.FaultInjectorConfig(
-            fault_injector_ranks="0,1", fault_injector_fault_types="async_exc", fault_injector_fault_delay=0.5
+            fault_injector_ranks="0,1",
+            fault_injector_fault_types="async_exc",
+            fault_injector_fault_delay=0.5,
         )
         with pytest.raises(_InjectedError) as error, hang_at(run, place):
             fault_injector.setup_fault_injection(config)

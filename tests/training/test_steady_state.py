@@ -16,7 +16,11 @@ CHUNK = sum(a * b for a, b in SHAPES)
 
 
 def _expert_sized(tensor: Any) -> bool:
-    return tuple(tensor.shape) in SHAPES or tuple(tensor.shape)[::-1] in SHAPES or tensor.numel() >= CHUNK
+    return (
+        tuple(tensor.shape) in SHAPES
+        or tuple(tensor.shape)[::-1] in SHAPES
+        or tensor.numel() >= CHUNK
+    )
 
 
 class _Allocations(TorchDispatchMode):
@@ -26,7 +30,9 @@ class _Allocations(TorchDispatchMode):
         super().__init__()
         self.made: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         returned = out if isinstance(out, (tuple, list)) else (out,)
         for value, what in zip(returned, func._schema.returns, strict=False):
@@ -58,9 +64,16 @@ def test_steps_allocate_nothing_for_replicas() -> None:
             theirs, made = count(stock, step), count(ours, step)
             hosted = [0 if state.plan is None else len(state.plan.slots) for state in states]
             gradients = case.accumulate * len(SHAPES) * sum(hosted)
-            assert len(made) == len(theirs) + gradients, (lifetime, sorted(set(made)), len(theirs), hosted)
+            assert len(made) == len(theirs) + gradients, (
+                lifetime,
+                sorted(set(made)),
+                len(theirs),
+                hosted,
+            )
             gc.collect()
-            tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and _expert_sized(o)]
+            tensors = [
+                o for o in gc.get_objects() if isinstance(o, torch.Tensor) and _expert_sized(o)
+            ]
             alive.append(len({t.untyped_storage().data_ptr() for t in tensors}))
             del tensors
         assert max(alive[1:]) <= alive[0], f"{lifetime}: expert-sized tensors pile up: {alive}"

@@ -28,7 +28,11 @@ def test_evaluation_between_steps_changes_nothing() -> None:
             run.step(step)
             if evaluate:
                 with tiny_gpt.evaluating(run.chunks):
-                    evaluated.append(tiny_gpt.run(case, run.chunks, 100 + step, num_microbatches=3, forward_only=True))
+                    evaluated.append(
+                        tiny_gpt.run(
+                            case, run.chunks, 100 + step, num_microbatches=3, forward_only=True
+                        )
+                    )
         return run.losses, evaluated
 
     hook = tiny_gpt.fssdp_hook()
@@ -98,10 +102,15 @@ def test_loaded_weights_replace_replicas() -> None:
     def scenario(hook: Callable | None) -> list[float]:
         run, seen = tiny_gpt.train(case, steps=2, hook=hook), []
         for share in (1.0, 0.5):
-            state = {k: v * share if torch.is_tensor(v) else v for k, v in run.chunks[0].state_dict().items()}
+            state = {
+                k: v * share if torch.is_tensor(v) else v
+                for k, v in run.chunks[0].state_dict().items()
+            }
             run.chunks[0].load_state_dict(state)
             with tiny_gpt.evaluating(run.chunks):
-                seen.append(tiny_gpt.run(case, run.chunks, 50, num_microbatches=1, forward_only=True))
+                seen.append(
+                    tiny_gpt.run(case, run.chunks, 50, num_microbatches=1, forward_only=True)
+                )
         return [*seen, run.step(2)]
 
     stock, ours = scenario(None), scenario(tiny_gpt.fssdp_hook())
@@ -122,19 +131,29 @@ def test_replicas_come_and_go_and_are_fetched_once_per_iteration() -> None:
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=6)
     plan, in_turn, calls = EarlyPlans.plan, [False], []
-    EarlyPlans.plan = lambda early, index, inputs: plan(early, index, inputs) if in_turn[0] else inputs.homes
+    EarlyPlans.plan = lambda early, index, inputs: (
+        plan(early, index, inputs) if in_turn[0] else inputs.homes
+    )
 
     def note(what: str, plan: object, slots: list, label: str) -> None:
         calls.append(f"{what} {label}")
-        assert {chunk.dtype for chunk in slots} == {torch.bfloat16 if what == "fetch" else torch.float32}
+        assert {chunk.dtype for chunk in slots} == {
+            torch.bfloat16 if what == "fetch" else torch.float32
+        }
 
     hook = tiny_gpt.fssdp_hook()
-    run = tiny_gpt.train(case, steps=0, hook=lambda chunks: tiny_gpt.before_transfers(hook(chunks), note))
+    run = tiny_gpt.train(
+        case, steps=0, hook=lambda chunks: tiny_gpt.before_transfers(hook(chunks), note)
+    )
     for step in range(6):
         in_turn[0] = step % 2 == 1
         calls.clear()
         run.step(step)
-        expected = ["fetch layer 1", "fetch layer 2", "return layer 2", "return layer 1"] if in_turn[0] else []
+        expected = (
+            ["fetch layer 1", "fetch layer 2", "return layer 2", "return layer 1"]
+            if in_turn[0]
+            else []
+        )
         assert calls == expected, step
         gc.collect()
         alive = sum(isinstance(o, Replicas) for o in gc.get_objects())
@@ -151,7 +170,10 @@ def test_every_layer_replicates_its_own_hottest_expert() -> None:
     case = tiny_gpt.Case(accumulate=4, skew=4.0, settings=(("num_layers", 3),))
     tiny_gpt.initialize(case)
     run = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=1))
-    replicated = [[e for e, _, _ in layer.fssdp.placement.replicas] for layer in tiny_gpt.moe_layers(run.chunks)]
+    replicated = [
+        [e for e, _, _ in layer.fssdp.placement.replicas]
+        for layer in tiny_gpt.moe_layers(run.chunks)
+    ]
     assert replicated == [[0], [5], [2]], replicated
     none = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=1, overlap_degree=0))
     assert none.replicas == 0
@@ -162,7 +184,11 @@ def test_only_training_forwards_make_the_forecast() -> None:
     """Neither recomputed nor evaluated tokens count: an iteration's loads sum to its tokens times top-k."""
     import tiny_gpt
 
-    settings = (("recompute_granularity", "full"), ("recompute_method", "uniform"), ("recompute_num_layers", 1))
+    settings = (
+        ("recompute_granularity", "full"),
+        ("recompute_method", "uniform"),
+        ("recompute_num_layers", 1),
+    )
     case = tiny_gpt.Case(accumulate=2, settings=settings)
     tiny_gpt.initialize(case)
     run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook())
@@ -221,7 +247,9 @@ def test_parameters_replaced_after_the_hook() -> None:
 
     hook = tiny_gpt.fssdp_hook()
     stock = tiny_gpt.train(case, hook=replace, steps=4)
-    tiny_gpt.assert_trained_alike(stock, tiny_gpt.train(case, hook=lambda c: replace(hook(c)), steps=4))
+    tiny_gpt.assert_trained_alike(
+        stock, tiny_gpt.train(case, hook=lambda c: replace(hook(c)), steps=4)
+    )
 
 
 @ranks(2)

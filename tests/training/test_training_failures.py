@@ -29,7 +29,9 @@ def test_gradients_that_nobody_reduced_are_an_error() -> None:
     with run.chunks[0].no_sync():
         tiny_gpt.run(case, run.chunks, 2, num_microbatches=2)
         # at the end of ``no_sync`` they return
-        with pytest.raises(RuntimeError, match=r"FusedAdam steps while gradients .* finish_grad_sync"):
+        with pytest.raises(
+            RuntimeError, match=r"FusedAdam steps while gradients .* finish_grad_sync"
+        ):
             run.optimizer.step()
 
 
@@ -66,8 +68,12 @@ def test_bad_gradients_of_a_replica_reach_megatrons_own_check(value: float) -> N
         stopped = True
         plans = [layer.fssdp.plan for layer in tiny_gpt.moe_layers(run.chunks)]
         if any(plan is not None and plan.replicated for plan in plans):
-            assert any(word in str(error) for word in ("NaN", "nan", "Inf", "inf", "Unexpected")), error
-    assert stopped, f"rank {dist.get_rank()} went on with a bad gradient at home, {planted} were planted here"
+            assert any(word in str(error) for word in ("NaN", "nan", "Inf", "inf", "Unexpected")), (
+                error
+            )
+    assert stopped, (
+        f"rank {dist.get_rank()} went on with a bad gradient at home, {planted} were planted here"
+    )
     os._exit(0)  # the other rank may be left in Megatron's all-reduce, as in stock
 
 
@@ -112,7 +118,9 @@ def test_frozen_experts() -> None:
                 (expert.linear_fc1.weight if half else expert).requires_grad_(False)
         return chunks
 
-    with pytest.raises(ValueError, match="layer 1: some expert parameters are frozen and others are not"):
+    with pytest.raises(
+        ValueError, match="layer 1: some expert parameters are frozen and others are not"
+    ):
         tiny_gpt.train(case, steps=2, hook=lambda chunks: hook(freeze(chunks, half=True)))
     stock = tiny_gpt.train(case, hook=freeze)
     ours = tiny_gpt.train(case, hook=lambda chunks: hook(freeze(chunks)))
@@ -122,7 +130,10 @@ def test_frozen_experts() -> None:
 @pytest.mark.parametrize(
     ("when", "message"),
     [
-        ("before its fetch", r"layer 1: gathering the loads failed on rank 0 of 2 .* ranks \[0, 1\]"),
+        (
+            "before its fetch",
+            r"layer 1: gathering the loads failed on rank 0 of 2 .* ranks \[0, 1\]",
+        ),
         ("before its experts, without a fetch", r"layer 1: spAG failed on rank 0 of 2 .* rank 1"),
     ],
 )
@@ -219,8 +230,13 @@ def test_checkpointing_that_hides_forwards_is_an_error() -> None:
     def checkpointed(chunks: list) -> list:
         for layer in tiny_gpt.moe_layers(chunks):
             forward = layer.forward
-            layer.forward = lambda x, *_, forward=forward, **__: (OwnCheckpoint.apply(forward, x), None)
+            layer.forward = lambda x, *_, forward=forward, **__: (
+                OwnCheckpoint.apply(forward, x),
+                None,
+            )
         return chunks
 
-    with pytest.raises(NotImplementedError, match=r"layer \d is recomputed in the backward, .* torch's or Trans"):
+    with pytest.raises(
+        NotImplementedError, match=r"layer \d is recomputed in the backward, .* torch's or Trans"
+    ):
         tiny_gpt.train(case, hook=lambda chunks: checkpointed(hook(chunks)))

@@ -55,7 +55,9 @@ class Stages:
     """A transfer over several domains, stage by stage: as many on every rank."""
 
     @staticmethod
-    def of_fetch(copies: Sequence[Copy], rank: int, *, domains: Domains, elements: int) -> tuple[Stage, ...]:
+    def of_fetch(
+        copies: Sequence[Copy], rank: int, *, domains: Domains, elements: int
+    ) -> tuple[Stage, ...]:
         """The spAG of ``rank``, stage by stage; as many on every rank.
 
         Args:
@@ -78,7 +80,9 @@ class Stages:
             home, index = chunk.key
             slots = {copy.rank: Place(copy.rank, "slot", copy.slot) for copy in chunk.here}
             if group.of[home] == group.own:
-                leaving[chunk.key] = group.stripes(chunk, {home: Place(home, "send", index), **slots})
+                leaving[chunk.key] = group.stripes(
+                    chunk, {home: Place(home, "send", index), **slots}
+                )
                 for other in chunk.others:
                     sends += group.messages(chunk, leaving[chunk.key], other=other)
             else:
@@ -93,7 +97,9 @@ class Stages:
         )
 
     @staticmethod
-    def of_return(copies: Sequence[Copy], rank: int, *, domains: Domains, elements: int) -> tuple[Stage, ...]:
+    def of_return(
+        copies: Sequence[Copy], rank: int, *, domains: Domains, elements: int
+    ) -> tuple[Stage, ...]:
         """The spRS of ``rank``, stage by stage. As `of_fetch`.
 
         A home's sum: gradients of replicas in its domain in order of rank; then, domain by domain from its own on, the
@@ -108,36 +114,58 @@ class Stages:
         crossing = list(group.crossing(copies))
         for chunk in crossing:
             key, homes = chunk.key, group.of[chunk.key[0]]
-            sums[key] = group.stripes(chunk, {copy.rank: Place(copy.rank, "partial", copy.slot) for copy in chunk.here})
+            sums[key] = group.stripes(
+                chunk, {copy.rank: Place(copy.rank, "partial", copy.slot) for copy in chunk.here}
+            )
             if chunk.here:
                 begun[key] = sums[key]
             if homes != group.own:
-                sends[(group.own - homes) % len(domains)] += group.messages(chunk, sums[key], other=homes)
+                sends[(group.own - homes) % len(domains)] += group.messages(
+                    chunk, sums[key], other=homes
+                )
         beside, apart = group.copies_to_here(copies)
         domain = domains[group.own]
         stages: list[Stage] = [
-            Schedule.of_return([*beside, *apart], rank, domain=domain, elements=elements, parts=begun.copy())
+            Schedule.of_return(
+                [*beside, *apart], rank, domain=domain, elements=elements, parts=begun.copy()
+            )
         ]
-        used, own = group.used.copy(), dict.fromkeys(key for key in sums if group.of[key[0]] == group.own)
+        used, own = (
+            group.used.copy(),
+            dict.fromkeys(key for key in sums if group.of[key[0]] == group.own),
+        )
         for turn in rounds:
             group.used = used.copy()
             receives: list[tuple[Part, int]] = []
             adds: list[Pull] = []
             other = (group.own + turn) % len(domains)
-            for chunk in (chunk for chunk in crossing if chunk.key in own and other in chunk.others):
+            for chunk in (
+                chunk for chunk in crossing if chunk.key in own and other in chunk.others
+            ):
                 key = chunk.key
                 arrived = group.stripes(chunk, {}) if key in begun else sums[key]
                 receives += group.messages(chunk, arrived, other=other)
                 if key in begun:
                     pairs = zip(arrived, sums[key], strict=True)
-                    adds += [Pull((a.at,), b.at, a.begin, a.end, add=True) for a, b in pairs if b.at.rank == rank]
+                    adds += [
+                        Pull((a.at,), b.at, a.begin, a.end, add=True)
+                        for a, b in pairs
+                        if b.at.rank == rank
+                    ]
                 begun[key] = sums[key]
-            stages += [Messages(tuple(sends[turn]), tuple(receives)), Schedule((tuple(adds),), frozenset())]
-        last = Schedule.of_return([], rank, domain=domain, elements=elements, parts={key: sums[key] for key in own})
+            stages += [
+                Messages(tuple(sends[turn]), tuple(receives)),
+                Schedule((tuple(adds),), frozenset()),
+            ]
+        last = Schedule.of_return(
+            [], rank, domain=domain, elements=elements, parts={key: sums[key] for key in own}
+        )
         return (*stages, last)
 
     @staticmethod
-    def stripe_buffers(layer: LayerBuffer, elements: int, sizes: Sequence[int]) -> tuple[int, int, int]:
+    def stripe_buffers(
+        layer: LayerBuffer, elements: int, sizes: Sequence[int]
+    ) -> tuple[int, int, int]:
         """The stripes that a rank holds for others: elements of the largest; how many at once in a spAG, and in a spRS.
 
         Args:
@@ -209,7 +237,9 @@ class _Group:
         """The stripes on the ranks of this domain: in ``places``, or in stripe buffers of ranks that have none."""
         carriers = self._carriers(chunk, self.own)
         parts = []
-        for rank, (begin, end) in zip(carriers, Part.bounds(self._elements, [1] * len(carriers)), strict=True):
+        for rank, (begin, end) in zip(
+            carriers, Part.bounds(self._elements, [1] * len(carriers)), strict=True
+        ):
             if begin == end:
                 continue
             place = places.get(rank)
@@ -219,9 +249,13 @@ class _Group:
             parts.append(Part(place, begin, end))
         return parts
 
-    def messages(self, chunk: _Chunk, parts: Sequence[Part], *, other: int) -> list[tuple[Part, int]]:
+    def messages(
+        self, chunk: _Chunk, parts: Sequence[Part], *, other: int
+    ) -> list[tuple[Part, int]]:
         """Those of ``parts`` that this rank exchanges with domain ``other``, and with which rank of it."""
-        opposite = dict(zip(self._carriers(chunk, self.own), self._carriers(chunk, other), strict=True))
+        opposite = dict(
+            zip(self._carriers(chunk, self.own), self._carriers(chunk, other), strict=True)
+        )
         return [(part, opposite[self.rank]) for part in parts if part.at.rank == self.rank]
 
     def _carriers(self, chunk: _Chunk, domain: int) -> list[int]:

@@ -35,10 +35,14 @@ class TransferKernels(Kernels):
         super().__init__(device)
         if not self.on_gpu:
             size = self.function("fssdp_size_of_transfer")()
-            assert size == TRANSFER.itemsize, f"a transfer has {size} bytes there, {TRANSFER.itemsize} here"
+            assert size == TRANSFER.itemsize, (
+                f"a transfer has {size} bytes there, {TRANSFER.itemsize} here"
+            )
         self.blocks = _blocks_on(device) if self.on_gpu else dict.fromkeys(UNDER_WAY, 1)
 
-    def run(self, name: str, program: Program, at: Tensor, *, met: Callable[[], None] = lambda: None) -> None:
+    def run(
+        self, name: str, program: Program, at: Tensor, *, met: Callable[[], None] = lambda: None
+    ) -> None:
         """All steps of a transfer, by the kernel ``name``, once its peers are here: one small block waits for them.
 
         Args:
@@ -52,7 +56,12 @@ class TransferKernels(Kernels):
         self.run_at(name, at)
 
     def run_by_copy_engines(
-        self, program: Program, at: Tensor, *, stopped: Callable[[], bool], met: Callable[[], None] = lambda: None
+        self,
+        program: Program,
+        at: Tensor,
+        *,
+        stopped: Callable[[], bool],
+        met: Callable[[], None] = lambda: None,
     ) -> None:
         """All steps of a spAG by plain copies, with no kernel but the one thread block that exchanges signals.
 
@@ -71,8 +80,16 @@ class TransferKernels(Kernels):
 
     def run_at(self, name: str, at: Tensor, *, blocks: int | None = None) -> None:
         """Run the program that lies in ``at`` by the kernel ``name``. Its peers must be here."""
-        further = () if self.on_gpu else (ctypes.c_uint(1), ctypes.c_uint(1))  # one block of one thread
-        self.launch(name, ctypes.c_void_p(at.data_ptr()), *further, blocks=blocks or self.blocks[name], threads=THREADS)
+        further = (
+            () if self.on_gpu else (ctypes.c_uint(1), ctypes.c_uint(1))
+        )  # one block of one thread
+        self.launch(
+            name,
+            ctypes.c_void_p(at.data_ptr()),
+            *further,
+            blocks=blocks or self.blocks[name],
+            threads=THREADS,
+        )
 
     def _synchronize(self, program: Program, at: Tensor, finished: int) -> None:
         """Tell the peers that so many steps are finished, and wait until theirs are: a thread for each of them."""
@@ -91,8 +108,12 @@ class TransferKernels(Kernels):
             for item in items:
                 ctypes.memmove(int(item["dst"]), int(item["src"]), int(item["bytes"]))
             return
-        how = driver.CopyAttributes(source_order=driver.IN_STREAM_ORDER, flags=driver.BESIDE_COMPUTING)
-        to, source, sizes = (np.ascontiguousarray(items[field], np.uint64) for field in ("dst", "src", "bytes"))
+        how = driver.CopyAttributes(
+            source_order=driver.IN_STREAM_ORDER, flags=driver.BESIDE_COMPUTING
+        )
+        to, source, sizes = (
+            np.ascontiguousarray(items[field], np.uint64) for field in ("dst", "src", "bytes")
+        )
         self._ensure_context()
         driver.call(
             "cuMemcpyBatchAsync",
@@ -137,4 +158,7 @@ def _blocks_on(device: torch.device) -> dict[str, int]:
         )
     major, _ = torch.cuda.get_device_capability(device)
     rate = LINK_RATES.get(major, max(LINK_RATES.values()))
-    return {name: min(math.ceil(rate * ROUND_TRIP / size), multiprocessors // 2) for name, size in UNDER_WAY.items()}
+    return {
+        name: min(math.ceil(rate * ROUND_TRIP / size), multiprocessors // 2)
+        for name, size in UNDER_WAY.items()
+    }

@@ -32,7 +32,9 @@ from megatron_hecate.comm.nvlink.schedule import MAX_RANKS
 from megatron_hecate.job.attempt import Attempt
 
 SHARED: Path = Path("/dev/shm")
-COUNTERS: int = 512  # bytes in front of the buffers: progress, one u32 per rank, and the blocks' counters
+COUNTERS: int = (
+    512  # bytes in front of the buffers: progress, one u32 per rank, and the blocks' counters
+)
 ARRIVED: int = 4 * MAX_RANKS  # where those begin
 WATCHED: float = 0.1  # seconds between two looks for a failure on a GPU
 REMEMBERED: int = 1024  # transfers that a failure can name
@@ -57,11 +59,19 @@ class Peers:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, size: int, *, device: torch.device, ranks: Sequence[int], timeout: float
+        self,
+        group: dist.ProcessGroup,
+        size: int,
+        *,
+        device: torch.device,
+        ranks: Sequence[int],
+        timeout: float,
     ) -> None:
         self.device, self.ranks, self.rank = device, tuple(ranks), ranks[group.rank()]
         on_gpu = device.type == "cuda"
-        whole, bases, self._kept = (_symmetric if on_gpu else _shared)(group, COUNTERS + size, device=device)
+        whole, bases, self._kept = (_symmetric if on_gpu else _shared)(
+            group, COUNTERS + size, device=device
+        )
         self._bases = dict(zip(self.ranks, bases, strict=True))
         self.buffers: Tensor = whole[COUNTERS:]
         self._whole = whole
@@ -77,7 +87,9 @@ class Peers:
         self._reported = self._is_abandoned = False
         self._look = functools.partial(_is_over, weakref.ref(self))
         if on_gpu:  # what CUDA says of a kernel that gave up names nobody
-            threading.Thread(target=_watch, args=(self._look,), name="fssdp watch", daemon=True).start()
+            threading.Thread(
+                target=_watch, args=(self._look,), name="fssdp watch", daemon=True
+            ).start()
             atexit.register(self._look)  # the process may end before the next look
         Attempt.current().at_end(self.abandon)
 
@@ -125,7 +137,9 @@ class Peers:
     def steps_of(self, peer: int, *, since: int) -> int:
         """Steps that ``peer`` told this rank it has finished ``since`` a count; below 0 when it has not come so far.
         On CPU ranks."""
-        told = self._whole[: 4 * len(self.ranks)].numpy().view(np.uint32)[self.signals.numbers[peer]]
+        told = (
+            self._whole[: 4 * len(self.ranks)].numpy().view(np.uint32)[self.signals.numbers[peer]]
+        )
         return (int(told) - since + 2**31) % 2**32 - 2**31  # counters wrap
 
     def remember(self, begin: int, text: str) -> None:
@@ -200,7 +214,10 @@ class Peers:
             without = [other for other in range(count) if other != own and not links[other]]
             if without:
                 return node, f"GPU {own} of {node} has no NVLink to GPUs {without}"
-        return _fabric() or node, ""  # a process that sees one GPU cannot look; the self-test shows what works
+        return (
+            _fabric() or node,
+            "",
+        )  # a process that sees one GPU cannot look; the self-test shows what works
 
 
 def _watch(look: Callable[[], bool]) -> None:
@@ -230,7 +247,9 @@ def _fabric() -> str:
     return f"fabric {cluster.hex()} {info.clique_id}" if completed and any(cluster) else ""
 
 
-def _shared(group: dist.ProcessGroup, size: int, *, device: torch.device) -> tuple[Tensor, list[int], Any]:
+def _shared(
+    group: dist.ProcessGroup, size: int, *, device: torch.device
+) -> tuple[Tensor, list[int], Any]:
     """POSIX shared memory: each rank makes a file, which has no name any more once all have opened it.
 
     Returns:
@@ -246,7 +265,9 @@ def _shared(group: dist.ProcessGroup, size: int, *, device: torch.device) -> tup
             finally:
                 os.close(descriptor)
         except OSError as error:
-            problem = f"{size} bytes of shared memory, {Peers.free_bytes()} are free in {SHARED}: {error}"
+            problem = (
+                f"{size} bytes of shared memory, {Peers.free_bytes()} are free in {SHARED}: {error}"
+            )
         _raise_on_all(problem, group, way_out=f"make {SHARED} larger, or use p2p")
         names: list[Any] = [None] * group.size()
         dist.all_gather_object(names, name, group=group)
@@ -254,7 +275,9 @@ def _shared(group: dist.ProcessGroup, size: int, *, device: torch.device) -> tup
             maps = [_map(other, size) for other in names]
         except OSError as error:  # a container of its own, under the same host name
             problem = f"its peers' files of shared memory: {error}"
-        _raise_on_all(problem, group, way_out=f"let the ranks of a machine share {SHARED}, or use p2p")
+        _raise_on_all(
+            problem, group, way_out=f"let the ranks of a machine share {SHARED}, or use p2p"
+        )
     finally:
         if name:
             Path(name).unlink()
@@ -270,7 +293,9 @@ def _map(name: str, size: int) -> mmap.mmap:
         os.close(descriptor)
 
 
-def _symmetric(group: dist.ProcessGroup, size: int, *, device: torch.device) -> tuple[Tensor, list[int], Any]:
+def _symmetric(
+    group: dist.ProcessGroup, size: int, *, device: torch.device
+) -> tuple[Tensor, list[int], Any]:
     """Torch's symmetric memory. As `_shared`."""
     import torch.distributed._symmetric_memory as symmetric
 

@@ -24,7 +24,9 @@ TILE: int = 65536  # bytes
 LOCAL: int = -1  # a source that needs no waiting
 ADD: int = 1
 
-COPY = np.dtype([("src", "<u8"), ("dst", "<u8"), ("bytes", "<u8"), ("rank", "<i4"), ("first_tile", "<u4")])
+COPY = np.dtype(
+    [("src", "<u8"), ("dst", "<u8"), ("bytes", "<u8"), ("rank", "<i4"), ("first_tile", "<u4")]
+)
 SOURCE = np.dtype([("src", "<u8"), ("rank", "<i4"), ("reserved", "<u4")])
 SUM = np.dtype(
     [("dst", "<u8"), ("elements", "<u8")]
@@ -46,16 +48,22 @@ TRANSFER = np.dtype(
         ("world", "<i4"),
     ]
 )
-FAILURE = np.dtype([(name, "<u4") for name in ("failed", "rank", "peer", "expected", "seen", "begin")])
+FAILURE = np.dtype(
+    [(name, "<u4") for name in ("failed", "rank", "peer", "expected", "seen", "begin")]
+)
 ALIGNMENT: int = 16  # bytes, of every array in a program
 SUMMED: int = 4  # bytes of an element of a sum
 TURNS: int = 8  # buffers of a layer whose programs are kept
 # The same records, for one at a time: an array of them takes longer to make.
 _COPY, _SOURCE, _SUM, _STEP = (struct.Struct(form) for form in ("<QQQiI", "<QiI", "<QQ4I", "<QQII"))
 _ALL_STEPS = struct.Struct("<" + "QQII" * MAX_STEPS)
-assert [_COPY.size, _SOURCE.size, _SUM.size, _STEP.size] == [d.itemsize for d in (COPY, SOURCE, SUM, STEP)]
+assert [_COPY.size, _SOURCE.size, _SUM.size, _STEP.size] == [
+    d.itemsize for d in (COPY, SOURCE, SUM, STEP)
+]
 _FIELDS: dict[str, int] = {name: field[1] for name, field in (TRANSFER.fields or {}).items()}
-_PEERS, _NUM_STEPS, _BEGIN, _STEPS = (_FIELDS[name] for name in ("peers", "num_steps", "begin", "steps"))
+_PEERS, _NUM_STEPS, _BEGIN, _STEPS = (
+    _FIELDS[name] for name in ("peers", "num_steps", "begin", "steps")
+)
 
 Extent = tuple[int, int]  # address, elements
 Extents = Callable[[Place], Sequence[Extent]]
@@ -91,7 +99,9 @@ class Memory:
     def agrees(self, known: Known) -> bool:
         """Whether the places that another one was asked for lie where they did."""
         own, rank = self._own, self._rank
-        return all(own(Place(rank, memory, index)) == found for (memory, index), found in known.items())
+        return all(
+            own(Place(rank, memory, index)) == found for (memory, index), found in known.items()
+        )
 
 
 class Programs:
@@ -105,9 +115,13 @@ class Programs:
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
         # the last for each schedule that is kept, by identity, and each of the buffers that take turns
-        self._kept: OrderedDict[tuple[int, int, bool], tuple[Schedule, list[tuple[Known, Program]]]] = OrderedDict()
+        self._kept: OrderedDict[
+            tuple[int, int, bool], tuple[Schedule, list[tuple[Known, Program]]]
+        ] = OrderedDict()
 
-    def make(self, schedule: Schedule, memory: Memory, *, itemsize: int, sums: bool, begin: int) -> Program:
+    def make(
+        self, schedule: Schedule, memory: Memory, *, itemsize: int, sums: bool, begin: int
+    ) -> Program:
         """As `Program`."""
         key = id(schedule), itemsize, sums
         _, made = self._kept.setdefault(key, (schedule, []))
@@ -187,7 +201,14 @@ class Program:
     """
 
     def __init__(
-        self, schedule: Schedule, extents: Extents, *, signals: Signals, itemsize: int, sums: bool, begin: int
+        self,
+        schedule: Schedule,
+        extents: Extents,
+        *,
+        signals: Signals,
+        itemsize: int,
+        sums: bool,
+        begin: int,
     ) -> None:
         assert len(schedule.steps) <= MAX_STEPS and (not sums or itemsize == SUMMED), itemsize
         self._signals, self._itemsize = signals, itemsize
@@ -315,11 +336,18 @@ class Program:
         """What a step writes is written once, and is no source but of a sum in its own place. Sources on other ranks
         are not of the memory that this one writes."""
         rank, size = self._signals.rank, self._itemsize
-        written = sorted([(address, address + elements * size, into) for _, into, address, elements, _, _ in pieces])
+        written = sorted(
+            [
+                (address, address + elements * size, into)
+                for _, into, address, elements, _, _ in pieces
+            ]
+        )
         before = 0
         for number, (begin, end, place) in enumerate(written):
             if begin < before:
-                raise ValueError(f"{written[number - 1][2]} and {place} overlap, and one step writes both")
+                raise ValueError(
+                    f"{written[number - 1][2]} and {place} overlap, and one step writes both"
+                )
             before = end
         for sources, _, into, elements, _, addresses in pieces:
             if len(sources) == 1 and sources[0][0] != rank:
@@ -330,7 +358,9 @@ class Program:
                     continue
                 at = bisect.bisect_left(written, (address + elements * size,)) - 1
                 if at >= 0 and written[at][1] > address:
-                    raise ValueError(f"{place} is read in the step that writes {written[at][2]} over it")
+                    raise ValueError(
+                        f"{place} is read in the step that writes {written[at][2]} over it"
+                    )
 
 
 # A pull, or a part of one, of memory that is consecutive at both ends: the pull's sources and ``into``, the address in

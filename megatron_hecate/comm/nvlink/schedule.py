@@ -93,7 +93,9 @@ class Part(NamedTuple):
         return bounds
 
 
-_Part = tuple[Place, int, int]  # `Part`, or the same as a plain tuple, which takes less time to make
+_Part = tuple[
+    Place, int, int
+]  # `Part`, or the same as a plain tuple, which takes less time to make
 Parts = Mapping[Key, Sequence[Part]]
 NONE: Parts = MappingProxyType({})
 
@@ -112,7 +114,13 @@ class Schedule:
 
     @classmethod
     def of_fetch(
-        cls, copies: Sequence[Copy], rank: int, *, domain: Sequence[int], elements: int, parts: Parts = NONE
+        cls,
+        copies: Sequence[Copy],
+        rank: int,
+        *,
+        domain: Sequence[int],
+        elements: int,
+        parts: Parts = NONE,
     ) -> Schedule:
         """The spAG of ``rank``.
 
@@ -143,19 +151,40 @@ class Schedule:
                     fetch.append(Pull((sent,), into, 0, elements))
                     continue
             if home in here.members:
-                wanted, held = held, here.divide(key, ranks, slots, memory="slot") if ranks else held
+                wanted, held = (
+                    held,
+                    here.divide(key, ranks, slots, memory="slot") if ranks else held,
+                )
                 if home != rank:
-                    fetch += [Pull((sent,), at, begin, end) for at, begin, end in held if at.rank == rank]
-                stripes = [part for part in wanted if part[0].rank == rank and part[0].memory == "stripe"]
-                exchange += [pull for want in stripes if ranks for part in held for pull in _overlap(part, want)]
+                    fetch += [
+                        Pull((sent,), at, begin, end) for at, begin, end in held if at.rank == rank
+                    ]
+                stripes = [
+                    part for part in wanted if part[0].rank == rank and part[0].memory == "stripe"
+                ]
+                exchange += [
+                    pull
+                    for want in stripes
+                    if ranks
+                    for part in held
+                    for pull in _overlap(part, want)
+                ]
             if into is not None:
-                exchange += [Pull((at,), into, begin, end) for at, begin, end in held if at.rank != rank]
+                exchange += [
+                    Pull((at,), into, begin, end) for at, begin, end in held if at.rank != rank
+                ]
         steps = [pack, fetch] if here.sends_any else []
         return here.schedule([*steps, exchange] if here.shares or parts else steps)
 
     @classmethod
     def of_return(
-        cls, copies: Sequence[Copy], rank: int, *, domain: Sequence[int], elements: int, parts: Parts = NONE
+        cls,
+        copies: Sequence[Copy],
+        rank: int,
+        *,
+        domain: Sequence[int],
+        elements: int,
+        parts: Parts = NONE,
     ) -> Schedule:
         """The spRS of ``rank``: every home's sum over the replicas in order of rank, added to its main gradient.
 
@@ -181,7 +210,9 @@ class Schedule:
             if key in here.shares:
                 held = here.divide(key, ranks, slots, memory="partial")
             if grads:
-                exchange += [Pull(grads, at, begin, end) for at, begin, end in held if at.rank == rank]
+                exchange += [
+                    Pull(grads, at, begin, end) for at, begin, end in held if at.rank == rank
+                ]
             if home == rank and (key in here.shares or not grads):
                 sums += [Pull((at,), main_grad, begin, end, add=True) for at, begin, end in held]
         with_copies = sum(key in parts and len(ranks) > 0 for key, ranks, _ in here.chunks)
@@ -233,7 +264,9 @@ class _Chunks(NamedTuple):
     @functools.lru_cache(maxsize=PLANS)
     def of(copies: tuple[Copy, ...], members: frozenset[int], in_parts: frozenset[Key]) -> _Chunks:
         """Raises ValueError for more ranks than the kernels know, or copies that contradict each other."""
-        homes, indices, ranks, slots = zip(*sorted(copies), strict=True) if copies else ((), (), (), ())
+        homes, indices, ranks, slots = (
+            zip(*sorted(copies), strict=True) if copies else ((), (), (), ())
+        )
         fit = len(members) <= MAX_RANKS and members.issuperset(homes) and members.issuperset(ranks)
         if not fit or any(map(eq, homes, ranks)):
             _check_ranks(copies, members, in_parts)
@@ -251,19 +284,31 @@ class _Chunks(NamedTuple):
         sends = Counter(homes)
         received: Sequence[int] = ranks
         if in_parts:
-            sends = Counter([home for home, index in zip(homes, indices, strict=True) if (home, index) not in in_parts])
+            sends = Counter(
+                [
+                    home
+                    for home, index in zip(homes, indices, strict=True)
+                    if (home, index) not in in_parts
+                ]
+            )
             sends.update([home for home, _ in in_parts])
             received = [rank for home, rank in zip(homes, ranks, strict=True) if home in members]
             wanted = [chunk for chunk in wanted if chunk[0] not in in_parts]
         most = max(Counter(received).values(), default=0)
-        shares = _exchanges(wanted, [sends.get(rank, 0) for rank in range(1 + max(members))], most=most)
-        return _Chunks(keys, begins, ranks, slots, shares, sends_any=any(home in members for home, _ in keys))
+        shares = _exchanges(
+            wanted, [sends.get(rank, 0) for rank in range(1 + max(members))], most=most
+        )
+        return _Chunks(
+            keys, begins, ranks, slots, shares, sends_any=any(home in members for home, _ in keys)
+        )
 
     def of_rank(self, rank: int, in_parts: Iterable[Key]) -> list[_Chunk]:
         """The chunks that ``rank`` sends or receives, and those in parts, in order."""
         keys, begins, ranks, slots = self.keys, self.begins, self.ranks, self.slots
         found = set(range(bisect_left(keys, (rank, 0)), bisect_left(keys, (rank + 1, 0))))
-        found.update(bisect_right(begins, at) - 1 for at, receiving in enumerate(ranks) if receiving == rank)
+        found.update(
+            bisect_right(begins, at) - 1 for at, receiving in enumerate(ranks) if receiving == rank
+        )
         found.update(bisect_left(keys, key) for key in in_parts)
         spans = [(keys[at], slice(begins[at], begins[at + 1])) for at in sorted(found)]
         return [_Chunk(key, ranks[span], slots[span]) for key, span in spans]
@@ -273,7 +318,13 @@ class _Domain:
     """What a transfer moves in one domain, as ``rank`` sees it. Args as `of_fetch`."""
 
     def __init__(
-        self, copies: Sequence[Copy], rank: int, *, members: frozenset[int], elements: int, parts: Parts
+        self,
+        copies: Sequence[Copy],
+        rank: int,
+        *,
+        members: frozenset[int],
+        elements: int,
+        parts: Parts,
     ) -> None:
         if elements < 1:
             raise ValueError(f"a chunk of {elements} elements cannot be moved")
@@ -282,11 +333,17 @@ class _Domain:
         self.shares, self.sends_any, self.count = chunks.shares, chunks.sends_any, len(chunks.keys)
         self.chunks = chunks.of_rank(rank, parts)
 
-    def divide(self, key: Key, ranks: Sequence[int], slots: Sequence[int], *, memory: Memory) -> list[_Part]:
+    def divide(
+        self, key: Key, ranks: Sequence[int], slots: Sequence[int], *, memory: Memory
+    ) -> list[_Part]:
         """The part of a chunk for each receiving rank, in ``memory`` of its slot; none where it is empty."""
         bounds = Part.bounds(self.elements, self.shares.get(key, [1] * len(ranks)))
         places = _places(ranks, memory, slots)
-        return [(place, begin, end) for place, (begin, end) in zip(places, bounds, strict=True) if begin < end]
+        return [
+            (place, begin, end)
+            for place, (begin, end) in zip(places, bounds, strict=True)
+            if begin < end
+        ]
 
     def schedule(self, steps: list[list[Pull]]) -> Schedule:
         """Every step begins with the rank after this one, so that not all ranks read one home at once."""
@@ -304,18 +361,30 @@ class _Domain:
         size = max(self.members) + 1
 
         def distance(pull: Pull) -> tuple[int, int]:
-            return (pull[0][0][0] - own) % size, pull[2]  # of the first source's rank, and the element it begins with
+            return (pull[0][0][0] - own) % size, pull[
+                2
+            ]  # of the first source's rank, and the element it begins with
 
-        return Schedule(tuple([tuple(sorted(step, key=distance)) for step in steps]), frozenset(peers))
+        return Schedule(
+            tuple([tuple(sorted(step, key=distance)) for step in steps]), frozenset(peers)
+        )
 
 
-def _check_ranks(copies: Sequence[Copy], members: frozenset[int], in_parts: Collection[Key]) -> None:
+def _check_ranks(
+    copies: Sequence[Copy], members: frozenset[int], in_parts: Collection[Key]
+) -> None:
     """Raises ValueError as `_Chunks.of`, for the ranks of ``copies``, or too many in the domain."""
     if len(members) > MAX_RANKS:
-        raise ValueError(f"{len(members)} ranks share no NVLink domain: nvlink takes {MAX_RANKS}; use transport p2p")
+        raise ValueError(
+            f"{len(members)} ranks share no NVLink domain: nvlink takes {MAX_RANKS}; use transport p2p"
+        )
     for copy in sorted(copies):
         home, index, rank, _ = copy
-        if home == rank or rank not in members or (home not in members and (home, index) not in in_parts):
+        if (
+            home == rank
+            or rank not in members
+            or (home not in members and (home, index) not in in_parts)
+        ):
             raise ValueError(f"{copy} needs two different ranks of {sorted(members)}")
 
 
@@ -325,7 +394,9 @@ def _raise_twice(what: str, named: Sequence[tuple[int, ...]]) -> NoReturn:
     raise ValueError(f"a {what} is named twice: {twice}")
 
 
-def _exchanges(wanted: Sequence[tuple[Key, Sequence[int]]], sends: list[int], *, most: int) -> dict[Key, Sequence[int]]:
+def _exchanges(
+    wanted: Sequence[tuple[Key, Sequence[int]]], sends: list[int], *, most: int
+) -> dict[Key, Sequence[int]]:
     """The chunks to exchange, and what share of `WHOLE` each receiving rank fetches from the home.
 
     A home sends whole chunks to each rank as long as it sends no more than the rank that receives most; beyond that,
@@ -346,7 +417,9 @@ def _exchanges(wanted: Sequence[tuple[Key, Sequence[int]]], sends: list[int], *,
     return _shares(exchanged, [count * WHOLE for count in sends])
 
 
-def _shares(exchanged: Sequence[tuple[Key, Sequence[int]]], load: list[int]) -> dict[Key, Sequence[int]]:
+def _shares(
+    exchanged: Sequence[tuple[Key, Sequence[int]]], load: list[int]
+) -> dict[Key, Sequence[int]]:
     """What share of `WHOLE` each receiving rank fetches from the home, by chunk.
 
     Args:

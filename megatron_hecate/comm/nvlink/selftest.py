@@ -123,7 +123,9 @@ def _ring(transport: Transport, elements: int) -> tuple[TransferPlan, LayerBuffe
     """Every rank's only expert has replicas on the next ranks, of its NVLink domain and of others; up to three."""
     ranks = transport.group.size()
     slots = min(3, ranks - 1)
-    copies = [Copy(home, 0, (home + 1 + i) % ranks, i) for home in range(ranks) for i in range(slots)]
+    copies = [
+        Copy(home, 0, (home + 1 + i) % ranks, i) for home in range(ranks) for i in range(slots)
+    ]
     copies.sort(key=lambda copy: (copy.home, copy.rank))
     layer = LayerBuffer(slots=slots, elements=elements, dtype=torch.bfloat16, homes=1)
     return TransferPlan(transport.group.rank(), tuple(copies)), layer
@@ -139,11 +141,17 @@ def _wrong_bytes(transport: Transport, device: torch.device) -> str:
     grads = chunks_in(memory[layer.weight_bytes :], layer.slots, ELEMENTS, layer.grad_dtype)
     own = _whole_numbers(plan.rank, device)
     transport.fetch(plan, [[own]], weights, label=LABEL).wait()
-    wrong = [home for slot, home in plan.receives if not torch.equal(weights[slot], _whole_numbers(home, device))]
+    wrong = [
+        home
+        for slot, home in plan.receives
+        if not torch.equal(weights[slot], _whole_numbers(home, device))
+    ]
     if wrong:
         return f"rank {plan.rank} got other weights than ranks {wrong} sent"
     for slot, home in plan.receives:
-        grads[slot].copy_(_whole_numbers(home, device).float() * (slot + 1))  # sums of whole numbers are exact
+        grads[slot].copy_(
+            _whole_numbers(home, device).float() * (slot + 1)
+        )  # sums of whole numbers are exact
     total = _Total(ELEMENTS, device)
     transport.return_gradients(plan, grads, total, label=LABEL).wait()
     if not torch.equal(total.grad, own.float() * sum(range(1, layer.slots + 1))):

@@ -33,7 +33,9 @@ from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
 from megatron_hecate.job.collectives import TransferError
 
-REFRESH: int = 1 << 30  # steps after which all ranks tell each other, lest a counter fall behind by half its range
+REFRESH: int = (
+    1 << 30
+)  # steps after which all ranks tell each other, lest a counter fall behind by half its range
 
 Build = Callable[..., tuple[Stage, ...]]
 
@@ -94,7 +96,9 @@ class NVLink:
         self._between = P2P(group, timeout=timeout)
         self._stripe_elements: dict[int, int] = {}  # by elements of a chunk
         self._begin = 1  # more than what the counters stand at
-        self._ended: Future[None] = Future()  # CPU ranks: transfers run one after the other, as on a stream
+        self._ended: Future[None] = (
+            Future()
+        )  # CPU ranks: transfers run one after the other, as on a stream
         self._ended.set_result(None)
         self._peers: Peers | None = None
         self._programs: Programs | None = None
@@ -114,7 +118,9 @@ class NVLink:
             fetched, in_fetch, _ = Stages.stripe_buffers(layer, elements, domains)
             returned, _, in_return = Stages.stripe_buffers(layer, layer.elements, domains)
             in_fetch *= LayerBuffer.aligned(fetched, dtype)
-            stripes = max(stripes, in_fetch, in_return * LayerBuffer.aligned(returned, layer.grad_dtype))
+            stripes = max(
+                stripes, in_fetch, in_return * LayerBuffer.aligned(returned, layer.grad_dtype)
+            )
         return sent, stripes
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
@@ -126,17 +132,27 @@ class NVLink:
         futures.wait([self._ended])
         if self._peers is not None and device.type == "cuda":
             torch.cuda.synchronize(device)
-        self._peers, self._sent, self._stripes = None, torch.empty(0), torch.empty(0)  # before there is new memory
+        self._peers, self._sent, self._stripes = (
+            None,
+            torch.empty(0),
+            torch.empty(0),
+        )  # before there is new memory
         sizes = [LayerBuffer.aligned(size, torch.uint8), *self._sent_and_stripe_bytes(layers)]
         domain = next(domain for domain in self._domains if self._rank in domain)
         self._kernels = TransferKernels(device)
-        self._peers = Peers(self._domain, sum(sizes), device=device, ranks=domain, timeout=self.timeout)
+        self._peers = Peers(
+            self._domain, sum(sizes), device=device, ranks=domain, timeout=self.timeout
+        )
         self._programs = Programs(self._peers.signals)
         self._begin = 1
         replicas, self._sent, self._stripes = self._peers.buffers.split(sizes)
         domains = [len(domain) for domain in self._domains]
-        chunks = [(layer, elements) for layer in layers for elements in (layer.weights[0], layer.elements)]
-        self._stripe_elements = {n: Stages.stripe_buffers(layer, n, domains)[0] for layer, n in chunks}
+        chunks = [
+            (layer, elements) for layer in layers for elements in (layer.weights[0], layer.elements)
+        ]
+        self._stripe_elements = {
+            n: Stages.stripe_buffers(layer, n, domains)[0] for layer, n in chunks
+        }
         return replicas[:size]
 
     def release(self) -> None:
@@ -174,7 +190,9 @@ class NVLink:
         watch = Stopwatch(device) if timed else None
         meet = None  # in one domain the ranks of the kernel meet anyhow
         if timed and len(stages) > 1:
-            meet = functools.partial(self._between.meet, plan, device, tag=self._between.next_tag(), label=label)
+            meet = functools.partial(
+                self._between.meet, plan, device, tag=self._between.next_tag(), label=label
+            )
         steps = self._run(stages, _Job("spAG", label, dtype.itemsize, memory, watch), meet)
         return self._start(steps, what="spAG", label=label, watch=watch)
 
@@ -189,9 +207,13 @@ class NVLink:
         if not plan.copies:
             return self._start(iter(()), what="spRS", label=label)
         if slots[0].dtype is not torch.float32:
-            raise ValueError(f"{label}: gradients of {slots[0].dtype} cannot be summed by our kernels; use p2p")
+            raise ValueError(
+                f"{label}: gradients of {slots[0].dtype} cannot be summed by our kernels; use p2p"
+            )
         into = {index: homes.main_grads(index) for index in plan.replicated}
-        apart = {index: torch.zeros_like(slots[0]) for index, found in into.items() if found is None}
+        apart = {
+            index: torch.zeros_like(slots[0]) for index, found in into.items() if found is None
+        }
         elements = slots[0].numel()
         stripes = self._stripe_chunks(elements, torch.float32)
 
@@ -214,7 +236,9 @@ class NVLink:
 
         return self._start(run(), what="spRS", label=label)
 
-    def _start(self, steps: Iterator[None], *, what: str, label: str, watch: Stopwatch | None = None) -> Transfer:
+    def _start(
+        self, steps: Iterator[None], *, what: str, label: str, watch: Stopwatch | None = None
+    ) -> Transfer:
         device = self._memory_of_peers().device
         transfer = Transfer(steps, device, what=what, label=label, watch=watch, after=self._ended)
         if device.type != "cuda":
@@ -222,7 +246,9 @@ class NVLink:
         return transfer
 
     def _stages(self, build: Build, plan: TransferPlan, *, elements: int) -> tuple[Stage, ...]:
-        return _kept_stages(build, plan.copies, rank=self._rank, domains=self._domains, elements=elements)
+        return _kept_stages(
+            build, plan.copies, rank=self._rank, domains=self._domains, elements=elements
+        )
 
     def _memory_of_peers(self) -> Peers:
         assert self._peers is not None, "allocate was not called"
@@ -230,16 +256,22 @@ class NVLink:
 
     def _stripe_chunks(self, elements: int, dtype: torch.dtype) -> list[Tensor]:
         width = self._stripe_elements[elements]
-        return chunks_in(self._stripes, self._stripes.nbytes // LayerBuffer.aligned(width, dtype), width, dtype)
+        return chunks_in(
+            self._stripes, self._stripes.nbytes // LayerBuffer.aligned(width, dtype), width, dtype
+        )
 
-    def _run(self, stages: Sequence[Stage], job: _Job, meet: Callable[[], None] | None = None) -> Iterator[None]:
+    def _run(
+        self, stages: Sequence[Stage], job: _Job, meet: Callable[[], None] | None = None
+    ) -> Iterator[None]:
         """The steps of all stages, after all ranks ``meet`` where they must before."""
         peers = self._memory_of_peers()
         if peers.device.type == "cuda" and peers.failure is not None:
             raise TransferError(peers.explain_failure())
         tag = self._between.next_tag() if len(stages) > 1 else 0
         runs = [
-            self._run_messages(stage, job, tag=tag) if isinstance(stage, Messages) else self._run_kernel(stage, job)
+            self._run_messages(stage, job, tag=tag)
+            if isinstance(stage, Messages)
+            else self._run_kernel(stage, job)
             for stage in stages
         ]
 
@@ -247,7 +279,9 @@ class NVLink:
             if meet is not None:
                 meet()
                 job.mark_begin()
-            for run_stage in runs:  # none is left to `Transfer.wait`: counters go up in the order of transfers
+            for (
+                run_stage
+            ) in runs:  # none is left to `Transfer.wait`: counters go up in the order of transfers
                 run_stage()
             yield from ()
 
@@ -276,17 +310,23 @@ class NVLink:
         if not schedule.peers and not any(schedule.steps):
             return job.mark_begin
         expected = f"to finish {len(schedule.steps)} steps"
-        failing = f"{job.name} failed (timeout {self.timeout:g} s): expected rank {{peer}} {expected}"
+        failing = (
+            f"{job.name} failed (timeout {self.timeout:g} s): expected rank {{peer}} {expected}"
+        )
         peers.remember(begin, f"rank {self._rank} of {self.group.size()}: {failing}")
 
         def own(place: Place) -> list[Extent]:
             tensors = job.memory(place)
-            assert place.memory in ("parameters", "main_grad") or all(map(peers.holds, tensors)), "not in the buffers"
+            assert place.memory in ("parameters", "main_grad") or all(map(peers.holds, tensors)), (
+                "not in the buffers"
+            )
             return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
         memory = Memory(own, rank=self._rank, apart=peers.apart)
         assert self._programs is not None
-        program = self._programs.make(schedule, memory, itemsize=job.itemsize, sums=sums, begin=begin)
+        program = self._programs.make(
+            schedule, memory, itemsize=job.itemsize, sums=sums, begin=begin
+        )
 
         def run() -> None:
             start = time.monotonic()
@@ -295,12 +335,16 @@ class NVLink:
                 try:
                     if self.copy_engines and not sums:
                         stopped = lambda: peers.failure is not None  # noqa: E731
-                        self._kernels.run_by_copy_engines(program, at, stopped=stopped, met=job.mark_begin)
+                        self._kernels.run_by_copy_engines(
+                            program, at, stopped=stopped, met=job.mark_begin
+                        )
                     else:
                         name = "fssdp_reduce" if sums else "fssdp_gather"
                         self._kernels.run(name, program, at, met=job.mark_begin)
                 except RuntimeError:
-                    if peers.failure is None:  # else the block that meets the peers gave up, and CUDA with it
+                    if (
+                        peers.failure is None
+                    ):  # else the block that meets the peers gave up, and CUDA with it
                         raise
             if peers.failure is not None:
                 if peers.device.type == "cuda" or not schedule.peers:

@@ -15,13 +15,42 @@ from typing import Any
 from megatron_hecate.settings.files.launch_script import LaunchScript, flags_of, split_words
 from megatron_hecate.settings.files.variables import REFERENCE, Resolver, Unresolved
 
-PARTS = ("model", "transformer", "mixed_precision", "ddp", "dist", "MODEL_ARGS")  # of Bridge, and of Megatron's tests
+PARTS = (
+    "model",
+    "transformer",
+    "mixed_precision",
+    "ddp",
+    "dist",
+    "MODEL_ARGS",
+)  # of Bridge, and of Megatron's tests
 # arguments of megatron.training, older names, and the fields they set
 ALIASES = {"fp8_format": "fp8", "fp4_format": "fp4", "use_custom_fsdp": "use_megatron_fsdp"}
-NEGATED = {"no_gradient_accumulation_fusion": "gradient_accumulation_fusion", "disable_bias_linear": "add_bias_linear"}
+NEGATED = {
+    "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
+    "disable_bias_linear": "add_bias_linear",
+}
 # parts of frameworks' files that train no model of Megatron's
-IDLE = {"ref", "reference", "actor_infer", "rollout", "generation", "generating_args", "inference", "infer"}
-IDLE |= {"vllm", "vllm_cfg", "vllm_kwargs", "sglang", "sglang_cfg", "teacher", "reward", "rewards", "judge"}
+IDLE = {
+    "ref",
+    "reference",
+    "actor_infer",
+    "rollout",
+    "generation",
+    "generating_args",
+    "inference",
+    "infer",
+}
+IDLE |= {
+    "vllm",
+    "vllm_cfg",
+    "vllm_kwargs",
+    "sglang",
+    "sglang_cfg",
+    "teacher",
+    "reward",
+    "rewards",
+    "judge",
+}
 IDLE |= {"dtensor_cfg", "automodel_cfg", "env_vars", "envs", "system_envs", "runtime_env"}
 ROLES = ("actor", "actor_train", "critic", "policy", "value", "student")
 ADAPTER_NAMES = {"tuner_type", "train_type", "finetuning_type", "peft_scheme", "peft_type"}
@@ -79,11 +108,22 @@ class Job:
         """The settings whose values are known, as `unsupported.find` takes them, in order of precedence."""
         known = [setting for setting in self.settings if not isinstance(setting.value, Unresolved)]
         # Bridge has mixed precision overwrite the model's fields
-        known.sort(key=lambda setting: not any("mixed_precision" in part for part in (*setting.path, setting.name)))
+        known.sort(
+            key=lambda setting: (
+                not any("mixed_precision" in part for part in (*setting.path, setting.name))
+            )
+        )
         found = [_as_fields(setting) for setting in known]
         adapters = [a for setting in known for a in _adapters(setting)]
-        if any(setting.name in ADAPTER_NAMES for setting in known):  # they say which of the ranks count
-            adapters = [a for setting in known if setting.name not in ADAPTER_RANKS for a in _adapters(setting)]
+        if any(
+            setting.name in ADAPTER_NAMES for setting in known
+        ):  # they say which of the ranks count
+            adapters = [
+                a
+                for setting in known
+                if setting.name not in ADAPTER_RANKS
+                for a in _adapters(setting)
+            ]
         return found + [{"peft": adapter} for adapter in adapters]
 
     @property
@@ -100,7 +140,11 @@ def of_mapping(settings: Mapping[str, Any], environment: Mapping[str, str]) -> l
 
 
 def of_script(
-    text: str, environment: Mapping[str, str], names: Iterable[str], *, switches: Set[str] = frozenset()
+    text: str,
+    environment: Mapping[str, str],
+    names: Iterable[str],
+    *,
+    switches: Set[str] = frozenset(),
 ) -> list[Job]:
     """Return the jobs that a launch script starts: one for each command with at least one of the settings ``names``.
 
@@ -109,21 +153,30 @@ def of_script(
     """
     script, wanted, jobs = LaunchScript(text, environment), set(names), []
     for command in script.commands:
-        last: dict[tuple[str, ...], Setting] = {}  # of a flag that stands there twice, the last one counts
+        last: dict[
+            tuple[str, ...], Setting
+        ] = {}  # of a flag that stands there twice, the last one counts
         for flag in command.flags:
             *path, name = flag.name.replace("-", "_").split(".")
             place = (*path, _plain_name(name))
             last.pop(place, None)
             value = _value_of_flag(_plain_name(name), flag.value)
             # with dashes it is Megatron's own, and a variable behind it holds further flags
-            if name in switches and "-" in flag.name and type(value) is Unresolved and REFERENCE.fullmatch(value.text):
+            if (
+                name in switches
+                and "-" in flag.name
+                and type(value) is Unresolved
+                and REFERENCE.fullmatch(value.text)
+            ):
                 value = True
             last[place] = Setting(tuple(path), name, value)
         settings = list(last.values())
         if any(_plain_name(setting.name) in wanted for setting in settings):
             walk = _Walk({}, environment)
             kept = [s for s in settings if not walk.is_idle(s.path)]
-            job = Job("", [], walk.left_out, list(script.sourced), list(command.unknown), is_plain=False)
+            job = Job(
+                "", [], walk.left_out, list(script.sourced), list(command.unknown), is_plain=False
+            )
             jobs += _by_role(kept, job)
     if len(jobs) > 1:
         for number, job in enumerate(jobs, start=1):
@@ -145,15 +198,21 @@ class _Walk:
         for key, value in mapping.items():
             *sections, name = str(key).lstrip("+-~").replace("-", "_").split(".")
             where = (*path, *sections)
-            if name in skipped or self.is_idle((*where, name) if isinstance(value, Mapping) else where):
+            if name in skipped or self.is_idle(
+                (*where, name) if isinstance(value, Mapping) else where
+            ):
                 continue
             if name in OTHER_FILES and value:
-                self.other_files += [str(item) for item in (value if isinstance(value, list) else [value])]
+                self.other_files += [
+                    str(item) for item in (value if isinstance(value, list) else [value])
+                ]
             elif isinstance(value, Mapping):
                 yield from self._of_section(name, value, where)
             elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
                 for item in value:
-                    yield from self.settings(item, (*where, name)) if isinstance(item, Mapping) else ()
+                    yield from (
+                        self.settings(item, (*where, name)) if isinstance(item, Mapping) else ()
+                    )
             elif (words := _command_line(value)) is not None:
                 yield from self._of_command_line(words, (*where, name))
             else:
@@ -170,11 +229,16 @@ class _Walk:
         idle = next((part for part in path if part.lower() in IDLE), None)
         if idle is not None:
             note = ".".join(path[: path.index(idle) + 1])
-            if idle.lower() not in ("env_vars", "envs", "system_envs", "runtime_env") and note not in self.left_out:
+            if (
+                idle.lower() not in ("env_vars", "envs", "system_envs", "runtime_env")
+                and note not in self.left_out
+            ):
                 self.left_out.append(note)
         return idle is not None
 
-    def _of_section(self, name: str, value: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[Setting]:
+    def _of_section(
+        self, name: str, value: Mapping[str, Any], path: tuple[str, ...]
+    ) -> Iterator[Setting]:
         switch = next((key for key in ("enabled", "enable") if key in value), None)
         if switch is not None and self._resolved(value[switch]) in (False, "false", "False"):
             self.left_out.append(f"{'.'.join((*path, name))} ({switch}: false)")
@@ -191,7 +255,11 @@ class _Walk:
         found = set()
         for key, section in (("strategy_name", "strategy_config"), ("strategy", "megatron")):
             backend = mapping.get(key)
-            if isinstance(backend, str) and not backend.startswith("megatron") and section in mapping:
+            if (
+                isinstance(backend, str)
+                and not backend.startswith("megatron")
+                and section in mapping
+            ):
                 self.left_out.append(f"{'.'.join((*path, section))} ({key}: {backend})")
                 found.add(section)
         return found
@@ -254,7 +322,9 @@ def _expanded(setting: Setting) -> Iterator[Setting]:
         return
     for backend in re.findall(r"megatron:(\([^)]*\)|[^+|]*)", value):
         size = re.search(r"e([0-9]+)", backend)
-        yield Setting((*setting.path, setting.name), "expert_model_parallel_size", int(size[1]) if size else 1)
+        yield Setting(
+            (*setting.path, setting.name), "expert_model_parallel_size", int(size[1]) if size else 1
+        )
 
 
 def _by_role(settings: list[Setting], job: Job) -> list[Job]:
@@ -263,7 +333,9 @@ def _by_role(settings: list[Setting], job: Job) -> list[Job]:
     roles = list(dict.fromkeys(role for role in role_of.values() if role))
     shared = [s for s in settings if not role_of[id(s)]]
     plain = job.is_plain and not roles and all(set(s.path) <= set(PARTS) for s in settings)
-    plain = plain and not job.left_out and not any(isinstance(s.value, Unresolved) for s in settings)
+    plain = (
+        plain and not job.left_out and not any(isinstance(s.value, Unresolved) for s in settings)
+    )
     job = dataclasses.replace(job, is_plain=plain)
     if not roles:
         return [dataclasses.replace(job, settings=settings)]

@@ -22,7 +22,15 @@ DECLARE = {"export", "declare", "local", "readonly", "typeset", "set"}
 OPEN, CLOSE = {"if", "case", "for", "while", "until"}, {"fi", "esac", "done"}
 WORDS = {"then", "else", "elif", "do", "{", "}", "!", "time", "exec", "sudo", "nohup", "in"}
 TESTS = ("[", "[[", "test")
-ASKS = {"!", "command", "false", "grep", "pgrep", "type", "which"}  # whose success is not to be taken for granted
+ASKS = {
+    "!",
+    "command",
+    "false",
+    "grep",
+    "pgrep",
+    "type",
+    "which",
+}  # whose success is not to be taken for granted
 PRINTS = {"echo", "printf", "cat", "mkdir", "cd", "pip", "source", "."}
 
 
@@ -99,7 +107,9 @@ class LaunchScript:
 
     def __init__(self, text: str, environment: Mapping[str, str]) -> None:
         self._values: dict[str, str] = {}
-        self._decided: dict[str, tuple[str, ...]] = {}  # by variable, those that a condition on it looks at
+        self._decided: dict[
+            str, tuple[str, ...]
+        ] = {}  # by variable, those that a condition on it looks at
         self._alternatives: dict[str, list[str]] = {}  # what such a variable may become
         self.commands: list[CommandLine] = []
         self.sourced: list[str] = []
@@ -185,8 +195,12 @@ class LaunchScript:
             known = values[1]
             if isinstance(known, Unresolved):
                 # nobody sets it: it is empty
-                is_unset = all(name not in self._values and name.isidentifier() for name in known.names)
-                return ((test[0] == "-z") if is_unset and COMMAND not in known.names else None), names
+                is_unset = all(
+                    name not in self._values and name.isidentifier() for name in known.names
+                )
+                return (
+                    (test[0] == "-z") if is_unset and COMMAND not in known.names else None
+                ), names
             return (test[0] == "-z") == (known == ""), names
         if len(test) == 3 and not any(isinstance(value, Unresolved) for value in values):
             left, operator, right = map(str, values)
@@ -201,7 +215,9 @@ class LaunchScript:
     def _assign(self, name: str, value: str, *, adds: bool) -> None:
         own = self._values.get(name, "")
         before = own if adds else ""
-        value = re.sub(rf"\$(\{{{name}(\[@\])?\}}|{name}\b)", lambda _: own, value)  # ``X="$X --more"``
+        value = re.sub(
+            rf"\$(\{{{name}(\[@\])?\}}|{name}\b)", lambda _: own, value
+        )  # ``X="$X --more"``
         # the values of other variables as of now; those that are unknown stay
         known = f"{before} {self._resolver.replace_known(value)}".strip()
         if any(block.runs is None for block in self._blocks):
@@ -218,7 +234,9 @@ class LaunchScript:
         if flags:
             self.commands.append(CommandLine(tuple(flags), tuple(dict.fromkeys(unknown))))
 
-    def _expand(self, word: str, unknown: list[str], *, depth: int = 0) -> Iterator[str | Unresolved]:
+    def _expand(
+        self, word: str, unknown: list[str], *, depth: int = 0
+    ) -> Iterator[str | Unresolved]:
         """Yield the words that a word becomes: many for a variable that holds flags, or a command in quotes."""
         reference = REFERENCE.fullmatch(word)
         text = word if reference is None else self._resolver.raw(reference)
@@ -240,9 +258,16 @@ class LaunchScript:
         if not names:
             yield word
             return
-        deciders = tuple(dict.fromkeys(d for name in names for d in self._decided.get(name, (name,))))
+        deciders = tuple(
+            dict.fromkeys(d for name in names for d in self._decided.get(name, (name,)))
+        )
         unknown += deciders
-        flags = [f for name in names for text in self._alternatives.get(name, ()) for f in flags_of(split_words(text))]
+        flags = [
+            f
+            for name in names
+            for text in self._alternatives.get(name, ())
+            for f in flags_of(split_words(text))
+        ]
         for flag in dict.fromkeys(flag.name for flag in flags):
             yield f"--{flag}"
             yield Perhaps(word, deciders)
@@ -274,8 +299,13 @@ def flags_of(words: list[str | Unresolved]) -> Iterator[Flag]:
                 values.append(words[at])
                 at += 1
             # a variable after the first value may hold other flags
-            lone = (isinstance(v, Unresolved) and REFERENCE.fullmatch(v.text) is not None for v in values[1:])
-            values = values[:1] + [v for v, is_lone in zip(values[1:], lone, strict=True) if not is_lone]
+            lone = (
+                isinstance(v, Unresolved) and REFERENCE.fullmatch(v.text) is not None
+                for v in values[1:]
+            )
+            values = values[:1] + [
+                v for v, is_lone in zip(values[1:], lone, strict=True) if not is_lone
+            ]
             yield Flag(name, True if not values else values[0] if len(values) == 1 else values)
         elif (found := OVERRIDE.fullmatch(text)) and "." in found["path"]:
             yield Flag(found["path"], _text_of(found["value"], word))
@@ -322,14 +352,20 @@ def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
                 if mark == "(" and words and words[-1].endswith("=") and array is None:
                     array = []
                 elif mark == ")" and array is not None:
-                    words[-1] += shlex.join(array) if not any("$" in part for part in array) else " ".join(array)
+                    words[-1] += (
+                        shlex.join(array)
+                        if not any("$" in part for part in array)
+                        else " ".join(array)
+                    )
                     array = None
                 elif mark in "\n;|&()" and array is None and words:
                     yield connector, words
                     words, connector = [], ""
             if array is None and not words:
                 connector = next((mark for mark in ("&&", "||") if mark in token), connector)
-    except ValueError:  # an open quote: the rest is lost, which what was read before does not suffer from
+    except (
+        ValueError
+    ):  # an open quote: the rest is lost, which what was read before does not suffer from
         pass
     if words:
         yield connector, words

@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 REFERENCE = re.compile(r"\$(?:(?P<plain>[A-Za-z_]\w*|[0-9@*#?$!-])|\{(?P<braced>[^{}]*)\})")
-BRACED = re.compile(r"(?P<name>[\w.@*]+)(?:\[[@*\w]*\])?(?:(?P<operator>:?[-=+?]|:|,)(?P<default>.*))?", re.DOTALL)
+BRACED = re.compile(
+    r"(?P<name>[\w.@*]+)(?:\[[@*\w]*\])?(?:(?P<operator>:?[-=+?]|:|,)(?P<default>.*))?", re.DOTALL
+)
 NAMED = ("oc.env:", "env:", "oc.select:")  # OmegaConf's resolvers of a name and a default
 VALUE = "oc.decode:"  # and of a value
 DEEPEST: int = 20  # variables within variables
@@ -88,7 +90,9 @@ class Resolver:
     def names(self, text: str) -> list[str]:
         """Return the names of all variables in ``text``."""
         found = [_parts(reference)[0] for reference in REFERENCE.finditer(text)]
-        return [name for of in found for name in (_names_in(of) if of.startswith(ARITHMETIC) else [of])]
+        return [
+            name for of in found for name in (_names_in(of) if of.startswith(ARITHMETIC) else [of])
+        ]
 
     def _replace(self, text: str, missing: list[str], *, depth: int) -> str:
         def value(found: re.Match) -> str:
@@ -129,7 +133,9 @@ class Resolver:
             reference = REFERENCE.fullmatch(f"${{{name}}}")
             assert reference is not None
             value = (
-                Unresolved(name, (name,)) if depth >= DEEPEST else self._value(reference, depth=depth + 1, text=name)
+                Unresolved(name, (name,))
+                if depth >= DEEPEST
+                else self._value(reference, depth=depth + 1, text=name)
             )
             try:
                 numbers[name] = int(str(value))
@@ -137,7 +143,9 @@ class Resolver:
                 missing += value.names if isinstance(value, Unresolved) else [name]
         try:
             tree = ast.parse(expression.translate(str.maketrans("[]", "()")), mode="eval")
-            return Unresolved(text, tuple(missing)) if missing else str(_evaluate(tree.body, numbers))
+            return (
+                Unresolved(text, tuple(missing)) if missing else str(_evaluate(tree.body, numbers))
+            )
         except (SyntaxError, ValueError, ZeroDivisionError):
             return Unresolved(text, tuple(_names_in(expression)))
 
@@ -164,7 +172,9 @@ def _names_in(expression: str) -> list[str]:
 def _evaluate(node: ast.expr, numbers: Mapping[str, int]) -> int:
     """Return the value of ``node``. Raises ValueError for what is no arithmetic of whole numbers."""
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
-        return OPERATORS[type(node.op)](_evaluate(node.left, numbers), _evaluate(node.right, numbers))
+        return OPERATORS[type(node.op)](
+            _evaluate(node.left, numbers), _evaluate(node.right, numbers)
+        )
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         return -_evaluate(node.operand, numbers)
     if isinstance(node, ast.Name):
@@ -202,6 +212,8 @@ def _parts(found: re.Match) -> tuple[str, str, str]:
             name, comma, default = inner.removeprefix(resolver).partition(",")
             return name.strip(), comma, default.strip()
     parts = BRACED.fullmatch(inner)
-    if parts is None or (parts["operator"] == ":" and "," in parts["default"]):  # of a resolver that is not known
+    if parts is None or (
+        parts["operator"] == ":" and "," in parts["default"]
+    ):  # of a resolver that is not known
         return inner.partition(":")[0], "", ""
     return parts["name"], parts["operator"] or "", parts["default"] or ""
