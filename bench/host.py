@@ -107,9 +107,10 @@ def measure(arguments: argparse.Namespace) -> None:
                         flush=True,
                     )
             if arguments.files:
-                tables = f"{models.by_file(arguments.microbatches[0])}\n\n{models.by_function(arguments.microbatches[0])}"
+                microbatches = arguments.microbatches[0]
+                tables = [table(microbatches) for table in (models.by_file, models.by_function)]
                 if prints:
-                    print("\n" + tables + "\n", flush=True)
+                    print("\n" + "\n\n".join(tables) + "\n", flush=True)
     if prints:
         print(f"\n{LEGEND.format(steps=arguments.steps, layers=arguments.layers)}")
         print(f"Load of the machine: {os.getloadavg()[0]:.1f}.")

@@ -26,7 +26,10 @@ from megatron_hecate.observe import has_run, is_on
 from megatron_hecate.settings import unsupported
 
 NAMES = HecateConfig().as_arguments()  # of our flags, as argparse keeps them
-WAY_OUT = "call megatron_hecate.fssdp(HecateConfig(...))(model_chunks) before the model is wrapped, or leave --moe-fssdp out"
+WAY_OUT = (
+    "call megatron_hecate.fssdp(HecateConfig(...))(model_chunks) before the model is wrapped, or leave "
+    "--moe-fssdp out"
+)
 
 launched: dict[str, Any] = {}  # the flags given to our launcher
 _parsed: dict[str, Any] = {}  # the newest namespace of Megatron's parser, under its only key

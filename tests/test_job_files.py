@@ -184,7 +184,8 @@ def test_variables_of_yaml(check: Any, written: str) -> None:
 
 
 def test_a_variable_without_a_value_is_asked_for(check: Any) -> None:
-    text = "MODEL_ARGS:\n  --expert-model-parallel-size: ${EP}\n  --seq-length: ${SEQ_LEN}\n  --moe-grouped-gemm: ${G}\n"
+    text = "MODEL_ARGS:\n  --expert-model-parallel-size: ${EP}\n  --seq-length: ${SEQ_LEN}\n"
+    text += "  --moe-grouped-gemm: ${G}\n"
     status, said = check(text)
     assert (
         status == OPEN

@@ -169,7 +169,8 @@ def test_a_plugin_needs_neither_launcher_nor_wraps(patched: Path, tmp_path: Path
         [sys.executable, ROOT / "examples/prepare_bytes.py", ROOT / "megatron_hecate", text],
         check=True,
     )
-    words = "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 6".split()
+    words = "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1".split()
+    words += "--global-batch-size 4 --train-iters 6".split()
     words = [
         *demo.megatron_flags(),
         *words,

@@ -77,7 +77,8 @@ def measure(path: str) -> None:
             if device.type == "cuda"
             else f"CPU, {torch.get_num_threads()} threads a rank"
         )
-        origin = f"{len(names)} ranks on {world.num_nodes} nodes, {kind}, {dist.get_backend()}, torch {torch.__version__}"
+        origin = f"{len(names)} ranks on {world.num_nodes} nodes, {kind}, {dist.get_backend()}, "
+        origin += f"torch {torch.__version__}"
         speeds.save(path, origin=origin)
         print(
             f"{origin}\nbetween ranks of a node {_read(speeds.intra)}, of different nodes {_read(speeds.inter)}; GEMMs "

@@ -202,9 +202,10 @@ def test_a_rank_that_hangs_in_its_backward_is_named(mode: str) -> None:
 
     experts = tiny_gpt.moe_layers(ours.chunks)[0].experts
     weight = next(p for name, p in experts.named_parameters() if "linear_fc2" in name)
-    before_backward = lambda act: model.register_forward_hook(
-        lambda _, __, loss: loss.register_hook(act) and None
-    )  # noqa: E731
+
+    def before_backward(act: Any) -> Any:
+        return model.register_forward_hook(lambda _, __, loss: loss.register_hook(act) and None)
+
     for register, at, behind in (
         (before_backward, "backward of layer 2", "layer 2"),
         (weight.register_hook, "backward of layer 1", "backward of layer 1"),
