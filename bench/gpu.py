@@ -23,6 +23,7 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -41,157 +42,16 @@ sys.path[:0] = [str(ROOT / "bench")]
 
 import gpu_page  # noqa: E402
 import rows  # noqa: E402
+from gpu_parts import COMMANDS, MINUTES, Part  # noqa: E402
 
 SHOWN: int = 60  # lines of a part's output on the page, where it did not pass
 POLL: float = 0.5  # seconds between two looks at the rows
 PATH = os.pathsep.join(
     [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"]
 )
-SITE = (
-    ROOT / "build" / "gpu-site"
-)  # where `gpu_bundle.py --install` puts packages that the machine lacks (its SITE)
+# where `gpu_bundle.py --install` puts packages that the machine lacks (its SITE)
+SITE = ROOT / "build" / "gpu-site"
 DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One thing to run.
-
-    Args:
-        name: by which it is selected.
-        shows: what it is for.
-        command: "python" is the running one, and "{tiny}" the flag for tiny sizes where those are asked for.
-        seconds: after which it is stopped.
-        says: regular expression that is found in the output of a run that did what it was to do.
-        needs: modules or programs without which it is left out; "a or b": any of them.
-        statuses: exit statuses of a run that did what it was to do.
-    """
-
-    name: str
-    shows: str
-    command: str
-    seconds: float
-    says: str = ""
-    needs: tuple[str, ...] = ()
-    statuses: tuple[int, ...] = (0,)
-
-
-VIRTUAL = "python -m pytest -q tests/comm/test_virtual_ranks.py -k"
-COMMANDS: dict[str, tuple[Part, ...]] = {
-    "1": (
-        Part(
-            "check",
-            "what is here, and that the kernels compile for it",
-            "python -m megatron_hecate --check",
-            60,
-            "GPUs: compiled for sm_",
-            statuses=(0, 1),  # 1: no Megatron, which only the demo needs
-        ),
-        Part(
-            "values",
-            "transfers at random placements are bitwise right, ranks of one launch",
-            f"{VIRTUAL} 'random_placements and cuda'",
-            45,
-            r"2 passed",
-        ),
-        Part(
-            "routing",
-            "count, quotas, rerouting, its backward: microseconds and values, one and two slots, 8 to 64 ranks",
-            "python bench/routing.py {tiny}",
-            80,
-            r"every value is as on the host",
-        ),
-        Part(
-            "rates",
-            "rates of fetches and returns, 1 to 132 blocks and copy engines, against NVLink and the GPU's own copy",
-            "python bench/kernels.py --parts rates {tiny}",
-            75,
-            r"verdicts are made",
-        ),
-        Part(
-            "report",
-            "registers, spills, size and wide accesses of the compiled kernels",
-            "python bench/compile_report.py --here",
-            40,
-            "fssdp_gather",
-            ("triton or cuobjdump",),
-        ),
-        Part(
-            "counters",
-            "hardware counters of the quotas and of sums",
-            "python bench/counters.py",
-            60,
-            r"fssdp_reduce|cannot profile here",
-            ("ncu",),
-        ),
-    ),
-    "2": (
-        Part(
-            "sizes",
-            "transfers of experts of real size are bitwise right: Mixtral-8x7B, DeepSeek-V3, Qwen3-30B-A3B",
-            f"{VIRTUAL} 'real_size and cuda'",
-            150,
-            r"3 passed",
-        ),
-        Part(
-            "overlap",
-            "how much longer GEMMs take beside copies",
-            "python bench/kernels.py --parts overlap {tiny}",
-            90,
-            r"copies lasted as long as the GEMMs",
-        ),
-        Part(
-            "step",
-            "a MoE layer forward and backward with and without replicas, eager and in a graph, and the host's time",
-            "python bench/step.py {tiny}",
-            240,
-            r"values with replicas, and of replays, are those without",
-        ),
-        Part(
-            "gemm",
-            "TransformerEngine's grouped GEMM with replicas against the same tokens without",
-            "python bench/experts_gemm.py",
-            60,
-            r"Mixtral",
-            ("transformer_engine", "transformer_engine_torch"),
-        ),
-    ),
-    "3": (
-        Part(
-            "processes",
-            "symmetric memory and streams between processes on one GPU; a peer that does not come is named",
-            "python -m pytest -q tests/comm/test_on_gpu.py -k 'not out_of_bounds'",
-            100,
-            r"3 passed",
-        ),
-        Part(
-            "demo",
-            "stock Megatron and our layers train the same model (one rank has no peer, so no replicas)",
-            "python examples/demo.py --gpus 1 --steps 20 --data tests --out build/gpu-demo",
-            140,
-            "FSSDP trained the same model",
-            ("megatron",),
-        ),
-        Part(
-            "replicas",
-            "stock Megatron and FSSDP with replicas train the same model: 4 ranks share the GPU, gloo instead of NCCL",
-            "python examples/demo.py --gpus 1 --ranks 4 --steps 10 --data tests --out build/gpu-replicas"
-            " --speeds tests/free_copies.json",
-            180,
-            "FSSDP trained the same model",
-            ("megatron",),
-        ),
-        Part(
-            "sanitizer",
-            "no access is out of bounds",
-            "python -m pytest -q tests/comm/test_on_gpu.py -k out_of_bounds",
-            100,
-            r"1 passed",
-            ("compute-sanitizer",),
-        ),
-    ),
-}
-MINUTES = {"1": 6.0, "2": 9.0, "3": 9.0}  # of each command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,12 +187,14 @@ def _die_with_parent() -> None:
 
 
 def _is_here(name: str) -> bool:
-    """Whether a module or a program of that name is."""
+    """Whether a module, an installed distribution or a program of that name is."""
     sys.path.append(str(SITE))
     try:
-        return (
-            importlib.util.find_spec(name) is not None or shutil.which(name, path=PATH) is not None
-        )
+        if importlib.util.find_spec(name) is not None:
+            return True
+        # TransformerEngine's half for PyTorch is no module that could be found
+        installed = {found.name for found in importlib.metadata.distributions()}
+        return name in installed or shutil.which(name, path=PATH) is not None
     finally:
         sys.path.remove(str(SITE))
 

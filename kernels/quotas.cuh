@@ -102,7 +102,7 @@ struct Quotas {
   bool returning;  // not all that the last push took was accepted
   i32 round;
   i32 pushed;  // passes that took tokens from ranks, in all rounds
-  // RankSet at the level that pushes next, at the one that it pushes to, and at any.
+  // Ranks at the level that pushes next, at the one that it pushes to, and at any.
   RankSet<Words> here, next, known;
 
   FSSDP_FN bool is_shared(i32 expert) const { return h.begin[expert + 1] - h.begin[expert] > 1; }
@@ -343,7 +343,7 @@ struct Quotas {
     }
   }
 
-  // Where a set of ranks is several words. RankSet that are so many pushes from one below the level; `none`: there are none.
+  // Where a set of ranks is several words. Ranks that are so many pushes from one below the level; `none`: there are none.
   // True: every rank above the level is known.
   FSSDP_FN bool find_level(i32 pushes, bool& none) const {
     th.begins(LEVEL);
@@ -437,8 +437,8 @@ struct Quotas {
     return sum;
   }
 
-  // RankSet at `pushes` get what was taken for them. What they then have above the level they let go out of what they serve:
-  // first what stays on its node. RankSet below the level, at 0, accept no more than they have room for. `before`: the push
+  // Ranks at `pushes` get what was taken for them. What they then have above the level they let go out of what they serve:
+  // first what stays on its node. Ranks below the level, at 0, accept no more than they have room for. `before`: the push
   // before took something. False: no rank had anything above the level.
   FSSDP_FN bool push(i32 pushes, bool before) {
     th.begins(pushes ? PUSH : ACCEPT);
