@@ -17,8 +17,8 @@ DATA ?=
 OUT ?= demo-out
 IMAGE ?=
 BIN = .venv/bin
-OLDEST = tests/training/test_parity.py tests/training/test_flex.py tests/training/test_checkpoint.py tests/adapter/test_experts.py tests/test_hook.py \
-    tests/adapter/test_classification.py tests/adapter/test_owners.py tests/training/test_rehoming.py tests/training/test_moved_checkpoint.py
+OLDEST = tests/training/test_parity.py tests/training/test_flex.py tests/training/test_checkpoint.py tests/megatron/test_experts.py tests/test_hook.py \
+    tests/settings/test_classification.py tests/settings/test_wrappers.py tests/training/test_rehoming.py tests/training/test_moved_checkpoint.py
 BETWEEN = 0.17.1 0.18.2
 # One thread a rank: ranks share the cores.
 export OMP_NUM_THREADS = 1

@@ -38,7 +38,7 @@ rm -rf "$folder"
 "$python" -m venv "$folder"
 "$folder/bin/pip" install --quiet --disable-pip-version-check --editable ".[demo,dev]" "torch==2.13.0" 2>&1 |
     { grep -v "is ignored: it is neither a file nor a directory" || true; }
-# TransformerEngine's own Python, which tests/te_on_cpu.py runs. Each version has a folder that is on nobody's path.
+# TransformerEngine's own Python, which tests/support/cpu/te_on_cpu.py runs. Each version has a folder that is on nobody's path.
 for version in 2.20.2 2.9.0; do
     "$folder/bin/pip" install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
         --target "$folder/transformer_engine/$version" "transformer_engine==$version" 2>&1 |

@@ -121,7 +121,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
             "replicas",
             "stock Megatron and FSSDP with replicas train the same model: 4 ranks share the GPU, gloo instead of NCCL",
             "python examples/demo.py --gpus 1 --ranks 4 --steps 10 --data tests --out build/gpu-replicas"
-            " --speeds tests/free_copies.json",
+            " --speeds tests/data/free_copies.json",
             180,
             "FSSDP trained the same model",
             ("megatron",),
@@ -147,7 +147,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         Part(
             "te",
             "stock Megatron and FSSDP over TransformerEngine's kernels train the same model: 20 settings, 4 ranks",
-            "python -m pytest -q -n 4 -rA tests/training/test_on_gpu.py",
+            "python -m pytest -q -n 4 -rA tests/training/test_on_shared_gpu.py",
             300,
             r"4 passed",
             (*TRANSFORMER_ENGINE, "megatron", "xdist"),

@@ -10,9 +10,9 @@ Time is CPU time of the main thread, so that other programs on the machine distu
 step, and the table has their medians and quartiles. Calls of Python and of C functions are counted in one more step
 each: they hardly differ between runs.
 
-Grouped experts run TransformerEngine's Python over torch (``tests/te_on_cpu.py``), with fused weight gradients. On a
-GPU all layers are TransformerEngine's own, backwards run in the main thread, waiting for the GPU takes no CPU time, and
-gloo stands in for NCCL.
+Grouped experts run TransformerEngine's Python over torch (``tests/support/cpu/te_on_cpu.py``), with
+fused weight gradients. On a GPU all layers are TransformerEngine's own, backwards run in the main
+thread, waiting for the GPU takes no CPU time, and gloo stands in for NCCL.
 """
 
 from __future__ import annotations

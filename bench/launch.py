@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+SUPPORT = ("tests/support", "tests/support/cpu", "tests/support/models", "tests/support/scripts")
+FOLDERS = ("", *SUPPORT, "examples")
 
 
 def again_on_ranks(script: str, ranks: int, **environment: str) -> int:
     """Run ``script`` with this process's arguments under torchrun, at most half an hour; returns its exit status."""
-    folders = [str(ROOT / folder) for folder in ("", "tests", "examples")]
+    folders = [str(ROOT / folder) for folder in FOLDERS]
     path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
     settings = {
         "OMP_NUM_THREADS": "1",

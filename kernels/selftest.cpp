@@ -1,5 +1,5 @@
 // Threads as ranks: runs a script of writes, transfers and checks, every rank on a thread of its own and as fast as it
-// likes, so that the only order between ranks is the one the transfers make. tests/comm/kernel_scripts.py writes the
+// likes, so that the only order between ranks is the one the transfers make. tests/support/scripts/kernel_scripts.py writes the
 // scripts, with the schedules that training uses; ThreadSanitizer and AddressSanitizer watch.
 //
 //     g++ -std=c++17 -pthread -fsanitize=thread -DFSSDP_STALLS -o selftest selftest.cpp && ./selftest SCRIPT

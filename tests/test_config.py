@@ -12,7 +12,7 @@ from megatron_hecate import HecateConfig, fssdp
 
 pytestmark = pytest.mark.fast
 
-SPEEDS = str(Path(__file__).with_name("free_copies.json"))
+SPEEDS = str(Path(__file__).parent / "data" / "free_copies.json")
 FLAGS = {
     "--moe-fssdp",
     "--moe-fssdp-slots",

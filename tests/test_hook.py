@@ -9,23 +9,10 @@ import os
 import pickle
 
 import pytest
+from model_state import snapshot
 from ranks import ranks
 
 from megatron_hecate import HecateConfig, fssdp
-
-
-def snapshot(chunks: list) -> list:
-    modules = [(name, module) for chunk in chunks for name, module in chunk.named_modules()]
-    return [
-        (
-            name,
-            id(m),
-            type(m),
-            sorted(k for k in vars(m) if k not in ("training",)),
-            len(m._load_state_dict_post_hooks),
-        )
-        for name, m in modules
-    ]
 
 
 @ranks(2)

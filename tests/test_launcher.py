@@ -7,30 +7,18 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
-
-
-def _python(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=timeout
-    )
+from pretraining import ROOT, SCRIPT, SUPPORT, losses, pretrain, python, run_script
 
 
 @pytest.mark.fast
 def test_check_prints_what_would_be_used() -> None:
-    done = _python("-m", "megatron_hecate", "--check")
+    done = python("-m", "megatron_hecate", "--check")
     assert done.returncode == 0, done.stderr
     assert re.search(r"megatron-core \S+: fits", done.stdout) and "transport p2p" in done.stdout
 
@@ -47,14 +35,14 @@ def test_check_prints_what_would_be_used() -> None:
     ],
 )
 def test_usage_errors(arguments: list[str], message: str) -> None:
-    done = _python("-m", "megatron_hecate", *arguments)
+    done = python("-m", "megatron_hecate", *arguments)
     assert done.returncode == 2 and message in done.stderr, done.stderr
 
 
 @pytest.mark.newest
 def test_a_script_that_starts_itself_again_and_builds_no_model(tmp_path: Path) -> None:
     """As Megatron-Bridge's scripts do, once they know a recipe's environment, and from another folder."""
-    script, speeds = tmp_path / "script.py", Path("tests", "free_copies.json")
+    script, speeds = tmp_path / "script.py", Path("tests", "data", "free_copies.json")
     script.write_text(
         "import os, sys\n"
         "again = [sys.executable, os.path.abspath(__file__), *sys.argv[1:]]\n"
@@ -64,7 +52,7 @@ def test_a_script_that_starts_itself_again_and_builds_no_model(tmp_path: Path) -
         "print(enable.launched, sys.argv[1:])\n"
     )
     flags = ["--moe-fssdp", "--moe-fssdp-slots", "3", "--moe-fssdp-speeds", str(speeds)]
-    done = _python("-m", "megatron_hecate", *flags, str(script), "--flag", "model.x=1", timeout=120)
+    done = python("-m", "megatron_hecate", *flags, str(script), "--flag", "model.x=1", timeout=120)
     launched = {"moe_fssdp": True, "moe_fssdp_slots": 3, "moe_fssdp_speeds": str(ROOT / speeds)}
     assert f"{launched} ['--flag', 'model.x=1']" in done.stdout, done.stdout + done.stderr
     assert (
@@ -72,112 +60,34 @@ def test_a_script_that_starts_itself_again_and_builds_no_model(tmp_path: Path) -
     )
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small dataset of this project's own sources."""
-    prefix = tmp_path_factory.mktemp("data") / "text"
-    done = _python("examples/prepare_bytes.py", str(ROOT / "megatron_hecate"), str(prefix))
-    assert done.returncode == 0, done.stderr
-    return prefix
-
-
-def _pretrain(text: Path, *arguments: str, launcher: list[str], **run: Any) -> str:
-    """Train the demo's model, smaller; returns the log, or raises with it. ``run`` is as of `_run`."""
-    code, log = _run(text, *arguments, launcher=launcher, **run)
-    assert code == 0, log[-6000:]
-    return log
-
-
-def _run(
-    text: Path,
-    *arguments: str,
-    launcher: list[str],
-    script: Path = SCRIPT,
-    settings: str = "",
-    ranks: int = 2,
-) -> tuple[int, str]:
-    """Exit status and log of a run on so many processes, after which none of them lives."""
-    import demo
-
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={ranks}",
-        "--standalone",
-    ]
-    command += [str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
-    command += demo.megatron_flags()
-    command += "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4".split()
-    command += [
-        "--train-iters",
-        "6",
-        "--data-path",
-        str(text),
-        "--data-cache-path",
-        f"{text}-cache",
-    ]
-    command += [*settings.split(), *arguments]
-    path = os.pathsep.join(map(str, [ROOT, ROOT / "examples", ROOT / "tests"]))
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": path,
-    }
-    with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    ) as process:
-        try:
-            log, _ = process.communicate(timeout=300)
-        except subprocess.TimeoutExpired:
-            for pid in _descendants(process.pid):
-                os.kill(pid, signal.SIGKILL)
-            process.kill()
-            raise
-    return process.returncode, log
-
-
-def _descendants(pid: int) -> list[int]:
-    import psutil
-
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-
-
-def _losses(log: str) -> list[float]:
-    return [float(x) for x in re.findall(r"lm loss: ([\d.E+-]+)", log)]
-
-
 @pytest.mark.newest
 def test_flags_hook_and_launcher_train_the_stock_model(text: Path) -> None:
-    stock = _losses(_pretrain(text, launcher=[]))
+    stock = losses(pretrain(text, launcher=[]))
     assert len(stock) == 6
-    free = str(ROOT / "tests" / "free_copies.json")  # else no copy pays on so small a model
+    free = str(
+        ROOT / "tests" / "data" / "free_copies.json"
+    )  # else no copy pays on so small a model
     flags, speeds = ["--moe-fssdp", "--moe-fssdp-slots", "3"], ["--moe-fssdp-speeds", free]
     for how, log in {
-        "flags before the script and among Megatron's": _pretrain(
+        "flags before the script and among Megatron's": pretrain(
             text, *speeds, launcher=["-m", "megatron_hecate", *flags]
         ),
-        "one line": _pretrain(
-            text, *flags, *speeds, launcher=[], script=ROOT / "tests" / "enabled_pretrain.py"
+        "one line": pretrain(
+            text, *flags, *speeds, launcher=[], script=SUPPORT / "scripts" / "enabled_pretrain.py"
         ),
     }.items():
-        assert _losses(log) == pytest.approx(stock, rel=1e-5), how
+        assert losses(log) == pytest.approx(stock, rel=1e-5), how
         assert log.count("FSSDP on: 4 MoE layers, 16 experts over 2 ranks, 3 slots") == 1, how
-    off = _pretrain(text, launcher=["-m", "megatron_hecate"])
-    assert _losses(off) == stock and "FSSDP" not in off
+    off = pretrain(text, launcher=["-m", "megatron_hecate"])
+    assert losses(off) == stock and "FSSDP" not in off
 
 
 @pytest.mark.newest
 def test_flags_that_cannot_be_combined_stop_the_run_with_a_list(text: Path) -> None:
     settings = "--cuda-graph-impl local --use-megatron-fsdp --ckpt-format fsdp_dtensor"
-    code, log = _run(text, launcher=["-m", "megatron_hecate", "--moe-fssdp"], settings=settings)
+    code, log = run_script(
+        text, launcher=["-m", "megatron_hecate", "--moe-fssdp"], settings=settings
+    )
     first = "FSSDP cannot be switched on:.*  - --moe-fssdp with cuda_graph_impl='local': "
     same_error = "((?!ValueError).)*  - --moe-fssdp with use_megatron_fsdp=True: "
     assert code != 0 and re.search(first + same_error, log, re.DOTALL), "model and job in one list"
@@ -208,7 +118,7 @@ fssdp(HecateConfig(slots=2))(chunks)
 def test_the_hook_by_itself_prints_a_list_once(tmp_path: Path) -> None:
     """In a script that neither our launcher nor `enable` is in; so it is with flags that are out of range."""
     (script := tmp_path / "hooked.py").write_text(HOOKED)
-    path = os.pathsep.join(map(str, [ROOT, ROOT / "examples", ROOT / "tests"]))
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "examples", *SUPPORT.glob("*/"), SUPPORT]))
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -247,11 +157,11 @@ def test_a_rank_that_dies_leaves_nothing_behind(text: Path, tmp_path: Path) -> N
     before = set(shm.iterdir()) if shm.exists() else set()
     save = tmp_path / "checkpoint"
     start = time.monotonic()
-    code, log = _run(
+    code, log = run_script(
         text,
         *f"--save {save} --save-interval 3".split(),
         launcher=["-m", "megatron_hecate", "--moe-fssdp", "--moe-fssdp-timeout", "10"],
-        script=ROOT / "tests" / "dying_pretrain.py",
+        script=SUPPORT / "scripts" / "dying_pretrain.py",
     )
     assert code != 0 and time.monotonic() - start < 110, log[-3000:]
     assert "FSSDP on" in log and "rank      : 1" in log, log[

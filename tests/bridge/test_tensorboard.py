@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pretraining import ROOT, losses, pretrain, text  # noqa: F401
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_launcher import ROOT, _losses, _pretrain, text  # noqa: F401
 
 from megatron_hecate.record.analysis import Figures
 from megatron_hecate.record.run_folder import read
@@ -65,10 +65,10 @@ def test_a_script_logs_what_was_routed(
     run: dict[str, Any] = dict(settings=settings, ranks=width * stages)
     monkeypatch.setenv("HECATE_PROBE", str(tmp_path / "probe"))
     flags = ["--moe-fssdp-observe"] if observe else ["--moe-fssdp"]
-    flags += ["--moe-fssdp-speeds", str(ROOT / "tests" / "free_copies.json")]
+    flags += ["--moe-fssdp-speeds", str(ROOT / "tests" / "data" / "free_copies.json")]
     flags += ["--moe-fssdp-record", str(tmp_path / "run")]
     logging = ["--tensorboard-dir", str(tmp_path / "board"), "--tensorboard-log-interval", "1"]
-    log = _pretrain(
+    log = pretrain(
         text, *logging, "--moe-per-layer-logging", launcher=["-m", "megatron_hecate", *flags], **run
     )
     said = (
@@ -78,7 +78,7 @@ def test_a_script_logs_what_was_routed(
     )
     assert log.count(said) == 1
     if observe:
-        assert _losses(log) == _losses(_pretrain(text, launcher=[], **run))
+        assert losses(log) == losses(pretrain(text, launcher=[], **run))
     of_stages = []  # [T, L, E] and [T, L, N] of the layers of each stage that has some
     for stage in range(stages):
         ranks = [

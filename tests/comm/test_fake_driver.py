@@ -100,8 +100,7 @@ def test_ranks_of_one_launch() -> None:
 @ranks(1)
 def test_routing(tp_size: int) -> None:
     import gpu_on_cpu
-
-    from tests.adapter.test_rerouting import check_every_token
+    from rerouting_cases import check_every_token
 
     driver = gpu_on_cpu.install()
     for seed in range(4):
@@ -226,8 +225,7 @@ def test_threads_without_a_context() -> None:
 def test_ranks_without_tokens() -> None:
     """Oracle: the loop of `test_rerouting`, and the driver, which checks what a launch is given."""
     import gpu_on_cpu
-
-    from tests.adapter.test_rerouting import TOKENS, check_every_token
+    from rerouting_cases import TOKENS, check_every_token
 
     driver = gpu_on_cpu.install()
     check_every_token(4, tokens=(TOKENS, 0, 0, TOKENS))
@@ -278,8 +276,7 @@ def test_nvcc_alone_suffices() -> None:
     """Without the Python bindings of CUDA kernels are compiled, loaded and launched all the same."""
     sys.modules["cuda.bindings"] = None  # type: ignore[assignment]
     import gpu_on_cpu
-
-    from tests.adapter.test_rerouting import check_every_token
+    from rerouting_cases import check_every_token
 
     driver = gpu_on_cpu.install()
     check_every_token(4)

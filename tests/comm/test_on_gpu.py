@@ -23,10 +23,11 @@ from one_layer import Reference, allocate, check, copies, make_transport
 from megatron_hecate.comm.transport import TransferPlan
 
 ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{ROOT / 'tests' / 'comm'}",
+    "PYTHONPATH": os.pathsep.join(map(str, [ROOT, SUPPORT, *SUPPORT.glob("*/")])),
 }
 SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 pytestmark = pytest.mark.skipif(

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plan_cases import some_load, some_world
 
 from megatron_hecate.offline.traffic import Traffic
 from megatron_hecate.plan import CopyCost, HomeSearch, Placement, World, largest_load, plan_replicas
-from tests.plan.cases import some_load, some_world
 
 pytestmark = pytest.mark.fast
 

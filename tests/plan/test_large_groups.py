@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from large_groups import PAIRS, SHAPE, SKEWS, SLOTS, TARGET, homes_of, measure, price, shares
+from plan_cases import fits
 
 from megatron_hecate.plan import CopyCost, World, largest_load, plan_replicas
-from plan.cases import fits
 
 pytestmark = pytest.mark.fast
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from plan_cases import some_homes, some_load, some_replicas, some_world
 
 from megatron_hecate.plan import CopyCost, Placement, World, add_late_replicas, largest_load
-from plan.cases import some_homes, some_load, some_replicas, some_world
 
 pytestmark = pytest.mark.fast
 ONE_NODE, TWO_NODES = World((0,) * 4), World((0, 0, 1, 1))

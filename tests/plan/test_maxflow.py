@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from plan_cases import chain, least_largest, some_homes, some_load, some_replicas
 
 from megatron_hecate.plan import EMPTY, Placement, largest_load
 from megatron_hecate.plan.maxflow import balance, rebalance
-from plan.cases import chain, least_largest, some_homes, some_load, some_replicas
 
 pytestmark = pytest.mark.fast
 

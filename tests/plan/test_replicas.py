@@ -11,6 +11,7 @@ import itertools
 
 import numpy as np
 import pytest
+from plan_cases import least_largest, some_homes, some_load, some_world
 from shapes import swiglu
 
 from megatron_hecate.plan import (
@@ -20,7 +21,6 @@ from megatron_hecate.plan import (
     largest_load,
     plan_replicas,
 )
-from plan.cases import least_largest, some_homes, some_load, some_world
 
 pytestmark = pytest.mark.fast
 FREE = CopyCost()

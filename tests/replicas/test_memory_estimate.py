@@ -307,7 +307,7 @@ def test_switching_on_with_little_memory() -> None:
     """Ranks with different free memory choose alike, and train with what they chose; what cannot fit is an error."""
     import tiny_gpt
     import torch.distributed as dist
-    from test_hook import snapshot
+    from model_state import snapshot
 
     case = _case()
     tiny_gpt.initialize(case)

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gate_mutations import MUTATIONS
-from plan.cases import chain, some_homes, some_replicas, some_world
+from plan_cases import chain, some_homes, some_replicas, some_world
 
 from megatron_hecate.device.compile import SOURCES
 from megatron_hecate.plan import Placement, World

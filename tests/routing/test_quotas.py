@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from plan.cases import chain, fits, least_largest, some_homes, some_load, some_replicas, some_world
+from plan_cases import chain, fits, least_largest, some_homes, some_load, some_replicas, some_world
 from scipy.optimize import linprog
 from scipy.sparse import lil_array
 

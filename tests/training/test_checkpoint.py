@@ -5,37 +5,9 @@ Oracle: the values that were saved, gathered from all ranks by global expert, an
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import pytest
+from checkpoints import load, save, shared_folder
 from ranks import ranks
-
-METADATA = {
-    "distrib_optim_sharding_type": "fully_reshardable",
-    "singleton_local_shards": False,
-    "chained_optim_avoid_prefix": True,
-}
-
-
-def _state(run, *, loading: bool) -> dict:
-    model = run.chunks[0].module.sharded_state_dict(metadata=METADATA)
-    optimizer = run.optimizer.sharded_state_dict(dict(model), is_loading=loading, metadata=METADATA)
-    return {"model": model, "optimizer": optimizer}
-
-
-def _save(run, folder: Path) -> None:
-    from megatron.core import dist_checkpointing
-
-    dist_checkpointing.save(_state(run, loading=False), str(folder))
-
-
-def _load(run, folder: Path) -> None:
-    from megatron.core import dist_checkpointing
-
-    state = dist_checkpointing.load(_state(run, loading=True), str(folder))
-    run.chunks[0].module.load_state_dict(state["model"])
-    run.optimizer.load_state_dict(state["optimizer"])
 
 
 def _values(run) -> dict:
@@ -78,13 +50,6 @@ def _equal(a: dict, b: dict) -> None:
         assert torch.equal(value, b["params"][name]), name
 
 
-def _folder(name: str) -> Path:
-    """One folder for all ranks."""
-    path = Path(os.environ["TEST_FOLDER"], name)
-    path.mkdir(exist_ok=True)
-    return path
-
-
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
 @pytest.mark.parametrize("direction", ["to stock", "from stock"])
 @ranks(2)
@@ -97,12 +62,12 @@ def test_bitwise_between_stock_and_fssdp(direction: str, distributed_optimizer: 
     case = tiny_gpt.Case(distributed_optimizer=distributed_optimizer)
     tiny_gpt.initialize(case)
     written = tiny_gpt.train(case, steps=3, hook=writer)
-    folder = _folder("checkpoint")
-    _save(written, folder)
+    folder = shared_folder("checkpoint")
+    save(written, folder)
     read = tiny_gpt.train(
         case, steps=2, hook=reader
     )  # somewhere else, with replicas in use when it is FSSDP
-    _load(read, folder)
+    load(read, folder)
     before, after = _values(written), _values(read)
     _equal(before, after)
     assert len(before["moments"]) == len(after["moments"]) > 0
@@ -124,8 +89,8 @@ def test_into_another_ep_size() -> None:
     tiny_gpt.initialize(wide)
     written = tiny_gpt.train(wide, steps=3, hook=hook)
     assert written.replicas > 0
-    folder = _folder("checkpoint")
-    _save(written, folder)
+    folder = shared_folder("checkpoint")
+    save(written, folder)
     before = _values(written)
     expected = [written.step(s) for s in (3, 4)]
 
@@ -134,6 +99,6 @@ def test_into_another_ep_size() -> None:
     tiny_gpt.initialize(narrow)
     for reader in (None, hook):
         read = tiny_gpt.train(narrow, steps=2, hook=reader)
-        _load(read, folder)
+        load(read, folder)
         _equal(before, _values(read))
         assert [read.step(s) for s in (3, 4)] == pytest.approx(expected, rel=1e-5)

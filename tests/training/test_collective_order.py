@@ -21,7 +21,7 @@ RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recom
 
 def _plan_apart(case: Any, groups: Any = ((2, 3), (0, 1)), **settings: Any) -> None:
     """Compare FSSDP with stock: the ranks of each of ``groups`` in turn have no replicas."""
-    import test_late_replicas
+    import planners
     import tiny_gpt
     import torch.distributed as dist
 
@@ -30,8 +30,8 @@ def _plan_apart(case: Any, groups: Any = ((2, 3), (0, 1)), **settings: Any) -> N
     stock = tiny_gpt.train(case)
     for without in groups:
         apart = dist.get_rank() in without
-        planner = test_late_replicas.no_replicas if apart else plan_replicas
-        test_late_replicas.replace_planner(planner)
+        planner = planners.no_replicas if apart else plan_replicas
+        planners.replace_planner(planner)
         ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(**settings))
         assert (ours.replicas > 0) == (not apart or "late_replicas" in settings)
         difference = tiny_gpt.difference(stock, ours)

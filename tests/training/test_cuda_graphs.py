@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from graphed import SCOPES, declare
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
 
-SCOPES = ("attn", "moe_router", "moe_preprocess")
 RECOMPUTED = dict(
     recompute_granularity="selective", recompute_modules=["layernorm", "core_attn", "moe_act"]
 )
@@ -50,22 +50,6 @@ TRANSFORMER_ENGINE = {  # scopes, fields of Case, fields of TransformerConfig, s
         {},
     ),
 }
-
-
-def _declare() -> None:
-    """What must run for every microbatch, and so never inside a graph."""
-    from graph_capture import not_in_graphs
-
-    from megatron_hecate.runtime.prefetch import Prefetcher
-
-    for name in (
-        "before_attention",
-        "materialize",
-        "dispatched",
-        "begin_chunk",
-        "add_late_replicas",
-    ):
-        not_in_graphs(Prefetcher, name)
 
 
 class _Moving:
@@ -122,7 +106,7 @@ def test_transformer_engines_graphs(name: str) -> None:
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=5, before_step=_Moving())
     graphs_on_cpu.install()
-    _declare()
+    declare()
     graphed = dataclasses.replace(
         case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings)
     )
@@ -152,7 +136,7 @@ def test_megatrons_own_graphs(name: str) -> None:
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=5, before_step=_Moving())
     graphs_on_cpu.install()
-    _declare()
+    declare()
     graphed = dataclasses.replace(
         case, settings=graphs_on_cpu.local(*scopes, **dict(case.settings))
     )
@@ -178,7 +162,7 @@ def test_without_replicas_nothing_differs(scopes: tuple[str, ...]) -> None:
     tokens_of_evaluation = 2
     evaluated = _evaluate(case, stock, tokens_of_evaluation)
     graphs_on_cpu.install()
-    _declare()
+    declare()
     graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*scopes))
     for asked in (dict(slots=0), dict(speeds=None)):
         ours = graphs_on_cpu.train(graphed, steps=4, hook=tiny_gpt.fssdp_hook(**asked))
@@ -218,7 +202,7 @@ def test_flex_dispatchers(backend: str) -> None:
         None  # one per process, of the model that came first
     )
     graphs_on_cpu.install()
-    _declare()
+    declare()
     graphed = dataclasses.replace(
         case, settings=graphs_on_cpu.transformer_engine(*SCOPES, **settings)
     )
@@ -243,7 +227,7 @@ def test_four_ranks(layout: dict[str, int]) -> None:
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=5, before_step=_Moving())
     graphs_on_cpu.install()
-    _declare()
+    declare()
     graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*SCOPES))
     moving = _Moving()
     hook = moving.hook()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from flex_backends import forget
 from ranks import ranks
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -47,35 +48,24 @@ def _compare(case: Any) -> None:
     stock = tiny_gpt.train(case)
     wanted = evaluate(stock)
     told = list(flex_backends.CALLS)
-    _forget()
+    forget()
     for slots in (
         0,
         2,
     ):  # the first iteration has no replicas, and with slots runs over physical experts all the same
         first = tiny_gpt.train(case, steps=1, hook=tiny_gpt.fssdp_hook(slots=slots))
         assert first.losses == stock.losses[:1] and first.grad_norms == stock.grad_norms[:1]
-        _forget()
+        forget()
     for lifetime in ("iteration", "microbatch"):
         ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(lifetime=lifetime))
         tiny_gpt.assert_trained_alike(stock, ours, lifetime)
         assert evaluate(ours) == pytest.approx(wanted, rel=1e-5)
         calls = list(flex_backends.CALLS)
-        _forget()
+        forget()
     assert len(calls) == len(told) == 1
     (_, ours_told), (_, stock_told) = calls[0], told[0]
     for field in ours_told.keys() & {"num_local_experts", "num_experts"}:  # 4 homes and 2 slots
         assert ours_told[field] * 4 == stock_told[field] * 6
-
-
-def _forget() -> None:
-    """A new model would be a new process."""
-    import flex_backends
-    from megatron.core.transformer.moe import fused_a2a
-
-    flex_backends.CALLS.clear()
-    fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None
-    if hasattr(fused_a2a, "te_ep"):  # not in 0.16
-        fused_a2a.te_ep._BOOTSTRAPPED = False
 
 
 def _names(*wanted: str) -> list:
@@ -104,7 +94,7 @@ def test_choices_of_probability_zero(name: str) -> None:
 
     case = _case(name, skew=1e4)
     stock = tiny_gpt.train(case)
-    _forget()
+    forget()
     received: list[int] = []
 
     def watched(chunks: list) -> list:
@@ -198,7 +188,7 @@ def test_a_budget_of_tokens_per_rank() -> None:
         for step in range(4):
             run.step(step)
         run.read_params()
-        _forget()
+        forget()
         return run, ran_again
 
     stock, stock_ran_again = train(None)

@@ -29,7 +29,7 @@ def test_one_group_without_replicas(name: str) -> None:
         import te_on_cpu
 
         te_on_cpu.install()
-    import test_late_replicas
+    import planners
     import tiny_gpt
     import torch.distributed as dist
 
@@ -39,7 +39,7 @@ def test_one_group_without_replicas(name: str) -> None:
         tiny_gpt.install_fused_wgrad()
     stock = tiny_gpt.train(case, steps=4)
     if dist.get_rank() >= 2:
-        test_late_replicas.replace_planner(test_late_replicas.no_replicas)
+        planners.replace_planner(planners.no_replicas)
     ours = tiny_gpt.train(case, steps=4, hook=tiny_gpt.fssdp_hook())
     assert (ours.replicas > 0) == (dist.get_rank() < 2)
     buckets = ours.chunks[0].expert_parallel_bucket_groups

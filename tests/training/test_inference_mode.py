@@ -92,14 +92,14 @@ def _train(
     Returns:
         The run, and dtypes and shapes of the inference tensors that are left.
     """
-    import test_flex
-    import test_rehoming
+    import flex_backends
+    import rehoming_hooks
     import tiny_gpt
     import torch
 
-    test_flex._forget()
+    flex_backends.forget()
     moves = settings is not None and "rehome" in settings
-    make = test_rehoming.rehoming_hook if moves else tiny_gpt.fssdp_hook
+    make = rehoming_hooks.rehoming_hook if moves else tiny_gpt.fssdp_hook
     run = tiny_gpt.train(case, steps=0, hook=None if settings is None else make(**settings))
 
     def evaluate(step: int) -> None:

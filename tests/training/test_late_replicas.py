@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from planners import coldest_experts, no_replicas, replace_planner
 from ranks import ranks
 
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -26,29 +27,6 @@ CASES: dict[str, tuple[dict, dict]] = {
     "pipeline": (dict(pp=2, vpp=2, **SHARDED), {}),
     "machines": (dict(ep=4, accumulate=2), {}),
 }
-
-
-def no_replicas(forecast: Any, homes: Any, world: Any, **settings: Any) -> Any:
-    """Stands in for `plan_replicas`."""
-    return homes
-
-
-def coldest_experts(forecast: Any, homes: Any, world: Any, **settings: Any) -> Any:
-    """Stands in for `plan_replicas`: the coldest experts in every slot."""
-    from megatron_hecate.plan import CopyCost, plan_replicas
-
-    return plan_replicas(forecast.max() - forecast, homes, world, cost=CopyCost())
-
-
-def replace_planner(planner: Callable) -> None:
-    """Have ``planner`` plan before the gate, in this process."""
-    from megatron_hecate.runtime.early_plans import EarlyPlans, PlanInputs
-
-    def plan(_: EarlyPlans, index: int, inputs: PlanInputs) -> Any:
-        settings = dict(cost=inputs.cost, previous=inputs.previous)
-        return planner(inputs.forecast, inputs.homes, inputs.world, **settings)
-
-    EarlyPlans.plan = plan
 
 
 def _train(name: str, *, planner: Callable, late: int, **settings: Any) -> int:

@@ -71,7 +71,7 @@ CASES: dict[str, tuple[int, dict, dict, int]] = {
 
 
 def _compare(name: str) -> None:
-    import test_late_replicas
+    import planners
     import tiny_gpt
     import torch
 
@@ -83,7 +83,7 @@ def _compare(name: str) -> None:
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case)
     if late:
-        test_late_replicas.replace_planner(test_late_replicas.coldest_experts)
+        planners.replace_planner(planners.coldest_experts)
     fetched: Counter[bool] = Counter()  # in a backward, or before
 
     def count(what: str, *_: object) -> None:

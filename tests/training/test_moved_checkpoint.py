@@ -6,83 +6,12 @@ layers say they have; what stock Megatron, or FSSDP, then loads must be these, b
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-from typing import Any
-
 import pytest
+from checkpoints import METADATA, load, save, shared_folder, state_of
 from ranks import ranks
-from test_checkpoint import METADATA, _folder
-from test_rehoming import rehoming_hook
+from rehoming_hooks import hashes, homes_of, rehoming_hook
 
 BY_BUCKET = {**METADATA, "distrib_optim_sharding_type": "dp_reshardable"}
-
-
-def state_of(run: Any, metadata: dict, *, loading: bool) -> dict:
-    model = run.chunks[0].module.sharded_state_dict(metadata=metadata)
-    return {
-        "model": model,
-        "optimizer": run.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
-    }
-
-
-def load(run: Any, folder: Path, metadata: dict = METADATA) -> None:
-    from megatron.core import dist_checkpointing
-
-    state = dist_checkpointing.load(state_of(run, metadata, loading=True), str(folder))
-    run.chunks[0].module.load_state_dict(state["model"])
-    run.optimizer.load_state_dict(state["optimizer"])
-
-
-def save(run: Any, folder: Path, metadata: dict = METADATA) -> None:
-    from megatron.core import dist_checkpointing
-
-    dist_checkpointing.save(state_of(run, metadata, loading=False), str(folder))
-
-
-def hashes(run: Any) -> dict[str, str]:
-    """Of every parameter of the job, and of moments, under the expert's own number. Experts of this rank are whole, so
-    that a shard of the distributed optimizer begins where its parameter does."""
-    import tiny_gpt
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
-    numbers = {}
-    for layer in tiny_gpt.moe_layers(run.chunks):
-        rank, count = parallel_state.get_expert_model_parallel_rank(), layer.num_local_experts
-        places = range(rank * count, (rank + 1) * count)
-        if hasattr(layer, "fssdp"):
-            places = layer.fssdp.homes.table[rank, :count].tolist()
-        for i, expert in enumerate(layer.experts.local_experts):
-            numbers |= {id(p): (i, places[i]) for p in expert.parameters()}
-    states = {}
-    for optimizer in run.optimizer.chained_optimizers:
-        states |= {
-            stepped.data_ptr(): state for stepped, state in optimizer.optimizer.state.items()
-        }
-    own = {}
-    for name, p in run.chunks[0].module.named_parameters():
-        if id(p) in numbers:
-            place, expert = numbers[id(p)]
-            name = name.replace(f"local_experts.{place}.", f"expert {expert} ")
-        own[name] = p.detach()
-        for kind, value in states.get(getattr(p, "main_param", p).data_ptr(), {}).items():
-            if torch.is_tensor(value) and value.dim():
-                own[f"{name} {kind}"] = value
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    mine = {
-        name: hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
-        for name, value in own.items()
-    }
-    dist.all_gather_object(of_ranks, mine)
-    return {name: value for of_rank in of_ranks for name, value in of_rank.items()}
-
-
-def homes_of(run: Any) -> Any:
-    import tiny_gpt
-
-    return tiny_gpt.moe_layers(run.chunks)[0].prefetcher.rehoming.homes
 
 
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
@@ -96,11 +25,11 @@ def test_into_stock_and_back(reader: str, distributed_optimizer: bool) -> None:
     written = tiny_gpt.train(case, steps=5, hook=rehoming_hook())
     assert homes_of(written).are_moved
     before = hashes(written)
-    save(written, _folder("checkpoint"))
+    save(written, shared_folder("checkpoint"))
     assert hashes(written) == before and not homes_of(written).are_moved
     hook = {"stock": None, "fssdp": tiny_gpt.fssdp_hook(), "moved": rehoming_hook()}[reader]
     read = tiny_gpt.train(case, steps=4, hook=hook)
-    load(read, _folder("checkpoint"))
+    load(read, shared_folder("checkpoint"))
     assert hashes(read) == before and len(before) > 50
     assert [read.step(s) for s in (5, 6, 7)] == pytest.approx(
         [written.step(s) for s in (5, 6, 7)], rel=1e-5
@@ -119,7 +48,7 @@ def test_into_another_ep_size_and_back() -> None:
     tiny_gpt.initialize(wide)
     written = tiny_gpt.train(wide, steps=5, hook=rehoming_hook())
     assert homes_of(written).are_moved
-    before, folder = hashes(written), _folder("wide")
+    before, folder = hashes(written), shared_folder("wide")
     save(written, folder)
     expected = [written.step(s) for s in (5, 6)]
     for number, hook in enumerate((None, rehoming_hook())):
@@ -134,7 +63,7 @@ def test_into_another_ep_size_and_back() -> None:
                 narrow, read.chunks, 9, num_microbatches=1
             )  # the next iteration begins, and no step follows
             assert homes_of(read).are_moved
-        folder = _folder(f"narrow {number}")
+        folder = shared_folder(f"narrow {number}")
         save(read, folder)
     parallel_state.destroy_model_parallel()
     tiny_gpt.initialize(wide)
@@ -153,9 +82,9 @@ def test_buckets_as_they_lie() -> None:
     tiny_gpt.initialize(case)
     written = tiny_gpt.train(case, steps=5, hook=rehoming_hook())
     assert homes_of(written).are_moved
-    save(written, _folder("checkpoint"), BY_BUCKET)
+    save(written, shared_folder("checkpoint"), BY_BUCKET)
     read = tiny_gpt.train(case, steps=2)
-    load(read, _folder("checkpoint"), BY_BUCKET)
+    load(read, shared_folder("checkpoint"), BY_BUCKET)
     assert hashes(read) == hashes(written)
     assert [read.step(s) for s in (5, 6, 7)] == pytest.approx(
         [written.step(s) for s in (5, 6, 7)], rel=1e-5
@@ -178,14 +107,14 @@ def test_asynchronous_saving() -> None:
     state = state_of(written, METADATA, loading=False)
     settings = dict(async_sharded_save=True, async_strategy="mcore")
     queue.schedule_async_request(
-        dist_checkpointing.save(state, str(_folder("checkpoint")), **settings)
+        dist_checkpointing.save(state, str(shared_folder("checkpoint")), **settings)
     )
     expected = [written.step(s) for s in (5, 6, 7)]
     assert homes_of(written).are_moved
     queue.maybe_finalize_async_calls(blocking=True)
     queue.close()
     read = tiny_gpt.train(case, steps=2)
-    load(read, _folder("checkpoint"))
+    load(read, shared_folder("checkpoint"))
     assert hashes(read) == before
     assert [read.step(s) for s in (5, 6, 7)] == pytest.approx(expected, rel=1e-5)
 

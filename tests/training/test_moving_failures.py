@@ -12,10 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from checkpoints import save, shared_folder
 from ranks import ranks
-from test_checkpoint import _folder
-from test_moved_checkpoint import hashes, homes_of, save
-from test_rehoming import rehoming_hook
+from rehoming_hooks import hashes, homes_of, rehoming_hook
 
 TIMEOUT = 5
 
@@ -173,11 +172,11 @@ def test_what_an_interruption_leaves_is_not_saved(back: bool) -> None:
         mock.patch.object(Relocation, "write", side_effect=KeyboardInterrupt),
         pytest.raises(KeyboardInterrupt),
     ):
-        save(run, _folder("interrupted")) if back else run.step(3)
+        save(run, shared_folder("interrupted")) if back else run.step(3)
     with pytest.raises(
         RuntimeError, match="this rank has some of them only; start again from the last checkpoint"
     ):
-        save(run, _folder("checkpoint"))
+        save(run, shared_folder("checkpoint"))
     with pytest.raises(
         RuntimeError, match="this rank has some of them only; start again from the last checkpoint"
     ):
@@ -191,4 +190,4 @@ def test_homes_that_differ_are_not_saved() -> None:
         lambda state: state.homes.table[:, :4].ravel()[[4, 1, 2, 3, 0, 5, 6, 7]]
     )
     with pytest.raises(RuntimeError, match="moved on some ranks only; start again"):
-        save(run, _folder("checkpoint"))
+        save(run, shared_folder("checkpoint"))

@@ -10,15 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import pytest
+from optimizers_on_cpu import BF16, PRECISION_AWARE, install, packages
 from ranks import ranks
 
-BF16 = dict(bf16=True, distributed_optimizer=True, grad_reduce_in_fp32=False)
-PRECISION_AWARE = dict(
-    use_precision_aware_optimizer=True, main_grads_dtype="bfloat16", exp_avg_dtype="bfloat16"
-)
 # name: (fields of tiny_gpt.Case, fields of OptimizerConfig, classes that step on a rank and how often in 3 steps)
 OPTIMIZERS: dict[str, tuple[dict, dict, dict[str, int]]] = {
     "apex-adam": ({}, {}, {"FusedAdam": 6}),
@@ -52,11 +48,6 @@ OPTIMIZERS: dict[str, tuple[dict, dict, dict[str, int]]] = {
 LIKE_OTHERS = {"apex-adam-distopt", "torch-adam", "te-adam-precision-aware-fp16-main"}
 
 
-def packages(name: str) -> str | None:
-    """What ranks start with; Megatron looks for Muon's package when it is imported."""
-    return "te" if name.startswith("te-") else None if name.startswith("muon") else "megatron"
-
-
 @pytest.mark.newest
 @pytest.mark.parametrize(
     "name",
@@ -67,7 +58,7 @@ def packages(name: str) -> str | None:
 )
 @ranks(2, preload=packages)
 def test_every_optimizer_is_seen_and_trains_alike(name: str) -> None:
-    _install(name)
+    install(name)
     import tiny_gpt
     import torch
     from megatron.core import num_microbatches_calculator as calculator
@@ -100,66 +91,6 @@ def test_steps_that_no_hook_sees_are_told_by_counting() -> None:
         return chunks
 
     tiny_gpt.assert_trained_alike(tiny_gpt.train(case), tiny_gpt.train(case, hook=unseen))
-
-
-def _install(name: str) -> None:
-    """What the optimizer of this name needs, before Megatron is imported."""
-    if name.startswith("te-"):
-        import adam_on_cpu
-        import te_on_cpu
-        import tex_on_cpu
-
-        tex_on_cpu.FUNCTIONS.update(adam_on_cpu.FUNCTIONS)
-        te_on_cpu.install()
-    elif name.startswith("muon"):
-        import muon_on_cpu
-
-        muon_on_cpu.install()
-    import tiny_gpt  # noqa: F401
-    import torch
-    from megatron.core import optimizer
-
-    if name.startswith("te-"):
-        from transformer_engine.pytorch.optimizers import FusedAdam
-
-        optimizer.Adam = FusedAdam
-    elif name.startswith("torch-"):
-        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
-    elif name == "cpu-offload":
-        _offload_from_cpu(optimizer.HybridDeviceOptimizer)
-
-
-def _offload_from_cpu(hybrid: type) -> None:
-    """It tells what is on the host by ``is_cuda``: let all be on a GPU but what it has pinned."""
-    import torch
-
-    split, clone, as_fp32 = (
-        hybrid._get_sub_optimizer_param_groups,
-        torch.Tensor.clone,
-        torch.Tensor.float,
-    )
-
-    def split_as_on_gpu(optimizer: Any, fraction: float) -> tuple:
-        on_host: dict[int, torch.Tensor] = {}  # by address, which stays theirs while they are here
-
-        def pin(tensor: torch.Tensor) -> torch.Tensor:
-            return on_host.setdefault(tensor.data_ptr(), tensor)
-
-        def like(source: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-            return pin(made) if source.data_ptr() in on_host else made
-
-        on_tensors = dict(
-            is_cuda=property(lambda tensor: tensor.data_ptr() not in on_host),
-            pin_memory=pin,
-            clone=lambda tensor: like(tensor, clone(tensor)),
-            float=lambda tensor: like(tensor, as_fp32(tensor)),
-        )
-        with mock.patch.multiple(torch.Tensor, create=True, **on_tensors):
-            groups = split(optimizer, fraction)
-        assert groups[0] and groups[1], "some parameters must be on the host and some on the device"
-        return groups
-
-    hybrid._get_sub_optimizer_param_groups = split_as_on_gpu
 
 
 def _counting(hook: Callable[[list], list], seen: Counter) -> Callable[[list], list]:

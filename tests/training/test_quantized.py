@@ -12,16 +12,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+from quantized import DELAYED, FULL, MOE, Layout, case_of, hook_of, packages
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
 slow = pytest.mark.slow
-FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
-DELAYED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
 
-# name: (ranks, recipe, fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
-Layout = tuple[int, str, dict, dict, dict]
 LAYOUTS: dict[str, Layout] = {
     "mxfp8": (2, "mxfp8", {}, {}, {}),
     "tensorwise": (2, "tensorwise", {}, {}, {}),
@@ -128,69 +124,12 @@ STORED: dict[str, Layout] = {
 }
 
 
-def packages(recipe: str) -> str:
-    """What ranks start with: those of Hopper and of Blackwell are computed otherwise."""
-    name, _, other = recipe.partition("-")
-    return "te" if name in ("tensorwise", "blockwise") and not other else "te-blackwell"
-
-
-def _case(
-    layout: Layout, *, stored: bool = False, exact: bool = True, version: str = "2.20.2"
-) -> Any:
-    import quantizers_on_cpu
-    import te_on_cpu
-
-    _, recipe, fields, further, _ = layout
-    name, _, _ = recipe.partition("-")
-    te_on_cpu.install(version, packages=packages(recipe))
-    quantizers_on_cpu.install()
-    quantizers_on_cpu.exact_activations = exact
-    import tiny_gpt
-
-    settings: dict[str, Any] = (
-        dict(fp4="e2m1") if name == "nvfp4" else dict(fp8="hybrid", fp8_recipe=name)
-    )
-    settings |= further
-    ddp: dict[str, Any] = {}
-    optimizer: dict[str, Any] = {}
-    if stored and name == "nvfp4":
-        settings["fp4_param"] = True
-    elif stored:
-        settings["fp8_param"] = True
-        optimizer["fp8_recipe"] = name
-        if fields.get("distributed_optimizer"):
-            ddp["fp8_param_gather"] = True
-            ddp["reuse_grad_buf_for_mxfp8_param_ag"] = optimizer[
-                "reuse_grad_buf_for_mxfp8_param_ag"
-            ] = name == "mxfp8"
-    fields = {"accumulate": 2, "bf16": stored or not exact, **fields}
-    config = dict(settings=settings, ddp=ddp, optimizer=optimizer)
-    case = tiny_gpt.Case(
-        grouped=True, **fields, **{name: tuple(d.items()) for name, d in config.items()}
-    )
-    tiny_gpt.initialize(case)
-    return case
-
-
-def _hook(layout: Layout | None) -> Any:
-    """Weight gradients go straight into main gradients, as in every recipe; FSSDP as ``layout`` has it."""
-    import tiny_gpt
-
-    def hook(chunks: list) -> list:
-        for layer in tiny_gpt.moe_layers(chunks):
-            layer.experts.linear_fc1.fuse_wgrad_accumulation = True
-            layer.experts.linear_fc2.fuse_wgrad_accumulation = True
-        return chunks if layout is None else tiny_gpt.fssdp_hook(**layout[4])(chunks)
-
-    return hook
-
-
 def _compare(layout: Layout, *, tolerance: float = 1e-5, **of_case: Any) -> None:
-    case = _case(layout, **of_case)
+    case = case_of(layout, **of_case)
     import tiny_gpt
 
-    stock = tiny_gpt.train(case, hook=_hook(None))
-    ours = tiny_gpt.train(case, hook=_hook(layout))
+    stock = tiny_gpt.train(case, hook=hook_of(None))
+    ours = tiny_gpt.train(case, hook=hook_of(layout))
     tiny_gpt.assert_trained_alike(stock, ours, tolerance=tolerance)
 
 
@@ -251,12 +190,12 @@ def test_the_oldest_transformer_engine(recipe: str, stored: bool) -> None:
 @ranks(2, preload=packages)
 def test_quantized_activations(recipe: str) -> None:
     """Which tokens share a scale differs, and gradients with it, by less than what quantization itself does."""
-    case = _case(LAYOUTS[recipe], exact=False)
+    case = case_of(LAYOUTS[recipe], exact=False)
     import tiny_gpt
 
-    stock = tiny_gpt.train(case, hook=_hook(None))
-    ours = tiny_gpt.train(case, hook=_hook(LAYOUTS[recipe]))
-    without = tiny_gpt.train(dataclasses.replace(case, settings=()), hook=_hook(None))
+    stock = tiny_gpt.train(case, hook=hook_of(None))
+    ours = tiny_gpt.train(case, hook=hook_of(LAYOUTS[recipe]))
+    without = tiny_gpt.train(dataclasses.replace(case, settings=()), hook=hook_of(None))
     assert ours.replicas
     replicas, quantization = tiny_gpt.difference(stock, ours), tiny_gpt.difference(stock, without)
     assert replicas["loss"] < quantization["loss"] and replicas["grad"] < quantization["grad"]
@@ -266,7 +205,7 @@ def test_quantized_activations(recipe: str) -> None:
 def test_recipes_linear_by_linear() -> None:
     """The first linear in fp4, the second one in fp8 as the rest of the model, and in bf16 when the model evaluates."""
     layout = LAYOUTS["mxfp8"]
-    case = _case(layout)
+    case = case_of(layout)
     import tiny_gpt
     from megatron.core.quantization.quant_config import RecipeConfig
 
@@ -285,8 +224,8 @@ def test_recipes_linear_by_linear() -> None:
     }
     recipe = RecipeConfig.from_config_dict({"configs": configs, "matchers": matchers})
     case = dataclasses.replace(case, settings=(*case.settings, ("quant_recipe", recipe)))
-    stock = tiny_gpt.train(case, hook=_hook(None))
-    ours = tiny_gpt.train(case, hook=_hook(layout))
+    stock = tiny_gpt.train(case, hook=hook_of(None))
+    ours = tiny_gpt.train(case, hook=hook_of(layout))
     tiny_gpt.assert_trained_alike(stock, ours)
     twin = tiny_gpt.moe_layers(ours.chunks)[0].experts.physical.twin
     kinds = [
@@ -305,7 +244,7 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
     read what is stored in the second one only where it is aligned.
     """
     layout: Layout = (2, recipe, dict(experts=10, skew=6.0), {}, {})
-    case = _case(layout, stored=True)
+    case = case_of(layout, stored=True)
     import quantizers_on_cpu
     import tiny_gpt
     import torch
@@ -342,8 +281,8 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
                     )
                     compared.add((index, state.index, copy.slot))
 
-    stock = tiny_gpt.train(case, hook=_hook(None))
-    ours = tiny_gpt.train(case, hook=_hook(layout), before_step=compare)
+    stock = tiny_gpt.train(case, hook=hook_of(None))
+    ours = tiny_gpt.train(case, hook=hook_of(layout), before_step=compare)
     tiny_gpt.assert_trained_alike(stock, ours)
     steps: list = [None] * dist.get_world_size()
     dist.all_gather_object(steps, sorted(compared))
@@ -379,7 +318,7 @@ def test_experts_that_are_modules_of_their_own_are_refused() -> None:
 @ranks(2, preload="te-blackwell")
 def test_frozen_experts(stored: bool) -> None:
     layout = LAYOUTS["mxfp8"]
-    case = _case(layout, stored=stored)
+    case = case_of(layout, stored=stored)
     import tiny_gpt
 
     def freeze(chunks: list) -> list:
@@ -388,7 +327,7 @@ def test_frozen_experts(stored: bool) -> None:
         return chunks
 
     stock = tiny_gpt.train(case, hook=freeze)
-    ours = tiny_gpt.train(case, hook=lambda chunks: _hook(layout)(freeze(chunks)))
+    ours = tiny_gpt.train(case, hook=lambda chunks: hook_of(layout)(freeze(chunks)))
     tiny_gpt.assert_trained_alike(stock, ours)
 
 
@@ -397,7 +336,7 @@ def test_frozen_experts(stored: bool) -> None:
 def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
     """Between a forward and its backward, on quantized copies that evaluation makes for itself."""
     layout = (*LAYOUTS["mxfp8"][:4], dict(lifetime=lifetime))
-    case = _case(layout)
+    case = case_of(layout)
     import tiny_gpt
     import torch
 
@@ -414,12 +353,12 @@ def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
 
         return output, loss_func
 
-    calm = tiny_gpt.train(case, hook=_hook(layout))
+    calm = tiny_gpt.train(case, hook=hook_of(layout))
     tiny_gpt.forward_step = disturbed
-    stock = tiny_gpt.train(case, hook=_hook(None))
+    stock = tiny_gpt.train(case, hook=hook_of(None))
     stock_evaluated = evaluated.copy()
     evaluated.clear()
-    ours = tiny_gpt.train(case, hook=_hook(layout))
+    ours = tiny_gpt.train(case, hook=hook_of(layout))
     tiny_gpt.assert_trained_alike(stock, ours)
     assert tiny_gpt.difference(calm, ours) == tiny_gpt.SAME
     torch.testing.assert_close(
@@ -432,19 +371,19 @@ def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
 def test_checkpoints_of_quantized_parameters(direction: str) -> None:
     """Loaded weights are quantized anew in stock and in FSSDP, and both go on alike."""
     layout = STORED["mxfp8-distopt-overlap"]
-    case = _case(layout, stored=True)
-    import test_checkpoint
+    case = case_of(layout, stored=True)
+    import checkpoints
     import tiny_gpt
 
-    hooks = [_hook(layout), _hook(None)]
+    hooks = [hook_of(layout), hook_of(None)]
     writer, reader = hooks if direction == "to stock" else reversed(hooks)
     written = tiny_gpt.train(case, hook=writer)
-    folder = test_checkpoint._folder("checkpoint")
-    test_checkpoint._save(written, folder)
+    folder = checkpoints.shared_folder("checkpoint")
+    checkpoints.save(written, folder)
     read = tiny_gpt.train(case, steps=2, hook=reader)
-    test_checkpoint._load(read, folder)
-    again = tiny_gpt.train(case, steps=2, hook=_hook(None))
-    test_checkpoint._load(again, folder)
+    checkpoints.load(read, folder)
+    again = tiny_gpt.train(case, steps=2, hook=hook_of(None))
+    checkpoints.load(again, folder)
     assert [read.step(s) for s in (3, 4, 5)] == pytest.approx(
         [again.step(s) for s in (3, 4, 5)], rel=1e-5
     )

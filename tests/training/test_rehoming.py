@@ -6,23 +6,12 @@ what would be chosen is the business of `tests/plan/test_homes.py`. Layouts and 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import moved_homes
 import pytest
 import torch
 from ranks import ranks
-
-
-def rehoming_hook(
-    orders: Callable = moved_homes.wanted_at, **settings: Any
-) -> Callable[[list], list]:
-    """FSSDP that looks for homes at every iteration, and finds those that ``orders`` gives."""
-    import tiny_gpt
-
-    moved_homes.find(orders)
-    return tiny_gpt.fssdp_hook(**{"rehome": 3, **settings})
+from rehoming_hooks import rehoming_hook
 
 
 @ranks(4)

@@ -10,20 +10,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import test_quantized
+import quantized
 from ranks import ranks
 from training_with_moves import params
 
 pytestmark = pytest.mark.newest
 SHARDED = dict(distributed_optimizer=True, overlap=True)
 LAYER = dict(lifetime="layer")
-Layout = test_quantized.Layout
+Layout = quantized.Layout
 COMPUTED: dict[str, Layout] = {
     "mxfp8": (2, "mxfp8", SHARDED, {}, {}),
     "tensorwise-layer": (2, "tensorwise", {}, {}, LAYER),
     "blockwise": (2, "blockwise", {}, {}, {}),
     "nvfp4": (2, "nvfp4", {}, {}, {}),
-    "delayed": (2, "mxfp8", dict(accumulate=4, **SHARDED), test_quantized.DELAYED, {}),
+    "delayed": (2, "mxfp8", dict(accumulate=4, **SHARDED), quantized.DELAYED, {}),
 }
 STORED: dict[str, Layout] = {
     "mxfp8": (2, "mxfp8", {}, {}, {}),
@@ -39,29 +39,29 @@ STORED: dict[str, Layout] = {
 
 
 @pytest.mark.parametrize("name", params(COMPUTED, 2))
-@ranks(2, preload=lambda name: test_quantized.packages(COMPUTED[name][1]))
+@ranks(2, preload=lambda name: quantized.packages(COMPUTED[name][1]))
 def test_computed_in_fp8(name: str) -> None:
     _compare(COMPUTED[name])
 
 
 @pytest.mark.parametrize("name", params(STORED, 2))
-@ranks(2, preload=lambda name: test_quantized.packages(STORED[name][1]))
+@ranks(2, preload=lambda name: quantized.packages(STORED[name][1]))
 def test_quantized_parameters_of_two_ranks(name: str) -> None:
     _compare(STORED[name], stored=True)
 
 
 @pytest.mark.parametrize("name", params(STORED, 4, "blockwise-edp2-distopt-overlap"))
-@ranks(4, preload=lambda name: test_quantized.packages(STORED[name][1]))
+@ranks(4, preload=lambda name: quantized.packages(STORED[name][1]))
 def test_quantized_parameters_of_four_ranks(name: str) -> None:
     _compare(STORED[name], stored=True)
 
 
 def _compare(layout: Layout, **of_case: Any) -> None:
-    case = test_quantized._case(layout, **of_case)
+    case = quantized.case_of(layout, **of_case)
     import training_with_moves
 
     training_with_moves.compare(
-        case, prepare=test_quantized._hook(None), tolerance=1e-2 if case.bf16 else 1e-5, **layout[4]
+        case, prepare=quantized.hook_of(None), tolerance=1e-2 if case.bf16 else 1e-5, **layout[4]
     )
 
 

@@ -37,7 +37,7 @@ def test_frozen_experts() -> None:
 @ranks(2)
 def test_experts_of_which_some_are_frozen_stay() -> None:
     """An expert that came to a frozen one's place would learn no more. All ranks say so, at the first look."""
-    import test_rehoming
+    import rehoming_hooks
     import tiny_gpt
     import torch.distributed as dist
 
@@ -48,7 +48,7 @@ def test_experts_of_which_some_are_frozen_stay() -> None:
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
-    hook = test_rehoming.rehoming_hook(slots=0)
+    hook = rehoming_hooks.rehoming_hook(slots=0)
     trained = tiny_gpt.train(case, steps=3, hook=lambda chunks: hook(freeze_one(chunks)))
     with pytest.raises(
         ValueError, match=r"no optimizer of torch was seen to step all experts alike"
@@ -59,7 +59,7 @@ def test_experts_of_which_some_are_frozen_stay() -> None:
 @ranks(2)
 def test_an_optimizer_that_is_not_of_torch_is_refused() -> None:
     """Nothing tells when it steps, as here, nor what it keeps."""
-    import test_rehoming
+    import rehoming_hooks
     import tiny_gpt
 
     from megatron_hecate.runtime import iteration_tracker
@@ -67,7 +67,7 @@ def test_an_optimizer_that_is_not_of_torch_is_refused() -> None:
     iteration_tracker.listen_to_steps = lambda tracker: None
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
-    trained = tiny_gpt.train(case, steps=3, hook=test_rehoming.rehoming_hook(slots=0))
+    trained = tiny_gpt.train(case, steps=3, hook=rehoming_hooks.rehoming_hook(slots=0))
     with pytest.raises(
         ValueError, match=r"no optimizer of torch was seen to step all experts alike"
     ):
@@ -77,7 +77,7 @@ def test_an_optimizer_that_is_not_of_torch_is_refused() -> None:
 @ranks(2)
 def test_evaluation_between_steps() -> None:
     """It computes with homes where they are, before, between and after moves; also right after they were restored."""
-    import test_rehoming
+    import rehoming_hooks
     import tiny_gpt
     import training_with_moves
 
@@ -99,17 +99,17 @@ def test_evaluation_between_steps() -> None:
         return found
 
     stock = losses(tiny_gpt.train(case, steps=0))
-    bare = tiny_gpt.train(case, steps=0, hook=test_rehoming.rehoming_hook(slots=0))
+    bare = tiny_gpt.train(case, steps=0, hook=rehoming_hooks.rehoming_hook(slots=0))
     assert losses(bare) == stock
     assert tiny_gpt.moe_layers(bare.chunks)[0].prefetcher.rehoming.homes.are_moved
-    ours = tiny_gpt.train(case, steps=0, hook=test_rehoming.rehoming_hook())
+    ours = tiny_gpt.train(case, steps=0, hook=rehoming_hooks.rehoming_hook())
     assert losses(ours) == pytest.approx(stock, rel=1e-5)
 
 
 @ranks(2)
 def test_looks_wait_for_the_first_step_in_fp16() -> None:
     """The loss's scale is too large for the first steps, so that there is no state yet when it is time to look."""
-    import test_rehoming
+    import rehoming_hooks
     import tiny_gpt
     import torch
 
@@ -131,7 +131,7 @@ def test_looks_wait_for_the_first_step_in_fp16() -> None:
 
     stock, skipped = losses(tiny_gpt.train(case, steps=0))
     assert skipped > 6 and len(stock) > 6, (skipped, len(stock))
-    ours = tiny_gpt.train(case, steps=0, hook=test_rehoming.rehoming_hook(slots=0))
+    ours = tiny_gpt.train(case, steps=0, hook=rehoming_hooks.rehoming_hook(slots=0))
     assert losses(ours) == (stock, skipped)
     assert tiny_gpt.moe_layers(ours.chunks)[0].prefetcher.rehoming.homes.are_moved
 
@@ -160,9 +160,9 @@ def test_around_cuda_graphs(slots: int) -> None:
     import te_on_cpu
 
     te_on_cpu.install()
+    import graphed
     import graphs_on_cpu
-    import test_cuda_graphs
-    import test_rehoming
+    import rehoming_hooks
     import tiny_gpt
     import training_with_moves
 
@@ -170,12 +170,10 @@ def test_around_cuda_graphs(slots: int) -> None:
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=8)
     graphs_on_cpu.install()
-    test_cuda_graphs._declare()
-    graphed = dataclasses.replace(
-        case, settings=graphs_on_cpu.transformer_engine(*test_cuda_graphs.SCOPES)
-    )
+    graphed.declare()
+    graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*graphed.SCOPES))
     ours = graphs_on_cpu.train(
-        graphed, steps=8, eager_steps=2, hook=test_rehoming.rehoming_hook(slots=slots)
+        graphed, steps=8, eager_steps=2, hook=rehoming_hooks.rehoming_hook(slots=slots)
     )
     graphs_on_cpu.assert_replayed(at_least=1)
     training_with_moves.restore(ours)
@@ -192,7 +190,7 @@ def test_around_cuda_graphs(slots: int) -> None:
 def test_a_loop_of_its_own(distributed_optimizer: bool) -> None:
     """It makes its optimizer anew, while the old one is still there, and runs the schedule twice before a step: no home
     moves under gradients of a step to come."""
-    import test_rehoming
+    import rehoming_hooks
     import tiny_gpt
     import training_with_moves
 
@@ -214,7 +212,7 @@ def test_a_loop_of_its_own(distributed_optimizer: bool) -> None:
         return trained, losses
 
     stock, expected = train(None)
-    moved, found = train(test_rehoming.rehoming_hook(slots=0))
+    moved, found = train(rehoming_hooks.rehoming_hook(slots=0))
     assert found == expected
     training_with_moves.restore(moved)
     moved.grads = stock.grads

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import optimizers_on_cpu
 import pytest
-import test_optimizers
 from ranks import ranks
 from training_with_moves import params
 
 pytestmark = pytest.mark.newest
 DISTOPT = dict(distributed_optimizer=True, overlap=True)
-MOMENTS_IN_BF16 = dict(test_optimizers.PRECISION_AWARE, exp_avg_sq_dtype="bfloat16")
+MOMENTS_IN_BF16 = dict(optimizers_on_cpu.PRECISION_AWARE, exp_avg_sq_dtype="bfloat16")
 OFFLOAD = dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
 BIASES = dict(add_bias_linear=True)
 # name, which begins as in test_optimizers: (ranks, fields of tiny_gpt.Case, of OptimizerConfig, of TransformerConfig)
@@ -24,16 +24,16 @@ OPTIMIZERS: dict[str, tuple[int, dict, dict, dict]] = {
     "torch-sgd": (2, {}, dict(optimizer="sgd", sgd_momentum=0.9), BIASES),
     "torch-sgd-without-momentum": (2, {}, dict(optimizer="sgd", sgd_momentum=0.0), {}),
     "te-adam-distopt": (2, DISTOPT, {}, BIASES),
-    "te-adam-precision-aware": (2, test_optimizers.BF16, MOMENTS_IN_BF16, {}),
+    "te-adam-precision-aware": (2, optimizers_on_cpu.BF16, MOMENTS_IN_BF16, {}),
     "te-adam-precision-aware-edp2": (
         4,
-        dict(test_optimizers.BF16, overlap=True),
+        dict(optimizers_on_cpu.BF16, overlap=True),
         MOMENTS_IN_BF16,
         BIASES,
     ),
     "te-adam-precision-aware-whole-main": (
         2,
-        test_optimizers.BF16,
+        optimizers_on_cpu.BF16,
         dict(MOMENTS_IN_BF16, store_param_remainders=False),
         {},
     ),
@@ -52,19 +52,19 @@ OPTIMIZERS: dict[str, tuple[int, dict, dict, dict]] = {
 
 
 @pytest.mark.parametrize("name", params(OPTIMIZERS, 2, "muon-biases"))
-@ranks(2, preload=test_optimizers.packages)
+@ranks(2, preload=optimizers_on_cpu.packages)
 def test_two_ranks(name: str) -> None:
     _compare(name)
 
 
 @pytest.mark.parametrize("name", params(OPTIMIZERS, 4, "cpu-offload-precision-aware-edp2"))
-@ranks(4, preload=test_optimizers.packages)
+@ranks(4, preload=optimizers_on_cpu.packages)
 def test_four_ranks(name: str) -> None:
     _compare(name)
 
 
 def _case(name: str) -> Any:
-    test_optimizers._install("cpu-offload" if name.startswith("cpu-offload") else name)
+    optimizers_on_cpu.install("cpu-offload" if name.startswith("cpu-offload") else name)
     import tiny_gpt
     import torch
     from megatron.core import optimizer
@@ -97,10 +97,10 @@ def _compare(name: str) -> None:
 def test_states_with_a_scale_per_shard_are_refused(field: str) -> None:
     """When FSSDP is switched on, where Megatron's arguments tell of them; else at the first look, on all ranks. Without
     moves they are none of its business."""
-    test_optimizers._install("te-adam-precision-aware")
+    optimizers_on_cpu.install("te-adam-precision-aware")
     from types import SimpleNamespace
 
-    import test_rehoming
+    import rehoming_hooks
     import tiny_gpt
     import torch
     from megatron.training import global_vars
@@ -110,9 +110,9 @@ def test_states_with_a_scale_per_shard_are_refused(field: str) -> None:
         main_grads_dtype=torch.bfloat16,
         **{field: torch.float16},
     )
-    case = tiny_gpt.Case(**test_optimizers.BF16, optimizer=tuple(settings.items()))
+    case = tiny_gpt.Case(**optimizers_on_cpu.BF16, optimizer=tuple(settings.items()))
     tiny_gpt.initialize(case)
-    trained = tiny_gpt.train(case, steps=3, hook=test_rehoming.rehoming_hook())
+    trained = tiny_gpt.train(case, steps=3, hook=rehoming_hooks.rehoming_hook())
     with pytest.raises(ValueError, match=r"leave --moe-fssdp-rehome out"):
         trained.step(3)
     flag = field.replace("_", "-")
@@ -121,5 +121,5 @@ def test_states_with_a_scale_per_shard_are_refused(field: str) -> None:
         with pytest.raises(
             ValueError, match=rf"with {field}={scaled}: .* --moe-fssdp-rehome 0 or --{flag} fp32"
         ):
-            tiny_gpt.build(case, test_rehoming.rehoming_hook())
+            tiny_gpt.build(case, rehoming_hooks.rehoming_hook())
     tiny_gpt.build(case, tiny_gpt.fssdp_hook())

@@ -62,7 +62,7 @@ def test_four_ranks(name: str) -> None:
 
 
 def _compare(name: str) -> None:
-    import test_late_replicas
+    import planners
     import tiny_gpt
     import training_with_moves
 
@@ -70,7 +70,7 @@ def _compare(name: str) -> None:
     case = tiny_gpt.Case(**fields, settings=tuple(of_model.items()))
     tiny_gpt.initialize(case)
     if settings.get("late_replicas"):
-        test_late_replicas.replace_planner(test_late_replicas.coldest_experts)
+        planners.replace_planner(planners.coldest_experts)
     training_with_moves.compare(case, repeat=True, **settings)
 
 
@@ -130,14 +130,14 @@ def test_all_tokens_for_one_expert() -> None:
 @ranks(2)
 def test_the_homes_that_are_there_already() -> None:
     """Nothing moves where they are found again: the stock dispatcher stays in use."""
-    import test_rehoming
+    import rehoming_hooks
     import tiny_gpt
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=5)
     ours = tiny_gpt.train(
-        case, steps=5, hook=test_rehoming.rehoming_hook(lambda _, size: np.arange(size), slots=0)
+        case, steps=5, hook=rehoming_hooks.rehoming_hook(lambda _, size: np.arange(size), slots=0)
     )
     assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
     layer = tiny_gpt.moe_layers(ours.chunks)[0]

@@ -16,7 +16,7 @@ import pytest
 
 pytestmark = pytest.mark.fast
 
-CHECKOUT = Path(__file__).resolve().parent.parent
+CHECKOUT = Path(__file__).resolve().parents[2]
 RECIPES = json.loads((CHECKOUT / "tests" / "data" / "recipes.json").read_text())
 RESOLVED = json.loads((CHECKOUT / "tests" / "data" / "recipes_resolved_0.20.json").read_text())
 REFUSED: dict[str, Any] = {  # the values that stop a job; `...` is any

@@ -3,39 +3,13 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks
-
-TOKENS, EXPERTS, RANKS, TOP = 50, 8, 4, 3
-
-
-def _placement(rng: np.random.Generator, seed: int) -> Any:
-    """Up to 14 replicas at random places, three slots per rank."""
-    from megatron_hecate.plan import Placement
-
-    homes = Placement.initial(EXPERTS, RANKS, num_slots=3)
-    pairs = [(e, r) for e in range(EXPERTS) for r in range(RANKS) if homes.home[e] != r]
-    rng.shuffle(pairs)
-    replicas, used = [], [0] * RANKS
-    for e, r in pairs[: 2 * seed]:
-        if used[r] < 3:
-            replicas.append((int(e), int(r)))
-            used[r] += 1
-    return homes.with_replicas(replicas)
-
-
-def _routing_map(rng: np.random.Generator, hot: int, *, tokens: int = TOKENS) -> np.ndarray:
-    """[T, E] bool: every token but one that was dropped goes to three experts."""
-    scores = rng.random((tokens, EXPERTS)) * (1 + 3 * (np.arange(EXPERTS) == hot))
-    chosen = np.zeros((tokens, EXPERTS), dtype=bool)
-    np.put_along_axis(chosen, np.argsort(-scores, axis=1)[:, :TOP], True, axis=1)
-    chosen[:1] = False
-    return chosen
+from rerouting_cases import EXPERTS, RANKS, TOKENS, check_every_token
 
 
 @pytest.mark.fast
@@ -49,57 +23,6 @@ def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
 @pytest.mark.fast
 def test_sources_without_tokens() -> None:
     check_every_token(4, tokens=(TOKENS, 0, TOKENS, 0))
-
-
-def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = (TOKENS,)) -> None:
-    """Compare with the loop, for all sources in turn, which have so many ``tokens`` each, repeated."""
-    from megatron_hecate.plan import World
-    from megatron_hecate.routing.quotas import quotas_of_all
-    from megatron_hecate.routing.rerouter import Rerouter
-    from megatron_hecate.routing.tables import GroupShape
-
-    rng = np.random.default_rng(seed)
-    placement, world, sources = _placement(rng, seed), World((0, 0, 1, 1)), RANKS * tp_size
-    maps = [_routing_map(rng, seed, tokens=tokens[n % len(tokens)]) for n in range(sources)]
-    loads = torch.from_numpy(np.stack([m.sum(axis=0) for m in maps])).int()
-    shape = GroupShape.of(world, placement, [n // tp_size for n in range(sources)])
-    config = SimpleNamespace(
-        moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False
-    )
-    quotas, order = quotas_of_all(loads.numpy(), placement, shape)
-    for source in range(sources):
-        group = SimpleNamespace(size=lambda: sources, rank=lambda source=source: source)
-        dispatcher = SimpleNamespace(tp_ep_group=group, tp_size=tp_size, config=config)
-        rerouter = Rerouter(dispatcher, world, label="layer 1", timeout=30)
-        routing_map = torch.from_numpy(maps[source])
-        probs = torch.rand(routing_map.shape, dtype=torch.float64) * routing_map
-        probs.requires_grad_()
-        rerouter.place(placement, probs.device)
-        counted = rerouter.count(routing_map)
-        physical_map, physical_probs = rerouter.reroute(probs, counted, loads)
-
-        holders = zip(
-            order.expert.tolist(), order.rank.tolist(), quotas[source].tolist(), strict=True
-        )
-        left = {(e, r): n for e, r, n in holders}
-        want_map = torch.zeros(len(probs), RANKS * placement.slots_per_rank, dtype=torch.bool)
-        want_probs = torch.zeros(want_map.shape, dtype=torch.float64)
-        physical_of = {}
-        for token, expert in np.argwhere(maps[source]).tolist():
-            holder = next(r for r in range(RANKS) if left.get((expert, r), 0) > 0)
-            left[expert, holder] -= 1
-            slot = placement.table[holder].tolist().index(expert)
-            physical = physical_of[token, expert] = holder * placement.slots_per_rank + slot
-            want_map[token, physical] = True
-            want_probs[token, physical] = probs[token, expert].detach()
-        assert not any(left.values())
-        assert torch.equal(physical_map, want_map) and torch.equal(
-            physical_probs.detach(), want_probs
-        )
-        weights = torch.rand_like(want_probs)
-        (physical_probs * weights).sum().backward()
-        for (token, expert), physical in physical_of.items():
-            assert probs.grad[token, expert] == weights[token, physical]
 
 
 @pytest.mark.fast

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from ranks import ranks
-from test_trace import assert_a_viewer_shows_all
+from trace_viewer import assert_a_viewer_shows_all
 
 from megatron_hecate import HecateConfig, trace
 from megatron_hecate.record import tracing

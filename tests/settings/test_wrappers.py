@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from model_state import snapshot
 from ranks import ranks
-from test_hook import snapshot
 
 FSDP2 = r"use_torch_fsdp2=True: .* set dist.use_torch_fsdp2=false or leave out --use-torch-fsdp2"
 MEGATRON_FSDP = r"use_megatron_fsdp=True: .* set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from ranks import ranks
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STAND_INS = {
     "torchrun": 'printf "%q " "$@"; echo',
     "scontrol": "echo node7; echo node8",
@@ -72,7 +72,7 @@ def test_every_flag_exists_and_fssdp_is_on(tmp_path: Path) -> None:
     from megatron_hecate import HecateConfig
     from megatron_hecate.settings import unsupported
 
-    speeds = Path(__file__).with_name("free_copies.json")
+    speeds = ROOT / "tests" / "data" / "free_copies.json"
     (words,) = _run("megatron_lm.sh", tmp_path, "--train-iters", "20", SPEEDS=str(speeds))
     torchrun = parse_args(words)
     assert torchrun.module and torchrun.training_script == "megatron_hecate"

@@ -18,10 +18,11 @@ from pathlib import Path
 
 import gpu
 import gpu_bundle
+import launch
 import pytest
 import rows
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.newest
 IMAGE = ("torch", "numpy", "packaging", "pytest", "setuptools")  # with what they need
 NUMBA = "raise ImportError('Numba needs NumPy 2.4 or less. Got NumPy 2.5.')\n"
@@ -59,7 +60,8 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     site = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
     (site / "image.pth").write_text(f"{packages}\n")
-    folders = ", ".join(repr(str(tree / name)) for name in ("tests", "examples", "bench", "."))
+    names = (*launch.SUPPORT, "examples", "bench", ".")
+    folders = ", ".join(repr(str(tree / name)) for name in names)
     (site / "sitecustomize.py").write_text(START.format(folders=folders))
     return tree, python
 

@@ -11,7 +11,7 @@ from turns import STEPS, VARIABLE, Turns
 
 pytestmark = pytest.mark.fast
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 JOB = """
 import os, sys, tempfile
 sys.path.insert(0, sys.argv[1])

@@ -18,7 +18,7 @@ import pytest
 import rows
 from gpu import Part
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.fast
 
 

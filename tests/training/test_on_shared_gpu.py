@@ -1,4 +1,6 @@
-"""Training over TransformerEngine's own kernels, on ranks that share one GPU: ``pytest tests/training/test_on_gpu.py``.
+"""Training over TransformerEngine's own kernels, on ranks that share one GPU.
+
+    pytest tests/training/test_on_shared_gpu.py
 
 Oracle: the same model without FSSDP, on the same ranks and data, which must repeat itself bit for bit where FSSDP
 without replicas is compared bit for bit. gloo stands in for NCCL; the transport is ``nvlink``. torchrun starts this
@@ -20,6 +22,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ("tests/support", "tests/support/cpu", "tests/support/models")
 RANKS: int = 4
 GROUPS: int = 4
 SIZES = dict(hidden_size=256, ffn_hidden_size=256, moe_ffn_hidden_size=256)  # fp8 in blocks of 128
@@ -116,7 +119,7 @@ def _is_missing() -> str:
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_a_shared_gpu(group: int) -> None:
     """Cases of a group train one after another in the same processes; groups can run beside each other."""
-    folders = (".", "tests", "tests/training", "examples")
+    folders = (".", *SUPPORT, "tests/training", "examples")
     environment = dict(
         OMP_NUM_THREADS="1",
         PYTHONPATH=os.pathsep.join(

@@ -345,3 +345,14 @@ def install() -> None:
     for name in vars(fused_a2a):
         if name in vars(token_dispatcher) and not name.startswith("_"):
             setattr(token_dispatcher, name, getattr(fused_a2a, name))
+
+
+def forget() -> None:
+    """A new model would be a new process."""
+    import flex_backends
+    from megatron.core.transformer.moe import fused_a2a
+
+    flex_backends.CALLS.clear()
+    fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None
+    if hasattr(fused_a2a, "te_ep"):  # not in 0.16
+        fused_a2a.te_ep._BOOTSTRAPPED = False

@@ -65,7 +65,7 @@ class _Missing(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if cls.__name__ in FUNCTIONS:
             return FUNCTIONS[cls.__name__](*args, **kwargs)
-        raise NotImplementedError(f"tests/tex_on_cpu.py has no tex.{cls.__name__}")
+        raise NotImplementedError(f"tests/support/cpu/tex_on_cpu.py has no tex.{cls.__name__}")
 
     def __int__(cls) -> int:
         return 0
@@ -101,7 +101,7 @@ def operand(tensor: Any, *, columnwise: bool) -> Tensor:
         return tensor.detach()
     if quantized_operand is None:
         raise NotImplementedError(
-            f"tests/tex_on_cpu.py multiplies plain tensors, and this is a {type(tensor)}"
+            f"tests/support/cpu/tex_on_cpu.py multiplies plain tensors, and this is a {type(tensor)}"
         )
     return quantized_operand(tensor, columnwise=columnwise)
 
@@ -161,7 +161,7 @@ def generic_gemm(
     """One product; ``bias`` as in `te_general_grouped_gemm`."""
     if gelu or quantizer is not None or options.get("comm_overlap") is not None:
         raise NotImplementedError(
-            f"tests/tex_on_cpu.py: generic_gemm with {gelu=}, {quantizer=}, {options}"
+            f"tests/support/cpu/tex_on_cpu.py: generic_gemm with {gelu=}, {quantizer=}, {options}"
         )
     value = product(a, transa, b, transb)
     bias_grad = None

@@ -17,7 +17,7 @@ import demo
 import pytest
 from ranks import ranks
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PATCHES = ROOT / "patches"
 SITE = Path(importlib.util.find_spec("megatron.core").origin).parents[
     2
@@ -179,7 +179,7 @@ def test_a_plugin_needs_neither_launcher_nor_wraps(patched: Path, tmp_path: Path
         "--data-cache-path",
         str(tmp_path / "cache"),
     ]
-    fssdp = ["--moe-fssdp", "--moe-fssdp-speeds", str(ROOT / "tests" / "free_copies.json")]
+    fssdp = ["--moe-fssdp", "--moe-fssdp-speeds", str(ROOT / "tests" / "data" / "free_copies.json")]
 
     def losses(script: Path, *more: str, before: tuple[Path, ...] = (site, patched)) -> list[float]:
         path = os.pathsep.join(map(str, (*before, ROOT, ROOT / "examples")))

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from model_state import snapshot
 from ranks import ranks
-from test_hook import snapshot
 
 
 def _stock_model() -> tuple[list, Any]:

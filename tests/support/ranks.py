@@ -27,7 +27,7 @@ from unittest import mock
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests stand in for a GPU, also where there is one
 _context = multiprocessing.get_context("forkserver")
-preloaded = "tests.preloaded"  # the module that imports what ranks start with
+preloaded = "tests.support.preloaded"  # the module that imports what ranks start with
 _servers: dict[
     str | None, forkserver.ForkServer
 ] = {}  # which fork the ranks, by what they have imported

@@ -2,7 +2,7 @@
 
 Otherwise every rank of every test imports Megatron and loads the compiled planner again, which is most of a small
 test's time. The planner is compiled here when it must be, before any rank waits for another one. That process knows no
-path of pytest's, so the module is ``tests.preloaded`` to it, and finds its neighbours itself.
+path of pytest's, so the module is ``tests.support.preloaded`` to it, and finds its neighbours itself.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / folder) for folder in (".", "tests", "examples", "bench")]
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ("tests/support", "tests/support/cpu", "tests/support/models", "tests/support/scripts")
+sys.path[:0] = [str(ROOT / folder) for folder in (".", *SUPPORT, "examples", "bench")]
 
 with contextlib.suppress(
     ImportError, FileNotFoundError

@@ -37,21 +37,21 @@ def compare(
 
     Args:
         case: a `tiny_gpt.Case`, which `tiny_gpt.initialize` got.
-        orders: as in `test_rehoming.rehoming_hook`.
+        orders: as in `rehoming_hooks.rehoming_hook`.
         prepare: of every model, before it is converted.
         tolerance: of the run with replicas.
         repeat: whether that run is done twice, and must be the same bit for bit.
         may_be_back: whether experts may end where Megatron built them.
         settings: of FSSDP in the run with replicas; with no slots there is none.
     """
-    import test_rehoming
+    import rehoming_hooks
     import tiny_gpt
 
     def train(hook: Hook | None = None) -> Any:
         return tiny_gpt.train(case, steps=STEPS, hook=lambda chunks: (hook or prepare)(chunks))
 
     def moved(**asked: Any) -> Any:
-        hook = test_rehoming.rehoming_hook(
+        hook = rehoming_hooks.rehoming_hook(
             **({} if orders is None else {"orders": orders}), rehome=LOOKS, **asked
         )
         trained = train(lambda chunks: hook(prepare(chunks)))

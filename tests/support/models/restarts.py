@@ -171,7 +171,7 @@ def while_homes_move(run: Any) -> Any:
 
 def while_saving(run: Any) -> None:
     """Homes have moved, and go back for the checkpoint."""
-    from test_moved_checkpoint import save
+    from checkpoints import save
 
     run.step(len(run.losses))
     with while_homes_move(run):
@@ -229,7 +229,7 @@ POINTS = {
 
 def hook_of(point: Point) -> Hook:
     if "rehome" in point.settings:
-        from test_rehoming import rehoming_hook
+        from rehoming_hooks import rehoming_hook
 
         return rehoming_hook(**point.settings)
     settings = dict(point.settings)

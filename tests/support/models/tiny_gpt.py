@@ -1,7 +1,7 @@
 """A tiny MoE GPT on the CPU, made of Megatron-Core's own classes and trained by its own schedules.
 
 `train` builds one model and trains it; tests call it with and without `fssdp_hook` and compare. Import this module
-inside the ranks only: it puts the CPU behind ``torch.cuda``. Where ranks have a GPU (`training/test_on_gpu.py`), the
+inside the ranks only: it puts the CPU behind ``torch.cuda``. Where ranks have a GPU (`test_on_shared_gpu`), the
 model trains there, and all its layers are TransformerEngine's.
 """
 
@@ -52,7 +52,7 @@ if not ON_GPU:
 
 VOCAB = 64
 FREE = str(
-    Path(__file__).with_name("free_copies.json")
+    Path(__file__).parents[2] / "data" / "free_copies.json"
 )  # speeds at which even a tiny model's copies pay
 
 

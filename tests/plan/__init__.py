@@ -1,1 +1,0 @@
-"""Tests of planning: no ranks, no Megatron."""

@@ -1,0 +1,109 @@
+"""Run the example script on CPU ranks, stock or by a launcher, and read its log."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SUPPORT = ROOT / "tests" / "support"
+
+SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
+
+
+def python(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=timeout
+    )
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small dataset of this project's own sources."""
+    prefix = tmp_path_factory.mktemp("data") / "text"
+    done = python("examples/prepare_bytes.py", str(ROOT / "megatron_hecate"), str(prefix))
+    assert done.returncode == 0, done.stderr
+    return prefix
+
+
+def pretrain(text: Path, *arguments: str, launcher: list[str], **run: Any) -> str:
+    """Train the demo's model, smaller; returns the log, or raises with it. ``run`` is as of `run_script`."""
+    code, log = run_script(text, *arguments, launcher=launcher, **run)
+    assert code == 0, log[-6000:]
+    return log
+
+
+def run_script(
+    text: Path,
+    *arguments: str,
+    launcher: list[str],
+    script: Path = SCRIPT,
+    settings: str = "",
+    ranks: int = 2,
+) -> tuple[int, str]:
+    """Exit status and log of a run on so many processes, after which none of them lives."""
+    import demo
+
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc-per-node={ranks}",
+        "--standalone",
+    ]
+    command += [str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
+    command += demo.megatron_flags()
+    command += "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4".split()
+    command += [
+        "--train-iters",
+        "6",
+        "--data-path",
+        str(text),
+        "--data-cache-path",
+        f"{text}-cache",
+    ]
+    command += [*settings.split(), *arguments]
+    path = os.pathsep.join(map(str, [ROOT, ROOT / "examples", *SUPPORT.glob("*/"), SUPPORT]))
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": path,
+    }
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            log, _ = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            for pid in _descendants(process.pid):
+                os.kill(pid, signal.SIGKILL)
+            process.kill()
+            raise
+    return process.returncode, log
+
+
+def losses(log: str) -> list[float]:
+    return [float(x) for x in re.findall(r"lm loss: ([\d.E+-]+)", log)]
+
+
+def _descendants(pid: int) -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
