@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ranks import ranks
 
-HERE = Path(__file__).resolve().parent
+SCRIPTS = Path(__file__).resolve().parent / "support" / "scripts"
 MODEL = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --swiglu "
     "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --num-experts 8 --micro-batch-size 1 "
@@ -188,7 +188,7 @@ def test_megatron_fsdp_is_refused_where_it_wraps() -> None:
 @ranks(2)
 def test_a_script_with_a_setup_of_its_own(way: str) -> None:
     prepare_training("get_model")
-    flags, script = ["--moe-fssdp", "--moe-fssdp-slots", "3"], str(HERE / "own_setup.py")
+    flags, script = ["--moe-fssdp", "--moe-fssdp-slots", "3"], str(SCRIPTS / "own_setup.py")
     if way == "one line":
         import contextlib
         import io
@@ -219,7 +219,7 @@ def test_a_script_that_never_gets_there(does: str) -> None:
 
     prepare_training(does)
     os.environ["RANK"] = str(dist.get_rank())
-    arguments = [str(HERE / "own_setup.py"), *MODEL.split(), "--moe-fssdp"]
+    arguments = [str(SCRIPTS / "own_setup.py"), *MODEL.split(), "--moe-fssdp"]
     with (
         contextlib.redirect_stdout(io.StringIO()) as said,
         contextlib.redirect_stderr(io.StringIO()) as errors,
