@@ -1,6 +1,7 @@
-"""``python bench/recipes.py > docs/recipes.md``: which recipes FSSDP switches on with, and what stands against others.
+"""Generate docs/recipes.md: jobs that FSSDP supports, and the unsupported settings of the rest.
 
-The settings are those of ``tests/data/recipes.json``. Needs neither ranks nor Megatron.
+Run ``python bench/recipes.py > docs/recipes.md``. The settings are those of
+``tests/data/recipes.json``. Needs neither ranks nor Megatron.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ GRAPHS = {"cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"}
 HEAD = """\
 # Recipes
 
-`python bench/recipes.py > docs/recipes.md` writes this page; `tests/bench/test_recipes.py` keeps it
+`python bench/recipes.py > docs/recipes.md` generates this page; `tests/bench/test_recipes.py` keeps it
 current. It applies the table of unsupported settings to the
 [settings of 426 jobs](../tests/data/README.md): all recipes with experts of Megatron-Bridge 0.6.2,
-and Megatron-LM's own functional tests that train experts. Nothing is run; properties of the built
-model are checked at switch-on. For your own job:
+and Megatron-LM's own functional tests that train experts. Nothing is run; settings that only the
+built model reveals are checked at switch-on. For your own job:
 
 ```
 python -m megatron_hecate --check --settings FILE
 ```
 
-`FILE` holds fields of `TransformerConfig` and arguments of Megatron, as JSON or YAML; Bridge writes one by
-`cfg.to_yaml(FILE)`, and `run_config.yaml` beside every checkpoint. With the overrides that are named below none of
-the jobs has an unsupported setting left, and a `TransformerConfig` that took the job's settings takes the changed ones
-(`test_the_overrides_that_are_named_switch_it_on`).
+`FILE` holds fields of `TransformerConfig` and arguments of Megatron, as JSON or YAML; Bridge writes
+one by `cfg.to_yaml(FILE)`, and `run_config.yaml` next to every checkpoint. With the overrides named
+below no job has an unsupported setting left, and a `TransformerConfig` that accepted the job's
+settings accepts the changed ones (`test_the_overrides_that_are_named_switch_it_on`).
 """
 
 
@@ -53,15 +54,15 @@ def page() -> str:
     verdicts = [(recipe, refused(recipe)) for recipe in recipes]
     parts = [
         HEAD,
-        "## How many switch on\n",
+        "## Jobs that switch on\n",
         _counts(verdicts),
-        "\n## What stands against the others\n",
+        "\n## Unsupported settings\n",
     ]
     parts += [
         _reasons(verdicts),
-        "\n## Without CUDA graphs, or with those of parts\n",
+        "\n## Unsupported jobs without CUDA graphs, or with graphs of parts\n",
         _without_graphs(verdicts),
-        "\n## With CUDA graphs of whole layers or iterations\n",
+        "\n## Jobs with CUDA graphs of whole layers or iterations\n",
     ]
     parts += [_with_graphs(verdicts)]
     return "\n".join(parts)
@@ -69,7 +70,7 @@ def page() -> str:
 
 def _counts(verdicts: list) -> str:
     lines = [
-        "| | jobs | on as they are | CUDA graphs none, or of parts | of these on |",
+        "| | jobs | supported unchanged | without CUDA graphs, or with graphs of parts | of these supported |",
         "|---|---|---|---|---|",
     ]
     for kind, title in KINDS.items():
@@ -87,13 +88,13 @@ def _reasons(verdicts: list) -> str:
     count = Counter(
         (name, line.partition(": ")[2]) for _, found in verdicts for name, line in found.items()
     )
-    lines = ["| setting | jobs | why, and the override |", "|---|---|---|"]
+    lines = ["| setting | jobs | reason, and the override |", "|---|---|---|"]
     lines += [f"| `{name}` | {jobs} | {text} |" for (name, text), jobs in count.most_common()]
     return "\n".join(lines)
 
 
 def _without_graphs(verdicts: list) -> str:
-    lines = ["Refused for other reasons:\n", "| job | |", "|---|---|"]
+    lines = ["Jobs refused for other reasons:\n", "| job | setting |", "|---|---|"]
     for recipe, found in verdicts:
         if found and not GRAPHS & found.keys():
             lines.append(f"| {recipe['name']} | {', '.join(f'`{name}`' for name in found)} |")
@@ -101,7 +102,9 @@ def _without_graphs(verdicts: list) -> str:
 
 
 def _with_graphs(verdicts: list) -> str:
-    lines = ["These need `model.cuda_graph_impl=none`, and what else is named:\n"]
+    lines = [
+        "These need `model.cuda_graph_impl=none`, and overrides for the other settings named:\n"
+    ]
     lines += ["| settings | canonical | performance | functional |", "|---|---|---|---|"]
     groups: dict[tuple[str, ...], Counter] = {}
     for recipe, found in verdicts:
