@@ -24,8 +24,8 @@ GRAPHS = {"cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"}
 HEAD = """\
 # Recipes
 
-`python bench/recipes.py > docs/recipes.md` generates this page; `tests/bench/test_recipes.py` keeps it
-current. It applies the table of unsupported settings to the
+`python bench/recipes.py > docs/recipes.md` generates this page; `tests/bench/test_recipes.py` keeps
+it current. It applies the table of unsupported settings to the
 [settings of 426 jobs](../tests/data/README.md): all recipes with experts of Megatron-Bridge 0.6.2,
 and Megatron-LM's own functional tests that train experts. Nothing is run; settings that only the
 built model reveals are checked at switch-on. For your own job:
