@@ -1,4 +1,4 @@
-"""Agreement of all ranks on switching FSSDP on: the same settings on every rank, or one error on all.
+"""Agreement of all ranks on switching FSSDP on: equal settings on every rank, or one error on all.
 
 Each rank sends a `Note` about its model to rank 0, which validates all of them (`rendezvous`).
 """
@@ -31,7 +31,7 @@ class Note:
 
     Args:
         settings: values that must be equal on all ranks, by name.
-        layers: names of the rank's MoE layers. Empty is valid on a pipeline stage, not on all ranks.
+        layers: names of the rank's MoE layers; may be empty on a pipeline stage, not on all ranks.
         problems: reasons why this rank cannot switch FSSDP on.
         summary: the layers' part of the line "FSSDP on".
         memory: fields of `RankMemory`, needed and free bytes; empty without MoE layers.
@@ -67,7 +67,7 @@ class Note:
         Raises:
             ValueError: on all ranks, when any rank has a problem or different settings, or no rank
                 has a MoE layer. Rank 0 lists all problems, other ranks the first `LISTED`.
-            TimeoutError: on all ranks, with the numbers of the missing ranks.
+            TimeoutError: on all ranks, when a rank is missing; names the missing ranks.
             RuntimeError: on all ranks, when the callback raises an exception.
         """
         notes: list[Note] = []
@@ -129,8 +129,8 @@ def format_ranks(ranks: Sequence[int]) -> str:
 class SwitchOnError(ValueError):
     """Error that lists why FSSDP cannot be switched on.
 
-    Every rank raises it with the whole list. Uncaught, rank 0 prints the list and each other rank one
-    line, without a traceback: the constructor replaces `sys.excepthook`, for this type only.
+    Every rank raises it with the whole list. Uncaught, rank 0 prints the list and each other rank
+    one line, without a traceback: the constructor replaces `sys.excepthook`, for this type only.
 
     Args:
         problems: one line per reason.
@@ -197,7 +197,7 @@ def assert_same(number: int, group: dist.ProcessGroup, *, label: str, timeout: f
         timeout: seconds.
 
     Raises:
-        AssertionError: with ``label`` and every rank's number.
+        AssertionError: if fingerprints differ; lists all of the ranks' fingerprints.
         TransferError: when a rank does not take part within ``timeout`` seconds.
     """
     own = torch.tensor([number], dtype=torch.int64)

@@ -1,11 +1,12 @@
 """Lifetime of one attempt of the job: from creation to destruction of the default process group.
 
-A job may restart in the same process: after an error, process groups are destroyed and the model is
-built again, while objects of the abandoned attempt may live on (a traceback references them, or the
-garbage collector has not run). Therefore everything that acts on its own or is numbered consistently
-across ranks belongs to the attempt, not to the process or to a model: threads, listeners of torch's
-global hooks, counters. All of it ends with the attempt's process group, wherever the attempt failed.
-Several models of one attempt (a policy and a critic) share the attempt.
+A job may restart in the same process: after an error, process groups are destroyed and the model
+is built again, while objects of the abandoned attempt may live on (a traceback references an
+object, or the garbage collector has not run). Therefore everything that acts on its own or is
+numbered consistently across ranks belongs to the attempt, not to the process or to a model:
+threads, listeners of torch's global hooks, counters. All of it ends with the attempt's process
+group, wherever the attempt failed. Several models of one attempt (a policy and a critic) share the
+attempt.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import torch.distributed as dist
 
 # Seconds between two polls of the default process group.
 LOOK: float = 0.5
-# Seconds between the destruction of the process group and the end of the attempt, unless a new group
-# exists before: the process may be about to exit, where all resources end anyway.
+# Seconds between the destruction of the process group and the end of the attempt, unless a new
+# group exists before: the process may be about to exit, where all resources end anyway.
 LINGER: float = 5.0
 
 

@@ -14,9 +14,9 @@ from megatron_hecate.job import under_way
 class TransferError(RuntimeError):
     """A chunk did not arrive: a peer died, or did not take part in time.
 
-    On GPUs the host does not wait for NCCL messages and raises nothing. There the straggler watchdog
-    prints the layer, the ranks and their expected transfers (`under_way`) before torch's watchdog
-    terminates the process.
+    On GPUs the host does not wait for NCCL messages and raises nothing. There the straggler
+    watchdog prints the layer, the ranks and their expected transfers (`under_way`) before torch's
+    watchdog terminates the process.
     """
 
 

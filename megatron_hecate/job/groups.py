@@ -39,7 +39,7 @@ def new_group(
         nccl: NCCL settings; ``None`` on CPU ranks.
 
     Raises:
-        RuntimeError: with the ranks of the group, when one does not take part in time.
+        RuntimeError: when a rank does not take part in time; names the ranks of the group.
     """
     settings: dict[str, Any] = dict(
         timeout=timedelta(seconds=max(timeout, 1.0)),
@@ -58,8 +58,8 @@ def new_group(
         except RuntimeError as error:
             raise RuntimeError(
                 f"FSSDP: rank {dist.get_rank()} could not create the process group of ranks "
-                f"{list(ranks)} ({description}) within {timeout:g} s: a rank died, hangs, or failed. "
-                f"Cause: {error}"
+                f"{list(ranks)} ({description}) within {timeout:g} s: a rank died, hangs or failed."
+                f" Cause: {error}"
             ) from error
     connect_ranks(group, nccl, label=description, timeout=timeout)
     if nccl is not None:
@@ -81,11 +81,11 @@ def connected_group(
         The process group of the connected component; ``None`` on a rank without groups.
 
     Raises:
-        TimeoutError: with the numbers of the missing ranks.
-        RuntimeError: as `new_group`.
+        TimeoutError: when a rank is missing; names the missing ranks.
+        RuntimeError: see `new_group`.
     """
-    # Rank 0 sends each component under the first rank of the first group, as all ranks of that group
-    # compute the same name.
+    # Rank 0 sends each component under the first rank of a group: all ranks of the group compute
+    # the same name.
     names = [str(groups[0][0])] if groups else []
     verdict = Question.next(timeout=timeout).ask(
         [len(_world.pg_names), list(map(list, groups))], _join_groups, groups=names

@@ -1,4 +1,4 @@
-"""NCCL options of our process groups: thread blocks, connections at switch-on, the job's timeout."""
+"""NCCL options of our process groups: thread blocks, connections at switch-on, timeouts."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ class NcclSettings:
     Args:
         max_ctas: upper bound on the thread blocks of a kernel, each of which occupies a
             multiprocessor; 0 leaves the choice to NCCL.
-        pairs: connect all ordered pairs of ranks when the group is created. Otherwise NCCL connects a
-            pair on the host at its first message, and a new plan with new pairs would stall training.
+        pairs: connect all ordered pairs of ranks when the group is created. Otherwise NCCL connects
+            a pair on the host at its first message, and a new plan with new pairs would stall
+            training.
     """
 
     max_ctas: int = 0

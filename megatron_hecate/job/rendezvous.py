@@ -82,7 +82,7 @@ class Question:
             groups: names of the groups that this rank is in, for their parts of the decision.
 
         Raises:
-            TimeoutError: on all ranks, with the numbers of the missing ranks.
+            TimeoutError: on all ranks, when a rank is missing; names the missing ranks.
             RuntimeError: on all ranks, when the callback raises an exception.
         """
         self.tell(note)
@@ -127,7 +127,8 @@ class Question:
         self.store.multi_set(  # type: ignore[attr-defined]
             [*parts, self._verdict(self.number)], [*parts.values(), _pack(outcome)]
         )
-        # A rank sends its next message after it has read the decision before, so no rank needs that.
+        # A rank sends its next message after it has read the decision before, so no rank needs
+        # that.
         self.store.delete_key(self._verdict(self.number - 1))
 
     def hear(self, groups: Sequence[str] = ()) -> Verdict:

@@ -1,8 +1,8 @@
 """Registry of messages and collectives in flight on GPUs.
 
-On a GPU `wait` blocks the stream, not the host, and never raises: a missing peer becomes an error only
-when torch's watchdog terminates the process, with a message that names neither the layer nor the
-expected transfer. The straggler watchdog (`watchdog`) prints both before, from this registry.
+On a GPU `wait` blocks the stream, not the host, and never raises: a missing peer becomes an error
+only when torch's watchdog terminates the process, with a message that names neither the layer nor
+the expected transfer. The straggler watchdog (`watchdog`) prints both before, from this registry.
 """
 
 from __future__ import annotations

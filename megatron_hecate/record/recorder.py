@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.job.attempt import Attempt
-from megatron_hecate.job.watchdog import StoreThread
+from megatron_hecate.job.store_thread import StoreThread
 from megatron_hecate.megatron import training_globals
 from megatron_hecate.plan import LayerShape, Speeds
 from megatron_hecate.record import loggers
@@ -94,8 +94,8 @@ class JobMetrics(StoreThread):
 
     def run(self) -> None:
         over = False  # whether nothing comes from this rank, or on the one that logs, from any
-        while not over and not self._is_abandoned and not self._store_has_gone():
-            self._ends.wait(PAUSE)
+        while not over and not self._is_abandoned and not self._store_is_closed():
+            self._stopping.wait(PAUSE)
             try:
                 while self._taken:
                     over = self._send(*self._taken.popleft()) and not self._logs
@@ -147,7 +147,7 @@ class JobMetrics(StoreThread):
                 names = [name for name in found[0][2] if all(name in of for *_, of in found)]
                 values = {name: np.concatenate([of[name] for *_, of in found]) for name in names}
                 layers = [layer for _, of_stage, _ in found for layer in of_stage]
-                self.log(newest, layers, values, ended=self._ends.is_set())
+                self.log(newest, layers, values, ended=self._stopping.is_set())
 
 
 class StageRecorder:
