@@ -110,13 +110,17 @@ class Figures:
     @property
     def after(self) -> np.ndarray:
         """Tokens computed by each rank, [T, L, N]."""
-        return self.before if self.record.rank_load is None else self.record.rank_load
+        if self.record.rank_load is None:
+            return self.before
+        return self.record.rank_load
 
     @cached_property
     def replicas(self) -> np.ndarray:
         """Replicas on each rank, [T, L, N]."""
         replica = self.record.replica
-        return np.zeros_like(self.before) if replica is None else (replica != EMPTY).sum(axis=3)
+        if replica is None:
+            return np.zeros_like(self.before)
+        return (replica != EMPTY).sum(axis=3)
 
     @staticmethod
     def imbalance(load: np.ndarray) -> np.ndarray:
@@ -270,7 +274,9 @@ class Figures:
     def step_ms(self) -> float:
         """Median measured time of a step, ms; NaN for a single iteration."""
         steps = np.diff(self.record.time) / np.diff(self.record.iteration)
-        return 1e3 * float(np.median(steps)) if len(steps) else float("nan")
+        if not len(steps):
+            return float("nan")
+        return 1e3 * float(np.median(steps))
 
     def memory(self, load: np.ndarray, *names: str) -> np.ndarray:
         """Return the memory of the fullest rank, maximum over stages, [T] bytes.
@@ -288,7 +294,10 @@ class Figures:
             held = info.memory or {**dict.fromkeys(names, 0), "token": 1, "kept": 1}
             tokens = load[:, self.stage == stage]
             # With recomputed experts (0 kept), one layer at a time has activations.
-            tokens = tokens.sum(axis=1) if held["kept"] else tokens.max(axis=1)
+            if held["kept"]:
+                tokens = tokens.sum(axis=1)
+            else:
+                tokens = tokens.max(axis=1)
             fullest = tokens.max(axis=1) / microbatches
             parts = sum(held[name] for name in names)
             found.append(parts + fullest * held["token"] * max(held["kept"], 1))

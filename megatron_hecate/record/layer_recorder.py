@@ -162,7 +162,9 @@ class LayerRecorder:
 
     def _per_layer(self, number: float | None) -> np.ndarray:
         """Repeat a measured number for each layer, [L]; NaN before the first measurement."""
-        return np.full(len(self._states), np.nan if number is None else number)
+        if number is None:
+            number = np.nan
+        return np.full(len(self._states), number)
 
     def _measured_arrays(
         self,
