@@ -57,6 +57,7 @@ class LayerRecorder:
         # summed.
         self.measures = config.record is not None or self._plans_often
         self._rank = first.group.rank()
+        # Expert-tensor-parallel ranks compute, and therefore count, the same tokens.
         self._per_rank = first.rerouter.sources.size() // world.num_ranks
         # True for ranks on other nodes than this one, [N].
         self._elsewhere = world.node_index != world.node_index[self._rank]
@@ -208,23 +209,18 @@ class LayerRecorder:
             placed: placements of each layer without and with late replicas.
             arrays: recorded arrays.
         """
-        layers: list[LayerMetrics] = []
-        own_loads: list[np.ndarray] = []
-        routed: list[np.ndarray] = []
-        for state, layer_load, (planned, placement) in zip(self._states, load, placed, strict=True):
-            homes = state.parts.homes_only.home
-            # Layers with fewer experts than others have padded rows.
-            own = layer_load[: len(homes)]
-            own_loads.append(own)
-            routed.append(np.bincount(homes, own, len(self._elsewhere)))
-            layers.append(
-                LayerMetrics.from_load(
-                    state.name,
-                    layer_load[: placement.num_experts],
-                    planned=planned,
-                    placement=placement,
-                )
+        layers = [
+            LayerMetrics.from_load(
+                state.name,
+                layer_load[: placement.num_experts],
+                planned=planned,
+                placement=placement,
             )
+            for state, layer_load, (planned, placement) in zip(
+                self._states, load, placed, strict=True
+            )
+        ]
+        own_loads, routed = self._loads_at_home(load)
         if "rank_load" in arrays:
             computed = arrays["rank_load"]
         else:
@@ -233,7 +229,7 @@ class LayerRecorder:
         shapes = [state.shape(self._microbatches()) for state in self._states]
         values = step_metrics(
             own_loads,
-            np.stack(routed),
+            routed,
             computed,
             token_ms=1e3 * shapes[0].token_seconds(self._states[0].world),
             price_ms=figures.price_ms[0],
@@ -255,6 +251,26 @@ class LayerRecorder:
         no_share = np.full(len(known), np.nan)
         values["hidden_share"] = np.divide(figures.hidden_ms[0], copying, out=no_share, where=known)
         return values
+
+    def _loads_at_home(self, load: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+        """Sum the loads by home rank.
+
+        Args:
+            load: tokens per layer and expert, [L, E].
+
+        Returns:
+            Tokens per expert of each layer, L arrays [E of the layer]; and tokens per rank without
+            replicas, [L, N].
+        """
+        own_loads: list[np.ndarray] = []
+        routed: list[np.ndarray] = []
+        for state, layer_load in zip(self._states, load, strict=True):
+            homes = state.parts.homes_only.home
+            # Rows of layers with fewer experts are padded.
+            own = layer_load[: len(homes)]
+            own_loads.append(own)
+            routed.append(np.bincount(homes, own, len(self._elsewhere)))
+        return own_loads, np.stack(routed)
 
     def _figures(self, arrays: Mapping[str, Any]) -> Figures:
         """Return the metrics of a record with one iteration.
