@@ -1,4 +1,7 @@
-"""All ranks switch FSSDP on alike, or none does and all say why."""
+"""Agreement of all ranks on switching FSSDP on: equal settings on every rank, or one error on all.
+
+Each rank sends a `Note` about its model to rank 0, which validates all of them (`rendezvous`).
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,25 @@ import torch.distributed as dist
 from megatron_hecate.job.collectives import wait_collective
 from megatron_hecate.job.rendezvous import Question, Verdict
 
-LISTED: int = 64  # problems that ranks other than 0 list, at most
-# seconds that rank 0 has to print, before torchrun sees that another rank has failed and ends it
+# Upper bound on the problems in the error of a rank other than 0: every rank reads the list.
+LISTED: int = 64
+# Seconds by which other ranks delay their exit. torchrun kills rank 0 once it notices a failed
+# rank, and rank 0 needs the time to print the list.
 GRACE: float = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Note:
-    """What a rank tells of its model; all of it what JSON can hold.
+    """Per-rank summary of the model, sent to rank 0. JSON-serializable.
 
     Args:
-        settings: on which ranks must agree, by name.
-        layers: names of the MoE layers it has; none is fine for a pipeline stage, not for a whole model.
-        problems: what stops it.
-        summary: what the line that says FSSDP is on tells of its layers.
-        memory: what it needs, and has; empty without MoE layers.
+        settings: values that must be equal on all ranks, by name.
+        layers: names of the rank's MoE layers; may be empty on a pipeline stage, not on all ranks.
+        problems: reasons why this rank cannot switch FSSDP on.
+        summary: the layers' part of the line "FSSDP on".
+        memory: fields of `RankMemory`, needed and free bytes; empty without MoE layers.
         slower_by_engines: see `Connection`.
-        rounds: in how many rounds gradients come home, where that is worth a line.
+        rounds: line about the rounds of a gradient return (`P2P.explain_rounds`), or empty.
     """
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -48,60 +53,70 @@ class Note:
         timeout: float,
         judge: Callable[[list[Note]], tuple[list[str], Any]] = lambda _: ([], None),
     ) -> tuple[Any, list[Note]]:
-        """Wait for all ranks of the job and compare notes.
+        """Gather the notes of all ranks on rank 0, validate them, and broadcast the decision.
 
         Args:
-            timeout: seconds to wait for the others.
-            judge: problems that show only when all notes are seen, and what is decided for all ranks (of what JSON can
-                hold, and small). It runs on rank 0 only.
+            timeout: seconds to wait for the other ranks.
+            judge: function from all notes to further problems and the decision for all ranks, which
+                must be small and JSON-serializable. Called on rank 0 only.
 
         Returns:
-            What was decided; and the notes of all ranks, by rank, on rank 0, elsewhere none.
+            The decision, and the notes of all ranks by rank. On ranks other than 0 the notes are
+            empty.
 
-        Raises (on all ranks):
-            ValueError: when any rank has a problem or other settings, or no rank has a MoE layer. Rank 0 lists all
-                problems, others the first `LISTED`.
-            TimeoutError: naming the ranks that did not come in time.
-            RuntimeError: when ``judge`` raises anything.
+        Raises:
+            ValueError: on all ranks, when any rank has a problem or different settings, or no rank
+                has a MoE layer. Rank 0 lists all problems, other ranks the first `LISTED`.
+            TimeoutError: on all ranks, when a rank is missing; names the missing ranks.
+            RuntimeError: on all ranks, when the callback raises an exception.
         """
         notes: list[Note] = []
         found: list[str] = []
 
-        def compare(told: list[Any]) -> Verdict:
-            notes.extend(Note(**fields) for fields in told)
+        def compare(gathered: list[Any]) -> Verdict:
+            notes.extend(Note(**fields) for fields in gathered)
             problems, decision = judge(notes)
             found.extend(dict.fromkeys([*_find_problems(notes), *problems]))
             return Verdict({"problems": shorten(found), "decision": decision})
 
         verdict = Question.next(timeout=timeout).ask(dataclasses.asdict(self), compare)
+        # `found` is filled on rank 0 only, where the list must be complete.
         refuse(found or verdict.job["problems"])
         return verdict.job["decision"], notes
 
 
 def _find_problems(notes: Sequence[Note]) -> Iterable[str]:
-    """What the ranks say, and where they differ."""
+    """Yield the problems of single ranks, and the settings that differ from rank 0's."""
     for note in notes:
         yield from note.problems
-    with_value: dict[tuple[str, str], list[int]] = {}
+    ranks_with: dict[tuple[str, str], list[int]] = {}
     for rank, note in enumerate(notes):
         for name, value in note.settings.items():
             if value != notes[0].settings[name]:
-                with_value.setdefault((name, repr(value)), []).append(rank)
-    for (name, value), ranks in with_value.items():
-        who = f"ranks {format_ranks(ranks)} have" if len(ranks) > 1 else f"rank {ranks[0]} has"
-        yield f"{who} {name}={value}, rank 0 has {name}={notes[0].settings[name]!r}"
+                ranks_with.setdefault((name, repr(value)), []).append(rank)
+    for (name, value), ranks in ranks_with.items():
+        if len(ranks) > 1:
+            subject = f"ranks {format_ranks(ranks)} have"
+        else:
+            subject = f"rank {ranks[0]} has"
+        yield f"{subject} {name}={value}, rank 0 has {name}={notes[0].settings[name]!r}"
     if not any(note.layers for note in notes):
         yield "the model has no MoE layer; set --num-experts, or leave --moe-fssdp off"
 
 
 def shorten(texts: Iterable[str]) -> list[str]:
-    """The first `LISTED` different ones, so that what all ranks of a large job read stays small."""
-    first = list(dict.fromkeys(texts))
-    return first if len(first) <= LISTED else [*first[:LISTED], f"and {len(first) - LISTED} more"]
+    """Return the first `LISTED` distinct texts, and the number of further ones.
+
+    The result is small enough for all ranks of a large job to read.
+    """
+    distinct = list(dict.fromkeys(texts))
+    if len(distinct) <= LISTED:
+        return distinct
+    return [*distinct[:LISTED], f"and {len(distinct) - LISTED} more"]
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Ascending ranks as text, runs of them as "0-7"."""
+    """Format ascending ranks as text, with consecutive ranks as "0-7"."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -112,13 +127,13 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 class SwitchOnError(ValueError):
-    """FSSDP cannot be switched on.
+    """Error that lists why FSSDP cannot be switched on.
 
-    Every rank raises it with the whole list. Uncaught, rank 0 prints the list and each other rank one
-    line, without a traceback: `sys.excepthook` is replaced, for this type only, when one is made.
+    Every rank raises it with the whole list. Uncaught, rank 0 prints the list and each other rank
+    one line, without a traceback: the constructor replaces `sys.excepthook`, for this type only.
 
     Args:
-        problems: what is wrong, a line each.
+        problems: one line per reason.
     """
 
     def __init__(self, problems: Iterable[str]) -> None:
@@ -139,10 +154,11 @@ class SwitchOnError(ValueError):
             print(self, file=sys.stderr, flush=True)
             return
         print(
-            f"FSSDP cannot be switched on; rank 0 says why (this is rank {rank})",
+            f"FSSDP cannot be switched on; rank 0 prints the reasons (this is rank {rank})",
             file=sys.stderr,
             flush=True,
         )
+        # torchrun kills rank 0 as soon as it notices that this rank has failed.
         if "TORCHELASTIC_RUN_ID" in os.environ:
             time.sleep(GRACE)
 
@@ -172,10 +188,16 @@ def refuse(problems: Iterable[str]) -> None:
 
 
 def assert_same(number: int, group: dist.ProcessGroup, *, label: str, timeout: float) -> None:
-    """All ranks of ``group`` hold the same 64-bit ``number``, the fingerprint of what they all should have computed.
+    """Assert that all ranks of ``group`` hold the same fingerprint. Collective.
+
+    Args:
+        number: 64-bit fingerprint of a result that every rank computes by itself.
+        group: the ranks to compare.
+        label: name of the layer, for errors.
+        timeout: seconds.
 
     Raises:
-        AssertionError: naming ``label`` and every rank's number.
+        AssertionError: if fingerprints differ; lists all of the ranks' fingerprints.
         TransferError: when a rank does not take part within ``timeout`` seconds.
     """
     own = torch.tensor([number], dtype=torch.int64)
@@ -185,8 +207,9 @@ def assert_same(number: int, group: dist.ProcessGroup, *, label: str, timeout: f
     work = dist.all_gather_into_tensor(numbers, own, group=group, async_op=True)
     assert work is not None
     wait_collective(work, numbers, group, what="comparing plans", label=label, timeout=timeout)
-    seen = numbers.tolist()
-    if len(set(seen)) > 1:
+    fingerprints = numbers.tolist()
+    if len(set(fingerprints)) > 1:
         raise AssertionError(
-            f"{label}: ranks of {dist.get_process_group_ranks(group)} planned differently: {seen}"
+            f"{label}: ranks of {dist.get_process_group_ranks(group)} planned differently: "
+            f"{fingerprints}"
         )

@@ -1,10 +1,12 @@
-"""An attempt of the job: from the creation of this process's default process group until that group is destroyed.
+"""Lifetime of one attempt of the job: from creation to destruction of the default process group.
 
-A job may restart in the same process: after an error, process groups are destroyed and a model is built anew, while
-objects of the abandoned attempt may live on (a traceback holds them, or the garbage collector has not run). So whatever
-acts by itself or is numbered alike on all ranks belongs to the attempt, not to the process or to a model: threads,
-listeners of torch's global hooks, counters. It ends with the attempt's process group, wherever the attempt died.
-Several models of one attempt (a policy and a critic) share it.
+A job may restart in the same process: after an error, process groups are destroyed and the model
+is built again, while objects of the abandoned attempt may live on (a traceback references an
+object, or the garbage collector has not run). Therefore everything that acts on its own or is
+numbered consistently across ranks belongs to the attempt, not to the process or to a model:
+threads, listeners of torch's global hooks, counters. All of it ends with the attempt's process
+group, wherever the attempt failed. Several models of one attempt (a policy and a critic) share the
+attempt.
 """
 
 from __future__ import annotations
@@ -19,24 +21,29 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-LOOK: float = 0.5  # seconds between two looks at the default process group
-LINGER: float = 5.0  # seconds after which an attempt ends whose group has gone: the process may be about to exit
+# Seconds between two polls of the default process group.
+LOOK: float = 0.5
+# Seconds between the destruction of the process group and the end of the attempt, unless a new
+# group exists before: the process may be about to exit, where all resources end anyway.
+LINGER: float = 5.0
 
 
 class Attempt:
-    """The running attempt of this process is `current`."""
+    """Resources and counters of one attempt; the running one is `current`."""
 
     def __init__(self) -> None:
         world = dist.group.WORLD
+        # A strong reference would keep the process group alive.
         self._world = None if world is None else weakref.ref(world)
         self._at_end: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._counts: Counter[str] = Counter()
-        self._lock, self._closed = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._watch: threading.Thread | None = None
 
     @staticmethod
     def current() -> Attempt:
-        """The attempt of the default process group that exists now. The one before is closed first."""
+        """Return the attempt of the present default process group; close the previous one."""
         global _current
         if _current is None or _current.is_over:
             if _current is not None:
@@ -46,20 +53,29 @@ class Attempt:
 
     @property
     def is_over(self) -> bool:
-        """Whether the default process group is another one, or none."""
+        """True once the attempt's default process group has been destroyed or replaced."""
+        if self._closed.is_set():
+            return True
         world = dist.group.WORLD
-        if self._closed.is_set() or self._world is None:
-            return self._closed.is_set() or world is not None
+        # An attempt that started without a process group ends when one is created.
+        if self._world is None:
+            return world is not None
         return world is None or world is not self._world()
 
     def count(self, what: str) -> int:
-        """The number of a further ``what`` in this attempt, from 1: the same on ranks that count alike, also where some
-        of them are new processes."""
+        """Increment and return the counter ``what`` of this attempt, starting at 1.
+
+        Ranks that count the same events get the same numbers, even when some of the ranks are new
+        processes after a restart.
+        """
         self._counts[what] += 1
         return self._counts[what]
 
     def at_end(self, method: Callable[[], None]) -> None:
-        """Call the bound ``method`` when the attempt ends, perhaps in a thread, if its object still lives."""
+        """Register a bound ``method`` for the end of the attempt.
+
+        It may run in another thread, and is dropped if its object is garbage-collected before.
+        """
         with self._lock:
             self._at_end = [known for known in self._at_end if known() is not None]
             self._at_end.append(weakref.WeakMethod(method))
@@ -70,7 +86,7 @@ class Attempt:
                 self._watch.start()
 
     def close(self) -> None:
-        """End all that belongs to the attempt, the newest first; again does nothing."""
+        """Run all registered methods, the newest first. Idempotent."""
         with self._lock:
             self._closed.set()
             while self._at_end:
@@ -78,17 +94,18 @@ class Attempt:
                 try:
                     if method is not None:
                         method()
-                except Exception:  # the others must end all the same
+                # An error in one method must not keep the other resources alive.
+                except Exception:
                     print("FSSDP: an abandoned attempt could not be ended:", file=sys.stderr)
                     traceback.print_exc()
 
     def _close_when_over(self) -> None:
-        gone_since: float | None = None
+        over_since: float | None = None
         while not self._closed.wait(LOOK):
             if not self.is_over:
                 continue
-            gone_since = gone_since or time.monotonic()
-            if dist.group.WORLD is not None or time.monotonic() - gone_since > LINGER:
+            over_since = over_since or time.monotonic()
+            if dist.group.WORLD is not None or time.monotonic() - over_since > LINGER:
                 self.close()
 
 

@@ -1,4 +1,4 @@
-"""Collectives of whole groups that name the layer and the ranks when they fail."""
+"""Waits for collectives, with errors that name the layer and the ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from megatron_hecate.job import under_way
 class TransferError(RuntimeError):
     """A chunk did not arrive: a peer died, or did not take part in time.
 
-    On GPUs the host does not wait for messages of NCCL, and raises nothing: the straggler watchdog prints layer, ranks
-    and what was expected of them (`under_way`), before torch's watchdog ends the process.
+    On GPUs the host does not wait for NCCL messages and raises nothing. There the straggler
+    watchdog prints the layer, the ranks and their expected transfers (`under_way`) before torch's
+    watchdog terminates the process.
     """
 
 
@@ -30,16 +31,20 @@ def wait_collective(
 ) -> None:
     """Wait for a collective of the whole ``group`` over ``tensor``.
 
-    On a GPU the stream waits and the process group's own timeout holds; the host must run ahead, and nothing is raised
-    here (see `TransferError`).
+    On a GPU only the stream waits, because the host must run ahead. The process group's own timeout
+    applies, and nothing is raised here (see `TransferError`).
 
     Args:
+        work: handle of the collective.
+        tensor: any tensor of the collective; selects between GPU and CPU.
+        group: the ranks that take part.
         what: name of the collective, for errors.
         label: name of the layer, for errors.
         timeout: seconds.
 
     Raises:
-        TransferError: naming ``label`` and the ranks of the group, when one dies or does not take part in time.
+        TransferError: when a rank dies or does not take part in time; names ``label`` and the ranks
+            of the group.
     """
     start = time.monotonic()
     try:
@@ -53,14 +58,16 @@ def wait_collective(
             work.wait(timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         raise TransferError(
-            f"{label}: {what} failed on rank {group.rank()} of {group.size()} after {time.monotonic() - start:.1f} s "
-            f"(timeout {timeout:g} s): {_expected_ranks(group)}, one died, hangs, or did not take part. Cause: {error}"
+            f"{label}: {what} failed on rank {group.rank()} of {group.size()} "
+            f"after {time.monotonic() - start:.1f} s (timeout {timeout:g} s): "
+            f"{_expected_ranks(group)}, one died, hangs, or did not take part. Cause: {error}"
         ) from error
 
 
 def _expected_ranks(group: dist.ProcessGroup) -> str:
-    """Name the ranks of ``group``, which may have been destroyed while its last works were under way."""
+    """Format the ranks of ``group`` for an error."""
     try:
         return f"expected all of ranks {dist.get_process_group_ranks(group)} (in the job)"
+    # torch forgets the ranks of a group that was destroyed while its last works were in flight.
     except KeyError:
         return f"expected all of {group.size()} ranks of a group that has been destroyed"

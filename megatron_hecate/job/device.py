@@ -7,10 +7,12 @@ import torch.distributed as dist
 
 
 def on_gpus() -> bool:
-    """Whether this job trains on GPUs."""
+    """Return True if this job trains on GPUs."""
     return "nccl" in str(dist.get_backend_config())
 
 
 def device_of_rank() -> torch.device:
-    """Where this rank trains."""
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpus() else torch.device("cpu")
+    """Return the device that this rank trains on."""
+    if on_gpus():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

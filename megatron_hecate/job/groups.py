@@ -1,4 +1,4 @@
-"""Process groups that only their own ranks make."""
+"""Creation of process groups by their own ranks only, without the rest of the job."""
 
 from __future__ import annotations
 
@@ -24,20 +24,22 @@ def new_group(
     timeout: float,
     nccl: NcclSettings | None = None,
 ) -> dist.ProcessGroup:
-    """A process group that only its ``ranks`` make, and that has connected them: NCCL does so when a group is first
-    used, by all of them, and copies are by some.
+    """Create a process group and connect its ranks. Collective over ``ranks`` only.
 
-    torch names it by its ranks and by how many process groups a rank is in, so that all of them must be in as many.
+    NCCL connects a group at its first use, in which all ranks must take part, whereas copies are
+    between a few ranks. torch derives the name of a new group from the ranks and from the number of
+    process groups that the calling rank is in, which must therefore be equal on all ``ranks``.
 
     Args:
-        ranks: of the job, ascending.
-        made: the most process groups that one of them is in; a rank in fewer makes some of its own first.
-        description: for torch's logs.
-        timeout: seconds, of the group; with NCCL the job's timeout if that is longer.
-        nccl: settings of NCCL; ``None`` on CPU ranks.
+        ranks: ranks of the job, ascending.
+        made: largest number of process groups that any of ``ranks`` is in. A rank in fewer groups
+            creates single-rank groups up to this number.
+        description: text for torch's logs.
+        timeout: timeout of the group, seconds; with NCCL the job's timeout if that is longer.
+        nccl: NCCL settings; ``None`` on CPU ranks.
 
     Raises:
-        RuntimeError: naming the ranks, when one of them does not come.
+        RuntimeError: when a rank does not take part in time; names the ranks of the group.
     """
     settings: dict[str, Any] = dict(
         timeout=timedelta(seconds=max(timeout, 1.0)),
@@ -52,10 +54,12 @@ def new_group(
             options._timeout = settings["timeout"]
         try:
             group = dist.new_group(list(ranks), **settings)
-        except RuntimeError as error:  # torch's own says who does not come in some cases only
+        # torch's error names the missing ranks in some cases only.
+        except RuntimeError as error:
             raise RuntimeError(
-                f"FSSDP: rank {dist.get_rank()} could not make the process group of ranks {list(ranks)} "
-                f"({description}) within {timeout:g} s: one of them died, hangs, or failed. Cause: {error}"
+                f"FSSDP: rank {dist.get_rank()} could not create the process group of ranks "
+                f"{list(ranks)} ({description}) within {timeout:g} s: a rank died, hangs or failed."
+                f" Cause: {error}"
             ) from error
     connect_ranks(group, nccl, label=description, timeout=timeout)
     if nccl is not None:
@@ -66,52 +70,91 @@ def new_group(
 def connected_group(
     groups: Sequence[Sequence[int]], *, timeout: float, on_gpus: bool
 ) -> dist.ProcessGroup | None:
-    """A process group of all ranks that are connected by ``groups``: those this rank is in, any ranks of the job that
-    share one. All ranks of the job call it; without groups a rank gets none.
+    """Create the process group of all ranks that overlapping ``groups`` connect. Collective.
+
+    Args:
+        groups: groups of ranks that this rank is in; two groups are connected if they share a rank.
+        timeout: seconds.
+        on_gpus: use NCCL.
+
+    Returns:
+        The process group of the connected component; ``None`` on a rank without groups.
 
     Raises:
-        TimeoutError: naming the ranks that did not come in time.
-        RuntimeError: as `new_group`.
+        TimeoutError: when a rank is missing; names the missing ranks.
+        RuntimeError: see `new_group`.
     """
-
-    def judge(told: list[tuple[int, list[list[int]]]]) -> Verdict:
-        above = list(
-            range(len(told))
-        )  # of each rank, a lower one that it is connected with, or itself
-
-        def lowest(rank: int) -> int:
-            while above[rank] != rank:
-                above[rank] = rank = above[above[rank]]
-            return rank
-
-        for first, *others in (ranks for _, of_rank in told for ranks in of_rank):
-            for other in others:
-                low, high = sorted((lowest(first), lowest(other)))
-                above[high] = low
-        members: dict[int, list[int]] = {}
-        for rank in range(len(told)):
-            members.setdefault(lowest(rank), []).append(rank)
-        made = {low: max(told[rank][0] for rank in ranks) for low, ranks in members.items()}
-        named = {
-            str(of_rank[0][0]): lowest(rank) for rank, (_, of_rank) in enumerate(told) if of_rank
-        }
-        return Verdict(None, {name: [members[low], made[low]] for name, low in named.items()})
-
-    names = [str(groups[0][0])] if groups else []  # the same for all ranks of that group
-    heard = Question.next(timeout=timeout).ask(
-        [len(_world.pg_names), list(map(list, groups))], judge, groups=names
+    # Rank 0 sends each component under the first rank of a group: all ranks of the group compute
+    # the same name.
+    names = [str(groups[0][0])] if groups else []
+    verdict = Question.next(timeout=timeout).ask(
+        [len(_world.pg_names), list(map(list, groups))], _join_groups, groups=names
     )
     if not groups:
         return None
-    ranks, most = heard.groups[names[0]]
+    ranks, made = verdict.groups[names[0]]
     nccl = NcclSettings() if on_gpus else None
-    return new_group(ranks, most, description="fssdp homes", timeout=timeout, nccl=nccl)
+    return new_group(ranks, made, description="fssdp homes", timeout=timeout, nccl=nccl)
+
+
+def _join_groups(gathered: list[tuple[int, list[list[int]]]]) -> Verdict:
+    """Find the connected components of all groups of ranks.
+
+    Args:
+        gathered: number of process groups, and groups of ranks, by rank of the job.
+
+    Returns:
+        Under the first rank of each rank's first group: the ranks of its component, and the largest
+        number of process groups that any rank of the component is in.
+    """
+    lowest = _lowest_connected([groups for _, groups in gathered])
+    members: dict[int, list[int]] = {}
+    for rank, low in enumerate(lowest):
+        members.setdefault(low, []).append(rank)
+    # Once per component: a large job has thousands of ranks in one.
+    made = {low: max(gathered[rank][0] for rank in ranks) for low, ranks in members.items()}
+    components: dict[str, Any] = {}
+    for low, (_, groups) in zip(lowest, gathered, strict=True):
+        if groups:
+            components[str(groups[0][0])] = [members[low], made[low]]
+    return Verdict(None, components)
+
+
+def _lowest_connected(groups_of_ranks: Sequence[Sequence[Sequence[int]]]) -> list[int]:
+    """Return the lowest rank that each rank is connected with, by union-find.
+
+    Args:
+        groups_of_ranks: groups of ranks, by rank of the job.
+    """
+    # Parent of each rank in a forest whose roots are their own parents.
+    parents = list(range(len(groups_of_ranks)))
+
+    def find_root(rank: int) -> int:
+        while parents[rank] != rank:
+            parents[rank] = parents[parents[rank]]
+            rank = parents[rank]
+        return rank
+
+    for groups in groups_of_ranks:
+        for first, *others in groups:
+            for other in others:
+                low, high = sorted((find_root(first), find_root(other)))
+                parents[high] = low
+    return [find_root(rank) for rank in range(len(parents))]
 
 
 def connect_ranks(
     group: dist.ProcessGroup, nccl: NcclSettings | None, *, label: str, timeout: float
 ) -> None:
-    """Connect the ranks of ``group`` by one collective; with `NcclSettings.pairs` each with each other."""
+    """Connect the ranks of ``group`` by one collective.
+
+    Args:
+        group: the process group.
+        nccl: NCCL settings, ``None`` on CPU ranks; with `NcclSettings.pairs` every ordered pair of
+            ranks is connected.
+        label: name of the group, for errors.
+        timeout: seconds.
+    """
     device = "cpu" if nccl is None else "cuda"
     if nccl is not None and nccl.pairs:
         sent = torch.zeros(group.size(), device=device)
@@ -124,8 +167,11 @@ def connect_ranks(
 
 @contextlib.contextmanager
 def _no_bound_device() -> Iterator[None]:
-    """Where the job's process group is bound to a device, torch would have NCCL split the job's communicator, for which
-    NCCL waits for all ranks of the job."""
+    """Unbind the job's process group from its device while a group is created.
+
+    With a bound device torch creates groups by splitting the job's NCCL communicator, and the split
+    waits for all ranks of the job.
+    """
     job = dist.group.WORLD
     assert job is not None
     bound = job.bound_device_id

@@ -1,4 +1,4 @@
-"""What our process groups ask of NCCL: few multiprocessors, connections at switch-on, and the job's timeout."""
+"""NCCL options of our process groups: thread blocks, connections at switch-on, timeouts."""
 
 from __future__ import annotations
 
@@ -13,40 +13,44 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-DEFAULT_CTAS: int = 8  # of an H100's 132 multiprocessors; alone NCCL may take 32 for a large send
+# Out of 132 multiprocessors of an H100. NCCL's own choice can be 32 thread blocks for a large send.
+DEFAULT_CTAS: int = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class NcclSettings:
-    """How a process group uses NCCL.
+    """NCCL settings of a process group.
 
     Args:
-        max_ctas: thread blocks of a kernel at most, each of which takes a multiprocessor; 0: NCCL's choice.
-        pairs: whether all ordered pairs of ranks are connected when the group is made. NCCL connects a pair for its
-            first message else, on the host: new plans would stop training, as they bring new pairs.
+        max_ctas: upper bound on the thread blocks of a kernel, each of which occupies a
+            multiprocessor; 0 leaves the choice to NCCL.
+        pairs: connect all ordered pairs of ranks when the group is created. Otherwise NCCL connects
+            a pair on the host at its first message, and a new plan with new pairs would stall
+            training.
     """
 
     max_ctas: int = 0
     pairs: bool = False
 
     def options(self) -> dist.ProcessGroupNCCL.Options:
-        # The kernels run on the group's own stream; peers wait for them.
+        # Transfers run on the group's own stream, and peers are blocked until their kernels start.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         if self.max_ctas:
             options.config.max_ctas = self.max_ctas
         return options
 
 
-# Of each process group of ours that uses NCCL: the least timeout that was asked for, and the one it has, in seconds.
+# Our process groups that use NCCL: lower bound on the timeout, and current timeout, in seconds.
 _timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[float, float]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def job_timeout() -> float:
-    """Seconds after which torch's watchdog ends a job whose collectives make no progress; infinite without a job.
+    """Return the timeout of torch's watchdog for the job's collectives, seconds.
 
-    Megatron may change it after the first iteration (``distributed_timeout_seconds_after_init``).
+    Infinite without a job. Megatron may change the timeout after the first iteration
+    (``distributed_timeout_seconds_after_init``).
     """
     with contextlib.suppress(RuntimeError, ValueError, AttributeError):
         job: Any = dist.group.WORLD
@@ -57,16 +61,26 @@ def job_timeout() -> float:
 
 
 def keep_timeout(group: dist.ProcessGroup, least: float) -> None:
-    """Give ``group`` the job's timeout, at least so many seconds, now and whenever `follow_job_timeout` is called."""
+    """Set the timeout of ``group`` to the job's, now and at each `follow_job_timeout`.
+
+    Args:
+        group: a process group that uses NCCL.
+        least: lower bound on the timeout, seconds.
+    """
     _timeouts[group] = (least, 0.0)
     follow_job_timeout()
 
 
 def follow_job_timeout() -> None:
-    """Give our groups the job's timeout where it has changed: torch's watchdog must not end our transfers earlier."""
+    """Update the timeouts of our groups after a change of the job's.
+
+    torch's watchdog must not end our transfers before the job's own collectives.
+    """
     job = job_timeout()
     for group, (least, current) in list(_timeouts.items()):
-        wanted = max(least, job) if math.isfinite(job) else least
+        wanted = least
+        if math.isfinite(job):
+            wanted = max(least, job)
         if wanted != current:
             _set_pg_timeout(timedelta(seconds=wanted), group)
             _timeouts[group] = (least, wanted)

@@ -1,8 +1,8 @@
-"""Messages and collectives under way on GPUs.
+"""Registry of messages and collectives in flight on GPUs.
 
-There `wait` lets the stream wait, not the host, and never raises: a peer that does not come becomes an error when
-torch's watchdog ends the process, which knows neither layer nor what was expected. The straggler watchdog prints that
-before (`runtime.progress`).
+On a GPU `wait` blocks the stream, not the host, and never raises: a missing peer becomes an error
+only when torch's watchdog terminates the process, with a message that names neither the layer nor
+the expected transfer. The straggler watchdog (`watchdog`) prints both before, from this registry.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-KEPT: int = 256  # what a rank may have in flight: some per layer
-NAMED: int = 4  # of those that a line names
+# Upper bound on the registered works of a rank, which has several per layer in flight.
+KEPT: int = 256
+# Works in flight that a line names, at most.
+NAMED: int = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class _UnderWay:
-    """Works of one batch of messages, or of a collective.
+    """One batch of messages, or one collective.
 
     Args:
-        works: as torch returned them.
-        text: layer, what is moved, ranks, and what was expected of them.
-        started: seconds of `time.monotonic`.
+        works: handles from torch.
+        text: layer, kind of transfer, ranks, and the expected messages.
+        started: start time, seconds of `time.monotonic`.
     """
 
     works: Sequence[dist.Work]
@@ -35,7 +37,8 @@ class _UnderWay:
 
     @property
     def is_over(self) -> bool:
-        with contextlib.suppress(RuntimeError):  # NCCL's communicator may have been aborted
+        # The query raises if NCCL's communicator has been aborted.
+        with contextlib.suppress(RuntimeError):
             return all(work.is_completed() for work in self.works)
         return False
 
@@ -44,20 +47,31 @@ _begun: deque[_UnderWay] = deque(maxlen=KEPT)
 
 
 def note(works: Sequence[dist.Work], text: str) -> None:
-    """Remember ``works``, which began now, for `describe`: layer, ranks and what was expected of them."""
+    """Register ``works`` that start now.
+
+    Args:
+        works: handles from torch.
+        text: layer, kind of transfer, ranks, and the expected messages, for `describe`.
+    """
     _begun.append(_UnderWay(tuple(works), text, time.monotonic()))
 
 
 def forget() -> None:
-    """Drop all: another attempt of the job begins, and works of the abandoned one never end."""
+    """Clear the registry when a new attempt of the job starts: abandoned works never complete."""
     _begun.clear()
 
 
 def describe() -> str:
-    """What is under way on this rank, the oldest first; empty when nothing is. For other threads than training's: it
-    asks the GPU about each work that was noted."""
-    waiting = [one for one in tuple(_begun) if not one.is_over]
+    """Describe the works in flight on this rank, the oldest first; empty when there are none.
+
+    Must not be called from the training thread: each registered work costs a query to the GPU.
+    """
+    waiting = [entry for entry in tuple(_begun) if not entry.is_over]
+    if not waiting:
+        return ""
     now = time.monotonic()
-    named = [f"{one.text} (for {now - one.started:.0f} s)" for one in waiting[:NAMED]]
-    more = f", and {len(waiting) - NAMED} more" if len(waiting) > NAMED else ""
-    return f"Under way on this rank: {'; '.join(named)}{more}" if named else ""
+    named = [f"{entry.text} (for {now - entry.started:.0f} s)" for entry in waiting[:NAMED]]
+    text = f"Under way on this rank: {'; '.join(named)}"
+    if len(waiting) > NAMED:
+        text += f", and {len(waiting) - NAMED} more"
+    return text

@@ -1,1 +1,1 @@
-"""What a run records and logs."""
+"""Record and metrics of a run."""

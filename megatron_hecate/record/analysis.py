@@ -1,7 +1,7 @@
-"""What a recorded run says: who waited for whom, what that cost, and what FSSDP made of it. Record in, numbers out.
+"""Metrics of a recorded run: waits, their cost, and the effect of FSSDP. Input is the record alone.
 
-Loads are counted; times come from `plan`'s cost model, with the sizes and speeds that the record holds. Letters in
-shapes: T iterations, L layers, N ranks, E experts, S slots.
+Loads are counted. Times are from `plan`'s cost model, with the sizes and speeds in the record.
+Letters in shapes: T iterations, L layers, N ranks, E experts, S slots.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,13 @@ from megatron_hecate.record.run_folder import RunInfo, RunRecord
 
 @dataclasses.dataclass(frozen=True)
 class _Costs:
-    """The recorded sizes and speeds: of a layer, of the ``world``, and what copies cost with nothing hidden."""
+    """Cost model from the recorded sizes and speeds.
+
+    Args:
+        shape: sizes of a layer.
+        world: ranks, nodes and speeds.
+        copy: cost of copies with nothing hidden.
+    """
 
     shape: LayerShape
     world: World
@@ -28,19 +35,14 @@ class _Costs:
 
     @classmethod
     def of(cls, info: RunInfo) -> _Costs | None:
-        """``None`` where the record holds no sizes or no speeds."""
+        """Build the cost model of a run; ``None`` if the record has no sizes or no speeds."""
         if not (info.shape and info.speeds):
             return None
         links = {name: Link(**info.speeds[name]) for name in ("intra", "inter")}
-        shape, world = (
-            LayerShape(**info.shape),
-            World(info.node, Speeds(**{**info.speeds, **links})),
-        )
-        return cls(
-            shape,
-            world,
-            dataclasses.replace(shape.copy_cost(world), scatters=info.transport == "nvlink"),
-        )
+        shape = LayerShape(**info.shape)
+        world = World(info.node, Speeds(**{**info.speeds, **links}))
+        scatters = info.transport == "nvlink"
+        return cls(shape, world, dataclasses.replace(shape.copy_cost(world), scatters=scatters))
 
     @property
     def token_ms(self) -> float:
@@ -49,17 +51,17 @@ class _Costs:
 
     @property
     def routing_ms(self) -> float:
-        """Milliseconds per iteration of a layer with any replica."""
+        """Milliseconds per iteration that routing to replicas adds to a layer."""
         return 1e3 * self.world.speeds.routing * self.shape.microbatches
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Figures:
-    """Of one run.
+    """Metrics of one run, derived from its record.
 
     Args:
-        record: they are of.
-        stages: what describes each pipeline stage; none where there is one stage.
+        record: record of the run, all stages together.
+        stages: header of each pipeline stage; empty if there is one stage.
 
     Raises:
         ValueError: when experts cannot be split over ranks evenly.
@@ -70,180 +72,233 @@ class Figures:
 
     @cached_property
     def costs(self) -> _Costs | None:
-        """``None`` where times are not known: all milliseconds are 0 then."""
+        """Cost model; ``None`` if the record has no sizes or speeds, and all milliseconds are 0."""
         return _Costs.of(self.record.info)
 
     @property
     def observed(self) -> bool:
-        """Whether FSSDP was off."""
+        """True if FSSDP was off."""
         return self.record.replica is None
 
     @cached_property
     def homes(self) -> Placement:
-        """Of every layer, as Megatron built them."""
+        """Original homes of the experts of every layer, as built by Megatron."""
         info = self.record.info
-        return Placement.initial(
-            self.record.load.shape[2], info.ranks, num_slots=0 if self.observed else info.slots
-        )
+        num_slots = 0 if self.observed else info.slots
+        return Placement.initial(self.record.load.shape[2], info.ranks, num_slots=num_slots)
 
     @cached_property
     def home(self) -> np.ndarray:
-        """[T, L, E] rank of each expert's home."""
-        built = np.broadcast_to(self.homes.home, self.record.load.shape)
-        return built if self.record.home is None else self.record.home
+        """Rank of each expert's home, [T, L, E]."""
+        if self.record.home is not None:
+            return self.record.home
+        return np.broadcast_to(self.homes.home, self.record.load.shape)
 
     @property
     def moves(self) -> int:
-        """How often some expert was at another home than in the iteration before, or than where Megatron built it."""
+        """Number of changes of an expert's home since the iteration before, or since the start."""
         built = np.broadcast_to(self.homes.home, (1, *self.home.shape[1:]))
         return int((np.diff(self.home, axis=0, prepend=built) != 0).sum())
 
     @cached_property
     def before(self) -> np.ndarray:
-        """[T, L, N] tokens of each rank as the router left them, each where Megatron built its expert."""
-        return self.record.load.reshape(*self.record.load.shape[:2], self.homes.num_ranks, -1).sum(
-            axis=3
-        )
+        """Tokens per rank as routed, with every expert at its original home, [T, L, N]."""
+        load = self.record.load
+        by_home = load.reshape(*load.shape[:2], self.homes.num_ranks, -1)
+        return by_home.sum(axis=3)
 
     @property
     def after(self) -> np.ndarray:
-        """[T, L, N] tokens that each rank computed."""
-        return self.before if self.record.rank_load is None else self.record.rank_load
+        """Tokens computed by each rank, [T, L, N]."""
+        if self.record.rank_load is None:
+            return self.before
+        return self.record.rank_load
 
     @cached_property
     def replicas(self) -> np.ndarray:
-        """[T, L, N] replicas on each rank."""
+        """Replicas on each rank, [T, L, N]."""
         replica = self.record.replica
-        return np.zeros_like(self.before) if replica is None else (replica != EMPTY).sum(axis=3)
+        if replica is None:
+            return np.zeros_like(self.before)
+        return (replica != EMPTY).sum(axis=3)
 
     @staticmethod
     def imbalance(load: np.ndarray) -> np.ndarray:
-        """[T, L] largest of ``load`` [T, L, N] over its mean; 1 without tokens."""
+        """Return the largest rank load over the mean, [T, L]; 1 without tokens.
+
+        Args:
+            load: tokens per rank, [T, L, N].
+        """
         mean = load.mean(axis=2)
         return np.divide(load.max(axis=2), mean, out=np.ones_like(mean), where=mean > 0)
 
     def waiting_ms(self, load: np.ndarray) -> np.ndarray:
-        """[T, L] time that the fullest rank takes beyond the mean, with ``load`` [T, L, N]."""
-        return (load.max(axis=2) - load.mean(axis=2)) * (
-            0.0 if self.costs is None else self.costs.token_ms
-        )
+        """Return the time of the fullest rank beyond the mean, [T, L] ms.
+
+        Args:
+            load: tokens per rank, [T, L, N].
+        """
+        token_ms = 0.0 if self.costs is None else self.costs.token_ms
+        return (load.max(axis=2) - load.mean(axis=2)) * token_ms
 
     @cached_property
     def most_copies(self) -> np.ndarray:
-        """[T, L] replicas that one rank takes or gives, the most of any."""
-        if (replica := self.record.replica) is None:
+        """Replicas that one rank receives or sends, maximum over ranks, [T, L]."""
+        replica = self.record.replica
+        if replica is None:
             return np.zeros(self.before.shape[:2], np.int64)
-        at, of_layers = (
-            np.nonzero(replica.reshape(*replica.shape[:2], -1) != EMPTY)[:2],
-            np.zeros_like(self.before),
-        )
-        np.add.at(of_layers, (*at, self.home[(*at, replica[replica != EMPTY])]), 1)
-        return np.maximum(of_layers, self.replicas).max(axis=2)
+        iteration, layer, _ = np.nonzero(replica.reshape(*replica.shape[:2], -1) != EMPTY)
+        sender = self.home[iteration, layer, replica[replica != EMPTY]]
+        sent = np.zeros_like(self.before)
+        np.add.at(sent, (iteration, layer, sender), 1)
+        return np.maximum(sent, self.replicas).max(axis=2)
 
     @cached_property
     def _ways_ms(self) -> np.ndarray:
-        """[2, T, L] of replicas out and back, hidden or not: by the measured time of a copy, or else by the model, on
-        the busiest link."""
-        replica, found = self.record.replica, np.zeros((2, *self.before.shape[:2]))
+        """Time of fetches and of returns, hidden or not, [2, T, L] ms.
+
+        Derived from the measured time of a copy where there is one, otherwise from the cost model.
+        Both are the times of the busiest link.
+        """
+        ways = np.zeros((2, *self.before.shape[:2]))
+        replica = self.record.replica
         if self.costs is None or replica is None:
-            return found
-        shape, copy = self.costs.shape, self.record.copy
-        times = np.array([shape.fetches, shape.returns * shape.grad_bytes / shape.expert_bytes])[
-            :, None, None
-        ]
-        found += np.nan if copy is None else 1e3 * times * copy * self.most_copies
-        free = dataclasses.replace(self.costs.copy, routing=0.0, crossing=0.0)
-        load, per_rank = (
-            np.zeros(self.homes.num_experts),
-            self.homes.slots_per_rank - replica.shape[3],
-        )
-        tokens: dict[bytes, float] = {}  # of each placement; most come again
-        for at in zip(*np.nonzero(np.isnan(found[0])), strict=True):
-            slots, home = np.ascontiguousarray(replica[at], dtype=np.int64), self.home[at]
-            if (key := slots.tobytes() + home.tobytes()) not in tokens:
-                moved = self.record.home is not None
-                homes = (
-                    self.homes.with_homes(np.argsort(home, kind="stable")) if moved else self.homes
-                )
-                problem = problem_of(homes, self.costs.world, free)
-                table = np.hstack([homes.table[:, :per_rank], slots])
-                tokens[key] = cost_beside_load(load, problem, table)[1]
-            both = tokens[key] * self.costs.token_ms
-            found[(slice(None), *at)] = both * free.out, both * (1 - free.out)
-        return found
+            return ways
+        shape = self.costs.shape
+        # A measured copy is one of weights; a gradient has another size.
+        times = np.array([shape.fetches, shape.returns * shape.grad_bytes / shape.expert_bytes])
+        copy = self.record.copy
+        if copy is None:
+            ways += np.nan
+        else:
+            ways += 1e3 * times[:, None, None] * copy * self.most_copies
+        # Most placements recur, so each is modelled once.
+        modelled: dict[bytes, float] = {}
+        for at in zip(*np.nonzero(np.isnan(ways[0])), strict=True):
+            slots = np.ascontiguousarray(replica[at], dtype=np.int64)
+            home = self.home[at]
+            key = slots.tobytes() + home.tobytes()
+            if key not in modelled:
+                modelled[key] = self._modelled_copy_ms(self.costs, slots, home)
+            both = modelled[key]
+            out = self.costs.copy.out
+            ways[(slice(None), *at)] = both * out, both * (1 - out)
+        return ways
+
+    def _modelled_copy_ms(self, costs: _Costs, slots: np.ndarray, home: np.ndarray) -> float:
+        """Return the modelled time of all copies of one placement, ms.
+
+        Args:
+            costs: cost model.
+            slots: experts in replica slots, [N, S].
+            home: rank of each expert's home, [E].
+        """
+        # Copies alone: routing and tokens that cross nodes have no cost here.
+        copies_alone = dataclasses.replace(costs.copy, routing=0.0, crossing=0.0)
+        homes = self.homes
+        if self.record.home is not None:
+            homes = homes.with_homes(np.argsort(home, kind="stable"))
+        problem = problem_of(homes, costs.world, copies_alone)
+        homes_per_rank = self.homes.slots_per_rank - slots.shape[1]
+        table = np.hstack([homes.table[:, :homes_per_rank], slots])
+        no_load = np.zeros(self.homes.num_experts)
+        return cost_beside_load(no_load, problem, table)[1] * costs.token_ms
 
     @property
     def copying_ms(self) -> np.ndarray:
-        """[T, L] of replicas out and back, hidden or not."""
+        """Time of fetches and returns together, hidden or not, [T, L] ms."""
         return self._ways_ms.sum(axis=0)
 
     @cached_property
     def hidden_ms(self) -> np.ndarray:
-        """[T, L] the part of it behind compute: what the time before the experts allows, as measured or as modelled."""
+        """Part of `copying_ms` that compute hides, [T, L] ms.
+
+        Its upper bound is the time from attention to experts, measured or else modelled.
+        """
         if self.costs is None:
             return self.copying_ms
-        shape, window = self.costs.shape, self.record.window
-        seconds = (
-            shape.hidden_seconds
-            if window is None
-            else np.where(np.isnan(window), shape.hidden_seconds, window)
-        )
+        shape = self.costs.shape
+        seconds: Any = shape.hidden_seconds
+        window = self.record.window
+        if window is not None:
+            seconds = np.where(np.isnan(window), shape.hidden_seconds, window)
         times = np.array([shape.fetches, shape.returns])[:, None, None]
         return np.minimum(self._ways_ms, 1e3 * times * seconds).sum(axis=0)
 
     @cached_property
     def price_ms(self) -> np.ndarray:
-        """[T, L] what replicas cost: copies that do not hide, what hidden ones take from compute, and routing."""
+        """Cost of replicas, [T, L] ms.
+
+        Sum of copies on the critical path, the compute time that hidden copies take by contention,
+        and routing.
+        """
         if self.costs is None:
             return self.copying_ms
-        works = 1.0  # the part of its time in which a copy does not wait for its partner
+        # Share of a copy's measured time in which it transfers, and does not wait for its peer.
+        transfers: Any = 1.0
         if self.record.copy is not None:
-            works = np.fmin(self.costs.shape.fetch_seconds(self.costs.world) / self.record.copy, 1)
-        shown, taken = (
-            self.copying_ms - self.hidden_ms,
-            self.costs.copy.contention * works * self.hidden_ms,
-        )
-        return shown + taken + self.costs.routing_ms * self.replicas.any(axis=2)
+            modelled = self.costs.shape.fetch_seconds(self.costs.world)
+            transfers = np.fmin(modelled / self.record.copy, 1)
+        exposed = self.copying_ms - self.hidden_ms
+        contention = self.costs.copy.contention * transfers * self.hidden_ms
+        return exposed + contention + self.costs.routing_ms * self.replicas.any(axis=2)
 
     @cached_property
     def stage(self) -> np.ndarray:
-        """[L] the pipeline stage of each layer."""
-        stage_of = {name: stage for stage, info in enumerate(self.stages) for name in info.layers}
+        """Pipeline stage of each layer, [L]."""
+        stage_of: dict[str, int] = {}
+        for stage, info in enumerate(self.stages):
+            stage_of.update(dict.fromkeys(info.layers, stage))
         return np.array([stage_of.get(name, 0) for name in self.record.info.layers])
 
     def of_step(self, values: np.ndarray) -> np.ndarray:
-        """[T] of a whole step, from [T, L] of layers: stages work at once, so the largest one counts."""
-        return np.max(
-            [values[:, self.stage == one].sum(axis=1) for one in np.unique(self.stage)], axis=0
-        )
+        """Aggregate layers to a step: sum within a stage, maximum over the concurrent stages, [T].
+
+        Args:
+            values: value of each layer, [T, L].
+        """
+        stages = np.unique(self.stage)
+        return np.max([values[:, self.stage == one].sum(axis=1) for one in stages], axis=0)
 
     @cached_property
     def lost_ms(self) -> np.ndarray:
-        """[T] what imbalance costs a step as the router left it."""
+        """Cost of the imbalance of a step as routed, [T] ms."""
         return self.of_step(self.waiting_ms(self.before))
 
     @cached_property
     def left_ms(self) -> np.ndarray:
-        """[T] what imbalance and replicas cost it as computed."""
+        """Cost of remaining imbalance and of replicas of a step as computed, [T] ms."""
         return self.of_step(self.waiting_ms(self.after) + self.price_ms)
 
     @property
     def step_ms(self) -> float:
-        """Median time of a step as measured; NaN for a single iteration."""
+        """Median measured time of a step, ms; NaN for a single iteration."""
         steps = np.diff(self.record.time) / np.diff(self.record.iteration)
-        return 1e3 * float(np.median(steps)) if len(steps) else float("nan")
+        if not len(steps):
+            return float("nan")
+        return 1e3 * float(np.median(steps))
 
     def memory(self, load: np.ndarray, *names: str) -> np.ndarray:
-        """[T] bytes of the fullest rank, the most of any stage: the parts ``names`` of `RunInfo.memory`, and what
-        ``load`` [T, L, N] leaves for the backward; where the record does not say, tokens of a microbatch."""
-        microbatches, found = 1 if self.costs is None else self.costs.shape.microbatches, []
+        """Return the memory of the fullest rank, maximum over stages, [T] bytes.
+
+        Sum of parts of `RunInfo.memory` and the activations that experts keep for the backward. If
+        the record has no sizes, the result is the number of tokens of a microbatch.
+
+        Args:
+            load: tokens per rank, [T, L, N].
+            names: keys of the parts.
+        """
+        microbatches = 1 if self.costs is None else self.costs.shape.microbatches
+        found: list[np.ndarray] = []
         for stage, info in enumerate(self.stages or [self.record.info]):
             held = info.memory or {**dict.fromkeys(names, 0), "token": 1, "kept": 1}
             tokens = load[:, self.stage == stage]
-            tokens = (tokens.sum(axis=1) if held["kept"] else tokens.max(axis=1)).max(
-                axis=1
-            ) / microbatches
-            found.append(
-                sum(held[name] for name in names) + tokens * held["token"] * max(held["kept"], 1)
-            )
+            # With recomputed experts (0 kept), one layer at a time has activations.
+            if held["kept"]:
+                tokens = tokens.sum(axis=1)
+            else:
+                tokens = tokens.max(axis=1)
+            fullest = tokens.max(axis=1) / microbatches
+            parts = sum(held[name] for name in names)
+            found.append(parts + fullest * held["token"] * max(held["kept"], 1))
         return np.max(found, axis=0)

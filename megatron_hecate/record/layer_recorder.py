@@ -1,5 +1,7 @@
-"""What FSSDP's layers did in an iteration, for the record and the loggers. What only single ranks know travels with the
-loads: no message is added."""
+"""Per-iteration measurements of FSSDP's layers, for the record and the loggers.
+
+Values of single ranks are summed together with the loads: no message is added.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,20 @@ from megatron_hecate.plan.maxflow import balance
 from megatron_hecate.record.analysis import Figures
 from megatron_hecate.record.metrics import LayerMetrics, step_metrics
 from megatron_hecate.record.recorder import StageRecorder, describe_run
-from megatron_hecate.record.run_folder import RunRecord
+from megatron_hecate.record.run_folder import RunInfo, RunRecord
 from megatron_hecate.replicas.memory_estimate import RankExperts
 from megatron_hecate.runtime.layer_state import LayerState
 
 
 class LayerRecorder:
-    """Of one stage, on one rank of its group.
+    """Measurements of the layers of one pipeline stage, on one rank of their group.
 
     Args:
-        states: of its layers.
-        meter: what is known of copies.
-        chunk_of: the model chunk of each layer.
+        states: states of the stage's layers.
+        meter: measured times of copies and of the compute that hides copies.
+        chunk_of: model chunk of each layer.
         collect: see `StageRecorder`.
-        microbatches: gives the number of microbatches of the last iteration.
+        microbatches: returns the number of microbatches of the last iteration.
     """
 
     def __init__(
@@ -41,77 +43,55 @@ class LayerRecorder:
         collect: Callable[[], bool],
         microbatches: Callable[[], int],
     ) -> None:
-        self._states, self._meter = states, meter
+        self._states = states
+        self._meter = meter
         self._microbatches = microbatches
         first = states[0]
-        config, world, model = first.config, first.world, first.parts.layer.config
+        config = first.config
+        world = first.world
+        model = first.parts.layer.config
         replays = getattr(first.parts.layer.router, "router_replay", None) is not None
+        # Microbatches with plans of their own: the record holds the one with most replicas.
         self._plans_often = replays and not first.keeps_replicas
-        self.measures = (
-            config.record is not None or self._plans_often
-        )  # what ranks compute and send: all, or none
-        self._rank, self._per_rank = (
-            first.group.rank(),
-            first.rerouter.sources.size() // world.num_ranks,
-        )
-        self._elsewhere = (
-            world.node_index != world.node_index[self._rank]
-        )  # [N] whether on another node than this
+        # Measure the tokens that ranks compute and send. Equal on all ranks, since values are
+        # summed.
+        self.measures = config.record is not None or self._plans_often
+        self._rank = first.group.rank()
+        # Expert-tensor-parallel ranks compute, and therefore count, the same tokens.
+        self._per_rank = first.rerouter.sources.size() // world.num_ranks
+        # True for ranks on other nodes than this one, [N].
+        self._elsewhere = world.node_index != world.node_index[self._rank]
+        # Padding to capacity would count as tokens that cross nodes.
         self._crosses = (
             hasattr(first.stock_dispatcher, "input_splits")
             and not model.moe_pad_expert_input_to_capacity
         )
-        backend = (
-            model.moe_flex_dispatcher_backend if model.moe_token_dispatcher_type == "flex" else None
-        )
-        grouped = getattr(model, "moe_use_grouped_tensor", False)  # 0.20
-        quantized = model.fp8 or getattr(model, "fp4", None)
-        aligns = backend is not None and (grouped or (backend == "hybridep" and quantized))
-        budget = backend == "ncclep" or getattr(model, "moe_expert_rank_capacity_factor", None)
-        pads = model.moe_pad_expert_input_to_capacity or model.moe_router_padding_for_quantization
-        self._padded = bool(
-            aligns or budget or pads
-        )  # some rows of the experts' input are no tokens
-        self._tokens = np.zeros(
-            (2, len(states)), dtype=np.int64
-        )  # computed here, sent to other nodes
-        # of the running iteration and of the one that is summed: the placement of the microbatch with most replicas
-        self._most, self._most_then = (
-            [state.parts.homes_only for state in states] for _ in range(2)
-        )
-        buffers = tuple(state.parts.buffer(config.slots) for state in states)
-        experts = RankExperts.with_adam(
-            buffers,
-            in_flight=forwards_in_flight(model, chunk_of),
-            transport_bytes=first.transport.extra_bytes(buffers) if config.slots else 0,
-        )
-        info = describe_run(
-            "fssdp",
-            [state.name for state in states],
-            shape=first.shape(num_microbatches() or 1),
-            speeds=world.speeds,
-            memory=experts.for_record(model, config.lifetime),
-            num_experts=max(state.parts.homes_only.num_experts for state in states),
-            ranks=world.num_ranks,
-            node=tuple(world.node),
-            top_k=model.moe_router_topk,
-            **{
-                name: getattr(config, name)
-                for name in ("slots", "lifetime", "transport", "overlap_degree")
-            },
-        )
+        self._padded = _pads_experts_input(model)
+        # Tokens computed on this rank, and tokens sent to other nodes, [2, L].
+        self._tokens = np.zeros((2, len(states)), dtype=np.int64)
+        # Placements of the microbatch with most replicas: in the running iteration, and in the
+        # iteration whose loads are being summed.
+        self._most = [state.parts.homes_only for state in states]
+        self._most_then = list(self._most)
+        info = _describe_stage(states, chunk_of)
         self.stage = StageRecorder(
             info, config.record, group=first.rerouter.sources, collect=collect
         )
         self._iteration = 0
 
     def begin(self) -> int:
-        """An iteration's first tokens are counted; returns how many numbers `measured` will have."""
+        """Begin an iteration at its first tokens; return the length of `measured`."""
         self._iteration = self.stage.begin()
         return len(self.measured())
 
     def computed(self, layer: int, forward: ForwardPass, sent: Sequence[int] | None) -> None:
-        """Note one ``forward`` of ``layer``; so many of this rank's tokens were ``sent`` to each rank, if known."""
+        """Count the tokens of one forward.
+
+        Args:
+            layer: index of the layer.
+            forward: the forward, with the number of rows of the experts' input.
+            sent: tokens that this rank sent to each rank, [N]; ``None`` if unknown.
+        """
         self._tokens[0, layer] += forward.num_tokens
         replicas = forward.replicas if self._plans_often else None
         if (
@@ -123,50 +103,98 @@ class LayerRecorder:
             self._tokens[1, layer] += np.asarray(sent)[self._elsewhere].sum()
 
     def measured(self) -> list[int]:
-        """[(N + 1) * L] what this rank computed, in its place among ranks, and what it sent to other nodes, since the
-        last call. Sums over the group go to `take`."""
+        """Return this rank's token counts since the last call, and reset the counters.
+
+        Sums over the group are passed to `take`.
+
+        Returns:
+            [(N + 1) * L]: for each rank and layer the computed tokens, which are 0 except for this
+            rank, and for each layer the tokens sent to other nodes. Empty without measurements.
+        """
         if not self.measures:
             return []
         numbers = np.zeros((len(self._elsewhere) + 1, len(self._states)), dtype=np.int64)
-        numbers[self._rank], numbers[-1] = self._tokens
+        numbers[self._rank] = self._tokens[0]
+        numbers[-1] = self._tokens[1]
         self._tokens[:] = 0
-        self._most_then, self._most = self._most, [state.parts.homes_only for state in self._states]
+        self._most_then = self._most
+        self._most = [state.parts.homes_only for state in self._states]
         return numbers.ravel().tolist()
 
     def take(self, load: np.ndarray, measured: np.ndarray) -> None:
-        """The iteration's ``load`` [L, E], and what ranks ``measured``, summed over the group."""
+        """Record a complete iteration.
+
+        Args:
+            load: tokens per layer and expert, summed over the group, [L, E].
+            measured: results of `measured`, summed over the group.
+        """
         placed = [
-            max(
-                (state.planned, state.placement),
-                (most, most),
-                key=lambda pair: pair[1].num_replicas,
-            )
+            self._placements(state, most)
             for state, most in zip(self._states, self._most_then, strict=True)
         ]
-        slots, numbers = self._states[0].config.slots, (self._meter.window, self._meter.copy)
-        window, copy = (
-            np.full(len(placed), np.nan if number is None else number) for number in numbers
-        )
-        replica = np.stack([now.table[:, now.table.shape[1] - slots :] for _, now in placed])
-        arrays: dict[str, Any] = {"load": load, "replica": replica, "window": window, "copy": copy}
-        if self._states[0].config.rehome:
-            arrays["home"] = np.stack([now.home for _, now in placed])
+        config = self._states[0].config
+        # The slots are the last columns. Layers may differ in the number of homes before.
+        replica = [
+            placement.table[:, placement.table.shape[1] - config.slots :] for _, placement in placed
+        ]
+        arrays: dict[str, Any] = {
+            "load": load,
+            "replica": np.stack(replica),
+            "window": self._per_layer(self._meter.window),
+            "copy": self._per_layer(self._meter.copy),
+        }
+        if config.rehome:
+            arrays["home"] = np.stack([placement.home for _, placement in placed])
         if self.measures:
-            *rank_load, crossing = measured.reshape(-1, len(self._states))
-            arrays["rank_load"] = np.stack(rank_load, axis=1) // self._per_rank
-            if self._padded:  # what quotas make of all microbatches together
-                pairs = [
-                    (now, now.checked_load(of[: now.num_experts]))
-                    for (_, now), of in zip(placed, load, strict=True)
-                ]
-                arrays["rank_load"] = np.stack(
-                    [balance(of, now.table.copy(), 0, False)[3] for now, of in pairs]
-                )
-            arrays |= {"crossing": crossing} if self._crosses else {}
-            arrays["late"] = np.array(
-                [(now.holders & ~planned.holders).sum() for planned, now in placed]
-            )
+            arrays |= self._measured_arrays(load, measured, placed)
         self.stage.take(self._iteration, arrays, lambda: self._values(load, placed, arrays))
+
+    @staticmethod
+    def _placements(state: LayerState, most: Placement) -> tuple[Placement, Placement]:
+        """Return the placements of an iteration without and with late replicas.
+
+        Args:
+            state: state of the layer.
+            most: placement of the microbatch with most replicas.
+        """
+        if most.num_replicas > state.placement.num_replicas:
+            return most, most
+        return state.planned, state.placement
+
+    def _per_layer(self, number: float | None) -> np.ndarray:
+        """Repeat a measured number for each layer, [L]; NaN before the first measurement."""
+        if number is None:
+            number = np.nan
+        return np.full(len(self._states), number)
+
+    def _measured_arrays(
+        self,
+        load: np.ndarray,
+        measured: np.ndarray,
+        placed: Sequence[tuple[Placement, Placement]],
+    ) -> dict[str, np.ndarray]:
+        """Compute the arrays of `RunRecord` that need the measurements of all ranks.
+
+        Args:
+            load: tokens per layer and expert, [L, E].
+            measured: results of `measured`, summed over the group.
+            placed: placements of each layer without and with late replicas.
+        """
+        *rank_load, crossing = measured.reshape(-1, len(self._states))
+        arrays = {"rank_load": np.stack(rank_load, axis=1) // self._per_rank}
+        if self._padded:
+            # Rows of the experts' input include padding, so the loads are those of exact quotas for
+            # all microbatches together.
+            balanced = []
+            for (_, placement), layer_load in zip(placed, load, strict=True):
+                total = placement.checked_load(layer_load[: placement.num_experts])
+                balanced.append(balance(total, placement.table.copy(), 0, False).load)
+            arrays["rank_load"] = np.stack(balanced)
+        if self._crosses:
+            arrays["crossing"] = crossing
+        late = [(placement.holders & ~planned.holders).sum() for planned, placement in placed]
+        arrays["late"] = np.array(late)
+        return arrays
 
     def _values(
         self,
@@ -174,37 +202,138 @@ class LayerRecorder:
         placed: Sequence[tuple[Placement, Placement]],
         arrays: Mapping[str, Any],
     ) -> dict[str, np.ndarray]:
-        states = zip(self._states, load, placed, strict=True)
+        """Compute the metrics of an iteration for the loggers, [L] each by name.
+
+        Args:
+            load: tokens per layer and expert, [L, E].
+            placed: placements of each layer without and with late replicas.
+            arrays: recorded arrays.
+        """
         layers = [
-            LayerMetrics.from_load(s.name, of[: p[1].num_experts], planned=p[0], placement=p[1])
-            for s, of, p in states
-        ]
-        homes = [state.parts.homes_only.home for state in self._states]
-        own = [of[: len(home)] for of, home in zip(load, homes, strict=True)]
-        routed = np.stack(
-            [np.bincount(h, of, len(self._elsewhere)) for h, of in zip(homes, own, strict=True)]
-        )
-        computed = arrays.get("rank_load", np.array([[layer.computed_tokens] for layer in layers]))
-        shapes = [state.shape(self._microbatches()) for state in self._states]
-        replicas = np.array([layer.replicas for layer in layers])
-        per_replica = [s.fetches * s.expert_bytes + s.returns * s.grad_bytes for s in shapes]
-        names = ("load", "replica", "window", "copy", *(("home",) if "home" in arrays else ()))
-        arrays_of_one = {name: arrays[name][None] for name in names}
-        one = Figures(
-            RunRecord(
-                info=self.stage.info, iteration=np.zeros(1), time=np.zeros(1), **arrays_of_one
+            LayerMetrics.from_load(
+                state.name,
+                layer_load[: placement.num_experts],
+                planned=planned,
+                placement=placement,
             )
+            for state, layer_load, (planned, placement) in zip(
+                self._states, load, placed, strict=True
+            )
+        ]
+        own_loads, routed = self._loads_at_home(load)
+        if "rank_load" in arrays:
+            computed = arrays["rank_load"]
+        else:
+            computed = np.array([[layer.computed_tokens] for layer in layers])
+        figures = self._figures(arrays)
+        shapes = [state.shape(self._microbatches()) for state in self._states]
+        values = step_metrics(
+            own_loads,
+            routed,
+            computed,
+            token_ms=1e3 * shapes[0].token_seconds(self._states[0].world),
+            price_ms=figures.price_ms[0],
         )
-        copying, hidden, known = one.copying_ms[0], one.hidden_ms[0], ~np.isnan(arrays["copy"])
-        token_ms = 1e3 * shapes[0].token_seconds(self._states[0].world)
-        return {
-            **step_metrics(own, routed, computed, token_ms=token_ms, price_ms=one.price_ms[0]),
-            "replicas": replicas,
-            "late_replicas": np.array([layer.late for layer in layers]),
-            "bypassed_layers": np.array([layer.bypassed for layer in layers]),
-            "copied_mib": replicas * per_replica / 2**20,
-            **({"crossing_tokens": arrays["crossing"]} if "crossing" in arrays else {}),
-            "hidden_share": np.divide(
-                hidden, copying, out=np.full(len(known), np.nan), where=known & (copying > 0)
-            ),
-        }
+        replicas = np.array([layer.replicas for layer in layers])
+        bytes_per_replica = [
+            shape.fetches * shape.expert_bytes + shape.returns * shape.grad_bytes
+            for shape in shapes
+        ]
+        values["replicas"] = replicas
+        values["late_replicas"] = np.array([layer.late for layer in layers])
+        values["bypassed_layers"] = np.array([layer.bypassed for layer in layers])
+        values["copied_mib"] = replicas * bytes_per_replica / 2**20
+        if "crossing" in arrays:
+            values["crossing_tokens"] = arrays["crossing"]
+        copying = figures.copying_ms[0]
+        # Modelled copies are left out: the share is logged as measured.
+        known = ~np.isnan(arrays["copy"]) & (copying > 0)
+        no_share = np.full(len(known), np.nan)
+        values["hidden_share"] = np.divide(figures.hidden_ms[0], copying, out=no_share, where=known)
+        return values
+
+    def _loads_at_home(self, load: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
+        """Sum the loads by home rank.
+
+        Args:
+            load: tokens per layer and expert, [L, E].
+
+        Returns:
+            Tokens per expert of each layer, L arrays [E of the layer]; and tokens per rank without
+            replicas, [L, N].
+        """
+        own_loads: list[np.ndarray] = []
+        routed: list[np.ndarray] = []
+        for state, layer_load in zip(self._states, load, strict=True):
+            homes = state.parts.homes_only.home
+            # Rows of layers with fewer experts are padded.
+            own = layer_load[: len(homes)]
+            own_loads.append(own)
+            routed.append(np.bincount(homes, own, len(self._elsewhere)))
+        return own_loads, np.stack(routed)
+
+    def _figures(self, arrays: Mapping[str, Any]) -> Figures:
+        """Return the metrics of a record with one iteration.
+
+        Args:
+            arrays: recorded arrays of the iteration.
+        """
+        names = ["load", "replica", "window", "copy"]
+        if "home" in arrays:
+            names.append("home")
+        of_one = {name: arrays[name][None] for name in names}
+        return Figures(
+            RunRecord(info=self.stage.info, iteration=np.zeros(1), time=np.zeros(1), **of_one)
+        )
+
+
+def _pads_experts_input(model: Any) -> bool:
+    """Return True if some rows of the experts' input are padding.
+
+    Args:
+        model: Megatron's TransformerConfig.
+    """
+    backend = None
+    if model.moe_token_dispatcher_type == "flex":
+        backend = model.moe_flex_dispatcher_backend
+    # Since Megatron 0.20.
+    grouped = getattr(model, "moe_use_grouped_tensor", False)
+    quantized = model.fp8 or getattr(model, "fp4", None)
+    aligns = backend is not None and (grouped or (backend == "hybridep" and quantized))
+    budget = backend == "ncclep" or getattr(model, "moe_expert_rank_capacity_factor", None)
+    pads = model.moe_pad_expert_input_to_capacity or model.moe_router_padding_for_quantization
+    return bool(aligns or budget or pads)
+
+
+def _describe_stage(states: Sequence[LayerState], chunk_of: Sequence[int]) -> RunInfo:
+    """Describe the run for the header of this stage.
+
+    Args:
+        states: states of the stage's layers.
+        chunk_of: model chunk of each layer.
+    """
+    first = states[0]
+    config = first.config
+    world = first.world
+    model = first.parts.layer.config
+    buffers = tuple(state.parts.buffer(config.slots) for state in states)
+    experts = RankExperts.with_adam(
+        buffers,
+        in_flight=forwards_in_flight(model, chunk_of),
+        transport_bytes=first.transport.extra_bytes(buffers) if config.slots else 0,
+    )
+    return describe_run(
+        "fssdp",
+        [state.name for state in states],
+        shape=first.shape(num_microbatches() or 1),
+        speeds=world.speeds,
+        memory=experts.for_record(model, config.lifetime),
+        num_experts=max(state.parts.homes_only.num_experts for state in states),
+        ranks=world.num_ranks,
+        node=tuple(world.node),
+        top_k=model.moe_router_topk,
+        slots=config.slots,
+        lifetime=config.lifetime,
+        transport=config.transport,
+        overlap_degree=config.overlap_degree,
+    )

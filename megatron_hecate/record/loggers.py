@@ -12,29 +12,48 @@ import numpy as np
 from megatron_hecate.megatron.training_globals import logs_each_layer
 from megatron_hecate.record.metrics import summarize
 
-# metrics drawn over iterations, by run of W&B: a process may have several
+# Names of the metrics with our x-axis, by W&B run: a process may have several runs.
 _drawn: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
 def log_step(
     iteration: int, layers: Sequence[str], values: Mapping[str, np.ndarray], *, ended: bool
 ) -> None:
-    """Log the metrics ``values`` [L] of ``layers`` to Megatron's TensorBoard and Weights & Biases. Once training has
-    ``ended``, nobody else writes the former to disk."""
-    names = sys.modules["megatron.training.global_vars"]
-    board, wandb = names.get_tensorboard_writer(), names.get_wandb_writer()
+    """Log the metrics of one iteration to Megatron's TensorBoard and Weights & Biases.
+
+    Args:
+        iteration: number of the iteration.
+        layers: names of the layers, [L].
+        values: metrics by name, [L] each.
+        ended: True once training has ended.
+    """
+    global_vars = sys.modules["megatron.training.global_vars"]
+    board = global_vars.get_tensorboard_writer()
+    wandb = global_vars.get_wandb_writer()
     found = summarize(layers, values, per_layer=logs_each_layer())
     log_scalars(found, iteration, board=board, wandb=wandb)
+    # Once training has ended, Megatron does not flush the writer any more.
     if ended and board:
         board.flush()
 
 
 def log_scalars(found: Mapping[str, float], iteration: int, *, board: Any, wandb: Any) -> None:
-    """Log them as of ``iteration``, which is over. W&B drops what is of a step before its own: there they join its own,
-    and their iteration stands beside them, as their charts' x-axis."""
-    for name, value in found.items() if board else ():
-        board.add_scalar(name, value, iteration)
-    if wandb and (run := wandb.run):  # which a script may have finished
+    """Log numbers of a finished iteration.
+
+    W&B drops values of a step before its current one. There the numbers are logged at W&B's current
+    step, with their own iteration as x-axis of their charts.
+
+    Args:
+        found: numbers by name.
+        iteration: number of the finished iteration.
+        board: TensorBoard writer, or None.
+        wandb: the module wandb, or None.
+    """
+    if board:
+        for name, value in found.items():
+            board.add_scalar(name, value, iteration)
+    # A script may have finished the run.
+    if wandb and (run := wandb.run):
         known = _drawn.setdefault(run, set())
         for name in found.keys() - known:
             run.define_metric(name, step_metric="fssdp/iteration")

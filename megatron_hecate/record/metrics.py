@@ -1,6 +1,6 @@
-"""What FSSDP did in the last iteration, layer by layer: see whether replicas pay, and when they were left out.
+"""Metrics of an iteration per layer: imbalance with and without replicas, and bypassed layers.
 
-`LayerMetrics` are for Python; `step_metrics` and `summarize` make what is logged.
+`LayerMetrics` are for Python code; `step_metrics` and `summarize` compute the logged values.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ from megatron_hecate.plan import Placement, largest_load
 
 @dataclasses.dataclass(frozen=True)
 class LayerMetrics:
-    """One layer in one iteration; the same on every rank of its group.
+    """Metrics of one layer in one iteration, equal on every rank of its group.
 
     Args:
-        layer: its name.
-        replicas: of all ranks together.
-        late: of those, fetched after the gate.
-        bypassed: whether copies were judged not to pay: the layer ran Megatron's own code.
-        routed: largest rank load over mean rank load as the router left it, every token at its expert's home.
-        computed: the same with these replicas and exact quotas. Over all microbatches together, so slightly below what
-            single microbatches saw.
-        routed_tokens: largest rank load as the router left it, in tokens (one that goes to k experts counts k times) of
-            all microbatches together. The expert activations of a microbatch grow with its part of this.
-        computed_tokens: the same with these replicas: what bounds expert activations under FSSDP.
+        layer: name of the layer.
+        replicas: number of replicas on all ranks together.
+        late: number of replicas that were fetched after the gate.
+        bypassed: True if copies would not pay, so the layer ran Megatron's own code.
+        routed: largest rank load over mean rank load as routed, with every token at its expert's
+            home.
+        computed: the same ratio with these replicas and exact quotas. All microbatches are counted
+            together, so it is slightly below the ratio of a single microbatch.
+        routed_tokens: largest rank load as routed, in tokens (a token with k experts counts k
+            times) of all microbatches together. The expert activations of a microbatch grow with
+            its part of the number.
+        computed_tokens: largest rank load with these replicas, in the same unit: the upper bound of
+            expert activations under FSSDP.
     """
 
     layer: str
@@ -45,8 +48,16 @@ class LayerMetrics:
     def from_load(
         cls, layer: str, load: np.ndarray, *, planned: Placement, placement: Placement
     ) -> LayerMetrics:
-        """From the ``load`` [E] of an iteration, and its placements before and after the gate."""
-        routed, computed = (largest_load(load, p) for p in (placement.homes_only, placement))
+        """Compute the metrics of one layer.
+
+        Args:
+            layer: name of the layer.
+            load: tokens per expert of the iteration, [E].
+            planned: placement before the gate.
+            placement: placement after the gate, with late replicas.
+        """
+        routed = largest_load(load, placement.homes_only)
+        computed = largest_load(load, placement)
         mean = int(load.sum()) / placement.num_ranks
         has_slots = placement.table.size > placement.num_experts
         return cls(
@@ -62,22 +73,28 @@ class LayerMetrics:
 
 
 def layer_metrics(chunks: Iterable[Module]) -> list[LayerMetrics]:
-    """Metrics of the last finished iteration of all FSSDP layers in these model chunks, wrapped by DDP or not.
+    """Compute the metrics of all FSSDP layers for the last finished iteration.
 
-    Read them between iterations, on any rank; nothing is communicated, and nothing is computed unless asked.
+    Call it between iterations, on any rank. It communicates nothing, and metrics that are never
+    requested are never computed.
+
+    Args:
+        chunks: model chunks, wrapped by DDP or not.
     """
     metrics = []
-    for layer in (
-        module for chunk in chunks for module in chunk.modules() if hasattr(module, "fssdp")
-    ):
-        monitor, state = layer.prefetcher.monitor, layer.fssdp
-        monitor.collect()
-        if monitor.history.last is not None:
-            load = monitor.history.last[state.index, : state.placement.num_experts]
-            of_layer = LayerMetrics.from_load(
-                state.name, load, planned=state.planned, placement=state.placement
-            )
-            metrics.append(of_layer)
+    for chunk in chunks:
+        for layer in chunk.modules():
+            if not hasattr(layer, "fssdp"):
+                continue
+            monitor = layer.prefetcher.monitor
+            state = layer.fssdp
+            monitor.collect()
+            if monitor.history.last is not None:
+                load = monitor.history.last[state.index, : state.placement.num_experts]
+                of_layer = LayerMetrics.from_load(
+                    state.name, load, planned=state.planned, placement=state.placement
+                )
+                metrics.append(of_layer)
     return metrics
 
 
@@ -89,67 +106,70 @@ def step_metrics(
     token_ms: float,
     price_ms: Any = 0.0,
 ) -> dict[str, np.ndarray]:
-    """What the layers of a stage did in an iteration, [L] each, by the names they are logged under (docs/observe.md).
+    """Compute the metrics of one iteration and stage, [L] each, by logged name (docs/observe.md).
 
     Args:
-        load: of each layer, tokens per expert of its own.
-        routed: [L, N] tokens per rank without replicas.
-        computed: [L, N] tokens that each rank computed; or [L, 1], the largest of them.
-        token_ms: milliseconds of one token in one expert, forward and backward, by the speeds in use.
-        price_ms: [L] what replicas cost (`Figures.price_ms`).
+        load: tokens per expert of each layer, L arrays [E of the layer].
+        routed: tokens per rank without replicas, [L, N].
+        computed: tokens computed by each rank, [L, N]; or the maximum over ranks, [L, 1].
+        token_ms: time of one token in one expert, forward and backward, by the speeds in use, ms.
+        price_ms: cost of replicas (`Figures.price_ms`), [L] ms.
     """
-    tokens = np.array([of.sum() for of in load])
-    rank, expert = tokens / routed.shape[1], tokens / [len(of) for of in load]
-    fullest, without = computed.max(axis=1), routed.max(axis=1)
-    some, total = tokens > 0, computed.sum(axis=0)
-    measured = computed.shape == routed.shape and total.any()
-    return {
-        "overload_factor": np.divide(fullest, rank, out=np.ones(len(load)), where=some),
-        "max_vio": np.divide([of.max() for of in load], expert, out=np.ones(len(load)), where=some)
-        - 1,
-        "dead_experts": np.array([(of == 0).sum() for of in load]),
-        "ms_lost_to_imbalance": np.maximum(fullest - rank, 0) * token_ms,
-        "ms_recovered_gross": (without - fullest) * token_ms,
-        "ms_recovered": (without - fullest) * token_ms - price_ms,
-        **(
-            {"cum_overload_factor": np.full(len(load), total.max() / total.mean())}
-            if measured
-            else {}
-        ),
+    num_layers = len(load)
+    tokens = np.array([layer_load.sum() for layer_load in load])
+    has_tokens = tokens > 0
+    mean_of_ranks = tokens / routed.shape[1]
+    mean_of_experts = tokens / [len(layer_load) for layer_load in load]
+    fullest_expert = [layer_load.max() for layer_load in load]
+    fullest = computed.max(axis=1)
+    won_ms = (routed.max(axis=1) - fullest) * token_ms
+
+    def ratio(values: Any, mean: np.ndarray) -> np.ndarray:
+        return np.divide(values, mean, out=np.ones(num_layers), where=has_tokens)
+
+    metrics = {
+        "overload_factor": ratio(fullest, mean_of_ranks),
+        "max_vio": ratio(fullest_expert, mean_of_experts) - 1,
+        "dead_experts": np.array([(layer_load == 0).sum() for layer_load in load]),
+        "ms_lost_to_imbalance": np.maximum(fullest - mean_of_ranks, 0) * token_ms,
+        "ms_recovered_gross": won_ms,
+        "ms_recovered": won_ms - price_ms,
     }
+    # The load of all layers together needs every rank's part, not only the largest.
+    total = computed.sum(axis=0)
+    if computed.shape == routed.shape and total.any():
+        metrics["cum_overload_factor"] = np.full(num_layers, total.max() / total.mean())
+    return metrics
 
 
 def summarize(
     layers: Sequence[str], values: Mapping[str, np.ndarray], *, per_layer: bool
 ) -> dict[str, float]:
-    """One number per name, and one per layer where asked for, under Megatron's names where it has one.
+    """Reduce metrics to one number per name, and optionally one per layer.
+
+    Names are Megatron's where Megatron logs the metric, too.
 
     Args:
-        layers: [L] names.
-        values: [L] what `step_metrics` gave, and more of that kind, of all stages, one after another; NaN is left out.
-        per_layer: whether each layer is logged too, numbered from 0 as by Megatron.
+        layers: names of the layers of all stages, [L].
+        values: results of `step_metrics` and further metrics by name, [L] each; NaN is skipped.
+        per_layer: also log each layer, numbered from 0 as by Megatron.
     """
     factor = values["overload_factor"]
     found = {"moe/avg_overload_factor": factor.mean(), "moe/max_overload_factor": factor.max()}
-    if (of_stages := values.get("cum_overload_factor")) is not None:
-        found["moe/max_cum_overload_factor"] = of_stages.max()
-    for name, of_layers in (
-        (name, of_layers) for name, of_layers in values.items() if of_layers is not of_stages
-    ):
+    # One value per stage, repeated for its layers: neither a sum nor a layer's value has a meaning.
+    if "cum_overload_factor" in values:
+        found["moe/max_cum_overload_factor"] = values["cum_overload_factor"].max()
+    for name, of_layers in values.items():
+        if name == "cum_overload_factor":
+            continue
         group = "moe" if name in ("overload_factor", "max_vio", "dead_experts") else "fssdp"
         if name != "overload_factor":
             known = of_layers[~np.isnan(of_layers)]
-            averaged = name in ("max_vio", "hidden_share")
-            found |= (
-                {f"{group}/{name}": known.mean() if averaged else known.sum()} if len(known) else {}
-            )
+            if len(known):
+                averaged = name in ("max_vio", "hidden_share")
+                found[f"{group}/{name}"] = known.mean() if averaged else known.sum()
         if per_layer:
-            numbered = [
-                (*layer.rpartition(" ")[::2], value)
-                for layer, value in zip(layers, of_layers, strict=True)
-            ]
-            found |= {
-                f"{group}/{name}_{of}_{int(n) - 1}".replace(" ", "_"): value
-                for of, n, value in numbered
-            }
+            for layer, value in zip(layers, of_layers, strict=True):
+                kind, _, number = layer.rpartition(" ")
+                found[f"{group}/{name}_{kind}_{int(number) - 1}".replace(" ", "_")] = value
     return {name: float(value) for name, value in found.items() if not np.isnan(value)}

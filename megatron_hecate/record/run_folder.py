@@ -1,11 +1,12 @@
-"""The folder in which a run records what its MoE layers did: what is in it, and how it is read.
+"""Folder with the record of a run's MoE layers: its format and its reader.
 
-| file | holds |
+| file | content |
 |---|---|
-| ``run-{stage:03d}.json`` | `RunInfo` of the stage, and which process writes |
+| ``run-{stage:03d}.json`` | `RunInfo` of the stage, and the identity of the writing process |
 | ``loads-{stage:03d}-{k:05d}.npz`` | some iterations, in order: the arrays of `RunRecord` |
 
-`run_writer.RunWriter` writes it. Needs numpy alone: a run is read where neither torch nor Megatron is.
+`run_writer.RunWriter` writes the folder. This module needs numpy alone, so that a run can be read
+without torch and Megatron.
 """
 
 from __future__ import annotations
@@ -23,30 +24,35 @@ from typing import Any
 import numpy as np
 
 VERSION: int = 1
-RETRIES: int = 100  # of reading a folder whose files change
+# Attempts to read a folder whose files change.
+RETRIES: int = 100
 ARRAYS = ("load", "home", "replica", "late", "rank_load", "crossing", "window", "copy")
 Arrays = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunInfo:
-    """What does not change during a run, of one pipeline stage or of all.
+    """Constant properties of a run, for one pipeline stage or for all.
 
     Args:
         mode: ``observe`` (stock training) or ``fssdp``.
-        layers: [L] names, such as ``layer 3``.
-        num_experts: E, of the layer with most.
-        ranks: N, of the expert-parallel group.
-        node: [N] the node of each.
-        top_k: experts that a token goes to.
+        layers: names of the layers, such as ``layer 3``, [L].
+        num_experts: E, number of experts of the layer with most.
+        ranks: N, size of the expert-parallel group.
+        node: node of each rank, [N].
+        top_k: experts per token.
         slots: S, replicas that a rank can hold per layer; 0 when observing.
-        shape: fields of `plan.LayerShape`; empty where they are not known.
-        speeds: fields of `plan.Speeds`; empty where they are not known.
-        memory: bytes of a rank of the stage: fields of `replicas.memory_estimate.ExpertMemory`; ``token``, what a token
-            leaves in one expert for the backward; ``kept``, microbatches in flight, 0 where experts are recomputed.
-        lifetime, transport, overlap_degree: as in `HecateConfig`, once decided.
-        versions: of packages, by name.
-        started: when, ISO 8601 with time zone.
+        shape: fields of `plan.LayerShape`; empty if unknown.
+        speeds: fields of `plan.Speeds`; empty if unknown.
+        memory: memory of a rank of the stage, bytes: fields of
+            `replicas.memory_estimate.ExpertMemory`; ``token``, activations of a token in one expert
+            that last until the backward; ``kept``, microbatches in flight, 0 if experts are
+            recomputed. Empty if unknown.
+        lifetime: resolved setting of `HecateConfig`.
+        transport: resolved setting of `HecateConfig`.
+        overlap_degree: resolved setting of `HecateConfig`.
+        versions: versions of packages, by name.
+        started: start time, ISO 8601 with time zone.
     """
 
     mode: str
@@ -67,27 +73,35 @@ class RunInfo:
 
     @property
     def form(self) -> tuple:
-        """What all segments of a stage have in common."""
+        """Properties that all segments of a stage share."""
         return self.mode, self.layers, self.num_experts, self.ranks, self.slots
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class RunRecord:
-    """A run, all stages together: layers in the order of the model, iterations that all stages have, ascending.
+    """Record of a run, all stages together.
+
+    Layers are in the order of the model; iterations are ascending, and recorded by all stages.
 
     Args:
-        info: of the whole run.
-        iteration: [T] int64 as Megatron counts. Some are missing where the record was thinned.
-        time: [T] float64 unix seconds when it ended.
-        load: [T, L, E] int64 tokens per expert, over the group; 0 for experts that a layer lacks.
-        replica: [T, L, N, S] int64 experts in replica slots, -1 empty; ``None`` like all that follow when observing.
-            Where microbatches have plans of their own, that with most replicas.
-        late: [T, L] int64 how many of them came after the gate.
-        rank_load: [T, L, N] int64 tokens that each rank computed, without padding.
-        crossing: [T, L] int64 tokens computed on another node than they came from; ``None`` where not counted.
-        window: [T, L] float64 measured seconds from a layer's attention to its experts, which hide copies; NaN before.
-        copy: [T, L] float64 measured seconds that one copy of weights takes; NaN before.
-        home: [T, L, E] int64 rank of each expert's home, where homes move; else they are where Megatron built them.
+        info: properties of the whole run.
+        iteration: iteration numbers as counted by Megatron, [T] int64. A thinned record has gaps.
+        time: end of each iteration, [T] float64 unix seconds.
+        load: tokens per expert, summed over the group, [T, L, E] int64; 0 for experts that a layer
+            lacks.
+        replica: experts in replica slots, [T, L, N, S] int64, -1 in empty slots; ``None`` like all
+            further arrays when observing. If microbatches have plans of their own, the plan with
+            most replicas.
+        late: number of replicas fetched after the gate, [T, L] int64.
+        rank_load: tokens computed by each rank, without padding, [T, L, N] int64.
+        crossing: tokens computed on another node than the one they start on, [T, L] int64; ``None``
+            if not counted.
+        window: measured time from a layer's attention to its experts, which hides copies, [T, L]
+            float64 seconds; NaN before the first measurement.
+        copy: measured time of one copy of weights, [T, L] float64 seconds; NaN before the first
+            measurement.
+        home: rank of each expert's home, [T, L, E] int64; ``None`` if experts stay at their
+            original homes.
     """
 
     info: RunInfo
@@ -104,10 +118,14 @@ class RunRecord:
 
 
 def read(folder: str | Path) -> RunRecord:
-    """What a run has recorded so far, all stages together. It may be going on.
+    """Read the record of a run, all stages together. The run may be in progress.
+
+    Args:
+        folder: folder of the run.
 
     Raises:
-        ValueError: for a folder that holds no record, none of an iteration that all stages have, or a broken file.
+        ValueError: when the folder holds no record, no iteration that all stages have recorded, or
+            a broken file.
     """
     folder = Path(folder)
     headers = read_infos(folder)
@@ -115,41 +133,59 @@ def read(folder: str | Path) -> RunRecord:
         raise ValueError(
             f"{folder} holds no record of a run; write one with --moe-fssdp-record {folder}"
         )
-    infos = list(headers.values())
     stages = [_read_stage(folder, int(path.stem.removeprefix("run-"))) for path in headers]
     common = functools.reduce(np.intersect1d, [stage["iteration"] for stage in stages])
     if not len(common):
         raise ValueError(
             f"{folder} holds no iteration yet that all of its {len(stages)} stages have recorded"
         )
-    stages = [{k: a[np.searchsorted(s["iteration"], common)] for k, a in s.items()} for s in stages]
-    layers = [name for info in infos for name in info.layers]
-    order = sorted(
-        range(len(layers)), key=lambda at: place_in_model(layers[at])
-    )  # chunks of stages alternate
+    return _join_stages(list(headers.values()), stages, common)
+
+
+def _join_stages(
+    infos: Sequence[RunInfo], stages: Sequence[Arrays], common: np.ndarray
+) -> RunRecord:
+    """Join the stages of a run into one record.
+
+    Args:
+        infos: headers of the stages.
+        stages: arrays of the stages, iterations first.
+        common: numbers of the iterations that all stages have, ascending.
+    """
+    stages = [_select(stage, common) for stage in stages]
+    layers: list[str] = []
+    for info in infos:
+        layers += info.layers
+    # With interleaved schedules the model's chunks alternate between stages.
+    order = sorted(range(len(layers)), key=lambda at: place_in_model(layers[at]))
     experts = max(info.num_experts for info in infos)
     for stage in stages:
-        stage["load"] = np.pad(
-            stage["load"], ((0, 0), (0, 0), (0, experts - stage["load"].shape[2]))
-        )
+        missing = experts - stage["load"].shape[2]
+        stage["load"] = np.pad(stage["load"], ((0, 0), (0, 0), (0, missing)))
     joined: Arrays = {}
-    for name in (name for name in ARRAYS if all(name in stage for stage in stages)):
-        array = np.concatenate([stage[name] for stage in stages], axis=1)[:, order]
-        joined[name] = array if array.dtype.kind == "f" else array.astype(np.int64)
+    for name in ARRAYS:
+        if all(name in stage for stage in stages):
+            array = np.concatenate([stage[name] for stage in stages], axis=1)[:, order]
+            # Files hold the smallest dtypes.
+            joined[name] = array if array.dtype.kind == "f" else array.astype(np.int64)
     info = dataclasses.replace(
         infos[0], layers=tuple(layers[at] for at in order), num_experts=experts
     )
-    return RunRecord(
-        info=info,
-        iteration=common,
-        time=np.max([stage["time"] for stage in stages], axis=0),
-        **joined,
-    )
+    # An iteration ends when its last stage does.
+    time = np.max([stage["time"] for stage in stages], axis=0)
+    return RunRecord(info=info, iteration=common, time=time, **joined)
+
+
+def _select(stage: Arrays, iterations: np.ndarray) -> Arrays:
+    """Return the rows of the given ``iterations``, which the stage must have."""
+    rows = np.searchsorted(stage["iteration"], iterations)
+    return {name: array[rows] for name, array in stage.items()}
 
 
 def _read_stage(folder: Path, stage: int) -> Arrays:
     for _ in range(RETRIES):
-        with contextlib.suppress(FileNotFoundError):  # a writer that thins takes some away
+        # A writer that merges segments removes files between the listing and the read.
+        with contextlib.suppress(FileNotFoundError):
             if found := [load_segment(path) for path in segments_of(folder, stage).values()]:
                 return in_order(found)
             break
@@ -157,32 +193,42 @@ def _read_stage(folder: Path, stage: int) -> Arrays:
 
 
 def in_order(segments: Sequence[Arrays]) -> Arrays:
-    """Segments as one, with the arrays that all have, without iterations that a run recorded again after it went back
-    to a checkpoint."""
-    kept, before = [], np.iinfo(np.int64).max
+    """Concatenate segments.
+
+    Iterations that the run recorded again after a rollback to a checkpoint are dropped from the
+    earlier segments. Only arrays that all segments have are kept.
+    """
+    # From the newest segment back: each one ends before the first iteration of its successors.
+    kept: list[Arrays] = []
+    before = np.iinfo(np.int64).max
     for segment in reversed(segments):
         kept.append({name: array[segment["iteration"] < before] for name, array in segment.items()})
         before = segment["iteration"].min(initial=before)
+    kept.reverse()
     names = [name for name in segments[0] if all(name in segment for segment in segments)]
-    return {name: np.concatenate([segment[name] for segment in reversed(kept)]) for name in names}
+    return {name: np.concatenate([segment[name] for segment in kept]) for name in names}
 
 
 def load_segment(path: Path) -> Arrays:
-    """Its arrays, iterations first; ValueError when it is broken."""
-    content = io.BytesIO(
-        path.read_bytes()
-    )  # a broken archive raises OSError, too, as the disk does
+    """Read the arrays of a segment, iterations first.
+
+    Raises:
+        ValueError: when the file is broken.
+    """
+    # Read outside of `try`: a broken archive raises an OSError as a broken disk does.
+    content = io.BytesIO(path.read_bytes())
     try:
         with np.load(content) as archive:
             return {**archive, "iteration": archive["iteration"].astype(np.int64)}
-    except Exception as error:  # zip, zlib, numpy and the tokenizer it uses have their own
+    # zipfile, zlib, numpy and numpy's header parser raise exceptions of their own.
+    except Exception as error:
         raise ValueError(
             f"{path} is broken ({type(error).__name__}: {error}); remove it to read the rest"
         ) from error
 
 
 def segments_of(folder: Path, stage: int) -> dict[int, Path]:
-    """Files of a stage by their number, ascending."""
+    """Return the segment files of a stage by number, ascending."""
     found = {
         int(path.stem.rpartition("-")[2]): path for path in folder.glob(f"loads-{stage:03d}-*.npz")
     }
@@ -190,7 +236,11 @@ def segments_of(folder: Path, stage: int) -> dict[int, Path]:
 
 
 def read_infos(folder: Path) -> dict[Path, RunInfo]:
-    """What the headers in ``folder`` say, stage by stage; none where it is no run's. ValueError for a broken one."""
+    """Read the headers of all stages, by path, ascending; empty if ``folder`` holds no run.
+
+    Raises:
+        ValueError: when a header is broken.
+    """
     return {path: _read_info(path) for path in sorted(folder.glob("run-*.json"))}
 
 
@@ -200,9 +250,10 @@ def _read_info(path: Path) -> RunInfo:
         if values["version"] != VERSION:
             raise ValueError(f"version {values['version']}, this package reads {VERSION}")
         fields = {f.name: values[f.name] for f in dataclasses.fields(RunInfo) if f.name in values}
-        return RunInfo(
-            **{**fields, "layers": tuple(fields["layers"]), "node": tuple(fields["node"])}
-        )
+        # JSON has lists only.
+        fields["layers"] = tuple(fields["layers"])
+        fields["node"] = tuple(fields["node"])
+        return RunInfo(**fields)
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} does not describe a run ({type(error).__name__}: {error})"
@@ -210,6 +261,6 @@ def _read_info(path: Path) -> RunInfo:
 
 
 def place_in_model(layer: str) -> tuple[bool, int]:
-    """By which names of layers are sorted."""
+    """Return the sort key of a layer's name: multi-token prediction (MTP) last, then the number."""
     number = re.search(r"\d+$", layer)
     return layer.startswith("mtp"), int(number[0]) if number else 0

@@ -1,8 +1,9 @@
-"""Writes what a run records into its folder (`run_folder`), from a thread of its own: one writer per pipeline stage.
+"""Writer of one pipeline stage's record (`run_folder`), with a background thread.
 
-Every file is written beside its place, synchronized, and renamed, so a reader never sees half of one. The newest
-segment is written again as it grows. Past a bound on bytes older segments are thinned: two of them become one that
-keeps every second iteration. Iterations are chosen by their number, so that all stages keep the same ones.
+Every file is written under a temporary name, synchronized, and renamed, so that a reader never
+reads a partial file. The newest segment is written again as it grows. When segments exceed a bound
+on bytes, older segments are thinned: two of the segments are merged into one with every second
+iteration. Iterations are selected by number, so that all stages keep the same ones.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,25 +33,40 @@ from megatron_hecate.record.run_folder import (
     segments_of,
 )
 
-BOUND: int = 256 << 20  # bytes of all segments of a stage
-SEGMENT_BYTES: int = 4 << 20  # of a segment's arrays, before compression
+# Bytes of all segments of a stage, at most.
+BOUND: int = 256 << 20
+# Bytes of a segment's arrays before compression, and its iterations, at most.
+SEGMENT_BYTES: int = 4 << 20
 SEGMENT_ITERATIONS: int = 256
-SECONDS: float = 5.0  # between two writes of a segment that grows
+# Seconds between two writes of a growing segment.
+SECONDS: float = 5.0
+
+
+class _Segment(NamedTuple):
+    """Finished segment on disk.
+
+    Args:
+        size: bytes of its file.
+        every: 1 if all iterations were kept, n if every n-th.
+    """
+
+    size: int
+    every: int
 
 
 class RunWriter:
-    """Writes one stage of a run. A disk that is full costs the record, never the training.
+    """Writer of one stage of a run. A full disk costs iterations of the record, never the training.
 
     Args:
-        folder: made where it is missing. A run that goes on in the same folder is continued.
-        info: of this stage.
-        stage: its number.
-        bound: bytes that the segments may take together.
-        seconds: between two writes.
+        folder: folder of the run, created if missing; a run that restarts there is continued.
+        info: header of the stage.
+        stage: number of the stage.
+        bound: bytes of all segments, at most.
+        seconds: seconds between two writes.
 
     Raises:
         ValueError: when the folder holds another run.
-        OSError: when it cannot be written.
+        OSError: when the folder cannot be written.
     """
 
     def __init__(
@@ -61,74 +78,92 @@ class RunWriter:
         bound: int = BOUND,
         seconds: float = SECONDS,
     ) -> None:
-        self._folder, self._stage, self._bound, self._seconds = Path(folder), stage, bound, seconds
+        self._folder = Path(folder)
+        self._stage = stage
+        self._bound = bound
+        self._seconds = seconds
         self._header = self._folder / f"run-{stage:03d}.json"
         self._writer = f"{socket.gethostname()} {os.getpid()} {time.time()}"
-        self._rows: list[tuple[int, Arrays]] = []  # not yet in a finished segment
-        self._written = 0  # of these, in the file of the growing one
-        self._lock, self._writes, self._wake = threading.Lock(), threading.Lock(), threading.Event()
-        self._closed = self._complained = False
+        # Iterations that no finished segment contains.
+        self._rows: list[tuple[int, Arrays]] = []
+        # Number of rows in the file of the growing segment.
+        self._written = 0
+        # One lock for the rows, which training must get at once, and one for files.
+        self._lock = threading.Lock()
+        self._writes = threading.Lock()
+        self._wake = threading.Event()
+        self._closed = False
+        self._complained = False
         self._folder.mkdir(parents=True, exist_ok=True)
-        for path, held in read_infos(self._folder).items():
-            own = path == self._header
-            alike = (
-                held.form == info.form
-                if own
-                else held.mode == info.mode and not {*held.layers} & {*info.layers}
-            )
-            if not alike:
-                raise ValueError(
-                    f"{folder} holds another run, started {held.started or 'at an unknown time'} (mode {held.mode}, "
-                    f"{len(held.layers)} layers, {held.num_experts} experts, {held.ranks} ranks, {held.slots} slots); "
-                    "name another folder, or remove that one"
-                )
-        # of finished segments, ascending: bytes, and every how manyth iteration was kept
-        self._finished: dict[int, tuple[int, int]] = {}
+        self._refuse_another_run(info)
+        # By number, ascending.
+        self._finished: dict[int, _Segment] = {}
         for number, path in segments_of(self._folder, stage).items():
-            self._finished[number] = (
-                path.stat().st_size,
-                int(load_segment(path)["every"].max(initial=1)),
-            )
+            every = int(load_segment(path)["every"].max(initial=1))
+            self._finished[number] = _Segment(path.stat().st_size, every)
         self._next = max(self._finished, default=-1) + 1
-        text = json.dumps(
-            {"version": VERSION, **dataclasses.asdict(info), "writer": self._writer}, indent=1
-        )
-        _replace(self._header, text.encode())
+        header = {"version": VERSION, **dataclasses.asdict(info), "writer": self._writer}
+        _replace(self._header, json.dumps(header, indent=1).encode())
         atexit.register(self.close)
         self._thread = threading.Thread(target=self._run, name="FSSDP record", daemon=True)
         self._thread.start()
 
+    def _refuse_another_run(self, info: RunInfo) -> None:
+        """Raise a ValueError if the folder holds a run that cannot be continued with ``info``."""
+        for path, held in read_infos(self._folder).items():
+            if path == self._header:
+                same_run = held.form == info.form
+            else:
+                # Other stages have other layers of the same run.
+                same_run = held.mode == info.mode and not {*held.layers} & {*info.layers}
+            if not same_run:
+                raise ValueError(
+                    f"{self._folder} holds another run, started "
+                    f"{held.started or 'at an unknown time'} (mode {held.mode}, "
+                    f"{len(held.layers)} layers, {held.num_experts} experts, {held.ranks} ranks, "
+                    f"{held.slots} slots); name another folder, or remove that one"
+                )
+
     def append(self, iteration: int, **arrays: np.ndarray | float) -> None:
-        """Add one iteration; takes microseconds. ``arrays`` are those of `RunRecord`, without their first axis, and
-        belong to the writer from now on. ``time`` is now, where it is not given."""
+        """Add one iteration. Takes microseconds.
+
+        Args:
+            iteration: number of the iteration.
+            arrays: arrays of `RunRecord` without the first axis, which must not be modified later;
+                ``time`` defaults to now.
+        """
         row = {name: np.asarray(value) for name, value in {"time": time.time(), **arrays}.items()}
         with self._lock:
             self._rows.append((iteration, row))
-            if self._first_segment()[1]:
+            _, finished = self._first_segment()
+            if finished:
                 self._wake.set()
 
     def flush(self) -> None:
-        """Write all that was added; what cannot be written is said once."""
+        """Write all added iterations; print the first error only."""
         with self._writes:
             try:
                 while self._write_first_segment():
                     self._thin()
-            except Exception as error:  # training goes on, whatever it is
+            # Recording must never stop training.
+            except Exception as error:
                 if not self._complained:
                     self._complained = True
-                    text = (
-                        f"FSSDP: {self._folder} cannot be written ({type(error).__name__}: {error}); training goes on, "
-                        "iterations that find no room are missing in the record"
+                    cause = f"{type(error).__name__}: {error}"
+                    print(
+                        f"FSSDP: {self._folder} cannot be written ({cause}); training continues, "
+                        "iterations without room on the disk are missing in the record",
+                        file=sys.stderr,
+                        flush=True,
                     )
-                    print(text, file=sys.stderr, flush=True)
 
     def stop(self) -> None:
-        """Have the thread write all and end; does not wait for it."""
+        """Signal the thread to write all and exit, without waiting."""
         self._closed = True
         self._wake.set()
 
     def close(self) -> None:
-        """Write all, and stop."""
+        """Write all, and wait for the thread's exit."""
         self.stop()
         self._thread.join()
         atexit.unregister(self.close)
@@ -141,24 +176,31 @@ class RunWriter:
         self.flush()
 
     def _first_segment(self) -> tuple[int, bool]:
-        """How many rows belong to it, and whether it is finished: it is full, or the run went back after it."""
+        """Return the number of rows of the first segment, and whether the segment is finished.
+
+        A segment is finished if it is full, or if the run resumed from an earlier iteration after
+        it.
+        """
         if not self._rows:
             return 0, False
         row_bytes = sum(array.nbytes for array in self._rows[0][1].values())
-        full = min(SEGMENT_ITERATIONS, max(1, min(SEGMENT_BYTES, self._bound // 16) // row_bytes))
+        rows_in_bound = max(1, min(SEGMENT_BYTES, self._bound // 16) // row_bytes)
+        full = min(SEGMENT_ITERATIONS, rows_in_bound)
         iterations = [iteration for iteration, _ in self._rows[: full + 1]]
-        back = [at for at in range(1, len(iterations)) if iterations[at] <= iterations[at - 1]]
-        length = min([full, len(iterations), *back])
-        return length, length == full or bool(back)
+        rollbacks = [at for at in range(1, len(iterations)) if iterations[at] <= iterations[at - 1]]
+        length = min([full, len(iterations), *rollbacks])
+        return length, length == full or bool(rollbacks)
 
     def _write_first_segment(self) -> bool:
-        """Returns whether it is finished."""
+        """Write the first segment if it has grown; return True if it is finished."""
         with self._lock:
             length, finished = self._first_segment()
-            rows, number = self._rows[:length], self._next
+            rows = self._rows[:length]
+            number = self._next
             if length == self._written and not finished:
                 return False
-            if finished:  # gone, whether it can be written or not
+            # Dropped before the write: with a full disk the rows would pile up in memory.
+            if finished:
                 del self._rows[:length]
                 self._next += 1
             self._written = 0 if finished else length
@@ -168,39 +210,53 @@ class RunWriter:
         return finished
 
     def _write(self, number: int, arrays: Arrays, *, every: int) -> None:
-        """Write a segment with each ``every``-th iteration, 0 for one that grows, unless another job took the folder
-        over."""
-        if (owner := json.loads(self._header.read_text()).get("writer")) != self._writer:
+        """Write one segment.
+
+        Args:
+            number: number of the segment.
+            arrays: arrays of the segment, iterations first.
+            every: interval of the kept iterations; 0 for a growing segment.
+
+        Raises:
+            RuntimeError: when another job has taken over the folder.
+        """
+        owner = json.loads(self._header.read_text()).get("writer")
+        if owner != self._writer:
             raise RuntimeError(f"another job writes there: {owner}")
         data = io.BytesIO()
+        # A growing segment is written again and again, so it is not compressed.
         save = np.savez_compressed if every else np.savez
         arrays["every"] = np.full(len(arrays["iteration"]), max(every, 1))
         save(data, **{name: _compact(array) for name, array in arrays.items()})
         _replace(self._folder / f"loads-{self._stage:03d}-{number:05d}.npz", data.getbuffer())
         if every:
-            self._finished[number] = data.tell(), every
+            self._finished[number] = _Segment(data.tell(), every)
 
     def _thin(self) -> None:
-        """Keep to the bound: of the most frequent density the two oldest segments become one, but never the newest."""
-        while sum(size for size, _ in self._finished.values()) > self._bound:
-            older = {number: every for number, (_, every) in list(self._finished.items())[:-1]}
+        """Merge segments until their sizes are within the bound.
+
+        Each step merges the two oldest segments of the most frequent density. The newest segment is
+        never merged.
+        """
+        while sum(segment.size for segment in self._finished.values()) > self._bound:
+            older = {number: segment.every for number, segment in list(self._finished.items())[:-1]}
             count = Counter(older.values())
             every = min(count, key=lambda every: (-count[every], every), default=0)
             pair = [number for number in older if older[number] == every][:2]
             if len(pair) < 2:
                 return
+            first, second = pair
             paths = segments_of(self._folder, self._stage)
             arrays = in_order([load_segment(paths[number]) for number in pair])
             kept = arrays["iteration"] % (2 * every) == 0
-            self._write(
-                pair[1], {name: array[kept] for name, array in arrays.items()}, every=2 * every
-            )
-            del self._finished[pair[0]]
-            paths[pair[0]].unlink()
+            merged = {name: array[kept] for name, array in arrays.items()}
+            self._write(second, merged, every=2 * every)
+            del self._finished[first]
+            paths[first].unlink()
 
 
 def _compact(array: np.ndarray) -> np.ndarray:
-    """The same whole numbers in the fewest bytes."""
+    """Return the integers of ``array`` in the smallest dtype that holds all; floats unchanged."""
     if array.dtype.kind not in "iu" or not array.size:
         return array
     return array.astype(
@@ -209,14 +265,14 @@ def _compact(array: np.ndarray) -> np.ndarray:
 
 
 def _replace(path: Path, data: bytes | memoryview) -> None:
-    """Write ``path`` at once: it holds what it held, or ``data``."""
-    beside = path.with_suffix(".tmp")
+    """Replace the content of ``path`` by ``data`` atomically."""
+    temporary = path.with_suffix(".tmp")
     try:
-        with beside.open("wb") as file:
+        with temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     except BaseException:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise

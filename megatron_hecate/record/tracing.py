@@ -1,4 +1,4 @@
-"""Which iterations of a run are traced (``HecateConfig.trace``), and how far the clocks of ranks are apart."""
+"""Setup of traces (``HecateConfig.trace``): traced iterations, and offsets of the ranks' clocks."""
 
 from __future__ import annotations
 
@@ -17,37 +17,57 @@ from megatron_hecate.config import OBSERVED, HecateConfig
 from megatron_hecate.job.attempt import Attempt
 from megatron_hecate.megatron.training_globals import running_iteration
 
-PINGS: int = 8  # to rank 0; the fastest counts
+# Round trips to rank 0 per rank; the fastest is used.
+PINGS: int = 8
 
 
 def listeners(config: HecateConfig) -> list[Callable[[], None]]:
-    """What is to be called when an iteration begins. All ranks ask at once, since they compare clocks.
+    """Create the listeners to call at the beginning of an iteration. Collective: compares clocks.
+
+    Args:
+        config: the settings, with the traced iterations.
 
     Raises:
         TimeoutError: when a rank does not take part in time.
     """
     if config.traced is None:
         return []
-    attempt, rank = Attempt.current(), dist.get_rank()
+    attempt = Attempt.current()
+    rank = dist.get_rank()
     store = dist.PrefixStore(
         f"megatron_hecate/clock/{attempt.count('clock')}", _get_default_store()
     )
     host = Path("/proc/sys/kernel/random/boot_id").read_text()
     shift = to_rank_0(store, rank, dist.get_world_size(), timeout=config.timeout, host=host)
     now = datetime.now(UTC).isoformat()
-    job = store.compare_set("job", "", now).decode()  # what the first rank here says
+    # All ranks use the time stamp of the first rank that arrives.
+    job = store.compare_set("job", "", now).decode()
     traced = trace.Iterations(
         config.traced, config.record or OBSERVED, rank=rank, shift=shift, job=job
     )
-    attempt.at_end(traced.close)  # one recorder runs in a process: the next attempt has its own
+    # Only one recorder can run in a process, and the next attempt has its own.
+    attempt.at_end(traced.close)
     return [lambda: traced.begin(running_iteration())]
 
 
 def to_rank_0(store: dist.Store, rank: int, size: int, *, timeout: float, host: str) -> float:
-    """Seconds to add to this process's ``time.perf_counter()`` to have the unix time of rank 0.
+    """Measure the offset of this process's clock from rank 0's.
 
-    Processes of one ``host`` share its clock. Others ask rank 0 for the time, one after another, and take it that the
-    answer was given in the middle of the fastest round trip.
+    Processes of one host share its clock. Other ranks query rank 0's time, one rank after another,
+    and assume that rank 0 answered in the middle of the fastest round trip.
+
+    Args:
+        store: store of the ranks that compare clocks.
+        rank: this rank.
+        size: number of ranks.
+        timeout: seconds to wait for another rank.
+        host: identity of the host.
+
+    Returns:
+        Seconds to add to this process's ``time.perf_counter()`` for the unix time of rank 0.
+
+    Raises:
+        TimeoutError: when a rank does not take part in time.
     """
 
     def read(name: str, other: int) -> str:
@@ -66,12 +86,15 @@ def to_rank_0(store: dist.Store, rank: int, size: int, *, timeout: float, host: 
             if read(f"{other}/{ping}", other) != host:
                 store.set(f"{other}/{ping}/answer", repr(time.perf_counter() + shift))
         return shift
-    theirs, shift = json.loads(read("0", 0))
-    found = []
+    host_of_rank_0, shift = json.loads(read("0", 0))
+    found: list[tuple[float, float]] = []
     for ping in range(PINGS):
         begin = time.perf_counter()
+        # Also on rank 0's host: rank 0 waits for every ping, and learns the host from it.
         store.set(f"{rank}/{ping}", host)
-        if theirs != host:
-            told, end = float(read(f"{rank}/{ping}/answer", 0)), time.perf_counter()
-            found.append((end - begin, told - (begin + end) / 2))
-    return min(found, default=(0.0, shift))[1]
+        if host_of_rank_0 != host:
+            time_of_rank_0 = float(read(f"{rank}/{ping}/answer", 0))
+            end = time.perf_counter()
+            found.append((end - begin, time_of_rank_0 - (begin + end) / 2))
+    _, shift = min(found, default=(0.0, shift))
+    return shift

@@ -52,7 +52,8 @@ def test_many_problems_are_listed_by_rank_0_and_counted_elsewhere() -> None:
 @ranks(2)
 def test_an_exception_of_the_judge_reaches_all() -> None:
     with pytest.raises(
-        RuntimeError, match="rank 0 could not judge what all ranks told it: ZeroDivisionError"
+        RuntimeError,
+        match="rank 0 failed while it evaluated the messages of all ranks: ZeroDivisionError",
     ):
         Note(layers=["layer 1"]).agree(timeout=20.0, judge=lambda notes: ([], 1 // 0))
     assert Note(layers=["layer 1"]).agree(timeout=20.0)[0] is None

@@ -17,7 +17,7 @@ from megatron_hecate.job.rendezvous import Question, Verdict
 
 RANKS = range(6)
 WAY_OUT = (
-    "to switch FSSDP on; is --moe-fssdp given on every rank, and do all of them build the model?"
+    "to switch FSSDP on; is --moe-fssdp given on every rank, and does every rank build the model?"
 )
 
 
@@ -166,7 +166,7 @@ def test_an_exception_on_rank_0_reaches_all(store: dist.TCPStore, broken: str) -
         )
         assert isinstance(error, RuntimeError), rank
         assert str(error).startswith(
-            f"FSSDP: rank 0 could not judge what all ranks told it: {said}"
+            f"FSSDP: rank 0 failed while it evaluated the messages of all ranks: {said}"
         )
     assert _ask(store, 2, after=dict.fromkeys(RANKS, 0.0))[5].job == {"sum": 111111}, (
         "and it can be asked again"

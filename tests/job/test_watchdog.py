@@ -141,7 +141,8 @@ def test_a_stopped_rank_is_named_and_training_goes_on(mode: str) -> None:
     for survivor in (0, 1):
         assert len(_lines(read(survivor))) == 1
         # FSSDP decides before the router is called; an observed router says so when it runs
-        state = rf"stands still, or is cut off; last heard of: iteration 3, layer {1 if mode == 'observe' else 2}"
+        number = 1 if mode == "observe" else 2
+        state = rf"stopped or unreachable; last heartbeat: iteration 3, layer {number}"
         found = _check_line(read(survivor), survivor, "3, layer 2", state)
         assert int(found["seconds"]) + 1 >= TIMEOUT
         assert time.mktime(time.strptime(found["since"], "%Y-%m-%d %H:%M:%S")) - began >= -2
@@ -247,7 +248,7 @@ def test_pipeline_stages_that_wait_for_each_other_tell_their_lines() -> None:
     (line,) = _lines(read(1))
     assert re.fullmatch(
         r"FSSDP: rank 1 made no progress for \d+ s: iteration 2, the optimizer's step\. No rank is behind its group\. "
-        r"They are in test_progress\.py:\d+ hang_in_the_loader \(rank 0\); p2p_communication\.py:\d+ \w+ \(rank 1\)",
+        r"Ranks are in test_progress\.py:\d+ hang_in_the_loader \(rank 0\); p2p_communication\.py:\d+ \w+ \(rank 1\)",
         line,
     ), line
 

@@ -20,12 +20,13 @@ import pytest
 import torch.distributed as dist
 
 from megatron_hecate.job import watchdog
-from megatron_hecate.job.watchdog import Reporter, Word, _look, here, name_ranks_behind
+from megatron_hecate.job.heartbeats import Heartbeat, name_ranks_behind, read_heartbeats
+from megatron_hecate.job.watchdog import Reporter, here
 
 
-def _word(**changed: Any) -> Word:
+def _word(**changed: Any) -> Heartbeat:
     fields = dict(beat=5, steps=40, where="iteration 2, layer 3", since=0.0, host="a", group=0)
-    return Word(**{**fields, **changed})
+    return Heartbeat(**{**fields, **changed})
 
 
 @pytest.mark.fast
@@ -36,7 +37,7 @@ def test_who_is_behind_is_told_from_two_looks() -> None:
     later = [dataclasses.replace(word, beat=6) for word in alive]
 
     def named(
-        changes: dict[int, Word | None], first: dict[int, Word | None] | None = None
+        changes: dict[int, Heartbeat | None], first: dict[int, Heartbeat | None] | None = None
     ) -> list[int]:
         before, now = list(alive), list(later)
         for rank, word in (first or {}).items():
@@ -83,7 +84,7 @@ def test_large_jobs_ask_little_of_the_store() -> None:
         reporter._publish()
     counted = mock.Mock(wraps=server)
     reporter._store = counted
-    words = _look(counted, 1_024)
+    words = read_heartbeats(counted, 1_024)
     assert [rank for rank, word in enumerate(words) if word is None] == [1_023]
     assert len(counted.method_calls) == 2 * 8 + 128, (
         "the last block is not complete, and asked for one by one"
@@ -91,7 +92,7 @@ def test_large_jobs_ask_little_of_the_store() -> None:
     reporter._rank = 1_023
     reporter._publish()
     counted.reset_mock()
-    assert None not in _look(counted, 1_024)
+    assert None not in read_heartbeats(counted, 1_024)
     assert len(counted.method_calls) == 2 * 8
 
 
@@ -135,8 +136,8 @@ def test_when_the_rank_that_looks_is_gone_another_one_does(
     _until(lambda: out.append(capfd.readouterr().out) or "".join(out))
     reporter.stop()
     assert re.fullmatch(
-        r"FSSDP: rank 0 made no progress for \d+ s: iteration 4, layer 2\. Behind: rank 1 on b \(stands still, "
-        r"or is cut off; last heard of: before its first forward, since [\d: -]+\)\n",
+        r"FSSDP: rank 0 made no progress for \d+ s: iteration 4, layer 2\. Behind: rank 1 on b \("
+        r"stopped or unreachable; last heartbeat: before its first forward, since [\d: -]+\)\n",
         "".join(out),
     ), out
 
@@ -163,7 +164,7 @@ def test_a_store_that_stands_still_is_named_and_one_that_goes_away_is_not(
         _until(lambda: out.append(capfd.readouterr().out) or "".join(out))
         assert re.fullmatch(
             r"FSSDP: rank 0 made no progress for \d+ s: iteration 4, layer 2\. The rendezvous store does not answer: "
-            r"rank 0, which runs it unless torchrun does, stands still\n",
+            r"rank 0, which hosts it unless torchrun does, is stopped\n",
             "".join(out),
         ), out
         server.send_signal(signal.SIGCONT)
@@ -201,7 +202,7 @@ print("child", status, reporter.is_alive(), store.get("megatron_hecate/progress/
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == ""
     assert done.stdout.startswith("child 0 True ") and "false" in done.stdout
-    assert Word(*json.loads(server.get(f"{watchdog.PREFIX}/at/0"))).left
+    assert Heartbeat(*json.loads(server.get(f"{watchdog.PREFIX}/at/0"))).left
 
 
 def test_a_store_that_does_not_answer_delays_an_error_by_seconds_only(

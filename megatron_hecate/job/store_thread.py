@@ -1,0 +1,65 @@
+"""Background thread with a store connection of its own."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import socket
+import threading
+
+import torch.distributed as dist
+
+
+class StoreThread(threading.Thread):
+    """Daemon thread outside of training that owns the connection of ``store``.
+
+    Args:
+        name: suffix of the thread's name.
+        store: clone of the job's store that no other thread uses.
+    """
+
+    def __init__(self, name: str, store: dist.Store) -> None:
+        super().__init__(name=f"fssdp {name}", daemon=True)
+        self._store = store
+        self._stopping = threading.Event()
+        self._pid = os.getpid()
+        # True once pending work must be dropped.
+        self._is_abandoned = False
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        # A TCPStore exposes its file descriptor in its representation only.
+        found = re.search(r"SocketImpl\(fd=(\d+)", repr(store))
+        self._connection: socket.socket | None = None
+        if found:
+            self._connection = socket.socket(fileno=os.dup(int(found[1])))
+
+    def stop(self, patience: float = 1.0) -> None:
+        """Signal the thread to stop and join it for up to ``patience`` seconds.
+
+        No effect in a forked process, which does not run the thread.
+        """
+        if os.getpid() == self._pid and self.is_alive():
+            self._stopping.set()
+            self.join(patience)
+
+    def abandon(self) -> None:
+        """Stop the thread, drop its pending work, and close its connection."""
+        self._is_abandoned = True
+        atexit.unregister(self.stop)
+        self.stop()
+        if self._connection is not None and not self.is_alive():
+            self._connection.close()
+            self._connection = None
+
+    def _store_is_closed(self) -> bool:
+        """Return True if the store's server has closed the connection.
+
+        torch prints a page of warnings when a closed connection is used.
+        """
+        if self._connection is None:
+            return False
+        try:
+            return not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
