@@ -40,7 +40,7 @@ from megatron_hecate.replicas.buffers import Buffer
 
 @dataclasses.dataclass(frozen=True)
 class ChunkLayout:
-    """Layout of one expert's parameters in a chunk, which holds them end to end.
+    """Layout of one expert's parameters, end to end in a chunk.
 
     Args:
         shapes: shape of every parameter, in the order of the expert's module.
@@ -215,7 +215,7 @@ class PendingGradients:
         self._sums.clear()
 
     def complete(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Wait for the sums and add them to ``grads``, the homes' gradients, a flat list."""
+        """Wait for the sums and add each to its home's gradient in ``grads``, a flat list."""
         if self._delayed:
             if self._later is None:
                 self._passed = True

@@ -241,8 +241,8 @@ class BufferPool:
         With lifetime ``iteration`` it is the same buffer in all microbatches.
 
         Raises:
-            RuntimeError: with lifetime ``microbatch``, if more microbatches are in flight than the
-                schedule has.
+            RuntimeError: if more microbatches are in flight than the schedule has (lifetime
+                ``microbatch``).
         """
         if self.lifetime != "microbatch":
             return self._weights[layer % len(self._weights)]

@@ -150,7 +150,7 @@ class Replicas:
         return pending
 
     def start(self) -> None:
-        """Begin to fetch the replicas, unless the buffer holds them."""
+        """Begin to fetch the replicas, unless the buffer already holds this plan's."""
         if self.buffer.holds is not self.plan:
             self.buffer.hold(self.plan)
             self._fetch(self.plan)
@@ -304,7 +304,7 @@ class Replicas:
             )
 
     def _take_gradients(self, pending: PendingGradients, grads: list[Tensor | None]) -> None:
-        """Take one microbatch's gradients of all weights, or queue them where they are delayed."""
+        """Take one microbatch's gradients of all weights, or queue delayed gradients."""
         trace.add("experts backward", self.label, self._backward_began)
         pending.check_destination(self.label)
         if self.slots.delayed is None:
