@@ -143,7 +143,7 @@ class Recorder:
             yield {**event, "pid": rank, "tid": tid, "ts": begin, "dur": end - begin}
 
     def _rounded_spans(self, shift: float) -> list[tuple[str, str, int, int]]:
-        """Return the spans in whole microseconds, by begin; of equal begins the longest first.
+        """Return the spans in whole microseconds by start time, the longest first on ties.
 
         Rounded bounds preserve nesting.
         """
@@ -191,7 +191,7 @@ class Iterations:
         self._job = job
         self._recorder: Recorder | None = None
         self._begun = 0
-        # Number of the running iteration, and the time of its begin.
+        # Number and start time of the running iteration.
         self._running: tuple[int, float] | None = None
 
     def begin(self, number: int | None) -> None:
@@ -201,7 +201,8 @@ class Iterations:
             number: number of the iteration; ``None``: number of calls so far, from 1.
         """
         self._begun += 1
-        number = self._begun if number is None else number
+        if number is None:
+            number = self._begun
         if self.first <= number <= self.last:
             # If the user runs a recorder, leave it alone.
             if self._recorder is None and not Recorder.is_running():
@@ -290,6 +291,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def _span(what: str, layer: str) -> Iterator[None]:
+    # Read once: the recorder may end within the block.
     recorder = _recorder
     begin = time.perf_counter()
     with record_function(f"{PREFIX}{what} {layer}"):
@@ -300,6 +302,7 @@ def _span(what: str, layer: str) -> Iterator[None]:
             recorder.look()
 
 
+# One object for all spans that are not recorded, so that a span allocates nothing.
 _NOTHING = contextlib.nullcontext()
 
 

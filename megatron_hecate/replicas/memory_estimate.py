@@ -7,7 +7,7 @@ several copies of the experts, offloading, or gradients in bf16 need less. All s
 
 Not counted: activations; with fp8 and fp4 the quantized copies of weights that are stored in bf16;
 and temporary memory in the backward of a layer: gradients in the weights' type of at most all its
-homes and replicas (stock's grouped experts: of all homes; none with gradient accumulation fusion).
+homes and slots (stock's grouped experts: of all homes; none with gradient accumulation fusion).
 """
 
 from __future__ import annotations

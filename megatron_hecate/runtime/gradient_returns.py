@@ -1,8 +1,8 @@
-"""Schedule of the returns of replica gradients to their homes.
+"""Timing of the returns of replica gradients to their homes.
 
 Within one call of Megatron's schedule gradients accumulate with the replicas and return with the
-last backward, so that the attention's backward hides the transfer. Detecting the last backward is a
-guess. An extra return is correct, because returns add up, and `GradientReturns.complete` returns
+last backward, so that the attention's backward hides the transfer. The last backward is
+guessed: an extra return is correct, because returns add up, and `GradientReturns.complete` returns
 the rest before DDP reduces gradients. In loops without a schedule every backward returns its own
 gradients, because the next line may read or change ``main_grad``.
 """

@@ -64,7 +64,7 @@ class IterationTracker:
         listen_to_steps(self)
 
     def enter(self, layer: int) -> bool:
-        """Note the begin of a microbatch's forward in ``layer``.
+        """Note the start of a microbatch's forward in ``layer``.
 
         Not called in evaluation and recomputation.
 
@@ -98,7 +98,7 @@ class IterationTracker:
 
     @property
     def counted_microbatches(self) -> int | None:
-        """Microbatches since the last begin of an iteration; if zero, the last number."""
+        """Microbatches since an iteration last began; if zero, the previous iteration's number."""
         counted = zip(self._forwards, self._passes, strict=True)
         return max(forwards // passes for forwards, passes in counted) or self.microbatches
 
@@ -112,7 +112,7 @@ class IterationTracker:
         return all(entered == self.iteration for entered in self._entered)
 
     def has_forwarded(self, layer: int) -> bool:
-        """Return whether ``layer`` has routed a microbatch since the last begin of an iteration.
+        """Return whether ``layer`` has routed a microbatch since an iteration last began.
 
         The iteration may have ended since: some loops zero gradients, or step another model's
         optimizer, between a forward and its backward.
@@ -180,8 +180,7 @@ class IterationTracker:
     def optimizers(self) -> list[Optimizer]:
         """Return the live optimizers that have stepped.
 
-        Optimizers with the latest step are first; with steps in the same iteration, the first to
-        step.
+        Sorted by the iteration of the last step, latest first; ties in the order of the first step.
         """
         newest = sorted(self._stepped.values(), key=lambda stepped: -stepped[1])
         return [optimizer for reference, _ in newest if (optimizer := reference()) is not None]

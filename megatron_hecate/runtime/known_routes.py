@@ -1,7 +1,7 @@
 """Loads known before a microbatch runs: replayed routes (``moe_enable_routing_replay``).
 
 Post-training replays the routes of the rollout: before each forward the training loop gives every
-router the experts of all tokens. The tokens per expert are counted at the begin of a model chunk,
+router the experts of all tokens. The tokens per expert are counted at the start of a model chunk,
 and one all-reduce sums the counts of all its layers over the group. Attribute names are from
 Megatron's `RouterReplay` and from patches that training loops apply to Megatron.
 """

@@ -169,7 +169,7 @@ class LayerState:
         shape = self.shape(microbatches)
         degree = self.config.overlap_degree
         hidden = 0.0
-        # Measured times differ from run to run.
+        # Measured times differ from run to run, so deterministic mode does without.
         if degree is None and not self.parts.layer.config.deterministic_mode:
             hidden = meter.degree(shape.fetch_seconds(self.world))
         cost = dataclasses.replace(

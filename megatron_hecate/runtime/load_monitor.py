@@ -1,7 +1,7 @@
 """Load monitor: tokens of each expert of each layer, summed over the FSSDP group.
 
 Counting costs one add per forward. At the end of the iteration one asynchronous all-reduce sums the
-counts of all layers while the optimizer steps; the result is read at the begin of the next
+counts of all layers while the optimizer steps; the result is read at the start of the next
 iteration. Its forecast uses the loads of previous iterations (`forecast`).
 """
 
