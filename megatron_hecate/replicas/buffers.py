@@ -173,7 +173,7 @@ class Buffer:
         """
         self._is_zero = True
         if not self._memory.is_cuda or has_one_queue():
-            # Without a hardware queue of its own the work cannot overlap: leave it to `begin_sums`.
+            # In one hardware queue it would block all later work: leave the zeroing to `begin_sums`.
             self._to_zero = parts
             return
         stream = transfer_stream(self._memory.device)
