@@ -39,7 +39,8 @@ from megatron_hecate.record.recorder import JobMetrics
 from megatron_hecate.replicas import memory_estimate
 from megatron_hecate.replicas.memory_estimate import JobMemory, RankMemory
 from megatron_hecate.runtime.compiling import compile_all
-from megatron_hecate.runtime.layer_state import LayerParts, LayerState
+from megatron_hecate.runtime.layer_parts import LayerParts
+from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.prefetch import Prefetcher
 from megatron_hecate.settings import assumptions, foreign_code, unsupported, wrappers
 from megatron_hecate.settings.cuda_graphs import captured_parts

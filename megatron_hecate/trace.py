@@ -1,27 +1,29 @@
-"""What happened when: spans of planning, transfers, waits, dispatch and experts, for Perfetto or chrome://tracing.
+"""Spans of planning, transfers, waits, dispatch and experts, for Perfetto or chrome://tracing.
 
-Under ``torch.profiler`` every span is a ``record_function`` with a stable name, ``fssdp/<what> <layer>``; with CUDA the
-transfers themselves show as NCCL kernels on a stream of their own. Where transfers run behind the profiler's back
-(gloo), a `Recorder` keeps its own list, in which each transfer is a span from its start until it was seen to be over:
+Under ``torch.profiler`` every span is a ``record_function`` with a stable name, ``fssdp/<what>
+<layer>``; on CUDA the transfers themselves appear as NCCL kernels on a stream of their own. For
+transfers that the profiler does not see (gloo), a `Recorder` keeps its own list, in which each
+transfer is a span from its start until the first check that finds it complete:
 
     with trace.Recorder() as recorder:
         train_step()
     recorder.save(f"trace-{rank}.json", rank=rank)
 
-| span | where |
+| span | content |
 |---|---|
 | ``iteration`` | from the first layer's forward to that of the next iteration (`Iterations` only) |
-| ``plan`` | replicas chosen for an iteration |
+| ``plan`` | choice of replicas for an iteration |
 | ``spAG``, ``spRS`` | a transfer in flight (recorder only) |
-| ``spAG start``, ``spRS start`` | posting it |
-| ``spAG wait``, ``spRS wait`` | what of it was not hidden |
-| ``loads``, ``quotas``, ``late`` | routing: loads exchanged, quotas computed, late replicas |
+| ``spAG start``, ``spRS start`` | posting of a transfer |
+| ``spAG wait``, ``spRS wait`` | the part of a transfer that was not hidden |
+| ``loads``, ``quotas``, ``late`` | routing: exchange of loads, quotas, late replicas |
 | ``dispatch``, ``experts``, ``combine`` | Megatron's own work |
-| ``experts backward``, ``attention backward`` | likewise, of layers with replicas (recorder only) |
+| ``experts backward``, ``attention backward`` | the same, of layers with replicas (recorder only) |
 
-When neither runs, a span costs a comparison. A run records chosen iterations by itself with ``--moe-fssdp-trace A-B``
-(`Iterations`), on every rank; `merge` puts what ranks recorded on one timeline. The times are the host's: on GPUs they
-show when work was posted and waited for, not when it ran.
+Without a profiler or a recorder, a span costs a comparison. With ``--moe-fssdp-trace A-B`` every
+rank records the chosen iterations (`Iterations`), and `merge` puts the records of all ranks on one
+timeline. All times are host times: on GPUs they show when work was posted and waited for, not when
+it ran.
 """
 
 from __future__ import annotations
@@ -41,12 +43,14 @@ import torch
 from torch.autograd.profiler import record_function
 
 PREFIX = "fssdp/"
+# Kinds of tracks in the viewer; spans of any other kind are on tracks of "work".
+_KINDS = ("iteration", "work", "spAG", "spRS")
 
 
 class Recorder:
-    """Spans of one rank: (what, layer, begin, end) in seconds of ``time.perf_counter``.
+    """Recorder of one rank's spans: (what, layer, begin, end) in seconds of ``time.perf_counter``.
 
-    What a recorder saw is read with `seconds`, or saved for a viewer with `save`.
+    `seconds` sums the spans, `save` writes a file for a viewer.
     """
 
     def __init__(self) -> None:
@@ -67,18 +71,18 @@ class Recorder:
 
     @staticmethod
     def is_running() -> bool:
-        """Whether this process records."""
+        """Return whether a recorder runs in this process."""
         return _recorder is not None
 
     def add(self, what: str, layer: str, begin: float, end: float) -> None:
         self.spans.append((what, layer, begin, end))
 
     def follow(self, what: str, layer: str, over: Callable[[], bool]) -> None:
-        """A transfer began; ``over()`` says whether it has ended."""
+        """Record a transfer from now until a check finds that ``over()`` is true."""
         self._open.append((what, layer, time.perf_counter(), over))
 
     def look(self) -> None:
-        """Note the transfers that have ended since the last look."""
+        """Record the transfers that have ended since the last check."""
         now = time.perf_counter()
         still = []
         for what, layer, begin, over in self._open:
@@ -89,102 +93,122 @@ class Recorder:
         self._open = still
 
     def seconds(self) -> dict[str, float]:
-        """Sum of the spans of each kind."""
+        """Sum the seconds of the spans of each kind."""
         total: defaultdict[str, float] = defaultdict(float)
         for what, _, begin, end in self.spans:
             total[what] += end - begin
         return dict(total)
 
     def save(self, path: str | Path, *, rank: int, shift: float = 0.0, job: str = "") -> None:
-        """Write Chrome's trace format: iterations, work and transfers on tracks of their own. Perfetto drops spans of a
-        track that overlap without being nested, so such a span goes to another track of the same name; and it takes
-        thread 0 for the idle one, so numbers of tracks start above, and differ between ranks.
+        """Write Chrome's trace format, with iterations, work and transfers on separate tracks.
 
         Args:
-            path: of this rank's file.
-            rank: its number in the viewer, which can show several files together.
-            shift: seconds that are added to all times.
-            job: which one this is; `merge` keeps the files of one job apart from others'.
+            path: file of this rank.
+            rank: number of the rank in the viewer, which can show several files together.
+            shift: seconds added to all times.
+            job: start of the job; `merge` uses it to separate the files of different jobs.
         """
-        first = 10_000 * (rank + 1)
-        lanes: dict[str, list[list[int]]] = {
-            "iteration": [],
-            "work": [],
-            "spAG": [],
-            "spRS": [],
-        }  # ends of open spans
-        events: list[dict] = [
+        events = [
             {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": f"rank {rank}"}},
             {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
+            *self._events(rank, shift),
         ]
-        # whole microseconds, so that rounding keeps what is nested so
-        whole = [
-            (w, layer, *(round((t + shift) * 1e6) for t in (a, b))) for w, layer, a, b in self.spans
-        ]
-        for what, layer, begin, end in sorted(whole, key=lambda span: (span[2], -span[3])):
-            kind = what if what in lanes else "work"
-            tracks = lanes[kind]
-            for track in tracks:
-                while track and track[-1] <= begin:
-                    track.pop()
-            fits = [not track or (kind == "work" and track[-1] >= end) for track in tracks]
-            at = fits.index(True) if any(fits) else len(tracks)
-            tid = first + 1000 * [*lanes].index(kind) + at
-            if at == len(tracks):
+        content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"job": job}}
+        # Rename a complete file: an incomplete one would make `merge` fail.
+        temporary = Path(path).with_suffix(".tmp")
+        temporary.write_text(json.dumps(content) + os.linesep)
+        temporary.replace(path)
+
+    def _events(self, rank: int, shift: float) -> Iterator[dict]:
+        """Yield the events of all spans, and the name of each track before its first span.
+
+        Perfetto drops spans of a track that overlap without nesting: such a span is moved to
+        another track of the same name. Perfetto also treats thread 0 as idle, so track numbers
+        start above 0. They differ between ranks.
+        """
+        first = 10_000 * (rank + 1)
+        # For each track of a kind, the ends of its open spans.
+        tracks_of: dict[str, list[list[int]]] = {kind: [] for kind in _KINDS}
+        for what, layer, begin, end in self._rounded_spans(shift):
+            kind = what if what in _KINDS else "work"
+            tracks = tracks_of[kind]
+            index = _find_track(tracks, begin, end, may_nest=kind == "work")
+            tid = first + 1000 * _KINDS.index(kind) + index
+            if index == len(tracks):
                 tracks.append([])
-                events.append(
-                    {
-                        "ph": "M",
-                        "pid": rank,
-                        "tid": tid,
-                        "name": "thread_name",
-                        "args": {"name": kind},
-                    }
-                )
-            tracks[at].append(end)
-            event = {
-                "name": f"{PREFIX}{what} {layer}",
-                "cat": "fssdp",
-                "ph": "X",
-                "pid": rank,
-                "tid": tid,
-            }
-            events.append({**event, "ts": begin, "dur": end - begin})
-        beside = Path(path).with_suffix(".tmp")  # half a file would break `merge`
-        found = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"job": job}}
-        beside.write_text(json.dumps(found) + os.linesep)
-        beside.replace(path)
+                name = {"ph": "M", "pid": rank, "tid": tid, "name": "thread_name"}
+                yield {**name, "args": {"name": kind}}
+            tracks[index].append(end)
+            event = {"name": f"{PREFIX}{what} {layer}", "cat": "fssdp", "ph": "X"}
+            yield {**event, "pid": rank, "tid": tid, "ts": begin, "dur": end - begin}
+
+    def _rounded_spans(self, shift: float) -> list[tuple[str, str, int, int]]:
+        """Return the spans in whole microseconds by start time, the longest first on ties.
+
+        Rounded bounds preserve nesting.
+        """
+        spans = [
+            (what, layer, round((begin + shift) * 1e6), round((end + shift) * 1e6))
+            for what, layer, begin, end in self.spans
+        ]
+        return sorted(spans, key=lambda span: (span[2], -span[3]))
+
+
+def _find_track(tracks: list[list[int]], begin: int, end: int, *, may_nest: bool) -> int:
+    """Return the index of the first track on which a span fits, ``len(tracks)`` if there is none.
+
+    Removes spans that have ended by ``begin`` from all tracks.
+    """
+    for track in tracks:
+        while track and track[-1] <= begin:
+            track.pop()
+    for index, track in enumerate(tracks):
+        if not track or (may_nest and track[-1] >= end):
+            return index
+    return len(tracks)
 
 
 class Iterations:
-    """Records chosen iterations of a run into ``FOLDER/trace-{rank}.json``. What cannot be written is said, and
-    training goes on.
+    """Recorder of chosen iterations of a run, into ``FOLDER/trace-{rank}.json``.
+
+    If the file cannot be written, an error is printed and training continues.
 
     Args:
-        chosen: the first and the last one.
-        folder: of the run; made where it is missing.
-        rank: this one.
-        shift: seconds to add to this rank's clock, so that ranks agree.
-        job: when it started, the same on all ranks.
+        chosen: first and last iteration.
+        folder: folder of the run, created if missing.
+        rank: this rank.
+        shift: offset in seconds from this rank's clock to the common clock of all ranks.
+        job: start of the job, equal on all ranks.
     """
 
     def __init__(
         self, chosen: tuple[int, int], folder: str | Path, *, rank: int, shift: float, job: str = ""
     ) -> None:
         self.first, self.last = chosen
-        self._folder, self._rank, self._shift, self._job = Path(folder), rank, shift, job
+        self._folder = Path(folder)
+        self._rank = rank
+        self._shift = shift
+        self._job = job
         self._recorder: Recorder | None = None
         self._begun = 0
-        self._running: tuple[int, float] | None = None  # the iteration, and when it began
+        # Number and start time of the running iteration.
+        self._running: tuple[int, float] | None = None
 
     def begin(self, number: int | None) -> None:
-        """Iteration ``number`` begins, and the one before it has ended; ``None`` counts them here, from 1."""
+        """Begin iteration ``number`` and end the previous one.
+
+        Args:
+            number: number of the iteration; ``None``: number of calls so far, from 1.
+        """
         self._begun += 1
-        number = self._begun if number is None else number
+        if number is None:
+            number = self._begun
         if self.first <= number <= self.last:
-            if self._recorder is None and not Recorder.is_running():  # the user may record, too
+            # If the user runs a recorder, leave it alone.
+            if self._recorder is None and not Recorder.is_running():
                 self._recorder = Recorder().__enter__()
-                atexit.register(self.close)  # the run may end here
+                # The run may end within the chosen iterations.
+                atexit.register(self.close)
             self._end()
             self._running = (number, time.perf_counter())
         else:
@@ -197,11 +221,13 @@ class Iterations:
                 self._recorder.add("iteration", str(number), began, time.perf_counter())
 
     def close(self) -> None:
-        """Write what was recorded."""
+        """Write the recorded spans."""
         if self._recorder is None:
             return
         self._end()
-        recorder, self._recorder, self._running = self._recorder, None, None
+        recorder = self._recorder
+        self._recorder = None
+        self._running = None
         recorder.__exit__()
         atexit.unregister(self.close)
         try:
@@ -225,33 +251,49 @@ def _read(path: Path) -> dict:
 
 
 def merge(folder: str | Path) -> Path | None:
-    """Write what all ranks recorded into ``FOLDER/trace.json``, for ui.perfetto.dev; ``None`` where no rank did. What a
-    former job left there is left out, and said. Raises ValueError for a file that is no trace."""
-    held = [(path, _read(path)) for path in sorted(Path(folder).glob("trace-*.json"))]
-    if not held:
+    """Merge the traces of all ranks into ``FOLDER/trace.json``, for ui.perfetto.dev.
+
+    Files of an earlier job in the folder are left out, and their names are printed.
+
+    Returns:
+        The merged file, or ``None`` if no rank has recorded.
+
+    Raises:
+        ValueError: if a file is not a trace.
+    """
+    traces = {path: _read(path) for path in sorted(Path(folder).glob("trace-*.json"))}
+    if not traces:
         return None
-    jobs = [trace.get("otherData", {}).get("job", "") for _, trace in held]
-    if older := [path.name for (path, _), job in zip(held, jobs, strict=True) if job < max(jobs)]:
-        text = f"{folder}: left out of the trace, since a job before that of {max(jobs)} wrote them: {', '.join(older)}"
+    job_of = {path: trace.get("otherData", {}).get("job", "") for path, trace in traces.items()}
+    latest = max(job_of.values())
+    events: list[dict] = []
+    older = []
+    for path, trace in traces.items():
+        if job_of[path] == latest:
+            events += trace["traceEvents"]
+        else:
+            older.append(path.name)
+    if older:
+        text = (
+            f"{folder}: left out of the trace, since a job before that of {latest} wrote them: "
+            f"{', '.join(older)}"
+        )
         print(text, file=sys.stderr, flush=True)
-    events = [
-        e
-        for (_, trace), job in zip(held, jobs, strict=True)
-        if job == max(jobs)
-        for e in trace["traceEvents"]
-    ]
     merged = Path(folder) / "trace.json"
     merged.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + os.linesep)
     return merged
 
 
 _recorder: Recorder | None = None
-_lock = threading.Lock()  # autograd runs backwards in threads of its own
+# Autograd runs backwards in threads of its own.
+_lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def _span(what: str, layer: str) -> Iterator[None]:
-    recorder, begin = _recorder, time.perf_counter()
+    # Read once: the recorder may end within the block.
+    recorder = _recorder
+    begin = time.perf_counter()
     with record_function(f"{PREFIX}{what} {layer}"):
         yield
     if recorder is not None:
@@ -260,28 +302,32 @@ def _span(what: str, layer: str) -> Iterator[None]:
             recorder.look()
 
 
+# One object for all spans that are not recorded, so that a span allocates nothing.
 _NOTHING = contextlib.nullcontext()
 
 
 def is_on() -> bool:
-    """Whether somebody records spans now."""
+    """Return whether a recorder or ``torch.profiler`` records spans now."""
     return _recorder is not None or torch.autograd._profiler_enabled()
 
 
 def span(what: str, layer: str) -> contextlib.AbstractContextManager[None]:
-    """The block is ``what`` (see the table) of ``layer``."""
+    """Record the block as ``what`` of ``layer``, a span of the table above."""
     return _span(what, layer) if is_on() else _NOTHING
 
 
 def add(what: str, layer: str, begin: float) -> None:
-    """A span from ``begin`` (``time.perf_counter``) until now, of what is no block of code (recorder only)."""
+    """Record a span from ``begin`` (``time.perf_counter``) until now (recorder only).
+
+    For spans that are not a block of code.
+    """
     if _recorder is not None:
         with _lock:
             _recorder.add(what, layer, begin, time.perf_counter())
 
 
 def follow(what: str, layer: str, over: Callable[[], bool]) -> None:
-    """A transfer began; ``over()`` says whether it has ended."""
+    """Record a transfer from now until a check finds that ``over()`` is true (recorder only)."""
     if _recorder is not None:
         with _lock:
             _recorder.follow(what, layer, over)

@@ -52,7 +52,7 @@ WITH_MEGATRON = {
     "bridge",
     "launcher",
     "__main__",
-    "runtime.layer_state",
+    "runtime.layer_parts",
 }
 OF_PLAN = {"json", "math", "numba", "numpy", "pathlib", "torch", "typing"}
 OF_PLAN |= {

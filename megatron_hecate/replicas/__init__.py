@@ -1,1 +1,1 @@
-"""The replicas on this rank: their buffers, their lifetimes, and how autograd runs through them."""
+"""Replicas of a rank: buffers, lifetimes, autograd and memory estimate."""

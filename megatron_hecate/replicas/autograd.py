@@ -1,19 +1,21 @@
-"""The autograd nodes that join replicas to their homes.
+"""Autograd nodes that join replicas to their homes.
 
-Three nodes take part in one microbatch of a layer. They stand here in the order of the forward; the backward runs
-upwards:
+Three nodes take part in one microbatch of a layer. The table has the order of the forward; the
+backward runs from the bottom to the top:
 
-    _Homes            homes, before the attention   waits for the spRS, returns the homes' complete gradients
+    _Homes            homes, before the attention   waits for the spRS, completes gradients
     ...               attention, router, dispatch
-    _Experts          the experts' input            takes the gradients of all weights; the spRS starts with the last
+    _Experts          input of the experts          takes all gradients, may start the spRS
     ...               experts
-    (layer_replicas)  the experts' output           makes replicas ready for the backward
+    (layer_replicas)  output of the experts         makes replicas ready for the backward
 
-So the spRS runs while the attention's backward does: autograd runs nodes that were made later first.
+Autograd runs nodes that were made later first, so the spRS runs during the backward of the
+attention.
 
-The weights themselves are made once for a plan (`BoundWeights`). Fused GEMMs add their gradients to memory that
-belongs to homes and replicas, so these weights need no node: of the two nodes, an empty tensor is all that passes from
-the first to the second. Gradients that autograd carries, as those of biases, pass through `_Experts` one by one.
+The weights are made once per plan (`BoundWeights`). Fused GEMMs add weight gradients to memory that
+belongs to homes and replicas, so fused weights need no node: only an empty tensor connects `_Homes`
+to `_Experts`. Gradients that autograd carries, such as gradients of biases, pass through `_Experts`
+one by one.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -37,13 +40,14 @@ from megatron_hecate.replicas.buffers import Buffer
 
 @dataclasses.dataclass(frozen=True)
 class ChunkLayout:
-    """How one expert's parameters lie end to end in a chunk.
+    """Layout of one expert's parameters, end to end in a chunk.
 
     Args:
         shapes: shape of every parameter, in the order of the expert's module.
-        fused: whether a GEMM adds this parameter's gradient straight into ``main_grad``
-            (Megatron's ``gradient_accumulation_fusion``), and what autograd then carries is a placeholder.
-        uniform: whether all weights must require gradients where some do, also those of empty slots.
+        fused: True for each parameter whose gradient a GEMM adds straight into ``main_grad``
+            (Megatron's ``gradient_accumulation_fusion``); autograd then carries a placeholder.
+        uniform: True if all weights must require gradients where some do, weights of empty slots
+            included.
     """
 
     shapes: tuple[torch.Size, ...]
@@ -55,83 +59,106 @@ class ChunkLayout:
         return sum(shape.numel() for shape in self.shapes)
 
     def views(self, chunk: Tensor) -> list[Tensor]:
-        """The parameters in one ``chunk`` [elements], as views."""
+        """Return the parameters in one ``chunk`` [elements], as views."""
         parts = chunk.split([shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
 
 class PendingGradients:
-    """Gradients of replicas on their way to this rank's homes, in one microbatch (`comm.transport.HomeGradients`).
+    """Replica gradients of one microbatch that are in flight to this rank's homes.
+
+    Implements `comm.transport.HomeGradients`.
 
     Args:
-        homes: the parameters of this rank's own experts.
-        layout: how they form a chunk.
+        homes: parameters of this rank's own experts, expert by expert.
+        layout: layout of an expert's parameters in a chunk.
     """
 
     def __init__(self, homes: list[list[Parameter]], layout: ChunkLayout) -> None:
-        self.homes, self.layout = homes, layout
+        self.homes = homes
+        self.layout = layout
         self._replicated: tuple[int, ...] = ()
-        self._buffer: Buffer | None = None  # whose transfer brings them
+        # The buffer whose transfer delivers the gradients.
+        self._buffer: Buffer | None = None
         self._sums: dict[int, Tensor] = {}
-        self._delayed = self._passed = False
+        self._delayed = False
+        # True once autograd has reached `complete` before the delayed gradients were computed.
+        self._passed = False
         self._taken: list[Tensor | None] | None = None
         self._later: list[Tensor | None] | None = None
-        self._label, self._began = "", 0.0
+        self._label = ""
+        self._began = 0.0
 
     @classmethod
     def join_homes(
         cls, homes: list[list[Parameter]], layout: ChunkLayout
     ) -> tuple[PendingGradients, Tensor]:
-        """What the homes' gradients of one microbatch wait for, and an empty tensor to compute the experts with."""
+        """Make the `_Homes` node of one microbatch.
+
+        Returns:
+            The pending gradients that the node completes, and an empty tensor that connects the
+            node to `BoundWeights.join`.
+        """
         pending = cls(homes, layout)
-        return pending, apply_directly(
-            _Homes, pending._complete_taken, *[p for expert in homes for p in expert]
-        )
+        token = apply_directly(_Homes, pending._complete_taken, *chain.from_iterable(homes))
+        return pending, token
 
     def take(self, grads: list[Tensor | None]) -> None:
-        """Gradients of the homes, flat, from the experts' backward."""
+        """Store the gradients of the homes, a flat list, from the experts' backward."""
         self._taken = grads
 
     def _complete_taken(self) -> list[Tensor | None]:
-        taken, self._taken = self._taken, None
-        return self.complete(
-            [None] * (len(self.homes) * len(self.layout.shapes)) if taken is None else taken
-        )
+        taken = self._taken
+        self._taken = None
+        if taken is None:
+            taken = [None] * (len(self.homes) * len(self.layout.shapes))
+        return self.complete(taken)
 
     def delay(self) -> None:
-        """The homes' gradients will be computed after the experts' backward: `computed_later` brings them."""
+        """Expect the gradients of the homes after the experts' backward, by `computed_later`."""
         self._delayed = True
 
     def computed_later(self, grads: Sequence[Tensor | None]) -> None:
-        """The gradients of the homes, which were delayed."""
+        """Store the delayed gradients of the homes."""
         self._later = list(grads)
 
     def settle(self) -> bool:
-        """Complete delayed gradients into ``.grad``; returns whether it was to be done here. It is not where autograd
-        has yet to come to `complete`."""
+        """Complete delayed gradients into ``.grad``.
+
+        Returns:
+            False where autograd has not reached `complete` yet: then `complete` returns the
+            gradients and nothing is done here.
+        """
         if not self._passed:
             return False
-        for p, grad in zip(
-            (p for expert in self.homes for p in expert), self.complete([]), strict=True
-        ):
+        completed = self.complete([])
+        for p, grad in zip(chain.from_iterable(self.homes), completed, strict=True):
             if grad is not None:
                 p.grad = grad.to(p.dtype) if p.grad is None else p.grad + grad
         return True
 
     def expect(self, replicated: tuple[int, ...], buffer: Buffer, *, label: str) -> None:
-        """Sums for the own experts ``replicated`` will come with the transfer of ``buffer``."""
-        self._replicated, self._buffer = replicated, buffer
-        self._label, self._began = label, time.perf_counter()
+        """Expect sums for the own experts ``replicated`` from the transfer of ``buffer``."""
+        self._replicated = replicated
+        self._buffer = buffer
+        self._label = label
+        self._began = time.perf_counter()
 
     def _is_hooked(self, index: int) -> bool:
-        """Whether a user's hook reads this home's gradients as autograd has them: sums must then go there, too. DDP's
-        own hooks are on autograd's nodes. Of fused GEMMs autograd has placeholders only."""
+        """Return whether a user's hook reads the gradients of home ``index`` from autograd.
+
+        The replicas' sums must then pass through autograd, too. DDP registers its own hooks on
+        autograd's nodes, not on the parameters. Autograd has only placeholders for fused GEMMs.
+        """
         hooks = (p._backward_hooks or p._post_accumulate_grad_hooks for p in self.homes[index])
         return not any(self.layout.fused) and any(hooks)
 
     def check_destination(self, label: str) -> None:
-        """Raise a RuntimeError in the backward of ``torch.autograd.grad`` of the homes: sums of replicas would go to
-        ``main_grad``, where it writes nothing, and lack in what it returns."""
+        """Raise a RuntimeError in the backward of ``torch.autograd.grad`` of the homes.
+
+        The sums of replicas would be added to ``main_grad``, which ``torch.autograd.grad`` does not
+        write, and would be missing from its result.
+        """
         home = [p for p in self.homes[0] if p.requires_grad and hasattr(p, "main_grad")]
         if not home or any(self.layout.fused) or self._is_hooked(0):
             return
@@ -140,8 +167,9 @@ class PendingGradients:
                 torch._C._will_engine_execute_node(get_gradient_edge(p).node)
         except RuntimeError as error:
             raise RuntimeError(
-                f"{label}: torch.autograd.grad of experts' weights leaves out what their replicas add; call backward() "
-                "of the loss instead and read main_grad after finish_grad_sync(), or leave these weights out"
+                f"{label}: torch.autograd.grad of experts' weights leaves out what their replicas "
+                "add; call backward() of the loss instead and read main_grad after "
+                "finish_grad_sync(), or leave these weights out"
             ) from error
 
     def main_grads(self, index: int) -> list[Tensor] | None:
@@ -152,7 +180,10 @@ class PendingGradients:
         return found if fp32 else None
 
     def add(self, index: int, total: Tensor) -> None:
-        """To ``main_grad`` (fp32, as a rule) where there is one: in a bf16 ``.grad`` the sum would lose bits."""
+        """Add a home's sum to ``main_grad`` where it exists; else keep it for autograd.
+
+        ``main_grad`` is fp32 as a rule: in a bf16 ``.grad`` the sum would lose bits.
+        """
         if all(hasattr(p, "main_grad") for p in self.homes[index]) and not self._is_hooked(index):
             for p, part in zip(self.homes[index], self.layout.views(total), strict=True):
                 p.main_grad += part
@@ -165,15 +196,18 @@ class PendingGradients:
         trace.add("gradients home", self._label, self._began)
         self._buffer.wait()
         self._buffer.abandon = None
-        # of homes with hooks, which no backward will call any more
+        # Sums of homes with hooks: no backward calls the hooks any more.
         for index, total in self._sums.items():
             for p, part in zip(self.homes[index], self.layout.views(total), strict=True):
                 p.main_grad += part
         self._sums.clear()
 
     def abandon(self) -> None:
-        """The backward broke off before `complete`, and another one begins: gradients of homes that got a sum are zero
-        again, as after the ``zero_grad`` that may have come before the sum."""
+        """Zero homes' gradients that got a sum, after a backward that never reached `complete`.
+
+        Called when another backward begins. The homes' gradients are then as after ``zero_grad``,
+        which may have run before the sum was added.
+        """
         for index in self._replicated:
             for p in self.homes[index]:
                 if hasattr(p, "main_grad"):
@@ -181,12 +215,13 @@ class PendingGradients:
         self._sums.clear()
 
     def complete(self, grads: list[Tensor | None]) -> list[Tensor | None]:
-        """Wait for the sums; ``grads`` of the homes become complete."""
+        """Wait for the sums and add each to its home's gradient in ``grads``, a flat list."""
         if self._delayed:
             if self._later is None:
                 self._passed = True
                 return grads
-            grads, self._later = self._later, None
+            grads = self._later
+            self._later = None
         if self._buffer is not None:
             trace.add("attention backward", self._label, self._began)
             self._buffer.wait()
@@ -198,25 +233,28 @@ class PendingGradients:
             if total is not None and total.is_cuda:
                 total.record_stream(torch.cuda.current_stream())
             for at, part in enumerate(views, index * parts):
-                p, grad = self.homes[index][at - index * parts], grads[at]
-                if part is None:
-                    grads[at] = torch.zeros_like(p) if grad is None else grad
-                else:
+                p = self.homes[index][at - index * parts]
+                grad = grads[at]
+                if part is not None:
                     grads[at] = (part if grad is None else part + grad).to(p.dtype)
+                elif grad is None:
+                    grads[at] = torch.zeros_like(p)
         return grads
 
 
 class BoundWeights:
-    """The weights of all physical experts, for one plan: homes, then what is in one buffer, each by parameter.
+    """Weights of all physical experts for one plan: homes, then replicas in one buffer.
 
-    Autograd adds nothing to those of homes themselves, which get the sums of their replicas first.
+    Weights are a flat list, parameter by parameter. Autograd adds nothing to the gradients of
+    homes, which get the sums of their replicas first.
 
     Args:
-        plan: what the buffer holds.
-        homes: the parameters of this rank's own experts.
-        replicas: those of each slot.
-        layout: how an expert's lie in a chunk.
-        grads: [elements] for each slot, where the gradients of fused GEMMs add up; ``None`` where none are fused.
+        plan: content of the buffer.
+        homes: parameters of this rank's own experts, expert by expert.
+        replicas: parameters of each slot.
+        layout: layout of an expert's parameters in a chunk.
+        grads: gradient accumulators of fused GEMMs, [elements] per slot; ``None`` where no GEMM is
+            fused.
     """
 
     def __init__(
@@ -228,26 +266,29 @@ class BoundWeights:
         layout: ChunkLayout,
         grads: Sequence[Tensor] | None,
     ) -> None:
-        self.plan, self._layout = plan, layout
-        self._homes = [p for expert in homes for p in expert]
+        self.plan = plan
+        self._layout = layout
+        self._homes = list(chain.from_iterable(homes))
         self.trained = self._homes[0].requires_grad
-        # a slot without a replica computes on zero tokens, so that all ranks run one graph: any memory will do
-        self.weights = [p.detach() for p in self._homes] + [
-            part.detach() for slot in replicas for part in slot
-        ]
-        parts, num_experts = len(layout.shapes), len(homes) + len(replicas)
-        fused = layout.fused * num_experts
-        self._passed: list[int] = []  # those that pass through autograd
+        # A slot without a replica computes on zero tokens, so that all ranks run one graph: the
+        # slot may hold any values.
+        of_slots = [part.detach() for part in chain.from_iterable(replicas)]
+        self.weights = [p.detach() for p in self._homes] + of_slots
+        parts = len(layout.shapes)
+        fused = layout.fused * (len(homes) + len(replicas))
+        # Indices of the weights whose gradients pass through autograd.
+        self._passed: list[int] = []
         if not self.trained:
             return
         if not any(layout.fused) and not layout.uniform:
             used = [*range(len(homes)), *(len(homes) + slot for slot in plan.slots)]
-            self._passed = [expert * parts + part for expert in used for part in range(parts)]
+            for expert in used:
+                self._passed += range(expert * parts, (expert + 1) * parts)
             return
-        # a fused grouped GEMM wants a gradient for every weight
         self._passed = [at for at, is_fused in enumerate(fused) if not is_fused]
-        memory = [] if grads is None else [part for chunk in grads for part in layout.views(chunk)]
-        main_grads = [getattr(p, "main_grad", None) for p in self._homes] + memory
+        # A fused grouped GEMM needs a gradient for every weight.
+        of_grads = chain.from_iterable(map(layout.views, grads or ()))
+        main_grads = [*(getattr(p, "main_grad", None) for p in self._homes), *of_grads]
         for weight, main_grad, is_fused in zip(
             self.weights, main_grads, fused, strict=grads is not None
         ):
@@ -257,13 +298,16 @@ class BoundWeights:
     def join(
         self, hidden: Tensor, token: Tensor, take: Callable[[list[Tensor | None]], None]
     ) -> tuple[Tensor, list[Tensor]]:
-        """The experts' input ``hidden`` and their weights, flat, for a forward whose backward will come.
+        """Make the `_Experts` node of a forward that a backward follows.
 
         Args:
-            hidden: any shape.
-            token: what `PendingGradients.join_homes` gave.
-            take: called in the backward with the gradients of all weights, once they are complete; placeholders for
-                those of fused GEMMs.
+            hidden: input of the experts, any shape.
+            token: empty tensor from `PendingGradients.join_homes`.
+            take: callback of the backward. Its argument is the list of complete gradients of all
+                weights, with placeholders for weights of fused GEMMs.
+
+        Returns:
+            The experts' input and their weights, a flat list.
         """
         carried = [self.weights[at] for at in self._passed]
         hidden, *passed = apply_directly(
@@ -285,16 +329,18 @@ class BoundWeights:
         parts = len(self._layout.shapes)
         for part, is_fused in enumerate(self._layout.fused):
             if is_fused:
-                home = self._homes[part]  # perhaps quantized: gradients are not
+                # A home may be quantized; its gradient is not.
+                home = self._homes[part]
                 placeholder = torch.empty(home.shape, dtype=home.dtype, device=home.device)
-                # a view for each home: autograd keeps a tensor that nobody else has, and copies others
+                # One view per home: autograd steals a gradient to which it has the only reference,
+                # and copies any other.
                 views = placeholder.expand(len(self._homes) // parts, *home.shape).unbind()
                 grads[part : len(self._homes) : parts] = views
         take(grads)
 
 
 class _Homes(torch.autograd.Function):
-    """Home parameters in, an empty tensor out; the backward waits for the replicas' gradients."""
+    """Node from homes to an empty tensor; its backward waits for replica gradients."""
 
     @staticmethod
     def forward(ctx: Any, complete: Callable, *homes: Parameter) -> Tensor:
@@ -304,31 +350,37 @@ class _Homes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        complete, ctx.complete = ctx.complete, None
+        complete = ctx.complete
+        ctx.complete = None
         return (None, *complete())
 
 
 class _Experts(torch.autograd.Function):
-    """The experts' input and the weights that autograd carries gradients of; the backward gives these to ``take``."""
+    """Node of the experts' input and of the weights whose gradients autograd carries.
+
+    Its backward passes the gradients of the weights to ``take``.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, take: Callable, weights: Sequence[Tensor], token: Tensor, hidden: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.take, ctx.device = take, token.device
-        ctx.set_materialize_grads(
-            False
-        )  # a weight without gradient gives None, not a tensor of zeros
+        ctx.take = take
+        ctx.device = token.device
+        # A weight without a gradient then gives None instead of a tensor of zeros.
+        ctx.set_materialize_grads(False)
         return (hidden.view_as(hidden), *(weight.view_as(weight) for weight in weights))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Dispatchers keep tensors of the last forward, and with them this node: it must not keep the replicas.
-        take, ctx.take = ctx.take, None
+        # Dispatchers keep tensors of the last forward, and with a tensor this node, which must not
+        # keep the replicas.
+        take = ctx.take
+        ctx.take = None
         (homes, _), *_ = ctx.next_functions
-        if torch._C._will_engine_execute_node(
-            homes
-        ):  # else `torch.autograd.grad` of other tensors runs
+        # False if `torch.autograd.grad` of other tensors runs.
+        if torch._C._will_engine_execute_node(homes):
             take(grads)
-        # a gradient that is defined: autograd runs nodes without one in the thread that called it, and at once
+        # The gradient of the token must be defined: autograd runs nodes with undefined gradients in
+        # the thread that called it, and at once.
         return None, None, torch.empty(0, device=ctx.device), grad

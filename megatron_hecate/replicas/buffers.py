@@ -1,13 +1,13 @@
-"""Memory of replicas: allocated once per rank, shared by layers as far as the lifetime of their replicas allows.
+"""Memory of replicas: allocated once per rank and shared by layers where their lifetime allows it.
 
 | lifetime | buffers for weights | buffers for gradients |
 |---|---|---|
-| ``iteration`` | one per layer | one per layer: gradients of all microbatches add up in it |
-| ``microbatch`` | one per layer and microbatch in flight | two, which layers take in turn |
-| ``layer`` | two, which layers take in turn | two |
+| ``iteration`` | one per layer | one per layer: accumulates the gradients of all microbatches |
+| ``microbatch`` | one per layer and microbatch in flight | two, used by layers in turn |
+| ``layer`` | two, used by layers in turn | two, used by layers in turn |
 
-A *buffer* has room for all replicas of one layer on this rank. Layers of different size share buffers: each makes its
-own views.
+A *buffer* has room for all replicas of one layer on this rank. Layers of different size share
+buffers: each layer makes its own views.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from megatron_hecate.job.attempt import Attempt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Lifetime:
-    """How often replicas travel, and how early.
+    """Transfers of a lifetime and their prefetch distance.
 
     Args:
-        fetches: per microbatch; 0: once per iteration.
-        returns: of gradients, per microbatch; 0: once per iteration.
-        ahead: layers whose fetch starts with this one's. Dropped replicas share two buffers: the next layer's is free.
+        fetches: fetches per microbatch; 0: one per iteration.
+        returns: returns of gradients per microbatch; 0: one per iteration.
+        ahead: layers prefetched together with this one. Replicas that are dropped share two
+            buffers, so that only the next layer's is free.
     """
 
     fetches: int
@@ -50,11 +51,11 @@ LIFETIMES: dict[str, _Lifetime] = {
 
 @dataclasses.dataclass(frozen=True)
 class BufferSizes:
-    """Bytes of every buffer.
+    """Sizes of all buffers.
 
     Args:
-        weights: of the buffers for weights.
-        grads: of those for gradients.
+        weights: bytes of each buffer for weights.
+        grads: bytes of each buffer for gradients.
     """
 
     weights: tuple[int, ...]
@@ -62,10 +63,13 @@ class BufferSizes:
 
     @classmethod
     def plan(cls, layers: Sequence[LayerBuffer], lifetime: str, *, in_flight: int) -> BufferSizes:
-        """What ``layers`` come to.
+        """Compute the sizes of the buffers for ``layers``.
 
         Args:
-            in_flight: forwards of a layer whose backward has not run, of all layers together, at most.
+            layers: sizes of every layer on this rank, by index.
+            lifetime: lifetime of the replicas.
+            in_flight: upper bound of the forwards of layers whose backward has not run, summed over
+                all layers.
         """
         if not any(layer.slots for layer in layers):
             return cls((), ())
@@ -77,11 +81,11 @@ class BufferSizes:
                 tuple(layer.grad_bytes for layer in layers),
             )
         if lifetime == "microbatch":
-            return cls((max(layer.weight_bytes for layer in layers),) * in_flight, grads_in_turn)
+            largest = max(layer.weight_bytes for layer in layers)
+            return cls((largest,) * in_flight, grads_in_turn)
         assert lifetime == "layer", lifetime
-        return cls(
-            tuple(max(layer.weight_bytes for layer in turn) for turn in turns), grads_in_turn
-        )
+        weights_in_turn = tuple(max(layer.weight_bytes for layer in turn) for turn in turns)
+        return cls(weights_in_turn, grads_in_turn)
 
     @property
     def total(self) -> int:
@@ -92,68 +96,84 @@ class Buffer:
     """Memory for the replicas of one layer at a time: their weights, or their gradients.
 
     Args:
-        memory: uint8.
+        memory: the buffer's bytes, uint8.
     """
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
-        self.holds: Any = None  # whose weights or gradients; compared by identity
-        self.transfer: Transfer | None = None  # the one that fills or empties it
-        self.abandon: Callable[[], None] | None = (
-            None  # called when nobody has used what that one brought
-        )
-        self.bound: dict[
-            int, Any
-        ] = {}  # weights that experts compute with, by layer: see `autograd.BoundWeights`
-        self._is_zero = False  # once the two below are done
+        # Owner of the content (a transfer plan), compared by identity.
+        self.holds: Any = None
+        # The transfer in flight that fills or empties the buffer.
+        self.transfer: Transfer | None = None
+        # Called if the transfer's result was never consumed.
+        self.abandon: Callable[[], None] | None = None
+        # `autograd.BoundWeights` over this memory, by index of the layer.
+        self.bound: dict[int, Any] = {}
+        # True if the memory is zero once `_to_zero` is zeroed and `_zeroed` has occurred.
+        self._is_zero = False
         self._to_zero: Sequence[Tensor] = ()
         self._zeroed: torch.cuda.Event | None = None
 
     def chunks(self, layer: LayerBuffer, dtype: torch.dtype) -> list[Tensor]:
-        """[elements] for each slot of ``layer``: new tensors over the same memory."""
+        """Return new tensors over the buffer's memory, [elements] for each slot of ``layer``."""
         return chunks_in(self._memory, layer.slots, layer.elements, dtype)
 
     def weights(self, layer: LayerBuffer) -> list[Tensor]:
-        """The same for its weights, as they travel."""
+        """Return new tensors over the buffer's memory for each slot's weights, as transferred."""
         return chunks_in(self._memory, layer.slots, *layer.weights)
 
     def wait(self) -> None:
-        """Wait for the transfer that uses this memory, if one does."""
-        transfer, self.transfer = self.transfer, None
+        """Wait for the transfer that uses this memory, if there is one."""
+        transfer = self.transfer
+        self.transfer = None
         if transfer is not None:
             transfer.wait()
 
     def clear(self) -> None:
-        """`wait`, for use by others: what came and was not used was of a backward that broke off."""
+        """Wait for the transfer, and discard a result left by an aborted backward."""
         self.wait()
-        abandon, self.abandon = self.abandon, None
+        abandon = self.abandon
+        self.abandon = None
         if abandon is not None:
             abandon()
 
     def release(self) -> None:
-        """Let go of the memory: a transfer that uses it keeps it until then."""
+        """Drop references to the memory; a transfer in flight keeps it until the transfer ends."""
         self.bound.clear()
-        self._memory, self._to_zero = self._memory.new_empty(0), ()
+        self._memory = self._memory.new_empty(0)
+        self._to_zero = ()
         self.holds = self.transfer = self.abandon = None
 
     def begin_sums(self, *, from_zero: bool) -> None:
-        """`clear` it for new gradients, which add to what is there where they start ``from_zero``."""
+        """Prepare the buffer for the gradients of a new backward.
+
+        Args:
+            from_zero: True if gradients are added to the content, which must be zero; False if the
+                first gradient overwrites it.
+        """
         self.clear()
         if self._zeroed is not None:
             torch.cuda.current_stream().wait_event(self._zeroed)
-        for part in self._to_zero if self._is_zero else ():
-            part.zero_()
+        if self._is_zero:
+            for part in self._to_zero:
+                part.zero_()
         if from_zero and not self._is_zero:
             self._memory.zero_()
         if from_zero and sys.flags.dev_mode:
             assert not self._memory.any(), "gradients of an earlier backward are still there"
-        self._is_zero, self._to_zero, self._zeroed = False, (), None
+        self._is_zero = False
+        self._to_zero = ()
+        self._zeroed = None
 
     def zero_after_transfer(self, parts: Sequence[Tensor]) -> None:
-        """Have ``parts`` zero once the transfer that uses this memory is over, beside computing where that is possible:
-        all that `begin_sums` found zero and that is no longer."""
+        """Zero ``parts`` after the transfer in flight, overlapped with compute if possible.
+
+        Args:
+            parts: all memory that was zero after `begin_sums` and has been written since.
+        """
         self._is_zero = True
         if not self._memory.is_cuda or has_one_queue():
+            # In one hardware queue it would block all later work: leave the zeroing to `begin_sums`.
             self._to_zero = parts
             return
         stream = transfer_stream(self._memory.device)
@@ -163,23 +183,27 @@ class Buffer:
             self._zeroed = stream.record_event()
 
     def hold(self, owner: Any) -> None:
-        """Drop what it holds, and hold ``owner``'s. In Python's development mode (``PYTHONDEVMODE=1``) what was
-        dropped becomes NaN."""
+        """Drop the content, and reserve the buffer for ``owner``.
+
+        In Python's development mode (``PYTHONDEVMODE=1``) the dropped content is overwritten with
+        NaN.
+        """
         self.wait()
         self.holds = owner
         if sys.flags.dev_mode:
-            self._memory.fill_(0xFF)  # NaN in fp32, bf16 and fp16
+            # These bytes are NaN in fp32, bf16 and fp16.
+            self._memory.fill_(0xFF)
 
 
 class BufferPool:
     """All buffers of a rank.
 
     Args:
-        transport: allocates them where it can reach them.
+        transport: allocator of the buffers, in memory that it can access.
         layers: sizes of every layer on this rank, by index.
-        lifetime: of replicas.
-        in_flight: as in `BufferSizes.plan`.
-        device: where the layers are.
+        lifetime: lifetime of the replicas.
+        in_flight: upper bound of the forwards in flight, see `BufferSizes.plan`.
+        device: device of the layers.
     """
 
     def __init__(
@@ -191,59 +215,70 @@ class BufferPool:
         in_flight: int,
         device: torch.device,
     ) -> None:
-        self.transport, self.layers, self.lifetime = transport, layers, lifetime
+        self.transport = transport
+        self.layers = layers
+        self.lifetime = lifetime
         sizes = BufferSizes.plan(layers, lifetime, in_flight=in_flight)
         with lasting_tensors():
             memory = transport.allocate(sizes.total, layers, device)
             buffers = [Buffer(part) for part in memory.split([*sizes.weights, *sizes.grads])]
-        self._weights, self._grads = buffers[: len(sizes.weights)], buffers[len(sizes.weights) :]
-        self._free = list(self._weights)  # for lifetime microbatch
+        self._weights = buffers[: len(sizes.weights)]
+        self._grads = buffers[len(sizes.weights) :]
+        # Free buffers for weights. Only lifetime ``microbatch`` takes from the list.
+        self._free = list(self._weights)
         self.reset_because = ""
         Attempt.current().at_end(self.release)
 
     def release(self) -> None:
-        """The attempt of the job is over: give memory back, also where something keeps the model."""
+        """Free the memory at the end of the job's attempt, even where the model is kept alive."""
         for buffer in (*self._weights, *self._grads):
             buffer.release()
         self.transport.release()
 
     def weights(self, layer: int, *, label: str) -> Buffer:
-        """The buffer for weights of ``layer`` in one microbatch (lifetime ``iteration``: in all of them).
+        """Return the buffer for weights of ``layer`` in one microbatch.
+
+        With lifetime ``iteration`` it is the same buffer in all microbatches.
 
         Raises:
-            RuntimeError: with lifetime ``microbatch``, when more microbatches are in flight than the schedule has.
+            RuntimeError: if more microbatches are in flight than the schedule has (lifetime
+                ``microbatch``).
         """
         if self.lifetime != "microbatch":
             return self._weights[layer % len(self._weights)]
         if not self._free:
             raise RuntimeError(
-                f"{label}: all {len(self._weights)} buffers hold replicas of microbatches whose backward has not run; "
-                "the schedule runs more forwards ahead than Megatron's schedules do, or backwards were left out; "
-                "use --moe-fssdp-lifetime layer, and run forwards without a backward under torch.no_grad()"
+                f"{label}: all {len(self._weights)} buffers hold replicas of microbatches whose "
+                "backward has not run; the schedule runs more forwards ahead than Megatron's "
+                "schedules do, or backwards were left out; use --moe-fssdp-lifetime layer, and run "
+                "forwards without a backward under torch.no_grad()"
             )
         return self._free.pop()
 
     def free(self, buffer: Buffer) -> None:
-        """Take back a buffer that `weights` gave."""
+        """Free a buffer from `weights`."""
         if self.lifetime == "microbatch":
             assert buffer not in self._free
             buffer.hold(None)
             self._free.append(buffer)
 
     def grads(self, layer: int) -> Buffer:
-        """The buffer for gradients of the replicas of ``layer``; wait for it before use."""
+        """Return the buffer for gradients of the replicas of ``layer``; wait for it before use."""
         return self._grads[layer % len(self._grads)]
 
     def unbind(self) -> None:
-        """Let go of homes' memory, and of gradients': who moves parameters between iterations wants it free."""
+        """Drop references to the memory of homes and gradients.
+
+        Code that moves parameters between iterations needs the memory to be free.
+        """
         for buffer in self._weights:
             buffer.bound.clear()
 
     def reset(self, cause: str) -> None:
-        """Drop everything: wait for transfers that nobody waited for, and free all buffers.
+        """Wait for all transfers, drop all content and free all buffers.
 
         Args:
-            cause: end of a sentence, for errors of those that need what is dropped.
+            cause: end of a sentence, for errors of later uses of dropped replicas.
         """
         self.reset_because = cause
         self.unbind()

@@ -1,8 +1,8 @@
 """Replicas of one layer: fetched weights, gathered gradients.
 
-How long they live, and whose memory they use, is the business of `buffers`; how autograd runs through them that of
-`autograd`. Replicas are plain tensors, no ``nn.Parameter``: DDP, the optimizer, checkpoints and parameter counts see
-homes only.
+Module `buffers` defines lifetimes and memory, module `autograd` the autograd nodes. Replicas are
+plain tensors, no ``nn.Parameter``: DDP, the optimizer, checkpoints and parameter counts see homes
+only.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,24 +27,26 @@ from megatron_hecate.plan import Placement
 from megatron_hecate.replicas.autograd import BoundWeights, ChunkLayout, PendingGradients
 from megatron_hecate.replicas.buffers import BufferPool
 
-# what autograd carried in place of gradients, and what takes these when they are computed
+# For each backward with delayed weight gradients: the placeholders that autograd carried, and the
+# callback that takes the gradients once they are computed.
 Delayed = deque[tuple[list[Tensor | None], Callable[[list[Tensor | None]], PendingGradients]]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaSlots:
-    """The replica slots of one layer on this rank.
+    """Replica slots of one layer on this rank.
 
     Args:
-        index: of the layer among the rank's.
-        homes: looks up the parameters of this rank's own experts, expert by expert.
-        stored: what travels of them.
-        weights: the parameters in one chunk of what has come.
-        layout: how their gradients form a chunk.
+        index: index of the layer on this rank.
+        homes: getter of the parameters of this rank's own experts, expert by expert.
+        stored: getter of the tensors that a fetch sends for each own expert.
+        weights: function from one fetched chunk to the parameters in it.
+        layout: layout of an expert's gradients in a chunk.
         pool: the rank's buffers.
-        ready: called before homes are read: makes sure that they hold this iteration's values.
+        ready: callback before homes are read; waits until they hold this iteration's values.
         label: name of the layer in errors.
-        delayed: gets each backward whose weight gradients are computed later; `drop_delayed` empties it.
+        delayed: queue of backwards whose weight gradients are computed later.
+        drop_delayed: callback that empties `delayed`.
     """
 
     index: int
@@ -63,39 +66,48 @@ class ReplicaSlots:
 
     @property
     def trained(self) -> bool:
-        """Whether experts get gradients at all."""
+        """True if the experts are trained, not frozen."""
         return self.homes()[0][0].requires_grad
 
     def check(self) -> None:
-        """Raises ValueError when some parameters are frozen and others are trained, or their dtypes differ."""
-        homes = self.homes()
-        if len({p.requires_grad for expert in homes for p in expert}) > 1:
+        """Check that all parameters have one dtype, and that all or none are frozen.
+
+        Raises:
+            ValueError: if some parameters are frozen and some are trained, or their dtypes differ.
+        """
+        parameters = list(chain.from_iterable(self.homes()))
+        if len({p.requires_grad for p in parameters}) > 1:
             raise ValueError(
-                f"{self.label}: some expert parameters are frozen and others are not; freeze all or none"
+                f"{self.label}: some expert parameters are frozen and others are not; freeze all "
+                "or none"
             )
-        dtypes = {p.dtype for expert in homes for p in expert}
+        dtypes = {p.dtype for p in parameters}
         if dtypes != {self.sizes.dtype}:
             raise ValueError(
-                f"{self.label}: expert parameters have dtypes {sorted(map(str, dtypes))}; FSSDP needs one, and keeps "
-                f"to {self.sizes.dtype}, which they had in the first step"
+                f"{self.label}: expert parameters have dtypes {sorted(map(str, dtypes))}; FSSDP "
+                f"needs one, and keeps to {self.sizes.dtype}, which they had in the first step"
             )
 
 
 class Replicas:
-    """The replicas of one layer on this rank: for one iteration, or for one microbatch, as their lifetime says.
+    """Replicas of one layer on this rank, for one iteration or one microbatch (their lifetime).
 
     Args:
         slots: the layer's slots.
-        placement: who holds what; some rank has a replica.
-        plan: this rank's part in fetching them. A buffer holds what its plan brought: each iteration makes its own.
-        passes: times that one microbatch runs the layer.
-        is_last: whether gradients return with the running backward, the n-th of a microbatch, and add up until then. A
-            hint: `return_waiting` returns the rest, and several returns add up. Without it each pass returns its own.
-        meter: gets the transfers that fetch them, where it times copies.
+        placement: experts of each rank, with at least one replica on some rank.
+        plan: this rank's transfers of a fetch. A buffer identifies its content by the plan, so each
+            iteration makes a plan of its own.
+        passes: passes of one microbatch through the layer.
+        is_last: predicate on the number of microbatches with a complete backward: True if the
+            running backward returns the gradients, which accumulate until then. A hint:
+            `return_waiting` returns the rest, and several returns add up. ``None``: each pass
+            returns its own.
+        meter: timer of the fetches, where it times copies.
     """
 
-    # Called before the experts' backward, and when these replicas are not needed any more.
+    # Called before the experts' backward.
     before_backward: Callable[[Replicas], None] | None = None
+    # Called when these replicas are not needed any more.
     after_backward: Callable[[Replicas], None] | None = None
 
     def __init__(
@@ -109,32 +121,42 @@ class Replicas:
         meter: OverlapMeter | None = None,
     ) -> None:
         slots.check()
-        self.slots, self.label, self.passes, self._passes_left = slots, slots.label, passes, passes
+        self.slots = slots
+        self.label = slots.label
+        self.passes = passes
+        self._passes_left = passes
         self._is_last = is_last
-        self.placement, self.plan, self._meter = placement, plan, meter
+        self.placement = placement
+        self.plan = plan
+        self._meter = meter
         self.buffer = slots.pool.weights(slots.index, label=slots.label)
         self._trained = slots.trained
-        self.unreturned = 0  # backward passes whose gradients wait on this rank
-        self.backwards, self.computed = 0, False
+        # Backward passes whose gradients wait on this rank.
+        self.unreturned = 0
+        self.backwards = 0
+        self.computed = False
 
     def drop_unreturned(self) -> None:
-        """Forget gradients that wait: their iteration was abandoned."""
+        """Forget waiting gradients of an abandoned iteration."""
         self.unreturned = self.backwards = 0
 
     def return_waiting(self) -> PendingGradients:
-        """Begin to return gradients that wait, outside of any backward. All ranks call it at the same point."""
+        """Begin to return waiting gradients, outside of any backward.
+
+        Collective: all ranks call it at the same point.
+        """
         pending = PendingGradients(self.slots.homes(), self.slots.layout)
         self._return_gradients(pending, self._grads())
         return pending
 
     def start(self) -> None:
-        """Begin to fetch, unless they are here."""
+        """Begin to fetch the replicas, unless the buffer already holds this plan's."""
         if self.buffer.holds is not self.plan:
             self.buffer.hold(self.plan)
             self._fetch(self.plan)
 
     def refresh(self, plan: TransferPlan) -> None:
-        """Begin to fetch the homes' current weights by ``plan``, which equals the plan so far."""
+        """Begin to fetch the homes' current weights with ``plan``, an equal of the old plan."""
         self.plan = plan
         self.start()
 
@@ -149,30 +171,40 @@ class Replicas:
             self._meter.follow(self.buffer.transfer, max(len(plan.sends), len(plan.receives)))
 
     def add_late(self, placement: Placement, plan: TransferPlan) -> None:
-        """Become ``placement``, of which ``plan`` is this rank's part. Replicas that stay keep their slots; only new
-        ones are fetched. Call it before any microbatch has computed with them."""
+        """Change the placement and fetch the new replicas.
+
+        Replicas in both placements keep their slots. Call it before any microbatch has computed
+        with the old replicas.
+
+        Args:
+            placement: new placement.
+            plan: this rank's transfers for all replicas of ``placement``.
+        """
         assert not self.computed, (
             f"{self.label}: replicas cannot be replaced once they have computed"
         )
         self.start()
         self.buffer.wait()
-        earlier, self.plan, self.placement = self.plan, plan, placement
+        earlier = self.plan
+        self.plan = plan
+        self.placement = placement
         self.buffer.holds = plan
         self._fetch(plan.without(earlier))
 
     def wait(self) -> None:
-        """Wait until their weights are here.
+        """Wait until the weights have arrived.
 
         Raises:
-            TransferError: when a peer dies or does not answer in time.
-            RuntimeError: when they were dropped.
+            TransferError: if a peer dies or the transfer times out.
+            RuntimeError: if the replicas were dropped.
         """
         if self.buffer.holds is not self.plan:
             pool = self.slots.pool
             raise RuntimeError(
-                f"{self.label}: a backward needs replicas that were dropped (lifetime {pool.lifetime}): after their "
-                f"forward {pool.reset_because}, and another forward began an iteration; run each backward before the "
-                "next forward there, or use --moe-fssdp-lifetime layer, which fetches replicas again"
+                f"{self.label}: a backward needs replicas that were dropped (lifetime "
+                f"{pool.lifetime}): after their forward {pool.reset_because}, and another forward "
+                "began an iteration; run each backward before the next forward there, or use "
+                "--moe-fssdp-lifetime layer, which fetches replicas again"
             )
         self.buffer.wait()
 
@@ -180,25 +212,31 @@ class Replicas:
         return self.buffer.weights(self.slots.sizes)
 
     def _grads(self) -> list[Tensor]:
-        """Where the gradients of slots add up: a fused grouped GEMM wants one dtype for all, and that of the homes."""
-        home = self.slots.homes()[0][0] if any(self.slots.layout.fused) else None
-        dtype = (
-            self.slots.sizes.grad_dtype if home is None else getattr(home, "main_grad", home).dtype
-        )
-        return self.slots.pool.grads(self.slots.index).chunks(self.slots.sizes, dtype)
+        """Return the gradient accumulators, [elements] per slot."""
+        slots = self.slots
+        if any(slots.layout.fused):
+            # A fused grouped GEMM needs one dtype for all gradients: the homes' dtype.
+            home = slots.homes()[0][0]
+            dtype = getattr(home, "main_grad", home).dtype
+        else:
+            dtype = slots.sizes.grad_dtype
+        return slots.pool.grads(slots.index).chunks(slots.sizes, dtype)
 
     def join(
         self, hidden: Tensor, joined_homes: tuple[PendingGradients, Tensor] | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """The experts' input and the weights that this rank computes with in one microbatch: homes first, then slots,
-        flat, parameter by parameter.
+        """Connect one microbatch to the weights of all physical experts.
 
-        Each home parameter gets one gradient per microbatch, and gets it after its replicas' gradients arrived: DDP may
-        reduce it at once.
+        Each home parameter gets one gradient per microbatch, after its replicas' gradients have
+        arrived: DDP may reduce it at once.
 
         Args:
-            hidden: the experts' input, any shape.
-            joined_homes: what `PendingGradients.join_homes` gave before the attention.
+            hidden: input of the experts, any shape.
+            joined_homes: result of `PendingGradients.join_homes` before the attention.
+
+        Returns:
+            The experts' input and the weights, a flat list: homes first, then slots, parameter by
+            parameter.
         """
         self.start()
         self.wait()
@@ -212,7 +250,10 @@ class Replicas:
         return bound.join(hidden, token, partial(self._take_gradients, pending))
 
     def _bound(self) -> BoundWeights:
-        """The weights, made once for a plan: homes are the same tensors, with the same values, for so long."""
+        """Return the weights, made once per plan.
+
+        Homes are the same tensors, with the same values, as long as the plan is the same.
+        """
         slots = self.slots
         bound = self.buffer.bound.get(slots.index)
         if bound is not None and bound.plan is self.plan:
@@ -225,17 +266,20 @@ class Replicas:
             layout=slots.layout,
             grads=self._grads() if any(slots.layout.fused) and slots.trained else None,
         )
+        # TransformerEngine attaches derived tensors to quantized weights: do not keep such weights
+        # where the buffer serves another microbatch next.
         if self.after_backward is None or not slots.sizes.stored_bytes:
             self.buffer.bound[slots.index] = bound
-        # else TransformerEngine keeps with them what it derives, and these replicas do not stay
         return bound
 
     def computed_by(self, output: Tensor) -> Tensor:
-        """The experts' ``output``, with a node that makes replicas and their gradients ready for the backward."""
+        """Attach a node to ``output`` that prepares replicas and gradients for the backward."""
         if not torch.is_grad_enabled():
-            return output  # will be computed again, or never has a backward
+            # The forward is recomputed later, or has no backward.
+            return output
         if not output.requires_grad:
-            self._finish()  # frozen, and so is all before: no backward comes
+            # The experts and everything before are frozen: no backward follows.
+            self._finish()
             return output
         return apply_directly(_ExpertsOutput, self._prepare_backward, output)
 
@@ -245,12 +289,14 @@ class Replicas:
             self.after_backward(self)
 
     def _prepare_backward(self) -> None:
-        self.slots.drop_delayed()  # those of a backward that broke off
+        # Delayed gradients that are still queued belong to a backward that failed.
+        self.slots.drop_delayed()
         if self.before_backward is not None:
             self.before_backward(self)
         self.wait()
         self._backward_began = time.perf_counter()
-        if not self._trained:  # no gradient will say that the experts are done
+        if not self._trained:
+            # No gradient marks the end of the experts' backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         elif not self.unreturned:
             self.slots.pool.grads(self.slots.index).begin_sums(
@@ -258,7 +304,7 @@ class Replicas:
             )
 
     def _take_gradients(self, pending: PendingGradients, grads: list[Tensor | None]) -> None:
-        """Take one microbatch's gradients of all weights, or have them taken later."""
+        """Take one microbatch's gradients of all weights, or queue delayed gradients."""
         trace.add("experts backward", self.label, self._backward_began)
         pending.check_destination(self.label)
         if self.slots.delayed is None:
@@ -276,9 +322,14 @@ class Replicas:
     def _add_gradients(
         self, pending: PendingGradients, grads: list[Tensor | None]
     ) -> list[Tensor | None]:
-        """Add one microbatch's gradients of all slots; the last one's returns them to their homes. Returns those of the
-        homes."""
-        layout, first, parts = self.slots.layout, not self.unreturned, len(self.slots.layout.shapes)
+        """Accumulate one microbatch's gradients of all slots; return the sums after the last one.
+
+        Returns:
+            The gradients of the homes.
+        """
+        layout = self.slots.layout
+        first = not self.unreturned
+        parts = len(layout.shapes)
         num_homes = len(pending.homes) * parts
         if not all(layout.fused):
             chunks = self._grads()
@@ -289,10 +340,11 @@ class Replicas:
                 ):
                     if not fused:
                         _add(total, grad, first=first)
-        for expert in pending.homes if any(layout.fused) else ():
-            for p, fused in zip(expert, layout.fused, strict=True):
-                if fused:
-                    p.grad_added_to_main_grad = True
+        if any(layout.fused):
+            for expert in pending.homes:
+                for p, fused in zip(expert, layout.fused, strict=True):
+                    if fused:
+                        p.grad_added_to_main_grad = True
         self.unreturned += 1
         self.backwards += 1
         microbatches, within = divmod(self.backwards, self.passes)
@@ -305,9 +357,8 @@ class Replicas:
         self.unreturned = 0
         buffer = self.slots.pool.grads(self.slots.index)
         chunks = buffer.chunks(self.slots.sizes, self.slots.sizes.grad_dtype)
-        if (
-            summed[0].dtype is not chunks[0].dtype
-        ):  # bf16: they grow in the same memory, so the last one goes first
+        if summed[0].dtype is not chunks[0].dtype:
+            # bf16 sums grow to fp32 in the same memory: convert the last slot first.
             for slot in reversed(self.plan.slots):
                 chunks[slot].copy_(summed[slot].clone())
         pending.expect(self.plan.replicated, buffer, label=self.label)
@@ -316,12 +367,14 @@ class Replicas:
         )
         buffer.abandon = pending.abandon
         if any(self.slots.layout.fused):
-            written = [chunks] if summed[0].dtype is chunks[0].dtype else [summed, chunks]
-            buffer.zero_after_transfer([of[slot] for of in written for slot in self.plan.slots])
+            written = [chunks[slot] for slot in self.plan.slots]
+            if summed[0].dtype is not chunks[0].dtype:
+                written = [summed[slot] for slot in self.plan.slots] + written
+            buffer.zero_after_transfer(written)
 
 
 def _add(total: Tensor, grad: Tensor | None, *, first: bool) -> None:
-    """Add ``grad`` to ``total``, which it replaces where it is the first."""
+    """Add ``grad`` to ``total``; the first one overwrites ``total``."""
     if not first:
         total += 0 if grad is None else grad
     elif grad is None:
@@ -331,7 +384,7 @@ def _add(total: Tensor, grad: Tensor | None, *, first: bool) -> None:
 
 
 class _ExpertsOutput(torch.autograd.Function):
-    """The experts' output through; ``before_backward`` runs first in the layer's backward."""
+    """Identity on the experts' output; ``before_backward`` runs first in the layer's backward."""
 
     @staticmethod
     def forward(ctx: Any, before_backward: Callable[[], None], output: Tensor) -> Tensor:
@@ -340,6 +393,7 @@ class _ExpertsOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        before_backward, ctx.before_backward = ctx.before_backward, None
+        before_backward = ctx.before_backward
+        ctx.before_backward = None
         before_backward()
         return None, grad

@@ -1,18 +1,19 @@
-"""Expert memory of a rank: what it is under stock expert parallelism, what replicas add, and which lifetime fits.
+"""Expert memory of a rank: under stock expert parallelism, with replicas, and which lifetime fits.
 
-A rank holds its homes (weights, main gradients, optimizer state) and, with FSSDP, the buffers of replicas. All of it is
-known when FSSDP is switched on, before DDP and the optimizer exist. So gradients are taken to be fp32, and the
-optimizer to be Adam with its whole state on this rank. A distributed optimizer over several copies of the experts,
-offloading, or gradients in bf16 need less. All sizes are bytes.
+A rank holds its homes (weights, main gradients, optimizer state) and, with FSSDP, the buffers of
+replicas. The estimate is made when FSSDP is switched on, before DDP and the optimizer exist. It
+assumes fp32 gradients and Adam with its whole state on this rank. A distributed optimizer over
+several copies of the experts, offloading, or gradients in bf16 need less. All sizes are bytes.
 
-Not counted: activations; in fp8 and fp4 the quantized copies of weights that are stored in bf16; and what the backward
-of one layer holds for a moment, the gradients of its homes and replicas in the weights' type, of at most so many
-experts as it has homes and slots (stock's grouped experts: of all homes; none with gradient accumulation fusion).
+Not counted: activations; with fp8 and fp4 the quantized copies of weights that are stored in bf16;
+and temporary memory in the backward of a layer: gradients in the weights' type of at most all its
+homes and slots (stock's grouped experts: of all homes; none with gradient accumulation fusion).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,15 +31,15 @@ ASSUMED = "Adam, state not sharded"
 
 @dataclasses.dataclass(frozen=True)
 class RankExperts:
-    """The experts of one rank, as far as memory depends on them.
+    """Sizes of one rank's experts that determine memory.
 
     Args:
         layers: sizes of every MoE layer.
-        in_flight: as in `BufferSizes.plan`.
-        grad_bytes: of the main gradient of one parameter; 0 where experts are frozen.
-        optimizer_bytes: of the optimizer's state of one parameter.
-        transport_bytes: what the transport needs beside replicas.
-        nccl_bytes: what NCCL's connections of the ranks have taken already.
+        in_flight: upper bound of the forwards in flight, see `BufferSizes.plan`.
+        grad_bytes: bytes of one parameter's main gradient; 0 where experts are frozen.
+        optimizer_bytes: bytes of one parameter's optimizer state.
+        transport_bytes: memory of the transport besides replicas.
+        nccl_bytes: memory already allocated for the ranks' NCCL connections.
     """
 
     layers: tuple[LayerBuffer, ...]
@@ -57,40 +58,59 @@ class RankExperts:
         transport_bytes: int = 0,
         nccl_bytes: int = 0,
     ) -> RankExperts:
-        """fp32 gradients; two fp32 moments, and an fp32 master copy unless the weights are fp32."""
+        """Describe experts that Adam trains with fp32 gradients.
+
+        Adam keeps two fp32 moments, and an fp32 master copy unless the weights are fp32.
+        """
         master = 0 if layers[0].dtype is torch.float32 else 4
-        beside = dict(transport_bytes=transport_bytes, nccl_bytes=nccl_bytes)
-        return cls(layers, in_flight, grad_bytes=4, optimizer_bytes=8 + master, **beside)
+        return cls(
+            layers,
+            in_flight,
+            grad_bytes=4,
+            optimizer_bytes=8 + master,
+            transport_bytes=transport_bytes,
+            nccl_bytes=nccl_bytes,
+        )
 
     def for_record(self, config: Any, lifetime: str) -> dict[str, float]:
-        """`RunInfo.memory`, with Megatron's ``config`` of the layers. Linears keep their inputs, an activation its own
-        and, unless it is fused, what is between its steps. What quantization keeps is not counted."""
+        """Return `RunInfo.memory`: expert memory, and activations that the experts keep per token.
+
+        Linears keep their inputs. An activation function keeps its input and, unless it is fused,
+        intermediate results. Activations kept by quantization are not counted.
+
+        Args:
+            config: Megatron's configuration of the layers.
+            lifetime: lifetime of the replicas.
+        """
         memory = dataclasses.asdict(ExpertMemory.estimate(self, lifetime))
-        selective = (
-            config.recompute_modules or [] if config.recompute_granularity == "selective" else []
-        )
-        again = config.recompute_granularity == "full" or "moe" in selective
-        ffn = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
+        selective = []
+        if config.recompute_granularity == "selective":
+            selective = config.recompute_modules or []
+        is_recomputed = config.recompute_granularity == "full" or "moe" in selective
         gated = bool(config.gated_linear_unit)
-        steps = (
-            0 if "moe_act" in selective else 1 if config.bias_activation_fusion else 2 + 2 * gated
-        )
-        width = (getattr(config, "moe_latent_size", None) or config.hidden_size) + (
-            1 + gated + steps
-        ) * ffn
-        kept = 0 if again else self.in_flight / len(self.layers)
+        # Tensors of the FFN's width that the activation function keeps.
+        if "moe_act" in selective:
+            activation_tensors = 0
+        elif config.bias_activation_fusion:
+            activation_tensors = 1
+        else:
+            activation_tensors = 2 + 2 * gated
+        input_width = getattr(config, "moe_latent_size", None) or config.hidden_size
+        ffn_width = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
+        width = input_width + (1 + gated + activation_tensors) * ffn_width
+        kept = 0 if is_recomputed else self.in_flight / len(self.layers)
         return {**memory, "token": width * self.layers[0].dtype.itemsize, "kept": kept}
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertMemory:
-    """Expert memory of one rank with replicas of one lifetime.
+    """Expert memory of one rank with replicas of one lifetime, in bytes.
 
     Args:
-        weights, grads, optimizer: of homes.
-        replica_weights, replica_grads: of replicas, with all slots in use.
-        transport: what it needs beside them, connections of NCCL among it.
-        connected: of that, what those connections have taken by now.
+        weights, grads, optimizer: memory of homes.
+        replica_weights, replica_grads: memory of replicas, with all slots in use.
+        transport: memory of the transport besides replicas, NCCL's connections included.
+        connected: share of `transport` already allocated for NCCL's connections.
     """
 
     weights: int
@@ -122,7 +142,7 @@ class ExpertMemory:
 
     @property
     def replicas(self) -> int:
-        """What FSSDP adds."""
+        """Memory that FSSDP adds."""
         return self.replica_weights + self.replica_grads + self.transport
 
     @property
@@ -131,32 +151,35 @@ class ExpertMemory:
 
     @property
     def added(self) -> float:
-        """What FSSDP adds, as a share of stock's expert memory."""
+        """Memory that FSSDP adds, as a share of stock's expert memory."""
         return self.replicas / self.homes
 
     def with_share_of_slots(self, share: float) -> ExpertMemory:
-        """The same with fewer slots; ``share`` is above 0."""
-        weights, grads = int(self.replica_weights * share), int(self.replica_grads * share)
-        return dataclasses.replace(self, replica_weights=weights, replica_grads=grads)
+        """Scale the memory of replicas to a ``share`` of the slots, above 0."""
+        return dataclasses.replace(
+            self,
+            replica_weights=int(self.replica_weights * share),
+            replica_grads=int(self.replica_grads * share),
+        )
 
     @property
     def expected(self) -> int:
-        """Bytes of the experts' that are not allocated yet at switch-on: all but the homes' weights and connections."""
+        """Memory not allocated at switch-on: all but homes' weights and NCCL's connections."""
         return self.total - self.weights - self.connected
 
     @property
     def certain(self) -> int:
-        """Of those, what comes whatever the optimizer: replicas, and gradients in the weights' type at least."""
+        """Lower bound of `expected`: replicas, and gradients in the weights' type."""
         return self.replicas - self.connected + min(self.grads, self.weights)
 
 
 @dataclasses.dataclass(frozen=True)
 class RankMemory:
-    """What a rank tells the others of its memory.
+    """Memory of one rank, as gathered from all ranks.
 
     Args:
-        by_lifetime: its expert memory.
-        free: bytes of its device that nobody uses yet.
+        by_lifetime: expert memory for each lifetime.
+        free: free bytes of the rank's device.
     """
 
     by_lifetime: Mapping[str, ExpertMemory]
@@ -164,29 +187,28 @@ class RankMemory:
 
     @classmethod
     def estimate(cls, experts: RankExperts, free: int) -> RankMemory:
-        return cls(
-            {lifetime: ExpertMemory.estimate(experts, lifetime) for lifetime in LIFETIMES}, free
-        )
+        by_lifetime = {lifetime: ExpertMemory.estimate(experts, lifetime) for lifetime in LIFETIMES}
+        return cls(by_lifetime, free)
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> RankMemory:
-        """From what ``dataclasses.asdict`` made of it, through JSON."""
-        return cls(
-            {name: ExpertMemory(**memory) for name, memory in fields["by_lifetime"].items()},
-            fields["free"],
-        )
+        """Restore a rank's memory from ``dataclasses.asdict`` of it, via JSON."""
+        by_lifetime = {name: ExpertMemory(**m) for name, m in fields["by_lifetime"].items()}
+        return cls(by_lifetime, fields["free"])
 
     def fits(self, lifetime: str, share: float = 1.0) -> bool:
-        """Whether what is certain to come, with a ``share`` of the slots, does."""
+        """Return whether the certain memory fits, with a ``share`` of the slots."""
         return self.by_lifetime[lifetime].with_share_of_slots(share).certain <= self.free
 
     @staticmethod
     def free_memory(*, gpu: bool) -> int:
-        """Bytes this process can still allocate where its model lives; of a CPU's memory, each rank's part."""
+        """Return the bytes that this process can still allocate on its model's device.
+
+        On a CPU the ranks of a host share its memory equally.
+        """
         if gpu:
-            unused = (
-                torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            )  # torch holds it for us
+            # torch's allocator has reserved this memory for the process.
+            unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             return torch.cuda.mem_get_info()[0] + unused
         meminfo = Path("/proc/meminfo")
         if meminfo.exists():
@@ -199,32 +221,31 @@ class RankMemory:
 
 @dataclasses.dataclass(frozen=True)
 class JobMemory:
-    """The memory of all ranks of a job that have MoE layers, by rank."""
+    """Memory of all ranks of a job that have MoE layers, by rank."""
 
     ranks: Mapping[int, RankMemory]
 
     def choose_lifetime(self, asked: str) -> str:
-        """The lifetime all ranks use: what was asked for, and for ``auto`` the fastest that is expected to fit on each.
+        """Choose the lifetime of all ranks: ``asked``; for ``auto`` the fastest expected to fit.
 
-        Where none is, it is the one that takes least; `explain_too_large` says whether even that is too much.
+        If no lifetime is expected to fit on all ranks, the one with the least memory is chosen;
+        `explain_too_large` reports whether even this one is certain to be too large.
         """
         if asked != AUTO:
             return asked
+        memories = self.ranks.values()
         for candidate in LIFETIMES:
-            if all(
-                memory.by_lifetime[candidate].expected <= memory.free
-                for memory in self.ranks.values()
-            ):
+            if all(m.by_lifetime[candidate].expected <= m.free for m in memories):
                 return candidate
         return list(LIFETIMES)[-1]
 
     def explain_too_large(self, lifetime: str, *, slots: int) -> str | None:
-        """Why the replicas cannot fit, with the settings under which they would; ``None`` when they can."""
+        """Explain why the replicas cannot fit, and list settings with which they would.
 
-        def fits(lifetime: str, count: int) -> bool:
-            return all(memory.fits(lifetime, count / slots) for memory in self.ranks.values())
-
-        if not slots or fits(lifetime, slots):
+        Returns:
+            ``None`` if the replicas may fit.
+        """
+        if not slots or self._fits(lifetime):
             return None
         worst = max(
             self.ranks,
@@ -233,41 +254,52 @@ class JobMemory:
         memory = self.ranks[worst]
         asked = memory.by_lifetime[lifetime]
         free = max(0, memory.free - asked.certain + asked.replicas)
-        others = [o for o in LIFETIMES if o != lifetime]
-        ways = [
-            f"lifetime={o!r} needs {_size(memory.by_lifetime[o].replicas)}"
-            for o in others
-            if fits(o, slots)
-        ]
-        fewer = range(slots - 1, 0, -1)
-        ways += [f"use slots={count}" for count in fewer if fits(lifetime, count)][:1]
-        ways = (
-            ways
-            or [f"use slots={n} with lifetime={o!r}" for n in fewer for o in others if fits(o, n)][
-                :1
-            ]
-        )
+        ways = self._ways_out(lifetime, slots, memory)
+        if not ways:
+            ways = ["no other lifetime and no other slots fit: spread the experts over more ranks"]
         return (
-            f"slots={slots} with lifetime={lifetime!r} needs {_size(asked.replicas)} for replicas on rank {worst}, "
-            f"{_size(free)} are free beside its homes' gradients; "
-            + (
-                ", or ".join(ways)
-                or "no other lifetime and no other slots fit: spread the experts over more ranks"
-            )
+            f"slots={slots} with lifetime={lifetime!r} needs {_size(asked.replicas)} for replicas "
+            f"on rank {worst}, {_size(free)} are free after its homes' gradients; "
+            f"{', or '.join(ways)}"
         )
 
+    def _fits(self, lifetime: str, share: float = 1.0) -> bool:
+        return all(memory.fits(lifetime, share) for memory in self.ranks.values())
+
+    def _ways_out(self, lifetime: str, slots: int, memory: RankMemory) -> list[str]:
+        """List settings that fit: other lifetimes, fewer slots, or else both."""
+        others = [other for other in LIFETIMES if other != lifetime]
+        ways = []
+        for other in others:
+            if self._fits(other):
+                needed = _size(memory.by_lifetime[other].replicas)
+                ways.append(f"lifetime={other!r} needs {needed}")
+        fewer = range(slots - 1, 0, -1)
+        for count in fewer:
+            if self._fits(lifetime, count / slots):
+                ways.append(f"use slots={count}")
+                break
+        if ways:
+            return ways
+        for count, other in itertools.product(fewer, others):
+            if self._fits(other, count / slots):
+                return [f"use slots={count} with lifetime={other!r}"]
+        return []
+
     def describe(self, lifetime: str) -> str:
-        """Every rank's expert memory as a table: the ``lifetime`` in use first, the others below it. Ranks with the
-        same figures share a table, with the least that is free."""
-        alike: dict[str, list[int]] = {}
+        """Format every rank's expert memory as tables, the ``lifetime`` in use first.
+
+        Ranks with equal figures share a table, which shows the least free memory among them.
+        """
+        same_figures: dict[str, list[int]] = {}
         for rank in sorted(self.ranks):
-            alike.setdefault(repr(sorted(self.ranks[rank].by_lifetime.items())), []).append(rank)
-        least = [
-            (min(same, key=lambda rank: self.ranks[rank].free), same) for same in alike.values()
-        ]
-        return "\n".join(
-            _format_table(self.ranks[rank], lifetime, ranks=same) for rank, same in least
-        )
+            figures = repr(sorted(self.ranks[rank].by_lifetime.items()))
+            same_figures.setdefault(figures, []).append(rank)
+        tables = []
+        for ranks in same_figures.values():
+            memory = min((self.ranks[rank] for rank in ranks), key=lambda memory: memory.free)
+            tables.append(_format_table(memory, lifetime, ranks=ranks))
+        return "\n".join(tables)
 
 
 def _format_table(memory: RankMemory, lifetime: str, *, ranks: Sequence[int]) -> str:
@@ -276,7 +308,8 @@ def _format_table(memory: RankMemory, lifetime: str, *, ranks: Sequence[int]) ->
         f"expert memory of rank {format_ranks(ranks)}: homes {_size(used.homes)} ({ASSUMED}: "
         f"weights {_size(used.weights)}, gradients {_size(used.grads)}, "
         f"optimizer {_size(used.optimizer)}); {_size(memory.free)} free now",
-        f"  {'lifetime':<12}{'replicas, weights':>17}{'gradients':>12}{'transport':>12}{'with homes':>12}",
+        f"  {'lifetime':<12}{'replicas, weights':>17}{'gradients':>12}"
+        f"{'transport':>12}{'with homes':>12}",
     ]
     for name in sorted(LIFETIMES, key=lambda other: other != lifetime):
         m = memory.by_lifetime[name]
@@ -285,16 +318,20 @@ def _format_table(memory: RankMemory, lifetime: str, *, ranks: Sequence[int]) ->
         lines.append(f"{'>' if name == lifetime else ' '} {name:<12}{cells} (+{m.added:.1%})")
     if used.connected:
         lines.append(
-            f"  transport: {_size(used.connected)} of it are NCCL's connections, which are allocated now"
+            f"  transport: {_size(used.connected)} of it are NCCL's connections, which are "
+            "allocated now"
         )
     if used.expected > memory.free:
         lines.append(
-            f"  {_size(used.expected)} of this are to come, more than is free: it may run out of memory"
+            f"  {_size(used.expected)} of this are not allocated yet, more than is free: the rank "
+            "may run out of memory"
         )
     return "\n".join(lines)
 
 
 def _size(count: int) -> str:
-    """``count`` bytes as text."""
-    power = next((power for power in (3, 2) if count >= 1024**power), 1)
-    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+    """Format ``count`` bytes in KiB, MiB or GiB."""
+    for unit, size in (("GiB", 1024**3), ("MiB", 1024**2)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count / 1024:.1f} KiB"

@@ -1,1 +1,1 @@
-"""When things happen: iterations, load history, planning and fetching ahead."""
+"""Runtime of an iteration: its boundaries, load history, plans and prefetches."""

@@ -1,12 +1,12 @@
 """Plans of the next iteration, made while the optimizer steps.
 
-The loads of an iteration are summed when its backward has ended. From then on the host waits for the norm of the
-gradients and launches the optimizer's kernels; planning releases Python's lock for most of its time, so a thread plans
-all layers meanwhile, and works out their transfers. It makes no CUDA call, which would break a capture of CUDA graphs
-in the main thread.
+The loads of an iteration are summed when its backward has ended. From then on the host waits for
+the norm of the gradients and launches the optimizer's kernels. Meanwhile a thread plans all layers
+and prepares their transfers: planning releases Python's lock for most of its time. The thread makes
+no CUDA call, which would break a capture of CUDA graphs in the main thread.
 
-Planning is a pure function. The thread guesses its inputs, and a plan is used only where the layer asks with equal
-ones: results never depend on how far the thread has come, nor on what it has guessed.
+Planning is a pure function. The thread guesses its inputs, and a layer uses a plan only if the
+inputs are equal to its own: results depend neither on the progress of the thread nor on its guess.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +26,8 @@ from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.load_monitor import LoadMonitor
 
-PAUSE: float = 1e-3  # seconds between two looks at whether the loads have arrived
+# Seconds between two checks for the arrival of the loads.
+PAUSE: float = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,17 +44,16 @@ class PlanInputs:
     def of(
         cls, state: LayerState, forecast: np.ndarray, microbatches: int, meter: OverlapMeter
     ) -> PlanInputs:
-        """Those of a layer as it stands.
+        """Return the inputs for a layer in its current state.
 
         Args:
-            state: of the layer.
-            forecast: [E] tokens of an iteration, over the group.
-            microbatches: of the iteration.
-            meter: what ranks have agreed on about time.
+            state: state of the layer.
+            forecast: tokens per expert in an iteration, summed over the group, [E].
+            microbatches: number of microbatches in the iteration.
+            meter: measured times on which the ranks have agreed.
         """
-        return cls(
-            forecast, state.homes, state.world, state.copy_cost(microbatches, meter), state.planned
-        )
+        cost = state.copy_cost(microbatches, meter)
+        return cls(forecast, state.homes, state.world, cost, state.planned)
 
     def plan(self) -> Placement:
         """Plan the layer's replicas."""
@@ -63,7 +62,7 @@ class PlanInputs:
         )
 
     def equal(self, other: PlanInputs) -> bool:
-        """Whether both give the same plan, because they are the same."""
+        """Return whether both are equal, and therefore give the same plan."""
         return (
             self.homes is other.homes
             and self.previous is other.previous
@@ -73,16 +72,17 @@ class PlanInputs:
         )
 
 
-# A layer that the main thread plans itself.
+# Entry of a layer that the main thread plans itself.
 _TAKEN: tuple[None, None] = (None, None)
 
 
 class EarlyPlans:
-    """Plan the layers of one model in a thread, for one iteration at a time."""
+    """Planning thread of one model, for one iteration at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # of the running thread: by index of the layer, what it has planned or is planning, or `_TAKEN`
+        # By index of the layer: inputs and result of each plan that the thread has begun, or
+        # `_TAKEN`.
         self._plans: dict[int, tuple[PlanInputs | None, Future[Placement] | None]] = {}
         self._stopped = threading.Event()
         Attempt.current().at_end(self.stop)
@@ -94,17 +94,21 @@ class EarlyPlans:
         meter: OverlapMeter,
         microbatches: int,
     ) -> None:
-        """Plan the next iteration, as it will be if it has as many ``microbatches`` as this one.
+        """Plan the next iteration, assuming this one's number of microbatches.
 
         Args:
-            states: of all layers, in the order of the forward.
-            monitor: has started to sum the loads of this iteration.
-            meter: as it is before it gets what was measured in this iteration.
-            microbatches: of this iteration.
+            states: states of all layers, in the order of the forward.
+            monitor: load monitor that has started to sum the loads of this iteration.
+            meter: meter without the measurements of this iteration.
+            microbatches: number of microbatches in this iteration.
         """
         self.stop()
-        self._plans, self._stopped = {}, threading.Event()
-        history, meter = monitor.history.copy(), copy.copy(meter)
+        # New objects, because a stopped thread may still use the old ones.
+        self._plans = {}
+        self._stopped = threading.Event()
+        # The main thread appends to the originals.
+        history = monitor.history.copy()
+        meter = copy.copy(meter)
         placed = [(state, state.homes, state.planned) for state in states]
 
         def inputs(load: np.ndarray, measured: list[int]) -> Iterator[tuple[int, PlanInputs]]:
@@ -118,27 +122,27 @@ class EarlyPlans:
                 yield state.index, PlanInputs(of_layer, homes, state.world, cost, previous)
 
         prepare = {state.index: state.prepare_transfers for state in states}
-        settings: dict[str, Any] = dict(target=self._plan_all, name="fssdp plans", daemon=True)
-        threading.Thread(
-            args=(self._plans, self._stopped, monitor.peek(), inputs, prepare), **settings
-        ).start()
+        thread = threading.Thread(
+            target=self._plan_all,
+            args=(self._plans, self._stopped, monitor.peek(), inputs, prepare),
+            name="fssdp plans",
+            daemon=True,
+        )
+        thread.start()
 
     def stop(self) -> None:
-        """Have the thread end after the layer that it plans; its plans can still be asked for."""
+        """Stop the thread after the layer that it is planning; its plans remain available."""
         self._stopped.set()
 
     def plan(self, index: int, inputs: PlanInputs) -> Placement:
-        """The plan of layer ``index`` for ``inputs``: the thread's if it is for the same, else made here."""
+        """Return the thread's plan of layer ``index`` if its inputs are equal, else a new plan."""
         with self._lock:
-            theirs, made = self._plans.get(index, _TAKEN)
+            guessed, made = self._plans.get(index, _TAKEN)
             self._plans[index] = _TAKEN
-        if (
-            theirs is None
-            or made is None
-            or not theirs.equal(inputs)
-            or made.exception() is not None
-        ):
-            # what failed in the thread fails here again, or does not
+        if guessed is None or made is None or not guessed.equal(inputs):
+            return inputs.plan()
+        if made.exception() is not None:
+            # Plan again: an error that is not of the thread alone is then raised here.
             return inputs.plan()
         return made.result()
 
@@ -164,9 +168,9 @@ class EarlyPlans:
             try:
                 made.set_result(of_layer.plan())
             except BaseException as error:
-                # whoever asks for the plan waits for it
+                # `plan` waits for the result.
                 made.set_exception(error)
                 continue
-            # what goes wrong here goes wrong again where the layer fetches
+            # An error is raised again where the layer fetches.
             with contextlib.suppress(Exception):
                 prepare[index](made.result())

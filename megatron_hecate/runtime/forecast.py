@@ -1,4 +1,4 @@
-"""The forecast of an iteration's loads, from those of the iterations before. Needs neither torch nor Megatron."""
+"""Forecast of an iteration's loads from previous iterations. Needs neither torch nor Megatron."""
 
 from __future__ import annotations
 
@@ -7,46 +7,59 @@ from collections import deque
 
 import numpy as np
 
-FORGET: float = 0.85  # weight of an iteration in the measured trend, relative to the one after it
-MOST: float = 1.2  # of the last change that may be expected to happen again; below 0, part of it is taken back
+# Weight of an iteration in the measured trend, relative to the next iteration.
+FORGET: float = 0.85
+# Bounds of the share of the last change that is expected again. Below 0, the change is partly
+# reverted.
+MOST: float = 1.2
 LEAST: float = -0.3
 
 
 class LoadHistory:
-    """Past loads, and the forecast: the last iteration, plus as much of its change as was found again so far.
+    """Past loads and their forecast: the last iteration plus a measured share of its last change.
 
-    Loads have a trend. Early in training an expert that gained tokens goes on gaining; later most change is noise. Both
-    are seen in the past: per layer, the share ``a`` of each change that was found again in the next one (least squares,
-    older changes count less). With y the square root of the loads, which makes the noise of counts alike for all sizes,
+    Loads have a trend. Early in training an expert that gained tokens continues to gain; later most
+    change is noise. The history shows which: per layer, the share ``a`` of each change that was
+    found again in the next one (least squares, older changes have less weight). Let y be the square
+    root of the loads, which makes the noise of counts independent of their size. Then
 
         forecast = (y[t] + a * (y[t] - y[t-1]))^2, scaled to the tokens of the last iteration.
 
-    The mean of the last iterations (the Hecate paper forecasts by that of 5) lags behind every trend: on the traces in
-    `bench/data` its error is 1.8 to 2 times as large, in the 99th percentile 3 to 4 times (`bench/forecast.py`).
+    The mean of the last iterations (the Hecate paper forecasts with the mean of 5) lags behind
+    every trend: on the traces in `bench/data` its error is 1.8 to 2 times as large, in the 99th
+    percentile 3 to 4 times (`bench/forecast.py`).
     """
 
     def __init__(self) -> None:
-        self.last: np.ndarray | None = None  # [L, E] tokens of the last iteration
-        self._roots: deque[np.ndarray] = deque(maxlen=3)  # [L, E] square roots of loads
-        self._expected: np.ndarray | None = None  # [L, E] the next of them
-        self._found: np.ndarray | float = 0.0  # [L, 1] sums of products of neighbouring changes
-        self._changed: np.ndarray | float = 0.0  # and of squares
+        # Tokens of the last iteration, [L, E].
+        self.last: np.ndarray | None = None
+        # Square roots of the last loads, and the expected next roots, [L, E].
+        self._roots: deque[np.ndarray] = deque(maxlen=3)
+        self._expected: np.ndarray | None = None
+        # Sums of products of successive changes, and of squared changes, [L, 1].
+        self._found: np.ndarray | float = 0.0
+        self._changed: np.ndarray | float = 0.0
 
     def copy(self) -> LoadHistory:
-        """A history that goes on by itself."""
+        """Return an independent copy."""
         other = copy.copy(self)
-        # the arrays are never written to
+        # Arrays can be shared: none is written to.
         other._roots = self._roots.copy()
         return other
 
     def append(self, load: np.ndarray) -> None:
-        """Add one iteration: ``load`` is [L, E] tokens per layer and expert, over the whole group."""
+        """Add one iteration.
+
+        Args:
+            load: tokens per layer and expert, summed over the group, [L, E].
+        """
         self.last = load
         roots = np.sqrt(load.astype(np.float64))
         self._roots.append(roots)
         if len(self._roots) == 3:
             oldest, middle, newest = self._roots
-            change, next_change = middle - oldest, newest - middle
+            change = middle - oldest
+            next_change = newest - middle
             self._found = FORGET * self._found + (next_change * change).sum(axis=-1, keepdims=True)
             self._changed = FORGET * self._changed + (change * change).sum(axis=-1, keepdims=True)
         expected = roots
@@ -57,7 +70,7 @@ class LoadHistory:
         self._expected = np.maximum(expected, 0.0)
 
     def forecast(self) -> np.ndarray | None:
-        """[L, E] expected tokens, or ``None`` before the first iteration."""
+        """Return the expected tokens [L, E], or ``None`` before the first iteration."""
         if self._expected is None:
             return None
         expected = self._expected**2

@@ -1,16 +1,19 @@
-"""When gradients of replicas return to their homes.
+"""Timing of the returns of replica gradients to their homes.
 
-Within one call of Megatron's schedule they add up with the replicas, and return with the last backward, so
-that the attention's backward hides the transfer. Which backward is the last is a hint: a return too many
-is right, as returns add up, and `GradientReturns.complete` returns the rest before DDP reduces gradients.
-In loops without a schedule every backward returns its own: the next line may read or change ``main_grad``.
+Within one call of Megatron's schedule gradients accumulate with the replicas and return with the
+last backward, so that the attention's backward hides the transfer. The last backward is
+guessed: an extra return is correct, because returns add up, and `GradientReturns.complete` returns
+the rest before DDP reduces gradients. In loops without a schedule every backward returns its own
+gradients, because the next line may read or change ``main_grad``.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 
+from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from megatron_hecate.megatron.data_parallel import DataParallel
@@ -19,39 +22,42 @@ from megatron_hecate.runtime.layer_state import LayerState
 
 
 class GradientReturns:
-    """Decide which backward returns gradients, and return what is left at the end of an iteration.
+    """Decides which backward returns gradients; returns the rest at the end of an iteration.
 
     Args:
-        states: of all layers, in the order of the forward.
-        chunk_of: index of the model chunk of each.
+        states: states of all layers, in the order of the forward.
+        chunk_of: index of each layer's model chunk.
     """
 
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self._states = states
         self._chunk_of = chunk_of
         self.data_parallel: DataParallel | None = None
-        # of any layer, while a backward may need them
+        # Replicas of all layers, as long as a backward may need them.
         self.live: weakref.WeakSet[Replicas] = weakref.WeakSet()
-        # whether gradients waited for the reduction in the last iteration, and do so in this one
+        # True if gradients waited for the reduction in the last iteration, and in this one.
         self._guesses = False
         self._waited = False
         self._expected_microbatches: int | None = None
 
     def begin_iteration(self, microbatches: int | None) -> None:
-        """Expect as many ``microbatches`` as in the last iteration; not called where that one is repeated."""
+        """Expect ``microbatches`` in the new iteration, the number of the last one.
+
+        Not called for an iteration that repeats the last one.
+        """
         self._guesses = self._waited
         self._waited = False
         self._expected_microbatches = microbatches
 
     def is_last(self, state: LayerState, microbatches: int) -> bool:
-        """Whether gradients of a layer return with the running backward.
+        """Return whether gradients of a layer return with the running backward.
 
-        Where the schedule aligns stages with ``grad_sync_func``, most stages do not know which backward
-        is the last: the iteration is then expected to be as long as the one before.
+        Where the schedule aligns stages with ``grad_sync_func``, most stages do not know which
+        backward is the last: the iteration is then expected to have the length of the last one.
 
         Args:
-            state: of the layer.
-            microbatches: backwards of the layer in this iteration, with the running one.
+            state: state of the layer.
+            microbatches: backwards of the layer in this iteration, the running one included.
         """
         if self.data_parallel is None or not state.in_schedule:
             return True
@@ -62,7 +68,10 @@ class GradientReturns:
         return wanted is not False
 
     def complete(self, chunk: int | None = None) -> None:
-        """Return gradients that wait, of ``chunk`` or of all, and await them. Every rank calls it at the same point."""
+        """Return waiting gradients of ``chunk``, or of all chunks, and wait for the transfers.
+
+        Collective: every rank calls it at the same point.
+        """
         waiting = [
             state.replicas
             for state in reversed(self._states)
@@ -77,21 +86,38 @@ class GradientReturns:
             pending.arrive()
 
     def drop(self) -> list[str]:
-        """Forget gradients that wait; returns the names of their layers."""
+        """Forget waiting gradients, and return the names of their layers."""
         waiting = [replicas for replicas in self.live if replicas.unreturned]
         for replicas in waiting:
             replicas.drop_unreturned()
         return sorted(replicas.label for replicas in waiting)
 
+    def awaits_backward(self, forwards: Callable[[int], int]) -> bool:
+        """Return whether a known backward of this iteration has not run.
+
+        Args:
+            forwards: function from a layer's index to its number of forwards in this iteration.
+        """
+        for state in self._states:
+            if not state.keeps_replicas or state.replicas is None:
+                continue
+            if state.replicas.backwards != forwards(state.index):
+                return True
+        return any(state.awaits_microbatch for state in self._states)
+
     def wait_for(self, optimizer: Optimizer) -> bool:
-        """Whether gradients wait, and ``optimizer`` steps experts of this model, their main parameters, or shards."""
+        """Return whether gradients of experts that ``optimizer`` steps wait to return.
+
+        The optimizer may step the experts' parameters, their main parameters, or shards of them.
+        """
         if not any(replicas.unreturned for replicas in self.live):
             return False
-        own = [
-            p for state in self._states for expert in state.parts.experts.homes() for p in expert
-        ]
+        own: list[Parameter] = []
+        for state in self._states:
+            own += chain.from_iterable(state.parts.experts.homes())
         main = [p.main_param for p in own if getattr(p, "main_param", None) is not None]
         owned = {id(p) for p in (*own, *main)}
+        # A distributed optimizer may step shards, which are views of the parameters' memory.
         memory = {p.untyped_storage().data_ptr() for p in own}
-        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        stepped = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         return any(id(p) in owned or p.untyped_storage().data_ptr() in memory for p in stepped)

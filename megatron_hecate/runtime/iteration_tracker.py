@@ -1,8 +1,8 @@
-"""Where an iteration begins and ends, seen from the layers.
+"""Boundaries of iterations, detected in the layers' forwards.
 
-An iteration is the time between two reductions of gradients: M microbatches, each with one forward and one backward per
-layer. M is known afterwards only, so nothing here asks for it: DDP says when gradients are reduced or zeroed
-(`adapter.data_parallel`).
+An iteration is the time between two reductions of gradients: M microbatches, each with one forward
+and one backward per layer. M is known only afterwards, so nothing here depends on it:
+`megatron.data_parallel` observes when DDP reduces or zeroes gradients.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_hecate.megatron.global_hooks import listen_to_steps
 
-# Iterations in a row without an optimizer step that keep their plans: the first one of a job, and the one repetition of
-# each that Megatron's rerun state machine runs.
+# Upper bound of successive iterations without an optimizer step that keep their plans: the first
+# iteration of a job, and the one repetition of each iteration by Megatron's rerun state machine.
 MOST_REPEATED: int = 2
 
 
 class IterationTracker:
-    """Detect the first forward of each layer in a new iteration.
+    """Detector of each layer's first forward in a new iteration.
 
-    An iteration ends when weights may change: when DDP has reduced gradients or zeroes them, when an optimizer steps,
-    or when weights are loaded.
+    An iteration ends when weights may change: when DDP has reduced or zeroes gradients, when an
+    optimizer steps, or when weights are loaded.
 
     Args:
-        passes: times that a microbatch runs each converted layer of this rank, [L].
+        passes: passes of a microbatch through each converted layer of this rank, [L].
         on_begin: callback for the first forward of an iteration.
-        drop_unreturned: forgets gradients that wait to return, and gives the names of their layers.
-        waits_for: whether gradients of parameters that an optimizer steps wait to return.
+        drop_unreturned: callback that forgets gradients that wait to return, and returns the names
+            of their layers.
+        waits_for: predicate: True if gradients of an optimizer's parameters wait to return.
     """
 
     def __init__(
@@ -43,29 +44,32 @@ class IterationTracker:
         self._on_begin = on_begin
         self._drop_unreturned = drop_unreturned
         self._waits_for = waits_for
-        # called like `on_begin`, before it
+        # Callbacks before `on_begin`.
         self.listeners: list[Callable[[], None]] = []
-        # of the last iteration: the best guess for the running one
+        # Microbatches of the last iteration: the best guess for the running one.
         self.microbatches: int | None = None
         self.iteration = 0
-        # the last iteration that some layer entered, and that each layer entered
+        # Last iteration that any layer has entered.
         self._begun = -1
-        # why the last iteration ended, for errors
+        # Reason of the last iteration's end, for errors.
         self.ended_because = "weights may have changed"
         self._passes = passes
+        # Last iteration that each layer has entered.
         self._entered = [-1] * len(passes)
         self._forwards = [0] * len(passes)
-        # every optimizer that has stepped, by its id, with the iteration of its last step
+        # Each optimizer that has stepped, by its id, with the iteration of its last step.
         self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         self.has_stepped = False
         self._num_unstepped = 0
         listen_to_steps(self)
 
     def enter(self, layer: int) -> bool:
-        """Note that the forward of a microbatch starts in ``layer``; evaluation and recomputation do not count.
+        """Note the start of a microbatch's forward in ``layer``.
+
+        Not called in evaluation and recomputation.
 
         Returns:
-            Whether it is the layer's first in a new iteration.
+            True if it is the layer's first forward in a new iteration.
         """
         if self._entered[layer] == self.iteration:
             return False
@@ -75,7 +79,11 @@ class IterationTracker:
         return True
 
     def comes_to(self, layer: int) -> bool:
-        """Begin an iteration if the next forward of ``layer`` does; returns what `enter` will return."""
+        """Begin an iteration if the next forward of ``layer`` will do so.
+
+        Returns:
+            The next result of `enter`.
+        """
         if self.is_in(layer):
             return False
         if self._begun != self.iteration:
@@ -90,37 +98,37 @@ class IterationTracker:
 
     @property
     def counted_microbatches(self) -> int | None:
-        """Microbatches since an iteration last began, or as many as in the one before while there are none."""
+        """Microbatches since an iteration last began; if zero, the previous iteration's number."""
         counted = zip(self._forwards, self._passes, strict=True)
         return max(forwards // passes for forwards, passes in counted) or self.microbatches
 
     def is_in(self, layer: int) -> bool:
-        """Whether ``layer`` has entered the running iteration."""
+        """Return whether ``layer`` has entered the running iteration."""
         return self._entered[layer] == self.iteration
 
     @property
     def all_are_in(self) -> bool:
-        """Whether every layer has."""
+        """True if every layer has entered the running iteration."""
         return all(entered == self.iteration for entered in self._entered)
 
     def has_forwarded(self, layer: int) -> bool:
-        """Whether ``layer`` has routed a microbatch's tokens since an iteration last began.
+        """Return whether ``layer`` has routed a microbatch since an iteration last began.
 
-        That one may be over: loops zero gradients, or step another model's optimizer, between a forward and its
-        backward.
+        The iteration may have ended since: some loops zero gradients, or step another model's
+        optimizer, between a forward and its backward.
         """
         return self._entered[layer] == self._begun and self._forwards[layer] > 0
 
     def is_within_microbatch(self, layer: int) -> bool:
-        """Whether the next forward of ``layer`` is a further pass of a microbatch that has begun."""
+        """Return whether the next forward of ``layer`` is a further pass of a begun microbatch."""
         return self.forwards(layer) % self._passes[layer] > 0
 
     def forwarded(self, layer: int) -> None:
-        """Note that ``layer`` has routed the tokens of a microbatch."""
+        """Count a microbatch whose tokens ``layer`` has routed."""
         self._forwards[layer] += 1
 
     def forwards(self, layer: int) -> int:
-        """Forwards of ``layer`` in the running iteration."""
+        """Return the number of forwards of ``layer`` in the running iteration."""
         return self._forwards[layer] if self.is_in(layer) else 0
 
     def weights_changed(self, cause: str = "weights may have changed") -> None:
@@ -130,11 +138,12 @@ class IterationTracker:
             self.ended_because = cause
 
     def repeats_last(self) -> bool:
-        """Whether the iteration that begins may repeat the last one: no optimizer has stepped since.
+        """Return whether the new iteration may repeat the last one: no optimizer stepped between.
 
-        With the same plans a repeated forward and backward, as by Megatron's rerun state machine, is
-        bitwise the same. Steps of an optimizer that is none of torch's, or inside a CUDA graph, are not
-        seen, so only a few iterations in a row count as repetitions. Call it once per iteration.
+        With the same plans a repeated forward and backward, such as by Megatron's rerun state
+        machine, is bitwise the same. Steps of an optimizer that is not torch's, or inside a CUDA
+        graph, are not observed, so only a few successive iterations count as repetitions. Call it
+        once per iteration.
         """
         if self.has_stepped:
             self._num_unstepped = 0
@@ -143,32 +152,35 @@ class IterationTracker:
         return self._num_unstepped <= MOST_REPEATED
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """End the iteration: ``optimizer`` is about to step, whatever it steps.
+        """End the iteration before a step of ``optimizer``, even if it steps another model.
 
         Raises:
-            RuntimeError: when it steps experts whose replicas' gradients have not returned.
+            RuntimeError: if it steps experts whose replicas' gradients have not returned.
         """
         self._stepped[id(optimizer)] = (weakref.ref(optimizer), self._begun)
         self.has_stepped = True
         self.weights_changed(f"{type(optimizer).__name__} stepped, of this model or of another one")
         if not self._waits_for(optimizer):
             return
-        # dropped, so that a loop which catches the error can go on
+        # Drop the gradients, so that a loop which catches the error can continue.
         waiting = self._drop_unreturned()
         if waiting:
             raise RuntimeError(
-                f"FSSDP: {type(optimizer).__name__} steps while gradients of replicas wait ({', '.join(waiting)}): "
-                "the last backward ran in DDP's no_sync(), and nothing has reduced gradients since; leave "
-                "it and call finish_grad_sync() of every model chunk before the step, as finalize_model_grads does"
+                f"FSSDP: {type(optimizer).__name__} steps while gradients of replicas wait "
+                f"({', '.join(waiting)}): the last backward ran in DDP's no_sync(), and nothing "
+                "has reduced gradients since; leave it and call finish_grad_sync() of every model "
+                "chunk before the step, as finalize_model_grads does"
             )
 
     @property
     def has_seen_optimizer(self) -> bool:
-        """Whether any optimizer has stepped, ever."""
+        """True if any optimizer has stepped since conversion."""
         return bool(self._stepped)
 
     def optimizers(self) -> list[Optimizer]:
-        """All optimizers that have stepped and still exist, those of the latest iteration first, else in the order of
-        their first step."""
+        """Return the live optimizers that have stepped.
+
+        Sorted by the iteration of the last step, latest first; ties in the order of the first step.
+        """
         newest = sorted(self._stepped.values(), key=lambda stepped: -stepped[1])
         return [optimizer for reference, _ in newest if (optimizer := reference()) is not None]

@@ -1,13 +1,15 @@
-"""Loads that are known before a microbatch runs, because its routes are replayed (``moe_enable_routing_replay``).
+"""Loads known before a microbatch runs: replayed routes (``moe_enable_routing_replay``).
 
-Post-training replays the routes of the rollout: before each forward the training loop gives every router the experts of
-all its tokens. They are counted where a model chunk begins, and summed over the group by one all-reduce for all its
-layers. The attribute names are those of Megatron's `RouterReplay` and of the patches that training loops bring along.
+Post-training replays the routes of the rollout: before each forward the training loop gives every
+router the experts of all tokens. The tokens per expert are counted at the start of a model chunk,
+and one all-reduce sums the counts of all its layers over the group. Attribute names are from
+Megatron's `RouterReplay` and from patches that training loops apply to Megatron.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -21,44 +23,67 @@ from megatron_hecate.runtime.layer_state import LayerState
 
 
 class KnownRoutes:
-    """Counts the routes of this rank's layers, and makes forecasts of them; every rank of a group calls it at the same
-    points. ``states`` are those of all layers in the order of the forward, ``chunk_of`` the model chunk of each."""
+    """Counter of replayed routes of this rank's layers, and forecasts from the counts.
+
+    Collective: every rank of a group calls the methods at the same points.
+
+    Args:
+        states: states of all layers, in the order of the forward.
+        chunk_of: index of each layer's model chunk.
+    """
 
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
-        self.states, self._chunk_of = states, chunk_of
-        self.expected: Sequence[Tensor] | None = (
-            None  # routes of the next iteration, see `expect_routes`
-        )
-        # of each layer, whether its plan is made for true loads
+        self.states = states
+        self._chunk_of = chunk_of
+        # Routes of the next iteration, see `expect_routes`.
+        self.expected: Sequence[Tensor] | None = None
+        # For each layer, True if its plan is made for true loads.
         self.are_known = [False] * len(states)
-        # of each layer, [E] tokens of the microbatch over the group, where its routes are replayed
+        # For each layer with replayed routes, tokens of the microbatch over the group, [E].
         self._microbatch: list[np.ndarray | None] = [None] * len(states)
 
     def begin_iteration(self) -> np.ndarray | None:
-        """[L, E] tokens over the group in the iteration that begins, where routes are expected."""
-        routes, self.expected = self.expected, None
+        """Count the expected routes of the new iteration.
+
+        Returns:
+            Tokens per layer and expert, summed over the group, [L, E]; ``None`` without expected
+            routes.
+        """
+        routes = self.expected
+        self.expected = None
         self.are_known = [routes is not None] * len(self.states)
         self._microbatch = [None] * len(self.states)
         return None if routes is None else self._sum(self.states, routes)
 
     def begin_microbatch(self, index: int, iteration: int, microbatches: int | None) -> None:
-        """A microbatch comes to layer ``index`` in an ``iteration`` of so many (``None``: the loop does not say). Where
-        routes are replayed and it is the first layer of a chunk, they become known; layers that fetch for every
-        microbatch are then planned anew."""
-        state, chunk = self.states[index], self._chunk_of[index]
-        whole = state.keeps_replicas  # one plan for all microbatches
+        """Count the replayed routes of a microbatch, at the first layer of a model chunk.
+
+        Layers that fetch for every microbatch are then planned again.
+
+        Args:
+            index: index of the layer that the microbatch has reached.
+            iteration: number of the running iteration.
+            microbatches: number of microbatches in the iteration; ``None`` if unknown.
+        """
+        state = self.states[index]
+        chunk = self._chunk_of[index]
+        # True if one plan serves all microbatches.
+        whole = state.keeps_replicas
         is_planned = whole and (self.are_known[index] or state.current.number == iteration)
         if index != self._chunk_of.index(chunk) or is_planned or not state.config.slots:
             return
         states = self.states[index : index + self._chunk_of.count(chunk)]
+        replays = [_replays(state) for state in states]
         routes = [
-            s.parts.layer.router.router_replay.target_topk_idx if _replays(s) else None
-            for s in states
+            state.parts.layer.router.router_replay.target_topk_idx if is_replayed else None
+            for state, is_replayed in zip(states, replays, strict=True)
         ]
-        loads = self._sum(states, routes) if any(map(_replays, states)) else None
-        for row, state in enumerate(states):
-            is_known = loads is not None and bool(loads[row].any())
-            self._microbatch[state.index] = loads[row] if loads is not None and is_known else None
+        loads: list[np.ndarray | None] = [None] * len(states)
+        if any(replays):
+            loads = [load if load.any() else None for load in self._sum(states, routes)]
+        for state, load in zip(states, loads, strict=True):
+            is_known = load is not None
+            self._microbatch[state.index] = load
             self.are_known[state.index] = is_known and (not whole or microbatches == 1)
             if is_known and not whole:
                 state.current.number = NO_ITERATION
@@ -66,8 +91,17 @@ class KnownRoutes:
     def forecast(
         self, state: LayerState, forecast: np.ndarray | None, microbatches: int
     ) -> tuple[np.ndarray | None, int]:
-        """[E] tokens for which a layer is planned, ``None`` where nothing is known, and in how many microbatches.
-        ``forecast`` [L, E] is that of an iteration of ``microbatches``."""
+        """Return the loads for which a layer is planned.
+
+        Args:
+            state: state of the layer.
+            forecast: expected tokens of an iteration per layer and expert, [L, E].
+            microbatches: number of microbatches in the iteration.
+
+        Returns:
+            Tokens per expert [E], ``None`` without any forecast; and the number of their
+            microbatches.
+        """
         experts = state.parts.homes_only.num_experts
         expected = None if forecast is None else forecast[state.index, :experts]
         of_microbatch = self._microbatch[state.index]
@@ -76,39 +110,44 @@ class KnownRoutes:
         known = of_microbatch[:experts]
         if not state.keeps_replicas:
             return known, 1
-        rest = (
-            known if expected is None else expected / microbatches
-        )  # of each microbatch that is not known yet
+        # Expected tokens of each further microbatch.
+        rest = known if expected is None else expected / microbatches
         return known + (microbatches - 1) * rest, microbatches
 
     def _sum(self, states: Sequence[LayerState], routes: Sequence[Tensor | None]) -> np.ndarray:
-        """[L, E] tokens of the group for ``routes`` of these layers. The host waits for the device."""
-        group, home = states[0].rerouter.sources, next(states[0].parts.layer.experts.parameters())
+        """Count the tokens of the group for ``routes`` of layers, [L, E]. Synchronizes the host."""
+        group = states[0].rerouter.sources
+        home = next(states[0].parts.layer.experts.parameters())
         experts = max(state.parts.homes_only.num_experts for state in states)
         sums = torch.stack([_count(of_layer, experts).to(home.device) for of_layer in routes])
         work = dist.all_reduce(sums, group=group, async_op=True)
-        names, timeout = (
-            dict(what="counting replayed routes", label=states[0].name),
-            states[0].config.timeout,
+        wait_collective(
+            work,
+            sums,
+            group,
+            what="counting replayed routes",
+            label=states[0].name,
+            timeout=states[0].config.timeout,
         )
-        wait_collective(work, sums, group, **names, timeout=timeout)
         return sums.cpu().numpy()
 
 
 def _replays(state: LayerState) -> bool:
-    """Whether the layer's next forward replays routes. A fused router would not heed them."""
-    action = getattr(
-        getattr(state.parts.layer.router, "router_replay", None), "router_replay_action", None
-    )
-    return (
-        getattr(action, "value", None) == "replay_forward"
-        and not state.parts.layer.config.moe_router_fusion
-    )
+    """Return whether the layer's next forward replays routes, which a fused router ignores."""
+    layer = state.parts.layer
+    replay = getattr(layer.router, "router_replay", None)
+    action = getattr(replay, "router_replay_action", None)
+    is_replayed = getattr(action, "value", None) == "replay_forward"
+    return is_replayed and not layer.config.moe_router_fusion
 
 
 def _count(routes: Tensor | None, experts: int) -> Tensor:
-    """[E] tokens per expert. ``routes`` [T, k] are the experts of each token, as Megatron makes a routing map of them;
-    an expert below 0 is not known yet."""
+    """Count the tokens per expert, [E], in the way of Megatron's routing map.
+
+    Args:
+        routes: experts of each token, [T, k]; below 0 where the expert is not known yet.
+        experts: number of experts E.
+    """
     if routes is None:
         return torch.zeros(experts, dtype=torch.int64)
     routes = routes.reshape(-1, routes.shape[-1]).long()
@@ -117,15 +156,21 @@ def _count(routes: Tensor | None, experts: int) -> Tensor:
 
 
 def expect_routes(chunks: Iterable[Module], routes: Sequence[Tensor]) -> None:
-    """Say which experts the tokens of the next iteration will go to. Only needed where replicas live for an iteration
-    of several microbatches: routers show one at a time. Every rank calls it before each iteration. Raises a ValueError
-    when there are not as many routes as layers.
+    """Announce the routes of the next iteration. Every rank calls it before each iteration.
+
+    Only needed if replicas live for an iteration of several microbatches: routers hold the routes
+    of one microbatch at a time.
 
     Args:
-        chunks: the model chunks of this rank, wrapped by DDP or not.
-        routes: of each of their MoE layers, in order, [tokens of all microbatches of this rank, k] experts.
+        chunks: model chunks of this rank, wrapped by DDP or not.
+        routes: experts of each token, for each MoE layer in order, [T, k], with T the tokens of all
+            microbatches of this rank.
+
+    Raises:
+        ValueError: if the numbers of routes and layers differ.
     """
-    layers = [module for chunk in chunks for module in chunk.modules() if hasattr(module, "fssdp")]
+    modules = chain.from_iterable(chunk.modules() for chunk in chunks)
+    layers = [module for module in modules if hasattr(module, "fssdp")]
     if len(layers) != len(routes):
         raise ValueError(
             f"routes of {len(routes)} layers, but this rank has {len(layers)} MoE layers"

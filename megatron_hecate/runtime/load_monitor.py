@@ -1,8 +1,8 @@
-"""Load monitor: how many tokens each expert of each layer got, summed over the FSSDP group.
+"""Load monitor: tokens of each expert of each layer, summed over the FSSDP group.
 
-Counting costs one add per forward. When the iteration ends, one asynchronous all-reduce sums the counts of all layers
-while the optimizer steps; the result is read when the next iteration begins. The forecast of that one is made of the
-loads of the iterations before (`forecast`).
+Counting costs one add per forward. At the end of the iteration one asynchronous all-reduce sums the
+counts of all layers while the optimizer steps; the result is read at the start of the next
+iteration. Its forecast uses the loads of previous iterations (`forecast`).
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from megatron_hecate.job.collectives import wait_collective
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.runtime.forecast import LoadHistory
 
-# in host memory until a sum of counts arrives there
+# Value of host memory until a sum of counts is copied into it.
 NOT_HERE: int = -1
 
 
 class GroupSum:
-    """A sum over a group on its way to the host. Every rank must make it at the same point.
+    """Asynchronous all-reduce over a group, with a copy of the sum to the host.
+
+    Collective: every rank must make it at the same point.
 
     Args:
-        counts: int64, this rank's; the sum is written into them.
-        group: whose ranks take part.
-        timeout: seconds to wait for them.
-        stream: where results are copied on a GPU, so that reading waits for this sum alone.
+        counts: this rank's counts, int64; the sum is written into the tensor.
+        group: process group of the all-reduce.
+        timeout: seconds to wait for the group's ranks.
+        stream: stream that copies results on a GPU, so that reading waits for this sum alone.
     """
 
     def __init__(
@@ -47,10 +49,16 @@ class GroupSum:
         work = dist.all_reduce(counts, group=group, async_op=True)
         self._is_copied = stream is not None
         if stream is None:
-            self._host, self._ready = counts, work.is_completed
-            names = dict(what="sum of the loads", label="load history")
+            self._host = counts
+            self._ready = work.is_completed
             self._wait: Callable[[], Any] = partial(
-                wait_collective, work, counts, group, **names, timeout=timeout
+                wait_collective,
+                work,
+                counts,
+                group,
+                what="sum of the loads",
+                label="load history",
+                timeout=timeout,
             )
             return
         self._host = torch.full(counts.shape, NOT_HERE, dtype=counts.dtype, pin_memory=True)
@@ -60,34 +68,38 @@ class GroupSum:
             counts.record_stream(stream)
             copied = torch.cuda.Event()
             copied.record()
-        self._ready, self._wait = copied.query, copied.synchronize
+        self._ready = copied.query
+        self._wait = copied.synchronize
 
     @property
     def ready(self) -> bool:
-        """Whether `read` would not wait."""
+        """True if `read` does not block."""
         return self._ready()
 
     def read(self) -> np.ndarray:
-        """The sum, once it is here."""
+        """Wait for the sum and return it."""
         self._wait()
         return self._host.numpy()
 
     def peek(self) -> np.ndarray | None:
-        """A copy of the sum if it seems to be here, for any thread: no CUDA call is made to be sure."""
-        if not (self._is_copied or self._ready()):
-            return None
+        """Return a copy of the sum, or ``None`` if it has not arrived.
+
+        Any thread may call it: on a GPU the content of host memory decides, without a CUDA call.
+        """
+        if not self._is_copied:
+            return self._host.numpy().copy() if self._ready() else None
         seen = self._host.numpy().copy()
-        return None if self._is_copied and (seen == NOT_HERE).any() else seen
+        return None if (seen == NOT_HERE).any() else seen
 
 
 class LoadMonitor:
-    """Counts the tokens of this rank and sums them over the group.
+    """Counter of this rank's tokens per layer and expert, with sums over the group.
 
     Args:
-        shape: (L, E): layers on this rank, and experts, the most of any layer.
-        group: the ranks whose tokens the layers' experts share.
-        timeout: seconds to wait for them.
-        meter: whose measurements travel along.
+        shape: number of layers on this rank, and largest number of experts of any layer, (L, E).
+        group: ranks whose tokens the layers' experts share.
+        timeout: seconds to wait for the group's ranks.
+        meter: meter whose measurements the all-reduce includes.
     """
 
     def __init__(
@@ -98,53 +110,60 @@ class LoadMonitor:
         timeout: float,
         meter: OverlapMeter | None = None,
     ) -> None:
-        self._shape, self._group, self._timeout = shape, group, timeout
-        self._meter, self._size = meter or OverlapMeter(), shape[0] * shape[1]
-        # [L * E] and what was measured, int64, made on the device of the first loads; rows [E] of it
+        self._shape = shape
+        self._group = group
+        self._timeout = timeout
+        self._meter = meter or OverlapMeter()
+        self._size = shape[0] * shape[1]
+        # Counts [L * E], then measurements, int64, allocated on the device of the first loads.
         self._sums: Tensor | None = None
+        # Views of the counts, [E] per layer.
         self._counts: Sequence[Tensor]
         self._reduced: GroupSum | None = None
         self._stream: torch.cuda.Stream | None = None
         self.history = LoadHistory()
-        self.recorder: Any = (
-            None  # `record.layer_recorder.LayerRecorder`: its measurements travel along
-        )
+        # `record.layer_recorder.LayerRecorder`, whose measurements the all-reduce includes.
+        self.recorder: Any = None
 
     def count(self, layer: int, loads: Tensor) -> None:
-        """Add one microbatch: ``loads`` [E] are this rank's tokens per expert."""
+        """Add one microbatch of ``layer``, with this rank's tokens per expert ``loads`` [E]."""
         if self._sums is None:
             more = MEASURED if self.recorder is None else MEASURED + self.recorder.begin()
             with lasting_tensors():
                 self._sums = torch.zeros(self._size + more, dtype=torch.int64, device=loads.device)
                 self._counts = self._sums[: self._size].view(self._shape).unbind()
-        self._counts[layer][: loads.shape[0]].add_(loads)  # += copies, too
+        # `+=` on an item would also copy the result back.
+        self._counts[layer][: loads.shape[0]].add_(loads)
 
     @property
     def measures(self) -> bool:
-        """Whether anybody asks for what `computed` notes."""
+        """True if a recorder uses the measurements of `computed`."""
         return self.recorder is not None and self.recorder.measures
 
     def computed(self, layer: int, forward: ForwardPass, sent: Sequence[int] | None) -> None:
-        """Note a microbatch's ``forward`` of ``layer``, whose experts have computed.
+        """Record a microbatch's forward after the experts of ``layer`` have computed.
 
         Args:
             layer: index of the layer.
-            forward: with the rows of the experts' input.
-            sent: tokens that this rank sent to each rank, where the dispatcher knows it.
+            forward: the forward, which has the rows of the experts' input.
+            sent: tokens from this rank to each rank, where the dispatcher knows the numbers.
         """
         if self.recorder is not None:
             self.recorder.computed(layer, forward, sent)
 
     def start_reduce(self) -> bool:
-        """Start summing this iteration's counts over the group. Every rank must call it at the same point.
+        """Start the all-reduce of this iteration's counts. Collective.
 
         Returns:
-            Whether there are any whose sum has not been started.
+            False if there are no counts, or their all-reduce has been started already.
         """
         if self._sums is None or self._reduced is not None:
             return False
-        sums, self._sums = self._sums, None
-        more = self._meter.measured() + ([] if self.recorder is None else self.recorder.measured())
+        sums = self._sums
+        self._sums = None
+        more = self._meter.measured()
+        if self.recorder is not None:
+            more = more + self.recorder.measured()
         sums[self._size :].copy_(torch.tensor(more, pin_memory=sums.is_cuda), non_blocking=True)
         if sums.is_cuda:
             self._stream = self._stream or torch.cuda.Stream()
@@ -152,30 +171,37 @@ class LoadMonitor:
         return True
 
     def peek(self) -> Callable[[], tuple[np.ndarray, list[int]] | None]:
-        """A function for any thread: the loads [L, E] and what was measured, of the sum that has been started, or
-        ``None`` as long as they are under way."""
+        """Return a function that reads the started sum, for use in any thread.
+
+        The function returns the loads [L, E] and the meter's measurements, or ``None`` while the
+        sum is in flight.
+        """
         assert self._reduced is not None, "no sum has been started"
-        started, size, shape = self._reduced, self._size, self._shape
+        started = self._reduced
+        size = self._size
+        shape = self._shape
 
         def look() -> tuple[np.ndarray, list[int]] | None:
             sums = started.peek()
-            return (
-                None
-                if sums is None
-                else (sums[:size].reshape(shape), sums[size:][:MEASURED].tolist())
-            )
+            if sums is None:
+                return None
+            return sums[:size].reshape(shape), sums[size:][:MEASURED].tolist()
 
         return look
 
     def finish_reduce(self) -> None:
-        """Sum what was counted, wait and add it to the history; does nothing when no forward was counted."""
+        """Sum the counts, wait, and add the result to the history. Does nothing without counts."""
         self.start_reduce()
         self.collect()
 
     def collect(self) -> None:
-        """Add a sum that was started to the history. Communicates nothing itself: any rank may call it at any time."""
+        """Add a started sum to the history.
+
+        Not collective: the all-reduce has been started, so any rank may call it at any time.
+        """
         if self._reduced is not None:
-            sums, self._reduced = self._reduced.read(), None
+            sums = self._reduced.read()
+            self._reduced = None
             load = sums[: self._size].reshape(self._shape)
             self.history.append(load)
             self._meter.agree(sums[self._size :][:MEASURED].tolist())
@@ -183,7 +209,7 @@ class LoadMonitor:
                 self.recorder.take(load, sums[self._size + MEASURED :])
 
     def collect_ready(self) -> bool:
-        """As `collect`, without waiting; returns whether no sum is under way."""
+        """Collect a sum that has arrived, without waiting; return whether none is in flight."""
         if self._reduced is not None and self._reduced.ready:
             self.collect()
         return self._reduced is None

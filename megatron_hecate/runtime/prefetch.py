@@ -1,13 +1,14 @@
-"""When layers are planned and fetched. One `Prefetcher` per model and rank; Megatron's hooks call it, and it calls the
-layers' states.
+"""Prefetching: one `Prefetcher` per model and rank fetches replicas ahead of their layers.
 
-| hook | what it does |
+Hooks of Megatron call the prefetcher, and it calls the layers' states.
+
+| hook | action |
 |---|---|
-| `begin_chunk` | plans and fetches the first layers of a model chunk: embedding and dense layers come first |
+| `begin_chunk` | fetches a model chunk's first layers: embedding and dense layers run first |
 | `before_attention` | fetches the next layers, while this layer's attention runs |
-| `materialize` | says which replicas the layer computes with |
-| `add_late_replicas` | where asked for, fetches more after the gate |
-| `dispatched` | counts the tokens of a microbatch, which goes on with its replicas |
+| `materialize` | returns the replicas of the forward |
+| `add_late_replicas` | fetches more replicas after the gate, where configured |
+| `dispatched` | counts the tokens of a microbatch |
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.job.watchdog import here
 from megatron_hecate.megatron import training_state
@@ -32,36 +32,32 @@ from megatron_hecate.megatron.training_state import Forward
 from megatron_hecate.plan import add_late_replicas
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas
-from megatron_hecate.runtime.early_plans import EarlyPlans, PlanInputs
 from megatron_hecate.runtime.gradient_returns import GradientReturns
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.known_routes import KnownRoutes
+from megatron_hecate.runtime.layer_planner import LayerPlanner
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.load_monitor import LoadMonitor
 
-# Layers planned one after another. The first finds no cache warm, and takes up to twice as long; more would delay it.
-PLANNED_TOGETHER: int = 4
-
 
 class Prefetcher:
-    """Plans and fetches the replicas of one model's layers on this rank.
+    """Prefetcher of the replicas of one model's layers on this rank.
 
     Args:
-        states: of all layers, in the order of the forward.
-        chunk_of: the model chunk of each.
+        states: states of all layers, in the order of the forward.
+        chunk_of: index of each layer's model chunk.
     """
 
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
-        self.states, self.chunk_of = states, chunk_of
-        # of each layer, the experts of the next one in the same chunk
-        self._following: list[Module | None] = [
-            state.parts.layer.experts for state in states[1:]
-        ] + [None]
+        self.states = states
+        self.chunk_of = chunk_of
+        # For each layer, the experts of the next layer in the same chunk.
+        self._following: list[Module | None] = [None] * len(states)
         for index in range(1, len(states)):
-            if chunk_of[index - 1] != chunk_of[index]:
-                self._following[index - 1] = None
-        self._first_layers = {chunk_of.index(chunk) for chunk in chunk_of}  # of each chunk
-        self.forecast: np.ndarray | None = None  # [L, E] of the running iteration
+            if chunk_of[index - 1] == chunk_of[index]:
+                self._following[index - 1] = states[index].parts.layer.experts
+        # Expected tokens of the running iteration, [L, E].
+        self.forecast: np.ndarray | None = None
         self.routes = KnownRoutes(states, chunk_of)
         self.meter = OverlapMeter()
         self.monitor = LoadMonitor(
@@ -77,24 +73,30 @@ class Prefetcher:
             drop_unreturned=self.returns.drop,
             waits_for=self.returns.wait_for,
         )
-        self.rehoming: Any = None  # `homes.rehoming.Rehoming`, where homes may move
-        # whether the running forward of a model chunk has gradients; ``None`` outside of any
+        # `homes.rehoming.Rehoming`, where homes may move.
+        self.rehoming: Any = None
+        # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.
         self.gradients: bool | None = None
         self._pool: BufferPool | None = None
-        # of each chunk: the schedule's call that ran its last forward, and a number that grows when weights may have
-        # changed since the forward before
+        # True if the pool's sizes have been compared with the parameters in this iteration.
+        self._pool_is_checked = False
+        # For each chunk, the schedule's call that ran the chunk's last forward.
         self._calls: list[int | None] = [None] * (max(chunk_of) + 1)
+        # For each chunk, a version number that grows when weights may have changed between
+        # forwards.
         self._weights_of = [0] * (max(chunk_of) + 1)
-        self._keeps_plans = False
-        self._early = EarlyPlans()
-        self._has_fetched = False  # any replica, ever
-        self._pool_is_checked = False  # against the parameters, in this iteration
+        self._planner = LayerPlanner(
+            states, chunk_of, tracker=self.tracker, routes=self.routes, meter=self.meter
+        )
+        # True once any replica has been fetched.
+        self._has_fetched = False
 
     def begin_chunk(self, chunk_index: int, chunk: Module, *_: Any) -> None:
-        """The forward of a model chunk begins: no weight changes any more, so its first replicas may be fetched."""
+        """Fetch the first replicas of a model chunk: from here on its weights do not change."""
         self.gradients = torch.is_grad_enabled()
+        # A recomputed forward, or a schedule's call of one layer, ends without `end_chunk`.
         for state in self.states:
-            state.break_off()  # a recomputed forward, or a schedule's call of one layer, ends without `end_chunk`
+            state.break_off()
         training = chunk.training and self.gradients and torch._C._current_graph_task_id() == -1
         if not training or chunk_index not in self.chunk_of:
             return
@@ -110,20 +112,21 @@ class Prefetcher:
             start_gathers(experts)
 
     def end_chunk(self, *_: Any) -> None:
-        """It ends, or breaks off."""
+        """End the forward of a model chunk, complete or aborted."""
         self.gradients = None
         for state in self.states:
             state.break_off()
 
     def before_attention(self, index: int, purpose: Forward) -> None:
-        """The attention before layer ``index`` is about to run."""
+        """Fetch replicas before the attention in front of layer ``index``."""
         state = self.states[index]
         if purpose is Forward.RECOMPUTED:
+            # If the forward is unknown, `materialize` raises the error.
             if not self._was_seen(state):
-                return  # `materialize` says so
+                return
             state.fetch_again()
         elif purpose is Forward.MICROBATCH:
-            # no forward of the chunk runs where the schedule calls its layers one by one
+            # If no forward of the chunk runs, the schedule calls its layers one by one.
             if self.gradients is None and index == self.chunk_of.index(self.chunk_of[index]):
                 self._enter_chunk(self.chunk_of[index])
             if self.tracker.enter(index):
@@ -135,22 +138,25 @@ class Prefetcher:
         state.join_homes_early(purpose)
 
     def materialize(self, index: int, purpose: Forward) -> Replicas | None:
-        """The replicas that layer ``index`` computes with, planned and on their way.
+        """Return the replicas of the forward of layer ``index``, planned and in flight.
 
         Raises:
             NotImplementedError: for a recomputed forward whose first pass looked like evaluation.
         """
         state = self.states[index]
         if purpose is Forward.OTHER:
-            state.current.expects_late = False  # a forward that died before it could
+            # An aborted forward may have left the flag.
+            state.current.expects_late = False
             if torch.is_grad_enabled():
-                # in `eval()`: its backward returns nothing, and may be the last one before DDP reduces gradients
+                # A forward in `eval()` with gradients: its backward returns no gradients of
+                # replicas, and may be the last one before DDP reduces gradients.
                 self.returns.complete(self.chunk_of[index])
         elif purpose is Forward.RECOMPUTED:
             if not self._was_seen(state):
                 raise NotImplementedError(
-                    f"{state.name} is recomputed in the backward, but its forward ran without gradients, where it "
-                    "looks like evaluation; use --recompute-granularity, or torch's or TransformerEngine's checkpoint"
+                    f"{state.name} is recomputed in the backward, but its forward ran without "
+                    "gradients, where it looks like evaluation; use --recompute-granularity, or "
+                    "torch's or TransformerEngine's checkpoint"
                 )
             if state.skip_stock_backward():
                 return None
@@ -162,14 +168,23 @@ class Prefetcher:
         return state.replicas_of(purpose)
 
     def add_late_replicas(self, index: int, loads: Tensor) -> Replicas | None:
-        """Fetch more replicas of layer ``index`` where the true ``loads`` [N, E] make them pay; returns those that the
-        forward computes with. Replicas that microbatches have computed with stay as they are until the iteration ends.
+        """Fetch more replicas of layer ``index`` if its true loads make further copies pay.
+
+        Replicas that microbatches have computed with stay unchanged until the iteration ends.
+
+        Args:
+            index: index of the layer.
+            loads: tokens per source and expert, [N, E].
+
+        Returns:
+            The replicas of the running forward.
         """
         state = self.states[index]
         state.current.expects_late = False
         shape = dataclasses.replace(state.shape(1), fetches=1, returns=1)
         placement = add_late_replicas(
-            loads.sum(dim=0).cpu().numpy(),  # the one wait of the host for the device
+            # The only synchronization of the host with the device.
+            loads.sum(dim=0).cpu().numpy(),
             state.placement,
             state.world,
             cost=shape.copy_cost(state.world),
@@ -186,12 +201,12 @@ class Prefetcher:
         return state.current.replicas
 
     def dispatched(self, index: int, loads: Tensor, replicas: Replicas | None) -> None:
-        """Count one microbatch of layer ``index``, which goes on with ``replicas``; its backward will come.
+        """Count one microbatch of layer ``index`` that a backward follows.
 
         Args:
-            index: of the layer.
-            loads: [E] tokens of this rank for each expert.
-            replicas: that the forward computes with.
+            index: index of the layer.
+            loads: this rank's tokens per expert, [E].
+            replicas: replicas of the forward.
         """
         self.monitor.count(index, loads)
         self.tracker.forwarded(index)
@@ -199,13 +214,13 @@ class Prefetcher:
         self.states[index].forwarded(replicas)
 
     def gradients_wanted(self, chunk: int) -> None:
-        """Return the gradients of ``chunk`` that wait with replicas: DDP is about to reduce them."""
+        """Return waiting gradients of ``chunk`` to their homes, before DDP reduces gradients."""
         self.returns.complete(chunk)
 
     def iteration_ended(self) -> None:
-        """End the iteration: DDP has reduced gradients, and whatever follows may change weights."""
+        """End the iteration after DDP has reduced gradients: weights may change from here on."""
         if self.monitor.start_reduce() and self.states[0].config.slots:
-            self._early.start(
+            self._planner.early.start(
                 self.states, self.monitor, self.meter, self.tracker.counted_microbatches or 1
             )
         self.tracker.weights_changed("DDP reduced gradients")
@@ -213,15 +228,18 @@ class Prefetcher:
             self._pool.unbind()
 
     def gradients_dropped(self) -> None:
-        """End the iteration: gradients of homes are zeroed, so those that wait are not wanted."""
+        """End the iteration when DDP zeroes gradients; drop waiting gradients of replicas."""
         if self.returns.data_parallel is not None:
-            # before the first schedule runs, so that the first iteration is like all others
+            # Set the function before the first schedule runs: the first iteration needs it, too.
             self.returns.data_parallel.set_no_sync_func()
         self.returns.drop()
         self.tracker.weights_changed("DDP zeroed gradients")
 
     def _enter_chunk(self, chunk: int) -> None:
-        """Note the forward of a model chunk; outside of a known schedule's call, weights may have changed before it."""
+        """Begin a forward of a model chunk.
+
+        Outside of a known schedule's call, weights may have changed since the last forward.
+        """
         data_parallel = self.returns.data_parallel
         call = None if data_parallel is None else data_parallel.schedule_call(chunk)
         if call is None or call != self._calls[chunk]:
@@ -234,49 +252,37 @@ class Prefetcher:
         has_ddp = data_parallel is not None and data_parallel.wants_gradients(chunk) is not None
         if has_ddp or self.tracker.has_seen_optimizer or chunk != self.chunk_of[0]:
             return
-        if self._has_no_backward_ahead():
-            # nothing else ends an iteration without DDP and with an optimizer that is none of torch's
+        # Without DDP and with an optimizer that is not torch's, nothing else ends an iteration.
+        if self.tracker.all_are_in and not self.returns.awaits_backward(self.tracker.forwards):
             self.tracker.weights_changed()
 
-    def _has_no_backward_ahead(self) -> bool:
-        """Whether every layer has run in this iteration, and no backward is known to follow."""
-        live = [
-            state for state in self.states if state.keeps_replicas and state.replicas is not None
-        ]
-        return (
-            self.tracker.all_are_in
-            and all(
-                state.replicas.backwards == self.tracker.forwards(state.index) for state in live
-            )
-            and not any(state.awaits_microbatch for state in self.states)
-        )
-
     def _was_seen(self, state: LayerState) -> bool:
-        """Whether a recomputed forward was seen before, as a microbatch's."""
+        """Return whether a recomputed forward was seen before, as a microbatch's."""
         return state.awaits_backward and self.tracker.has_forwarded(state.index)
 
     def _prepare_from(self, index: int) -> None:
-        """Begin to fetch the replicas of layer ``index`` and of the next ones, unless they are here."""
+        """Begin to fetch missing replicas of layer ``index`` and of the next layers."""
         state = self.states[index]
         begins = self._needs_fetch(state)
         self._prepare(state)
         if not begins and state.keeps_replicas:
             return
         if gathers_params(state.parts.layer.experts):
-            return  # the next layers' homes are still being gathered; waiting for them now would stop this layer
+            # Waiting for the next layers' homes, still being gathered, would stall this layer.
+            return
         last = index + LIFETIMES[state.config.lifetime].ahead
         for following in self.states[index + 1 : last + 1]:
             if self.chunk_of[following.index] == self.chunk_of[index]:
                 self._prepare(following)
 
     def _prepare(self, state: LayerState) -> None:
-        """Have the replicas of the layer's next microbatch on their way."""
+        """Begin to fetch the replicas of the layer's next microbatch."""
         if state.current.is_prepared:
             return
         if state.config.slots:
-            # at the same point on all ranks, with or without replicas
+            # Collective: at the same point on all ranks, with or without replicas.
             finish_gathers(state.parts.layer.experts, self._following[state.index])
-        self._plan_from(state.index)
+        self._planner.plan_from(state.index, self.forecast)
         current = state.current
         current.is_prepared = True
         if not self._needs_fetch(state):
@@ -295,59 +301,24 @@ class Prefetcher:
         current.replicas = None if current.plan is None else self._fetch(state)
 
     def _needs_fetch(self, state: LayerState) -> bool:
-        """Whether the layer's next forward needs weights that have not been fetched yet."""
+        """Return whether the layer's next forward needs weights that have not been fetched yet."""
         current = state.current
         if current.number != self.tracker.iteration or current.fetched_weights is None:
             return True
         if state.parts.passes > 1 and self.tracker.is_within_microbatch(state.index):
-            # with other weights a forward broke off between two passes, and this is the next one
+            # If weights have changed, a forward was aborted between two passes, and this one is the
+            # next.
             return current.fetched_weights != self._weights_of[self.chunk_of[state.index]]
         return not state.keeps_replicas or self._weights_may_differ(state)
 
     def _weights_may_differ(self, state: LayerState) -> bool:
-        """Whether homes of the layer may hold other weights than at its last fetch."""
-        fetched = state.current.fetched_weights
-        return (
-            fetched != self._weights_of[self.chunk_of[state.index]] or state.weights_were_written()
-        )
-
-    def _plan_from(self, index: int) -> None:
-        """Plan layer ``index``, unless it is planned, and with it the next ones of its chunk."""
-        iteration = self.tracker.iteration
-        if index in self._first_layers and not self.tracker.is_within_microbatch(index):
-            self.routes.begin_microbatch(index, iteration, self.tracker.microbatches)
-        if self.states[index].current.number == iteration:
-            return
-        for state in self.states[index : index + PLANNED_TOGETHER]:
-            if (
-                self.chunk_of[state.index] == self.chunk_of[index]
-                and state.current.number != iteration
-            ):
-                with trace.span("plan", state.name):
-                    self._plan(state)
-
-    def _plan(self, state: LayerState) -> None:
-        kept = state.next_kept_plan() if self._keeps_plans else None
-        if kept is not None:
-            state.set_plan(kept, self.tracker.iteration)
-            state.plans.append(kept)
-            return
-        forecast, microbatches = self.routes.forecast(
-            state, self.forecast, self.tracker.microbatches or 1
-        )
-        if forecast is None or not state.config.slots:
-            state.set_plan(state.homes, self.tracker.iteration)
-            state.plans.append(state.homes)
-            return
-        plan = self._early.plan(
-            state.index, PlanInputs.of(state, forecast, microbatches, self.meter)
-        )
-        state.check_agreement(plan)
-        state.set_plan(plan, self.tracker.iteration)
-        state.plans.append(plan)
+        """Return whether weights of the layer's homes may have changed since its last fetch."""
+        if state.current.fetched_weights != self._weights_of[self.chunk_of[state.index]]:
+            return True
+        return state.weights_were_written()
 
     def _fetch(self, state: LayerState) -> Replicas:
-        """Begin to fetch the planned replicas, for one microbatch or for all of the iteration."""
+        """Begin to fetch the planned replicas, for one microbatch or for the whole iteration."""
         self._has_fetched = True
         try:
             replicas = Replicas(
@@ -355,12 +326,13 @@ class Prefetcher:
                 state.placement,
                 state.plan,
                 passes=state.parts.passes,
-                # where layers share buffers, another layer's backward may run between two passes
+                # Where layers share buffers, another layer's backward may run between two passes.
                 is_last=partial(self.returns.is_last, state) if state.keeps_replicas else None,
                 meter=self.meter,
             )
         except RuntimeError:
-            self.tracker.weights_changed()  # a loop that catches this begins anew, with all buffers free
+            # A loop that catches the error begins a new iteration, with all buffers free.
+            self.tracker.weights_changed()
             raise
         if not state.keeps_replicas:
             replicas.after_backward = state.finish_backward
@@ -371,36 +343,42 @@ class Prefetcher:
         return replicas
 
     def _fetch_for_backward(self, replicas: Replicas) -> None:
-        """Lifetime ``layer``: fetch dropped replicas again, and begin to fetch those of the layer before."""
+        """Fetch dropped replicas again, and prefetch the previous layer's (lifetime ``layer``)."""
         replicas.start()
         before = replicas.slots.index - 1
         if before >= 0 and self.chunk_of[before] == self.chunk_of[before + 1]:
             self.states[before].fetch_again()
 
     def _buffer_pool(self) -> BufferPool:
-        """The buffers, allocated at their first use: before activations take what is free, whether or not there will be
-        replicas. Parameters have their final type by then."""
+        """Return the buffers, which are allocated at their first use.
+
+        Parameters have their final type by then. With or without planned replicas the allocation
+        precedes the activations, which would use up free memory.
+        """
         if self._pool_is_checked and self._pool is not None:
             return self._pool
         self._pool_is_checked = True
         layers = [state.parts.buffer(state.config.slots) for state in self.states]
         if self._pool is None or self._pool.layers != layers:
-            first, experts = self.states[0], self.states[0].parts.layer.experts
-            of_model, device = first.parts.layer.config, next(experts.parameters()).device
-            in_flight = training_state.forwards_in_flight(of_model, self.chunk_of)
+            first = self.states[0]
+            layer = first.parts.layer
             self._pool = BufferPool(
-                first.transport, layers, first.config.lifetime, in_flight=in_flight, device=device
+                first.transport,
+                layers,
+                first.config.lifetime,
+                in_flight=training_state.forwards_in_flight(layer.config, self.chunk_of),
+                device=next(layer.experts.parameters()).device,
             )
         return self._pool
 
     def _begin_iteration(self) -> None:
-        # those of microbatches before weights were loaded in the middle of an iteration
+        # If weights were loaded in the middle of an iteration, gradients may still wait.
         self.returns.complete()
         if self.tracker.microbatches is None:
-            # before any iteration has been counted
+            # No iteration has been counted yet.
             self.tracker.microbatches = training_state.num_microbatches()
-        self._keeps_plans = self.tracker.repeats_last()
-        if not self._keeps_plans:
+        self._planner.keeps_plans = self.tracker.repeats_last()
+        if not self._planner.keeps_plans:
             self.returns.begin_iteration(self.tracker.microbatches)
         here.iteration = running_iteration() or here.iteration + 1
         self._pool_is_checked = False
@@ -412,7 +390,10 @@ class Prefetcher:
             state.abandon()
         self.monitor.finish_reduce()
         known = self.routes.begin_iteration()
-        self.forecast = self.monitor.history.forecast() if known is None else known
+        if known is None:
+            self.forecast = self.monitor.history.forecast()
+        else:
+            self.forecast = known
         if self.rehoming is not None:
             self.rehoming.begin_iteration(here.iteration, self.tracker, self.meter)
         if self.states[0].config.slots:

@@ -250,15 +250,15 @@ def test_auto_passes_over_microbatch_where_a_pipeline_makes_it_the_largest() -> 
     ("lifetime", "free", "message"),
     [
         ("iteration", (92,), None),
-        ("iteration", (91,), "68.0 MiB for replicas on rank 0, 67.0 MiB are free beside its homes' gradients; "
+        ("iteration", (91,), "68.0 MiB for replicas on rank 0, 67.0 MiB are free after its homes' gradients; "
          "lifetime='microbatch' needs 52.0 MiB, or lifetime='layer' needs 44.0 MiB, or use slots=1"),
-        ("iteration", (200, 70), "68.0 MiB for replicas on rank 1, 46.0 MiB are free beside its homes' gradients; "
+        ("iteration", (200, 70), "68.0 MiB for replicas on rank 1, 46.0 MiB are free after its homes' gradients; "
          "lifetime='layer' needs 44.0 MiB, or use slots=1"),
-        ("microbatch", (200, 61, 60), "52.0 MiB for replicas on rank 2, 36.0 MiB are free beside its homes' gradients; "
+        ("microbatch", (200, 61, 60), "52.0 MiB for replicas on rank 2, 36.0 MiB are free after its homes' gradients; "
          "use slots=1"),
-        ("iteration", (57,), "68.0 MiB for replicas on rank 0, 33.0 MiB are free beside its homes' gradients; "
+        ("iteration", (57,), "68.0 MiB for replicas on rank 0, 33.0 MiB are free after its homes' gradients; "
          "use slots=1 with lifetime='layer'"),
-        ("layer", (20,), "44.0 MiB for replicas on rank 0, 0.0 KiB are free beside its homes' gradients; "
+        ("layer", (20,), "44.0 MiB for replicas on rank 0, 0.0 KiB are free after its homes' gradients; "
          "no other lifetime and no other slots fit: spread the experts over more ranks"),
     ],
 )  # fmt: skip
@@ -289,7 +289,9 @@ def test_the_table() -> None:
     tight = _job(FREE["layer"] - 1).describe("layer").splitlines()
     assert len(tight) == 6
     assert (
-        tight[-1] == "  236.0 MiB of this are to come, more than is free: it may run out of memory"
+        tight[-1]
+        == "  236.0 MiB of this are not allocated yet, more than is free: the rank may run "
+        "out of memory"
     )
 
 

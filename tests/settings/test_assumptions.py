@@ -313,7 +313,7 @@ def test_any_exception_of_one_rank_is_heard_by_all() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate.runtime import layer_state
+    from megatron_hecate.runtime import layer_parts
 
     chunks, _ = _stock_model()
     if dist.get_rank() == 1:
@@ -321,7 +321,7 @@ def test_any_exception_of_one_rank_is_heard_by_all() -> None:
         def fails(*_: object) -> None:
             raise AttributeError("planted")
 
-        layer_state.physical_dispatcher = fails
+        layer_parts.physical_dispatcher = fails
     with pytest.raises(ValueError, match="layer 1: AttributeError: planted"):
         tiny_gpt.fssdp_hook()(chunks)
 

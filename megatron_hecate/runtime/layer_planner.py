@@ -1,0 +1,89 @@
+"""Planner of one model's layers: one plan per layer, for an iteration or for a microbatch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from megatron_hecate import trace
+from megatron_hecate.comm.overlap import OverlapMeter
+from megatron_hecate.runtime.early_plans import EarlyPlans, PlanInputs
+from megatron_hecate.runtime.iteration_tracker import IterationTracker
+from megatron_hecate.runtime.known_routes import KnownRoutes
+from megatron_hecate.runtime.layer_state import LayerState
+
+# Layers planned one after another. The first layer has cold caches and takes up to twice the time
+# of a further one; a larger number would delay the first layer's fetch.
+PLANNED_TOGETHER: int = 4
+
+
+class LayerPlanner:
+    """Planner of the replicas of one model's layers.
+
+    Args:
+        states: states of all layers, in the order of the forward.
+        chunk_of: index of each layer's model chunk.
+        tracker: tracker of the running iteration.
+        routes: loads that are known before the forward.
+        meter: measured times on which the ranks have agreed.
+    """
+
+    def __init__(
+        self,
+        states: Sequence[LayerState],
+        chunk_of: Sequence[int],
+        *,
+        tracker: IterationTracker,
+        routes: KnownRoutes,
+        meter: OverlapMeter,
+    ) -> None:
+        self.early = EarlyPlans()
+        # True if the running iteration repeats the plans of the last one.
+        self.keeps_plans = False
+        self._states = states
+        self._chunk_of = chunk_of
+        self._tracker = tracker
+        self._routes = routes
+        self._meter = meter
+        # Index of each chunk's first layer.
+        self._first_layers = {chunk_of.index(chunk) for chunk in chunk_of}
+
+    def plan_from(self, index: int, forecast: np.ndarray | None) -> None:
+        """Plan layer ``index`` and the next layers of its chunk, unless the layer is planned.
+
+        Args:
+            index: index of the layer.
+            forecast: expected tokens of the iteration per layer and expert, [L, E].
+        """
+        iteration = self._tracker.iteration
+        if index in self._first_layers and not self._tracker.is_within_microbatch(index):
+            self._routes.begin_microbatch(index, iteration, self._tracker.microbatches)
+        if self._states[index].current.number == iteration:
+            return
+        for state in self._states[index : index + PLANNED_TOGETHER]:
+            if (
+                self._chunk_of[state.index] == self._chunk_of[index]
+                and state.current.number != iteration
+            ):
+                with trace.span("plan", state.name):
+                    self._plan(state, forecast)
+
+    def _plan(self, state: LayerState, forecast: np.ndarray | None) -> None:
+        kept = state.next_kept_plan() if self.keeps_plans else None
+        if kept is not None:
+            state.set_plan(kept, self._tracker.iteration)
+            state.plans.append(kept)
+            return
+        of_layer, microbatches = self._routes.forecast(
+            state, forecast, self._tracker.microbatches or 1
+        )
+        if of_layer is None or not state.config.slots:
+            state.set_plan(state.homes, self._tracker.iteration)
+            state.plans.append(state.homes)
+            return
+        inputs = PlanInputs.of(state, of_layer, microbatches, self._meter)
+        plan = self.early.plan(state.index, inputs)
+        state.check_agreement(plan)
+        state.set_plan(plan, self._tracker.iteration)
+        state.plans.append(plan)
