@@ -117,7 +117,7 @@ class _NoSync:
 
 
 class DataParallel:
-    """The DDP around each model chunk, found when it wraps the chunk, however deep.
+    """DDP around each model chunk, detected when DDP wraps the chunk at any depth.
 
     Args:
         chunks: model chunks, not wrapped yet.

@@ -36,7 +36,7 @@ class PhysicalExperts:
 
     Raises:
         TypeError: for an expert module of an unknown class.
-        ValueError: for an expert module that lacks what replicas need.
+        ValueError: for an expert module whose class or settings do not support replicas.
     """
 
     def __init__(self, experts: Module, num_physical: int) -> None:

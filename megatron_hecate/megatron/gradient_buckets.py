@@ -1,22 +1,23 @@
-"""Reductions of experts' gradients start in one order, and at the same points, on all ranks.
+"""One order of starting reductions of experts' gradients, at the same points on all ranks.
 
 With ``overlap_grad_reduce`` Megatron's DDP starts a bucket's reduction when its last gradient is
 ready. In a layer with replicas the homes' gradients are ready later, after the attention's
 backward, and all at once. Ranks that share gradients belong to different expert-parallel (EP)
-groups, which plan apart. Two things would go wrong:
+groups, which plan independently. Two problems would follow:
 
 - Each EP group would start the reductions of experts in an order of its own, and gradients of
   different experts would be added up. So a bucket waits until the buckets before it have started.
   PyTorch's DDP does the same (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3).
-- Starting may wait: with ``reduce_scatter_with_fp32_accumulation`` it first awaits the bucket
-  before, to free its memory. A group without replicas would wait there for a bucket of experts that
-  a group with replicas starts after the attention's backward; and the latter for a dense bucket, or
-  for a collective inside the attention, that the former reaches later. So a bucket also waits for
-  the `ReductionPoint` of its layers: the end of the attention's backward, with or without replicas.
+- The start of a reduction may wait: with ``reduce_scatter_with_fp32_accumulation`` it first awaits
+  the previous bucket, to free its memory. An EP group without replicas would wait there for a
+  bucket of experts that a group with replicas starts after the attention's backward. The group with
+  replicas would wait for a dense bucket, or for a collective inside the attention, that the other
+  group reaches later: a deadlock. So a bucket also waits for the `ReductionPoint` of its layers:
+  the end of the attention's backward, with or without replicas.
 
-`megatron.parameter_gathers` states the rule that this is part of. Where no attention stands in
-front of the experts, or its input needs no gradient, gradients of homes are complete when the
-experts' backward ends, and a reduction starts when it is ready.
+This is part of the rule in `megatron.parameter_gathers`. Where no attention precedes the experts,
+or its input needs no gradient, gradients of homes are complete at the end of the experts' backward,
+and a reduction starts when it is ready.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class _Point(torch.autograd.Function):
 
 
 class _Order:
-    """The order of one DDP's reductions of experts' gradients.
+    """Order of one DDP's reductions of experts' gradients.
 
     Args:
         groups: bucket groups in that order.

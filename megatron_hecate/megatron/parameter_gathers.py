@@ -19,20 +19,22 @@ collectives at points of its program that do not depend on plans:
   front does so before its router. A layer without replicas does the same.
 - Backward, after the same attention's backward: start the reductions of the experts' gradients
   (`megatron.gradient_buckets`).
-- Everything else where stock Megatron does it.
+- All other shared collectives: where stock Megatron runs them.
 
-What depends on plans (fetches, returns, the exchange of tokens) takes place inside one EP group,
-whose ranks have the same plan. So all ranks run one sequence of shared collectives, and each EP
-group runs collectives of its own in between: a deadlock is impossible. Stock Megatron could run the
-same sequence: its ``align_param_gather`` dispatches even earlier, all buckets of a model chunk at
-once.
+Communication that depends on plans (fetches, returns, the exchange of tokens) is inside one EP
+group, whose ranks have the same plan. So all ranks run one sequence of shared collectives, and each
+EP group runs collectives of its own in between: a deadlock is impossible. Stock Megatron could run
+the same sequence: its ``align_param_gather`` dispatches even earlier, all buckets of a model chunk
+at once.
 
-The attention stalls no longer than stock's experts do. Either way a gather has the time of one
-layer: there from experts to experts, here from attention to attention. Where a layer's experts fill
-several buckets this is better than stock, which dispatches each bucket when the one before is done.
+The attention waits no longer than experts do in stock Megatron. Either way a gather overlaps with
+one layer: in stock Megatron from experts to experts, here from attention to attention. Where a
+layer's experts fill several buckets this order is faster than stock Megatron's, which dispatches
+each bucket when the previous one is complete.
 
 The rule holds for every training forward, and with recomputation for its first pass. In the
-backward all parameters are gathered already. Evaluation has no replicas and keeps stock's order.
+backward all parameters are gathered already. Evaluation has no replicas and keeps stock Megatron's
+order.
 """
 
 from __future__ import annotations
