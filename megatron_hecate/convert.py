@@ -53,8 +53,7 @@ def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
     return _Hook(HecateConfig.check(config))
 
 
-# Frozen, because Bridge copies the contents of a model's configuration and sets attributes on the
-# copies.
+# With slots, because Bridge copies the contents of a model's configuration and sets attributes.
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Hook:
     """Hook of `fssdp`; an object and not a closure, so that it can be pickled and compared."""

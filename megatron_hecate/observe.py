@@ -152,7 +152,8 @@ def read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:
     """Read the speeds of the cost model from a file, or return the default of the device.
 
     Args:
-        config: names the file; the default is an H100 node on GPUs and CPU ranks elsewhere.
+        config: settings, with the path of the file or ``None``. The default is an H100 node on GPUs
+            and CPU ranks elsewhere.
         problems: list to which an unreadable file is added.
     """
     usual = H100 if device_of_rank().type == "cuda" else CPU

@@ -18,9 +18,8 @@ _KNOWN = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEFlexTokenD
 def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoETokenDispatcher:
     """Build a dispatcher like ``stock`` over ``num_physical`` experts per rank.
 
-    It has the class and the groups of ``stock``.
-
-    Shared experts that overlap with communication are passed on as well.
+    It has the class and the groups of ``stock``, and gets the shared experts that overlap with
+    communication.
 
     Raises:
         TypeError: for a dispatcher of a class that was not tested with replicas.
