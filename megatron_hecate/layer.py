@@ -1,16 +1,18 @@
 """The FSSDP layer: one iteration on one screen.
 
-materialize  before the attention   first forward of an iteration: plan from the forecast; begin to fetch replicas
-begin        before the router      which replicas this forward computes with
-late         `preprocess`           where asked for: true loads -> late replicas where they pay
-reroute      `preprocess`           true loads -> quotas -> every token gets a holder of its expert
-observe      `dispatch`             count this microbatch's tokens per expert
-dispatch, experts, combine          Megatron's own, over physical experts
-backward     `replicas`             dropped replicas are fetched again; gradients return during the attention's backward
-step         Megatron's own, on homes
+materialize  before the attention  first forward of an iteration: plan from the forecast, begin
+                                   to fetch replicas
+begin        before the router     choose the replicas that this forward computes with
+late         `preprocess`          if enabled: measured loads -> late replicas where they pay
+reroute      `preprocess`          measured loads -> quotas -> a holder of its expert for each token
+observe      `dispatch`            count this microbatch's tokens per expert
+dispatch, experts, combine         Megatron's methods, over physical experts
+backward     `replicas`            fetch dropped replicas again; return gradients during the
+                                   attention's backward
+step         Megatron's optimizer, on homes
 
-CUDA graphs may hold the router, and `preprocess` too. What the host decides is then decided before the graph
-(`GraphedBlock`), and read after it, in `dispatch`: in between a graph has no Python.
+CUDA graphs may hold the router, and `preprocess` too. The host's decisions are then made before the
+graph (`GraphedBlock`) and read after the graph, in `dispatch`: no Python runs inside a graph.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ from megatron_hecate.runtime.prefetch import Prefetcher
 
 
 class FSSDPLayer:
-    """Mixin in front of ``MoELayer``."""
+    """Mixin in front of ``MoELayer``.
+
+    Attributes:
+        fssdp: state of this layer.
+        prefetcher: prefetcher of all layers of the model.
+    """
 
     fssdp: LayerState
     prefetcher: Prefetcher
@@ -38,17 +45,21 @@ class FSSDPLayer:
         """Prepare this layer before the attention in front of it runs.
 
         Args:
-            hidden: the attention's input, any shape, or what it is computed from.
+            hidden: input of the attention, any shape, or a tensor that the input is computed from.
 
-        Returns ``hidden``, with a node of autograd where reductions wait for its backward.
+        Returns:
+            ``hidden``, with an autograd node where reductions wait for the attention's backward.
         """
         state = self.fssdp
         if captures_graph():
             return hidden
         if state.is_begun:
+            # a replay has prepared the layer already, before the graph
             if state.running.is_replayed:
                 return hidden
+            # an earlier forward was aborted before its dispatch
             state.break_off()
+        # before the homes are joined to replicas, because autograd runs later nodes first
         if hidden is not None:
             hidden = state.parts.experts.reduction_point.before_attention(hidden)
         purpose = Forward.running(self, gradients=self.prefetcher.gradients)
@@ -56,12 +67,17 @@ class FSSDPLayer:
         return hidden
 
     def attention_hook(self, _: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """`before_attention`, as a forward pre-hook of the attention, unless a graph holds it."""
-        hidden = self.before_attention(inputs[0] if inputs else None)
-        return (hidden, *inputs[1:]) if inputs else None
+        """Call `before_attention` as a forward pre-hook of an attention outside of CUDA graphs."""
+        if not inputs:
+            self.before_attention(None)
+            return None
+        return (self.before_attention(inputs[0]), *inputs[1:])
 
     def begin(self) -> None:
-        """What the host does before the router runs, or the graph that holds it; once per forward."""
+        """Begin a forward on the host, before the router or the graph that holds the router.
+
+        Idempotent within a forward.
+        """
         state = self.fssdp
         if state.is_begun:
             return
@@ -87,23 +103,32 @@ class FSSDPLayer:
     def preprocess(
         self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        if routing_map is not None:  # else a graph has done it
+        # without a map, a graph has rerouted the tokens
+        if routing_map is not None:
             probs, routing_map = self._to_physical(probs, routing_map)
         return super().preprocess(hidden_states, probs, routing_map)
 
     def _to_physical(self, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
-        """Over physical experts, and by the dispatcher for these, where there are replicas or may be in a replay."""
-        state, rerouter = self.fssdp, self.fssdp.rerouter
+        """Convert routes to physical experts, and choose the dispatcher.
+
+        Routes stay logical where this forward has no replicas, unless a graph's replay may have
+        some.
+        """
+        state = self.fssdp
+        rerouter = state.rerouter
         # a graph is captured outside of any forward
-        running, captured = state.running, captures_graph()
-        by_quotas, late = state.always_physical, False
-        if not captured:
+        running = state.running
+        captured = captures_graph()
+        if captured:
+            by_quotas = state.always_physical
+            late = False
+        else:
             assert running is not None, f"{state.name}: a forward without begin"
-            by_quotas, late = running.replicas is not None, state.current.expects_late
+            by_quotas = running.replicas is not None
+            late = state.current.expects_late
         if captured and state.always_physical and rerouter.placed is None:
-            state.place(
-                None
-            )  # graphs are captured before the first iteration; this is still their warmup
+            # graphs are warmed up and captured before the first iteration places replicas
+            state.place(None)
         chosen = rerouter.without_padding(routing_map, probs)
         counted = rerouter.count(chosen)
         if by_quotas or late:
@@ -114,6 +139,7 @@ class FSSDPLayer:
                     running.replicas = self.prefetcher.add_late_replicas(state.index, loads)
                 if by_quotas := running.replicas is not None:
                     state.place(running.replicas)
+        # late replicas may just have been added
         physical = by_quotas or state.always_physical
         dispatcher = state.physical_dispatcher if physical else state.stock_dispatcher
         if self.token_dispatcher is not dispatcher:
@@ -128,8 +154,10 @@ class FSSDPLayer:
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
-        self.begin()  # a recomputation of Megatron's own graphs begins here
+        # a recomputation begins here if Megatron's graphs hold the router
+        self.begin()
         running = state.running
+        # from here on, the next call of `begin` begins another forward
         running.is_dispatched = True
         if running.purpose is Forward.MICROBATCH:
             self.prefetcher.dispatched(
@@ -141,7 +169,8 @@ class FSSDPLayer:
             return here.through(state.name, super().dispatch, *args, **kwargs)
 
     def routed_experts_compute(self, *args: Any, **kwargs: Any) -> Any:
-        state, monitor = self.fssdp, self.prefetcher.monitor
+        state = self.fssdp
+        monitor = self.prefetcher.monitor
         running = state.running
         if running.is_traced:
             with trace.span("experts", state.name):
@@ -161,8 +190,12 @@ class FSSDPLayer:
             return here.through(state.name, super().combine, *args, **kwargs)
 
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
-        """Megatron's combined schedule calls it for the routed experts, and after the attention's backward for shared
-        ones (with ``delay_wgrad_compute``): the return of gradients runs in between."""
+        """Compute delayed weight gradients.
+
+        Megatron's combined schedule calls it for the routed experts, and with
+        ``delay_wgrad_compute`` again for the shared experts after the attention's backward. The
+        return of gradients runs between the two calls.
+        """
         super().backward_dw(routed_experts, shared_experts)
         if shared_experts:
             self.experts.settle()
@@ -170,8 +203,11 @@ class FSSDPLayer:
 
 
 class GraphedBlock:
-    """Mixin in front of a transformer layer with experts that CUDA graphs hold parts of: no hook runs inside them,
-    and Megatron's own take no module with hooks."""
+    """Mixin in front of a transformer layer with experts of which CUDA graphs hold parts.
+
+    It replaces the hooks: no hook runs inside a graph, and Megatron's graphs refuse modules with
+    hooks.
+    """
 
     mlp: FSSDPLayer
 
@@ -194,7 +230,7 @@ class GraphedBlock:
     def _before_attention(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the block, with `FSSDPLayer.before_attention` applied to its input."""
+        """Return the block's arguments with `FSSDPLayer.before_attention` applied to the input."""
         if args:
             return (self.mlp.before_attention(args[0]), *args[1:]), kwargs
         hidden = self.mlp.before_attention(kwargs["hidden_states"])

@@ -1,20 +1,22 @@
-"""Observe only: Megatron trains as it always does, and the tokens of every expert are counted.
+"""Observation of stock Megatron training: count the tokens of every expert.
 
-A router becomes an object of a subclass of its class, whose forward adds the tokens of each expert to a buffer that
-never moves, so that CUDA graphs can hold the addition. When the optimizer steps, one asynchronous sum over the
-expert-parallel group begins; it is read at the next step or a later one, when it is there, and nothing waits for it.
+Each router's class is replaced by a subclass whose forward adds the tokens of each expert to a
+buffer at a fixed address, so that CUDA graphs can hold the addition. Each optimizer step starts one
+asynchronous all-reduce over the expert-parallel group. The result is read at a later step once it
+is ready; nothing waits.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import socket
 import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -45,20 +47,21 @@ from megatron_hecate.record.recorder import JobMetrics, StageRecorder, describe_
 from megatron_hecate.replicas.memory_estimate import RankExperts
 from megatron_hecate.runtime.load_monitor import GroupSum
 
-# whether the hook observes, of all models of this process that it ran on
+# values of ``observing`` of all models of this process that the hook ran on
 _switched_on: set[bool] = set()
 
 
 def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
-    """Count what the routers of these model chunks choose. All ranks call it, before DDP wraps the chunks.
+    """Count the tokens that the routers of these model chunks send to each expert.
 
-    Raises (on every rank):
-        ValueError: for settings that differ between ranks, speeds that cannot be read, or a model without MoE layers.
-        TimeoutError: when some rank does not come within ``config.timeout``.
+    Collective. Call it before DDP wraps the chunks. Errors are raised on every rank.
+
+    Raises:
+        ValueError: for settings that differ between ranks, unreadable speeds, or a model without
+            MoE layers.
+        TimeoutError: when some rank does not call it within ``config.timeout``.
     """
-    layers = [
-        module for chunk in chunks for module in chunk.modules() if isinstance(module, MoELayer)
-    ]
+    layers = [module for module in _modules(chunks) if isinstance(module, MoELayer)]
     if has_run(chunks, observing=True):
         return chunks
     problems: list[str] = []
@@ -71,39 +74,70 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
     if layers:
         observer = Observer(layers, names, speeds=speeds, config=config)
         for layer, name, counts in zip(layers, names, observer.counts, strict=True):
-            layer.router.observed = counts[: layer.config.num_moe_experts]
-            layer.router.__class__ = _observed(type(layer.router))
-            layer.router.observer = observer  # which lives as long as the model
-            layer.router.observed_name = layer.observed_name = name
-            layer.__class__ = _watched(type(layer))
+            _attach(layer, name, counts=counts, observer=observer)
     else:
         JobMetrics(())
-    watchdog.watch([_ranks_in_step(layers[0])] if layers else [], timeout=config.timeout)
+    watched = [_ranks_in_step(layers[0])] if layers else []
+    watchdog.watch(watched, timeout=config.timeout)
     note_run(chunks, observing=True)
-    _, again = Note(layers=names, summary=observer.stage.refused if layers else "").agree(
-        timeout=config.timeout
-    )
+    refused = observer.stage.refused if layers else ""
+    _, refusals = Note(layers=names, summary=refused).agree(timeout=config.timeout)
     if dist.get_rank() == 0:
-        num_layers = len({name for of_rank in notes for name in of_rank.layers})
-        refused = "; ".join(sorted({of_rank.summary for of_rank in again} - {""}))
-        record = (
-            f"not recorded: {refused}" if refused else f"the record is {config.record or OBSERVED}"
-        )
-        print(f"FSSDP observes {num_layers} MoE layers and is off; {record}", flush=True)
+        _print_summary(notes, refusals, config.record or OBSERVED)
     return chunks
 
 
+def _attach(layer: MoELayer, name: str, *, counts: torch.Tensor, observer: Observer) -> None:
+    """Make a layer and its router report to ``observer``.
+
+    Args:
+        layer: layer to observe.
+        name: name of the layer.
+        counts: buffer of the layer's tokens per expert, with padding for layers with more experts.
+        observer: observer of all layers.
+    """
+    layer.router.observed = counts[: layer.config.num_moe_experts]
+    layer.router.__class__ = _observed(type(layer.router))
+    # the reference keeps the observer alive as long as the model
+    layer.router.observer = observer
+    layer.router.observed_name = name
+    layer.observed_name = name
+    layer.__class__ = _watched(type(layer))
+
+
+def _print_summary(notes: list[Note], refusals: list[Note], record: str) -> None:
+    """Print one line about the layers and the record.
+
+    Args:
+        notes: layers of every rank.
+        refusals: reasons of the ranks that do not record.
+        record: folder of the record.
+    """
+    names: set[str] = set()
+    for note in notes:
+        names.update(note.layers)
+    refused = "; ".join(sorted({note.summary for note in refusals} - {""}))
+    outcome = f"the record is {record}"
+    if refused:
+        outcome = f"not recorded: {refused}"
+    print(f"FSSDP observes {len(names)} MoE layers and is off; {outcome}", flush=True)
+
+
+def _modules(chunks: list[Module]) -> Iterator[Module]:
+    """Iterate over all modules of the model chunks."""
+    return itertools.chain.from_iterable(chunk.modules() for chunk in chunks)
+
+
 def has_run(chunks: list[Module], *, observing: bool) -> bool:
-    """Whether the hook has run on these model chunks; a pipeline stage without MoE layers does not show it."""
-    return any(
-        getattr(module, "_fssdp_hook", None) is observing
-        for chunk in chunks
-        for module in chunk.modules()
-    )
+    """Whether the hook has run on these model chunks.
+
+    The chunks are marked, because a pipeline stage may have no MoE layers to show it.
+    """
+    return any(getattr(module, "_fssdp_hook", None) is observing for module in _modules(chunks))
 
 
 def note_run(chunks: list[Module], *, observing: bool) -> None:
-    """Have `has_run` say so."""
+    """Record for `has_run` that the hook has run on these model chunks."""
     _switched_on.add(observing)
     for chunk in chunks:
         chunk._fssdp_hook = observing
@@ -115,7 +149,13 @@ def is_on() -> bool:
 
 
 def read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:
-    """By which copies and tokens are judged: measured, or those of an H100 node (where NCCL is), or of CPU ranks."""
+    """Read the speeds of the cost model from a file, or return the default of the device.
+
+    Args:
+        config: settings, with the path of the file or ``None``. The default is an H100 node on GPUs
+            and CPU ranks elsewhere.
+        problems: list to which an unreadable file is added.
+    """
     usual = H100 if device_of_rank().type == "cuda" else CPU
     if config.speeds is None:
         return usual
@@ -127,20 +167,25 @@ def read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:
 
 
 def _captures() -> bool:
+    """Whether the current stream is capturing a CUDA graph."""
     return device_of_rank().type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _ranks_in_step(layer: MoELayer) -> list[int]:
-    """Ranks that come to the same places as this one, and wait for each other there, or at the iteration's end."""
-    alone = layer.ep_group.size() == 1
-    return dist.get_process_group_ranks(
-        parallel_state.get_expert_data_parallel_group() if alone else layer.ep_group
-    )
+    """List the ranks that run in step with this rank, for the watchdog.
+
+    The ranks of an expert-parallel group wait for each other in each layer. Without expert
+    parallelism the ranks that share gradients wait for each other at the end of an iteration.
+    """
+    group = layer.ep_group
+    if group.size() == 1:
+        group = parallel_state.get_expert_data_parallel_group()
+    return dist.get_process_group_ranks(group)
 
 
 @functools.cache
 def _watched(layer: type) -> type:
-    """A subclass of a MoE layer's class that says where it is."""
+    """Make a subclass of a MoE layer's class that reports its location to the watchdog."""
 
     def through(method: Callable[..., Any]) -> Callable[..., Any]:
         return lambda self, *args, **kwargs: here.through(
@@ -156,21 +201,24 @@ def _watched(layer: type) -> type:
 
 @functools.cache
 def _observed(router: type) -> type:
-    """A subclass of a router's class that counts. (A mixin would change the object's layout: routers are ABCs.) Its
-    name is the same: Megatron-FSDP tells by it that every rank has all of a router."""
+    """Make a subclass of a router's class that counts tokens.
+
+    A mixin would change the object's layout, because routers are ABCs. The subclass has the same
+    name, because Megatron-FSDP recognizes by the name that a router is not sharded.
+    """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         self.observer.comes_to(self.observed_name, trains=self.training)
         routed = router.forward(self, *args, **kwargs)
-        # with a checkpoint around it, the first pass has no gradients and the recomputed one has
+        # inside a checkpoint only the recomputed pass has gradients
         trains = self.training and torch.is_grad_enabled()
-        if trains and (
-            not captures_graph() or torch.cuda.is_current_stream_capturing()
-        ):  # else it warms up to a capture
+        # not in the warmup before a capture
+        if trains and (not captures_graph() or torch.cuda.is_current_stream_capturing()):
             chosen = routed[1].detach()
             if chosen.dtype is torch.bool:
                 self.observed.add_(chosen.view(-1, chosen.shape[-1]).sum(dim=0))
-            else:  # numbers of experts, one per choice; below 0 is none
+            else:
+                # index of the expert of each choice, negative where dropped
                 chosen = chosen.reshape(-1).long()
                 self.observed.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
             self.observer.has_counted = True
@@ -180,103 +228,132 @@ def _observed(router: type) -> type:
 
 
 class Observer:
-    """Sums what this rank's routers counted over the expert-parallel group, once per optimizer step.
+    """All-reduce of the routers' counts over the expert-parallel group, once per optimizer step.
 
     Args:
-        layers: Megatron's, unconverted.
-        names: of each.
-        speeds: by which lost time is modelled.
-        config: names the record.
+        layers: unconverted MoE layers of Megatron.
+        names: name of each layer.
+        speeds: speeds of the cost model for lost time.
+        config: settings, with the folder of the record.
     """
 
     def __init__(
         self, layers: list[MoELayer], names: list[str], *, speeds: Speeds, config: HecateConfig
     ) -> None:
-        first, experts = layers[0], max(layer.config.num_moe_experts for layer in layers)
+        first = layers[0]
+        experts = max(layer.config.num_moe_experts for layer in layers)
         self.counts = torch.zeros(
             (len(layers), experts), dtype=torch.int64, device=device_of_rank()
         )
-        self._group, ranks = first.token_dispatcher.tp_ep_group, first.ep_group.size()
+        self._group = first.token_dispatcher.tp_ep_group
+        ranks = first.ep_group.size()
         hosts: list[str] = [""] * ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=first.ep_group)
         world = World.from_names(hosts, speeds)
-        shape, model = _shape(first), first.config
-        elements, dtype = int(shape.token_flops / 2), next(first.experts.parameters()).dtype
-        buffers = (LayerBuffer(0, elements, dtype, first.num_local_experts),) * len(layers)
-        memory = RankExperts.with_adam(
-            buffers, in_flight=forwards_in_flight(model, [0] * len(layers))
+        shape = _shape(first)
+        model = first.config
+        info = describe_run(
+            "observe",
+            names,
+            shape=shape,
+            speeds=speeds,
+            num_experts=experts,
+            ranks=ranks,
+            node=world.node,
+            top_k=model.moe_router_topk,
+            memory=_memory(first, shape, len(layers)).for_record(model, "iteration"),
         )
-        sizes = dict(num_experts=experts, ranks=ranks, node=world.node, top_k=model.moe_router_topk)
-        sizes |= dict(memory=memory.for_record(model, "iteration"))
-        info = describe_run("observe", names, shape=shape, speeds=speeds, **sizes)
         self.stage = StageRecorder(
             info, config.record or OBSERVED, group=self._group, collect=self.collect
         )
         self._token_ms = 1e3 * shape.token_seconds(world)
         self._experts = [layer.config.num_moe_experts for layer in layers]
+        # iteration, unix time of its end, and sum of its counts
         self._sums: deque[tuple[int, float, GroupSum]] = deque()
         self._stream = torch.cuda.Stream() if self.counts.is_cuda else None
-        self.has_counted = False  # any token, ever
-        self._iteration = 0  # the number of the one that trains, once a forward has Python
-        self._forwards, self._ended = 0, False  # forwards, and whether any iteration has
+        # whether any token was counted since the start
+        self.has_counted = False
+        # number of the running iteration; 0 before its first forward outside of a graph
+        self._iteration = 0
+        # forwards outside of graphs, and whether any iteration has ended, since the start
+        self._forwards = 0
+        self._ended = False
         self._optimizer: weakref.ref[Optimizer] | None = None
         listen_to_steps(self)
 
     def comes_to(self, layer: str, *, trains: bool) -> None:
-        """A router's forward begins, of ``layer``. In a graph it has no Python."""
+        """Note the beginning of a router's forward; not called in replays of CUDA graphs.
+
+        Args:
+            layer: name of the router's layer.
+            trains: whether the router is in training mode.
+        """
         if trains and not captures_graph():
-            if (
-                self._iteration
-                and running_iteration() not in (None, self._iteration)
-                and not _captures()
-            ):
-                self.end_iteration()  # Megatron skipped the step, or the optimizer is none of torch's
+            begun = self._iteration
+            if begun and running_iteration() not in (None, begun) and not _captures():
+                # Megatron skipped the step, or the optimizer is none of torch's
+                self.end_iteration()
             self._iteration = here.iteration = self._iteration or self.stage.begin()
             self._forwards += 1
-            if not self._ended and self._forwards == len(self.counts) * 10 * (
-                num_microbatches() or 10
-            ):
-                text = "FSSDP records nothing until an optimizer steps that is one of torch's"
-                print(text, file=sys.stderr, flush=True)
+            if not self._ended:
+                # forwards of about ten iterations
+                patience = len(self.counts) * 10 * (num_microbatches() or 10)
+                if self._forwards == patience:
+                    text = "FSSDP records nothing until a torch.optim optimizer steps"
+                    print(text, file=sys.stderr, flush=True)
         here.reach(layer)
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """``optimizer`` is about to step. Megatron chains several, and other models have theirs: the first that stepped
-        after this model's forward tells where iterations end. (In a graph a forward has no Python.)"""
+        """End the iteration if ``optimizer`` is the one whose steps end this model's iterations.
+
+        Megatron chains several optimizers, and other models have optimizers of their own. The first
+        optimizer to step after this model has counted tokens ends the iterations. (Forwards are not
+        observed directly: a replayed graph runs no Python.)
+        """
+        # chosen again if the optimizer has been deleted
         if self.has_counted and (self._optimizer is None or self._optimizer() is None):
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer is None or self._optimizer() is not optimizer:
             return
-        module, alive = (
-            sys.modules.get("megatron.core.optimizer.optimizer_cuda_graph"),
-            weakref.ref(self),
-        )
+        module = sys.modules.get("megatron.core.optimizer.optimizer_cuda_graph")
         graph = module and module.OptimizerCudaGraphWrapper.cuda_graph
         if not _captures():
             self.end_iteration()
         elif graph is None:
-            print(
-                "FSSDP observes no longer: a CUDA graph holds the optimizer's step",
-                file=sys.stderr,
-                flush=True,
-            )
-        else:  # no step has Python from now on, but every replay has
-            replay = graph.replay
-            graph.replay = lambda: ((observer := alive()) and observer.end_iteration(), replay())[1]
+            text = "FSSDP stops observing: a CUDA graph holds the optimizer's step"
+            print(text, file=sys.stderr, flush=True)
+        else:
+            self._end_iterations_at_replays(graph)
+
+    def _end_iterations_at_replays(self, graph: Any) -> None:
+        """Wrap ``graph.replay``: steps inside the graph run no Python, but each replay does."""
+        replay = graph.replay
+        alive = weakref.ref(self)
+
+        def replay_and_end() -> Any:
+            observer = alive()
+            if observer is not None:
+                observer.end_iteration()
+            return replay()
+
+        graph.replay = replay_and_end
 
     def end_iteration(self) -> None:
-        """Begin to sum what was counted. Every rank of the group must call it at the same point."""
-        iteration, self._iteration = self._iteration or self.stage.begin(), 0
-        here.iteration, self._ended = iteration, True
+        """Start to sum the counts. Collective: all ranks of the group call it at the same point."""
+        iteration = self._iteration or self.stage.begin()
+        self._iteration = 0
+        here.iteration = iteration
+        self._ended = True
         here.reach("the optimizer's step")
         self.collect()
+        # CUDA graphs hold the address of the buffer, so that the sum gets a copy
         counts = self.counts.clone()
         self.counts.zero_()
         total = GroupSum(counts, self._group, timeout=1.0, stream=self._stream)
         self._sums.append((iteration, time.time(), total))
 
     def collect(self) -> bool:
-        """Take the sums that are here; returns whether none is under way."""
+        """Record the sums that are ready; returns whether no sum is in flight."""
         while self._sums and self._sums[0][2].ready:
             iteration, ended, total = self._sums.popleft()
             load = total.read()
@@ -287,19 +364,18 @@ class Observer:
 
     def _values(self, load: np.ndarray) -> dict[str, np.ndarray]:
         ranks = self.stage.info.ranks
-        own = [of[:n] for of, n in zip(load, self._experts, strict=True)]
-        routed = np.stack([of.reshape(ranks, -1).sum(axis=1) for of in own])
+        # layers with fewer experts than the largest have padding
+        own = [row[:experts] for row, experts in zip(load, self._experts, strict=True)]
+        routed = np.stack([row.reshape(ranks, -1).sum(axis=1) for row in own])
         return step_metrics(own, routed, routed, token_ms=self._token_ms)
 
 
 def _shape(layer: MoELayer) -> LayerShape:
-    """Of an expert as Megatron has built it; with the optimizer to come, nothing of it is sharded yet."""
+    """Compute the sizes of an expert as built by Megatron, before the optimizer shards any part."""
     params = list(layer.experts.parameters())
     elements = sum(p.numel() for p in params) / layer.num_local_experts
-    width, size = (
-        params[0].element_size(),
-        getattr(layer.config, "moe_latent_size", None) or layer.config.hidden_size,
-    )
+    width = params[0].element_size()
+    size = getattr(layer.config, "moe_latent_size", None) or layer.config.hidden_size
     return LayerShape(
         expert_bytes=elements * width,
         grad_bytes=elements * max(4, width),
@@ -307,3 +383,12 @@ def _shape(layer: MoELayer) -> LayerShape:
         token_flops=2.0 * elements,
         microbatches=num_microbatches() or 1,
     )
+
+
+def _memory(layer: MoELayer, shape: LayerShape, num_layers: int) -> RankExperts:
+    """Compute the expert memory of this rank, for ``num_layers`` layers like ``layer``."""
+    elements = int(shape.token_flops / 2)
+    dtype = next(layer.experts.parameters()).dtype
+    buffers = (LayerBuffer(0, elements, dtype, layer.num_local_experts),) * num_layers
+    in_flight = forwards_in_flight(layer.config, [0] * num_layers)
+    return RankExperts.with_adam(buffers, in_flight=in_flight)

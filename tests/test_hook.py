@@ -60,13 +60,13 @@ def test_the_hook_can_be_pickled() -> None:
 def test_an_exception_leaves_the_model_as_it_was() -> None:
     import tiny_gpt
 
-    from megatron_hecate import convert
+    from megatron_hecate import attach
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     chunks, _ = tiny_gpt.build(case)
     before = snapshot(chunks)
-    original = convert._subclass
+    original = attach._subclass
     calls = []
 
     def fails_at_the_third(mixin: type, base: type) -> type:
@@ -75,11 +75,11 @@ def test_an_exception_leaves_the_model_as_it_was() -> None:
             raise RuntimeError("planted")
         return original(mixin, base)
 
-    convert._subclass = fails_at_the_third
+    attach._subclass = fails_at_the_third
     with pytest.raises(RuntimeError, match="planted"):
         tiny_gpt.fssdp_hook()(chunks)
     assert snapshot(chunks) == before
-    convert._subclass = original
+    attach._subclass = original
     tiny_gpt.fssdp_hook()(chunks)  # and it can still be switched on
     assert all(hasattr(m, "fssdp") for m in tiny_gpt.moe_layers(chunks))
 
@@ -104,7 +104,7 @@ def test_the_line_that_says_what_is_on() -> None:
     first, second, *rows = said.getvalue().splitlines()
     assert first == (
         "FSSDP on: 2 MoE layers, 8 experts over 2 ranks, 3 slots per rank and layer, lifetime iteration, transport p2p"
-        " (CPU ranks have no NVLink), copies judged by the speeds of CPU ranks"
+        " (CPU ranks have no NVLink), cost model with the speeds of CPU ranks"
     )
     # 2 layers x 4 homes x (64 * 32 * 2 + 32 * 64) fp32 parameters: 192 KiB, as their gradients; twice that in moments
     assert second.startswith(

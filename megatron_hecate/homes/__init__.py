@@ -1,1 +1,1 @@
-"""Experts that change homes."""
+"""Moves of experts between homes."""

@@ -1,12 +1,13 @@
-"""Elements of tensors change ranks in one exchange: all of them arrive before any is written.
+"""All-to-all exchange of tensor elements; nothing is written before all elements have arrived.
 
-A *shard* says which elements of an expert's tensor a rank keeps. `pieces` tells who sends what of it to a rank that
-will keep others; `Relocation` packs, exchanges and writes them.
+A *shard* is a range of elements of an expert's tensor that one rank keeps. `pieces` finds the rank
+that sends each element of a new shard; `Relocation` packs, exchanges and writes the elements.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from megatron_hecate.job.collectives import wait_collective
 
-ALIGNED: int = 16  # bytes between pieces, so that each can be read as what it is
+# Bytes. Each piece begins at a multiple, so that a view of the message as the piece's dtype is
+# aligned.
+ALIGNED: int = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +31,16 @@ class Shard:
 
 
 def pieces(kept: Sequence[Shard], wanted: Shard) -> list[Shard]:
-    """Which of the elements that ``wanted`` names come from which rank: from its own where it keeps them, else from the
-    lowest.
+    """Split the elements of ``wanted`` by the rank that sends them.
+
+    An element that the wanting rank keeps itself is taken from there, any other from the lowest
+    rank that keeps it.
 
     Raises:
-        ValueError: when nobody keeps one of them.
+        ValueError: for an element that no rank keeps.
     """
-    found, begin = [], wanted.begin
+    found: list[Shard] = []
+    begin = wanted.begin
     while begin < wanted.end:
         holding = [shard for shard in kept if shard.begin <= begin < shard.end]
         if not holding:
@@ -47,19 +53,24 @@ def pieces(kept: Sequence[Shard], wanted: Shard) -> list[Shard]:
 
 
 class Relocation:
-    """One exchange: what this rank sends to each rank of ``group`` and receives from it, in the same order on both.
+    """One exchange of tensors between the ranks of ``group``.
+
+    Sender and receiver must add the tensors of a pair of ranks in the same order.
 
     Args:
-        group: all of its ranks take part, also those that neither send nor receive.
-        device: where messages of the group lie.
-        label: for errors.
+        group: process group; all of its ranks take part, senders and receivers or not.
+        device: device of the group's messages.
+        label: prefix of errors.
         timeout: seconds per wait.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, *, label: str, timeout: float
     ) -> None:
-        self._group, self._device, self._label, self._timeout = group, device, label, timeout
+        self._group = group
+        self._device = device
+        self._label = label
+        self._timeout = timeout
         self._sends: list[list[Tensor]] = [[] for _ in range(group.size())]
         self._receives: list[list[Sequence[Tensor]]] = [[] for _ in range(group.size())]
         self._received = torch.empty(0, dtype=torch.uint8)
@@ -69,44 +80,61 @@ class Relocation:
         return self._received.nbytes
 
     def send(self, rank: int, values: Tensor) -> None:
-        """``values`` [n], contiguous, go to ``rank``."""
+        """Add contiguous ``values`` [n] to the message to ``rank``."""
         self._sends[rank].append(values)
 
     def receive(self, rank: int, into: Sequence[Tensor]) -> None:
-        """Values come from ``rank``, of the type of the first of ``into`` [n], and are written to all of these."""
+        """Expect [n] values from ``rank`` and write the same values to every tensor of ``into``.
+
+        The message has the dtype of the first tensor.
+        """
         self._receives[rank].append(into)
 
     def exchange(self) -> None:
-        """Send and receive. Nothing is written yet.
+        """Send and receive; `write` writes the received values.
 
         Raises:
             TransferError: when a rank dies or does not take part in time.
         """
-        packed = torch.empty(sum(map(_size, self._sends)), dtype=torch.uint8, device=self._device)
-        at = 0
-        for values in (values for of_rank in self._sends for values in of_rank):
-            packed[at : at + values.nbytes].copy_(values.view(torch.uint8))
-            at += _aligned(values)
+        packed = self._pack()
         expected = [[into[0] for into in of_rank] for of_rank in self._receives]
-        self._received = packed.new_empty(sum(map(_size, expected)))
-        sizes = list(map(_size, expected)), list(map(_size, self._sends))
+        receive_sizes = list(map(_size, expected))
+        self._received = packed.new_empty(sum(receive_sizes))
+        send_sizes = list(map(_size, self._sends))
         work = dist.all_to_all_single(
-            self._received, packed, *sizes, group=self._group, async_op=True
+            self._received, packed, receive_sizes, send_sizes, group=self._group, async_op=True
         )
-        names = dict(what="moving experts", label=self._label)
-        wait_collective(work, self._received, self._group, **names, timeout=self._timeout)
+        wait_collective(
+            work,
+            self._received,
+            self._group,
+            what="moving experts",
+            label=self._label,
+            timeout=self._timeout,
+        )
 
     def write(self) -> None:
-        """Write what has come."""
-        at = 0
-        for into in (into for of_rank in self._receives for into in of_rank):
-            values = self._received[at : at + into[0].nbytes].view(into[0].dtype)
+        """Write the received values to their tensors."""
+        offset = 0
+        for into in itertools.chain.from_iterable(self._receives):
+            message = self._received[offset : offset + into[0].nbytes]
+            values = message.view(into[0].dtype)
             for tensor in into:
                 tensor.copy_(values)
-            at += _aligned(into[0])
+            offset += _aligned(into[0])
+
+    def _pack(self) -> Tensor:
+        """Copy all tensors to send into one buffer, [bytes] uint8, rank by rank."""
+        packed = torch.empty(sum(map(_size, self._sends)), dtype=torch.uint8, device=self._device)
+        offset = 0
+        for values in itertools.chain.from_iterable(self._sends):
+            packed[offset : offset + values.nbytes].copy_(values.view(torch.uint8))
+            offset += _aligned(values)
+        return packed
 
 
 def _aligned(values: Tensor) -> int:
+    """Bytes of ``values`` and the padding after the last one."""
     return -(-values.nbytes // ALIGNED) * ALIGNED
 
 

@@ -1,7 +1,7 @@
-"""Where homes are, and how experts change them between two iterations, with all that the optimizer keeps for them.
+"""Location of homes, and moves of experts between two iterations, optimizer state included.
 
-Experts move in rounds of a bounded size. What a round brings is written once all ranks have all of it and agree on the
-homes that follow: an error before leaves the old homes on all ranks.
+Experts move in rounds of a bounded size. A round is written once every rank has received all of it
+and all ranks agree on the resulting homes: an error before that leaves the old homes on all ranks.
 """
 
 from __future__ import annotations
@@ -26,28 +26,29 @@ from megatron_hecate.megatron.stored_weights import StoredWeights
 from megatron_hecate.plan import Placement
 from megatron_hecate.runtime.layer_state import LayerState
 
-ROUND_BYTES: int = (
-    1 << 28
-)  # that a rank receives in a round; it sends as many, and both lie in memory meanwhile
-Order = np.ndarray  # [E] the expert in each place of a home, rank by rank
+# Upper bound of the bytes that a rank receives in one round. It sends the same number, and both
+# buffers are allocated until the round is written.
+ROUND_BYTES: int = 1 << 28
+# [E] expert in each place of a home, rank by rank
+Order = np.ndarray
 
 
 class Move(NamedTuple):
-    """The expert in place ``source`` of a layer's homes goes to place ``target``; places are numbered rank by rank."""
+    """Move of an expert between two places of a layer's homes, which are numbered rank by rank."""
 
     source: int
     target: int
 
 
 class Homes:
-    """Where the homes of one model's layers are, and how they move.
+    """Homes of one model's layers.
 
     Args:
-        states: of all layers of this rank.
-        group: all ranks that have the homes of this rank's layers: those of its expert-parallel group, and of the
-            others that share their gradients.
-        replica: this rank's number among those with the same homes (expert data parallelism).
-        optimizers: gives those that step the model.
+        states: all layers of this rank.
+        group: all ranks with homes of these layers: this rank's expert-parallel group and the
+            expert-parallel groups that share gradients with it.
+        replica: this rank's number among the ranks with the same homes (expert data parallelism).
+        optimizers: callback for the optimizers that step the model.
     """
 
     def __init__(
@@ -58,43 +59,45 @@ class Homes:
         replica: int,
         optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
-        self._states, self._group, self._replica, self._optimizers = (
-            states,
-            group,
-            replica,
-            optimizers,
-        )
+        self._states = states
+        self._group = group
+        self._replica = replica
+        self._optimizers = optimizers
         self._timeout = states[0].config.timeout
-        self.built = self.now  # by Megatron
+        # as built by Megatron
+        self.built = self.now
         self._writing = False
-        self.received_bytes = 0  # by this rank, so far
+        # total of this rank over all moves
+        self.received_bytes = 0
 
     @property
     def now(self) -> list[Order]:
-        """Where experts are, layer by layer."""
+        """Current order of each layer's experts."""
         return [_order_of(state.homes) for state in self._states]
 
     @property
     def are_moved(self) -> bool:
-        """Whether some expert is elsewhere than where Megatron built it, or may be."""
+        """Whether any expert is, or may be, away from its place as built by Megatron."""
         return self._writing or any(map(_differ, self.built, self.now))
 
     @property
     def _fingerprint(self) -> int:
-        """Of all layers' homes; the hash of a tuple of integers is the same in every process."""
+        """Hash of all layers' homes, equal in every process because it is a hash of integers."""
         return hash(tuple(state.homes.fingerprint for state in self._states))
 
     def check(self) -> None:
-        """Have all ranks compare their homes.
+        """Compare the homes of all ranks. Collective.
 
         Raises:
-            RuntimeError: on all ranks when they differ; on this one when an error came while it wrote what had come.
+            RuntimeError: on all ranks when homes differ; on this rank alone when an error
+                interrupted the writing of received values.
             TransferError: when a rank does not take part in time.
         """
-        way_out = "start again from the last checkpoint"
+        way_out = "restart from the last checkpoint"
         if self._writing:
             raise RuntimeError(
-                f"FSSDP: an error came while experts moved, and this rank has some of them only; {way_out}"
+                "FSSDP: moving experts failed midway; this rank's experts are inconsistent; "
+                f"{way_out}"
             )
         try:
             assert_same(self._fingerprint, self._group, label="homes", timeout=self._timeout)
@@ -104,33 +107,18 @@ class Homes:
             ) from error
 
     def move(self, orders: Sequence[Order]) -> None:
-        """Have experts where ``orders`` say, layer by layer. All ranks of the group call it, between two iterations.
+        """Move experts to the given order of each layer, between two iterations. Collective.
 
         Raises:
             ValueError: for an optimizer's state that cannot move.
             TransferError: when a rank dies or does not take part in time.
         """
         for state, order in zip(self._states, orders, strict=True):
-            if not _differ(order, _order_of(state.homes)):
-                continue
-            experts = state.parts.layer.experts
-            wait_for_params(experts)
-            on_ranks = self.state_of(state)
-            for moves in _rounds(
-                _order_of(state.homes), order, state.parts.experts.num_homes, on_ranks.expert_bytes
-            ):
-                try:
-                    with trace.span("homes move", state.name):
-                        self._carry_out(moves, state, on_ranks)
-                except (
-                    TransferError
-                ) as error:  # of a collective, which does not know who is missing
-                    raise TransferError(
-                        f"{error} Of all ranks: {watchdog.name_silent_ranks()}"
-                    ) from error
+            if _differ(order, _order_of(state.homes)):
+                self._move_layer(state, order)
 
     def state_of(self, state: LayerState) -> StateOnRanks:
-        """Who keeps what of a layer's experts. All ranks of the group call it."""
+        """Gather which rank keeps which state of a layer's experts. Collective."""
         return StateOnRanks(
             state.parts.experts.homes(),
             self._optimizers(),
@@ -139,20 +127,35 @@ class Homes:
             timeout=self._timeout,
         )
 
+    def _move_layer(self, state: LayerState, order: Order) -> None:
+        wait_for_params(state.parts.layer.experts)
+        on_ranks = self.state_of(state)
+        before = _order_of(state.homes)
+        num_homes = state.parts.experts.num_homes
+        for moves in _rounds(before, order, num_homes, on_ranks.expert_bytes):
+            try:
+                with trace.span("homes move", state.name):
+                    self._carry_out(moves, state, on_ranks)
+            except TransferError as error:
+                # the error of a collective does not name the missing rank
+                silent = watchdog.name_silent_ranks()
+                raise TransferError(f"{error} Of all ranks: {silent}") from error
+
     def _carry_out(self, moves: Sequence[Move], state: LayerState, on_ranks: StateOnRanks) -> None:
-        order = before = _order_of(state.homes)
-        order = order.copy()
+        """Exchange and write one round."""
+        before = _order_of(state.homes)
+        order = before.copy()
         for move in moves:
             order[move.target] = before[move.source]
-        homes, label = state.homes.with_homes(order), f"homes of {state.name}"
+        homes = state.homes.with_homes(order)
+        label = f"homes of {state.name}"
         relocation = Relocation(self._group, device_of_rank(), label=label, timeout=self._timeout)
         for move in moves:
             on_ranks.move(*move, relocation)
         with torch.no_grad():
             relocation.exchange()
-            assert_same(
-                homes.fingerprint, self._group, label=label, timeout=self._timeout
-            )  # all have all of it
+            # Also a barrier: no rank writes before all ranks have received everything.
+            assert_same(homes.fingerprint, self._group, label=label, timeout=self._timeout)
             self._writing = True
             relocation.write()
             for expert in state.parts.experts.homes():
@@ -171,29 +174,39 @@ def _differ(a: Order, b: Order) -> bool:
 
 
 def _rounds(before: Order, after: Order, per_rank: int, expert_bytes: int) -> Iterator[list[Move]]:
-    """Moves from one order to another, in rounds: closed cycles, so that each round ends with every expert somewhere,
-    and as many as `ROUND_BYTES` allows, but one."""
+    """Group the moves from one order to another into rounds.
+
+    A round consists of closed cycles, so that every expert has a home after each round. No rank
+    receives more than `ROUND_BYTES` in a round, except where a single cycle is larger.
+    """
+    num_ranks = len(before) // per_rank
+    together: list[Move] = []
+    received = np.zeros(num_ranks)
+    for cycle in _cycles(before, after):
+        targets = [move.target // per_rank for move in cycle]
+        more = np.bincount(targets, minlength=num_ranks) * expert_bytes
+        if together and (received + more).max() > ROUND_BYTES:
+            yield together
+            together = []
+            received = np.zeros_like(received)
+        together = together + cycle
+        received = received + more
+    if together:
+        yield together
+
+
+def _cycles(before: Order, after: Order) -> Iterator[list[Move]]:
+    """Split the permutation from ``before`` to ``after`` into cycles, without fixed places."""
     place = np.empty_like(before)
     place[before] = np.arange(len(before))
-    together: list[Move] = []
-    received = np.zeros(len(before) // per_rank)
     seen = np.zeros(len(before), dtype=bool)
     for start in range(len(before)):
-        cycle, target = list[Move](), start
+        cycle: list[Move] = []
+        target = start
         while not seen[target]:
             seen[target] = True
             source = int(place[after[target]])
             cycle.append(Move(source, target))
             target = source
-        if len(cycle) < 2:
-            continue
-        more = (
-            np.bincount([move.target // per_rank for move in cycle], minlength=len(received))
-            * expert_bytes
-        )
-        if together and (received + more).max() > ROUND_BYTES:
-            yield together
-            together, received = [], np.zeros_like(received)
-        together, received = together + cycle, received + more
-    if together:
-        yield together
+        if len(cycle) > 1:
+            yield cycle

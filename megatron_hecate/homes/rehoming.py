@@ -1,9 +1,9 @@
-"""When homes move, and where to: at every so many iterations better ones are looked for.
+"""Periodic search for a better placement of experts, and its application.
 
-The ranks of one expert-parallel group search the layers (`plan.homes`), by the loads of all that share gradients; one
-decides and tells the others.
-Before the model is saved or loaded all homes go back to where Megatron built them, so that a checkpoint knows nothing
-of this; the next iteration moves them again.
+The ranks of one expert-parallel group share the search by layers (`plan.homes`), for loads summed
+over all ranks that share gradients; one rank decides and broadcasts the result. All homes move back
+to their original ranks before the model is saved or loaded, so that a checkpoint does not depend on
+moves; the next iteration moves the experts again.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.homes.mover import Homes, Order
@@ -21,23 +22,26 @@ from megatron_hecate.job.collectives import wait_collective
 from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.plan import HomeSearch
 from megatron_hecate.plan.homes import Choice
+from megatron_hecate.plan.homes import Rehoming as Better
 from megatron_hecate.runtime.forecast import LoadHistory
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.layer_state import LayerState
 
-LOOKED_AT: int = 16  # iterations of those since the last look
-MOST_BYTES: float = 2e9  # that a rank sends after one look
+# iterations since the last search that it samples
+LOOKED_AT: int = 16
+# upper bound of the bytes that one rank sends after one search
+MOST_BYTES: float = 2e9
 
 
 class Rehoming:
-    """Looks for better homes, and has them in use.
+    """Periodic search for better homes of one model, and the moves.
 
     Args:
-        homes: of the model's layers.
-        states: of these.
-        group: as in `Homes`.
-        history: of the loads of this rank's expert-parallel group.
-        weights_changed: what replicas hold is out of date: tells the model's `IterationTracker`.
+        homes: homes of the model's layers.
+        states: the same layers.
+        group: process group as in `Homes`.
+        history: past loads of this rank's expert-parallel group.
+        weights_changed: notifies the model's `IterationTracker` that replicas are out of date.
     """
 
     def __init__(
@@ -49,23 +53,31 @@ class Rehoming:
         history: LoadHistory,
         weights_changed: Callable[[], None],
     ) -> None:
-        self.homes, self._states, self._group, self._history = homes, states, group, history
+        self.homes = homes
+        self._states = states
+        self._group = group
+        self._history = history
         self._weights_changed = weights_changed
-        self._window: list[np.ndarray] = []  # [L, E] of each iteration since the last look
+        # loads [L, E] of each iteration since the last search
+        self._window: list[np.ndarray] = []
         self._last: np.ndarray | None = None
-        self._wanted: list[Order] | None = None  # where homes shall be, if they are elsewhere
-        self._changed = False  # since ranks compared them
+        # pending order of each layer; None if homes are in place
+        self._wanted: list[Order] | None = None
+        # whether homes changed since ranks last compared their homes
+        self._changed = False
 
     def begin_iteration(
         self, iteration: int, tracker: IterationTracker, meter: OverlapMeter
     ) -> None:
-        """Before the first forward: look, if it is time, and move. All ranks of the group call it at the same point.
+        """Search for better homes when due, and move experts, before the first forward. Collective.
+
+        Nothing moves unless an optimizer has stepped since the last iteration: gradients that wait
+        for a step stay where they are accumulated.
 
         Args:
-            iteration: for what is printed.
-            tracker: of the model. Where no optimizer has stepped, gradients lie with homes as they are, and in fp16
-                there may be no state yet: nothing moves.
-            meter: what is known of copies.
+            iteration: number to print.
+            tracker: iteration tracker of the model.
+            meter: measured costs of copies.
 
         Raises:
             As `Homes.check` and `Homes.move`.
@@ -75,60 +87,67 @@ class Rehoming:
             if self._history.last is not None and self._history.last is not self._last:
                 self._last = self._history.last
                 self._window.append(self._last)
-            unseen = not (
-                self._states[0].parts.layer.config.fp16 or tracker.optimizers()
-            )  # the look refuses these
-            if (tracker.has_stepped or unseen) and len(self._window) >= self._states[
-                0
-            ].config.rehome:
-                self._wanted = (
-                    self._look(iteration, tracker.microbatches or 1, meter) or self._wanted
-                )
+            if self._is_due(tracker):
+                better = self._look(iteration, tracker.microbatches or 1, meter)
+                self._wanted = better or self._wanted
                 self._window.clear()
             if tracker.has_stepped and self._wanted is not None:
                 self._changed = True
                 self.homes.move(self._wanted)
                 self._wanted = None
         except BaseException:
-            self._weights_changed()  # a loop that catches this begins anew
+            # a loop that catches the error starts a new iteration
+            self._weights_changed()
             raise
 
+    def _is_due(self, tracker: IterationTracker) -> bool:
+        """Whether a search is due: enough iterations, and a step of an optimizer or none to step."""
+        config = self._states[0].config
+        fp16 = self._states[0].parts.layer.config.fp16
+        # Without any visible optimizer the search raises an error. Not in fp16, where loss scaling
+        # may skip the first steps, so that no state exists yet.
+        unseen = not (fp16 or tracker.optimizers())
+        return (tracker.has_stepped or unseen) and len(self._window) >= config.rehome
+
     def _check(self) -> None:
-        """Have ranks compare their homes, if these have changed since. Raises as `Homes.check`."""
+        """Compare the homes of all ranks if homes changed since the last check.
+
+        Raises:
+            As `Homes.check`.
+        """
         if self._changed:
             self.homes.check()
             self._changed = False
 
     def restore(self) -> None:
-        """Have all homes where Megatron built them, until the next iteration begins. All ranks call it; where no homes
-        moved nothing happens. Raises as `Homes.check` and `Homes.move`."""
+        """Move all experts back to their original ranks until the next iteration. Collective.
+
+        Does nothing where no expert has moved.
+
+        Raises:
+            As `Homes.check` and `Homes.move`.
+        """
         self._check()
         if self.homes.are_moved:
-            wanted, self._changed = self._wanted or self.homes.now, True
+            wanted = self._wanted or self.homes.now
+            self._changed = True
             self._weights_changed()
             self.homes.move(self.homes.built)
             self._wanted = wanted
             self._check()
 
     def refuse_if_moved(self, *_: Any) -> None:
-        """Raises RuntimeError where weights would be read or written as if homes were where Megatron built them."""
+        """Raise RuntimeError if a state_dict would be read or written while experts have moved."""
         if self.homes.are_moved:
             raise RuntimeError(
-                "FSSDP has moved homes of experts: in this state_dict experts would have each other's names; call "
-                "megatron_hecate.restore_homes(model) on all ranks first"
+                "FSSDP has moved homes of experts: this state_dict would mix up the names of "
+                "experts; call megatron_hecate.restore_homes(model) on all ranks first"
             )
 
     def _look(self, iteration: int, microbatches: int, meter: OverlapMeter) -> list[Order] | None:
-        """Better homes, if some pay."""
-        timeout, first = self._states[0].config.timeout, self._states[0]
-        every = np.unique(np.linspace(0, len(self._window) - 1, LOOKED_AT).astype(np.int64))
-        load = torch.from_numpy(np.stack([self._window[i] for i in every]).astype(np.int64)).to(
-            device_of_rank()
-        )
-        work = dist.all_reduce(load, group=self._group, async_op=True)
-        wait_collective(
-            work, load, self._group, what="summing loads", label="homes", timeout=timeout
-        )
+        """Search for better homes; returns the order of each layer, or ``None`` if none pays."""
+        first = self._states[0]
+        load = self._sum_loads()
         order = np.stack(self.homes.now)
         search = HomeSearch(
             homes=first.parts.homes_only,
@@ -140,46 +159,76 @@ class Rehoming:
             most_bytes=MOST_BYTES,
         )
         choices = self._choose(search, load.cpu().numpy() // first.group.size(), order)
-        found = torch.tensor(order, device=load.device)  # a copy
-        if self._group.rank() == 0 and (better := search.afford(choices, order)) is not None:
-            found.copy_(torch.from_numpy(better.order))
-            changed = better.order != order
-            print(
-                f"FSSDP: iteration {iteration}: {changed.sum()} experts of {changed.any(axis=1).sum()} layers move "
-                f"to better homes, {better.num_bytes / 2**20:.0f} MiB; it saves {1e3 * better.saved:.2f} ms of an "
-                "iteration by the cost model",
-                flush=True,
-            )
+        # copies, so that the ranks other than 0 leave ``order`` as it is
+        found = torch.tensor(order, device=load.device)
+        if self._group.rank() == 0:
+            better = search.afford(choices, order)
+            if better is not None:
+                found.copy_(torch.from_numpy(better.order))
+                _print_moves(iteration, better, better.order != order)
         work = dist.broadcast(found, group=self._group, group_src=0, async_op=True)
-        wait_collective(
-            work, found, self._group, what="telling better homes", label="homes", timeout=timeout
-        )
-        told = found.cpu().numpy()
-        return list(told) if not np.array_equal(told, order) else None
+        self._wait(work, found, "broadcasting new homes")
+        decided = found.cpu().numpy()
+        return None if np.array_equal(decided, order) else list(decided)
+
+    def _sum_loads(self) -> Tensor:
+        """Sum a sample of the window over all ranks of the group, [iterations, L, E] int64."""
+        last = len(self._window) - 1
+        sample = np.unique(np.linspace(0, last, LOOKED_AT).astype(np.int64))
+        own = np.stack([self._window[i] for i in sample]).astype(np.int64)
+        load = torch.from_numpy(own).to(device_of_rank())
+        work = dist.all_reduce(load, group=self._group, async_op=True)
+        self._wait(work, load, "summing loads")
+        return load
 
     def _choose(self, search: HomeSearch, load: np.ndarray, order: np.ndarray) -> list[Choice]:
-        """What may be done in each layer: every rank of the first one's expert-parallel group looks at some layers, for
-        seconds of a large model's planning would be many times as long on one."""
-        first, layers = self._states[0], range(0)
+        """Find better homes of each layer, and share them between all ranks.
+
+        Each rank of the group's first expert-parallel group searches some of the layers, because a
+        search of all layers of a large model on one rank would take that rank many seconds.
+
+        Args:
+            search: parameters of the search.
+            load: tokens per expert, [iterations, L, E].
+            order: current order, [L, E].
+        """
+        first = self._states[0]
+        layers = range(0)
         if dist.get_global_rank(self._group, 0) in first.parts.ranks:
             layers = range(first.group.rank(), len(order), first.group.size())
         table = np.zeros((len(order), search.most_choices, 1 + order.shape[1]))
         number = [0] * len(order)
         for choice in search.choose(load, order, layers):
-            table[choice.layer, number[choice.layer]] = choice.saved, *choice.order
+            row = table[choice.layer, number[choice.layer]]
+            row[0] = choice.saved
+            row[1:] = choice.order
             number[choice.layer] += 1
-        choices = torch.from_numpy(table).to(device_of_rank())  # zeros where others look
+        # A sum gathers the table: rows of layers that other ranks search are zeros here.
+        choices = torch.from_numpy(table).to(device_of_rank())
         work = dist.all_reduce(choices, group=self._group, async_op=True)
-        wait_collective(
-            work,
-            choices,
-            self._group,
-            what="choosing homes",
-            label="homes",
-            timeout=first.config.timeout,
-        )
+        self._wait(work, choices, "choosing homes")
         table = choices.cpu().numpy()
         chosen = np.argwhere(table[..., 0] > 0).tolist()
         return [
             Choice(i, table[i, k, 1:].astype(np.int64), float(table[i, k, 0])) for i, k in chosen
         ]
+
+    def _wait(self, work: dist.Work, tensor: Tensor, what: str) -> None:
+        timeout = self._states[0].config.timeout
+        wait_collective(work, tensor, self._group, what=what, label="homes", timeout=timeout)
+
+
+def _print_moves(iteration: int, better: Better, changed: np.ndarray) -> None:
+    """Print one line about the experts that move.
+
+    Args:
+        iteration: number of the running iteration.
+        better: new homes.
+        changed: whether the place of a home gets another expert, [L, E].
+    """
+    print(
+        f"FSSDP: iteration {iteration}: {changed.sum()} experts of {changed.any(axis=1).sum()} "
+        f"layers move to better homes, {better.num_bytes / 2**20:.0f} MiB; it saves "
+        f"{1e3 * better.saved:.2f} ms of an iteration by the cost model",
+        flush=True,
+    )

@@ -1,1 +1,1 @@
-"""All that touches Megatron's modules."""
+"""Adapters to Megatron's modules."""

@@ -1,21 +1,22 @@
-"""Read the end of an iteration off Megatron's DDP.
+"""Detection of an iteration's end through calls of Megatron's DDP.
 
-Every training loop has DDP reduce the gradients before it reads them, and zero them before it accumulates new ones:
+In every training loop DDP reduces the gradients before the loop reads the gradients, and zeroes the
+gradients before the loop accumulates new ones:
 
 | method of DDP | called by | consequence here |
 |---|---|---|
-| ``no_sync`` | schedules, around all microbatches but the last of a chunk | gradients may stay with replicas |
+| ``no_sync`` | schedules, all microbatches but a chunk's last | gradients may stay with replicas |
 | ``no_sync`` | the loop, around calls of a schedule | gradients of replicas return at its end |
 | ``start_grad_sync`` | schedules, as ``grad_sync_func`` | gradients of replicas return first |
-| ``finish_grad_sync`` | ``finalize_model_grads``, or the loop | the same; then the iteration ends |
-| ``zero_grad_buffer`` | the loop | gradients of replicas are dropped; the iteration ends |
+| ``finish_grad_sync`` | ``finalize_model_grads`` or the loop | the same; then the iteration ends |
+| ``zero_grad_buffer`` | the loop | replicas' gradients are dropped; the iteration ends |
 
 The bodies of these four methods are the same from megatron-core 0.16.1 to 0.20.
 
-Weights may also change between two forwards without any of these calls, and no counter shows it: a
+Weights may also change between two forwards without any such call, and no counter shows it: a
 tensor's version misses ``param.data.mul_()``, foreach kernels on ``.data`` and writes to DDP's
-parameter buffer. Only within one call of a schedule can no weight change. `DataParallel.schedule_call`
-numbers these calls: each begins with ``no_sync``.
+parameter buffer. Only within one call of a schedule can no weight change.
+`DataParallel.schedule_call` numbers the calls of schedules: each begins with ``no_sync``.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class _ObservedDDP:
         self.fssdp_no_syncs += 1
         with super().no_sync():  # type: ignore[misc]
             yield
-        # not after an exception: other ranks may not be here
+        # not after an exception: other ranks may not reach this point
         if not _in_schedule():
             # the loop may read or change ``main_grad`` from here on
             self.fssdp_events.gradients_wanted(self.fssdp_chunk)
@@ -116,13 +117,14 @@ class _NoSync:
 
 
 class DataParallel:
-    """The DDP around each model chunk, found when it wraps the chunk, however deep.
+    """DDP around each model chunk, detected when DDP wraps the chunk at any depth.
 
     Args:
         chunks: model chunks, not wrapped yet.
         events: receiver of their gradient events.
         undo: stack that gets the callbacks which undo the conversion.
-        orders: whether replicas may make buckets of experts ready in another order than on other ranks.
+        orders: whether replicas may make buckets of experts ready in another order than on other
+            ranks.
     """
 
     def __init__(
@@ -142,7 +144,7 @@ class DataParallel:
         undo.callback(stop_listening_to_parts, self)
 
     def added(self, module: Module, part: Module | None) -> None:
-        """Note that ``part`` becomes part of ``module``, and report the events of a DDP around a chunk."""
+        """Note that ``part`` becomes part of ``module``, and convert a DDP around a chunk."""
         for index, around in enumerate(self._around):
             if part not in around:
                 continue
@@ -157,20 +159,21 @@ class DataParallel:
         """Order buckets of experts before the first backward."""
         stop_listening_to_parts(self)
         self.set_no_sync_func()
-        for ddp in self._found() if self._orders and not self._has_ordered else ():
-            if ddp.ddp_config.overlap_grad_reduce:
-                order_buckets(ddp)
+        if self._orders and not self._has_ordered:
+            for ddp in self._found():
+                if ddp.ddp_config.overlap_grad_reduce:
+                    order_buckets(ddp)
         self._has_ordered = True
 
     def set_no_sync_func(self) -> None:
-        """Let schedules enter ``no_sync`` where the loop left or reset ``no_sync_func`` to ``None``."""
+        """Set ``no_sync_func`` where the loop left it ``None`` or reset it to ``None``."""
         ddps = self._found()
         for ddp in ddps:
             if not ddp.ddp_config.overlap_grad_reduce and ddp.config.no_sync_func is None:
                 ddp.config.no_sync_func = _NoSync(ddps)
 
     def wants_gradients(self, chunk: int) -> bool | None:
-        """Whether DDP reduces gradients after the running backward of ``chunk``; ``None`` without DDP."""
+        """Whether DDP reduces after the running backward of ``chunk``; ``None`` without DDP."""
         ddp = self._ddp(chunk)
         if ddp is None:
             return None
@@ -178,12 +181,13 @@ class DataParallel:
         return all(group.is_last_microbatch for group in groups)
 
     def schedule_call(self, chunk: int) -> int | None:
-        """Number of the schedule's call that runs the current forward of ``chunk``.
+        """Number the schedule's call that runs the current forward of ``chunk``.
 
         Returns:
-            ``None`` where two forwards cannot be known to be of one call: without DDP, in loops that do not use
-            Megatron's schedules, and where ``no_sync_func`` is not this DDP's outside of any ``no_sync``: the loop
-            replaced it, or two models share a configuration.
+            The number, or ``None`` where two forwards cannot be attributed to one call: without
+            DDP, in loops without Megatron's schedules, and outside of any ``no_sync`` where
+            ``no_sync_func`` is not this DDP's, because the loop replaced it or two models share a
+            configuration.
         """
         ddp = self._ddp(chunk)
         if ddp is None or not _in_schedule():
@@ -198,7 +202,9 @@ class DataParallel:
 
     def _ddp(self, chunk: int) -> DistributedDataParallel | None:
         reference = self._ddps[chunk]
-        return None if reference is None else reference()
+        if reference is None:
+            return None
+        return reference()
 
 
 @functools.cache
@@ -209,10 +215,13 @@ def _observed(base: type) -> type:
 def _enters_no_sync(function: Any, ddp: DistributedDataParallel) -> bool:
     """Whether a schedule with this ``no_sync_func`` enters ``no_sync`` of ``ddp``."""
     functions = function if isinstance(function, list) else [function]
-    return any(
-        one.holds(ddp) if isinstance(one, _NoSync) else getattr(one, "__self__", None) is ddp
-        for one in functions
-    )
+    for one in functions:
+        if isinstance(one, _NoSync):
+            if one.holds(ddp):
+                return True
+        elif getattr(one, "__self__", None) is ddp:
+            return True
+    return False
 
 
 @functools.cache

@@ -16,12 +16,13 @@ _KNOWN = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEFlexTokenD
 
 
 def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoETokenDispatcher:
-    """A dispatcher of the same class and groups as ``stock``, over ``num_physical`` experts per rank.
+    """Build a dispatcher like ``stock`` over ``num_physical`` experts per rank.
 
-    Shared experts that overlap with communication are handed over as well.
+    It has the class and the groups of ``stock``, and gets the shared experts that overlap with
+    communication.
 
     Raises:
-        TypeError: for a dispatcher that is none of those replicas were tested with.
+        TypeError: for a dispatcher of a class that was not tested with replicas.
     """
     if not isinstance(stock, _KNOWN):
         known = ", ".join(dispatcher.__name__ for dispatcher in _KNOWN)
@@ -31,9 +32,8 @@ def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoEToke
         )
     config = copy.copy(stock.config)
     config.num_moe_experts = stock.ep_size * num_physical
-    config.moe_pad_expert_input_to_capacity = (
-        False  # an expert would get its capacity on every holder
-    )
+    # padding would fill an expert's capacity on every holder
+    config.moe_pad_expert_input_to_capacity = False
     first = stock.ep_group.rank() * num_physical
     groups = ProcessGroupCollection(
         ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group

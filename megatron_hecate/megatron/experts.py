@@ -1,8 +1,9 @@
 """Replicas in Megatron's own expert modules.
 
-The module that holds the homes stays what it is: same class for ``isinstance``, same parameters, same checkpoint.
-Beside it stands a *physical* twin, the same Megatron class with room for P experts and no parameters of its own: for
-each forward it gets the weights of homes and replicas as attributes. Without replicas it is not used.
+The module with the homes keeps its class (for ``isinstance``), its parameters and its checkpoint
+format. Next to it, a *physical* twin is an instance of the same Megatron class with room for P
+experts and no parameters of its own: each forward sets the weights of homes and replicas as its
+attributes. Forwards without replicas do not use the twin.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from megatron_hecate.settings.unsupported import GROUPED_ONLY
 
 
 class PhysicalExperts:
-    """One rank's experts of a layer, as the twin with ``num_physical`` experts sees them.
+    """One rank's experts of a layer, homes and replicas, as computed by the twin.
 
     Args:
         experts: Megatron's expert module, with the homes.
         num_physical: P, homes and replica slots together.
 
     Raises:
-        TypeError: for an expert module we do not know.
-        ValueError: for one that lacks what replicas need.
+        TypeError: for an expert module of an unknown class.
+        ValueError: for an expert module whose class or settings do not support replicas.
     """
 
     def __init__(self, experts: Module, num_physical: int) -> None:
@@ -43,68 +44,75 @@ class PhysicalExperts:
         self.grouped: GroupedExperts | None = None
         if isinstance(experts, TEGroupedMLP):
             self.grouped = GroupedExperts(experts, num_physical)
-            self._names, linears, self.twin = (
-                self.grouped.names,
-                self.grouped.linears,
-                self.grouped.twin,
-            )
+            self._names = self.grouped.names
+            linears = self.grouped.linears
+            self.twin = self.grouped.twin
         elif isinstance(experts, SequentialMLP):
-            for setting in GROUPED_ONLY:
-                if value := getattr(experts.config, setting, None):
-                    raise ValueError(
-                        f"SequentialMLP with {setting}={value!r} has no replicas: its experts are modules of their "
-                        "own; set model.moe_grouped_gemm=true or --moe-grouped-gemm"
-                    )
+            _check_sequential(experts)
             self._names, linears = _sequential_names(experts)
             self.twin = _sequential_twin(experts, num_physical)
         else:
             raise TypeError(
-                f"experts are a {type(experts).__name__}; FSSDP knows SequentialMLP and TEGroupedMLP "
-                "(--moe-grouped-gemm with TransformerEngine)"
+                f"experts are a {type(experts).__name__}; FSSDP knows SequentialMLP and "
+                "TEGroupedMLP (--moe-grouped-gemm with TransformerEngine)"
             )
-        self.running: ForwardPass | None = None  # set by the layer
+        # set by the layer
+        self.running: ForwardPass | None = None
         self.reduction_point = ReductionPoint(
             by_hand=bool(getattr(experts.config, "delay_wgrad_compute", False))
         )
-        # the plan of the weights that the twin's quantized copies were made of
+        # the plan whose weights the twin's quantized copies were made from
         self.computes_with: TransferPlan | None = None
-        # the modules that own the homes' parameters: looking names up from the top takes long for many experts
-        paths = [
-            [name.format(i).rpartition(".") for name in self._names] for i in range(self.num_homes)
-        ]
-        self._owners = [
-            [(experts.get_submodule(path), leaf) for path, _, leaf in expert] for expert in paths
-        ]
-        # where the twin looks its weights up, and under which name, in the order of experts and of their parameters:
-        # as attributes, which takes the least time, and for TransformerEngines that ask for any parameter, as these
-        owners = [
-            [name.format(i).rpartition(".") for name in self._names] for i in range(num_physical)
-        ]
-        self._places: list[tuple[dict[str, Any], str]] = []
-        for path, _, leaf in (owner for expert in owners for owner in expert):
-            owner = self.twin.get_submodule(path)
-            self._places.append(
-                (
-                    owner.__dict__ if len(self._places) >= len(self._names) else owner._parameters,
-                    leaf,
-                )
-            )
-        # microbatches whose weight gradients `compute_delayed` will give, oldest first; None: none are delayed
-        self.delayed: Delayed | None = (
-            deque() if self.grouped is not None and self.grouped.delays_wgrad else None
-        )
+        self._owners = self._home_owners(experts)
+        self._places = self._twin_places(num_physical)
+        # Microbatches whose weight gradients `compute_delayed` will return, oldest first. None:
+        # weight gradients are not delayed.
+        self.delayed: Delayed | None = None
+        if self.grouped is not None and self.grouped.delays_wgrad:
+            self.delayed = deque()
         # a fused GEMM writes weights' gradients only; biases go through autograd
+        fused = [
+            "weight" in name and _fuses_wgrad(linear)
+            for name, linear in zip(self._names, linears, strict=True)
+        ]
         self.layout = ChunkLayout(
             shapes=tuple(p.shape for p in self.homes()[0]),
-            fused=tuple(
-                "weight" in name and _fuses_wgrad(linear)
-                for name, linear in zip(self._names, linears, strict=True)
-            ),
+            fused=tuple(fused),
             uniform=self.grouped is not None and self.grouped.has_operators,
         )
 
+    def _home_owners(self, experts: Module) -> list[list[tuple[Module, str]]]:
+        """Find the submodule and the attribute of each home's parameters, expert by expert.
+
+        Submodules are kept because looking up dotted names of many experts takes long in each
+        forward.
+        """
+        owners: list[list[tuple[Module, str]]] = []
+        for expert in range(self.num_homes):
+            paths = [name.format(expert).rpartition(".") for name in self._names]
+            owners.append([(experts.get_submodule(path), leaf) for path, _, leaf in paths])
+        return owners
+
+    def _twin_places(self, num_physical: int) -> list[tuple[dict[str, Any], str]]:
+        """Find the dictionary and the key of each weight of the twin, expert by expert.
+
+        Weights are set as plain attributes, which takes the least time. Weights of the first expert
+        are set as parameters, because some versions of TransformerEngine look for any parameter.
+        """
+        places: list[tuple[dict[str, Any], str]] = []
+        for expert in range(num_physical):
+            for name in self._names:
+                path, _, leaf = name.format(expert).rpartition(".")
+                owner = self.twin.get_submodule(path)
+                attributes = owner._parameters if expert == 0 else owner.__dict__
+                places.append((attributes, leaf))
+        return places
+
     def homes(self) -> list[list[Parameter]]:
-        """The parameters of this rank's own experts. Looked up each time: loading or moving a model replaces them."""
+        """Look up the parameters of this rank's own experts, expert by expert.
+
+        Not cached, because loading or moving a model replaces its parameters.
+        """
         return [[owner._parameters[leaf] for owner, leaf in expert] for expert in self._owners]
 
     @property
@@ -113,16 +121,21 @@ class PhysicalExperts:
         return StoredWeights(self.homes()[0]).nbytes
 
     def stored(self) -> list[list[Tensor]]:
-        """What travels of this rank's own experts."""
+        """List the tensors to transfer of each of this rank's own experts."""
         return [StoredWeights(expert).parts() for expert in self.homes()]
 
     def weights_in(self, chunk: Tensor) -> list[Tensor]:
-        """The parameters of a replica, in one ``chunk`` of what has come."""
+        """View the received ``chunk`` of one replica as the expert's parameters."""
         like = StoredWeights(self.homes()[0])
-        return like.weights_in(chunk) if like.quantized else self.layout.views(chunk)
+        if like.quantized:
+            return like.weights_in(chunk)
+        return self.layout.views(chunk)
 
     def shape(self, token_bytes: int, *, microbatches: int) -> LayerShape:
-        """Sizes of the layer for the cost model. Gradients travel in fp32; a matrix costs 2 FLOPs per element."""
+        """Compute the layer's sizes for the cost model.
+
+        Gradients are transferred in fp32; a matrix costs 2 FLOPs per element and token.
+        """
         expert = self.homes()[0]
         return LayerShape(
             expert_bytes=self.chunk_bytes,
@@ -133,13 +146,15 @@ class PhysicalExperts:
         )
 
     def compute_delayed(self, carried: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The gradients of all physical experts' weights, flat, of the oldest backward that delays them.
+        """Compute the delayed weight gradients of the oldest backward, flat over physical experts.
 
         Args:
-            carried: what autograd had in their place: placeholders for weights, and in fp8 gradients of biases.
+            carried: gradients that autograd passed on instead: placeholders for weights, and in fp8
+                the gradients of biases.
         """
         assert self.grouped is not None
-        computed, grads = self.grouped.compute_delayed(), list(carried)
+        computed = self.grouped.compute_delayed()
+        grads = list(carried)
         for part, (name, fused) in enumerate(zip(self._names, self.layout.fused, strict=True)):
             for i, grad in enumerate(computed[name]):
                 if not fused and grad is not None and grad.numel():
@@ -147,27 +162,37 @@ class PhysicalExperts:
         return grads
 
     def drop_delayed(self) -> None:
-        """Forget backwards whose weight gradients were to be computed: they broke off."""
-        if (
-            self.delayed is not None
-        ):  # a backward that broke off may have left those of one linear only
+        """Forget the delayed weight gradients of aborted backwards."""
+        if self.delayed is not None:
             self.delayed.clear()
+            # an aborted backward may have queued the gradients of one linear only
             self.grouped.drop_delayed()
 
     def compute_with(self, plan: TransferPlan | None) -> None:
-        """The coming forward has the replicas of ``plan``, which each iteration makes anew, or none."""
+        """Prepare the next forward for the replicas of ``plan``, or for none.
+
+        Every iteration has a plan object of its own, so that the quantized copies of the last
+        iteration are dropped.
+        """
         if self.computes_with is not plan:
             self.computes_with = plan
             self.drop_quantized(0)
 
     def drop_quantized(self, first: int) -> None:
-        """Drop the quantized copies that TransformerEngine keeps over microbatches, of experts from ``first`` on."""
-        for copies in () if self.grouped is None else self.grouped.quantized_copies:
-            for name in [name for name in copies if int(name.removeprefix("weight")) >= first]:
+        """Drop the quantized weights that TransformerEngine keeps over microbatches.
+
+        Args:
+            first: first physical expert to drop.
+        """
+        if self.grouped is None:
+            return
+        for copies in self.grouped.quantized_copies:
+            dropped = [name for name in copies if int(name.removeprefix("weight")) >= first]
+            for name in dropped:
                 del copies[name]
 
     def compute(self, weights: Sequence[Tensor], *inputs: Any, **kwargs: Any) -> Any:
-        """The outputs of the twin for ``inputs``, with ``weights`` of all physical experts, flat."""
+        """Run the twin on ``inputs`` with ``weights`` of all physical experts, flat."""
         with NOTHING if self.grouped is None else self.grouped.over(weights):
             for (owner, name), weight in zip(self._places, weights, strict=True):
                 owner[name] = weight
@@ -179,16 +204,24 @@ class PhysicalExperts:
 
 
 class FSSDPExperts:
-    """Mixin in front of Megatron's expert module: computes homes and replicas when the layer has replicas."""
+    """Mixin in front of Megatron's expert module that uses the twin when the layer has replicas.
+
+    Attributes:
+        physical: homes and replicas of the layer.
+        unsettled: gradients of the last `backward_dw` that are not complete.
+        reduction_point: point of the backward at which reductions of experts' gradients start.
+        restore_homes: callback that moves experts back to their original ranks; ``None`` without
+            rehoming.
+    """
 
     physical: PhysicalExperts
-    unsettled: PendingGradients | None  # of the last `backward_dw`
-    reduction_point: ReductionPoint  # where reductions of their gradients start
-    restore_homes: Callable[[], None] | None  # where homes may move
+    unsettled: PendingGradients | None
+    reduction_point: ReductionPoint
+    restore_homes: Callable[[], None] | None
 
     @property
     def replicas(self) -> Replicas | None:
-        """Those of the running forward."""
+        """Replicas of the running forward."""
         running = self.physical.running
         return None if running is None else running.replicas
 
@@ -200,13 +233,15 @@ class FSSDPExperts:
         *rest: Any,
         **kwargs: Any,
     ) -> Any:
-        physical, running = self.physical, self.physical.running
+        physical = self.physical
+        running = physical.running
         if running is not None:
             running.num_tokens = hidden_states.shape[0]
         if running is None or running.replicas is None:
             if physical.computes_with is not None:
                 physical.compute_with(None)
-            if tokens_per_expert.numel() > physical.num_homes:  # slots follow, without tokens
+            # the counts of empty slots follow the counts of homes
+            if tokens_per_expert.numel() > physical.num_homes:
                 tokens_per_expert = tokens_per_expert[: physical.num_homes]
             return super().forward(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
         if physical.twin.training != self.training:
@@ -215,48 +250,61 @@ class FSSDPExperts:
         hidden_states, weights = replicas.join(hidden_states, running.joined_homes)
         running.joined_homes = None
         physical.compute_with(replicas.plan)
-        if self.config.fine_grained_activation_offloading:  # spares parameters, and these are none
+        if self.config.fine_grained_activation_offloading:
+            # Offloading skips parameters only, and weights of replicas are no parameters. The
+            # second attribute has the name of megatron-core 0.16.
             for weight in weights:
-                weight._do_not_offload, weight.offloading_activation = (
-                    True,
-                    False,
-                )  # its name now, and in 0.16
+                weight._do_not_offload = True
+                weight.offloading_activation = False
         inputs = (hidden_states, tokens_per_expert, probs, *rest)
         output, *others = physical.compute(weights, *inputs, **kwargs)
         if physical.grouped is not None:
             physical.grouped.pass_over()
-        if replicas.after_backward is not None:  # these replicas do not stay
+        if replicas.after_backward is not None:
+            # quantized copies must not outlive replicas that are dropped after their backward
             physical.drop_quantized(physical.num_homes)
         return replicas.computed_by(output), *others
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Megatron's own, where Megatron built the experts. All ranks ask for it at once."""
+        """Move experts back to their original ranks, then call Megatron's method. Collective."""
         if self.restore_homes is not None:
             self.restore_homes()
         return super().sharded_state_dict(*args, **kwargs)
 
     def backward_dw(self) -> None:
-        """Compute weight gradients that the backward left for later; those of replicas then return."""
+        """Compute delayed weight gradients, then start the return of replicas' gradients."""
         if not self.physical.delayed:
             super().backward_dw()
             return
         self.settle()
         carried, take = self.physical.delayed.popleft()
         self.unsettled = take(self.physical.compute_delayed(carried))
-        if (
-            not self.config.delay_wgrad_compute
-        ):  # no `settle` will come after the attention's backward
+        if not self.config.delay_wgrad_compute:
+            # without the setting, the layer does not call `settle` after the attention's backward
             self.settle()
 
     def settle(self) -> None:
         """Complete the homes' gradients of the last `backward_dw`, unless autograd will."""
-        pending, self.unsettled = self.unsettled, None
+        pending = self.unsettled
+        self.unsettled = None
         if pending is not None and pending.settle():
             self.physical.grouped.run_gradient_hooks()
 
 
+def _check_sequential(experts: SequentialMLP) -> None:
+    """Raise ValueError for a setting that needs grouped GEMMs."""
+    for setting in GROUPED_ONLY:
+        if value := getattr(experts.config, setting, None):
+            raise ValueError(
+                f"SequentialMLP with {setting}={value!r} has no replicas: its experts are modules "
+                "of their own; set model.moe_grouped_gemm=true or --moe-grouped-gemm"
+            )
+
+
 def _sequential_names(experts: SequentialMLP) -> tuple[list[str], list[Module]]:
-    names, linears = [], []
+    """List the parameters of one expert, with {} for its number, and the module that owns each."""
+    names: list[str] = []
+    linears: list[Module] = []
     for name, _ in experts.local_experts[0].named_parameters():
         names.append("local_experts.{}." + name)
         linears.append(experts.local_experts[0].get_submodule(name.rpartition(".")[0]))
@@ -279,7 +327,8 @@ def _sequential_twin(experts: SequentialMLP, num_physical: int) -> SequentialMLP
 
 
 def _fuses_wgrad(linear: Module) -> bool:
-    """Whether this linear's GEMM adds its gradient straight into ``main_grad``: Megatron's name, then TE's."""
+    """Whether this linear's GEMM adds its gradient directly into ``main_grad``."""
+    # Megatron's name of the setting, then TransformerEngine's
     return bool(getattr(linear, "gradient_accumulation_fusion", False)) or bool(
         getattr(linear, "fuse_wgrad_accumulation", False)
     )

@@ -1,4 +1,4 @@
-"""What is decided for one layer: for an iteration (`LayerIteration`), and for one of its forwards (`ForwardPass`)."""
+"""Decisions for one layer: of an iteration (`LayerIteration`) and of a forward (`ForwardPass`)."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ NO_ITERATION: int = -1
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LayerIteration:
-    """The plan of one layer in one iteration, and how far its execution has come.
+    """Plan of one layer in one iteration, and the state of its execution.
 
     Args:
-        placement: of homes and replicas, late replicas included.
-        planned: the same before late replicas.
-        number: of the iteration it was planned in; `NO_ITERATION` has it planned anew.
-        plan: transfers of this rank that fetch the replicas; ``None`` without any.
-        replicas: of the coming or running forward.
+        placement: homes and replicas, late replicas included.
+        planned: placement before late replicas.
+        number: iteration of the plan; `NO_ITERATION` forces a new plan.
+        plan: transfers of this rank that fetch the replicas; ``None`` without replicas.
+        replicas: replicas of the next or running forward.
         fetched_weights: number of the homes' weights that were fetched last, see `Prefetcher`;
             ``None`` before the first fetch.
-        is_prepared: whether the next forward has its replicas on their way.
+        is_prepared: whether the replicas of the next forward are in flight.
         expects_late: whether the next forward may fetch late replicas.
     """
 
@@ -43,17 +43,17 @@ class LayerIteration:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ForwardPass:
-    """One forward of one layer, from before its router on. The next one of the layer replaces it.
+    """One forward of one layer, from before its router until the layer's next forward.
 
     Args:
-        purpose: of the forward.
-        replicas: that it computes with.
-        joined_homes: of the forward, if homes were joined to their replicas before the attention:
-            gradients on their way, and the token that autograd sees.
+        purpose: purpose of the forward.
+        replicas: replicas that the forward computes with.
+        joined_homes: pending gradients and the token that autograd sees, if homes were joined to
+            their replicas before the attention.
         is_traced: whether spans are recorded.
         is_dispatched: whether its tokens have been sent to their experts.
-        is_replayed: whether a graph holds parts of it, and it began before the attention.
-        num_tokens: rows of the experts' input: one for each expert that a token went to.
+        is_replayed: whether a graph holds parts of the forward, which began before the attention.
+        num_tokens: rows of the experts' input, one per token and chosen expert.
     """
 
     purpose: Forward

@@ -1,7 +1,8 @@
-"""Torch's hooks that see all optimizers or modules of the process: one of each, for good, over weak sets of listeners.
+"""Global torch hooks on all optimizers and modules, with weakly referenced listeners.
 
-A hook for every model would have to be removed when the model goes: the garbage collector may do so while torch walks
-through its hooks. A listener whose attempt of the job is over hears of nothing.
+There is one permanent hook of each kind. A hook per model would have to be removed with the model,
+and the garbage collector may do so while torch iterates over its hooks. A listener is not called
+once its attempt of the job is over.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from megatron_hecate.job.attempt import Attempt
 
 
 class StepListener(Protocol):
-    """Hears of every optimizer of the process."""
+    """Listener to the steps of every optimizer of the process."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """``optimizer`` is about to step."""
 
 
 class PartListener(Protocol):
-    """Hears of every module that becomes part of another one."""
+    """Listener to every registration of a module as part of another one."""
 
     def added(self, module: Module, part: Module | None) -> None:
         """``part`` becomes part of ``module``."""
@@ -36,20 +37,25 @@ _of_parts: weakref.WeakKeyDictionary[PartListener, Attempt] = weakref.WeakKeyDic
 
 
 def listen_to_steps(listener: StepListener) -> None:
-    """Call ``listener.before_step`` before any optimizer steps, while the listener lives and its attempt lasts."""
+    """Call ``listener.before_step`` before every optimizer step.
+
+    The calls end with the listener's life or its attempt of the job.
+    """
     _hook_into_optimizers()
     _of_steps[listener] = Attempt.current()
 
 
 def listen_to_parts(listener: PartListener) -> None:
-    """Call ``listener.added`` for any module that gets a part, until `stop_listening_to_parts`, while the listener
-    lives and its attempt lasts."""
+    """Call ``listener.added`` for every module that gets a part.
+
+    The calls end with `stop_listening_to_parts`, the listener's life or its attempt of the job.
+    """
     _hook_into_modules()
     _of_parts[listener] = Attempt.current()
 
 
 def stop_listening_to_parts(listener: PartListener) -> None:
-    """Again does nothing."""
+    """Stop the calls of ``listener.added``; idempotent."""
     _of_parts.pop(listener, None)
 
 

@@ -1,22 +1,23 @@
-"""Reductions of experts' gradients start in one order, and at the same points, on all ranks.
+"""One order of starting reductions of experts' gradients, at the same points on all ranks.
 
 With ``overlap_grad_reduce`` Megatron's DDP starts a bucket's reduction when its last gradient is
 ready. In a layer with replicas the homes' gradients are ready later, after the attention's
 backward, and all at once. Ranks that share gradients belong to different expert-parallel (EP)
-groups, which plan apart. Two things would go wrong:
+groups, which plan independently. Two problems would follow:
 
 - Each EP group would start the reductions of experts in an order of its own, and gradients of
-  different experts would be added up. So a bucket waits until those before it have started.
+  different experts would be added up. So a bucket waits until the buckets before it have started.
   PyTorch's DDP does the same (Li et al., "PyTorch Distributed", VLDB 2020, section 3.2.3).
-- Starting may wait: with ``reduce_scatter_with_fp32_accumulation`` it first awaits the bucket
-  before, to free its memory. A group without replicas would wait there for a bucket of experts that
-  a group with replicas starts after the attention's backward; and the latter for a dense bucket, or
-  for a collective inside the attention, that the former reaches later. So a bucket also waits for
-  the `ReductionPoint` of its layers: the end of the attention's backward, with or without replicas.
+- The start of a reduction may wait: with ``reduce_scatter_with_fp32_accumulation`` it first awaits
+  the previous bucket, to free its memory. An EP group without replicas would wait there for a
+  bucket of experts that a group with replicas starts after the attention's backward. The group with
+  replicas would wait for a dense bucket, or for a collective inside the attention, that the other
+  group reaches later: a deadlock. So a bucket also waits for the `ReductionPoint` of its layers:
+  the end of the attention's backward, with or without replicas.
 
-`adapter.parameter_gathers` states the rule that this is part of. Where no attention stands in front
-of the experts, or its input needs no gradient, gradients of homes are complete when the experts'
-backward ends, and a reduction starts when it is ready.
+This is part of the rule in `megatron.parameter_gathers`. Where no attention precedes the experts,
+or its input needs no gradient, gradients of homes are complete at the end of the experts' backward,
+and a reduction starts when it is ready.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from megatron_hecate.device.direct_apply import apply_directly
 
 
 class ReductionPoint:
-    """Where in the backward of one layer the reductions of its experts' gradients start.
+    """Point in the backward of one layer at which the reductions of its experts' gradients start.
 
     Args:
         by_hand: whether weight gradients are delayed beyond the attention's backward: the layer
@@ -41,8 +42,10 @@ class ReductionPoint:
 
     def __init__(self, *, by_hand: bool) -> None:
         self._by_hand = by_hand
-        self.order: _Order | None = None  # of the buckets, where EP groups share them
-        self.awaited = 0  # forwards whose backward has not come here
+        # order of the buckets; None where EP groups share no buckets
+        self.order: _Order | None = None
+        # forwards whose backward has not reached the point
+        self.awaited = 0
 
     def before_attention(self, hidden: Tensor) -> Tensor:
         """Put the point into the backward of the attention with the input ``hidden``, any shape.
@@ -53,7 +56,9 @@ class ReductionPoint:
         if self.order is None or not (torch.is_grad_enabled() and hidden.requires_grad):
             return hidden
         self.awaited += 1
-        return hidden if self._by_hand else apply_directly(_Point, self, hidden)
+        if self._by_hand:
+            return hidden
+        return apply_directly(_Point, self, hidden)
 
     def reach(self) -> None:
         """Start the reductions that wait for this point only."""
@@ -63,7 +68,7 @@ class ReductionPoint:
 
 
 class _Point(torch.autograd.Function):
-    """The attention's input through; the backward reaches a `ReductionPoint`."""
+    """Identity on the attention's input whose backward reaches a `ReductionPoint`."""
 
     @staticmethod
     def forward(ctx: Any, point: ReductionPoint, hidden: Tensor) -> Tensor:
@@ -77,7 +82,7 @@ class _Point(torch.autograd.Function):
 
 
 class _Order:
-    """The order of one DDP's reductions of experts' gradients.
+    """Order of one DDP's reductions of experts' gradients.
 
     Args:
         groups: bucket groups in that order.
@@ -86,7 +91,8 @@ class _Order:
     def __init__(self, groups: Sequence[_OrderedReduction]) -> None:
         self.groups = groups
         self.is_starting = False
-        self._next = 0  # the group to start next
+        # index of the group to start next
+        self._next = 0
 
     def start_ready(self) -> None:
         """Start the groups that are ready and whose turn it is."""
@@ -99,9 +105,10 @@ class _Order:
                 self.is_starting = False
 
     def give_up_points(self) -> None:
-        """The backward has ended: no point will be reached any more."""
-        for point in {point for group in self.groups for point in group.points}:
-            point.awaited = 0
+        """Stop waiting for points after the end of the backward, which reaches no further point."""
+        for group in self.groups:
+            for point in group.points:
+                point.awaited = 0
         self.start_ready()
 
     def restart(self) -> None:
@@ -110,43 +117,49 @@ class _Order:
 
 
 class _OrderedReduction:
-    """Mixin in front of Megatron's bucket groups: a reduction starts when it is its turn."""
+    """Mixin in front of Megatron's bucket groups that starts reductions in order.
+
+    Attributes:
+        order: order of the DDP's bucket groups.
+        points: reduction points of the layers whose experts the group holds.
+    """
 
     order: _Order
-    points: frozenset[ReductionPoint]  # of the layers whose experts it holds
+    points: frozenset[ReductionPoint]
     _held: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     @property
     def is_ready(self) -> bool:
-        """Whether all gradients are there and no layer's point is yet to come."""
+        """Whether all gradients are ready and all layers' points are reached."""
         return self._held is not None and not any(point.awaited for point in self.points)
 
     def start_grad_sync(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's, now or when it is this group's turn."""
+        """Call Megatron's method, now or at this group's turn."""
         self._held = (args, kwargs)
         self.order.start_ready()
 
     def start_now(self) -> None:
-        """Megatron's ``start_grad_sync``, with the arguments of the call that was held back."""
+        """Call Megatron's ``start_grad_sync`` with the arguments of the held call."""
         assert self._held is not None
-        (args, kwargs), self._held = self._held, None
+        args, kwargs = self._held
+        self._held = None
         super().start_grad_sync(*args, **kwargs)  # type: ignore[misc]
 
     def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
-        """Megatron's, at the end of the backward or when the next group starts."""
+        """Call Megatron's method, at the end of the backward or when the next group starts."""
         if not self.order.is_starting:
             self.order.give_up_points()
         super().finish_grad_sync(*args, **kwargs)  # type: ignore[misc]
 
     def reset(self) -> None:
-        """A new iteration begins."""
+        """Call Megatron's method and restart the order, for a new iteration."""
         super().reset()  # type: ignore[misc]
         self._held = None
         self.order.restart()
 
 
 def order_buckets(ddp: DistributedDataParallel) -> None:
-    """Reduce the experts' buckets of ``ddp`` in one order, at the same points on all ranks."""
+    """Make ``ddp`` reduce the experts' buckets in one order, at the same points on all ranks."""
     groups = ddp.expert_parallel_bucket_groups
     if not groups or not ddp.ddp_config.overlap_grad_reduce:
         return

@@ -1,9 +1,11 @@
 """Megatron's ``TEGroupedMLP``, and its twin over homes and replicas.
 
-TransformerEngine's ``GroupedLinear`` keeps state for each of its GEMMs: quantizers, copies of quantized weights, weight
-gradients to be computed later. A twin has more GEMMs than the module beside it, so it owns all of these.
+TransformerEngine's ``GroupedLinear`` keeps state for each of its GEMMs: quantizers, copies of
+quantized weights, delayed weight gradients. The twin has more GEMMs than the module with the homes,
+so it has such state of its own.
 
-With ``use_transformer_engine_op_fuser`` Megatron computes by TransformerEngine's operators, over the same parameters.
+With ``use_transformer_engine_op_fuser`` Megatron computes with TransformerEngine's operators, over
+the same parameters.
 """
 
 from __future__ import annotations
@@ -32,149 +34,159 @@ class GroupedExperts:
         num_physical: P, the twin's number of GEMMs.
 
     Raises:
-        ValueError: for linears that lack what `compat.TE_ASSUMPTIONS` lists, or experts what `FUSED_ASSUMPTIONS` does.
+        ValueError: for linears without an attribute in `assumptions.TE_ASSUMPTIONS`, for experts
+            without one in `assumptions.FUSED_ASSUMPTIONS`, and for custom quantizers.
     """
 
     def __init__(self, experts: TEGroupedMLP, num_physical: int) -> None:
-        self.names: list[str] = []  # of one expert's parameters, with {} for its number
-        self.linears: list[Module] = []  # the one that owns each
+        # names of one expert's parameters, with {} for its number
+        self.names: list[str] = []
+        # linear that owns each of the parameters
+        self.linears: list[Module] = []
         self._homes = [getattr(experts, name) for name in _LINEARS]
         for name, linear in zip(_LINEARS, self._homes, strict=True):
             for kind in ("weight", "bias"):
                 if isinstance(getattr(linear, f"{kind}0", None), Parameter):
                     self.names.append(f"{name}.{kind}{{}}")
                     self.linears.append(linear)
-            if missing := [
-                attribute
-                for attribute in assumptions.TE_ASSUMPTIONS
-                if not hasattr(linear, attribute)
-            ]:
-                raise ValueError(
-                    f"TEGroupedMLP.{name} is a {type(linear).__name__} without {', '.join(missing)}; FSSDP needs "
-                    "TransformerEngine's GroupedLinear with one weight per expert, and is tested from version 2.9 on"
-                )
-            recipes = getattr(linear, "te_quant_params", None)  # what quant_recipe has for it
-            if getattr(getattr(recipes, "training_recipe", None), "custom_recipe_factory", None):
-                raise ValueError(
-                    f"TEGroupedMLP.{name}: custom quantizers are unknown; change model.quant_recipe"
-                )
+            _check_linear(name, linear)
         self.twin = copy_module(experts, with_parameters=True)
         self.twin.num_local_experts = num_physical
         for name, linear in zip(_LINEARS, self._homes, strict=True):
             setattr(self.twin, name, _wide(linear, num_physical))
-        for name in ("quantization_padding", "quantization_unpadding"):  # they count GEMMs
+        # both modules have the number of GEMMs
+        for name in ("quantization_padding", "quantization_unpadding"):
             if (padding := getattr(experts, name, None)) is not None:
                 wide = copy_module(padding, with_parameters=True)
                 wide.num_gemms = num_physical
                 setattr(self.twin, name, wide)
         self._operators = _Operators(self.twin) if self.has_operators else None
+        self._names_of_all: list[str] = []
+        for expert in range(num_physical):
+            self._names_of_all += [name.format(expert) for name in self.names]
 
     @property
     def has_operators(self) -> bool:
-        """Whether Megatron computes with operators of TransformerEngine, instead of its modules."""
+        """Whether Megatron computes with TransformerEngine's operators instead of its modules."""
         return bool(getattr(self.twin, "_with_fused_impl", False))
 
     def over(self, weights: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
-        """In this block the twin's operators, if it has such, have ``weights``, as many for each expert as `names`."""
+        """Return a context in which the twin's operators, if any, have ``weights``.
+
+        Args:
+            weights: weights of all physical experts, flat; each expert has one per name in `names`.
+        """
         if self._operators is None:
             return NOTHING
-        names = (name.format(i) for i in range(self.twin.num_local_experts) for name in self.names)
-        return self._operators.over(dict(zip(names, weights, strict=True)))
+        return self._operators.over(dict(zip(self._names_of_all, weights, strict=True)))
 
     @property
     def delays_wgrad(self) -> bool:
-        """Whether TE computes weight gradients when ``backward_dw`` is called, not in the backward."""
+        """Whether TE computes weight gradients in ``backward_dw`` instead of the backward."""
         return self._homes[0].wgrad_store.delay_wgrad_compute()
 
     def pass_over(self) -> None:
-        """The twin computed one of this iteration's microbatches in place of the homes' own module.
+        """Note that the twin computed a microbatch of this iteration instead of the homes' module.
 
-        The next one that this module computes is not the first then: TE must add to ``main_grad``. The quantized
-        weights it kept are those of an earlier iteration.
+        The next microbatch that the homes' module computes is then not the first: TE must add to
+        ``main_grad``. The module's quantized weights are from an earlier iteration.
         """
         for linear in self._homes:
-            linear.__dict__["is_first_microbatch"] = False  # Module's own way to set it takes long
+            # ``Module.__setattr__`` takes long
+            linear.__dict__["is_first_microbatch"] = False
             linear._fp8_workspaces.clear()
 
     @property
     def quantized_copies(self) -> list[dict[str, Tensor]]:
-        """Copies of the twin's weights that TransformerEngine keeps over microbatches, by name, for each linear."""
+        """Quantized weights that TransformerEngine keeps over microbatches, by name, per linear."""
         return [getattr(self.twin, name)._fp8_workspaces for name in _LINEARS]
 
     def compute_delayed(self) -> dict[str, list[Tensor]]:
-        """Compute the weight gradients of the oldest backward whose are not: P tensors by parameter name. Those of
-        fused GEMMs are in ``main_grad`` then, and biases' can be empty: autograd had them."""
+        """Compute the delayed weight gradients of the oldest backward, P tensors by parameter name.
+
+        Fused GEMMs write weights' gradients to ``main_grad`` instead. Gradients of biases can be
+        empty, where autograd computed them.
+        """
         computed: dict[str, list[Tensor]] = {}
         for name in reversed(_LINEARS):
             gemm, (_, _, weights) = getattr(self.twin, name).wgrad_store.pop()
             biases = [] if self.has_operators else gemm[1]
-            computed[f"{name}.weight{{}}"], computed[f"{name}.bias{{}}"] = weights, biases
+            computed[f"{name}.weight{{}}"] = weights
+            computed[f"{name}.bias{{}}"] = biases
         return computed
 
     def drop_delayed(self) -> None:
-        """Forget those. Forwards whose backward comes hold the same stores."""
+        """Empty the stores of delayed weight gradients.
+
+        The stores stay in use, because forwards in flight hold references.
+        """
         for name in _LINEARS:
             left = getattr(self.twin, name).wgrad_store.context
             while not left.empty():
                 left.get()
 
     def run_gradient_hooks(self) -> None:
-        """Tell DDP that the gradients of the homes are complete, as TE's ``backward_dw`` does."""
+        """Run DDP's hooks for complete gradients of the homes, as TE's ``backward_dw`` does."""
         for linear in reversed(self._homes):
             for hook in linear.wgrad_accumulation_and_reduce_hooks:
                 hook()
 
 
 class _Operators:
-    """The twin's operators.
+    """TransformerEngine's operators of the twin.
 
-    Megatron registers parameters on them. TransformerEngine lists these for autograd when it fuses operators, and its
-    backward asks an operator for them once more, to find their ``main_grad``. The twin's weights are other tensors in
-    each forward, and several forwards can wait for their backward. So each has operators of its own; they share their
-    quantizers, and with the twin's linears the queues of delayed weight gradients.
+    Megatron registers parameters on the operators. TransformerEngine lists an operator's parameters
+    for autograd when it fuses operators, and its backward reads the parameters again to find their
+    ``main_grad``. The twin's weights are other tensors in each forward, and several forwards can
+    wait for their backward. So each forward has operators of its own. All of them share their
+    quantizers, and share the queues of delayed weight gradients with the twin's linears.
     """
 
     def __init__(self, twin: TEGroupedMLP) -> None:
         if missing := [name for name in assumptions.FUSED_ASSUMPTIONS if not hasattr(twin, name)]:
             raise ValueError(
-                f"{type(twin).__name__} with use_transformer_engine_op_fuser lacks {', '.join(missing)}; set "
-                "model.use_transformer_engine_op_fuser=false or leave out --use-transformer-engine-op-fuser"
+                f"{type(twin).__name__} with use_transformer_engine_op_fuser lacks "
+                f"{', '.join(missing)}; set model.use_transformer_engine_op_fuser=false or leave "
+                "out --use-transformer-engine-op-fuser"
             )
-        self._twin, self._linears = twin, [getattr(twin, name) for name in _LINEARS]
-        twin._fused_ops = None  # a copy's: Megatron's, over the homes
-        self._last: list[Module] = []  # without weights: what the next forward's are copied from
+        self._twin = twin
+        self._linears = [getattr(twin, name) for name in _LINEARS]
+        # the copied module may have Megatron's operators over the homes
+        twin._fused_ops = None
+        # operators of the last forward, without weights: templates for the next forward's
+        self._last: list[Module] = []
         self._sequence: type[Module] = Module
 
     @contextlib.contextmanager
     def over(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """As `GroupedExperts.over`."""
+        """Implement `GroupedExperts.over`, with ``weights`` by parameter name."""
         if not self._last:
             self._make(weights[f"{_LINEARS[0]}.weight0"].dtype)
-        if (
-            not torch.is_grad_enabled()
-        ):  # of these some say that they require gradients, others that they do not
+        if not torch.is_grad_enabled():
+            # only some of the weights require gradients, and operators need all weights to agree
             weights = {name: weight.detach() for name, weight in weights.items()}
         operators = [copy_module(operator, with_parameters=False) for operator in self._last]
         for name, operator in zip(_LINEARS, operators[::2], strict=True):
             operator._parameters = {
                 leaf: weights.get(f"{name}.{leaf}") for leaf in operator._parameters
             }
-            # TransformerEngine insists on one whenever its GEMMs could add to it; without gradients there is none
+            # TransformerEngine requires a ``main_grad`` wherever its GEMMs could add to one, but
+            # without gradients there is none
             operator._accumulate_into_main_grad = hasattr(operator.weight0, "main_grad")
         self._twin._fused_ops = (self._sequence(*operators),)
         try:
             yield
         finally:
             self._twin._fused_ops = None
-            # with the quantizers that this forward may have made, and without its weights
+            # copied to keep the quantizers that this forward may have created, without its weights
             self._last = [copy_module(operator, with_parameters=False) for operator in operators]
-        for operator in (
-            self._last
-        ):  # checks that all weights are alike were made, and take longer than all else here
+        # The first forward has checked that all weights agree; the check takes longer than all
+        # other work here.
+        for operator in self._last:
             operator.pre_first_fuser_forward = _nothing
 
     def _make(self, dtype: torch.dtype) -> None:
-        """Have Megatron make operators, over stand-ins for weights of ``dtype``."""
+        """Create operators by Megatron's method, over placeholders for weights of ``dtype``."""
         stand_in = Parameter(torch.empty(0, dtype=dtype, device="meta"))
         missing = [linear._parameters for linear in self._linears]
         for linear, names in zip(self._linears, missing, strict=True):
@@ -184,7 +196,8 @@ class _Operators:
         finally:
             for linear, names in zip(self._linears, missing, strict=True):
                 linear._parameters = names
-        self._sequence, self._last = type(made), list(made)
+        self._sequence = type(made)
+        self._last = list(made)
         assert len(self._last) == 3, f"{self._last}: not a linear, an activation and a linear"
         for linear, operator in zip(self._linears, self._last[::2], strict=True):
             operator.wgrad_store = linear.wgrad_store
@@ -194,14 +207,38 @@ def _nothing() -> None:
     pass
 
 
+def _check_linear(name: str, linear: Module) -> None:
+    """Raise ValueError for a linear that replicas cannot be computed with."""
+    missing = [
+        attribute for attribute in assumptions.TE_ASSUMPTIONS if not hasattr(linear, attribute)
+    ]
+    if missing:
+        raise ValueError(
+            f"TEGroupedMLP.{name} is a {type(linear).__name__} without {', '.join(missing)}; FSSDP "
+            "needs TransformerEngine's GroupedLinear with one weight per expert, and is tested "
+            "from version 2.9 on"
+        )
+    # set by Megatron from quant_recipe
+    recipes = getattr(linear, "te_quant_params", None)
+    if getattr(getattr(recipes, "training_recipe", None), "custom_recipe_factory", None):
+        raise ValueError(
+            f"TEGroupedMLP.{name}: custom quantizers are unknown; change model.quant_recipe"
+        )
+
+
 def _wide(linear: Module, num_gemms: int) -> Module:
+    """Copy ``linear`` with ``num_gemms`` GEMMs and without weights."""
     wide = copy_module(linear, with_parameters=False)
     kinds = [kind for kind in ("weight", "bias") if f"{kind}0" in linear._parameters]
-    wide._parameters = {f"{kind}{i}": None for kind in kinds for i in range(num_gemms)}
-    if "bias" not in kinds:  # TE keeps an empty tensor for each GEMM
+    wide._parameters = {}
+    for kind in kinds:
+        wide._parameters |= {f"{kind}{i}": None for i in range(num_gemms)}
+    if "bias" not in kinds:
+        # TE keeps an empty tensor for each GEMM
         for i in range(num_gemms):
             setattr(wide, f"bias{i}", linear.bias0)
-    own: dict[str, Any] = dict(  # what TE keeps for each GEMM, as in a new module
+    # TE's state per GEMM, as in a new module
+    own: dict[str, Any] = dict(
         num_gemms=num_gemms,
         fp8_meta={"fp8_checkpoint": False, "fp8_group": None},
         fp8_meta_tensors_initialized=False,
@@ -210,7 +247,8 @@ def _wide(linear: Module, num_gemms: int) -> Module:
         _fp8_workspaces={},
         _custom_quantizer_cache={},
         wgrad_store=_new_store(linear),
-        # never: TE would take it as leave to overwrite main_grad, to which the homes' own module may have added
+        # never True: TE would then overwrite main_grad, to which the homes' own module may have
+        # added
         is_first_microbatch=False,
     )
     wide.__dict__.update(own)
@@ -222,26 +260,28 @@ def _new_store(linear: Module) -> Any:
 
 
 def copy_module(module: Module, *, with_parameters: bool, with_hooks: bool = False) -> Module:
-    """A shallow copy that can get submodules of its own.
+    """Make a shallow copy that can get submodules of its own.
 
     Args:
-        with_parameters: whether it shares parameters and submodules; else submodules are copied too, and every
-            parameter is missing, to be given in each call.
-        with_hooks: whether it shares the hooks of ``module``, now and later; else it has none, and a user's hook fires
-            once per forward.
+        module: module to copy.
+        with_parameters: whether the copy shares parameters and submodules; else submodules are
+            copied too, and every parameter is missing, to be set in each call.
+        with_hooks: whether the copy shares the hooks of ``module``, now and later; else it has no
+            hooks, so that a user's hook fires once per forward.
     """
     twin = copy.copy(module)
-    for name, value in () if with_hooks else vars(module).items():
-        if "_hooks" in name and isinstance(value, dict | list):
-            twin.__dict__[name] = type(value)()
+    if not with_hooks:
+        for name, value in vars(module).items():
+            if "_hooks" in name and isinstance(value, dict | list):
+                twin.__dict__[name] = type(value)()
     if with_parameters:
-        twin._parameters, twin._modules = dict(module._parameters), dict(module._modules)
+        twin._parameters = dict(module._parameters)
+        twin._modules = dict(module._modules)
         return twin
     twin._parameters = dict.fromkeys(module._parameters)
-    twin._modules = {
-        name: None
-        if child is None
-        else copy_module(child, with_parameters=False, with_hooks=with_hooks)
-        for name, child in module._modules.items()
-    }
+    twin._modules = {}
+    for name, child in module._modules.items():
+        if child is not None:
+            child = copy_module(child, with_parameters=False, with_hooks=with_hooks)
+        twin._modules[name] = child
     return twin

@@ -1,7 +1,8 @@
-"""How an expert's weights are stored, and travel: a home's quantized bytes come to its replicas as they are.
+"""Storage of an expert's weights, and their layout in transfers, quantized parameters included.
 
-Where parameters are quantized (``fp8_param``), a replica made any other way would compute with other weights than its
-home. What TransformerEngine derives from other bytes without rounding does not travel, and is made where it is needed:
+Where parameters are quantized (``fp8_param``), a replica gets its home's quantized bytes unchanged:
+after another quantization it would compute with other weights than its home. Bytes that
+TransformerEngine derives from other bytes without rounding are not transferred but derived again:
 the transpose of a tensor with one scale, and the columns of a tensor scaled in square blocks.
 """
 
@@ -15,16 +16,18 @@ from torch import Tensor
 
 from megatron_hecate.device.lasting import lasting_tensors
 
-# Bytes. cuBLAS multiplies in fp8 and fp4 only where data and scales begin at multiples of 16. This is what CUDA's own
-# allocations begin at multiples of.
+# Bytes; the alignment of CUDA's own allocations. cuBLAS multiplies in fp8 and fp4 only where data
+# and scales begin at multiples of 16.
 ALIGNMENT = 256
 
 
 class StoredWeights:
-    """The parameters of one expert, and how they lie in a chunk: as they are, or where some are quantized as bytes.
+    """Parameters of one expert and their layout in a chunk.
+
+    A chunk holds the parameters unchanged, or the bytes of all parameters if any is quantized.
 
     Args:
-        expert: its parameters.
+        expert: parameters of the expert.
     """
 
     def __init__(self, expert: Sequence[Tensor]) -> None:
@@ -33,13 +36,13 @@ class StoredWeights:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a chunk."""
+        """Size of a chunk in bytes."""
         return sum(part.nbytes for part in self.parts())
 
     def parts(self) -> list[Tensor]:
-        """What travels, in the order of a chunk: the parameters themselves, or all their bytes (uint8).
+        """List the tensors of a chunk in order: the parameters, or their bytes (uint8).
 
-        Bytes of each tensor are padded, so that all of them are aligned in a chunk.
+        The bytes of each tensor are padded, so that all tensors are aligned in a chunk.
         """
         if not self.quantized:
             return list(self._expert)
@@ -51,25 +54,31 @@ class StoredWeights:
         return parts
 
     def weights_in(self, chunk: Tensor) -> list[Tensor]:
-        """Another expert's parameters in ``chunk`` [nbytes] uint8, of the same kinds and shapes."""
+        """View ``chunk`` [nbytes] uint8 as another expert's parameters of the same kinds."""
         found: list[dict[str, Tensor]] = [{} for _ in self._expert]
         begin = 0
         for index, name, part in self._stored():
             data = chunk[begin : begin + part.nbytes]
             found[index][name] = data.view(part.dtype).view(part.shape)
             begin += _padded(part)
-        pairs = zip(self._expert, found, strict=True)
-        return [_quantized_like(w, own) if _is_quantized(w) else own[""] for w, own in pairs]
+        weights: list[Tensor] = []
+        for weight, own in zip(self._expert, found, strict=True):
+            if _is_quantized(weight):
+                weights.append(_quantized_like(weight, own))
+            else:
+                weights.append(own[""])
+        return weights
 
     def drop_derived(self) -> None:
-        """Have TransformerEngine derive anew what does not travel, from bytes that have changed."""
+        """Drop derived bytes after a write, so that TransformerEngine derives the bytes again."""
         for weight in filter(_is_quantized, self._expert):
             metadata = weight.get_metadata()  # type: ignore[attr-defined]
             if metadata.get("is_2D_scaled") or "data_transpose" in metadata:
-                weight.update_usage(rowwise_usage=True, columnwise_usage=False)  # type: ignore[attr-defined]
+                usage = dict(rowwise_usage=True, columnwise_usage=False)
+                weight.update_usage(**usage)  # type: ignore[attr-defined]
 
     def _stored(self) -> list[tuple[int, str, Tensor]]:
-        """(parameter, name, tensor) of all that travels."""
+        """List all tensors to transfer as (parameter, name, tensor)."""
         stored = []
         for index, weight in enumerate(self._expert):
             own = {"": weight}
@@ -86,24 +95,24 @@ class StoredWeights:
 
 
 def _padded(part: Tensor) -> int:
-    """Bytes from where ``part`` begins in a chunk to where the next one does."""
+    """Bytes of ``part`` and the padding after it."""
     return -(-part.nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @functools.cache
 def _padding(device: torch.device) -> Tensor:
-    """[ALIGNMENT] uint8 zeros."""
+    """Zeros, [ALIGNMENT] uint8."""
     with lasting_tensors():
         return torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
 
 
 def _is_quantized(weight: Tensor) -> bool:
-    """Whether it is a ``QuantizedTensor`` of TransformerEngine; `compat` says what we assume of those."""
+    """Whether ``weight`` is a ``QuantizedTensor`` of TransformerEngine (see `assumptions`)."""
     return type(weight).__module__.startswith("transformer_engine.")
 
 
 def _quantized_like(weight: Tensor, stored: dict[str, Tensor]) -> Tensor:
-    """A tensor over ``stored``, of the same kind and shape as ``weight``."""
+    """Make a tensor of the kind and shape of ``weight`` over the memory of ``stored``."""
     metadata = weight.get_metadata()  # type: ignore[attr-defined]
     metadata.update(
         {name: stored.get(name) for name, value in metadata.items() if isinstance(value, Tensor)}

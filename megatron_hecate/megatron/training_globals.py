@@ -1,5 +1,7 @@
-"""What Megatron keeps for a whole process: its place among stages; and, in scripts of ``megatron.training`` alone, the
-iteration and the loggers."""
+"""Megatron's process-wide state: pipeline stages, running iteration and loggers.
+
+Iteration and loggers exist in scripts of ``megatron.training`` only.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,13 @@ import torch.distributed as dist
 
 
 def place_of_rank(group: dist.ProcessGroup) -> tuple[int, bool]:
-    """The pipeline stage of this rank, and whether it is the one that records it: the first rank of the stage's first
-    expert-parallel ``group``."""
+    """Return the pipeline stage of this rank, and whether this rank records the stage.
+
+    The recording rank is the first rank of the stage's first expert-parallel group.
+
+    Args:
+        group: expert-parallel group of this rank.
+    """
     from megatron.core import parallel_state
 
     first = parallel_state.get_expert_data_parallel_rank() == 0 and group.rank() == 0
@@ -19,28 +26,34 @@ def place_of_rank(group: dist.ProcessGroup) -> tuple[int, bool]:
 
 
 def running_iteration() -> int | None:
-    """The iteration that trains now, as Megatron's log will number it."""
+    """Number of the running iteration in Megatron's log."""
     begun = getattr(_arguments(), "curr_iteration", None)
-    return None if begun is None else begun + 1
+    if begun is None:
+        return None
+    return begun + 1
 
 
 def logging_pipeline() -> list[int]:
-    """The ranks, by stage, of the pipeline with the job's last rank, which has the loggers; none on other ranks."""
+    """List the ranks, by stage, of the pipeline with the job's last rank, which has the loggers.
+
+    Empty on ranks of other pipelines.
+    """
     from megatron.core import parallel_state
 
     ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
-    return ranks if dist.get_world_size() - 1 in ranks else []
+    has_loggers = dist.get_world_size() - 1 in ranks
+    return ranks if has_loggers else []
 
 
 def log_interval() -> int | None:
-    """Iterations from one that is logged to the next; ``None`` where Megatron has no loggers."""
+    """Number of iterations between two log entries; ``None`` where Megatron has no loggers."""
     args = _arguments()
     logs = getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None)
     return args.tensorboard_log_interval if logs else None
 
 
 def logs_each_layer() -> bool:
-    """Whether Megatron logs metrics of MoE layers one by one."""
+    """Whether Megatron logs metrics per MoE layer."""
     return getattr(_arguments(), "moe_per_layer_logging", False)
 
 

@@ -1,8 +1,9 @@
-"""What Megatron is doing: which forward runs, and how many microbatches there are."""
+"""State of Megatron's training loop: purpose of the running forward, number of microbatches."""
 
 from __future__ import annotations
 
 import enum
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from torch.nn import Module
 
 
 def num_microbatches() -> int | None:
-    """M of this iteration, or ``None`` in a training loop that does not use Megatron's microbatch calculator."""
+    """Microbatches per iteration; ``None`` without Megatron's microbatch calculator."""
     from megatron.core import num_microbatches_calculator as calculator
 
     if calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None:
@@ -24,17 +25,18 @@ def num_microbatches() -> int | None:
 
 
 def name_of_layer(layer: Module) -> str:
-    """Tells a model's MoE layers apart: Megatron numbers those of multi-token prediction from 1 again."""
-    return f"{'mtp ' if getattr(layer, 'is_mtp_layer', False) else ''}layer {layer.layer_number}"
+    """Name a MoE layer uniquely: Megatron numbers layers of multi-token prediction from 1 again."""
+    prefix = "mtp " if getattr(layer, "is_mtp_layer", False) else ""
+    return f"{prefix}layer {layer.layer_number}"
 
 
 def captures_graph() -> bool:
-    """Whether Megatron, or TransformerEngine for it, is capturing CUDA graphs, or warms up to: nothing trains now."""
+    """Whether CUDA graphs are captured or warmed up, by Megatron or TE; nothing trains then."""
     return cuda_graphs.is_graph_capturing()
 
 
 class Forward(enum.Enum):
-    """What a layer's forward is for."""
+    """Purpose of a layer's forward."""
 
     MICROBATCH = "a microbatch's own training forward"
     RECOMPUTED = "one more time, inside the backward"
@@ -42,13 +44,15 @@ class Forward(enum.Enum):
 
     @classmethod
     def running(cls, layer: Module, *, gradients: bool | None) -> Forward:
-        """What the running forward of ``layer`` is for.
+        """Determine the purpose of the running forward of ``layer``.
 
-        Under a checkpoint the first pass has no gradients, so it is the model chunk's forward around it that tells
-        training from evaluation.
+        Under a checkpoint the first pass has no gradients, so the model chunk's forward around the
+        pass distinguishes training from evaluation.
 
         Args:
-            gradients: whether that forward has them; ``None`` where none is running (``build_schedule_plan``).
+            layer: MoE layer.
+            gradients: whether the model chunk's forward computes gradients; ``None`` outside of
+                such a forward (``build_schedule_plan``).
         """
         if torch._C._current_graph_task_id() != -1:
             return cls.RECOMPUTED
@@ -59,12 +63,12 @@ class Forward(enum.Enum):
 
 
 def _is_checkpointed() -> bool:
-    """Whether the running code will be computed again: by Megatron's checkpoint, or by torch's or TE's reentrant one,
-    which only the stack tells of."""
+    """Whether the running code will be recomputed, by a checkpoint of Megatron, torch or TE."""
     from megatron.core.tensor_parallel.random import is_checkpointing
 
     if is_checkpointing():
         return True
+    # a reentrant checkpoint of torch or TE is visible on the stack only
     found = [torch.utils.checkpoint.CheckpointFunction]
     if (te := sys.modules.get("transformer_engine.pytorch.distributed")) is not None:
         found.append(te._CheckpointFunction)
@@ -76,33 +80,41 @@ def _is_checkpointed() -> bool:
 
 
 def passes_per_microbatch(layers: Sequence[Module], chunks: Sequence[Module]) -> list[int]:
-    """How often a training forward runs each of ``layers``, which are in ``chunks``. With ``mtp_use_repeated_layer``
-    those of multi-token prediction run once for each token that is predicted; in hybrid models nothing marks them."""
+    """Count the passes of each layer in one training forward.
+
+    With ``mtp_use_repeated_layer`` a layer of multi-token prediction runs once per predicted token.
+    The blocks are searched because in hybrid models no attribute marks such a layer.
+
+    Args:
+        layers: MoE layers.
+        chunks: model chunks with the layers.
+    """
     from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 
     passes = dict.fromkeys(layers, 1)
-    for block in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(block, MultiTokenPredictionBlock) and getattr(
-            block.config, "mtp_use_repeated_layer", False
-        ):
-            passes |= {
-                module: block.config.mtp_num_layers
-                for module in block.modules()
-                if module in passes
-            }
+    modules = itertools.chain.from_iterable(chunk.modules() for chunk in chunks)
+    for block in modules:
+        if not isinstance(block, MultiTokenPredictionBlock):
+            continue
+        if not getattr(block.config, "mtp_use_repeated_layer", False):
+            continue
+        for module in block.modules():
+            if module in passes:
+                passes[module] = block.config.mtp_num_layers
     return list(passes.values())
 
 
 def forwards_in_flight(config: Any, chunks: Sequence[int]) -> int:
-    """Forwards of a layer whose backward has not run, of all layers of this rank together, at most.
+    """Upper bound of a rank's layer forwards in flight (without their backward), over all layers.
 
-    From Megatron's schedules (``core/pipeline_parallel/schedules.py``): without pipeline one microbatch; 1F1B runs
-    (stages - 1 - stage) ahead; the interleaved one twice that and the other chunks' microbatches, in passes of one
+    Read from Megatron's schedules (``core/pipeline_parallel/schedules.py``). Without a pipeline one
+    microbatch is in flight. 1F1B runs (stages - 1 - stage) microbatches ahead. The interleaved
+    schedule runs twice that ahead, and the microbatches of the other chunks, in passes of one
     chunk. The combined schedule (``overlap_moe_expert_parallel_comm``) runs one more ahead.
 
     Args:
         config: ``TransformerConfig``.
-        chunks: the model chunk of every layer of this rank.
+        chunks: model chunk of each layer of this rank.
     """
     from megatron.core import parallel_state
 

@@ -59,7 +59,7 @@ def test_launcher_overrides_and_example_train_as_stock() -> None:
         log = launch(*arguments)
         if dist.get_rank() == 0:  # which says what is on
             on = f"FSSDP on: 2 MoE layers, 8 experts over 2 ranks, {slots} slots per rank and layer"
-            assert log.count(on) == 1 and f"copies judged by the speeds of {FREE}" in log, log
+            assert log.count(on) == 1 and f"cost model with the speeds of {FREE}" in log, log
         else:  # the last rank logs
             assert len(losses(log)) == 4
             assert losses(log) == pytest.approx(losses(stock), rel=1e-5), arguments

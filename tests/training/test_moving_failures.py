@@ -126,12 +126,12 @@ def test_an_error_while_one_rank_writes_stops_all_before_the_next_step() -> None
             run.chunks[0].state_dict()
         with pytest.raises(
             RuntimeError,
-            match="this rank has some of them only; start again from the last checkpoint",
+            match="experts are inconsistent; restart from the last checkpoint",
         ):
             run.step(3)
     else:
         with pytest.raises(
-            TransferError, match="homes: asking who keeps what failed on rank 0 of 2"
+            TransferError, match="homes: gathering optimizer states failed on rank 0 of 2"
         ):
             run.step(3)
 
@@ -153,7 +153,7 @@ def moved_differently(order_of: Callable[[Any], Any]) -> Any:
 @ranks(2)
 def test_homes_that_differ_are_found_before_the_next_step() -> None:
     run = moved_differently(lambda state: state.parts.homes_only.table[:, :4].ravel())
-    with pytest.raises(RuntimeError, match="moved on some ranks only; start again"):
+    with pytest.raises(RuntimeError, match="moved on some ranks only; restart"):
         run.step(4)
 
 
@@ -174,11 +174,11 @@ def test_what_an_interruption_leaves_is_not_saved(back: bool) -> None:
     ):
         save(run, shared_folder("interrupted")) if back else run.step(3)
     with pytest.raises(
-        RuntimeError, match="this rank has some of them only; start again from the last checkpoint"
+        RuntimeError, match="experts are inconsistent; restart from the last checkpoint"
     ):
         save(run, shared_folder("checkpoint"))
     with pytest.raises(
-        RuntimeError, match="this rank has some of them only; start again from the last checkpoint"
+        RuntimeError, match="experts are inconsistent; restart from the last checkpoint"
     ):
         run.step(3)
 
@@ -189,5 +189,5 @@ def test_homes_that_differ_are_not_saved() -> None:
     run = moved_differently(
         lambda state: state.homes.table[:, :4].ravel()[[4, 1, 2, 3, 0, 5, 6, 7]]
     )
-    with pytest.raises(RuntimeError, match="moved on some ranks only; start again"):
+    with pytest.raises(RuntimeError, match="moved on some ranks only; restart"):
         save(run, shared_folder("checkpoint"))

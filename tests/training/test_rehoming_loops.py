@@ -50,9 +50,7 @@ def test_experts_of_which_some_are_frozen_stay() -> None:
     tiny_gpt.initialize(case)
     hook = rehoming_hooks.rehoming_hook(slots=0)
     trained = tiny_gpt.train(case, steps=3, hook=lambda chunks: hook(freeze_one(chunks)))
-    with pytest.raises(
-        ValueError, match=r"no optimizer of torch was seen to step all experts alike"
-    ):
+    with pytest.raises(ValueError, match=r"no torch\.optim optimizer stepped all parameters"):
         trained.step(3)
 
 
@@ -68,9 +66,7 @@ def test_an_optimizer_that_is_not_of_torch_is_refused() -> None:
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     trained = tiny_gpt.train(case, steps=3, hook=rehoming_hooks.rehoming_hook(slots=0))
-    with pytest.raises(
-        ValueError, match=r"no optimizer of torch was seen to step all experts alike"
-    ):
+    with pytest.raises(ValueError, match=r"no torch\.optim optimizer stepped all parameters"):
         trained.step(3)
 
 

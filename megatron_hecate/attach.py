@@ -1,0 +1,208 @@
+"""Conversion of all layers of a model at once; an exception undoes every change."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.parallel_state import get_expert_data_parallel_rank
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch.nn import Module
+
+from megatron_hecate.homes.mover import Homes
+from megatron_hecate.homes.rehoming import Rehoming
+from megatron_hecate.layer import FSSDPLayer, GraphedBlock
+from megatron_hecate.megatron.data_parallel import DataParallel
+from megatron_hecate.megatron.experts import FSSDPExperts
+from megatron_hecate.record.layer_recorder import LayerRecorder
+from megatron_hecate.runtime.layer_state import LayerState
+from megatron_hecate.runtime.prefetch import Prefetcher
+from megatron_hecate.settings import unsupported, wrappers
+from megatron_hecate.settings.cuda_graphs import captured_parts
+
+Chunks = list[Module]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Part of a model to convert on this rank.
+
+    Args:
+        chunks: model chunks of this rank.
+        layers: all MoE layers of the chunks, in the order of the forward.
+        chunk_of: index of each layer's chunk.
+    """
+
+    chunks: Chunks
+    layers: list[MoELayer]
+    chunk_of: list[int]
+
+    @classmethod
+    def find(cls, chunks: Chunks) -> Model:
+        """Find all MoE layers of ``chunks``."""
+        layers: list[MoELayer] = []
+        chunk_of: list[int] = []
+        for index, chunk in enumerate(chunks):
+            for module in chunk.modules():
+                if isinstance(module, MoELayer):
+                    layers.append(module)
+                    chunk_of.append(index)
+        return cls(chunks, layers, chunk_of)
+
+
+def attach(
+    model: Model,
+    states: list[LayerState],
+    listeners: list[Callable[[], None]],
+    homes_group: dist.ProcessGroup | None,
+) -> None:
+    """Convert all layers of ``model``; an exception undoes every change.
+
+    Args:
+        model: model to convert.
+        states: state of each layer.
+        listeners: callbacks for the beginning of an iteration.
+        homes_group: group in which experts change homes; ``None`` without rehoming.
+    """
+    prefetcher = Prefetcher(states, model.chunk_of)
+    tracker = prefetcher.tracker
+    tracker.listeners += listeners
+    if homes_group is not None:
+        prefetcher.rehoming = _rehoming(states, homes_group, prefetcher)
+    prefetcher.monitor.recorder = LayerRecorder(
+        states,
+        prefetcher.meter,
+        chunk_of=model.chunk_of,
+        collect=prefetcher.monitor.collect_ready,
+        microbatches=lambda: tracker.microbatches or 1,
+    )
+    block_of = _blocks_by_layer(model.chunks)
+    with contextlib.ExitStack() as undo:
+        orders = states[0].config.slots > 0
+        prefetcher.returns.data_parallel = DataParallel(
+            model.chunks, prefetcher, undo, orders=orders
+        )
+        tracker.listeners.append(prefetcher.returns.data_parallel.begin_iteration)
+        for layer, state in zip(model.layers, states, strict=True):
+            _attach_layer(undo, layer, state=state, prefetcher=prefetcher)
+            block = block_of.get(id(layer))
+            if block is not None:
+                _attach_block(undo, block, layer)
+            if state.always_physical:
+                _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
+        for index, chunk in enumerate(model.chunks):
+            _refuse_owners_at_first_forward(chunk, undo)
+            begin = functools.partial(prefetcher.begin_chunk, index)
+            undo.callback(chunk.register_forward_pre_hook(begin).remove)
+            # also called after an exception in the forward
+            end = chunk.register_forward_hook(prefetcher.end_chunk, always_call=True)
+            undo.callback(end.remove)
+        # nothing has failed: keep the changes
+        undo.pop_all()
+
+
+def _rehoming(
+    states: list[LayerState], group: dist.ProcessGroup, prefetcher: Prefetcher
+) -> Rehoming:
+    tracker = prefetcher.tracker
+    replica = get_expert_data_parallel_rank()
+    homes = Homes(states, group, replica=replica, optimizers=tracker.optimizers)
+    return Rehoming(
+        homes,
+        states,
+        group,
+        history=prefetcher.monitor.history,
+        weights_changed=tracker.weights_changed,
+    )
+
+
+def _attach_layer(
+    undo: contextlib.ExitStack, layer: MoELayer, *, state: LayerState, prefetcher: Prefetcher
+) -> None:
+    """Convert a layer and its expert module, and hook into loading and saving of weights."""
+    experts = layer.experts
+    rehoming = prefetcher.rehoming
+    tracker = prefetcher.tracker
+    _assign(
+        undo,
+        layer,
+        fssdp=state,
+        prefetcher=prefetcher,
+        __class__=_subclass(FSSDPLayer, type(layer)),
+    )
+    _assign(
+        undo,
+        experts,
+        physical=state.parts.experts,
+        unsettled=None,
+        reduction_point=state.parts.experts.reduction_point,
+        restore_homes=None if rehoming is None else rehoming.restore,
+        __class__=_subclass(FSSDPExperts, type(experts)),
+    )
+
+    def loaded(*_: Any) -> None:
+        tracker.weights_changed("weights were loaded")
+
+    undo.callback(experts.register_load_state_dict_post_hook(loaded).remove)
+    if rehoming is not None:
+        refuse = rehoming.refuse_if_moved
+        undo.callback(experts.register_state_dict_pre_hook(refuse).remove)
+        undo.callback(experts.register_load_state_dict_pre_hook(refuse).remove)
+
+
+def _attach_block(undo: contextlib.ExitStack, block: Module, layer: FSSDPLayer) -> None:
+    """Call the layer before the attention of its transformer layer ``block``."""
+    # CUDA graphs run no hooks, and Megatron refuses to capture modules with hooks
+    if captured_parts(unsupported.Settings(layer.config)):
+        _assign(undo, block, __class__=_subclass(GraphedBlock, type(block)))
+    else:
+        hook = block.self_attention.register_forward_pre_hook(layer.attention_hook)
+        undo.callback(hook.remove)
+
+
+def _refuse_owners_at_first_forward(chunk: Module, undo: contextlib.ExitStack) -> None:
+    """Check for conflicting wrappers and adapters again: both may be added after the hook."""
+
+    def check(chunk: Module, _: Any) -> None:
+        if problems := unsupported.find(wrappers.of_model([chunk]), slots=0):
+            raise ValueError(
+                "FSSDP cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems)
+            )
+        handle.remove()
+
+    handle = chunk.register_forward_pre_hook(check)
+    undo.callback(handle.remove)
+
+
+def _blocks_by_layer(chunks: Chunks) -> dict[int, Module]:
+    """Map the id of each transformer layer's ``mlp`` to the transformer layer."""
+    block_of: dict[int, Module] = {}
+    for chunk in chunks:
+        for module in chunk.modules():
+            if _is_block(module):
+                block_of[id(module.mlp)] = module
+    return block_of
+
+
+def _is_block(module: Module) -> bool:
+    """Whether ``module`` is a transformer layer: attention first, then ``mlp``."""
+    return isinstance(getattr(module, "self_attention", None), Module) and hasattr(module, "mlp")
+
+
+def _assign(undo: contextlib.ExitStack, module: Module, **attributes: Any) -> None:
+    """Set attributes of ``module``, and register the restoration of the old values on ``undo``."""
+    for name, value in attributes.items():
+        if name == "__class__" or name in vars(module):
+            undo.callback(setattr, module, name, getattr(module, name))
+        else:
+            undo.callback(delattr, module, name)
+        setattr(module, name, value)
+
+
+@functools.cache
+def _subclass(mixin: type, base: type) -> type:
+    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})
