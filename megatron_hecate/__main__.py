@@ -41,7 +41,7 @@ USAGE = (
 
 
 def main(argv: list[str]) -> int:
-    """Run a command, or a script whose Megatron parser accepts our flags; return the exit status."""
+    """Run a command, or a target whose Megatron accepts our flags; return the exit status."""
     if argv[:1] == ["--check"]:
         return check.main(argv[1:])
     if argv[:1] == ["--what-if"]:

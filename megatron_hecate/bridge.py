@@ -1,14 +1,14 @@
-"""FSSDP for Megatron-Bridge's recipes: one line or an override, and our metrics in Bridge's loggers.
+"""FSSDP for Megatron-Bridge: one line or an override per recipe, and metrics in Bridge's loggers.
 
     from megatron_hecate import bridge
 
-    bridge.enable(cfg, slots=2)                                  # in a recipe, once cfg.model is set
+    bridge.enable(cfg, slots=2)                                  # in a recipe that has its model
     pretrain(cfg, forward_step, callbacks=[bridge.Metrics()])
 
-The overrides ``+model.moe_fssdp=true +model.moe_fssdp_slots=2`` also work once this module is imported,
-or if our launcher runs the script: it gives Bridge's models attributes of these names. The settings of a
-recipe become final in one function of Bridge's ``pretrain``. This module wraps that function, because
-only after it the settings of the job are known.
+The overrides ``+model.moe_fssdp=true +model.moe_fssdp_slots=2`` also work once this module is
+imported, or if our launcher runs the script: it gives Bridge's models attributes of these names.
+The settings of a recipe become final in one function of Bridge's ``pretrain``. This module wraps
+that function, because only after it the settings of the job are known.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def enable(config: Any, **settings: Any) -> None:
 class Metrics(callbacks.Callback):
     """Callback that logs the metrics of docs/observe.md to a recipe's loggers.
 
-    The loggers are TensorBoard, Weights & Biases, MLflow and Comet. Bridge logs on the last rank. The
-    metrics cover the expert-parallel groups of that rank on all pipeline stages, every
+    The loggers are TensorBoard, Weights & Biases, MLflow and Comet. Bridge logs on the last rank.
+    The metrics cover the expert-parallel groups of that rank on all pipeline stages, every
     ``logger.tensorboard_log_interval`` iterations. They are logged after all stages have sent their
     part, one or a few iterations later, under the iteration they belong to. With the model's
     ``moe_per_layer_logging`` each layer is logged, too.

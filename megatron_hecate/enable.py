@@ -1,9 +1,9 @@
-"""``import megatron_hecate.enable`` adds the ``--moe-fssdp`` flags to a Megatron pretraining script.
+"""``import megatron_hecate.enable`` adds the ``--moe-fssdp`` flags to a Megatron script.
 
-Import it before Megatron parses its arguments, best among the script's imports. It wraps two functions
-of ``megatron.training``, because no object exists yet that could be converted. Without ``--moe-fssdp``
-both behave as before. Scripts with a setup of their own call only ``add_megatron_arguments``; for such
-scripts `entry` watches where a model is wrapped.
+Import it before Megatron parses its arguments, best among the script's imports. It wraps two
+functions of ``megatron.training``, because no object exists yet that could be converted. Without
+``--moe-fssdp`` both behave as before. Scripts with a setup of their own call only
+``add_megatron_arguments``; for such scripts `entry` watches where a model is wrapped.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
             return setup_model_and_optimizer(*args, **kwargs)
         call = inspect.signature(setup_model_and_optimizer).bind(*args, **kwargs)
         model_config = getattr(call.arguments.get("cfg_container"), "model", None)
-        # A model without experts gets the error of the hook, which rules about slots must not precede.
+        # without experts the hook raises its own error, and rules about slots must not precede it
         slots = settings.slots if megatron_args.num_experts else 0
         if not settings.observe:
             refuse(unsupported.find(megatron_args, model_config, slots=slots))
         hook = fssdp(settings)
         if model_config is not None:
-            # from 0.19 on megatron.training builds the model from a config, which has a list of hooks
+            # from 0.19 on megatron.training builds the model from a config with a list of hooks
             hooks = model_config.pre_wrap_hooks
             # a job that restarts in its process reuses the config of its earlier attempt
             if hook not in hooks:

@@ -1,9 +1,10 @@
 """Switch FSSDP on for a model that no other way in has converted, or refuse its first step.
 
-Scripts with a setup of their own call neither ``setup_model_and_optimizer`` nor Bridge's ``pretrain``,
-and they import Megatron's functions by name, so no wrapper of a function reaches their calls. But
-Megatron wraps each model that it trains in one of its data-parallel classes: `install` watches their
-base class. For models that are wrapped in another way it watches the steps of torch's optimizers.
+Scripts with a setup of their own call neither ``setup_model_and_optimizer`` nor Bridge's
+``pretrain``, and they import Megatron's functions by name, so no wrapper of a function reaches
+their calls. But Megatron wraps each model that it trains in one of its data-parallel classes:
+`install` watches their base class. For models that are wrapped in another way it watches the steps
+of torch's optimizers.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ def _arguments() -> dict[str, Any]:
 
 
 def _chunks_beside(module: Module, config: Any) -> list[Module]:
-    """Return all model chunks of this rank, from a list in the code that wraps one of the chunks."""
+    """Return all model chunks of this rank, from a list of them in a calling function."""
     stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
     stages = stages or parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     if stages == 1 or parallel_state.get_pipeline_model_parallel_world_size() == 1:
