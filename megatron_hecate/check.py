@@ -3,8 +3,8 @@
 With ``--settings FILE`` it prints whether FSSDP would switch on for the jobs of a file. The file is
 one of the following:
 
-* JSON or YAML: a mapping of fields of ``TransformerConfig`` and arguments of ``megatron.training``, in
-  sections or in nested maps of any framework, or a list of such mappings;
+* JSON or YAML: a mapping of fields of ``TransformerConfig`` and arguments of ``megatron.training``,
+  in sections or in nested maps of any framework, or a list of such mappings;
 * a launch script, whose command lines are read without running it.
 
 Settings that no rule reads are skipped. The hook refuses problems that only the built modules show,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_hecate.settings.files.launch_script import flags_of, split_words
+from megatron_hecate.settings.files.flags import flags_of, split_words
 from megatron_hecate.settings.files.setting import ADAPTER_MAPS, Setting, field_of
 from megatron_hecate.settings.files.variables import REFERENCE, Resolver, Unresolved
 
@@ -120,7 +120,7 @@ class Collector:
             yield from self.settings(value, (*path, name))
 
     def _skipped(self, mapping: Mapping[str, Any], path: tuple[str, ...]) -> set[str]:
-        """Return sections of Megatron's backend where ``mapping`` names another one; record them."""
+        """Return sections of Megatron that ``mapping`` makes void by another backend; record both."""
         found = set()
         for key, section in BACKEND_SECTIONS:
             backend = mapping.get(key)

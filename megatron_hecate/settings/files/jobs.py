@@ -125,7 +125,7 @@ def of_script(
 
 
 def _settings_of(command: CommandLine, switches: Set[str]) -> list[Setting]:
-    """Return the settings of a command line; the last one counts of a flag that stands there twice."""
+    """Return the settings of a command line; of a repeated flag the last one counts."""
     last: dict[tuple[str, ...], Setting] = {}
     for flag in command.flags:
         *path, name = flag.name.replace("-", "_").split(".")

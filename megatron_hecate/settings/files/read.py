@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hecate.settings.files import jobs
-from megatron_hecate.settings.files.launch_script import looks_like_script
+from megatron_hecate.settings.files.shell_text import looks_like_script
 
 
 def read_jobs(

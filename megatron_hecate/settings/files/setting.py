@@ -55,7 +55,7 @@ class Setting:
         return {self.field: self.value}
 
     def adapters(self) -> Iterator[Any]:
-        """Yield adapters that this setting switches on, for settings of other names than ``peft``."""
+        """Yield the adapters that this setting, not named ``peft`` itself, switches on."""
         value = self.value
         if self.name in ADAPTER_NAMES and value not in NO_ADAPTER:
             yield str(value)
