@@ -6,7 +6,7 @@
     pretrain(cfg, forward_step, callbacks=[bridge.Metrics()])
 
 The overrides ``+model.moe_fssdp=true +model.moe_fssdp_slots=2`` also work once this module is
-imported, or if our launcher runs the script: it gives Bridge's models attributes of these names.
+imported, or if our launcher runs the script: Bridge's models get attributes of the same names.
 The settings of a recipe become final in one function of Bridge's ``pretrain``. This module wraps
 that function, because only after it the settings of the job are known.
 """
@@ -74,7 +74,7 @@ class Metrics(callbacks.Callback):
     """
 
     def __init__(self) -> None:
-        # A thread receives the metrics; this queue hands them to the main thread, because MLflow
+        # A thread receives the metrics; this queue passes each one to the main thread, because MLflow
         # finds its run only there.
         self._arrived: deque[tuple] = deque()
 
@@ -157,7 +157,7 @@ def _register(config: Any) -> None:
     """Register the hook once in a recipe's model configuration, of either kind."""
     model = config.model
     if isinstance(model, ModelConfig):
-        # overrides of Bridge empty this list, so the hook is registered again after them
+        # overrides of Bridge empty this list, so the hook is registered again afterwards
         hooks = model.pre_wrap_hooks
         register = model.pre_wrap_hooks.append
     else:

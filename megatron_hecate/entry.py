@@ -26,7 +26,7 @@ from megatron_hecate.job.agreement import SwitchOnError, refuse
 from megatron_hecate.observe import has_run, is_on
 from megatron_hecate.settings import unsupported
 
-# names of our flags, as argparse stores them
+# names of our flags as argparse uses them, with default values
 NAMES = HecateConfig().as_arguments()
 WAY_OUT = (
     "call megatron_hecate.fssdp(HecateConfig(...))(model_chunks) before the model is wrapped, "
@@ -145,7 +145,7 @@ def _arguments() -> dict[str, Any]:
 
 
 def _chunks_beside(module: Module, config: Any) -> list[Module]:
-    """Return all model chunks of this rank, from a list of them in a calling function."""
+    """Return all model chunks of this rank, from a list in a calling function."""
     stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
     stages = stages or parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     if stages == 1 or parallel_state.get_pipeline_model_parallel_world_size() == 1:

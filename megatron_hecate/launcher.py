@@ -74,12 +74,10 @@ class Command:
 
     @classmethod
     def split(cls, argv: list[str], parser: argparse.ArgumentParser) -> Command:
-        """Split ``argv`` at its target, the first word that is no flag of ``parser`` or its value."""
-        takes_value = {
-            flag: action.nargs is None
-            for action in parser._actions
-            for flag in action.option_strings
-        }
+        """Split ``argv`` at the first word that is neither a flag of ``parser`` nor its value."""
+        takes_value: dict[str, bool] = {}
+        for action in parser._actions:
+            takes_value.update(dict.fromkeys(action.option_strings, action.nargs is None))
         at = 0
         while at < len(argv):
             word = argv[at]
@@ -118,7 +116,7 @@ class Target:
         name = command.target
         if name in STARTERS:
             right = "torchrun ... -m megatron_hecate ... SCRIPT.py"
-            raise ValueError(f"{name} starts the ranks, so it comes first: {right}")
+            raise ValueError(f"{name} starts the ranks, so it must precede our launcher: {right}")
         if command.is_module:
             return cls._module(name)
         path = Path(name)
@@ -231,7 +229,7 @@ def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
     return 0
 
 
-# default that tells flags of the command line from flags that were left out
+# default that distinguishes flags that were left out
 _UNSET = object()
 
 

@@ -120,7 +120,7 @@ class Collector:
             yield from self.settings(value, (*path, name))
 
     def _skipped(self, mapping: Mapping[str, Any], path: tuple[str, ...]) -> set[str]:
-        """Return sections of Megatron that ``mapping`` makes void by another backend; record both."""
+        """Return sections that ``mapping`` disables by naming another backend; record each."""
         found = set()
         for key, section in BACKEND_SECTIONS:
             backend = mapping.get(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_hecate.settings.files.variables import REFERENCE, Unresolved
@@ -30,7 +30,7 @@ class Perhaps(Unresolved):
     """Value of a flag that may be absent from the command line."""
 
 
-def flags_of(words: list[str | Unresolved]) -> Iterator[Flag]:
+def flags_of(words: Sequence[str | Unresolved]) -> Iterator[Flag]:
     """Yield the flags in ``words`` with their values, and the overrides of Hydra."""
     at = 0
     while at < len(words):

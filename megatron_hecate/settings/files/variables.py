@@ -220,7 +220,7 @@ def _evaluate(node: ast.expr, numbers: Mapping[str, int]) -> int:
 
 
 def _is_argument(value: Any) -> bool:
-    """Return whether a variable's value is an argument of the script, such as ``$1``, and no more."""
+    """Return whether a variable's value is just an argument of the script, such as ``$1``."""
     if not isinstance(value, str):
         return False
     found = REFERENCE.fullmatch(value)
