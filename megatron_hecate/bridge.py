@@ -74,8 +74,8 @@ class Metrics(callbacks.Callback):
     """
 
     def __init__(self) -> None:
-        # A thread receives the metrics; this queue passes each one to the main thread, because MLflow
-        # finds its run only there.
+        # A thread receives the metrics. This queue passes each one to the main thread, because
+        # MLflow finds its run only there.
         self._arrived: deque[tuple] = deque()
 
     def on_train_start(self, context: callbacks.CallbackContext) -> None:
