@@ -3,19 +3,23 @@
     from megatron_hecate import HecateConfig, fssdp
     model_chunks = fssdp(HecateConfig(slots=2))(model_chunks)     # before DDP wraps them
 
-Importing this package touches neither Megatron nor CUDA.
+Importing this package imports neither Megatron nor CUDA.
 
-| package | in an iteration |
+| package | content |
 |---|---|
-| `convert`, `layer` | the hook that switches FSSDP on; the layer, one iteration on one screen |
-| `observe` | stock training, loads counted and recorded |
-| `runtime` | when things happen: iterations, load history and forecast, planning and fetching ahead |
-| `plan` | which rank holds what, and which token goes where: pure, numpy in, frozen plans out |
-| `replicas` | the copies on this rank: buffers, lifetimes, autograd |
-| `comm` | how they travel: transfer plans, the transports `p2p` and `nvlink` |
-| `adapter` | what touches Megatron: assumptions, dispatcher and rerouting, experts |
-| `tools` | metrics, records of runs, traces, measured speeds |
-| `config`, `enable`, `__main__` | settings and flags; the line for a script; the launcher |
+| `config`, `enable`, `bridge`, `__main__` | settings and flags; ways to switch FSSDP on |
+| `check`, `settings` | whether a Megatron, or a job's settings, can be combined with FSSDP |
+| `convert`, `layer` | the hook that converts a model; the MoE layer, one forward on one screen |
+| `observe` | stock training that counts and records loads |
+| `runtime` | schedule: iterations, load history and forecast, plans and prefetching |
+| `plan` | placement of replicas and quotas of tokens: numpy in, frozen plans out |
+| `routing`, `device` | kernels that reroute tokens; compilation and launch of kernels |
+| `replicas` | replicas on this rank: buffers, lifetimes, autograd |
+| `comm` | transfers: plans, the transports `p2p` and `nvlink` |
+| `job` | ranks of a job outside training's collectives: rendezvous, agreement, watchdog |
+| `megatron` | adapters to Megatron's modules: experts, dispatchers, gradient buckets |
+| `homes` | experts that change homes, with their optimizer state |
+| `record`, `trace`, `offline` | records of runs, metrics, traces; commands that need no job |
 """
 
 from __future__ import annotations
@@ -30,27 +34,38 @@ __all__ = ["HecateConfig", "fssdp", "restore_homes"]
 
 
 def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
-    """The hook that takes a list of model chunks, or a model, and returns it; see `megatron_hecate.convert.fssdp`.
+    """Return the hook that converts a model, or a list of model chunks, to FSSDP and returns it.
+
+    Call the hook before DDP wraps the model; see `megatron_hecate.convert.fssdp`.
+
+    Args:
+        config: settings of FSSDP; ``None`` for the defaults.
 
     Raises:
-        TypeError: for a ``config`` that is none.
+        TypeError: for a ``config`` of another type, such as the model itself.
     """
     config = HecateConfig.check(config)
-    from megatron_hecate import convert  # imports Megatron
+    # the import loads Megatron, which importing this package must not
+    from megatron_hecate import convert
 
     return convert.fssdp(config)
 
 
 def restore_homes(model: Any) -> None:
-    """Have the experts of a model (a chunk, or a list of chunks, wrapped or not) where Megatron built them, until the
-    next iteration begins. All ranks call it before they read or write weights in ways that FSSDP does not know; saving
-    and loading checkpoints, and Bridge's conversions, call it themselves. It does nothing where no home has moved."""
-    for module in (
-        module
-        for chunk in (model if isinstance(model, list) else [model])
-        for module in chunk.modules()
-    ):
-        if hasattr(module, "fssdp"):
-            if module.prefetcher.rehoming is not None:
-                module.prefetcher.rehoming.restore()
-            return
+    """Move all experts back to their original ranks until the next iteration. Collective.
+
+    Undoes rehoming. Call it on all ranks before code that FSSDP does not know reads or writes
+    weights; saving and loading checkpoints, and Bridge's conversions, call it themselves. It does
+    nothing if no expert has moved.
+
+    Args:
+        model: a model chunk or a list of model chunks, wrapped by DDP or not.
+    """
+    chunks = model if isinstance(model, list) else [model]
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "fssdp"):
+                # all layers of a model share one schedule of homes
+                if module.prefetcher.rehoming is not None:
+                    module.prefetcher.rehoming.restore()
+                return

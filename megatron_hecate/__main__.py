@@ -1,12 +1,18 @@
-"""``torchrun ... -m megatron_hecate --moe-fssdp pretrain_gpt.py <Megatron's arguments>``: any script, unmodified.
+"""Command line: run any training script with FSSDP's flags, unmodified, or one of our commands.
 
-Modules and console commands too: ``... -m megatron_hecate --moe-fssdp -m package.module <its arguments>``. Scripts of
-Megatron-Bridge: ``... -m megatron_hecate --moe-fssdp run_recipe.py <its arguments and overrides>``.
+    torchrun ... -m megatron_hecate --moe-fssdp pretrain_gpt.py <Megatron's arguments>
+    torchrun ... -m megatron_hecate --moe-fssdp -m package.module <its arguments>
+    torchrun ... -m megatron_hecate --moe-fssdp run_recipe.py <its arguments and overrides>
 
-``python -m megatron_hecate --check`` prints what FSSDP finds here and would use; with ``--settings FILE`` whether it
-would switch on with a job's settings. ``torchrun ... -m megatron_hecate --measure FILE`` writes what links and cores
-do, for ``--moe-fssdp-speeds FILE``. ``python -m megatron_hecate --what-if TRACE ...`` says whether FSSDP is worth it.
-``--report RUN_DIR`` writes a page that says what a recorded run lost and won.
+The target is a script, a module or a console command, of Megatron-LM or of Megatron-Bridge.
+
+| command | effect |
+|---|---|
+| ``--check`` | print versions, and what FSSDP would use here |
+| ``--check --settings FILE`` | print whether FSSDP can be combined with a job's settings |
+| ``--measure FILE``, under torchrun | measure links and cores for ``--moe-fssdp-speeds FILE`` |
+| ``--what-if TRACE ...`` | simulate steps with and without FSSDP from recorded loads |
+| ``--report RUN_DIR`` | write a page about a recorded run: its losses and gains |
 """
 
 from __future__ import annotations
@@ -18,20 +24,24 @@ from megatron_hecate import check, launcher
 
 DESCRIPTION = (
     "Run a Megatron pretraining script, module or console command with the --moe-fssdp flags. "
-    "--check prints versions and whether FSSDP fits; "
-    "--check --settings FILE says whether a job's settings (a launch script, YAML or JSON) can be combined with it. "
+    "--check prints versions and whether FSSDP fits. "
+    "--check --settings FILE prints whether FSSDP can be combined with a job's settings "
+    "(a launch script, YAML or JSON). "
     "--measure FILE, under torchrun, writes the speeds of links and cores for --moe-fssdp-speeds. "
-    "--what-if TRACE says, from recorded loads, whether FSSDP is worth it; --what-if --help lists its settings. "
+    "--what-if TRACE simulates, from recorded loads, the step time with and without FSSDP; "
+    "--what-if --help lists its settings. "
     "--report RUN_DIR writes a page about a recorded run."
 )
 USAGE = (
-    "python -m megatron_hecate [--moe-fssdp ...] {SCRIPT.py | -m MODULE | COMMAND} [its arguments] | "
-    "--check [--settings FILE] | --measure FILE | --what-if TRACE ... | --report RUN_DIR [--out FILE]"
+    "python -m megatron_hecate "
+    "[--moe-fssdp ...] {SCRIPT.py | -m MODULE | COMMAND} [its arguments] | "
+    "--check [--settings FILE] | --measure FILE | --what-if TRACE ... | "
+    "--report RUN_DIR [--out FILE]"
 )
 
 
 def main(argv: list[str]) -> int:
-    """Run one of the commands, or a script with the flags known to Megatron's parser; returns the exit status."""
+    """Run a command, or a target whose Megatron accepts our flags; return the exit status."""
     if argv[:1] == ["--check"]:
         return check.main(argv[1:])
     if argv[:1] == ["--what-if"]:
@@ -56,7 +66,8 @@ def _measure(arguments: list[str]) -> int:
         return 2
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         print(
-            "--measure needs at least 2 ranks: torchrun --nproc-per-node 2 -m megatron_hecate --measure FILE",
+            "--measure needs at least 2 ranks: "
+            "torchrun --nproc-per-node 2 -m megatron_hecate --measure FILE",
             file=sys.stderr,
         )
         return 2

@@ -1,13 +1,14 @@
-"""FSSDP for Megatron-Bridge's recipes: one line, or an override, and our metrics in Bridge's own loggers.
+"""FSSDP for Megatron-Bridge: one line or an override per recipe, and metrics in Bridge's loggers.
 
     from megatron_hecate import bridge
 
-    bridge.enable(cfg, slots=2)                                  # in a recipe, once cfg.model is there
+    bridge.enable(cfg, slots=2)                                  # in a recipe that has its model
     pretrain(cfg, forward_step, callbacks=[bridge.Metrics()])
 
-Once this module is imported, or our launcher runs the script, the overrides ``+model.moe_fssdp=true
-+model.moe_fssdp_slots=2`` work too: models of Bridge have attributes of these names. Bridge's ``pretrain`` settles a
-recipe's settings in one function: it is wrapped, because only then it is known what the job will run with.
+The overrides ``+model.moe_fssdp=true +model.moe_fssdp_slots=2`` also work once this module is
+imported, or if our launcher runs the script: Bridge's models get attributes of the same names.
+The settings of a recipe become final in one function of Bridge's ``pretrain``. This module wraps
+that function, because only after it the settings of the job are known.
 """
 
 from __future__ import annotations
@@ -35,21 +36,24 @@ from megatron_hecate.record.recorder import PATIENCE, JobMetrics, StageRecorder
 from megatron_hecate.settings import assumptions, unsupported
 
 NAMES = HecateConfig().as_arguments()
-OVERRIDE = re.compile(r"\+*(?P<at>[\w.]*)\b(?P<name>moe_fssdp\w*)=")  # on a command line
+# an override of ours on a command line
+OVERRIDE = re.compile(r"\+*(?P<at>[\w.]*)\b(?P<name>moe_fssdp\w*)=")
 
 
 def enable(config: Any, **settings: Any) -> None:
     """Train the MoE layers of a recipe with FSSDP.
 
-    The recipe is checked when `pretrain` starts: overrides, mixed precision and overlaps change it until then.
+    The recipe is validated when ``pretrain`` starts: overrides, mixed precision and overlaps change
+    it until then.
 
     Args:
-        config: the recipe, a ``ConfigContainer`` whose model is set.
-        settings: fields of `HecateConfig`, such as ``slots=2``. Overrides on the command line take precedence.
+        config: a recipe, which is a ``ConfigContainer`` with a model.
+        settings: fields of `HecateConfig`, such as ``slots=2``. Overrides on the command line take
+            precedence.
 
     Raises:
-        ValueError: for settings out of range, or when other settings were asked for before.
-        TypeError: where ``config`` is no recipe.
+        ValueError: for settings out of range, or different from earlier ones.
+        TypeError: for a ``config`` without a model.
     """
     if not hasattr(config, "model"):
         raise TypeError(
@@ -60,33 +64,35 @@ def enable(config: Any, **settings: Any) -> None:
 
 
 class Metrics(callbacks.Callback):
-    """Log the metrics of docs/observe.md to the loggers a recipe uses: TensorBoard, Weights & Biases, MLflow, Comet.
+    """Callback that logs the metrics of docs/observe.md to a recipe's loggers.
 
-    They are of the expert-parallel groups of Bridge's logging rank, the last one, on all pipeline stages, every
-    ``logger.tensorboard_log_interval`` iterations. They are logged when they have arrived from all stages: one or a few
-    iterations later, as of the iteration they belong to. Each layer is logged with the model's
-    ``moe_per_layer_logging``.
+    The loggers are TensorBoard, Weights & Biases, MLflow and Comet. Bridge logs on the last rank.
+    The metrics cover the expert-parallel groups of that rank on all pipeline stages, every
+    ``logger.tensorboard_log_interval`` iterations. They are logged after all stages have sent their
+    part, one or a few iterations later, under the iteration they belong to. With the model's
+    ``moe_per_layer_logging`` each layer is logged, too.
     """
 
     def __init__(self) -> None:
-        self._arrived: deque[tuple] = (
-            deque()
-        )  # from a thread; MLflow would not know which run that logs to
+        # A thread receives the metrics. This queue passes each one to the main thread, because
+        # MLflow finds its run only there.
+        self._arrived: deque[tuple] = deque()
 
     def on_train_start(self, context: callbacks.CallbackContext) -> None:
-        self._arrived.clear()  # of an attempt before, in this process
+        # metrics of an earlier attempt of a job that restarted in this process
+        self._arrived.clear()
         if (metrics := JobMetrics.newest) is not None:
             metrics.log = lambda *step, ended: self._arrived.append(step)
             metrics.interval = context.state.cfg.logger.tensorboard_log_interval
 
     def on_train_step_start(self, context: callbacks.CallbackContext) -> None:
         if (recorder := _recorder(context.model)) is not None:
-            recorder.running = (
-                context.state.train_state.step
-            )  # finished so far, which nobody else tells
+            # number of finished iterations, which only this callback can see
+            recorder.running = context.state.train_state.step
 
     def on_train_step_end(self, context: callbacks.CallbackContext) -> None:
-        state, model = context.state, context.model[0]
+        state = context.state
+        model = context.model[0]
         per_layer = bool(getattr(getattr(model, "config", None), "moe_per_layer_logging", False))
         while self._arrived:
             step, layers, of_layers = self._arrived.popleft()
@@ -104,39 +110,41 @@ class Metrics(callbacks.Callback):
 
 
 def _recorder(chunks: list[Module]) -> StageRecorder | None:
-    """Of this rank's stage, if it has MoE layers."""
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if hasattr(module, "fssdp"):
-            return module.prefetcher.monitor.recorder.stage
-        if hasattr(module, "observer"):
-            return module.observer.stage
+    """Return the recorder of this rank's pipeline stage, or ``None`` without MoE layers."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "fssdp"):
+                return module.prefetcher.monitor.recorder.stage
+            if hasattr(module, "observer"):
+                return module.observer.stage
     return None
 
 
 def _hook(config: Any, chunks: list[Module]) -> list[Module]:
-    """Runs when the model is built, also where a script goes round `pretrain`."""
+    """Convert the model of a recipe when it is built, even if a script bypasses ``pretrain``."""
     settings = _settings(config)
-    if settings is None:  # an override has switched it off
+    # an override may have switched FSSDP off since
+    if settings is None:
         return chunks
     _check(config, settings)
     return fssdp(settings)(chunks)
 
 
 def _ask(config: Any, asked: dict[str, Any]) -> None:
-    """Keep settings, by argparse's names, with the recipe, which must not hold others."""
+    """Store settings, by argparse's names, in the recipe; refuse a change of earlier ones."""
     held = vars(config).setdefault("_moe_fssdp", {})
-    if others := [name for name in asked if held.get(name, asked[name]) != asked[name]]:
-        before, now = (
-            ", ".join(f"{name}={values[name]!r}" for name in others) for values in (held, asked)
-        )
+    changed = [name for name in asked if held.get(name, asked[name]) != asked[name]]
+    if changed:
+        before = ", ".join(f"{name}={held[name]!r}" for name in changed)
+        now = ", ".join(f"{name}={asked[name]!r}" for name in changed)
         raise SwitchOnError(
-            [f"FSSDP was asked for with {before} before, now with {now}; say it in one place"]
+            [f"FSSDP was asked for with {before} before, now with {now}; set it in one place"]
         )
     held.update(asked)
 
 
 def _settings(config: Any) -> HecateConfig | None:
-    """What a recipe and overrides ask for."""
+    """Return the settings that a recipe and its overrides ask for, or ``None`` without FSSDP."""
     overrides = {name: value for name, value in vars(config.model).items() if name in NAMES}
     asked = {**vars(config).get("_moe_fssdp", {}), **overrides}
     try:
@@ -146,31 +154,42 @@ def _settings(config: Any) -> HecateConfig | None:
 
 
 def _register(config: Any) -> None:
-    """Have the hook run, once, when the model is built, whichever kind of configuration it has."""
+    """Register the hook once in a recipe's model configuration, of either kind."""
     model = config.model
-    if isinstance(model, ModelConfig):  # whose list overrides empty
-        hooks, register = model.pre_wrap_hooks, model.pre_wrap_hooks.append
+    if isinstance(model, ModelConfig):
+        # overrides of Bridge empty this list, so the hook is registered again afterwards
+        hooks = model.pre_wrap_hooks
+        register = model.pre_wrap_hooks.append
     else:
-        hooks, register = getattr(model, "_pre_wrap_hooks", ()), model.register_pre_wrap_hook
+        hooks = getattr(model, "_pre_wrap_hooks", ())
+        register = model.register_pre_wrap_hook
     if not any(getattr(hook, "func", None) is _hook for hook in hooks):
         register(functools.partial(_hook, config))
 
 
 def _check(config: Any, settings: HecateConfig) -> None:
-    """Raise a ValueError that lists all settings of a recipe that do not combine with FSSDP; all do with observing."""
+    """Raise a ValueError that lists all settings of a recipe that do not combine with FSSDP."""
+    # observing combines with all settings
     if settings.observe:
         return
-    parts = (config.model, getattr(config.model, "transformer", None), config.ddp, config.dist)
-    parts += (config.checkpoint, config.optimizer, config, settings.as_arguments())
+    parts = (
+        config.model,
+        getattr(config.model, "transformer", None),
+        config.ddp,
+        config.dist,
+        config.checkpoint,
+        config.optimizer,
+        config,
+        settings.as_arguments(),
+    )
     problems = unsupported.find(*parts, slots=settings.slots)
-    if isinstance(config.model, ModelConfig):  # which keeps what is not its own one level deeper
+    if isinstance(config.model, ModelConfig):
+        # this kind of configuration holds the fields of TransformerConfig in model.transformer
 
         def deeper(override: re.Match) -> str:
-            return (
-                override[0]
-                if override["name"] in vars(config.model)
-                else f"model.transformer.{override['name']}="
-            )
+            if override["name"] in vars(config.model):
+                return override[0]
+            return f"model.transformer.{override['name']}="
 
         problems = [re.sub(r"\bmodel\.(?P<name>\w+)=", deeper, problem) for problem in problems]
     refuse(problems)
@@ -184,7 +203,8 @@ def _with_fssdp(runtime_config_update: Callable) -> Callable:
         if (settings := _settings(cfg)) is not None:
             _check(cfg, settings)
             _register(cfg)
-            # a caller's own ``pre_wrap_hook`` replaces all that are registered: `entry` finds these where DDP wraps
+            # A caller's own ``pre_wrap_hook`` replaces all registered hooks. Then `entry` reads the
+            # settings from the model's configuration when DDP wraps the model.
             vars(cfg.model).update(settings.as_arguments())
 
     return update
@@ -193,9 +213,8 @@ def _with_fssdp(runtime_config_update: Callable) -> Callable:
 def _where_megatron_built_them(convert: Callable) -> Callable:
     def conversion(*args: Any, **kwargs: Any) -> Any:
         for value in (*args, *kwargs.values()):
-            if isinstance(value, Module) or (
-                isinstance(value, list) and value and isinstance(value[0], Module)
-            ):
+            is_chunks = isinstance(value, list) and value and isinstance(value[0], Module)
+            if isinstance(value, Module) or is_chunks:
                 restore_homes(value)
         return convert(*args, **kwargs)
 
@@ -203,12 +222,18 @@ def _where_megatron_built_them(convert: Callable) -> Callable:
 
 
 def _find_lost_overrides(model: Any) -> None:
-    """Bridge drops overrides of names that it does not know, and only warns."""
+    """Raise an error for an override of ours that did not reach the model.
+
+    Bridge drops overrides of unknown names with only a warning.
+    """
     for argument in sys.argv[1:]:
         found = OVERRIDE.match(argument)
         if found and (found["at"] != "model." or found["name"] not in vars(model)):
             known = f"known are +model.{', +model.'.join(NAMES)}"
-            way = "Import megatron_hecate.bridge before overrides are applied, or start the script with our launcher"
+            way = (
+                "Import megatron_hecate.bridge before overrides are applied, "
+                "or start the script with our launcher"
+            )
             raise SwitchOnError(
                 [f"the override {argument!r} did not reach the model; {known}. {way}"]
             )
@@ -218,12 +243,10 @@ _problems = assumptions.broken_assumptions(assumptions.BRIDGE_ASSUMPTIONS)
 if _problems:
     raise ImportError(
         "megatron_hecate.bridge does not fit this Bridge:\n"
-        + "\n".join(f"  - {p}" for p in _problems)
+        + "\n".join(f"  - {problem}" for problem in _problems)
     )
-for _name, _value in {
-    **NAMES,
-    "moe_fssdp": False,
-}.items():  # Bridge applies overrides to attributes that exist
+# Bridge applies overrides only to attributes that exist
+for _name, _value in {**NAMES, "moe_fssdp": False}.items():
     for _class in (ModelProviderMixin, ModelConfig):
         setattr(_class, _name, _value)
 launcher.wrap(pretrain, "runtime_config_update", _with_fssdp)

@@ -1,4 +1,4 @@
-"""The settings of FSSDP: one frozen dataclass, from which the command line flags are generated."""
+"""Settings of FSSDP: one frozen dataclass that also defines the command line flags."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 FLAG = "--moe-fssdp"
-AUTO = "auto"  # of a setting that chooses by itself
-OBSERVED = "fssdp-run"  # where an observed run is recorded, unless a folder is named
-SHORTEST, LONGEST = 1e-3, 1e8  # seconds of a timeout; process groups take no more
-# of whole numbers, the most that any job has a use for; what fits a model is known when it is built
+# value of a setting that is resolved when FSSDP is switched on
+AUTO = "auto"
+# folder of an observed run's record, unless another one is named
+OBSERVED = "fssdp-run"
+# Bounds of a timeout in seconds. The upper bound is the longest timeout of process groups.
+SHORTEST = 1e-3
+LONGEST = 1e8
+# Upper bounds of whole numbers, beyond any job's use. The limits of a model are checked when it is
+# built.
 MOST = {
     "slots": 4096,
     "overlap_degree": 4096,
@@ -28,74 +33,82 @@ MOST = {
 
 
 def _flag(default: Any, text: str) -> Any:
-    """A field with what its flag says in ``--help``."""
+    """Define a field with the help text of its flag."""
     return dataclasses.field(default=default, metadata={"help": text})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HecateConfig:
-    """How FSSDP runs. Every field is a flag: ``slots`` is ``--moe-fssdp-slots``.
+    """Settings of FSSDP. Every field is a flag: ``slots`` is ``--moe-fssdp-slots``.
 
     Raises:
         ValueError: for a value outside its range.
     """
 
     slots: int = _flag(
-        2, "Replicas a rank can hold per MoE layer; 0 trains exactly as without FSSDP."
+        2, "Replicas that a rank can hold per MoE layer; 0 trains exactly as without FSSDP."
     )
     lifetime: Literal["auto", "iteration", "microbatch", "layer"] = _flag(
         "iteration",
-        "How long replicas live: fetched once per iteration (least traffic), per microbatch, or before each layer's "
-        "forward and again before its backward (least memory). auto takes the first of these that fits beside the "
-        "experts' gradients and optimizer state; it leaves no room for activations.",
+        "How long a replica lives. iteration: fetched once per iteration (least traffic). "
+        "microbatch: fetched once per microbatch. layer: fetched before each forward of its layer "
+        "and again before the backward (least memory). auto: the first of the three that fits into "
+        "memory with the experts' gradients and optimizer state; activations are not counted.",
     )
     transport: Literal["auto", "p2p", "nvlink"] = _flag(
         "auto",
-        "How expert weights and gradients travel: p2p, by torch.distributed; nvlink, by our kernels, which read peers' "
-        "memory inside an NVLink domain (CPU ranks: inside a machine) and use p2p between domains. auto is nvlink "
-        "where peers share an NVLink domain and its self-test succeeds, else p2p, and says why.",
+        "Transport of expert weights and gradients. p2p: torch.distributed. nvlink: our own "
+        "kernels, which read peer memory inside an NVLink domain (with CPU ranks: inside a "
+        "machine), and p2p between domains. auto: nvlink if peers share an NVLink domain and its "
+        "self-test succeeds, else p2p with the reason.",
     )
     overlap_degree: int | None = _flag(
         None,
-        "Experts per rank whose fetch hides behind compute: they are free, and no more are fetched. None measures it.",
+        "Expert fetches per rank and layer that overlap with compute. They cost nothing, and no "
+        "more are fetched. None measures the number.",
     )
     late_replicas: int = _flag(
         0,
-        "Replicas a layer may fetch after the gate, on all ranks together, where the true loads make it pay: inside "
-        "nodes, and across nodes where speeds are measured.",
+        "Replicas that a layer may fetch after the gate, over all ranks, if the true loads justify "
+        "the cost: inside a node, and across nodes if speeds are measured.",
     )
     speeds: str | None = _flag(
         None,
-        "File with measured speeds (python -m megatron_hecate --measure FILE) by which copies are judged to pay; None "
-        "takes those of an H100 node, or of CPU cores without GPUs.",
+        "File with measured speeds (python -m megatron_hecate --measure FILE) for the cost model "
+        "of copies. None uses the speeds of an H100 node, or of CPU cores without GPUs.",
     )
     trace: str | None = _flag(
         None,
-        "Iterations A-B, counted as in Megatron's log, of which every rank records what it does and when, into the "
-        "folder of record (or fssdp-run); python -m megatron_hecate --report FOLDER puts all ranks on one timeline.",
+        "Iterations A-B, numbered as in Megatron's log, that every rank traces into the folder of "
+        "record (or fssdp-run). python -m megatron_hecate --report FOLDER merges the traces of all "
+        "ranks into one timeline.",
     )
     rehome: int = _flag(
         0,
-        "Iterations between two looks for better homes of experts, which then move with their optimizer state, where "
-        "that pays before the next look; 0 leaves them where Megatron built them.",
+        "Iterations between two searches for better homes. Experts then move with their optimizer "
+        "state if the move pays before the next search. 0 keeps all experts where Megatron built "
+        "them.",
     )
     nccl_ctas: int = _flag(
         8,
-        "Thread blocks that NCCL uses at most for a transfer of replicas; each takes a multiprocessor of the GPU from "
-        "what runs beside it. 0 leaves the number to NCCL, which may take 32.",
+        "Upper bound on the thread blocks of NCCL per transfer of replicas. Each occupies one "
+        "multiprocessor of the GPU that concurrent kernels then lack. 0 leaves the number to NCCL, "
+        "which may use 32.",
     )
     timeout: float = _flag(
-        600.0, "Seconds before a wait for another rank becomes an error, or a line, that names it."
+        600.0,
+        "Seconds until a wait for another rank raises an error, or prints a line, with the name of "
+        "that rank.",
     )
     observe: bool = _flag(
         False,
-        "Train as without FSSDP, bit for bit, with any settings, and record how many tokens each expert gets. Needs no "
-        "--moe-fssdp, and goes before it.",
+        "Train bitwise as without FSSDP, with any settings, and record the number of tokens per "
+        "expert. Works without --moe-fssdp, and takes precedence over it.",
     )
     record: str | None = _flag(
         None,
-        f"Folder for a record of what each MoE layer did in each iteration; None records nothing, and {OBSERVED} with "
-        "--moe-fssdp-observe.",
+        "Folder for a record of every MoE layer and iteration. None records nothing; with "
+        f"--moe-fssdp-observe it means {OBSERVED}.",
     )
 
     def __post_init__(self) -> None:
@@ -107,34 +120,44 @@ class HecateConfig:
 
     @classmethod
     def check(cls, config: Any) -> HecateConfig:
-        """Return ``config``, the defaults for ``None``.
+        """Return ``config``, or the default settings for ``None``.
 
         Raises:
-            TypeError: for anything else, such as the model itself.
+            TypeError: for any other object, such as the model itself.
         """
-        if config is not None and not isinstance(config, cls):
-            shown = (
-                repr(config)
-                if isinstance(config, int | float | str)
-                else f"a {type(config).__name__}"
-            )
-            raise TypeError(
-                f"fssdp takes a HecateConfig, or nothing, got {shown}; write fssdp(HecateConfig(slots=2))(model_chunks)"
-            )
-        return cls() if config is None else config
+        if config is None:
+            return cls()
+        if isinstance(config, cls):
+            return config
+        if isinstance(config, int | float | str):
+            shown = repr(config)
+        else:
+            shown = f"a {type(config).__name__}"
+        raise TypeError(
+            f"fssdp takes a HecateConfig, or nothing, got {shown}; "
+            "write fssdp(HecateConfig(slots=2))(model_chunks)"
+        )
 
     def _wrong_numbers(self) -> Iterator[str]:
         for name, most in MOST.items():
-            value, optional = getattr(self, name), name == "overlap_degree"
-            or_none = " or None" if optional else ""
-            if type(value) is not int and not (optional and value is None):
+            value = getattr(self, name)
+            or_none = ""
+            or_measured = ""
+            if name == "overlap_degree":
+                if value is None:
+                    continue
+                or_none = " or None"
+                or_measured = ", or None to measure it"
+            # not isinstance: True is no number here
+            if type(value) is not int:
                 yield f"{name}={value!r} must be a whole number{or_none}"
-            elif value is not None and value < 0:
-                yield f"{name}={value} must be 0 or more{', or None to measure it' if optional else ''}"
-            elif value is not None and value > most:
+            elif value < 0:
+                yield f"{name}={value} must be 0 or more{or_measured}"
+            elif value > most:
                 yield f"{name}={value} must be {most} or less"
         if type(self.timeout) not in (int, float) or not SHORTEST <= self.timeout <= LONGEST:
-            yield f"timeout={self.timeout!r} must be a number of seconds from {SHORTEST:g} to {LONGEST:g}"
+            bounds = f"{SHORTEST:g} to {LONGEST:g}"
+            yield f"timeout={self.timeout!r} must be a number of seconds from {bounds}"
 
     def _wrong_texts(self) -> Iterator[str]:
         if not isinstance(self.observe, bool):
@@ -144,10 +167,10 @@ class HecateConfig:
             known = typing.get_args(typing.get_type_hints(type(self))[name])
             if value not in known:
                 yield f"{name}={value!r} is none of {', '.join(known)}"
-        for name, what in (("speeds", "file"), ("record", "folder")):
+        for name, kind in (("speeds", "file"), ("record", "folder")):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
-                yield f"{name}={value!r} must be the name of a {what}, or None"
+                yield f"{name}={value!r} must be the name of a {kind}, or None"
             elif name == "speeds" and value is not None and not Path(value).is_file():
                 way = "write it with torchrun ... -m megatron_hecate --measure FILE"
                 yield f"{value} does not hold measured speeds: speeds={value!r} is no file; {way}"
@@ -161,7 +184,7 @@ class HecateConfig:
             yield str(error)
             return
         if traced and self.observe is True:
-            yield f"trace={self.trace!r} shows what FSSDP does, which observe=True leaves off"
+            yield f"trace={self.trace!r} traces FSSDP, which observe=True leaves off"
         if self.slots == 0 and self.late_replicas and not self.observe:
             yield f"late_replicas={self.late_replicas} needs slots for them, got slots=0"
         if self.rehome and self.observe is True:
@@ -169,21 +192,23 @@ class HecateConfig:
 
     @property
     def traced(self) -> tuple[int, int] | None:
-        """First and last iteration of ``trace``.
+        """First and last iteration of ``trace``; ``None`` without one.
 
         Raises:
-            ValueError: where it does not name them.
+            ValueError: for a ``trace`` that names no iterations.
         """
         if self.trace is None:
             return None
         shown = self.trace if isinstance(self.trace, str) else repr(self.trace)
         found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", shown)
-        first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
-        if not 1 <= first <= last:
-            raise ValueError(
-                f"trace={self.trace!r} must name iterations, from 1 on, such as 10-12 or 10"
-            )
-        return first, last
+        if found is not None:
+            first = int(found[1])
+            last = int(found[2] or found[1])
+            if 1 <= first <= last:
+                return first, last
+        raise ValueError(
+            f"trace={self.trace!r} must name iterations, from 1 on, such as 10-12 or 10"
+        )
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -194,49 +219,45 @@ class HecateConfig:
         group.add_argument(FLAG, action="store_true", help="Train every MoE layer with FSSDP.")
         hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            hint, options = hints[field.name], {}
-            if typing.get_origin(hint) is Literal:
-                options["choices"] = typing.get_args(hint)
-            elif hint is bool:
-                options["action"] = "store_true"
-            else:
-                optional = typing.get_origin(hint) in (typing.Union, types.UnionType)
-                options["type"] = typing.get_args(hint)[0] if optional else hint
-                named = {"record": "DIR", "trace": "A-B"}.get(field.name, "FILE")
-                options["metavar"] = {str: named, float: "SECONDS"}.get(options["type"], "N")
+            options = _options_of(field.name, hints[field.name])
             text = field.metadata["help"] + " (default: %(default)s)"
             group.add_argument(_flag_of(field.name), default=field.default, help=text, **options)
         return parser
 
     def as_arguments(self) -> dict[str, Any]:
-        """The flags that ask for these settings, by the names argparse keeps them under."""
-        fields = dataclasses.fields(self)
-        return {
-            _argument(FLAG): True,
-            **{_argument(_flag_of(f.name)): getattr(self, f.name) for f in fields},
-        }
+        """Return the flags of these settings, by the names that argparse uses."""
+        arguments: dict[str, Any] = {_argument(FLAG): True}
+        for field in dataclasses.fields(self):
+            arguments[_argument(_flag_of(field.name))] = getattr(self, field.name)
+        return arguments
 
     @classmethod
     def from_arguments(cls, args: Any) -> HecateConfig | None:
-        """What the flags ask for, or ``None`` without ``--moe-fssdp`` and ``--moe-fssdp-observe``; other flags of ours
-        then get a warning.
+        """Return the settings that flags ask for.
 
-        ``args`` are Megatron's arguments, or any object with their names.
+        ``None`` without ``--moe-fssdp`` and ``--moe-fssdp-observe``. Our other flags, if any are
+        set, then cause a warning.
+
+        Args:
+            args: Megatron's arguments, or any object with attributes of the same names.
+
+        Raises:
+            ValueError: for a value outside its range.
         """
         fields = dataclasses.fields(cls)
         asked = {f.name: getattr(args, _argument(_flag_of(f.name)), f.default) for f in fields}
         on = getattr(args, _argument(FLAG), False)
         for name, value in ((FLAG, on), (_flag_of("observe"), asked["observe"])):
-            if value not in (True, False, None):  # an override may be any text
+            # an override of Bridge may be any text
+            if value not in (True, False, None):
                 raise ValueError(f"{_argument(name)}={value!r} must be true or false")
         asked["observe"] = bool(asked["observe"])
         if on or asked["observe"]:
             return cls(**asked)
         idle = [f.name for f in fields if asked[f.name] != f.default]
         if idle:
-            warnings.warn(
-                f"{', '.join(map(_flag_of, idle))} without {FLAG}: FSSDP is off", stacklevel=2
-            )
+            flags = ", ".join(map(_flag_of, idle))
+            warnings.warn(f"{flags} without {FLAG}: FSSDP is off", stacklevel=2)
         return None
 
 
@@ -245,5 +266,20 @@ def _flag_of(field: str) -> str:
 
 
 def _argument(flag: str) -> str:
-    """Where argparse keeps the value of ``flag``."""
+    """Return the name under which argparse stores the value of ``flag``."""
     return flag.removeprefix("--").replace("-", "_")
+
+
+def _options_of(field: str, hint: Any) -> dict[str, Any]:
+    """Return argparse's options for the flag of a field with this type ``hint``."""
+    if typing.get_origin(hint) is Literal:
+        return {"choices": typing.get_args(hint)}
+    if hint is bool:
+        return {"action": "store_true"}
+    kind = hint
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        # the type before ``| None``
+        kind = typing.get_args(hint)[0]
+    name_of_text = {"record": "DIR", "trace": "A-B"}.get(field, "FILE")
+    metavar = {str: name_of_text, float: "SECONDS"}.get(kind, "N")
+    return {"type": kind, "metavar": metavar}

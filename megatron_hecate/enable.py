@@ -1,9 +1,9 @@
-"""``import megatron_hecate.enable``: the one line that gives a Megatron pretraining script the ``--moe-fssdp`` flags.
+"""``import megatron_hecate.enable`` adds the ``--moe-fssdp`` flags to a Megatron script.
 
-It must stand before Megatron parses its arguments, best among the imports. Two functions of
-``megatron.training`` are wrapped, because no object exists yet that could be converted; without
-``--moe-fssdp`` both do what they did. Scripts with a setup of their own call only the first: for
-these `entry` watches where models are wrapped.
+Import it before Megatron parses its arguments, best among the script's imports. It wraps two
+functions of ``megatron.training``, because no object exists yet that could be converted. Without
+``--moe-fssdp`` both behave as before. Scripts with a setup of their own call only
+``add_megatron_arguments``; for such scripts `entry` watches where a model is wrapped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> Non
 def _with_flags(add_megatron_arguments: Callable) -> Callable:
     def add(parser: ArgumentParser) -> ArgumentParser:
         HecateConfig.add_arguments(add_megatron_arguments(parser)).set_defaults(**launched)
-        parse = parser.parse_known_args  # `parse_args` calls it, too
+        # `parse_args` calls it, too
+        parse = parser.parse_known_args
 
         def parse_and_note(*args: Any, **kwargs: Any) -> Any:
             namespace, rest = parse(*args, **kwargs)
@@ -55,14 +56,16 @@ def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
             return setup_model_and_optimizer(*args, **kwargs)
         call = inspect.signature(setup_model_and_optimizer).bind(*args, **kwargs)
         model_config = getattr(call.arguments.get("cfg_container"), "model", None)
-        slots = (
-            settings.slots if megatron_args.num_experts else 0
-        )  # the hook says that there is no MoE layer
+        # without experts the hook raises its own error, and rules about slots must not precede it
+        slots = settings.slots if megatron_args.num_experts else 0
         if not settings.observe:
             refuse(unsupported.find(megatron_args, model_config, slots=slots))
-        if model_config is not None:  # megatron.training builds the model from a config (0.19 on)
-            hooks, hook = model_config.pre_wrap_hooks, fssdp(settings)
-            if hook not in hooks:  # an attempt before may have had the same configuration
+        hook = fssdp(settings)
+        if model_config is not None:
+            # from 0.19 on megatron.training builds the model from a config with a list of hooks
+            hooks = model_config.pre_wrap_hooks
+            # a job that restarts in its process reuses the config of its earlier attempt
+            if hook not in hooks:
                 hooks.append(hook)
         else:
             chunks = 1
@@ -70,7 +73,7 @@ def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
                 chunks = megatron_args.virtual_pipeline_model_parallel_size or 1
             provider = call.arguments["model_provider_func"]
             call.arguments["model_provider_func"] = _convert_when_built(
-                provider, fssdp(settings), num_chunks=chunks
+                provider, hook, num_chunks=chunks
             )
         return setup_model_and_optimizer(*call.args, **call.kwargs)
 
@@ -80,7 +83,10 @@ def _with_hook(setup_model_and_optimizer: Callable) -> Callable:
 def _convert_when_built(
     provider: Callable, hook: Callable[[list], list], *, num_chunks: int
 ) -> Callable:
-    """``provider`` that runs ``hook`` on the first ``num_chunks`` models it made; later ones (upcycling) stay stock."""
+    """Wrap ``provider`` so that ``hook`` runs on the first ``num_chunks`` models it builds.
+
+    Models built later stay stock: upcycling builds another one.
+    """
     built: list = []
 
     @functools.wraps(provider)
@@ -99,7 +105,7 @@ _problems = assumptions.broken_assumptions(assumptions.TRAINING_ASSUMPTIONS)
 if _problems:
     raise ImportError(
         "megatron_hecate.enable does not fit this Megatron:\n"
-        + "\n".join(f"  - {p}" for p in _problems)
+        + "\n".join(f"  - {problem}" for problem in _problems)
     )
 entry.install()
 wrap(arguments, "add_megatron_arguments", _with_flags)

@@ -1,9 +1,10 @@
-"""Switch FSSDP on where it was asked for, however a script builds its model, or refuse its first step.
+"""Switch FSSDP on for a model that no other way in has converted, or refuse its first step.
 
 Scripts with a setup of their own call neither ``setup_model_and_optimizer`` nor Bridge's
-``pretrain``, and they import Megatron's functions by name. But each model that Megatron trains is
-wrapped in one of its data-parallel classes: `install` watches their base class, and the steps of
-torch's optimizers for models that are wrapped in another way.
+``pretrain``, and they import Megatron's functions by name, so no wrapper of a function reaches
+their calls. But Megatron wraps each model that it trains in one of its data-parallel classes:
+`install` watches their base class. For models that are wrapped in another way it watches the steps
+of torch's optimizers.
 """
 
 from __future__ import annotations
@@ -25,22 +26,29 @@ from megatron_hecate.job.agreement import SwitchOnError, refuse
 from megatron_hecate.observe import has_run, is_on
 from megatron_hecate.settings import unsupported
 
-NAMES = HecateConfig().as_arguments()  # of our flags, as argparse keeps them
+# names of our flags as argparse uses them, with default values
+NAMES = HecateConfig().as_arguments()
 WAY_OUT = (
-    "call megatron_hecate.fssdp(HecateConfig(...))(model_chunks) before the model is wrapped, or leave "
-    "--moe-fssdp out"
+    "call megatron_hecate.fssdp(HecateConfig(...))(model_chunks) before the model is wrapped, "
+    "or leave --moe-fssdp out"
 )
 
-launched: dict[str, Any] = {}  # the flags given to our launcher
-_parsed: dict[str, Any] = {}  # the newest namespace of Megatron's parser, under its only key
-_declined: set[str] = set()  # why FSSDP stays off though flags ask for it
+# flags given to our launcher
+launched: dict[str, Any] = {}
+# newest namespace of Megatron's parser, under the only key "newest"
+_parsed: dict[str, Any] = {}
+# reasons why FSSDP stays off although flags ask for it
+_declined: set[str] = set()
 
 
 def asked(config: Any = None) -> HecateConfig | None:
-    """Return the settings asked for in this process, or ``None`` where FSSDP was not asked for.
+    """Return the settings of FSSDP in this process, or ``None`` if FSSDP was not asked for.
 
-    A model's own ``config`` takes precedence (Bridge's overrides are attributes there), then
-    Megatron's arguments, then arguments that were parsed and not kept, then the launcher's flags.
+    In order of precedence: the model's ``config``, Megatron's arguments, arguments that were parsed
+    and not stored, the launcher's flags.
+
+    Args:
+        config: configuration of a model; overrides of Bridge are its attributes.
 
     Raises:
         SwitchOnError: for settings out of range.
@@ -52,7 +60,7 @@ def asked(config: Any = None) -> HecateConfig | None:
 
 
 def note_parsed(namespace: Any) -> None:
-    """Remember what Megatron's parser returned: a script may keep it to itself."""
+    """Store the result of Megatron's parser, which a script may not pass on to Megatron."""
     _parsed["newest"] = namespace
 
 
@@ -76,16 +84,17 @@ def switch_on(wrapper: type, config: Any, module: Module) -> None:
     """Run the hook on a model that is about to be wrapped.
 
     Args:
-        wrapper: which of Megatron's data-parallel classes wraps it.
+        wrapper: Megatron's data-parallel class around the model.
         config: the model's ``TransformerConfig``.
-        module: one chunk of the model; the others are found.
+        module: one chunk of the model; the other chunks are searched for.
 
     Raises (on every rank):
         SwitchOnError: for settings that cannot be combined, or chunks that cannot be found.
     """
     has_experts = any(isinstance(part, MoELayer) for part in module.modules())
+    # a model without experts is a critic, or a dense model that is upcycled
     if not has_experts and getattr(config, "num_moe_experts", None) is None:
-        return  # a critic, or a dense model that is upcycled
+        return
     settings = asked(config)
     if settings is None:
         if _wanted({**launched, **_arguments()}):
@@ -100,7 +109,7 @@ def switch_on(wrapper: type, config: Any, module: Module) -> None:
 
 
 def is_off_against_wish() -> bool:
-    """Return whether FSSDP was asked for and has not been switched on for any model."""
+    """Return whether FSSDP was asked for and is not on for any model."""
     return not is_on() and not _declined and _wanted(_requested())
 
 
@@ -109,8 +118,9 @@ def _refuse_step_while_off(optimizer: Optimizer, *_: Any) -> None:
         name = type(optimizer).__name__
         refuse(
             [
-                f"it was asked for, and {name} is about to step while no model with MoE layers has gone "
-                f"through Megatron's data-parallel classes, where FSSDP is switched on; {WAY_OUT}"
+                f"it was asked for, and {name} is about to step while no model with MoE layers is "
+                "wrapped by Megatron's data-parallel classes, where FSSDP is switched on; "
+                f"{WAY_OUT}"
             ]
         )
 
@@ -120,13 +130,13 @@ def _wanted(requested: dict[str, Any]) -> bool:
 
 
 def _requested(config: Any = None) -> dict[str, Any]:
-    """Values of our flags by name, from all places that may hold them."""
+    """Return the values of our flags by name, merged from all sources."""
     own = {name: value for name, value in getattr(config, "__dict__", {}).items() if name in NAMES}
     return {**launched, **_arguments(), **own}
 
 
 def _arguments() -> dict[str, Any]:
-    """Values of our flags in Megatron's arguments, or in those that were parsed and not kept."""
+    """Return our flags in Megatron's arguments, else in arguments parsed and not stored."""
     kept = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     for source in (kept, _parsed.get("newest")):
         if found := {name: getattr(source, name) for name in NAMES if hasattr(source, name)}:
@@ -135,7 +145,7 @@ def _arguments() -> dict[str, Any]:
 
 
 def _chunks_beside(module: Module, config: Any) -> list[Module]:
-    """Return all model chunks of this rank, given one: the code that wraps them has a list of them."""
+    """Return all model chunks of this rank, from a list in a calling function."""
     stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
     stages = stages or parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
     if stages == 1 or parallel_state.get_pipeline_model_parallel_world_size() == 1:
@@ -148,7 +158,9 @@ def _chunks_beside(module: Module, config: Any) -> list[Module]:
                 if is_model and any(part is module for part in value):
                     return list(value)
         frame = frame.f_back
-    count = (
-        f"this rank's model has {stages} chunks, of which only one is in sight when it is wrapped"
+    raise SwitchOnError(
+        [
+            f"this rank's model has {stages} chunks, of which only one is in sight when it is "
+            f"wrapped; {WAY_OUT}"
+        ]
     )
-    raise SwitchOnError([f"{count}; {WAY_OUT}"])

@@ -1,7 +1,8 @@
-"""Run a script, a module or a console command as Python would, with our flags known to Megatron.
+"""Run a script, a module or a console command as Python would, with our flags added to Megatron's.
 
-Flags of ours stand before the target, or among its own arguments: a script that drops arguments it
-does not know (``ignore_unknown_args``) drops no flag of ours unseen.
+Our flags may stand before the target or among its own arguments. The launcher reads both places,
+because a script may ignore unknown arguments (``ignore_unknown_args``) and would ignore our flags,
+too.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from typing import Any, NoReturn
 
 from megatron_hecate import HecateConfig
 
-# seconds that rank 0 has to print, before torchrun sees that another rank has failed and ends it
+# Seconds that other ranks leave rank 0 to print an error: torchrun ends all ranks when one has
+# failed.
 GRACE: float = 2.0
-# console commands and modules that start the ranks; the launcher runs in each rank, so they go first
+# Console commands and modules that start ranks. The launcher runs in each rank, so they must
+# precede it.
 STARTERS = (
     "torchrun",
     "accelerate",
@@ -37,14 +40,14 @@ STARTERS = (
 
 
 class Parser(argparse.ArgumentParser):
-    """Print usage and an error on rank 0, and one line on each other rank."""
+    """Parser that prints usage and an error on rank 0, and one line on each other rank."""
 
     def error(self, message: str) -> NoReturn:
         rank = int(os.environ.get("RANK", 0))
         if rank == 0:
             super().error(message)
         print(
-            f"{self.prog}: error; rank 0 says which (this is rank {rank})",
+            f"{self.prog}: error; see the message of rank 0 (this is rank {rank})",
             file=sys.stderr,
             flush=True,
         )
@@ -55,13 +58,13 @@ class Parser(argparse.ArgumentParser):
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """A split command line of the launcher.
+    """Command line of the launcher, split at its target.
 
     Args:
         flags: arguments of the launcher itself.
-        target: a script, a module or a console command; empty where none is given.
+        target: a script, a module or a console command; empty without one.
         is_module: whether ``target`` is a module, given after ``-m``.
-        arguments: the target's own.
+        arguments: arguments of the target.
     """
 
     flags: list[str]
@@ -71,12 +74,10 @@ class Command:
 
     @classmethod
     def split(cls, argv: list[str], parser: argparse.ArgumentParser) -> Command:
-        """Find the target: the first word that is neither a flag of ``parser`` nor the value of one."""
-        takes_value = {
-            flag: action.nargs is None
-            for action in parser._actions
-            for flag in action.option_strings
-        }
+        """Split ``argv`` at the first word that is neither a flag of ``parser`` nor its value."""
+        takes_value: dict[str, bool] = {}
+        for action in parser._actions:
+            takes_value.update(dict.fromkeys(action.option_strings, action.nargs is None))
         at = 0
         while at < len(argv):
             word = argv[at]
@@ -91,13 +92,13 @@ class Command:
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What the launcher runs.
+    """Script, module or console command that the launcher runs.
 
     Args:
-        name: in messages.
+        name: name in messages.
         argv0: ``sys.argv[0]`` of the target.
         folder: ``sys.path[0]`` of the target.
-        run: runs it as ``__main__``.
+        run: function that runs the target as ``__main__``.
     """
 
     name: str
@@ -107,15 +108,15 @@ class Target:
 
     @classmethod
     def find(cls, command: Command) -> Target:
-        """Find what ``command`` names, without importing it.
+        """Find the target of ``command`` without importing it.
 
         Raises:
-            ValueError: for a target that does not exist, is no Python, or starts ranks itself.
+            ValueError: for a target that does not exist, is not Python, or starts ranks itself.
         """
         name = command.target
         if name in STARTERS:
             right = "torchrun ... -m megatron_hecate ... SCRIPT.py"
-            raise ValueError(f"{name} starts the ranks, so it comes first: {right}")
+            raise ValueError(f"{name} starts the ranks, so it must precede our launcher: {right}")
         if command.is_module:
             return cls._module(name)
         path = Path(name)
@@ -137,9 +138,11 @@ class Target:
             sys.path.remove(folder)
         if spec is None:
             raise ValueError(f"there is no module {name}")
-        return cls(
-            name, name, folder, lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
-        )
+
+        def run_module() -> None:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+        return cls(name, name, folder, run_module)
 
     @classmethod
     def _script(cls, name: str) -> Target:
@@ -147,27 +150,34 @@ class Target:
         if Path(path).is_file() and not _is_python(Path(path), otherwise=not name.endswith(".sh")):
             raise ValueError(f"{name} is not written in Python; give the script that it starts")
         folder = Path(path).resolve()
-        folder = folder if folder.is_dir() else folder.parent
+        if not folder.is_dir():
+            folder = folder.parent
         return cls(path, path, str(folder), lambda: runpy.run_path(path, run_name="__main__"))
 
     @classmethod
     def _console_command(cls, name: str) -> Target:
         path = shutil.which(name)
-        folder = str(Path(path).resolve().parent) if path else str(Path.cwd())
+        if path is None:
+            folder = str(Path.cwd())
+        else:
+            folder = str(Path(path).resolve().parent)
         if found := list(importlib.metadata.entry_points(group="console_scripts", name=name)):
             return cls(name, path or name, folder, lambda: sys.exit(found[0].load()()))
         if path is not None and _is_python(Path(path), otherwise=False):
             return cls(name, path, folder, lambda: runpy.run_path(path, run_name="__main__"))
-        kind = "does not exist" if path is None else f"({path}) is not written in Python"
+        if path is None:
+            problem = "does not exist"
+        else:
+            problem = f"({path}) is not written in Python"
         ways = "a script, -m MODULE, or a console command of this Python environment"
-        raise ValueError(f"{name} {kind}; give {ways}")
+        raise ValueError(f"{name} {problem}; give {ways}")
 
 
 def run(argv: list[str], parser: Parser) -> int:
-    """Run what ``argv`` names; returns the exit status."""
+    """Run the target that ``argv`` names; return the exit status."""
     HecateConfig.add_arguments(parser)
     command = Command.split(argv, parser)
-    # -h, and flags of others before the script, end here
+    # -h and unknown flags before the target exit here
     given = _given(parser.parse_args(command.flags, _unset()))
     if not command.target and not command.is_module:
         parser.error("no SCRIPT.py given, nor -m MODULE, nor a console command")
@@ -176,7 +186,8 @@ def run(argv: list[str], parser: Parser) -> int:
     except ValueError as error:
         parser.error(str(error))
     given |= _among(command.arguments)
-    try:  # what is wrong is said now, not when Megatron has started
+    # validate now: Megatron takes minutes to start
+    try:
         settings = HecateConfig.from_arguments(argparse.Namespace(**given))
         if settings is not None and settings.speeds is not None:
             from megatron_hecate.plan import Speeds
@@ -184,11 +195,12 @@ def run(argv: list[str], parser: Parser) -> int:
             Speeds.load(settings.speeds)
     except (ValueError, NotImplementedError) as error:
         parser.error(f"--moe-fssdp: {error}")
-    # the script may change the working directory
+    # paths must be absolute, because the script may change the working directory
     for name in ("moe_fssdp_speeds", "moe_fssdp_record"):
         if given.get(name) is not None:
             given[name] = str(Path(given[name]).absolute())
-    sys.path[0] = target.folder  # as if the script had been started by itself
+    # as Python sets it for a script
+    sys.path[0] = target.folder
     return _run(target, given, command.arguments)
 
 
@@ -205,7 +217,8 @@ def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
     sys.argv = [target.argv0, *arguments]
     try:
         target.run()
-    except SystemExit as done:  # as console commands end
+    except SystemExit as done:
+        # console commands also raise it on success, and the check below must follow
         if done.code not in (None, 0):
             raise
     if entry.is_off_against_wish():
@@ -216,7 +229,8 @@ def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
     return 0
 
 
-_UNSET = object()  # the value of no flag
+# default that distinguishes flags that were left out
+_UNSET = object()
 
 
 def _unset() -> argparse.Namespace:
@@ -228,7 +242,7 @@ def _given(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def _among(arguments: list[str]) -> dict[str, Any]:
-    """Return our flags among a script's own arguments, none where one has an invalid value."""
+    """Return our flags among a script's own arguments; none if one has an invalid value."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     HecateConfig.add_arguments(parser)
     try:
@@ -239,14 +253,16 @@ def _among(arguments: list[str]) -> dict[str, Any]:
 
 
 def _is_python(path: Path, *, otherwise: bool) -> bool:
-    """Return what a file's first line says, or ``otherwise`` where it names no interpreter."""
+    """Return whether a file's first line names Python; ``otherwise`` if it names no interpreter."""
     with path.open("rb") as file:
         first = file.readline()
-    return b"python" in first if first.startswith(b"#!") else otherwise
+    if first.startswith(b"#!"):
+        return b"python" in first
+    return otherwise
 
 
 class _WithBridge(importlib.abc.MetaPathFinder):
-    """Imports `megatron_hecate.bridge` as soon as the script has imported Megatron-Bridge."""
+    """Finder that imports `megatron_hecate.bridge` as soon as Megatron-Bridge is imported."""
 
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
@@ -267,23 +283,34 @@ class _WithBridge(importlib.abc.MetaPathFinder):
 
 
 def _come_along(given: dict[str, Any]) -> None:
-    """Put the launcher in front of a script that replaces its process, as Bridge's scripts do to start
-    anew in a recipe's environment. Each function of `os` that does so ends in one of these two."""
-    execv, execve = os.execv, os.execve
-    os.execv = lambda file, command: execv(file, _behind_launcher(file, command, given))
-    os.execve = lambda file, command, environment: execve(
-        file, _behind_launcher(file, command, given), environment
-    )
+    """Put the launcher in front of a Python script that replaces this process.
+
+    Bridge's scripts replace their process to restart in a recipe's environment. All functions of
+    `os` that replace a process call ``execv`` or ``execve``.
+    """
+    execv = os.execv
+    execve = os.execve
+
+    def execv_with_launcher(file: Any, command: Any) -> NoReturn:
+        execv(file, _behind_launcher(file, command, given))
+
+    def execve_with_launcher(file: Any, command: Any, environment: Any) -> NoReturn:
+        execve(file, _behind_launcher(file, command, given), environment)
+
+    os.execv = execv_with_launcher
+    os.execve = execve_with_launcher
 
 
 def _behind_launcher(file: str, command: list[str], given: dict[str, Any]) -> list[str]:
-    """Return ``command``, with the launcher in front where it starts a Python script or module."""
+    """Return ``command``, behind our launcher if it starts a Python script or module."""
     command = list(command)
     starts_python = file == sys.executable and len(command) > 1
     if not starts_python or not (command[1].endswith(".py") or command[1].startswith("-m")):
         return command
-    flags = [("--" + name.replace("_", "-"), value) for name, value in given.items()]
-    ours = [
-        part for flag, value in flags for part in ((flag,) if value is True else (flag, str(value)))
-    ]
+    ours = []
+    for name, value in given.items():
+        ours.append("--" + name.replace("_", "-"))
+        # a switch takes no value
+        if value is not True:
+            ours.append(str(value))
     return [file, "-m", "megatron_hecate", *ours, *command[1:]]

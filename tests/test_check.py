@@ -19,9 +19,9 @@ from megatron_hecate.__main__ import main
 pytestmark = pytest.mark.fast
 
 GRAPHS = (
-    "--moe-fssdp with cuda_graph_impl='local': replicas come and go between CUDA graphs of parts, which are attn, "
-    "mamba, mlp, moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope); others hold the "
-    "experts as well; "
+    "--moe-fssdp with cuda_graph_impl='local': replicas are fetched and returned between CUDA graphs of the parts "
+    "attn, mamba, mlp, moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope); "
+    "other graphs contain the experts as well; "
     "set model.cuda_graph_impl=none or --cuda-graph-impl none"
 )
 NO_FSDP = "set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave out --use-megatron-fsdp"

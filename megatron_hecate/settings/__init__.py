@@ -1,1 +1,1 @@
-"""Whether FSSDP may be switched on for a job."""
+"""Checks whether FSSDP can be switched on for a job."""

@@ -1,8 +1,12 @@
-"""Everything we assume about Megatron and TransformerEngine, in one place, checked when FSSDP is switched on.
+"""Assumptions about Megatron and TransformerEngine, checked when FSSDP is switched on.
 
-`ASSUMPTIONS` lists the names and parameters we use or override; settings we do not combine with are in `unsupported`.
-`TRAINING_ASSUMPTIONS` are the two functions of ``megatron.training`` that `enable` wraps, because no object exists yet
-that could be converted. `BRIDGE_ASSUMPTIONS` are what `bridge` uses of Megatron-Bridge.
+* `ASSUMPTIONS`: names and parameters of Megatron that we use or override.
+* `TRAINING_ASSUMPTIONS`: names that `enable` and `entry` wrap, because no object exists yet that
+  could be converted, and ``megatron.training``'s writers of metrics.
+* `BRIDGE_ASSUMPTIONS`: names of Megatron-Bridge that `bridge` uses.
+* `TE_ASSUMPTIONS`, `FUSED_ASSUMPTIONS`: attributes of TransformerEngine's modules.
+
+Settings that FSSDP does not combine with are in `unsupported`.
 """
 
 from __future__ import annotations
@@ -14,20 +18,20 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-OLDEST, TOO_NEW = (
-    (0, 16, 1),
-    (0, 21),
-)  # megatron-core; its builds before a release, such as 0.20.0rc0, count as it
+# Versions of megatron-core, from OLDEST to before TOO_NEW. A build before a release, such as
+# 0.20.0rc0, counts as the release.
+OLDEST = (0, 16, 1)
+TOO_NEW = (0, 21)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Assumption:
-    """A name in Megatron we rely on.
+    """Name in Megatron that we rely on.
 
     Args:
         name: ``module:attribute``, the module relative to ``megatron``.
-        takes: parameters it must have.
-        why: what we do with it.
+        takes: parameters or fields that must exist.
+        why: our use of the name.
     """
 
     name: str
@@ -41,16 +45,18 @@ ASSUMPTIONS = (
     _Assumption(
         "core.transformer.moe.moe_layer:MoELayer.route",
         ("hidden_states",),
-        "overridden: loads are observed here",
+        "overridden: routes tokens and records loads",
     ),
     _Assumption(
         "core.transformer.moe.moe_layer:MoELayer.preprocess",
         ("hidden_states", "probs", "routing_map"),
-        "overridden: experts become physical experts here",
+        "overridden: maps experts to physical experts",
     ),
     *(
         _Assumption(
-            f"core.transformer.moe.moe_layer:MoELayer.{name}", (), "overridden: timed in traces"
+            f"core.transformer.moe.moe_layer:MoELayer.{name}",
+            (),
+            "overridden: adds spans to traces",
         )
         for name in ("dispatch", "routed_experts_compute", "combine")
     ),
@@ -62,17 +68,17 @@ ASSUMPTIONS = (
     _Assumption(
         "core.transformer.moe.experts:TEGroupedMLP.backward_dw",
         (),
-        "overridden: the twin's are computed",
+        "overridden: computes the twin's gradients",
     ),
     _Assumption(
         "core.transformer.moe.experts:SequentialMLP.forward",
         _EXPERTS,
-        "overridden: replicas join here",
+        "overridden: replicas compute, too",
     ),
     _Assumption(
         "core.transformer.moe.experts:TEGroupedMLP.forward",
         _EXPERTS,
-        "overridden: replicas join here",
+        "overridden: replicas compute, too",
     ),
     _Assumption(
         "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher",
@@ -97,105 +103,109 @@ ASSUMPTIONS = (
     _Assumption(
         "core.transformer.transformer_layer:TransformerLayer.__init__",
         ("self", "config", "submodules", "layer_number"),
-        "its self_attention runs before its mlp: replicas are fetched meanwhile",
+        "self_attention runs before mlp: replicas are prefetched during attention",
     ),
     _Assumption(
         "core.parallel_state:get_pipeline_model_parallel_rank",
         (),
-        "how many microbatches are in flight on this stage",
+        "gives the number of microbatches in flight on this stage",
     ),
     _Assumption(
-        "core.parallel_state:get_expert_data_parallel_rank", (), "which rank of a stage records it"
+        "core.parallel_state:get_expert_data_parallel_rank",
+        (),
+        "determines the rank that records a stage",
     ),
     _Assumption(
-        "core.parallel_state:get_expert_data_parallel_group", (), "which ranks have the same homes"
+        "core.parallel_state:get_expert_data_parallel_group",
+        (),
+        "gives the ranks with the same homes",
     ),
     *(
         _Assumption(
             f"core.transformer.moe.experts:{name}.sharded_state_dict",
             (),
-            "overridden: homes are restored",
+            "overridden: restores homes first",
         )
         for name in ("SequentialMLP", "TEGroupedMLP")
     ),
     _Assumption(
         "core.parallel_state:get_pipeline_model_parallel_group",
         (),
-        "whose metrics are logged together",
+        "gives the stages with one log of metrics",
     ),
     _Assumption(
         "core.transformer.moe.router_replay:RouterReplayAction.REPLAY_FORWARD",
         (),
-        "its target_topk_idx are routes to come",
+        "target_topk_idx holds future routes",
     ),
     _Assumption(
         "core.tensor_parallel.random:is_checkpointing",
         (),
-        "tells a checkpointed forward from evaluation",
+        "distinguishes a checkpointed forward from evaluation",
     ),
     _Assumption(
         "core.transformer.multi_token_prediction:MultiTokenPredictionBlock.forward",
         ("self",),
-        "runs its layers mtp_num_layers times with mtp_use_repeated_layer",
+        "runs each layer mtp_num_layers times with mtp_use_repeated_layer",
     ),
     _Assumption(
         "core.num_microbatches_calculator:get_num_microbatches",
         (),
-        "a guess for the first iteration, and what a record says of the job",
+        "an estimate for the first iteration, and an entry of records",
     ),
     _Assumption(
         "core.num_microbatches_calculator:_GLOBAL_NUM_MICROBATCHES_CALCULATOR",
         (),
-        "None: the loop does not say",
+        "None if the training loop sets no number of microbatches",
     ),
     _Assumption(
         "core.distributed.distributed_data_parallel:DistributedDataParallel._make_forward_pre_hook",
         ("self",),
-        "the hooks it makes are told by this name, and run before parameters are read",
+        "identifies DDP's hooks by this name; they run before parameters are read",
     ),
     _Assumption(
         "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync",
         ("self",),
-        "dispatches the gather of experts' parameters at the same point on all ranks",
+        "called to gather experts' parameters at the same point on all ranks",
     ),
     _Assumption(
         "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync",
         ("self", "skip_next_bucket_dispatch"),
-        "waits for the gather of experts' parameters at the same point on all ranks",
+        "called to wait for experts' parameters at the same point on all ranks",
     ),
     _Assumption(
         "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
         ("self",),
-        "starts a reduction; held back until the groups before have started",
+        "overridden: starts a reduction after all earlier groups have started",
     ),
     _Assumption(
         "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.reset",
         ("self",),
-        "called in every iteration",
+        "overridden: runs in every iteration",
     ),
 )
 TRAINING_ASSUMPTIONS = (
     _Assumption(
         "core.distributed.data_parallel_base:_BaseDataParallel",
         ("config", "module"),
-        "its constructor is wrapped: models are converted before they are wrapped",
+        "constructor wrapped: converts a model before DDP wraps it",
     ),
     _Assumption(
         "training.arguments:add_megatron_arguments",
         ("parser",),
-        "wrapped: the flags are added here",
+        "wrapped: adds the flags",
     ),
     _Assumption(
         "training.training:setup_model_and_optimizer",
         ("model_type", "model_provider_func"),
-        "wrapped: the hook runs when the model is built",
+        "wrapped: runs the hook on the built model",
     ),
     *(
-        _Assumption(f"training.global_vars:get_{name}_writer", (), "metrics go there")
+        _Assumption(f"training.global_vars:get_{name}_writer", (), "writes metrics")
         for name in ("tensorboard", "wandb")
     ),
 )
-# Methods that read or write a model's weights parameter by parameter, with the model among their arguments.
+# methods with the model among their arguments that read or write its weights parameter by parameter
 BRIDGE_CONVERSIONS = (
     "stream_weights_megatron_to_hf",
     "stream_weights_megatron_to_hf_quant",
@@ -206,93 +216,106 @@ BRIDGE_ASSUMPTIONS = (
     _Assumption(
         "bridge.training.pretrain:runtime_config_update",
         ("cfg",),
-        "wrapped: settings are final after it",
+        "wrapped: makes the settings final",
     ),
     _Assumption(
         "bridge.training.config:ConfigContainer",
         ("model", "ddp", "dist", "peft"),
-        "whose settings we check",
+        "holds the settings that we check",
     ),
     _Assumption(
         "bridge.models.model_provider:ModelProviderMixin.register_pre_wrap_hook",
         ("hook",),
-        "the hook runs there",
+        "runs the hook",
     ),
     *(
         _Assumption(
             f"bridge.training.callbacks:Callback.on_train_{when}",
             ("context",),
-            "overridden: metrics are logged",
+            "overridden: logs metrics",
         )
         for when in ("start", "step_end", "end")
     ),
     _Assumption(
         "bridge.training.callbacks:CallbackContext",
         ("state", "model"),
-        "where metrics find the loggers",
+        "gives access to the loggers",
     ),
     *(
-        _Assumption(
-            f"bridge.training.state:GlobalState.{name}_logger", (), "metrics are logged there"
-        )
+        _Assumption(f"bridge.training.state:GlobalState.{name}_logger", (), "logs metrics")
         for name in ("tensorboard", "wandb", "mlflow", "comet")
     ),
     *(
         _Assumption(
             f"bridge.models.conversion.model_bridge:MegatronModelBridge.{name}",
             (),
-            "wrapped: homes are restored",
+            "wrapped: restores homes first",
         )
         for name in BRIDGE_CONVERSIONS
     ),
 )
 
 
-# Attributes of TransformerEngine's GroupedLinear, and of Megatron's class around it, that `grouped_linear` uses. Of its
-# QuantizedTensor `stored_weights` assumes that ``get_metadata`` gives all that it is made of, but shape and dtype.
+# Attributes of TransformerEngine's GroupedLinear, and of Megatron's class around it, that
+# `grouped_linear` uses. Another assumption is that of `stored_weights`: ``get_metadata`` of
+# TransformerEngine's QuantizedTensor returns all arguments of its constructor but shape and dtype.
 TE_ASSUMPTIONS = {
-    "num_gemms": "the twin has more",
+    "num_gemms": "larger in the twin",
     "weight0": "one parameter per expert",
-    "bias0": "one per expert, or an empty tensor where there are no biases",
-    "quantizers": "kept per GEMM: the twin has its own",
-    "fp8_meta": "kept per GEMM: the twin has its own",
-    "_fp8_workspaces": "quantized weights that TE keeps: the twin has its own, dropped when weights change",
-    "fuse_wgrad_accumulation": "whether GEMMs add to main_grad",
-    "is_first_microbatch": "whether GEMMs overwrite main_grad: never once the twin ran",
-    "wgrad_store": "weight gradients to be computed later: the twin has its own",
-    "wgrad_accumulation_and_reduce_hooks": "DDP's, run when these are complete",
+    "bias0": "one per expert, or an empty tensor without biases",
+    "quantizers": "one per GEMM: the twin has its own",
+    "fp8_meta": "one per GEMM: the twin has its own",
+    "_fp8_workspaces": "TE's cache of quantized weights: the twin drops its own if weights change",
+    "fuse_wgrad_accumulation": "if true, GEMMs add to main_grad",
+    "is_first_microbatch": "if true, GEMMs overwrite main_grad: never after the twin ran",
+    "wgrad_store": "queue of delayed weight gradients: the twin has its own",
+    "wgrad_accumulation_and_reduce_hooks": "DDP's hooks on complete weight gradients",
 }
-# Attributes of Megatron's TEGroupedMLP that `grouped_linear` uses where it has operators of TransformerEngine.
+# attributes of Megatron's TEGroupedMLP with operators of TransformerEngine that `grouped_linear`
+# uses
 FUSED_ASSUMPTIONS = {
-    "_make_fused_ops": "makes them: two GroupedLinear, and an activation between them",
-    "_fused_ops": "those that the forward runs, or None",
+    "_make_fused_ops": "builds two GroupedLinear operators around an activation",
+    "_fused_ops": "operators of the forward, or None",
 }
 
 
 def broken_assumptions(assumptions: tuple[_Assumption, ...] = ASSUMPTIONS) -> list[str]:
-    """What this Megatron has that we do not expect, a line each; empty when all is well."""
+    """Return one line for each assumption that does not hold for the installed Megatron."""
     import megatron.core
 
-    version, problems = megatron.core.__version__, []
-    try:
-        fits = OLDEST <= Version(version).release < TOO_NEW
-    except InvalidVersion:
-        fits = False
-    if not fits:
-        problems.append(f"megatron-core {version} is outside {'.'.join(map(str, OLDEST))} to 0.20")
+    version = megatron.core.__version__
+    problems = []
+    if not _is_supported(version):
+        oldest = ".".join(map(str, OLDEST))
+        problems.append(f"megatron-core {version} is outside {oldest} to 0.20")
     for assumption in assumptions:
-        module, _, path = assumption.name.partition(":")
-        try:
-            found: Any = importlib.import_module(f"megatron.{module}")
-            for part in path.split("."):
-                found = getattr(found, part)
-            known = set(inspect.signature(found).parameters) if callable(found) else set()
-            known |= set(getattr(found, "__dataclass_fields__", ()))
-        except (ImportError, AttributeError) as error:
-            problems.append(f"megatron.{assumption.name} ({assumption.why}) is gone: {error}")
-            continue
-        if missing := sorted(set(assumption.takes) - known):
-            problems.append(
-                f"megatron.{assumption.name} ({assumption.why}) no longer takes {', '.join(missing)}"
-            )
+        problem = _find_problem(assumption)
+        if problem is not None:
+            problems.append(problem)
     return problems
+
+
+def _is_supported(version: str) -> bool:
+    try:
+        return OLDEST <= Version(version).release < TOO_NEW
+    except InvalidVersion:
+        return False
+
+
+def _find_problem(assumption: _Assumption) -> str | None:
+    """Return a line about a broken ``assumption``, or ``None``."""
+    module, _, path = assumption.name.partition(":")
+    shown = f"megatron.{assumption.name} ({assumption.why})"
+    try:
+        found: Any = importlib.import_module(f"megatron.{module}")
+        for part in path.split("."):
+            found = getattr(found, part)
+        known = set(getattr(found, "__dataclass_fields__", ()))
+        if callable(found):
+            known |= set(inspect.signature(found).parameters)
+    except (ImportError, AttributeError) as error:
+        return f"{shown} is gone: {error}"
+    missing = sorted(set(assumption.takes) - known)
+    if missing:
+        return f"{shown} no longer takes {', '.join(missing)}"
+    return None

@@ -1,4 +1,7 @@
-"""Which parts of a model CUDA graphs hold, told by Megatron's settings. Needs no Megatron."""
+"""Determine from Megatron's settings which parts of a model CUDA graphs capture.
+
+Needs no Megatron.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-# Between replays of these FSSDP can fetch replicas and give them to the experts, which run without a graph.
+# Parts whose graphs leave the experts out. Between replays of such graphs FSSDP can fetch replicas,
+# and the experts run without a graph.
 WITH_REPLICAS = frozenset({"attn", "mamba", "mlp", "moe_router", "moe_preprocess"})
+# settings before cuda_graph_impl, and their value of it
+OLD_NAMES = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
 
 
 class _Settings(Protocol):
@@ -15,30 +21,36 @@ class _Settings(Protocol):
 
 
 def captured_parts(settings: _Settings) -> frozenset[str] | None:
-    """What graphs hold, by the names of Megatron's ``CudaGraphModule``; nothing without graphs. ``None``: whole layers,
-    the whole iteration, or what a ``cuda_graph_impl`` of an unknown name holds."""
+    """Return the captured parts by the names of Megatron's ``CudaGraphModule``.
+
+    The set is empty without graphs. ``None`` stands for whole layers, the whole iteration, and a
+    ``cuda_graph_impl`` of an unknown name.
+    """
     impl = settings["cuda_graph_impl"]
-    if impl in (None, "none"):  # the names of before
-        old = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
-        impl = next((new for name, new in old.items() if settings[name]), None)
+    if impl in (None, "none"):
+        impl = next((new for name, new in OLD_NAMES.items() if settings[name]), None)
     if impl is None:
         return frozenset()
     parts = _names(settings["cuda_graph_scope"]) or _names(settings["cuda_graph_modules"])
     unknown = impl not in ("local", "transformer_engine")
     if unknown or not parts or parts & {"full", "full_iteration"}:
         return None
-    if impl == "local" and parts & {"moe_router", "moe_preprocess"}:  # Megatron adds the other
+    # Megatron's own implementation captures both if one of the two is asked for
+    if impl == "local" and parts & {"moe_router", "moe_preprocess"}:
         parts |= {"moe_router", "moe_preprocess"}
     return parts
 
 
 def holds_preprocess(settings: _Settings) -> bool:
-    """Whether a graph holds the dispatcher's preprocessing, and so the way from experts to physical experts."""
+    """Return whether a graph captures the dispatcher's preprocessing.
+
+    Such a graph also contains the rerouting from experts to physical experts.
+    """
     return "moe_preprocess" in (captured_parts(settings) or ())
 
 
 def _names(value: Any) -> frozenset[str]:
-    """Names in a text, in a list of texts or enumerators, or in what Bridge writes enumerators as."""
+    """Return the names in a text, a list of texts or enumerators, or an enumerator of Bridge."""
     if value is None:
         return frozenset()
     if isinstance(value, str):
@@ -46,5 +58,8 @@ def _names(value: Any) -> frozenset[str]:
     if isinstance(value, Mapping):
         return frozenset({str(value.get("_name_", value))})
     if isinstance(value, list | tuple | set | frozenset):
-        return frozenset(name for item in value for name in _names(item))
+        names: set[str] = set()
+        for item in value:
+            names |= _names(item)
+        return frozenset(names)
     return frozenset({str(getattr(value, "name", value))})

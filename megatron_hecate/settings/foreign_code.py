@@ -1,8 +1,9 @@
-"""Refuse MoE layers whose subclasses compute in ways of their own: FSSDP would replace or skip their code.
+"""Refuse MoE layers with foreign code, which FSSDP would replace or skip.
 
-Experts are computed once more by a twin over homes and replicas, dispatchers are built again over
-physical experts, and a layer's parts are overridden. Routers may be subclasses: FSSDP reads what they
-return. So may layers that put Megatron's parts together in their own way, as Gemma 4's does.
+FSSDP computes experts by a twin module over homes and replicas, builds dispatchers again over
+physical experts, and overrides methods of a layer. Routers may be subclasses, because FSSDP only
+reads their results. Layers may be subclasses that combine Megatron's parts in another way, as Gemma
+4's does.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from torch.nn import Module
 
 KNOWN = ("megatron.core.", "transformer_engine.", "torch.", "megatron_hecate.")
-# parts of Megatron's layer that FSSDP overrides, and the forward that calls them
+# methods of Megatron's layer that FSSDP overrides, and the forward that calls all of these
 LAYER = {
     "forward",
     "route",
@@ -24,9 +25,10 @@ LAYER = {
     "combine",
     "backward_dw",
 }
-# methods that are looked at in Megatron's own classes, too: a package may have put its own there
+# methods that are checked in Megatron's own classes, too, because a package may have patched a
+# class
 PATCHED = {*LAYER, "token_dispatch", "token_combine"}
-# methods that change neither what is computed nor how
+# methods without influence on the computation
 HARMLESS = {
     "__init__",
     "__repr__",
@@ -42,14 +44,17 @@ HARMLESS = {
 
 
 def check_layer(layer: MoELayer) -> None:
-    """Raise a ValueError that names each module of ``layer`` with code of its own."""
+    """Raise a ValueError that lists the modules of ``layer`` with foreign code."""
     found = list(_describe(layer, "the layer", only=LAYER))
     found += _describe(layer.token_dispatcher, "its dispatcher")
-    parts = {type(part): part for part in layer.experts.modules() if part._parameters}
-    for part in {type(layer.experts): layer.experts, **parts}.values():
-        found += _describe(
-            part, "its experts" if part is layer.experts else "a part of its experts"
-        )
+    # one module per class is enough
+    modules = {type(layer.experts): layer.experts}
+    modules.update((type(part), part) for part in layer.experts.modules() if part._parameters)
+    for module in modules.values():
+        role = "a part of its experts"
+        if module is layer.experts:
+            role = "its experts"
+        found += _describe(module, role)
     if found:
         raise ValueError(
             f"{'; '.join(found)}: FSSDP has replicas for Megatron's own code only; use Megatron's "
@@ -59,10 +64,11 @@ def check_layer(layer: MoELayer) -> None:
 
 def find_foreign_layers(chunks: Iterable[Module]) -> list[str]:
     """Return a line for each kind of MoE layer that is not Megatron's `MoELayer`."""
-    modules = (module for chunk in chunks for module in chunk.modules())
-    kinds = {
-        type(m) for m in modules if isinstance(m, BaseMoELayer) and not isinstance(m, MoELayer)
-    }
+    kinds = set()
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, BaseMoELayer) and not isinstance(module, MoELayer):
+                kinds.add(type(module))
     return [
         f"{_name(kind)} is a MoE layer of its own kind: FSSDP converts Megatron's MoELayer"
         for kind in sorted(kinds, key=_name)
@@ -70,21 +76,31 @@ def find_foreign_layers(chunks: Iterable[Module]) -> list[str]:
 
 
 def _describe(module: Any, role: str, *, only: set[str] | None = None) -> Iterable[str]:
-    """Yield a line where ``module`` has methods of its own, of those in ``only``."""
-    names = _methods(type(module)) if only is None else only
+    """Yield a line if ``module`` has foreign methods.
+
+    Args:
+        module: module to check.
+        role: name of the module in the message.
+        only: methods to check; by default all methods of Megatron's classes.
+    """
+    names = only
+    if names is None:
+        names = _methods(type(module))
     if own := sorted(name for name in names if _is_foreign(module, name)):
         yield f"{role} ({_name(type(module))}) has {', '.join(own)} of its own"
 
 
 def _methods(kind: type) -> set[str]:
-    """Return names of the methods that Megatron's and TransformerEngine's classes of ``kind`` have."""
-    known = [base for base in kind.__mro__ if _is_known(base.__module__) and base is not Module]
-    found = {name for base in known for name, value in vars(base).items() if callable(value)}
-    return (found | {"forward", "__call__"}) - HARMLESS
+    """Return the methods of ``kind`` that Megatron's and TransformerEngine's classes define."""
+    found = {"forward", "__call__"}
+    for base in kind.__mro__:
+        if _is_known(base.__module__) and base is not Module:
+            found.update(name for name, value in vars(base).items() if callable(value))
+    return found - HARMLESS
 
 
 def _is_foreign(module: Any, name: str) -> bool:
-    """Return whether ``name`` comes from another package, by a subclass or because somebody patched it."""
+    """Return whether another package defines the method ``name``, by a subclass or a patch."""
     if name in vars(module):
         return not _is_known(getattr(vars(module)[name], "__module__", ""))
     owner = next((base for base in type(module).__mro__ if name in vars(base)), object)

@@ -1,4 +1,4 @@
-"""A rule says of a setting that FSSDP does not combine with it, and the way out; the tables are in `unsupported`."""
+"""Rules for unsupported settings and the way out of each; `unsupported` has the tables."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A setting FSSDP does not combine with.
+    """Rule for a setting that FSSDP does not combine with.
 
     Args:
         setting: field of ``TransformerConfig``, or argument of ``megatron.training``.
-        why: what FSSDP cannot do with it.
-        instead: a value that can be combined.
-        unsupported: whether the settings are; by default, whether `setting` is switched on.
-        part: of Bridge's configuration that decides on the setting.
-        flag: of ``megatron.training`` where its name is another; empty where there is none.
-        hint: what follows the override on Bridge's command line.
-        way: the whole way out, where Bridge takes no override of the setting itself.
+        why: reason, as it stands in the error.
+        instead: supported value.
+        unsupported: predicate over all settings; by default, whether `setting` is switched on.
+        part: prefix of the setting in Bridge's configuration.
+        flag: flag of ``megatron.training`` if named otherwise; empty if there is none.
+        hint: text behind the override of Bridge's command line.
+        way: complete way out, for a setting that Bridge takes no override of.
     """
 
     setting: str
@@ -32,56 +32,64 @@ class Rule:
     way: str = ""
 
     def applies(self, settings: Settings) -> bool:
-        return (
-            is_set(settings[self.setting])
-            if self.unsupported is None
-            else self.unsupported(settings)
-        )
+        """Return whether the rule refuses ``settings``."""
+        if self.unsupported is not None:
+            return self.unsupported(settings)
+        return is_set(settings[self.setting])
 
     @property
     def way_out(self) -> str:
-        """The overrides, for Bridge's command line and for Megatron's."""
+        """Overrides that help, for Bridge's command line and for Megatron's."""
         if self.way:
             return self.way
         text = {False: "false", None: "null"}.get(self.instead, self.instead)
-        way = f"set {self.part}{self.setting}={text}"
-        flag = f"--{self.setting.replace('_', '-')}" if self.flag is None else self.flag
-        way += self.hint
-        if flag:
-            way += (
-                f" or leave out {flag}"
-                if self.instead in (False, None)
-                else f" or {flag} {self.instead}"
-            )
-        return way
+        way = f"set {self.part}{self.setting}={text}{self.hint}"
+        flag = self.flag
+        if flag is None:
+            flag = f"--{self.setting.replace('_', '-')}"
+        if not flag:
+            return way
+        if self.instead in (False, None):
+            return f"{way} or leave out {flag}"
+        return f"{way} or {flag} {self.instead}"
 
     def explain(self, value: Any) -> str:
-        """One line on this setting's ``value``."""
-        written = isinstance(value, str | int | float | None) or type(value).__name__ == "dtype"
-        shown = repr(value) if written else type(value).__name__
+        """Return the line of an error about this setting's ``value``."""
+        # an object such as a LoRA recipe is shown by its type only
+        if isinstance(value, str | int | float | None) or type(value).__name__ == "dtype":
+            shown = repr(value)
+        else:
+            shown = type(value).__name__
         return f"--moe-fssdp with {self.setting}={shown}: {self.why}; {self.way_out}"
 
 
 class Settings:
-    """Settings of a job by name, wherever they stand.
+    """Settings of a job by name, from several sources.
 
     Args:
-        sources: objects with attributes, or mappings. The first that switches a setting on tells its value.
+        sources: objects with attributes, or mappings; ``None`` is skipped. The first source that
+            switches a setting on determines its value.
     """
 
     def __init__(self, *sources: Any) -> None:
         self._sources = [source for source in sources if source is not None]
 
     def __getitem__(self, name: str) -> Any:
-        """The value, or ``None`` where no source knows the setting."""
-        found = [
-            s.get(name) if isinstance(s, Mapping) else getattr(s, name, None) for s in self._sources
-        ]
-        return next(
-            (value for value in found if is_set(value)),
-            next((v for v in found if v is not None), None),
-        )
+        """Return the value, or ``None`` if no source has the setting."""
+        # a value that is off, such as False, counts only if no source switches the setting on
+        off = None
+        for source in self._sources:
+            if isinstance(source, Mapping):
+                value = source.get(name)
+            else:
+                value = getattr(source, name, None)
+            if is_set(value):
+                return value
+            if off is None:
+                off = value
+        return off
 
 
 def is_set(value: Any) -> bool:
+    """Return whether ``value`` switches a setting on."""
     return bool(value) and value != "none"

@@ -1,8 +1,10 @@
-"""Megatron's settings that FSSDP does not combine with, each with the way out.
+"""Tables of Megatron's settings that FSSDP does not combine with, each with the way out.
 
-`MODEL` are fields of ``TransformerConfig``; `WITH_SLOTS` those that matter only where replicas are asked for; `JOB` are
-settings outside the model: of data parallelism and of fine-tuning. `find` reads them from whatever holds them and needs
-no Megatron.
+* `MODEL`: fields of ``TransformerConfig``.
+* `WITH_SLOTS`: fields that matter only with replicas.
+* `JOB`: settings outside the model, of data parallelism and of fine-tuning.
+
+`find` applies the tables to configurations or mappings of any kind. Needs no Megatron.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ def _more_than_one(setting: str) -> Callable[[Settings], bool]:
 
 
 def _graphs_hold_experts(setting: str) -> Callable[[Settings], bool]:
-    """Whether ``setting`` switches graphs on that hold experts, or leave no place to fetch their replicas."""
+    """Make a predicate: ``setting`` switches on graphs that leave no gap to fetch replicas.
+
+    Graphs leave no gap if they contain the experts, or parts of unknown content.
+    """
 
     def unsupported(settings: Settings) -> bool:
         parts = captured_parts(settings)
@@ -29,18 +34,18 @@ def _graphs_hold_experts(setting: str) -> Callable[[Settings], bool]:
 
 
 def _moves_scaled(setting: str) -> Callable[[Settings], bool]:
-    """Whether homes move, and ``setting``, a dtype or its name, is none that an optimizer keeps without scales."""
+    """Make a predicate: homes move, and ``setting`` is a dtype that needs scales, or its name."""
     scaled = _unknown(setting, ("fp32", "bf16", "float32", "bfloat16"))
     return lambda settings: (settings["moe_fssdp_rehome"] or 0) > 0 and scaled(settings)
 
 
 def _recipe(value: Any, default: str = "delayed") -> str:
-    """Name of a recipe, which some versions give as an enumerator; without one it is Megatron's ``default``."""
+    """Return the name of a recipe, in some versions an enumerator, or Megatron's ``default``."""
     return str(getattr(value, "value", value) or default)
 
 
 def _unknown(setting: str, known: tuple[str, ...]) -> Callable[[Settings], bool]:
-    """Whether ``setting`` has a value that is none of ``known``; one that is not set is Megatron's default."""
+    """Make a predicate: ``setting`` has a value other than ``known``. Defaults are always known."""
 
     def unsupported(settings: Settings) -> bool:
         value = settings[setting]
@@ -51,15 +56,15 @@ def _unknown(setting: str, known: tuple[str, ...]) -> Callable[[Settings], bool]
 
 
 def _unknown_backend(settings: Settings) -> bool:
-    of_flex = settings["moe_token_dispatcher_type"] == "flex"
-    return of_flex and _unknown("moe_flex_dispatcher_backend", BACKENDS)(settings)
+    is_flex = settings["moe_token_dispatcher_type"] == "flex"
+    return is_flex and _unknown("moe_flex_dispatcher_backend", BACKENDS)(settings)
 
 
-# Values that our code was written for and tested with. Another one, of a later Megatron, is refused by its name: taken
-# for one of these it could train wrongly.
+# Values that our code was written for and tested with. Another value, of a later Megatron, is
+# refused by its name, because code for a known value could train wrongly with it.
 DISPATCHERS = ("allgather", "alltoall", "flex")
 BACKENDS = ("deepep", "hybridep", "ncclep")
-# settings that SequentialMLP, whose experts are modules of their own, does not combine with
+# settings that SequentialMLP, with one module per expert, does not combine with
 GROUPED_ONLY = (
     "fp8",
     "fp4",
@@ -68,8 +73,9 @@ GROUPED_ONLY = (
     "overlap_dispatch_backward_with_experts_wgrad",
 )
 _GRAPHS = (
-    "replicas come and go between CUDA graphs of parts, which are attn, mamba, mlp, moe_router and moe_preprocess "
-    "(cuda_graph_modules, before 0.18 cuda_graph_scope); others hold the experts as well"
+    "replicas are fetched and returned between CUDA graphs of the parts attn, mamba, mlp, "
+    "moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope); "
+    "other graphs contain the experts as well"
 )
 _FP8_RECIPES = ("mxfp8", "tensorwise", "blockwise")
 WITH_SLOTS = (
@@ -82,7 +88,7 @@ WITH_SLOTS = (
     ),
     Rule(
         "moe_expert_capacity_factor",
-        "NCCL EP sends dropped tokens to any expert, and so to an empty slot",
+        "NCCL EP sends dropped tokens to arbitrary experts, and so to an empty slot",
         instead=None,
         unsupported=lambda settings: (
             settings["moe_token_dispatcher_type"] == "flex"
@@ -92,8 +98,8 @@ WITH_SLOTS = (
     ),
     Rule(
         "moe_pad_expert_input_to_capacity",
-        "replicas take no padding, so the host waits for their numbers of tokens in the middle of what a CUDA graph of "
-        "moe_preprocess holds",
+        "replicas take no padding, so the host waits for token counts inside the part that a CUDA "
+        "graph of moe_preprocess captures",
         unsupported=lambda settings: (
             is_set(settings["moe_pad_expert_input_to_capacity"])
             and settings["moe_token_dispatcher_type"] != "flex"
@@ -110,14 +116,15 @@ MODEL = (
     ),
     Rule(
         "moe_flex_dispatcher_backend",
-        f"each backend reads probabilities and sizes its buffers in its own way; known are {', '.join(BACKENDS)}",
+        "each backend reads probabilities and sizes its buffers in its own way; "
+        f"known are {', '.join(BACKENDS)}",
         instead="hybridep",
         unsupported=_unknown_backend,
     ),
     Rule(
         "moe_router_score_function",
-        "DeepEP and NCCL EP find a token's experts by probabilities above zero, as the known functions give them: "
-        "softmax, sigmoid and sqrtsoftplus",
+        "DeepEP and NCCL EP find a token's experts by positive probabilities, which the known "
+        "functions return: softmax, sigmoid and sqrtsoftplus",
         instead="softmax",
         unsupported=_unknown("moe_router_score_function", ("softmax", "sigmoid", "sqrtsoftplus")),
     ),
@@ -129,13 +136,15 @@ MODEL = (
     ),
     Rule(
         "fp8_recipe",
-        "delayed scaling keeps a history for each expert's place, where replicas change; custom quantizers are unknown",
+        "delayed scaling keeps a history per slot, whose replica changes; "
+        "custom quantizers are unknown",
         instead="mxfp8",
         unsupported=lambda settings: (
             is_set(settings["fp8"]) and _recipe(settings["fp8_recipe"]) not in _FP8_RECIPES
         ),
         way="set mixed_precision=bf16_with_mxfp8_mixed, bf16_with_fp8_current_scaling_mixed or "
-        "bf16_with_fp8_subchannel_scaling_mixed, or --fp8-recipe mxfp8, tensorwise or blockwise",
+        "bf16_with_fp8_subchannel_scaling_mixed, "
+        "or --fp8-recipe mxfp8, tensorwise or blockwise",
     ),
     Rule(
         "fp4_recipe",
@@ -158,14 +167,14 @@ MODEL = (
     ),
     Rule(
         "use_kitchen",
-        "experts of Kitchen's own linears have no replicas",
+        "experts built of Kitchen's linears have no replicas",
         flag="",
         hint=" or leave out --kitchen-config-file and --kitchen-recipe-number",
     ),
     Rule(
         "overlap_dispatch_backward_with_experts_wgrad",
-        "Megatron takes gradients of experts before they are computed, unless gradient_accumulation_fusion is on, "
-        "add_bias_linear and overlap_grad_reduce off",
+        "Megatron reads gradients of experts before their computation, unless "
+        "gradient_accumulation_fusion is on, and add_bias_linear and overlap_grad_reduce are off",
         unsupported=lambda settings: (
             is_set(settings["overlap_dispatch_backward_with_experts_wgrad"])
             and (
@@ -176,14 +185,16 @@ MODEL = (
         ),
     ),
     Rule(
-        "moe_dispatch_fwd_dtype",  # 0.20
+        # new in 0.20
+        "moe_dispatch_fwd_dtype",
         "tokens are dispatched to replicas in bf16 only",
         instead="bf16",
         unsupported=lambda settings: settings["moe_dispatch_fwd_dtype"] not in (None, "bf16"),
     ),
     Rule(
-        "moe_combine_bwd_dtype",  # 0.20
-        "gradients of tokens come to replicas in bf16 only",
+        # new in 0.20
+        "moe_combine_bwd_dtype",
+        "gradients of tokens are sent to replicas in bf16 only",
         instead="bf16",
         unsupported=lambda settings: settings["moe_combine_bwd_dtype"] not in (None, "bf16"),
     ),
@@ -197,7 +208,7 @@ MODEL = (
     ),
     Rule(
         "moe_paged_stash",
-        "what fused operators stash in pages was never run with replicas",
+        "the paged stash of fused operators was never tested with replicas",
         unsupported=lambda settings: (
             is_set(settings["moe_paged_stash"])
             and is_set(settings["use_transformer_engine_op_fuser"])
@@ -205,9 +216,12 @@ MODEL = (
     ),
     Rule("moe_single_grouped_weight", "one tensor for all experts has no room for replicas"),
     Rule("moe_single_grouped_bias", "one tensor for all experts has no room for replicas"),
-    Rule(  # 0.20, whose op fuser sets it: the operators are then the same as before, over one weight per expert
+    Rule(
+        # New in 0.20. The op fuser sets it, and then runs the same operators over one weight per
+        # expert as before.
         "moe_use_grouped_tensor",
-        "TransformerEngine's modules over grouped tensors were never run with replicas; its operators were",
+        "TransformerEngine's modules over grouped tensors were never tested with replicas, unlike "
+        "its operators",
         unsupported=lambda settings: (
             is_set(settings["moe_use_grouped_tensor"])
             and not is_set(settings["use_transformer_engine_op_fuser"])
@@ -215,16 +229,16 @@ MODEL = (
         hint=" or model.use_transformer_engine_op_fuser=true",
     ),
     Rule("moe_use_legacy_grouped_gemm", "the legacy GroupedMLP has no room for replicas"),
-    Rule("moe_ncclep_zero_copy", "its communication buffers belong to homes only"),
+    Rule("moe_ncclep_zero_copy", "its communication buffers have room for homes only"),
     Rule(
         "mlp_chunks_for_training",
-        "a layer that runs several times per microbatch cannot count them",
+        "a layer that runs several times per microbatch cannot count microbatches",
         instead=1,
         unsupported=_more_than_one("mlp_chunks_for_training"),
     ),
     Rule(
         "cpu_offloading",
-        "weights that replicas are fetched from move",
+        "offloading moves the weights that replicas are fetched from",
         flag="",
         hint=" and model.cpu_offloading_num_layers=0 or leave out --cpu-offloading-num-layers",
     ),
@@ -234,7 +248,8 @@ MODEL = (
         instead=1,
         unsupported=_more_than_one("gtp_weight_remat_size"),
         flag="",
-        hint=" and model.tensor_parallel_num_weight_shards=null or leave out --tensor-parallel-num-weight-shards",
+        hint=" and model.tensor_parallel_num_weight_shards=null or leave out "
+        "--tensor-parallel-num-weight-shards",
     ),
     Rule(
         "expert_gtp_weight_remat_size",
@@ -247,7 +262,7 @@ MODEL = (
     ),
     Rule(
         "transformer_impl",
-        "FSSDP is for training, with modules of transformer_engine or local ones",
+        "FSSDP supports training with modules of transformer_engine or local ones",
         instead="transformer_engine",
         unsupported=_unknown("transformer_impl", ("local", "transformer_engine")),
     ),
@@ -256,7 +271,8 @@ MODEL = (
 JOB = (
     Rule(
         "moe_fssdp_late_replicas",
-        "late replicas are chosen by the host, in the middle of what a CUDA graph of moe_preprocess holds",
+        "the host chooses late replicas inside the part that a CUDA graph of moe_preprocess "
+        "captures",
         instead=0,
         way="set model.moe_fssdp_late_replicas=0 or --moe-fssdp-late-replicas 0",
         unsupported=lambda settings: (
@@ -266,16 +282,18 @@ JOB = (
     *(
         Rule(
             name,
-            "what TransformerEngine keeps with one scale for a whole shard cannot move with experts",
+            "optimizer state that TransformerEngine stores with one scale per shard cannot move "
+            "with experts",
             instead="fp32",
             unsupported=_moves_scaled(name),
-            way=f"set model.moe_fssdp_rehome=0, --moe-fssdp-rehome 0 or --{name.replace('_', '-')} fp32",
+            way="set model.moe_fssdp_rehome=0, --moe-fssdp-rehome 0 "
+            f"or --{name.replace('_', '-')} fp32",
         )
         for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
     ),
     Rule(
         "ckpt_format",
-        "ranks write these checkpoints one by one, with homes where they have moved (moe_fssdp_rehome)",
+        "each rank saves its own experts in this format, also after a move (moe_fssdp_rehome)",
         instead="torch_dist",
         part="checkpoint.",
         unsupported=lambda settings: (
@@ -303,18 +321,20 @@ JOB = (
         "peft",
         "adapters wrap the linears of the experts",
         instead=None,
-        way="use a recipe without adapters, or set its peft to None in Python, for which Bridge takes no override",
+        way="use a recipe without adapters, or set its peft to None in Python, "
+        "for which Bridge takes no override",
     ),
 )
 RULES = WITH_SLOTS + MODEL + JOB
 
 
 def find(*sources: Any, slots: int) -> list[str]:
-    """Every setting in any of the sources that FSSDP does not combine with, a line each.
+    """Return one line for each setting in ``sources`` that FSSDP does not combine with.
 
     Args:
-        sources: objects with attributes, or mappings: a ``TransformerConfig``, arguments of ``megatron.training``, a
-            Bridge configuration and its parts ``model``, ``ddp`` and ``dist``. ``None`` is skipped.
+        sources: objects with attributes, or mappings: a ``TransformerConfig``, arguments of
+            ``megatron.training``, a Bridge configuration and its parts ``model``, ``ddp`` and
+            ``dist``. ``None`` is skipped.
         slots: replicas that a rank can hold per layer.
     """
     settings = Settings(*sources)

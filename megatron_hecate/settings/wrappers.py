@@ -1,6 +1,7 @@
-"""Who else may own the experts' weights: seen on the model, or told by what builds it.
+"""Detect wrappers that conflict with FSSDP: FSDP, PEFT, ModelOpt.
 
-Both come as settings, so that `unsupported.find` says what to do.
+Wrappers are found on the model, or in the settings of the code that builds it. Both functions
+return settings, so that `unsupported.find` adds the way out.
 """
 
 from __future__ import annotations
@@ -12,54 +13,65 @@ from typing import Any
 
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from megatron_hecate.settings import unsupported
 
 
 def of_model(chunks: Iterable[Module]) -> dict[str, Any]:
-    """Settings that modules and parameters of the model show to be on."""
+    """Return settings that are on, judging by modules and parameters of the model."""
     found: dict[str, Any] = {}
     for chunk in chunks:
         modules = list(chunk.modules())
-        inside = {
-            id(m)
-            for layer in modules
-            if isinstance(layer, MoELayer)
-            for m in layer.experts.modules()
-        }
+        inside_experts: set[int] = set()
+        for layer in modules:
+            if isinstance(layer, MoELayer):
+                inside_experts.update(id(module) for module in layer.experts.modules())
         for module in modules:
             for setting in _asked_for_by(type(module)):
-                if id(module) in inside or setting.startswith("use_"):
-                    found[setting] = type(module).__name__ if setting == "peft" else True
+                # FSDP of any module conflicts; adapters and ModelOpt only inside the experts
+                if id(module) not in inside_experts and not setting.startswith("use_"):
+                    continue
+                found[setting] = True
+                if setting == "peft":
+                    found[setting] = type(module).__name__
         if any(hasattr(p, "__fsdp_param__") for p in chunk.parameters()):
             found["use_megatron_fsdp"] = True
     return found
 
 
 def find_wrapped(chunks: Iterable[Module]) -> list[str]:
-    """Return a line where a data-parallel class has wrapped the chunks already, or the modules that they wrap."""
+    """Return a line if the chunks contain data-parallel wrappers, or DDP wraps the chunks."""
     for chunk in chunks:
         wrappers = [
             type(module).__name__
             for module in chunk.modules()
             if isinstance(module, _BaseDataParallel)
         ]
-        grads = (getattr(parameter, "main_grad", None) for parameter in chunk.parameters())
-        # DDP's are parts of a buffer
-        if wrappers or any(
-            g is not None and g.untyped_storage().nbytes() > g.nbytes for g in grads
-        ):
-            by = wrappers[0] if wrappers else "DistributedDataParallel"
+        by = ""
+        if wrappers:
+            by = wrappers[0]
+        elif any(map(_is_of_ddp, chunk.parameters())):
+            # the wrapper is outside of the chunks, but its gradients are inside
+            by = "DistributedDataParallel"
+        if by:
             return [f"{by} has wrapped the model already; call the hook on the model chunks before"]
     return []
 
 
-def of_job() -> dict[str, Any]:
-    """Settings of the job that runs this hook: arguments of ``megatron.training``, and of the hook's callers.
+def _is_of_ddp(parameter: Parameter) -> bool:
+    """Return whether DDP has given ``parameter`` a main gradient, which is part of a buffer."""
+    grad = getattr(parameter, "main_grad", None)
+    return grad is not None and grad.untyped_storage().nbytes() > grad.nbytes
 
-    Megatron's and Bridge's builders take ``use_megatron_fsdp`` and ``use_torch_fsdp2``, run the hook and then wrap the
-    model; no object that the hook can see tells of it before.
+
+def of_job() -> dict[str, Any]:
+    """Return settings of the job that runs the hook.
+
+    The settings are arguments of ``megatron.training`` and of the functions that call the hook.
+    Megatron's and Bridge's builders take ``use_megatron_fsdp`` and ``use_torch_fsdp2`` as
+    arguments, run the hook, and only then wrap the model. So until then these settings are in no
+    object that the hook can reach, only in local variables of its callers.
     """
     training = sys.modules.get("megatron.training.global_vars")
     args = getattr(training, "_GLOBAL_ARGS", None)
@@ -75,11 +87,12 @@ def of_job() -> dict[str, Any]:
 
 @functools.cache
 def _asked_for_by(kind: type) -> set[str]:
-    """The settings that put modules of this type into a model, told by the packages of its classes."""
+    """Return the settings that add modules of type ``kind`` to a model, by its packages."""
     found = set()
     for base in kind.__mro__:
         package = base.__module__.split(".")
-        if "peft" in package:  # Bridge's, NeMo's, and the library of that name
+        # packages of Bridge and of NeMo, and the library of that name
+        if "peft" in package:
             found.add("peft")
         elif package[0] == "modelopt":
             found.add("modelopt_enabled")

@@ -121,9 +121,9 @@ def test_every_source_is_read_and_both_overrides_are_named() -> None:
     recipe = SimpleNamespace(peft=SimpleNamespace(), ddp=SimpleNamespace(use_megatron_fsdp=True))
     problems = unsupported.find(model, recipe.ddp, {"use_torch_fsdp2": True}, recipe, None, slots=2)
     assert problems == [
-        "--moe-fssdp with cuda_graph_impl='local': replicas come and go between CUDA graphs of parts, which are attn, "
-        "mamba, mlp, moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope); others hold the "
-        "experts as well; "
+        "--moe-fssdp with cuda_graph_impl='local': replicas are fetched and returned between CUDA graphs of the parts "
+        "attn, mamba, mlp, moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope); "
+        "other graphs contain the experts as well; "
         "set model.cuda_graph_impl=none or --cuda-graph-impl none",
         "--moe-fssdp with use_megatron_fsdp=True: Megatron-FSDP owns the expert weights; use the distributed "
         "optimizer; set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave out --use-megatron-fsdp",

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from megatron_hecate.__main__ import main
-from megatron_hecate.settings.files import jobs
 from megatron_hecate.settings.files.launch_script import LaunchScript
 from megatron_hecate.settings.files.variables import Unresolved
 
@@ -492,7 +491,8 @@ def test_a_variable_that_names_itself() -> None:
 
 
 def test_aliases_are_names_of_rules() -> None:
-    from megatron_hecate import check
+    from megatron_hecate.settings import verdict
+    from megatron_hecate.settings.files.setting import ALIASES, NEGATED
 
-    assert set(jobs.ALIASES.values()) <= check.READ and set(jobs.NEGATED.values()) <= check.READ
-    assert set(check.WORST) <= check.READ and check.HELPERS <= check.READ
+    assert set(ALIASES.values()) <= verdict.READ and set(NEGATED.values()) <= verdict.READ
+    assert set(verdict.WORST) <= verdict.READ and verdict.HELPERS <= verdict.READ

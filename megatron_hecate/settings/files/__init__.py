@@ -1,1 +1,1 @@
-"""Settings of jobs, as files and scripts have them."""
+"""Readers of job settings: launch scripts, and YAML and JSON files of any framework."""

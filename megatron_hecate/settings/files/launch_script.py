@@ -1,54 +1,37 @@
 """Read the flags of a job from a launch script, without running it.
 
-Assignments are followed in their order, with defaults (``${EP:-8}``) and arrays. Conditions on known
-variables are evaluated. What other conditions decide is not guessed: settings that depend on them
-count as unknown, with the variables that the conditions look at.
+Assignments are followed in their order, with defaults (``${EP:-8}``) and arrays. Conditions on
+known variables are evaluated. Other conditions are not guessed: settings that depend on one are
+unknown, and depend on the variables in the condition.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 import re
-import shlex
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
-from megatron_hecate.settings.files.shell_text import COMMAND, simplified
+from megatron_hecate.settings.files.flags import Flag, Perhaps, flags_of, split_words
+from megatron_hecate.settings.files.shell_text import COMMAND, split_commands
 from megatron_hecate.settings.files.variables import DEEPEST, REFERENCE, Resolver, Unresolved
 
 ASSIGNMENT = re.compile(r"(?P<name>[A-Za-z_]\w*)(?P<add>\+?)=(?P<value>.*)", re.DOTALL)
-OVERRIDE = re.compile(r"\+{0,2}~?(?P<path>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
 DECLARE = {"export", "declare", "local", "readonly", "typeset", "set"}
-OPEN, CLOSE = {"if", "case", "for", "while", "until"}, {"fi", "esac", "done"}
+OPEN = {"if", "case", "for", "while", "until"}
+CLOSE = {"fi", "esac", "done"}
 WORDS = {"then", "else", "elif", "do", "{", "}", "!", "time", "exec", "sudo", "nohup", "in"}
 TESTS = ("[", "[[", "test")
-ASKS = {
-    "!",
-    "command",
-    "false",
-    "grep",
-    "pgrep",
-    "type",
-    "which",
-}  # whose success is not to be taken for granted
+# commands whose success depends on the machine
+ASKS = {"!", "command", "false", "grep", "pgrep", "type", "which"}
+# commands whose words are no settings
 PRINTS = {"echo", "printf", "cat", "mkdir", "cd", "pip", "source", "."}
-
-
-@dataclasses.dataclass(frozen=True)
-class Flag:
-    """A setting on a command line.
-
-    Args:
-        name: without dashes in front; overrides of Hydra keep their dots.
-        value: a text, a list of such, True for a flag without one, or an `Unresolved`.
-    """
-
-    name: str
-    value: Any
-
-
-class Perhaps(Unresolved):
-    """The value of a flag that may not stand there at all."""
+ORDERS: dict[str, Callable[[int, int], bool]] = {
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+    "-lt": operator.lt,
+    "-le": operator.le,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,117 +39,176 @@ class CommandLine:
     """One command of a script.
 
     Args:
-        flags: in their order.
-        unknown: variables in it that may hold flags and could not be resolved.
+        flags: flags in their order.
+        unknown: unresolved variables of the command that may hold flags.
     """
 
     flags: tuple[Flag, ...]
     unknown: tuple[str, ...]
 
 
-@dataclasses.dataclass
-class _Block:
-    """An open ``if``, ``case`` or loop.
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    """Outcome of a command or a condition.
 
     Args:
-        runs: whether its running branch does; ``None`` where that is not known.
-        names: of the variables that decide.
-        is_over: whether an earlier branch is known to run.
-        before: ``runs`` and ``is_over`` of the branches before the running one.
-        condition: whether the running branch's condition holds, as far as it has been read.
-        is_open: whether more of the condition may come, behind ``&&`` or ``||``.
+        succeeds: ``None`` if unknown.
+        names: variables that the outcome depends on.
+    """
+
+    succeeds: bool | None
+    names: tuple[str, ...] = ()
+
+    def connect(self, connector: str, right: _Outcome) -> _Outcome:
+        """Return the outcome of two commands with ``&&``, ``||`` or nothing between the two."""
+        names = self.names + right.names
+        if connector == "":
+            return _Outcome(right.succeeds, names)
+        # a success decides ``||``, a failure decides ``&&``
+        decisive = connector == "||"
+        both = (self.succeeds, right.succeeds)
+        if decisive in both:
+            return _Outcome(decisive, names)
+        if None in both:
+            return _Outcome(None, names)
+        return _Outcome(not decisive, names)
+
+
+SUCCESS = _Outcome(True)
+
+
+@dataclasses.dataclass
+class _Block:
+    """Open ``if``, ``case`` or loop.
+
+    Args:
+        runs: whether the current branch runs; ``None`` if unknown.
+        names: variables that decide.
+        is_over: whether an earlier branch, or the current one, is known to run.
+        ran_before: ``runs`` of the branch before the current one.
+        was_over: ``is_over`` of the branch before the current one.
+        condition: outcome of the current branch's condition, as far as it has been read.
+        is_open: whether the condition may continue behind ``&&`` or ``||``.
     """
 
     runs: bool | None
-    names: tuple[str, ...]
+    names: tuple[str, ...] = ()
     is_over: bool = False
-    before: tuple[bool | None, bool] = (False, False)
-    condition: bool | None = None
+    ran_before: bool | None = False
+    was_over: bool = False
+    condition: _Outcome = SUCCESS
     is_open: bool = False
 
-    def decide(self, condition: bool | None, names: tuple[str, ...]) -> None:
-        """The running branch's ``condition``, which looks at ``names``, holds, does not, or is not known."""
+    def begin_branch(self, condition: _Outcome) -> None:
+        """Begin a branch whose ``condition`` may continue."""
+        self.is_open = True
+        self.decide(condition)
+
+    def end_branch(self) -> None:
+        """Store the state of the current branch for the next one."""
+        self.ran_before = self.runs
+        self.was_over = self.is_over
+
+    def decide(self, condition: _Outcome) -> None:
+        """Set whether the current branch runs from the ``condition`` read so far."""
         self.condition = condition
-        self.names += names
-        before, self.is_over = self.before
+        self.names += condition.names
+        self.is_over = self.was_over
         if self.is_over:
             self.runs = False
             return
-        # behind a branch that may have run, one that is known to hold may not run
-        self.runs = None if before is None and condition else condition
+        self.runs = condition.succeeds
+        # the branch before may have run, so even a true condition decides nothing
+        if self.ran_before is None and condition.succeeds:
+            self.runs = None
         self.is_over = self.runs is True
 
 
 class LaunchScript:
-    """A launch script.
+    """Launch script, read without running it.
 
     Args:
-        text: of the script.
-        environment: of the shell that would start it.
+        text: text of the script.
+        environment: variables of the shell that would start the script.
+
+    Attributes:
+        commands: commands with flags, in their order.
+        sourced: files that the script sources.
     """
 
     def __init__(self, text: str, environment: Mapping[str, str]) -> None:
-        self._values: dict[str, str] = {}
-        self._decided: dict[
-            str, tuple[str, ...]
-        ] = {}  # by variable, those that a condition on it looks at
-        self._alternatives: dict[str, list[str]] = {}  # what such a variable may become
         self.commands: list[CommandLine] = []
         self.sourced: list[str] = []
+        self._values: dict[str, str] = {}
+        # variables with an assignment under an unknown condition: variables in the condition
+        self._deciders: dict[str, tuple[str, ...]] = {}
+        # the same variables: values that they may have
+        self._alternatives: dict[str, list[str]] = {}
         self._resolver = Resolver(self._lookup, environment)
         self._blocks: list[_Block] = []
-        # of the command before: whether it succeeded, and the variables that decide
-        self._status: tuple[bool | None, tuple[str, ...]] = (True, ())
-        self._is_in_brackets = False  # of a ``[[ ... && ... ]]``
-        for connector, words in _commands(text):
+        # outcome of the commands before, as far as a connector joins the next one
+        self._outcome = SUCCESS
+        # inside a ``[[ ... && ... ]]``, which the lexer splits at the connector
+        self._is_in_brackets = False
+        for connector, words in split_commands(text):
             self._read_connected(connector, words)
 
     def _lookup(self, name: str) -> str | None:
-        return None if name in self._decided else self._values.get(name)
+        if name in self._deciders:
+            return None
+        return self._values.get(name)
 
     def _read_connected(self, connector: str, words: list[str]) -> None:
-        """Read a command behind ``&&`` or ``||``, which the commands before decide on, or behind neither."""
-        status, names = self._status if connector else (True, ())
-        parts, is_rest = list(words), connector != "" and self._is_in_brackets
-        if parts[0] == "[[" or (parts[0] in OPEN and "[[" in parts) or is_rest:
-            self._is_in_brackets = "]]" not in parts
-        result, more = self._result(["[[", *parts] if is_rest else parts)
-        self._status = _connected(status, connector, result), names + more
-        block = self._blocks[-1] if self._blocks else None
-        if connector and block is not None and block.is_open:
-            block.decide(_connected(block.condition, connector, result), more)
-        elif not is_rest:
-            runs = status if connector != "||" or status is None else not status
-            own = None if runs else _Block(runs, names)
-            self._blocks += [own] if own else []
-            self._read(words)
-            self._blocks = [known for known in self._blocks if known is not own]
+        """Read a command behind ``&&``, ``||`` or nothing."""
+        before = SUCCESS
+        if connector:
+            before = self._outcome
+        continues_brackets = connector != "" and self._is_in_brackets
+        opens_brackets = words[0] == "[[" or (words[0] in OPEN and "[[" in words)
+        if opens_brackets or continues_brackets:
+            self._is_in_brackets = "]]" not in words
+        if continues_brackets:
+            outcome = self._outcome_of(["[[", *words])
+        else:
+            outcome = self._outcome_of(words)
+        self._outcome = before.connect(connector, outcome)
+        if connector and self._blocks and self._blocks[-1].is_open:
+            self._continue_condition(self._blocks[-1], connector, outcome)
+        elif not continues_brackets:
+            self._read_if(connector, before, words)
 
-    def _result(self, words: list[str]) -> tuple[bool | None, tuple[str, ...]]:
-        """Return whether a command succeeds, and the variables that decide."""
+    @staticmethod
+    def _continue_condition(block: _Block, connector: str, outcome: _Outcome) -> None:
+        joined = block.condition.connect(connector, outcome)
+        # the block already has the variables of the condition's first part
+        block.decide(_Outcome(joined.succeeds, outcome.names))
+
+    def _read_if(self, connector: str, before: _Outcome, words: list[str]) -> None:
+        """Read a command that runs depending on the outcome of the commands before."""
+        runs = before.succeeds
+        if connector == "||" and runs is not None:
+            runs = not runs
+        if runs:
+            self._read(words)
+            return
+        # such a command counts like the body of an ``if``
+        block = _Block(runs, before.names)
+        self._blocks.append(block)
+        self._read(words)
+        self._blocks = [known for known in self._blocks if known is not block]
+
+    def _outcome_of(self, words: list[str]) -> _Outcome:
         if words[0] in TESTS:
             return self._evaluate(words)
-        return (None if words[0] in ASKS else True), ()
+        if words[0] in ASKS:
+            return _Outcome(None)
+        return SUCCESS
 
     def _read(self, words: list[str]) -> None:
+        """Read the keywords, assignments and flags of one command."""
         while words and words[0] in WORDS | OPEN | CLOSE:
-            word = words.pop(0)
-            if word in OPEN:
-                self._blocks.append(_Block(None, ()))
-                if word == "if":
-                    self._begin_branch(self._blocks[-1], *self._evaluate(words))
-            elif word in CLOSE and self._blocks:
-                self._blocks.pop()
-            elif word == "elif" and self._blocks:
-                block = self._blocks[-1]
-                block.before = block.runs, block.is_over
-                self._begin_branch(block, *self._evaluate(words))
-            elif word == "else" and self._blocks:
-                block = self._blocks[-1]
-                block.before = block.runs, block.is_over
-                block.decide(True, ())
-            elif word == "then" and self._blocks:
-                self._blocks[-1].is_open = False
+            keyword = words.pop(0)
+            self._read_keyword(keyword, words)
         if any(block.runs is False for block in self._blocks):
             return
         if words and words[0] in DECLARE:
@@ -179,69 +221,108 @@ class LaunchScript:
         if words and words[0] not in PRINTS:
             self._add_command(words)
 
-    @staticmethod
-    def _begin_branch(block: _Block, condition: bool | None, names: tuple[str, ...]) -> None:
-        block.is_open = True
-        block.decide(condition, names)
+    def _read_keyword(self, keyword: str, rest: list[str]) -> None:
+        """Open, close or continue a block."""
+        if keyword in OPEN:
+            block = _Block(None)
+            self._blocks.append(block)
+            if keyword == "if":
+                block.begin_branch(self._evaluate(rest))
+            return
+        if not self._blocks:
+            return
+        block = self._blocks[-1]
+        if keyword in CLOSE:
+            self._blocks.pop()
+        elif keyword == "elif":
+            block.end_branch()
+            block.begin_branch(self._evaluate(rest))
+        elif keyword == "else":
+            block.end_branch()
+            block.decide(SUCCESS)
+        elif keyword == "then":
+            block.is_open = False
 
-    def _evaluate(self, words: list[str]) -> tuple[bool | None, tuple[str, ...]]:
-        """Return whether ``[ ... ]`` holds, if it is known, and the variables it looks at."""
-        names = tuple(name for word in words for name in self._resolver.names(word))
+    def _evaluate(self, words: list[str]) -> _Outcome:
+        """Evaluate ``[ ... ]``."""
+        names = tuple(self._names_in(words))
         test = [word for word in words if word not in ("[", "]", "[[", "]]", "test")]
+        # with more than two brackets it is no single test
         if not words or words[0] not in TESTS or len(words) - len(test) > 2:
-            return None, names
+            return _Outcome(None, names)
         values = [self._resolver.resolve(word) for word in test]
         if len(test) == 2 and test[0] in ("-z", "-n"):
-            known = values[1]
-            if isinstance(known, Unresolved):
-                # nobody sets it: it is empty
-                is_unset = all(
-                    name not in self._values and name.isidentifier() for name in known.names
-                )
-                return (
-                    (test[0] == "-z") if is_unset and COMMAND not in known.names else None
-                ), names
-            return (test[0] == "-z") == (known == ""), names
+            is_empty = self._is_empty(values[1])
+            if is_empty is not None and test[0] == "-n":
+                return _Outcome(not is_empty, names)
+            return _Outcome(is_empty, names)
         if len(test) == 3 and not any(isinstance(value, Unresolved) for value in values):
-            left, operator, right = map(str, values)
-            if operator in ("=", "==", "!=", "-eq", "-ne"):
-                return (left == right) == (operator in ("=", "==", "-eq")), names
-            if left.isdigit() and right.isdigit() and operator in ("-gt", "-ge", "-lt", "-le"):
-                order = {"-gt": int(left) > int(right), "-ge": int(left) >= int(right)}
-                order |= {"-lt": int(left) < int(right), "-le": int(left) <= int(right)}
-                return order[operator], names
-        return None, names
+            left, comparison, right = map(str, values)
+            return _Outcome(_compare(left, comparison, right), names)
+        return _Outcome(None, names)
+
+    def _names_in(self, words: list[str]) -> list[str]:
+        names: list[str] = []
+        for word in words:
+            names += self._resolver.names(word)
+        return names
+
+    def _is_empty(self, value: str | Unresolved) -> bool | None:
+        """Return whether a value is the empty text, or ``None`` if unknown."""
+        if not isinstance(value, Unresolved):
+            return value == ""
+        is_set = any(name in self._values or not name.isidentifier() for name in value.names)
+        if is_set or COMMAND in value.names:
+            return None
+        # neither the script nor the environment sets the variable, so it is empty
+        return True
 
     def _assign(self, name: str, value: str, *, adds: bool) -> None:
         own = self._values.get(name, "")
-        before = own if adds else ""
-        value = re.sub(
-            rf"\$(\{{{name}(\[@\])?\}}|{name}\b)", lambda _: own, value
-        )  # ``X="$X --more"``
-        # the values of other variables as of now; those that are unknown stay
-        known = f"{before} {self._resolver.replace_known(value)}".strip()
+        # the own value in ``X="$X --more"``
+        value = re.sub(rf"\$(\{{{name}(\[@\])?\}}|{name}\b)", lambda _: own, value)
+        # the current values of other variables; unknown variables stay
+        known = self._resolver.replace_known(value)
+        if adds:
+            known = f"{own} {known}"
+        known = known.strip()
         if any(block.runs is None for block in self._blocks):
-            self._decided[name] = tuple(n for block in self._blocks for n in block.names) or (name,)
+            deciders: list[str] = []
+            for block in self._blocks:
+                deciders += block.names
+            self._deciders[name] = tuple(deciders) or (name,)
             self._alternatives.setdefault(name, []).append(known)
             return
         self._values[name] = known
-        self._decided.pop(name, None)
+        self._deciders.pop(name, None)
 
     def _add_command(self, words: list[str]) -> None:
         unknown: list[str] = []
-        expanded = [part for word in words for part in self._expand(word, unknown)]
-        flags = list(flags_of(expanded))
+        expanded: list[str | Unresolved] = []
+        for word in words:
+            expanded += self._expand(word, unknown)
+        flags = tuple(flags_of(expanded))
         if flags:
-            self.commands.append(CommandLine(tuple(flags), tuple(dict.fromkeys(unknown))))
+            self.commands.append(CommandLine(flags, tuple(dict.fromkeys(unknown))))
 
     def _expand(
         self, word: str, unknown: list[str], *, depth: int = 0
     ) -> Iterator[str | Unresolved]:
-        """Yield the words that a word becomes: many for a variable that holds flags, or a command in quotes."""
+        """Yield the words that ``word`` expands to.
+
+        There are several for a variable that holds flags, and for a command in quotes.
+
+        Args:
+            word: word of a command.
+            unknown: unresolved variables; appended to.
+            depth: number of expansions so far.
+        """
         reference = REFERENCE.fullmatch(word)
-        text = word if reference is None else self._resolver.raw(reference)
+        text: str | None = word
+        if reference is not None:
+            text = self._resolver.raw(reference)
         if text is None or depth > DEEPEST:
-            yield from self._unknown(word, unknown)
+            yield from self._expand_unknown(word, unknown)
             return
         holds_words = reference is not None or re.search(r"(^|\s)--", text) or REFERENCE.match(text)
         if " " in text.strip() and holds_words:
@@ -252,131 +333,32 @@ class LaunchScript:
         else:
             yield self._resolver.resolve(text)
 
-    def _unknown(self, word: str, unknown: list[str]) -> Iterator[str | Unresolved]:
+    def _expand_unknown(self, word: str, unknown: list[str]) -> Iterator[str | Unresolved]:
         """Yield the flags that a variable of unknown value may hold, without their values."""
         names = self._resolver.names(word)
         if not names:
             yield word
             return
-        deciders = tuple(
-            dict.fromkeys(d for name in names for d in self._decided.get(name, (name,)))
-        )
+        deciders: dict[str, None] = {}
+        flags: dict[str, None] = {}
+        for name in names:
+            deciders.update(dict.fromkeys(self._deciders.get(name, (name,))))
+            for text in self._alternatives.get(name, ()):
+                flags.update((flag.name, None) for flag in flags_of(split_words(text)))
         unknown += deciders
-        flags = [
-            f
-            for name in names
-            for text in self._alternatives.get(name, ())
-            for f in flags_of(split_words(text))
-        ]
-        for flag in dict.fromkeys(flag.name for flag in flags):
+        for flag in flags:
             yield f"--{flag}"
-            yield Perhaps(word, deciders)
+            yield Perhaps(word, tuple(deciders))
         if not flags:
-            yield Unresolved(word, deciders)
+            yield Unresolved(word, tuple(deciders))
 
 
-def _connected(left: bool | None, connector: str, right: bool | None) -> bool | None:
-    """Return whether two commands with ``&&``, ``||`` or nothing between them succeed, if it is known."""
-    if connector == "":
-        return right
-    decides = connector == "||"
-    if decides in (left, right):
-        return decides
-    return None if None in (left, right) else not decides
-
-
-def flags_of(words: list[str | Unresolved]) -> Iterator[Flag]:
-    """Yield flags with the words after them, and overrides of Hydra."""
-    at = 0
-    while at < len(words):
-        word = words[at]
-        at += 1
-        text = str(word)
-        if text.startswith("--") and len(text) > 2:
-            name, equals, value = text[2:].partition("=")
-            values: list[Any] = [_text_of(value, word)] if equals else []
-            while not equals and at < len(words) and not _starts_another(str(words[at])):
-                values.append(words[at])
-                at += 1
-            # a variable after the first value may hold other flags
-            lone = (
-                isinstance(v, Unresolved) and REFERENCE.fullmatch(v.text) is not None
-                for v in values[1:]
-            )
-            values = values[:1] + [
-                v for v, is_lone in zip(values[1:], lone, strict=True) if not is_lone
-            ]
-            yield Flag(name, True if not values else values[0] if len(values) == 1 else values)
-        elif (found := OVERRIDE.fullmatch(text)) and "." in found["path"]:
-            yield Flag(found["path"], _text_of(found["value"], word))
-
-
-def _starts_another(word: str) -> bool:
-    found = OVERRIDE.fullmatch(word)
-    return word.startswith("--") or (found is not None and "." in found["path"])
-
-
-def _text_of(value: str, word: str | Unresolved) -> str | Unresolved:
-    return Unresolved(value, word.names) if isinstance(word, Unresolved) else value
-
-
-def split_words(text: str) -> list[str]:
-    """Return the words of a command line; quotes that stay open are taken as they are."""
-    try:
-        return shlex.split(text, comments=False)
-    except ValueError:
-        return text.split()
-
-
-def _commands(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Yield what connects each command to the one before (``&&``, ``||`` or nothing), and its words; an array is one
-    assignment. Comments and redirections are left out."""
-    lexer = shlex.shlex(simplified(text), posix=True, punctuation_chars="\n;|&()<>")
-    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
-    words: list[str] = []
-    array: list[str] | None = None  # the elements of one that is open
-    is_target = False  # of a redirection
-    connector = ""
-    try:
-        for token in lexer:
-            if not token or not set(token) <= set("\n;|&()<>"):
-                if not is_target:
-                    (words if array is None else array).append(token)
-                is_target = False
-                continue
-            if token[0] in "<>":
-                is_target = "\n" not in token
-                if is_target:
-                    continue
-            for mark in token:
-                if mark == "(" and words and words[-1].endswith("=") and array is None:
-                    array = []
-                elif mark == ")" and array is not None:
-                    words[-1] += (
-                        shlex.join(array)
-                        if not any("$" in part for part in array)
-                        else " ".join(array)
-                    )
-                    array = None
-                elif mark in "\n;|&()" and array is None and words:
-                    yield connector, words
-                    words, connector = [], ""
-            if array is None and not words:
-                connector = next((mark for mark in ("&&", "||") if mark in token), connector)
-    except (
-        ValueError
-    ):  # an open quote: the rest is lost, which what was read before does not suffer from
-        pass
-    if words:
-        yield connector, words
-
-
-def looks_like_script(text: str, suffix: str) -> bool:
-    """Return whether a file is a shell script, by its suffix, its first line or its flags."""
-    if suffix in (".sh", ".bash", ".slurm", ".sbatch", ".zsh", ".job"):
-        return True
-    first = text.partition("\n")[0]
-    if suffix in (".json", ".yaml", ".yml"):
-        return False
-    is_shell = re.fullmatch(r"#!.*\b(ba|z|da|k)?sh\b.*", first) is not None
-    return is_shell or re.search(r"\s--[a-z][\w-]+", text) is not None
+def _compare(left: str, comparison: str, right: str) -> bool | None:
+    """Compare two values as ``[`` does, or return ``None`` for an unknown comparison."""
+    if comparison in ("=", "==", "-eq"):
+        return left == right
+    if comparison in ("!=", "-ne"):
+        return left != right
+    if comparison in ORDERS and left.isdigit() and right.isdigit():
+        return ORDERS[comparison](int(left), int(right))
+    return None

@@ -1,23 +1,78 @@
-"""Text of shell scripts, made simple enough to be split into words."""
+"""Split the text of a shell script into commands."""
 
 from __future__ import annotations
 
 import re
+import shlex
+from collections.abc import Iterator
 
 from megatron_hecate.settings.files.variables import arithmetic
 
-COMMAND = "a_command"  # the name of the variable that stands for the output of a command
+# name of the variable that stands for the output of a command
+COMMAND = "a_command"
 HERE_DOCUMENT = re.compile(
-    r"(?<!<)<<(?!<)(?P<tabs>-?)[ \t]*(?:(?P<quote>['\"])(?P<quoted>.*?)(?P=quote)|(?P<plain>[\w.-]+))"
+    r"(?<!<)<<(?!<)(?P<tabs>-?)[ \t]*"
+    r"(?:(?P<quote>['\"])(?P<quoted>.*?)(?P=quote)|(?P<plain>[\w.-]+))"
 )
+PUNCTUATION = "\n;|&()<>"
+
+
+def looks_like_script(text: str, suffix: str) -> bool:
+    """Return whether a file is a shell script, by its suffix, its first line or its flags."""
+    if suffix in (".sh", ".bash", ".slurm", ".sbatch", ".zsh", ".job"):
+        return True
+    if suffix in (".json", ".yaml", ".yml"):
+        return False
+    first = text.partition("\n")[0]
+    is_shell = re.fullmatch(r"#!.*\b(ba|z|da|k)?sh\b.*", first) is not None
+    return is_shell or re.search(r"\s--[a-z][\w-]+", text) is not None
+
+
+def split_commands(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Yield the connector in front of each command (``&&``, ``||`` or nothing), and its words.
+
+    The assignment of an array is one word. Comments and redirections are left out.
+    """
+    words: list[str] = []
+    # elements of an array that is open
+    array: list[str] | None = None
+    connector = ""
+    for token in _tokens(text):
+        if not _is_punctuation(token):
+            if array is None:
+                words.append(token)
+            else:
+                array.append(token)
+            continue
+        for mark in token:
+            if mark == "(" and words and words[-1].endswith("=") and array is None:
+                array = []
+            elif mark == ")" and array is not None:
+                words[-1] += _joined(array)
+                array = None
+            elif mark in "\n;|&()" and array is None and words:
+                yield connector, words
+                words = []
+                connector = ""
+        if array is None and not words:
+            connector = next((mark for mark in ("&&", "||") if mark in token), connector)
+    if words:
+        yield connector, words
 
 
 def simplified(text: str) -> str:
-    """Join continued lines, drop comments and here-documents, and put variables in the place of the output of commands
-    and of arithmetic."""
+    """Return the text of a script without what a lexer of words cannot read.
+
+    Continued lines are joined, comments and here-documents are dropped, and variables replace the
+    output of commands and arithmetic.
+    """
     result: list[str] = []
-    at, quote, start = 0, "", True
-    # here-documents that the running line opens: whether tabs are stripped, and the last line
+    at = 0
+    # open quote, or nothing
+    quote = ""
+    # whether a word may begin here
+    start = True
+    # here-documents that the current line opens: whether tabs are stripped, and the last line
     documents: list[tuple[bool, str]] = []
     while at < len(text):
         char = text[at]
@@ -27,7 +82,7 @@ def simplified(text: str) -> str:
             at += 2
             continue
         if char == "#" and not quote and start:
-            at = text.find("\n", at) if "\n" in text[at:] else len(text)
+            at = _end_of_line(text, at)
             continue
         if quote != "'" and (text.startswith("$(", at) or char == "`"):
             after = _after_substitution(text, at)
@@ -48,8 +103,9 @@ def simplified(text: str) -> str:
             result.append("\n")
             start = True
             continue
+        # drop the number of the stream in ``2>file``
         if start and char in "12" and not quote and text[at + 1 : at + 2] == ">":
-            at += 1  # the number of a stream
+            at += 1
             continue
         start = char in " \t\n;|&("
         result.append(char)
@@ -57,21 +113,66 @@ def simplified(text: str) -> str:
     return "".join(result)
 
 
+def _tokens(text: str) -> Iterator[str]:
+    """Yield words and runs of punctuation, without redirections."""
+    lexer = shlex.shlex(simplified(text), posix=True, punctuation_chars=PUNCTUATION)
+    lexer.whitespace = " \t\r"
+    lexer.whitespace_split = True
+    lexer.commenters = ""
+    is_target = False
+    try:
+        for token in lexer:
+            if not _is_punctuation(token):
+                if not is_target:
+                    yield token
+                is_target = False
+                continue
+            if token[0] in "<>":
+                # the next word is the target, unless the line ends
+                is_target = "\n" not in token
+                if is_target:
+                    continue
+            yield token
+    except ValueError:
+        # a quote stays open to the end of the script: the commands before it are still right
+        return
+
+
+def _is_punctuation(token: str) -> bool:
+    return token != "" and set(token) <= set(PUNCTUATION)
+
+
+def _joined(array: list[str]) -> str:
+    """Return the elements of an array as one text, quoted unless variables must be expanded."""
+    if any("$" in element for element in array):
+        return " ".join(array)
+    return shlex.join(array)
+
+
+def _end_of_line(text: str, at: int) -> int:
+    end = text.find("\n", at)
+    if end < 0:
+        return len(text)
+    return end
+
+
 def _after_document(text: str, at: int, end: str, *, strips_tabs: bool) -> int:
-    """Return the position of the line break after the here-document that begins behind the line break at ``at``.
+    """Return the position of the line break after a here-document.
 
     Args:
-        text: of the script.
-        at: position of a line break.
-        end: the line that ends the document.
-        strips_tabs: whether tabs may stand before it.
+        text: text of the script.
+        at: position of the line break before the document.
+        end: line that ends the document.
+        strips_tabs: whether tabs may precede ``end``.
     """
-    while 0 <= at < len(text):
+    while at < len(text):
         begin = at + 1
-        at = text.find("\n", begin)
-        line = text[begin:] if at < 0 else text[begin:at]
-        if (line.lstrip("\t") if strips_tabs else line) == end:
-            return len(text) if at < 0 else at
+        at = _end_of_line(text, begin)
+        line = text[begin:at]
+        if strips_tabs:
+            line = line.lstrip("\t")
+        if line == end:
+            return at
     return len(text)
 
 
@@ -80,7 +181,8 @@ def _after_substitution(text: str, at: int) -> int:
     if text[at] == "`":
         end = text.find("`", at + 1)
         return len(text) if end < 0 else end + 1
-    depth, at = 1, at + 2
+    depth = 1
+    at += 2
     while at < len(text) and depth:
         depth += {"(": 1, ")": -1}.get(text[at], 0)
         at += 1

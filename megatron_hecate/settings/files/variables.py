@@ -1,5 +1,8 @@
-"""Variables in settings: ``$EP``, ``${EP}``, ``${EP:-8}`` of shells, ``${EP:8}`` and ``${a.b}`` of YAML files; and
-arithmetic with them, ``$((GPUS / 2))``."""
+"""Resolve variables in settings.
+
+Shells write ``$EP``, ``${EP}``, ``${EP:-8}`` and arithmetic such as ``$((GPUS / 2))``. YAML files
+of several frameworks write ``${EP:8}`` and ``${a.b}``.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ REFERENCE = re.compile(r"\$(?:(?P<plain>[A-Za-z_]\w*|[0-9@*#?$!-])|\{(?P<braced>
 BRACED = re.compile(
     r"(?P<name>[\w.@*]+)(?:\[[@*\w]*\])?(?:(?P<operator>:?[-=+?]|:|,)(?P<default>.*))?", re.DOTALL
 )
-NAMED = ("oc.env:", "env:", "oc.select:")  # OmegaConf's resolvers of a name and a default
-VALUE = "oc.decode:"  # and of a value
-DEEPEST: int = 20  # variables within variables
-# Before an expression that stands in the place of a variable's name, with brackets for parentheses and without spaces:
-# the name must stay one word.
+# resolvers of OmegaConf that take a name and a default
+NAMED = ("oc.env:", "env:", "oc.select:")
+# resolver of OmegaConf that takes a value
+VALUE = "oc.decode:"
+# limit of variables within variables
+DEEPEST: int = 20
+# Prefix of an expression in the place of a variable's name. The expression has brackets for
+# parentheses and no spaces, because the name must stay one word.
 ARITHMETIC = "[["
 OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -33,11 +39,11 @@ OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Unresolved:
-    """A value that holds variables nobody has set.
+    """Value with variables that are not set.
 
     Args:
-        text: as it stands in the file.
-        names: of the variables.
+        text: text of the value in the file.
+        names: names of the variables.
     """
 
     text: str
@@ -49,39 +55,51 @@ class Unresolved:
 
 @dataclasses.dataclass
 class Resolver:
-    """Replace variables in texts by their values.
+    """Resolver of variables in texts.
 
     Args:
-        lookup: the value of a variable by its name, or ``None``.
-        environment: of the shell that starts the job.
+        lookup: function from a variable's name to its value, or ``None``.
+        environment: variables of the shell that starts the job.
     """
 
     lookup: Callable[[str], Any]
     environment: Mapping[str, str]
 
     def resolve(self, text: str) -> Any:
-        """Return ``text`` without variables, an `Unresolved`, or the value itself where ``text`` is one variable."""
+        """Return ``text`` with the values of its variables, or an `Unresolved`.
+
+        If ``text`` is one variable, the result is the variable's value, of any type.
+        """
         if (whole := REFERENCE.fullmatch(text)) is not None:
             return self._value(whole, depth=0, text=text)
         missing: list[str] = []
         result = self._replace(text, missing, depth=0)
-        return Unresolved(text, tuple(dict.fromkeys(missing))) if missing else result
+        if missing:
+            return Unresolved(text, tuple(dict.fromkeys(missing)))
+        return result
 
     def replace_known(self, text: str) -> str:
-        """Return ``text`` with the values of all variables that have one."""
+        """Return ``text`` with the values of its known variables."""
         return self._replace(text, [], depth=0)
 
     def raw(self, found: re.Match) -> str | None:
-        """Return the value of a `REFERENCE`, which may hold further ones, or ``None``."""
-        name, operator, default = _parts(found)
+        """Return the value of a `REFERENCE`, or ``None``. It may contain further variables."""
+        name, mark, default = _parts(found)
         if name.startswith(ARITHMETIC):
             value = self._calculate(name, depth=0, text=found[0])
-            return None if isinstance(value, Unresolved) else str(value)
-        value = _with_operator(self._known(name), operator, default)
-        return None if value is None or _is_argument(value) else str(value)
+            if isinstance(value, Unresolved):
+                return None
+            return str(value)
+        value = _with_operator(self._known(name), mark, default)
+        if value is None or _is_argument(value):
+            return None
+        return str(value)
 
     def _known(self, name: str) -> Any:
-        """Return the value that the file gives, else the environment's: it stands in for arguments of a script."""
+        """Return a variable's value from the file, else from the environment.
+
+        The environment also gives values to variables that are set from arguments of the script.
+        """
         value = self.lookup(name)
         if value is None or (isinstance(value, str) and REFERENCE.fullmatch(value)):
             return self.environment.get(name, value)
@@ -89,10 +107,14 @@ class Resolver:
 
     def names(self, text: str) -> list[str]:
         """Return the names of all variables in ``text``."""
-        found = [_parts(reference)[0] for reference in REFERENCE.finditer(text)]
-        return [
-            name for of in found for name in (_names_in(of) if of.startswith(ARITHMETIC) else [of])
-        ]
+        names: list[str] = []
+        for reference in REFERENCE.finditer(text):
+            name = _parts(reference)[0]
+            if name.startswith(ARITHMETIC):
+                names += _names_in(name)
+            else:
+                names.append(name)
+        return names
 
     def _replace(self, text: str, missing: list[str], *, depth: int) -> str:
         def value(found: re.Match) -> str:
@@ -104,56 +126,65 @@ class Resolver:
 
         previous = None
         while previous != text and REFERENCE.search(text) and depth < DEEPEST:
-            previous, text = text, REFERENCE.sub(value, text)
+            previous = text
+            text = REFERENCE.sub(value, text)
             if missing:
                 break
             depth += 1
         return text
 
     def _value(self, found: re.Match, *, depth: int, text: str) -> Any:
-        name, operator, default = _parts(found)
+        name, mark, default = _parts(found)
         if name.startswith(ARITHMETIC):
             return self._calculate(name, depth=depth, text=text)
-        value = _with_operator(self._known(name), operator, default)
+        value = _with_operator(self._known(name), mark, default)
         if value is None or depth >= DEEPEST:
             return Unresolved(text, (name,))
         if isinstance(value, str) and REFERENCE.search(value):
             if _is_argument(value):
-                return Unresolved(text, (name,))  # the environment may give it by this name
+                # the user can set it in the environment by this name
+                return Unresolved(text, (name,))
             missing: list[str] = []
             value = self._replace(value, missing, depth=depth + 1)
-            return Unresolved(text, tuple(missing)) if missing else value
+            if missing:
+                return Unresolved(text, tuple(missing))
         return value
 
     def _calculate(self, expression: str, *, depth: int, text: str) -> Any:
-        """Return the whole number that an ``expression`` of `arithmetic` gives, as a text."""
+        """Return the whole number of an ``expression`` of `arithmetic` as a text."""
         numbers: dict[str, int] = {}
         missing: list[str] = []
         for name in _names_in(expression):
-            reference = REFERENCE.fullmatch(f"${{{name}}}")
-            assert reference is not None
-            value = (
-                Unresolved(name, (name,))
-                if depth >= DEEPEST
-                else self._value(reference, depth=depth + 1, text=name)
-            )
+            value = self._operand(name, depth=depth)
             try:
                 numbers[name] = int(str(value))
             except ValueError:
-                missing += value.names if isinstance(value, Unresolved) else [name]
+                if isinstance(value, Unresolved):
+                    missing += value.names
+                else:
+                    missing.append(name)
         try:
             tree = ast.parse(expression.translate(str.maketrans("[]", "()")), mode="eval")
-            return (
-                Unresolved(text, tuple(missing)) if missing else str(_evaluate(tree.body, numbers))
-            )
+            if missing:
+                return Unresolved(text, tuple(missing))
+            return str(_evaluate(tree.body, numbers))
         except (SyntaxError, ValueError, ZeroDivisionError):
             return Unresolved(text, tuple(_names_in(expression)))
 
+    def _operand(self, name: str, *, depth: int) -> Any:
+        """Return the value of a variable in an expression at ``depth``."""
+        if depth >= DEEPEST:
+            return Unresolved(name, (name,))
+        reference = REFERENCE.fullmatch(f"${{{name}}}")
+        assert reference is not None
+        return self._value(reference, depth=depth + 1, text=name)
+
 
 def arithmetic(text: str) -> str | None:
-    """Return a variable that stands for ``$((...))``.
+    """Return a variable that stands for ``$((...))``, with the expression as its name.
 
-    ``None`` where ``text`` is the output of a command, or more than numbers, variables and signs of `OPERATORS`.
+    ``None`` for the output of a command, and for an expression with other parts than numbers,
+    variables and signs of `OPERATORS`.
     """
     inner = re.fullmatch(r"\$\(\((.*)\)\)", text, re.DOTALL)
     if inner is None:
@@ -170,7 +201,11 @@ def _names_in(expression: str) -> list[str]:
 
 
 def _evaluate(node: ast.expr, numbers: Mapping[str, int]) -> int:
-    """Return the value of ``node``. Raises ValueError for what is no arithmetic of whole numbers."""
+    """Return the value of ``node``.
+
+    Raises:
+        ValueError: for an expression that is no arithmetic of whole numbers.
+    """
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](
             _evaluate(node.left, numbers), _evaluate(node.right, numbers)
@@ -185,19 +220,32 @@ def _evaluate(node: ast.expr, numbers: Mapping[str, int]) -> int:
 
 
 def _is_argument(value: Any) -> bool:
-    """Return whether a variable's value is an argument of the script, and no more."""
-    found = REFERENCE.fullmatch(value) if isinstance(value, str) else None
-    return found is not None and _parts(found)[1] == "" and not _parts(found)[0].isidentifier()
+    """Return whether a variable's value is just an argument of the script, such as ``$1``."""
+    if not isinstance(value, str):
+        return False
+    found = REFERENCE.fullmatch(value)
+    if found is None:
+        return False
+    name, mark, _ = _parts(found)
+    return mark == "" and not name.isidentifier()
 
 
-def _with_operator(value: Any, operator: str, default: str) -> Any:
-    """Return what the shell, or OmegaConf, makes of a variable with ``operator`` and ``default``."""
-    is_empty = value is None or (value == "" and operator.startswith(":"))
-    if operator.endswith("+"):
+def _with_operator(value: Any, mark: str, default: str) -> Any:
+    """Return the value of a variable with a default, as the shell or OmegaConf computes it.
+
+    Args:
+        value: value of the variable alone, or ``None``.
+        mark: operator between name and default, such as ``:-``.
+        default: text behind the operator.
+    """
+    is_empty = value is None or (value == "" and mark.startswith(":"))
+    if mark.endswith("+"):
         return "" if is_empty else default
-    if is_empty:
-        return default if operator[-1:] in ("-", "=", ":", ",") else None
-    return value
+    if not is_empty:
+        return value
+    if mark[-1:] in ("-", "=", ":", ","):
+        return default
+    return None
 
 
 def _parts(found: re.Match) -> tuple[str, str, str]:
@@ -212,8 +260,7 @@ def _parts(found: re.Match) -> tuple[str, str, str]:
             name, comma, default = inner.removeprefix(resolver).partition(",")
             return name.strip(), comma, default.strip()
     parts = BRACED.fullmatch(inner)
-    if parts is None or (
-        parts["operator"] == ":" and "," in parts["default"]
-    ):  # of a resolver that is not known
+    # an unknown resolver of OmegaConf with its arguments
+    if parts is None or (parts["operator"] == ":" and "," in parts["default"]):
         return inner.partition(":")[0], "", ""
     return parts["name"], parts["operator"] or "", parts["default"] or ""

@@ -1,0 +1,85 @@
+"""Read the jobs of a file: a launch script, YAML or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+from megatron_hecate.settings.files import jobs
+from megatron_hecate.settings.files.shell_text import looks_like_script
+
+
+def read_jobs(
+    path: Path, environment: Mapping[str, str], names: Iterable[str], *, switches: Set[str]
+) -> list[jobs.Job]:
+    """Return the jobs of a file of any known kind.
+
+    Args:
+        path: file to read.
+        environment: variables of the shell that starts the job.
+        names: settings of which a command of a script must have at least one.
+        switches: settings that are true or false, whose flags take no value in Megatron.
+
+    Raises:
+        ValueError: for a file that cannot be read, or without settings.
+    """
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot be read: {error}") from None
+    suffix = path.suffix.lower()
+    if looks_like_script(text, suffix):
+        found = jobs.of_script(text, environment, names, switches=switches)
+        if not found:
+            raise ValueError(
+                "holds no command with flags of Megatron, such as --expert-model-parallel-size"
+            )
+        return found
+    data = _parse(text, suffix)
+    if not data or not isinstance(data, Mapping | list):
+        raise ValueError(f"holds {data!r}, not a mapping of settings or a list of such")
+    if isinstance(data, Mapping):
+        return jobs.of_mapping(data, environment)
+    return _of_list(data, environment)
+
+
+def _of_list(entries: list, environment: Mapping[str, str]) -> list[jobs.Job]:
+    found = []
+    for number, entry in enumerate(entries, start=1):
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"entry {number} is {entry!r}, not a mapping of settings")
+        name = entry.get("name") or entry.get("case") or f"entry {number}"
+        for job in jobs.of_mapping(entry, environment):
+            role = f", {job.name}" if job.name else ""
+            found.append(dataclasses.replace(job, name=f"{name}{role}", is_listed=True))
+    return found
+
+
+def _parse(text: str, suffix: str) -> Any:
+    if suffix not in (".yaml", ".yml"):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"is not JSON: {error}") from None
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError("needs PyYAML (pip install pyyaml), which JSON does not") from None
+    # A class of our own, because constructors are added to the class. Tags of frameworks, such as
+    # !override, change no setting's value, so they are ignored.
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_multi_constructor("", _construct)
+    try:
+        return yaml.load(text, Loader=loader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"is not YAML: {error}") from None
+
+
+def _construct(loader: Any, _: str, node: Any) -> Any:
+    """Construct the value of a YAML node as if it had no tag."""
+    kind = type(node).__name__.removesuffix("Node").lower()
+    deep = {} if kind == "scalar" else {"deep": True}
+    return getattr(loader, f"construct_{kind}")(node, **deep)
