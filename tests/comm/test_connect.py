@@ -86,11 +86,11 @@ def test_what_is_chosen() -> None:
 @pytest.mark.parametrize(
     ("asked", "domains", "name", "exposed"),
     [
-        ("auto", "aaaa", "nvlink", "each transfer is one kernel, which runs beside computing"),
-        ("nvlink", "aaaa", "nvlink", "each transfer is one kernel, which runs beside computing"),
-        ("auto", "aabb", "p2p", "messages run beside computing, sums of gradients do not"),
-        ("p2p", "aaaa", "p2p", "messages run beside computing, sums of gradients do not"),
-        ("nvlink", "aabb", "nvlink", "computing waits while stripes go from domain to domain"),
+        ("auto", "aaaa", "nvlink", "each transfer is one kernel that overlaps with compute"),
+        ("nvlink", "aaaa", "nvlink", "each transfer is one kernel that overlaps with compute"),
+        ("auto", "aabb", "p2p", "messages overlap with compute, sums of gradients do not"),
+        ("p2p", "aaaa", "p2p", "messages overlap with compute, sums of gradients do not"),
+        ("nvlink", "aabb", "nvlink", "compute waits while stripes are sent between domains"),
     ],
 )
 @ranks(4)
