@@ -3,7 +3,7 @@
 | call | data | before | after |
 |---|---|---|---|
 | `fetch` (spAG) | weights | every expert on its home | and in every slot of a replica |
-| `return_gradients` (spRS) | gradients | in every slot of a replica | their sum, added on the home |
+| `return_gradients` (spRS) | gradients | in every slot of a replica | their sum added on the home |
 
 Both calls start the transfer and return a `Transfer`, which the caller waits for where the result
 is used. All ranks of the group start the same transfers in the same order.

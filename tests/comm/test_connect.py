@@ -78,9 +78,10 @@ def test_what_is_chosen() -> None:
     module.MAX_RANKS = 3
     _on_nvlink("aaaa")
     assert connect("nvlink", [everyone], problems, timeout=20.0).transports == {}
-    assert problems == ["transport='nvlink': 4 ranks share a domain, 3 may"]
+    too_large = "4 ranks share an NVLink domain; at most 3 are supported"
+    assert problems == [f"transport='nvlink': {too_large}"]
     connection = connect("auto", [everyone], [], timeout=20.0)
-    assert (connection.name, connection.why) == ("p2p", "4 ranks share a domain, 3 may")
+    assert (connection.name, connection.why) == ("p2p", too_large)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_streams_that_share_one_queue(asked: str, domains: str, name: str, expos
     assert dist.get_rank() or ("fetches cannot be timed" in said) == (name == "p2p")
     assert dist.get_rank() or "Unset it, or set 32, where Megatron allows that" in said
     if (asked, domains) == ("auto", "aabb"):
-        assert "CUDA_DEVICE_MAX_CONNECTIONS=1 computing would wait" in connection.why
+        assert "CUDA_DEVICE_MAX_CONNECTIONS=1 compute would wait" in connection.why
     _on_nvlink(domains)
     connection = connect(asked, [(0, 1, 2, 3)], [], timeout=20.0)
     assert (connection.name, connection.exposed) == (asked.replace("auto", "nvlink"), "")
@@ -233,7 +234,7 @@ def test_ranks_that_see_other_groups_are_a_problem_of_all() -> None:
     assert connect("p2p", groups, problems, timeout=20.0).transports == {}
     (problem,) = problems
     assert re.fullmatch(
-        r"of the FSSDP group 1-\w+ \(its first .*\) 1 ranks have MoE layers, 2 should", problem
+        r"FSSDP group 1-\w+ \(its first .*\): 1 ranks have MoE layers, expected 2", problem
     )
 
 
