@@ -22,8 +22,9 @@ from kernel_scripts import Script, Setup, one_hot, random_copies
 from mutations import MUTATIONS
 
 from megatron_hecate.comm.nvlink import launch, program
+from megatron_hecate.comm.nvlink.places import Place, Pull
 from megatron_hecate.comm.nvlink.program import Program, Signals
-from megatron_hecate.comm.nvlink.schedule import Place, Pull, Schedule
+from megatron_hecate.comm.nvlink.schedule import Schedule
 from megatron_hecate.device import compile as kernels
 
 TILE = 1024  # bytes: small, so that small chunks have many

@@ -23,13 +23,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_hecate.comm.nvlink.schedule import (
-    Key,
-    Part,
-    Place,
-    Pull,
-    Schedule,
-)
+from megatron_hecate.comm.nvlink.places import Key, Part, Place, Pull
+from megatron_hecate.comm.nvlink.schedule import Schedule
 from megatron_hecate.comm.transport import Copy, LayerBuffer
 
 Domains = Sequence[Sequence[int]]  # the ranks of every NVLink domain of a group, ascending

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hecate.comm.nvlink.schedule import MAX_RANKS, PLANS, Place, Pull, Schedule
-from megatron_hecate.comm.nvlink.schedule import Memory as Memories
+from megatron_hecate.comm.nvlink.places import Memory as Memories
+from megatron_hecate.comm.nvlink.places import Place, Pull
+from megatron_hecate.comm.nvlink.schedule import MAX_RANKS, PLANS, Schedule
 
 MAX_STEPS: int = 4
 TILE: int = 65536  # bytes

@@ -26,8 +26,9 @@ from megatron_hecate.comm.nvlink.domains import (
 )
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
+from megatron_hecate.comm.nvlink.places import Place
 from megatron_hecate.comm.nvlink.program import Extent, Memory, Programs
-from megatron_hecate.comm.nvlink.schedule import PLANS, Place, Schedule
+from megatron_hecate.comm.nvlink.schedule import PLANS, Schedule
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
