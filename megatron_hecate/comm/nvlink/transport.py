@@ -27,7 +27,8 @@ from megatron_hecate.comm.nvlink.domains import (
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
 from megatron_hecate.comm.nvlink.places import Place
-from megatron_hecate.comm.nvlink.program import Extent, Memory, Programs
+from megatron_hecate.comm.nvlink.program import Extent
+from megatron_hecate.comm.nvlink.program_cache import Memory, Programs
 from megatron_hecate.comm.nvlink.schedule import PLANS, Schedule
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
