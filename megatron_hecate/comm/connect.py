@@ -197,7 +197,7 @@ class _Site:
             if device.type == "cuda" and asked != P2P.name:
                 domain, slower = Peers.nvlink_domain(node)
                 if problem := Peers.symmetric_problem(device):
-                    unable = f"{node} cannot have {problem}"
+                    unable = f"{node} {problem}"
             if not unable and (asked == NVLink.name or (asked == AUTO and not slower)):
                 TransferKernels(device)
         # Errors of any kind are sent to rank 0: a rank that raised here would leave the other ranks

@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from megatron_hecate.comm.nvlink.peers import COUNTERS, SHARED
+from megatron_hecate.comm.nvlink.peer_memory import COUNTERS, SHARED
 from megatron_hecate.comm.nvlink.transport import NVLink
 from megatron_hecate.comm.transport import Transport
 from megatron_hecate.job import device

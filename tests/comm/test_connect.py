@@ -139,7 +139,7 @@ def test_a_transport_that_moves_wrong_bytes_fails_its_self_test() -> None:
     group, problems = (0, 1), []
     fetch, NVLink.fetch = NVLink.fetch, lambda *args, **settings: NOTHING
     connection = connect("nvlink", [group], problems, timeout=20.0)
-    texts = [f"rank {r} got other weights than ranks [{1 - r}] sent" for r in range(2)]
+    texts = [f"rank {r} received wrong weights from ranks [{1 - r}]" for r in range(2)]
     assert problems == [f"transport='nvlink' failed its self-test: {text}" for text in texts]
     assert connection.name == "nvlink" and not connection.transports
     NVLink.fetch, NVLink.return_gradients = fetch, lambda *args, **settings: NOTHING
@@ -147,7 +147,7 @@ def test_a_transport_that_moves_wrong_bytes_fails_its_self_test() -> None:
     connection = connect("auto", [group], [], timeout=20.0)
     assert connection.name == connection.transports[group].name == "p2p"
     assert connection.why == "nvlink failed its self-test: " + "; ".join(
-        f"rank {r} got another sum than its replicas' gradients have" for r in range(2)
+        f"rank {r} received a wrong sum of its replicas' gradients" for r in range(2)
     )
 
 
