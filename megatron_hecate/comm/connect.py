@@ -75,6 +75,7 @@ def connect(
     transports = _make_transports(name, parts, timeout=timeout, nccl=nccl, can_time=can_time)
     nccl_bytes = free - _free_bytes()
     failed, usable, slower = _test(name, transports, timeout=timeout)
+    # A rank whose CUDA context was destroyed by the self-test cannot continue with any transport.
     if failed and asked == AUTO and usable:
         why = f"{name} failed its self-test: {'; '.join(failed)}"
         name = P2P.name
@@ -292,6 +293,7 @@ def _choose(
     against = shorten([*against, *(site.slower for site in sites if site.slower)])
     if all(len(domain) == 1 for domain in domains):
         against.append("no two ranks of a group share an NVLink domain")
+    # Messages between domains wait for peers on the stream; with one queue, compute waits as well.
     elif any(site.one_queue for site in sites) and len(domains) > len(domains_of_groups):
         against.append(
             "with CUDA_DEVICE_MAX_CONNECTIONS=1 compute would wait while stripes are sent between "

@@ -100,6 +100,7 @@ class OverlapMeter:
             and abs(self.window - self._window_then) > DRIFT * self._window_then
         )
         if self._iteration >= WARM_UP + TIMED and (drifted or self._iteration >= AGAIN):
+            # Connections exist by now, so the next timing needs no warm-up.
             self._iteration = WARM_UP
 
     def degree(self, copy_seconds: float) -> float:

@@ -80,6 +80,7 @@ class Stages:
             home, index = chunk.key
             slots = {copy.rank: Place(copy.rank, "slot", copy.slot) for copy in chunk.here}
             if group.domain_of[home] == group.own:
+                # Stripes lie in memory that holds the chunk anyway: the home's send buffer, slots.
                 places = {home: Place(home, "send", index), **slots}
                 leaving[chunk.key] = group.stripes(chunk, places)
                 for other in chunk.others:
@@ -135,6 +136,7 @@ class Stages:
                 if other in chunk.others:
                     stripes.receive(chunk, other, receives, adds)
             stages.append(Messages(tuple(sends[turn]), tuple(receives)))
+            # Only this rank's memory is read and written, so no peers need to be waited for.
             stages.append(Schedule((tuple(adds),), frozenset()))
         sums = {chunk.key: stripes.sums[chunk.key] for chunk in own}
         last = Schedule.of_return([], rank, domain=domain, elements=elements, parts=sums)
@@ -163,6 +165,9 @@ class Stages:
         elements = max(end - begin for begin, end in Part.bounds(elements, [1] * fewest))
         if len(sizes) == 1:
             return elements, 0, 0
+        # Upper bounds of the chunks that are sent to other domains: all chunks of the homes in this
+        # domain, and all slots of the other domains. Of the chunks that are received: all slots of
+        # this domain.
         leave = min(largest * layer.homes, (sum(sizes) - least) * layer.slots)
         enter = largest * layer.slots
         return elements, leave + enter, enter + leave + min(largest * layer.homes, enter)

@@ -161,6 +161,7 @@ class TransferKernels(Kernels):
         program.relocate(at.data_ptr())
         size = len(program.data)
         if self.on_gpu:
+            # From pinned memory the copy is asynchronous.
             pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             pinned.numpy()[:] = program.data
             at[:size].copy_(pinned, non_blocking=True)

@@ -86,6 +86,7 @@ def allocate_shared(
             problem, group, way_out=f"let the ranks of a machine share {SHARED}, or use p2p"
         )
     finally:
+        # The mappings stay valid without the name, and no file is left behind.
         if name:
             Path(name).unlink()
     blocks = [torch.frombuffer(memory, dtype=torch.uint8) for memory in maps]
@@ -113,6 +114,7 @@ def allocate_symmetric(
     try:
         own = _empty_symmetric(size, device)
         own[:COUNTERS].zero_()
+        # Peers may write the counters once they are mapped, so the zeros must be in memory before.
         torch.cuda.synchronize(device)
     except RuntimeError as error:
         free, _ = torch.cuda.mem_get_info(device)

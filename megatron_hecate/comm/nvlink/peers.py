@@ -84,6 +84,7 @@ class Peers:
         self._begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._reported = False
         self._is_abandoned = False
+        # The thread must not keep the memory alive.
         self._look = functools.partial(_is_over, weakref.ref(self))
         # CUDA's error after a kernel that timed out names neither peer nor layer: a thread prints
         # both. The process may exit before the thread's next check.

@@ -179,6 +179,7 @@ class Program:
 
     def again(self, begin: int) -> Program:
         """Return a copy for another transfer, which begins at progress counters ``begin``."""
+        # A copy of the bytes takes much less time than `__init__`, which resolves all places.
         other = object.__new__(Program)
         other.__dict__.update(self.__dict__)
         other._hold(self._bytes[:])
@@ -210,6 +211,7 @@ class Program:
         """Append the items of a step of copies, and return the fields of its `STEP`."""
         items = len(data)
         tiles = 0
+        # Local names save attribute look-ups in the loop, which runs for every copy of a plan.
         itemsize = self._itemsize
         waits = self._signals.waits
         pack = _COPY.pack
@@ -245,6 +247,7 @@ class Program:
         written: Sequence[Extent] = ()
         for pull in pulls:
             sources, into, begin, end, add = pull
+            # Consecutive pulls often write to one place.
             if into is not last:
                 last = into
                 written = extents(into)
@@ -320,11 +323,14 @@ class Program:
                 )
             before = end
         for sources, _, into, elements, _, addresses in pieces:
+            # Most pieces are copies from other ranks.
             if len(sources) == 1 and sources[0][0] != rank:
                 continue
             for place, address in zip(sources, addresses, strict=True):
                 if place[0] != rank or (address == into and len(sources) > 1):
                     continue
+                # The written ranges are disjoint and sorted, so only the last one that begins
+                # before the end of the source can overlap with the source.
                 at = bisect.bisect_left(written, (address + elements * size,)) - 1
                 if at >= 0 and written[at][1] > address:
                     raise ValueError(

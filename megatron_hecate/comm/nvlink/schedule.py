@@ -158,6 +158,7 @@ class Schedule:
                 exchange += [Pull(grads, *part) for part in held if part[0].rank == rank]
             if home == rank and (key in here.shares or not grads):
                 sums += [Pull((at,), main_grad, begin, end, add=True) for at, begin, end in held]
+        # All ranks must have the same steps, so the decision depends on the domain only.
         with_copies = sum(key in parts and len(ranks) > 0 for key, ranks, _ in here.chunks)
         steps = []
         if here.shares or with_copies:
@@ -171,6 +172,7 @@ def _fill_stripes(wanted: Sequence[AnyPart], held: Sequence[AnyPart], rank: int)
     """Return the pulls that fill the stripe buffers of ``rank`` among ``wanted`` from ``held``."""
     pulls = []
     for into, first, last in wanted:
+        # Other places, send buffers and slots, receive the complete chunk anyway.
         if into.rank != rank or into.memory != "stripe":
             continue
         for at, begin, end in held:
@@ -263,6 +265,7 @@ class _Chunks(NamedTuple):
 
     def of_rank(self, rank: int, in_parts: Iterable[Key]) -> list[_Chunk]:
         """Return the chunks that ``rank`` sends or receives, and all ``in_parts``, in order."""
+        # The keys are sorted, so the chunks of one home are contiguous.
         keys = self.keys
         begins = self.begins
         found = set(range(bisect_left(keys, (rank, 0)), bisect_left(keys, (rank + 1, 0))))

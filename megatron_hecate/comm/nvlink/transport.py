@@ -108,6 +108,7 @@ class NVLink:
             RuntimeError: on all ranks, if the memory cannot be allocated on one or not be mapped by
                 its peers.
         """
+        # Transfers in flight may use the memory that is freed here.
         futures.wait([self._ended])
         if self._peers is not None and device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -122,6 +123,7 @@ class NVLink:
             self._domain, sum(sizes), device=device, ranks=domain, timeout=self.timeout
         )
         self._programs = Programs(self._peers.signals)
+        # The counters in the new memory are 0.
         self._begin = 1
         replicas, self._sent, self._stripes = self._peers.buffers.split(sizes)
         domain_sizes = [len(domain) for domain in self._domains]
@@ -152,6 +154,7 @@ class NVLink:
         timed: bool = False,
     ) -> Transfer:
         """Begin a spAG. ``slots`` have the same offsets in the memory of all ranks."""
+        # The kernels read parameters by address, without strides.
         for index in plan.replicated:
             if not all(tensor.is_contiguous() for tensor in homes[index]):
                 raise ValueError(f"{label}: parameters of own expert {index} are not contiguous")
@@ -214,9 +217,12 @@ class NVLink:
 
         def run() -> Iterator[None]:
             yield from steps
+            # Where `Transfer` splits the steps, `HomeGradients.add` is left to its `wait`.
             if totals:
                 yield
             for index, total in totals.items():
+                # The memory was allocated on another stream, whose later work must not reuse it
+                # before this stream has read it.
                 if total.is_cuda:
                     total.record_stream(torch.cuda.current_stream())
                 homes.add(index, total)
@@ -278,6 +284,7 @@ class NVLink:
             meet: barrier of all ranks, run before the first stage.
         """
         peers = self._memory_of_peers()
+        # A kernel that timed out has destroyed the CUDA context: no further launch can succeed.
         if peers.device.type == "cuda" and peers.failure is not None:
             raise TransferError(peers.explain_failure())
         tag = self._between.next_tag() if len(stages) > 1 else 0
@@ -317,6 +324,8 @@ class NVLink:
     def _run_kernel(self, schedule: Schedule, job: Job) -> Callable[[], None]:
         """Prepare a stage inside the domain, and return the function that runs it."""
         peers = self._memory_of_peers()
+        # The next stage begins above the last counter of this one, ``begin`` plus its steps. All
+        # ranks count every stage, also stages without a part for them.
         begin = self._begin
         self._begin += len(schedule.steps) + 1
         # A timed transfer begins when all ranks of the domain have arrived, not only its peers.
@@ -339,6 +348,7 @@ class NVLink:
 
         def own(place: Place) -> list[Extent]:
             tensors = job.memory(place)
+            # Peers have the tensor at the same offset of their buffers, so it must be in ours.
             assert place.memory in ("parameters", "main_grad") or all(map(peers.holds, tensors)), (
                 "not in the buffers"
             )
