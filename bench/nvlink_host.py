@@ -25,8 +25,9 @@ sys.path.insert(0, str(ROOT))
 
 from megatron_hecate.comm.nvlink import schedule as schedule_module  # noqa: E402
 from megatron_hecate.comm.nvlink.domains import Stages  # noqa: E402
-from megatron_hecate.comm.nvlink.program import Extent, Memory, Programs, Signals  # noqa: E402
-from megatron_hecate.comm.nvlink.schedule import Place  # noqa: E402
+from megatron_hecate.comm.nvlink.places import Place  # noqa: E402
+from megatron_hecate.comm.nvlink.program import Extent, Signals  # noqa: E402
+from megatron_hecate.comm.nvlink.program_cache import Memory, Programs  # noqa: E402
 from megatron_hecate.comm.transport import TransferPlan  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
 from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402

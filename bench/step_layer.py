@@ -23,8 +23,9 @@ from placing import greedy_placement
 from torch import Tensor
 
 from megatron_hecate.comm.nvlink.launch import TransferKernels
+from megatron_hecate.comm.nvlink.places import Place, Pull
 from megatron_hecate.comm.nvlink.program import FAILURE, Program, Signals
-from megatron_hecate.comm.nvlink.schedule import Place, Pull, Schedule
+from megatron_hecate.comm.nvlink.schedule import Schedule
 from megatron_hecate.plan import Placement, World
 from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.reroute import CountedTokens, reroute

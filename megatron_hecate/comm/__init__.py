@@ -1,1 +1,1 @@
-"""How replicas travel: transfer plans, the transports `p2p` and `nvlink`, and how much of a transfer hides."""
+"""Moving replicas: transfer plans, the transports `p2p` and `nvlink`, and measured overlap."""

@@ -1,12 +1,14 @@
-"""The overlap degree, measured: how many copies per rank and layer hide behind the compute before the layer.
+"""The measured overlap degree: copies per rank and layer that hide behind compute before it.
 
     t = (seconds from a layer's attention to its experts) / (seconds that one copy takes)
 
-Both are measured while training runs and summed over the group with the loads, so that all ranks hold the same t. The
-first is read in every iteration's first microbatch; the second, for which transfers are timed, in a few iterations
-after the first replicas, again when the first has drifted, and now and then. Until copies have been timed, the speeds
-that copies are judged by say how long one takes. Times differ from run to run, and with them plans: where runs must
-repeat bit for bit, give the overlap degree as a constant, or set Megatron's ``deterministic_mode``.
+Both times are measured while training runs and summed over the group together with the loads, so
+that all ranks hold the same t. The first time is read in every iteration's first microbatch. The
+second, for which transfers are timed, is measured in a few iterations after the first replicas,
+again when the first time has drifted, and at regular intervals. Until copies have been timed, the
+speeds that the cost model uses give the duration of a copy. Times differ from run to run, and plans
+with them: where runs must repeat bitwise, set the overlap degree to a constant, or set Megatron's
+``deterministic_mode``.
 """
 
 from __future__ import annotations
@@ -15,56 +17,59 @@ import torch
 
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
 
-WARM_UP: int = (
-    2  # iterations with replicas before copies are timed: connections are made, memory is touched
-)
-TIMED: int = 3  # iterations in which they are timed
-AGAIN: int = 100  # iterations until they are timed again
-DRIFT: float = 0.25  # change of the time before the experts after which they are, too
-WEIGHT: float = 0.5  # of the newest measurement
+# Iterations with replicas before copies are timed: the first ones set up connections and touch
+# memory for the first time.
+WARM_UP: int = 2
+TIMED: int = 3  # iterations in which copies are timed
+AGAIN: int = 100  # iterations after which copies are timed again
+DRIFT: float = 0.25  # relative change of the window after which copies are timed again
+WEIGHT: float = 0.5  # weight of the newest measurement
 NANO: float = 1e9
-MEASURED: int = 4  # numbers that travel with the loads
+MEASURED: int = 4  # numbers that are summed together with the loads
 
 
 class OverlapMeter:
-    """Measures on this rank, and holds what all ranks agreed on."""
+    """Measurements of this rank, and the times that all ranks agreed on."""
 
     def __init__(self) -> None:
         self.window: float | None = None  # seconds from attention to experts, agreed
         self.copy: float | None = None  # seconds of one copy, agreed
-        self._watches: dict[int, Stopwatch] = {}  # of windows, by layer
+        self._watches: dict[int, Stopwatch] = {}  # stopwatch of the window, by layer
         self._copies: list[tuple[Transfer, int]] = []
-        self._iteration = 0  # with replicas, since copies were timed last
+        self._iteration = 0  # iterations with replicas since copies were last timed
         self._window_then: float | None = None
 
     def attention(self, layer: int, device: torch.device) -> None:
-        """The attention before ``layer`` is about to run, in an iteration's first microbatch."""
+        """Start the window of ``layer``: its attention is next, in the first microbatch."""
         self._watches[layer] = Stopwatch(device)
         self._watches[layer].mark("begin")
 
     def routed(self, layer: int) -> None:
-        """Tokens of ``layer`` are about to be dispatched."""
+        """End the window of ``layer``: its tokens are dispatched next."""
         watch = self._watches.get(layer)
         if watch is not None and not watch.ended:
             watch.mark("end")
 
     @property
     def times_copies(self) -> bool:
-        """Whether the transfers of this iteration are to be timed."""
+        """True if the transfers of this iteration are to be timed."""
         return WARM_UP <= self._iteration < WARM_UP + TIMED
 
     def fetched(self) -> None:
-        """An iteration with replicas begins; all ranks say so."""
+        """Count an iteration with replicas; called on all ranks."""
         self._iteration += 1
 
     def follow(self, transfer: Transfer, copies: int) -> None:
-        """``transfer`` brings at most ``copies`` chunks to this rank, and takes at most as many from it."""
+        """Measure ``transfer``, in which this rank receives and sends at most ``copies`` chunks."""
         if copies and transfer.timed:
             self._copies.append((transfer, copies))
 
     def measured(self) -> list[int]:
-        """[`MEASURED`] what this rank measured since the last call and is complete: nanoseconds and number of windows,
-        then of copies. Sums over the group go to `agree`."""
+        """Return the measurements that completed since the last call, [`MEASURED`].
+
+        They are nanoseconds of windows, number of windows, nanoseconds of copies, number of copies.
+        `agree` takes their sums over the group.
+        """
         sums = [0, 0, 0, 0]
         for layer, watch in list(self._watches.items()):
             if watch.seconds is not None:
@@ -82,7 +87,7 @@ class OverlapMeter:
         return sums
 
     def agree(self, sums: list[int]) -> None:
-        """Take the group's sums of `measured`."""
+        """Update the agreed times with the group's sums of `measured`."""
         window_ns, windows, copy_ns, copies = sums
         if windows:
             self.window = _smooth(self.window, window_ns / windows / NANO)
@@ -95,13 +100,14 @@ class OverlapMeter:
             and abs(self.window - self._window_then) > DRIFT * self._window_then
         )
         if self._iteration >= WARM_UP + TIMED and (drifted or self._iteration >= AGAIN):
+            # Connections exist by now, so the next timing needs no warm-up.
             self._iteration = WARM_UP
 
     def degree(self, copy_seconds: float) -> float:
-        """The overlap degree t; 0 before the first iteration.
+        """Return the overlap degree t; 0 before the first iteration.
 
         Args:
-            copy_seconds: what one copy is taken to last, until some were timed.
+            copy_seconds: assumed seconds of one copy, used until copies have been timed.
         """
         if self.window is None:
             return 0.0
@@ -109,30 +115,33 @@ class OverlapMeter:
 
 
 def _smooth(old: float | None, new: float) -> float:
-    return new if old is None else (1 - WEIGHT) * old + WEIGHT * new
+    if old is None:
+        return new
+    return (1 - WEIGHT) * old + WEIGHT * new
 
 
 def explain_exposed(transport: str, *, across_domains: bool) -> str:
-    """What computing waits for where the work of all streams is in one hardware queue, and the way out.
+    """Explain what compute waits for where all streams share one hardware queue, and the way out.
 
     Args:
-        transport: its name.
-        across_domains: whether a group spans NVLink domains.
+        transport: name of the transport.
+        across_domains: True if a group spans NVLink domains.
     """
     if transport == "p2p":
         exposed = (
-            "messages run beside computing, sums of gradients do not, nor all but the last of several rounds; fetches "
-            "cannot be timed, so the speeds named above go on to decide which copies pay (--moe-fssdp-speeds FILE: "
-            "measured ones)"
+            "messages overlap with compute, sums of gradients do not, nor does any round of a "
+            "return but the last; fetches cannot be timed, so the speeds named above decide "
+            "which copies pay (--moe-fssdp-speeds FILE: measured speeds)"
         )
     elif across_domains:
-        exposed = "computing waits while stripes go from domain to domain; --moe-fssdp-transport p2p waits for less"
-    else:
         exposed = (
-            "each transfer is one kernel, which runs beside computing; copy engines are not used"
+            "compute waits while stripes are sent between domains; with "
+            "--moe-fssdp-transport p2p it waits for less"
         )
+    else:
+        exposed = "each transfer is one kernel that overlaps with compute; copy engines are unused"
     return (
-        f"CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams in one queue. With transport {transport} "
-        f"{exposed}. Unset it, or set 32, where Megatron allows that: on Blackwell, or without tensor and context "
-        "parallelism"
+        "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams in one queue. With transport "
+        f"{transport} {exposed}. Unset it, or set 32, where Megatron allows that: on Blackwell, or "
+        "without tensor and context parallelism"
     )

@@ -1,4 +1,4 @@
-"""The transport ``p2p``: spAG and spRS by plain ``torch.distributed`` point-to-point messages, on any backend."""
+"""The transport ``p2p``: spAG and spRS by ``torch.distributed`` sends and receives, any backend."""
 
 from __future__ import annotations
 
@@ -19,74 +19,85 @@ from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferP
 from megatron_hecate.job import under_way
 from megatron_hecate.job.collectives import TransferError
 
-ARRIVING: int = (
-    4  # gradients that a home receives at once, at most; those of further replicas come in rounds
-)
-ARRIVING_BYTES: int = 256 << 20  # and no more than this, but one
-NAMED: int = 8  # messages of a batch that a line names
+# Upper bounds of the gradients that a home receives at once: their number, and their bytes unless
+# a single gradient is larger. Gradients of further replicas are received in further rounds.
+ARRIVING: int = 4
+ARRIVING_BYTES: int = 256 << 20
+NAMED: int = 8  # messages of a batch that one line lists
 
 
 class P2P:
-    """Moves one FSSDP group's replicas by messages. See `transport.Transport`.
+    """Transport of one FSSDP group's replicas by messages. See `transport.Transport`.
 
-    Gradients arrive in staging memory, which all layers share: a return waits for the one before it.
+    Gradients are received in a staging buffer that all layers share, so a return waits for the
+    previous return.
 
     Args:
-        group: the ranks.
-        timeout: seconds to wait for a peer. With NCCL the group's own timeout holds: waiting on the host for less would
-            stop the stream from running ahead.
-        can_time: whether fetches can be timed, the same on all ranks: not where `has_one_queue`.
+        group: process group of the ranks.
+        timeout: seconds to wait for a peer. With NCCL the group's own timeout applies: a shorter
+            wait would need the host, which then could not run ahead of the stream.
+        can_time: True if fetches can be timed, the same on all ranks; False with `has_one_queue`.
     """
 
-    name, scatters = "p2p", False
-    # Of transfers so far. By object: in another attempt of the job groups have the same names, and ranks must agree.
+    name = "p2p"
+    scatters = False
+    # Transfers so far, by group object: in another attempt of the job the groups have the same
+    # names, but ranks must agree on the numbers and so start again at 0.
     _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, int]] = (
         weakref.WeakKeyDictionary()
     )
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float, can_time: bool = True) -> None:
-        self.group, self.timeout, self._can_time = group, timeout, can_time
+        self.group = group
+        self.timeout = timeout
+        self._can_time = can_time
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._returning: Transfer | None = None
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
-        """The staging memory: gradients that arrive, and their sum."""
+        """Return the bytes of the staging buffer: gradients that arrive at once, and their sum."""
+        if not any(layer.slots for layer in layers):
+            return 0
         needs = [
             (_arriving(layer.elements, layer.grad_dtype) + 1)
             * LayerBuffer.aligned(layer.elements, layer.grad_dtype)
             for layer in layers
         ]
-        return max(needs) if any(layer.slots for layer in layers) else 0
+        return max(needs)
 
     @staticmethod
     def explain_rounds(layers: Sequence[LayerBuffer]) -> str:
-        """How many gradients a home receives at once, for the largest of ``layers``, and what follows with one hardware
-        queue."""
+        """Explain the rounds of a return for the largest of ``layers``, with one hardware queue."""
         largest = max(layers, key=lambda layer: layer.elements)
-        size, at_once = (
-            largest.elements * largest.grad_dtype.itemsize,
-            _arriving(largest.elements, largest.grad_dtype),
-        )
+        mib = largest.elements * largest.grad_dtype.itemsize / (1 << 20)
+        at_once = _arriving(largest.elements, largest.grad_dtype)
+        if at_once > 1:
+            replicas = f"{at_once} replicas"
+            rounds = f"k / {at_once} rounds"
+        else:
+            replicas = "1 replica"
+            rounds = "k rounds"
         return (
-            f"transport p2p: a rank receives the gradients of {at_once} replica{'s' if at_once > 1 else ''} of its "
-            f"experts at once ({size / (1 << 20):.0f} MiB each); those of k come in "
-            f"{f'k / {at_once}' if at_once > 1 else 'k'} rounds, and computing waits for all but the last"
+            f"transport p2p: a rank receives the gradients of {replicas} of its experts at once "
+            f"({mib:.0f} MiB each); those of k replicas take {rounds}, and compute waits for all "
+            "rounds but the last"
         )
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
-        """[size] uint8, anywhere; and the staging memory."""
-        self._returning, self._staging = (
-            None,
-            torch.empty(0),
-        )  # the old memory goes before the new one comes
+        """Allocate [size] uint8 anywhere on ``device``, and the staging buffer."""
+        # The old staging buffer is freed before the new one is allocated.
+        self._returning = None
+        self._staging = torch.empty(0)
         self._staging = torch.empty(self.extra_bytes(layers), dtype=torch.uint8, device=device)
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def release(self) -> None:
-        self._returning, self._staging = None, self._staging.new_empty(0)
+        self._returning = None
+        self._staging = self._staging.new_empty(0)
 
     def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
-        _ = plan.replicated, plan.slots, plan.turns  # and what they are made of: the plan keeps it
+        # The plan caches these properties, and the properties from which they are computed.
+        _ = plan.replicated, plan.slots, plan.turns
 
     def fetch(
         self,
@@ -97,10 +108,13 @@ class P2P:
         label: str,
         timed: bool = False,
     ) -> Transfer:
-        """Begin a spAG: everything is posted now, and there when it is waited for."""
+        """Begin a spAG: post all messages now; they have completed when `Transfer.wait` returns."""
         device = homes[0][0].device
-        watch = Stopwatch(device) if timed and self._can_time else None
-        meeting = self.next_tag() if watch is not None else 0
+        watch: Stopwatch | None = None
+        meeting = 0
+        if timed and self._can_time:
+            watch = Stopwatch(device)
+            meeting = self.next_tag()
         messages = self.batch(self.next_tag(), what="spAG", label=label)
 
         def steps() -> Iterator[None]:
@@ -121,21 +135,25 @@ class P2P:
         return Transfer(steps(), device, what="spAG", label=label, watch=watch)
 
     def meet(self, plan: TransferPlan, device: torch.device, *, tag: int, label: str) -> None:
-        """Wait, on the current stream, until all ranks with a part in ``plan`` have come: each sends the others one
-        byte."""
-        others = {rank for copy in plan.copies for rank in (copy.home, copy.rank)}
+        """Wait on the current stream until all ranks of ``plan`` arrive (a barrier).
+
+        Each rank sends one byte to every other rank that has a copy to send or to receive.
+        """
+        ranks = {copy.home for copy in plan.copies} | {copy.rank for copy in plan.copies}
         messages = self.batch(tag, what="spAG", label=label)
-        for rank in sorted(others - {plan.rank}) if plan.rank in others else []:
-            messages.send(torch.zeros(1, dtype=torch.uint8, device=device), rank)
-            messages.receive(torch.empty(1, dtype=torch.uint8, device=device), rank)
+        if plan.rank in ranks:
+            for rank in sorted(ranks - {plan.rank}):
+                messages.send(torch.zeros(1, dtype=torch.uint8, device=device), rank)
+                messages.receive(torch.empty(1, dtype=torch.uint8, device=device), rank)
         messages.start()
         messages.finish()
 
     def return_gradients(
         self, plan: TransferPlan, slots: Sequence[Tensor], homes: HomeGradients, *, label: str
     ) -> Transfer:
-        """Begin a spRS, in rounds of as many chunks as fit into the staging memory."""
-        previous, self._returning = self._returning, None
+        """Begin a spRS, in rounds of the chunks that fit into the staging buffer at once."""
+        previous = self._returning
+        self._returning = None
         if previous is not None:
             previous.wait()
         steps = self._sum_in_rounds(plan, slots, homes, tag=self.next_tag(), label=label)
@@ -151,17 +169,20 @@ class P2P:
         tag: int,
         label: str,
     ) -> Iterator[None]:
-        """The steps of a spRS.
+        """Yield the steps of a spRS.
 
-        Both ends of a message know its round (`TransferPlan.turns`), so that each round is complete in itself: with
-        NCCL a batch ends when all of it has been matched.
+        Both ends of a message know its round (`TransferPlan.turns`), so that each round is complete
+        in itself: with NCCL a batch ends when all of its messages have been matched.
         """
         if not plan.sends and not plan.receives:
             return
-        elements, dtype, sends = slots[0].numel(), slots[0].dtype, plan.sends
+        sends = plan.sends
+        elements = slots[0].numel()
+        dtype = slots[0].dtype
         at_once = _arriving(elements, dtype)
         *staged, total = chunks_in(self._staging, at_once + 1, elements, dtype)
         rounds = 1 + max([(len(sends) - 1) // at_once, *(turn // at_once for turn in plan.turns)])
+        last_in_background = rounds - 1 if total.is_cuda else 0
         for index in range(rounds):
             messages = self.batch(tag, what="spRS", label=label)
             for (slot, rank), turn in zip(plan.receives, plan.turns, strict=True):
@@ -171,48 +192,47 @@ class P2P:
             for chunk, (_, rank) in zip(staged, arriving, strict=False):
                 messages.receive(chunk, rank)
             messages.start()
-            if index == (
-                rounds - 1 if total.is_cuda else 0
-            ):  # NCCL matches messages in order: none is left to `wait`
+            # NCCL matches messages in order, so on a GPU all rounds are posted before `wait`.
+            # Elsewhere the host would wait for each round, so only the first is posted before.
+            if index == last_in_background:
                 yield
             messages.finish()
-            for at, (chunk, (home, _)) in enumerate(
-                zip(staged, arriving, strict=False), index * at_once
-            ):
+            received = zip(staged, arriving, strict=False)
+            for at, (chunk, (home, _)) in enumerate(received, index * at_once):
+                # Gradients are added in order of the replicas' ranks, so runs repeat bitwise.
                 if at == 0 or sends[at - 1][0] != home:
                     total.copy_(chunk)
                 else:
-                    total += chunk  # in order of the replicas' ranks, in every run
+                    total += chunk
                 if at + 1 == len(sends) or sends[at + 1][0] != home:
                     homes.add(home, total)
 
     def next_tag(self) -> int:
-        """The number of a new transfer of the group, the same on all ranks: they start the same ones in the same order.
+        """Return the tag of a new transfer of the group, the same on all ranks.
 
-        Backends that know tags (gloo) tell transfers apart by it, so that one may go on while another has begun.
+        All ranks start the same transfers in the same order. Backends with tags (gloo) match the
+        messages of a transfer by its tag, so that two transfers may be in flight.
         """
-        number = self._numbers[self.group] = self._numbers.get(self.group, 0) + 1
+        number = self._numbers.get(self.group, 0) + 1
+        self._numbers[self.group] = number
         return number % (1 << 30)
 
     def batch(self, tag: int, *, what: str, label: str) -> _Messages:
-        """Messages of transfer ``tag`` that are posted together."""
+        """Create an empty batch of messages of the transfer ``tag``, to be posted together."""
         return _Messages(self, tag, f"{label}: {what}")
 
 
 class _Messages:
-    """Sends and receives that are posted together, each with its peer, so that a failed wait can say whose it was."""
+    """Batch of sends and receives, with their peers, so that an error can name the failed one."""
 
     def __init__(self, transport: P2P, tag: int, name: str) -> None:
-        self._group, self._timeout, self._tag, self._name = (
-            transport.group,
-            transport.timeout,
-            tag,
-            name,
-        )
+        self._group = transport.group
+        self._timeout = transport.timeout
+        self._tag = tag
+        self._name = name
         self._ops: list[dist.P2POp] = []
-        self._peers: list[
-            tuple[str, int, int]
-        ] = []  # ("send to" or "receive from", rank in the group, bytes)
+        # ("send to" or "receive from", rank in the group, bytes)
+        self._peers: list[tuple[str, int, int]] = []
         self._works: list[dist.Work] = []
         self._started = 0.0
 
@@ -230,7 +250,7 @@ class _Messages:
         self._peers.append((what, rank, tensor.nbytes))
 
     def start(self) -> None:
-        """Post them."""
+        """Post all messages."""
         self._started = time.monotonic()
         if self._ops:
             with self._peer_named(lambda: 0):
@@ -239,7 +259,7 @@ class _Messages:
                 under_way.note(self._works, self._describe())
 
     def finish(self) -> None:
-        """Wait for all of them. On a GPU the stream waits."""
+        """Wait for all messages: on a GPU the current stream waits, else the host."""
         done = 0
         with self._peer_named(lambda: done):
             for work in self._works:
@@ -250,32 +270,35 @@ class _Messages:
                 done += 1
 
     def _describe(self) -> str:
-        """Layer and transfer, this rank, and what it expects of which ranks."""
+        """Describe the batch: layer, transfer, this rank, and the messages expected by peer."""
         bytes_by_peer: Counter[tuple[str, int]] = Counter()
         for what, rank, size in self._peers:
             bytes_by_peer[what, rank] += size
         parts = [
             f"{what} rank {rank} ({size} bytes)" for (what, rank), size in bytes_by_peer.items()
         ]
-        more = f", and {len(parts) - NAMED} more" if len(parts) > NAMED else ""
+        more = ""
+        if len(parts) > NAMED:
+            more = f", and {len(parts) - NAMED} more"
         ranks = f"rank {self._group.rank()} of {self._group.size()}"
         return f"{self._name}, {ranks} expected to {', '.join(parts[:NAMED])}{more}"
 
     @contextlib.contextmanager
     def _peer_named(self, done: Callable[[], int]) -> Iterator[None]:
-        """An error says whose message failed."""
+        """Raise TransferError that names the failed message's peer, for a RuntimeError inside."""
         try:
             yield
         except RuntimeError as error:
             what, peer, size = self._peers[min(done(), len(self._peers) - 1)]
+            seconds = time.monotonic() - self._started
             raise TransferError(
                 f"{self._name} failed on rank {self._group.rank()} of {self._group.size()} after "
-                f"{time.monotonic() - self._started:.1f} s (timeout {self._timeout:g} s), waiting to {what} rank "
-                f"{peer} ({size} bytes): expected {len(self._peers)} messages, {done()} were seen. Rank {peer} died, "
-                f"hangs, or did not take part. Cause: {error}"
+                f"{seconds:.1f} s (timeout {self._timeout:g} s), waiting to {what} rank {peer} "
+                f"({size} bytes): expected {len(self._peers)} messages, {done()} were seen. "
+                f"Rank {peer} died, hangs, or did not take part. Cause: {error}"
             ) from error
 
 
 def _arriving(elements: int, dtype: torch.dtype) -> int:
-    """Gradients that arrive at a home at once."""
+    """Return how many gradients a home receives at once."""
     return max(1, min(ARRIVING, ARRIVING_BYTES // LayerBuffer.aligned(elements, dtype)))

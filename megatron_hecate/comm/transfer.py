@@ -1,4 +1,4 @@
-"""A transfer that runs in the background, whatever the transport, and how long it took."""
+"""A transfer that runs in the background, the same for every transport, and its duration."""
 
 from __future__ import annotations
 
@@ -17,21 +17,26 @@ from megatron_hecate.job.collectives import TransferError
 
 
 class Transfer:
-    """A spAG or spRS under way.
+    """A spAG or spRS in flight.
 
-    Without CUDA the first step of ``steps`` runs at once and leaves asynchronous works behind; `wait` runs the others.
-    With CUDA all steps are enqueued on a stream of their own, after what the current stream holds, and `wait` makes the
-    current stream wait for them: the host never does. Where all streams share one hardware queue (`has_one_queue`),
-    what follows the first ``yield`` is left to `wait`: there a stream that waits would stop all others.
+    Without CUDA the first step of ``steps`` runs immediately and leaves asynchronous works behind;
+    `wait` runs the remaining steps. With CUDA all steps are enqueued on the transfer stream, after
+    the work that the current stream holds, and `wait` makes the current stream wait for the
+    transfer: the host never waits. Where all streams share one hardware queue (`has_one_queue`),
+    the steps after the first ``yield`` are enqueued by `wait`: there a stream that waits would
+    block all other streams.
 
     Args:
-        steps: up to its first ``yield`` it posts what can run in the background, the rest waits and sums.
-        device: of the memory it moves.
+        steps: generator of the transfer; up to its first ``yield`` it posts work that can run in
+            the background, after it it waits and sums.
+        device: device of the memory that is moved.
         what: "spAG" or "spRS".
         label: name of the layer.
-        watch: ``steps`` mark its "begin" once the peers have come, and the transfer its "end". A transfer that is left
-            to `wait` cannot be timed.
-        after: without CUDA, for transfers that take the host's time: all steps run in a thread, once this has ended.
+        watch: stopwatch whose "begin" is marked by ``steps`` once all peers have arrived, and whose
+            "end" is marked by the transfer. A transfer whose end is enqueued by `wait` cannot be
+            timed.
+        after: future to wait for first. Without CUDA, for transfers that take the host's time: all
+            steps run in a thread once ``after`` is done.
     """
 
     def __init__(
@@ -44,28 +49,35 @@ class Transfer:
         watch: Stopwatch | None = None,
         after: Future[None] | None = None,
     ) -> None:
-        self._steps, self._failed = steps, False
-        self.what, self.label, self._watch = what, label, watch
-        self.ended: Future[None] = Future()  # of the thread that runs it, where there is one
+        self.what = what
+        self.label = label
+        self.ended: Future[None] = Future()  # done when the thread of the transfer ends, if any
+        self._steps = steps
+        self._failed = False
+        self._watch = watch
         self._stream: torch.cuda.Stream | None = None
         self._enqueued: torch.cuda.Event | None = None
         with trace.span(f"{what} start", label):
             if device.type == "cuda":
-                self._stream = transfer_stream(device)
-                self._stream.wait_stream(torch.cuda.current_stream(device))
-                with torch.cuda.stream(self._stream):
-                    over = object()
-                    if has_one_queue() and next(steps, over) is not over:
-                        self._watch = None
-                    else:
-                        self._enqueue_rest(self._stream)
-            elif (
-                after is not None or trace.Recorder.is_running() or watch is not None
-            ):  # gloo does not tell when it is over
+                self._start_on_stream(device)
+            # The works of gloo do not report when they complete, so a transfer that is traced or
+            # timed needs a thread that waits for them.
+            elif after is not None or trace.Recorder.is_running() or watch is not None:
                 self._run_in_thread(after)
                 trace.follow(what, label, over=self.ended.done)
             else:
                 next(steps, None)
+
+    def _start_on_stream(self, device: torch.device) -> None:
+        """Enqueue the steps on the transfer stream; with one hardware queue, only the first."""
+        self._stream = transfer_stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            over = object()
+            if has_one_queue() and next(self._steps, over) is not over:
+                self._watch = None
+            else:
+                self._enqueue_rest(self._stream)
 
     def _enqueue_rest(self, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
@@ -76,8 +88,11 @@ class Transfer:
             self._enqueued = stream.record_event()
 
     def _run_in_thread(self, after: Future[None] | None) -> None:
-        """Run all steps in a thread, which does not keep the process alive; `wait` then waits for it."""
-        steps, ended, watch = self._steps, self.ended, self._watch
+        """Run all steps in a daemon thread, for which `wait` then waits."""
+        # Captured before `_steps` is replaced below, which may be earlier than the thread's start.
+        steps = self._steps
+        ended = self.ended
+        watch = self._watch
 
         def run() -> None:
             try:
@@ -102,19 +117,21 @@ class Transfer:
 
     @property
     def timed(self) -> bool:
-        """Whether `seconds` will be known."""
+        """True if `seconds` will be known."""
         return self._watch is not None
 
     @property
     def seconds(self) -> float | None:
-        """From when its peers had come to its end, once it is over, if it was ``timed``."""
-        return None if self._watch is None else self._watch.seconds
+        """Seconds from all peers' arrival to the end; ``None`` before the end, or if untimed."""
+        if self._watch is None:
+            return None
+        return self._watch.seconds
 
     def wait(self) -> None:
-        """Wait until it is over; again does nothing.
+        """Wait until the transfer is over; a repeated call does nothing.
 
         Raises:
-            TransferError: when a peer died or did not answer in time, every time.
+            TransferError: a peer died or did not answer in time; raised by every later call too.
         """
         if self._failed:
             raise TransferError(f"{self.label}: this {self.what} failed before")
@@ -132,7 +149,7 @@ class Transfer:
 
 
 class Stopwatch:
-    """Two moments on a stream, or on the host."""
+    """Two moments, "begin" and "end", on a stream or on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -140,7 +157,7 @@ class Stopwatch:
         self._times: dict[str, float] = {}
 
     def mark(self, when: str) -> None:
-        """Note the moment "begin" or "end"."""
+        """Record the moment ``when``, "begin" or "end", on the current stream or the host."""
         if self._on_gpu:
             self._events[when] = torch.cuda.Event(enable_timing=True)
             self._events[when].record()
@@ -149,34 +166,41 @@ class Stopwatch:
 
     @property
     def begun(self) -> bool:
-        """Whether "begin" was marked."""
+        """True if "begin" was marked."""
         return "begin" in self._events or "begin" in self._times
 
     @property
     def ended(self) -> bool:
-        """Whether "end" was marked."""
+        """True if "end" was marked."""
         return "end" in self._events or "end" in self._times
 
     @property
     def seconds(self) -> float | None:
-        """From "begin" to "end"; ``None`` while the second has not been reached."""
+        """Seconds from "begin" to "end"; ``None`` while "end" has not been reached."""
         if not self.ended:
             return None
         if not self._on_gpu:
             return self._times["end"] - self._times["begin"]
-        begin, end = self._events["begin"], self._events["end"]
-        return begin.elapsed_time(end) / 1e3 if end.query() else None
+        begin = self._events["begin"]
+        end = self._events["end"]
+        if not end.query():
+            return None
+        return begin.elapsed_time(end) / 1e3
 
 
 def has_one_queue() -> bool:
-    """Whether all streams of this process share one hardware queue of the GPU: what is enqueued runs in that order, and
-    work that waits for another stream stops all that is enqueued after it. Megatron asks for it before Blackwell."""
+    """Return True if all streams of this process share one hardware queue of the GPU.
+
+    Work then runs in the order in which it was enqueued, and work that waits for another stream
+    blocks everything enqueued after it. Megatron requires this setting before Blackwell.
+    """
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 @functools.cache
 def transfer_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which a rank's transfers run. A peer waits for each of them, so its blocks come before those of
-    other streams."""
+    """Return the stream on which a rank's transfers run, one per device."""
+    # Peers wait for each of these transfers, so their thread blocks take precedence over the
+    # thread blocks of other streams.
     _, highest = torch.cuda.Stream.priority_range()  # type: ignore[call-arg]  # a static method
     return torch.cuda.Stream(device, priority=highest)

@@ -1,16 +1,17 @@
-"""What every transport offers, so that no caller needs to know which one it has.
+"""The protocol of transports: callers do not depend on the transport in use.
 
-| call | what travels | before | after |
+| call | data | before | after |
 |---|---|---|---|
-| `fetch` (spAG) | weights | every expert on its home | and in every slot that holds a replica of it |
-| `return_gradients` (spRS) | gradients | a gradient in every such slot | their sum, added on the home |
+| `fetch` (spAG) | weights | every expert on its home | and in every slot of a replica |
+| `return_gradients` (spRS) | gradients | in every slot of a replica | their sum added on the home |
 
-Both begin at once and return a `Transfer`, which is waited for where its result is used. All ranks of the group start
-the same transfers in the same order.
+Both calls start the transfer and return a `Transfer`, which the caller waits for where the result
+is used. All ranks of the group start the same transfers in the same order.
 
-A `TransferPlan` says who sends which expert to whom. A *chunk* is one expert's parameters laid end to end. A rank's own
-experts are counted by `index`, its replica slots by `slot`, both from 0. E = 4 experts on R = 2 ranks; expert 0 has a
-replica in the second of rank 1's two slots::
+A `TransferPlan` lists the copies: sender, expert, receiver, slot. A *chunk* is one expert's
+parameters laid end to end. `index` counts a rank's own experts, `slot` its replica slots, both from
+0. Example: E = 4 experts on R = 2 ranks; expert 0 has a replica in the second of rank 1's two
+slots::
 
     table = [[0, 1, -1, -1],      copies = (Copy(home=0, index=0, rank=1, slot=1),)
              [2, 3, -1,  0]]
@@ -32,17 +33,17 @@ from torch import Tensor
 from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.plan import EMPTY, Placement
 
-ALIGNMENT: int = 256  # bytes; what copies and GEMMs like best
+ALIGNMENT: int = 256  # bytes; copies and GEMMs are fastest at this alignment
 
 
 class Copy(NamedTuple):
-    """One replica, as all ranks see it.
+    """One replica, described identically on all ranks.
 
     Args:
         home: rank that owns the expert.
-        index: of the expert among those that the home owns.
-        rank: that holds the replica.
-        slot: in which it lies there.
+        index: number of the expert among the home's own experts.
+        rank: rank that holds the replica.
+        slot: slot of the replica on ``rank``.
     """
 
     home: int
@@ -53,11 +54,11 @@ class Copy(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TransferPlan:
-    """All copies of one layer that travel together, and which rank's part this is.
+    """All copies of one layer that are moved together, seen from one rank.
 
     Args:
         rank: this rank.
-        copies: of all ranks, by expert, then rank: the order in which every transport moves them.
+        copies: copies of all ranks, sorted by expert, then rank. Every transport keeps this order.
     """
 
     rank: int
@@ -65,8 +66,9 @@ class TransferPlan:
 
     @classmethod
     def from_placement(cls, placement: Placement, rank: int) -> TransferPlan:
-        """Fetch all replicas of ``placement``. All ranks derive theirs from the same one, so their parts fit."""
-        table, home = placement.table, placement.home
+        """Plan the fetch of all replicas of ``placement``, which is the same on all ranks."""
+        table = placement.table
+        home = placement.home
         ranks = np.arange(len(table))[:, None]
         is_home = (table != EMPTY) & (home[table] == ranks)
         index = np.empty(len(home), np.int64)
@@ -74,31 +76,32 @@ class TransferPlan:
         holder, slot = np.nonzero((table != EMPTY) & ~is_home)
         expert = table[holder, slot]
         order = np.lexsort((holder, expert))
-        expert, holder, slot = expert[order], holder[order], slot[order]
-        parts = home[expert], index[expert], holder, slot - is_home.sum(axis=1)[holder]
-        return cls(
-            rank, tuple(map(Copy._make, zip(*(part.tolist() for part in parts), strict=True)))
-        )
+        expert = expert[order]
+        holder = holder[order]
+        replica_slot = slot[order] - is_home.sum(axis=1)[holder]
+        fields = (home[expert], index[expert], holder, replica_slot)
+        rows = zip(*(field.tolist() for field in fields), strict=True)
+        return cls(rank, tuple(map(Copy._make, rows)))
 
     def without(self, earlier: TransferPlan) -> TransferPlan:
-        """Those copies only that ``earlier`` does not have: what is fetched late."""
+        """Return the plan of the copies that ``earlier`` does not have: the late replicas."""
         known = set(earlier.copies)
         return TransferPlan(self.rank, tuple(copy for copy in self.copies if copy not in known))
 
     @cached_property
     def sends(self) -> tuple[tuple[int, int], ...]:
-        """(index, destination rank) of every chunk that this rank sends."""
+        """(index, destination rank) of every chunk that this rank sends in a fetch."""
         return tuple((copy.index, copy.rank) for copy in self.copies if copy.home == self.rank)
 
     @cached_property
     def receives(self) -> tuple[tuple[int, int], ...]:
-        """(slot, source rank) of every chunk that this rank receives."""
+        """(slot, source rank) of every chunk that this rank receives in a fetch."""
         return tuple((copy.slot, copy.home) for copy in self.copies if copy.rank == self.rank)
 
     @cached_property
     def turns(self) -> tuple[int, ...]:
-        """For each of `receives`, how many chunks its home sends before it."""
-        sent: Counter[int] = Counter()
+        """For each of `receives`, the number of chunks that its home sends before it."""
+        sent: Counter[int] = Counter()  # by home
         turns = []
         for copy in self.copies:
             if copy.rank == self.rank:
@@ -113,20 +116,21 @@ class TransferPlan:
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
-        """This rank's slots that get a replica, ascending."""
+        """This rank's slots that receive a replica, ascending."""
         return tuple(sorted(slot for slot, _ in self.receives))
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerBuffer:
-    """Sizes of one layer's replicas, by which buffers are measured.
+    """Sizes of one layer's replicas, from which buffer sizes follow.
 
     Args:
         slots: replicas that this rank can hold.
-        elements: of one chunk.
-        dtype: of the weights.
-        homes: experts that this rank owns, any of which may be sent.
-        stored_bytes: of one chunk's weights where they are quantized, and travel as bytes; else 0.
+        elements: elements of one chunk.
+        dtype: data type of the weights.
+        homes: experts that this rank owns; each may be sent.
+        stored_bytes: bytes of one chunk's weights where they are quantized and sent as bytes;
+            else 0.
     """
 
     slots: int
@@ -137,20 +141,20 @@ class LayerBuffer:
 
     @property
     def weights(self) -> tuple[int, torch.dtype]:
-        """Elements of one chunk's weights as they travel, and their type."""
-        return (
-            (self.stored_bytes, torch.uint8) if self.stored_bytes else (self.elements, self.dtype)
-        )
+        """Elements and data type of one chunk's weights as they are sent."""
+        if self.stored_bytes:
+            return self.stored_bytes, torch.uint8
+        return self.elements, self.dtype
 
     @property
     def chunk_bytes(self) -> int:
-        """Of one replica's weights."""
+        """Bytes of one replica's weights."""
         elements, dtype = self.weights
         return elements * dtype.itemsize
 
     @property
     def grad_dtype(self) -> torch.dtype:
-        """In which gradients are summed, and travel: fp32 for bf16 weights."""
+        """Data type in which gradients are sent and summed: fp32 for bf16 weights."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
@@ -163,28 +167,33 @@ class LayerBuffer:
 
     @staticmethod
     def aligned(elements: int, dtype: torch.dtype) -> int:
-        """Bytes of a chunk, rounded up to where the next one may begin."""
+        """Return the bytes of a chunk, padded to `ALIGNMENT`."""
         return -(-elements * dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
 class HomeGradients(Protocol):
-    """Where the sums that come home go."""
+    """Destination of the sums of a spRS."""
 
     def main_grads(self, index: int) -> Sequence[Tensor] | None:
-        """The fp32 tensors of own expert ``index`` to which its sum may be added in place, or ``None``."""
+        """Return the fp32 gradients of own expert ``index`` to add its sum to, or ``None``."""
 
     def add(self, index: int, total: Tensor) -> None:
-        """Take the sum [elements] for own expert ``index``; called where `main_grads` has no memory, or was not used,
-        while the transfer runs or is waited for. ``total`` is reused afterwards."""
+        """Add the sum ``total``, [elements], to the gradient of own expert ``index``.
+
+        Called while the transfer runs or is waited for, where `main_grads` returned ``None`` or the
+        transport does not use it. ``total`` is reused afterwards.
+        """
 
 
 class Transport(Protocol):
-    """Moves one FSSDP group's replicas.
+    """Transport of one FSSDP group's replicas.
 
     Attributes:
         name: "p2p" or "nvlink".
-        scatters: whether receivers share the work of copying, and one copy goes to each node; else homes send them all.
-        group: the ranks, in a process group of its own, so that copies do not queue behind tokens.
+        scatters: True if receivers share the work of copying and each node receives one copy; False
+            if homes send all copies.
+        group: process group of the ranks, used by transfers only, so that copies do not queue
+            behind tokens.
     """
 
     name: str
@@ -192,18 +201,26 @@ class Transport(Protocol):
     group: dist.ProcessGroup
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
-        """Memory that it needs beside the buffers of replicas."""
+        """Return the bytes that the transport needs in addition to the buffers of replicas."""
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
-        """[size] uint8 for the buffers of replicas, where the transport can reach it. All ranks of the group call at
-        once, once per model, before the first activations; what `extra_bytes` says comes on top."""
+        """Allocate [size] uint8 for the buffers of replicas, in memory the transport can reach.
+
+        Collective: all ranks of the group call, once per model, before the first activations.
+        Allocates the transport's own `extra_bytes` as well.
+        """
 
     def release(self) -> None:
-        """Let go of what `allocate` gave: the attempt of the job is over. A transfer under way keeps what it uses."""
+        """Release the memory of `allocate` at the end of an attempt of the job.
+
+        A transfer in flight keeps the memory that it uses.
+        """
 
     def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
-        """Work out who copies what to whom, for a fetch and a return of ``plan`` in ``layer`` that may come. Any thread
-        may call it, at any time: it communicates nothing, and calls no CUDA."""
+        """Compute and cache the steps of a fetch and a return of ``plan`` in ``layer``.
+
+        Any thread may call it at any time: it neither communicates nor calls CUDA.
+        """
 
     def fetch(
         self,
@@ -217,42 +234,50 @@ class Transport(Protocol):
         """Begin a spAG.
 
         Args:
-            plan: this rank's part.
-            homes: the parameters of each own expert as they are stored, all of one type; they must not change before
-                it is over.
-            slots: a chunk of such elements for every slot, from what `allocate` gave; nothing else may write them.
+            plan: copies of the layer, seen from this rank.
+            homes: parameters of each own expert as they are stored, all of one data type; they must
+                not change before the transfer is over.
+            slots: chunk of every slot, of the same data type, in the memory of `allocate`; no other
+                writer until the transfer is over.
             label: name of the layer.
-            timed: whether `Transfer.seconds` will be asked for; the same on all ranks. It does not count how long this
-                rank waits for others to begin.
+            timed: True to measure `Transfer.seconds`; the same on all ranks. The time that this
+                rank waits for other ranks to begin is not part of it.
 
         Raises (also from `Transfer.wait`):
-            TransferError: when a peer dies or does not answer in time; not for messages of NCCL, see there.
+            TransferError: a peer died or did not answer in time. Not raised for messages of NCCL,
+                see `TransferError`.
         """
 
     def return_gradients(
         self, plan: TransferPlan, slots: Sequence[Tensor], homes: HomeGradients, *, label: str
     ) -> Transfer:
-        """Begin a spRS. The gradients of one expert are summed in fp32 and in a fixed order: bitwise repeatable.
+        """Begin a spRS.
+
+        The gradients of one expert are summed in fp32 and in a fixed order, so that the result is
+        bitwise repeatable.
 
         Args:
-            plan: this rank's part.
-            slots: [elements] gradients of every slot, from what `allocate` gave; they are used up.
-            homes: takes the sums.
+            plan: copies of the layer, seen from this rank.
+            slots: gradients of every slot, [elements], in the memory of `allocate`; their content
+                is undefined afterwards.
+            homes: destination of the sums.
             label: name of the layer.
         """
 
 
 def chunks_in(memory: Tensor, count: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
-    """``count`` chunks [elements] in ``memory`` (uint8): new tensors over it, which count their own versions.
+    """Return ``count`` chunks, [elements] each, as tensors over ``memory``, uint8.
 
-    A replica's weights are written while autograd holds on to them for the backward (lifetime ``layer`` fetches the
-    same weights to the same place again), so its version check must not see it.
+    The tensors have version counters of their own: a replica's weights are written while autograd
+    keeps them for the backward (lifetime ``layer`` fetches the same weights to the same place
+    again), and its version check must not see that.
     """
-    apart = LayerBuffer.aligned(elements, dtype) // dtype.itemsize
-    storage, begin = memory.untyped_storage(), memory.storage_offset() // dtype.itemsize
+    stride = LayerBuffer.aligned(elements, dtype) // dtype.itemsize
+    storage = memory.untyped_storage()
+    begin = memory.storage_offset() // dtype.itemsize
     return [
         torch.empty(0, dtype=dtype, device=memory.device).set_(
-            storage, begin + i * apart, (elements,), (1,)
+            storage, begin + i * stride, (elements,), (1,)
         )
         for i in range(count)
     ]

@@ -78,19 +78,20 @@ def test_what_is_chosen() -> None:
     module.MAX_RANKS = 3
     _on_nvlink("aaaa")
     assert connect("nvlink", [everyone], problems, timeout=20.0).transports == {}
-    assert problems == ["transport='nvlink': 4 ranks share a domain, 3 may"]
+    too_large = "4 ranks share an NVLink domain; at most 3 are supported"
+    assert problems == [f"transport='nvlink': {too_large}"]
     connection = connect("auto", [everyone], [], timeout=20.0)
-    assert (connection.name, connection.why) == ("p2p", "4 ranks share a domain, 3 may")
+    assert (connection.name, connection.why) == ("p2p", too_large)
 
 
 @pytest.mark.parametrize(
     ("asked", "domains", "name", "exposed"),
     [
-        ("auto", "aaaa", "nvlink", "each transfer is one kernel, which runs beside computing"),
-        ("nvlink", "aaaa", "nvlink", "each transfer is one kernel, which runs beside computing"),
-        ("auto", "aabb", "p2p", "messages run beside computing, sums of gradients do not"),
-        ("p2p", "aaaa", "p2p", "messages run beside computing, sums of gradients do not"),
-        ("nvlink", "aabb", "nvlink", "computing waits while stripes go from domain to domain"),
+        ("auto", "aaaa", "nvlink", "each transfer is one kernel that overlaps with compute"),
+        ("nvlink", "aaaa", "nvlink", "each transfer is one kernel that overlaps with compute"),
+        ("auto", "aabb", "p2p", "messages overlap with compute, sums of gradients do not"),
+        ("p2p", "aaaa", "p2p", "messages overlap with compute, sums of gradients do not"),
+        ("nvlink", "aabb", "nvlink", "compute waits while stripes are sent between domains"),
     ],
 )
 @ranks(4)
@@ -106,7 +107,7 @@ def test_streams_that_share_one_queue(asked: str, domains: str, name: str, expos
     assert dist.get_rank() or ("fetches cannot be timed" in said) == (name == "p2p")
     assert dist.get_rank() or "Unset it, or set 32, where Megatron allows that" in said
     if (asked, domains) == ("auto", "aabb"):
-        assert "CUDA_DEVICE_MAX_CONNECTIONS=1 computing would wait" in connection.why
+        assert "CUDA_DEVICE_MAX_CONNECTIONS=1 compute would wait" in connection.why
     _on_nvlink(domains)
     connection = connect(asked, [(0, 1, 2, 3)], [], timeout=20.0)
     assert (connection.name, connection.exposed) == (asked.replace("auto", "nvlink"), "")
@@ -138,7 +139,7 @@ def test_a_transport_that_moves_wrong_bytes_fails_its_self_test() -> None:
     group, problems = (0, 1), []
     fetch, NVLink.fetch = NVLink.fetch, lambda *args, **settings: NOTHING
     connection = connect("nvlink", [group], problems, timeout=20.0)
-    texts = [f"rank {r} got other weights than ranks [{1 - r}] sent" for r in range(2)]
+    texts = [f"rank {r} received wrong weights from ranks [{1 - r}]" for r in range(2)]
     assert problems == [f"transport='nvlink' failed its self-test: {text}" for text in texts]
     assert connection.name == "nvlink" and not connection.transports
     NVLink.fetch, NVLink.return_gradients = fetch, lambda *args, **settings: NOTHING
@@ -146,7 +147,7 @@ def test_a_transport_that_moves_wrong_bytes_fails_its_self_test() -> None:
     connection = connect("auto", [group], [], timeout=20.0)
     assert connection.name == connection.transports[group].name == "p2p"
     assert connection.why == "nvlink failed its self-test: " + "; ".join(
-        f"rank {r} got another sum than its replicas' gradients have" for r in range(2)
+        f"rank {r} received a wrong sum of its replicas' gradients" for r in range(2)
     )
 
 
@@ -233,7 +234,7 @@ def test_ranks_that_see_other_groups_are_a_problem_of_all() -> None:
     assert connect("p2p", groups, problems, timeout=20.0).transports == {}
     (problem,) = problems
     assert re.fullmatch(
-        r"of the FSSDP group 1-\w+ \(its first .*\) 1 ranks have MoE layers, 2 should", problem
+        r"FSSDP group 1-\w+ \(its first .*\): 1 ranks have MoE layers, expected 2", problem
     )
 
 

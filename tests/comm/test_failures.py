@@ -14,7 +14,7 @@ import torch.distributed as dist
 from one_layer import CPU, ELEMENTS, Layer, Reference, Sums, allocate, make_transport
 from ranks import ranks
 
-from megatron_hecate.comm.nvlink import peers as module
+from megatron_hecate.comm.nvlink import peer_memory as module
 from megatron_hecate.comm.nvlink.peers import Peers
 from megatron_hecate.comm.nvlink.program import FAILURE
 from megatron_hecate.comm.transfer import Transfer
@@ -98,7 +98,8 @@ def test_too_little_shared_memory_is_said_on_all_ranks() -> None:
         module.os.posix_fallocate = full
     with pytest.raises(
         RuntimeError,
-        match=r"transport nvlink: rank 1 cannot have \d+ bytes of shared memory, \d+ are free in /dev/shm: .*use p2p",
+        match=r"transport nvlink: rank 1 cannot allocate \d+ bytes of shared memory, \d+ are free in /dev/shm: "
+        ".*use p2p",
     ):
         allocate(transport, CPU, torch.float32)
 

@@ -21,9 +21,10 @@ import torch
 from kernel_scripts import Script, Setup, one_hot, random_copies
 from mutations import MUTATIONS
 
-from megatron_hecate.comm.nvlink import launch, program
+from megatron_hecate.comm.nvlink import launch, program, program_cache
+from megatron_hecate.comm.nvlink.places import Place, Pull
 from megatron_hecate.comm.nvlink.program import Program, Signals
-from megatron_hecate.comm.nvlink.schedule import Place, Pull, Schedule
+from megatron_hecate.comm.nvlink.schedule import Schedule
 from megatron_hecate.device import compile as kernels
 
 TILE = 1024  # bytes: small, so that small chunks have many
@@ -276,7 +277,7 @@ def test_programs_that_repeat_are_those_made_anew() -> None:
         Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 16),
         Pull((Place(1, "send", 1),), Place(0, "slot", 1), 4, 9),
     )
-    schedule, programs = Schedule((pulls,), frozenset({1})), program.Programs(signals)
+    schedule, programs = Schedule((pulls,), frozenset({1})), program_cache.Programs(signals)
     for begin, base in enumerate((0x1000, 0x9000, 0x1000, 0x9000, 0x5000, 0x1000), 2**32 - 3):
 
         def own(place: Place, base: int = base) -> list[tuple[int, int]]:
@@ -285,7 +286,7 @@ def test_programs_that_repeat_are_those_made_anew() -> None:
                 (base + 64 * place.index + 32, 9),
             ]
 
-        memory = [program.Memory(own, rank=0, apart={1: 1 << 20}) for _ in range(2)]
+        memory = [program_cache.Memory(own, rank=0, apart={1: 1 << 20}) for _ in range(2)]
         made = programs.make(schedule, memory[0], itemsize=2, sums=False, begin=begin)
         anew = Program(schedule, memory[1], signals=signals, itemsize=2, sums=False, begin=begin)
         for at in (1 << 12, 1 << 30):

@@ -14,7 +14,8 @@ import torch
 from kernel_scripts import one_hot, random_copies
 
 from megatron_hecate.comm.nvlink.domains import Domains, Messages, Stages
-from megatron_hecate.comm.nvlink.schedule import GRAIN, Place, Schedule
+from megatron_hecate.comm.nvlink.places import GRAIN, Place
+from megatron_hecate.comm.nvlink.schedule import Schedule
 from megatron_hecate.comm.transport import Copy, LayerBuffer
 
 pytestmark = pytest.mark.fast
@@ -239,7 +240,12 @@ def test_ranks_begin_at_different_homes() -> None:
 @pytest.mark.parametrize(
     ("copies", "ranks", "elements", "message"),
     [
-        ([], 73, 1, "73 ranks share no NVLink domain: nvlink takes 72; use transport p2p"),
+        (
+            [],
+            73,
+            1,
+            "73 ranks are too many for one NVLink domain: nvlink supports 72; use transport p2p",
+        ),
         ([], 2, 0, "a chunk of 0 elements cannot be moved"),
         ([Copy(0, 0, 0, 0)], 2, 1, r"needs two different ranks of \[0, 1\]"),
         ([Copy(0, 0, 2, 0)], 2, 1, r"needs two different ranks of \[0, 1\]"),

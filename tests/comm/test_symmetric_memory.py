@@ -17,7 +17,8 @@ import torch.distributed._symmetric_memory as symmetric
 from ranks import ranks
 
 from megatron_hecate.comm import connect
-from megatron_hecate.comm.nvlink.peers import COUNTERS, NO_MULTICAST, Peers
+from megatron_hecate.comm.nvlink.peer_memory import COUNTERS, NO_MULTICAST
+from megatron_hecate.comm.nvlink.peers import Peers
 
 MIB = 1 << 20
 GPU = torch.device("cuda", 0)
@@ -76,7 +77,7 @@ def test_too_little_memory_is_named_on_all_ranks() -> None:
     _Gpu(MIB // (1 + dist.get_rank()) + COUNTERS)
     free = MIB // 2 + COUNTERS
     message = (
-        f"transport nvlink: rank 1 cannot have {MIB + COUNTERS} bytes of symmetric memory, {free} are free: CUDA "
+        f"transport nvlink: rank 1 cannot allocate {MIB + COUNTERS} bytes of symmetric memory, {free} are free: CUDA "
         "driver error: out of memory; set fewer slots or a shorter lifetime, or use p2p"
     )
     with pytest.raises(RuntimeError, match=message):
@@ -88,7 +89,7 @@ def test_a_rendezvous_that_gives_nothing_is_named() -> None:
     _Gpu(8 * MIB, gives_view=dist.get_rank() == 0)
     with pytest.raises(
         RuntimeError,
-        match="transport nvlink: rank 1 cannot have a view of its peers' memory: torch",
+        match="transport nvlink: rank 1 cannot map its peers' memory: see the warning of torch",
     ):
         _peers()
 
@@ -112,7 +113,7 @@ def test_multicast_is_off_for_our_memory_alone(before: str | None) -> None:
 def test_another_backend_is_named() -> None:
     """When memory is allocated, and before that when a transport is chosen."""
     _Gpu(8 * MIB, backend="NVSHMEM" if dist.get_rank() else "CUDA")
-    text = r"cannot have symmetric memory of torch's backend CUDA: this process uses NVSHMEM; unset TORCH_SYMMMEM"
+    text = r"cannot use symmetric memory of torch's backend CUDA: this process uses NVSHMEM; unset TORCH_SYMMMEM"
     with pytest.raises(RuntimeError, match=f"transport nvlink: rank 1 {text}"):
         _peers()
     connect.device_of_rank = lambda: GPU

@@ -144,15 +144,15 @@ def test_what_our_kernels_cannot_move_is_named() -> None:
     [
         (
             3 * 4096 * 14336,
-            "of 1 replica of its experts at once (672 MiB each); those of k come in k rounds",
+            "of 1 replica of its experts at once (672 MiB each); those of k replicas take k rounds",
         ),
         (
             3 * 2048 * 7168,
-            "of 1 replica of its experts at once (168 MiB each); those of k come in k rounds",
+            "of 1 replica of its experts at once (168 MiB each); those of k replicas take k rounds",
         ),
         (
             3 * 2048 * 768,
-            "of 4 replicas of its experts at once (18 MiB each); those of k come in k / 4 rounds",
+            "of 4 replicas of its experts at once (18 MiB each); those of k replicas take k / 4 rounds",
         ),
     ],
     ids=["Mixtral-8x7B", "DeepSeek-V3", "Qwen3-30B-A3B"],
@@ -162,7 +162,7 @@ def test_rounds_of_gradients_are_told(elements: int, said: str) -> None:
     """What fits into 256 MiB, four at most, worked out by hand."""
     layer = LayerBuffer(slots=2, elements=elements, dtype=torch.bfloat16, homes=1)
     text = P2P.explain_rounds([layer, dataclasses.replace(layer, elements=8)])
-    assert said in text and text.endswith("computing waits for all but the last")
+    assert said in text and text.endswith("compute waits for all rounds but the last")
 
 
 @pytest.mark.parametrize(

@@ -1,1 +1,1 @@
-"""The transport `nvlink`: kernels over memory that peers can read, and stripes between NVLink domains."""
+"""The transport `nvlink`: kernels over peers' memory, and stripes between NVLink domains."""

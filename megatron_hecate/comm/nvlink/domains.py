@@ -1,20 +1,22 @@
-"""A spAG or spRS over several NVLink domains, in stages: inside each domain by kernels, between them by messages.
+"""A spAG or spRS over several NVLink domains, in stages: kernels inside domains, messages between.
 
-One copy of a chunk goes to each domain that has replicas of it, in stripes: the n-th rank of the home's domain sends
-the n-th stripe to the n-th rank of the other, so that all network adapters of both carry it.
+Each domain that has replicas of a chunk receives one copy of it, in stripes: the n-th rank of the
+home's domain sends the n-th stripe to the n-th rank of the other domain, so that all network
+adapters of both domains share the bytes.
 
 | | stage | |
 |---|---|---|
-| spAG | in each domain | replicas beside the home get the chunk; each rank gets its stripe of what leaves |
+| spAG | in each domain | the home's domain: replicas get the chunk, each rank its stripe to send |
 | | between | stripes, all at once |
-| | in each domain | replicas elsewhere get the chunk from the ranks that received its stripes |
-| spRS | in each domain | what stays goes to the homes; of the rest each rank sums its stripe over the replicas |
-| | between | stripes of sums, added to the stripes there: in as many rounds as there are other domains |
-| | in each domain | stripes go to the homes |
+| | in each domain | other domains: replicas get the chunk from the ranks that received stripes |
+| spRS | in each domain | own experts: sums on the homes; other experts: stripes of the sums |
+| | between | stripes of sums are added to the stripes there, one round per other domain |
+| | in each domain | stripes are added on the homes |
 
-In a round a domain receives from one other, each from a different one: a rank needs room for one round's stripes, and
-domains are added in the same order in every run. A home with many replicas beside it sums no stripe over them: it
-receives the chunk once in the end.
+In a round each domain receives from one other domain, each from a different one: a rank needs
+memory for the stripes of one round, and the domains are added in the same order in every run. A
+home with many replicas in its domain sums no stripe over the replicas: it receives the complete
+chunk at the end.
 """
 
 from __future__ import annotations
@@ -23,13 +25,8 @@ import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
-from megatron_hecate.comm.nvlink.schedule import (
-    Key,
-    Part,
-    Place,
-    Pull,
-    Schedule,
-)
+from megatron_hecate.comm.nvlink.places import Key, Part, Place, Pull
+from megatron_hecate.comm.nvlink.schedule import Schedule
 from megatron_hecate.comm.transport import Copy, LayerBuffer
 
 Domains = Sequence[Sequence[int]]  # the ranks of every NVLink domain of a group, ascending
@@ -37,11 +34,13 @@ Domains = Sequence[Sequence[int]]  # the ranks of every NVLink domain of a group
 
 @dataclasses.dataclass(frozen=True)
 class Messages:
-    """One rank's messages between domains; those between two ranks stand in the same order on both.
+    """One rank's messages between domains.
+
+    The messages between two ranks have the same order on both ranks.
 
     Args:
-        sends: which part goes to which rank.
-        receives: which part comes from which rank.
+        sends: parts to send, with the destination rank.
+        receives: parts to receive, with the source rank.
     """
 
     sends: tuple[tuple[Part, int], ...]
@@ -52,22 +51,23 @@ Stage = Schedule | Messages
 
 
 class Stages:
-    """A transfer over several domains, stage by stage: as many on every rank."""
+    """Stages of a transfer over several domains; all ranks have the same number of stages."""
 
     @staticmethod
     def of_fetch(
         copies: Sequence[Copy], rank: int, *, domains: Domains, elements: int
     ) -> tuple[Stage, ...]:
-        """The spAG of ``rank``, stage by stage; as many on every rank.
+        """Return the stages of the spAG of ``rank``.
 
         Args:
-            copies: all of the group, in the same order on all ranks; a rank receives a chunk once.
-            rank: whose part.
-            domains: of the group.
-            elements: of a chunk.
+            copies: all copies of the group, in the same order on all ranks; a rank receives a chunk
+                at most once.
+            rank: rank whose part is scheduled.
+            domains: NVLink domains of the group.
+            elements: elements of a chunk.
 
         Raises:
-            ValueError: as `Schedule.of_fetch`.
+            ValueError: see `Schedule.of_fetch`.
         """
         if len(domains) == 1:
             return (Schedule.of_fetch(copies, rank, domain=domains[0], elements=elements),)
@@ -79,124 +79,122 @@ class Stages:
         for chunk in group.crossing(copies):
             home, index = chunk.key
             slots = {copy.rank: Place(copy.rank, "slot", copy.slot) for copy in chunk.here}
-            if group.of[home] == group.own:
-                leaving[chunk.key] = group.stripes(
-                    chunk, {home: Place(home, "send", index), **slots}
-                )
+            if group.domain_of[home] == group.own:
+                # Stripes lie in memory that holds the chunk anyway: the home's send buffer, slots.
+                places = {home: Place(home, "send", index), **slots}
+                leaving[chunk.key] = group.stripes(chunk, places)
                 for other in chunk.others:
                     sends += group.messages(chunk, leaving[chunk.key], other=other)
             else:
                 entering[chunk.key] = group.stripes(chunk, slots)
-                receives += group.messages(chunk, entering[chunk.key], other=group.of[home])
-        beside, apart = group.copies_to_here(copies)
+                other = group.domain_of[home]
+                receives += group.messages(chunk, entering[chunk.key], other=other)
+        inside, from_others = group.copies_to_own_domain(copies)
         domain = domains[group.own]
         return (
-            Schedule.of_fetch(beside, rank, domain=domain, elements=elements, parts=leaving),
+            Schedule.of_fetch(inside, rank, domain=domain, elements=elements, parts=leaving),
             Messages(tuple(sends), tuple(receives)),
-            Schedule.of_fetch(apart, rank, domain=domain, elements=elements, parts=entering),
+            Schedule.of_fetch(from_others, rank, domain=domain, elements=elements, parts=entering),
         )
 
     @staticmethod
     def of_return(
         copies: Sequence[Copy], rank: int, *, domains: Domains, elements: int
     ) -> tuple[Stage, ...]:
-        """The spRS of ``rank``, stage by stage. As `of_fetch`.
+        """Return the stages of the spRS of ``rank``. Args as `of_fetch`.
 
-        A home's sum: gradients of replicas in its domain in order of rank; then, domain by domain from its own on, the
-        sums over their replicas.
+        The sum of a home adds the gradients of the replicas in its domain in order of rank. Then it
+        adds the sums over each other domain's replicas, in order of the domains from its own on.
         """
         if len(domains) == 1:
             return (Schedule.of_return(copies, rank, domain=domains[0], elements=elements),)
-        group, rounds = _Group(domains, rank, elements=elements, sums=True), range(1, len(domains))
-        sums: dict[Key, list[Part]] = {}  # where the stripes of the sums are to be
-        begun: dict[Key, list[Part]] = {}  # those of them that hold a sum
-        sends: dict[int, list[tuple[Part, int]]] = {turn: [] for turn in rounds}
-        crossing = list(group.crossing(copies))
-        for chunk in crossing:
-            key, homes = chunk.key, group.of[chunk.key[0]]
-            sums[key] = group.stripes(
-                chunk, {copy.rank: Place(copy.rank, "partial", copy.slot) for copy in chunk.here}
-            )
-            if chunk.here:
-                begun[key] = sums[key]
-            if homes != group.own:
-                sends[(group.own - homes) % len(domains)] += group.messages(
-                    chunk, sums[key], other=homes
-                )
-        beside, apart = group.copies_to_here(copies)
+        group = _Group(domains, rank, elements=elements, sums=True)
         domain = domains[group.own]
+        rounds = range(1, len(domains))
+        crossing = list(group.crossing(copies))
+        stripes = _StripeSums(group, crossing)
+        sends = _sends_of_rounds(group, crossing, stripes)
+        inside, from_others = group.copies_to_own_domain(copies)
         stages: list[Stage] = [
             Schedule.of_return(
-                [*beside, *apart], rank, domain=domain, elements=elements, parts=begun.copy()
+                [*inside, *from_others],
+                rank,
+                domain=domain,
+                elements=elements,
+                parts=stripes.begun.copy(),
             )
         ]
-        used, own = (
-            group.used.copy(),
-            dict.fromkeys(key for key in sums if group.of[key[0]] == group.own),
-        )
+        own = [chunk for chunk in crossing if group.domain_of[chunk.key[0]] == group.own]
+        used = group.used.copy()
         for turn in rounds:
+            # A round reuses the stripe buffers of the previous round.
             group.used = used.copy()
+            other = (group.own + turn) % len(domains)
             receives: list[tuple[Part, int]] = []
             adds: list[Pull] = []
-            other = (group.own + turn) % len(domains)
-            for chunk in (
-                chunk for chunk in crossing if chunk.key in own and other in chunk.others
-            ):
-                key = chunk.key
-                arrived = group.stripes(chunk, {}) if key in begun else sums[key]
-                receives += group.messages(chunk, arrived, other=other)
-                if key in begun:
-                    pairs = zip(arrived, sums[key], strict=True)
-                    adds += [
-                        Pull((a.at,), b.at, a.begin, a.end, add=True)
-                        for a, b in pairs
-                        if b.at.rank == rank
-                    ]
-                begun[key] = sums[key]
-            stages += [
-                Messages(tuple(sends[turn]), tuple(receives)),
-                Schedule((tuple(adds),), frozenset()),
-            ]
-        last = Schedule.of_return(
-            [], rank, domain=domain, elements=elements, parts={key: sums[key] for key in own}
-        )
+            for chunk in own:
+                if other in chunk.others:
+                    stripes.receive(chunk, other, receives, adds)
+            stages.append(Messages(tuple(sends[turn]), tuple(receives)))
+            # Only this rank's memory is read and written, so no peers need to be waited for.
+            stages.append(Schedule((tuple(adds),), frozenset()))
+        sums = {chunk.key: stripes.sums[chunk.key] for chunk in own}
+        last = Schedule.of_return([], rank, domain=domain, elements=elements, parts=sums)
         return (*stages, last)
 
     @staticmethod
     def stripe_buffers(
         layer: LayerBuffer, elements: int, sizes: Sequence[int]
     ) -> tuple[int, int, int]:
-        """The stripes that a rank holds for others: elements of the largest; how many at once in a spAG, and in a spRS.
+        """Return the size and the number of stripe buffers of a rank.
 
         Args:
-            layer: whose chunks cross.
-            elements: of a chunk.
-            sizes: of the domains.
+            layer: layer whose chunks are sent between domains.
+            elements: elements of a chunk.
+            sizes: number of ranks of each domain.
+
+        Returns:
+            Elements of the largest stripe; most stripe buffers in use at once in a spAG; the same
+            in a spRS.
         """
-        least, largest = min(sizes), max(sizes)
-        fewest = least - 1 if _is_spared(least, least - 1) else least
+        least = min(sizes)
+        largest = max(sizes)
+        fewest = least
+        if _is_spared(least, least - 1):
+            fewest -= 1
         elements = max(end - begin for begin, end in Part.bounds(elements, [1] * fewest))
         if len(sizes) == 1:
             return elements, 0, 0
+        # Upper bounds of the chunks that are sent to other domains: all chunks of the homes in this
+        # domain, and all slots of the other domains. Of the chunks that are received: all slots of
+        # this domain.
         leave = min(largest * layer.homes, (sum(sizes) - least) * layer.slots)
         enter = largest * layer.slots
         return elements, leave + enter, enter + leave + min(largest * layer.homes, enter)
 
 
-def _is_spared(size: int, beside: int) -> bool:
-    """Whether a home carries no stripe of a sum, in a domain of ``size`` ranks with ``beside`` replicas beside it: it
-    would receive over 1.25 chunks, a stripe of each replica's gradient and all other stripes of the sum."""
-    return (beside + size - 1) / size > 1.25
+def _is_spared(size: int, replicas: int) -> bool:
+    """Return True if a home sums no stripe over the replicas.
+
+    With a stripe it would receive a stripe of each replica's gradient in its domain and all other
+    stripes of the sum, together more than 1.25 chunks.
+
+    Args:
+        size: ranks of the home's domain.
+        replicas: replicas in the home's domain.
+    """
+    return (replicas + size - 1) / size > 1.25
 
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """A chunk that leaves this domain, or enters it.
+    """A chunk that is sent from this domain to others, or received from another domain.
 
     Args:
+        key: the chunk.
         here: copies in this domain.
-        others: domains with copies, but the home's.
-        spared: the home carries no stripe, having enough to receive.
+        others: domains with copies, without the home's domain.
+        spared: True if the home carries no stripe, see `_is_spared`.
     """
 
     key: Key
@@ -206,40 +204,61 @@ class _Chunk:
 
 
 class _Group:
-    """The domains as one rank sees them."""
+    """The domains of a group, seen from one rank.
+
+    Attributes:
+        domain_of: number of each rank's domain.
+        own: number of this rank's domain.
+        used: stripe buffers in use on each rank of this domain.
+    """
 
     def __init__(self, domains: Domains, rank: int, *, elements: int, sums: bool) -> None:
-        self.domains, self.rank, self._elements, self._sums = domains, rank, elements, sums
-        self.of = {r: i for i, domain in enumerate(domains) for r in domain}
-        self.own = self.of[rank]
-        self.used: Counter[int] = Counter()  # stripe buffers of each rank of this domain
+        self.domains = domains
+        self.rank = rank
+        self._elements = elements
+        self._sums = sums
+        self.domain_of: dict[int, int] = {}
+        for number, domain in enumerate(domains):
+            self.domain_of.update(dict.fromkeys(domain, number))
+        self.own = self.domain_of[rank]
+        self.used: Counter[int] = Counter()
 
     def crossing(self, copies: Sequence[Copy]) -> Iterator[_Chunk]:
-        """The chunks that leave this domain, or enter it, in the order of their homes."""
+        """Yield the chunks that this domain sends to others or receives, in order of their homes.
+
+        Args:
+            copies: all copies of the group.
+        """
         by_chunk: dict[Key, list[Copy]] = {}
         for copy in copies:
             by_chunk.setdefault((copy.home, copy.index), []).append(copy)
         for key in sorted(by_chunk):
-            homes, counts = self.of[key[0]], Counter(self.of[copy.rank] for copy in by_chunk[key])
-            others = sorted(counts.keys() - {homes})
-            if self.own in others or (others and homes == self.own):
-                here = [copy for copy in by_chunk[key] if self.of[copy.rank] == self.own]
-                spared = self._sums and _is_spared(len(self.domains[homes]), counts[homes])
+            home_domain = self.domain_of[key[0]]
+            counts = Counter(self.domain_of[copy.rank] for copy in by_chunk[key])
+            others = sorted(counts.keys() - {home_domain})
+            if self.own in others or (others and home_domain == self.own):
+                here = [copy for copy in by_chunk[key] if self.domain_of[copy.rank] == self.own]
+                size = len(self.domains[home_domain])
+                spared = self._sums and _is_spared(size, counts[home_domain])
                 yield _Chunk(key, here, others, spared=spared)
 
-    def copies_to_here(self, copies: Sequence[Copy]) -> tuple[list[Copy], list[Copy]]:
-        """Copies to this domain, from it and from others."""
-        to_here = [copy for copy in copies if self.of[copy.rank] == self.own]
-        beside = [copy for copy in to_here if self.of[copy.home] == self.own]
-        return beside, [copy for copy in to_here if self.of[copy.home] != self.own]
+    def copies_to_own_domain(self, copies: Sequence[Copy]) -> tuple[list[Copy], list[Copy]]:
+        """Return the copies to this domain: from its own homes, and from other domains."""
+        here = [copy for copy in copies if self.domain_of[copy.rank] == self.own]
+        inside = [copy for copy in here if self.domain_of[copy.home] == self.own]
+        return inside, [copy for copy in here if self.domain_of[copy.home] != self.own]
 
     def stripes(self, chunk: _Chunk, places: Mapping[int, Place]) -> list[Part]:
-        """The stripes on the ranks of this domain: in ``places``, or in stripe buffers of ranks that have none."""
+        """Assign the stripes of ``chunk`` to the ranks of this domain.
+
+        Args:
+            chunk: the chunk.
+            places: places for stripes, by rank; a rank without a place takes a stripe buffer.
+        """
         carriers = self._carriers(chunk, self.own)
+        bounds = Part.bounds(self._elements, [1] * len(carriers))
         parts = []
-        for rank, (begin, end) in zip(
-            carriers, Part.bounds(self._elements, [1] * len(carriers)), strict=True
-        ):
+        for rank, (begin, end) in zip(carriers, bounds, strict=True):
             if begin == end:
                 continue
             place = places.get(rank)
@@ -252,16 +271,87 @@ class _Group:
     def messages(
         self, chunk: _Chunk, parts: Sequence[Part], *, other: int
     ) -> list[tuple[Part, int]]:
-        """Those of ``parts`` that this rank exchanges with domain ``other``, and with which rank of it."""
-        opposite = dict(
-            zip(self._carriers(chunk, self.own), self._carriers(chunk, other), strict=True)
-        )
+        """Return the ``parts`` that this rank exchanges with domain ``other``, with the peers."""
+        carriers = self._carriers(chunk, self.own)
+        opposite = dict(zip(carriers, self._carriers(chunk, other), strict=True))
         return [(part, opposite[self.rank]) for part in parts if part.at.rank == self.rank]
 
     def _carriers(self, chunk: _Chunk, domain: int) -> list[int]:
-        """Who carries the stripes: in the home's domain beginning with the home, elsewhere with its opposite number; or
-        each time with the rank after that."""
-        beside, ranks = self.domains[self.of[chunk.key[0]]], self.domains[domain]
-        first = beside.index(chunk.key[0]) + chunk.spared
-        count = min(*map(len, self.domains), len(beside) - chunk.spared)
+        """Return the ranks of ``domain`` that carry the stripes of ``chunk``, in order.
+
+        In the home's domain the first carrier is the home, in other domains the rank with the same
+        position; if the home is spared, the rank after it.
+        """
+        home = chunk.key[0]
+        home_ranks = self.domains[self.domain_of[home]]
+        ranks = self.domains[domain]
+        first = home_ranks.index(home) + chunk.spared
+        count = min(*map(len, self.domains), len(home_ranks) - chunk.spared)
         return [ranks[(first + i) % len(ranks)] for i in range(count)]
+
+
+class _StripeSums:
+    """Stripes of the sums of a spRS on the ranks of this domain.
+
+    Attributes:
+        sums: stripes of each chunk that is sent or received.
+        begun: the chunks of `sums` whose stripes hold a sum already.
+    """
+
+    def __init__(self, group: _Group, crossing: Sequence[_Chunk]) -> None:
+        self._group = group
+        self.sums: dict[Key, list[Part]] = {}
+        self.begun: dict[Key, list[Part]] = {}
+        for chunk in crossing:
+            places = {copy.rank: Place(copy.rank, "partial", copy.slot) for copy in chunk.here}
+            self.sums[chunk.key] = group.stripes(chunk, places)
+            # Without a replica in this domain the first received stripe is the sum.
+            if chunk.here:
+                self.begun[chunk.key] = self.sums[chunk.key]
+
+    def receive(
+        self,
+        chunk: _Chunk,
+        other: int,
+        receives: list[tuple[Part, int]],
+        adds: list[Pull],
+    ) -> None:
+        """Append the messages and sums of a chunk whose stripes arrive from domain ``other``.
+
+        Args:
+            chunk: chunk of this domain.
+            other: number of the sending domain.
+            receives: parts to receive, with the source rank; appended to.
+            adds: additions of received stripes to the sums on this rank; appended to.
+        """
+        group = self._group
+        sums = self.sums[chunk.key]
+        if chunk.key not in self.begun:
+            self.begun[chunk.key] = sums
+            receives += group.messages(chunk, sums, other=other)
+            return
+        arrived = group.stripes(chunk, {})
+        receives += group.messages(chunk, arrived, other=other)
+        for source, into in zip(arrived, sums, strict=True):
+            if into.at.rank == group.rank:
+                adds.append(Pull((source.at,), into.at, source.begin, source.end, add=True))
+
+
+def _sends_of_rounds(
+    group: _Group, crossing: Sequence[_Chunk], stripes: _StripeSums
+) -> dict[int, list[tuple[Part, int]]]:
+    """Return the stripes that this rank sends in each round of a spRS, with the peers.
+
+    Args:
+        group: the domains.
+        crossing: chunks that are sent to other domains or received.
+        stripes: stripes of their sums.
+    """
+    num_domains = len(group.domains)
+    sends: dict[int, list[tuple[Part, int]]] = {turn: [] for turn in range(1, num_domains)}
+    for chunk in crossing:
+        home_domain = group.domain_of[chunk.key[0]]
+        if home_domain != group.own:
+            turn = (group.own - home_domain) % num_domains
+            sends[turn] += group.messages(chunk, stripes.sums[chunk.key], other=home_domain)
+    return sends

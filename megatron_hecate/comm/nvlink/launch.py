@@ -1,4 +1,4 @@
-"""Runs programs (`program`): on a GPU's current stream, or at once on the host."""
+"""Run programs (`program`) on a GPU's current stream, or synchronously on the host."""
 
 from __future__ import annotations
 
@@ -14,41 +14,48 @@ from megatron_hecate.comm.nvlink.program import TRANSFER, Program
 from megatron_hecate.device import driver
 from megatron_hecate.device.launch import Kernels
 
-# Bytes per second that NVLink carries one way, by a GPU's major compute capability: A100, H100, B200.
+# Bandwidth of NVLink in one direction, bytes per second, by major compute capability of the GPU:
+# A100, H100, B200.
 LINK_RATES: dict[int, float] = {8: 300e9, 9: 450e9, 10: 900e9}
-ROUND_TRIP: float = 2.3e-6  # seconds until bytes of a peer come, while the link is busy
-# Bytes of peers that a thread block asks for before it waits, by kernel: `IN_FLIGHT` in kernels/transfer.cuh.
+ROUND_TRIP: float = 2.3e-6  # latency of a read from a peer over a busy link, seconds
+# Bytes from peers that a thread block keeps in flight, by kernel: `IN_FLIGHT` in transfer.cuh.
 UNDER_WAY: dict[str, int] = {"fssdp_gather": 64 << 10, "fssdp_reduce": 32 << 10}
-THREADS: int = 256  # of a block: `Wide` in kernels/device.cu
+THREADS: int = 256  # threads of a block: `Wide` in kernels/device.cu
 WARP: int = 32
-FEWEST: int = 8  # multiprocessors of a GPU
+FEWEST: int = 8  # least multiprocessors of a supported GPU
 
 
 class TransferKernels(Kernels):
-    """The kernels of transfers, compiled and loaded. As `Kernels`.
+    """The kernels of transfers, compiled and loaded. Args and errors as `Kernels`.
 
     Raises:
-        RuntimeError: also for a GPU that is too small.
+        RuntimeError: also for a GPU with too few multiprocessors.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        if not self.on_gpu:
+        if self.on_gpu:
+            self.blocks = _blocks_on(device)
+        else:
             size = self.function("fssdp_size_of_transfer")()
             assert size == TRANSFER.itemsize, (
-                f"a transfer has {size} bytes there, {TRANSFER.itemsize} here"
+                f"a Transfer has {size} bytes in the kernels, {TRANSFER.itemsize} in Python"
             )
-        self.blocks = _blocks_on(device) if self.on_gpu else dict.fromkeys(UNDER_WAY, 1)
+            self.blocks = dict.fromkeys(UNDER_WAY, 1)
 
     def run(
         self, name: str, program: Program, at: Tensor, *, met: Callable[[], None] = lambda: None
     ) -> None:
-        """All steps of a transfer, by the kernel ``name``, once its peers are here: one small block waits for them.
+        """Run all steps of a transfer by the kernel ``name``, after a barrier with its peers.
+
+        A kernel of one small thread block waits for the peers, so that the many blocks of the
+        transfer do not occupy multiprocessors until then.
 
         Args:
-            program: that of the transfer.
-            at: memory for it, on the device.
-            met: called when the wait for the peers is over, or enqueued.
+            name: kernel.
+            program: program of the transfer.
+            at: memory for the program on the device, uint8.
+            met: called when the barrier is over, or enqueued.
         """
         self._upload(program, at)
         self._synchronize(program, at, 0)
@@ -63,9 +70,13 @@ class TransferKernels(Kernels):
         stopped: Callable[[], bool],
         met: Callable[[], None] = lambda: None,
     ) -> None:
-        """All steps of a spAG by plain copies, with no kernel but the one thread block that exchanges signals.
+        """Run all steps of a spAG by plain copies. Args as `run`.
 
-        As `run`. On the host it ends early when ``stopped`` says so.
+        The only kernels are of one thread block, which exchanges signals with the peers.
+
+        Args:
+            program, at, met: see `run`.
+            stopped: on the host, returns True if a wait failed; the transfer then ends early.
         """
         self._upload(program, at)
         steps = program.copies()
@@ -79,10 +90,15 @@ class TransferKernels(Kernels):
                 self.copy(steps[finished])
 
     def run_at(self, name: str, at: Tensor, *, blocks: int | None = None) -> None:
-        """Run the program that lies in ``at`` by the kernel ``name``. Its peers must be here."""
-        further = (
-            () if self.on_gpu else (ctypes.c_uint(1), ctypes.c_uint(1))
-        )  # one block of one thread
+        """Run the program in ``at`` by the kernel ``name``; its peers have passed the barrier.
+
+        Args:
+            name: kernel.
+            at: memory with the program.
+            blocks: thread blocks, `blocks` by default.
+        """
+        # Functions of the host build take the numbers of blocks and threads, one of each.
+        further = () if self.on_gpu else (ctypes.c_uint(1), ctypes.c_uint(1))
         self.launch(
             name,
             ctypes.c_void_p(at.data_ptr()),
@@ -92,34 +108,43 @@ class TransferKernels(Kernels):
         )
 
     def _synchronize(self, program: Program, at: Tensor, finished: int) -> None:
-        """Tell the peers that so many steps are finished, and wait until theirs are: a thread for each of them."""
+        """Signal ``finished`` steps to the peers and wait until they have finished as many."""
+        # One thread per peer.
         threads = -(-program.ranks // WARP) * WARP
-        arguments = ctypes.c_void_p(at.data_ptr()), ctypes.c_uint(finished)
-        self.launch("fssdp_synchronize", *arguments, blocks=1, threads=threads)
+        self.launch(
+            "fssdp_synchronize",
+            ctypes.c_void_p(at.data_ptr()),
+            ctypes.c_uint(finished),
+            blocks=1,
+            threads=threads,
+        )
 
     def copy(self, items: np.ndarray) -> None:
-        """Make copies: by the GPU's copy engines where it can, on the current stream, which must not be the default
-        one; or on the host.
+        """Enqueue copies for the GPU's copy engines on the current stream, or copy on the host.
+
+        The current stream must not be the default stream, which `cuMemcpyBatchAsync` refuses.
 
         Args:
-            items: [n] `program.COPY`.
+            items: copies, [n] `program.COPY`.
         """
         if not self.on_gpu:
             for item in items:
                 ctypes.memmove(int(item["dst"]), int(item["src"]), int(item["bytes"]))
             return
-        how = driver.CopyAttributes(
+        attributes = driver.CopyAttributes(
             source_order=driver.IN_STREAM_ORDER, flags=driver.BESIDE_COMPUTING
         )
-        to, source, sizes = (
-            np.ascontiguousarray(items[field], np.uint64) for field in ("dst", "src", "bytes")
-        )
+        destinations = np.ascontiguousarray(items["dst"], np.uint64)
+        sources = np.ascontiguousarray(items["src"], np.uint64)
+        sizes = np.ascontiguousarray(items["bytes"], np.uint64)
         self._ensure_context()
         driver.call(
             "cuMemcpyBatchAsync",
-            *(array.ctypes.data for array in (to, source, sizes)),
+            destinations.ctypes.data,
+            sources.ctypes.data,
+            sizes.ctypes.data,
             len(items),
-            ctypes.byref(how),
+            ctypes.byref(attributes),
             ctypes.c_size_t(0),
             1,
             ctypes.c_size_t(),
@@ -128,14 +153,15 @@ class TransferKernels(Kernels):
 
     @staticmethod
     def can_batch_copies() -> bool:
-        """Whether the driver has `cuMemcpyBatchAsync`."""
+        """Return True if the driver has `cuMemcpyBatchAsync`."""
         return (driver.version() or 0) >= driver.BATCHED_COPIES
 
     def _upload(self, program: Program, at: Tensor) -> None:
-        """Bring ``program`` to ``at``, on the current stream."""
+        """Copy ``program`` to ``at``, on the current stream."""
         program.relocate(at.data_ptr())
         size = len(program.data)
         if self.on_gpu:
+            # From pinned memory the copy is asynchronous.
             pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             pinned.numpy()[:] = program.data
             at[:size].copy_(pinned, non_blocking=True)
@@ -144,17 +170,18 @@ class TransferKernels(Kernels):
 
 
 def _blocks_on(device: torch.device) -> dict[str, int]:
-    """Thread blocks of a transfer on a GPU, by kernel: as many as ask for the bytes that are on their way while the
-    link is busy.
+    """Return the thread blocks of a transfer, by kernel.
 
-    They wait for peers between steps, so all must run at once, and beside whatever those peers wait for: each takes a
-    multiprocessor at most, and all of them at most every second of those that this process has.
+    Together the blocks keep bandwidth times latency of the link in flight. They wait for peers
+    between steps, so all blocks must run at the same time, together with the work that the peers
+    wait for: each block takes a multiprocessor at most, and all blocks together at most half of the
+    multiprocessors of this process.
     """
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     if multiprocessors < FEWEST:
         raise RuntimeError(
-            f"transport nvlink needs {FEWEST} multiprocessors of a GPU, this process has {multiprocessors} (a slice by "
-            "MIG, or a share by MPS); make it larger, or use p2p"
+            f"transport nvlink needs {FEWEST} multiprocessors of a GPU, this process has "
+            f"{multiprocessors} (a MIG slice or an MPS share); make it larger, or use p2p"
         )
     major, _ = torch.cuda.get_device_capability(device)
     rate = LINK_RATES.get(major, max(LINK_RATES.values()))

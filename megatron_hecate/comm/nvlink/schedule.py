@@ -1,20 +1,23 @@
-"""The steps of a spAG or spRS in one NVLink domain, whose ranks read each other's memory: who reads what, and when.
+"""Steps of a spAG or spRS in one NVLink domain, whose ranks read each other's memory.
 
-`domains` puts domains together. A rank only reads (*pulls*). What a step writes, others may read in the next one:
+`domains` combines the schedules of several domains. A rank only reads (it *pulls*). The result of a
+step may be read by other ranks in the next step:
 
 | | step | reads | into |
 |---|---|---|---|
-| spAG | pack | the parameters of the rank's own experts | its send buffer, where peers can see them |
+| spAG | pack | the parameters of the rank's own experts | its send buffer, visible to peers |
 | | fetch | chunks from the send buffer of their home | slots |
 | | exchange | the parts that this rank did not fetch, from the ranks that did | slots |
 | spRS | exchange | this rank's part of the gradients of all replicas | a part of the sum |
 | | sum | gradients, or parts of sums | the home's main gradient |
 
-*Exchange*: where a home would send more than any rank receives, each rank that receives a chunk fetches a different
-part of it from the home, and the rest from the others. So the chunk leaves its home once, for one more step. In a spRS
-the same parts are summed. Chunks that go to other domains, or come from there, are in parts as well.
+*Exchange*: where a home would send more than any rank receives, each rank that receives a chunk
+fetches a different part of it from the home, and the remaining parts from the other receivers. The
+chunk is then sent once by its home, at the cost of one more step. A spRS sums the same parts.
+Chunks that are sent to other domains, or received from there, are moved in parts as well.
 
-Every rank knows every other's part, from the copies alone. Places are named; `program` turns them into addresses.
+Every rank derives the parts of all ranks from the copies alone, without communication. Places are
+symbolic (`places`); `program` resolves them to addresses.
 """
 
 from __future__ import annotations
@@ -26,78 +29,23 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import eq
-from types import MappingProxyType
-from typing import Literal, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
+from megatron_hecate.comm.nvlink.exchange import choose_exchanges
+from megatron_hecate.comm.nvlink.places import (
+    NONE,
+    AnyPart,
+    Key,
+    Memory,
+    Part,
+    Parts,
+    Place,
+    Pull,
+)
 from megatron_hecate.comm.transport import Copy
 
-MAX_RANKS: int = 72  # of one NVLink domain; kernels/schedule.cuh has the same
-
-GRAIN: int = 128  # elements: parts of a chunk begin at multiples of this, so that their addresses are aligned
-WHOLE: int = 1 << 20  # shares of a chunk add up to this
-PLANS: int = 512  # whose schedules are kept: two per layer are in use
-
-Key = tuple[int, int]  # a chunk: its home, and its index among the experts of that home
-Memory = Literal["parameters", "send", "slot", "grad", "partial", "main_grad", "stripe"]
-
-
-class Place(NamedTuple):
-    """Where a chunk lies on a rank.
-
-    ``grad``, ``partial``, ``main_grad``, and in spRS ``stripe``, are fp32. ``partial`` may be ``grad``: each part of it
-    is read by its own sum alone.
-
-    Args:
-        rank: whose memory.
-        memory: which one.
-        index: counts own experts (parameters, send, main_grad), slots (slot, grad, partial), or stripes.
-        begin: element of the chunk with which the memory begins.
-    """
-
-    rank: int
-    memory: Memory
-    index: int  # type: ignore[assignment]  # hides that of tuples
-    begin: int = 0
-
-
-class Pull(NamedTuple):
-    """Elements [begin, end) of a chunk into ``into``: those of the only source, or the sum of several, in this order.
-
-    Args:
-        add: whether they are added to what is there.
-    """
-
-    sources: tuple[Place, ...]
-    into: Place
-    begin: int
-    end: int
-    add: bool = False
-
-
-class Part(NamedTuple):
-    """Elements [begin, end) of a chunk, and the place that holds them first, or their sum."""
-
-    at: Place
-    begin: int
-    end: int
-
-    @staticmethod
-    def bounds(elements: int, shares: Sequence[int]) -> list[tuple[int, int]]:
-        """[begin, end) of each part of a chunk, in proportion to ``shares``; some are empty where it is small."""
-        grains, total = -(-elements // GRAIN), sum(shares)
-        bounds, begin = [], 0
-        for so_far in itertools.accumulate(shares):
-            end = min(elements, grains * so_far // total * GRAIN)
-            bounds.append((begin, end))
-            begin = end
-        return bounds
-
-
-_Part = tuple[
-    Place, int, int
-]  # `Part`, or the same as a plain tuple, which takes less time to make
-Parts = Mapping[Key, Sequence[Part]]
-NONE: Parts = MappingProxyType({})
+MAX_RANKS: int = 72  # ranks of one NVLink domain; the same constant as in kernels/schedule.cuh
+PLANS: int = 512  # plans whose schedules are cached; two per layer are in use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +53,8 @@ class Schedule:
     """One rank's part of a transfer.
 
     Args:
-        steps: as many on every rank; a rank may have nothing to do in one.
-        peers: ranks it reads from, or which read from it.
+        steps: pulls of each step; all ranks have the same number of steps, which may be empty.
+        peers: ranks that this rank reads from, or that read from this rank.
     """
 
     steps: tuple[tuple[Pull, ...], ...]
@@ -122,59 +70,52 @@ class Schedule:
         elements: int,
         parts: Parts = NONE,
     ) -> Schedule:
-        """The spAG of ``rank``.
+        """Schedule the spAG of ``rank``.
 
         Args:
-            copies: all of the domain, in the same order on all ranks; a rank receives a chunk once.
-            rank: whose part.
+            copies: all copies of the domain, in the same order on all ranks; a rank receives a
+                chunk at most once.
+            rank: rank whose part is scheduled.
             domain: ranks that read each other's memory.
-            elements: of a chunk.
-            parts: of chunks that leave the domain: where they are to be in the end; of chunks that come from another:
-                where they are.
+            elements: elements of a chunk.
+            parts: for chunks that are sent to other domains, the places that their parts must reach
+                in the end; for chunks that were received from another, the places of their parts.
 
         Raises:
-            ValueError: for more ranks than the kernels know, an empty chunk, or copies that contradict each other.
+            ValueError: more ranks than the kernels support, an empty chunk, or contradictory
+                copies.
         """
         here = _Domain(copies, rank, members=frozenset(domain), elements=elements, parts=parts)
-        pack, fetch, exchange = [], [], []
+        pack: list[Pull] = []
+        fetch: list[Pull] = []
+        exchange: list[Pull] = []
         for key, ranks, slots in here.chunks:
             home, index = key
             sent = Place(home, "send", index)
             if home == rank:
                 pack.append(Pull((Place(rank, "parameters", index),), sent, 0, elements))
-            into = Place(rank, "slot", slots[ranks.index(rank)]) if rank in ranks else None
-            held: Sequence[_Part] = parts.get(key, ())
-            if not held:
-                if into is None:
-                    continue
-                if key not in here.shares:
+            into: Place | None = None
+            if rank in ranks:
+                into = Place(rank, "slot", slots[ranks.index(rank)])
+            held: Sequence[AnyPart] = parts.get(key, ())
+            if not held and (into is None or key not in here.shares):
+                if into is not None:
                     fetch.append(Pull((sent,), into, 0, elements))
-                    continue
-            if home in here.members:
-                wanted, held = (
-                    held,
-                    here.divide(key, ranks, slots, memory="slot") if ranks else held,
-                )
-                if home != rank:
-                    fetch += [
-                        Pull((sent,), at, begin, end) for at, begin, end in held if at.rank == rank
-                    ]
-                stripes = [
-                    part for part in wanted if part[0].rank == rank and part[0].memory == "stripe"
-                ]
-                exchange += [
-                    pull
-                    for want in stripes
-                    if ranks
-                    for part in held
-                    for pull in _overlap(part, want)
-                ]
+                continue
+            if home in here.members and ranks:
+                wanted = held
+                held = here.divide(key, ranks, slots, memory="slot")
+                exchange += _fill_stripes(wanted, held, rank)
+            if home in here.members and home != rank:
+                fetch += [Pull((sent,), *part) for part in held if part[0].rank == rank]
             if into is not None:
                 exchange += [
                     Pull((at,), into, begin, end) for at, begin, end in held if at.rank != rank
                 ]
         steps = [pack, fetch] if here.sends_any else []
-        return here.schedule([*steps, exchange] if here.shares or parts else steps)
+        if here.shares or parts:
+            steps.append(exchange)
+        return here.schedule(steps)
 
     @classmethod
     def of_return(
@@ -186,18 +127,22 @@ class Schedule:
         elements: int,
         parts: Parts = NONE,
     ) -> Schedule:
-        """The spRS of ``rank``: every home's sum over the replicas in order of rank, added to its main gradient.
+        """Schedule the spRS of ``rank``.
+
+        Each home's sum is over the replicas in order of rank, added to its main gradient.
 
         Args:
-            copies, rank, domain, elements: as `of_fetch`.
-            parts: of chunks with replicas in several domains: where the sums over those of this one are to be; of
-                chunks without a replica here: where the whole sums are.
+            copies, rank, domain, elements: see `of_fetch`.
+            parts: for chunks with replicas in several domains, the places that the sums over this
+                domain's replicas must reach; for chunks without a replica in this domain, the
+                places of the complete sums.
 
         Raises:
-            ValueError: as `of_fetch`.
+            ValueError: see `of_fetch`.
         """
         here = _Domain(copies, rank, members=frozenset(domain), elements=elements, parts=parts)
-        exchange, sums = [], []
+        exchange: list[Pull] = []
+        sums: list[Pull] = []
         for key, ranks, slots in here.chunks:
             home, index = key
             grads = tuple(_places(ranks, "grad", slots))
@@ -206,36 +151,46 @@ class Schedule:
                 if home == rank:
                     sums.append(Pull(grads, main_grad, 0, elements, add=True))
                 continue
-            held: Sequence[_Part] = parts.get(key, ())
+            held: Sequence[AnyPart] = parts.get(key, ())
             if key in here.shares:
                 held = here.divide(key, ranks, slots, memory="partial")
             if grads:
-                exchange += [
-                    Pull(grads, at, begin, end) for at, begin, end in held if at.rank == rank
-                ]
+                exchange += [Pull(grads, *part) for part in held if part[0].rank == rank]
             if home == rank and (key in here.shares or not grads):
                 sums += [Pull((at,), main_grad, begin, end, add=True) for at, begin, end in held]
+        # All ranks must have the same steps, so the decision depends on the domain only.
         with_copies = sum(key in parts and len(ranks) > 0 for key, ranks, _ in here.chunks)
-        in_parts = here.shares or with_copies
-        to_homes = here.count > len(parts) or with_copies < len(parts)
-        return here.schedule(([exchange] if in_parts else []) + ([sums] if to_homes else []))
+        steps = []
+        if here.shares or with_copies:
+            steps.append(exchange)
+        if here.count > len(parts) or with_copies < len(parts):
+            steps.append(sums)
+        return here.schedule(steps)
 
 
-def _overlap(held: _Part, wanted: _Part) -> list[Pull]:
-    """What of a part brings elements of the other, if something does."""
-    at, begin, end = held
-    into, first, last = wanted
-    begin, end = max(begin, first), min(end, last)
-    return [Pull((at,), into, begin, end)] if begin < end else []
+def _fill_stripes(wanted: Sequence[AnyPart], held: Sequence[AnyPart], rank: int) -> list[Pull]:
+    """Return the pulls that fill the stripe buffers of ``rank`` among ``wanted`` from ``held``."""
+    pulls = []
+    for into, first, last in wanted:
+        # Other places, send buffers and slots, receive the complete chunk anyway.
+        if into.rank != rank or into.memory != "stripe":
+            continue
+        for at, begin, end in held:
+            overlap_begin = max(begin, first)
+            overlap_end = min(end, last)
+            if overlap_begin < overlap_end:
+                pulls.append(Pull((at,), into, overlap_begin, overlap_end))
+    return pulls
 
 
 def _places(ranks: Sequence[int], memory: Memory, slots: Sequence[int]) -> Iterable[Place]:
-    """A chunk's places on the ranks that receive it, made without a call in Python for each."""
+    """Return a chunk's places on the ranks that receive it."""
+    # `map` over `Place._make` takes less time than a call in Python for each place.
     return map(Place._make, zip(ranks, itertools.repeat(memory), slots, itertools.repeat(0)))
 
 
 class _Chunk(NamedTuple):
-    """A chunk, and the ranks that receive it, ascending, each into which of its slots."""
+    """A chunk, the ranks that receive it, ascending, and the slot on each of the ranks."""
 
     key: Key
     ranks: Sequence[int]
@@ -243,14 +198,16 @@ class _Chunk(NamedTuple):
 
 
 class _Chunks(NamedTuple):
-    """What a transfer moves in one domain, the same for all its ranks and both directions.
+    """All chunks of a transfer in one domain, the same for all ranks and for both directions.
 
     Args:
-        keys: of all chunks, in order, those without copies among them.
-        begins: where the copies of each begin in ``ranks`` and ``slots``, and the end.
-        ranks, slots: of the copies, sorted: by chunk, then rank.
-        shares: chunks to exchange, and what share of `WHOLE` each receiving rank fetches from the home.
-        sends_any: whether a home is in the domain.
+        keys: all chunks, sorted, including chunks without copies.
+        begins: offset of each chunk's copies in ``ranks`` and ``slots``, and the total.
+        ranks: receiving rank of every copy, sorted by chunk, then rank.
+        slots: slot of every copy, in the order of ``ranks``.
+        shares: chunks to exchange, with the share of `exchange.WHOLE` that each receiving rank
+            fetches from the home.
+        sends_any: True if the home of a chunk is in the domain.
     """
 
     keys: Sequence[Key]
@@ -263,59 +220,70 @@ class _Chunks(NamedTuple):
     @staticmethod
     @functools.lru_cache(maxsize=PLANS)
     def of(copies: tuple[Copy, ...], members: frozenset[int], in_parts: frozenset[Key]) -> _Chunks:
-        """Raises ValueError for more ranks than the kernels know, or copies that contradict each other."""
-        homes, indices, ranks, slots = (
-            zip(*sorted(copies), strict=True) if copies else ((), (), (), ())
-        )
+        """Group ``copies`` by chunk and choose the chunks to exchange.
+
+        Args:
+            copies: all copies of the domain.
+            members: ranks of the domain.
+            in_parts: chunks that are moved in parts because other domains take part.
+
+        Raises:
+            ValueError: more ranks than the kernels support, or contradictory copies.
+        """
+        homes: Sequence[int] = ()
+        indices: Sequence[int] = ()
+        ranks: Sequence[int] = ()
+        slots: Sequence[int] = ()
+        if copies:
+            homes, indices, ranks, slots = zip(*sorted(copies), strict=True)
         fit = len(members) <= MAX_RANKS and members.issuperset(homes) and members.issuperset(ranks)
         if not fit or any(map(eq, homes, ranks)):
             _check_ranks(copies, members, in_parts)
         counts: dict[Key, int] = Counter(zip(homes, indices, strict=True))
         if in_parts - counts.keys():
             counts = {key: counts.get(key, 0) for key in sorted(in_parts | counts.keys())}
-        keys, begins = list(counts), list(itertools.accumulate(counts.values(), initial=0))
+        keys = list(counts)
+        begins = list(itertools.accumulate(counts.values(), initial=0))
         several = [at for at, count in enumerate(counts.values()) if count > 1]
         wanted = [(keys[at], ranks[begins[at] : begins[at + 1]]) for at in several]
-        for key, receiving in wanted:
-            if len(set(receiving)) < len(receiving):
-                _raise_twice("chunk for a rank", [(*key, rank) for rank in receiving])
-        if len(set(zip(ranks, slots, strict=True))) < len(ranks):
-            _raise_twice("slot", list(zip(ranks, slots, strict=True)))
+        _check_unique(wanted, ranks, slots)
         sends = Counter(homes)
         received: Sequence[int] = ranks
         if in_parts:
-            sends = Counter(
-                [
-                    home
-                    for home, index in zip(homes, indices, strict=True)
-                    if (home, index) not in in_parts
-                ]
-            )
+            # A chunk in parts costs its home one send, and its parts from other domains are not
+            # received from homes.
+            chunks = zip(homes, indices, strict=True)
+            sends = Counter([chunk[0] for chunk in chunks if chunk not in in_parts])
             sends.update([home for home, _ in in_parts])
             received = [rank for home, rank in zip(homes, ranks, strict=True) if home in members]
             wanted = [chunk for chunk in wanted if chunk[0] not in in_parts]
         most = max(Counter(received).values(), default=0)
-        shares = _exchanges(
-            wanted, [sends.get(rank, 0) for rank in range(1 + max(members))], most=most
-        )
-        return _Chunks(
-            keys, begins, ranks, slots, shares, sends_any=any(home in members for home, _ in keys)
-        )
+        sent_by_rank = [sends.get(rank, 0) for rank in range(1 + max(members))]
+        shares = choose_exchanges(wanted, sent_by_rank, most=most)
+        sends_any = any(home in members for home, _ in keys)
+        return _Chunks(keys, begins, ranks, slots, shares, sends_any=sends_any)
 
     def of_rank(self, rank: int, in_parts: Iterable[Key]) -> list[_Chunk]:
-        """The chunks that ``rank`` sends or receives, and those in parts, in order."""
-        keys, begins, ranks, slots = self.keys, self.begins, self.ranks, self.slots
+        """Return the chunks that ``rank`` sends or receives, and all ``in_parts``, in order."""
+        # The keys are sorted, so the chunks of one home are contiguous.
+        keys = self.keys
+        begins = self.begins
         found = set(range(bisect_left(keys, (rank, 0)), bisect_left(keys, (rank + 1, 0))))
         found.update(
-            bisect_right(begins, at) - 1 for at, receiving in enumerate(ranks) if receiving == rank
+            bisect_right(begins, at) - 1
+            for at, receiving in enumerate(self.ranks)
+            if receiving == rank
         )
         found.update(bisect_left(keys, key) for key in in_parts)
-        spans = [(keys[at], slice(begins[at], begins[at + 1])) for at in sorted(found)]
-        return [_Chunk(key, ranks[span], slots[span]) for key, span in spans]
+        chunks = []
+        for at in sorted(found):
+            span = slice(begins[at], begins[at + 1])
+            chunks.append(_Chunk(keys[at], self.ranks[span], self.slots[span]))
+        return chunks
 
 
 class _Domain:
-    """What a transfer moves in one domain, as ``rank`` sees it. Args as `of_fetch`."""
+    """A transfer in one domain, seen from ``rank``. Args as `Schedule.of_fetch`."""
 
     def __init__(
         self,
@@ -328,55 +296,70 @@ class _Domain:
     ) -> None:
         if elements < 1:
             raise ValueError(f"a chunk of {elements} elements cannot be moved")
-        self.rank, self.members, self.elements, self.parts = rank, members, elements, parts
+        self.rank = rank
+        self.members = members
+        self.elements = elements
+        self.parts = parts
         chunks = _Chunks.of(tuple(copies), members, frozenset(parts))
-        self.shares, self.sends_any, self.count = chunks.shares, chunks.sends_any, len(chunks.keys)
+        self.shares = chunks.shares
+        self.sends_any = chunks.sends_any
+        self.count = len(chunks.keys)
         self.chunks = chunks.of_rank(rank, parts)
 
     def divide(
         self, key: Key, ranks: Sequence[int], slots: Sequence[int], *, memory: Memory
-    ) -> list[_Part]:
-        """The part of a chunk for each receiving rank, in ``memory`` of its slot; none where it is empty."""
-        bounds = Part.bounds(self.elements, self.shares.get(key, [1] * len(ranks)))
+    ) -> list[AnyPart]:
+        """Divide a chunk among its receiving ranks, into ``memory`` of their slots.
+
+        Empty parts are left out.
+        """
+        shares = self.shares.get(key) or [1] * len(ranks)
         places = _places(ranks, memory, slots)
         return [
             (place, begin, end)
-            for place, (begin, end) in zip(places, bounds, strict=True)
+            for place, (begin, end) in zip(places, Part.bounds(self.elements, shares), strict=True)
             if begin < end
         ]
 
     def schedule(self, steps: list[list[Pull]]) -> Schedule:
-        """Every step begins with the rank after this one, so that not all ranks read one home at once."""
-        own, peers = self.rank, set[int]()
-        for key, ranks, _ in self.chunks:
-            others = {*ranks, *(part.at.rank for part in self.parts.get(key, ()))}
-            if key[0] == own:
-                peers |= others
-            elif own in others:
-                if key[0] in self.members:
-                    peers.add(key[0])
-                if key in self.shares or key in self.parts:
-                    peers |= others
-        peers.discard(own)
+        """Sort the pulls of each step and find the peers."""
+        own = self.rank
         size = max(self.members) + 1
 
         def distance(pull: Pull) -> tuple[int, int]:
-            return (pull[0][0][0] - own) % size, pull[
-                2
-            ]  # of the first source's rank, and the element it begins with
+            # Rank of the first source, and first element. By index: faster than by name.
+            return (pull[0][0][0] - own) % size, pull[2]
 
-        return Schedule(
-            tuple([tuple(sorted(step, key=distance)) for step in steps]), frozenset(peers)
-        )
+        # Every step begins with the rank after this one, so that not all ranks read from one home
+        # at the same time.
+        ordered = tuple([tuple(sorted(step, key=distance)) for step in steps])
+        return Schedule(ordered, frozenset(self._find_peers()))
+
+    def _find_peers(self) -> set[int]:
+        """Return the ranks that this rank reads from, or that read from this rank."""
+        own = self.rank
+        peers: set[int] = set()
+        for key, ranks, _ in self.chunks:
+            takers = {*ranks, *(part.at.rank for part in self.parts.get(key, ()))}
+            if key[0] == own:
+                peers |= takers
+            elif own in takers:
+                if key[0] in self.members:
+                    peers.add(key[0])
+                if key in self.shares or key in self.parts:
+                    peers |= takers
+        peers.discard(own)
+        return peers
 
 
 def _check_ranks(
     copies: Sequence[Copy], members: frozenset[int], in_parts: Collection[Key]
 ) -> None:
-    """Raises ValueError as `_Chunks.of`, for the ranks of ``copies``, or too many in the domain."""
+    """Raise ValueError for a domain with too many ranks, or for a copy with impossible ranks."""
     if len(members) > MAX_RANKS:
         raise ValueError(
-            f"{len(members)} ranks share no NVLink domain: nvlink takes {MAX_RANKS}; use transport p2p"
+            f"{len(members)} ranks are too many for one NVLink domain: nvlink supports "
+            f"{MAX_RANKS}; use transport p2p"
         )
     for copy in sorted(copies):
         home, index, rank, _ = copy
@@ -388,82 +371,24 @@ def _check_ranks(
             raise ValueError(f"{copy} needs two different ranks of {sorted(members)}")
 
 
+def _check_unique(
+    chunks: Sequence[tuple[Key, Sequence[int]]], ranks: Sequence[int], slots: Sequence[int]
+) -> None:
+    """Raise ValueError if a rank receives a chunk twice, or a slot receives two chunks.
+
+    Args:
+        chunks: chunks with several copies, and the receiving rank of each copy.
+        ranks: receiving rank of every copy.
+        slots: slot of every copy.
+    """
+    for key, receiving in chunks:
+        if len(set(receiving)) < len(receiving):
+            _raise_twice("chunk for a rank", [(*key, rank) for rank in receiving])
+    if len(set(zip(ranks, slots, strict=True))) < len(ranks):
+        _raise_twice("slot", list(zip(ranks, slots, strict=True)))
+
+
 def _raise_twice(what: str, named: Sequence[tuple[int, ...]]) -> NoReturn:
-    """Raises ValueError for the first of those that are in ``named`` twice."""
+    """Raise ValueError for the first item that is in ``named`` twice."""
     twice = min(at for at, count in Counter(named).items() if count > 1)
     raise ValueError(f"a {what} is named twice: {twice}")
-
-
-def _exchanges(
-    wanted: Sequence[tuple[Key, Sequence[int]]], sends: list[int], *, most: int
-) -> dict[Key, Sequence[int]]:
-    """The chunks to exchange, and what share of `WHOLE` each receiving rank fetches from the home.
-
-    A home sends whole chunks to each rank as long as it sends no more than the rank that receives most; beyond that,
-    its most wanted chunks are exchanged first. A rank that fetches a share of a chunk sends it to every other: shares
-    are such that those send most that have the least to send otherwise. Chunks have one size; those that are moved in
-    parts anyway cost their home one each.
-
-    Args:
-        wanted: chunks with several receiving ranks, in order, and these ranks; without those moved in parts.
-        sends: [ranks] chunks that each sends as a home; changed to what is left.
-        most: chunks that a rank receives from homes here.
-    """
-    exchanged: list[tuple[Key, Sequence[int]]] = []
-    for key, ranks in sorted(wanted, key=lambda chunk: -len(chunk[1])):
-        if sends[key[0]] > most:
-            exchanged.append((key, ranks))
-            sends[key[0]] -= len(ranks) - 1
-    return _shares(exchanged, [count * WHOLE for count in sends])
-
-
-def _shares(
-    exchanged: Sequence[tuple[Key, Sequence[int]]], load: list[int]
-) -> dict[Key, Sequence[int]]:
-    """What share of `WHOLE` each receiving rank fetches from the home, by chunk.
-
-    Args:
-        exchanged: chunks, and the ranks that receive them.
-        load: [ranks] what each sends otherwise, as shares; in the end, what it sends in all.
-    """
-    chosen: dict[Key, Sequence[int]] = {}
-    for again in (False, True):  # the second time, all others have shares
-        for key, ranks in exchanged:
-            others = len(ranks) - 1
-            if others == 1:  # most chunks have two receivers
-                one, other = ranks
-                of_one, of_other = chosen[key] if again else (0, 0)
-                without_one, without_other = load[one] - of_one, load[other] - of_other
-                of_one = _even_out_two(without_one, without_other)
-                chosen[key] = of_one, WHOLE - of_one
-                load[one], load[other] = without_one + of_one, without_other + WHOLE - of_one
-                continue
-            if again:
-                for rank, share in zip(ranks, chosen[key], strict=True):
-                    load[rank] -= share * others
-            chosen[key] = shares = _even_out([load[rank] for rank in ranks], others)
-            for rank, share in zip(ranks, shares, strict=True):
-                load[rank] += share * others
-    return chosen
-
-
-def _even_out(loads: Sequence[int], others: int) -> list[int]:
-    """Shares of `WHOLE` that, each sent to ``others`` ranks, raise the lowest ``loads`` to one level."""
-    to_raise = loads
-    level = (sum(loads) + WHOLE * others) // len(loads)
-    while level < max(to_raise):
-        to_raise = [load for load in to_raise if load <= level]
-        level = (sum(to_raise) + WHOLE * others) // len(to_raise)
-    shares = [(level - load) // others if load < level else 0 for load in loads]
-    rest = WHOLE - sum(shares)
-    if rest:  # what rounding left
-        shares[loads.index(min(loads))] += rest
-    return shares
-
-
-def _even_out_two(one: int, other: int) -> int:
-    """What `_even_out` gives the first of two loads."""
-    apart = other - one
-    if -WHOLE < apart < WHOLE:
-        return (WHOLE + apart + (apart >= 0)) // 2
-    return WHOLE if apart > 0 else 0

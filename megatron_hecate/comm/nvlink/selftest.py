@@ -1,8 +1,9 @@
-"""One spAG and one spRS before training relies on a transport: what is written must be read, and sums must be right."""
+"""Self-test before training relies on a transport: one spAG and one spRS with known results."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,8 +18,9 @@ from megatron_hecate.comm.transport import Copy, LayerBuffer, TransferPlan, Tran
 from megatron_hecate.job.agreement import shorten
 from megatron_hecate.job.rendezvous import Question, Verdict
 
-ELEMENTS: int = 200_003  # of a chunk: a few tiles for a few blocks, and a tail
-TIMED_ELEMENTS: int = 8 << 20  # of one whose fetch is timed
+# Elements of a chunk: several tiles for several thread blocks, and a tail that fills no vector.
+ELEMENTS: int = 200_003
+TIMED_ELEMENTS: int = 8 << 20  # elements of a chunk whose fetch is timed
 TIMED_FETCHES: int = 5
 LABEL = "self-test of the transport"
 
@@ -26,16 +28,18 @@ LABEL = "self-test of the transport"
 def self_test(
     transports: Sequence[NVLink], device: torch.device, *, timeout: float
 ) -> tuple[list[str], bool, float | None]:
-    """Test this rank's transports, and try copy engines. All ranks call at once.
+    """Test this rank's transports, and try copy engines. Collective.
 
     Returns:
-        What goes wrong on any rank, the same on all; whether all can go on: a kernel that fails ends its process's CUDA
-        context; and by how many seconds copies by copy engines are slower on this rank than by our kernels on the
-        slowest, infinitely where bytes were wrong, ``None`` where they were not tried.
+        Problems of all ranks, the same on all; False if a rank cannot continue, since a failed
+        kernel destroys the CUDA context; seconds of a fetch by copy engines on this rank minus
+        seconds of a fetch by our kernels on the slowest rank, infinite if bytes were wrong,
+        ``None`` if copy engines were not tried.
     """
 
-    def sum_up(told: list[Any]) -> Verdict:
-        return Verdict(dataclasses.asdict(_Result.of_all([_Result(**fields) for fields in told])))
+    def sum_up(notes: list[Any]) -> Verdict:
+        results = [_Result(**fields) for fields in notes]
+        return Verdict(dataclasses.asdict(_Result.of_all(results)))
 
     own = dataclasses.asdict(_test(transports, device))
     result = _Result(**Question.next(timeout=timeout).ask(own, sum_up).job)
@@ -46,24 +50,26 @@ def self_test(
         tried = _test(transports, device)
         for transport in transports:
             transport.copy_engines = False
-        slower = math.inf if tried.problems else tried.seconds - result.seconds
+        slower = tried.seconds - result.seconds
+        if tried.problems:
+            slower = math.inf
         if not tried.usable:
             result = tried
     if result.usable:
         return result.problems, True, slower
-    end = "start again with --moe-fssdp-transport p2p: CUDA does not go on after this"
-    return [f"{text}; {end}" for text in result.problems], False, slower
+    way_out = "restart with --moe-fssdp-transport p2p: CUDA is unusable after this error"
+    return [f"{text}; {way_out}" for text in result.problems], False, slower
 
 
 @dataclasses.dataclass(frozen=True)
 class _Result:
-    """What a rank tells of its test, and what rank 0 makes of those of all.
+    """Result of the self-test of one rank, or of all ranks (JSON-serializable).
 
     Args:
-        problems: what went wrong.
-        usable: whether its device still takes work.
-        copy_engines: whether they are worth a test.
-        seconds: of a fetch, where they are.
+        problems: problems found.
+        usable: True if the device still accepts work.
+        copy_engines: True if copy engines can be tried.
+        seconds: seconds of a timed fetch, if ``copy_engines``.
     """
 
     problems: list[str]
@@ -73,9 +79,9 @@ class _Result:
 
     @classmethod
     def of_all(cls, results: Sequence[_Result]) -> _Result:
-        """All problems, and the seconds of the slowest rank."""
+        """Combine the results of all ranks: all problems, and the seconds of the slowest rank."""
         return cls(
-            problems=shorten(text for result in results for text in result.problems),
+            problems=shorten(itertools.chain.from_iterable(r.problems for r in results)),
             usable=all(result.usable for result in results),
             copy_engines=all(result.copy_engines for result in results),
             seconds=max(result.seconds for result in results),
@@ -83,16 +89,20 @@ class _Result:
 
 
 def _test(transports: Sequence[Transport], device: torch.device) -> _Result:
-    """The result of this rank."""
+    """Test all transports of this rank, and time a fetch of each if copy engines can be tried."""
     problems: list[str] = []
-    usable, copy_engines, seconds = True, _can_use_copy_engines(device), 0.0
+    usable = True
+    copy_engines = _can_use_copy_engines(device)
+    seconds = 0.0
     for transport in transports:
         try:
             if problem := _wrong_bytes(transport, device):
                 problems.append(problem)
             elif copy_engines:
                 seconds += _fetch_seconds(transport, device)
-        except Exception as error:  # every rank must hear of it, whatever it is
+        # Errors of any kind are sent to rank 0: a rank that raised here would leave the other ranks
+        # waiting for its result.
+        except Exception as error:
             problems.append(str(error) or type(error).__name__)
     if device.type == "cuda":
         try:
@@ -107,7 +117,7 @@ def _can_use_copy_engines(device: torch.device) -> bool:
 
 
 class _Total:
-    """The gradient of this rank's only expert."""
+    """Gradient of this rank's only expert. See `transport.HomeGradients`."""
 
     def __init__(self, elements: int, device: torch.device) -> None:
         self.grad = torch.zeros(elements, device=device)
@@ -120,19 +130,22 @@ class _Total:
 
 
 def _ring(transport: Transport, elements: int) -> tuple[TransferPlan, LayerBuffer]:
-    """Every rank's only expert has replicas on the next ranks, of its NVLink domain and of others; up to three."""
+    """Plan copies of every rank's only expert to the next three ranks, or to all if fewer.
+
+    The next ranks may be in the same NVLink domain or in others.
+    """
     ranks = transport.group.size()
     slots = min(3, ranks - 1)
-    copies = [
-        Copy(home, 0, (home + 1 + i) % ranks, i) for home in range(ranks) for i in range(slots)
-    ]
+    copies: list[Copy] = []
+    for home in range(ranks):
+        copies += [Copy(home, 0, (home + 1 + i) % ranks, i) for i in range(slots)]
     copies.sort(key=lambda copy: (copy.home, copy.rank))
     layer = LayerBuffer(slots=slots, elements=elements, dtype=torch.bfloat16, homes=1)
     return TransferPlan(transport.group.rank(), tuple(copies)), layer
 
 
 def _wrong_bytes(transport: Transport, device: torch.device) -> str:
-    """What goes wrong in one spAG and one spRS; empty when all is well. All ranks of the group call at once."""
+    """Check one spAG and one spRS; return the problem, or an empty text. Collective."""
     plan, layer = _ring(transport, ELEMENTS)
     if not plan.copies:
         return ""
@@ -147,20 +160,19 @@ def _wrong_bytes(transport: Transport, device: torch.device) -> str:
         if not torch.equal(weights[slot], _whole_numbers(home, device))
     ]
     if wrong:
-        return f"rank {plan.rank} got other weights than ranks {wrong} sent"
+        return f"rank {plan.rank} received wrong weights from ranks {wrong}"
+    # Sums of whole numbers are exact in fp32, so the order of summation does not matter.
     for slot, home in plan.receives:
-        grads[slot].copy_(
-            _whole_numbers(home, device).float() * (slot + 1)
-        )  # sums of whole numbers are exact
+        grads[slot].copy_(_whole_numbers(home, device).float() * (slot + 1))
     total = _Total(ELEMENTS, device)
     transport.return_gradients(plan, grads, total, label=LABEL).wait()
     if not torch.equal(total.grad, own.float() * sum(range(1, layer.slots + 1))):
-        return f"rank {plan.rank} got another sum than its replicas' gradients have"
+        return f"rank {plan.rank} received a wrong sum of its replicas' gradients"
     return ""
 
 
 def _fetch_seconds(transport: Transport, device: torch.device) -> float:
-    """How long a spAG of large chunks takes, at best. All ranks of the group call at once."""
+    """Return the shortest seconds of a spAG of large chunks. Collective."""
     plan, layer = _ring(transport, TIMED_ELEMENTS)
     if not plan.copies:
         return 0.0
@@ -178,5 +190,5 @@ def _fetch_seconds(transport: Transport, device: torch.device) -> float:
 
 
 def _whole_numbers(rank: int, device: torch.device) -> Tensor:
-    """[elements] small whole numbers, others for every rank."""
+    """Return [elements] small whole numbers, different for every rank, bf16."""
     return ((torch.arange(ELEMENTS, device=device) * (2 * rank + 1) + rank) % 127).bfloat16()

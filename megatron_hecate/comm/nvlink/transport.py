@@ -1,15 +1,14 @@
-"""The transport ``nvlink``: spAG and spRS by our kernels, over memory that peers can read (`peers`).
+"""The transport ``nvlink``: spAG and spRS by our kernels, over memory shared by peers (`peers`).
 
-The receiver pulls, so nothing is sent; a home sums its replicas' gradients in one pass, into fp32 main gradients where
-there are some. Between NVLink domains stripes travel by messages (`domains`). Copies of a spAG may be made by the GPU's
-copy engines.
+The receiver pulls. A home sums its replicas' gradients in one pass, into fp32 main gradients where
+they exist. Between NVLink domains stripes are sent as messages (`domains`). The GPU's copy engines
+may make the copies of a spAG.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -18,68 +17,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.comm.nvlink.domains import (
-    Domains,
-    Messages,
-    Stage,
-    Stages,
-)
+from megatron_hecate.comm.nvlink.domains import Domains, Messages, Stage, Stages
+from megatron_hecate.comm.nvlink.kernel_stage import Job, KernelStage
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
-from megatron_hecate.comm.nvlink.program import Extent, Memory, Programs
-from megatron_hecate.comm.nvlink.schedule import PLANS, Place, Schedule
+from megatron_hecate.comm.nvlink.places import Place
+from megatron_hecate.comm.nvlink.program import Extent, Program
+from megatron_hecate.comm.nvlink.program_cache import Memory, Programs
+from megatron_hecate.comm.nvlink.schedule import PLANS, Schedule
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
 from megatron_hecate.job.collectives import TransferError
 
-REFRESH: int = (
-    1 << 30
-)  # steps after which all ranks tell each other, lest a counter fall behind by half its range
+# Steps after which one transfer signals between all ranks of the domain: a counter that has fallen
+# behind by half of its range would appear to be ahead.
+REFRESH: int = 1 << 30
 
 Build = Callable[..., tuple[Stage, ...]]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """A transfer.
-
-    Args:
-        what: "spAG" or "spRS".
-        label: name of the layer.
-        itemsize: bytes of an element.
-        memory: the tensors of every place in this rank's memory.
-        watch: its "begin" is marked when all ranks have come.
-    """
-
-    what: str
-    label: str
-    itemsize: int
-    memory: Callable[[Place], Sequence[Tensor]]
-    watch: Stopwatch | None = None
-
-    def mark_begin(self) -> None:
-        """Mark the "begin" of the watch, if there is one and it has none."""
-        if self.watch is not None and not self.watch.begun:
-            self.watch.mark("begin")
-
-    @property
-    def name(self) -> str:
-        return f"{self.label}: {self.what}"
-
-
 class NVLink:
-    """Moves one FSSDP group's replicas by kernels. See `transport.Transport`.
+    """Transport of one FSSDP group's replicas by kernels. See `transport.Transport`.
 
     Args:
-        group: all ranks.
-        domain: the ranks of this rank's NVLink domain, in order of their rank in ``group``.
-        domains: NVLink domains, in ranks of ``group``; every rank is in one.
+        group: process group of all ranks.
+        domain: process group of this rank's NVLink domain, in order of the ranks in ``group``.
+        domains: NVLink domains as ranks of ``group``; every rank is in one domain.
         timeout: seconds per wait.
-        copy_engines: whether they make the copies of a spAG.
+        copy_engines: True to make the copies of a spAG by copy engines.
     """
 
-    name, scatters = "nvlink", True
+    name = "nvlink"
+    scatters = True
 
     def __init__(
         self,
@@ -90,53 +60,62 @@ class NVLink:
         timeout: float,
         copy_engines: bool = False,
     ) -> None:
-        self.group, self.timeout, self.copy_engines = group, timeout, copy_engines
-        self._domain, self._domains = domain, tuple(map(tuple, domains))
+        self.group = group
+        self.timeout = timeout
+        self.copy_engines = copy_engines
+        self._domain = domain
+        self._domains = tuple(map(tuple, domains))
         self._rank = group.rank()
         self._between = P2P(group, timeout=timeout)
-        self._stripe_elements: dict[int, int] = {}  # by elements of a chunk
-        self._begin = 1  # more than what the counters stand at
-        self._ended: Future[None] = (
-            Future()
-        )  # CPU ranks: transfers run one after the other, as on a stream
+        self._stripe_elements: dict[int, int] = {}  # elements of a stripe by elements of a chunk
+        self._begin = 1  # progress counters of the next transfer; initially the counters are 0
+        # CPU ranks run transfers one after the other, as on a stream: the end of the last one.
+        self._ended: Future[None] = Future()
         self._ended.set_result(None)
         self._peers: Peers | None = None
         self._programs: Programs | None = None
-        self._sent = self._stripes = torch.empty(0)
+        self._sent = torch.empty(0)
+        self._stripes = torch.empty(0)
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
-        """The send buffer, where peers read this rank's experts, and stripe buffers for what goes between domains."""
+        """Return the bytes of the send buffer and of the stripe buffers.
+
+        Peers read this rank's experts from the send buffer. Stripe buffers hold stripes that are
+        sent between domains.
+        """
         return sum(self._sent_and_stripe_bytes(layers))
 
     def _sent_and_stripe_bytes(self, layers: Sequence[LayerBuffer]) -> tuple[int, int]:
+        """Return the bytes of the send buffer and of all stripe buffers, for the largest layers."""
         if not any(layer.slots for layer in layers):
             return 0, 0
         sent = max(layer.homes * LayerBuffer.aligned(*layer.weights) for layer in layers)
-        stripes, domains = 0, [len(domain) for domain in self._domains]
+        stripes = 0
+        sizes = [len(domain) for domain in self._domains]
         for layer in layers:
             elements, dtype = layer.weights
-            fetched, in_fetch, _ = Stages.stripe_buffers(layer, elements, domains)
-            returned, _, in_return = Stages.stripe_buffers(layer, layer.elements, domains)
-            in_fetch *= LayerBuffer.aligned(fetched, dtype)
-            stripes = max(
-                stripes, in_fetch, in_return * LayerBuffer.aligned(returned, layer.grad_dtype)
-            )
+            fetched, in_fetch, _ = Stages.stripe_buffers(layer, elements, sizes)
+            returned, _, in_return = Stages.stripe_buffers(layer, layer.elements, sizes)
+            fetch_bytes = in_fetch * LayerBuffer.aligned(fetched, dtype)
+            return_bytes = in_return * LayerBuffer.aligned(returned, layer.grad_dtype)
+            stripes = max(stripes, fetch_bytes, return_bytes)
         return sent, stripes
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
-        """[size] uint8 that peers can read, with the send buffer and stripe buffers behind.
+        """Allocate [size] uint8 that peers can read, followed by send buffer and stripe buffers.
 
         Raises:
-            RuntimeError: on all ranks, when there is too little memory, or ranks cannot see each other's.
+            RuntimeError: on all ranks, if the memory cannot be allocated on one or not be mapped by
+                its peers.
         """
+        # Transfers in flight may use the memory that is freed here.
         futures.wait([self._ended])
         if self._peers is not None and device.type == "cuda":
             torch.cuda.synchronize(device)
-        self._peers, self._sent, self._stripes = (
-            None,
-            torch.empty(0),
-            torch.empty(0),
-        )  # before there is new memory
+        # The old memory is freed before the new memory is allocated.
+        self._peers = None
+        self._sent = torch.empty(0)
+        self._stripes = torch.empty(0)
         sizes = [LayerBuffer.aligned(size, torch.uint8), *self._sent_and_stripe_bytes(layers)]
         domain = next(domain for domain in self._domains if self._rank in domain)
         self._kernels = TransferKernels(device)
@@ -144,20 +123,22 @@ class NVLink:
             self._domain, sum(sizes), device=device, ranks=domain, timeout=self.timeout
         )
         self._programs = Programs(self._peers.signals)
+        # The counters in the new memory are 0.
         self._begin = 1
         replicas, self._sent, self._stripes = self._peers.buffers.split(sizes)
-        domains = [len(domain) for domain in self._domains]
-        chunks = [
-            (layer, elements) for layer in layers for elements in (layer.weights[0], layer.elements)
-        ]
-        self._stripe_elements = {
-            n: Stages.stripe_buffers(layer, n, domains)[0] for layer, n in chunks
-        }
+        domain_sizes = [len(domain) for domain in self._domains]
+        self._stripe_elements = {}
+        for layer in layers:
+            for elements in (layer.weights[0], layer.elements):
+                width, _, _ = Stages.stripe_buffers(layer, elements, domain_sizes)
+                self._stripe_elements[elements] = width
         return replicas[:size]
 
     def release(self) -> None:
-        self._peers = self._programs = None
-        self._sent, self._stripes = self._sent.new_empty(0), self._stripes.new_empty(0)
+        self._peers = None
+        self._programs = None
+        self._sent = self._sent.new_empty(0)
+        self._stripes = self._stripes.new_empty(0)
 
     def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
         self._stages(Stages.of_fetch, plan, elements=layer.weights[0])
@@ -172,37 +153,43 @@ class NVLink:
         label: str,
         timed: bool = False,
     ) -> Transfer:
-        """Begin a spAG. ``slots`` lie at the same place on all ranks."""
+        """Begin a spAG. ``slots`` have the same offsets in the memory of all ranks."""
+        # The kernels read parameters by address, without strides.
         for index in plan.replicated:
             if not all(tensor.is_contiguous() for tensor in homes[index]):
                 raise ValueError(f"{label}: parameters of own expert {index} are not contiguous")
-        elements, dtype = sum(tensor.numel() for tensor in homes[0]), homes[0][0].dtype
+        elements = sum(tensor.numel() for tensor in homes[0])
+        dtype = homes[0][0].dtype
         sent = chunks_in(self._sent, len(homes) if plan.copies else 0, elements, dtype)
         stripes = self._stripe_chunks(elements, dtype)
 
         def memory(place: Place) -> Sequence[Tensor]:
             if place.memory == "parameters":
                 return homes[place.index]
-            return ({"send": sent, "slot": slots, "stripe": stripes}[place.memory][place.index],)
+            buffers = {"send": sent, "slot": slots, "stripe": stripes}
+            return (buffers[place.memory][place.index],)
 
         stages = self._stages(Stages.of_fetch, plan, elements=elements)
         device = self._memory_of_peers().device
         watch = Stopwatch(device) if timed else None
-        meet = None  # in one domain the ranks of the kernel meet anyhow
+        # In one domain the barrier of the kernel is enough.
+        meet = None
         if timed and len(stages) > 1:
             meet = functools.partial(
                 self._between.meet, plan, device, tag=self._between.next_tag(), label=label
             )
-        steps = self._run(stages, _Job("spAG", label, dtype.itemsize, memory, watch), meet)
+        steps = self._run(stages, self._job("spAG", label, dtype, memory, watch), meet)
         return self._start(steps, what="spAG", label=label, watch=watch)
 
     def return_gradients(
         self, plan: TransferPlan, slots: Sequence[Tensor], homes: HomeGradients, *, label: str
     ) -> Transfer:
-        """Begin a spRS. ``slots`` lie at the same place on all ranks, and may hold parts of sums afterwards.
+        """Begin a spRS. ``slots`` have the same offsets in the memory of all ranks.
+
+        Afterwards ``slots`` may hold parts of sums.
 
         Raises:
-            ValueError: for gradients that are not fp32.
+            ValueError: the gradients are not fp32.
         """
         if not plan.copies:
             return self._start(iter(()), what="spRS", label=label)
@@ -211,7 +198,8 @@ class NVLink:
                 f"{label}: gradients of {slots[0].dtype} cannot be summed by our kernels; use p2p"
             )
         into = {index: homes.main_grads(index) for index in plan.replicated}
-        apart = {
+        # Sums of experts without main gradients, which `HomeGradients.add` takes at the end.
+        totals = {
             index: torch.zeros_like(slots[0]) for index, found in into.items() if found is None
         }
         elements = slots[0].numel()
@@ -219,26 +207,51 @@ class NVLink:
 
         def memory(place: Place) -> Sequence[Tensor]:
             if place.memory == "main_grad":
-                return into[place.index] or (apart[place.index],)
-            return ((stripes if place.memory == "stripe" else slots)[place.index],)
+                return into[place.index] or (totals[place.index],)
+            if place.memory == "stripe":
+                return (stripes[place.index],)
+            return (slots[place.index],)
 
         stages = self._stages(Stages.of_return, plan, elements=elements)
-        steps = self._run(stages, _Job("spRS", label, 4, memory))
+        steps = self._run(stages, self._job("spRS", label, torch.float32, memory))
 
         def run() -> Iterator[None]:
             yield from steps
-            if apart:
+            # Where `Transfer` splits the steps, `HomeGradients.add` is left to its `wait`.
+            if totals:
                 yield
-            for index, total in apart.items():
+            for index, total in totals.items():
+                # The memory was allocated on another stream, whose later work must not reuse it
+                # before this stream has read it.
                 if total.is_cuda:
                     total.record_stream(torch.cuda.current_stream())
                 homes.add(index, total)
 
         return self._start(run(), what="spRS", label=label)
 
+    def _job(
+        self,
+        what: str,
+        label: str,
+        dtype: torch.dtype,
+        memory: Callable[[Place], Sequence[Tensor]],
+        watch: Stopwatch | None = None,
+    ) -> Job:
+        """Describe a transfer of this rank. Args as `Job`."""
+        return Job(
+            what,
+            label,
+            rank=f"rank {self._rank} of {self.group.size()}",
+            timeout=self.timeout,
+            itemsize=dtype.itemsize,
+            memory=memory,
+            watch=watch,
+        )
+
     def _start(
         self, steps: Iterator[None], *, what: str, label: str, watch: Stopwatch | None = None
     ) -> Transfer:
+        """Start a transfer; on CPU ranks after the transfers started before."""
         device = self._memory_of_peers().device
         transfer = Transfer(steps, device, what=what, label=label, watch=watch, after=self._ended)
         if device.type != "cuda":
@@ -255,40 +268,47 @@ class NVLink:
         return self._peers
 
     def _stripe_chunks(self, elements: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return all stripe buffers as tensors, for chunks of ``elements``."""
         width = self._stripe_elements[elements]
-        return chunks_in(
-            self._stripes, self._stripes.nbytes // LayerBuffer.aligned(width, dtype), width, dtype
-        )
+        count = self._stripes.nbytes // LayerBuffer.aligned(width, dtype)
+        return chunks_in(self._stripes, count, width, dtype)
 
     def _run(
-        self, stages: Sequence[Stage], job: _Job, meet: Callable[[], None] | None = None
+        self, stages: Sequence[Stage], job: Job, meet: Callable[[], None] | None = None
     ) -> Iterator[None]:
-        """The steps of all stages, after all ranks ``meet`` where they must before."""
+        """Prepare all stages now, and return the steps that run them.
+
+        Args:
+            stages: stages of the transfer.
+            job: the transfer.
+            meet: barrier of all ranks, run before the first stage.
+        """
         peers = self._memory_of_peers()
+        # A kernel that timed out has destroyed the CUDA context: no further launch can succeed.
         if peers.device.type == "cuda" and peers.failure is not None:
             raise TransferError(peers.explain_failure())
         tag = self._between.next_tag() if len(stages) > 1 else 0
-        runs = [
-            self._run_messages(stage, job, tag=tag)
-            if isinstance(stage, Messages)
-            else self._run_kernel(stage, job)
-            for stage in stages
-        ]
+        runs: list[Callable[[], None]] = []
+        for stage in stages:
+            if isinstance(stage, Messages):
+                runs.append(self._run_messages(stage, job, tag=tag))
+            else:
+                runs.append(self._run_kernel(stage, job))
 
         def run() -> Iterator[None]:
             if meet is not None:
                 meet()
                 job.mark_begin()
-            for (
-                run_stage
-            ) in runs:  # none is left to `Transfer.wait`: counters go up in the order of transfers
+            # No stage is left to `Transfer.wait`: the progress counters increase in the order of
+            # the transfers.
+            for run_stage in runs:
                 run_stage()
             yield from ()
 
         return run()
 
-    def _run_messages(self, stage: Messages, job: _Job, *, tag: int) -> Callable[[], None]:
-        """A stage between domains."""
+    def _run_messages(self, stage: Messages, job: Job, *, tag: int) -> Callable[[], None]:
+        """Prepare a stage of messages between domains, and return the function that runs it."""
         batch = self._between.batch(tag, what=job.what, label=job.label)
         for parts, post in ((stage.sends, batch.send), (stage.receives, batch.receive)):
             for part, rank in parts:
@@ -301,22 +321,34 @@ class NVLink:
 
         return run
 
-    def _run_kernel(self, schedule: Schedule, job: _Job) -> Callable[[], None]:
-        """A stage inside the domain."""
-        peers, sums, begin = self._memory_of_peers(), job.what == "spRS", self._begin
+    def _run_kernel(self, schedule: Schedule, job: Job) -> Callable[[], None]:
+        """Prepare a stage inside the domain, and return the function that runs it."""
+        peers = self._memory_of_peers()
+        # The next stage begins above the last counter of this one, ``begin`` plus its steps. All
+        # ranks count every stage, also stages without a part for them.
+        begin = self._begin
         self._begin += len(schedule.steps) + 1
+        # A timed transfer begins when all ranks of the domain have arrived, not only its peers.
         if begin // REFRESH != self._begin // REFRESH or job.watch is not None:
             schedule = dataclasses.replace(schedule, peers=frozenset(peers.ranks) - {self._rank})
         if not schedule.peers and not any(schedule.steps):
             return job.mark_begin
-        expected = f"to finish {len(schedule.steps)} steps"
-        failing = (
-            f"{job.name} failed (timeout {self.timeout:g} s): expected rank {{peer}} {expected}"
+        peers.remember(
+            begin,
+            f"{job.rank}: {job.name} failed (timeout {job.timeout:g} s): expected rank {{peer}} "
+            f"to finish {len(schedule.steps)} steps",
         )
-        peers.remember(begin, f"rank {self._rank} of {self.group.size()}: {failing}")
+        program = self._make_program(schedule, job, begin=begin)
+        stage = KernelStage(job, schedule, program, peers, begin)
+        return lambda: stage.run(self._kernels, copy_engines=self.copy_engines)
+
+    def _make_program(self, schedule: Schedule, job: Job, *, begin: int) -> Program:
+        """Create the program of a stage inside the domain."""
+        peers = self._memory_of_peers()
 
         def own(place: Place) -> list[Extent]:
             tensors = job.memory(place)
+            # Peers have the tensor at the same offset of their buffers, so it must be in ours.
             assert place.memory in ("parameters", "main_grad") or all(map(peers.holds, tensors)), (
                 "not in the buffers"
             )
@@ -324,48 +356,14 @@ class NVLink:
 
         memory = Memory(own, rank=self._rank, apart=peers.apart)
         assert self._programs is not None
-        program = self._programs.make(
-            schedule, memory, itemsize=job.itemsize, sums=sums, begin=begin
+        return self._programs.make(
+            schedule, memory, itemsize=job.itemsize, sums=job.sums, begin=begin
         )
-
-        def run() -> None:
-            start = time.monotonic()
-            if peers.failure is None:
-                at = torch.empty(len(program.data), dtype=torch.uint8, device=peers.device)
-                try:
-                    if self.copy_engines and not sums:
-                        stopped = lambda: peers.failure is not None  # noqa: E731
-                        self._kernels.run_by_copy_engines(
-                            program, at, stopped=stopped, met=job.mark_begin
-                        )
-                    else:
-                        name = "fssdp_reduce" if sums else "fssdp_gather"
-                        self._kernels.run(name, program, at, met=job.mark_begin)
-                except RuntimeError:
-                    if (
-                        peers.failure is None
-                    ):  # else the block that meets the peers gave up, and CUDA with it
-                        raise
-            if peers.failure is not None:
-                if peers.device.type == "cuda" or not schedule.peers:
-                    raise TransferError(peers.explain_failure())
-                steps = {peer: peers.steps_of(peer, since=begin) for peer in sorted(schedule.peers)}
-                last = min(steps, key=steps.__getitem__)  # others may wait for it as well
-                text = (
-                    f"{job.name} failed on rank {self._rank} of {self.group.size()} after "
-                    f"{time.monotonic() - start:.1f} s (timeout {self.timeout:g} s): expected rank {last} {expected}, "
-                    f"{max(0, steps[last])} were seen. Rank {last} died, hangs, or did not take part, in this transfer "
-                    "or in one before."
-                )
-                peers.report(text)  # whoever waits for it may be stuck elsewhere
-                raise TransferError(text)
-
-        return run
 
 
 @functools.lru_cache(maxsize=PLANS)
 def _kept_stages(
     build: Build, copies: tuple[Copy, ...], *, rank: int, domains: Domains, elements: int
 ) -> tuple[Stage, ...]:
-    """A plan's stages, which its microbatches share."""
+    """Return the stages of a plan, cached for all of its microbatches."""
     return build(copies, rank, domains=domains, elements=elements)

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_hecate.comm.nvlink.places import Place
 from megatron_hecate.comm.nvlink.program import FAILURE, MAX_STEPS, Program, Signals
-from megatron_hecate.comm.nvlink.schedule import Place, Schedule
+from megatron_hecate.comm.nvlink.schedule import Schedule
 from megatron_hecate.comm.transport import Copy
 
 WRITE, CHECK, GATHER, REDUCE, COPIES = range(
