@@ -394,10 +394,9 @@ def forward_step(
         mask = torch.ones(1, 1, case.seq, case.seq, dtype=torch.bool, device="cuda").triu(1)
 
     def loss_func(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict]:
-        loss, count = (
-            output.float().sum(),
-            torch.tensor(output.numel(), dtype=torch.int, device="cuda"),
-        )
+        loss = output.float().sum()
+        # filled on the device: a CUDA graph may hold this, and no copy from the host
+        count = torch.full((), output.numel(), dtype=torch.int, device="cuda")
         report = torch.stack([loss.detach(), count.float()])
         dist.all_reduce(
             report, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
