@@ -27,8 +27,8 @@ class Transfer:
     block all other streams.
 
     Args:
-        steps: generator of the transfer; up to its first ``yield`` it posts work that can run in
-            the background, after it it waits and sums.
+        steps: generator of the transfer; the step up to its first ``yield`` posts work that can run
+            in the background, the remaining steps wait and sum.
         device: device of the memory that is moved.
         what: "spAG" or "spRS".
         label: name of the layer.
