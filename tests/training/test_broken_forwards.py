@@ -58,7 +58,7 @@ def _train(case: Any, hook: Any, where: str) -> tuple[list[float], int]:
     """Losses and sums of gradients of a bare loop, and the most replicas of a layer. In two steps a microbatch breaks
     off, the loop scales all weights, and trains on with the next one."""
     import tiny_gpt
-    from training.loops import Loop
+    from loops import Loop
 
     loop, found = Loop(case, hook), list[float]()
     fault = _plant(loop, where)

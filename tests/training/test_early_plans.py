@@ -147,7 +147,7 @@ def test_sizes_of_the_thread_are_of_the_kind_that_it_asked_for() -> None:
     ranks."""
     import tiny_gpt
     import torch.distributed as dist
-    from training.loops import Loop
+    from loops import Loop
 
     from megatron_hecate.runtime.layer_state import LayerState
 
