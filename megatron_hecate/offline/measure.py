@@ -32,7 +32,7 @@ GEMM: tuple[int, int, int] = (512, 512, 512)
 
 
 def measure(path: str) -> None:
-    """Measure the speeds of this job and write them to ``path`` on rank 0.
+    """Measure the speeds of this job; rank 0 writes the file ``path``.
 
     Starts ``torch.distributed`` from torchrun's environment where it is not running.
 
@@ -74,7 +74,8 @@ def _start() -> torch.device:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend)
     if dist.get_world_size() < 2:
         raise ValueError(
             "--measure needs at least 2 ranks: "
@@ -92,9 +93,12 @@ def _check_writable(path: str) -> None:
         except OSError as error:
             failed = [f"--measure cannot write {path}: {error}"]
     dist.broadcast_object_list(failed)
-    if failed[0] is not None:
-        # Only rank 0 prints the message.
-        raise SystemExit(failed[0] if dist.get_rank() == 0 else 2)
+    if failed[0] is None:
+        return
+    # Only rank 0 prints the message.
+    if dist.get_rank() == 0:
+        raise SystemExit(failed[0])
+    raise SystemExit(2)
 
 
 def _origin(world: World, device: torch.device) -> str:
@@ -205,6 +209,7 @@ def _contention(world: World, device: torch.device) -> float:
 
     The exchange is with the neighbouring ranks; the result is clipped to 0 .. 1.
     """
+    # Long enough to overlap the whole exchange on either device.
     scale = 16 if device.type == "cuda" else 2
     x = torch.randn(scale * GEMM[0], scale * GEMM[1], device=device)
     ahead = (dist.get_rank() + 1) % world.num_ranks
@@ -235,10 +240,13 @@ def _contention(world: World, device: torch.device) -> float:
 
 def _flops(device: torch.device) -> float:
     """Measure the FLOP/s of a GEMM, in bf16 on a GPU and in fp32 on a CPU."""
-    on_gpu = device.type == "cuda"
-    scale = 8 if on_gpu else 1
+    if device.type == "cuda":
+        scale = 8
+        dtype = torch.bfloat16
+    else:
+        scale = 1
+        dtype = torch.float32
     tokens, hidden, ffn = (scale * size for size in GEMM)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
     x = torch.randn(tokens, hidden, device=device, dtype=dtype)
     w = torch.randn(hidden, ffn, device=device, dtype=dtype)
     return 2.0 * tokens * hidden * ffn / _time(lambda: x @ w, device)

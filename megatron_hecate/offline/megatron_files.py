@@ -1,7 +1,7 @@
 """Read expert loads from Megatron's own files as a `RunRecord`.
 
 Two kinds of files are read: traces of ``--moe-routing-trace-path``, and the folder
-``tokens_per_expert`` that ``--save-tokens-per-expert-interval`` writes beside checkpoints.
+``tokens_per_expert`` that ``--save-tokens-per-expert-interval`` writes to the checkpoint folder.
 """
 
 from __future__ import annotations
@@ -94,10 +94,13 @@ def read_megatron(
         raise _nothing_in(folder)
     num_files = len(files.paths)
     per_stage = max(1, num_files // max(stages or 1, 1))
-    if not ranks:
-        ranks = per_stage if files.traces else _group_size(held, per_stage)
-    # Files that together count one set of experts.
-    group = 1 if files.traces else ranks
+    # `group`: files that together count one set of experts.
+    if files.traces:
+        ranks = ranks or per_stage
+        group = 1
+    else:
+        ranks = ranks or _group_size(held, per_stage)
+        group = ranks
     if (stages is not None and stages < 1) or num_files % ((stages or 1) * group):
         raise ValueError(
             f"{folder} holds files of {num_files} ranks, "
@@ -209,7 +212,9 @@ def _even_and_odd(record: Mapping[str, Any]) -> list[np.ndarray]:
 def _number_globally(files: _Files, experts: int, ranks: int) -> None:
     """Pad all rows in place to ``experts`` counts, at the offset of the file's local experts."""
     for (at, *_), rows in files.held.items():
-        first = 0 if files.traces else at % ranks * len(rows[0])
+        first = 0
+        if not files.traces:
+            first = at % ranks * len(rows[0])
         rows[:] = [np.pad(row, (first, experts - first - len(row))) for row in rows]
 
 
@@ -280,7 +285,9 @@ def _group_size(held: _Held, per_stage: int) -> int:
     tokens = np.array([_totals(held, at, keys) for at in range(per_stage)])
     sizes = [size for size in range(1, per_stage + 1) if per_stage % size == 0]
     equal = [size for size in sizes if _groups_hold_equally(tokens, size)]
-    return per_stage if 1 in equal else equal[0]
+    if 1 in equal:
+        return per_stage
+    return equal[0]
 
 
 def _totals(held: _Held, at: int, keys: Sequence[tuple[int, _Layer]]) -> list[np.integer]:

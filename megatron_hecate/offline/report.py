@@ -1,4 +1,4 @@
-"""``python -m megatron_hecate --report RUN_DIR [--out report.html]``: one page about a recorded run.
+"""``python -m megatron_hecate --report RUN_DIR [--out report.html]``: page about a recorded run.
 
 The page is one file that needs no network: a template, its data, and a small plotting library
 (uPlot). Numbers are from `analysis`. Iterations are averaged in groups where a chart has fewer
@@ -82,7 +82,9 @@ def _content(figures: Figures, folder: Path) -> dict[str, Any]:
     num, layers, _ = record.load.shape
     groups = groups_of(num, POINTS)
     hottest = np.argsort(-record.load.sum(axis=0), axis=1, kind="stable")[:, :HOTTEST]  # [L, K]
-    loads = [figures.before] if figures.observed else [figures.before, figures.after]
+    loads = [figures.before]
+    if not figures.observed:
+        loads.append(figures.after)
     spread = [figures.imbalance(load)[:, :, None] for load in loads]
     hottest_loads = np.take_along_axis(record.load, hottest[None], axis=2)
     home = np.take_along_axis(figures.home[-1], hottest, axis=1)
@@ -137,7 +139,10 @@ def _sentences(figures: Figures, folder: Path) -> list[str]:
         f"FSSDP was {'off' if figures.observed else 'on'}."
     )
     sentences = [about, _imbalance_text(figures, mean), _time_text(figures, mean)]
-    sentences.append(_what_if_hint(figures, folder) if figures.observed else _copies_text(figures))
+    if figures.observed:
+        sentences.append(_what_if_hint(figures, folder))
+    else:
+        sentences.append(_copies_text(figures))
     return sentences
 
 
@@ -166,7 +171,9 @@ def _imbalance_text(figures: Figures, mean: Mapping[str, float]) -> str:
 def _what_if_hint(figures: Figures, folder: Path) -> str:
     """Name the command that estimates the gain of FSSDP on an observed run."""
     # The time of a step is NaN for a single iteration, and NaN > 0 is false.
-    step = f" --step-ms {figures.step_ms:.0f}" if figures.step_ms > 0 else ""
+    step = ""
+    if figures.step_ms > 0:
+        step = f" --step-ms {figures.step_ms:.0f}"
     return (
         "To estimate what FSSDP would win on this run: "
         f"python -m megatron_hecate --what-if {folder} --model NAME --cluster NAME{step} "
@@ -219,7 +226,9 @@ def _time_text(figures: Figures, mean: Mapping[str, float]) -> str:
             f"{text} FSSDP cost {_ms(-won)} more than it won: replicas took {price}. "
             "Use fewer slots, or none."
         )
-    part = f", {_percent(won / lost)}" if lost else ""
+    part = ""
+    if lost:
+        part = f", {_percent(won / lost)}"
     return f"{text} FSSDP won back {_ms(won)} of that{part}, net of the replicas' cost of {price}."
 
 
@@ -289,7 +298,9 @@ def _why_none(figures: Figures, before: float, lost: float) -> str:
             "There is little to win."
         )
     costs = figures.costs
-    wait = "" if costs is None else f": {_ms(lost)} per step are lost"
+    wait = ""
+    if costs is not None:
+        wait = f": {_ms(lost)} per step are lost"
     if figures.observed:
         return f"Uneven{wait}. FSSDP was off."
     if not figures.record.info.slots:

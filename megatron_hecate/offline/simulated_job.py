@@ -137,8 +137,10 @@ class Job:
                     horizon=every,
                 )
                 better = search.find(totals[max(0, step - every) : step], order)
-                seconds.append(better.seconds if better else 0.0)
-                if better is not None:
+                if better is None:
+                    seconds.append(0.0)
+                else:
+                    seconds.append(better.seconds)
                     order = better.order
                     now = [built.with_homes(of_layer) for of_layer in order]
             homes.append(now)
@@ -164,10 +166,11 @@ class Job:
         placed = []
         now = homes[0]
         for step, loads in enumerate(totals):
-            forecast = history.forecast() if step >= self.first - 1 else None
             # Replicas do not survive a move of homes.
             if homes[step] is not homes[step - 1]:
                 now = homes[step]
+            # One plan before the counted steps, since a plan depends on the previous one.
+            forecast = history.forecast() if step >= self.first - 1 else None
             if forecast is not None:
                 layers = zip(forecast, homes[step], now, strict=True)
                 now = [
@@ -309,7 +312,8 @@ class Job:
             moved, moving = self.homes(count, lifetime, every)
             placed = self.place(moved, lifetime)
             for most in late or (0,):
-                key = (count, most, *_fingerprints(placed))
+                each = itertools.chain.from_iterable(placed)
+                key = (count, most, *(placement.fingerprint for placement in each))
                 if key not in known:
                     known[key] = self.work(placed, late=most)
                 way = dict(slots=count, lifetime=lifetime, late=most, rehome=every)
@@ -356,14 +360,6 @@ class Job:
             else:
                 high = now
         return scaled(now[0])
-
-
-def _fingerprints(placed: Sequence[Sequence[Placement]]) -> list[int]:
-    """List the fingerprints of all placements, by step and layer."""
-    found = []
-    for of_layers in placed:
-        found += [placement.fingerprint for placement in of_layers]
-    return found
 
 
 def _name(way: dict[str, Any]) -> str:

@@ -16,120 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hecate.offline.traffic import LayerPlan, Traffic, no_traffic, token_traffic
-from megatron_hecate.plan import LayerShape, World
+from megatron_hecate.offline.layer_work import Work
 from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.replicas.buffers import LIFETIMES
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Work:
-    """Work of all layers, as far as the critical path depends on it; all arrays are [T, L].
-
-    Args:
-        peak: pairs of the fullest rank in one microbatch.
-        trip: seconds of one all-to-all.
-        fetch, back: seconds of one fetch and of one return of a layer on an idle network.
-        late: seconds of the copies after the gate.
-        routing: seconds per microbatch of routing to replicas.
-        out, home: bytes sent by one fetch (with a late one) and by one return, all ranks together.
-    """
-
-    peak: np.ndarray
-    trip: np.ndarray
-    fetch: np.ndarray
-    back: np.ndarray
-    late: np.ndarray
-    routing: np.ndarray
-    out: np.ndarray
-    home: np.ndarray
-
-    @classmethod
-    def of(
-        cls, plans: Sequence[Sequence[LayerPlan]], world: World, shape: LayerShape, *, once: int = 0
-    ) -> Work:
-        """Compute the work of the plans of every step and, within it, every layer.
-
-        Args:
-            plans: plans by step and layer.
-            world: ranks, nodes and speeds.
-            shape: sizes of a layer.
-            once: experts per token, where the dispatcher sends a token once to a node, and once
-                to a rank of its own node; 0: once per expert.
-        """
-        rows = []
-        for step in plans:
-            rows.append([_layer_work(plan, world, shape, once) for plan in step])
-        return cls(*np.moveaxis(rows, -1, 0))
-
-    @classmethod
-    def balanced(cls, pairs: float, world: World, shape: LayerShape, *, once: int = 0) -> Work:
-        """Compute the work [1, 1] of forced balance: each rank sends the same to every rank.
-
-        Args:
-            pairs: pairs per rank, of all microbatches.
-            world: ranks, nodes and speeds.
-            shape: sizes of a layer.
-            once: experts per token, see `of`.
-        """
-        flow = np.full((world.num_ranks,) * 2, pairs / world.num_ranks)
-        none = no_traffic(world.num_ranks)
-        return cls.of([[LayerPlan(flow, none, none, none)]], world, shape, once=once)
-
-    def layers(self, of: Sequence[int]) -> Work:
-        """Select layers: column l is the old column ``of[l]``."""
-        return Work(*(getattr(self, field.name)[:, list(of)] for field in dataclasses.fields(self)))
-
-
-def _layer_work(
-    plan: LayerPlan, world: World, shape: LayerShape, once: int
-) -> tuple[float, float, float, float, float, float, float, float]:
-    """Compute the fields of `Work`, in order, for one layer in one step."""
-    tokens = token_traffic(plan.flow, world)
-    if once and plan.flow.any():
-        tokens = _sent_once(tokens, float(plan.flow.sum()), world, once)
-    peak = float(plan.flow.sum(axis=0).max()) / shape.microbatches
-    trip = tokens.seconds(shape.token_bytes / shape.microbatches, world)
-    early_bytes = plan.early.intra + plan.early.inter
-    late_bytes = plan.late.intra + plan.late.inter
-    out = early_bytes + late_bytes
-    # A layer without copies runs stock code, which does not route to replicas.
-    routing = world.speeds.routing if out else 0.0
-    return (
-        peak,
-        trip,
-        plan.early.seconds(1, world),
-        plan.back.seconds(1, world),
-        plan.late.seconds(1, world),
-        routing,
-        out,
-        plan.back.intra + plan.back.inter,
-    )
-
-
-def _sent_once(tokens: Traffic, pairs: float, world: World, once: int) -> Traffic:
-    """Reduce traffic of pairs to messages, where a token reaches a node, or rank, only once.
-
-    The reduction assumes pairs spread evenly over tokens, and over the other nodes and their
-    ranks. A token then misses one of n destinations with probability (1 - share / n) ** once.
-
-    Args:
-        tokens: traffic with one message per pair.
-        pairs: number of pairs of all ranks.
-        world: ranks and their nodes.
-        once: experts per token.
-    """
-    destinations = np.maximum([world.num_ranks / world.num_nodes - 1, world.num_nodes - 1], 1)
-    share = np.maximum([tokens.intra, tokens.inter], 1e-9) / pairs
-    reached = destinations * (1 - (1 - share / destinations) ** once)
-    # messages per pair, inside nodes and between nodes
-    near, far = reached / (once * share)
-    return Traffic(
-        tokens.intra_out * near,
-        tokens.intra_in * near,
-        tokens.inter_out * far,
-        tokens.inter_in * far,
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,7 +185,7 @@ class _Clock:
         self._contention = contention
 
     def run(self, compute: np.ndarray | float, network: np.ndarray | float = 0.0) -> None:
-        """Advance by compute, beside which copies progress, and by all-to-alls, which block."""
+        """Advance by compute, during which copies progress, and by all-to-alls, which block."""
         self.total = self.total + compute + network
         self.free = self.free + compute
 
@@ -358,7 +247,7 @@ class _Stage:
         """Run a backward.
 
         Args:
-            moves: with the returns of all layers, and a second fetch with lifetime ``layer``.
+            moves: whether gradients return; lifetime ``layer`` also fetches replicas again.
         """
         clock = _Clock(self.steps, self.timing.contention)
         fetched: list[np.ndarray] = []
@@ -397,7 +286,9 @@ class _Stage:
             Times of arrival.
         """
         last = turn + self.lifetime.ahead
-        first = last if turn else 0
+        first = 0
+        if turn:
+            first = last
         return [clock.post("out", seconds, clock.free) for seconds in fetches[first : last + 1]]
 
     def _layer(self, clock: _Clock, layer: int, fetched: list[np.ndarray], *, late: bool) -> None:
@@ -407,7 +298,7 @@ class _Stage:
             clock: clock of the microbatch.
             layer: index of the layer.
             fetched: arrivals of copies in flight; the layer waits for the first and removes it.
-            late: with late copies, which queue behind the prefetches of the next layers.
+            late: whether late copies run; they queue behind the prefetches of the next layers.
         """
         clock.run(self.timing.dense + self.work.routing[:, layer])
         if fetched:
@@ -438,13 +329,18 @@ def _one_forward_one_backward(
         for p in range(schedule.depth):
             while left[p]:
                 is_forward, v, m = left[p][0]
-                before = v - 1 if is_forward else v + 1
+                if is_forward:
+                    before = v - 1
+                    seconds = forward[v][m]
+                else:
+                    before = v + 1
+                    seconds = backward[v][m]
                 ready = clock[p]
                 if 0 <= before < len(forward):
+                    # The neighbouring stage has not run this microbatch yet.
                     if (is_forward, before, m) not in done:
                         break
                     ready = np.maximum(ready, done[is_forward, before, m] + send)
-                seconds = forward[v][m] if is_forward else backward[v][m]
                 clock[p] = done[is_forward, v, m] = ready + seconds
                 left[p].pop(0)
     return np.max(clock, axis=0)

@@ -95,12 +95,14 @@ def _plan(job: Job, way: Outcome) -> dict[int, list[list[float]]]:
     """Count the replicas that FSSDP plans with ``way``.
 
     Returns:
-        By number of the layer in the trace: its most frequent replicas, at most as many as there
-        are slots, as [expert, rank, share of steps].
+        By number of the layer in the trace: its most frequent replicas as [expert, rank, share of
+        steps], at most one per slot.
     """
     homes, _ = job.homes(way.slots, way.lifetime, way.rehome)
     placed = job.place(homes, way.lifetime)
-    final = job.add_late(placed, way.late) if way.late else placed
+    final = placed
+    if way.late:
+        final = job.add_late(placed, way.late)
     most = way.slots * placed[0][0].num_ranks
     plan = {}
     for number, steps in zip(job.layers, zip(*final, strict=True), strict=True):
@@ -213,14 +215,18 @@ def make_job(args: argparse.Namespace) -> Job:
         measured=args.cluster not in CLUSTERS,
         once=model.top_k if args.dispatcher == "flex" else 0,
     )
-    return job if args.step_ms is None else job.lasting(args.step_ms / 1e3)
+    if args.step_ms is None:
+        return job
+    return job.lasting(args.step_ms / 1e3)
 
 
 def _check_experts(args: argparse.Namespace, model: Model, experts: int) -> None:
     """Raise ValueError unless the model has the ``experts`` of the loads, and enough for top-k."""
     if experts != model.experts:
         infos = list(read_infos(Path(args.trace)).values())
-        top_k = f",top_k={infos[0].top_k}" if infos else ""
+        top_k = ""
+        if infos:
+            top_k = f",top_k={infos[0].top_k}"
         raise ValueError(
             f"{args.trace} has {experts} experts, {args.model} {model.experts}: give loads of this "
             "model, or take layers of its size with the recorded number of experts: "
@@ -239,8 +245,7 @@ def _resolve_layout(args: argparse.Namespace, model: Model) -> None:
     Raises:
         ValueError: if ranks, stages, chunks or experts do not divide.
     """
-    recorded = _recorded(args.trace)
-    recorded_ranks = recorded[0] if recorded else None
+    recorded_ranks, _ = _recorded(args.trace) or (None, None)
     if args.ranks is None:
         if recorded_ranks is None:
             raise ValueError("--ranks N, the ranks of the job, is needed: only a run folder has it")
@@ -258,7 +263,8 @@ def _resolve_layout(args: argparse.Namespace, model: Model) -> None:
         )
     sizes = range(1, per_stage + 1)
     fits = [size for size in sizes if per_stage % size == 0 and model.experts % size == 0]
-    args.ep = args.ep or (recorded_ranks if recorded_ranks in fits else fits[-1])
+    if not args.ep:
+        args.ep = recorded_ranks if recorded_ranks in fits else fits[-1]
     if args.ep not in fits:
         raise ValueError(
             f"--ep {args.ep} must divide {per_stage} ranks of a stage and {model.experts} experts: "
@@ -332,7 +338,9 @@ def _compare(args: argparse.Namespace, job: Job) -> tuple[list[Outcome], Outcome
     slots = sorted({min(int(count), most) for count in args.slots.split(",")} - {0})
     late = sorted({int(count) for count in args.late_replicas.split(",")})
     rehome = sorted({int(steps) for steps in args.rehome.split(",")})
-    rivals = _rivals(args.rivals, job, max(slots, default=0)) if args.rivals else []
+    rivals = []
+    if args.rivals:
+        rivals = _rivals(args.rivals, job, max(slots, default=0))
     outcomes = job.compare(slots, args.lifetime.split(","), late, rehome)
     best, text = recommend(outcomes, Cluster.named(args.cluster).memory)
     return outcomes + rivals, best, text

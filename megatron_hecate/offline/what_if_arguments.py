@@ -10,6 +10,7 @@ from megatron_hecate.offline.presets import CLUSTERS, MODELS
 from megatron_hecate.replicas.buffers import LIFETIMES
 
 PROGRAM = "python -m megatron_hecate --what-if"
+# arguments of at least 1, where given
 _POSITIVE = (
     "ranks",
     "ep",
@@ -129,7 +130,7 @@ def check_arguments(args: argparse.Namespace) -> None:
     """Validate the arguments that need no loads.
 
     Raises:
-        ValueError: with the flag, its value and its range.
+        ValueError: if one is out of range; the message names flag, value and range.
     """
     for name in _POSITIVE:
         value = getattr(args, name)
@@ -145,5 +146,6 @@ def check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, flag.replace("-", "_"))
         if not all(count.isdecimal() for count in value.split(",")):
             raise ValueError(f"--{flag} takes numbers, as in 1,2,4, got {value!r}")
+    # Checked before a comparison of minutes, which could not be saved.
     if args.save and not (args.save.parent.is_dir() and not args.save.is_dir()):
         raise ValueError(f"--save {args.save} must name a file in a folder that exists")
