@@ -25,6 +25,8 @@ from megatron_hecate.record.analysis import Figures
 from megatron_hecate.record.run_folder import read_infos
 
 PAGE = Path(__file__).with_name("page")
+# files that replace their names in the template
+PARTS = ("uplot.min.css", "uplot.min.js", "uplot.LICENSE", "page.css", "charts.js", "page.js")
 # most cells of a picture, over all layers and times
 CELLS: int = 600_000
 # most experts shown per layer
@@ -68,7 +70,7 @@ def write(folder: Path, out: Path, stages: int | None = None) -> list[str]:
     infos = read_infos(folder)
     found = _content(Figures(read_any(folder, stages=stages), [*infos.values()]), folder)
     page = (PAGE / "page.html").read_text()
-    for name in ("uplot.min.css", "uplot.min.js", "uplot.LICENSE", "page.css", "page.js"):
+    for name in PARTS:
         page = page.replace(f"/*{name}*/", (PAGE / name).read_text())
     # "<" is escaped so that no name in the data can close the script element.
     data = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
