@@ -1,4 +1,4 @@
-"""Compare predictions of the simulator behind ``--what-if`` with published and our own measurements.
+"""Compare predictions of the ``--what-if`` simulator with published and our own measurements.
 
     python bench/what_if.py [--only forced,parts,laer,marin,hecate,cpu]
 
@@ -239,7 +239,7 @@ def _paper_steps(
 
 
 def cpu() -> None:
-    """Our own runs on 2 CPU ranks (bench/step_time.py); forced balance is given, 10 % are allowed."""
+    """Our own runs on 2 CPU ranks (bench/step_time.py). Forced balance is given; 10 % are allowed."""
     run = PUBLISHED["cpu"]
     elements = 2 * run["hidden"] * run["ffn"]
     sizes = dict(expert_bytes=4 * elements, grad_bytes=4 * elements, token_bytes=4 * run["hidden"])
