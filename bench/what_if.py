@@ -239,7 +239,7 @@ def _paper_steps(
 
 
 def cpu() -> None:
-    """Our own runs on 2 CPU ranks, bench/step_time.py. Forced balance is given; 10 % are allowed."""
+    """Our own runs on 2 CPU ranks, bench/step_time.py. Forced balance given; 10 % are allowed."""
     run = PUBLISHED["cpu"]
     elements = 2 * run["hidden"] * run["ffn"]
     sizes = dict(expert_bytes=4 * elements, grad_bytes=4 * elements, token_bytes=4 * run["hidden"])
