@@ -1,20 +1,21 @@
-"""What only a GPU can show, in parts, most valuable first, each in its own time; results are on disk as they come.
+"""Run all checks and benchmarks that need a GPU, most valuable first, each with a timeout.
 
     python bench/gpu.py --parts 1 --minutes 6 --out build/gpu     or  make gpu, which runs all
     python bench/gpu.py --parts routing,rates --minutes 3 --out build/gpu
     python bench/gpu.py --list
 
-It needs one GPU, and nothing from the internet. Parts are named, or numbered by the command of docs/gpu.md that they
-belong to. Each is a process of its own, which is stopped after its time. The folder gets
+It needs one GPU, and nothing from the internet. A part has a name, and the number of its command in
+docs/gpu.md. Each part is a process, which is killed after its timeout. The folder gets
 
-| file | what |
+| file | content |
 |---|---|
-| rows.jsonl | every result, appended and brought to the disk when it is there |
-| page.md | the page of these rows, written anew after each |
-| log.txt | all that the parts print |
+| rows.jsonl | all results, each appended and synced to disk at once |
+| page.md | the page of these rows, rewritten after each row |
+| log.txt | the output of all parts |
 
-so nothing is lost when this process is killed. A later call with the same folder goes on in these files. Exits with 0
-when all parts passed that could run, with 1 when one did not, and with 2, having done nothing, where there is no GPU.
+so nothing is lost when this process is killed. A later call with the same folder appends to these
+files. The exit status is 0 if all parts that could run have passed, 1 if one has not, and 2 if
+there is no GPU.
 """
 
 from __future__ import annotations
@@ -44,19 +45,22 @@ import gpu_page  # noqa: E402
 import rows  # noqa: E402
 from gpu_parts import COMMANDS, MINUTES, Part  # noqa: E402
 
-SHOWN: int = 60  # lines of a part's output on the page, where it did not pass
-POLL: float = 0.5  # seconds between two looks at the rows
+# last lines of a failed part's output that the page shows
+SHOWN: int = 60
+# seconds between two polls of the rows
+POLL: float = 0.5
 PATH = os.pathsep.join(
     [os.environ.get("PATH", ""), f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin"]
 )
-# where `gpu_bundle.py --install` puts packages that the machine lacks (its SITE)
+# folder in which `gpu_bundle.py --install` puts packages that the machine lacks (its SITE)
 SITE = ROOT / "build" / "gpu-site"
-DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+# PR_SET_PDEATHSIG of prctl
+DIE_WITH_PARENT = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a part ended: "passed", "failed", "stopped", "left out" or "not run", and why."""
+    """Result of a part: "passed", "failed", "stopped", "left out" or "not run", and the reason."""
 
     part: Part
     how: str
@@ -66,10 +70,11 @@ class Ended:
 
     @property
     def is_failure(self) -> bool:
+        """Whether the part could run and did not pass."""
         return self.how not in gpu_page.PASSED
 
     def write(self, folder: Folder) -> None:
-        """Append it to the rows, with the end of the output where it did not pass; the page shows it."""
+        """Append the result to the rows and the page, with the end of a failed part's output."""
         said = self.output.replace("\r", "\n").splitlines()[-SHOWN:] if self.is_failure else []
         about = {"part": self.part.name, "shows": self.part.shows, "command": self.part.command}
         ended = {
@@ -83,19 +88,21 @@ class Ended:
 
 
 class Folder:
-    """Where results go.
+    """Folder of results.
 
     Args:
-        path: made if need be.
+        path: path of the folder, created if missing.
     """
 
     def __init__(self, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        self.rows, self.log, self._page = path / "rows.jsonl", path / "log.txt", path / "page.md"
+        self.rows = path / "rows.jsonl"
+        self.log = path / "log.txt"
+        self._page = path / "page.md"
         self._size = -1
 
     def refresh(self) -> None:
-        """Write the page anew if a row has come; whoever reads it sees the old one or the new."""
+        """Rewrite the page if there are new rows; a reader sees the old page or the new one."""
         size = self.rows.stat().st_size if self.rows.exists() else 0
         if size != self._size:
             draft = self._page.with_suffix(".new")
@@ -105,7 +112,7 @@ class Folder:
 
 
 def run(part: Part, folder: Folder, *, seconds: float, tiny: bool = False) -> Ended:
-    """Run ``part`` for as long as it may, at most ``seconds``; what it started is killed with it."""
+    """Run ``part`` until its timeout or for ``seconds``; its child processes are killed with it."""
     missing = [
         need for need in part.needs if not any(_is_here(name) for name in need.split(" or "))
     ]
@@ -128,7 +135,8 @@ def run(part: Part, folder: Folder, *, seconds: float, tiny: bool = False) -> En
     }
     environment |= {"PATH": PATH, rows.FILE: str(folder.rows), rows.PART: part.name}
     # Tests take no flags.
-    environment |= {"FSSDP_TINY": "1"} if tiny else {}
+    if tiny:
+        environment["FSSDP_TINY"] = "1"
     began = time.monotonic()
     with folder.log.open("a+b") as log:
         log.write(f"\n=== {part.name}: {command}\n".encode())
@@ -140,7 +148,8 @@ def run(part: Part, folder: Folder, *, seconds: float, tiny: bool = False) -> En
         log.seek(at)
         output = log.read().decode(errors="replace")
     if how == "passed" and not re.search(part.says, output):
-        how, why = "failed", f"it ended well, but did not say {part.says!r}"
+        how = "failed"
+        why = f"it ended well, but did not say {part.says!r}"
     return Ended(part, how, why, time.monotonic() - began, output)
 
 
@@ -153,9 +162,23 @@ def _wait(
     log: int,
     statuses: Sequence[int],
 ) -> tuple[str, str]:
-    """How the process of ``words`` ended, and why."""
+    """Start the process of ``words`` and wait for it.
+
+    Args:
+        words: command line.
+        environment: environment variables.
+        folder: folder whose page is refreshed meanwhile.
+        limit: timeout in seconds.
+        log: file descriptor for the output.
+        statuses: exit statuses of success.
+
+    Returns:
+        "passed", "failed" or "stopped", and the reason.
+    """
     end = time.monotonic() + limit
-    try:  # a process group of its own, so that all of it can be killed; in this session, so that it ends with that
+    # A process group of its own, so that it can be killed with all its children; in this session,
+    # so that it ends with the session.
+    try:
         process = subprocess.Popen(
             words,
             stdout=log,
@@ -178,16 +201,18 @@ def _wait(
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return ("passed", "") if status in statuses else ("failed", f"exit status {status}")
+    if status in statuses:
+        return "passed", ""
+    return "failed", f"exit status {status}"
 
 
 def _die_with_parent() -> None:
-    """In the child: a killed benchmark leaves nobody behind who goes on to use the GPU."""
+    """Request SIGKILL for the child at its parent's death, so that no orphan uses the GPU."""
     ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)
 
 
 def _is_here(name: str) -> bool:
-    """Whether a module, an installed distribution or a program of that name is."""
+    """Check for a module, an installed distribution or a program of that name."""
     sys.path.append(str(SITE))
     try:
         if importlib.util.find_spec(name) is not None:
@@ -202,8 +227,9 @@ def _is_here(name: str) -> bool:
 def run_all(
     parts: Sequence[Part], folder: Folder, *, minutes: float, tiny: bool = False
 ) -> list[Ended]:
-    """Run all ``parts`` within ``minutes``, and keep what comes in ``folder``."""
-    end, ended = time.monotonic() + 60 * minutes, []
+    """Run all ``parts`` within ``minutes``, with results in ``folder``."""
+    end = time.monotonic() + 60 * minutes
+    ended = []
     for part in parts:
         Ended(part, "not run", "this page was written before its turn").write(folder)
     for part in parts:
@@ -215,21 +241,27 @@ def run_all(
 
 
 def chosen(names: str) -> tuple[Part, ...]:
-    """The parts named in ``names``, in its order: names, and numbers of commands, with commas between.
+    """Select parts by a comma-separated list of names and numbers of commands, in its order.
 
     Raises:
-        ValueError: for a name of no part.
+        ValueError: for an unknown name.
     """
-    known = {part.name: (part,) for parts in COMMANDS.values() for part in parts} | COMMANDS
+    known: dict[str, tuple[Part, ...]] = {}
+    for command in COMMANDS.values():
+        known |= {part.name: (part,) for part in command}
+    known |= COMMANDS
     wanted = [name.strip() for name in names.split(",")]
     unknown = [name for name in wanted if name not in known]
     if unknown:
         raise ValueError(f"no part {', '.join(unknown)}; there are {', '.join(known)}")
-    return tuple(dict.fromkeys(part for name in wanted for part in known[name]))
+    parts: list[Part] = []
+    for name in wanted:
+        parts += known[name]
+    return tuple(dict.fromkeys(parts))
 
 
 def main() -> int:
-    """Run the parts that are asked for; the exit status."""
+    """Run the selected parts; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--parts", default=",".join(COMMANDS), help="names or numbers of commands (%(default)s)"
@@ -256,7 +288,7 @@ def main() -> int:
         print("\n".join(rows.markdown(listed, list(listed[0]))))
         return 0
     minutes = options.minutes if options.minutes is not None else sum(MINUTES.values())
-    # torch is asked in a process of its own: a context here would take memory from every part
+    # In a process of its own: a CUDA context of this process would take memory from every part.
     asked = [sys.executable, str(ROOT / "bench" / "gpu_machine.py")]
     said = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)
     if said.returncode:

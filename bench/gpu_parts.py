@@ -1,4 +1,4 @@
-"""The parts of `gpu.py`, by the command of docs/gpu.md that they belong to, the most valuable first."""
+"""Parts of `gpu.py`: what is run on a GPU, in which command, and how success shows."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One thing to run.
+    """Benchmark or test that `gpu.py` runs in a process of its own.
 
     Args:
-        name: by which it is selected.
-        shows: what it is for.
-        command: "python" is the running one, and "{tiny}" the flag for tiny sizes where those are asked for.
-        seconds: after which it is stopped.
-        says: regular expression that is found in the output of a run that did what it was to do.
-        needs: modules or programs without which it is left out; "a or b": any of them.
-        statuses: exit statuses of a run that did what it was to do.
+        name: name for ``--parts``.
+        shows: purpose, for the page.
+        command: command line; "python" is the running interpreter, and "{tiny}" the flag for tiny
+            sizes if these are selected.
+        seconds: timeout.
+        says: regular expression that the output of a successful run matches.
+        needs: required modules or programs; "a or b": one of the two is enough.
+        statuses: exit statuses of a successful run.
     """
 
     name: str
@@ -38,7 +39,8 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
             "python -m megatron_hecate --check",
             60,
             "GPUs: compiled for sm_",
-            statuses=(0, 1),  # 1: no Megatron, which only the demo needs
+            # 1: no Megatron, which only the demo needs
+            statuses=(0, 1),
         ),
         Part(
             "values",
@@ -49,14 +51,16 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         ),
         Part(
             "routing",
-            "count, quotas, rerouting, its backward: microseconds and values, one and two slots, 8 to 64 ranks",
+            "count, quotas, rerouting, its backward: microseconds and values, one and two "
+            "slots, 8 to 64 ranks",
             "python bench/routing.py {tiny}",
             80,
             r"every value is as on the host",
         ),
         Part(
             "rates",
-            "rates of fetches and returns, 1 to 132 blocks and copy engines, against NVLink and the GPU's own copy",
+            "rates of fetches and returns, 1 to 132 blocks and copy engines, against NVLink and "
+            "the GPU's own copy",
             "python bench/kernels.py --parts rates {tiny}",
             75,
             r"verdicts are made",
@@ -81,7 +85,8 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
     "2": (
         Part(
             "sizes",
-            "transfers of experts of real size are bitwise right: Mixtral-8x7B, DeepSeek-V3, Qwen3-30B-A3B",
+            "transfers of experts of real size are bitwise right: Mixtral-8x7B, DeepSeek-V3, "
+            "Qwen3-30B-A3B",
             f"{VIRTUAL} 'real_size and cuda'",
             150,
             r"3 passed",
@@ -95,7 +100,8 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         ),
         Part(
             "step",
-            "a MoE layer forward and backward with and without replicas, eager and in a graph, and the host's time",
+            "a MoE layer forward and backward with and without replicas, eager and in a graph, "
+            "and the host's time",
             "python bench/step.py {tiny}",
             240,
             r"values with replicas, and of replays, are those without",
@@ -104,14 +110,16 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
     "3": (
         Part(
             "processes",
-            "symmetric memory and streams between processes on one GPU; a peer that does not come is named",
+            "symmetric memory and streams between processes on one GPU; a peer that does not "
+            "come is named",
             "python -m pytest -q tests/comm/test_on_gpu.py -k 'not out_of_bounds'",
             100,
             r"3 passed",
         ),
         Part(
             "demo",
-            "stock Megatron and our layers train the same model (one rank has no peer, so no replicas)",
+            "stock Megatron and our layers train the same model (one rank has no peer, so no "
+            "replicas)",
             "python examples/demo.py --gpus 1 --steps 20 --data tests --out build/gpu-demo",
             140,
             "FSSDP trained the same model",
@@ -119,9 +127,10 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         ),
         Part(
             "replicas",
-            "stock Megatron and FSSDP with replicas train the same model: 4 ranks share the GPU, gloo instead of NCCL",
-            "python examples/demo.py --gpus 1 --ranks 4 --steps 10 --data tests --out build/gpu-replicas"
-            " --speeds tests/data/free_copies.json",
+            "stock Megatron and FSSDP with replicas train the same model: 4 ranks share the "
+            "GPU, gloo instead of NCCL",
+            "python examples/demo.py --gpus 1 --ranks 4 --steps 10 --data tests "
+            "--out build/gpu-replicas --speeds tests/data/free_copies.json",
             180,
             "FSSDP trained the same model",
             ("megatron",),
@@ -146,7 +155,8 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         ),
         Part(
             "te",
-            "stock Megatron and FSSDP over TransformerEngine's kernels train the same model: 20 settings, 4 ranks",
+            "stock Megatron and FSSDP over TransformerEngine's kernels train the same model: "
+            "21 settings, 4 ranks",
             "python -m pytest -q -n 4 -rA tests/training/test_on_shared_gpu.py",
             300,
             r"4 passed",
@@ -162,4 +172,5 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         ),
     ),
 }
-MINUTES = {"1": 6.0, "2": 9.0, "3": 9.0, "4": 9.0}  # of each command
+# minutes of each command
+MINUTES = {"1": 6.0, "2": 9.0, "3": 9.0, "4": 9.0}

@@ -1,21 +1,22 @@
-"""How far the simulator behind ``--what-if`` is off: its predictions beside published and our own measurements.
+"""Compare predictions of the ``--what-if`` simulator with published and our own measurements.
 
     python bench/what_if.py [--only forced,parts,laer,marin,hecate,cpu]
 
-Each table says what was fitted to the measurements and what was held back. docs/what-if-checks.md keeps the output.
-Sources and licences of the measurements: bench/data/README.md. W0 to W7 have their own command, bench/workloads.py.
+Each table marks the rows that were fitted to the measurements and the rows that were held back.
+docs/what-if-checks.md keeps the output. Sources and licences of the measurements:
+bench/data/README.md. W0 to W7 have their own command, bench/workloads.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import sys
 import time
 
 import numpy as np
 import torch
+from laer_steps import PUBLISHED, SYSTEMS, laer_predictions
 from loads import DATA, Trace
 from parts import rows
 from rivals import find_planners
@@ -26,18 +27,12 @@ from rivals.simulated import planned
 from megatron_hecate.offline.presets import CLUSTERS, Cluster, Model
 from megatron_hecate.offline.step_model import Schedule, Timing, Work, simulate
 from megatron_hecate.offline.traffic import LayerPlan
-from megatron_hecate.plan import CPU, LayerShape, Link, Placement, World
+from megatron_hecate.plan import CPU, LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.plan.cost import BACKWARD
-
-PUBLISHED: dict = json.loads((DATA / "published" / "figures.json").read_text())
-A100_DENSE: float = (
-    0.45 * 312e12
-)  # FLOP/s outside experts: the share of the peak that `plan.H100` takes for experts
-SYSTEMS = {"FSDP": 0.05, "FLEX": 0.05, "LAER": 0.10}  # and by how much a prediction may be off
 
 
 def timing(model: Model, cluster: Cluster, micro_batch: int, *, hidden: float = 0.0) -> Timing:
-    """Of a microbatch of so many sequences."""
+    """Return the times of a microbatch of ``micro_batch`` sequences."""
     tokens = micro_batch * model.seq
     return Timing(
         dense=tokens * model.dense_flops() / cluster.dense,
@@ -49,15 +44,24 @@ def timing(model: Model, cluster: Cluster, micro_batch: int, *, hidden: float = 
 
 
 def world_of(cluster: Cluster, ranks: int) -> World:
+    """Return a group of ``ranks`` on full nodes of the cluster."""
     return World(tuple(rank // cluster.per_node for rank in range(ranks)), cluster.speeds)
 
 
 def forced_step(
     model: Model, cluster: Cluster, *, ranks: int, ep: int, pp: int, batch: tuple[int, int]
 ) -> float:
-    """Seconds of a step under forced balance with HybridEP; ``batch``: global, micro."""
+    """Predict the seconds of a step under forced balance with HybridEP.
+
+    Args:
+        model, cluster: sizes and speeds.
+        ranks: ranks of the job.
+        ep, pp: expert- and pipeline-parallel sizes.
+        batch: global batch and microbatch, in sequences.
+    """
     microbatches = batch[0] * pp // (ranks * batch[1])
-    world, shape = world_of(cluster, ep), model.shape(microbatches=microbatches)
+    world = world_of(cluster, ep)
+    shape = model.shape(microbatches=microbatches)
     pairs = microbatches * batch[1] * model.seq * model.top_k
     work = Work.balanced(pairs, world, shape, once=model.top_k).layers([0] * model.layers)
     schedule = Schedule.even(model.layers, pp, microbatches=microbatches)
@@ -106,72 +110,13 @@ def parts() -> None:
     print(markdown(list(rows()), columns | dict(use=("use", "s"))))
 
 
-def laer_row(row: dict, system: str) -> tuple[float, float]:
-    """Milliseconds of a step of LAER-MoE's artifact without copies, and of all its copies with nothing hidden."""
-    setup, kind = PUBLISHED["laer"], row["model"].rpartition("-")[2]
-    hidden, ffn, layers, seq = row["hidden"], row["ffn"], row["layers"], setup["seq"]
-    peak = _laer_tokens(kind, system).max(axis=2)  # [I, L]
-    none = np.zeros_like(peak)
-    trip = (
-        peak * 2 * hidden * 7 / 8 / setup["intra_node_bytes_per_s"]
-    )  # in the trace all tokens stay in their node
-    work = Work(peak, trip, none, none, none, none, none, none)
-    work = work.layers([layer * peak.shape[1] // layers for layer in range(layers)])
-    tokens = setup["tokens_per_step"] / setup["ranks"] / setup["microbatches"]
-    attention = 2 * hidden * 128 * (row["heads"] + row["kv_heads"])
-    mlp = (
-        setup["mlp_ms_per_4096_tokens"] / 4096e3 / (4096 * 14336)
-    )  # profiled: seconds per token, by size
-    times = Timing(
-        dense=tokens * (2 * attention + 2 * seq * row["heads"] * 128) / A100_DENSE,
-        pair=mlp * hidden * ffn,
-        head=tokens * 2 * hidden * 32000 / A100_DENSE,
-        recompute=True,
-    )
-    step = simulate(work, times, Schedule.even(layers, 1, microbatches=setup["microbatches"]))
-    restored = (
-        setup["capacity"][kind] * 3 * hidden * ffn * 2 * 0.75
-    )  # bytes of a layer's experts from other nodes
-    trips = 3 * layers * setup["microbatches"]  # weights for forward and backward, and gradients
-    return float(step.total.mean()) * 1e3, trips * restored / (
-        setup["inter_node_bytes_per_s"] / 8
-    ) * 1e3
-
-
-def _laer_tokens(kind: str, system: str) -> np.ndarray:
-    """[I, L, R] tokens of a microbatch; the first iteration, in which no system knows anything, is left out."""
-    with np.load(DATA / "published" / "laer_tokens.npz") as archive:
-        return archive[f"{kind}_{system}"][1:].astype(np.float64)
-
-
-def laer_predictions() -> list[dict]:
-    """A row per configuration: measured and predicted ms of each system. One number per system is fitted, on 8x7b."""
-    setup = PUBLISHED["laer"]
-    rows = [dict(zip(setup["columns"], row, strict=True)) for row in setup["rows"]]
-    for system in SYSTEMS:
-        parts = [laer_row(row, system) for row in rows]
-        fit = [
-            (copies / row[f"{system}_ms"], 1 - rest / row[f"{system}_ms"])
-            for row, (rest, copies) in zip(rows, parts, strict=True)
-            if row["model"].startswith("mixtral-8x7b")
-        ]
-        share = sum(x * y for x, y in fit) / sum(x * x for x, _ in fit)
-        for row, (rest, copies) in zip(rows, parts, strict=True):
-            row[system] = rest + share * copies
-            row[f"{system}_exposed"] = share
-            row[f"{system}_off"] = row[system] / row[f"{system}_ms"] - 1
-    return rows
-
-
 def laer() -> None:
     """LAER-MoE's 24 configurations."""
     rows = laer_predictions()
     for row in rows:
         row["use"] = "fitted" if row["model"].startswith("mixtral-8x7b") else "held back"
-        row["within"] = (
-            ", ".join(s for s, most in SYSTEMS.items() if abs(row[f"{s}_off"]) > most) or "yes"
-        )
-        row["within"] = row["within"] if row["within"] == "yes" else f"**no**: {row['within']}"
+        missed = [s for s, most in SYSTEMS.items() if abs(row[f"{s}_off"]) > most]
+        row["within"] = f"**no**: {', '.join(missed)}" if missed else "yes"
     columns = dict(model=("model", "s"), dataset=("data", "s"), aux_loss=("aux", ".4f"))
     for system in SYSTEMS:
         columns |= {f"{system}_ms": (f"{system}, ms", "d"), f"{system}_off": ("off", "+.1%")}
@@ -189,20 +134,18 @@ def laer() -> None:
 
 def marin() -> None:
     """Forced against learned routing on 64 GB200."""
-    run, cluster = PUBLISHED["marin"], CLUSTERS["gb200x72"]
-    sizes = {
-        name: run["model"][name]
-        for name in ("layers", "hidden", "experts", "top_k", "ffn", "shared", "seq")
-    }
-    attention = (
-        2 * sizes["hidden"] * 128 * (40 + 8)
-    )  # heads are not published: 40, and 8 of keys and values
+    run = PUBLISHED["marin"]
+    cluster = CLUSTERS["gb200x72"]
+    names = ("layers", "hidden", "experts", "top_k", "ffn", "shared", "seq")
+    sizes = {name: run["model"][name] for name in names}
+    # Heads are not published; assumed: 40, and 8 of keys and values.
+    attention = 2 * sizes["hidden"] * 128 * (40 + 8)
     model = Model(**sizes, attention=attention, width=40 * 128, vocab=128256)
     microbatches = run["model"]["global_batch"] // 64
-    world, shape = world_of(cluster, 64), model.shape(microbatches=microbatches)
-    work = Work.balanced(microbatches * model.seq * model.top_k, world, shape).layers(
-        [0] * model.layers
-    )
+    world = world_of(cluster, 64)
+    shape = model.shape(microbatches=microbatches)
+    pairs = microbatches * model.seq * model.top_k
+    work = Work.balanced(pairs, world, shape).layers([0] * model.layers)
     schedule = Schedule.even(model.layers, 1, microbatches=microbatches)
 
     def seconds(overload: float) -> float:
@@ -211,25 +154,12 @@ def marin() -> None:
 
     rows = [dict(case="forced balance", measured=run["forced_s"], predicted=seconds(1.0))]
     for case, measured, average, worst in run["rows"]:
-        rows.append(
-            dict(
-                case=f"{case}, average overload {average}",
-                measured=measured,
-                predicted=seconds(average),
-            )
-        )
-        rows.append(
-            dict(
-                case=f"{case}, largest overload {worst}",
-                measured=measured,
-                predicted=seconds(worst),
-            )
-        )
+        for what, overload in (("average", average), ("largest", worst)):
+            label = f"{case}, {what} overload {overload}"
+            rows.append(dict(case=label, measured=measured, predicted=seconds(overload)))
     for row in rows:
-        row["measured_ratio"], row["ratio"] = (
-            row["measured"] / rows[0]["measured"],
-            row["predicted"] / rows[0]["predicted"],
-        )
+        row["measured_ratio"] = row["measured"] / rows[0]["measured"]
+        row["ratio"] = row["predicted"] / rows[0]["predicted"]
         row["off"] = row["ratio"] / row["measured_ratio"] - 1
     columns = dict(
         case=("case", "s"), measured=("measured, s", ".2f"), predicted=("predicted, s", ".2f")
@@ -245,55 +175,24 @@ def marin() -> None:
 def hecate() -> None:
     """The Hecate paper's printed ratios. Its batch and its loads are not printed: ours stand in."""
     trace = Trace.read(DATA / "pysrc_e64k6_aux0.npz")
+    # datasheets: FLOP/s, bytes/s of NVLink and of a node's network
     rates = {
         "A": (0.45 * 125e12, 150e9, 100e9 / 8),
         "B": (0.45 * 312e12, 300e9, 400e9 / 8),
-    }  # datasheets; bytes/s
+    }
+    printed = {"A": "1.34-1.78", "B": "1.26-1.70"}
     rows = []
     for name, (flops, nvlink, net) in rates.items():
         links = dict(intra=Link(0.8 * nvlink, 12e-6), inter=Link(0.9 * net / 8, 25e-6))
         speeds = dataclasses.replace(CLUSTERS["a100x8"].speeds, **links, flops=flops)
         for size, width in (("GPT-MoE-S", 768), ("GPT-MoE-L", 1536)):
             for tokens in (4096, 16384):
-                counts = trace.to_ranks(32)[100:112].astype(float)
-                counts = np.rint(
-                    counts * (tokens * 2 / counts.sum(axis=(2, 3), keepdims=True) * 32)
-                ).astype(np.int64)
-                elements = 2 * width * 2 * width
-                dense = tokens * (8 * width**2 + 2 * 2048 * width) / flops
-                shape = LayerShape(
-                    2 * elements, 4 * elements, 2 * width, 2.0 * elements, hidden_seconds=dense
-                )
-                setting = Setting(
-                    64, world=World(tuple(r // 8 for r in range(32)), speeds), shape=shape, slots=2
-                )
-                times = Timing(
-                    dense=dense, pair=shape.token_flops / flops, contention=speeds.contention
-                )
-                step = {}
-                for planner in ("ep", "algorithm1", "hecate"):
-                    work = planned(find_planners()[planner], counts, setting)
-                    work = work.layers([layer % 4 for layer in range(12)])
-                    for lifetime in ("iteration", "layer"):
-                        schedule = Schedule.even(12, 1, microbatches=1, lifetime=lifetime)
-                        step[planner, lifetime] = float(
-                            simulate(work, times, schedule).total[1:].mean()
-                        )
+                step = _paper_steps(trace, speeds, width, tokens)
                 ep = step["ep", "iteration"]
-                row = dict(
-                    cluster=name,
-                    model=size,
-                    tokens=tokens,
-                    paper=ep / step["algorithm1", "iteration"],
-                )
-                row |= dict(
-                    ours=ep / step["hecate", "iteration"],
-                    printed="1.34-1.78" if name == "A" else "1.26-1.70",
-                )
-                rows.append(
-                    row
-                    | dict(again=step["algorithm1", "layer"] / step["algorithm1", "iteration"] - 1)
-                )
+                theirs = step["algorithm1", "iteration"]
+                row = dict(cluster=name, model=size, tokens=tokens, paper=ep / theirs)
+                row |= dict(ours=ep / step["hecate", "iteration"], printed=printed[name])
+                rows.append(row | dict(again=step["algorithm1", "layer"] / theirs - 1))
     columns = dict(cluster=("cluster", "s"), model=("model", "s"), tokens=("tokens per rank", "d"))
     columns |= dict(
         printed=("printed", "s"),
@@ -305,24 +204,57 @@ def hecate() -> None:
     )
 
 
+def _paper_steps(
+    trace: Trace, speeds: Speeds, width: int, tokens: int
+) -> dict[tuple[str, str], float]:
+    """Simulate 12 layers on 32 ranks for three planners and two lifetimes.
+
+    Args:
+        trace: recorded loads.
+        speeds: speeds of the cluster.
+        width: hidden size.
+        tokens: tokens per rank.
+
+    Returns:
+        Mean seconds of a step by planner and lifetime.
+    """
+    counts = trace.to_ranks(32)[100:112].astype(float)
+    scale = tokens * 2 / counts.sum(axis=(2, 3), keepdims=True) * 32
+    counts = np.rint(counts * scale).astype(np.int64)
+    elements = 2 * width * 2 * width
+    dense = tokens * (8 * width**2 + 2 * 2048 * width) / speeds.flops
+    shape = LayerShape(2 * elements, 4 * elements, 2 * width, 2.0 * elements, hidden_seconds=dense)
+    world = World(tuple(rank // 8 for rank in range(32)), speeds)
+    setting = Setting(64, world=world, shape=shape, slots=2)
+    times = Timing(dense=dense, pair=shape.token_flops / speeds.flops, contention=speeds.contention)
+    step = {}
+    for planner in ("ep", "algorithm1", "hecate"):
+        work = planned(find_planners()[planner], counts, setting)
+        work = work.layers([layer % 4 for layer in range(12)])
+        for lifetime in ("iteration", "layer"):
+            schedule = Schedule.even(12, 1, microbatches=1, lifetime=lifetime)
+            total = simulate(work, times, schedule).total
+            step[planner, lifetime] = float(total[1:].mean())
+    return step
+
+
 def cpu() -> None:
-    """Our own runs: 2 CPU ranks of bench/step_time.py. The forced-balance step is taken as given; 10 % are allowed."""
+    """Our own runs on 2 CPU ranks, bench/step_time.py. Forced balance given; 10 % are allowed."""
     run = PUBLISHED["cpu"]
     elements = 2 * run["hidden"] * run["ffn"]
     sizes = dict(expert_bytes=4 * elements, grad_bytes=4 * elements, token_bytes=4 * run["hidden"])
     shape = LayerShape(**sizes, token_flops=2.0 * elements, microbatches=run["microbatches"])
     world = World(node=(0, 0), speeds=CPU)
-    load, table = np.array(run["load"]), np.array(run["table"])
+    load = np.array(run["load"])
     schedule = Schedule.even(2, 1, microbatches=run["microbatches"])
-    placements = [Placement(np.repeat([0, 1], 8), rows) for rows in table]
-    counts = np.stack([load - load // 2, load // 2], axis=1)  # [L, R, E] each rank routes half
-    plans = {
-        name: [[LayerPlan.of(c, p, p, world, shape) for c, p in zip(counts, placed, strict=True)]]
-        for name, placed in {
-            "stock": [p.homes_only for p in placements],
-            "FSSDP": placements,
-        }.items()
-    }
+    placements = [Placement(np.repeat([0, 1], 8), rows) for rows in np.array(run["table"])]
+    # [L, R, E]: each rank routes half of the load.
+    counts = np.stack([load - load // 2, load // 2], axis=1)
+    works = {}
+    for name, placed in (("stock", [p.homes_only for p in placements]), ("FSSDP", placements)):
+        layers = zip(counts, placed, strict=True)
+        plan = [LayerPlan.of(count, p, p, world, shape) for count, p in layers]
+        works[name] = Work.of([plan], world, shape)
     forced = Work.balanced(float(load[0].sum()) / 2, world, shape).layers([0, 0])
     measured = run["skewed_stock_s"] / run["skewed_fssdp_s"]
     rows = []
@@ -333,49 +265,38 @@ def cpu() -> None:
         none = Timing(dense=0.0, pair=pair, contention=CPU.contention)
         rest = run["forced_s"] - float(simulate(forced, none, schedule).total[0])
         times = dataclasses.replace(none, dense=rest / (1 + BACKWARD) / 2 / run["microbatches"])
-        step = {
-            name: float(simulate(Work.of(plan, world, shape), times, schedule).total[0])
-            for name, plan in plans.items()
-        }
-        ratio = step["stock"] / step["FSSDP"]
-        rows.append(
-            dict(
-                how=how,
-                stock=step["stock"],
-                fssdp=step["FSSDP"],
-                ratio=ratio,
-                off=ratio / measured - 1,
-            )
-        )
-    rows.append(
-        dict(
-            how="measured",
-            stock=run["skewed_stock_s"],
-            fssdp=run["skewed_fssdp_s"],
-            ratio=measured,
-            off=0.0,
-        )
-    )
+        stock = float(simulate(works["stock"], times, schedule).total[0])
+        fssdp = float(simulate(works["FSSDP"], times, schedule).total[0])
+        ratio = stock / fssdp
+        rows.append(dict(how=how, stock=stock, fssdp=fssdp, ratio=ratio, off=ratio / measured - 1))
+    row = dict(how="measured", stock=run["skewed_stock_s"], fssdp=run["skewed_fssdp_s"])
+    rows.append(row | dict(ratio=measured, off=0.0))
     columns = dict(how=("experts", "s"), stock=("stock, s", ".3f"), fssdp=("FSSDP, s", ".3f"))
     print(markdown(rows, columns | dict(ratio=("stock / FSSDP", ".3f"), off=("off", "+.1%"))))
     print(
-        f"\nForced balance: predicted 1 (nothing is copied), measured {run['balanced_ratio']:.2f} and 1.00."
+        "\nForced balance: predicted 1 (nothing is copied), "
+        f"measured {run['balanced_ratio']:.2f} and 1.00."
     )
 
 
 def _cpu_pair() -> float:
-    """Forward seconds of a pair in an expert of that run on one core here: a third of forward and backward."""
-    width, ffn, tokens = PUBLISHED["cpu"]["hidden"], PUBLISHED["cpu"]["ffn"], 2048
+    """Measure the forward seconds of a pair on one core of this machine.
+
+    The forward is taken as a third of forward and backward.
+    """
+    width = PUBLISHED["cpu"]["hidden"]
+    ffn = PUBLISHED["cpu"]["ffn"]
+    tokens = 2048
     torch.set_num_threads(1)
     expert = torch.nn.Sequential(
         torch.nn.Linear(width, ffn), torch.nn.GELU(), torch.nn.Linear(ffn, width)
     )
     spent = []
     for _ in range(30):
-        x, order = torch.randn(tokens, width, requires_grad=True), torch.randperm(tokens)
-        begin = (
-            time.process_time()
-        )  # of this process alone: other load on the machine counts little
+        x = torch.randn(tokens, width, requires_grad=True)
+        order = torch.randperm(tokens)
+        # Time of this process alone, so that other load on the machine counts little.
+        begin = time.process_time()
         y = expert(x.index_select(0, order)) * torch.rand(tokens, 1)
         torch.zeros_like(y).index_add(0, order, y).sum().backward()
         spent.append(time.process_time() - begin)
@@ -393,7 +314,7 @@ SECTIONS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Print the tables asked for."""
+    """Print the selected tables."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

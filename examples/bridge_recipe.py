@@ -1,8 +1,10 @@
 """Pretrain Qwen3-30B-A3B by Megatron-Bridge's recipe, with FSSDP and its metrics.
 
-    torchrun --nproc-per-node 8 ... examples/bridge_recipe.py train.train_iters=1000 logger.wandb_project=moe
+    torchrun --nproc-per-node 8 ... examples/bridge_recipe.py \
+        train.train_iters=1000 logger.wandb_project=moe
 
-Arguments are Bridge's overrides. Those of FSSDP take precedence over the recipe's own: ``+model.moe_fssdp_slots=3``.
+Arguments are Bridge's overrides. FSSDP's overrides, such as ``+model.moe_fssdp_slots=3``, take
+precedence over the settings in this file.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from megatron_hecate import bridge
 
 
 def main() -> None:
-    """Make the recipe, switch FSSDP on, train."""
+    """Build the recipe's config, enable FSSDP, train."""
     config = qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config()
     bridge.enable(config, slots=2)
     process_config_with_overrides(config, cli_overrides=sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Collectives that NCCL has and gloo has not, or not well: for `megatron_on_cpu` and `run_on_shared_gpu`."""
+"""Replace collectives that gloo lacks, or breaks, for `megatron_on_cpu` and `run_on_shared_gpu`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import torch.distributed as dist
 
 
 def uneven_all_gather() -> None:
-    """gloo refuses an all-gather of unequal tensors, which NCCL emulates and expert tensor parallelism needs."""
+    """Emulate the all-gather of unequal tensors by an all-to-all.
+
+    gloo refuses it, NCCL emulates it, and expert tensor parallelism needs it.
+    """
     original = dist.all_gather
 
     def all_gather(
@@ -34,13 +37,18 @@ def uneven_all_gather() -> None:
 
 
 class _Works(list[dist.Work]):
+    """Works that are waited for together."""
+
     def wait(self) -> None:
         for work in self:
             work.wait()
 
 
 def one_all_gather_each() -> None:
-    """gloo's coalesced all-gather corrupts the heap now and then when the next one is queued while it runs."""
+    """Replace the coalesced all-gather by single ones.
+
+    gloo's corrupts the heap now and then when the next one is queued while it runs.
+    """
 
     def all_gather_single_coalesced(
         group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
@@ -58,15 +66,25 @@ def one_all_gather_each() -> None:
 
 # The first argument of each is its output.
 COLLECTIVES = (
-    "all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter",
-    "reduce_scatter_tensor", "all_to_all", "all_to_all_single", "_all_gather_base", "_reduce_scatter_base",
-)  # fmt: skip
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "_all_gather_base",
+    "_reduce_scatter_base",
+)
 
 
 def collectives_through_the_host() -> None:
-    """Have collectives of tensors on a GPU copy them to the host and back: gloo's own for CUDA crash in places.
+    """Run collectives on copies in host memory; gloo's own for CUDA tensors crash in places.
 
-    They are done when the call returns. Call before the first import of megatron, which keeps references to them.
+    A collective is complete when the call returns. Call this before the first import of megatron,
+    which keeps references to the collectives.
     """
     for name in COLLECTIVES:
         if hasattr(dist, name):
@@ -77,36 +95,46 @@ def collectives_through_the_host() -> None:
 
 
 def _through_the_host(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a collective so that CUDA tensors are copied to the host and back."""
     signature = inspect.signature(original)
     output = next(iter(signature.parameters))
 
-    @torch.no_grad()  # parameters are broadcast in place
+    # Parameters, which are leaves with gradients, are broadcast in place.
+    @torch.no_grad()
     @functools.wraps(original)
     def collective(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        tensors = given[output] if isinstance(given[output], list) else [given[output]]
+        tensors = _as_list(given[output])
         if not any(tensor.is_cuda for tensor in tensors):
             return original(*args, **kwargs)
         wanted = given.pop("async_op", False)
         on_host = {name: _on_host(value) for name, value in given.items()}
         work = original(**on_host, async_op=True)
-        if work is not None:  # this rank is in the group
+        # A rank outside the group gets no work.
+        if work is not None:
             work.wait()
-            results = on_host[output] if isinstance(on_host[output], list) else [on_host[output]]
-            for tensor, result in zip(tensors, results, strict=True):
+            for tensor, result in zip(tensors, _as_list(on_host[output]), strict=True):
                 tensor.copy_(result)
         return work if wanted else None
 
     return collective
 
 
+def _as_list(value: Any) -> list[Any]:
+    """Return a list as it is, and one tensor as a list of one."""
+    return value if isinstance(value, list) else [value]
+
+
 def _on_host(value: Any) -> Any:
+    """Copy a tensor, or a list of tensors, to the host; other arguments pass."""
     if isinstance(value, torch.Tensor):
         return value.cpu()
-    return [_on_host(item) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_on_host(item) for item in value]
+    return value
 
 
 @contextlib.contextmanager
 def _one_by_one(*args: Any, **kwargs: Any) -> Iterator[_Works]:
-    """Instead of torch's coalescing manager: each collective in it is done at once."""
+    """Replace torch's coalescing manager: each collective in it completes at once."""
     yield _Works()

@@ -1,11 +1,12 @@
-"""Megatron on a CPU, over gloo: our ground for tests and the demo. Never for a GPU run.
+"""Run Megatron on a CPU, over gloo, for tests and the demo. Never for a GPU run.
 
-Megatron calls ``torch.cuda`` whether or not there is a GPU. `install` puts a stand-in behind every such call that
-training makes, and each stand-in says why it is there. Call `install()` before the first import of megatron, and
-`after_import()` after it; `for_training()` replaces the latter when ``megatron.training`` is used. ``run_on_cpu.py``
-does it for scripts that know nothing of it.
+Megatron calls ``torch.cuda`` whether or not there is a GPU. `install` puts a stand-in behind every
+such call that training makes; the docstring of each stand-in gives its reason. Call `install()`
+before the first import of megatron, and `after_import()` after it; `for_training()` replaces the
+latter when ``megatron.training`` is used. ``run_on_cpu.py`` does so for unmodified scripts.
 
-Works with megatron-core 0.16.1 to 0.20. What it cannot do: TransformerEngine, DeepEP, CUDA graphs, any timing of a GPU.
+Works with megatron-core 0.16.1 to 0.20. Not supported: TransformerEngine, DeepEP, CUDA graphs, any
+timing of a GPU.
 """
 
 from __future__ import annotations
@@ -30,36 +31,47 @@ def install() -> None:
     """Put the CPU behind ``torch.cuda``.
 
     Raises:
-        RuntimeError: on a machine with a GPU: there it would silently train on the CPU.
+        RuntimeError: on a machine with a GPU, which would silently train on the CPU.
     """
     if getattr(torch.cuda, "_hecate_stand_in", False):
         return
     if torch.cuda.is_available():
         raise RuntimeError(
-            "megatron_on_cpu is for machines without a GPU, and torch.cuda.is_available() is True here"
+            "megatron_on_cpu is for machines without a GPU, "
+            "and torch.cuda.is_available() is True here"
         )
     torch.cuda._hecate_stand_in = True
     for stand_in in (
-        _rng, _device, _streams, _factories, _type_names, uneven_all_gather, one_all_gather_each, _no_compile,
-    ):  # fmt: skip
+        _rng,
+        _device,
+        _streams,
+        _factories,
+        _type_names,
+        uneven_all_gather,
+        one_all_gather_each,
+        _no_compile,
+    ):
         stand_in()
 
 
 def after_import() -> None:
-    """Stand-ins inside Megatron's own modules; call once they are imported."""
+    """Install the stand-ins inside Megatron's own modules; call it once they are imported."""
     for stand_in in (_te_names, _splits, _keep_sent_tensors, load_without_grad, use_plain_adam):
         stand_in()
 
 
 def for_training() -> None:
-    """`after_import`, and what ``megatron.training`` asks for on top."""
+    """Install the stand-ins of `after_import`, and those for ``megatron.training``."""
     after_import()
     for stand_in in (_claim_gpu, _no_build_at_start):
         stand_in()
 
 
 class _Stream:
-    """All streams are one: the CPU runs in program order. Equal to each other, so that none counts as a side stream."""
+    """CUDA stream of the CPU, which runs in program order: all streams are one.
+
+    All instances are equal, so that none counts as a side stream.
+    """
 
     cuda_stream = 0
 
@@ -86,6 +98,8 @@ class _Stream:
 
 
 class _Event:
+    """CUDA event that takes the time of the host."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.record()
 
@@ -107,29 +121,34 @@ def _nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
 
 
 def _rng() -> None:
-    """tensor_parallel.random keeps per-region generator states of the device: give it the CPU generator's."""
+    """Give tensor_parallel.random the CPU generator for its per-region states of the device."""
     cuda = torch.cuda
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.set_rng_state = lambda state, device=None: torch.set_rng_state(state)
-    cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
+    cuda.random.get_rng_state = cuda.get_rng_state
+    cuda.random.set_rng_state = cuda.set_rng_state
 
     def seed(value: int) -> None:
         torch.default_generator.manual_seed(value)
 
-    cuda.manual_seed = cuda.manual_seed_all = cuda.random.manual_seed = (
-        cuda.random.manual_seed_all
-    ) = seed
+    for module in (cuda, cuda.random):
+        module.manual_seed = seed
+        module.manual_seed_all = seed
     cuda.default_generators = _OneGenerator()
-    # torch would queue the call until CUDA starts, that is for ever: the RNG fork becomes a silent no-op
+    # torch would queue the call until CUDA starts, which it never does: the RNG fork would become
+    # a silent no-op.
     cuda._lazy_call = lambda call, **kwargs: call()
     cuda._lazy_init = lambda: None
-    # forking the device's generator moves the CPU's, which is the same one here, and Megatron warns each time
+    # Forking the device's generator changes the CPU's, which is the same one here, and Megatron
+    # warns each time.
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
 
 
 class _OneGenerator:
+    """Sequence of the devices' generators, with the CPU's for every device."""
+
     def __getitem__(self, index: int) -> torch.Generator:
         return torch.default_generator
 
@@ -138,7 +157,7 @@ class _OneGenerator:
 
 
 def _device() -> None:
-    """Layers ask for the current device when they make parameters and buffers."""
+    """Make the CPU the current device, on which layers allocate parameters and buffers."""
     cuda = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.set_device = lambda device: None
@@ -150,9 +169,11 @@ def _device() -> None:
 
 
 def _streams() -> None:
-    """The dispatcher, shared experts and DDP make side streams in their constructors."""
+    """Replace streams and events: dispatcher, shared experts and DDP construct side streams."""
     cuda = torch.cuda
-    cuda.Stream, cuda.Event, cuda.stream = _Stream, _Event, _nothing
+    cuda.Stream = _Stream
+    cuda.Event = _Event
+    cuda.stream = _nothing
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
     cuda.nvtx = types.SimpleNamespace(
         range_push=lambda *args: None, range_pop=lambda: None, range=_nothing
@@ -161,7 +182,7 @@ def _streams() -> None:
 
 
 def _is_cuda(device: Any) -> bool:
-    """Also of a number, which is a GPU's."""
+    """Check for a CUDA device; a plain number is the index of a GPU."""
     return (
         type(device) is int
         or (isinstance(device, str) and device.startswith("cuda"))
@@ -170,6 +191,8 @@ def _is_cuda(device: Any) -> bool:
 
 
 class _CudaIsCpu(TorchFunctionMode):
+    """Mode in which functions of torch that ask for a CUDA device run on the CPU."""
+
     def __torch_function__(
         self, func: Any, types_: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
@@ -184,7 +207,7 @@ class _CudaIsCpu(TorchFunctionMode):
 
 
 def _factories() -> None:
-    """device="cuda" is a literal in the optimizer, gradient clipping and the schedules."""
+    """Redirect ``device="cuda"``, a literal in optimizer, gradient clipping and schedules."""
     _CudaIsCpu().__enter__()
     torch.Tensor.cuda = lambda self, *args, **kwargs: self
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
@@ -192,20 +215,25 @@ def _factories() -> None:
 
 
 def _type_names() -> None:
-    """The optimizer tells dtypes apart by the string "torch.cuda.FloatTensor"."""
+    """Name types as on CUDA: the optimizer compares strings such as "torch.cuda.FloatTensor"."""
     original = torch.Tensor.type
 
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is not None:
             return original(self, dtype, *args, **kwargs)
         name = original(self)
-        return name if name.startswith("torch.cuda.") else name.replace("torch.", "torch.cuda.", 1)
+        if name.startswith("torch.cuda."):
+            return name
+        return name.replace("torch.", "torch.cuda.", 1)
 
     torch.Tensor.type = torch.nn.Parameter.type = type_
 
 
 def _no_compile() -> None:
-    """jit_fuser is torch.compile, whose inductor asks torch.cuda for device properties once it seems to be there."""
+    """Disable torch.compile, behind Megatron's jit_fuser.
+
+    Its inductor reads device properties from torch.cuda once a device seems to exist.
+    """
     os.environ["TORCHDYNAMO_DISABLE"] = "1"
     import torch._dynamo.config
 
@@ -213,7 +241,7 @@ def _no_compile() -> None:
 
 
 def _te_names() -> None:
-    """megatron-core 0.16 uses a TransformerEngine name in the router without having it (NameError)."""
+    """Define a TransformerEngine name that megatron-core 0.16's router uses but does not import."""
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -221,7 +249,10 @@ def _te_names() -> None:
 
 
 def _splits() -> None:
-    """The dispatcher turns only CUDA tensors into the integer lists that all_to_all_single wants."""
+    """Convert the dispatcher's splits on the CPU.
+
+    It converts only CUDA tensors to the integer lists that all_to_all_single takes.
+    """
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
@@ -232,7 +263,9 @@ def _splits() -> None:
         tensor: Any, as_numpy: bool = False, record_stream: bool = False
     ) -> Any:
         if torch.is_tensor(tensor) and not tensor.is_cuda:
-            return tensor.numpy() if as_numpy else tensor
+            if as_numpy:
+                return tensor.numpy()
+            return tensor
         return original(tensor, as_numpy, record_stream)
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = (
@@ -241,7 +274,11 @@ def _splits() -> None:
 
 
 def _keep_sent_tensors() -> None:
-    """gloo reads a sent tensor later; the pipeline frees it at once, which is right for NCCL, and garbage arrives."""
+    """Keep tensors that the pipeline sends.
+
+    The pipeline frees a sent tensor at once, which is right for NCCL; gloo reads it later, and the
+    receiver would get garbage.
+    """
     import megatron.core.pipeline_parallel.schedules as schedules
 
     original = schedules.custom_backward
@@ -256,7 +293,10 @@ def _keep_sent_tensors() -> None:
 
 
 def _claim_gpu() -> None:
-    """megatron.training refuses to start without a GPU and prints its properties. After the imports, which probe it."""
+    """Pretend a GPU to megatron.training, which refuses to start without one.
+
+    Called after the imports, which probe for a real GPU. The properties are only printed.
+    """
     cuda = torch.cuda
     cuda.is_available = lambda: True
     cuda.get_device_capability = lambda *args: (9, 0)
@@ -280,12 +320,16 @@ def _claim_gpu() -> None:
 
 
 def _no_build_at_start() -> None:
-    """Training builds C++ and CUDA helpers when it starts: a wheel has the first, but no Makefile; CUDA needs nvcc."""
+    """Skip the C++ and CUDA helpers that training builds when it starts.
+
+    A wheel has the C++ helpers compiled, but no Makefile; the CUDA helpers need nvcc.
+    """
     import megatron.core.datasets.utils as dataset_utils
 
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         dataset_utils.compile_helpers = lambda: None
-    with contextlib.suppress(ImportError):  # gone from 0.18 on
+    # The fused kernels are gone from 0.18 on.
+    with contextlib.suppress(ImportError):
         import megatron.legacy.fused_kernels as fused_kernels
 
         fused_kernels.load = lambda args: None

@@ -1,4 +1,4 @@
-"""What Megatron's distributed optimizer needs to load a checkpoint in fp32, and without apex and TransformerEngine."""
+"""Let Megatron's distributed optimizer load checkpoints in fp32, without apex and TE."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import torch
 
 
 class FusedAdam(torch.optim.Optimizer):
-    """apex's, in plain torch: AdamW; ``step`` lives in the parameter group, as Megatron's checkpoints expect."""
+    """apex's FusedAdam in plain torch: AdamW with ``step`` in the parameter group.
+
+    Megatron's checkpoints expect ``step`` there. The arguments are apex's.
+    """
 
     def __init__(
         self,
@@ -29,6 +32,7 @@ class FusedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        """Update all parameters with a gradient."""
         for group in self.param_groups:
             if not group["params"]:
                 continue
@@ -44,25 +48,31 @@ class FusedAdam(torch.optim.Optimizer):
                 grad = p.grad.float()
                 state["exp_avg"].mul_(beta1).add_(grad, alpha=1 - beta1)
                 state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-                scale = (
-                    (state["exp_avg_sq"] / (1 - beta2 ** group["step"])).sqrt_().add_(group["eps"])
-                )
+                corrected = state["exp_avg_sq"] / (1 - beta2 ** group["step"])
+                scale = corrected.sqrt_().add_(group["eps"])
                 update = state["exp_avg"] / (1 - beta1 ** group["step"]) / scale
                 p.add_(update + group["weight_decay"] * p, alpha=-group["lr"])
 
 
 def load_without_grad() -> None:
-    """Have the distributed optimizer load in fp32: it writes into views of leaves outside of no_grad."""
+    """Load the distributed optimizer's state under no_grad.
+
+    In fp32 its main parameters are views of leaves, which it writes in place.
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
     DistributedOptimizer.load_state_dict = torch.no_grad()(DistributedOptimizer.load_state_dict)
 
 
 def use_plain_adam() -> None:
-    """Have Megatron use `FusedAdam`: the distributed optimizer cannot load a checkpoint with torch's own AdamW."""
+    """Make `FusedAdam` Megatron's Adam.
+
+    The distributed optimizer cannot load a checkpoint with torch's own AdamW.
+    """
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
 
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = FusedAdam, False
+    optimizer.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.Adam = FusedAdam
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_APEX_OPTIMIZER = True

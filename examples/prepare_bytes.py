@@ -1,7 +1,7 @@
-"""Text files to a Megatron indexed dataset, a token a byte: ``python prepare_bytes.py FOLDER PREFIX``.
+"""Write text files as a Megatron dataset of bytes: ``python prepare_bytes.py FOLDER PREFIX``.
 
-Writes ``PREFIX.bin`` and ``PREFIX.idx`` with one document per file, each ended by token 256, for ``--tokenizer-type
-NullTokenizer --vocab-size 257``.
+``PREFIX.bin`` and ``PREFIX.idx`` have one document per file and one token per byte; token 256 ends
+a document. Train with ``--tokenizer-type NullTokenizer --vocab-size 257``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+# suffixes of text files
 SUFFIXES = {
     ".py",
     ".md",
@@ -32,7 +33,7 @@ END_OF_DOCUMENT = 256
 
 
 def text_files(folder: Path) -> list[Path]:
-    """All text files below ``folder``, in a fixed order; installed packages and caches are left out."""
+    """List all text files below ``folder``, sorted, without installed packages and caches."""
     skipped = {"site-packages", "__pycache__", ".git"}
     files = (p for p in folder.rglob("*") if p.suffix in SUFFIXES and not skipped & set(p.parts))
     return sorted(p for p in files if p.is_file())
@@ -42,12 +43,12 @@ def prepare(folder: Path, prefix: Path, *, limit: int = 32 << 20) -> tuple[int, 
     """Write the dataset of ``folder`` to ``prefix``.
 
     Args:
-        folder: read recursively.
-        prefix: where to write, without suffix.
-        limit: bytes after which no further file is read.
+        folder: folder of text files, read recursively.
+        prefix: path of the dataset without suffix.
+        limit: number of tokens after which no further file is read.
 
     Returns:
-        (documents, tokens) written.
+        Numbers of documents and of tokens.
 
     Raises:
         ValueError: when there is no text.
@@ -55,15 +56,18 @@ def prepare(folder: Path, prefix: Path, *, limit: int = 32 << 20) -> tuple[int, 
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
-    documents = tokens = 0
+    documents = 0
+    tokens = 0
     for path in text_files(folder):
         data = path.read_bytes()
         if not data:
             continue
+        # The token that ends a document does not fit into a byte.
         document = np.frombuffer(data, dtype=np.uint8).astype(np.int32)
         document = np.append(document, END_OF_DOCUMENT)
         builder.add_document(torch.from_numpy(document), [len(document)])
-        documents, tokens = documents + 1, tokens + len(document)
+        documents += 1
+        tokens += len(document)
         if tokens >= limit:
             break
     if not documents:

@@ -1,8 +1,9 @@
-"""Pretrain a GPT with ``megatron.training`` from the megatron-core wheel, which ships no pretraining script of its own.
+"""Pretrain a GPT with ``megatron.training`` from the megatron-core wheel.
 
-A small version of Megatron-LM's ``pretrain_gpt.py``, which knows nothing of FSSDP: tensor and context parallel size 1,
-text from ``--data-path``. With ``HECATE_PROBE=FOLDER`` it records losses, loads and step times there (see probe.py),
-and with ``HECATE_SKEW=NUMBER`` some experts are hot.
+The wheel ships no pretraining script. This is a small version of Megatron-LM's
+``pretrain_gpt.py`` without any code of FSSDP: tensor and context parallel size 1, text from
+``--data-path``. ``HECATE_PROBE=FOLDER`` records losses, loads and step times in that folder (see
+probe.py), and ``HECATE_SKEW=NUMBER`` makes some experts hot.
 """
 
 from __future__ import annotations
@@ -31,36 +32,32 @@ KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def loss_func(loss_mask: Tensor, output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Summed loss of a microbatch, its number of tokens, and what Megatron logs."""
+    """Compute the summed loss of a microbatch, its number of tokens, and the loss to log."""
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(output.reshape(-1).float() * mask)
     num_tokens = mask.sum().to(torch.int)
-    return (
-        loss,
-        num_tokens,
-        {"lm loss": torch.cat([loss.detach().view(1), num_tokens.detach().view(1)])},
-    )
+    logged = torch.cat([loss.detach().view(1), num_tokens.detach().view(1)])
+    return loss, num_tokens, {"lm loss": logged}
 
 
 def forward_step(
     data_iterator: Iterator[dict], model: Any, record: Callable | None = None
 ) -> tuple[Tensor, Callable]:
-    """One microbatch through ``model``."""
+    """Run one microbatch through ``model``; ``record``: a `probe.Probe`."""
     batch = next(data_iterator)
     tokens, labels, loss_mask, attention_mask, position_ids = (
         batch[key].cuda(non_blocking=True) for key in KEYS
     )
     if record is None:
-        return model(tokens, position_ids, attention_mask, labels=labels), partial(
-            loss_func, loss_mask
-        )
+        output = model(tokens, position_ids, attention_mask, labels=labels)
+        return output, partial(loss_func, loss_mask)
     record.microbatch_begins(training=model.training)
     output = model(tokens, position_ids, attention_mask, labels=labels)
     return output, record.losses(partial(loss_func, loss_mask), training=model.training)
 
 
 def datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple:
-    """Train, validation and test dataset."""
+    """Build the training, validation and test datasets."""
     args = get_args()
     blend, blend_per_split = get_blend_and_blend_per_split(args)
     config = GPTDatasetConfig(
@@ -80,7 +77,9 @@ def datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple:
 
 
 def main() -> None:
-    # Megatron runs make for its data helpers when training starts; its wheel has them compiled, but no Makefile.
+    """Train with the flags of the command line."""
+    # Megatron runs make for its data helpers when training starts; its wheel has compiled helpers,
+    # but no Makefile.
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         dataset_utils.compile_helpers = lambda: None
     load_without_grad()
@@ -95,6 +94,7 @@ def main() -> None:
         probe = Probe(folder, skew=float(os.environ.get("HECATE_SKEW", "0")))
         model_config.pre_wrap_hooks.append(probe.watch)
         step = partial(forward_step, record=probe)
+    # Every rank builds its own data pipeline; by default Megatron builds it on some ranks only.
     datasets.is_distributed = True
     config = pretrain_cfg_container_from_args(args, model_config)
     pretrain(config, datasets, ModelType.encoder_or_decoder, step)

@@ -1,7 +1,7 @@
-"""What really happens in a run, stock or FSSDP alike: losses, tokens per expert, tokens per rank, seconds per step.
+"""Record losses, tokens per expert, tokens per rank and step times of a run, stock or FSSDP.
 
-It watches from outside: forward hooks on Megatron's routers and expert modules, and the time of the microbatches.
-Nothing here uses what FSSDP says about itself, but for the bytes its replicas occupy.
+The probe observes from outside: forward hooks on Megatron's routers and expert modules, and the
+time of the microbatches. It uses no figure of FSSDP itself, except the bytes of its replicas.
 """
 
 from __future__ import annotations
@@ -23,25 +23,36 @@ from turns import Turns
 
 
 class Probe:
-    """Writes one JSON line per training step to ``FOLDER/rank<r>.jsonl``.
+    """Recorder of one JSON line per training step in ``FOLDER/rank<r>.jsonl``.
 
-    ``skew`` makes routing uneven (`_skew`). Where two jobs take turns (`turns`), time in which the other one trains
-    counts in no step. A line has: ``loss`` and ``tokens``, sums over this rank's microbatches; ``seconds`` of the step;
-    ``experts`` [L][E] tokens of this rank routed to each expert, ``computed`` [L] tokens this rank's expert modules
-    computed, and ``replica_bytes`` held when the step's last forward ended.
+    A line has: ``loss`` and ``tokens``, sums over this rank's microbatches; ``seconds`` of the
+    step; ``experts`` [L][E], tokens of this rank routed to each expert; ``computed`` [L], tokens
+    that this rank's expert modules computed; and ``replica_bytes`` at the end of the step's last
+    forward. Where two jobs take turns (`turns`), no step includes time of the other job.
+
+    Args:
+        folder: folder of the records.
+        skew: constant added to router logits to make routing uneven, see `_skew`.
     """
 
     def __init__(self, folder: str, *, skew: float = 0.0) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self.skew, self.turns, self.steps = skew, Turns.of(), 0
-        self.folder, self.file = Path(folder), None
+        self.skew = skew
+        self.turns = Turns.of()
+        self.steps = 0
+        self.folder = Path(folder)
+        self.file = None
         self.layers: list[MoELayer] = []
-        self.microbatch, self.began = 0, 0.0
+        self.microbatch = 0
+        self.began = 0.0
         self.step: dict[str, Any] | None = None
 
     def watch(self, chunks: list[Module]) -> list[Module]:
-        """A pre-wrap hook: attach to every MoE layer of this rank."""
-        self.layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
+        """Attach to every MoE layer of this rank, as a pre-wrap hook of Megatron."""
+        self.layers = []
+        for chunk in chunks:
+            self.layers += [m for m in chunk.modules() if isinstance(m, MoELayer)]
+        # Default arguments bind the index of the loop's current layer.
         for index, layer in enumerate(self.layers):
             if self.skew:
                 _skew(layer, self.skew)
@@ -55,18 +66,20 @@ class Probe:
         return chunks
 
     def _routed(self, router: Module, layer: int, routing_map: Tensor) -> None:
+        """Count the tokens routed to each expert; ``routing_map``: [tokens, E] bool."""
         if router.training and self.step is not None:
             counts = routing_map.sum(dim=0).tolist()
             experts = self.step["experts"]
-            experts[layer] = [
-                a + b for a, b in zip(experts[layer] or [0] * len(counts), counts, strict=True)
-            ]
+            before = experts[layer] or [0] * len(counts)
+            experts[layer] = [a + b for a, b in zip(before, counts, strict=True)]
 
     def _computed(self, experts: Module, layer: int, tokens_per_expert: Tensor) -> None:
+        """Count the tokens that this rank computes."""
         if experts.training and self.step is not None:
             self.step["computed"][layer] += int(tokens_per_expert.sum())
 
     def microbatch_begins(self, *, training: bool) -> None:
+        """Finish the last step and begin a new one with the first microbatch of a step."""
         if not training:
             return
         if self.microbatch % get_num_microbatches() == 0:
@@ -86,7 +99,7 @@ class Probe:
         self.microbatch += 1
 
     def losses(self, loss_func: Callable, *, training: bool) -> Callable:
-        """``loss_func``, its result recorded."""
+        """Wrap ``loss_func`` so that its result is recorded."""
 
         def recorded(output: Tensor) -> tuple:
             loss, tokens, report = loss_func(output)
@@ -99,34 +112,39 @@ class Probe:
         return recorded
 
     def _finish_step(self) -> None:
+        """Write the line of the last step."""
         if self.step is not None:
             self.step["seconds"] = time.perf_counter() - self.began
             self.file.write(json.dumps(self.step) + "\n")
+            # A job that is killed leaves complete lines.
             self.file.flush()
 
     def close(self) -> None:
-        """Write the last step and the process's peak memory. Call it when training is over."""
+        """Write the last step and the process's peak memory; call it after training."""
         if self.file is None:
             return
         self._finish_step()
         if self.turns is not None:
             self.turns.end()
+        # Linux gives ru_maxrss in KiB.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        homes = sum(
-            p.numel() * p.element_size()
-            for layer in self.layers
-            for p in layer.experts.parameters()
-        )
+        homes = 0
+        for layer in self.layers:
+            homes += sum(p.numel() * p.element_size() for p in layer.experts.parameters())
         self.file.write(json.dumps({"peak_rss": peak, "home_bytes": homes}) + "\n")
         self.file.close()
 
 
 def _skew(layer: MoELayer, skew: float) -> None:
-    """Add ``skew`` to the router's logits of one expert and half of it to the next, other ones in every layer."""
+    """Add ``skew`` to the router's logits of one expert, and half of it to the next.
+
+    Every layer has different hot experts.
+    """
     experts = layer.config.num_moe_experts
     hot = 4 * (layer.layer_number - 1) % experts
     bias = torch.zeros(experts)
-    bias[hot], bias[(hot + 1) % experts] = skew, skew / 2
+    bias[hot] = skew
+    bias[(hot + 1) % experts] = skew / 2
     gating = layer.router.gating
 
     def skewed(hidden: Tensor) -> Tensor:
@@ -137,7 +155,7 @@ def _skew(layer: MoELayer, skew: float) -> None:
 
 
 def _replica_bytes(layer: MoELayer) -> int:
-    """Bytes of replica weights and of the fp32 memory for their gradients, in use."""
+    """Count the bytes in use for replica weights and their fp32 gradients."""
     replicas = getattr(getattr(layer, "fssdp", None), "replicas", None)
     if replicas is None:
         return 0

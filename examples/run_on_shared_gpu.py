@@ -1,12 +1,12 @@
-"""Run a Megatron script on ranks that share one GPU: to see replicas train on a GPU where there is only one.
+"""Run a Megatron script on ranks that share one GPU, to test replicas on a single GPU.
 
     torchrun ... run_on_shared_gpu.py pretrain_gpt.py ...                      stock Megatron
     torchrun ... run_on_shared_gpu.py -m megatron_hecate pretrain_gpt.py ...   with our launcher
 
-NCCL refuses two ranks on one GPU, so gloo stands in for it, on copies of the tensors in the host's memory. The
-transport ``nvlink`` is the real one: its kernels read and write the memory of the other processes on the GPU. Processes
-take turns on the GPU, so step times mean nothing. Not supported: point-to-point messages of tensors on a GPU (the
-transport ``p2p``, pipeline parallelism).
+NCCL refuses two ranks on one GPU, so gloo stands in for it, on copies of the tensors in the host's
+memory. The transport ``nvlink`` is the real one: its kernels read and write the memory of the other
+processes on the GPU. Processes take turns on the GPU, so step times mean nothing. Not supported:
+point-to-point messages of tensors on a GPU (the transport ``p2p``, pipeline parallelism).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from gloo_as_nccl import collectives_through_the_host
 from plain_wgrad import use_plain_wgrad
 from run_script import run_script
 
-STAND_IN = "gloo_as_nccl"  # whoever looks for "nccl" in the job's backends finds it: the job trains on GPUs
+# Contains "nccl", by which FSSDP recognizes a job on GPUs among its backends.
+STAND_IN = "gloo_as_nccl"
 
 
 def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
@@ -31,9 +32,9 @@ def start_process_group(minutes: float = 3) -> None:
     """Start the process group over gloo; call it before the first import of megatron.
 
     Args:
-        minutes: how long a collective may take.
+        minutes: timeout of a collective.
     """
-    # symmetric memory refuses ranks that share a GPU unless it is asked to
+    # Symmetric memory refuses ranks that share a GPU by default.
     os.environ |= {
         "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
         "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -43,11 +44,12 @@ def start_process_group(minutes: float = 3) -> None:
     dist.Backend.register_backend(STAND_IN, _gloo, devices=["cuda"])
     torch.cuda.set_device(0)
     dist.init_process_group(f"cpu:gloo,cuda:{STAND_IN}", timeout=timedelta(minutes=minutes))
-    os.environ["LOCAL_RANK"] = "0"  # Megatron takes the GPU of this number
+    # Megatron takes the GPU with this index.
+    os.environ["LOCAL_RANK"] = "0"
 
 
 def main() -> None:
-    """Run the script or ``-m module`` on the command line as ``__main__``."""
+    """Start the process group and run the script of the command line."""
     start_process_group()
     run_script()
 

@@ -1,4 +1,4 @@
-"""Two jobs on one machine take turns, a few steps each, so that whatever else runs there slows both alike."""
+"""Alternate two jobs on one machine every few steps, so that other load slows both equally."""
 
 from __future__ import annotations
 
@@ -9,35 +9,40 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-STEPS: int = 3  # of a turn
-POLL: float = 0.01  # seconds between two looks at whose turn it is
-VARIABLE = (
-    "HECATE_TURNS"  # the folder that the jobs share, the name of this one and of the other one
-)
+# steps per turn
+STEPS: int = 3
+# seconds between two polls of the file that names the running job
+POLL: float = 0.01
+# environment variable: folder that both jobs share, name of this job, name of the other job
+VARIABLE = "HECATE_TURNS"
 
 
 class Turns:
-    """One job's side of it. All its ranks make the same calls.
+    """One job's side of the alternation; all ranks of the job make the same calls.
 
     Args:
-        folder: which both jobs see.
+        folder: folder that both jobs share.
         own, other: names of the jobs.
     """
 
     def __init__(self, folder: Path, own: str, other: str) -> None:
-        self._turn, self._own, self._other = folder / "turn", own, other
+        self._turn = folder / "turn"
+        self._own = own
+        self._other = other
         self._other_ended = folder / f"{other} ended"
         self._ended = folder / f"{own} ended"
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Turns | None:
-        """Read from the variable `VARIABLE`; ``None`` where it is not set."""
+        """Read the environment variable `VARIABLE`; ``None`` where it is not set."""
         words = environment.get(VARIABLE, "").split(os.pathsep)
-        return cls(Path(words[0]), *words[1:]) if len(words) == 3 else None
+        if len(words) != 3:
+            return None
+        return cls(Path(words[0]), *words[1:])
 
     @staticmethod
     def begin(folder: Path, first: str, second: str) -> list[str]:
-        """Let ``first`` begin; returns the value of `VARIABLE` for both jobs."""
+        """Give the first turn to ``first``; returns the value of `VARIABLE` for both jobs."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "turn").write_text(first)
         return [
@@ -45,7 +50,7 @@ class Turns:
         ]
 
     def before_step(self, step: int) -> None:
-        """Wait for this job's turn where one begins with ``step``, counted from 0."""
+        """Wait for this job's turn if ``step``, counted from 0, begins one."""
         if step % STEPS:
             return
         if step:
@@ -60,8 +65,11 @@ class Turns:
         self._pass_on()
 
     def _pass_on(self) -> None:
-        dist.barrier()  # every rank has ended its step
+        """Give the turn to the other job."""
+        # All ranks must have ended their step before the other job begins.
+        dist.barrier()
         if dist.get_rank() == 0:
+            # Replaced in one operation, so that the other job never reads a half-written name.
             draft = self._turn.with_suffix(".new")
             draft.write_text(self._other)
             draft.replace(self._turn)

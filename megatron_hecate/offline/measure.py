@@ -1,6 +1,7 @@
-"""``torchrun ... -m megatron_hecate --measure FILE``: what links and cores really do, for planning.
+"""``torchrun ... -m megatron_hecate --measure FILE``: measure links and compute for the planner.
 
-Run it as the job will run: same nodes, same ranks per node. Every number is the slowest rank's median.
+Run it as the job will run: same nodes, same ranks per node. Every number is the slowest rank's
+median.
 """
 
 from __future__ import annotations
@@ -23,47 +24,35 @@ from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.tables import GroupShape
 
 REPEATS: int = 7
-CHUNK: int = 16 << 20  # bytes, about one expert
-GEMM: tuple[int, int, int] = (
-    512,
-    512,
-    512,
-)  # tokens, hidden, ffn on a CPU; a GPU gets 8 times as much of each
+WARMUPS: int = 2
+# bytes, about one expert
+CHUNK: int = 16 << 20
+# tokens, hidden and ffn size of the GEMM on a CPU; a GPU multiplies each by 8
+GEMM: tuple[int, int, int] = (512, 512, 512)
 
 
 def measure(path: str) -> None:
-    """Measure and, on rank 0, write ``path``. Starts ``torch.distributed`` from torchrun's environment.
+    """Measure the speeds of this job; rank 0 writes the file ``path``.
+
+    Starts ``torch.distributed`` from torchrun's environment where it is not running.
 
     Raises:
-        ValueError: for a single rank, which has no links, and for nodes with different numbers of ranks.
+        ValueError: for a single rank, which has no links, and for nodes with different numbers
+            of ranks.
         SystemExit: before anything is measured, when ``path`` cannot be written.
     """
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-    if dist.get_world_size() < 2:
-        raise ValueError(
-            "--measure needs at least 2 ranks: torchrun --nproc-per-node 2 -m megatron_hecate --measure FILE"
-        )
-    failed: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            Path(path).open("a").close()  # fails now, not when all is measured
-        except OSError as error:
-            failed = [f"--measure cannot write {path}: {error}"]
-    dist.broadcast_object_list(failed)
-    if failed[0] is not None:
-        raise SystemExit(failed[0] if dist.get_rank() == 0 else 2)
+    device = _start()
+    _check_writable(path)
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
     world = World.from_names(names)
-    intra, inter = _link(world, device, same_node=True), _link(world, device, same_node=False)
+    intra = _link(world, device, same_node=True)
+    inter = _link(world, device, same_node=False)
     if world.num_nodes > 1 and inter is None:
         per_node = sorted(Counter(world.node).values())
-        raise ValueError(f"--measure needs equally many ranks on every node, got {per_node}")
+        raise ValueError(f"--measure needs the same number of ranks on every node, got {per_node}")
+    # A job on one node has no link between nodes, and one rank per node has none inside: the
+    # planner gets the only link that exists for both.
     speeds = Speeds(
         intra=intra or inter,
         inter=inter or intra,
@@ -72,69 +61,132 @@ def measure(path: str) -> None:
         contention=_contention(world, device),
     )
     if dist.get_rank() == 0:
-        kind = (
-            torch.cuda.get_device_name()
-            if device.type == "cuda"
-            else f"CPU, {torch.get_num_threads()} threads a rank"
-        )
-        origin = f"{len(names)} ranks on {world.num_nodes} nodes, {kind}, {dist.get_backend()}, "
-        origin += f"torch {torch.__version__}"
+        origin = _origin(world, device)
         speeds.save(path, origin=origin)
-        print(
-            f"{origin}\nbetween ranks of a node {_read(speeds.intra)}, of different nodes {_read(speeds.inter)}; GEMMs "
-            f"{speeds.flops / 1e12:.3g} TFLOP/s; routing to replicas {speeds.routing * 1e3:.2g} ms per layer and "
-            f"microbatch; a hidden copy takes {speeds.contention:.0%} of its time from compute\n"
-            f"wrote {path}; use it with --moe-fssdp-speeds {path}",
-            flush=True,
-        )
+        print(_summary(speeds, origin, path), flush=True)
     dist.barrier()
 
 
-def _read(link: Link) -> str:
+def _start() -> torch.device:
+    """Select this rank's device and start ``torch.distributed``; returns the device."""
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend)
+    if dist.get_world_size() < 2:
+        raise ValueError(
+            "--measure needs at least 2 ranks: "
+            "torchrun --nproc-per-node 2 -m megatron_hecate --measure FILE"
+        )
+    return device
+
+
+def _check_writable(path: str) -> None:
+    """Exit on all ranks if rank 0 cannot write ``path``, before minutes are spent measuring."""
+    failed: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            Path(path).open("a").close()
+        except OSError as error:
+            failed = [f"--measure cannot write {path}: {error}"]
+    dist.broadcast_object_list(failed)
+    if failed[0] is None:
+        return
+    # Only rank 0 prints the message.
+    if dist.get_rank() == 0:
+        raise SystemExit(failed[0])
+    raise SystemExit(2)
+
+
+def _origin(world: World, device: torch.device) -> str:
+    """Describe the machine and the software of this measurement."""
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name()
+    else:
+        kind = f"CPU, {torch.get_num_threads()} threads a rank"
+    return (
+        f"{world.num_ranks} ranks on {world.num_nodes} nodes, {kind}, {dist.get_backend()}, "
+        f"torch {torch.__version__}"
+    )
+
+
+def _summary(speeds: Speeds, origin: str, path: str) -> str:
+    """Format the measured speeds, and the flag that uses them."""
+    return (
+        f"{origin}\n"
+        f"between ranks of a node {_link_text(speeds.intra)}, "
+        f"of different nodes {_link_text(speeds.inter)}; "
+        f"GEMMs {speeds.flops / 1e12:.3g} TFLOP/s; "
+        f"routing to replicas {speeds.routing * 1e3:.2g} ms per layer and microbatch; "
+        f"a hidden copy takes {speeds.contention:.0%} of its time from compute\n"
+        f"wrote {path}; use it with --moe-fssdp-speeds {path}"
+    )
+
+
+def _link_text(link: Link) -> str:
     return f"{link.bandwidth / 1e9:.3g} GB/s and {link.latency * 1e6:.3g} us"
 
 
 def _slowest(seconds: float) -> float:
-    """The largest of all ranks."""
+    """Return the maximum over all ranks."""
     times: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(times, seconds)
     return max(times)
 
 
 def _time(action: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of ``action`` on the slowest rank."""
+    """Return the median seconds of ``action`` on the slowest rank."""
     times = []
-    for repeat in range(REPEATS + 2):
+    for repeat in range(REPEATS + WARMUPS):
         dist.barrier()
         start = time.perf_counter()
         action()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        if repeat >= 2:
+        if repeat >= WARMUPS:
             times.append(time.perf_counter() - start)
     return _slowest(median(times))
 
 
-def _link(world: World, device: torch.device, *, same_node: bool) -> Link | None:
-    """Every rank sends to the next and receives from the last of its node, or of its place on other nodes, at once.
+def _ring(node: tuple[int, ...], *, same_node: bool) -> list[int]:
+    """List this rank's peers: all ranks of its node, or the rank of its local index on each node.
 
-    ``None`` where there are no two such ranks.
+    Args:
+        node: node of every rank, [R].
+        same_node: whether peers are those of this rank's node.
     """
-    rank, node = dist.get_rank(), world.node
-    place = sum(node[r] == node[rank] for r in range(rank))
+    rank = dist.get_rank()
     if same_node:
-        ring = [r for r in range(len(node)) if node[r] == node[rank]]
-    else:
-        seen: Counter[int] = Counter()
-        ring = []
-        for r, of_rank in enumerate(node):
-            if seen[of_rank] == place:
-                ring.append(r)
-            seen[of_rank] += 1
-    if _slowest(-len(ring)) > -2:  # some rank has no peer
+        return [peer for peer in range(len(node)) if node[peer] == node[rank]]
+    local_index = sum(node[peer] == node[rank] for peer in range(rank))
+    seen: Counter[int] = Counter()
+    ring = []
+    for peer, peer_node in enumerate(node):
+        if seen[peer_node] == local_index:
+            ring.append(peer)
+        seen[peer_node] += 1
+    return ring
+
+
+def _link(world: World, device: torch.device, *, same_node: bool) -> Link | None:
+    """Measure a ring in which all ranks send to the next and receive from the previous at once.
+
+    Args:
+        same_node: one ring per node; otherwise one ring per local index, across nodes.
+
+    Returns:
+        ``None`` where a ring has a single rank.
+    """
+    ring = _ring(world.node, same_node=same_node)
+    # All ranks leave together if any ring has one rank: the minimum length, as -max(-length).
+    if _slowest(-len(ring)) > -2:
         return None
-    at = ring.index(rank)
-    ahead, behind = ring[(at + 1) % len(ring)], ring[at - 1]
+    at = ring.index(dist.get_rank())
+    ahead = ring[(at + 1) % len(ring)]
+    behind = ring[at - 1]
 
     def exchange(size: int) -> Callable[[], None]:
         out = torch.ones(size, dtype=torch.uint8, device=device)
@@ -153,10 +205,15 @@ def _link(world: World, device: torch.device, *, same_node: bool) -> Link | None
 
 
 def _contention(world: World, device: torch.device) -> float:
-    """How much longer a GEMM takes beside an exchange with the next rank, over the time of the exchange alone."""
+    """Measure the slowdown of a GEMM that overlaps an exchange, as a share of the exchange's time.
+
+    The exchange is with the neighbouring ranks; the result is clipped to 0 .. 1.
+    """
+    # Long enough to overlap the whole exchange on either device.
     scale = 16 if device.type == "cuda" else 2
     x = torch.randn(scale * GEMM[0], scale * GEMM[1], device=device)
-    ahead, behind = (dist.get_rank() + 1) % world.num_ranks, (dist.get_rank() - 1) % world.num_ranks
+    ahead = (dist.get_rank() + 1) % world.num_ranks
+    behind = (dist.get_rank() - 1) % world.num_ranks
     out = torch.ones(CHUNK, dtype=torch.uint8, device=device)
     into = torch.empty_like(out)
 
@@ -169,31 +226,39 @@ def _contention(world: World, device: torch.device) -> float:
         for work in post():
             work.wait()
 
-    def both() -> None:
+    def overlapped() -> None:
         works = post()
         x @ x
         for work in works:
             work.wait()
 
-    alone, compute = _time(exchange, device), _time(lambda: x @ x, device)
-    extra = _time(both, device) - max(alone, compute)
-    return min(1.0, max(0.0, extra / alone))
+    exchange_seconds = _time(exchange, device)
+    gemm_seconds = _time(lambda: x @ x, device)
+    extra = _time(overlapped, device) - max(exchange_seconds, gemm_seconds)
+    return min(1.0, max(0.0, extra / exchange_seconds))
 
 
 def _flops(device: torch.device) -> float:
-    scale = 8 if device.type == "cuda" else 1
+    """Measure the FLOP/s of a GEMM, in bf16 on a GPU and in fp32 on a CPU."""
+    if device.type == "cuda":
+        scale = 8
+        dtype = torch.bfloat16
+    else:
+        scale = 1
+        dtype = torch.float32
     tokens, hidden, ffn = (scale * size for size in GEMM)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    x, w = (
-        torch.randn(tokens, hidden, device=device, dtype=dtype),
-        torch.randn(hidden, ffn, device=device, dtype=dtype),
-    )
+    x = torch.randn(tokens, hidden, device=device, dtype=dtype)
+    w = torch.randn(hidden, ffn, device=device, dtype=dtype)
     return 2.0 * tokens * hidden * ffn / _time(lambda: x @ w, device)
 
 
 def _routing(world: World, device: torch.device) -> float:
-    """Loads exchanged and quotas computed for one layer with two experts per rank, one of them with a replica."""
-    num_ranks, rank = world.num_ranks, dist.get_rank()
+    """Measure the gather of loads plus the quota computation of one layer, in seconds.
+
+    The layer has two experts per rank, one of which has a replica.
+    """
+    num_ranks = world.num_ranks
+    rank = dist.get_rank()
     homes = Placement.initial(2 * num_ranks, num_ranks, num_slots=1)
     placement = homes.with_replicas((2 * r, (r + 1) % num_ranks) for r in range(num_ranks))
     own = torch.randint(0, 1000, (2 * num_ranks,), dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""Sizes of published models, and machines as public measurements show them: what `what_if` knows by name."""
+"""Sizes of published models, and speeds of machines from public measurements, for `what_if`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from megatron_hecate.plan import H100, LayerShape, Link, Speeds
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """A model of gated experts (three matrices), bf16 weights.
+    """Sizes of a model with gated experts (three matrices) and bf16 weights.
 
     Args:
-        layers: with experts.
-        hidden, ffn: of an expert.
-        experts, top_k: of a layer.
+        layers: number of layers with experts.
+        hidden, ffn: sizes of an expert.
+        experts, top_k: experts of a layer, and experts per token.
         attention: parameters of one layer's attention.
-        width: heads times head dimension: of queries and keys, or, where they differ, its mean with that of values.
-        vocab, seq: tokens.
-        shared: ffn of the shared experts of a layer, together.
-        plain, plain_ffn: layers without experts, and their ffn.
+        width: heads times head dimension of queries and keys; the mean with the values' width
+            where that differs.
+        vocab, seq: tokens of the vocabulary and of a sequence.
+        shared: ffn size of a layer's shared experts together.
+        plain, plain_ffn: number of layers without experts, and their ffn size.
     """
 
     layers: int
@@ -39,39 +40,48 @@ class Model:
 
     @classmethod
     def named(cls, text: str) -> Model:
-        """``NAME[,field=value...]``, such as ``olmoe,layers=8``. Raises ValueError, with the names there are."""
+        """Parse ``NAME[,field=value...]``, such as ``olmoe,layers=8``.
+
+        Raises:
+            ValueError: for an unknown name or field, with the known ones.
+        """
         name, *changes = text.split(",")
         fields = [field.name for field in dataclasses.fields(cls)]
+        may_be_zero = ("shared", "plain", "plain_ffn")
         values = {}
         for change in changes:
             field, _, value = change.partition("=")
-            if (
-                field not in fields
-                or not value.isdecimal()
-                or (not int(value) and field not in fields[-3:])
-            ):
+            known = field in fields and value.isdecimal()
+            if not known or (int(value) == 0 and field not in may_be_zero):
                 raise ValueError(
-                    f"{change!r} in model {text!r} must be FIELD=NUMBER, with a field of {', '.join(fields)}"
+                    f"{change!r} in model {text!r} must be FIELD=NUMBER, "
+                    f"with a field of {', '.join(fields)}"
                 )
             values[field] = int(value)
         if name not in MODELS:
             raise ValueError(
-                f"no model is named {name!r}; there are {', '.join(MODELS)}; change sizes as in olmoe,layers=8"
+                f"no model is named {name!r}; there are {', '.join(MODELS)}; "
+                "change sizes as in olmoe,layers=8"
             )
         return dataclasses.replace(MODELS[name], **values)
 
     @property
     def expert_elements(self) -> int:
+        """Number of parameters of one expert."""
         return 3 * self.hidden * self.ffn
 
     def dense_flops(self) -> float:
-        """Forward FLOPs of a token in a layer outside its experts; those of plain layers are spread over all."""
-        attention = 2.0 * self.attention + 2.0 * self.seq * self.width  # causal: half of all scores
+        """Count the forward FLOPs of a token in a layer outside its experts.
+
+        FLOPs of the layers without experts are spread evenly over the layers with experts.
+        """
+        # Causal attention computes half of all scores: 2 instead of 4 FLOPs per score element.
+        attention = 2.0 * self.attention + 2.0 * self.seq * self.width
         plain = self.plain * (attention + 6.0 * self.hidden * self.plain_ffn)
         return attention + 6.0 * self.hidden * self.shared + plain / self.layers
 
     def shape(self, **options: float) -> LayerShape:
-        """Of one layer; ``options`` are further fields."""
+        """Return the shape of one layer; ``options``: further fields of `LayerShape`."""
         elements = self.expert_elements
         sizes = dict(
             expert_bytes=2 * elements, grad_bytes=4 * elements, token_bytes=2 * self.hidden
@@ -80,13 +90,13 @@ class Model:
 
 
 def _heads(hidden: int, heads: int, groups: int, width: int = 128) -> dict[str, int]:
-    """Of attention with ``groups`` key-value heads."""
+    """Return the sizes of attention with ``groups`` key-value heads, as fields of `Model`."""
     return dict(attention=2 * hidden * width * (heads + groups), width=heads * width)
 
 
-# Sizes: each model's published config.json; a test compares the number of parameters. DeepSeek's attention: q_lora
-# 1536, kv_lora 512, 128 heads of 128 + 64 (values 128). Windows of GPT-OSS's attention are not modelled, nor
-# multi-token prediction.
+# Sizes: each model's published config.json; a test compares the number of parameters. DeepSeek's
+# attention: q_lora 1536, kv_lora 512, 128 heads of 128 + 64 (values 128). The windows of GPT-OSS's
+# attention and multi-token prediction are not modelled.
 _QWEN3 = dict(experts=128, top_k=8, vocab=151936)
 _GPT_OSS = dict(hidden=2880, ffn=2880, top_k=4, vocab=201088, **_heads(2880, 64, 8, 64))
 MODELS: Mapping[str, Model] = {
@@ -112,13 +122,13 @@ MODELS: Mapping[str, Model] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """A machine.
+    """Speeds and memory of a machine.
 
     Args:
-        per_node: ranks that share the fast link.
-        speeds: of links and cores.
-        dense: FLOP/s that a rank reaches outside experts, with all the time counted that is no GEMM.
-        memory: bytes of a rank; 0 where it is not known.
+        per_node: number of ranks that share the fast link.
+        speeds: bandwidths and latencies of links, FLOP/s of experts.
+        dense: FLOP/s of a rank outside experts; time outside GEMMs counts, too.
+        memory: bytes of a rank; 0 if unknown.
     """
 
     per_node: int
@@ -128,13 +138,22 @@ class Cluster:
 
     @classmethod
     def named(cls, name: str, *, per_node: int = 8) -> Cluster:
-        """One of the table, or what ``--measure`` wrote, with ``per_node`` ranks; else ValueError."""
+        """Look up a cluster of the table, or load a file from ``--measure``.
+
+        Args:
+            name: name in `CLUSTERS`, or path of a file.
+            per_node: ranks per node with a file, which does not hold it.
+
+        Raises:
+            ValueError: if there is neither, with the known names.
+        """
         if name in CLUSTERS:
             return CLUSTERS[name]
         if not Path(name).is_file():
             known = ", ".join(CLUSTERS)
             raise ValueError(
-                f"no cluster and no file is named {name!r}; there are {known}, and files from --measure"
+                f"no cluster and no file is named {name!r}; "
+                f"there are {known}, and files from --measure"
             )
         speeds = Speeds.load(name)
         return cls(per_node=per_node, speeds=speeds, dense=speeds.flops, memory=0.0)
@@ -143,16 +162,17 @@ class Cluster:
 def _cluster(
     per_node: int, intra: float, inter: float, flops: tuple[float, float], memory: float
 ) -> Cluster:
-    """GB/s, GB/s, TFLOP/s of experts and of all else, GB."""
+    """Build a cluster from GB/s (intra, inter), TFLOP/s (experts, all else) and GB."""
     links = dict(intra=Link(intra * 1e9, 12e-6), inter=Link(inter * 1e9, 25e-6))
     speeds = dataclasses.replace(H100, **links, flops=flops[0] * 1e12)
     return Cluster(per_node=per_node, speeds=speeds, dense=flops[1] * 1e12, memory=memory * 1e9)
 
 
-# intra: bus bandwidth of NCCL's all-to-all at 512 MiB, and latency of small ones (NVIDIA's AIConfigurator at
-# 095f58a, Apache-2.0; GB200 on 4 GPUs). inter: 90 % of the adapter's rate (datasheets); its latency is an
-# assumption. Experts: 45 % of dense bf16, as in `plan.H100`. All else: H100 and GB200 are fitted to one published
-# row each (docs/what-if-checks.md), H200 is as H100, B200 and A100 are scaled by their peaks.
+# intra: bus bandwidth of NCCL's all-to-all at 512 MiB, and latency of small ones (NVIDIA's
+# AIConfigurator at 095f58a, Apache-2.0; GB200 on 4 GPUs). inter: 90 % of the adapter's rate
+# (datasheets); its latency is an assumption. Experts: 45 % of dense bf16, as in `plan.H100`. All
+# else: H100 and GB200 are fitted to one published row each (docs/what-if-checks.md), H200 equals
+# H100, B200 and A100 are scaled by their peaks.
 CLUSTERS: Mapping[str, Cluster] = {
     "a100x8": _cluster(8, 203, 22.5, (140, 75), 80),
     "h100x8": _cluster(8, 320, 45, (445, 237), 80),

@@ -1,18 +1,17 @@
-"""``python -m megatron_hecate --report RUN_DIR [--out report.html]``: one page that says what FSSDP did, and why.
+"""``python -m megatron_hecate --report RUN_DIR [--out report.html]``: page about a recorded run.
 
-The page is one file that needs no network: a template, its data, and a small plotting library (uPlot). Numbers come
-from `figures`. Iterations are averaged in groups where there are more of them than a chart can show.
+The page is one file that needs no network: a template, its data, and a small plotting library
+(uPlot). Numbers are from `analysis`. Iterations are averaged in groups where a chart has fewer
+points than the run has iterations.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
 import dataclasses
-import itertools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,32 +19,33 @@ import numpy as np
 
 from megatron_hecate import trace
 from megatron_hecate.offline.megatron_files import read_any
+from megatron_hecate.offline.report_charts import POINTS, groups_of, lines, picture, short
 from megatron_hecate.plan.replicas import BALANCED
 from megatron_hecate.record.analysis import Figures
 from megatron_hecate.record.run_folder import read_infos
 
 PAGE = Path(__file__).with_name("page")
-POINTS: int = 1000  # of a line
-CELLS: int = 600_000  # of a picture, over all layers and times
-HOTTEST: int = 16  # experts of a layer that are shown
-LEVELS: int = 65534  # of a number in a picture; one more means that there were no tokens
-MIB = 2.0**20
+# files that replace their names in the template
+PARTS = ("uplot.min.css", "uplot.min.js", "uplot.LICENSE", "page.css", "charts.js", "page.js")
+# most cells of a picture, over all layers and times
+CELLS: int = 600_000
+# most experts shown per layer
+HOTTEST: int = 16
 
 
 def main(argv: Sequence[str]) -> int:
-    """The command; returns its exit status."""
+    """Run the command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m megatron_hecate --report", description=__doc__.splitlines()[0]
     )
-    parser.add_argument(
-        "run_dir", metavar="RUN_DIR", type=Path, help="folder that a run records into"
-    )
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a recorded run")
     parser.add_argument("--out", type=Path, help="the page (default: report.html in RUN_DIR)")
     parser.add_argument(
-        "--stages", type=int, help="pipeline stages, where Megatron's own files are read"
+        "--stages", type=int, help="number of pipeline stages, for Megatron's own files"
     )
     arguments = parser.parse_args(argv)
-    folder, out = arguments.run_dir, arguments.out or arguments.run_dir / "report.html"
+    folder = arguments.run_dir
+    out = arguments.out or folder / "report.html"
     try:
         if (merged := trace.merge(folder)) is not None:
             print(f"The trace of all ranks is {merged}: open it in ui.perfetto.dev.")
@@ -58,282 +58,261 @@ def main(argv: Sequence[str]) -> int:
 
 
 def write(folder: Path, out: Path, stages: int | None = None) -> list[str]:
-    """Read the record in ``folder``, write the page to ``out``; returns its summary. ``stages`` as in `read_megatron`.
+    """Write the page about the record in ``folder`` to ``out``; returns the page's summary.
+
+    Args:
+        stages: number of pipeline stages, see `read_megatron`.
 
     Raises:
-        ValueError: for a folder without a record, or one that cannot be read.
+        ValueError: for a folder without a record, or a record that cannot be read.
         OSError: when ``out`` cannot be written.
     """
     infos = read_infos(folder)
     found = _content(Figures(read_any(folder, stages=stages), [*infos.values()]), folder)
     page = (PAGE / "page.html").read_text()
-    for name in ("uplot.min.css", "uplot.min.js", "uplot.LICENSE", "page.css", "page.js"):
+    for name in PARTS:
         page = page.replace(f"/*{name}*/", (PAGE / name).read_text())
+    # "<" is escaped so that no name in the data can close the script element.
     data = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     out.write_text(page.replace("/*data*/", data))
     return found["words"]
 
 
 def _content(figures: Figures, folder: Path) -> dict[str, Any]:
-    """All that the page shows, as JSON: words, lines over iterations, pictures, and a row for each layer."""
-    record, (num, layers, _) = figures.record, figures.record.load.shape
-    few = _groups(num, POINTS)
-    total = record.load.sum(axis=0)
-    hottest = np.argsort(-total, axis=1, kind="stable")[:, :HOTTEST]  # [L, K]
-    loads = [figures.before] if figures.observed else [figures.before, figures.after]
+    """Build all content of the page as JSON: sentences, line charts, pictures, rows of layers."""
+    record = figures.record
+    num, layers, _ = record.load.shape
+    groups = groups_of(num, POINTS)
+    hottest = np.argsort(-record.load.sum(axis=0), axis=1, kind="stable")[:, :HOTTEST]  # [L, K]
+    loads = [figures.before]
+    if not figures.observed:
+        loads.append(figures.after)
     spread = [figures.imbalance(load)[:, :, None] for load in loads]
-    of_hottest = np.take_along_axis(record.load, hottest[None], axis=2)
+    hottest_loads = np.take_along_axis(record.load, hottest[None], axis=2)
     home = np.take_along_axis(figures.home[-1], hottest, axis=1)
-    replica = None if record.replica is None else record.replica.reshape(num, layers, -1)
-    copies = [
-        [
-            0.0 if replica is None else float((replica[:, layer] == e).sum() / num)
-            for e in hottest[layer]
-        ]
-        for layer in range(layers)
-    ]
+    info = dataclasses.asdict(record.info)
     return {
-        "info": {
-            **dataclasses.asdict(record.info),
-            "folder": str(folder),
-            "step": _ms(figures.step_ms),
-        },
+        "info": {**info, "folder": str(folder), "step": _ms(figures.step_ms)},
         "observed": figures.observed,
         "words": _sentences(figures, folder),
         "mean": _means(figures),
-        "iterations": [round(float(record.iteration[a:b].mean()), 1) for a, b in few],
-        "lines": _lines(figures, few),
-        "loads": _picture(record.iteration, loads, figures.before.mean(axis=2), CELLS),
-        "spread": _picture(record.iteration, spread, np.ones((num, layers)), layers * POINTS // 4),
-        "hot": _picture(record.iteration, [of_hottest], record.load.mean(axis=2), CELLS // 4),
+        "iterations": [round(float(record.iteration[a:b].mean()), 1) for a, b in groups],
+        "lines": lines(figures, groups),
+        "loads": picture(record.iteration, loads, figures.before.mean(axis=2), CELLS),
+        "spread": picture(record.iteration, spread, np.ones((num, layers)), layers * POINTS // 4),
+        "hot": picture(record.iteration, [hottest_loads], record.load.mean(axis=2), CELLS // 4),
         "experts": {
             "number": hottest.tolist(),
             "home": home.tolist(),
-            "replicas": copies,
+            "replicas": _mean_replicas(record.replica, hottest),
         },
         "layers": _rows(figures),
     }
 
 
+def _mean_replicas(replica: np.ndarray | None, hottest: np.ndarray) -> list[list[float]]:
+    """Average the number of replicas of the hottest experts over iterations, [L, K].
+
+    Args:
+        replica: experts in all slots, [T, L, N, S]; ``None`` if FSSDP was off.
+        hottest: experts of each layer, [L, K].
+    """
+    if replica is None:
+        return [[0.0] * len(experts) for experts in hottest]
+    num, layers = replica.shape[:2]
+    slots = replica.reshape(num, layers, -1)
+    return [
+        [float((slots[:, layer] == expert).sum() / num) for expert in experts]
+        for layer, experts in enumerate(hottest)
+    ]
+
+
 def _sentences(figures: Figures, folder: Path) -> list[str]:
-    """What matters, in words."""
-    record, mean = figures.record, _means(figures)
+    """Summarize the run in a few sentences."""
+    record = figures.record
+    mean = _means(figures)
     num, layers, experts = record.load.shape
     first, last = record.iteration[[0, -1]]
-    found = [
-        f"The record holds {_count(num, 'iteration')} ({first} to {last}) of {_count(layers, 'MoE layer')} with "
-        f"{experts} experts over {_count(record.info.ranks, 'rank')} on {_count(len(set(record.info.node)), 'node')}. "
-        f"FSSDP was {'off' if figures.observed else 'on'}.",
-        f"As the router chose, the fullest rank had {mean['before']:.2f} times the mean load, and "
-        f"{figures.imbalance(figures.before).max():.2f} times at worst (a single layer and iteration); all others wait "
-        "for it.",
-    ]
-    if not figures.observed:
-        worst = figures.imbalance(figures.after).max()
-        found[1] += (
-            f" With FSSDP it computed {mean['after']:.3f} times the mean, and {worst:.2f} times at worst."
-        )
-        if moves := figures.moves:
-            found[1] += (
-                f" Experts changed homes {_count(moves, 'time')}; the time of moving is in no figure here."
-            )
-    found.append(_times(figures, mean))
-    if figures.observed:
-        step = f" --step-ms {figures.step_ms:.0f}" if figures.step_ms > 0 else ""  # NaN is not
-        return [
-            *found,
-            f"To learn what FSSDP would win on this run: python -m megatron_hecate --what-if {folder} --model NAME "
-            f"--cluster NAME{step} (--what-if --help lists names; of several pipeline stages, name --pp)",
-        ]
-    bypassed = (figures.replicas.sum(axis=2) == 0).mean()
-    late = 0 if record.late is None else int(record.late.sum())
-    text = f"A layer had {mean['replicas']:.1f} replicas on average; {_count(late, 'replica')} came after the gate."
-    if bypassed and record.info.slots:
-        text += f" In {_percent(bypassed)} of all cases it had none: copies did not pay, or there was no forecast yet."
-    return [*found, text]
-
-
-def _times(figures: Figures, mean: dict[str, float]) -> str:
-    """What imbalance costs a step, and what of it came back."""
-    if figures.costs is None:
-        return "The record holds no sizes or no speeds, so times are not known; loads are."
-    lost, won = mean["lost"], mean["lost"] - mean["left"]
-    stock = figures.step_ms + won  # what stock training would take
-    share = (
-        f", {_percent(lost / stock)} of the {_ms(stock)} that a step" if stock > 0 else ""
-    )  # NaN is not
-    share += (
-        (" took" if figures.observed else " would have taken without FSSDP, by the same model")
-        if share
-        else ""
+    nodes = len(set(record.info.node))
+    about = (
+        f"The record holds {_count(num, 'iteration')} ({first} to {last}) of "
+        f"{_count(layers, 'MoE layer')} with {experts} experts over "
+        f"{_count(record.info.ranks, 'rank')} on {_count(nodes, 'node')}. "
+        f"FSSDP was {'off' if figures.observed else 'on'}."
     )
-    text = f"By the cost model ranks {'wait' if figures.observed else 'would have waited'} {_ms(lost)} per step{share}."
+    sentences = [about, _imbalance_text(figures, mean), _time_text(figures, mean)]
+    if figures.observed:
+        sentences.append(_what_if_hint(figures, folder))
+    else:
+        sentences.append(_copies_text(figures))
+    return sentences
+
+
+def _imbalance_text(figures: Figures, mean: Mapping[str, float]) -> str:
+    """State the imbalance as routed and, with FSSDP, as computed."""
+    worst = figures.imbalance(figures.before).max()
+    text = (
+        f"As routed, the fullest rank had {mean['before']:.2f} times the mean load, and "
+        f"{worst:.2f} times at worst (one layer in one iteration); all other ranks wait for it."
+    )
     if figures.observed:
         return text
-    price = figures.of_step(figures.price_ms).mean()
+    worst = figures.imbalance(figures.after).max()
+    text += (
+        f" With FSSDP the fullest rank computed {mean['after']:.3f} times the mean, "
+        f"and {worst:.2f} times at worst."
+    )
+    if moves := figures.moves:
+        text += (
+            f" Experts changed homes {_count(moves, 'time')}; "
+            "the figures do not include the time of these moves."
+        )
+    return text
+
+
+def _what_if_hint(figures: Figures, folder: Path) -> str:
+    """Name the command that estimates the gain of FSSDP on an observed run."""
+    # The time of a step is NaN for a single iteration, and NaN > 0 is false.
+    step = ""
+    if figures.step_ms > 0:
+        step = f" --step-ms {figures.step_ms:.0f}"
+    return (
+        "To estimate what FSSDP would win on this run: "
+        f"python -m megatron_hecate --what-if {folder} --model NAME --cluster NAME{step} "
+        "(--what-if --help lists names; with several pipeline stages, add --pp)"
+    )
+
+
+def _copies_text(figures: Figures) -> str:
+    """State the number of replicas, of late replicas, and the share of layers without any."""
+    record = figures.record
+    replicas = figures.replicas.sum(axis=2)
+    late = 0 if record.late is None else int(record.late.sum())
+    text = (
+        f"A layer had {replicas.mean():.1f} replicas on average; "
+        f"in all, layers fetched {_count(late, 'replica')} after the gate."
+    )
+    bypassed = (replicas == 0).mean()
+    if bypassed and record.info.slots:
+        text += (
+            f" In {_percent(bypassed)} of all cases a layer had none: "
+            "copies did not pay, or there was no forecast yet."
+        )
+    return text
+
+
+def _time_text(figures: Figures, mean: Mapping[str, float]) -> str:
+    """State the time per step lost to imbalance and, with FSSDP, how much of it was won back."""
+    if figures.costs is None:
+        return (
+            "The record holds no sizes or no speeds, so times are not known; "
+            "the page shows loads alone."
+        )
+    lost = mean["lost"]
+    won = lost - mean["left"]
+    # The time of a step is NaN for a single iteration, and NaN > 0 is false.
+    stock_step = figures.step_ms + won
+    share = ""
+    if stock_step > 0:
+        share = f", {_percent(lost / stock_step)} of the {_ms(stock_step)} that a step"
+        if figures.observed:
+            share += " took"
+        else:
+            share += " would have taken without FSSDP, by the same model"
+    if figures.observed:
+        return f"By the cost model ranks wait {_ms(lost)} per step{share}."
+    text = f"By the cost model ranks would have waited {_ms(lost)} per step{share}."
+    price = _ms(figures.of_step(figures.price_ms).mean())
     if won < 0:
-        return f"{text} FSSDP cost {_ms(-won)} more than it won: replicas took {_ms(price)}. Use fewer slots, or none."
-    part = f", {_percent(won / lost)}" if lost else ""
-    return f"{text} FSSDP won back {_ms(won)} of that{part}; what replicas cost, {_ms(price)}, is taken off."
+        return (
+            f"{text} FSSDP cost {_ms(-won)} more than it won: replicas took {price}. "
+            "Use fewer slots, or none."
+        )
+    part = ""
+    if lost:
+        part = f", {_percent(won / lost)}"
+    return f"{text} FSSDP won back {_ms(won)} of that{part}, net of the replicas' cost of {price}."
 
 
 def _means(figures: Figures) -> dict[str, float]:
-    """Over iterations (and layers): imbalance before and after, ms lost before and after, replicas of a layer."""
-    before, after = (figures.imbalance(load) for load in (figures.before, figures.after))
-    replicas = figures.replicas.sum(axis=2)
+    """Average the main figures over iterations and layers.
+
+    Returns:
+        Imbalance before and after, ms lost before and after, replicas per layer.
+    """
     values = dict(
-        before=before, after=after, lost=figures.lost_ms, left=figures.left_ms, replicas=replicas
+        before=figures.imbalance(figures.before),
+        after=figures.imbalance(figures.after),
+        lost=figures.lost_ms,
+        left=figures.left_ms,
+        replicas=figures.replicas.sum(axis=2),
     )
     return {name: float(value.mean()) for name, value in values.items()}
 
 
-def _lines(figures: Figures, groups: Sequence[tuple[int, int]]) -> dict[str, Any]:
-    """Charts over iterations: a unit, and series of (name, colour, values)."""
-    on, known = not figures.observed, figures.costs is not None
-    spread = []
-    for what, colour, load in [
-        ("routed", "before", figures.before),
-        ("computed", "after", figures.after),
-    ][: 1 + on]:
-        quantiles = np.quantile(figures.imbalance(load), (1.0, 0.9, 0.5, 0.1), axis=1)
-        names = ("worst layer", "90 % of layers below", "median layer", "10 % of layers below")
-        spread += [
-            (f"as {what}, {name}", colour, of) for name, of in zip(names, quantiles, strict=True)
-        ]
-    lost, copying = figures.lost_ms, figures.copying_ms
-    time = [("lost, as routed", "before", lost)]
-    if on:
-        time += [
-            ("lost, with FSSDP", "after", figures.left_ms),
-            ("won back, net", "won", lost - figures.left_ms),
-        ]
-        time += [("what replicas cost, in both", "grey", figures.of_step(figures.price_ms))]
-    copies = [
-        ("all copies", "grey", figures.of_step(copying)),
-        ("hidden behind compute", "after", figures.of_step(figures.hidden_ms)),
-        ("not hidden", "before", figures.of_step(copying - figures.hidden_ms)),
-    ]
-    charts = {"imbalance": ("times the mean", spread), "memory": _memory(figures)}
-    charts |= {"lost": ("ms per step", time)} if known else {}
-    charts |= {"copies": ("ms per step", copies)} if known and on else {}
-    return {
-        name: {
-            "unit": unit,
-            "series": [(*key, [_short(of[a:b].mean()) for a, b in groups]) for *key, of in series],
-        }
-        for name, (unit, series) in charts.items()
-    }
-
-
-def _memory(figures: Figures) -> tuple[str, list[tuple[str, str, np.ndarray]]]:
-    """The chart of memory: its unit and series."""
-    sides = [("stock", "before", figures.before), ("FSSDP", "after", figures.after)][
-        : 2 - figures.observed
-    ]
-    if not all(info.memory for info in figures.stages or [figures.record.info]):
-        return "tokens", [
-            (f"{what}, experts' inputs", colour, figures.memory(load))
-            for what, colour, load in sides
-        ]
-    homes, replicas = (
-        ("weights", "grads", "optimizer"),
-        ("replica_weights", "replica_grads", "transport"),
-    )
-    parts = [
-        (f"{what}, all", colour, load, homes + replicas * (what != "stock"))
-        for what, colour, load in sides
-    ]
-    parts += [("homes: weights, gradients, optimizer", "grey", 0 * figures.before, homes)]
-    parts += [("replicas: buffers for all slots", "won", 0 * figures.before, replicas)] * (
-        not figures.observed
-    )
-    parts += [(f"{what}, activations of experts", colour, load, ()) for what, colour, load in sides]
-    return "MiB", [
-        (name, colour, figures.memory(load, *names) / MIB) for name, colour, load, names in parts
-    ]
-
-
-def _picture(
-    iteration: np.ndarray, parts: Sequence[np.ndarray], over: np.ndarray, cells: int
-) -> dict[str, Any]:
-    """``parts`` [T, L, X], summed over groups of iterations and of all, divided by ``over`` [T, L] likewise.
+def _rows(figures: Figures) -> list[list[Any]]:
+    """Build one row per layer.
 
     Returns:
-        The groups' first and last iterations, and of each part [L, X, B] and [L, X, 1], packed: 16 bits for a number
-        from 0 to ``top``, little endian, as base64.
+        Imbalance before (mean, worst) and after (mean, worst), replicas, share of iterations
+        without replicas, late replicas, ms per step lost and won back, and the reason.
     """
-    num, layers, rows = parts[0].shape
-    groups = _groups(num, min(POINTS // 4, max(1, cells // (layers * rows))))
-
-    def ratios(part: np.ndarray, groups: Sequence[tuple[int, int]]) -> np.ndarray:
-        above, below = (
-            np.stack([x[a:b].sum(axis=0) for a, b in groups], axis=-1)
-            for x in (part, over[:, :, None])
-        )
-        return np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
-
-    found = {
-        "parts": [ratios(p, groups) for p in parts],
-        "whole": [ratios(p, [(0, num)]) for p in parts],
-    }
-    top = max(float(np.nanmax(array, initial=1.0)) for arrays in found.values() for array in arrays)
-
-    def pack(values: np.ndarray) -> str:
-        levels = np.where(
-            np.isnan(values), LEVELS + 1, np.rint(np.nan_to_num(values) * (LEVELS / top))
-        )
-        return base64.b64encode(levels.astype("<u2").tobytes()).decode()
-
-    named = [(int(iteration[a]), int(iteration[b - 1])) for a, b in groups]
-    return {
-        "groups": named,
-        "top": top,
-        **{name: [*map(pack, arrays)] for name, arrays in found.items()},
-    }
-
-
-def _rows(figures: Figures) -> list[list[Any]]:
-    """Of each layer: imbalance before (mean, worst) and after, replicas, share of iterations without any, late
-    replicas, ms lost and won back per step, and why."""
-    before, after = (figures.imbalance(load) for load in (figures.before, figures.after))
+    before = figures.imbalance(figures.before)
+    after = figures.imbalance(figures.after)
     replicas = figures.replicas.sum(axis=2)
-    late = np.zeros(before.shape) if figures.record.late is None else figures.record.late
+    late = figures.record.late
+    if late is None:
+        late = np.zeros(before.shape)
     lost = figures.waiting_ms(figures.before)
     won = lost - figures.waiting_ms(figures.after) - figures.price_ms
     columns = [before.mean(axis=0), before.max(axis=0), after.mean(axis=0), after.max(axis=0)]
-    columns += [of.mean(axis=0) for of in (replicas, replicas == 0, late, lost, won)]
-    return [[*map(_short, row), _why(figures, row)] for row in np.stack(columns, axis=1).tolist()]
+    columns += [values.mean(axis=0) for values in (replicas, replicas == 0, late, lost, won)]
+    return [[*map(short, row), _why(figures, row)] for row in np.stack(columns, axis=1).tolist()]
 
 
 def _why(figures: Figures, row: Sequence[float]) -> str:
-    """What was decided for a layer, and for which reason."""
+    """State the decision for a layer and its reason; ``row``: the layer's numbers of `_rows`."""
     before, _, after, _, replicas, without, _, lost, won = row
-    costs, slots = figures.costs, figures.record.info.slots
-    wait = "" if costs is None else f": {_ms(lost)} per step are lost"
     if not replicas:
-        if before <= BALANCED:
-            return f"Balanced: the fullest rank is within {_percent(BALANCED - 1)} of the mean. There is little to win."
-        if figures.observed or not slots:
-            return f"Uneven{wait}. {'FSSDP was off' if figures.observed else 'There were no slots for replicas'}."
-        if costs is not None and costs.routing_ms >= lost:
-            return f"Not worth it: {_ms(lost)} to win, but routing to replicas alone takes {_ms(costs.routing_ms)}."
-        return f"Copies were judged not to pay{wait}."
-    text = f"{replicas:.1f} replicas brought the fullest rank from {before:.2f} to {after:.2f} times the mean"
-    text += (
-        "" if costs is None else f" and {'won' if won >= 0 else 'lost'} {_ms(abs(won))} per step"
+        return _why_none(figures, before, lost)
+    text = (
+        f"{replicas:.1f} replicas brought the fullest rank from {before:.2f} to {after:.2f} "
+        "times the mean"
     )
-    return (
-        f"{text}. In {_percent(without)} of iterations there was none." if without else f"{text}."
-    )
+    if figures.costs is not None:
+        verb = "won" if won >= 0 else "lost"
+        text += f" and {verb} {_ms(abs(won))} per step"
+    if without:
+        return f"{text}. In {_percent(without)} of iterations there was none."
+    return f"{text}."
 
 
-def _groups(num: int, most: int) -> list[tuple[int, int]]:
-    """At most ``most`` groups of ``num`` iterations, of about the same length: the first, and one past the last."""
-    return list(itertools.pairwise(np.linspace(0, num, min(num, most) + 1).astype(int).tolist()))
+def _why_none(figures: Figures, before: float, lost: float) -> str:
+    """State why a layer had no replicas.
 
-
-def _short(value: float) -> float:
-    return round(float(value), 6)
+    Args:
+        before: mean imbalance as routed.
+        lost: milliseconds per step lost to imbalance.
+    """
+    if before <= BALANCED:
+        return (
+            f"Balanced: the fullest rank is within {_percent(BALANCED - 1)} of the mean. "
+            "There is little to win."
+        )
+    costs = figures.costs
+    wait = ""
+    if costs is not None:
+        wait = f": {_ms(lost)} per step are lost"
+    if figures.observed:
+        return f"Uneven{wait}. FSSDP was off."
+    if not figures.record.info.slots:
+        return f"Uneven{wait}. There were no slots for replicas."
+    if costs is not None and costs.routing_ms >= lost:
+        return (
+            f"Not worth it: {_ms(lost)} to win, "
+            f"but routing to replicas alone takes {_ms(costs.routing_ms)}."
+        )
+    return f"By the cost model copies would not pay{wait}."
 
 
 def _count(number: int, what: str) -> str:
@@ -345,8 +324,11 @@ def _percent(share: float) -> str:
 
 
 def _ms(milliseconds: float) -> str:
+    """Format milliseconds with three digits; from 1 s on, in seconds."""
     if 0 < abs(milliseconds) < 1e-3:
         return "less than 0.001 ms"
     if abs(milliseconds) >= 999.5:
         return f"{milliseconds / 1e3:.2f} s"
-    return f"{milliseconds:.0f} ms" if abs(milliseconds) >= 99.5 else f"{milliseconds:.3g} ms"
+    if abs(milliseconds) >= 99.5:
+        return f"{milliseconds:.0f} ms"
+    return f"{milliseconds:.3g} ms"

@@ -1,4 +1,4 @@
-"""A job whose steps are simulated from recorded loads: under forced balance, stock, and FSSDP as it would plan."""
+"""Job simulated from recorded loads: forced balance, stock, and FSSDP with its own plans."""
 
 from __future__ import annotations
 
@@ -29,25 +29,28 @@ from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.replicas.memory_estimate import ExpertMemory, RankExperts
 from megatron_hecate.runtime.forecast import LoadHistory
 
-MOVED: int = 14  # bytes of a parameter that move with an expert: weight, main parameter, two moments, unsharded
-CHORDS, CLOSE = (
-    20,
-    1e-3,
-)  # when the time outside experts is fitted: the most tries, and how near is near
+# bytes per parameter that move with an expert: weight, main parameter, two moments, unsharded
+MOVED: int = 14
+# fit of the time outside experts: most iterations, and relative tolerance
+CHORDS: int = 20
+CLOSE: float = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What is said of one way to train; means over steps.
+    """Result of one way to train; means over steps.
 
     Args:
-        late: replicas that a layer may fetch after the gate.
-        seconds: of a step.
-        imbalance: fullest rank over mean, mean of steps and layers.
+        name: label in the table.
+        slots: replica slots per rank and layer.
+        lifetime: lifetime of replicas.
+        late: most replicas that a layer may fetch after the gate.
+        seconds: time of a step.
+        imbalance: load of the fullest rank over the mean, averaged over steps and layers.
         exposed: seconds of a step spent waiting for copies.
         sent: bytes of copies that a rank sends in a step.
-        memory: of its experts.
-        rehome: steps between two looks for better homes; 0 leaves them.
+        memory: memory of a rank's experts.
+        rehome: steps between searches for better homes; 0: homes do not move.
     """
 
     name: str
@@ -64,17 +67,18 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Job:
-    """What is simulated.
+    """Simulated training job.
 
     Args:
-        counts: [T, L, R, E] pairs that rank r routes to expert e in a step, all microbatches.
-        layers: what numbers these have in the trace.
-        first: the step from which on steps are counted; those before are history.
-        world: the expert-parallel group.
-        timing: of a microbatch.
-        schedule: of the pipeline, over all layers of the model.
-        once: as in `Work.of`.
-        measured: whether speeds are, so that late replicas may cross nodes.
+        model: sizes of the model.
+        layers: numbers in the trace of the L simulated layers.
+        counts: pairs by step, layer, source rank and expert, all microbatches, [T, L, R, E].
+        first: first step in the results; earlier steps are history for the forecast.
+        world: expert-parallel group.
+        timing: times of a microbatch.
+        schedule: pipeline schedule over all layers of the model.
+        once: experts per token for dispatchers that send a token once, see `Work.of`.
+        measured: whether speeds were measured; only then late replicas may cross nodes.
     """
 
     model: Model
@@ -88,62 +92,89 @@ class Job:
     measured: bool = False
 
     def shape(self, lifetime: str) -> LayerShape:
-        """Of a layer, as FSSDP prices it."""
-        often = LIFETIMES[lifetime]
-        times = {
-            name: max(1, getattr(often, name) * self.schedule.microbatches)
-            for name in ("fetches", "returns")
-        }
+        """Return the shape of a layer for FSSDP's cost model."""
+        per_microbatch = LIFETIMES[lifetime]
+        microbatches = self.schedule.microbatches
         return self.model.shape(
-            **times, microbatches=self.schedule.microbatches, hidden_seconds=self.timing.dense
+            fetches=max(1, per_microbatch.fetches * microbatches),
+            returns=max(1, per_microbatch.returns * microbatches),
+            microbatches=microbatches,
+            hidden_seconds=self.timing.dense,
         )
 
     def copy_cost(self, lifetime: str) -> CopyCost:
-        """Of replicas, in a step."""
+        """Return the cost of replicas per step."""
         shape = self.shape(lifetime)
-        return shape.copy_cost(
-            self.world, hidden=shape.hidden_seconds / shape.fetch_seconds(self.world)
-        )
+        hidden = shape.hidden_seconds / shape.fetch_seconds(self.world)
+        return shape.copy_cost(self.world, hidden=hidden)
 
     def homes(self, slots: int, lifetime: str, every: int) -> tuple[list[list[Placement]], float]:
-        """Homes by step and layer, with looks for better ones at step `first` and each ``every`` later; and the seconds
-        that moving adds to a step. 0 leaves them where they are."""
-        world, totals = self.world, self.counts.sum(axis=2)
-        built = Placement.initial(self.model.experts, world.num_ranks, num_slots=slots)
-        order = np.tile(np.arange(self.model.experts), (totals.shape[1], 1))
-        now, found, seconds = [built] * len(order), [], []
+        """Place the homes, with searches for better ones from step `first` on.
+
+        Args:
+            slots: replica slots per rank and layer.
+            lifetime: lifetime of replicas.
+            every: steps between searches; 0: homes do not move.
+
+        Returns:
+            Homes by step and layer, and the seconds per step that moving adds.
+        """
+        totals = self.counts.sum(axis=2)
+        num_layers = totals.shape[1]
+        built = Placement.initial(self.model.experts, self.world.num_ranks, num_slots=slots)
+        order = np.tile(np.arange(self.model.experts), (num_layers, 1))
+        now = [built] * num_layers
+        homes = []
+        seconds = []
         for step in range(len(totals)):
             if every and step >= max(1, self.first) and (step - self.first) % every == 0:
                 search = HomeSearch(
                     homes=built,
-                    world=world,
+                    world=self.world,
                     cost=self.copy_cost(lifetime),
                     expert_bytes=MOVED * self.model.expert_elements,
-                    token_seconds=self.shape(lifetime).token_seconds(world),
+                    token_seconds=self.shape(lifetime).token_seconds(self.world),
                     horizon=every,
                 )
                 better = search.find(totals[max(0, step - every) : step], order)
-                seconds.append(better.seconds if better else 0.0)
-                if better is not None:
+                if better is None:
+                    seconds.append(0.0)
+                else:
+                    seconds.append(better.seconds)
                     order = better.order
                     now = [built.with_homes(of_layer) for of_layer in order]
-            found.append(now)
-        of_stage = (
-            self.model.layers / self.schedule.depth / len(order)
-        )  # for each layer of the trace
-        return found, of_stage * float(np.mean(seconds)) / every if seconds else 0.0
+            homes.append(now)
+        if not seconds:
+            return homes, 0.0
+        # Layers of a stage per simulated layer: stages move their experts at the same time.
+        scale = self.model.layers / self.schedule.depth / num_layers
+        return homes, scale * float(np.mean(seconds)) / every
 
     def place(self, homes: Sequence[Sequence[Placement]], lifetime: str) -> list[list[Placement]]:
-        """What FSSDP plans with `homes`, from its forecast, in every step from `first` on."""
-        world, totals, cost = self.world, self.counts.sum(axis=2), self.copy_cost(lifetime)
-        history, placed, now = LoadHistory(), [], homes[0]
+        """Plan early replicas as FSSDP does, from its forecast.
+
+        Args:
+            homes: homes by step and layer.
+            lifetime: lifetime of replicas.
+
+        Returns:
+            Placements by step, from `first` on, and layer.
+        """
+        totals = self.counts.sum(axis=2)
+        cost = self.copy_cost(lifetime)
+        history = LoadHistory()
+        placed = []
+        now = homes[0]
         for step, loads in enumerate(totals):
+            # Replicas do not survive a move of homes.
+            if homes[step] is not homes[step - 1]:
+                now = homes[step]
+            # One plan before the counted steps, since a plan depends on the previous one.
             forecast = history.forecast() if step >= self.first - 1 else None
-            now = homes[step] if homes[step] is not homes[step - 1] else now
             if forecast is not None:
                 layers = zip(forecast, homes[step], now, strict=True)
                 now = [
-                    plan_replicas(load, home, world, cost=cost, previous=before)
+                    plan_replicas(load, home, self.world, cost=cost, previous=before)
                     for load, home, before in layers
                 ]
             placed.append(now)
@@ -151,45 +182,63 @@ class Job:
         return placed[self.first :]
 
     def add_late(self, placed: Sequence[Sequence[Placement]], most: int) -> list[list[Placement]]:
-        """What FSSDP makes of ``placed`` by the loads of a microbatch, with ``most`` late replicas of a layer."""
+        """Add late replicas for the loads of a microbatch.
+
+        Args:
+            placed: placements before the gate, by step, from `first` on, and layer.
+            most: most late replicas of a layer.
+        """
         shape = dataclasses.replace(self.shape("iteration"), microbatches=1)
         options = dict(cost=shape.copy_cost(self.world), most=most, across_nodes=self.measured)
-        loads = np.rint(self.counts[self.first :].sum(axis=2) / self.schedule.microbatches).astype(
-            np.int64
-        )
-        steps = zip(loads, placed, strict=True)
-        return [
-            [add_late_replicas(c, p, self.world, **options) for c, p in zip(*step, strict=True)]
-            for step in steps
-        ]
+        totals = self.counts[self.first :].sum(axis=2)
+        loads = np.rint(totals / self.schedule.microbatches).astype(np.int64)
+        final = []
+        for of_layers in zip(loads, placed, strict=True):
+            layers = zip(*of_layers, strict=True)
+            final.append(
+                [add_late_replicas(load, early, self.world, **options) for load, early in layers]
+            )
+        return final
 
     def work(self, placed: Sequence[Sequence[Placement]], *, late: int = 0) -> Work:
-        """With these placements by step, from `first` on, and layer, and late replicas: FSSDP's quotas and copies."""
-        shape, world, final = (
-            self.shape("iteration"),
-            self.world,
-            self.add_late(placed, late) if late else placed,
-        )
-        steps = zip(self.counts[self.first :], placed, final, strict=True)
-        plans = [
-            [LayerPlan.of(c, p, f, world, shape) for c, p, f in zip(*step, strict=True)]
-            for step in steps
-        ]
-        return Work.of(plans, world, shape, once=self.once)
+        """Compute the work of layers under FSSDP's quotas and copies.
+
+        Args:
+            placed: placements before the gate, by step, from `first` on, and layer.
+            late: most late replicas of a layer.
+        """
+        shape = self.shape("iteration")
+        final = self.add_late(placed, late) if late else placed
+        plans = []
+        for of_layers in zip(self.counts[self.first :], placed, final, strict=True):
+            layers = zip(*of_layers, strict=True)
+            plans.append([LayerPlan.of(*layer, self.world, shape) for layer in layers])
+        return Work.of(plans, self.world, shape, once=self.once)
 
     def memory(
         self, *, slots: int = 0, lifetime: str = "iteration", resident: int = 0
     ) -> ExpertMemory:
-        """Of a rank's experts on the first stage, which keeps most microbatches; ``resident``: experts beside homes."""
-        schedule, homes = self.schedule, self.model.experts // self.world.num_ranks + resident
+        """Estimate the memory of a rank's experts on the first stage.
+
+        The first stage keeps most microbatches in flight.
+
+        Args:
+            slots: replica slots per layer.
+            lifetime: lifetime of replicas.
+            resident: permanent experts per rank beyond its homes.
+        """
+        schedule = self.schedule
         chunks = [len(chunk) for chunk in schedule.stages[:: schedule.depth]]
         buffer = LayerBuffer(
-            slots=slots, elements=self.model.expert_elements, dtype=torch.bfloat16, homes=homes
+            slots=slots,
+            elements=self.model.expert_elements,
+            dtype=torch.bfloat16,
+            homes=self.model.experts // self.world.num_ranks + resident,
         )
+        passes = min(schedule.ahead(0) + 1, schedule.microbatches * schedule.chunks)
         experts = RankExperts.with_adam(
             (buffer,) * sum(chunks),
-            in_flight=max(chunks)
-            * min(schedule.ahead(0) + 1, schedule.microbatches * schedule.chunks),
+            in_flight=max(chunks) * passes,
             transport_bytes=P2P(SimpleNamespace(), timeout=1.0).extra_bytes([buffer]),
         )
         return ExpertMemory.estimate(experts, lifetime)
@@ -197,34 +246,45 @@ class Job:
     def run(
         self, name: str, work: Work, *, corrects: bool = False, moving: float = 0.0, **way: Any
     ) -> Outcome:
-        """Steps whose layers do ``work``: the recorded layers are stretched over the model's. ``way``: the first fields
-        of an `Outcome`, where they are not stock's; ``corrects``: as in `Schedule`; ``moving``: seconds more."""
+        """Simulate steps with ``work``; recorded layers stand in for all layers of the model.
+
+        Args:
+            name: label of the outcome.
+            work: work of the recorded layers.
+            corrects: whether late copies are chosen in every microbatch, see `Schedule`.
+            moving: seconds per step of moving homes.
+            way: fields of `Outcome` that differ from stock: ``slots``, ``lifetime``, ``late``,
+                ``rehome``.
+        """
         way = dict(slots=0, lifetime="iteration", late=0) | way
-        if way[
-            "late"
-        ]:  # ranks exchange loads in every microbatch that may fetch, also where nothing is copied
-            asks = self.world.speeds.routing / (
-                1 if LIFETIMES[way["lifetime"]].fetches else self.schedule.microbatches
-            )
-            work = dataclasses.replace(work, routing=np.maximum(work.routing, asks))
-        recorded, layers, ranks = work.peak.shape[1], self.model.layers, self.world.num_ranks
+        if way["late"]:
+            work = dataclasses.replace(work, routing=self._late_routing(work, way["lifetime"]))
+        recorded = work.peak.shape[1]
+        layers = self.model.layers
+        ranks = self.world.num_ranks
         work = work.layers([layer * recorded // layers for layer in range(layers)])
         schedule = dataclasses.replace(self.schedule, lifetime=way["lifetime"], corrects=corrects)
         time = simulate(work, self.timing, schedule)
+        fullest = work.peak.mean() * ranks * self.schedule.microbatches
         return Outcome(
             name=name,
             **way,
             seconds=float(time.total.mean()) + moving,
-            imbalance=float(
-                work.peak.mean()
-                * ranks
-                * self.schedule.microbatches
-                / self.counts.sum(axis=(2, 3)).mean()
-            ),
+            imbalance=float(fullest / self.counts.sum(axis=(2, 3)).mean()),
             exposed=float(time.exposed.mean()),
             sent=float(time.sent.mean()) / ranks / self.schedule.depth,
             memory=self.memory(slots=way["slots"], lifetime=way["lifetime"]),
         )
+
+    def _late_routing(self, work: Work, lifetime: str) -> np.ndarray:
+        """Return the seconds of routing, [T, L], of layers that may fetch late replicas.
+
+        Ranks exchange loads in every microbatch that may fetch, also where nothing is copied.
+        """
+        seconds = self.world.speeds.routing
+        if not LIFETIMES[lifetime].fetches:
+            seconds /= self.schedule.microbatches
+        return np.maximum(work.routing, seconds)
 
     def compare(
         self,
@@ -233,67 +293,104 @@ class Job:
         late: Sequence[int] = (),
         rehome: Sequence[int] = (),
     ) -> list[Outcome]:
-        """Forced balance, stock, and FSSDP in each way to combine these."""
+        """Simulate forced balance, stock, and FSSDP with every combination of settings.
+
+        Args:
+            slots: numbers of replica slots per rank and layer.
+            lifetimes: lifetimes of replicas.
+            late: most late replicas of a layer.
+            rehome: steps between searches for better homes.
+        """
         pairs = self.counts.sum(axis=(2, 3)).mean() / self.world.num_ranks
         forced = Work.balanced(pairs, self.world, self.shape("iteration"), once=self.once)
         homes = Placement.initial(self.model.experts, self.world.num_ranks, num_slots=0)
         stock = self.work([[homes] * self.counts.shape[1]] * (len(self.counts) - self.first))
-        outcomes, known = [self.run("forced balance", forced), self.run("stock", stock)], {}
+        outcomes = [self.run("forced balance", forced), self.run("stock", stock)]
+        # Work by placements: equal plans of different settings are computed once.
+        known: dict[tuple[Any, ...], Work] = {}
         for count, lifetime, every in itertools.product(slots, lifetimes, rehome or (0,)):
             moved, moving = self.homes(count, lifetime, every)
             placed = self.place(moved, lifetime)
             for most in late or (0,):
-                key = (
-                    count,
-                    most,
-                    *(placement.fingerprint for step in placed for placement in step),
-                )
-                known[key] = known.get(key) or self.work(placed, late=most)
-                name = f"FSSDP, {count} slot{'s' * (count > 1)}, {lifetime}" + f", {most} late" * (
-                    most > 0
-                )
-                name += f", homes every {every}" * (every > 0)
+                each = itertools.chain.from_iterable(placed)
+                key = (count, most, *(placement.fingerprint for placement in each))
+                if key not in known:
+                    known[key] = self.work(placed, late=most)
                 way = dict(slots=count, lifetime=lifetime, late=most, rehome=every)
-                outcomes.append(self.run(name, known[key], moving=moving, **way))
+                outcomes.append(self.run(_name(way), known[key], moving=moving, **way))
         return outcomes
 
     def lasting(self, seconds: float) -> Job:
-        """With so much time outside experts and all-to-alls stock's step lasts ``seconds``; ValueError if it cannot."""
+        """Scale the time outside experts and all-to-alls so that a stock step takes ``seconds``.
 
-        def timed(share: float) -> Job:
-            changed = {name: share * getattr(self.timing, name) for name in ("dense", "head")}
-            return dataclasses.replace(self, timing=dataclasses.replace(self.timing, **changed))
+        Raises:
+            ValueError: if experts and all-to-alls alone take longer.
+        """
 
-        def lasts(share: float) -> float:
-            return timed(share).compare()[1].seconds
-
-        without, whole = lasts(0.0), lasts(1.0)
-        if seconds <= without:
-            raise ValueError(
-                f"--step-ms {seconds * 1e3:g} is less than experts and all-to-alls alone take, {without * 1e3:.1f}: "
-                "check --ranks, --ep and --microbatches, or take a --cluster file that --measure has written there"
+        def scaled(share: float) -> Job:
+            timing = dataclasses.replace(
+                self.timing, dense=share * self.timing.dense, head=share * self.timing.head
             )
-        low, high = (0.0, without), (1.0, whole)
+            return dataclasses.replace(self, timing=timing)
+
+        def stock_seconds(share: float) -> float:
+            return scaled(share).compare()[1].seconds
+
+        # points (share, seconds of a stock step) on both sides of the solution
+        low = (0.0, stock_seconds(0.0))
+        high = (1.0, stock_seconds(1.0))
+        if seconds <= low[1]:
+            raise ValueError(
+                f"--step-ms {seconds * 1e3:g} is less than experts and all-to-alls alone take, "
+                f"{low[1] * 1e3:.1f}: check --ranks, --ep and --microbatches, or take a --cluster "
+                "file that --measure has written there"
+            )
         while high[1] < seconds:
-            low, high = high, (2 * high[0], lasts(2 * high[0]))
-        # more time outside never makes the step shorter, and the longest of several paths is convex: chords end above
+            low = high
+            high = (2 * low[0], stock_seconds(2 * low[0]))
+        # Regula falsi. More time outside experts never shortens the step, and the longest of
+        # several paths is convex in it: every chord's root is on the same side, and they converge.
         for _ in range(CHORDS):
             share = low[0] + (high[0] - low[0]) * (seconds - low[1]) / (high[1] - low[1])
-            now = share, lasts(share)
+            now = (share, stock_seconds(share))
             if abs(now[1] / seconds - 1) < CLOSE:
                 break
-            low, high = (now, high) if now[1] < seconds else (low, now)
-        return timed(now[0])
+            if now[1] < seconds:
+                low = now
+            else:
+                high = now
+        return scaled(now[0])
+
+
+def _name(way: dict[str, Any]) -> str:
+    """Format the settings of FSSDP as the label of an outcome."""
+    name = f"FSSDP, {way['slots']} slot{'s' * (way['slots'] > 1)}, {way['lifetime']}"
+    if way["late"]:
+        name += f", {way['late']} late"
+    if way["rehome"]:
+        name += f", homes every {way['rehome']}"
+    return name
 
 
 def spread(loads: np.ndarray, num_ranks: int, pairs: float) -> np.ndarray:
-    """[T, L, R, E] whole pairs, ``pairs`` of each rank: sources are summed, or a source is dealt evenly to ranks."""
+    """Scale recorded loads to the pairs of the job's ranks.
+
+    Recorded sources are summed where they are a multiple of the ranks; otherwise each is dealt
+    evenly to ranks, or all sources are summed and dealt where the numbers do not divide.
+
+    Args:
+        loads: recorded pairs by step, layer, source and expert, [T, L, N, E].
+        num_ranks: number of ranks R.
+        pairs: pairs per rank, step and layer.
+
+    Returns:
+        Whole pairs [T, L, R, E].
+    """
     steps, layers, sources, experts = loads.shape
     if sources % num_ranks == 0:
         loads = loads.reshape(steps, layers, num_ranks, -1, experts).sum(axis=3)
     elif num_ranks % sources:
         loads = loads.sum(axis=2, keepdims=True)
     loads = np.repeat(loads, num_ranks // loads.shape[2], axis=2)
-    return np.rint(loads * (pairs * num_ranks / loads.sum(axis=(2, 3), keepdims=True))).astype(
-        np.int64
-    )
+    scale = pairs * num_ranks / loads.sum(axis=(2, 3), keepdims=True)
+    return np.rint(loads * scale).astype(np.int64)

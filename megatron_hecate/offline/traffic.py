@@ -1,8 +1,9 @@
-"""Tokens and chunks on links: tokens on their way to holders, copies fetched, gradients on their way home.
+"""Traffic on links: dispatched tokens, fetched replicas and returned gradients.
 
-All arrays of a `Traffic` are [R], in chunks. A chunk goes to each other node once and is handed on inside; from
-fan-out 3 up, receivers on one node take a share each from the sender and exchange the rest, so that no rank sends a
-chunk more than about once (what a pipelined broadcast reaches too). Every planner is priced by the same rules.
+A chunk (an expert's weights or gradients) is sent once to each other node and forwarded inside it.
+From a fan-out of 3 on, each receiver on a node gets a share from the sender and the receivers
+exchange their shares, so that no rank sends a chunk more than about once; a pipelined broadcast
+reaches the same. Every planner is priced by the same rules.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from megatron_hecate.plan import LayerShape, Placement, World
 from megatron_hecate.routing.quotas import quotas_of_all
 from megatron_hecate.routing.tables import GroupShape
 
-SCATTER_FROM: int = 3  # fan-out from which receivers take shares and exchange them
+# smallest fan-out at which receivers get shares and exchange them
+SCATTER_FROM: int = 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traffic:
-    """What every rank sends and receives. All arrays [R], in items (tokens, or chunks)."""
+    """Items (tokens, chunks or bytes) that every rank sends and receives; all arrays are [R]."""
 
     intra_out: np.ndarray
     intra_in: np.ndarray
@@ -29,30 +31,46 @@ class Traffic:
 
     @property
     def intra(self) -> float:
+        """Items sent inside nodes, all ranks together."""
         return float(self.intra_out.sum())
 
     @property
     def inter(self) -> float:
+        """Items sent between nodes, all ranks together."""
         return float(self.inter_out.sum())
 
     def seconds(self, item_bytes: float, world: World) -> float:
-        """How long it takes when every rank sends and receives at once. A node's adapters are shared by its ranks."""
+        """Model the duration when all ranks send and receive at once.
+
+        The ranks of a node share its network adapters.
+
+        Args:
+            item_bytes: bytes per item.
+        """
         if not self.intra and not self.inter:
             return 0.0
-        node, speeds, ways = world.node_index, world.speeds, (self.inter_out, self.inter_in)
-        per_rank = [np.bincount(node, weights=way) * item_bytes / np.bincount(node) for way in ways]
+        node = world.node_index
+        ranks_of_node = np.bincount(node)
+        between = 0.0
+        for items in (self.inter_out, self.inter_in):
+            per_rank = np.bincount(node, weights=items) * item_bytes / ranks_of_node
+            between = max(between, per_rank.max())
         inside = max(self.intra_out.max(), self.intra_in.max()) * item_bytes
-        return max(
-            speeds.intra.seconds(inside), speeds.inter.seconds(max(way.max() for way in per_rank))
-        )
+        return max(world.speeds.intra.seconds(inside), world.speeds.inter.seconds(between))
 
 
 def no_traffic(num_ranks: int) -> Traffic:
+    """Return zero traffic."""
     return Traffic(*(np.zeros(num_ranks) for _ in range(4)))
 
 
 def token_traffic(flow: np.ndarray, world: World) -> Traffic:
-    """Tokens that leave and reach every rank in one dispatch. ``flow``: [R, R] tokens of r that d computes."""
+    """Count the tokens that every rank sends and receives in one dispatch.
+
+    Args:
+        flow: tokens by source and computing rank, [R, R].
+        world: ranks and their nodes.
+    """
     flow = flow.copy()
     np.fill_diagonal(flow, 0)
     node = world.node_index
@@ -62,27 +80,29 @@ def token_traffic(flow: np.ndarray, world: World) -> Traffic:
 
 
 def fan_out(receives: np.ndarray, source: np.ndarray, world: World) -> Traffic:
-    """Chunks from one rank each to several.
+    """Count the chunks sent and received when each source sends its chunk to several ranks.
 
     Args:
-        receives: [E, R] bool, the ranks that get a copy; never the source itself.
-        source: [E] the rank that has the chunk.
-        world: node of every rank.
+        receives: whether a rank gets a copy of an expert's chunk, [E, R] bool; never the source.
+        source: rank with the original chunk, [E].
+        world: ranks and their nodes.
     """
     num_experts, num_ranks = receives.shape
-    node, expert = np.asarray(world.node), np.arange(num_experts)
+    node = np.asarray(world.node)
+    expert = np.arange(num_experts)
     assert not receives[expert, source].any(), "a rank would send a chunk to itself"
-    intra_out, intra_in, inter_out, inter_in = (np.zeros(num_ranks) for _ in range(4))
+    intra_out, intra_in, inter_out, inter_in = np.zeros((4, num_ranks))
     for k in np.unique(node):
         ranks = np.flatnonzero(node == k)
+        # Receivers on this node, [E, ranks of the node]; entry ranks are cleared below.
         here = receives[:, ranks].copy()
         active = here.any(axis=1)
         if not active.any():
             continue
+        # A chunk of another node is received once, by the first of its receivers here, which
+        # forwards it.
         root = source.copy()
-        arrives = np.flatnonzero(
-            active & (node[source] != k)
-        )  # experts that enter this node from another
+        arrives = np.flatnonzero(active & (node[source] != k))
         root[arrives] = ranks[here[arrives].argmax(axis=1)]
         inter_out += np.bincount(source[arrives], minlength=num_ranks)
         inter_in += np.bincount(root[arrives], minlength=num_ranks)
@@ -96,33 +116,35 @@ def fan_out(receives: np.ndarray, source: np.ndarray, world: World) -> Traffic:
 
 
 def copies(placement: Placement) -> np.ndarray:
-    """[E, R] bool: held, and not as home."""
+    """Return whether a rank holds a replica of an expert, [E, R] bool; homes are not replicas."""
     held = placement.holders.copy()
     held[np.arange(placement.num_experts), placement.home] = False
     return held
 
 
 def backwards(traffic: Traffic) -> Traffic:
-    """The same chunks on their way back."""
+    """Reverse the direction of all items."""
     return Traffic(traffic.intra_in, traffic.intra_out, traffic.inter_in, traffic.inter_out)
 
 
 def add(*weighted: tuple[Traffic, float]) -> Traffic:
-    """Sum of traffics, each times its weight (bytes per chunk, say)."""
-    ways = [field.name for field in dataclasses.fields(Traffic)]
-    return Traffic(
-        *(sum(getattr(traffic, way) * weight for traffic, weight in weighted) for way in ways)
-    )
+    """Sum traffics, each times its weight, for example its bytes per chunk."""
+    sums = {}
+    for field in dataclasses.fields(Traffic):
+        sums[field.name] = sum(
+            getattr(traffic, field.name) * weight for traffic, weight in weighted
+        )
+    return Traffic(**sums)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerPlan:
-    """What one layer does in one step, whoever planned it.
+    """Tokens and copies of one layer in one step, independent of the planner.
 
     Args:
-        flow: [R, R] (token, expert) pairs that start on rank r and that rank d computes, of all microbatches.
-        early, late: bytes of weights that travel before and after the gate, each time they are fetched.
-        back: bytes of gradients, each time they return.
+        flow: (token, expert) pairs of all microbatches by source and computing rank, [R, R].
+        early, late: bytes of weights fetched before and after the gate, per fetch.
+        back: bytes of gradients, per return.
     """
 
     flow: np.ndarray
@@ -134,9 +156,17 @@ class LayerPlan:
     def of(
         cls, load: np.ndarray, placed: Placement, final: Placement, world: World, shape: LayerShape
     ) -> LayerPlan:
-        """FSSDP's: our quotas for ``load`` [R, E], and replicas that come from their homes and return there; those that
-        ``final`` has beyond ``placed`` are late."""
+        """Build the plan of FSSDP: our quotas, replicas fetched from homes and returned to homes.
+
+        Args:
+            load: pairs by source and expert, [R, E].
+            placed: placement before the gate.
+            final: placement after the gate; its further replicas are late.
+            world: ranks and their nodes.
+            shape: sizes of the layer.
+        """
         tokens, order = quotas_of_all(load, final, GroupShape.of(world, final))
+        # Physical experts sorted by rank: segments of equal rank are summed.
         by_rank = np.argsort(order.rank, kind="stable")
         ranks, first = np.unique(order.rank[by_rank], return_index=True)
         flow = np.zeros((len(load), world.num_ranks), dtype=np.int64)

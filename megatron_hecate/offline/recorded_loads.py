@@ -1,0 +1,67 @@
+"""Read recorded loads of any supported format for `what_if`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from megatron_hecate.offline.megatron_files import read_any
+
+
+def read_loads(path: Path | str, *, num_experts: int | None = None) -> np.ndarray:
+    """Read recorded loads as (token, expert) pairs by step, layer, source and expert.
+
+    Formats: a run folder or a folder of Megatron's own files; an .npz with ``counts`` [T, L, N, E]
+    or ``load`` [T, L, E]; JSON with ``counts`` by model, domain and layer, as OLMoE publishes:
+    all domains of its first model together are one step.
+
+    Args:
+        path: folder or file.
+        num_experts: number of experts E, for Megatron's own files, which may lack the last ones.
+
+    Returns:
+        Pairs [T, L, N, E]; N is 1 where the record holds sums over sources.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    path = Path(path)
+    try:
+        counts = _read(path, num_experts)
+        _check(counts)
+    # zip, zlib, numpy and the tokenizer that numpy uses raise exceptions of their own.
+    except Exception as error:
+        # numpy takes any other file for a pickle, and its message offers a flag we do not have.
+        why = "it is no such file" if "allow_pickle" in str(error) else error
+        raise ValueError(
+            f"{path} holds no loads ({why}); give a folder of --moe-fssdp-record, or of files that "
+            "Megatron wrote, an .npz with counts [steps, layers, sources, experts] or "
+            "load [steps, layers, experts], or OLMoE's JSON"
+        ) from error
+    return counts
+
+
+def _read(path: Path, num_experts: int | None) -> np.ndarray:
+    """Read ``path`` by its kind; formats without sources get an axis of length 1."""
+    if path.is_dir():
+        return read_any(path, num_experts=num_experts).load[:, :, None]
+    if path.suffix == ".json":
+        domains = next(iter(json.loads(path.read_text())["counts"].values()))
+        total = np.sum([list(layers.values()) for layers in domains.values()], axis=0)
+        return total[None, :, None]
+    if not path.exists():
+        raise ValueError("it does not exist")
+    with np.load(path, allow_pickle=False) as archive:
+        if "counts" in archive.files:
+            return archive["counts"]
+        return archive["load"][:, :, None]
+
+
+def _check(counts: np.ndarray) -> None:
+    """Raise ValueError unless ``counts`` has four axes of finite loads, some in every layer."""
+    if counts.ndim != 4 or not counts.size or counts.dtype.kind not in "iuf":
+        raise ValueError(f"loads are {counts.dtype} of shape {counts.shape}")
+    if not np.isfinite(counts).all() or counts.min() < 0 or not counts.sum(axis=(2, 3)).all():
+        raise ValueError("loads must be 0 or more, and some in every step and layer")
