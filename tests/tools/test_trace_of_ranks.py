@@ -36,9 +36,7 @@ def test_flags_name_the_iterations() -> None:
     )
     assert asked == HecateConfig(trace="10-12") and asked.traced == (10, 12)
     assert HecateConfig(trace="7").traced == (7, 7) and HecateConfig().traced is None
-    with pytest.raises(
-        ValueError, match="trace='7' traces FSSDP, which observe=True leaves off"
-    ):
+    with pytest.raises(ValueError, match="trace='7' traces FSSDP, which observe=True leaves off"):
         HecateConfig(trace="7", observe=True)
 
 
