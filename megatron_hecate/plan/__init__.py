@@ -1,21 +1,22 @@
-"""Pure planning: numpy in, frozen plans out.
+"""Planning of placements: numpy in, frozen plans out.
 
-Nothing here knows of ``torch.distributed``, Megatron or the clock, so the same input gives the same plan on every rank.
+The package uses neither ``torch.distributed`` nor Megatron nor a clock: equal input gives the same
+plan on every rank.
 The modules, in the order of an iteration:
 
-| module | decides |
+| module | task |
 |---|---|
-| `world` | which ranks share a node, and how fast links and cores are |
-| `placement` | what a placement is: homes, replicas and physical slots |
-| `cost` | what replicas cost, in tokens |
-| `replicas` | before the gate, from a forecast: how many replicas pay, and which |
-| `search` | a greedy fill of the slots, and what a plan costs |
-| `late` | after the gate, from the true loads: which replicas to add or overwrite; and a local search before it |
-| `homes` | every so many iterations: which rank is home to which expert |
-| `maxflow` | the smallest possible largest rank load |
-| `compiled`, `machine_code` | nothing: they compile functions of the others, and keep the machine code |
+| `world` | topology: the node of every rank, and the speed of links and cores |
+| `placement` | data structure of a placement: homes, replicas and physical slots |
+| `cost` | cost model of replicas, in tokens |
+| `replicas` | before the gate, from a forecast: number and choice of replicas |
+| `search` | greedy fill of the slots, and the cost of a plan |
+| `late` | after the gate, from true loads: replicas to add or overwrite; also a local search |
+| `homes` | periodically: the home rank of every expert |
+| `maxflow` | smallest possible largest rank load |
+| `compiled`, `machine_code` | compilation of functions by numba, and its cache of machine code |
 
-Which tokens go to which holder is decided on the device, in `routing`.
+The holder of each token is chosen on the device, in `routing`.
 """
 
 import functools
@@ -50,8 +51,10 @@ __all__ = [
 
 @functools.cache
 def compile_planner() -> None:
-    """Plan one layer that needs every part, so that no iteration waits for a compiler. Machine code is kept in
-    `compiled.cache_folder`."""
+    """Compile every function of the planner by planning one small layer.
+
+    Afterwards no iteration waits for a compiler. Machine code is kept in `compiled.cache_folder`.
+    """
     world = World(node=(0, 0, 1, 1))
     homes = Placement.initial(8, 4, num_slots=1)
     load = np.array([90, 1, 30, 1, 5, 0, 2, 0])

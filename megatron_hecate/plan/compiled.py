@@ -1,13 +1,15 @@
-"""Functions that numba compiles at their first call, and the folder that keeps the machine code.
+"""Functions that numba compiles at their first call, and the folder of the machine code.
 
-Numba is imported at the first of these calls: whoever plans nothing, such as a benchmark of the kernels or a job
-without slots, needs none. Where it cannot be imported, that call raises ``ImportError``: nothing is planned without it.
+Numba is imported at the first of these calls, so a process that plans nothing (a benchmark of the
+kernels, a job without slots) does not need numba. Where its import fails, that call raises
+``ImportError``: there is no planner without numba.
 
-Numba's own cache lies beside the source, or under a name made of its path: one for each checkout, and none where the
-package cannot be written. This one lies in ``$NUMBA_CACHE_DIR``, else ``$XDG_CACHE_HOME/megatron-hecate``, else
-``~/.cache/megatron-hecate``, in one file for each function and signature. A file's name tells all that went into it:
-the sources of `plan`, of which numba sees only the function's own, the signature, the processor, and versions. Files
-are written under another name and moved into place, so that many ranks may do so at once.
+Numba's own cache is next to the source, or in a folder named after the source's path: one cache per
+checkout, and none where the package is read-only. Ours is in ``$NUMBA_CACHE_DIR``, else
+``$XDG_CACHE_HOME/megatron-hecate``, else ``~/.cache/megatron-hecate``: one file per function and
+signature. The file name is a hash of every input of the compilation: all sources of `plan` (numba
+looks at the function's own file only), the signature, the processor and the versions. Files are
+written under a temporary name and then renamed, so that many ranks can write them concurrently.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any
 
 
 def compiled(function: Callable) -> Compiled:
-    """Let numba compile ``function`` at its first call with each signature, or load it where that was done before."""
+    """Compile ``function`` with numba at its first call per signature, or load cached code."""
     return Compiled(function)
 
 
@@ -29,7 +31,7 @@ class Compiled:
     """A function that numba compiles.
 
     Args:
-        function: in Python.
+        function: plain Python function, within the subset that numba supports.
     """
 
     def __init__(self, function: Callable) -> None:
@@ -37,32 +39,36 @@ class Compiled:
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any) -> Any:
-        """Raises ImportError: where numba cannot be imported."""
+        """Call the compiled function; ImportError if numba cannot be imported."""
         return self.dispatcher(*args)
 
     @cached_property
     def dispatcher(self) -> Any:
-        """Numba's own."""
+        """Numba's dispatcher of the function."""
         try:
             from megatron_hecate.plan.machine_code import dispatcher_of
         except ImportError as error:
             raise ImportError(
-                f"planning needs numba, which cannot be imported ({error}); pip install numba, at a version for this "
-                "numpy"
+                f"planning needs numba, which cannot be imported ({error}); pip install numba, in "
+                "a version for this numpy"
             ) from error
         return dispatcher_of(self._function)
 
     @property
     def _numba_type_(self) -> Any:
-        """By which numba finds a function that another one calls."""
+        """Type by which numba resolves a call of this function in another compiled one."""
         return self.dispatcher._numba_type_
 
 
 def cache_folder() -> Path:
-    """Where machine code is kept; it need not exist."""
+    """Return the folder for machine code, which may not exist yet.
+
+    Raises:
+        RuntimeError: if neither variable is set and this user has no home folder.
+    """
     if named := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(named)
-    shared = (
-        os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()
-    )  # as it is for users without a home
-    return Path(shared) / "megatron-hecate"
+    shared = os.environ.get("XDG_CACHE_HOME")
+    if shared:
+        return Path(shared) / "megatron-hecate"
+    return Path("~/.cache").expanduser() / "megatron-hecate"

@@ -1,7 +1,7 @@
-"""What replicas cost, in tokens: how many tokens the busiest rank must be spared for them to pay.
+"""Cost model of replicas, in tokens: the relief of the busiest rank from which on they pay.
 
-Everything is seconds over the seconds of one token in one expert, forward and backward, so that a planner can add it to
-rank loads. Sizes come from the layer, speeds from the world.
+Each cost is a time divided by the time of one token in one expert, forward and backward, so that a
+planner can add it to rank loads. Sizes are properties of the layer, speeds of the world.
 """
 
 from __future__ import annotations
@@ -10,30 +10,33 @@ import dataclasses
 
 from megatron_hecate.plan.world import Link, World
 
-BACKWARD: float = (
-    2.0  # FLOPs of a GEMM's backward over its forward: gradients of input and of weight
-)
-TOKEN_TRIPS: int = 4  # dispatch and combine, forward and backward
+# FLOPs of a GEMM's backward over its forward: gradients of input and of weight
+BACKWARD: float = 2.0
+# dispatch and combine, forward and backward
+TOKEN_TRIPS: int = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyCost:
-    """What one layer's replicas cost in an iteration, in tokens of the busiest rank. All 0: replicas are free.
+    """Cost of one layer's replicas per iteration, in tokens of the busiest rank; 0 is free.
 
     Args:
-        near: one replica's way out and back inside a node, nothing hidden.
-        far: the same from another node, over the network adapter of one rank. The ranks of a node share theirs.
-        out: share of the way out in ``near`` and ``far``; the rest is the gradients' way back.
-        hidden: tokens' worth of time that hides copies on their way out, behind the compute before the layer, and as
-            much on their way back, behind its backward.
-        contention: share of the hidden time that it takes from compute all the same.
-        routing: having any replica at all: the exchange of loads, quotas, more physical experts.
-        crossing: one token that is computed on another node than the one it starts on; on one node, on another rank.
-        most: replicas that a rank may hold; ``None`` is what its slots hold.
-        scatters: whether receivers share the work of copying, and one copy goes to each node; else homes send them all.
+        near: fetch and return of one replica inside a node, with nothing hidden.
+        far: fetch and return of one replica from another node, over the network adapter of one
+            rank. The ranks of a node share their adapters.
+        out: share of the fetch in ``near`` and ``far``; the rest is the return of gradients.
+        hidden: window, in tokens, that hides fetches behind the compute before the layer; an equal
+            window hides returns behind the layer's backward.
+        contention: share of the hidden time that copies still take from compute.
+        routing: fixed cost of replicas: the exchange of loads, quotas, more physical experts.
+        crossing: one token that is computed on another node than its source; on a single node, on
+            another rank.
+        most: replicas that a rank may hold; ``None`` means its number of slots.
+        scatters: whether receivers share the copying and each node receives one copy; otherwise the
+            home sends every copy.
 
     Raises:
-        ValueError: for a cost below 0, or a contention above 1.
+        ValueError: if a cost is negative or NaN, or a contention or ``out`` above 1.
     """
 
     near: float = 0.0
@@ -47,7 +50,7 @@ class CopyCost:
     scatters: bool = True
 
     def __post_init__(self) -> None:
-        # not `asdict`, which copies: a cost is made for each layer in each iteration
+        # `asdict` would copy deeply, and a cost is made for each layer in each iteration
         for name, value in vars(self).items():
             if value is not None and not value >= 0:
                 raise ValueError(f"{name}={value} must be 0 or more")
@@ -62,14 +65,15 @@ class LayerShape:
     """Sizes of one MoE layer on one rank.
 
     Args:
-        expert_bytes: one expert's weights as they are fetched.
-        grad_bytes: one expert's gradient as it returns.
+        expert_bytes: one expert's weights in the dtype of a fetch.
+        grad_bytes: one expert's gradient in the dtype of a return.
         token_bytes: one token's hidden state on the wire.
         token_flops: forward FLOPs of one token in one expert.
         microbatches: microbatches per iteration.
-        hidden_seconds: compute before the layer behind which one fetch hides (and, in the backward, one return).
-        fetches: how often replicas are fetched per iteration.
-        returns: how often their gradients return.
+        hidden_seconds: compute before the layer that hides one fetch (and, in the backward, one
+            return).
+        fetches: fetches of each replica per iteration.
+        returns: returns of each replica's gradient per iteration.
     """
 
     expert_bytes: float
@@ -82,27 +86,27 @@ class LayerShape:
     returns: int = 1
 
     def token_seconds(self, world: World) -> float:
-        """Forward and backward of one token in one expert."""
+        """Return the seconds of one token in one expert, forward and backward."""
         return (1 + BACKWARD) * self.token_flops / world.speeds.flops
 
     def fetch_seconds(self, world: World) -> float:
-        """One replica's way out, over the slowest link of the group."""
+        """Return the seconds that fetching one replica takes, over the group's slowest link."""
         return world.slowest_link.seconds(self.expert_bytes)
 
     def copy_cost(self, world: World, *, hidden: float = 0.0) -> CopyCost:
-        """What replicas of this layer cost in an iteration.
+        """Return the cost of this layer's replicas per iteration.
 
         Args:
             world: links, cores and nodes.
-            hidden: copies per rank, over the slowest link of the group, that are fetched in the time before the layer
-                (`fetch_seconds`); a fraction is a part of one copy. As much time hides copies on their way back.
+            hidden: fetches per rank that hide behind the compute before the layer, each of
+                `fetch_seconds`; may be fractional. Returns have an equal window in the backward.
         """
         token = self.token_seconds(world)
 
         def both_ways(link: Link) -> float:
-            return self.fetches * link.seconds(self.expert_bytes) + self.returns * link.seconds(
-                self.grad_bytes
-            )
+            fetching = self.fetches * link.seconds(self.expert_bytes)
+            returning = self.returns * link.seconds(self.grad_bytes)
+            return fetching + returning
 
         out = self.fetches * self.fetch_seconds(world)
         return CopyCost(

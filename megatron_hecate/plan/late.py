@@ -1,7 +1,7 @@
-"""Replicas that open a way out of the ranks whose tokens cannot leave them: one after another, as far as each pays.
+"""Local search: add replicas that let tokens leave overloaded ranks, one by one, while each pays.
 
-After the gate they are late replicas, for the true loads, and a fetch on the critical path must pay. Before the gate
-the same search improves a plan for the forecast.
+After the gate the result is late replicas for the true loads; each must pay for a fetch on the
+critical path. Before the gate the same search improves a plan for the forecast.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from megatron_hecate.plan.maxflow import Split, balance, compiled, rebalance
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.world import World
 
-TRIED: int = 8  # replicas that are solved exactly for each one taken
+# candidates that are solved exactly for each replica taken
+TRIED: int = 8
 
 
 def add_late_replicas(
@@ -25,20 +26,24 @@ def add_late_replicas(
     most: int,
     across_nodes: bool,
 ) -> Placement:
-    """Add replicas, or overwrite some, as far as fetching them now pays.
+    """Add late replicas, or overwrite planned ones, as long as a fetch on the critical path pays.
 
     Args:
         load: [E] int, true tokens per expert in this microbatch, summed over all sources.
-        placement: homes and replicas as planned. Any replica may be overwritten: none has computed yet.
+        placement: homes and replicas as planned. Any replica may be overwritten, because none has
+            computed yet.
         world: node of every rank.
-        cost: of one microbatch; nothing of a late fetch hides, so its ``hidden`` does not count.
-        most: late replicas on all ranks together, at most.
-        across_nodes: whether they may come from another node.
+        cost: cost of one microbatch. No part of a late fetch hides, so ``hidden`` is ignored.
+        most: limit for late replicas on all ranks together.
+        across_nodes: whether late replicas may be fetched from another node.
 
     Returns:
-        The corrected placement, in which replicas that stay keep their slots; ``placement`` itself when nothing pays.
+        The corrected placement, in which kept replicas keep their slots; ``placement`` itself if
+        nothing pays.
 
-    Loads that do not fit, a negative limit or a world of other ranks are ValueErrors.
+    Raises:
+        ValueError: for loads that do not fit, a negative limit, or a world with another number of
+            ranks.
     """
     load = placement.checked_load(load)
     if world.num_ranks != placement.num_ranks:
@@ -51,11 +56,9 @@ def add_late_replicas(
     table = overwrite(
         load, placement.home.copy(), placement.table.copy(), world.node_index, costs, limits
     )
-    return (
-        placement
-        if np.array_equal(table, placement.table)
-        else Placement.trusted(placement.home, table)
-    )
+    if np.array_equal(table, placement.table):
+        return placement
+    return Placement.trusted(placement.home, table)
 
 
 @compiled
@@ -67,56 +70,76 @@ def overwrite(
     costs: np.ndarray,
     limits: tuple[int, int, int, float],
 ) -> np.ndarray:
-    """The best table [R, P] found when replicas are added to ``table``, or overwrite others, one after another.
+    """Add replicas to a table, or overwrite its replicas, one by one; return the cheapest table.
 
-    Each is the expert and the rank that leave the smallest largest load plus what the busiest rank pays, of the `TRIED`
-    pairs that move most tokens out of the ranks whose tokens cannot leave them (`maxflow`).
+    Each step takes the expert and rank that minimize the largest load plus the busiest rank's
+    copies, among the `TRIED` pairs that move most tokens out of the closed set (`maxflow`).
 
     Args:
         total: [E] tokens.
-        home: [E] ranks.
+        home: [E] home ranks.
+        table: [R, P] experts; not modified.
         node: [R] nodes.
-        costs: tokens that one copy costs inside a node and between nodes, and that having replicas at all costs.
-        limits: replicas that are placed here, replicas of a rank, replicas of one rank's experts, and tokens above the
-            mean that are good enough.
+        costs: tokens per copy inside a node, tokens per copy between nodes, and the fixed cost of
+            having replicas.
+        limits: replicas placed here, replicas per rank, replicas of one rank's home experts, and
+            tokens above the mean that need no further replica.
+
+    Returns:
+        [R, P] experts.
     """
     most, per_rank, leaving, enough = limits
-    now, best = table.copy(), table
-    received, sent, busy = np.zeros(len(table)), np.zeros(len(table)), 0.0
-    late, mean, least = np.zeros(table.shape, np.bool_), total.sum() // len(table), np.inf
-    split, away = balance(total, now, 0, True), np.zeros(len(table), np.int64)
-    for r in range(len(table)):
-        for e in now[r]:
-            away[home[e]] += 1 if e >= 0 and home[e] != r else 0
+    num_ranks = len(table)
+    now = table.copy()
+    best = table
+    received = np.zeros(num_ranks)
+    sent = np.zeros(num_ranks)
+    busy = 0.0
+    late = np.zeros(table.shape, np.bool_)
+    mean = total.sum() // num_ranks
+    least = np.inf
+    split = balance(total, now, 0, True)
+    away = _replicas_away(now, home)
     for step in range(most + 1):
         largest = max(split.load)
         cost = largest + (busy + costs[2] if step > 0 else 0.0)
         if cost < least:
-            least, best = cost, now.copy()
+            least = cost
+            best = now.copy()
         if step == most or largest - mean <= enough:
             break
         slot, back = _free_slots(now, home, late, _served(split, now), per_rank)
         excess = np.maximum(split.load - mean, 0).sum()
-        choice, lowest, chosen = -1, (np.inf, 0), split
+        choice = -1
+        lowest = (np.inf, 0)
+        chosen = split
         for place in _most_relief(
             split, now, (home, node, slot, back), away < leaving, (mean, costs[1] < np.inf)
         ):
-            e, r = place // len(table), place % len(table)
+            e = place // num_ranks
+            r = place % num_ranks
             copying = costs[1] if node[r] != node[home[e]] else costs[0]
-            its = rebalance(split, e, r, now[r, slot[r]])
-            above = np.maximum(its.load - mean, 0).sum()
-            cost = max(its.load) + max(busy, received[r] + copying, sent[home[e]] + copying)
-            # fewer tokens above the mean are progress, too, where several ranks share the largest load
-            if (max(its.load) < largest or above < excess) and (cost, above) < lowest:
-                choice, lowest, chosen = place, (cost, above), its
+            tried = rebalance(split, e, r, now[r, slot[r]])
+            above = np.maximum(tried.load - mean, 0).sum()
+            cost = max(tried.load) + max(busy, received[r] + copying, sent[home[e]] + copying)
+            # If several ranks share the largest load, one replica cannot lower it; fewer tokens
+            # above the mean are progress as well.
+            if (max(tried.load) < largest or above < excess) and (cost, above) < lowest:
+                choice = place
+                lowest = (cost, above)
+                chosen = tried
         if choice < 0:
             break
-        e, r, split = choice // len(table), choice % len(table), chosen
+        e = choice // num_ranks
+        r = choice % num_ranks
+        split = chosen
         copying = costs[1] if node[r] != node[home[e]] else costs[0]
         old = now[r, slot[r]]
-        away[home[max(old, 0)]] -= 1 if old >= 0 else 0
+        if old >= 0:
+            away[home[old]] -= 1
         away[home[e]] += 1
-        now[r, slot[r]], late[r, slot[r]] = e, True
+        now[r, slot[r]] = e
+        late[r, slot[r]] = True
         received[r] += copying
         sent[home[e]] += copying
         busy = max(busy, received[r], sent[home[e]])
@@ -124,14 +147,27 @@ def overwrite(
 
 
 @compiled
+def _replicas_away(table: np.ndarray, home: np.ndarray) -> np.ndarray:
+    """Count the replicas of each rank's home experts: [R] int64."""
+    away = np.zeros(len(table), np.int64)
+    for r in range(len(table)):
+        for e in table[r]:
+            if e >= 0 and home[e] != r:
+                away[home[e]] += 1
+    return away
+
+
+@compiled
 def _served(split: Split, table: np.ndarray) -> np.ndarray:
-    """[R, P] tokens that each slot of ``table`` serves."""
+    """Look up the tokens that each slot of ``table`` serves: [R, P] int64, 0 for empty slots."""
     served = np.zeros(table.shape, np.int64)
     for r in range(len(table)):
         for c in range(table.shape[1]):
             e = table[r, c]
+            # an empty slot (-1) has the empty range from begin[0] to begin[0]
             for i in range(split.begin[max(e, 0)], split.begin[e + 1]):
-                served[r, c] = split.share[i] if split.rank[i] == r else served[r, c]
+                if split.rank[i] == r:
+                    served[r, c] = split.share[i]
     return served
 
 
@@ -143,37 +179,50 @@ def _most_relief(
     sends: np.ndarray,
     may: tuple[int, bool],
 ) -> np.ndarray:
-    """The `TRIED` new replicas, as expert * R + rank, that can take most tokens off the ranks whose tokens are stuck.
+    """Find the `TRIED` new replicas that can take most tokens out of the closed set.
 
     Args:
-        split: of the tokens over the holders in ``table``.
+        split: split of the tokens over the holders in ``table``; its ``blocked`` is the closed set.
         table: [R, P] experts.
-        where: [E] homes, [R] nodes, [R] the slot to overwrite or -1, [R] tokens that it serves.
+        where: [E] homes, [R] nodes, [R] the slot to overwrite or -1, [R] tokens served there.
         sends: [R] whether the rank may send one more copy.
-        may: tokens of a rank, and whether replicas may come from another node.
+        may: tokens per rank, and whether replicas may be fetched from another node.
+
+    Returns:
+        [at most TRIED] int64 replicas as expert * R + rank, most tokens first.
     """
     mean, across_nodes = may
     home, node, slot, back = where
-    num_ranks, found = len(table), 0
-    place, gains = np.empty(TRIED, np.int64), np.empty(TRIED, np.int64)
+    num_ranks = len(table)
+    found = 0
+    place = np.empty(TRIED, np.int64)
+    gains = np.empty(TRIED, np.int64)
     for e in range(len(home)):
-        inside = 0  # tokens that cannot leave
+        # tokens of the expert inside the closed set
+        inside = 0
         if not sends[home[e]]:
             continue
         for i in range(split.begin[e], split.begin[e + 1]):
-            inside += split.share[i] if split.blocked[split.rank[i]] else 0
-        for r in range(num_ranks if inside > 0 else 0):
+            if split.blocked[split.rank[i]]:
+                inside += split.share[i]
+        if inside == 0:
+            continue
+        for r in range(num_ranks):
             if split.blocked[r] or slot[r] < 0 or (node[r] != node[home[e]] and not across_nodes):
                 continue
+            # the tokens of the overwritten replica return to its other holders
             gain = min(inside, mean - split.load[r] + back[r]) - back[r]
             if gain <= (0 if found < TRIED else gains[TRIED - 1]) or e in table[r]:
                 continue
+            # insertion into the list, sorted by descending gain
             found = min(found + 1, TRIED)
             at = found - 1
             while at > 0 and gains[at - 1] < gain:
-                gains[at], place[at] = gains[at - 1], place[at - 1]
+                gains[at] = gains[at - 1]
+                place[at] = place[at - 1]
                 at -= 1
-            gains[at], place[at] = gain, e * num_ranks + r
+            gains[at] = gain
+            place[at] = e * num_ranks + r
     return place[:found]
 
 
@@ -181,20 +230,36 @@ def _most_relief(
 def _free_slots(
     table: np.ndarray, home: np.ndarray, late: np.ndarray, served: np.ndarray, per_rank: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """[R] the slot of each rank to use, empty or of the replica that serves least, or -1; [R] tokens served there.
+    """Choose the slot of each rank for its next replica: an empty one, or the least used replica's.
 
-    ``late`` [R, P] slots stay as they are; ``served`` [R, P] are tokens.
+    Args:
+        table: [R, P] experts.
+        home: [E] home ranks.
+        late: [R, P] bool, slots filled by this search, which keep their replica.
+        served: [R, P] tokens.
+        per_rank: limit for replicas of a rank.
+
+    Returns:
+        [R] the slot, or -1 if none is usable; [R] tokens served there now.
     """
-    slot, back = np.full(len(table), -1), np.zeros(len(table), np.int64)
+    slot = np.full(len(table), -1)
+    back = np.zeros(len(table), np.int64)
     for r in range(len(table)):
         replicas = 0
         for c in range(table.shape[1]):
-            replicas += 1 if table[r, c] >= 0 and home[table[r, c]] != r else 0
+            if table[r, c] >= 0 and home[table[r, c]] != r:
+                replicas += 1
         for c in range(table.shape[1]):
             e = table[r, c]
-            usable = replicas < per_rank if e < 0 else home[e] != r and not late[r, c]
-            its = served[r, c] if e >= 0 else -1  # an empty slot serves less than any replica
-            if usable and (slot[r] < 0 or its < back[r]):
-                slot[r], back[r] = c, its
+            # an empty slot is preferred to any replica, also to one without tokens
+            if e < 0:
+                usable = replicas < per_rank
+                tokens = -1
+            else:
+                usable = home[e] != r and not late[r, c]
+                tokens = served[r, c]
+            if usable and (slot[r] < 0 or tokens < back[r]):
+                slot[r] = c
+                back[r] = tokens
         back[r] = max(back[r], 0)
     return slot, back

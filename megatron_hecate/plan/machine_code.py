@@ -1,4 +1,7 @@
-"""Machine code of numba's that is kept: `compiled` says where. Numba is not imported before something is planned."""
+"""Persistent cache of numba's machine code, in the folder of `compiled`.
+
+Only `compiled` imports this module, and only when something is planned, because it imports numba.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,18 @@ _DIGEST = hashlib.sha256().digest_size
 
 
 def dispatcher_of(function: Callable) -> Any:
-    """Numba's dispatcher of ``function``, which compiles or loads it at its first call with each signature."""
+    """Make numba's dispatcher of ``function``; it compiles or loads at each new signature."""
     dispatcher: Any = numba.njit(nogil=True)(function)
     dispatcher._cache = _Cache(function)
     return dispatcher
 
 
 class _Nowhere(_CacheLocator):
-    """Numba asks for a place of an index, which `_Cache` does not have."""
+    """Locator without a path, because `_Cache` has no index file; numba requires a locator."""
 
     def __init__(self, py_file: str) -> None:
-        self._py_file = py_file  # numba names it in warnings
+        # numba names the file in its warnings
+        self._py_file = py_file
 
     def get_cache_path(self) -> str:
         return ""
@@ -57,52 +61,57 @@ class _Results(CompileResultCacheImpl):
 
 
 class _Cache(FunctionCache):
-    """The compiled signatures of one function, a file each."""
+    """Cache of one function: a file per compiled signature."""
 
     _impl_class = _Results
 
     def _path(self, signature: Any, codegen: Any) -> Path:
+        # numba's key covers the signature, the processor and the function's own bytecode; the hash
+        # of all sources covers the functions that it calls
         key = (
             self._index_key(signature, codegen),
             _SOURCES.hexdigest(),
             numba.__version__,
             sys.version,
         )
-        name = f"{self._py_func.__module__}.{self._py_func.__qualname__}".replace("<", "").replace(
-            ">", ""
-        )
-        return cache_folder() / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()[:20]}.nbc"
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:20]
+        name = f"{self._py_func.__module__}.{self._py_func.__qualname__}"
+        # a local function's qualified name has "<locals>"
+        name = name.replace("<", "").replace(">", "")
+        return cache_folder() / f"{name}-{digest}.nbc"
 
     def _load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             path = self._path(sig, target_context.codegen())
-            about, held = path.stat(), path.read_bytes()
+            status = path.stat()
+            content = path.read_bytes()
         except OSError:
             return None
-        if about.st_uid not in (
-            0,
-            os.getuid(),
-        ):  # it will be executed; root may have made it for an image
+        # The content is executed, so another user's file is ignored. Root is trusted: a container
+        # image may be built with a filled cache.
+        if status.st_uid not in (0, os.getuid()):
             return None
-        data = held[:-_DIGEST]
-        if held[-_DIGEST:] != hashlib.sha256(data).digest():
-            warnings.warn(f"{path} is damaged ({len(held)} bytes); compiling again", stacklevel=2)
+        data = content[:-_DIGEST]
+        if content[-_DIGEST:] != hashlib.sha256(data).digest():
+            message = f"{path} is damaged ({len(content)} bytes); compiling again"
+            warnings.warn(message, stacklevel=2)
             return None
         return self._impl.rebuild(target_context, pickle.loads(data))
 
     def _save_overload(self, sig: Any, data: Any) -> None:
         if not self._impl.check_cachable(data):
             return
-        made = serialize.dumps(self._impl.reduce(data))
+        content = serialize.dumps(self._impl.reduce(data))
         try:
-            _write(self._path(sig, data.codegen), made + hashlib.sha256(made).digest())
+            _write(self._path(sig, data.codegen), content + hashlib.sha256(content).digest())
         except OSError as error:
             _warn_once(str(error))
 
 
 def _write(path: Path, content: bytes) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 600
+    # `mkstemp` makes a file of mode 600; the rename is atomic, so no reader sees a partial file
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
@@ -115,7 +124,7 @@ def _write(path: Path, content: bytes) -> None:
 @functools.cache
 def _warn_once(problem: str) -> None:
     warnings.warn(
-        f"each process compiles the planner anew, some 20 seconds, since it cannot be kept ({problem}); name a folder "
-        "in $NUMBA_CACHE_DIR",
+        "each process compiles the planner again, for about 20 seconds, because its machine code "
+        f"cannot be cached ({problem}); name a folder in $NUMBA_CACHE_DIR",
         stacklevel=2,
     )

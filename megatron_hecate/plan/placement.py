@@ -1,14 +1,16 @@
-"""What a placement is: who is home to an expert, who holds a replica of it, and where each copy physically lies.
+"""Placement of one layer's experts: homes, replicas, and the physical slot of each copy.
 
-A rank has P physical slots per layer: first the experts it is home to, then room for replicas. ``table`` says what
-every physical slot holds, so nothing outside `Placement.initial` assumes how many homes a rank has. E = 4 experts, R =
-2 ranks, one replica slot each, a replica of expert 0 on rank 1::
+A rank has P physical slots per layer: first its home experts, then room for replicas. ``table``
+maps every physical slot to its expert, so only `Placement.initial` assumes a number of homes per
+rank. Example with E = 4 experts, R = 2 ranks, one replica slot each, and a replica of expert 0 on
+rank 1::
 
               homes      replica
     rank 0   [ 0    1 ]  [ - ]      table = [[0, 1, -1],
     rank 1   [ 2    3 ]  [ 0 ]               [2, 3,  0]]
 
-A *physical expert* is the pair (rank, slot), numbered ``rank * P + slot``: that is what Megatron's dispatcher sees.
+A *physical expert* is the pair (rank, slot), numbered ``rank * P + slot``; Megatron's dispatcher
+routes to physical experts.
 """
 
 from __future__ import annotations
@@ -20,20 +22,21 @@ from functools import cached_property
 
 import numpy as np
 
-EMPTY = -1  # a physical slot that holds nothing
+# marks an empty physical slot
+EMPTY = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """Homes and replicas of one layer. Immutable; `with_replicas` makes a new one.
+    """Homes and replicas of one layer. Immutable; `with_replicas` makes a new placement.
 
     Args:
         home: [E] int, the rank that owns each expert.
         table: [R, P] int, the expert in each physical slot, or ``EMPTY``.
 
     Raises:
-        ValueError: if an expert is not held exactly once by its home, a rank holds an expert twice, or an expert or
-            rank does not exist.
+        ValueError: if an expert is not held exactly once by its home, a rank holds an expert twice,
+            or an expert or rank does not exist.
     """
 
     home: np.ndarray
@@ -45,7 +48,8 @@ class Placement:
             raise ValueError(f"home must name ranks 0 to {num_ranks - 1}, got {self.home.tolist()}")
         if not ((self.table == EMPTY) | ((self.table >= 0) & (self.table < len(self.home)))).all():
             raise ValueError(
-                f"table must name experts 0 to {len(self.home) - 1} or {EMPTY}, got {self.table.tolist()}"
+                f"table must name experts 0 to {len(self.home) - 1} or {EMPTY}, "
+                f"got {self.table.tolist()}"
             )
         for rank in range(num_ranks):
             held = self.table[rank][self.table[rank] != EMPTY]
@@ -55,22 +59,28 @@ class Placement:
                 )
         for expert, rank in enumerate(self.home.tolist()):
             if expert not in self.table[rank]:
+                slots = self.table[rank].tolist()
                 raise ValueError(
-                    f"expert {expert} has its home on rank {rank}, whose slots are {self.table[rank].tolist()}"
+                    f"expert {expert} has its home on rank {rank}, whose slots are {slots}"
                 )
         self.home.setflags(write=False)
         self.table.setflags(write=False)
 
     @classmethod
     def initial(cls, num_experts: int, num_ranks: int, *, num_slots: int) -> Placement:
-        """Megatron's expert-parallel partition: rank r is home to experts ``r * E/R .. (r+1) * E/R``, no replicas.
+        """Build Megatron's expert-parallel partition, without replicas.
+
+        Rank r is home to experts ``r * E/R`` to ``(r+1) * E/R - 1``.
 
         Raises:
-            ValueError: if E is not divisible by R, or the slots exceed the experts that have their home elsewhere.
+            ValueError: if E is not divisible by R, or the slots exceed the experts with their home
+                on another rank.
         """
         if num_experts % num_ranks:
             below = num_experts // num_ranks * num_ranks
-            nearest = f"{below} or {below + num_ranks}" if below else f"{num_ranks}"
+            nearest = f"{num_ranks}"
+            if below:
+                nearest = f"{below} or {below + num_ranks}"
             raise ValueError(
                 f"num_experts={num_experts} is not divisible by {num_ranks} ranks; use {nearest}"
             )
@@ -78,8 +88,8 @@ class Placement:
         most = num_experts - per_rank
         if not 0 <= num_slots <= most:
             raise ValueError(
-                f"slots={num_slots} is out of range: a rank that is home to {per_rank} of {num_experts} experts "
-                f"can host 0 to {most} replicas"
+                f"slots={num_slots} is out of range: a rank that is home to {per_rank} of "
+                f"{num_experts} experts can host 0 to {most} replicas"
             )
         home = np.repeat(np.arange(num_ranks), per_rank)
         table = np.full((num_ranks, per_rank + num_slots), EMPTY, dtype=np.int64)
@@ -87,41 +97,51 @@ class Placement:
         return cls(home=home, table=table)
 
     def with_homes(self, order: np.ndarray) -> Placement:
-        """As many homes on each rank, without replicas: ``order`` [E] is the expert in each place, rank by rank."""
-        table, of_rank = np.full_like(self.table, EMPTY), order.reshape(self.num_ranks, -1)
-        table[:, : of_rank.shape[1]] = of_rank
+        """Reassign the homes: the same number per rank, without replicas.
+
+        Args:
+            order: [E] int, the expert of each position; positions are numbered rank by rank.
+        """
+        by_rank = order.reshape(self.num_ranks, -1)
+        table = np.full_like(self.table, EMPTY)
+        table[:, : by_rank.shape[1]] = by_rank
         home = np.empty_like(self.home)
-        home[of_rank] = np.arange(self.num_ranks)[:, None]
+        home[by_rank] = np.arange(self.num_ranks)[:, None]
         return Placement(home=home, table=table)
 
     def with_replicas(self, replicas: Iterable[tuple[int, int]]) -> Placement:
-        """The same homes, and exactly these replicas.
+        """Replace all replicas and keep the homes.
 
         Args:
-            replicas: (expert, rank) pairs; each takes the rank's lowest free slot, in the given order.
+            replicas: (expert, rank) pairs; each takes the rank's lowest free slot, in the given
+                order.
 
         Raises:
-            ValueError: if a rank has no slot left, already holds the expert, or there is no such expert or rank.
+            ValueError: if a rank has no free slot, already holds the expert, or an expert or rank
+                does not exist.
         """
         table = np.where(self.is_replica, EMPTY, self.table)
         for expert, rank in replicas:
             if not (0 <= expert < self.num_experts and 0 <= rank < self.num_ranks):
                 raise ValueError(
-                    f"no expert {expert} or no rank {rank}: there are {self.num_experts} and {self.num_ranks}"
+                    f"no expert {expert} or no rank {rank}: "
+                    f"there are {self.num_experts} and {self.num_ranks}"
                 )
             free = np.flatnonzero(table[rank] == EMPTY)
             if not len(free):
                 raise ValueError(
-                    f"no slot left on rank {rank} for a replica of expert {expert}: {table[rank].tolist()}"
+                    f"no slot left on rank {rank} for a replica of expert {expert}: "
+                    f"{table[rank].tolist()}"
                 )
             table[rank, free[0]] = expert
         return Placement(home=self.home.copy(), table=table)
 
     @classmethod
     def trusted(cls, home: np.ndarray, table: np.ndarray) -> Placement:
-        """A placement that a planner built by rules which keep it valid: not checked, because planning is timed.
+        """Make a placement without validation, because planning time counts.
 
-        `check` does, in tests and in development mode.
+        For planners, whose rules keep a placement valid. `check` validates it in tests and in
+        development mode.
         """
         placement = object.__new__(cls)
         object.__setattr__(placement, "home", home)
@@ -132,7 +152,7 @@ class Placement:
 
     @cached_property
     def homes_only(self) -> Placement:
-        """The homes alone."""
+        """Placement with the same homes and no replicas."""
         return self.with_replicas(())
 
     @property
@@ -145,12 +165,12 @@ class Placement:
 
     @property
     def slots_per_rank(self) -> int:
-        """P: physical slots of a rank, homes included."""
+        """Physical slots of a rank (P), homes included."""
         return self.table.shape[1]
 
     @cached_property
     def is_replica(self) -> np.ndarray:
-        """[R, P] bool: the slot holds a replica."""
+        """[R, P] bool: whether the slot holds a replica."""
         held_by = np.arange(self.num_ranks)[:, None]
         is_replica = (self.table != EMPTY) & (self.home[self.table] != held_by)
         is_replica.setflags(write=False)
@@ -158,7 +178,7 @@ class Placement:
 
     @cached_property
     def holders(self) -> np.ndarray:
-        """[E, R] bool: the rank holds the expert, as home or as replica."""
+        """[E, R] bool: whether the rank holds the expert, as home or as replica."""
         holders = np.zeros((self.num_experts, self.num_ranks), dtype=bool)
         rank, slot = np.nonzero(self.table != EMPTY)
         holders[self.table[rank, slot], rank] = True
@@ -171,15 +191,17 @@ class Placement:
 
     @cached_property
     def replicas(self) -> tuple[tuple[int, int, int], ...]:
-        """(expert, rank, slot) of every replica, by expert, then rank: the order in which every transport moves
-        them."""
+        """(expert, rank, slot) of every replica, sorted: the order of all transports."""
         rank, slot = np.nonzero(self.is_replica)
-        return tuple(
-            sorted(zip(self.table[rank, slot].tolist(), rank.tolist(), slot.tolist(), strict=True))
-        )
+        expert = self.table[rank, slot]
+        return tuple(sorted(zip(expert.tolist(), rank.tolist(), slot.tolist(), strict=True)))
 
     def checked_load(self, load: np.ndarray) -> np.ndarray:
-        """[E] contiguous int64 of a user's ``load``, or ValueError."""
+        """Validate a user's ``load``, tokens per expert; return it as contiguous [E] int64.
+
+        Raises:
+            ValueError: for a wrong shape, a dtype that is no integer, or a negative count.
+        """
         load = np.asarray(load)
         if load.shape != (self.num_experts,):
             raise ValueError(
@@ -193,8 +215,11 @@ class Placement:
 
     @property
     def fingerprint(self) -> int:
-        """A signed 64-bit number that differs, but for chance (2^-64), whenever two placements differ: BLAKE2b of
-        ``home`` and ``table``. It does not depend on integer width, byte order or memory layout."""
+        """Signed 64-bit hash (BLAKE2b) of ``home`` and ``table``.
+
+        It does not depend on integer width, byte order or memory layout. Different placements
+        collide with probability 2^-64.
+        """
         digest = hashlib.blake2b(digest_size=8)
         for name, array in (("home", self.home), ("table", self.table)):
             digest.update(f"{name}{array.shape}".encode())
@@ -202,12 +227,15 @@ class Placement:
         return int.from_bytes(digest.digest(), "big", signed=True)
 
     def check(self, *, num_slots: int | None = None) -> None:
-        """Check what `trusted` did not, recomputed from ``home`` and ``table``, and at most ``num_slots`` replicas per
-        rank. Explicit raises, not ``assert``: development mode must check under ``python -O`` too.
+        """Validate a placement made by `trusted`; recompute its views from ``home`` and ``table``.
+
+        Args:
+            num_slots: most replicas of a rank; ``None`` for no limit.
 
         Raises:
-            AssertionError: naming the experts, ranks and values that break a rule; it is a bug of ours.
+            AssertionError: for a bug of ours; the message names the experts, ranks and values.
         """
+        # Explicit raises, not ``assert``: development mode must check under ``python -O``, too.
         for name in ("home", "table"):
             if not np.issubdtype((dtype := getattr(self, name).dtype), np.integer):
                 raise AssertionError(f"{name} must be integers, got dtype {dtype}")
@@ -216,11 +244,14 @@ class Placement:
         except ValueError as error:
             raise AssertionError(str(error)) from error
         held = fresh.is_replica.sum(axis=1)
-        for rank in np.flatnonzero(held > (held.max() if num_slots is None else num_slots)):
+        most = held.max() if num_slots is None else num_slots
+        for rank in np.flatnonzero(held > most):
             raise AssertionError(
-                f"rank {rank} holds {held[rank]} replicas, num_slots={num_slots}: slots {fresh.table[rank].tolist()}"
+                f"rank {rank} holds {held[rank]} replicas, num_slots={num_slots}: "
+                f"slots {fresh.table[rank].tolist()}"
             )
-        # the views are cached; a plan built on stale ones would send tokens to ranks without the expert
+        # The views are cached. A plan built on a stale view would send tokens to ranks that do not
+        # hold the expert.
         for expert, rank in np.argwhere(self.holders != fresh.holders):
             raise AssertionError(
                 f"holders[{expert}, {rank}] is {bool(self.holders[expert, rank])}, "

@@ -1,8 +1,9 @@
-"""How many replicas pay in the next iteration, and which: of plans with many and with few of them, the cheapest.
+"""Choice of the next iteration's replicas: the cheapest of plans with many and with few replicas.
 
-A plan is compared before the gate, from a forecast alone, by tokens of the busiest rank:
+Plans are compared before the gate, from a forecast alone. The cost of a plan, in tokens of the
+busiest rank, is the sum of
 
-    largest rank load + tokens that cross nodes, of the busiest node + copies that do not hide + routing to replicas
+    largest rank load, tokens that cross nodes (busiest node), exposed copies, routing to replicas
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from megatron_hecate.plan.search import (
 )
 from megatron_hecate.plan.world import World
 
-# A layer starts to have replicas when they win so much of their cost beyond it, and stops when they lose as much.
+# A layer starts replicating when its replicas win 1.2 times their cost, and stops below 0.8 times.
 HYSTERESIS: float = 0.2
-REPLACED: int = 256  # replicas that the local search replaces, at most, times ranks
-STEPS: tuple[float, ...] = (
-    1.41,
-    1.19,
-)  # factors between the limits that the search for the cheapest plan tries
-BALANCED: float = 1.05  # times the mean: up to this largest rank load nothing is copied
+# steps of the local search, times ranks: each adds or replaces one replica
+REPLACED: int = 256
+# factors between successive limits in the search for the cheapest plan, coarse to fine
+STEPS: tuple[float, ...] = (1.41, 1.19)
+# largest rank load over the mean up to which nothing is copied
+BALANCED: float = 1.05
 
 
 def plan_replicas(
@@ -48,19 +49,19 @@ def plan_replicas(
     """Choose the replicas of the next iteration.
 
     Args:
-        forecast: [E] tokens expected, summed over the group's ranks; 0 or more.
-        homes: the homes; replicas, if it has some, are ignored.
+        forecast: [E] expected tokens, summed over the group's ranks; 0 or more.
+        homes: placement whose homes are kept; its replicas are ignored.
         world: node of every rank.
-        cost: what replicas cost. Free ones fill the slots.
-        previous: the plan of the last iteration, if there is one: it says whether the layer has replicas to give up,
-            and it is returned itself where the new plan is the same.
+        cost: cost of replicas. Free replicas fill the slots.
+        previous: plan of the last iteration, if any. Its replicas decide which side of the
+            hysteresis applies. Returned itself if the new plan is equal.
 
     Returns:
-        ``homes`` with this plan's replicas; without any when they do not pay.
+        ``homes`` with the planned replicas; without replicas if none pay.
 
     Raises:
-        ValueError: for a forecast of the wrong length, with NaN, infinite or negative values, or a world of other
-            ranks.
+        ValueError: for a forecast of the wrong length or with NaN, infinite or negative values, or
+            a world with another number of ranks.
     """
     forecast = np.ascontiguousarray(forecast, dtype=np.float64)
     if forecast.shape != homes.home.shape:
@@ -71,135 +72,207 @@ def plan_replicas(
         raise ValueError(f"forecast must be finite and 0 or more, got {forecast.tolist()}")
     bare = homes.homes_only
     most = int((bare.table == EMPTY).sum(axis=1).max())
-    most = most if cost.most is None else min(cost.most, most)
+    if cost.most is not None:
+        most = min(cost.most, most)
     if not most or not forecast.any():
         return bare
     problem = problem_of(bare, world, cost)
     table = _best_plan(forecast, problem, most, previous)
-    for same in (bare, previous):
-        if (
-            same is not None
-            and np.array_equal(table, same.table)
-            and np.array_equal(bare.home, same.home)
-        ):
-            return same
+    # callers compare placements by identity to skip work for an unchanged plan
+    for known in (bare, previous):
+        if known is None:
+            continue
+        if np.array_equal(table, known.table) and np.array_equal(bare.home, known.home):
+            return known
     return Placement.trusted(bare.home, table)
 
 
 def problem_of(bare: Placement, world: World, cost: CopyCost) -> Problem:
-    """What `search` plans for: the homes alone, the nodes of their ranks, and what copies cost."""
-    node, far = world.node_index, cost.far
-    if (
-        world.num_nodes == 1 and not cost.scatters
-    ):  # tokens that change rank travel as slowly as copies
-        node, far = np.arange(world.num_ranks), cost.near
-    members, begin = (
-        np.argsort(node, kind="stable"),
-        np.concatenate([[0], np.cumsum(np.bincount(node))]),
-    )
-    hidden = cost.hidden * (
-        cost.contention < 1
-    )  # is measured; where it wins nothing it must not tell plans apart
-    costs = (cost.near, far, cost.out, hidden, cost.contention, cost.routing, cost.crossing)
-    # arrays that may be written to, as those of other callers: numba compiles for each kind
+    """Make the input of `search`: homes, nodes and costs.
+
+    Args:
+        bare: placement without replicas.
+        world: node of every rank.
+        cost: cost of replicas.
+    """
+    node = world.node_index
+    far = cost.far
+    # On a single node over point-to-point links, tokens that change ranks are as slow as copies, so
+    # each rank counts as a node.
+    if world.num_nodes == 1 and not cost.scatters:
+        node = np.arange(world.num_ranks)
+        far = cost.near
+    # The hidden window is measured, so it differs from run to run. At full contention hiding saves
+    # nothing, and the window must not change the plan.
+    hidden = cost.hidden * (cost.contention < 1)
+    # Copies, because placements are read-only: numba compiles separately for read-only arrays, and
+    # other callers of the same functions pass writable ones.
     return Problem(
-        bare.home.copy(), node, members, begin, bare.table.copy(), cost.scatters, *map(float, costs)
+        home=bare.home.copy(),
+        node=node,
+        members=np.argsort(node, kind="stable"),
+        begin=np.concatenate([[0], np.cumsum(np.bincount(node))]),
+        bare=bare.table.copy(),
+        scatters=cost.scatters,
+        near=float(cost.near),
+        far=float(far),
+        out=float(cost.out),
+        hidden=float(hidden),
+        contention=float(cost.contention),
+        routing=float(cost.routing),
+        crossing=float(cost.crossing),
     )
 
 
 class _Plan(NamedTuple):
-    """A table [R, P] of experts, what it costs in all, and what copies and routing cost of that, in tokens."""
+    """Candidate plan.
+
+    Args:
+        table: [R, P] experts.
+        cost: total cost, in tokens.
+        overhead: copies and routing in that cost, in tokens.
+    """
 
     table: np.ndarray
     cost: float
     overhead: float
 
 
+class _Limits(NamedTuple):
+    """Limits of the fill: replicas that a rank holds, and replicas of one rank's home experts."""
+
+    number: int
+    leaving: int
+
+
 def _best_plan(
     forecast: np.ndarray, problem: Problem, most: int, previous: Placement | None
 ) -> np.ndarray:
-    """[R, P] the cheapest plan with up to ``most`` replicas per rank, after a local search, also from the last plan."""
-    num_ranks = len(problem.node)
-    number, leaving = most, most * num_ranks
-
-    def cheaper(plan: _Plan | None, table: np.ndarray) -> _Plan:
-        if plan is not None and np.array_equal(table, plan.table):
-            return plan
-        bound = np.inf if plan is None else plan.cost
-        other = _Plan(table, *plan_cost(forecast, problem, table, bound))
-        return other if plan is None or other.cost < plan.cost else plan
-
-    loads = np.bincount(problem.home, weights=forecast, minlength=num_ranks)
-    if is_free := max(problem.near, problem.far) * most + problem.routing < 1:  # not a token
-        best = cheaper(None, fill(forecast, problem, number, leaving))
-    elif loads.max() <= BALANCED * loads.mean():
-        return problem.bare
-    else:
-        best, number, leaving = _cheapest_fill(forecast, problem, most)
-    if problem.scatters:  # a home sends once, however many receive
-        leaving = best.table.size
-    whole, even = np.rint(forecast).astype(np.int64), loads.mean() * (1 + 1 / SLACK)
-    until = (-(-REPLACED // num_ranks), number, leaving, even - loads.mean())
-    best = cheaper(
-        best, overwrite(whole, problem.home, best.table, problem.node, np.zeros(3), until)
-    )
-    goes_on = False
-    if previous is not None and previous.num_replicas > 0:
-        goes_on = np.array_equal(previous.home, problem.home)
-        if goes_on and previous.is_replica.sum(axis=1).max() == number:
-            start = previous.table.copy()
-            # even ranks may make it cheaper
-            if even + sum(cost_beside_load(forecast, problem, start)) < best.cost:
-                best = cheaper(
-                    best, overwrite(whole, problem.home, start, problem.node, np.zeros(3), until)
-                )
-    margin = -HYSTERESIS * best.overhead if goes_on else HYSTERESIS * best.overhead
-    bare = plan_cost(forecast, problem, problem.bare, np.inf)[0]
-    return problem.bare if not is_free and best.cost + margin >= bare else best.table
-
-
-def _cheapest_fill(forecast: np.ndarray, problem: Problem, most: int) -> tuple[_Plan, int, int]:
-    """Search for the cheapest greedy plan by two limits: replicas that a rank holds, and copies that leave a home.
-
-    The more copies leave a hot home, the more even the ranks, and the longer the home sends. The best is in between; a
-    descent looks for it, for each number of replicas.
+    """Find the cheapest plan, [R, P] experts, or the bare homes if replicas do not pay.
 
     Args:
         forecast: [E] tokens.
         problem: homes, nodes and costs.
         most: replicas that a rank may hold.
-
-    Returns:
-        The plan, and the two limits.
+        previous: plan of the last iteration, a second start of the local search.
     """
     num_ranks = len(problem.node)
     loads = np.bincount(problem.home, weights=forecast, minlength=num_ranks)
-    # a home that sends as many copies has a mean load itself
+    # free: even full slots cost less than one token
+    is_free = max(problem.near, problem.far) * most + problem.routing < 1
+    if is_free:
+        limits = _Limits(most, most * num_ranks)
+        best = _cheaper(None, fill(forecast, problem, *limits), forecast, problem)
+    elif loads.max() <= BALANCED * loads.mean():
+        return problem.bare
+    else:
+        best, limits = _cheapest_fill(forecast, problem, most)
+    best, continues = _improve(best, limits, forecast, problem, previous)
+    if is_free:
+        return best.table
+    bare_cost = plan_cost(forecast, problem, problem.bare, np.inf)[0]
+    margin = HYSTERESIS * best.overhead
+    if continues:
+        margin = -margin
+    if best.cost + margin >= bare_cost:
+        return problem.bare
+    return best.table
+
+
+def _improve(
+    best: _Plan,
+    limits: _Limits,
+    forecast: np.ndarray,
+    problem: Problem,
+    previous: Placement | None,
+) -> tuple[_Plan, bool]:
+    """Improve a plan by local search, also starting from the last iteration's plan.
+
+    Returns:
+        The cheapest plan; and whether ``previous`` has replicas and the same homes.
+    """
+    number, leaving = limits
+    num_ranks = len(problem.node)
+    mean = np.bincount(problem.home, weights=forecast, minlength=num_ranks).mean()
+    even = mean * (1 + 1 / SLACK)
+    # with scattered copies a home sends each expert once, however many ranks receive it
+    if problem.scatters:
+        leaving = best.table.size
+    until = (-(-REPLACED // num_ranks), number, leaving, even - mean)
+    whole = np.rint(forecast).astype(np.int64)
+
+    def improved(start: np.ndarray) -> np.ndarray:
+        return overwrite(whole, problem.home, start, problem.node, np.zeros(3), until)
+
+    best = _cheaper(best, improved(best.table), forecast, problem)
+    if previous is None or previous.num_replicas == 0:
+        return best, False
+    if not np.array_equal(previous.home, problem.home):
+        return best, False
+    if previous.is_replica.sum(axis=1).max() == number:
+        start = previous.table.copy()
+        # skip the search if even perfectly balanced ranks would not make this plan cheaper
+        if even + sum(cost_beside_load(forecast, problem, start)) < best.cost:
+            best = _cheaper(best, improved(start), forecast, problem)
+    return best, True
+
+
+def _cheaper(
+    plan: _Plan | None, table: np.ndarray, forecast: np.ndarray, problem: Problem
+) -> _Plan:
+    """Return the cheaper of ``plan`` and the plan with ``table`` [R, P]."""
+    if plan is None:
+        return _Plan(table, *plan_cost(forecast, problem, table, np.inf))
+    if np.array_equal(table, plan.table):
+        return plan
+    other = _Plan(table, *plan_cost(forecast, problem, table, plan.cost))
+    if other.cost < plan.cost:
+        return other
+    return plan
+
+
+def _cheapest_fill(forecast: np.ndarray, problem: Problem, most: int) -> tuple[_Plan, _Limits]:
+    """Find the cheapest greedy plan over both limits of `fill`.
+
+    With more replicas of a hot rank's home experts, loads get more even and the home sends for a
+    longer time. The optimum is in between; for each number of replicas per rank, a descent searches
+    the other limit.
+
+    Args:
+        forecast: [E] tokens.
+        problem: homes, nodes and costs.
+        most: replicas that a rank may hold.
+    """
+    num_ranks = len(problem.node)
+    loads = np.bincount(problem.home, weights=forecast, minlength=num_ranks)
+    # with this number of copies even the hottest home keeps a mean load
     evens = math.ceil(loads.max() / loads.mean()) - 1
-    plans: dict[tuple[int, int], _Plan] = {}
+    plans: dict[_Limits, _Plan] = {}
     lowest = np.inf
 
     def cost(number: int, leaving: int) -> float:
         nonlocal lowest
-        if (number, leaving) not in plans:
+        limits = _Limits(number, leaving)
+        if limits not in plans:
             table = fill(forecast, problem, number, leaving)
-            plans[number, leaving] = _Plan(table, *plan_cost(forecast, problem, table, lowest))
-            lowest = min(lowest, plans[number, leaving].cost)
-        return plans[number, leaving].cost
+            plans[limits] = _Plan(table, *plan_cost(forecast, problem, table, lowest))
+            lowest = min(lowest, plans[limits].cost)
+        return plans[limits].cost
 
-    best = most, most
+    best = _Limits(most, most)
     for number in range(most, 0, -1):
         of_number = functools.partial(cost, number)
         unlimited = most_leaving(forecast, problem, number)
         starts = (evens, 2 * number, number, unlimited)
         leaving = min((max(number, min(start, unlimited)) for start in starts), key=of_number)
+        # a descent for fewer replicas is worth its time only from a start that is cheaper already
         if number == most or of_number(leaving) < cost(*best):
-            best = number, _descend(of_number, leaving, number, unlimited)
-    return plans[best], *best
+            best = _Limits(number, _descend(of_number, leaving, number, unlimited))
+    return plans[best], best
 
 
 def _descend(cost: Callable[[int], float], start: int, least: int, most: int) -> int:
-    """Find a minimum of ``cost`` near ``start``, from ``least`` to ``most``, by ever smaller steps."""
+    """Find a local minimum of ``cost`` near ``start``, from ``least`` to ``most``, in finer steps."""
     at = start
     for factor in STEPS:
         nearer: int | None = at

@@ -1,6 +1,6 @@
-"""The machine as planning sees it: where ranks sit, what links and cores do per second.
+"""Topology and speed of the machine: the node of every rank, links and cores.
 
-Speeds are an H100 node's unless said otherwise; ``python -m megatron_hecate --measure FILE`` writes measured ones.
+Speeds default to an H100 node's; ``python -m megatron_hecate --measure FILE`` writes measured ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """What one rank can send, and at the same time receive.
+    """Full-duplex link of one rank.
 
     Args:
         bandwidth: bytes/s in each direction, more than 0.
@@ -34,25 +34,29 @@ class Link:
             raise ValueError(f"latency={self.latency} s must be finite and 0 or more")
 
     def seconds(self, num_bytes: float) -> float:
-        """How long one message of ``num_bytes`` takes; nothing is not sent."""
-        return num_bytes / self.bandwidth + self.latency if num_bytes else 0.0
+        """Return the seconds of one message of ``num_bytes``; 0 for an empty one."""
+        # empty messages are not sent
+        if not num_bytes:
+            return 0.0
+        return num_bytes / self.bandwidth + self.latency
 
 
 @dataclasses.dataclass(frozen=True)
 class Speeds:
-    """What links and cores do.
+    """Speeds of links and cores.
 
     Args:
-        intra: the link between ranks of one node.
+        intra: link between ranks of one node.
         inter: a rank's share of its node's network.
-        flops: FLOP/s one rank reaches in expert GEMMs.
-        routing: seconds that routing to replicas adds to one microbatch of a layer, whatever it wins: the exchange of
+        flops: FLOP/s of one rank in expert GEMMs.
+        routing: fixed overhead of replicas in seconds per microbatch and layer: the exchange of
             loads, quotas, more physical experts.
-        contention: what a copy takes from the compute it hides behind, as a part of the time it lasts: 0 with copy
-            engines, 1 where cores do both.
+        contention: time that a hidden copy takes from compute, as a fraction of the copy's
+            duration: 0 with copy engines, 1 if cores do both.
 
     Raises:
-        ValueError: when a rank computes nothing, routing takes negative time, or contention is not between 0 and 1.
+        ValueError: if ``flops`` is not above 0, ``routing`` is negative, or ``contention`` is not
+            between 0 and 1.
     """
 
     intra: Link
@@ -71,10 +75,10 @@ class Speeds:
 
     @classmethod
     def load(cls, path: Path | str) -> Speeds:
-        """Read a file that `save` wrote.
+        """Read a file written by `save`.
 
         Raises:
-            ValueError: for a file that is no such file, naming it and what is wrong.
+            ValueError: if the file is missing or malformed; the message names file and cause.
         """
         try:
             values = json.loads(Path(path).read_text())
@@ -87,33 +91,37 @@ class Speeds:
             )
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{path} does not hold measured speeds ({type(error).__name__}: {error}); write it with "
-                "torchrun ... -m megatron_hecate --measure FILE"
+                f"{path} does not hold measured speeds ({type(error).__name__}: {error}); "
+                "write it with torchrun ... -m megatron_hecate --measure FILE"
             ) from error
 
     def save(self, path: Path | str, *, origin: str) -> None:
-        """Write JSON; ``origin`` says what was measured, where and how."""
+        """Write the speeds as JSON; ``origin`` documents machine and method of the measurement."""
         units = "bandwidth: bytes/s, latency: s, flops: FLOP/s, routing: s, contention: 1"
         text = json.dumps(dict(origin=origin, units=units, **dataclasses.asdict(self)), indent=2)
         Path(path).write_text(text + "\n")
 
 
 H100 = Speeds(
-    # NVLink 4 does 900 GB/s both ways (H100 SXM datasheet); NCCL reaches 460-480 GB/s bus bandwidth on 8 GPUs, so 80 %
-    # of one way is a cautious point-to-point rate. Latency: that of one small NCCL kernel.
+    # NVLink 4 has 900 GB/s in both directions together (H100 SXM datasheet). NCCL reaches 460-480
+    # GB/s bus bandwidth on 8 GPUs, so 80 % of one direction is a cautious point-to-point rate.
+    # The latency is that of one small NCCL kernel.
     intra=Link(bandwidth=0.8 * 450e9, latency=5e-6),
-    # One ConnectX-7 of 400 Gbit/s per rank (DGX H100), 90 % of it; latency as above plus the fabric's.
+    # 90 % of one ConnectX-7 of 400 Gbit/s per rank (DGX H100); latency as above plus the fabric's.
     inter=Link(bandwidth=0.9 * 50e9, latency=10e-6),
-    # 989 TFLOP/s dense bf16 (datasheet), of which grouped expert GEMMs reach 42 % (Qwen3-30B-A3B) to 60 %
-    # (DeepSeek-V3), forward and backward, measured on an H200 (docs/gpu-results.md).
+    # 989 TFLOP/s dense bf16 (datasheet). Grouped expert GEMMs reach 42 % (Qwen3-30B-A3B) to 60 %
+    # (DeepSeek-V3) of it, forward and backward, measured on an H200 (docs/gpu-results.md).
     flops=0.45 * 989e12,
-    # On an H200 (docs/gpu-results.md): 14 us to count, 20 (8 ranks) to 120 (64 ranks) for quotas, 13 to reroute and 18
-    # in its backward. Estimates: 30 for the all-gather of loads, 40 for more physical experts in the grouped GEMMs.
+    # Measured on an H200 (docs/gpu-results.md), in us: 14 to count, 20 (8 ranks) to 120 (64 ranks)
+    # for quotas, 13 to reroute and 18 in its backward. Estimated: 30 for the all-gather of loads,
+    # 40 for more physical experts in the grouped GEMMs.
     routing=0.15e-3,
-    # GEMMs on an H200 took 1.4 % longer beside a fetch of 16 blocks, 10 % beside a return of 32; NCCL is not measured.
+    # GEMMs on an H200 took 1.4 % longer during a fetch of 16 thread blocks, and 10 % longer during
+    # a return of 32. NCCL is not measured.
     contention=0.12,
 )
-# Two CPU ranks of one thread each under gloo, fp32, as `--measure` found them on the machine of docs/results.md.
+# Two CPU ranks of one thread each, gloo, fp32; result of `--measure` on the machine of
+# docs/results.md.
 CPU = Speeds(
     intra=Link(bandwidth=0.9e9, latency=350e-6),
     inter=Link(bandwidth=0.9e9, latency=350e-6),
@@ -125,12 +133,12 @@ CPU = Speeds(
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The ranks of one FSSDP group, the node each of them runs on, and how fast they are.
+    """Ranks of one FSSDP group: their nodes and speeds.
 
     Args:
-        node: [R] node index of each rank; ranks of one node share a fast link. Any integers, any order; nodes may hold
-            different numbers of ranks.
-        speeds: of links and cores.
+        node: [R] node index of each rank; ranks of one node share a fast link. Any integers in any
+            order; nodes may have different numbers of ranks.
+        speeds: speeds of links and cores.
 
     Raises:
         ValueError: if there is no rank.
@@ -145,7 +153,7 @@ class World:
 
     @classmethod
     def from_names(cls, names: Sequence[str], speeds: Speeds = H100) -> World:
-        """[R] the name of the machine each rank runs on."""
+        """Build a world from ``names`` [R], the host name of each rank."""
         order = list(dict.fromkeys(names))
         return cls(node=tuple(order.index(name) for name in names), speeds=speeds)
 
@@ -159,10 +167,12 @@ class World:
 
     @property
     def slowest_link(self) -> Link:
-        """Between nodes, if there are several."""
-        return self.speeds.inter if self.num_nodes > 1 else self.speeds.intra
+        """The link between nodes if there are several, else the link inside the node."""
+        if self.num_nodes > 1:
+            return self.speeds.inter
+        return self.speeds.intra
 
     @cached_property
     def node_index(self) -> np.ndarray:
-        """[R] the nodes, numbered from 0."""
+        """[R] int64 node of each rank, numbered from 0 without gaps."""
         return np.unique(self.node, return_inverse=True)[1].astype(np.int64)

@@ -87,7 +87,7 @@ def test_a_folder_that_cannot_be_made_is_said_once(cache: Path, tmp_path: Path) 
     cache.write_text("a file")
     add = _add_of(tmp_path / "one")
     with pytest.warns(
-        UserWarning, match=r"compiles the planner anew.*name a folder in \$NUMBA_CACHE_DIR"
+        UserWarning, match=r"compiles the planner again.*name a folder in \$NUMBA_CACHE_DIR"
     ) as said:
         assert add(1, 2) == 5 and add(1.5, 2.0) == 5.5
     assert len(said) == 1
