@@ -38,7 +38,7 @@ from rows import Table  # noqa: E402
 from megatron_hecate.comm.nvlink.launch import LINK_RATES, TransferKernels  # noqa: E402
 from megatron_hecate.comm.nvlink.places import Place, Pull  # noqa: E402
 from megatron_hecate.comm.nvlink.program import FAILURE, Program, Signals  # noqa: E402
-from megatron_hecate.comm.nvlink.schedule import Schedule  # noqa: E402
+from megatron_hecate.comm.nvlink.schedule import TransferSchedule  # noqa: E402
 
 EXPERTS = {
     "Mixtral-8x7B": 3 * 4096 * 14336,
@@ -91,7 +91,7 @@ class Bench:
             pull = Pull((Place(0, "slot", 0),), Place(0, "slot", 1), 0, self.elements)
         words = self.words.data_ptr()
         program = Program(
-            Schedule(((pull,),), frozenset()),
+            TransferSchedule(((pull,),), frozenset()),
             lambda place: [(memory[place].data_ptr(), self.elements)],
             signals=Signals(0, {0: words}, words + 64, self.failure.data_ptr(), timeout=10.0),
             itemsize=ITEMSIZE[what],

@@ -68,7 +68,7 @@ def measure(options: argparse.Namespace) -> None:
         for name, run in runs.items():
             dist.barrier()
             start = time.perf_counter()
-            with trace.Recorder() as recorder:
+            with trace.SpanRecorder() as recorder:
                 run.step(step)
                 dist.barrier()
             took = time.perf_counter() - start

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hecate.comm.nvlink.program import FAILURE, Program, Signals
 from megatron_hecate.comm.nvlink.places import Place, Pull
+from megatron_hecate.comm.nvlink.program import FAILURE, Program, Signals
 from megatron_hecate.comm.nvlink.schedule import Schedule
 
 if TYPE_CHECKING:

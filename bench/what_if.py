@@ -25,7 +25,7 @@ from rivals.report import markdown
 from rivals.simulated import planned
 
 from megatron_hecate.offline.presets import CLUSTERS, Cluster, Model
-from megatron_hecate.offline.step_model import Schedule, Timing, Work, simulate
+from megatron_hecate.offline.step_model import PipelineSchedule, Timing, Work, simulate
 from megatron_hecate.offline.traffic import LayerPlan
 from megatron_hecate.plan import CPU, LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.plan.cost import BACKWARD
@@ -64,7 +64,7 @@ def forced_step(
     shape = model.shape(microbatches=microbatches)
     pairs = microbatches * batch[1] * model.seq * model.top_k
     work = Work.balanced(pairs, world, shape, once=model.top_k).layers([0] * model.layers)
-    schedule = Schedule.even(model.layers, pp, microbatches=microbatches)
+    schedule = PipelineSchedule.even(model.layers, pp, microbatches=microbatches)
     return float(simulate(work, timing(model, cluster, batch[1]), schedule).total[0])
 
 
@@ -146,7 +146,7 @@ def marin() -> None:
     shape = model.shape(microbatches=microbatches)
     pairs = microbatches * model.seq * model.top_k
     work = Work.balanced(pairs, world, shape).layers([0] * model.layers)
-    schedule = Schedule.even(model.layers, 1, microbatches=microbatches)
+    schedule = PipelineSchedule.even(model.layers, 1, microbatches=microbatches)
 
     def seconds(overload: float) -> float:
         changed = dataclasses.replace(work, peak=work.peak * overload, trip=work.trip * overload)
@@ -232,7 +232,7 @@ def _paper_steps(
         work = planned(find_planners()[planner], counts, setting)
         work = work.layers([layer % 4 for layer in range(12)])
         for lifetime in ("iteration", "layer"):
-            schedule = Schedule.even(12, 1, microbatches=1, lifetime=lifetime)
+            schedule = PipelineSchedule.even(12, 1, microbatches=1, lifetime=lifetime)
             total = simulate(work, times, schedule).total
             step[planner, lifetime] = float(total[1:].mean())
     return step
@@ -246,7 +246,7 @@ def cpu() -> None:
     shape = LayerShape(**sizes, token_flops=2.0 * elements, microbatches=run["microbatches"])
     world = World(node=(0, 0), speeds=CPU)
     load = np.array(run["load"])
-    schedule = Schedule.even(2, 1, microbatches=run["microbatches"])
+    schedule = PipelineSchedule.even(2, 1, microbatches=run["microbatches"])
     placements = [Placement(np.repeat([0, 1], 8), rows) for rows in np.array(run["table"])]
     # [L, R, E]: each rank routes half of the load.
     counts = np.stack([load - load // 2, load // 2], axis=1)

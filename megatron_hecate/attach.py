@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 
 from megatron_hecate.homes.mover import Homes
-from megatron_hecate.homes.rehoming import Rehoming
+from megatron_hecate.homes.schedule import HomesSchedule
 from megatron_hecate.layer import FSSDPLayer, GraphedBlock
 from megatron_hecate.megatron.data_parallel import DataParallel
 from megatron_hecate.megatron.experts import FSSDPExperts
@@ -107,11 +107,11 @@ def attach(
 
 def _rehoming(
     states: list[LayerState], group: dist.ProcessGroup, prefetcher: Prefetcher
-) -> Rehoming:
+) -> HomesSchedule:
     tracker = prefetcher.tracker
     replica = get_expert_data_parallel_rank()
     homes = Homes(states, group, replica=replica, optimizers=tracker.optimizers)
-    return Rehoming(
+    return HomesSchedule(
         homes,
         states,
         group,
@@ -157,7 +157,7 @@ def _attach_layer(
 def _attach_block(undo: contextlib.ExitStack, block: Module, layer: FSSDPLayer) -> None:
     """Call the layer before the attention of its transformer layer ``block``."""
     # CUDA graphs run no hooks, and Megatron refuses to capture modules with hooks
-    if captured_parts(unsupported.Settings(layer.config)):
+    if captured_parts(unsupported.SettingSources(layer.config)):
         _assign(undo, block, __class__=_subclass(GraphedBlock, type(block)))
     else:
         hook = block.self_attention.register_forward_pre_hook(layer.attention_hook)

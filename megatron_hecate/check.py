@@ -78,7 +78,7 @@ def _check_file(path: Path) -> int:
     return 0
 
 
-def _verdicts(found: list[jobs.Job]) -> list[Verdict]:
+def _verdicts(found: list[jobs.JobSettings]) -> list[Verdict]:
     verdicts = []
     for job in found:
         try:

@@ -94,7 +94,7 @@ def _convert(model: Model, config: HecateConfig) -> None:
     note = _note(
         model, parts, problems=problems, config=config, speeds=speeds, connection=connection
     )
-    judge = functools.partial(_judge, config, connection)
+    judge = functools.partial(_validate_job, config, connection)
     (lifetime, by_engines), notes = note.agree(timeout=config.timeout, judge=judge)
     connection.choose_copy_engines(by_engines)
     resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
@@ -274,7 +274,7 @@ def _job_memory(notes: list[Note]) -> JobMemory:
     )
 
 
-def _judge(
+def _validate_job(
     config: HecateConfig, connection: Connection, notes: list[Note]
 ) -> tuple[list[str], tuple[str, bool]]:
     """Validate the whole job and decide its settings, on rank 0.

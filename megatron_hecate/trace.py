@@ -2,10 +2,10 @@
 
 Under ``torch.profiler`` every span is a ``record_function`` with a stable name, ``fssdp/<what>
 <layer>``; on CUDA the transfers themselves appear as NCCL kernels on a stream of their own. For
-transfers that the profiler does not see (gloo), a `Recorder` keeps its own list, in which each
+transfers that the profiler does not see (gloo), a `SpanRecorder` keeps its own list, in which each
 transfer is a span from its start until the first check that finds it complete:
 
-    with trace.Recorder() as recorder:
+    with trace.SpanRecorder() as recorder:
         train_step()
     recorder.save(f"trace-{rank}.json", rank=rank)
 
@@ -47,7 +47,7 @@ PREFIX = "fssdp/"
 _KINDS = ("iteration", "work", "spAG", "spRS")
 
 
-class Recorder:
+class SpanRecorder:
     """Recorder of one rank's spans: (what, layer, begin, end) in seconds of ``time.perf_counter``.
 
     `seconds` sums the spans, `save` writes a file for a viewer.
@@ -57,7 +57,7 @@ class Recorder:
         self.spans: list[tuple[str, str, float, float]] = []
         self._open: list[tuple[str, str, float, Callable[[], bool]]] = []
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> SpanRecorder:
         global _recorder
         if _recorder is not None:
             raise ValueError("a recorder runs already in this process; use that one")
@@ -189,7 +189,7 @@ class Iterations:
         self._rank = rank
         self._shift = shift
         self._job = job
-        self._recorder: Recorder | None = None
+        self._recorder: SpanRecorder | None = None
         self._begun = 0
         # Number and start time of the running iteration.
         self._running: tuple[int, float] | None = None
@@ -205,8 +205,8 @@ class Iterations:
             number = self._begun
         if self.first <= number <= self.last:
             # If the user runs a recorder, leave it alone.
-            if self._recorder is None and not Recorder.is_running():
-                self._recorder = Recorder().__enter__()
+            if self._recorder is None and not SpanRecorder.is_running():
+                self._recorder = SpanRecorder().__enter__()
                 # The run may end within the chosen iterations.
                 atexit.register(self.close)
             self._end()
@@ -284,7 +284,7 @@ def merge(folder: str | Path) -> Path | None:
     return merged
 
 
-_recorder: Recorder | None = None
+_recorder: SpanRecorder | None = None
 # Autograd runs backwards in threads of its own.
 _lock = threading.Lock()
 

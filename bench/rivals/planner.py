@@ -100,7 +100,7 @@ class Planner(abc.ABC):
 
     @classmethod
     def memory(cls, setting: Setting) -> dict[str, Any]:
-        """What `tools.job.Job.memory` is asked for."""
+        """What `SimulatedJob.memory` is asked for."""
         return dict(slots=setting.slots, lifetime=cls.lifetime)
 
     def __init__(self, setting: Setting) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_hecate.offline.simulated_job import Job, Outcome
+from megatron_hecate.offline.simulated_job import Outcome, SimulatedJob
 from megatron_hecate.offline.step_model import Work
 from megatron_hecate.offline.traffic import LayerPlan, add
 from rivals import find_planners
@@ -36,7 +36,7 @@ def planned(planner: type[Planner], counts: np.ndarray, setting: Setting, *, onc
     return Work.of(plans, world, shape, once=once)
 
 
-def outcomes(names: Sequence[str], job: Job, slots: int) -> list[Outcome]:
+def outcomes(names: Sequence[str], job: SimulatedJob, slots: int) -> list[Outcome]:
     """What ``--what-if`` says of these planners, with as many ``slots`` as FSSDP has.
 
     A planner sees the loads of one microbatch, which are all alike. Before the steps that count it sees as many as lie

@@ -112,7 +112,7 @@ def _decide(
 
     def judge(notes: list[Any]) -> Verdict:
         sites.extend(_Site(**fields) for fields in notes)
-        return _judge(sites)
+        return _choose_transport(sites)
 
     names = {group: _name_of(group) for group in sorted(groups)}
     verdict = Question.next(timeout=timeout).ask(
@@ -220,7 +220,7 @@ class _Site:
         )
 
 
-def _judge(sites: Sequence[_Site]) -> Verdict:
+def _choose_transport(sites: Sequence[_Site]) -> Verdict:
     """Decide on rank 0: the transport, reasons against it, and the layout of each FSSDP group.
 
     Ranks of a group need the layout, their nodes and NVLink domains, to create its transport.

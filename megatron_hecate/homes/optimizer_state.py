@@ -178,7 +178,7 @@ class StateOnRanks:
         _check_same_kinds(of_rank[:, 3 : len(summary)], kinds)
         self._check_all_stepped()
         self._weights = [
-            [part.detach().view(-1) for part in StoredWeights(expert).parts()] for expert in homes
+            [part.detach().view(-1) for part in StoredWeights(expert).tensors()] for expert in homes
         ]
         weight_bytes = sum(part.nbytes for part in self._weights[0])
         largest_element = int(of_rank[:, 2].max())

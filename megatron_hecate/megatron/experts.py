@@ -122,7 +122,7 @@ class PhysicalExperts:
 
     def stored(self) -> list[list[Tensor]]:
         """List the tensors to transfer of each of this rank's own experts."""
-        return [StoredWeights(expert).parts() for expert in self.homes()]
+        return [StoredWeights(expert).tensors() for expert in self.homes()]
 
     def weights_in(self, chunk: Tensor) -> list[Tensor]:
         """View the received ``chunk`` of one replica as the expert's parameters."""

@@ -37,9 +37,9 @@ class StoredWeights:
     @property
     def nbytes(self) -> int:
         """Size of a chunk in bytes."""
-        return sum(part.nbytes for part in self.parts())
+        return sum(part.nbytes for part in self.tensors())
 
-    def parts(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """List the tensors of a chunk in order: the parameters, or their bytes (uint8).
 
         The bytes of each tensor are padded, so that all tensors are aligned in a chunk.

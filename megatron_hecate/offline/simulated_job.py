@@ -1,4 +1,4 @@
-"""Job simulated from recorded loads: forced balance, stock, and FSSDP with its own plans."""
+"""SimulatedJob simulated from recorded loads: forced balance, stock, and FSSDP with its own plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.offline.presets import Model
-from megatron_hecate.offline.step_model import Schedule, Timing, Work, simulate
+from megatron_hecate.offline.step_model import PipelineSchedule, Timing, Work, simulate
 from megatron_hecate.offline.traffic import LayerPlan
 from megatron_hecate.plan import (
     CopyCost,
@@ -66,7 +66,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Job:
+class SimulatedJob:
     """Simulated training job.
 
     Args:
@@ -87,7 +87,7 @@ class Job:
     first: int
     world: World
     timing: Timing
-    schedule: Schedule
+    schedule: PipelineSchedule
     once: int = 0
     measured: bool = False
 
@@ -251,7 +251,7 @@ class Job:
         Args:
             name: label of the outcome.
             work: work of the recorded layers.
-            corrects: whether late copies are chosen in every microbatch, see `Schedule`.
+            corrects: whether late copies are chosen in every microbatch, see `PipelineSchedule`.
             moving: seconds per step of moving homes.
             way: fields of `Outcome` that differ from stock: ``slots``, ``lifetime``, ``late``,
                 ``rehome``.
@@ -320,14 +320,14 @@ class Job:
                 outcomes.append(self.run(_name(way), known[key], moving=moving, **way))
         return outcomes
 
-    def lasting(self, seconds: float) -> Job:
+    def lasting(self, seconds: float) -> SimulatedJob:
         """Scale the time outside experts and all-to-alls so that a stock step takes ``seconds``.
 
         Raises:
             ValueError: if experts and all-to-alls alone take longer.
         """
 
-        def scaled(share: float) -> Job:
+        def scaled(share: float) -> SimulatedJob:
             timing = dataclasses.replace(
                 self.timing, dense=share * self.timing.dense, head=share * self.timing.head
             )

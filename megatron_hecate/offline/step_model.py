@@ -45,7 +45,7 @@ class Timing:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Schedule:
+class PipelineSchedule:
     """Pipeline schedule of a step.
 
     Args:
@@ -67,7 +67,7 @@ class Schedule:
     @classmethod
     def even(
         cls, layers: int, stages: int, *, microbatches: int, chunks: int = 1, **options: Any
-    ) -> Schedule:
+    ) -> PipelineSchedule:
         """Split neighbouring layers as evenly as possible; the first stages get one more.
 
         Args:
@@ -133,7 +133,7 @@ class StepTime:
     sent: np.ndarray
 
 
-def simulate(work: Work, timing: Timing, schedule: Schedule) -> StepTime:
+def simulate(work: Work, timing: Timing, schedule: PipelineSchedule) -> StepTime:
     """Simulate the critical path of every step."""
     lifetime = LIFETIMES[schedule.lifetime]
     count = schedule.microbatches
@@ -312,7 +312,7 @@ class _Stage:
 def _one_forward_one_backward(
     forward: Sequence[Sequence[np.ndarray]],
     backward: Sequence[Sequence[np.ndarray]],
-    schedule: Schedule,
+    schedule: PipelineSchedule,
     send: float,
 ) -> np.ndarray:
     """Compute the time [T] at which the last stage has finished.

@@ -22,8 +22,8 @@ import numpy as np
 from megatron_hecate.device.compile import CompileError
 from megatron_hecate.offline.presets import CLUSTERS, Cluster, Model
 from megatron_hecate.offline.recorded_loads import read_loads
-from megatron_hecate.offline.simulated_job import Job, Outcome, spread
-from megatron_hecate.offline.step_model import Schedule, Timing
+from megatron_hecate.offline.simulated_job import Outcome, SimulatedJob, spread
+from megatron_hecate.offline.step_model import PipelineSchedule, Timing
 from megatron_hecate.offline.traffic import copies
 from megatron_hecate.offline.what_if_arguments import check_arguments, make_parser
 from megatron_hecate.plan import World
@@ -39,7 +39,7 @@ EFFORT: float = 4e6
 
 
 def recommend(outcomes: Sequence[Outcome], capacity: float) -> tuple[Outcome | None, str]:
-    """Choose one of the ``outcomes`` of `Job.compare`, or ``None``, and give the reason.
+    """Choose one of the ``outcomes`` of `SimulatedJob.compare`, or ``None``, and give the reason.
 
     Args:
         capacity: memory of a rank in bytes; 0 if unknown.
@@ -91,7 +91,7 @@ def _flags(way: Outcome) -> str:
     return flags
 
 
-def _plan(job: Job, way: Outcome) -> dict[int, list[list[float]]]:
+def _plan(job: SimulatedJob, way: Outcome) -> dict[int, list[list[float]]]:
     """Count the replicas that FSSDP plans with ``way``.
 
     Returns:
@@ -113,7 +113,7 @@ def _plan(job: Job, way: Outcome) -> dict[int, list[list[float]]]:
     return plan
 
 
-def _rivals(names: str, job: Job, slots: int) -> list[Outcome]:
+def _rivals(names: str, job: SimulatedJob, slots: int) -> list[Outcome]:
     """Simulate planners of bench/rivals on the same job.
 
     Raises:
@@ -183,7 +183,7 @@ def _recorded(trace: str) -> tuple[int, int] | None:
     return infos[0].ranks, sum(len(info.layers) for info in infos)
 
 
-def make_job(args: argparse.Namespace) -> Job:
+def make_job(args: argparse.Namespace) -> SimulatedJob:
     """Build the job of the command line; sets ``args.ranks`` and ``args.ep`` where not given.
 
     Raises:
@@ -202,14 +202,14 @@ def make_job(args: argparse.Namespace) -> Job:
         loads = np.repeat(loads, 3, axis=0)
     steps, layers = _sample(args, num_steps=len(loads), num_layers=loads.shape[1])
     tokens = args.micro_batch * model.seq
-    job = Job(
+    job = SimulatedJob(
         model=model,
         layers=layers,
         counts=spread(loads[:, layers], ep, tokens * model.top_k * args.microbatches),
         first=len(loads) - steps,
         world=world,
         timing=_timing(args, model, cluster, world),
-        schedule=Schedule.even(
+        schedule=PipelineSchedule.even(
             model.layers, args.pp, microbatches=args.microbatches, chunks=args.vpp
         ),
         measured=args.cluster not in CLUSTERS,
@@ -327,7 +327,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _compare(args: argparse.Namespace, job: Job) -> tuple[list[Outcome], Outcome | None, str]:
+def _compare(
+    args: argparse.Namespace, job: SimulatedJob
+) -> tuple[list[Outcome], Outcome | None, str]:
     """Simulate all ways of the command line, and the rivals.
 
     Returns:
@@ -348,7 +350,7 @@ def _compare(args: argparse.Namespace, job: Job) -> tuple[list[Outcome], Outcome
 
 def _save(
     args: argparse.Namespace,
-    job: Job,
+    job: SimulatedJob,
     outcomes: Sequence[Outcome],
     best: Outcome | None,
     text: str,

@@ -36,7 +36,7 @@ Kinds = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rehoming:
+class HomeAssignment:
     """Better homes.
 
     Args:
@@ -92,7 +92,7 @@ class HomeSearch:
             if not (value := getattr(self, name)) > 0:
                 raise ValueError(f"{name}={value} must be more than 0")
 
-    def find(self, load: np.ndarray, order: np.ndarray) -> Rehoming | None:
+    def find(self, load: np.ndarray, order: np.ndarray) -> HomeAssignment | None:
         """Better homes for all layers of a stage, as `choose` and `afford` have it; ``None`` when nothing pays."""
         return self.afford(self.choose(load, order, range(len(order))), order)
 
@@ -166,7 +166,7 @@ class HomeSearch:
                     pairs = pairs[: len(pairs) // FEWER]
         return choices
 
-    def afford(self, choices: Iterable[Choice], order: np.ndarray) -> Rehoming | None:
+    def afford(self, choices: Iterable[Choice], order: np.ndarray) -> HomeAssignment | None:
         """Of each layer at most one choice, those first that save most for what they move, as far as limits allow."""
         world, size, best, most = self.world, self.expert_bytes, None, 0.0
         taken: dict[int, tuple[float, Choice, np.ndarray]] = {}
@@ -194,7 +194,7 @@ class HomeSearch:
                     new[layer] = choice.order
                 seconds = _seconds(moves, world, size)
                 best, most = (
-                    Rehoming(
+                    HomeAssignment(
                         new, float(moves[::2].sum() * size), seconds, saved * self.token_seconds
                     ),
                     now,

@@ -29,7 +29,7 @@ from megatron_hecate.replicas.layer_replicas import Replicas, ReplicaSlots
 from megatron_hecate.routing.rerouter import Rerouter
 from megatron_hecate.runtime.layer_parts import LayerParts
 from megatron_hecate.settings.cuda_graphs import holds_preprocess
-from megatron_hecate.settings.rules import Settings
+from megatron_hecate.settings.rules import SettingSources
 
 
 class LayerState:
@@ -67,7 +67,7 @@ class LayerState:
         self.rerouter = Rerouter(
             layer.token_dispatcher, world, label=self.name, timeout=config.timeout
         )
-        captured = holds_preprocess(Settings(layer.config))
+        captured = holds_preprocess(SettingSources(layer.config))
         self.always_physical = config.slots + config.rehome > 0 and (
             self.rerouter.always_physical or captured
         )

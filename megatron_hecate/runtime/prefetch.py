@@ -73,7 +73,7 @@ class Prefetcher:
             drop_unreturned=self.returns.drop,
             waits_for=self.returns.wait_for,
         )
-        # `homes.rehoming.Rehoming`, where homes may move.
+        # `homes.schedule.HomesSchedule`, where homes may move.
         self.rehoming: Any = None
         # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.
         self.gradients: bool | None = None

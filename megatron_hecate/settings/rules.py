@@ -25,13 +25,13 @@ class Rule:
     setting: str
     why: str
     instead: Any = False
-    unsupported: Callable[[Settings], bool] | None = None
-    part: str = "model."
+    unsupported: Callable[[SettingSources], bool] | None = None
+    prefix: str = "model."
     flag: str | None = None
     hint: str = ""
     way: str = ""
 
-    def applies(self, settings: Settings) -> bool:
+    def applies(self, settings: SettingSources) -> bool:
         """Return whether the rule refuses ``settings``."""
         if self.unsupported is not None:
             return self.unsupported(settings)
@@ -43,7 +43,7 @@ class Rule:
         if self.way:
             return self.way
         text = {False: "false", None: "null"}.get(self.instead, self.instead)
-        way = f"set {self.part}{self.setting}={text}{self.hint}"
+        way = f"set {self.prefix}{self.setting}={text}{self.hint}"
         flag = self.flag
         if flag is None:
             flag = f"--{self.setting.replace('_', '-')}"
@@ -63,7 +63,7 @@ class Rule:
         return f"--moe-fssdp with {self.setting}={shown}: {self.why}; {self.way_out}"
 
 
-class Settings:
+class SettingSources:
     """Settings of a job by name, from several sources.
 
     Args:

@@ -13,27 +13,27 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_hecate.settings.cuda_graphs import WITH_REPLICAS, captured_parts, holds_preprocess
-from megatron_hecate.settings.rules import Rule, Settings, is_set
+from megatron_hecate.settings.rules import Rule, SettingSources, is_set
 
 
-def _more_than_one(setting: str) -> Callable[[Settings], bool]:
+def _more_than_one(setting: str) -> Callable[[SettingSources], bool]:
     return lambda settings: (settings[setting] or 1) > 1
 
 
-def _graphs_hold_experts(setting: str) -> Callable[[Settings], bool]:
+def _graphs_hold_experts(setting: str) -> Callable[[SettingSources], bool]:
     """Make a predicate: ``setting`` switches on graphs that leave no gap to fetch replicas.
 
     Graphs leave no gap if they contain the experts, or parts of unknown content.
     """
 
-    def unsupported(settings: Settings) -> bool:
+    def unsupported(settings: SettingSources) -> bool:
         parts = captured_parts(settings)
         return is_set(settings[setting]) and (parts is None or not parts <= WITH_REPLICAS)
 
     return unsupported
 
 
-def _moves_scaled(setting: str) -> Callable[[Settings], bool]:
+def _moves_scaled(setting: str) -> Callable[[SettingSources], bool]:
     """Make a predicate: homes move, and ``setting`` is a dtype that needs scales, or its name."""
     scaled = _unknown(setting, ("fp32", "bf16", "float32", "bfloat16"))
     return lambda settings: (settings["moe_fssdp_rehome"] or 0) > 0 and scaled(settings)
@@ -44,10 +44,10 @@ def _recipe(value: Any, default: str = "delayed") -> str:
     return str(getattr(value, "value", value) or default)
 
 
-def _unknown(setting: str, known: tuple[str, ...]) -> Callable[[Settings], bool]:
+def _unknown(setting: str, known: tuple[str, ...]) -> Callable[[SettingSources], bool]:
     """Make a predicate: ``setting`` has a value other than ``known``. Defaults are always known."""
 
-    def unsupported(settings: Settings) -> bool:
+    def unsupported(settings: SettingSources) -> bool:
         value = settings[setting]
         name = str(getattr(value, "value", value)).removeprefix("torch.")
         return is_set(value) and name not in known
@@ -55,7 +55,7 @@ def _unknown(setting: str, known: tuple[str, ...]) -> Callable[[Settings], bool]
     return unsupported
 
 
-def _unknown_backend(settings: Settings) -> bool:
+def _unknown_backend(settings: SettingSources) -> bool:
     is_flex = settings["moe_token_dispatcher_type"] == "flex"
     return is_flex and _unknown("moe_flex_dispatcher_backend", BACKENDS)(settings)
 
@@ -295,7 +295,7 @@ JOB = (
         "ckpt_format",
         "each rank saves its own experts in this format, also after a move (moe_fssdp_rehome)",
         instead="torch_dist",
-        part="checkpoint.",
+        prefix="checkpoint.",
         unsupported=lambda settings: (
             (settings["moe_fssdp_rehome"] or 0) > 0
             and settings["ckpt_format"] not in (None, "torch_dist")
@@ -304,13 +304,13 @@ JOB = (
     Rule(
         "use_megatron_fsdp",
         "Megatron-FSDP owns the expert weights; use the distributed optimizer",
-        part="ddp.",
+        prefix="ddp.",
         hint=" and dist.use_megatron_fsdp=false",
     ),
     Rule(
         "use_torch_fsdp2",
         "FSDP2 owns the expert weights; use the distributed optimizer",
-        part="dist.",
+        prefix="dist.",
     ),
     Rule(
         "modelopt_enabled",
@@ -337,6 +337,6 @@ def find(*sources: Any, slots: int) -> list[str]:
             ``dist``. ``None`` is skipped.
         slots: replicas that a rank can hold per layer.
     """
-    settings = Settings(*sources)
+    settings = SettingSources(*sources)
     rules = RULES if slots else MODEL + JOB
     return [rule.explain(settings[rule.setting]) for rule in rules if rule.applies(settings)]

@@ -112,21 +112,21 @@ class NoSettingError(ValueError):
     """Error for a job without any setting of Megatron."""
 
 
-def find_refused(job: jobs.Job) -> list[str]:
+def find_refused(job: jobs.JobSettings) -> list[str]:
     """Return one line for each setting of a job that FSSDP does not combine with.
 
     Raises:
         ValueError: for a value of the wrong type, such as quotes in YAML cause, or out of range.
     """
     for setting in job.settings:
-        if setting.field in READ or set(setting.path) & set(jobs.PARTS):
+        if setting.field in READ or set(setting.path) & set(jobs.SECTIONS):
             _check_quotes(setting.field, setting.value)
     sources = job.sources
-    sources.insert(0, _derived(unsupported.Settings(*sources)))
+    sources.insert(0, _derived(unsupported.SettingSources(*sources)))
     for source in sources:
         for rule in unsupported.RULES:
             _check_type(rule, source.get(rule.setting))
-    slots = unsupported.Settings(*sources)["moe_fssdp_slots"]
+    slots = unsupported.SettingSources(*sources)["moe_fssdp_slots"]
     if slots is None:
         config = HecateConfig()
     else:
@@ -144,12 +144,12 @@ class Verdict:
         asks: unknown values that the result depends on, a line each.
     """
 
-    job: jobs.Job
+    job: jobs.JobSettings
     refused: list[str]
     asks: list[str]
 
     @classmethod
-    def of(cls, job: jobs.Job) -> Verdict:
+    def of(cls, job: jobs.JobSettings) -> Verdict:
         """Apply the rules to the known settings of ``job``.
 
         Raises:
@@ -169,7 +169,7 @@ class Verdict:
                 if _may_decide(job, name, refused)
             }
         )
-        if unsupported.Settings(*job.sources)[EXPERT_PARALLEL] is None:
+        if unsupported.SettingSources(*job.sources)[EXPERT_PARALLEL] is None:
             if EXPERT_PARALLEL not in unresolved:
                 asks.append(
                     f"{EXPERT_PARALLEL} was not found; "
@@ -208,7 +208,7 @@ class Verdict:
         return lines
 
 
-def _unread(job: jobs.Job) -> list[str]:
+def _unread(job: jobs.JobSettings) -> list[str]:
     """Return notes on sections and files of ``job`` that were not read."""
     notes = []
     if job.left_out:
@@ -218,7 +218,7 @@ def _unread(job: jobs.Job) -> list[str]:
     return notes
 
 
-def _may_decide(job: jobs.Job, name: str, refused: list[str]) -> bool:
+def _may_decide(job: jobs.JobSettings, name: str, refused: list[str]) -> bool:
     """Return whether some value of the unknown setting ``name`` would be refused."""
     for value in WORST.get(name, (True, False)):
         settings = [*job.settings, Setting((), name, value)]
@@ -252,7 +252,7 @@ def _asks(variables: Mapping[str, tuple[str, ...]]) -> list[str]:
     return lines
 
 
-def _derived(settings: unsupported.Settings) -> dict[str, Any]:
+def _derived(settings: unsupported.SettingSources) -> dict[str, Any]:
     """Return fields that ``megatron.training`` derives from arguments of other names."""
     kitchen = (settings["kitchen_config_file"], settings["kitchen_recipe_number"])
     found: dict[str, Any] = {"use_kitchen": any(value is not None for value in kitchen)}

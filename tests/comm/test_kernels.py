@@ -24,7 +24,7 @@ from mutations import MUTATIONS
 from megatron_hecate.comm.nvlink import launch, program, program_cache
 from megatron_hecate.comm.nvlink.places import Place, Pull
 from megatron_hecate.comm.nvlink.program import Program, Signals
-from megatron_hecate.comm.nvlink.schedule import Schedule
+from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 from megatron_hecate.device import compile as kernels
 
 TILE = 1024  # bytes: small, so that small chunks have many
@@ -196,7 +196,9 @@ def test_nothing_moves_before_the_ranks_have_met(peer_is_here: bool) -> None:
         0.05,
     )
     made = Program(
-        Schedule(((Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 100),),), frozenset({1})),
+        TransferSchedule(
+            ((Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 100),),), frozenset({1})
+        ),
         lambda place: [(memory[place].ctypes.data, 100)],
         signals=signals,
         itemsize=2,
@@ -255,7 +257,7 @@ def test_bad_descriptors(pulls: list[Pull], message: str) -> None:
     signals = Signals(
         rank=0, progress_at={0: 4096, 1: 8192}, arrived=4200, failure=4300, timeout=1.0
     )
-    schedule = Schedule((tuple(pulls),), frozenset({1}))
+    schedule = TransferSchedule((tuple(pulls),), frozenset({1}))
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         Program(
             schedule,
@@ -277,7 +279,7 @@ def test_programs_that_repeat_are_those_made_anew() -> None:
         Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 16),
         Pull((Place(1, "send", 1),), Place(0, "slot", 1), 4, 9),
     )
-    schedule, programs = Schedule((pulls,), frozenset({1})), program_cache.Programs(signals)
+    schedule, programs = TransferSchedule((pulls,), frozenset({1})), program_cache.Programs(signals)
     for begin, base in enumerate((0x1000, 0x9000, 0x1000, 0x9000, 0x5000, 0x1000), 2**32 - 3):
 
         def own(place: Place, base: int = base) -> list[tuple[int, int]]:

@@ -15,7 +15,7 @@ from kernel_scripts import one_hot, random_copies
 
 from megatron_hecate.comm.nvlink.domains import Domains, Messages, Stages
 from megatron_hecate.comm.nvlink.places import GRAIN, Place
-from megatron_hecate.comm.nvlink.schedule import Schedule
+from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 from megatron_hecate.comm.transport import Copy, LayerBuffer
 
 pytestmark = pytest.mark.fast
@@ -73,7 +73,7 @@ class Played:
             assert begin >= place.begin
         return [(place.rank, place.memory, place.index, element) for element in range(begin, end)]
 
-    def _pull(self, plans: dict[int, Schedule]) -> None:
+    def _pull(self, plans: dict[int, TransferSchedule]) -> None:
         assert len({len(plan.steps) for plan in plans.values()}) == 1, (
             "a domain must agree on the number of steps"
         )
@@ -172,7 +172,7 @@ def test_random_copies(name: str, seeds: range) -> None:
 def test_no_link_carries_much_more_than_the_chunk(fan_out: int) -> None:
     """One hot expert: the home sends its chunk once, and so does every other at most; of gradients as well."""
     copies, ranks, elements = one_hot(fan_out + 1, 0, fan_out), range(fan_out + 1), 1_000_000
-    for build in (Schedule.of_fetch, Schedule.of_return):
+    for build in (TransferSchedule.of_fetch, TransferSchedule.of_return):
         carried: Counter[tuple[str, int]] = Counter()
         for rank in ranks:
             steps = build(copies, rank, domain=ranks, elements=elements).steps
@@ -186,7 +186,7 @@ def test_no_link_carries_much_more_than_the_chunk(fan_out: int) -> None:
 def test_chunks_are_exchanged_only_where_their_home_would_send_most() -> None:
     """Where everyone sends and receives two, no third step is worth its time; else the hottest chunk is exchanged."""
     even = [Copy(home, 0, (home + turn) % 4, turn - 1) for home in range(4) for turn in (1, 2)]
-    assert len(Schedule.of_fetch(even, 0, domain=range(4), elements=GRAIN).steps) == 2
+    assert len(TransferSchedule.of_fetch(even, 0, domain=range(4), elements=GRAIN).steps) == 2
     one_more = [Copy(0, 0, 1, 0), Copy(0, 0, 2, 0), Copy(0, 1, 1, 1), Copy(0, 2, 2, 1)]
     played = _fetch(one_more, [range(3)], 8 * GRAIN)
     assert played.sent[0] == 3 * 8 * GRAIN, "4 chunks would leave, 2 arrive anywhere"
@@ -197,7 +197,7 @@ def test_no_more_chunks_are_exchanged_than_the_home_needs() -> None:
     that its second one is fetched whole."""
     copies = [*one_hot(4, 0, 3), Copy(0, 1, 1, 1), Copy(0, 1, 2, 1), Copy(3, 0, 1, 2)]
     for rank in (1, 2):
-        _, fetch, exchange = Schedule.of_fetch(
+        _, fetch, exchange = TransferSchedule.of_fetch(
             copies, rank, domain=range(4), elements=8 * GRAIN
         ).steps
         (whole,) = (pull for pull in fetch if pull.sources == (Place(0, "send", 1),))
@@ -232,7 +232,8 @@ def test_one_copy_crosses_to_a_domain_in_stripes(name: str, beside: int) -> None
 def test_ranks_begin_at_different_homes() -> None:
     copies = [Copy(home, 0, rank, home) for home in range(4) for rank in range(4) if home != rank]
     schedules = [
-        Schedule.of_fetch(copies, rank, domain=range(4), elements=GRAIN) for rank in range(4)
+        TransferSchedule.of_fetch(copies, rank, domain=range(4), elements=GRAIN)
+        for rank in range(4)
     ]
     assert [schedule.steps[1][0].sources[0].rank for schedule in schedules] == [1, 2, 3, 0]
 
@@ -259,6 +260,6 @@ def test_ranks_begin_at_different_homes() -> None:
     ],
 )
 def test_bad_copies(copies: list[Copy], ranks: int, elements: int, message: str) -> None:
-    for build in (Schedule.of_fetch, Schedule.of_return):
+    for build in (TransferSchedule.of_fetch, TransferSchedule.of_return):
         with pytest.raises(ValueError, match=message):
             build(copies, 0, domain=range(ranks), elements=elements)

@@ -168,10 +168,10 @@ def test_a_trace_ends_with_its_attempt(tmp_path) -> None:
         traced = trace.Iterations((1, 9), tmp_path / str(number), rank=0, shift=0.0)
         Attempt.current().at_end(traced.close)
         traced.begin(1)
-        assert trace.Recorder.is_running()
+        assert trace.SpanRecorder.is_running()
     new_groups()
     Attempt.current()
-    assert not trace.Recorder.is_running()
+    assert not trace.SpanRecorder.is_running()
     assert [(tmp_path / str(number) / "trace-0.json").exists() for number in range(2)] == [
         True,
         True,

@@ -247,12 +247,12 @@ def test_a_large_job_switches_on(
 
     def judge_notes(told: list[Any]) -> Verdict:
         notes = [Note(**fields) for fields in told]
-        problems, decision = convert._judge(config, connection, notes)
+        problems, decision = convert._validate_job(config, connection, notes)
         found.extend([*module_problems(notes), *problems])
         return Verdict({"problems": found, "decision": decision})
 
     def judge_sites(told: list[Any]) -> Verdict:
-        return connecting._judge([connecting._Site(**fields) for fields in told])
+        return connecting._choose_transport([connecting._Site(**fields) for fields in told])
 
     from megatron_hecate.job.agreement import _find_problems as module_problems
 

@@ -14,14 +14,14 @@ from megatron.core import parallel_state
 
 from megatron_hecate.megatron.training_state import forwards_in_flight
 from megatron_hecate.offline.presets import Model
-from megatron_hecate.offline.simulated_job import Job
-from megatron_hecate.offline.step_model import Schedule, Timing, Work, simulate
+from megatron_hecate.offline.simulated_job import SimulatedJob
+from megatron_hecate.offline.step_model import PipelineSchedule, Timing, Work, simulate
 from megatron_hecate.plan import World
 
 pytestmark = [pytest.mark.fast, pytest.mark.newest]
 
 
-def seconds(peaks: np.ndarray, timing: Timing, schedule: Schedule) -> float:
+def seconds(peaks: np.ndarray, timing: Timing, schedule: PipelineSchedule) -> float:
     """Of a step whose layers have these ``peaks`` [L], nothing else."""
     none = np.zeros((1, len(peaks)))
     return float(simulate(Work(peaks[None], *(none,) * 7), timing, schedule).total[0])
@@ -65,7 +65,7 @@ def test_interleaved_stages_run_in_megatrons_order(
     """And the step is as long as that of ranks which run Megatron's tables and wait for what they need."""
     rng = np.random.default_rng(seed)
     peaks, send = rng.random(stages * chunks + seed), 0.05
-    schedule = Schedule.even(len(peaks), stages, microbatches=microbatches, chunks=chunks)
+    schedule = PipelineSchedule.even(len(peaks), stages, microbatches=microbatches, chunks=chunks)
     queues = [megatron_order(p, stages, chunks, microbatches) for p in range(stages)]
     assert [schedule.order(p) for p in range(stages)] == queues
     costs, last = (
@@ -96,7 +96,7 @@ def _inputs(task: tuple[bool, int, int], last: int) -> set[tuple[bool, int, int]
 def test_interleaving_shortens_the_bubble() -> None:
     """Oracle: Narayanan et al. (2021): the bubble is (stages - 1) / (chunks x microbatches) of the ideal time."""
     for chunks in (1, 2, 4):
-        schedule = Schedule.even(16, 4, microbatches=8, chunks=chunks)
+        schedule = PipelineSchedule.even(16, 4, microbatches=8, chunks=chunks)
         ideal = 8 * 4 * 3.0
         assert seconds(np.zeros(16), Timing(dense=1.0, pair=0.0), schedule) == pytest.approx(
             ideal * (1 + 3 / (chunks * 8))
@@ -105,7 +105,7 @@ def test_interleaving_shortens_the_bubble() -> None:
 
 def test_chunks_of_a_stage_wait_one_after_the_other() -> None:
     """Four layers, each its own chunk of two stages: fetches of 3 s behind 1 s of attention, so 2 s exposed in each."""
-    schedule = Schedule.even(4, 2, microbatches=2, chunks=2)
+    schedule = PipelineSchedule.even(4, 2, microbatches=2, chunks=2)
     none = np.zeros((1, 4))
     time = simulate(Work(none, none, none + 3, *(none,) * 5), Timing(dense=1.0, pair=0.0), schedule)
     assert time.exposed[0] == pytest.approx(2 * 2)
@@ -122,14 +122,14 @@ def test_microbatches_in_flight_are_those_of_training(
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
     )
-    job = Job(
+    job = SimulatedJob(
         model=Model.named(f"olmoe,layers={layers}"),
         layers=(0,),
         counts=np.ones((2, 1, 2, 64), dtype=np.int64),
         first=1,
         world=World(node=(0, 0)),
         timing=Timing(dense=1.0, pair=1.0),
-        schedule=Schedule.even(layers, stages, microbatches=8 * stages, chunks=chunks),
+        schedule=PipelineSchedule.even(layers, stages, microbatches=8 * stages, chunks=chunks),
     )
     buffers = job.memory(slots=1, lifetime="microbatch").replica_weights / (
         2 * job.model.expert_elements

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megatron_hecate.offline.step_model import Schedule, Timing, Work, simulate
+from megatron_hecate.offline.step_model import PipelineSchedule, Timing, Work, simulate
 from megatron_hecate.offline.traffic import LayerPlan
 from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.replicas.buffers import LIFETIMES
@@ -39,7 +39,7 @@ def work(
     return Work(*columns)
 
 
-def seconds(of: Work, timing: Timing, schedule: Schedule) -> float:
+def seconds(of: Work, timing: Timing, schedule: PipelineSchedule) -> float:
     return float(simulate(of, timing, schedule).total[0])
 
 
@@ -48,7 +48,7 @@ def test_a_step_added_up_by_hand() -> None:
     forward = 2 * 1 + 0.7 + 2 * 2 * 0.2 + 0.5
     backward = 2 * (2 * 1 + 0.7 + 0.5) + 2 * 2 * 0.2
     timing = Timing(dense=1.0, pair=0.1, head=0.5)
-    one = Schedule.even(2, 1, microbatches=3)
+    one = PipelineSchedule.even(2, 1, microbatches=3)
     assert seconds(work([3, 4], trip=0.2), timing, one) == pytest.approx(3 * (forward + backward))
     again = forward - 0.5  # the head is not computed again
     recomputed = seconds(work([3, 4], trip=0.2), dataclasses.replace(timing, recompute=True), one)
@@ -61,7 +61,7 @@ def test_a_step_added_up_by_hand() -> None:
 def test_exposed_copies_by_hand() -> None:
     """A fetch of 3 s behind attention of 1 s waits 2 s, once per step; a return of 2 s behind the backward of 2 s none;
     with contention the hidden seconds, 1 and 2, cost half of themselves."""
-    timing, schedule = Timing(dense=1.0, pair=0.0), Schedule.even(1, 1, microbatches=4)
+    timing, schedule = Timing(dense=1.0, pair=0.0), PipelineSchedule.even(1, 1, microbatches=4)
     time = simulate(work([1], fetch=3.0, back=2.0), timing, schedule)
     assert time.total[0] == pytest.approx(4 * 3 + 2) and time.exposed[0] == pytest.approx(2)
     assert time.sent[0] == 5 + 7
@@ -69,10 +69,10 @@ def test_exposed_copies_by_hand() -> None:
     assert seconds(work([1], fetch=3.0, back=2.0), contended, schedule) == pytest.approx(
         4 * 3 + 2 + 0.5 * (1 + 2)
     )
-    every = Schedule.even(1, 1, microbatches=4, lifetime="microbatch")
+    every = PipelineSchedule.even(1, 1, microbatches=4, lifetime="microbatch")
     assert seconds(work([1], fetch=3.0, back=2.0), timing, every) == pytest.approx(4 * (3 + 2))
     twice = simulate(
-        work([1], fetch=3.0), timing, Schedule.even(1, 1, microbatches=4, lifetime="layer")
+        work([1], fetch=3.0), timing, PipelineSchedule.even(1, 1, microbatches=4, lifetime="layer")
     )
     assert twice.total[0] == pytest.approx(
         4 * (3 + 2 + 3)
@@ -83,7 +83,7 @@ def test_exposed_copies_by_hand() -> None:
 def test_a_second_fetch_begins_one_layer_ahead() -> None:
     """Fetches of 2.5 s, two at once, behind attention of 1 s: 5 s forward. The backward waits 2.5 s; then the other one
     has 2 of its 2.5 s behind attention's backward."""
-    schedule = Schedule.even(2, 1, microbatches=1, lifetime="layer")
+    schedule = PipelineSchedule.even(2, 1, microbatches=1, lifetime="layer")
     time = simulate(work([0, 0], fetch=2.5), Timing(dense=1.0, pair=0.0), schedule)
     assert time.total[0] == pytest.approx(5 + 2.5 + 2 + 0.5 + 2) and time.exposed[
         0
@@ -94,7 +94,7 @@ def test_layers_share_two_buffers_of_gradients() -> None:
     """Returns of 5 s. Layer 0's experts take 10 s backward and begin at 4 s, or when the buffer is free, at 5 s."""
     three, timing = work([5, 0, 0], back=5.0), Timing(dense=1.0, pair=1.0)
     for lifetime, begins in (("iteration", 4), ("microbatch", 5), ("layer", 5)):
-        schedule = Schedule.even(3, 1, microbatches=1, lifetime=lifetime)
+        schedule = PipelineSchedule.even(3, 1, microbatches=1, lifetime=lifetime)
         assert seconds(three, timing, schedule) == pytest.approx(8 + begins + 10 + 5), lifetime
 
 
@@ -104,7 +104,7 @@ def test_routing_is_paid_in_every_microbatch_and_late_copies_once() -> None:
     routed = dataclasses.replace(work([1, 1], late=0.5), routing=np.array([[0.25, 0.0]]))
     timing, bare = Timing(dense=1.0, pair=0.0), 3 * (3 * 2 + 0.25)
     for lifetime in ("iteration", "microbatch"):
-        schedule = Schedule.even(2, 1, microbatches=3, lifetime=lifetime)
+        schedule = PipelineSchedule.even(2, 1, microbatches=3, lifetime=lifetime)
         time = simulate(routed, timing, schedule)
         assert time.total[0] == pytest.approx(bare + 2 * 0.5) and time.exposed[0] == pytest.approx(
             2 * 0.5
@@ -121,16 +121,18 @@ def test_a_late_copy_follows_what_is_already_on_its_way() -> None:
     two = dataclasses.replace(
         work([0, 0]), fetch=np.array([[0.0, 3.0]]), late=np.array([[0.5, 0.0]])
     )
-    time = simulate(two, Timing(dense=1.0, pair=0.0), Schedule.even(2, 1, microbatches=1))
+    time = simulate(two, Timing(dense=1.0, pair=0.0), PipelineSchedule.even(2, 1, microbatches=1))
     assert time.exposed[0] == pytest.approx(2.5) and time.total[0] == pytest.approx(3 * 2 + 2.5)
     recomputed = simulate(
-        two, Timing(dense=1.0, pair=0.0, recompute=True), Schedule.even(2, 1, microbatches=1)
+        two,
+        Timing(dense=1.0, pair=0.0, recompute=True),
+        PipelineSchedule.even(2, 1, microbatches=1),
     )
     assert recomputed.total[0] == pytest.approx(4 * 2 + 2.5)  # copies are there
     anew = simulate(
         two,
         Timing(dense=1.0, pair=0.0, recompute=True),
-        Schedule.even(2, 1, microbatches=1, corrects=True),
+        PipelineSchedule.even(2, 1, microbatches=1, corrects=True),
     )
     assert anew.total[0] == recomputed.total[0]
 
@@ -138,7 +140,7 @@ def test_a_late_copy_follows_what_is_already_on_its_way() -> None:
 def test_a_fetch_does_not_get_on_during_an_all_to_all() -> None:
     """Layer 1's fetch, 2 s, starts with layer 0. Compute until its experts: 1 + 0.4 + 1 s; trips do not count."""
     timing = Timing(dense=1.0, pair=0.1)
-    schedule = Schedule.even(2, 1, microbatches=1)
+    schedule = PipelineSchedule.even(2, 1, microbatches=1)
     bare = work([4, 4], trip=5.0)
     second = dataclasses.replace(bare, fetch=np.array([[0.0, 2.0]]))
     assert seconds(second, timing, schedule) == pytest.approx(seconds(bare, timing, schedule))
@@ -217,7 +219,7 @@ def test_the_critical_path_is_that_of_single_ranks(seed: int) -> None:
     times = dict(
         zip(("dense", "pair", "trip", "head", "send"), rng.random(5).tolist(), strict=True)
     )
-    schedule = Schedule.even(layers, stages, microbatches=microbatches)
+    schedule = PipelineSchedule.even(layers, stages, microbatches=microbatches)
     assert [layer for stage in schedule.stages for layer in stage] == list(range(layers))
     expected = event_simulation(
         loads, [list(stage) for stage in schedule.stages], microbatches, times
@@ -259,7 +261,7 @@ def test_copies_are_waited_for_as_tick_by_tick(seed: int, lifetime: str) -> None
     layers, dense, trip = int(rng.integers(1, 8)), int(rng.integers(0, 6)), int(rng.integers(0, 4))
     peak, fetch = rng.integers(1, 6, layers).tolist(), rng.integers(0, 12, layers).tolist()
     of = dataclasses.replace(work(peak, trip=trip), fetch=np.array([fetch], float))
-    schedule = Schedule.even(layers, 1, microbatches=1, lifetime=lifetime)
+    schedule = PipelineSchedule.even(layers, 1, microbatches=1, lifetime=lifetime)
     timing = Timing(dense=float(dense), pair=1.0)
     backward = 2 * (layers * dense + sum(peak)) + 2 * layers * trip
     forward = forward_by_ticks(peak, dense, trip, fetch, LIFETIMES[lifetime].ahead)
@@ -336,7 +338,7 @@ def test_free_links_leave_compute_alone() -> None:
     time = simulate(
         Work.of([[LayerPlan.of(load, placement, placement, world, SHAPE)]], world, SHAPE),
         Timing(dense=1.0, pair=0.01),
-        Schedule.even(1, 1, microbatches=2),
+        PipelineSchedule.even(1, 1, microbatches=2),
     )
     assert time.total[0] == pytest.approx(2 * 3 * (1 + 100 * 0.01)) and time.exposed[
         0
@@ -351,6 +353,6 @@ def test_more_work_never_shortens_a_step(field: str, lifetime: str) -> None:
     timing = Timing(
         dense=0.4, pair=1.0, head=0.3, send=0.1, contention=0.2, recompute=lifetime == "layer"
     )
-    schedule = Schedule.even(6, 2, microbatches=3, lifetime=lifetime)
+    schedule = PipelineSchedule.even(6, 2, microbatches=3, lifetime=lifetime)
     more = dataclasses.replace(many, **{field: getattr(many, field) + rng.random((5, 6))})
     assert (simulate(more, timing, schedule).total >= simulate(many, timing, schedule).total).all()

@@ -20,18 +20,18 @@ def test_nobody_looks_and_nothing_is_done() -> None:
     with trace.span("plan", "layer 1") as seen:
         assert seen is None
     assert trace.span("plan", "layer 1") is trace.span("experts", "layer 2")
-    assert not trace.Recorder.is_running()
+    assert not trace.SpanRecorder.is_running()
 
 
 @pytest.mark.fast
 def test_one_recorder_at_a_time() -> None:
     with (
-        trace.Recorder(),
+        trace.SpanRecorder(),
         pytest.raises(ValueError, match="a recorder runs already"),
-        trace.Recorder(),
+        trace.SpanRecorder(),
     ):
         pass
-    with trace.Recorder() as recorder, trace.span("plan", "layer 1"):
+    with trace.SpanRecorder() as recorder, trace.span("plan", "layer 1"):
         pass
     assert [span[:2] for span in recorder.spans] == [("plan", "layer 1")]
 
@@ -39,7 +39,7 @@ def test_one_recorder_at_a_time() -> None:
 @pytest.mark.fast
 def test_spans_that_overlap_go_to_tracks_of_their_own(tmp_path: Path) -> None:
     """Three fetches at once, two that follow each other, nested work and work of two threads that crosses."""
-    recorder = trace.Recorder()
+    recorder = trace.SpanRecorder()
     fetches = [(0.0, 3.0), (1.0, 3.0), (1.0, 3.0), (3.0, 4.0), (4.0, 4.0)]
     work = [(0.0, 2.0), (0.5, 1.0), (0.5, 2.0), (1.5, 2.5), (2.0, 2.2), (2.5, 2.5)]
     for kind, spans in (
@@ -105,7 +105,7 @@ def test_spans_of_a_step_in_a_recorder_and_in_the_profiler(tmp_path: Path) -> No
     hook = tiny_gpt.fssdp_hook(lifetime="layer")
     silent = tiny_gpt.train(case, steps=4, hook=hook)
     run = tiny_gpt.train(case, steps=2, hook=hook)
-    with trace.Recorder() as recorder:
+    with trace.SpanRecorder() as recorder:
         run.step(2)
         replicated = sum(
             layer.fssdp.replicas is not None for layer in tiny_gpt.moe_layers(run.chunks)

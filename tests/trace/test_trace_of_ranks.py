@@ -90,7 +90,7 @@ def test_chosen_iterations_alone_and_a_disk_that_refuses(
         "fssdp/iteration 3",
     }
     assert all(0 <= e["ts"] / 1e6 - 100.0 - begin < 5 for e in spans.values()), "shifted seconds"
-    assert not trace.Recorder.is_running()
+    assert not trace.SpanRecorder.is_running()
 
     (tmp_path / "file").write_text("")
     refused = trace.Iterations((1, 1), tmp_path / "file", rank=0, shift=0.0)
@@ -98,10 +98,10 @@ def test_chosen_iterations_alone_and_a_disk_that_refuses(
     refused.begin(None)
     assert (
         "rank 0 cannot write its trace" in capsys.readouterr().err
-        and not trace.Recorder.is_running()
+        and not trace.SpanRecorder.is_running()
     )
 
-    with trace.Recorder() as own:  # the user's goes on
+    with trace.SpanRecorder() as own:  # the user's goes on
         other = trace.Iterations((1, 1), tmp_path / "none", rank=0, shift=0.0)
         other.begin(1)
         with trace.span("plan", "layer 1"):

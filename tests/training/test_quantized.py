@@ -263,7 +263,7 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
         for layer in tiny_gpt.moe_layers(chunks):
             state, homes = layer.fssdp, layer.experts.physical.homes()
             found = [
-                (StoredWeights(expert).parts(), reads([p.detach() for p in expert]))
+                (StoredWeights(expert).tensors(), reads([p.detach() for p in expert]))
                 for expert in homes
             ]
             everywhere: list = [None] * dist.get_world_size()

@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_hecate.comm.nvlink.places import Key, Part, Place, Pull
-from megatron_hecate.comm.nvlink.schedule import Schedule
+from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 from megatron_hecate.comm.transport import Copy, LayerBuffer
 
 Domains = Sequence[Sequence[int]]  # the ranks of every NVLink domain of a group, ascending
@@ -47,7 +47,7 @@ class Messages:
     receives: tuple[tuple[Part, int], ...]
 
 
-Stage = Schedule | Messages
+Stage = TransferSchedule | Messages
 
 
 class Stages:
@@ -67,10 +67,10 @@ class Stages:
             elements: elements of a chunk.
 
         Raises:
-            ValueError: see `Schedule.of_fetch`.
+            ValueError: see `TransferSchedule.of_fetch`.
         """
         if len(domains) == 1:
-            return (Schedule.of_fetch(copies, rank, domain=domains[0], elements=elements),)
+            return (TransferSchedule.of_fetch(copies, rank, domain=domains[0], elements=elements),)
         group = _Group(domains, rank, elements=elements, sums=False)
         leaving: dict[Key, list[Part]] = {}
         entering: dict[Key, list[Part]] = {}
@@ -92,9 +92,13 @@ class Stages:
         inside, from_others = group.copies_to_own_domain(copies)
         domain = domains[group.own]
         return (
-            Schedule.of_fetch(inside, rank, domain=domain, elements=elements, parts=leaving),
+            TransferSchedule.of_fetch(
+                inside, rank, domain=domain, elements=elements, parts=leaving
+            ),
             Messages(tuple(sends), tuple(receives)),
-            Schedule.of_fetch(from_others, rank, domain=domain, elements=elements, parts=entering),
+            TransferSchedule.of_fetch(
+                from_others, rank, domain=domain, elements=elements, parts=entering
+            ),
         )
 
     @staticmethod
@@ -107,7 +111,7 @@ class Stages:
         adds the sums over each other domain's replicas, in order of the domains from its own on.
         """
         if len(domains) == 1:
-            return (Schedule.of_return(copies, rank, domain=domains[0], elements=elements),)
+            return (TransferSchedule.of_return(copies, rank, domain=domains[0], elements=elements),)
         group = _Group(domains, rank, elements=elements, sums=True)
         domain = domains[group.own]
         rounds = range(1, len(domains))
@@ -116,7 +120,7 @@ class Stages:
         sends = _sends_of_rounds(group, crossing, stripes)
         inside, from_others = group.copies_to_own_domain(copies)
         stages: list[Stage] = [
-            Schedule.of_return(
+            TransferSchedule.of_return(
                 [*inside, *from_others],
                 rank,
                 domain=domain,
@@ -137,9 +141,9 @@ class Stages:
                     stripes.receive(chunk, other, receives, adds)
             stages.append(Messages(tuple(sends[turn]), tuple(receives)))
             # Only this rank's memory is read and written, so no peers need to be waited for.
-            stages.append(Schedule((tuple(adds),), frozenset()))
+            stages.append(TransferSchedule((tuple(adds),), frozenset()))
         sums = {chunk.key: stripes.sums[chunk.key] for chunk in own}
-        last = Schedule.of_return([], rank, domain=domain, elements=elements, parts=sums)
+        last = TransferSchedule.of_return([], rank, domain=domain, elements=elements, parts=sums)
         return (*stages, last)
 
     @staticmethod

@@ -13,13 +13,13 @@ from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
 from megatron_hecate.comm.nvlink.places import Place
 from megatron_hecate.comm.nvlink.program import Program
-from megatron_hecate.comm.nvlink.schedule import Schedule
+from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 from megatron_hecate.comm.transfer import Stopwatch
 from megatron_hecate.job.collectives import TransferError
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TransferJob:
     """One transfer of a layer.
 
     Args:
@@ -67,8 +67,8 @@ class KernelStage:
         begin: progress counters before the stage.
     """
 
-    job: Job
-    schedule: Schedule
+    job: TransferJob
+    schedule: TransferSchedule
     program: Program
     peers: Peers
     begin: int

@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 
 from megatron_hecate.comm.nvlink.places import Place, Pull
-from megatron_hecate.comm.nvlink.schedule import MAX_RANKS, Schedule
+from megatron_hecate.comm.nvlink.schedule import MAX_RANKS, TransferSchedule
 
 MAX_STEPS: int = 4
 TILE: int = 65536  # bytes
@@ -144,7 +144,7 @@ class Program:
 
     def __init__(
         self,
-        schedule: Schedule,
+        schedule: TransferSchedule,
         extents: Extents,
         *,
         signals: Signals,

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from megatron_hecate.comm.nvlink.places import Memory as Memories
 from megatron_hecate.comm.nvlink.places import Place
 from megatron_hecate.comm.nvlink.program import Extent, Extents, Program, Signals
-from megatron_hecate.comm.nvlink.schedule import PLANS, Schedule
+from megatron_hecate.comm.nvlink.schedule import PLANS, TransferSchedule
 
 TURNS: int = 8  # buffers of a layer whose programs are cached
 
@@ -66,11 +66,11 @@ class Programs:
         # Cached schedules by identity, least recently used first. The entry keeps the schedule
         # alive, so that its identity stays unique, and a program for each of the buffers.
         self._kept: OrderedDict[
-            tuple[int, int, bool], tuple[Schedule, list[tuple[Known, Program]]]
+            tuple[int, int, bool], tuple[TransferSchedule, list[tuple[Known, Program]]]
         ] = OrderedDict()
 
     def make(
-        self, schedule: Schedule, memory: Memory, *, itemsize: int, sums: bool, begin: int
+        self, schedule: TransferSchedule, memory: Memory, *, itemsize: int, sums: bool, begin: int
     ) -> Program:
         """Create a program, or copy it from the cache. Args as `Program`."""
         key = (id(schedule), itemsize, sums)

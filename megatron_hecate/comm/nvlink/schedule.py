@@ -49,7 +49,7 @@ PLANS: int = 512  # plans whose schedules are cached; two per layer are in use
 
 
 @dataclasses.dataclass(frozen=True)
-class Schedule:
+class TransferSchedule:
     """One rank's part of a transfer.
 
     Args:
@@ -69,7 +69,7 @@ class Schedule:
         domain: Sequence[int],
         elements: int,
         parts: Parts = NONE,
-    ) -> Schedule:
+    ) -> TransferSchedule:
         """Schedule the spAG of ``rank``.
 
         Args:
@@ -126,7 +126,7 @@ class Schedule:
         domain: Sequence[int],
         elements: int,
         parts: Parts = NONE,
-    ) -> Schedule:
+    ) -> TransferSchedule:
         """Schedule the spRS of ``rank``.
 
         Each home's sum is over the replicas in order of rank, added to its main gradient.
@@ -283,7 +283,7 @@ class _Chunks(NamedTuple):
 
 
 class _Domain:
-    """A transfer in one domain, seen from ``rank``. Args as `Schedule.of_fetch`."""
+    """A transfer in one domain, seen from ``rank``. Args as `TransferSchedule.of_fetch`."""
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class _Domain:
             if begin < end
         ]
 
-    def schedule(self, steps: list[list[Pull]]) -> Schedule:
+    def schedule(self, steps: list[list[Pull]]) -> TransferSchedule:
         """Sort the pulls of each step and find the peers."""
         own = self.rank
         size = max(self.members) + 1
@@ -333,7 +333,7 @@ class _Domain:
         # Every step begins with the rank after this one, so that not all ranks read from one home
         # at the same time.
         ordered = tuple([tuple(sorted(step, key=distance)) for step in steps])
-        return Schedule(ordered, frozenset(self._find_peers()))
+        return TransferSchedule(ordered, frozenset(self._find_peers()))
 
     def _find_peers(self) -> set[int]:
         """Return the ranks that this rank reads from, or that read from this rank."""

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hecate.comm.nvlink.domains import Domains, Messages, Stage, Stages
-from megatron_hecate.comm.nvlink.kernel_stage import Job, KernelStage
+from megatron_hecate.comm.nvlink.kernel_stage import KernelStage, TransferJob
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
 from megatron_hecate.comm.nvlink.places import Place
 from megatron_hecate.comm.nvlink.program import Extent, Program
 from megatron_hecate.comm.nvlink.program_cache import Memory, Programs
-from megatron_hecate.comm.nvlink.schedule import PLANS, Schedule
+from megatron_hecate.comm.nvlink.schedule import PLANS, TransferSchedule
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
@@ -236,9 +236,9 @@ class NVLink:
         dtype: torch.dtype,
         memory: Callable[[Place], Sequence[Tensor]],
         watch: Stopwatch | None = None,
-    ) -> Job:
-        """Describe a transfer of this rank. Args as `Job`."""
-        return Job(
+    ) -> TransferJob:
+        """Describe a transfer of this rank. Args as `TransferJob`."""
+        return TransferJob(
             what,
             label,
             rank=f"rank {self._rank} of {self.group.size()}",
@@ -274,7 +274,7 @@ class NVLink:
         return chunks_in(self._stripes, count, width, dtype)
 
     def _run(
-        self, stages: Sequence[Stage], job: Job, meet: Callable[[], None] | None = None
+        self, stages: Sequence[Stage], job: TransferJob, meet: Callable[[], None] | None = None
     ) -> Iterator[None]:
         """Prepare all stages now, and return the steps that run them.
 
@@ -307,7 +307,7 @@ class NVLink:
 
         return run()
 
-    def _run_messages(self, stage: Messages, job: Job, *, tag: int) -> Callable[[], None]:
+    def _run_messages(self, stage: Messages, job: TransferJob, *, tag: int) -> Callable[[], None]:
         """Prepare a stage of messages between domains, and return the function that runs it."""
         batch = self._between.batch(tag, what=job.what, label=job.label)
         for parts, post in ((stage.sends, batch.send), (stage.receives, batch.receive)):
@@ -321,7 +321,7 @@ class NVLink:
 
         return run
 
-    def _run_kernel(self, schedule: Schedule, job: Job) -> Callable[[], None]:
+    def _run_kernel(self, schedule: TransferSchedule, job: TransferJob) -> Callable[[], None]:
         """Prepare a stage inside the domain, and return the function that runs it."""
         peers = self._memory_of_peers()
         # The next stage begins above the last counter of this one, ``begin`` plus its steps. All
@@ -342,7 +342,7 @@ class NVLink:
         stage = KernelStage(job, schedule, program, peers, begin)
         return lambda: stage.run(self._kernels, copy_engines=self.copy_engines)
 
-    def _make_program(self, schedule: Schedule, job: Job, *, begin: int) -> Program:
+    def _make_program(self, schedule: TransferSchedule, job: TransferJob, *, begin: int) -> Program:
         """Create the program of a stage inside the domain."""
         peers = self._memory_of_peers()
 

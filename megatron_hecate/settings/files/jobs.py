@@ -21,12 +21,12 @@ from megatron_hecate.settings.files.setting import (
 from megatron_hecate.settings.files.variables import REFERENCE, Unresolved
 
 # sections of Bridge's configuration, and of Megatron's functional tests
-PARTS = ("model", "transformer", "mixed_precision", "ddp", "dist", "MODEL_ARGS")
+SECTIONS = ("model", "transformer", "mixed_precision", "ddp", "dist", "MODEL_ARGS")
 ROLES = ("actor", "actor_train", "critic", "policy", "value", "student")
 
 
 @dataclasses.dataclass
-class Job:
+class JobSettings:
     """Settings of one job.
 
     Args:
@@ -72,7 +72,7 @@ class Job:
         ]
 
 
-def of_mapping(settings: Mapping[str, Any], environment: Mapping[str, str]) -> list[Job]:
+def of_mapping(settings: Mapping[str, Any], environment: Mapping[str, str]) -> list[JobSettings]:
     """Return the jobs of a mapping from YAML or JSON, one for each role that trains.
 
     Args:
@@ -81,7 +81,7 @@ def of_mapping(settings: Mapping[str, Any], environment: Mapping[str, str]) -> l
     """
     collector = Collector(settings, environment)
     found = list(collector.settings(settings, ()))
-    return _by_role(found, Job("", [], collector.left_out, collector.other_files))
+    return _by_role(found, JobSettings("", [], collector.left_out, collector.other_files))
 
 
 def of_script(
@@ -90,7 +90,7 @@ def of_script(
     names: Iterable[str],
     *,
     switches: Set[str] = frozenset(),
-) -> list[Job]:
+) -> list[JobSettings]:
     """Return the jobs of a launch script, one for each command with a setting of Megatron.
 
     Args:
@@ -101,14 +101,14 @@ def of_script(
     """
     script = LaunchScript(text, environment)
     wanted = set(names)
-    jobs: list[Job] = []
+    jobs: list[JobSettings] = []
     for command in script.commands:
         settings = _settings_of(command, switches)
         if not any(setting.field in wanted for setting in settings):
             continue
         collector = Collector({}, environment)
         kept = [setting for setting in settings if not collector.is_idle(setting.path)]
-        job = Job(
+        job = JobSettings(
             "",
             [],
             left_out=collector.left_out,
@@ -142,7 +142,7 @@ def _settings_of(command: CommandLine, switches: Set[str]) -> list[Setting]:
     return list(last.values())
 
 
-def _by_role(settings: list[Setting], job: Job) -> list[Job]:
+def _by_role(settings: list[Setting], job: JobSettings) -> list[JobSettings]:
     """Split ``settings`` into jobs by the roles in their paths; all jobs share the rest."""
     shared: list[Setting] = []
     own: dict[str, list[Setting]] = {}
@@ -160,7 +160,7 @@ def _by_role(settings: list[Setting], job: Job) -> list[Job]:
     is_plain = (
         job.is_plain
         and not job.left_out
-        and all(set(setting.path) <= set(PARTS) for setting in settings)
+        and all(set(setting.path) <= set(SECTIONS) for setting in settings)
         and not any(isinstance(setting.value, Unresolved) for setting in settings)
     )
     return [dataclasses.replace(job, settings=settings, is_plain=is_plain)]

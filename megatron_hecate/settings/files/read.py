@@ -14,7 +14,7 @@ from megatron_hecate.settings.files.shell_text import looks_like_script
 
 def read_jobs(
     path: Path, environment: Mapping[str, str], names: Iterable[str], *, switches: Set[str]
-) -> list[jobs.Job]:
+) -> list[jobs.JobSettings]:
     """Return the jobs of a file of any known kind.
 
     Args:
@@ -46,7 +46,7 @@ def read_jobs(
     return _of_list(data, environment)
 
 
-def _of_list(entries: list, environment: Mapping[str, str]) -> list[jobs.Job]:
+def _of_list(entries: list, environment: Mapping[str, str]) -> list[jobs.JobSettings]:
     found = []
     for number, entry in enumerate(entries, start=1):
         if not isinstance(entry, Mapping):

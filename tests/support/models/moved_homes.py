@@ -15,7 +15,7 @@ def wanted_at(look: int, num_experts: int) -> np.ndarray:
 def find(orders: Callable[[int, int], np.ndarray] = wanted_at) -> None:
     """From here on each look of this process finds what ``orders`` gives, for 100 times the layer plus the look."""
     from megatron_hecate.homes import rehoming
-    from megatron_hecate.plan.homes import Choice, HomeSearch, Rehoming
+    from megatron_hecate.plan.homes import Choice, HomeAssignment, HomeSearch
 
     looks = 0
 
@@ -30,9 +30,9 @@ def find(orders: Callable[[int, int], np.ndarray] = wanted_at) -> None:
                 Choice(layer, orders(looks + 100 * layer, order.shape[1]), 1.0) for layer in layers
             ]
 
-        def afford(self, choices: Iterable[Choice], order: np.ndarray) -> Rehoming:
+        def afford(self, choices: Iterable[Choice], order: np.ndarray) -> HomeAssignment:
             found = {choice.layer: choice.order for choice in choices}
-            return Rehoming(
+            return HomeAssignment(
                 order=np.stack([found[i] for i in range(len(order))]),
                 num_bytes=1.0,
                 seconds=1.0,

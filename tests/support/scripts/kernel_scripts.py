@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_hecate.comm.nvlink.places import Place
 from megatron_hecate.comm.nvlink.program import FAILURE, MAX_STEPS, Program, Signals
-from megatron_hecate.comm.nvlink.schedule import Schedule
+from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 from megatron_hecate.comm.transport import Copy
 
 WRITE, CHECK, GATHER, REDUCE, COPIES = range(
@@ -149,7 +149,7 @@ class Script:
     def _transfer(self, copies: Sequence[Copy], kind: int) -> None:
         ranks, build = (
             range(self.setup.ranks),
-            Schedule.of_return if kind == REDUCE else Schedule.of_fetch,
+            TransferSchedule.of_return if kind == REDUCE else TransferSchedule.of_fetch,
         )
         for rank in ranks:
             steps = build(copies, rank, domain=ranks, elements=sum(self.setup.sizes))

@@ -21,8 +21,7 @@ from megatron_hecate.homes.mover import Homes, Order
 from megatron_hecate.job.collectives import wait_collective
 from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.plan import HomeSearch
-from megatron_hecate.plan.homes import Choice
-from megatron_hecate.plan.homes import Rehoming as Better
+from megatron_hecate.plan.homes import Choice, HomeAssignment
 from megatron_hecate.runtime.forecast import LoadHistory
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.layer_state import LayerState
@@ -33,7 +32,7 @@ LOOKED_AT: int = 16
 MOST_BYTES: float = 2e9
 
 
-class Rehoming:
+class HomesSchedule:
     """Periodic search for better homes of one model, and the moves.
 
     Args:
@@ -218,7 +217,7 @@ class Rehoming:
         wait_collective(work, tensor, self._group, what=what, label="homes", timeout=timeout)
 
 
-def _print_moves(iteration: int, better: Better, changed: np.ndarray) -> None:
+def _print_moves(iteration: int, better: HomeAssignment, changed: np.ndarray) -> None:
     """Print one line about the experts that move.
 
     Args:
