@@ -100,7 +100,7 @@ class HomesSchedule:
             raise
 
     def _is_due(self, tracker: IterationTracker) -> bool:
-        """Whether a search is due: enough iterations, and a step of an optimizer or none to step."""
+        """Whether enough iterations have passed, and an optimizer stepped or none is visible."""
         config = self._states[0].config
         fp16 = self._states[0].parts.layer.config.fp16
         # Without any visible optimizer the search raises an error. Not in fp16, where loss scaling
