@@ -181,7 +181,7 @@ class DataParallel:
         return all(group.is_last_microbatch for group in groups)
 
     def schedule_call(self, chunk: int) -> int | None:
-        """Number the schedule's call that runs the current forward of ``chunk``.
+        """Identify the schedule's call that runs the current forward of ``chunk``.
 
         Returns:
             The number, or ``None`` where two forwards cannot be attributed to one call: without

@@ -26,7 +26,7 @@ def place_of_rank(group: dist.ProcessGroup) -> tuple[int, bool]:
 
 
 def running_iteration() -> int | None:
-    """Number of the running iteration in Megatron's log."""
+    """Read the number of the running iteration in Megatron's log."""
     begun = getattr(_arguments(), "curr_iteration", None)
     if begun is None:
         return None
@@ -46,7 +46,7 @@ def logging_pipeline() -> list[int]:
 
 
 def log_interval() -> int | None:
-    """Number of iterations between two log entries; ``None`` where Megatron has no loggers."""
+    """Read the number of iterations between two log entries; ``None`` without loggers."""
     args = _arguments()
     logs = getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None)
     return args.tensorboard_log_interval if logs else None

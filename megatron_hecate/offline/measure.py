@@ -175,6 +175,8 @@ def _link(world: World, device: torch.device, *, same_node: bool) -> Link | None
     """Measure a ring in which all ranks send to the next and receive from the previous at once.
 
     Args:
+        world: nodes of the ranks.
+        device: device of the buffers.
         same_node: one ring per node; otherwise one ring per local index, across nodes.
 
     Returns:

@@ -131,6 +131,7 @@ def _record_of(
         loads: tokens per expert [E], by iteration and by name of the layer.
         experts: number of experts E.
         ranks: size of the expert-parallel group.
+        top_k: experts per token.
     """
     names = sorted(set().union(*loads.values()), key=place_in_model)
     iterations = sorted(at for at, by_name in loads.items() if len(by_name) == len(names))
@@ -232,6 +233,7 @@ def _refuse_mixed_stages(
     """Raise ValueError if files of one stage seem to hold layers of several stages.
 
     Args:
+        files: files of all stages.
         folder: directory for the message.
         per_stage: number of files per stage.
         group: number of files that together count one set of experts.
@@ -311,6 +313,7 @@ def _other_routers(held: _Held, group: int, num_files: int) -> str:
     correlate between two halves of the microbatches inside a block, but not across blocks.
 
     Args:
+        held: counts by layer and file.
         group: number of files that together count one set of experts.
         num_files: number of files to compare.
 

@@ -61,6 +61,8 @@ def write(folder: Path, out: Path, stages: int | None = None) -> list[str]:
     """Write the page about the record in ``folder`` to ``out``; returns the page's summary.
 
     Args:
+        folder: run folder, or a folder of Megatron's own files.
+        out: path of the page.
         stages: number of pipeline stages, see `read_megatron`.
 
     Raises:
@@ -291,6 +293,7 @@ def _why_none(figures: Figures, before: float, lost: float) -> str:
     """State why a layer had no replicas.
 
     Args:
+        figures: figures of the run.
         before: mean imbalance as routed.
         lost: milliseconds per step lost to imbalance.
     """

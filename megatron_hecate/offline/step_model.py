@@ -318,7 +318,8 @@ def _one_forward_one_backward(
     """Compute the time [T] at which the last stage has finished.
 
     Args:
-        forward, backward: seconds [T] by virtual stage and microbatch.
+        forward: seconds [T] by virtual stage and microbatch.
+        backward: the same of backwards.
         schedule: order of the tasks.
         send: seconds of a transfer between stages.
     """

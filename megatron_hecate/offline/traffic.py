@@ -46,6 +46,7 @@ class Traffic:
 
         Args:
             item_bytes: bytes per item.
+            world: nodes of the ranks, and the speeds between ranks.
         """
         if not self.intra and not self.inter:
             return 0.0

@@ -1,6 +1,6 @@
-"""``python -m megatron_hecate --what-if TRACE --model NAME --cluster NAME --ranks N``
+"""Estimate whether FSSDP pays for a run.
 
-Estimate whether FSSDP pays for a run. Steps are simulated from recorded loads, under forced
+``python -m megatron_hecate --what-if TRACE --model NAME --cluster NAME --ranks N`` runs this. Steps are simulated from recorded loads, under forced
 balance, stock expert parallelism, and FSSDP as it would plan. The assumptions are in
 docs/what-if.md, and the errors found against published figures in docs/what-if-checks.md.
 """
@@ -42,6 +42,7 @@ def recommend(outcomes: Sequence[Outcome], capacity: float) -> tuple[Outcome | N
     """Choose one of the ``outcomes`` of `SimulatedJob.compare`, or ``None``, and give the reason.
 
     Args:
+        outcomes: forced balance, stock Megatron, and the settings of FSSDP.
         capacity: memory of a rank in bytes; 0 if unknown.
     """
     forced, stock = outcomes[:2]
@@ -278,7 +279,9 @@ def _sample(
     """Choose the steps and layers to plan, so that large groups do not take hours.
 
     Args:
-        num_steps, num_layers: recorded steps and layers.
+        args: parsed command line.
+        num_steps: recorded steps.
+        num_layers: recorded layers.
 
     Returns:
         The number of steps, from the end of the trace, and layers evenly spaced over the trace.

@@ -70,12 +70,14 @@ class TransferKernels(Kernels):
         stopped: Callable[[], bool],
         met: Callable[[], None] = lambda: None,
     ) -> None:
-        """Run all steps of a spAG by plain copies. Args as `run`.
+        """Run all steps of a spAG by plain copies.
 
         The only kernels are of one thread block, which exchanges signals with the peers.
 
         Args:
-            program, at, met: see `run`.
+            program: see `run`.
+            at: see `run`.
+            met: see `run`.
             stopped: on the host, returns True if a wait failed; the transfer then ends early.
         """
         self._upload(program, at)

@@ -132,7 +132,10 @@ class TransferSchedule:
         Each home's sum is over the replicas in order of rank, added to its main gradient.
 
         Args:
-            copies, rank, domain, elements: see `of_fetch`.
+            copies: see `of_fetch`.
+            rank: see `of_fetch`.
+            domain: see `of_fetch`.
+            elements: see `of_fetch`.
             parts: for chunks with replicas in several domains, the places that the sums over this
                 domain's replicas must reach; for chunks without a replica in this domain, the
                 places of the complete sums.
