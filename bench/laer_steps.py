@@ -7,7 +7,7 @@ import json
 import numpy as np
 from loads import DATA
 
-from megatron_hecate.offline.step_model import Schedule, Timing, Work, simulate
+from megatron_hecate.offline.step_model import PipelineSchedule, Timing, Work, simulate
 
 PUBLISHED: dict = json.loads((DATA / "published" / "figures.json").read_text())
 # FLOP/s outside experts: the share of the peak that `plan.H100` takes for experts
@@ -47,7 +47,9 @@ def laer_row(row: dict, system: str) -> tuple[float, float]:
         head=tokens * 2 * hidden * 32000 / A100_DENSE,
         recompute=True,
     )
-    step = simulate(work, times, Schedule.even(layers, 1, microbatches=setup["microbatches"]))
+    step = simulate(
+        work, times, PipelineSchedule.even(layers, 1, microbatches=setup["microbatches"])
+    )
     # bytes of a layer's experts from other nodes
     restored = setup["capacity"][kind] * 3 * hidden * ffn * 2 * 0.75
     # weights for forward and for backward, and gradients

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_hecate.comm.nvlink.places import Place, Pull
 from megatron_hecate.comm.nvlink.program import FAILURE, Program, Signals
-from megatron_hecate.comm.nvlink.schedule import Schedule
+from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 
 if TYPE_CHECKING:
     from step_layer import Layer
@@ -81,7 +81,7 @@ class Transfers:
         words = self._words[rank].data_ptr()
         signals = Signals(rank, {rank: words}, words + 64, self._failure.data_ptr(), timeout=10.0)
         itemsize = 4 if sums else self.layer.weights.dtype.itemsize
-        schedule = Schedule((tuple(pulls),), frozenset())
+        schedule = TransferSchedule((tuple(pulls),), frozenset())
         program = Program(
             schedule, self._extents, signals=signals, itemsize=itemsize, sums=sums, begin=1
         )

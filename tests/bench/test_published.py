@@ -18,8 +18,8 @@ from what_if import PUBLISHED, SYSTEMS, forced_step, laer_predictions, main
 from workloads import NAMES, recount
 
 from megatron_hecate.offline.presets import CLUSTERS, MODELS, Model
-from megatron_hecate.offline.simulated_job import Job
-from megatron_hecate.offline.step_model import Schedule, Timing
+from megatron_hecate.offline.simulated_job import SimulatedJob
+from megatron_hecate.offline.step_model import PipelineSchedule, Timing
 from megatron_hecate.plan import H100, World
 
 pytestmark = pytest.mark.fast
@@ -69,8 +69,8 @@ def test_rivals_and_the_command_simulate_alike(name: str, late: int) -> None:
     )
     counts[-1] = counts[-1, ..., ::-1]  # a jump
     timing = Timing(dense=1e-3, pair=1e-9)
-    schedule = Schedule.even(2, 1, microbatches=1)
-    job = Job(
+    schedule = PipelineSchedule.even(2, 1, microbatches=1)
+    job = SimulatedJob(
         model=model,
         layers=(0, 1),
         counts=counts,
