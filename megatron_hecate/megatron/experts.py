@@ -20,6 +20,7 @@ from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.megatron.gradient_buckets import ReductionPoint
 from megatron_hecate.megatron.grouped_linear import NOTHING, GroupedExperts, copy_module
+from megatron_hecate.megatron.parameter_gathers import wait_for_params
 from megatron_hecate.megatron.stored_weights import StoredWeights
 from megatron_hecate.plan import LayerShape
 from megatron_hecate.replicas.autograd import ChunkLayout, PendingGradients
@@ -41,6 +42,7 @@ class PhysicalExperts:
 
     def __init__(self, experts: Module, num_physical: int) -> None:
         self.num_homes = experts.num_local_experts
+        self._module = experts
         self.grouped: GroupedExperts | None = None
         if isinstance(experts, TEGroupedMLP):
             self.grouped = GroupedExperts(experts, num_physical)
@@ -114,6 +116,10 @@ class PhysicalExperts:
         Not cached, because loading or moving a model replaces its parameters.
         """
         return [[owner._parameters[leaf] for owner, leaf in expert] for expert in self._owners]
+
+    def wait_for_values(self) -> None:
+        """Wait until the homes hold this iteration's values."""
+        wait_for_params(self._module)
 
     @property
     def chunk_bytes(self) -> int:

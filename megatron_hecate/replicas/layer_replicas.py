@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,33 +32,49 @@ from megatron_hecate.replicas.buffers import BufferPool
 Delayed = deque[tuple[list[Tensor | None], Callable[[list[Tensor | None]], PendingGradients]]]
 
 
+class ExpertWeights(Protocol):
+    """Weights of one layer's own experts, and how a replica's weights lie in a chunk.
+
+    Args:
+        layout: layout of an expert's gradients in a chunk.
+        delayed: queue of backwards whose weight gradients are computed later; ``None`` if no weight
+            gradients are delayed.
+    """
+
+    layout: ChunkLayout
+    delayed: Delayed | None
+
+    def homes(self) -> list[list[Parameter]]:
+        """Look up the parameters of this rank's own experts, expert by expert."""
+
+    def wait_for_values(self) -> None:
+        """Wait until the homes hold this iteration's values."""
+
+    def stored(self) -> list[list[Tensor]]:
+        """List the tensors to transfer of each own expert."""
+
+    def weights_in(self, chunk: Tensor) -> list[Tensor]:
+        """View a fetched ``chunk`` as the parameters of an expert."""
+
+    def drop_delayed(self) -> None:
+        """Empty ``delayed``."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ReplicaSlots:
     """Replica slots of one layer on this rank.
 
     Args:
         index: index of the layer on this rank.
-        homes: getter of the parameters of this rank's own experts, expert by expert.
-        stored: getter of the tensors that a fetch sends for each own expert.
-        weights: function from one fetched chunk to the parameters in it.
-        layout: layout of an expert's gradients in a chunk.
+        experts: the layer's own experts.
         pool: the rank's buffers.
-        ready: callback before homes are read; waits until they hold this iteration's values.
         label: name of the layer in errors.
-        delayed: queue of backwards whose weight gradients are computed later.
-        drop_delayed: callback that empties `delayed`.
     """
 
     index: int
-    homes: Callable[[], list[list[Parameter]]]
-    stored: Callable[[], list[list[Tensor]]]
-    weights: Callable[[Tensor], list[Tensor]]
-    layout: ChunkLayout
+    experts: ExpertWeights
     pool: BufferPool
-    ready: Callable[[], None]
     label: str
-    delayed: Delayed | None = None
-    drop_delayed: Callable[[], None] = lambda: None
 
     @property
     def sizes(self) -> LayerBuffer:
@@ -67,7 +83,7 @@ class ReplicaSlots:
     @property
     def trained(self) -> bool:
         """True if the experts are trained, not frozen."""
-        return self.homes()[0][0].requires_grad
+        return self.experts.homes()[0][0].requires_grad
 
     def check(self) -> None:
         """Check that all parameters have one dtype, and that all or none are frozen.
@@ -75,7 +91,7 @@ class ReplicaSlots:
         Raises:
             ValueError: if some parameters are frozen and some are trained, or their dtypes differ.
         """
-        parameters = list(chain.from_iterable(self.homes()))
+        parameters = list(chain.from_iterable(self.experts.homes()))
         if len({p.requires_grad for p in parameters}) > 1:
             raise ValueError(
                 f"{self.label}: some expert parameters are frozen and others are not; freeze all "
@@ -145,7 +161,7 @@ class Replicas:
 
         Collective: all ranks call it at the same point.
         """
-        pending = PendingGradients(self.slots.homes(), self.slots.layout)
+        pending = PendingGradients(self.slots.experts.homes(), self.slots.experts.layout)
         self._return_gradients(pending, self._grads())
         return pending
 
@@ -162,10 +178,10 @@ class Replicas:
 
     def _fetch(self, plan: TransferPlan) -> None:
         slots = self.slots
-        slots.ready()
+        slots.experts.wait_for_values()
         timed = self._meter is not None and self._meter.times_copies
         self.buffer.transfer = slots.pool.transport.fetch(
-            plan, slots.stored(), self._weights(), label=self.label, timed=timed
+            plan, slots.experts.stored(), self._weights(), label=self.label, timed=timed
         )
         if self._meter is not None and timed:
             self._meter.follow(self.buffer.transfer, max(len(plan.sends), len(plan.receives)))
@@ -214,9 +230,9 @@ class Replicas:
     def _grads(self) -> list[Tensor]:
         """Return the gradient accumulators, [elements] per slot."""
         slots = self.slots
-        if any(slots.layout.fused):
+        if any(slots.experts.layout.fused):
             # A fused grouped GEMM needs one dtype for all gradients: the homes' dtype.
-            home = slots.homes()[0][0]
+            home = slots.experts.homes()[0][0]
             dtype = getattr(home, "main_grad", home).dtype
         else:
             dtype = slots.sizes.grad_dtype
@@ -245,7 +261,7 @@ class Replicas:
         if not (bound.trained and torch.is_grad_enabled()):
             return hidden, bound.weights
         pending, token = joined_homes or PendingGradients.join_homes(
-            self.slots.homes(), self.slots.layout
+            self.slots.experts.homes(), self.slots.experts.layout
         )
         return bound.join(hidden, token, partial(self._take_gradients, pending))
 
@@ -258,13 +274,13 @@ class Replicas:
         bound = self.buffer.bound.get(slots.index)
         if bound is not None and bound.plan is self.plan:
             return bound
-        slots.ready()
+        slots.experts.wait_for_values()
         bound = BoundWeights(
             self.plan,
-            slots.homes(),
-            [slots.weights(chunk) for chunk in self._weights()],
-            layout=slots.layout,
-            grads=self._grads() if any(slots.layout.fused) and slots.trained else None,
+            slots.experts.homes(),
+            [slots.experts.weights_in(chunk) for chunk in self._weights()],
+            layout=slots.experts.layout,
+            grads=self._grads() if any(slots.experts.layout.fused) and slots.trained else None,
         )
         # TransformerEngine attaches derived tensors to quantized weights: do not keep such weights
         # where the buffer serves another microbatch next.
@@ -290,7 +306,7 @@ class Replicas:
 
     def _prepare_backward(self) -> None:
         # Delayed gradients that are still queued belong to a backward that failed.
-        self.slots.drop_delayed()
+        self.slots.experts.drop_delayed()
         if self.before_backward is not None:
             self.before_backward(self)
         self.wait()
@@ -300,18 +316,18 @@ class Replicas:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         elif not self.unreturned:
             self.slots.pool.grads(self.slots.index).begin_sums(
-                from_zero=any(self.slots.layout.fused)
+                from_zero=any(self.slots.experts.layout.fused)
             )
 
     def _take_gradients(self, pending: PendingGradients, grads: list[Tensor | None]) -> None:
         """Take one microbatch's gradients of all weights, or queue delayed gradients."""
         trace.add("experts backward", self.label, self._backward_began)
         pending.check_destination(self.label)
-        if self.slots.delayed is None:
+        if self.slots.experts.delayed is None:
             pending.take(self._add_gradients(pending, grads))
         else:
             pending.delay()
-            self.slots.delayed.append((grads, partial(self._take_delayed, pending)))
+            self.slots.experts.delayed.append((grads, partial(self._take_delayed, pending)))
 
     def _take_delayed(
         self, pending: PendingGradients, grads: list[Tensor | None]
@@ -327,7 +343,7 @@ class Replicas:
         Returns:
             The gradients of the homes.
         """
-        layout = self.slots.layout
+        layout = self.slots.experts.layout
         first = not self.unreturned
         parts = len(layout.shapes)
         num_homes = len(pending.homes) * parts
@@ -366,7 +382,7 @@ class Replicas:
             self.plan, chunks, pending, label=self.label
         )
         buffer.abandon = pending.abandon
-        if any(self.slots.layout.fused):
+        if any(self.slots.experts.layout.fused):
             written = [chunks[slot] for slot in self.plan.slots]
             if summed[0].dtype is not chunks[0].dtype:
                 written = [summed[slot] for slot in self.plan.slots] + written

@@ -20,7 +20,6 @@ from megatron_hecate.comm.transport import TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.job.agreement import assert_same
 from megatron_hecate.megatron.forward_pass import NO_ITERATION, ForwardPass, LayerIteration
-from megatron_hecate.megatron.parameter_gathers import wait_for_params
 from megatron_hecate.megatron.training_state import Forward, name_of_layer
 from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
 from megatron_hecate.replicas.autograd import PendingGradients
@@ -183,20 +182,7 @@ class LayerState:
     def slots_in(self, pool: BufferPool) -> ReplicaSlots:
         """Return the layer's replica slots in the buffers of ``pool``."""
         if self._slots is None or self._slots.pool is not pool:
-            experts = self.parts.experts
-            module = self.parts.layer.experts
-            self._slots = ReplicaSlots(
-                index=self.index,
-                homes=experts.homes,
-                stored=experts.stored,
-                weights=experts.weights_in,
-                layout=experts.layout,
-                pool=pool,
-                ready=lambda: wait_for_params(module),
-                label=self.name,
-                delayed=experts.delayed,
-                drop_delayed=experts.drop_delayed,
-            )
+            self._slots = ReplicaSlots(self.index, self.parts.experts, pool, self.name)
         return self._slots
 
     def check_agreement(self, placement: Placement) -> None:

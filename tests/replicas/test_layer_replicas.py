@@ -22,6 +22,26 @@ from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas, ReplicaSlots
 
 
+class _Experts:
+    """Own experts of one parameter each."""
+
+    delayed = None
+
+    def __init__(self, parameters: Sequence[Parameter], *, fused: bool) -> None:
+        self._parameters = parameters
+        self.layout = ChunkLayout((parameters[0].shape,), (fused,))
+        self.weights_in = self.layout.views
+
+    def homes(self) -> list[list[Parameter]]:
+        return [[p] for p in self._parameters]
+
+    stored = homes
+
+    def wait_for_values(self) -> None: ...
+
+    def drop_delayed(self) -> None: ...
+
+
 def _slots(
     homes: Sequence[list[Parameter]],
     lifetime: str,
@@ -40,16 +60,7 @@ def _slots(
         transport, layers, lifetime, in_flight=len(layers), device=torch.device("cpu")
     )
     return [
-        ReplicaSlots(
-            index=i,
-            homes=lambda h=h: [[p] for p in h],
-            stored=lambda h=h: [[p] for p in h],
-            weights=ChunkLayout((h[0].shape,), (fused,)).views,
-            layout=ChunkLayout((h[0].shape,), (fused,)),
-            pool=pool,
-            ready=lambda: None,
-            label=f"layer {i + 1}",
-        )
+        ReplicaSlots(i, _Experts(h, fused=fused), pool, f"layer {i + 1}")
         for i, h in enumerate(homes)
     ]
 
