@@ -4,9 +4,9 @@
 
 The machine has one GPU, Python 3.12 and a torch built for CUDA 13. The bundle holds our committed
 sources, wheels of Megatron and of all other requirements that torch does not bring, at the versions
-installed here, and TransformerEngine: its core for CUDA 13 as a wheel, its PyTorch half as sources, since no
-registry has it built. It is one tar archive, in pieces small enough to upload, with ``SHA256SUMS``
-and ``install.sh``, which checks, joins and installs the pieces.
+installed here, and TransformerEngine: its core for CUDA 13 as a wheel, its PyTorch half as sources,
+since no registry has it built. It is one tar archive, in pieces small enough to upload, with
+``SHA256SUMS`` and ``install.sh``, which checks, joins and installs the pieces.
 
     make gpu-bundle IMAGE=LIST     or  python bench/gpu_bundle.py --for-image LIST
     python bench/gpu_bundle.py --install build/gpu-image.tar          there, beside our sources
