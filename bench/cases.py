@@ -1,4 +1,4 @@
-"""What the balance benchmark replays: every load on every group size that its command line asks for."""
+"""Build the cases of the balance benchmark: every load on every selected group size."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""What the compilers make of the kernels, for every architecture: seconds, registers, spills, size, loads of 16 bytes.
+"""Report the compiled kernels of every architecture: seconds, registers, spills, size, wide loads.
 
     python bench/compile_report.py [--here]
 
-Needs no GPU: `sass` looks it up in the cubins. ``--here``: of the GPU in this machine alone, by NVRTC alone. Loads are
-those of one thread, in the unrolled rounds of a kernel: how many are under way when the first of them is waited for, at
-least and at most. From that follow the bytes that the blocks of a transfer have under way.
+Needs no GPU: `sass` reads the cubins. ``--here``: only this machine's GPU, with NVRTC only.
+Loads are 16-byte loads of one thread, in the unrolled rounds of a kernel: least and largest number
+in flight at the first wait. The bytes in flight of a transfer's blocks follow from this.
 """
 
 from __future__ import annotations

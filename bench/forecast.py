@@ -1,9 +1,10 @@
-"""How far forecasts of the next iteration's loads are off, on recorded routing.
+"""Measure the error of forecasts of the next iteration's loads, on recorded routing.
 
     python bench/forecast.py
 
-Error = tokens forecast on the wrong expert / tokens, mean and 99th percentile over all steps but the first and all
-layers. Baseline: the mean of 5 iterations (the Hecate paper's); the ratio is its error over the method's.
+Error = tokens forecast on the wrong expert / tokens, mean and 99th percentile over all steps but
+the first and all layers. Baseline: the mean of 5 iterations (the Hecate paper's); the ratio is its
+error over the method's.
 """
 
 from __future__ import annotations

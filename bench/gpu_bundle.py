@@ -1,18 +1,20 @@
-"""Puts what `make gpu` needs on a machine without internet into archives that are small enough to carry.
+"""Build archives with all that `make gpu` needs on a machine without internet.
 
     make gpu-bundle     or  python bench/gpu_bundle.py [--out build/gpu-bundle] [--without-te]
 
-The machine has one GPU, Python 3.12 and a torch built for CUDA 13. The bundle holds our sources as they are committed,
-wheels of Megatron and of whatever else torch does not bring along, at the versions that run here, and
-TransformerEngine: its core for CUDA 13 as a wheel, its half for PyTorch as sources, as no registry has it built. It is
-one tar archive, in pieces, with ``SHA256SUMS`` and ``install.sh``, which checks, joins and installs them.
+The machine has one GPU, Python 3.12 and a torch built for CUDA 13. The bundle holds our committed
+sources, wheels of Megatron and of all other requirements that torch does not bring, at the versions
+installed here, and TransformerEngine: its core for CUDA 13 as a wheel, its PyTorch half as sources,
+since no registry has it built. It is one tar archive, in pieces small enough to upload, with
+``SHA256SUMS`` and ``install.sh``, which checks, joins and installs the pieces.
 
     make gpu-bundle IMAGE=LIST     or  python bench/gpu_bundle.py --for-image LIST
     python bench/gpu_bundle.py --install build/gpu-image.tar          there, beside our sources
 
-LIST says what the machine has, as ``pip list --format=freeze`` prints it there; lines without a version count as any.
-The archive then holds only wheels of what is missing, in one piece that fits beside our sources into 64 MiB. It is
-unpacked to ``build/gpu-site``, where `gpu.py` finds it; nothing is installed into the machine's Python.
+LIST holds the machine's packages, as printed by ``pip list --format=freeze``; a line without a
+version matches any. The archive then holds only wheels of missing packages, in one piece: with our
+sources it fits into 64 MiB. It is unpacked to ``build/gpu-site``, where `gpu.py` finds it; nothing
+is installed into the machine's Python.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""How long work takes on a GPU, without the time in which Python launches it. All benchmarks of GPUs measure by this.
+"""Measure GPU time without kernel launches from Python. All GPU benchmarks use this clock.
 
-Before each sample the stream sleeps (``torch.cuda._sleep``) until the host has launched everything; then comes the
-event *begin*, then the work, then *end*. So between the events lies nothing but the work. That the stream was still
-asleep when the last launch was made is checked; where it was not, the sleep becomes longer, and a sample for which that
-does not help is marked as bound by the host. Buffers rotate: a sample finds none of its data in the L2 cache, unless
-the benchmark means it to.
+Before each sample the stream sleeps (``torch.cuda._sleep``) until the host has launched everything:
+event *begin*, the work, event *end*. So only the work lies between the events. The clock checks
+that the stream was still asleep at the last launch; otherwise it retries with a longer sleep, and
+marks a sample for which that does not help as bound by the host. Buffers rotate: a sample finds
+none of its data in the L2 cache, unless the benchmark intends a hit.
 
-On a CPU, where work is done when the call returns, the same code measures calls.
+On a CPU, where work is complete when the call returns, the same code measures calls.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from typing import Any
 
 import torch
 
-CYCLES_PER_SECOND: float = (
-    2e9  # of `torch.cuda._sleep`, about; more than GPUs do makes sleeps longer, not wrong
-)
-LONGEST_SLEEP: float = 0.2  # seconds
-TRIES: int = 4  # of a sample, each with a sleep twice as long
-WARM: int = 2  # runs before the first sample: modules are loaded, memory is there
-L2_BYTES: int = 50 << 20  # where the device does not say it
+# approximate clock of `torch.cuda._sleep`; above a GPU's own clock, sleeps are longer, not wrong
+CYCLES_PER_SECOND: float = 2e9
+# seconds
+LONGEST_SLEEP: float = 0.2
+# attempts per sample; each doubles the sleep
+TRIES: int = 4
+# runs before the first sample, which load modules and allocate memory
+WARM: int = 2
+# size of the L2 cache where the device does not report it
+L2_BYTES: int = 50 << 20
 
 Run = Callable[[], object]
 
@@ -35,9 +38,10 @@ class Time:
     """Samples of one piece of work.
 
     Args:
-        seconds: the median.
-        low, high: the tenth and the ninetieth percentile.
-        host_bound: whether the device waited for launches in some sample, so that they are part of the time.
+        seconds: median.
+        low, high: tenth and ninetieth percentile.
+        host_bound: whether the device waited for launches in some sample, which then includes
+            launch time.
     """
 
     seconds: float
@@ -54,28 +58,32 @@ class Time:
 
     @property
     def us(self) -> float:
+        """Median in microseconds."""
         return self.seconds * 1e6
 
 
 class Clock:
-    """Measures on one device.
+    """Clock of one device.
 
     Args:
-        device: which.
-        calls: samples of each measurement.
+        device: device to measure.
+        calls: samples per measurement.
     """
 
     def __init__(self, device: torch.device, *, calls: int = 20) -> None:
-        self.device, self.calls = device, calls
-        self._sleep = 0.0  # seconds that were enough for the last work
+        self.device = device
+        self.calls = calls
+        # seconds of sleep that were enough for the last work
+        self._sleep = 0.0
 
     def time(self, *runs: Run, before: Run | None = None, after: Run | None = None) -> Time:
-        """Time one of ``runs`` after another, in turn: those of one benchmark differ by their buffers alone.
+        """Time ``runs`` in rotation.
 
         Args:
-            runs: each launches the same work.
-            before: launched while the stream sleeps and not measured, such as work of another stream.
-            after: likewise, behind the work.
+            runs: functions that launch the same work on different buffers.
+            before: work launched during the sleep and not measured, such as work of another
+                stream.
+            after: work launched after the measured work and not measured.
         """
         for number in range(max(WARM, len(runs))):
             for run in (before, runs[number % len(runs)], after):
@@ -88,7 +96,8 @@ class Clock:
         torch.cuda.synchronize()
         launched = [run for run in (before, runs[0], after) if run is not None]
         self._sleep = max(5e-5, 3 * _host_seconds(lambda: [run() for run in launched]))
-        samples, bound = [], False
+        samples = []
+        bound = False
         for number in range(self.calls):
             for _ in range(TRIES):
                 seconds, asleep = self._sample(runs[number % len(runs)], before, after)
@@ -100,7 +109,11 @@ class Clock:
         return Time.of(samples, host_bound=bound)
 
     def _sample(self, run: Run, before: Run | None, after: Run | None) -> tuple[float, bool]:
-        """Seconds of ``run``, and whether the stream was asleep until all was launched."""
+        """Measure ``run`` once.
+
+        Returns:
+            Seconds, and whether the stream was asleep until everything was launched.
+        """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         torch.cuda._sleep(int(min(self._sleep, LONGEST_SLEEP) * CYCLES_PER_SECOND))
@@ -116,7 +129,7 @@ class Clock:
         return begin.elapsed_time(end) / 1e3, asleep
 
     def in_a_row(self, run: Run, *, repeats: int = 20) -> Time:
-        """Time one of ``repeats`` runs in one CUDA graph, which has no launches of the host between them."""
+        """Time one of ``repeats`` runs in one CUDA graph, without host launches in between."""
         if self.device.type != "cuda":
             return self.time(run)
 
@@ -131,9 +144,12 @@ class Clock:
         )
 
     def host(self, run: Run, *, repeats: int = 20) -> Time:
-        """Time of the host alone in ``run``: ``repeats`` of them without waiting for the device, several times.
+        """Time the host alone in ``run``, without waiting for the device.
 
-        They must fit into the queue of launches, about a thousand, or the host waits for the device after all.
+        Args:
+            run: function that launches work.
+            repeats: runs per sample. Their launches must fit into the launch queue, about a
+                thousand; otherwise the host waits for the device.
         """
         samples = []
         for _ in range(WARM + 5):
@@ -149,11 +165,12 @@ class Clock:
 
 
 def captured(run: Callable[[], Any]) -> tuple[Run, Any]:
-    """A replay of ``run`` as a CUDA graph, and what it returned in the capture."""
+    """Capture ``run`` as a CUDA graph; returns its replay and the result of ``run``."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
+    # Allocations and compilations are not allowed during the capture.
     with torch.cuda.stream(side):
-        run()  # allocates and compiles what a capture must not
+        run()
     torch.cuda.current_stream().wait_stream(side)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -163,7 +180,7 @@ def captured(run: Callable[[], Any]) -> tuple[Run, Any]:
 
 
 def sets_beyond_cache(size: int, device: torch.device) -> int:
-    """How many sets of buffers of ``size`` bytes hold more than twice what the L2 cache does; 1 on a CPU."""
+    """Count the sets of ``size`` bytes that together exceed twice the L2 cache; 1 on a CPU."""
     if device.type != "cuda":
         return 1
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or L2_BYTES
@@ -171,12 +188,10 @@ def sets_beyond_cache(size: int, device: torch.device) -> int:
 
 
 def name_of(device: torch.device) -> str:
-    """What a table says of where its numbers are from."""
-    return (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else "a CPU: the numbers mean nothing"
-    )
+    """Return the device's name for the title of a table."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "a CPU: the numbers mean nothing"
 
 
 def _host_seconds(run: Run) -> float:

@@ -1,4 +1,4 @@
-"""Prints what the numbers of `gpu.py` are of, as a list in JSON; exits with 2 where torch can use no GPU."""
+"""Print GPU, driver, versions and commit as a JSON list, for `gpu.py`; exit if there is no GPU."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def machine() -> list[str]:
-    """The GPU, its driver, versions and the commit, a line each."""
+    """Describe the GPU, its driver, the versions and the commit, one line each."""
     import torch
 
     properties = torch.cuda.get_device_properties(0)
-    memory = f"{properties.total_memory / 2**30:.0f} GiB, {properties.multi_processor_count} multiprocessors"
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    memory += f", {properties.multi_processor_count} multiprocessors"
     asked = [
         "nvidia-smi",
         "--query-gpu=name,driver_version,power.limit,mig.mode.current",
@@ -33,14 +34,14 @@ def machine() -> list[str]:
 
 
 def _commit() -> str:
-    """Of the checkout, or of the bundle that the sources came in."""
+    """Return the commit of the checkout, or of the bundle with the sources."""
     named = _said(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"])
     bundled = ROOT / "COMMIT"
     return named or (bundled.read_text().strip() if bundled.exists() else "unknown")
 
 
 def _said(command: list[str]) -> str:
-    """The first line of what ``command`` prints; empty when it cannot be run."""
+    """Return the first line of the output of ``command``; empty if it cannot be run."""
     with contextlib.suppress(OSError, subprocess.SubprocessError, IndexError):
         return subprocess.run(
             command, capture_output=True, text=True, timeout=30, check=True

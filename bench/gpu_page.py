@@ -1,6 +1,6 @@
-"""The page of a run of `gpu.py`: made of its rows alone, so it can be made again whenever a row has come.
+"""Build the page of a run of `gpu.py` from its rows alone; it can be rebuilt at any time.
 
-python bench/gpu_page.py ROWS... [--out PAGE]     of the rows of several runs together
+python bench/gpu_page.py ROWS... [--out PAGE]     from the rows of several runs
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ Record = Mapping[str, Any]
 
 
 def page(records: Sequence[Record]) -> str:
-    """Markdown of ``records`` in the order of time: the machine, how each part ended, and every part's tables."""
-    last: dict[
-        str, Record
-    ] = {}  # of each part, in the order in which they came first: how it stands
+    """Format ``records``, in order of time, as Markdown: machine, results, tables of all parts."""
+    # latest result by part, in the order of first results
+    last: dict[str, Record] = {}
     for record in records:
         if "ended" in record:
             last[record["part"]] = record
@@ -32,18 +31,17 @@ def page(records: Sequence[Record]) -> str:
     lines = ["# Results on a GPU", "", "Written by `bench/gpu.py`; do not edit it by hand.", ""]
     machines = [line for record in records for line in record.get("machine", ())]
     lines += [f"- {line}" for line in dict.fromkeys(machines)]
-    lines += [
-        "",
-        f"{len(last)} parts, of which {failed} failed, were stopped or were not run."
-        if failed
-        else "",
-    ]
+    summary = ""
+    if failed:
+        summary = f"{len(last)} parts, of which {failed} failed, were stopped or were not run."
+    lines += ["", summary]
     lines += ["", "| part | ended | seconds | what it shows |", "|---|---|---|---|"]
     for record in last.values():
         how = record["ended"] if record["ended"] in PASSED else f"**{record['ended']}**"
         ended = " ".join((how, record.get("why", ""))).strip()
         lines.append(
-            f"| {record['part']} | {ended} | {record.get('seconds', 0.0):.0f} | {record.get('shows', '')} |"
+            f"| {record['part']} | {ended} | {record.get('seconds', 0.0):.0f} | "
+            f"{record.get('shows', '')} |"
         )
     for part, record in last.items():
         tables = _tables(
@@ -64,10 +62,11 @@ def page(records: Sequence[Record]) -> str:
 
 
 def _tables(records: Sequence[Record]) -> list[str]:
-    """A table for each title and set of columns."""
+    """Format one table per title and set of columns."""
     grouped: dict[tuple[str, tuple[str, ...]], list[Record]] = {}
     for record in records:
-        grouped.setdefault((record["table"], tuple(record["row"])), []).append(record["row"])
+        key = (record["table"], tuple(record["row"]))
+        grouped.setdefault(key, []).append(record["row"])
     lines = []
     for (title, columns), found in grouped.items():
         lines += ["", f"**{title}**", "", *rows.markdown(found, columns)]
@@ -75,11 +74,15 @@ def _tables(records: Sequence[Record]) -> list[str]:
 
 
 def main() -> None:
+    """Write the page of the given files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("rows", type=Path, nargs="+", help="files that `gpu.py` wrote")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gpu-results.md")
     options = parser.parse_args()
-    options.out.write_text(page([record for path in options.rows for record in rows.read(path)]))
+    records: list[Record] = []
+    for path in options.rows:
+        records += rows.read(path)
+    options.out.write_text(page(records))
     print(f"{options.out}: of {len(options.rows)} files")
 
 

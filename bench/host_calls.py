@@ -1,4 +1,4 @@
-"""Count calls that the main thread makes, by file: what `bench/host.py` and a test compare. Steadier than time."""
+"""Count the main thread's calls by file, for `bench/host.py` and a test. Steadier than time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the kernels move bytes on one GPU, and what they take from a GEMM beside them.
+"""Measure the kernels' bandwidth on one GPU, and the slowdown of a concurrent GEMM.
 
     python bench/kernels.py [--parts rates,overlap]
 

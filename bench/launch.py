@@ -1,4 +1,4 @@
-"""A benchmark starts itself again on several ranks of this machine, one thread each, without a GPU."""
+"""Restart a benchmark on several ranks of this machine, one thread each, without a GPU."""
 
 from __future__ import annotations
 

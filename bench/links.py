@@ -1,4 +1,4 @@
-"""What the busiest link carries, with and without exchange.
+"""Count the chunks on the busiest link, with and without exchange between receivers.
 
     python bench/links.py
 

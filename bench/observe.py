@@ -1,10 +1,11 @@
-"""What observing costs: step time with observing over that without, on 2 CPU ranks.
+"""Measure the cost of observing: step time with and without it, on 2 CPU ranks.
 
     python bench/observe.py
 
-One model trains, and is observed in one of three steps, in random order, so that a noisy machine slows all alike: the
-other two show the noise. Wall time is the slower rank's; CPU time is of all threads of both ranks. The last line is the
-time of what observing adds, measured by itself: the noise hides it in the table.
+One model trains, and is observed in one of three steps, in random order, so that noise affects all
+steps equally: the other two show the noise. Wall time is the slower rank's; CPU time is summed over
+all threads of both ranks. The last line is the time that observing adds, measured alone: the noise
+hides it in the table.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The best placement there is: what no planner with these slots can go below, not even one that knows the loads.
+"""Compute the optimal placement: a lower bound for all planners, even with known loads.
 
     python bench/optimum.py
 

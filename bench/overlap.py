@@ -1,4 +1,4 @@
-"""How much of FSSDP hides: step-time shares on 2 CPU ranks, for every lifetime, from recorded spans.
+"""Measure the hidden share of FSSDP's transfers on 2 CPU ranks, by lifetime, from recorded spans.
 
     python bench/overlap.py
     python bench/overlap.py --trace out/       also a Chrome trace per lifetime, to look at in Perfetto, and a picture

@@ -1,4 +1,4 @@
-"""Parts of a step, one kernel each: what the machines of `offline/presets.py` predict beside published measurements."""
+"""Compare single kernels, as `offline/presets.py` predicts them, with published measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placements for benchmarks of kernels, drawn or filled greedily: no planner, so nothing but numpy is needed."""
+"""Draw random placements, or fill slots greedily, for benchmarks of kernels; needs numpy only."""
 
 from __future__ import annotations
 

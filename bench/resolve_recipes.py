@@ -1,4 +1,4 @@
-"""What Megatron's ``TransformerConfig`` makes of the settings that FSSDP's rules read, recipe by recipe.
+"""Resolve the settings that FSSDP's rules read with Megatron's ``TransformerConfig``, by recipe.
 
 ``PYTHONPATH=<Megatron-LM> python bench/resolve_recipes.py > tests/data/recipes_resolved_<version>.json`` writes, for
 each job of ``tests/data/recipes.json``, the fields that ``__post_init__`` sets to another value than the recipe's own

@@ -1,5 +1,4 @@
-"""How long the kernels after the gate take on one GPU, and whether their values are right: counting, quotas, rerouting
-and its backward.
+"""Time and check the kernels after the gate on one GPU: count, quotas, rerouting and its backward.
 
     python bench/routing.py
 

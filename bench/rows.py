@@ -1,6 +1,7 @@
-"""Rows of results: each is printed as it comes, and appended to a file, so that a benchmark that is killed loses none.
+"""Print rows of results and append each to a file at once, so that a killed benchmark loses none.
 
-``$FSSDP_ROWS`` names the file, in JSON lines; `gpu.py` sets it, and ``$FSSDP_PART``. Without it rows are printed only.
+``$FSSDP_ROWS`` names the file, in JSON lines; `gpu.py` sets it and ``$FSSDP_PART``. Without the
+variable rows are only printed.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-FILE, PART = "FSSDP_ROWS", "FSSDP_PART"
+FILE = "FSSDP_ROWS"
+PART = "FSSDP_PART"
 
 
 class Table:
-    """A table whose rows come one by one.
+    """Table with rows that are added one by one.
 
     Args:
-        title: what it is of; rows of several tables of one title are one table.
+        title: title; all tables of one title are one table on the page.
     """
 
     def __init__(self, title: str) -> None:
@@ -27,7 +29,7 @@ class Table:
         self._columns: list[str] = []
 
     def add(self, **values: Any) -> None:
-        """Add a row: a column's name and its value; spaces in names are written ``_``."""
+        """Add a row of values by column; ``_`` in a name stands for a space."""
         named = {name.replace("_", " "): value for name, value in values.items()}
         write({"table": self.title, "row": named})
         if list(named) != self._columns:
@@ -37,7 +39,7 @@ class Table:
 
 
 def write(record: Mapping[str, Any], *, file: Path | None = None) -> None:
-    """Append ``record``, with the part and the time, in one piece, and bring it to the disk."""
+    """Append ``record``, with the part and the time, in one write, and sync it to disk."""
     if (name := file or os.environ.get(FILE)) is None:
         return
     line = json.dumps(
@@ -52,7 +54,7 @@ def write(record: Mapping[str, Any], *, file: Path | None = None) -> None:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All whole records of the file; a last line that was cut off is left out."""
+    """Read all complete records of the file; a truncated last line is left out."""
     found = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
@@ -63,7 +65,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> list[str]:
-    """Lines of a table."""
+    """Format rows as the lines of a Markdown table."""
     lines = [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
     return lines + [
         f"| {' | '.join(_text(row.get(column)) for column in columns)} |" for row in rows

@@ -1,4 +1,4 @@
-"""What is in a kernel's machine code, as the disassembler that comes with triton prints it."""
+"""Analyse a kernel's machine code with the disassembler of triton."""
 
 from __future__ import annotations
 
