@@ -1,1 +1,1 @@
-"""The kernels of this project, as Python sees them: compiled at first use, loaded, launched."""
+"""Compilation, loading and launch of this project's kernels."""

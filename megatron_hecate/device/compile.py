@@ -1,12 +1,14 @@
-"""Compiles the kernels at first use, and keeps what comes out.
+"""Compilation of the kernels at first use, with a persistent cache.
 
-Installing compiles nothing. For a GPU, NVRTC makes a cubin (through ``cuda.bindings``, which torch's CUDA builds bring
-along), or nvcc where there is no NVRTC, or one of a newer major version than the driver's, which would not load what it
-compiles. For the host, a C++ compiler makes a shared library of the same sources.
+Installing the package compiles nothing. For a GPU, NVRTC compiles a cubin (through
+``cuda.bindings``, a dependency of torch's CUDA builds). nvcc replaces NVRTC where NVRTC is missing,
+or where its major version is newer than the driver's, which could not load the cubin. For the host,
+a C++ compiler builds a shared library from the same sources.
 
-Results lie in a folder of the user's own (``$MEGATRON_HECATE_CACHE``, else ``~/.cache/megatron-hecate``), in files
-named after all that went into them. They are written under another name and moved into place, so that many ranks, on
-many machines that share a home, may do so at once. Each ends in its own checksum.
+Results are cached in a folder of the user (``$MEGATRON_HECATE_CACHE``, else
+``~/.cache/megatron-hecate``); a file's name is a hash of all inputs. Files are written under a
+temporary name and then renamed, so that ranks on several machines with a shared home can write them
+concurrently. Each file ends with its checksum.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import torch
 from megatron_hecate.device import driver
 
 HERE = Path(__file__).resolve().parent
-# In a checkout the sources lie beside the package; installed, in it.
+# The sources are next to the package in a checkout, and inside it when installed.
 SOURCES: Path = next(
     p
     for p in (HERE.parents[1] / "kernels", HERE.parents[0] / "kernels")
@@ -51,25 +53,29 @@ HEADERS: tuple[str, ...] = tuple(
         "reroute",
     )
 )
-OPTIONS: tuple[str, ...] = ("-std=c++17",)  # of both compilers for GPUs
-OLDEST: int = 80  # compute capability, times ten
+# options of NVRTC and nvcc
+OPTIONS: tuple[str, ...] = ("-std=c++17",)
+# minimum compute capability, times ten
+OLDEST: int = 80
 CACHE = "MEGATRON_HECATE_CACHE"
-_END = b"fssdp\0"  # after the checksum
+# marker after the checksum
+_END = b"fssdp\0"
 
 
 class CompileError(RuntimeError):
-    """The kernels cannot be compiled here."""
+    """Failed or impossible compilation of the kernels."""
 
 
 def cubin(capability: tuple[int, int], *, compiler: str = "auto") -> bytes:
-    """The kernels for a GPU of compute ``capability``, compiled now or before.
+    """Compile the kernels for a GPU, or load them from the cache.
 
     Args:
-        compiler: "nvrtc", "nvcc" or "auto", which takes the first of these that is there.
+        capability: compute capability, major and minor.
+        compiler: "nvrtc", "nvcc", or "auto" for the first available one.
 
     Raises:
-        CompileError: when the GPU is too old, no compiler is found, or it fails or does not know the GPU.
-        PermissionError: for a cache folder that others may write, or this user may not.
+        CompileError: if the GPU is too old, or no compiler is found, supports it, or succeeds.
+        PermissionError: if other users can write to the cache folder, or this user cannot.
     """
     arch = capability[0] * 10 + capability[1]
     if arch < OLDEST:
@@ -77,13 +83,14 @@ def cubin(capability: tuple[int, int], *, compiler: str = "auto") -> bytes:
             f"FSSDP needs a GPU of compute capability 8.0 (A100) or more, got {arch / 10}"
         )
     found = _cuda_compiler(compiler)
-    target, build = f"sm_{found.best_arch(arch)}", {"nvrtc": _nvrtc, "nvcc": _nvcc}[found.name]
+    target = f"sm_{found.best_arch(arch)}"
+    build = {"nvrtc": _nvrtc, "nvcc": _nvcc}[found.name]
     key = " ".join([found.name, found.version, *OPTIONS])
     return _cached(target, key, ("device.cu", *HEADERS), lambda: build(target))[0]
 
 
 def host_library() -> Path:
-    """The same kernels for this machine's CPU, as a shared library."""
+    """Build the same kernels for this machine's CPU; return the path of the shared library."""
     named = shlex.split(os.environ.get("CXX", ""))
     compiler = named or [path for path in (shutil.which("c++"), shutil.which("g++")) if path][:1]
     if not compiler:
@@ -95,7 +102,8 @@ def host_library() -> Path:
     except (CompileError, IndexError) as error:
         where = "$CXX" if named else "the path"
         raise CompileError(
-            f"{' '.join(compiler)}, from {where}, is no C++ compiler ({error}); install g++, or name another in $CXX"
+            f"{' '.join(compiler)}, from {where}, is no C++ compiler ({error}); "
+            "install g++, or name another in $CXX"
         ) from error
     flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-pthread"]
 
@@ -110,8 +118,9 @@ def host_library() -> Path:
 
 
 def describe() -> tuple[list[str], bool]:
-    """What would be used here, a line each for CPU ranks and for GPUs; and whether it suffices."""
-    lines, usable = [], {"cpu": True, "cuda": True}
+    """Describe the compilers for CPU ranks and GPUs in lines; return whether they suffice, too."""
+    lines = []
+    usable = {"cpu": True, "cuda": True}
     try:
         lines.append(f"CPU ranks: compiled, {host_library()}")
     except (CompileError, OSError) as error:
@@ -133,13 +142,13 @@ def describe() -> tuple[list[str], bool]:
 
 @dataclasses.dataclass(frozen=True)
 class _CudaCompiler:
-    """A compiler for GPUs.
+    """Compiler for GPUs.
 
     Args:
         name: "nvrtc" or "nvcc".
-        version: as it says it.
-        major: of CUDA.
-        archs: compute capabilities that it compiles for, times ten.
+        version: the compiler's own version string.
+        major: major version of CUDA.
+        archs: supported compute capabilities, times ten.
     """
 
     name: str
@@ -148,10 +157,10 @@ class _CudaCompiler:
     archs: Sequence[int]
 
     def best_arch(self, arch: int) -> int:
-        """The newest that it compiles for whose machine code runs on ``arch``: of the same major version, and no newer.
+        """Find the newest supported target for ``arch``: same major version, not newer.
 
         Raises:
-            CompileError: when there is none.
+            CompileError: if there is no such target.
         """
         fitting = [
             known for known in self.archs if known // 10 == arch // 10 and OLDEST <= known <= arch
@@ -160,8 +169,8 @@ class _CudaCompiler:
             return max(fitting)
         known = ", ".join(f"sm_{known}" for known in sorted(self.archs))
         raise CompileError(
-            f"{self} compiles for {known}; none of these runs on a GPU of compute capability {arch / 10}: install a "
-            "newer one, on the path or in $CUDA_HOME"
+            f"{self} compiles for {known}; none of these runs on a GPU of compute capability "
+            f"{arch / 10}: install a newer one, on the path or in $CUDA_HOME"
         )
 
     def __str__(self) -> str:
@@ -169,21 +178,23 @@ class _CudaCompiler:
 
 
 def explain_unloadable(error: Exception) -> str:
-    """Why the driver did not load the compiled kernels, and the way out."""
-    compiler, driver_version = _cuda_compiler("auto"), driver.version() or 0
+    """Explain a driver's refusal of the compiled kernels, with the way out."""
+    compiler = _cuda_compiler("auto")
+    driver_version = driver.version() or 0
     known = driver_version // 1000
-    text = f"{error}: {compiler} compiled the kernels, the driver is of CUDA {known}.{driver_version % 1000 // 10}"
+    minor = driver_version % 1000 // 10
+    text = f"{error}: {compiler} compiled the kernels, the driver is of CUDA {known}.{minor}"
     if compiler.major <= known:
         return f"{text}; remove {_cache_folder()}, and where that does not help, update the driver"
     return (
-        f"{text}, which loads no machine code of CUDA {compiler.major}. Update the driver to one of CUDA "
-        f"{compiler.major}, or install a compiler of CUDA {known}: nvcc, on the path or in $CUDA_HOME, or pip install "
-        f"'cuda-bindings<{known + 1}' nvidia-cuda-nvrtc-cu{known}"
+        f"{text}, which loads no machine code of CUDA {compiler.major}. Update the driver to one of "
+        f"CUDA {compiler.major}, or install a compiler of CUDA {known}: nvcc, on the path or in "
+        f"$CUDA_HOME, or pip install 'cuda-bindings<{known + 1}' nvidia-cuda-nvrtc-cu{known}"
     )
 
 
 def _cuda_compiler(wanted: str) -> _CudaCompiler:
-    """The compiler for GPUs: of those that are there, the first that is no newer than the driver, else the first."""
+    """Choose the first available compiler that is not newer than the driver, else the first."""
     found: list[_CudaCompiler] = []
     missing = "NVRTC was not asked for"
     if wanted in ("auto", "nvrtc"):
@@ -205,22 +216,20 @@ def _cuda_compiler(wanted: str) -> _CudaCompiler:
         found.append(_nvcc_at(path))
     if not found:
         raise CompileError(
-            f"no compiler for CUDA found ({missing}; no nvcc on the path or in $CUDA_HOME); pip install cuda-bindings "
-            "nvidia-cuda-nvrtc"
+            f"no compiler for CUDA found ({missing}; no nvcc on the path or in $CUDA_HOME); "
+            "pip install cuda-bindings nvidia-cuda-nvrtc"
         )
     return next((compiler for compiler in found if compiler.major <= newest), found[0])
 
 
 def _nvcc_at(path: str) -> _CudaCompiler:
-    said, archs = (
-        _run([path, "--version"]),
-        re.findall(r"sm_(\d+)", _run([path, "--list-gpu-code"])),
-    )
-    release = re.search(r"release (\d+)\.", said)
+    version = _run([path, "--version"])
+    archs = re.findall(r"sm_(\d+)", _run([path, "--list-gpu-code"]))
+    release = re.search(r"release (\d+)\.", version)
     if release is None:
-        raise CompileError(f"{path} --version says no release of CUDA: {said.strip()!r}")
+        raise CompileError(f"{path} --version names no release of CUDA: {version.strip()!r}")
     return _CudaCompiler(
-        "nvcc", said.splitlines()[-1], int(release[1]), [int(arch) for arch in archs]
+        "nvcc", version.splitlines()[-1], int(release[1]), [int(arch) for arch in archs]
     )
 
 
@@ -284,12 +293,14 @@ def _run(command: list[str]) -> str:
 
 
 def _cache_folder() -> Path:
-    """Where compiled kernels are kept; made if need be.
+    """Return the cache folder of compiled kernels; create it if it is missing.
 
     Raises:
-        PermissionError: when others may write there, or this user may not: what lies there will be executed.
+        PermissionError: if other users can write there, because its files are executed, or if this
+            user cannot.
     """
-    named, shared = os.environ.get(CACHE), os.environ.get("XDG_CACHE_HOME")
+    named = os.environ.get(CACHE)
+    shared = os.environ.get("XDG_CACHE_HOME")
     try:
         folder = (
             Path(named).resolve()
@@ -309,8 +320,9 @@ def _cache_folder() -> Path:
     about = folder.stat()
     if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"{folder} belongs to user {about.st_uid}, mode {stat.S_IMODE(about.st_mode):o}: compiled kernels must lie "
-            f"where only this user ({os.getuid()}) may write; chmod go-w it, or name another folder in ${CACHE}"
+            f"{folder} belongs to user {about.st_uid}, mode {stat.S_IMODE(about.st_mode):o}: "
+            f"compiled kernels must lie where only this user ({os.getuid()}) may write; "
+            f"chmod go-w it, or name another folder in ${CACHE}"
         )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} cannot be written; name another folder in ${CACHE}")
@@ -320,7 +332,7 @@ def _cache_folder() -> Path:
 def _cached(
     target: str, compiler: str, sources: tuple[str, ...], build: Callable[[], bytes]
 ) -> tuple[bytes, Path]:
-    """What ``build`` makes of the sources, and its file."""
+    """Build or load a binary of the sources; return its content and its file."""
     key = hashlib.sha256(repr((target, compiler)).encode())
     for name in sources:
         key.update((SOURCES / name).read_bytes())
@@ -328,7 +340,8 @@ def _cached(
     if (made := _read(path)) is not None:
         return made, path
     made = build()
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)  # mode 600
+    # `mkstemp` makes a file of mode 600; the rename is atomic, so no reader sees a partial file
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(made + hashlib.sha256(made).digest() + _END)
@@ -342,17 +355,23 @@ def _cached(
 
 
 def _read(path: Path) -> bytes | None:
-    """What a file holds, if there is one, it is this user's, and whole."""
+    """Read a cached binary; ``None`` if the file is missing or damaged.
+
+    Raises:
+        PermissionError: if another user owns the file or can write to it.
+    """
     try:
-        about, held = path.stat(), path.read_bytes()
+        about = path.stat()
+        held = path.read_bytes()
     except FileNotFoundError:
         return None
     if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"{path} belongs to user {about.st_uid}, mode {stat.S_IMODE(about.st_mode):o}, and would be executed as a "
-            "compiled kernel; remove it"
+            f"{path} belongs to user {about.st_uid}, mode {stat.S_IMODE(about.st_mode):o}, "
+            "and would be executed as a compiled kernel; remove it"
         )
-    made, digest = held[: -32 - len(_END)], held[-32 - len(_END) :]
+    made = held[: -32 - len(_END)]
+    digest = held[-32 - len(_END) :]
     if digest != hashlib.sha256(made).digest() + _END:
         warnings.warn(f"{path} is damaged ({len(held)} bytes); compiling again", stacklevel=2)
         return None

@@ -1,4 +1,4 @@
-"""Application of autograd functions without what functorch adds to it."""
+"""Application of autograd functions without functorch's overhead."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def apply_directly(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Apply ``function`` to ``args``; for functions that are never transformed by ``torch.func``.
+    """Apply ``function`` to ``args``; only for functions that ``torch.func`` never transforms.
 
-    ``Function.apply`` makes about five calls of Python for each argument, to unwrap tensors of functorch: more than our
-    functions do themselves. This is the base class's own.
+    ``Function.apply`` makes about five Python calls per argument to unwrap functorch's tensors,
+    which takes longer than our functions. This calls the base class's ``apply`` directly.
     """
     return super(torch.autograd.Function, function).apply(*args)

@@ -1,7 +1,7 @@
-"""Calls of CUDA's driver by `ctypes`: they need ``libcuda`` alone, which every machine with a GPU has.
+"""CUDA driver calls by `ctypes`; they need only ``libcuda``, which every machine with a GPU has.
 
-The table below declares the functions that our kernels need. `cuGetProcAddress` looks each of them up in the version
-that the table names; newer drivers keep older versions.
+The table below declares the driver functions that our kernels need. `cuGetProcAddress` looks up
+each function in the version of the table; newer drivers keep older versions.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_vo
 from typing import Any
 
 LIBRARY = "libcuda.so.1"
-# CUDA 12.8 brought cuMemcpyBatchAsync. CUDA 13 changed its arguments, and keeps this version as well.
+# CUDA 12.8 introduced cuMemcpyBatchAsync. CUDA 13 changed its arguments, but keeps this version.
 BATCHED_COPIES: int = 12080
 _HANDLE, _OUT = c_void_p, POINTER(c_void_p)
-# CUDA's version since which the driver has a function with these arguments, as its header declares them.
+# CUDA version that introduced each function with these arguments, and the argument types.
 _FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuInit": (2000, (c_uint,)),
     "cuDriverGetVersion": (2020, (POINTER(c_int),)),
@@ -48,11 +48,11 @@ _FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
 
 
 class DriverError(RuntimeError):
-    """A call of the driver failed, or there is no driver."""
+    """Failed driver call, or missing driver."""
 
 
 class CopyAttributes(ctypes.Structure):
-    """``CUmemcpyAttributes``; hints of locations count for managed memory only."""
+    """``CUmemcpyAttributes``; its location hints affect managed memory only."""
 
     _fields_ = (
         ("source_order", c_int),
@@ -71,7 +71,7 @@ def call(name: str, *arguments: Any) -> None:
     """Call the driver's function ``name``.
 
     Raises:
-        DriverError: when it fails, with the driver's name of the error, or there is no such function.
+        DriverError: if it fails, with the driver's name of the error, or if it does not exist.
     """
     status = _function(name)(*arguments)
     if status != 0:
@@ -79,7 +79,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def version() -> int | None:
-    """CUDA's version as the driver knows it, 1000 times the major and 10 times the minor; ``None`` without a driver."""
+    """Return the driver's CUDA version, 1000 * major + 10 * minor; ``None`` without a driver."""
     found = c_int()
     try:
         call("cuDriverGetVersion", found)
@@ -89,10 +89,10 @@ def version() -> int | None:
 
 
 def ensure_context(device: int) -> None:
-    """Make the primary context of ``device`` current in this thread, unless a context is.
+    """Make the primary context of ``device`` current in this thread, if it has no context.
 
-    New threads have none until they call CUDA's runtime, which autograd's thread for device 0 need not do before it
-    runs a backward. The driver refuses launches and copies in such threads.
+    A new thread has no context until it calls CUDA's runtime. Autograd's thread for device 0 may
+    run a backward before any such call. The driver refuses launches and copies in such threads.
     """
     current = c_void_p()
     call("cuCtxGetCurrent", current)
@@ -101,21 +101,21 @@ def ensure_context(device: int) -> None:
 
 
 def load_library(binary: bytes) -> int:
-    """The handle of a cubin, for all contexts."""
+    """Load a cubin for all contexts; return its handle."""
     library = c_void_p()
     call("cuLibraryLoadData", library, binary, None, None, 0, None, None, 0)
     return library.value or 0
 
 
 def kernel(library: int, name: str) -> int:
-    """The handle of a kernel, by which `launch` knows it."""
+    """Return the handle of a kernel for `launch`."""
     found = c_void_p()
     call("cuLibraryGetKernel", found, library, name.encode())
     return found.value or 0
 
 
 def allow_shared_bytes(kernel: int, size: int, device: int) -> None:
-    """Let thread blocks of a kernel have ``size`` bytes of dynamic shared memory on ``device``."""
+    """Raise a kernel's limit of dynamic shared memory per block to ``size`` bytes."""
     call("cuKernelSetAttribute", DYNAMIC_SHARED_BYTES, size, kernel, device)
 
 
@@ -132,11 +132,11 @@ def launch(
 
     Args:
         kernel: handle of the kernel.
-        arguments: `ctypes` objects, of the types that the kernel has; null pointers among them.
+        arguments: `ctypes` objects of the kernel's parameter types; null pointers are allowed.
         blocks: thread blocks of the one-dimensional grid.
-        threads: of a block.
+        threads: threads per block.
         stream: handle of the stream.
-        shared_bytes: dynamic shared memory of a block.
+        shared_bytes: dynamic shared memory per block.
     """
     addresses = (c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
     call(

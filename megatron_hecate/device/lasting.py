@@ -1,4 +1,4 @@
-"""Tensors that outlive the forward which first needs them."""
+"""Allocation of tensors that outlive the forward that first needs them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 
 @contextlib.contextmanager
 def lasting_tensors() -> Iterator[None]:
-    """Tensors made in this block are normal ones, whatever mode the running forward has.
+    """Make normal tensors in this block, in any autograd mode of the running forward.
 
-    Generation and log-probabilities often run under ``torch.inference_mode``, and may come first. Tensors made there
-    stay inference tensors: autograd saves none of them, and nobody writes to them outside that mode.
+    Generation and log-probabilities often run under ``torch.inference_mode``, possibly before any
+    training step. Tensors made in that mode stay inference tensors: autograd cannot save them, and
+    they cannot be written outside that mode.
     """
-    with torch.inference_mode(False), torch.no_grad():  # the first alone would switch gradients on
+    # `inference_mode(False)` alone would enable gradients
+    with torch.inference_mode(False), torch.no_grad():
         yield

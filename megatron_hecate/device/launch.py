@@ -1,4 +1,4 @@
-"""Launches the kernels: on a GPU's current stream, or at once on the host, in this thread."""
+"""Kernel launches: on a GPU's current stream, or synchronously on the host in this thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import torch
 from megatron_hecate.device import driver
 from megatron_hecate.device.compile import cubin, explain_unloadable, host_library
 
-SHARED_BYTES: int = 48 << 10  # of a block, without asking
+# dynamic shared memory of a thread block that needs no opt-in
+SHARED_BYTES: int = 48 << 10
 Argument = ctypes.c_void_p | ctypes.c_uint | ctypes.c_int | ctypes.c_ulonglong
 
 
@@ -20,17 +21,18 @@ class Kernels:
     """The kernels, compiled and loaded for ``device``.
 
     Raises:
-        CompileError, PermissionError: as `compile.cubin` and `compile.host_library`.
-        RuntimeError: when the GPU does not take them.
+        CompileError, PermissionError: from `compile.cubin` and `compile.host_library`.
+        RuntimeError: if the driver cannot load the compiled kernels.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.on_gpu, self._device = device.type == "cuda", device
+        self.on_gpu = device.type == "cuda"
+        self._device = device
         self._library = _load_for_gpu(device) if self.on_gpu else _load_for_host()
 
     @property
     def most_shared_bytes(self) -> int:
-        """Bytes of shared memory that a thread block may have."""
+        """Limit for a thread block's shared memory, in bytes."""
         if not self.on_gpu:
             return sys.maxsize
         return torch.cuda.get_device_properties(self._device).shared_memory_per_block_optin
@@ -38,15 +40,17 @@ class Kernels:
     def launch(
         self, name: str, *arguments: Argument, blocks: int, threads: int, shared_bytes: int = 0
     ) -> None:
-        """Run the kernel ``name``: on the GPU's current stream, or now, in this thread, by the function of that name
-        in ``kernels/host.cpp``.
+        """Launch the kernel ``name`` on the GPU's current stream.
+
+        On the host, call the function of that name in ``kernels/host.cpp`` synchronously in this
+        thread.
 
         Args:
-            name: the kernel.
-            arguments: of the kernel, in order.
-            blocks: thread blocks.
-            threads: of a block.
-            shared_bytes: dynamic shared memory of a block, at most `most_shared_bytes`.
+            name: name of the kernel.
+            arguments: kernel arguments in order.
+            blocks: number of thread blocks.
+            threads: threads per block.
+            shared_bytes: dynamic shared memory per block, at most `most_shared_bytes`.
         """
         if not self.on_gpu:
             getattr(self._library, name)(*arguments)
@@ -66,8 +70,10 @@ class Kernels:
         )
 
     def function(self, name: str) -> Any:
-        """The kernel ``name``, as the driver or `ctypes` calls it."""
-        return _function(self._library, name) if self.on_gpu else getattr(self._library, name)
+        """Return the kernel ``name``: a driver handle on a GPU, a `ctypes` function on the host."""
+        if self.on_gpu:
+            return _function(self._library, name)
+        return getattr(self._library, name)
 
     @property
     def _index(self) -> int:
@@ -75,7 +81,7 @@ class Kernels:
         return torch.cuda.current_device() if index is None else index
 
     def _ensure_context(self) -> None:
-        """Before calls of the driver that need a current context: see `driver.ensure_context`."""
+        """Ensure a current context, which the driver's calls need (`driver.ensure_context`)."""
         driver.ensure_context(self._index)
 
 

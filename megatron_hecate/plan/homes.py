@@ -1,12 +1,14 @@
-"""Which rank is home to which expert, chosen anew every so many iterations: a permutation of every layer's homes.
+"""Periodic search for better homes: a permutation of the experts of every layer.
 
-An assignment is the order of experts over *positions*: ``order[p]`` is the expert at position p, and position p belongs
-to one rank for ever. Replicas are planned for loads by position, ``load[order]``, by code that knows of no experts.
+An assignment is the order of experts over *positions*: ``order[p]`` is the expert at position p, and
+a position belongs to the same rank forever. Replicas are planned for loads by position,
+``load[order]``, so their planner is independent of expert numbers.
 
-Hot experts have replicas, so an expert is weighed by what it leaves on its home's rank and node while it has those that
-are planned for it now, and also without any. Pairs swap places, the best first, where that evens the weights out. All
-swaps, or the first few, are then judged by planning for other loads. Letters in shapes: L layers, E experts, T
-iterations, R ranks, K nodes, F kinds of weights.
+Hot experts have replicas, so the weight of an expert is the load that remains on its home's rank and
+node while its currently planned replicas share its tokens; a second pass weighs experts without
+replicas. Pairs of experts swap positions, the best pair first, as long as that evens out the
+weights. Prefixes of the swap list are then scored by planning replicas for other loads. Letters in
+shapes: L layers, E experts, T iterations, R ranks, K nodes, F kinds of weights.
 """
 
 from __future__ import annotations
@@ -25,13 +27,12 @@ from megatron_hecate.plan.replicas import plan_replicas, problem_of
 from megatron_hecate.plan.search import SCATTERED, SLACK, Problem, cost_beside_load
 from megatron_hecate.plan.world import World
 
-JUDGED: int = 3  # iterations by whose loads swaps are judged
-LEAST: float = (
-    0.02  # of what a layer costs, that its move must save: forecasts and model are no better
-)
-FEWER: int = (
-    4  # of a layer's swaps all are judged, the first of so many, of so many times so many, ...
-)
+# iterations whose loads score the swaps
+JUDGED: int = 3
+# minimum relative saving of a layer; smaller savings are below the error of forecast and model
+LEAST: float = 0.02
+# prefixes of the swap list that are scored: all n swaps, the first n/4, n/16, ...
+FEWER: int = 4
 Kinds = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -41,9 +42,9 @@ class HomeAssignment:
 
     Args:
         order: [L, E] int64, the expert at each position.
-        num_bytes: that all ranks together send to get there.
-        seconds: that moving takes when all ranks send and receive at once and nothing is hidden.
-        saved: seconds of every iteration, by the cost model.
+        num_bytes: bytes sent by all ranks together for the move.
+        seconds: duration of the move if all ranks send and receive concurrently and nothing hides.
+        saved: seconds saved per iteration, by the cost model.
     """
 
     order: np.ndarray
@@ -53,7 +54,7 @@ class HomeAssignment:
 
 
 class Choice(NamedTuple):
-    """New ``order`` [E] of one layer, and tokens that it saves in every iteration."""
+    """New ``order`` [E] of one layer, and the tokens ``saved`` per iteration."""
 
     layer: int
     order: np.ndarray
@@ -62,17 +63,19 @@ class Choice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HomeSearch:
-    """Looks for homes that save more than moving there costs; the same arguments give the same result on every rank.
+    """Search for homes that save more than the move costs; deterministic, so equal on every rank.
 
     Args:
-        homes: ``home`` [E] is the rank of each position; free slots are for replicas.
+        homes: placement whose ``home`` [E] is the rank of each position; free slots are for
+            replicas.
         world: nodes and links.
-        cost: of replicas, in an iteration.
-        expert_bytes: all that moves with an expert, from one rank: weights, main parameters, optimizer state.
-        token_seconds: of one token in one expert (`LayerShape.token_seconds`).
-        horizon: iterations that new homes are expected to last.
-        margin: times its cost that a move must save.
-        most_bytes: that a rank may send in one look.
+        cost: cost of replicas per iteration.
+        expert_bytes: bytes that move with an expert, from one rank: weights, main parameters and
+            optimizer state.
+        token_seconds: seconds of one token in one expert (`LayerShape.token_seconds`).
+        horizon: expected lifetime of new homes in iterations.
+        margin: minimum ratio of a move's saving to its cost.
+        most_bytes: limit for bytes sent by one rank per search.
 
     Raises:
         ValueError: for a number that is not above 0.
@@ -93,24 +96,29 @@ class HomeSearch:
                 raise ValueError(f"{name}={value} must be more than 0")
 
     def find(self, load: np.ndarray, order: np.ndarray) -> HomeAssignment | None:
-        """Better homes for all layers of a stage, as `choose` and `afford` have it; ``None`` when nothing pays."""
+        """Find better homes for all layers of a stage (`choose`, `afford`); ``None`` if none pay."""
         return self.afford(self.choose(load, order, range(len(order))), order)
 
     @property
     def most_choices(self) -> int:
-        """Of a layer."""
+        """Upper bound for the choices of a layer."""
         return 2 * (1 + int(math.log(self.homes.num_experts, FEWER)))
 
     def choose(self, load: np.ndarray, order: np.ndarray, layers: Iterable[int]) -> list[Choice]:
-        """What may be done in ``layers``, one by one. The older half of the iterations chooses, the newer half judges:
-        what does not last that long is no gain.
+        """List promising new orders of each layer in ``layers``.
+
+        The older half of the iterations proposes swaps, and the newer half scores them, so a gain
+        counts only if it lasts that long.
 
         Args:
-            load: [T, L, E] or [L, E] tokens per expert in past iterations, oldest first, summed over the group.
+            load: [T, L, E] or [L, E] tokens per expert in past iterations, oldest first, summed
+                over the group.
             order: [L, E] int, the expert at each position now.
+            layers: indices of the layers.
 
         Raises:
-            ValueError: for shapes that do not fit, loads that are none, an order that is no permutation.
+            ValueError: for shapes that do not fit, loads that are negative or not finite, or an
+                order that is no permutation.
         """
         homes, world, cost = self.homes, self.world, self.cost
         window = np.asarray(load, dtype=np.float64)
@@ -127,13 +135,16 @@ class HomeSearch:
             or not (np.isfinite(window) & (window >= 0)).all()
         ):
             raise ValueError(
-                f"load {np.shape(load)} must be finite and 0 or more, order {order.shape} must name each of "
-                f"{homes.num_experts} experts once in every layer, and {world.num_ranks} ranks be {homes.num_ranks}"
+                f"load {np.shape(load)} must be finite and 0 or more, order {order.shape} must name "
+                f"each of {homes.num_experts} experts once in every layer, and "
+                f"{world.num_ranks} ranks be {homes.num_ranks}"
             )
-        half, problem = len(window) // 2, problem_of(homes.homes_only, world, cost)
+        half = len(window) // 2
+        problem = problem_of(homes.homes_only, world, cost)
         past = window[: max(half, 1)].mean(axis=0)
         judged = np.unique(np.linspace(half, len(window) - 1, JUDGED).astype(int))
-        # what is judged must win half of what it costs where all ranks, two by two, swap at the same time
+        # A swap is scored only if it wins half of its cost, at the price of all ranks swapping
+        # concurrently in pairs.
         each = self.margin / world.num_ranks / self.horizon / self.token_seconds
         near, far = (
             each * link.seconds(self.expert_bytes)
@@ -142,8 +153,13 @@ class HomeSearch:
         limits = (near, far, self.most_bytes / self.expert_bytes)
 
         def tokens(layer: int, now: np.ndarray) -> float:
-            """Mean over recent iterations, each with replicas that are planned for the one before it."""
-            plan, total, loads = homes.homes_only, 0.0, np.ascontiguousarray(window[:, layer, now])
+            """Average the layer's cost over recent iterations, in tokens.
+
+            Each iteration has the replicas that are planned for the loads of the iteration before.
+            """
+            plan = homes.homes_only
+            total = 0.0
+            loads = np.ascontiguousarray(window[:, layer, now])
             for t in judged:
                 plan = plan_replicas(loads[max(t - 1, 0)], homes, world, cost=cost, previous=plan)
                 total += _layer_tokens(loads[t], plan.table.copy(), problem)
@@ -152,10 +168,8 @@ class HomeSearch:
         choices = []
         for layer in layers:
             now = order[layer].astype(np.int64)
-            plan, before = (
-                plan_replicas(past[layer, now], homes, world, cost=cost),
-                tokens(layer, now),
-            )
+            plan = plan_replicas(past[layer, now], homes, world, cost=cost)
+            before = tokens(layer, now)
             for placed in (plan, homes.homes_only)[: 2 if plan.num_replicas else 1]:
                 kinds = _weights(past[layer, now], placed.holders, problem)
                 pairs = _swaps(kinds, problem.home, world.node_index, limits)
@@ -167,8 +181,11 @@ class HomeSearch:
         return choices
 
     def afford(self, choices: Iterable[Choice], order: np.ndarray) -> HomeAssignment | None:
-        """Of each layer at most one choice, those first that save most for what they move, as far as limits allow."""
-        world, size, best, most = self.world, self.expert_bytes, None, 0.0
+        """Combine at most one choice per layer, by descending gain per moved expert, within limits."""
+        world = self.world
+        size = self.expert_bytes
+        best = None
+        most = 0.0
         taken: dict[int, tuple[float, Choice, np.ndarray]] = {}
 
         def gain(saved: float, moves: np.ndarray) -> float:
@@ -193,18 +210,18 @@ class HomeSearch:
                 for layer, (_, choice, _) in chosen.items():
                     new[layer] = choice.order
                 seconds = _seconds(moves, world, size)
-                best, most = (
-                    HomeAssignment(
-                        new, float(moves[::2].sum() * size), seconds, saved * self.token_seconds
-                    ),
-                    now,
-                )
+                num_bytes = float(moves[::2].sum() * size)
+                best = HomeAssignment(new, num_bytes, seconds, saved * self.token_seconds)
+                most = now
         return best
 
 
 @compiled
 def _layer_tokens(load: np.ndarray, table: np.ndarray, problem: Problem) -> float:
-    """As `plan_cost`, but tokens also cross where their node has a holder that has no room for them."""
+    """Compute a plan's cost like `plan_cost`, with the crossings of a balanced split.
+
+    Tokens also cross nodes if their own node has a holder without room.
+    """
     num_ranks, size, whole = len(table), np.diff(problem.begin), np.rint(load).astype(np.int64)
     begin, rank, share, computed, _ = balance(
         whole, table, int(load.sum() / num_ranks / SLACK), False
@@ -222,17 +239,24 @@ def _layer_tokens(load: np.ndarray, table: np.ndarray, problem: Problem) -> floa
 
 
 def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:
-    """What experts leave on the rank and on the node of their home while ``holders`` [E, R] share their tokens.
+    """Weigh experts by the load that remains on their home's rank and node.
+
+    Args:
+        load: [E] tokens.
+        holders: [E, R] bool, ranks that share an expert's tokens.
+        problem: homes, nodes and costs.
 
     Returns:
-        [E, F] weights in units of the fullest group's; [E, F] the group of the position, its rank or its node; [E, F] 1
-        over ranks in it; [F] tokens that the fullest group costs beyond an even distribution.
+        [E, F] weights relative to the fullest group; [E, F] group of the position (its rank or its
+        node); [E, F] 1 over the group's ranks; [F] tokens that the fullest group costs beyond an
+        even distribution.
     """
     home, num_ranks, size = problem.home, len(problem.node), np.diff(problem.begin)
-    held = np.stack(
-        [holders[:, problem.node == k].sum(axis=1) for k in range(len(size))], axis=1
-    )  # [E, K]
-    count, own = held.sum(axis=1), held[np.arange(len(home)), problem.node[home]]
+    # [E, K] holders by node
+    per_node = [holders[:, problem.node == k].sum(axis=1) for k in range(len(size))]
+    held = np.stack(per_node, axis=1)
+    count = held.sum(axis=1)
+    own = held[np.arange(len(home)), problem.node[home]]
     crossing = load * (1 - ((held > 0) * size).sum(axis=1) / num_ranks)
     sent = np.where(own > SCATTERED, 1, own - 1) if problem.scatters else count - 1
 
@@ -242,10 +266,8 @@ def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:
         )
         return copying - (1 - problem.contention) * hidden
 
-    by_rank, by_node = (
-        (home, np.ones(len(home))),
-        (problem.node[home], 1 / size[problem.node[home]]),
-    )
+    by_rank = (home, np.ones(len(home)))
+    by_node = (problem.node[home], 1 / size[problem.node[home]])
     kinds: list[tuple[np.ndarray, tuple[np.ndarray, np.ndarray], Callable[[float], float]]] = [
         (load / count, by_rank, lambda tokens: tokens),
         (crossing / count, by_node, lambda tokens: problem.crossing * tokens),
@@ -279,9 +301,10 @@ def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:
 def _swaps(
     kinds: Kinds, home: np.ndarray, node: np.ndarray, limits: tuple[float, float, float]
 ) -> np.ndarray:
-    """[S, 2] pairs of positions that swap experts, each in turn the best one for an expert of a fullest group.
+    """List pairs of positions that swap experts, [S, 2]; each is the best for a fullest group.
 
-    The best lowers the sum of fourth powers most: it stands for the largest, and falls with each of several.
+    The best pair lowers the sum of fourth powers most. That sum is dominated by the largest weight,
+    and still decreases when one of several equally full groups gets lighter.
     """
     adds, group, part, price = kinds
     (near, far, most), (num_experts, num_kinds) = limits, adds.shape
@@ -326,7 +349,7 @@ def _swaps(
 
 
 def _swapped(now: np.ndarray, pairs: np.ndarray, home: np.ndarray) -> np.ndarray:
-    """The order after these swaps; experts that are on their rank again are where they were."""
+    """Apply swaps to an order; experts that end on their old rank keep their old position."""
     new, order, position = now.copy(), now.copy(), np.argsort(home, kind="stable")
     for pair in pairs:
         new[pair] = new[pair[::-1]]
@@ -337,7 +360,7 @@ def _swapped(now: np.ndarray, pairs: np.ndarray, home: np.ndarray) -> np.ndarray
 
 
 def _moves(now: np.ndarray, order: np.ndarray, home: np.ndarray, world: World) -> np.ndarray:
-    """[4, R] experts that each rank sends and receives inside its node, and sends and receives across nodes."""
+    """Count moved experts by rank, [4, R]: sent and received in the node, then across nodes."""
     origin, node = home[np.argsort(now)[order]], world.node_index
     inside = node[origin] == node[home]
     ways = [end[of] for of in ((origin != home) & inside, ~inside) for end in (origin, home)]
@@ -345,8 +368,9 @@ def _moves(now: np.ndarray, order: np.ndarray, home: np.ndarray, world: World) -
 
 
 def _seconds(moves: np.ndarray, world: World, expert_bytes: float) -> float:
-    """How long ``moves`` take when all ranks send and receive at once; a node's adapters are shared by its ranks."""
+    """Estimate the duration of ``moves`` [4, R] if all ranks send and receive concurrently."""
     node, links = world.node_index, world.speeds
+    # the ranks of a node share their network adapters, so a node's mean counts
     across = max((np.bincount(node, weights=way) / np.bincount(node)).max() for way in moves[2:])
     return max(
         links.intra.seconds(moves[:2].max() * expert_bytes),

@@ -1,7 +1,7 @@
-"""Which experts get replicas and where: a greedy fill that knows the nodes, and what a plan costs.
+"""Greedy, topology-aware fill of the replica slots, and the cost of a plan.
 
-A plan is a table [R, P] of experts, as in a placement. Letters in shapes: E experts, R ranks, P physical slots of a
-rank, K nodes. Tokens are those of a forecast, summed over the group.
+A plan is a table [R, P] of experts, as in a placement. Letters in shapes: E experts, R ranks, P
+physical slots of a rank, K nodes. All token counts are a forecast, summed over the group.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ import numpy as np
 
 from megatron_hecate.plan.maxflow import balance, compiled, holders_of
 
-SLACK: int = 256  # the largest load of a forecast is known to one in so many of the mean
-SCATTERED: int = 3  # receivers on a node from which they share the work of copying: the home sends its chunk once
+# the largest load of a forecast is computed to 1/256 of the mean
+SLACK: int = 256
+# Receivers on a node from which on they share the copying: the home sends its chunk once.
+SCATTERED: int = 3
 
 
 class Problem(NamedTuple):
-    """What plans are made for. Costs are those of `CopyCost`, in tokens.
+    """Input of the search: homes, nodes and costs.
 
     Args:
-        home: [E] rank of each home.
+        home: [E] home rank of each expert.
         node: [R] node of each rank, from 0.
-        members: [R] ranks by node.
-        begin: [K + 1] where those of each node begin.
+        members: [R] ranks, sorted by node.
+        begin: [K + 1] offset of each node's ranks in ``members``.
         bare: [R, P] table of the homes alone.
-        scatters: as in `CopyCost`, and so are
-        near, far, out, hidden, contention, routing, crossing: costs.
+        scatters: flag of `CopyCost`.
+        near, far, out, hidden, contention, routing, crossing: costs of `CopyCost`, in tokens.
     """
 
     home: np.ndarray
@@ -49,8 +51,20 @@ class Problem(NamedTuple):
 def _counts(
     forecast: np.ndarray, home: np.ndarray, num_ranks: int, copies: int, leaving: int
 ) -> np.ndarray:
-    """[E] replicas of each expert by tokens per holder (D'Hondt's method): ``copies`` in all, ``leaving`` of a home."""
-    count, sent = np.zeros(len(forecast), np.int64), np.zeros(num_ranks, np.int64)
+    """Choose the number of replicas of each expert by tokens per holder (D'Hondt's method).
+
+    Args:
+        forecast: [E] tokens.
+        home: [E] home ranks.
+        num_ranks: R.
+        copies: limit for all replicas together.
+        leaving: limit for replicas of one rank's home experts.
+
+    Returns:
+        [E] int64 replicas.
+    """
+    count = np.zeros(len(forecast), np.int64)
+    sent = np.zeros(num_ranks, np.int64)
     heap = [(-forecast[e], e) for e in range(len(forecast)) if forecast[e] > 0]
     heapq.heapify(heap)
     while copies > 0 and len(heap) > 0:
@@ -65,85 +79,84 @@ def _counts(
 
 @compiled
 def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> np.ndarray:
-    """Greedy plan: replicas by tokens per holder, the largest shares first, each to the least loaded rank with a slot.
+    """Fill the slots greedily; each replica is placed on the least loaded rank with a free slot.
 
-    Nodes without the expert come first: there a replica serves tokens that would cross nodes. One that must be copied
-    across nodes must be worth what is not hidden of that, in tokens that cross no more and in tokens that leave an
-    overloaded node. Otherwise it goes to a node that has the expert, or nowhere.
+    Replicas are counted by tokens per holder, and placed in descending order of these shares. Nodes
+    without the expert are preferred: there a replica serves tokens that would cross nodes. A copy
+    across nodes must save more than its exposed time, in tokens that no longer cross and tokens that
+    leave an overloaded node. Otherwise the replica is placed on a node with the expert, or dropped.
 
     Args:
         forecast: [E] tokens.
         problem: homes, nodes and costs.
-        number: replicas that a rank holds at most.
-        leaving: replicas of one rank's experts at most.
+        number: limit for replicas of a rank.
+        leaving: limit for replicas of one rank's home experts.
 
     Returns:
         [R, P] table of homes and replicas.
     """
     home, node, members, begin = problem.home, problem.node, problem.members, problem.begin
-    table, num_ranks, num_nodes = problem.bare.copy(), len(problem.bare), len(begin) - 1
+    table = problem.bare.copy()
+    num_ranks = len(table)
+    num_nodes = len(begin) - 1
     room = _room(table, number)
     count = _counts(forecast, home, num_ranks, room.sum(), leaving)
-    share, load = forecast / (count + 1), np.zeros(num_ranks)
+    share = forecast / (count + 1)
+    load = np.zeros(num_ranks)
     for e in range(len(home)):
         load[home[e]] += share[e]
-    mean, copied = forecast.sum() / num_ranks, np.zeros(num_nodes)
+    mean = forecast.sum() / num_ranks
+    copied = np.zeros(num_nodes)
     # the least loaded rank with a slot of each node, and its load
-    lowest, least = np.full(num_nodes, -1), np.full(num_nodes, np.inf)
+    lowest = np.full(num_nodes, -1)
+    least = np.full(num_nodes, np.inf)
     for k in range(num_nodes):
         lowest[k] = _least_loaded(members[begin[k] : begin[k + 1]], load, room)
-        least[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
+    _look_up(least, lowest, load)
     order = np.argsort(least, kind="mergesort")
-    there, holds = np.zeros(num_nodes, np.bool_), np.zeros(num_ranks, np.bool_)
+    there = np.zeros(num_nodes, np.bool_)
+    holds = np.zeros(num_ranks, np.bool_)
     for e in np.argsort(-share):
         if count[e] == 0:
             continue
-        there[:], holds[:] = False, False
+        there[:] = False
+        holds[:] = False
         own = node[home[e]]
-        there[own] = holds[home[e]] = True
-        here, size = 0.0, begin[own + 1] - begin[own]
+        there[own] = True
+        holds[home[e]] = True
+        here = 0.0
         for i in range(begin[own], begin[own + 1]):
             here += load[members[i]]
-        crowd = here - mean * size
+        crowd = here - mean * (begin[own + 1] - begin[own])
         for placed in range(count[e]):
             best = -1
-            # tokens of replicas that have no place yet are still here
+            # replicas without a place yet still count as load of the home's node
             relief = min(share[e], max(0.0, crowd + share[e] * (count[e] - placed)))
             for k in order:
                 if lowest[k] < 0 or there[k]:
                     continue
-                r, size = lowest[k], begin[k + 1] - begin[k]
-                copying = (copied[k] + 1) * problem.far / (size if problem.scatters else 1)
-                shown = problem.out if copying * problem.out > problem.hidden else 0.0
-                shown += 1 - problem.out if copying * (1 - problem.out) > problem.hidden else 0.0
-                if (
-                    problem.crossing * forecast[e] * size / num_ranks + relief
-                    >= shown * problem.far
-                ):
-                    best = r
+                size = begin[k + 1] - begin[k]
+                crossing = problem.crossing * forecast[e] * size / num_ranks
+                if crossing + relief >= _exposed_share(problem, copied[k] + 1, size) * problem.far:
+                    best = lowest[k]
                     break
             if best >= 0:
                 copied[node[best]] += 1
             else:
-                for k in range(num_nodes):
-                    for i in range(begin[k], begin[k + 1] if there[k] else begin[k]):
-                        r = members[i]
-                        if not holds[r] and room[r] > 0 and (best < 0 or load[r] < load[best]):
-                            best = r
-            if best < 0:  # its holders serve more each
+                best = _least_loaded_inside(members, begin, there, holds, load, room)
+            if best < 0:
+                # the replica is dropped, so the other holders serve more each
                 for r in range(num_ranks):
                     load[r] += forecast[e] / (placed + 1) - share[e] if holds[r] else 0.0
-                for k in range(num_nodes):
-                    least[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
+                _look_up(least, lowest, load)
                 order = np.argsort(least, kind="mergesort")
                 break
-            c = 0
-            while table[best, c] >= 0:
-                c += 1
-            table[best, c] = e
-            k, room[best] = node[best], room[best] - 1
+            _put(table, best, e)
+            k = node[best]
+            room[best] -= 1
             load[best] += share[e]
-            there[k] = holds[best] = True
+            there[k] = True
+            holds[best] = True
             lowest[k] = _least_loaded(members[begin[k] : begin[k + 1]], load, room)
             least[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
             _sort_in(order, least, k)
@@ -151,21 +164,74 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
 
 
 @compiled
+def _exposed_share(problem: Problem, copies: float, size: int) -> float:
+    """Compute the share of one more copy to a node that does not hide.
+
+    Args:
+        problem: costs.
+        copies: copies to the node, this one included.
+        size: ranks of the node.
+    """
+    copying = copies * problem.far / (size if problem.scatters else 1)
+    exposed = problem.out if copying * problem.out > problem.hidden else 0.0
+    exposed += 1 - problem.out if copying * (1 - problem.out) > problem.hidden else 0.0
+    return exposed
+
+
+@compiled
+def _look_up(least: np.ndarray, lowest: np.ndarray, load: np.ndarray) -> None:
+    """Set ``least`` [K] to the load of the rank ``lowest`` [K]; infinite without a rank."""
+    for k in range(len(least)):
+        least[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
+
+
+@compiled
+def _least_loaded_inside(
+    members: np.ndarray,
+    begin: np.ndarray,
+    there: np.ndarray,
+    holds: np.ndarray,
+    load: np.ndarray,
+    room: np.ndarray,
+) -> int:
+    """Find the least loaded rank that has room and not the expert, on nodes that hold it; or -1."""
+    best = -1
+    for k in range(len(there)):
+        if there[k]:
+            for i in range(begin[k], begin[k + 1]):
+                r = members[i]
+                if not holds[r] and room[r] > 0 and (best < 0 or load[r] < load[best]):
+                    best = r
+    return best
+
+
+@compiled
+def _put(table: np.ndarray, rank: int, expert: int) -> None:
+    """Put an expert into the lowest free slot of a rank, in place."""
+    c = 0
+    while table[rank, c] >= 0:
+        c += 1
+    table[rank, c] = expert
+
+
+@compiled
 def _sort_in(order: np.ndarray, least: np.ndarray, node: int) -> None:
-    """Move one ``node`` in the ``order`` [K] of ascending ``least`` loads, then numbers, in place."""
+    """Restore the ``order`` [K] by ascending ``least`` load, then number, after one node changed."""
     at = 0
     while order[at] != node:
         at += 1
     while at > 0 and (least[order[at - 1]], order[at - 1]) > (least[node], node):
-        order[at], at = order[at - 1], at - 1
+        order[at] = order[at - 1]
+        at -= 1
     while at + 1 < len(order) and (least[order[at + 1]], order[at + 1]) < (least[node], node):
-        order[at], at = order[at + 1], at + 1
+        order[at] = order[at + 1]
+        at += 1
     order[at] = node
 
 
 @compiled
 def most_leaving(forecast: np.ndarray, problem: Problem, number: int) -> int:
-    """Replicas of one rank's experts, of the rank with most of them, where `fill` does not limit them."""
+    """Count the replicas of one rank's home experts, largest over ranks, without `fill`'s limit."""
     num_ranks = len(problem.bare)
     room = _room(problem.bare, number)
     count = _counts(forecast, problem.home, num_ranks, room.sum(), number * num_ranks)
@@ -177,17 +243,18 @@ def most_leaving(forecast: np.ndarray, problem: Problem, number: int) -> int:
 
 @compiled
 def _room(table: np.ndarray, number: int) -> np.ndarray:
-    """[R] empty slots of each rank, ``number`` at most."""
+    """Count the empty slots of each rank, ``number`` at most: [R] int64."""
     room = np.zeros(len(table), np.int64)
     for r in range(len(table)):
         for c in range(table.shape[1]):
-            room[r] += 1 if table[r, c] < 0 and room[r] < number else 0
+            if table[r, c] < 0 and room[r] < number:
+                room[r] += 1
     return room
 
 
 @compiled
 def _least_loaded(ranks: np.ndarray, load: np.ndarray, room: np.ndarray) -> int:
-    """Of ``ranks`` with room, or -1."""
+    """Find the least loaded of ``ranks`` with room; -1 if none has room."""
     best = -1
     for r in ranks:
         if room[r] > 0 and (best < 0 or load[r] < load[best]):
@@ -199,14 +266,24 @@ def _least_loaded(ranks: np.ndarray, load: np.ndarray, room: np.ndarray) -> int:
 def plan_cost(
     forecast: np.ndarray, problem: Problem, table: np.ndarray, bound: float
 ) -> tuple[float, float]:
-    """What a plan costs in tokens of the busiest rank: in all, and the part of copies and routing.
+    """Compute the cost of a plan, in tokens of the busiest rank.
 
-    Where even a perfect balance leaves ``bound`` or more, that is returned: balancing takes most of the time.
+    Args:
+        forecast: [E] tokens.
+        problem: homes, nodes and costs.
+        table: [R, P] experts.
+        bound: cost from which on a lower bound is enough.
+
+    Returns:
+        The total cost, or its lower bound (perfectly balanced ranks) if that is not below
+        ``bound``; and the part of copies and routing.
     """
     crossing, overhead = cost_beside_load(forecast, problem, table)
-    mean, whole = forecast.sum() / len(table), np.empty(len(forecast), np.int64)
+    mean = forecast.sum() / len(table)
+    # the lower bound first, because balancing takes most of the time
     if mean + crossing + overhead >= bound:
         return mean + crossing + overhead, overhead
+    whole = np.empty(len(forecast), np.int64)
     for e in range(len(forecast)):
         whole[e] = int(forecast[e] + 0.5)
     largest = max(balance(whole, table, int(mean / SLACK), False).load)
@@ -217,28 +294,43 @@ def plan_cost(
 def cost_beside_load(
     forecast: np.ndarray, problem: Problem, table: np.ndarray
 ) -> tuple[float, float]:
-    """Tokens that cross nodes, of the busiest node, and copies and routing, both in tokens of the busiest rank."""
-    home, node, num_ranks, num_nodes = (
-        problem.home,
-        problem.node,
-        len(table),
-        len(problem.begin) - 1,
-    )
+    """Compute all costs of a plan but the rank load, in tokens of the busiest rank.
+
+    Args:
+        forecast: [E] tokens.
+        problem: homes, nodes and costs.
+        table: [R, P] experts.
+
+    Returns:
+        Tokens that cross nodes, of the busiest node; and copies and routing.
+    """
+    home, node = problem.home, problem.node
+    num_ranks = len(table)
+    num_nodes = len(problem.begin) - 1
     begin, rank = holders_of(len(home), table)
-    # of each node: ranks, holders of an expert, tokens that leave and arrive, copies that do; of ranks: copies
-    size, held = np.diff(problem.begin), np.zeros(num_nodes)
-    leaves, arrives = np.zeros(num_nodes), np.zeros(num_nodes)
-    copies_out, copies_in = np.zeros(num_nodes), np.zeros(num_nodes)
-    sent, received = np.zeros(num_ranks), np.zeros(num_ranks)
+    # by node: ranks, holders of one expert, tokens and copies that leave and arrive
+    size = np.diff(problem.begin)
+    held = np.zeros(num_nodes)
+    leaves = np.zeros(num_nodes)
+    arrives = np.zeros(num_nodes)
+    copies_out = np.zeros(num_nodes)
+    copies_in = np.zeros(num_nodes)
+    # by rank: copies
+    sent = np.zeros(num_ranks)
+    received = np.zeros(num_ranks)
+    # start as if no node held an expert: all tokens leave
     total = forecast.sum()
-    for k in range(num_nodes):  # as if no node held an expert
+    for k in range(num_nodes):
         leaves[k] = total * size[k] / num_ranks
     for e in range(len(home)):
-        holders, own, elsewhere = rank[begin[e] : begin[e + 1]], node[home[e]], num_ranks
+        holders = rank[begin[e] : begin[e + 1]]
+        own = node[home[e]]
+        elsewhere = num_ranks
         for r in holders:
             held[node[r]] = 0
         for r in holders:
             k = node[r]
+            # conditional expressions compile to selects; branches take 30 % more time here
             received[r] += 1 if r != home[e] else 0
             if held[k] == 0:
                 elsewhere -= size[k]
@@ -249,11 +341,15 @@ def cost_beside_load(
         crossing = forecast[e] * elsewhere / num_ranks
         for r in holders:
             arrives[node[r]] += crossing / len(holders)
-        if problem.scatters:
-            sent[home[e]] += 1 if held[own] > SCATTERED else held[own] - 1
-        else:  # over the slowest link, one after another
+        if not problem.scatters:
+            # the home sends all copies over the slowest link, one after another
             sent[home[e]] += len(holders) - 1
-    crossing = between = 0.0
+        elif held[own] > SCATTERED:
+            sent[home[e]] += 1
+        else:
+            sent[home[e]] += held[own] - 1
+    crossing = 0.0
+    between = 0.0
     for k in range(num_nodes):
         crossing = max(crossing, problem.crossing * max(leaves[k], arrives[k]) / size[k])
         between = max(between, problem.far * max(copies_in[k], copies_out[k]) / size[k])
@@ -262,7 +358,13 @@ def cost_beside_load(
     copying = max(between, problem.near * max(max(received), max(sent)))
     if not problem.scatters and num_nodes > 1:
         copying = problem.far * max(max(received), max(sent))
-    hidden = min(copying * problem.out, problem.hidden) + min(
-        copying * (1 - problem.out), problem.hidden
-    )
-    return crossing, copying - hidden + problem.contention * hidden + problem.routing
+    return crossing, exposed_copying(copying, problem) + problem.routing
+
+
+@compiled
+def exposed_copying(copying: float, problem: Problem) -> float:
+    """Compute the part of ``copying`` tokens that is not hidden, plus contention of the hidden part."""
+    hidden_out = min(copying * problem.out, problem.hidden)
+    hidden_back = min(copying * (1 - problem.out), problem.hidden)
+    hidden = hidden_out + hidden_back
+    return copying - hidden + problem.contention * hidden

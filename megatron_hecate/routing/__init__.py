@@ -1,10 +1,12 @@
-"""After the gate: from true loads to quotas, and from experts to physical experts, by kernels over static tables.
+"""Routing after the gate, by kernels: true loads to quotas, experts to physical experts.
 
-| module | what |
+| module | task |
 |---|---|
-| `tables` | the group and a placement, as the kernels read them |
-| `quotas` | how many of a source's tokens go to each holder |
-| `reroute` | the routing map and probabilities over physical experts, with their gradient |
+| `tables` | static tables of the group and a placement, in the layout of the kernels |
+| `quotas` | number of a source's tokens for each holder |
+| `reroute` | routing map and probabilities over physical experts, with their gradient |
+| `rerouter` | these steps for one layer, over the dispatcher's process group |
 
-The host waits for nothing here, and decides nothing by values on the device: a CUDA graph may hold all of it.
+Nothing here synchronizes the host or branches on values of the device, so a CUDA graph can capture
+all of it.
 """

@@ -1,5 +1,8 @@
-"""Quotas: how many of a source's tokens for an expert go to each of its holders. The algorithm is in
-``kernels/quotas.cuh`` and ``kernels/sources.cuh``; every rank computes the same from the same loads."""
+"""Quotas: the number of a source's tokens for an expert that each of its holders gets.
+
+The algorithm is in ``kernels/quotas.cuh`` and ``kernels/sources.cuh``. It is deterministic: every
+rank computes equal quotas from equal loads.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,17 @@ from megatron_hecate.device.launch import Kernels
 from megatron_hecate.plan import Placement
 from megatron_hecate.routing.tables import GroupShape, HolderOrder
 
-THREADS: int = 256  # of the one block
+# threads of the kernel's single thread block
+THREADS: int = 256
 
 
 class QuotaTables:
-    """A group and its placement on a device, in buffers that never move.
+    """Device tables of a group and its placement, at fixed addresses.
 
     Args:
-        shape: of the group.
-        device: where the loads are.
-        kernels: loaded for it.
+        shape: sizes and topology of the group.
+        device: device of the loads.
+        kernels: kernels for ``device``.
     """
 
     def __init__(self, shape: GroupShape, device: torch.device, kernels: Kernels) -> None:
@@ -31,34 +35,34 @@ class QuotaTables:
         with lasting_tensors():
             self.group = torch.from_numpy(shape.table()).to(device)
             self.holders = torch.zeros(shape.holders_size, dtype=torch.int32, device=device)
-        # neither ever moves
+        # the addresses stay valid, because neither buffer is ever reallocated
         self.at = [ctypes.c_void_p(table.data_ptr()) for table in (self.group, self.holders)]
         needed = shape.shared_bytes(THREADS)
         self._shared_bytes = needed if needed <= kernels.most_shared_bytes else 0
         self.placed: Placement | None = None
-        self._places: dict[int, int] = {}  # of sources, in the group's order
-        self._homes: tuple[Placement, Tensor] | None = (
-            None  # the last without replicas, and its `parts`
-        )
+        # index of each source in the group's order
+        self._places: dict[int, int] = {}
+        # the last placement without replicas, and its `parts`
+        self._homes: tuple[Placement, Tensor] | None = None
 
     def place(self, placement: Placement) -> None:
-        """From here on, on the current stream, tokens go to the holders of ``placement``. The host does not wait."""
+        """Write the tables of ``placement`` on the current stream, without host synchronization."""
         if placement is self.placed:
             return
         table = torch.from_numpy(HolderOrder.of(placement, self.shape).table(self.shape))
-        if (
-            self.device.type == "cuda"
-        ):  # torch does not use the pinned buffer again before the copy is done
+        # torch's pinned allocator reuses the buffer only after the asynchronous copy is done
+        if self.device.type == "cuda":
             table = table.pin_memory()
         self.holders.copy_(table, non_blocking=True)
         self.placed = placement
 
     @property
     def parts_of_homes(self) -> Tensor:
-        """As `parts`, for all sources and loads alike, where nothing is replicated."""
+        """Result of `parts` without replicas, which depends neither on source nor on loads."""
         assert self.placed is not None and not self.placed.num_replicas, "there are replicas"
         if self._homes is None or self._homes[0] is not self.placed:
-            order, size = HolderOrder.of(self.placed, self.shape), self.shape.num_physical
+            order = HolderOrder.of(self.placed, self.shape)
+            size = self.shape.num_physical
             parts = np.full(self.shape.parts_size, np.iinfo(np.int32).max, np.int32)
             parts[size : size + len(order.physical)] = order.physical
             parts[2 * size :] = np.arange(self.shape.num_experts + 1)
@@ -67,15 +71,16 @@ class QuotaTables:
         return self._homes[1]
 
     def parts(self, loads: Tensor, source: int) -> Tensor:
-        """Which of one source's tokens go to which holder, by one launch.
+        """Split one source's tokens over the holders, in one kernel launch.
 
         Args:
-            loads: [N, E] int32 on the device, contiguous: tokens of source n routed to expert e.
-            source: 0 to N - 1.
+            loads: tokens of source n routed to expert e, [N, E] int32, contiguous, on the device.
+            source: index of the source, 0 to N - 1.
 
         Returns:
-            [2 * R * P + E + 1] int32, `Parts` in ``kernels/gate.cuh``: where each holder's tokens end among those for
-            its expert, its physical expert, and each expert's first holder.
+            [2 * R * P + E + 1] int32, `Parts` in ``kernels/gate.cuh``: the end of each holder's
+            range within the tokens for its expert, each holder's physical expert, and the index of
+            each expert's first holder.
         """
         shape = self.shape
         assert (
@@ -83,7 +88,8 @@ class QuotaTables:
             and loads.dtype == torch.int32
         ), loads.shape
         shared = self._shared_bytes
-        # The kernel turns to global memory for a group whose tables do not fit, and for numbers above 32 bits.
+        # working arrays in global memory, for tables that do not fit into shared memory and for
+        # counts above 32 bits
         work = torch.empty(shape.work_size(THREADS), dtype=torch.int64, device=self.device)
         parts = torch.empty(shape.parts_size, dtype=torch.int32, device=self.device)
         own = self._places.get(source)
@@ -106,14 +112,17 @@ def quotas_of_all(
     """Compute all sources' quotas on the host, for tests and benchmarks.
 
     Args:
-        loads: [N, E] tokens of source n routed to expert e, 0 to 2^31 - 1.
-        bits: of the kernel's integers, 32 or 64; ``None``: 32 where the tokens allow it, as on a GPU.
+        loads: tokens of source n routed to expert e, [N, E], 0 to 2^31 - 1.
+        placement: homes and replicas.
+        shape: sizes and topology of the group.
+        bits: width of the kernel's integers, 32 or 64; ``None`` means 32 if the tokens allow it,
+            else 64, as on a GPU.
 
     Returns:
         [N, C] int64 tokens of each source for each holder, and the order of the holders.
 
     Raises:
-        ValueError: for loads that are not so.
+        ValueError: for loads outside that range.
     """
     if loads.min() < 0 or loads.max() > np.iinfo(np.int32).max:
         raise ValueError(

@@ -1,5 +1,8 @@
-"""From experts to physical experts: of this source's tokens for an expert, in order, the first so many go to the first
-holder, the next to the second. The kernels are in ``kernels/reroute.cuh``."""
+"""Rerouting from experts to physical experts, by quota.
+
+The tokens of a source for one expert are split in their order: the first holder's quota first, then
+the second's. The kernels are in ``kernels/reroute.cuh``.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,15 @@ from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.routing.quotas import QuotaTables
 
-THREADS: int = 256  # of a block
-MOST_TILES: int = 128  # about as many blocks as a GPU has multiprocessors
-LEAST_TILE: int = 32  # tokens
+# threads of a thread block
+THREADS: int = 256
+# about the number of a GPU's multiprocessors; each tile is a thread block
+MOST_TILES: int = 128
+# tokens
+LEAST_TILE: int = 32
 BITS = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 32, torch.float64: 64}
-# Positive floating-point numbers compare as their bits do; these are those of the smallest that is not denormal.
+# Bit patterns of the smallest normal numbers. Positive floating-point numbers compare like their
+# bits, so the kernel compares integers.
 TINY = {
     torch.bfloat16: 1 << 7,
     torch.float16: 1 << 10,
@@ -31,13 +38,13 @@ TINY = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CountedTokens:
-    """One source's tokens, counted.
+    """Token counts of one source.
 
     Args:
         routing_map: [T, E] bool.
         before: [tiles, E] int32, tokens for an expert before each tile of tokens.
-        loads: [E] int32, all of them.
-        tile: tokens of a tile.
+        loads: [E] int32, tokens for an expert in all tiles.
+        tile: tokens per tile.
     """
 
     routing_map: Tensor
@@ -47,7 +54,7 @@ class CountedTokens:
 
     @classmethod
     def of(cls, routing_map: Tensor, kernels: Kernels) -> CountedTokens:
-        """Count ``routing_map`` [T, E] bool, by one launch."""
+        """Count the tokens of ``routing_map`` [T, E] bool, in one kernel launch."""
         routing_map = routing_map.contiguous()
         num_tokens, num_experts = routing_map.shape
         tile = max(LEAST_TILE, -(-num_tokens // MOST_TILES))
@@ -68,14 +75,17 @@ def reroute(
     *,
     never_zero: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Give every token of this source a holder of each of its experts. One launch, and one in the backward.
+    """Assign a holder of each of its experts to every token of this source.
+
+    One kernel launch, and one in the backward.
 
     Args:
-        counted: the tokens.
+        counted: token counts of this source.
         probs: [T, E] routing probabilities, differentiable.
-        tables: who holds what.
-        parts: what `QuotaTables.parts` gave.
-        never_zero: the probability of a chosen expert becomes at least the dtype's smallest normal number.
+        tables: tables of the placement.
+        parts: result of `QuotaTables.parts`.
+        never_zero: whether to raise the probability of a chosen expert to at least the dtype's
+            smallest normal number.
 
     Returns:
         [T, R * P] bool routing map and [T, R * P] probabilities over physical experts.
@@ -100,10 +110,8 @@ class _Reroute(torch.autograd.Function):
         least: int,
     ) -> tuple[Tensor, Tensor]:
         shape = (probs.shape[0], tables.shape.num_physical)
-        routing_map, physical = (
-            counted.routing_map,
-            (counted.routing_map.new_empty(shape), probs.new_empty(shape)),
-        )
+        routing_map = counted.routing_map
+        physical = (routing_map.new_empty(shape), probs.new_empty(shape))
         arguments = [ctypes.c_uint(shape[0]), ctypes.c_uint(counted.tile)]
         arguments += [*tables.at, *_at(counted.before, parts, routing_map, probs.contiguous())]
         arguments += [ctypes.c_ulonglong(least), *_at(*physical)]
@@ -125,9 +133,8 @@ class _Reroute(torch.autograd.Function):
             ctypes.c_uint(number) for number in (num_tokens, ctx.tile, num_experts, grad.shape[1])
         ]
         arguments += _at(before, parts, routing_map, grad)
-        arguments += [
-            ctypes.c_ulonglong(stride) for stride in grad.stride()
-        ]  # Megatron's lies column by column
+        # strides, because Megatron's gradient is column-major
+        arguments += [ctypes.c_ulonglong(stride) for stride in grad.stride()]
         blocks = before.shape[0] * -(-num_experts // THREADS)
         name = f"fssdp_reroute_gradient_{BITS[grad.dtype]}"
         ctx.kernels.launch(name, *arguments, *_at(into), blocks=blocks, threads=THREADS)
@@ -135,10 +142,11 @@ class _Reroute(torch.autograd.Function):
 
 
 def _arrivals(device: torch.device) -> Tensor:
-    """The counter of a launch's blocks that have finished: zero before and after.
+    """Return the counter of finished thread blocks of a launch; zero before and after it.
 
-    Launches on one stream follow each other and share one. Those that a CUDA graph captures have their own, which each
-    replay sets to zero: graphs of one capturing stream may be replayed on several.
+    Launches on one stream are ordered and share a counter. Launches captured by a CUDA graph get a
+    counter of their own, zeroed by each replay, because graphs captured on one stream may be
+    replayed on several.
     """
     if device.type != "cuda":
         return _arrivals_on(device, 0)

@@ -1,8 +1,8 @@
-"""Experts in, physical experts out: Megatron's own dispatcher does the rest.
+"""Rerouting of one layer: experts to physical experts, in front of Megatron's own dispatcher.
 
-The router speaks of E experts. Megatron's dispatcher is built once more over R x P *physical* experts, and each token's
-choice of an expert becomes a choice of one of its holders, by quota: of this rank's tokens for an expert, in order, the
-first so many go to the first holder, the next to the second.
+The router chooses among E experts. A second instance of Megatron's dispatcher is built over R x P
+*physical* experts. Each token's choice of an expert becomes a choice of one of its holders, by
+quota and in the order of the tokens.
 """
 
 from __future__ import annotations
@@ -22,51 +22,55 @@ from megatron_hecate.routing.tables import GroupShape
 
 
 class Rerouter:
-    """Sends every token of this rank to a holder of its expert, in one layer.
+    """Rerouting of this rank's tokens to holders of their experts, in one layer.
 
     Args:
-        dispatcher: the layer's own, over homes.
+        dispatcher: the layer's own dispatcher, over homes.
         world: nodes of the FSSDP group.
         label: name of the layer in errors.
-        timeout: seconds to wait for loads.
+        timeout: limit in seconds for the all-gather of loads.
     """
 
     def __init__(self, dispatcher: Any, world: World, *, label: str, timeout: float) -> None:
-        # all ranks whose tokens these experts see; with expert tensor parallelism, several per rank of the FSSDP group
+        # all ranks whose tokens reach these experts; with expert tensor parallelism, several per
+        # rank of the FSSDP group
         self.sources: dist.ProcessGroup = dispatcher.tp_ep_group
         self._source_rank = [n // dispatcher.tp_size for n in range(self.sources.size())]
         self._world, self._label, self._timeout = world, label, timeout
         config = dispatcher.config
-        backend = (
-            config.moe_flex_dispatcher_backend
-            if config.moe_token_dispatcher_type == "flex"
-            else None
-        )
-        # its first dispatch makes one buffer for all layers, for so many experts: they must be physical from then on
+        backend = None
+        if config.moe_token_dispatcher_type == "flex":
+            backend = config.moe_flex_dispatcher_backend
+        # The first dispatch of these backends allocates one buffer for all layers, sized by the
+        # number of experts, so dispatches must use physical experts from the start.
         self.always_physical = backend in ("hybridep", "ncclep")
-        self._by_probability = backend in (
-            "deepep",
-            "ncclep",
-        )  # its experts are the largest probabilities of a token
+        # these backends choose a token's experts by its largest probabilities
+        self._by_probability = backend in ("deepep", "ncclep")
         self._padded = config.moe_pad_expert_input_to_capacity
-        self._kernels: Kernels | None = (
-            None  # loaded for the device of the first placement, as the tables are
-        )
+        # kernels and tables are made for the device of the first placement
+        self._kernels: Kernels | None = None
         self._tables: QuotaTables | None = None
 
     def without_padding(self, routing_map: Tensor, probs: Tensor) -> Tensor:
-        """[T, E] bool routing map of the tokens that an expert was chosen for. Padding to capacity adds others, whose
-        probability is zero: they change neither outputs nor gradients."""
-        return routing_map & (probs.detach() != 0) if self._padded else routing_map
+        """Remove the padding to capacity from a routing map, [T, E] bool.
+
+        Padding entries have probability zero, so they change neither outputs nor gradients.
+        """
+        if not self._padded:
+            return routing_map
+        return routing_map & (probs.detach() != 0)
 
     @property
     def placed(self) -> Placement | None:
-        """What `place` was called with last."""
+        """The current placement: the last argument of `place`."""
         return None if self._tables is None else self._tables.placed
 
     def place(self, placement: Placement, device: torch.device) -> None:
-        """From here on, tokens go to the holders of ``placement``: its tables are written, on the current stream, into
-        buffers of ``device`` that never move. The host does not wait."""
+        """Route to the holders of ``placement`` from here on.
+
+        Its tables are written into buffers of ``device`` with fixed addresses, on the current
+        stream and without host synchronization.
+        """
         if self._tables is None:
             shape = GroupShape.of(self._world, placement, self._source_rank)
             self._kernels = self._kernels or Kernels(device)
@@ -74,15 +78,17 @@ class Rerouter:
         self._tables.place(placement)
 
     def count(self, routing_map: Tensor) -> CountedTokens:
-        """This source's tokens; ``routing_map`` [T, E] is theirs."""
+        """Count this source's tokens in ``routing_map`` [T, E] bool."""
         self._kernels = self._kernels or Kernels(routing_map.device)
         return CountedTokens.of(routing_map, self._kernels)
 
     def gather_loads(self, counted: CountedTokens) -> Tensor:
-        """[N, E] int32 tokens of every source for every expert. On a GPU the stream waits for them, not the host.
+        """Gather the tokens of every source for every expert, [N, E] int32.
+
+        On a GPU the current stream waits for the result, not the host.
 
         Raises:
-            TransferError: naming the layer, when a rank dies or does not answer in time.
+            TransferError: if a rank dies or times out; the message names the layer.
         """
         own = counted.loads
         loads = own.new_empty(self.sources.size() * len(own))
@@ -100,23 +106,26 @@ class Rerouter:
     def reroute(
         self, probs: Tensor, counted: CountedTokens, loads: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """From experts to physical experts of the last placement. Every rank computes the same quotas.
+        """Reroute from experts to the current placement's physical experts.
+
+        Every rank computes equal quotas.
 
         Args:
             probs: [T, E] routing probabilities, differentiable.
-            counted: the same tokens.
-            loads: [N, E], what `gather_loads` gave for them.
+            counted: counts of the same tokens.
+            loads: [N, E] result of `gather_loads` for these counts.
 
         Returns:
-            As `routing.reroute`.
+            The results of `routing.reroute`.
         """
         assert self._tables is not None, "place was not called"
         parts = self._tables.parts(loads, self.sources.rank())
-        # an expert of probability zero would become any physical expert, an empty slot too
+        # A backend that chooses by probability would replace a chosen expert of probability zero by
+        # any physical expert, even an empty slot.
         return reroute(counted, probs, self._tables, parts, never_zero=self._by_probability)
 
     def to_homes(self, probs: Tensor, counted: CountedTokens) -> tuple[Tensor, Tensor]:
-        """As `reroute`, where the last placement has no replicas: nothing is communicated."""
+        """Reroute to homes, if the current placement has no replicas, without communication."""
         assert self._tables is not None, "place was not called"
         return reroute(
             counted,

@@ -1,4 +1,4 @@
-"""Tables that the kernels of `kernels/gate.cuh` read: arrays of int32, one after the other in one buffer.
+"""Static tables of the kernels (``kernels/gate.cuh``): int32 arrays, concatenated in one buffer.
 
 Letters in shapes: E experts, R ranks, P physical experts of a rank, N sources, K nodes, C holders.
 """
@@ -16,13 +16,14 @@ from megatron_hecate.plan import EMPTY, Placement, World
 
 @dataclasses.dataclass(frozen=True)
 class GroupShape:
-    """What never changes about a layer's group.
+    """Constant sizes and topology of a layer's group.
 
     Args:
         world: node of every rank.
         num_experts: E.
         slots_per_rank: P.
-        source_rank: [N] the rank a source's tokens start on. With expert tensor parallelism several share one.
+        source_rank: [N] the rank of each source's tokens. With expert tensor parallelism several
+            sources share a rank.
 
     Raises:
         ValueError: for sources on unknown ranks.
@@ -36,42 +37,49 @@ class GroupShape:
     def __post_init__(self) -> None:
         if not all(0 <= rank < self.world.num_ranks for rank in self.source_rank):
             raise ValueError(
-                f"source_rank must name ranks 0 to {self.world.num_ranks - 1}, got {self.source_rank}"
+                f"source_rank must name ranks 0 to {self.world.num_ranks - 1}, "
+                f"got {self.source_rank}"
             )
 
     @classmethod
     def of(
         cls, world: World, placement: Placement, source_rank: Sequence[int] | None = None
     ) -> GroupShape:
-        """That of ``placement`` and all with as many slots; without ``source_rank``, source n is rank n."""
+        """Build the shape for ``placement`` and all placements of equal size.
+
+        Args:
+            world: node of every rank.
+            placement: homes and slots.
+            source_rank: [N] rank of each source; by default source n is rank n.
+        """
         ranks = range(world.num_ranks) if source_rank is None else source_rank
         return cls(world, placement.num_experts, placement.slots_per_rank, tuple(ranks))
 
     @cached_property
     def num_physical(self) -> int:
-        """R * P, which is also the most holders there can be."""
+        """Number of physical experts (R * P), an upper bound for the number of holders."""
         return self.world.num_ranks * self.slots_per_rank
 
     @cached_property
     def by_node(self) -> np.ndarray:
-        """[R] the ranks by node, then number."""
+        """[R] int64 ranks, sorted by node, then number."""
         return np.argsort(self.world.node_index, kind="stable")
 
     @cached_property
     def order(self) -> np.ndarray:
-        """[N] the sources by node, then rank."""
+        """[N] int64 sources, sorted by node, then rank."""
         place = np.empty(self.world.num_ranks, np.int64)
         place[self.by_node] = np.arange(len(place))
         return np.argsort(place[np.asarray(self.source_rank, np.int64)], kind="stable")
 
     def table(self) -> np.ndarray:
-        """The group, as `group_at` reads it."""
-        world, ranks = self.world, np.arange(self.world.num_ranks)
+        """Serialize the group in the layout of `group_at`."""
+        world = self.world
+        ranks = np.arange(world.num_ranks)
         place = np.empty(len(ranks), np.int64)
         place[self.by_node] = ranks
-        sources = np.bincount(np.asarray(self.source_rank, np.int64), minlength=len(ranks))[
-            self.by_node
-        ]
+        sources = np.bincount(np.asarray(self.source_rank, np.int64), minlength=len(ranks))
+        sources = sources[self.by_node]
         in_node = np.bincount(world.node_index)
         sizes = [
             self.num_experts,
@@ -86,18 +94,20 @@ class GroupShape:
         return np.concatenate(parts).astype(np.int32)
 
     def work_size(self, threads: int) -> int:
-        """int64 numbers of the kernel's working arrays for ``threads`` threads, where it counts with 64 bits; as
-        `work_at` in ``kernels/quotas.cuh``."""
+        """Compute the size of the kernel's working arrays with 64-bit counts, in int64 numbers.
+
+        It must match `work_at` in ``kernels/quotas.cuh``.
+        """
         return threads + self._sets + self._token_numbers
 
     def shared_bytes(self, threads: int) -> int:
-        """Bytes of shared memory for all tables and working arrays, where the kernel counts with 32 bits."""
+        """Compute the shared memory of tables and working arrays with 32-bit counts, in bytes."""
         tables = (len(self.table()) + 1) // 2 + self.holders_size // 2
         return 8 * (tables + threads + self._sets + (self._token_numbers + 1) // 2)
 
     @property
     def _token_numbers(self) -> int:
-        """Numbers of tokens in the working arrays."""
+        """Number of token counts in the working arrays."""
         counted = (
             3 * self.num_physical
             + 2 * self.world.num_ranks
@@ -107,36 +117,38 @@ class GroupShape:
 
     @property
     def words(self) -> int:
-        """Words of 64 bits of a set of ranks."""
+        """64-bit words of a set of ranks."""
         return (self.world.num_ranks + 63) // 64
 
     @property
     def _sets(self) -> int:
-        """Words of the sets in the working arrays."""
+        """64-bit words of all sets in the working arrays."""
         return (2 * self.world.num_ranks + 2) * self.words
 
     @property
     def holders_size(self) -> int:
-        """int32 numbers of a placement's table."""
+        """Size of a placement's table, in int32 numbers."""
         return self.sets_begin + 2 * self.num_experts * self.words
 
     @property
     def sets_begin(self) -> int:
-        """Where in it the sets of ranks that hold an expert begin: a multiple of 8 bytes."""
+        """Offset of the sets of holding ranks in that table, in int32; aligned to 8 bytes."""
         return (2 + self.num_experts + 10 * self.num_physical + 1) // 2 * 2
 
     @property
     def parts_size(self) -> int:
-        """int32 numbers that say which of a source's tokens go where."""
+        """Size of one source's `Parts`, in int32 numbers."""
         return 2 * self.num_physical + self.num_experts + 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HolderOrder:
-    """The holders of one placement, by expert, then node, then rank.
+    """Holders of one placement, sorted by expert, then node, then rank.
 
     Args:
-        expert, rank, physical: [C] of each holder; physical is ``rank * P + slot``.
+        expert: [C] expert of each holder.
+        rank: [C] rank of each holder.
+        physical: [C] physical expert of each holder, ``rank * P + slot``.
     """
 
     expert: np.ndarray
@@ -145,45 +157,43 @@ class HolderOrder:
 
     @classmethod
     def of(cls, placement: Placement, shape: GroupShape) -> HolderOrder:
-        """Raises ValueError for a placement that does not fit the group."""
+        """Sort the holders of ``placement``; ValueError if it does not fit the group."""
         if placement.table.shape != (shape.world.num_ranks, shape.slots_per_rank):
             raise ValueError(
-                f"the group has {shape.world.num_ranks} ranks of {shape.slots_per_rank} slots, the placement "
-                f"{placement.num_ranks} of {placement.slots_per_rank}"
+                f"the group has {shape.world.num_ranks} ranks of {shape.slots_per_rank} slots, "
+                f"the placement {placement.num_ranks} of {placement.slots_per_rank}"
             )
         rank, slot = np.nonzero(placement.table != EMPTY)
         expert = placement.table[rank, slot]
         sorted_by = np.lexsort((rank, shape.world.node_index[rank], expert))
-        return cls(
-            expert[sorted_by], rank[sorted_by], (rank * placement.slots_per_rank + slot)[sorted_by]
-        )
+        physical = rank * placement.slots_per_rank + slot
+        return cls(expert[sorted_by], rank[sorted_by], physical[sorted_by])
 
     def table(self, shape: GroupShape) -> np.ndarray:
-        """The holders, as `holders_at` reads them."""
-        most, count = shape.num_physical, np.bincount(self.expert, minlength=shape.num_experts)
+        """Serialize the holders in the layout of `holders_at`."""
+        most = shape.num_physical
+        count = np.bincount(self.expert, minlength=shape.num_experts)
         held = np.full(most, -1)
         held[self.physical] = np.arange(len(self.physical))
         is_shared = (held >= 0) & (count[self.expert[held]] > 1)
         by_rank = is_shared.reshape(-1, shape.slots_per_rank)
-        # Of each rank first those with further holders, in order; ranks by node.
+        # Each rank's entries of shared experts (several holders) are first, in order; ranks are
+        # sorted by node.
         first = np.argsort(~by_rank, axis=1, kind="stable")
         shared_held = np.take_along_axis(
             np.where(is_shared, held, -1).reshape(by_rank.shape), first, axis=1
         )[shape.by_node]
         place = np.empty(shape.world.num_ranks, np.int64)
         place[shape.by_node] = np.arange(len(place))
-        stretch = (
-            self.expert * shape.world.num_nodes + shape.world.node_index[self.rank]
-        )  # ascending
+        # number of (expert, node), ascending over the holders
+        stretch = self.expert * shape.world.num_nodes + shape.world.node_index[self.rank]
         begin, end = (np.searchsorted(stretch, stretch, side=side) for side in ("left", "right"))
         (entries,) = np.nonzero(shared_held.ravel() >= 0)
         of_entry = shared_held.ravel()[entries]
         entry, entry_expert, entry_stretch = (np.full(most, -1) for _ in range(3))
-        entry[of_entry], entry_expert[entries], entry_stretch[entries] = (
-            entries,
-            self.expert[of_entry],
-            begin[of_entry],
-        )
+        entry[of_entry] = entries
+        entry_expert[entries] = self.expert[of_entry]
+        entry_stretch[entries] = begin[of_entry]
         parts = [[by_rank.sum(axis=1).max()], _running(count)]
         parts += [_padded(part, most) for part in (self.expert, self.rank, self.physical)]
         parts += [held, *(_padded(part, most) for part in (begin, end, place[self.rank]))]
@@ -198,7 +208,7 @@ class HolderOrder:
 
 
 def _running(sizes: np.ndarray) -> np.ndarray:
-    """[n + 1] where each of ``sizes`` [n] begins, and the end."""
+    """Compute the offsets [n + 1] of consecutive ranges with ``sizes`` [n]."""
     return np.concatenate([[0], np.cumsum(sizes)])
 
 
