@@ -24,7 +24,8 @@ from megatron_hecate.megatron.parameter_gathers import wait_for_params
 from megatron_hecate.megatron.stored_weights import StoredWeights
 from megatron_hecate.plan import LayerShape
 from megatron_hecate.replicas.autograd import ChunkLayout, PendingGradients
-from megatron_hecate.replicas.layer_replicas import Delayed, Replicas
+from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.replicas.slots import Delayed
 from megatron_hecate.settings.unsupported import GROUPED_ONLY
 
 

@@ -24,7 +24,8 @@ from megatron_hecate.megatron.training_state import Forward, name_of_layer
 from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
 from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.buffers import BufferPool
-from megatron_hecate.replicas.layer_replicas import Replicas, ReplicaSlots
+from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.replicas.slots import ReplicaSlots
 from megatron_hecate.routing.rerouter import Rerouter
 from megatron_hecate.runtime.layer_parts import LayerParts
 from megatron_hecate.settings.cuda_graphs import holds_preprocess

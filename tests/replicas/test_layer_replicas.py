@@ -19,7 +19,8 @@ from megatron_hecate.comm.transport import LayerBuffer, TransferPlan
 from megatron_hecate.plan import Placement
 from megatron_hecate.replicas.autograd import ChunkLayout
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
-from megatron_hecate.replicas.layer_replicas import Replicas, ReplicaSlots
+from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.replicas.slots import ReplicaSlots
 
 
 class _Experts:
