@@ -207,7 +207,7 @@ def _cuda_compiler(wanted: str) -> _CudaCompiler:
             )
         except (ImportError, OSError, RuntimeError) as error:
             missing = f"NVRTC: {error}"
-    # without a driver (a login node) any compiler is accepted
+    # without a driver any compiler is accepted
     newest = (driver.version() or sys.maxsize) // 1000
     if (
         wanted in ("auto", "nvcc")
