@@ -187,9 +187,9 @@ def explain_unloadable(error: Exception) -> str:
     if compiler.major <= known:
         return f"{text}; remove {_cache_folder()}, and where that does not help, update the driver"
     return (
-        f"{text}, which loads no machine code of CUDA {compiler.major}. Update the driver to one of "
-        f"CUDA {compiler.major}, or install a compiler of CUDA {known}: nvcc, on the path or in "
-        f"$CUDA_HOME, or pip install 'cuda-bindings<{known + 1}' nvidia-cuda-nvrtc-cu{known}"
+        f"{text}, which loads no machine code of CUDA {compiler.major}. "
+        f"Update the driver to one of CUDA {compiler.major}, or install a compiler of CUDA {known}: "
+        f"nvcc, on the path or in $CUDA_HOME, or pip install 'cuda-bindings<{known + 1}' nvidia-cuda-nvrtc-cu{known}"
     )
 
 
@@ -207,6 +207,7 @@ def _cuda_compiler(wanted: str) -> _CudaCompiler:
             )
         except (ImportError, OSError, RuntimeError) as error:
             missing = f"NVRTC: {error}"
+    # without a driver any compiler is accepted
     newest = (driver.version() or sys.maxsize) // 1000
     if (
         wanted in ("auto", "nvcc")
@@ -302,11 +303,10 @@ def _cache_folder() -> Path:
     named = os.environ.get(CACHE)
     shared = os.environ.get("XDG_CACHE_HOME")
     try:
-        folder = (
-            Path(named).resolve()
-            if named
-            else Path(shared or Path.home() / ".cache") / "megatron-hecate"
-        )
+        if named:
+            folder = Path(named).resolve()
+        else:
+            folder = Path(shared or Path.home() / ".cache") / "megatron-hecate"
     except RuntimeError as error:
         raise PermissionError(
             f"no folder for compiled kernels ({error}); name one in ${CACHE}"

@@ -16,7 +16,7 @@ LIBRARY = "libcuda.so.1"
 # CUDA 12.8 introduced cuMemcpyBatchAsync. CUDA 13 changed its arguments, but keeps this version.
 BATCHED_COPIES: int = 12080
 _HANDLE, _OUT = c_void_p, POINTER(c_void_p)
-# CUDA version that introduced each function with these arguments, and the argument types.
+# Per function: the CUDA version that introduced this signature, and the argument types.
 _FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuInit": (2000, (c_uint,)),
     "cuDriverGetVersion": (2020, (POINTER(c_int),)),
@@ -146,7 +146,8 @@ def launch(
 
 @functools.cache
 def _primary_context(device: int) -> int:
-    handle, context = c_int(), c_void_p()
+    handle = c_int()
+    context = c_void_p()
     call("cuDeviceGet", handle, device)
     call("cuDevicePrimaryCtxRetain", context, handle)
     return context.value or 0
@@ -161,7 +162,8 @@ def _error_name(status: int) -> str:
 @functools.cache
 def _function(name: str) -> Any:
     since, arguments = _FUNCTIONS[name]
-    address, status = c_void_p(), c_int()
+    address = c_void_p()
+    status = c_int()
     try:
         find = ctypes.CDLL(LIBRARY).cuGetProcAddress_v2
     except (OSError, AttributeError) as error:

@@ -21,7 +21,7 @@ class Kernels:
     """The kernels, compiled and loaded for ``device``.
 
     Raises:
-        CompileError, PermissionError: from `compile.cubin` and `compile.host_library`.
+        CompileError, PermissionError: see `compile.cubin` and `compile.host_library`.
         RuntimeError: if the driver cannot load the compiled kernels.
     """
 

@@ -122,7 +122,8 @@ class HomeSearch:
         """
         homes, world, cost = self.homes, self.world, self.cost
         window = np.asarray(load, dtype=np.float64)
-        window = window[None] if window.ndim == 2 else window
+        if window.ndim == 2:
+            window = window[None]
         fits = (
             window.ndim == 3
             and len(window)
@@ -204,7 +205,8 @@ class HomeSearch:
             worse = own[0] <= taken[own[1].layer][0] if own[1].layer in taken else False
             if worse or moves[::2].sum(axis=0).max() * size > self.most_bytes:
                 continue
-            taken, saved = chosen, sum(choice.saved for _, choice, _ in chosen.values())
+            taken = chosen
+            saved = sum(choice.saved for _, choice, _ in chosen.values())
             if (now := gain(saved, moves)) > most:
                 new = order.astype(np.int64)
                 for layer, (_, choice, _) in chosen.items():
@@ -222,11 +224,15 @@ def _layer_tokens(load: np.ndarray, table: np.ndarray, problem: Problem) -> floa
 
     Tokens also cross nodes if their own node has a holder without room.
     """
-    num_ranks, size, whole = len(table), np.diff(problem.begin), np.rint(load).astype(np.int64)
+    num_ranks = len(table)
+    size = np.diff(problem.begin)
+    whole = np.rint(load).astype(np.int64)
     begin, rank, share, computed, _ = balance(
         whole, table, int(load.sum() / num_ranks / SLACK), False
     )
-    leaves, arrives, taken = np.zeros(len(size)), np.zeros(len(size)), np.zeros(len(size))
+    leaves = np.zeros(len(size))
+    arrives = np.zeros(len(size))
+    taken = np.zeros(len(size))
     for e in range(len(load)):
         taken[:] = 0
         for c in range(begin[e], begin[e + 1]):
@@ -251,7 +257,9 @@ def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:
         node); [E, F] 1 over the group's ranks; [F] tokens that the fullest group costs beyond an
         even distribution.
     """
-    home, num_ranks, size = problem.home, len(problem.node), np.diff(problem.begin)
+    home = problem.home
+    num_ranks = len(problem.node)
+    size = np.diff(problem.begin)
     # [E, K] holders by node
     per_node = [holders[:, problem.node == k].sum(axis=1) for k in range(len(size))]
     held = np.stack(per_node, axis=1)
@@ -307,9 +315,13 @@ def _swaps(
     and still decreases when one of several equally full groups gets lighter.
     """
     adds, group, part, price = kinds
-    (near, far, most), (num_experts, num_kinds) = limits, adds.shape
-    moved, total, held = np.zeros(len(node)), np.zeros((num_kinds, len(node))), np.empty(adds.shape)
-    full, pairs = np.empty(num_kinds, np.int64), np.empty((num_experts, 2), np.int64)
+    near, far, most = limits
+    num_experts, num_kinds = adds.shape
+    moved = np.zeros(len(node))
+    total = np.zeros((num_kinds, len(node)))
+    held = np.empty(adds.shape)
+    full = np.empty(num_kinds, np.int64)
+    pairs = np.empty((num_experts, 2), np.int64)
     adds = adds.copy()
     for p in range(num_experts):
         for f in range(num_kinds):
@@ -350,7 +362,9 @@ def _swaps(
 
 def _swapped(now: np.ndarray, pairs: np.ndarray, home: np.ndarray) -> np.ndarray:
     """Apply swaps to an order; experts that end on their old rank keep their old position."""
-    new, order, position = now.copy(), now.copy(), np.argsort(home, kind="stable")
+    new = now.copy()
+    order = now.copy()
+    position = np.argsort(home, kind="stable")
     for pair in pairs:
         new[pair] = new[pair[::-1]]
     came = (home[np.argsort(now)[new]] != home)[position]
@@ -361,7 +375,8 @@ def _swapped(now: np.ndarray, pairs: np.ndarray, home: np.ndarray) -> np.ndarray
 
 def _moves(now: np.ndarray, order: np.ndarray, home: np.ndarray, world: World) -> np.ndarray:
     """Count moved experts by rank, [4, R]: sent and received in the node, then across nodes."""
-    origin, node = home[np.argsort(now)[order]], world.node_index
+    origin = home[np.argsort(now)[order]]
+    node = world.node_index
     inside = node[origin] == node[home]
     ways = [end[of] for of in ((origin != home) & inside, ~inside) for end in (origin, home)]
     return np.array([np.bincount(way, minlength=world.num_ranks) for way in ways])

@@ -194,7 +194,7 @@ def _augment(
     """Move tokens, in place, until no rank is above the cap or no rank above it can lose more.
 
     Args:
-        begin, rank, share, load: as in `Split`; ``share`` and ``load`` are modified.
+        begin, rank, share, load: see `Split`; ``share`` and ``load`` are modified.
         cap: tokens that a rank may have.
         rises: whether the cap rises to the mean of a closed set that is above it; otherwise the
             ranks of such a set stay above the cap.
@@ -280,7 +280,7 @@ def _push(
     """Move tokens, in place, along a path to a rank with room, limited by every expert's tokens.
 
     Args:
-        rank, share, load: as in `Split`; ``share`` and ``load`` are modified.
+        rank, share, load: see `Split`; ``share`` and ``load`` are modified.
         ends: the overloaded rank, the rank with room, and the cap of both.
         gives, takes: [R] on the path to a rank, the holder that gives tokens, and the rank's own
             holder that takes the tokens.

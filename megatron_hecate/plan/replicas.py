@@ -272,7 +272,7 @@ def _cheapest_fill(forecast: np.ndarray, problem: Problem, most: int) -> tuple[_
 
 
 def _descend(cost: Callable[[int], float], start: int, least: int, most: int) -> int:
-    """Find a local minimum of ``cost`` near ``start``, from ``least`` to ``most``, in finer steps."""
+    """Find a local minimum of ``cost`` from ``start``, within ``least`` to ``most``."""
     at = start
     for factor in STEPS:
         nearer: int | None = at

@@ -231,7 +231,7 @@ def _sort_in(order: np.ndarray, least: np.ndarray, node: int) -> None:
 
 @compiled
 def most_leaving(forecast: np.ndarray, problem: Problem, number: int) -> int:
-    """Count the replicas of one rank's home experts, largest over ranks, without `fill`'s limit."""
+    """Count replicas of one rank's home experts, largest over ranks, without a limit."""
     num_ranks = len(problem.bare)
     room = _room(problem.bare, number)
     count = _counts(forecast, problem.home, num_ranks, room.sum(), number * num_ranks)
@@ -363,7 +363,7 @@ def cost_beside_load(
 
 @compiled
 def exposed_copying(copying: float, problem: Problem) -> float:
-    """Compute the part of ``copying`` tokens that is not hidden, plus contention of the hidden part."""
+    """Compute the exposed part of ``copying`` tokens, plus contention of the hidden part."""
     hidden_out = min(copying * problem.out, problem.hidden)
     hidden_back = min(copying * (1 - problem.out), problem.hidden)
     hidden = hidden_out + hidden_back

@@ -44,7 +44,7 @@ class Rerouter:
         # The first dispatch of these backends allocates one buffer for all layers, sized by the
         # number of experts, so dispatches must use physical experts from the start.
         self.always_physical = backend in ("hybridep", "ncclep")
-        # these backends choose a token's experts by its largest probabilities
+        # both backends choose a token's experts by its largest probabilities
         self._by_probability = backend in ("deepep", "ncclep")
         self._padded = config.moe_pad_expert_input_to_capacity
         # kernels and tables are made for the device of the first placement
