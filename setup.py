@@ -1,4 +1,4 @@
-"""Where the packages lie. Everything else is in pyproject.toml, which cannot name a package outside their folder."""
+"""Name the packages, one of which lies outside of their folder; all else is in pyproject.toml."""
 
 from setuptools import find_packages, setup
 

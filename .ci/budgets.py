@@ -1,7 +1,8 @@
-"""Sizes of the package against their budgets: ``python .ci/budgets.py [CHECKOUT]``. Exits with 1 when one is missed.
+"""Print sizes of the package against their budgets: ``python .ci/budgets.py [CHECKOUT]``.
 
-A public name is a function or class at the top level of a module, without a leading underscore. A tuned constant is a
-number with a name in capitals at the top level of a module. Arguments do not count ``self`` and ``cls``.
+Exits with 1 when a budget is exceeded. A public name is a function or class at the top level of a
+module, without a leading underscore. A tuned constant is a number with a name in capitals at the
+top level of a module. Arguments do not count ``self`` and ``cls``.
 """
 
 from __future__ import annotations

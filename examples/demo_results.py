@@ -109,7 +109,8 @@ def conclude(stock: Run, ours: Run, gain: Gain, balanced: Gain) -> str:
     """Summarize the gain in a few sentences.
 
     Args:
-        stock, ours: runs with uneven routing.
+        stock: stock run with uneven routing.
+        ours: the same with FSSDP.
         gain: gain with uneven routing.
         balanced: gain with balanced routing.
     """
@@ -132,7 +133,8 @@ def report(stock: Run, ours: Run, resumed: Run, *, saved_at: int, out: Path) -> 
     """Print the tables and write the plots; returns whether both trained the same model.
 
     Args:
-        stock, ours: runs with uneven routing.
+        stock: stock run with uneven routing.
+        ours: the same with FSSDP.
         resumed: stock run from FSSDP's checkpoint.
         saved_at: step of that checkpoint.
         out: folder of ``steps.csv`` and the plots.
@@ -174,7 +176,8 @@ def _print_summary(stock: Run, ours: Run, difference: np.ndarray, again: np.ndar
     """Print times, differences and memory of both runs.
 
     Args:
-        stock, ours: runs with uneven routing.
+        stock: stock run with uneven routing.
+        ours: the same with FSSDP.
         difference: relative difference of the losses, [S].
         again: the same against the run that resumed from FSSDP's checkpoint.
     """

@@ -13,7 +13,7 @@ class FusedAdam(torch.optim.Optimizer):
     Megatron's checkpoints expect ``step`` there. The arguments are apex's.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913, the signature is apex's
         self,
         params: Any,
         lr: float = 1e-3,

@@ -188,8 +188,9 @@ def explain_unloadable(error: Exception) -> str:
         return f"{text}; remove {_cache_folder()}, and where that does not help, update the driver"
     return (
         f"{text}, which loads no machine code of CUDA {compiler.major}. "
-        f"Update the driver to one of CUDA {compiler.major}, or install a compiler of CUDA {known}: "
-        f"nvcc, on the path or in $CUDA_HOME, or pip install 'cuda-bindings<{known + 1}' nvidia-cuda-nvrtc-cu{known}"
+        f"Update the driver to one of CUDA {compiler.major}, or install a compiler of CUDA "
+        f"{known}: nvcc, on the path or in $CUDA_HOME, or pip install "
+        f"'cuda-bindings<{known + 1}' nvidia-cuda-nvrtc-cu{known}"
     )
 
 

@@ -1,4 +1,4 @@
-"""SimulatedJob simulated from recorded loads: forced balance, stock, and FSSDP with its own plans."""
+"""A job simulated from recorded loads: forced balance, stock, and FSSDP with its own plans."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Periodic search for better homes: a permutation of the experts of every layer.
 
-An assignment is the order of experts over *positions*: ``order[p]`` is the expert at position p, and
-a position belongs to the same rank forever. Replicas are planned for loads by position,
+An assignment is the order of experts over *positions*: ``order[p]`` is the expert at position p. A
+position belongs to the same rank forever. Replicas are planned for loads by position,
 ``load[order]``, so their planner is independent of expert numbers.
 
-Hot experts have replicas, so the weight of an expert is the load that remains on its home's rank and
-node while its currently planned replicas share its tokens; a second pass weighs experts without
+Hot experts have replicas, so the weight of an expert is the load that remains on its home's rank
+and node while its currently planned replicas share its tokens; a second pass weighs experts without
 replicas. Pairs of experts swap positions, the best pair first, as long as that evens out the
 weights. Prefixes of the swap list are then scored by planning replicas for other loads. Letters in
 shapes: L layers, E experts, T iterations, R ranks, K nodes, F kinds of weights.
@@ -96,7 +96,7 @@ class HomeSearch:
                 raise ValueError(f"{name}={value} must be more than 0")
 
     def find(self, load: np.ndarray, order: np.ndarray) -> HomeAssignment | None:
-        """Find better homes for all layers of a stage (`choose`, `afford`); ``None`` if none pay."""
+        """Find better homes for all layers of a stage; ``None`` if none pay."""
         return self.afford(self.choose(load, order, range(len(order))), order)
 
     @property
@@ -136,8 +136,8 @@ class HomeSearch:
             or not (np.isfinite(window) & (window >= 0)).all()
         ):
             raise ValueError(
-                f"load {np.shape(load)} must be finite and 0 or more, order {order.shape} must name "
-                f"each of {homes.num_experts} experts once in every layer, and "
+                f"load {np.shape(load)} must be finite and 0 or more, order {order.shape} must "
+                f"name each of {homes.num_experts} experts once in every layer, and "
                 f"{world.num_ranks} ranks be {homes.num_ranks}"
             )
         half = len(window) // 2
@@ -182,7 +182,7 @@ class HomeSearch:
         return choices
 
     def afford(self, choices: Iterable[Choice], order: np.ndarray) -> HomeAssignment | None:
-        """Combine at most one choice per layer, by descending gain per moved expert, within limits."""
+        """Combine at most one choice per layer, by descending gain per move, within limits."""
         world = self.world
         size = self.expert_bytes
         best = None

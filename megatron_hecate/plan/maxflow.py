@@ -1,10 +1,11 @@
 """Exact minimum of the largest rank load: tokens flow from overloaded ranks to ranks with room.
 
-Any holder of its expert can compute a token, so tokens move along paths of ranks that share experts.
-Tokens above a cap leave along shortest augmenting paths (breadth-first search, as in Edmonds and
-Karp's maximum flow). If no path is left, the search has reached a closed set of ranks: their tokens
-cannot leave the set, so its mean load is a lower bound for the largest load of any split. The mean
-becomes the new cap, and the search continues (Dinkelbach's method). All counts are integers.
+Any holder of its expert can compute a token, so tokens move along paths of ranks that share
+experts. Tokens above a cap leave along shortest augmenting paths (breadth-first search, as in
+Edmonds and Karp's maximum flow). If no path is left, the search has reached a closed set of ranks:
+their tokens cannot leave the set, so its mean load is a lower bound for the largest load of any
+split. The mean becomes the new cap, and the search continues (Dinkelbach's method). All counts are
+integers.
 
 Holders are a compressed list by expert: expert e has the holders ``begin[e]:begin[e + 1]`` of
 ``rank`` [C], in ascending order. C counts all holders.
@@ -194,7 +195,10 @@ def _augment(
     """Move tokens, in place, until no rank is above the cap or no rank above it can lose more.
 
     Args:
-        begin, rank, share, load: see `Split`; ``share`` and ``load`` are modified.
+        begin: see `Split`.
+        rank: see `Split`.
+        share: see `Split`; modified.
+        load: see `Split`; modified.
         cap: tokens that a rank may have.
         rises: whether the cap rises to the mean of a closed set that is above it; otherwise the
             ranks of such a set stay above the cap.
@@ -280,10 +284,12 @@ def _push(
     """Move tokens, in place, along a path to a rank with room, limited by every expert's tokens.
 
     Args:
-        rank, share, load: see `Split`; ``share`` and ``load`` are modified.
+        rank: see `Split`.
+        share: see `Split`; modified.
+        load: see `Split`; modified.
         ends: the overloaded rank, the rank with room, and the cap of both.
-        gives, takes: [R] on the path to a rank, the holder that gives tokens, and the rank's own
-            holder that takes the tokens.
+        gives: [R] on the path to a rank, the holder that gives tokens.
+        takes: [R] on the path to a rank, the rank's own holder that takes the tokens.
     """
     source, sink, cap = ends
     amount = min(load[source] - cap, cap - load[sink])

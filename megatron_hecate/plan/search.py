@@ -83,8 +83,8 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
 
     Replicas are counted by tokens per holder, and placed in descending order of these shares. Nodes
     without the expert are preferred: there a replica serves tokens that would cross nodes. A copy
-    across nodes must save more than its exposed time, in tokens that no longer cross and tokens that
-    leave an overloaded node. Otherwise the replica is placed on a node with the expert, or dropped.
+    across nodes must save more than its exposed time, in tokens that no longer cross and in tokens
+    that leave an overloaded node. Otherwise the replica is placed on a node with the expert, or dropped.
 
     Args:
         forecast: [E] tokens.
@@ -216,7 +216,7 @@ def _put(table: np.ndarray, rank: int, expert: int) -> None:
 
 @compiled
 def _sort_in(order: np.ndarray, least: np.ndarray, node: int) -> None:
-    """Restore the ``order`` [K] by ascending ``least`` load, then number, after one node changed."""
+    """Restore ``order`` [K] by ascending ``least`` load, then number, after one node changed."""
     at = 0
     while order[at] != node:
         at += 1

@@ -173,7 +173,7 @@ class Buffer:
         """
         self._is_zero = True
         if not self._memory.is_cuda or has_one_queue():
-            # In one hardware queue it would block all later work: leave the zeroing to `begin_sums`.
+            # In one hardware queue it would block all later work: `begin_sums` zeroes instead.
             self._to_zero = parts
             return
         stream = transfer_stream(self._memory.device)
