@@ -84,7 +84,8 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
     Replicas are counted by tokens per holder, and placed in descending order of these shares. Nodes
     without the expert are preferred: there a replica serves tokens that would cross nodes. A copy
     across nodes must save more than its exposed time, in tokens that no longer cross and in tokens
-    that leave an overloaded node. Otherwise the replica is placed on a node with the expert, or dropped.
+    that leave an overloaded node. Otherwise the replica is placed on a node with the expert, or
+    dropped.
 
     Args:
         forecast: [E] tokens.
