@@ -64,11 +64,14 @@ def cache_folder() -> Path:
     """Return the folder for machine code, which may not exist yet.
 
     Raises:
-        RuntimeError: if neither variable is set and this user has no home folder.
+        FileNotFoundError: if neither variable is set and this user has no home folder.
     """
     if named := os.environ.get("NUMBA_CACHE_DIR"):
         return Path(named)
     shared = os.environ.get("XDG_CACHE_HOME")
     if shared:
         return Path(shared) / "megatron-hecate"
-    return Path("~/.cache").expanduser() / "megatron-hecate"
+    try:
+        return Path.home() / ".cache" / "megatron-hecate"
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from None

@@ -5,6 +5,7 @@ A rank on which compilation fails in the first forward would leave all other ran
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 
@@ -33,7 +34,10 @@ def compile_all(*, plans: bool) -> list[str]:
 
 
 def _compile_planner() -> list[str]:
-    text = f"FSSDP: compiling the planner, some 20 seconds; the result is kept in {cache_folder()}"
+    text = "FSSDP: compiling the planner, some 20 seconds"
+    # without a home folder nothing is kept, and compiling warns
+    with contextlib.suppress(FileNotFoundError):
+        text += f"; the result is kept in {cache_folder()}"
     notice = threading.Timer(QUIET, print, [text])
     try:
         if dist.get_rank() == 0:

@@ -248,7 +248,7 @@ def test_pipeline_stages_that_wait_for_each_other_tell_their_lines() -> None:
     (line,) = _lines(read(1))
     assert re.fullmatch(
         r"FSSDP: rank 1 made no progress for \d+ s: iteration 2, the optimizer's step\. No rank is behind its group\. "
-        r"Ranks are in test_progress\.py:\d+ hang_in_the_loader \(rank 0\); p2p_communication\.py:\d+ \w+ \(rank 1\)",
+        r"Ranks are in test_watchdog\.py:\d+ hang_in_the_loader \(rank 0\); p2p_communication\.py:\d+ \w+ \(rank 1\)",
         line,
     ), line
 

@@ -83,6 +83,19 @@ def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.fast
+def test_users_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As numeric users of containers are: functions compile in each process, with a warning."""
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    monkeypatch.chdir(tmp_path)
+    add = _add_of(tmp_path / "one")
+    with pytest.warns(UserWarning, match=r"compiles the planner again.*home"):
+        assert add(1, 2) == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["one"], "nothing is kept elsewhere"
+
+
+@pytest.mark.fast
 def test_a_folder_that_cannot_be_made_is_said_once(cache: Path, tmp_path: Path) -> None:
     cache.write_text("a file")
     add = _add_of(tmp_path / "one")
