@@ -222,7 +222,7 @@ def test_a_rank_that_dies_while_groups_are_made(connects: bool) -> None:
         last = (dist, "all_reduce") if connects else (module, "_make_transports")
         setattr(*last, lambda *_, **__: os._exit(1))
     start = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2\].* a rank died") as error:
+    with pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2\].* (one|a rank) died") as error:
         connect("p2p", [(0, 1, 2)], [], timeout=3.0)
     assert time.monotonic() - start < 15, error
 
