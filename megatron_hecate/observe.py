@@ -72,7 +72,7 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
     )
     _, notes = note.agree(timeout=config.timeout)
     if layers:
-        observer = Observer(layers, names, speeds=speeds, config=config)
+        observer = _Observer(layers, names, speeds=speeds, config=config)
         for layer, name, counts in zip(layers, names, observer.counts, strict=True):
             _attach(layer, name, counts=counts, observer=observer)
     else:
@@ -87,7 +87,7 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
     return chunks
 
 
-def _attach(layer: MoELayer, name: str, *, counts: torch.Tensor, observer: Observer) -> None:
+def _attach(layer: MoELayer, name: str, *, counts: torch.Tensor, observer: _Observer) -> None:
     """Make a layer and its router report to ``observer``.
 
     Args:
@@ -227,7 +227,7 @@ def _observed(router: type) -> type:
     return type(router.__name__, (router,), {"forward": forward})
 
 
-class Observer:
+class _Observer:
     """All-reduce of the routers' counts over the expert-parallel group, once per optimizer step.
 
     Args:

@@ -45,7 +45,7 @@ class State(NamedTuple):
     kept: Mapping[str, Sequence[Tensor]]
 
 
-def find_state(params: Sequence[Parameter], optimizers: Iterable[Optimizer]) -> list[State]:
+def _find_state(params: Sequence[Parameter], optimizers: Iterable[Optimizer]) -> list[State]:
     """Find the state that ``optimizers`` keep for each of ``params`` on this rank.
 
     Raises:
@@ -160,7 +160,7 @@ class StateOnRanks:
         error: ValueError | None = None
         states = [State(0, {})] * len(homes) * num_parts
         try:
-            states = find_state(list(itertools.chain.from_iterable(homes)), optimizers)
+            states = _find_state(list(itertools.chain.from_iterable(homes)), optimizers)
         except ValueError as found:
             # raised after the exchange: the other ranks wait in the collective
             error = found

@@ -149,7 +149,7 @@ class SwitchOnError(ValueError):
 
     def print(self) -> None:
         """Print the list on rank 0, and one line on another rank, to the standard error."""
-        rank = rank_of_job()
+        rank = _rank_of_job()
         if rank == 0:
             print(self, file=sys.stderr, flush=True)
             return
@@ -163,7 +163,7 @@ class SwitchOnError(ValueError):
             time.sleep(GRACE)
 
 
-def rank_of_job() -> int:
+def _rank_of_job() -> int:
     """Return this process's rank, also before its process group exists."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()

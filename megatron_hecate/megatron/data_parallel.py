@@ -38,7 +38,7 @@ from megatron_hecate.megatron.global_hooks import listen_to_parts, stop_listenin
 from megatron_hecate.megatron.gradient_buckets import order_buckets
 
 
-class GradientEvents(Protocol):
+class _GradientEvents(Protocol):
     """Callbacks on the gradients of model chunks."""
 
     def gradients_wanted(self, chunk: int) -> None:
@@ -60,7 +60,7 @@ class _ObservedDDP:
         fssdp_no_syncs: times that ``no_sync`` was entered.
     """
 
-    fssdp_events: GradientEvents
+    fssdp_events: _GradientEvents
     fssdp_chunk: int
     fssdp_no_syncs: int = 0
 
@@ -130,7 +130,7 @@ class DataParallel:
     def __init__(
         self,
         chunks: Sequence[Module],
-        events: GradientEvents,
+        events: _GradientEvents,
         undo: contextlib.ExitStack,
         *,
         orders: bool,

@@ -18,25 +18,25 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from megatron_hecate.job.attempt import Attempt
 
 
-class StepListener(Protocol):
+class _StepListener(Protocol):
     """Listener to the steps of every optimizer of the process."""
 
     def before_step(self, optimizer: Optimizer) -> None:
         """``optimizer`` is about to step."""
 
 
-class PartListener(Protocol):
+class _PartListener(Protocol):
     """Listener to every registration of a module as part of another one."""
 
     def added(self, module: Module, part: Module | None) -> None:
         """``part`` becomes part of ``module``."""
 
 
-_of_steps: weakref.WeakKeyDictionary[StepListener, Attempt] = weakref.WeakKeyDictionary()
-_of_parts: weakref.WeakKeyDictionary[PartListener, Attempt] = weakref.WeakKeyDictionary()
+_of_steps: weakref.WeakKeyDictionary[_StepListener, Attempt] = weakref.WeakKeyDictionary()
+_of_parts: weakref.WeakKeyDictionary[_PartListener, Attempt] = weakref.WeakKeyDictionary()
 
 
-def listen_to_steps(listener: StepListener) -> None:
+def listen_to_steps(listener: _StepListener) -> None:
     """Call ``listener.before_step`` before every optimizer step.
 
     The calls end with the listener's life or its attempt of the job.
@@ -45,7 +45,7 @@ def listen_to_steps(listener: StepListener) -> None:
     _of_steps[listener] = Attempt.current()
 
 
-def listen_to_parts(listener: PartListener) -> None:
+def listen_to_parts(listener: _PartListener) -> None:
     """Call ``listener.added`` for every module that gets a part.
 
     The calls end with `stop_listening_to_parts`, the listener's life or its attempt of the job.
@@ -54,7 +54,7 @@ def listen_to_parts(listener: PartListener) -> None:
     _of_parts[listener] = Attempt.current()
 
 
-def stop_listening_to_parts(listener: PartListener) -> None:
+def stop_listening_to_parts(listener: _PartListener) -> None:
     """Stop the calls of ``listener.added``; idempotent."""
     _of_parts.pop(listener, None)
 

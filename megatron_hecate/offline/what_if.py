@@ -185,7 +185,7 @@ def _recorded(trace: str) -> tuple[int, int] | None:
     return infos[0].ranks, sum(len(info.layers) for info in infos)
 
 
-def make_job(args: argparse.Namespace) -> SimulatedJob:
+def _make_job(args: argparse.Namespace) -> SimulatedJob:
     """Build the job of the command line; sets ``args.ranks`` and ``args.ep`` where not given.
 
     Raises:
@@ -314,7 +314,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     try:
         check_arguments(args)
-        job = make_job(args)
+        job = _make_job(args)
         outcomes, best, text = _compare(args, job)
         if args.save:
             _save(args, job, outcomes, best, text)

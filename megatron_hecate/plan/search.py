@@ -359,11 +359,11 @@ def cost_beside_load(
     copying = max(between, problem.near * max(max(received), max(sent)))
     if not problem.scatters and num_nodes > 1:
         copying = problem.far * max(max(received), max(sent))
-    return crossing, exposed_copying(copying, problem) + problem.routing
+    return crossing, _exposed_copying(copying, problem) + problem.routing
 
 
 @compiled
-def exposed_copying(copying: float, problem: Problem) -> float:
+def _exposed_copying(copying: float, problem: Problem) -> float:
     """Compute the exposed part of ``copying`` tokens, plus contention of the hidden part."""
     hidden_out = min(copying * problem.out, problem.hidden)
     hidden_back = min(copying * (1 - problem.out), problem.hidden)

@@ -60,7 +60,7 @@ def split_commands(text: str) -> Iterator[tuple[str, list[str]]]:
         yield connector, words
 
 
-def simplified(text: str) -> str:
+def _simplify(text: str) -> str:
     """Return the text of a script without what a lexer of words cannot read.
 
     Continued lines are joined, comments and here-documents are dropped, and variables replace the
@@ -115,7 +115,7 @@ def simplified(text: str) -> str:
 
 def _tokens(text: str) -> Iterator[str]:
     """Yield words and runs of punctuation, without redirections."""
-    lexer = shlex.shlex(simplified(text), posix=True, punctuation_chars=PUNCTUATION)
+    lexer = shlex.shlex(_simplify(text), posix=True, punctuation_chars=PUNCTUATION)
     lexer.whitespace = " \t\r"
     lexer.whitespace_split = True
     lexer.commenters = ""
