@@ -23,6 +23,12 @@ import numpy as np
 from megatron_hecate.device.compile import CompileError
 from megatron_hecate.offline.presets import CLUSTERS, Cluster, Model
 from megatron_hecate.offline.recorded_loads import read_loads
+from megatron_hecate.offline.recorded_run import (
+    RecordedRun,
+    resolve_microbatches,
+    resolve_step,
+    same_size,
+)
 from megatron_hecate.offline.simulated_job import Outcome, SimulatedJob, spread
 from megatron_hecate.offline.step_model import PipelineSchedule, Timing
 from megatron_hecate.offline.traffic import copies
@@ -157,32 +163,20 @@ def describe(outcomes: Sequence[Outcome]) -> str:
 
 def _doubts(args: argparse.Namespace) -> list[str]:
     """List the reasons why the prediction is less accurate than it could be."""
-    doubts = []
+    doubts = list(args.contradictions)
     if args.step_ms is None:
         doubts.append(
             "absolute times can be off by up to 45% (docs/what-if.md): "
             "give --step-ms, the measured time of your step"
         )
     layers = Model.named(args.model).layers
-    recorded = _recorded(args.trace)
-    if recorded is not None and recorded != (args.ep, layers):
+    run = args.recorded
+    if run is not None and not same_size(args, run):
         doubts.append(
-            f"the record is of {recorded[1]} layers on {recorded[0]} ranks, "
+            f"the record is of {run.layers} layers on {run.ranks} ranks, "
             f"this is of {layers} on {args.ep}: an extrapolation to another run"
         )
     return doubts
-
-
-def _recorded(trace: str) -> tuple[int, int] | None:
-    """Read the size of the expert-parallel group and the number of layers from a run folder.
-
-    Returns:
-        ``None`` for any other trace.
-    """
-    infos = list(read_infos(Path(trace)).values())
-    if not infos:
-        return None
-    return infos[0].ranks, sum(len(info.layers) for info in infos)
 
 
 def _make_job(args: argparse.Namespace) -> SimulatedJob:
@@ -196,6 +190,9 @@ def _make_job(args: argparse.Namespace) -> SimulatedJob:
     model = dataclasses.replace(model, seq=args.seq or model.seq)
     loads = read_loads(args.trace, num_experts=model.experts)
     _check_experts(args, model, loads.shape[3])
+    args.recorded = RecordedRun.read(args.trace)
+    args.contradictions = []
+    resolve_microbatches(args, model)
     _resolve_layout(args, model)
     ep = args.ep
     world = World(tuple(rank // cluster.per_node for rank in range(ep)), cluster.speeds)
@@ -203,11 +200,10 @@ def _make_job(args: argparse.Namespace) -> SimulatedJob:
     if len(loads) == 1:
         loads = np.repeat(loads, 3, axis=0)
     steps, layers = _sample(args, num_steps=len(loads), num_layers=loads.shape[1])
-    tokens = args.micro_batch * model.seq
     job = SimulatedJob(
         model=model,
         layers=layers,
-        counts=spread(loads[:, layers], ep, tokens * model.top_k * args.microbatches),
+        counts=spread(loads[:, layers], ep, args.tokens * model.top_k * args.microbatches),
         first=len(loads) - steps,
         world=world,
         timing=_timing(args, model, cluster, world),
@@ -217,9 +213,7 @@ def _make_job(args: argparse.Namespace) -> SimulatedJob:
         measured=args.cluster not in CLUSTERS,
         once=model.top_k if args.dispatcher == "flex" else 0,
     )
-    if args.step_ms is None:
-        return job
-    return job.lasting(args.step_ms / 1e3)
+    return resolve_step(args, job)
 
 
 def _check_experts(args: argparse.Namespace, model: Model, experts: int) -> None:
@@ -247,7 +241,9 @@ def _resolve_layout(args: argparse.Namespace, model: Model) -> None:
     Raises:
         ValueError: if ranks, stages, chunks or experts do not divide.
     """
-    recorded_ranks, _ = _recorded(args.trace) or (None, None)
+    recorded_ranks = None
+    if args.recorded is not None:
+        recorded_ranks = args.recorded.ranks
     if args.ranks is None:
         if recorded_ranks is None:
             raise ValueError("--ranks N, the ranks of the job, is needed: only a run folder has it")
@@ -267,6 +263,19 @@ def _resolve_layout(args: argparse.Namespace, model: Model) -> None:
     fits = [size for size in sizes if per_stage % size == 0 and model.experts % size == 0]
     if not args.ep:
         args.ep = recorded_ranks if recorded_ranks in fits else fits[-1]
+        if args.ep == 1 < per_stage:
+            near = [
+                ranks
+                for ranks in range(2, 2 * per_stage)
+                if math.gcd(ranks, model.experts) >= min(8, model.experts)
+            ]
+            below = [ranks for ranks in near if ranks < per_stage][-1:]
+            above = [ranks for ranks in near if ranks > per_stage][:1]
+            raise ValueError(
+                f"--ranks {args.ranks}: no expert-parallel size above 1 divides {per_stage} ranks "
+                f"of a stage and {model.experts} experts; take "
+                f"{' or '.join(map(str, below + above))} ranks of a stage, or --ep 1"
+            )
     if args.ep not in fits:
         raise ValueError(
             f"--ep {args.ep} must divide {per_stage} ranks of a stage and {model.experts} experts: "
@@ -296,7 +305,7 @@ def _sample(
 
 def _timing(args: argparse.Namespace, model: Model, cluster: Cluster, world: World) -> Timing:
     """Model the times of a microbatch that do not depend on routing."""
-    tokens = args.micro_batch * model.seq
+    tokens = args.tokens
     return Timing(
         dense=tokens * model.dense_flops() / cluster.dense,
         pair=model.shape().token_seconds(world) / (1 + BACKWARD),
@@ -321,9 +330,13 @@ def main(argv: Sequence[str]) -> int:
     except (ValueError, OSError, CompileError) as error:
         parser.error(str(error))
     steps, layers, ranks, _ = job.counts[job.first :].shape
+    duration = "unknown"
+    if args.step_ms is not None:
+        duration = f"{args.step_ms:,.0f} ms"
     print(
         f"{args.model} on {args.cluster}: {args.ranks} ranks, EP {ranks}, PP {args.pp}, "
-        f"{args.microbatches} microbatches; {steps} steps and {layers} layers of {args.trace}\n\n"
+        f"{args.microbatches} microbatches of {args.tokens:,} tokens, stock step {duration}; "
+        f"{steps} steps and {layers} layers of {args.trace}\n\n"
         f"{describe(outcomes)}\n\n{text}"
     )
     for doubt in _doubts(args):
@@ -364,7 +377,7 @@ def _save(
         recommendation=text,
         flags=best and f"--moe-fssdp {_flags(best)}",
         plan=best and _plan(job, best),
-        arguments=vars(args),
+        arguments={key: value for key, value in vars(args).items() if key != "recorded"},
         outcomes=[dataclasses.asdict(one) for one in outcomes],
     )
     args.save.write_text(json.dumps(saved, default=str) + "\n")

@@ -74,8 +74,12 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         default=8,
         help="ranks per node, with a file from --measure (%(default)s)",
     )
-    add("--microbatches", type=int, default=8, help="microbatches per step (%(default)s)")
-    add("--micro-batch", type=int, default=1, help="sequences per microbatch (%(default)s)")
+    add("--microbatches", type=int, help="microbatches per step (default: of a run folder, else 8)")
+    add(
+        "--micro-batch",
+        type=int,
+        help="sequences per microbatch (default: tokens of a run folder, else 1 sequence)",
+    )
     add("--seq", type=int, help="tokens of a sequence (default: the model's)")
 
 
@@ -95,7 +99,12 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         help="share of every all-to-all that hides behind compute (%(default)s)",
     )
     add("--recompute", action="store_true", help="layers repeat their forward in the backward")
-    add("--step-ms", type=float, help="measured time of a stock step, in milliseconds")
+    add(
+        "--step-ms",
+        type=float,
+        help="measured time of a stock step, in milliseconds (default: of a run folder that "
+        "observed stock training of the same size)",
+    )
     add(
         "--steps",
         type=int,

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,8 @@ from megatron_hecate.config import HecateConfig
 from megatron_hecate.device import launch
 from megatron_hecate.offline import what_if
 from megatron_hecate.offline.simulated_job import Outcome
-from megatron_hecate.plan import H100
+from megatron_hecate.plan import H100, LayerShape
+from megatron_hecate.record import run_writer
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.run_writer import RunWriter
 from megatron_hecate.replicas.memory_estimate import ExpertMemory
@@ -338,22 +340,80 @@ def test_one_rank_has_nothing_to_balance(tmp_path: Path, capsys: pytest.CaptureF
     )
 
 
-def test_a_run_folder_tells_ranks_and_what_is_guessed(
-    tmp_path: Path, capsys: pytest.CaptureFixture
+def record(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, loads: np.ndarray, **info: Any
 ) -> None:
-    """Oracle: what was written into the folder."""
-    info = RunInfo(
-        mode="observe",
-        layers=("layer 1", "layer 2"),
-        num_experts=16,
-        ranks=4,
-        node=(0, 0, 0, 0),
-        top_k=2,
-    )
-    writer = RunWriter(tmp_path / "run", info)
-    for iteration, load in enumerate(np.random.default_rng(0).integers(100, 5000, size=(6, 2, 16))):
+    """Write a run folder as observing does, with a step every 100 s."""
+    now = [0.0]
+    monkeypatch.setattr(run_writer.time, "time", lambda: now[0])
+    names = tuple(f"layer {i + 1}" for i in range(loads.shape[1]))
+    settings = dict(mode="observe", layers=names, num_experts=16, ranks=4, node=(0,) * 4, top_k=2)
+    writer = RunWriter(folder, RunInfo(**{**settings, **info}))
+    for iteration, load in enumerate(loads):
+        now[0] += 100.0
         writer.append(iteration, load=load)
     writer.close()
+
+
+def test_a_record_knows_microbatches_tokens_and_step_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: the same job with everything said by flags, and a note for each flag that contradicts the record."""
+    tokens, microbatches = 2048, 2
+    share = np.array([30.0] + [1.0] * 15)
+    loads = np.random.default_rng(2).multinomial(
+        tokens * microbatches * 4 * 2, share / share.sum(), size=(6, 2)
+    )
+    shape = dataclasses.asdict(LayerShape(1.0, 1.0, 1.0, 1.0, microbatches=microbatches))
+    record(tmp_path / "run", monkeypatch, loads=loads, shape=shape)
+    command = ["--what-if", str(tmp_path / "run"), "--cluster", "h100x8", "--slots", "1"]
+    command += ["--model", "olmoe,experts=16,layers=2,top_k=2"]
+    said = ["--microbatches", "2", "--micro-batch", "1", "--seq", "2048", "--step-ms", "100000"]
+    outcomes = []
+    for flags in ([], said[:2] + said[-2:]):
+        assert main([*command, *flags, "--save", str(tmp_path / "saved.json")]) == 0
+        text = capsys.readouterr().out
+        assert "2 microbatches of 2,048 tokens, stock step 100,000 ms" in text
+        assert "note:" not in text
+        outcomes.append(json.loads((tmp_path / "saved.json").read_text())["outcomes"])
+    assert outcomes[0] == outcomes[1]
+    contradictions = {
+        "--microbatches": ("8", "the record has 2 microbatches per step, not 8"),
+        "--micro-batch": ("4", "the record has 2,048 tokens of a rank per microbatch, not 16,384"),
+        "--step-ms": ("50000", "the record's steps took 100,000 ms (median), not 50,000"),
+    }
+    for flag, (value, note) in contradictions.items():
+        assert main([*command, flag, value]) == 0
+        assert f"note: {note}\n" in capsys.readouterr().out
+
+
+def test_a_step_time_that_cannot_be_of_the_model_is_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = np.full((6, 2, 16), 10**9)
+    record(
+        tmp_path / "run", monkeypatch, loads=loads, shape=dataclasses.asdict(LayerShape(1, 1, 1, 1))
+    )
+    command = ["--what-if", str(tmp_path / "run"), "--cluster", "h100x8", "--slots", "1"]
+    assert main([*command, "--model", "olmoe,experts=16,layers=2,top_k=2"]) == 0
+    text = capsys.readouterr().out
+    assert "stock step unknown" in text and "note: the record's step time is not used: " in text
+
+
+def test_ranks_without_an_expert_parallel_size_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--what-if", skewed(tmp_path / "a.npz", hot=3), *BASE[:-4], "--ranks", "63"])
+    assert "take 56 or 64 ranks of a stage, or --ep 1" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_run_folder_tells_ranks_and_what_is_guessed(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: what was written into the folder."""
+    loads = np.random.default_rng(0).integers(100, 5000, size=(6, 2, 16))
+    record(tmp_path / "run", monkeypatch, loads=loads)
     command = [
         "--what-if",
         str(tmp_path / "run"),
