@@ -79,6 +79,7 @@ class SimulatedJob:
         schedule: pipeline schedule over all layers of the model.
         once: experts per token for dispatchers that send a token once, see `Work.of`.
         measured: whether speeds were measured; only then late replicas may cross nodes.
+        optimizer_shards: ranks among which the optimizer state of an expert is sharded.
     """
 
     model: Model
@@ -90,6 +91,7 @@ class SimulatedJob:
     schedule: PipelineSchedule
     once: int = 0
     measured: bool = False
+    optimizer_shards: int = 1
 
     def shape(self, lifetime: str) -> LayerShape:
         """Return the shape of a layer for FSSDP's cost model."""
@@ -241,7 +243,8 @@ class SimulatedJob:
             in_flight=max(chunks) * passes,
             transport_bytes=P2P(SimpleNamespace(), timeout=1.0).extra_bytes([buffer]),
         )
-        return ExpertMemory.estimate(experts, lifetime)
+        memory = ExpertMemory.estimate(experts, lifetime)
+        return dataclasses.replace(memory, optimizer=memory.optimizer // self.optimizer_shards)
 
     def run(
         self, name: str, work: Work, *, corrects: bool = False, moving: float = 0.0, **way: Any

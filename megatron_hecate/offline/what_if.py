@@ -57,14 +57,21 @@ def recommend(outcomes: Sequence[Outcome], capacity: float) -> tuple[Outcome | N
     most = capacity or math.inf
     if not ways:
         return None, "do not switch it on: there are no slots, or experts are not spread over ranks"
+    if stock.memory.total >= most:
+        return None, (
+            f"stock itself does not fit: its experts take {stock.memory.total / 2**30:.1f} of "
+            f"{most / 2**30:.0f} GiB of a rank; spread them over more expert-parallel ranks (--ep) "
+            "or pipeline stages (--pp)"
+        )
     fits = [way for way in ways if way.memory.total < most]
     if not fits:
         least = min(way.memory.total for way in ways)
         return None, (
-            f"it does not fit: experts take {least / 2**30:.1f} of {most / 2**30:.0f} GiB; "
-            "use more ranks"
+            f"do not switch it on: experts with replicas take {least / 2**30:.1f} of "
+            f"{most / 2**30:.0f} GiB of a rank, without {stock.memory.total / 2**30:.1f}; "
+            "simulate fewer --slots, or --lifetime layer"
         )
-    best = _smallest_of_fastest(fits)
+    best = _smallest_of_fastest(fits, within=(1 - WORTH) * stock.seconds)
     gain = 1 - best.seconds / stock.seconds
     lost = 1 - forced.seconds / stock.seconds
     memory = best.memory.replicas
@@ -82,10 +89,15 @@ def recommend(outcomes: Sequence[Outcome], capacity: float) -> tuple[Outcome | N
     return best, f"switch it on, {_flags(best)}: {reason}"
 
 
-def _smallest_of_fastest(ways: Sequence[Outcome]) -> Outcome:
-    """Choose the way with least memory among the ways that are about as fast as the fastest."""
+def _smallest_of_fastest(ways: Sequence[Outcome], *, within: float) -> Outcome:
+    """Choose the way with least memory among the ways that are about as fast as the fastest.
+
+    If the fastest takes at most ``within`` seconds, so does the chosen way.
+    """
     fastest = min(way.seconds for way in ways)
     near = [way for way in ways if way.seconds <= (1 + ALIKE) * fastest]
+    if fastest <= within:
+        near = [way for way in near if way.seconds <= within]
     return min(near, key=lambda way: (way.memory.total, way.late, way.rehome, way.seconds))
 
 
@@ -212,6 +224,7 @@ def _make_job(args: argparse.Namespace) -> SimulatedJob:
         ),
         measured=args.cluster not in CLUSTERS,
         once=model.top_k if args.dispatcher == "flex" else 0,
+        optimizer_shards=1 if args.no_distributed_optimizer else args.ranks // args.pp // ep,
     )
     return resolve_step(args, job)
 

@@ -98,6 +98,12 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         default=0.0,
         help="share of every all-to-all that hides behind compute (%(default)s)",
     )
+    add(
+        "--no-distributed-optimizer",
+        action="store_true",
+        help="every rank keeps the whole optimizer state of its experts; else ranks with the same "
+        "experts share it",
+    )
     add("--recompute", action="store_true", help="layers repeat their forward in the backward")
     add(
         "--step-ms",
