@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron_hecate.device.compile import CompileError
 from megatron_hecate.offline.presets import CLUSTERS, Cluster, Model
+from megatron_hecate.offline.recommendation import ERROR, flags_of, recommend
 from megatron_hecate.offline.recorded_loads import read_loads
 from megatron_hecate.offline.recorded_run import (
     RecordedRun,
@@ -37,78 +38,8 @@ from megatron_hecate.plan import World
 from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.record.run_folder import read_infos
 
-# share of a step: a smaller gain is within the error of the simulation
-WORTH: float = 0.03
-# share of a step: among ways whose steps differ by less, the one with least memory is recommended
-ALIKE: float = 0.005
 # layers times steps times ranks squared: bound on the planning work of one way
 EFFORT: float = 4e6
-
-
-def recommend(outcomes: Sequence[Outcome], capacity: float) -> tuple[Outcome | None, str]:
-    """Choose one of the ``outcomes`` of `SimulatedJob.compare`, or ``None``, and give the reason.
-
-    Args:
-        outcomes: forced balance, stock Megatron, and the settings of FSSDP.
-        capacity: memory of a rank in bytes; 0 if unknown.
-    """
-    forced, stock = outcomes[:2]
-    ways = outcomes[2:]
-    most = capacity or math.inf
-    if not ways:
-        return None, "do not switch it on: there are no slots, or experts are not spread over ranks"
-    if stock.memory.total >= most:
-        return None, (
-            f"stock itself does not fit: its experts take {stock.memory.total / 2**30:.1f} of "
-            f"{most / 2**30:.0f} GiB of a rank; spread them over more expert-parallel ranks (--ep) "
-            "or pipeline stages (--pp)"
-        )
-    fits = [way for way in ways if way.memory.total < most]
-    if not fits:
-        least = min(way.memory.total for way in ways)
-        return None, (
-            f"do not switch it on: experts with replicas take {least / 2**30:.1f} of "
-            f"{most / 2**30:.0f} GiB of a rank, without {stock.memory.total / 2**30:.1f}; "
-            "simulate fewer --slots, or --lifetime layer"
-        )
-    best = _smallest_of_fastest(fits, within=(1 - WORTH) * stock.seconds)
-    gain = 1 - best.seconds / stock.seconds
-    lost = 1 - forced.seconds / stock.seconds
-    memory = best.memory.replicas
-    if capacity:
-        price = f"{memory / capacity:.1%} of memory"
-    else:
-        price = f"{best.memory.added:.1%} of the experts' memory"
-    costs = f"imbalance costs {lost:.1%}"
-    # Beyond forced balance: replicas keep tokens on their node.
-    if gain > lost:
-        costs += "; replicas save messages, too"
-    reason = f"{gain:.1%} of a step to win ({costs}), for {memory / 2**30:.2f} GiB, {price}"
-    if gain < WORTH:
-        return None, f"do not switch it on: {reason}"
-    return best, f"switch it on, {_flags(best)}: {reason}"
-
-
-def _smallest_of_fastest(ways: Sequence[Outcome], *, within: float) -> Outcome:
-    """Choose the way with least memory among the ways that are about as fast as the fastest.
-
-    If the fastest takes at most ``within`` seconds, so does the chosen way.
-    """
-    fastest = min(way.seconds for way in ways)
-    near = [way for way in ways if way.seconds <= (1 + ALIKE) * fastest]
-    if fastest <= within:
-        near = [way for way in near if way.seconds <= within]
-    return min(near, key=lambda way: (way.memory.total, way.late, way.rehome, way.seconds))
-
-
-def _flags(way: Outcome) -> str:
-    """Format the flags that select ``way``."""
-    flags = f"--moe-fssdp-slots {way.slots} --moe-fssdp-lifetime {way.lifetime}"
-    if way.late:
-        flags += f" --moe-fssdp-late-replicas {way.late}"
-    if way.rehome:
-        flags += f" --moe-fssdp-rehome {way.rehome}"
-    return flags
 
 
 def _plan(job: SimulatedJob, way: Outcome) -> dict[int, list[list[float]]]:
@@ -178,7 +109,7 @@ def _doubts(args: argparse.Namespace) -> list[str]:
     doubts = list(args.contradictions)
     if args.step_ms is None:
         doubts.append(
-            "absolute times can be off by up to 45% (docs/what-if.md): "
+            f"absolute times can be off by up to {ERROR:.0%} (docs/what-if.md): "
             "give --step-ms, the measured time of your step"
         )
     layers = Model.named(args.model).layers
@@ -374,7 +305,8 @@ def _compare(
     if args.rivals:
         rivals = _rivals(args.rivals, job, max(slots, default=0))
     outcomes = job.compare(slots, args.lifetime.split(","), late, rehome)
-    best, text = recommend(outcomes, Cluster.named(args.cluster).memory)
+    error = ERROR if args.step_ms is None else 0.0
+    best, text = recommend(outcomes, Cluster.named(args.cluster).memory, error=error)
     return outcomes + rivals, best, text
 
 
@@ -388,7 +320,7 @@ def _save(
     """Write the comparison to ``args.save`` as JSON; see docs/what-if.md for its keys."""
     saved = dict(
         recommendation=text,
-        flags=best and f"--moe-fssdp {_flags(best)}",
+        flags=best and f"--moe-fssdp {flags_of(best)}",
         plan=best and _plan(job, best),
         arguments={key: value for key, value in vars(args).items() if key != "recorded"},
         outcomes=[dataclasses.asdict(one) for one in outcomes],

@@ -357,6 +357,18 @@ def test_replicas_that_do_not_fit_are_not_recommended() -> None:
     assert best is None and "simulate fewer --slots, or --lifetime layer" in text
 
 
+def test_a_modelled_step_gives_a_range_and_no_verdict_across_3_percent() -> None:
+    """Oracle: shares of a step that lasts 1.45 and 0.55 times as long as modelled, by hand."""
+    for seconds, said in (
+        (0.80, "switch it on, --moe-fssdp-slots 1 --moe-fssdp-lifetime iteration: 13.8% to 36.4%"),
+        (0.96, "no verdict without the time of a stock step, --step-ms: 2.8% to 7.3%"),
+        (0.99, "do not switch it on: 0.7% to 1.8%"),
+    ):
+        best, text = what_if.recommend(some_outcomes(0.8, 1.0, seconds), 0.0, error=0.45)
+        assert text.startswith(f"{said} of a step to win (imbalance costs 13.8% to 36.4%"), text
+        assert (best is not None) == text.startswith("switch")
+
+
 def test_the_distributed_optimizer_shards_its_state(tmp_path: Path) -> None:
     """Oracle: 12 bytes of state for each parameter of a rank's experts, whole or shared by two ranks."""
     trace, save = skewed(tmp_path / "hot.npz", hot=30), tmp_path / "saved.json"
