@@ -1,5 +1,5 @@
 // Quotas: number of an expert's tokens that each holder serves. The largest rank load is minimal,
-// and tokens stay on their node where that allows it. All numbers are integers, equal on every rank.
+// and tokens stay on their node where that allows it. All numbers are integers, equal on all ranks.
 //
 // 1. Start: tokens that start on a node with holders of their expert are split evenly over these
 //    holders. Tokens that start on a node without a holder are assigned to ranks with room.
