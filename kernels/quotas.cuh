@@ -10,7 +10,7 @@
 //    simple version of Karzanov's blocking flow algorithm", 1984). In the first LOCAL_ROUNDS
 //    rounds only tokens that are away from their own node may change nodes.
 // 3. Cut: if a rank above the level reaches no rank below it, the ranks that reach none cannot pass
-//    on their tokens. At best they share them equally: their mean load, a lower bound for every
+//    on their tokens. At best their loads are equal: their mean load, a lower bound for every
 //    split, is the new level. Dinkelbach's method finds the tightest cut in few rounds.
 //
 // The kernel is one thread block. A *team* of lanes processes one rank at a time, each lane one of
@@ -466,8 +466,8 @@ struct Quotas {
     return sum;
   }
 
-  // Ranks at distance `pushes` receive the tokens that the previous push took for them. They then
-  // release their excess over the level, first tokens that stay on the node. Ranks below the level
+  // Ranks at distance `pushes` receive their part of the tokens that the previous push took. They
+  // release the excess over the level, first tokens that stay on the node. Ranks below the level
   // (distance 0) accept at most their room. `before`: the previous push took tokens. Return false
   // if no rank had tokens above the level.
   FSSDP_FN bool push(i32 pushes, bool before) {

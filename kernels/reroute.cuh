@@ -19,8 +19,8 @@ struct Tokens {
 };
 // Tokens whose choices a thread loads before it uses the first.
 enum { TOGETHER = 8 };
-// Tiles whose counts the last block loads before it adds them up. No other block runs then that
-// would hide the latency of the loads.
+// Tiles whose counts the last block loads before it adds the first. At that time no other block
+// runs that could hide the latency of the loads.
 enum { TILES_TOGETHER = 8 };
 
 // Count tokens per tile and expert. `before`: [tiles, E] result, tokens before each tile; `loads`:
