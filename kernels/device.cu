@@ -1,5 +1,6 @@
-// The kernels: a grid of blocks, all of which take part in the transfers of one GPU. blockIdx.y picks the rank where
-// several live on it (tests); each has the same number of blocks.
+// Execution policy of a GPU, and the kernels. A transfer is a grid of thread blocks. In tests
+// several ranks share one GPU: blockIdx.y is the index of the rank, and every rank has the same
+// number of blocks.
 #include "reroute.cuh"
 #include "sources.cuh"
 #include "transfer.cuh"
@@ -12,7 +13,7 @@ struct Device {
   FSSDP_FN u32 block() const { return blockIdx.x; }
   FSSDP_FN u32 blocks() const { return gridDim.x; }
   FSSDP_FN bool all(bool value) const { return __syncthreads_and(value) != 0; }
-  // All lanes of a warp add up together, so that no code is needed for those that have parted.
+  // Warp sums are collective over all lanes, so they need no code for diverged lanes.
   enum { WARP = 32, ALL_LANES = -1 };
   FSSDP_FN i32 warp_size() const { return WARP; }
   FSSDP_FN i32 in_warp() const { return (i32)threadIdx.x % WARP; }
@@ -21,14 +22,14 @@ struct Device {
   template <class Int>
   FSSDP_FN Int warp_sum(Int value) const { return sum_over<WARP>(value); }
   FSSDP_FN bool warp_any(bool value) const { return __any_sync(ALL_LANES, value) != 0; }
-  // A team: lanes of one warp that work on one rank.
+  // Team: lanes of one warp that process the same rank.
   enum { LANES = 4 };
   FSSDP_FN i32 lanes() const { return LANES; }
   FSSDP_FN i32 lane() const { return (i32)threadIdx.x % LANES; }
   FSSDP_FN i32 team() const { return (i32)threadIdx.x / LANES; }
   FSSDP_FN i32 teams() const { return (i32)blockDim.x / LANES; }
   FSSDP_FN i32 warp_teams() const { return WARP / LANES; }
-  // The sum of this lane's value and those of the lanes before it.
+  // Inclusive prefix sum over the lanes of a team.
   template <class Int>
   FSSDP_FN Int scan(Int value) const {
     FSSDP_UNROLL
@@ -38,7 +39,7 @@ struct Device {
     }
     return value;
   }
-  // The value of the last lane.
+  // Value of the team's last lane.
   template <class Int>
   FSSDP_FN Int last(Int value) const { return __shfl_sync(ALL_LANES, value, LANES - 1, LANES); }
   template <class Int>
@@ -48,7 +49,7 @@ struct Device {
     for (int by = LANES / 2; by > 0; by /= 2) bits |= __shfl_xor_sync(ALL_LANES, bits, by);
     return bits;
   }
-  // Bit i: `is(i)`.
+  // 64 bits; bit i is `is(i)`.
   template <class Is>
   FSSDP_FN u64 bits(Is is) const {
     const u32 low = __ballot_sync(ALL_LANES, is(in_warp())), high = __ballot_sync(ALL_LANES, is(in_warp() + WARP));
@@ -89,7 +90,7 @@ struct Device {
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(value) : "memory");
     return before;
   }
-  // Never through the read-only cache: peers write what this kernel reads while it runs.
+  // Not through the read-only cache, because peers write this memory while the kernel runs.
   FSSDP_FN Vector load(const Vector* at) const {
     Vector v;
     asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -111,7 +112,8 @@ struct Device {
   FSSDP_FN void store(T* at, T value) const {
     *(volatile T*)at = value;
   }
-  // The record lies in memory of the host. Nothing may compute with what did not come: the context ends here.
+  // The record is in host memory, so the process can print it after the trap. The trap aborts the
+  // context, so that no kernel computes with data that never arrived.
   FSSDP_FN void fail(Failure* record, const Failure& why) const {
     if (atomicCAS_system(&record->failed, 0u, 2u) == 0u) {
       record->rank = why.rank;
@@ -127,9 +129,9 @@ struct Device {
   }
 };
 
-// Of a block that moves bytes. That the number of threads is fixed leaves the addresses of a thread's vectors at fixed
-// distances. A thread has at most 128 registers, most of which hold what is under way: half of a multiprocessor's are left
-// to the blocks that compute.
+// Policy of a block that moves bytes. With a constant number of threads the addresses of a thread's
+// vectors have constant offsets. A thread has at most 128 registers, most of which hold loads in
+// flight. This leaves half of a multiprocessor's registers to blocks that compute.
 struct Wide : Device {
   enum { THREADS = 256 };
   FSSDP_FN u32 count() const { return THREADS; }
@@ -137,7 +139,7 @@ struct Wide : Device {
 
 }  // namespace fssdp
 
-// `transfers`: one per rank on this GPU.
+// `transfers`: one for each rank on this GPU.
 #define FSSDP_KERNEL(NAME, OP)                                                                                       \
   extern "C" __global__ void __launch_bounds__(fssdp::Wide::THREADS, 2) NAME(const fssdp::Transfer* transfers) {     \
     fssdp::Wide th;                                                                                                  \
@@ -146,13 +148,13 @@ struct Wide : Device {
 FSSDP_KERNEL(fssdp_gather, fssdp::Gather)
 FSSDP_KERNEL(fssdp_reduce, fssdp::Reduce)
 
-// One small block.
+// Launched with one small block.
 extern "C" __global__ void __launch_bounds__(96) fssdp_synchronize(const fssdp::Transfer* transfers, unsigned steps) {
   fssdp::Device th;
   fssdp::synchronize(th, transfers[blockIdx.y], steps);
 }
 
-// After the gate. One block.
+// Launched after the gate, with one block.
 extern "C" __global__ void __launch_bounds__(256, 1)
     fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, unsigned shared_bytes, int own,
                  int rank, int* parts) {
@@ -168,7 +170,8 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   fssdp::count_tokens(th, {tokens, tile}, experts, map, before, loads, arrived);
 }
 
-// There are about as many blocks as multiprocessors. Told nothing, the compiler aims at eight on each, and spills for it.
+// About one block per multiprocessor runs. Without the bound of 4 the compiler targets 8 blocks per
+// multiprocessor, and spills registers for it.
 #define FSSDP_REROUTE(BITS, TYPE)                                                                                     \
   extern "C" __global__ void __launch_bounds__(256, 4) fssdp_reroute_##BITS(                                          \
       unsigned tokens, unsigned tile, const int* group, const int* holders, const int* before, const int* parts,      \

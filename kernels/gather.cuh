@@ -10,7 +10,7 @@ struct alignas(VECTOR) Vector {
 
 FSSDP_FN bool aligned(u64 a, u64 b) { return ((a | b) & (VECTOR - 1)) == 0; }
 
-// `length` bytes, by the whole block; IN_FLIGHT accesses per thread.
+// Copy `length` bytes with the whole block, with IN_FLIGHT loads in flight per thread.
 template <int IN_FLIGHT, class Thread>
 FSSDP_FN void copy(Thread& th, u64 dst, u64 src, u64 length) {
   const u32 stride = th.count(), vectors = aligned(dst, src) ? (u32)(length / VECTOR) : 0u;
@@ -25,7 +25,8 @@ FSSDP_FN void copy(Thread& th, u64 dst, u64 src, u64 length) {
     for (int k = 0; k < IN_FLIGHT; ++k) th.store(to + i + k * stride, held[k]);
   }
   for (; i < vectors; i += stride) th.store(to + i, th.load(from + i));
-  for (u64 b = (u64)vectors * VECTOR + th.id(); b < length; b += stride)  // the tail, or all of what is not aligned
+  // Byte by byte: the tail, or everything if the addresses are not aligned.
+  for (u64 b = (u64)vectors * VECTOR + th.id(); b < length; b += stride)
     th.store((unsigned char*)dst + b, th.load((const unsigned char*)src + b));
 }
 

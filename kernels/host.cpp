@@ -1,5 +1,5 @@
-// The same transfers on the host: threads stand in for a GPU's. For tests of the schedule, and for CPU ranks of one
-// machine, whose memory is shared.
+// Execution policy of the host: CPU threads in place of GPU threads. For tests of the schedule, for
+// CPU ranks of one machine over shared memory, and for benchmarks.
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -11,13 +11,14 @@
 #include "sources.cuh"
 #include "transfer.cuh"
 
-#ifdef FSSDP_STALLS  // threads stop at random, so that rare orders come up
+// Threads stall at random, which exposes rare interleavings.
+#ifdef FSSDP_STALLS
 #include <random>
 #endif
 
 namespace fssdp {
 
-// __syncthreads_and.
+// Block barrier with the semantics of __syncthreads_and.
 class Barrier {
  public:
   explicit Barrier(u32 threads) : threads_(threads) {}
@@ -55,7 +56,7 @@ class Host {
   u32 count() const { return threads_; }
   u32 block() const { return block_; }
   u32 blocks() const { return blocks_; }
-  // Warps and teams have one lane.
+  // Warps and teams have one lane each.
   i32 warp_size() const { return 1; }
   i32 in_warp() const { return 0; }
   i32 warp() const { return (i32)id_; }
@@ -151,7 +152,8 @@ class Host {
   Barrier& barrier_;
 };
 
-// Counts the passes of the quotas, the holders of the longest walk in each pass, together, and the barriers.
+// Counter of the quotas' passes, of the holders visited by the longest loop of each pass (summed
+// over all passes), and of barriers.
 class Counter : public Host {
  public:
   Counter(const Host& th, i64* passes) : Host(th), passes_(passes) {}
@@ -169,7 +171,7 @@ class Counter : public Host {
   i32 longest_ = 0;
 };
 
-// One rank's grid, in which every thread calls `kernel`; returns when all have ended.
+// Run `kernel` in every thread of one rank's grid, and join the threads.
 template <class Kernel>
 void launch(Kernel kernel, u32 blocks, u32 threads) {
   std::vector<Barrier*> barriers;
@@ -189,7 +191,8 @@ void launch(Kernel kernel, u32 blocks, u32 threads) {
 }
 template <class Op>
 void run(const Transfer& t, u32 blocks, u32 threads) {
-  if (t.failure->failed) return;  // when the ranks were to meet
+  // The barrier before the transfer timed out.
+  if (t.failure->failed) return;
   launch([&t](Host& th) { transfer<Op>(th, t); }, blocks, threads);
 }
 void run_synchronize(const Transfer& t, u32 steps, u32 threads) {
@@ -228,7 +231,7 @@ int fssdp_synchronize(const fssdp::Transfer* t, unsigned steps) {
 }
 unsigned fssdp_size_of_transfer() { return sizeof(fssdp::Transfer); }
 
-// After the gate, each by one thread.
+// Kernels after the gate, each in one thread.
 void fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, unsigned shared_bytes, int own,
                   int rank, int* parts) {
   std::vector<long long> shared((shared_bytes + 7) / 8);
@@ -237,14 +240,14 @@ void fssdp_quotas(const int* group, const int* holders, const int* loads, long l
   };
   fssdp::launch(kernel, 1, 1);
 }
-// Of all sources, for tests and benchmarks, with 32 or 64 bits. 0: there are too many tokens for these.
-// parts: [N, 2 * R * P + E + 1]
+// Compute the parts of all sources, for tests and benchmarks, with integers of 32 or 64 bits.
+// Return 0 if the tokens are too many for this width. `parts`: [N, 2 * R * P + E + 1].
 int fssdp_quotas_of_all(const int* group, const int* holders, const int* loads, long long* work, int bits, int* parts) {
   return bits == 32 ? fssdp::quotas_of_all<int>(group, holders, loads, work, parts)
                     : fssdp::quotas_of_all<long long>(group, holders, loads, work, parts);
 }
-// passes: [PASSES + 2], zero at first: how often each was made, the holders that the longest walks of all passes visited,
-// and how many barriers there were.
+// Count the passes of the quotas. `passes`: [PASSES + 2], initially zero: number of passes of each
+// kind, holders visited by the longest loops of all passes, and number of barriers.
 void fssdp_quotas_passes(const int* group, const int* holders, const int* loads, long long* work, int* parts,
                          long long* passes) {
   const auto kernel = [&](fssdp::Host& host) {

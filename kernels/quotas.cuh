@@ -1,60 +1,73 @@
-// How many tokens of an expert each of its holders serves: the largest rank load becomes as small as it can be, and
-// tokens stay on their node where that allows it. Whole numbers, and the same on every rank.
+// Quotas: number of an expert's tokens that each holder serves. The largest rank load is minimal,
+// and tokens stay on their node where that allows it. All numbers are integers, equal on all ranks.
 //
-// 1. What starts on a node is dealt evenly to the expert's holders there; what starts on nodes without a holder goes
-//    where there is room.
-// 2. Tokens flow from ranks above the `level`, first the mean rank load, to ranks below it, over experts that both hold:
-//    breadth-first distances to the ranks below, then pushes along shortest ways, from far to near, all ranks at once
-//    (Dinic's blocking flows; the waves of Tarjan, "A simple version of Karzanov's blocking flow algorithm", 1984). The
-//    first few rounds move tokens only inside nodes, and such as were away from their node anyhow.
-// 3. Where no rank above the level reaches one below it, the ranks that cannot share their load equally among
-//    themselves at best: this is the new level (a cut; Dinkelbach's method finds the tightest in few rounds).
+// 1. Start: tokens that start on a node with holders of their expert are split evenly over these
+//    holders. Tokens that start on a node without a holder are assigned to ranks with room.
+// 2. Flow: tokens move from ranks above the `level` to ranks below it, over experts that both hold.
+//    The level is the upper bound on rank loads and starts at the mean rank load. A breadth-first
+//    search computes distances to the ranks below the level; then all ranks push concurrently
+//    along shortest paths, from far to near (Dinic's blocking flow, in the waves of Tarjan, "A
+//    simple version of Karzanov's blocking flow algorithm", 1984). In the first LOCAL_ROUNDS
+//    rounds only tokens that are away from their own node may change nodes.
+// 3. Cut: if a rank above the level reaches no rank below it, the ranks that reach none cannot pass
+//    on their tokens. At best their loads are equal: their mean load, a lower bound for every
+//    split, is the new level. Dinkelbach's method finds the tightest cut in few rounds.
 //
-// One block. A *team* of lanes takes a rank at a time, a lane one of its holders. The lanes of a warp add up together: all
-// teams of a warp come to a sum, or none (`places_end`). Whatever one thread writes and another reads has a barrier between
-// (`all`). Loops are not unrolled except where loads would wait for each other: the code of all passes has to stay in the
-// instruction cache, since each runs many times.
+// The kernel is one thread block. A *team* of lanes processes one rank at a time, each lane one of
+// the rank's holders. Sums over a warp are collective, so all teams of a warp reach one or none
+// (`places_end`). A barrier (`all`) separates every write from the reads of other threads. Loops
+// are rolled except where unrolling overlaps loads: each pass runs many times, so the code of all
+// passes has to fit into the instruction cache.
 //
-// Sets of ranks are bits, 64 to a word, in the order of nodes: bit `place`. A search of the ranks at each distance, the
-// *levels*, is a few words of logic per rank; where all ranks fit into one word, every warp makes it for itself, without a
-// barrier. What leaves an expert's holders at one level is added up per expert and per stretch (integers: in any order), and
-// dealt out by the bits of the next level, so that a push walks over no holders but those of its ranks.
+// A set of ranks is a bitmap of 64-bit words. The bit of a rank is its `place`, its position in
+// node order. The breadth-first search for the ranks at each distance (`levels`) costs a few word
+// operations per rank. If all ranks fit into one word, every warp runs the whole search
+// redundantly, without a barrier. Tokens that leave an expert's holders at one distance are summed
+// per expert and per stretch (integers, so the order of additions does not matter) and split by the
+// bits of the next distance. A push therefore visits only the holders of its own ranks.
 //
-// Int is the type of numbers of tokens: 32 bits, with all tables and working arrays in shared memory; or 64 bits in global
-// memory, where shared memory is too small, or a level on all ranks is 2^31 tokens and more. Words: 1, where there are 64
-// ranks at most; 0: any number. All give the same numbers.
+// Int, the type of token counts, is 32 bits, with all tables and working arrays in shared memory;
+// or 64 bits in global memory, if shared memory is too small or the level times the ranks is 2^31
+// or more. Words is 1 for up to 64 ranks, and 0 for any number of ranks. All variants compute the
+// same numbers.
 #pragma once
 #include "gate.cuh"
 
 namespace fssdp {
 
-enum { LOCAL_ROUNDS = 3, MAX_ROUNDS = 256, MAX_DEPTH = 4096 };  // MAX_DEPTH: distances looked at, over all rounds
-enum { SLACK = 4096 };  // the level may lie a part in SLACK above the least possible: it saves rounds
-// What a policy may count (`begins`): passes over ranks, each with a barrier behind it, and levels of a search. REACH: the
-// second pass of a round in which tokens stay on their nodes.
+// MAX_DEPTH: limit on the search's distances, summed over all rounds.
+enum { LOCAL_ROUNDS = 3, MAX_ROUNDS = 256, MAX_DEPTH = 4096 };
+// The level may exceed the smallest possible one by 1 / SLACK, which saves rounds.
+enum { SLACK = 4096 };
+// Passes that an execution policy may count (`begins`): passes over the ranks, each of which ends
+// with a barrier, and the distances of a search. REACH is the second pass of a local round.
 enum Pass { ROUND, LEVEL, RAISE, PUSH, ACCEPT, REACH, PASSES };
 enum { NO_WAY = 0, IN_NODE = 1, ANYWHERE = 2 };
 
 template <class Int>
 struct Work {
-  i64* partial;  // [threads]
-  u64* reach;    // [R, words] of a place: ranks to which tokens can go from it by one push
-  u64* levels;   // [R + 1, words] ranks that are so many pushes from one below the level
-  u64* known;    // [words] ranks at some level, where these are several words
+  i64* partial;  // [threads] one sum per warp
+  u64* reach;    // [R, words] by place: ranks that one push can move tokens to
+  u64* levels;   // [R + 1, words] by distance: ranks that many pushes away from one below the level
+  u64* known;    // [words] ranks with a known distance, where a set has several words
   Int* by_node;  // [K, E] tokens that start on a node
-  // Of the shared holders, by their entries (gate.cuh):
-  Int* served;   // [C] tokens that a holder serves
-  Int* taken;    // [C] of them, leaving by the last push of its rank; first the even start
-  Int* surplus;  // [C] tokens of the holder's stretch that do not start on its node, while tokens stay on their nodes
-  Int* base;     // [R] of a place: tokens of experts with one holder
-  Int* load;     // [R] of a place
-  Int* moved;    // [3, E + C] of three pushes in turn: tokens that left an expert's holders for any node, and, by the first
-                 // holder of a stretch, for the same node
-  Int* rest;     // [2, E] of two rounds in turn: tokens that left for ranks below the level and were not accepted
-  Int* serves;   // [C] at the end, by holder: `served`
-  Int* kept;     // [C] and of these the tokens that start on the holder's rank
+  // By the entries of shared holders (gate.cuh), [R * P]:
+  Int* served;   // tokens that the holder serves
+  Int* taken;    // tokens that left in the last push of its rank; before any push, the even start
+  Int* surplus;  // in local rounds: tokens of the holder's stretch that start on other nodes
+  // By place, [R]:
+  Int* base;     // tokens of experts with one holder
+  Int* load;     // tokens of all experts
+  // [3, E + R * P] for three pushes in turn (read, written, zeroed): tokens that left an expert's
+  // holders for any node, by expert, then for the same node, by the first holder of the stretch.
+  Int* moved;
+  // [2, E] for two rounds in turn: tokens that left for ranks below the level, less the accepted.
+  Int* rest;
+  // By holder, [R * P], at the end:
+  Int* serves;   // `served`
+  Int* kept;     // tokens among `serves` that start on the holder's rank
 };
-// `at`: aligned to 8 bytes.
+// Lay out the working arrays from `at` on, which is aligned to 8 bytes.
 template <class Int>
 FSSDP_FN Work<Int> work_at(i64* at, const Group& g, u32 threads) {
   const i32 most = g.ranks * g.per_rank, words = words_of(g);
@@ -71,12 +84,13 @@ FSSDP_FN Work<Int> work_at(i64* at, const Group& g, u32 threads) {
   w.load = w.base + g.ranks;
   w.moved = w.load + g.ranks;
   w.rest = w.moved + 3 * (g.experts + most);
-  w.serves = w.moved;  // nothing moves any more
+  // `serves` and `kept` reuse the memory of `moved`: they are written after the last push.
+  w.serves = w.moved;
   w.kept = w.serves + most;
   return w;
 }
 
-// A set of ranks: the word itself, where there is one; else where its words are.
+// Set of ranks: by value if it is one word, else a pointer to its words.
 template <i32 Words>
 struct RankSet {
   u64 bits;
@@ -87,7 +101,7 @@ struct RankSet<0> {
   const u64* at;
   FSSDP_FN u64 word(i32 v) const { return at[v]; }
 };
-// The bits of the places from `first` to before `last` in word v.
+// Bits of word v for the places in [first, last).
 FSSDP_FN u64 bits_below(i32 place) { return place >= 64 ? ~0ull : place > 0 ? (1ull << place) - 1 : 0; }
 FSSDP_FN u64 bits_between(i32 v, i32 first, i32 last) { return bits_below(last - 64 * v) & ~bits_below(first - 64 * v); }
 
@@ -98,15 +112,19 @@ struct Quotas {
   const Holders& h;
   const Work<Int>& w;
   Int level;
-  bool local;     // tokens leave a node only if they do not start there
-  bool returning;  // not all that the last push took was accepted
+  // In local rounds a token leaves a node only if it does not start there.
+  bool local;
+  // The last round took tokens that were not all accepted.
+  bool returning;
   i32 round;
-  i32 pushed;  // passes that took tokens from ranks, in all rounds
-  // Ranks at the level that pushes next, at the one that it pushes to, and at any.
+  // Number of passes that took tokens from ranks, over all rounds.
+  i32 pushed;
+  // Ranks at the distance that pushes next, ranks at the distance that receives, and all ranks with
+  // a known distance.
   RankSet<Words> here, next, known;
 
   FSSDP_FN bool is_shared(i32 expert) const { return h.begin[expert + 1] - h.begin[expert] > 1; }
-  // The expert of a place's n-th entry, or -1.
+  // Expert of a place's n-th entry, or -1.
   FSSDP_FN i32 expert_of(i32 place, i32 n) const {
     return n < h.most_shared ? h.entry_expert[place * g.per_rank + n] : -1;
   }
@@ -118,8 +136,8 @@ struct Quotas {
     for (i32 k = 0; k < g.nodes; ++k) sum += w.by_node[(i64)k * g.experts + expert];
     return sum;
   }
-  // All teams of a warp go through a loop over ranks as often as one of them, and all lanes of a team through one over
-  // its holders.
+  // Loop bounds, rounded up so that all teams of a warp make the same number of iterations over
+  // ranks, and all lanes of a team the same number over its holders: sums inside are collective.
   FSSDP_FN i32 places_end() const { return (g.ranks + th.warp_teams() - 1) / th.warp_teams() * th.warp_teams(); }
   FSSDP_FN i32 shared_end() const { return (h.most_shared + th.lanes() - 1) / th.lanes() * th.lanes(); }
   FSSDP_FN Int level_of(Int tokens, Int ranks) const {
@@ -131,17 +149,18 @@ struct Quotas {
   FSSDP_FN Int* moved_by(i32 push) const { return w.moved + push % 3 * moved_size(); }
   FSSDP_FN Int* rest_of(i32 which) const { return w.rest + which % 2 * g.experts; }
 
-  // The largest sum there is: of what all ranks have below the level.
+  // The largest sum is the room of all ranks below the level.
   FSSDP_FN bool fits() const { return sizeof(Int) > sizeof(i32) || (i64)level * g.ranks < (1ll << 31); }
 
-  // The first level: the mean rank load. False: Int is too small.
+  // Set the first level, the mean rank load. Return false if Int is too narrow.
   FSSDP_FN bool count(const i32* loads) {
     i64 mine = 0;
     FSSDP_ROLLED
     for (i32 i = th.id(); i < g.nodes * g.experts; i += th.count()) {
       const i32 k = i / g.experts, expert = i % g.experts;
       i64 sum = 0;
-      FSSDP_UNROLL_8  // one after the other, loads from global memory would take most of the kernel's time
+      // Sequential loads from global memory would take most of the kernel's time.
+      FSSDP_UNROLL_8
       for (i32 s = g.first_source[g.first_rank[k]]; s < g.first_source[g.first_rank[k + 1]]; ++s)
         sum += loads[(i64)g.order[s] * g.experts + expert];
       w.by_node[i] = (Int)sum;
@@ -160,6 +179,7 @@ struct Quotas {
     return fits();
   }
 
+  // Split the tokens that start on a node evenly over the expert's holders on this node.
   FSSDP_FN void deal_local() {
     FSSDP_ROLLED
     for (i32 r = th.team(); r < places_end(); r += th.teams()) {
@@ -187,6 +207,8 @@ struct Quotas {
     th.all(true);
   }
 
+  // Split the tokens that start on nodes without a holder by the holders' room below the level, or
+  // evenly if no holder has room.
   FSSDP_FN void deal_foreign() {
     FSSDP_ROLLED
     for (i32 c = th.id(); c < h.begin[g.experts]; c += th.count()) {
@@ -209,7 +231,8 @@ struct Quotas {
     th.all(true);
   }
 
-  // What left a holder by the last push and was not accepted: it stays where it was. `at`: its entry; `place`: of its rank.
+  // Tokens that left a holder in the last push and were not accepted; they return to the holder.
+  // `at`: entry of the holder; `place`: place of its rank.
   FSSDP_FN Int given_back(i32 expert, i32 at, i32 place) const {
     const Int rest = rest_of(round - 1)[expert];
     const u64* pushing = w.levels + words();
@@ -226,7 +249,8 @@ struct Quotas {
     return Deal<Int, Thread>(th, all).part(rest, before, w.taken[at]);
   }
 
-  // Begins a round: loads, and to which ranks tokens can go. False: no rank is above the level.
+  // Begin a round: update loads, and the sets of ranks that tokens can move to. Return false if no
+  // rank is above the level.
   FSSDP_FN bool begin_round() {
     th.begins(ROUND);
     if (++round > LOCAL_ROUNDS) local = false;
@@ -263,13 +287,13 @@ struct Quotas {
     return !th.all(balanced);
   }
 
-  // `bits`: those that a lane knows of.
+  // Store the union of the lanes' sets as word v of the place's set.
   FSSDP_FN void reaches(i32 place, i32 v, u64 bits) const {
     bits = th.either(bits);
     if (th.lane() == 0 && place < g.ranks) w.reach[(i64)place * words() + v] = bits;
   }
 
-  // To which ranks tokens can go while none leaves a node on which it starts.
+  // Compute the sets of ranks that tokens can move to if no token leaves the node it starts on.
   FSSDP_FN void reach_in_nodes() {
     th.begins(REACH);
     FSSDP_ROLLED
@@ -299,8 +323,9 @@ struct Quotas {
     return sum;
   }
 
-  // Finds the levels, until every rank above the level is at one, or no further rank: false. `deepest`: the last level;
-  // `depths` counts them.
+  // Find the ranks at each distance. Return true once every rank above the level has a distance,
+  // false if some rank above the level has none and no further rank is found. `deepest`: the last
+  // distance; `depths`: incremented per distance.
   FSSDP_FN bool search(i32& deepest, i32& depths) {
     deepest = 0;
     if constexpr (Words == 1) {
@@ -343,8 +368,8 @@ struct Quotas {
     }
   }
 
-  // Where a set of ranks is several words. Ranks that are so many pushes from one below the level; `none`: there are none.
-  // True: every rank above the level is known.
+  // Find the ranks at distance `pushes`, for sets of several words. `none`: no rank was found.
+  // Return true if every rank above the level has a distance.
   FSSDP_FN bool find_level(i32 pushes, bool& none) const {
     th.begins(LEVEL);
     const u64* last = w.levels + (i64)(pushes - 1) * words();
@@ -373,7 +398,7 @@ struct Quotas {
     return th.all(all);
   }
 
-  // Some rank above the level reaches none below it: a higher level.
+  // Raise the level to the cut's mean load, because a rank above the level reaches none below it.
   FSSDP_FN void raise() {
     th.begins(RAISE);
     Int tokens = 0, ranks = 0;
@@ -389,7 +414,9 @@ struct Quotas {
     th.all(true);
   }
 
-  // How the tokens of a holder on the rank at `place` can leave by a push. `at`: its entry.
+  // Destination of a holder's tokens in a push: its own node if a receiver there holds the expert,
+  // else any node (in local rounds only for a surplus), else none. `at`: entry of the holder;
+  // `place`: place of its rank.
   FSSDP_FN i32 way_of(i32 expert, i32 at, i32 place) const {
     u64 inside = 0, all = 0;
     FSSDP_ROLLED
@@ -402,7 +429,8 @@ struct Quotas {
     return all && (!local || w.surplus[at] > 0) ? ANYWHERE : NO_WAY;
   }
 
-  // The sum over an expert's holders at this level: of each its room below the level, at 0, and else 1.
+  // Sum of weights over an expert's holders with places in [first, last) at distance `pushes`. The
+  // weight is the room below the level at distance 0, and 1 at other distances.
   FSSDP_FN Int weight(i32 expert, i32 first, i32 last, i32 pushes) const {
     Int sum = 0;
     FSSDP_ROLLED
@@ -419,8 +447,9 @@ struct Quotas {
     return sum;
   }
 
-  // What comes to a holder of a rank at `pushes`: its part of what the push before took from the holders of its expert one
-  // push farther, on the same node or on all. `moved`: by that push.
+  // Tokens that arrive at a holder of a rank at distance `pushes`: its part of the tokens that the
+  // previous push (`moved`) took from the expert's holders at the next larger distance, on the same
+  // node or on all nodes.
   FSSDP_FN Int coming(i32 expert, i32 at, i32 place, i32 pushes, const Int* moved) const {
     const Int anywhere = moved[expert], inside = moved[g.experts + h.entry_stretch[at]];
     if (!(anywhere | inside)) return 0;
@@ -437,9 +466,10 @@ struct Quotas {
     return sum;
   }
 
-  // Ranks at `pushes` get what was taken for them. What they then have above the level they let go out of what they serve:
-  // first what stays on its node. Ranks below the level, at 0, accept no more than they have room for. `before`: the push
-  // before took something. False: no rank had anything above the level.
+  // Ranks at distance `pushes` receive their part of the tokens that the previous push took. They
+  // release the excess over the level, first tokens that stay on the node. Ranks below the level
+  // (distance 0) accept at most their room. `before`: the previous push took tokens. Return false
+  // if no rank had tokens above the level.
   FSSDP_FN bool push(i32 pushes, bool before) {
     th.begins(pushes ? PUSH : ACCEPT);
     const Int* came = moved_by(pushed);
@@ -459,7 +489,8 @@ struct Quotas {
         if (expert < 0) break;
         const Int got = (before ? coming(expert, at, p, pushes, came) : 0) + (pushes ? w.served[at] : 0);
         load += got;
-        // What may leave is kept for the second loop: on its node below zero.
+        // Until the second loop `taken` holds the tokens that may leave. A negative value, -1 - n,
+        // marks n tokens that stay on the node.
         Int leaves = got;
         if (pushes) {
           w.served[at] = got;
@@ -512,11 +543,12 @@ struct Quotas {
     }
   }
 
-  // False: Int is too small.
+  // Run rounds until no rank is above the level or a limit is reached. Return false if Int is too
+  // narrow.
   FSSDP_FN bool balance() {
     i32 depths = 0;
     local = g.nodes > 1;
-    // The last time, nothing begins but what was not accepted is given back.
+    // The last call of `begin_round` starts no round: it returns tokens that were not accepted.
     FSSDP_ROLLED
     while (begin_round() && round <= MAX_ROUNDS && depths < MAX_DEPTH) {
       if (local) reach_in_nodes();
@@ -538,7 +570,7 @@ struct Quotas {
     return true;
   }
 
-  // False: Int is too small.
+  // Compute `served` of all shared holders. Return false if Int is too narrow.
   FSSDP_FN bool solve(const i32* loads) {
     if (!count(loads)) return false;
     deal_local();

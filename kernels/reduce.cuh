@@ -1,4 +1,5 @@
-// The sums of a step: one pass over fp32 memory, in a fixed order of sources, so bitwise the same in every run.
+// Sums of a step: one pass over fp32 memory. The order of the sources is fixed, so the result is
+// bitwise repeatable.
 #pragma once
 #include "gather.cuh"
 
@@ -41,12 +42,13 @@ FSSDP_FN void add_all(Vector* total, const Vector* held) {
   }
 }
 
-// What is summed: the sources in order, and last the destination where the sum is added to it.
+// Operands: the sources in order, and last the destination if the sum is added to it.
 FSSDP_FN u32 terms(const Sum& s) { return s.sources + (s.flags & ADD ? 1u : 0u); }
 FSSDP_FN u64 term(const Sum& s, const Source* sources, u32 k) { return k < s.sources ? sources[k].src : s.dst; }
 
-// VECTORS vectors of all terms, the block's threads apart, from byte `at` on. Those of two terms are asked for before the
-// first is waited for, and while those of one are added, those of the next are under way.
+// Sum VECTORS vectors of all terms per thread, from byte `at` on, with a stride of the block's
+// threads. The loads of two terms are issued before the first is awaited; while one term is added,
+// the loads of the next are in flight.
 template <int VECTORS, class Thread>
 FSSDP_FN void sum_vectors(Thread& th, const Sum& s, const Source* sources, u64 at) {
   const u32 stride = th.count(), count = terms(s);
@@ -64,7 +66,7 @@ FSSDP_FN void sum_vectors(Thread& th, const Sum& s, const Source* sources, u64 a
   store_all<VECTORS>(th, total, s.dst + at, stride);
 }
 
-// One vector of all terms.
+// Sum one vector of all terms.
 template <class Thread>
 FSSDP_FN void sum_vector(Thread& th, const Sum& s, const Source* sources, u64 at) {
   Vector total = th.load((const Vector*)(sources[0].src + at));
@@ -84,7 +86,7 @@ FSSDP_FN void sum_element(Thread& th, const Sum& s, const Source* sources, u64 a
   th.store((u32*)(s.dst + at), total);
 }
 
-// One tile, by the whole block.
+// Sum one tile with the whole block.
 template <int IN_FLIGHT, class Thread>
 FSSDP_FN void sum_tile(Thread& th, const Sum& s, const Source* sources, u32 tile, bool vectors) {
   const Span part = span(s.elements * 4, tile, s.first_tile);
@@ -99,8 +101,8 @@ FSSDP_FN void sum_tile(Thread& th, const Sum& s, const Source* sources, u32 tile
     sum_element(th, s, sources, part.begin + b);
 }
 
-// The block waits for the sources of all its tiles. Not for each tile before its sum: which ones have been awaited would
-// take registers from what is under way.
+// Wait, with the whole block, for the sources of all its tiles. A wait before the sum of each tile
+// would keep the set of ready ranks in registers, which the loads in flight need.
 template <class Thread>
 FSSDP_FN bool await_sources(Thread& th, const Transfer& t, u32 step) {
   const Step& todo = t.steps[step];

@@ -1,8 +1,9 @@
-// From experts to physical experts: which holder each token of this source goes to, and back for gradients.
+// Routing map and probabilities of one source over physical experts, and their gradient.
 //
-// Tokens are cut into tiles. `count_tokens` counts each tile's tokens per expert; the last block to finish turns counts
-// into the tokens before each tile, and adds up the source's loads. `reroute` walks down the columns of the physical
-// experts: a thread has one, and sees by the position of a token among those of its expert whether it is its own.
+// Tokens are cut into tiles. `count_tokens` counts the tokens of each tile per expert. The last
+// block to finish replaces the counts by prefix sums, the tokens before each tile, and writes the
+// source's loads. `reroute` processes one column of a physical expert per thread. A token belongs
+// to the column if its index among the tokens of its expert is in the holder's range.
 #pragma once
 #include "gate.cuh"
 
@@ -11,15 +12,19 @@ namespace fssdp {
 typedef unsigned char u8;
 
 struct Tokens {
-  u32 tokens, tile;  // tile: tokens of one
+  u32 tokens, tile;  // tile: number of tokens of a tile
   FSSDP_FN u32 tiles() const { return (tokens + tile - 1) / tile; }
   FSSDP_FN u32 begin(u32 i) const { return i * tile; }
   FSSDP_FN u32 end(u32 i) const { return tokens - i * tile < tile ? tokens : (i + 1) * tile; }
 };
-enum { TOGETHER = 8 };         // tokens whose choices a thread loads before it uses the first
-enum { TILES_TOGETHER = 8 };   // tiles whose counts the last block loads before it adds them up: nothing hides a load then
+// Tokens whose choices a thread loads before it uses the first.
+enum { TOGETHER = 8 };
+// Tiles whose counts the last block loads before it adds the first. At that time no other block
+// runs that could hide the latency of the loads.
+enum { TILES_TOGETHER = 8 };
 
-// before: [tiles, E], loads: [E], map: [T, E], arrived: zero before and after.
+// Count tokens per tile and expert. `before`: [tiles, E] result, tokens before each tile; `loads`:
+// [E] result; `map`: [T, E] routing map; `arrived`: counter of blocks, zero before and after.
 template <class Thread>
 FSSDP_FN void count_tokens(Thread& th, const Tokens& t, u32 experts, const u8* map, i32* before, i32* loads, u32* arrived) {
   for (u32 tile = th.block(); tile < t.tiles(); tile += th.blocks())
@@ -54,9 +59,9 @@ FSSDP_FN void count_tokens(Thread& th, const Tokens& t, u32 experts, const u8* m
   }
 }
 
-// What a physical expert takes of its expert's tokens: those at places [begin, end) among them.
+// Range [begin, end) of its expert's tokens that a physical expert computes.
 struct Part {
-  i32 expert, begin, end;  // expert: -1 of an empty slot
+  i32 expert, begin, end;  // expert: -1 for an empty slot
 };
 FSSDP_FN Part part_of(const Holders& h, const i32* last, i32 physical) {
   const i32 c = h.held[physical];
@@ -65,7 +70,9 @@ FSSDP_FN Part part_of(const Holders& h, const i32* last, i32 physical) {
   return {expert, c == h.begin[expert] ? 0 : last[c - 1], last[c]};
 }
 
-// out_map: [T, R * P], out: [T, R * P] probabilities as bits, of which a chosen one is at least `least`.
+// Write the routing map and the probabilities over physical experts. `out_map`: [T, R * P]; `out`:
+// [T, R * P] probabilities as bits; the probability of a chosen expert is raised to at least
+// `least`.
 template <class Bits, class Thread>
 FSSDP_FN void reroute(Thread& th, const Tokens& t, const i32* group, const i32* holders, const i32* before,
                       const i32* parts, const u8* map, const Bits* probs, Bits least, u8* out_map, Bits* out) {
@@ -101,14 +108,14 @@ FSSDP_FN void reroute(Thread& th, const Tokens& t, const i32* group, const i32* 
   }
 }
 
-// The gradient of `out` [T, R * P], wherever its rows and columns lie: Megatron's permutation makes it column by column.
+// Gradient of `out`, [T, R * P] with any strides: Megatron's permutation writes it column-major.
 template <class Bits>
 struct Gradient {
   const Bits* at;
-  u64 row, column;  // elements from one to the next
+  u64 row, column;  // strides in elements
 };
 
-// The gradient of `probs` [T, E].
+// Compute the gradient of `probs`, [T, E], from the gradient of `out`.
 template <class Bits, class Thread>
 FSSDP_FN void reroute_gradient(Thread& th, const Tokens& t, u32 experts, u32 columns, const i32* before, const i32* parts,
                                const u8* map, const Gradient<Bits>& out, Bits* grad) {

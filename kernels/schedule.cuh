@@ -1,10 +1,11 @@
-// What a transfer does, as every rank is told, and the walk through it. No #include: nvcc, NVRTC and g++ compile the
-// same text. Every decision is taken here and in the three files beside it (which tile, which flag, which order, what is
-// left at the end of a chunk); `Thread`, the execution policy, only knows how to load, store and wait.
+// Description of a transfer, and iteration over its tiles. Without an #include, so that nvcc, NVRTC
+// and g++ compile the same text. This file, signals.cuh, gather.cuh and reduce.cuh decide the
+// tiles, flags, order and remainders; `Thread`, the execution policy, only loads, stores and waits.
 //
-// A transfer is a few steps. In each, a rank reads what others have (it *pulls*); what one step writes, others may read
-// in the next. So that nobody reads too early or overwrites too early, every rank tells those it deals with how many
-// steps it has finished: one counter per pair of ranks, `progress`, which only grows (signals.cuh).
+// A transfer has a few steps. In each step a rank reads from its peers' memory (it *pulls*). Peers
+// may read in the next step the bytes that this step wrote. To prevent early reads and early
+// overwrites, every rank signals the number of steps that it has finished to each of its peers: one
+// counter per pair of ranks, `progress`, which only increases (signals.cuh).
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -27,28 +28,33 @@ typedef unsigned int u32;
 typedef int i32;
 typedef unsigned long long u64;
 
-enum { MAX_RANKS = 72, MAX_STEPS = 4, VECTOR = 16 };  // VECTOR: bytes per access
+// VECTOR: bytes per access.
+enum { MAX_RANKS = 72, MAX_STEPS = 4, VECTOR = 16 };
 #ifndef FSSDP_TILE
 #define FSSDP_TILE 65536
 #endif
-enum { TILE = FSSDP_TILE };  // bytes a block copies, or reads of every source, between two looks at the schedule
-enum { LOCAL = -1 };         // the source is on this rank, and ready
+// Bytes that a block copies, or reads from every source, between two lookups in the schedule.
+enum { TILE = FSSDP_TILE };
+// Instead of a rank: the source is on this rank, and ready.
+enum { LOCAL = -1 };
 
-// Copy `bytes` from `src`, on `rank` or LOCAL, to `dst`. Addresses as this rank sees them, of any alignment.
+// Copy of `bytes` from `src`, on `rank` or LOCAL, to `dst`. Addresses are in this rank's address
+// space, with any alignment.
 struct Copy {
   u64 src, dst, bytes;
   i32 rank;
-  u32 first_tile;  // tiles of the copies before it in the step
+  u32 first_tile;  // number of tiles of the step's earlier copies
 };
 
-// One gradient of a sum.
+// One source of a sum: a gradient.
 struct Source {
   u64 src;
   i32 rank;
   u32 reserved;
 };
 
-// dst[i] = s0[i] + s1[i] + ... for `elements`, all fp32, in order of the sources. dst may be one of its own sources.
+// Sum dst[i] = s0[i] + s1[i] + ... over `elements`, all fp32, in the order of the sources. The
+// destination may be one of its own sources.
 struct Sum {
   u64 dst, elements;
   u32 first_source, sources;
@@ -56,29 +62,30 @@ struct Sum {
 };
 enum { ADD = 1 };  // flags: dst[i] += the sum
 
-// What one rank does in one step; copies and sums are arrays in this rank's memory.
+// Work of one rank in one step. The copies, or sums, are an array in this rank's memory.
 struct Step {
   const void* items;  // Copy or Sum
   const Source* sources;
   u32 count, tiles;
 };
 
-// A set of ranks.
+// Set of ranks, one bit per rank.
 struct Ranks {
-  u64 low, high;  // a bit each
+  u64 low, high;
 };
 
-// Why a wait ended without its signal.
+// Record of a wait that timed out. `expected` and `seen` count steps from `begin`, which identifies
+// the transfer.
 struct Failure {
-  u32 failed, rank, peer, expected, seen, begin;  // expected and seen: steps since begin, which tells the transfer
+  u32 failed, rank, peer, expected, seen, begin;
 };
 
 struct Transfer {
-  u32* progress;                     // [world]: what others told this rank
-  u32* progress_at[MAX_RANKS];       // where to tell them: their `progress`
-  u32* arrived;                      // [MAX_STEPS] blocks that finished a step; zero before and after
+  u32* progress;                     // [world] by peer: steps that it has finished
+  u32* progress_at[MAX_RANKS];       // by peer: address of its `progress`
+  u32* arrived;                      // [MAX_STEPS] blocks that finished a step; 0 between transfers
   Failure* failure;
-  Ranks peers;                       // whom this rank reads from, or is read by
+  Ranks peers;                       // ranks that this rank reads from, or that read from it
   u64 timeout;                       // per wait, in ticks of the policy's clock
   Step steps[MAX_STEPS];
   u32 num_steps;
@@ -96,7 +103,7 @@ FSSDP_FN void put(Ranks& ranks, i32 rank) {
     ranks.high |= 1ull << (rank - 64);
 }
 
-// The part of an item that one tile covers, in bytes of `size`.
+// Part of an item's `size` bytes that one tile covers.
 struct Span {
   u64 begin, length;
 };
@@ -105,7 +112,7 @@ FSSDP_FN Span span(u64 size, u32 tile, u32 first_tile) {
   return {begin, size - begin < TILE ? size - begin : (u64)TILE};
 }
 
-// Moves to the item that `tile` belongs to; tiles of a block ascend, so it never goes back.
+// Advance to the item that contains `tile`. Tiles of a block ascend, so the index never decreases.
 template <class Item>
 FSSDP_FN u32 seek(const Item* items, u32 count, u32 at, u32 tile) {
   while (at + 1 < count && items[at + 1].first_tile <= tile) ++at;

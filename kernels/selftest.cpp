@@ -1,12 +1,15 @@
-// Threads as ranks: runs a script of writes, transfers and checks, every rank on a thread of its own and as fast as it
-// likes, so that the only order between ranks is the one the transfers make. tests/support/scripts/kernel_scripts.py writes the
-// scripts, with the schedules that training uses; ThreadSanitizer and AddressSanitizer watch.
+// Threads as ranks, for ThreadSanitizer and AddressSanitizer. Runs a script of writes, transfers
+// and checks. Every rank is a free-running thread, so that only the transfers order the ranks.
+// tests/support/scripts/kernel_scripts.py writes the scripts, with the schedules of training.
 //
-//     g++ -std=c++17 -pthread -fsanitize=thread -DFSSDP_STALLS -o selftest selftest.cpp && ./selftest SCRIPT
+//     g++ -std=c++17 -pthread -fsanitize=thread -DFSSDP_STALLS -o selftest selftest.cpp
+//     ./selftest SCRIPT
 //
-// A script is u64 words: ranks, bytes of memory per rank, blocks, threads, and what the progress counters, which lie first
-// in memory, start at; then for each rank the number of words that follow and these: operations, each with an address, a
-// number of bytes, and them. Rank r's memory lies at (r + 1) << 40, until it is relocated here.
+// A script is u64 words. The header is: ranks, bytes of memory per rank, blocks, threads, initial
+// value of the progress counters, which are at the beginning of each rank's memory. For each rank
+// follow the number of its words and its operations. An operation is a code, an address, a number
+// of bytes, and the bytes. In a script the memory of rank r begins at (r + 1) << 40; this program
+// relocates the addresses.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -18,8 +21,8 @@ namespace {
 
 using namespace fssdp;
 
-// Write the bytes, or compare them with what is there; or they are the program of a transfer. COPIES is a gather of which
-// the kernels only make the signals.
+// WRITE writes the bytes; CHECK compares them with memory. In the others the bytes are the program
+// of a transfer. COPIES is a gather whose kernels only exchange signals.
 enum Operation : u64 { WRITE, CHECK, GATHER, REDUCE, COPIES };
 
 std::vector<char*> memory;
@@ -59,7 +62,7 @@ const Transfer& load(u64 address, const void* program, u64 size, bool sums) {
   return t;
 }
 
-// As copy engines would: between the signals, in no particular order.
+// Copy in place of copy engines: between the signals, in arbitrary order.
 void copies(const Transfer& t, u32 threads) {
   for (u32 s = 0; s <= t.num_steps; ++s) {
     run_synchronize(t, s, threads);

@@ -1,10 +1,12 @@
-// One block as threads, and teams of lanes among them, for the kernels after the gate: ThreadSanitizer and
-// AddressSanitizer watch, and what comes out is compared with what a file says. tests/routing/test_gate_kernels.py
-// writes the files.
+// Threads as one block with teams of lanes, for the kernels after the gate, under ThreadSanitizer
+// and AddressSanitizer. Compares the results with the expected ones of a file, which
+// tests/routing/test_gate_kernels.py writes.
 //
-//     g++ -std=c++17 -pthread -fsanitize=thread -DFSSDP_STALLS -o selftest_gate selftest_gate.cpp && ./selftest_gate FILE
+//     g++ -std=c++17 -pthread -fsanitize=thread -DFSSDP_STALLS -o selftest_gate selftest_gate.cpp
+//     ./selftest_gate FILE
 //
-// A file is arrays, each a u64 number of bytes and them, in the order in which `main` reads them.
+// A file is a sequence of arrays, in the order in which `main` reads them. An array is a u64 number
+// of bytes, then the bytes.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -15,14 +17,15 @@ namespace {
 
 using namespace fssdp;
 
-// Lanes that exchange values as a GPU's do: all of a warp must come, or none does.
+// Exchange of values between the lanes of a warp. As on a GPU it is collective: all lanes of the
+// warp take part, or none.
 struct Warp {
   explicit Warp(u32 lanes) : barrier(lanes), values(lanes) {}
   Barrier barrier;
   std::vector<i64> values;
 };
 
-// Two teams are a warp where that leaves more than one warp.
+// A warp has two teams if that leaves more than one warp.
 i32 teams_of_warp(i32 teams) { return teams > 2 && teams % 2 == 0 ? 2 : 1; }
 
 class Lanes : public Host {
@@ -55,7 +58,8 @@ class Lanes : public Host {
   }
   u64 either(u64 bits) {
     u64 all = 0;
-    for (i32 half = 0; half < 2; ++half)  // bit by bit, since `over` adds
+    // Bit by bit, because `over` adds.
+    for (i32 half = 0; half < 2; ++half)
       for (i32 i = 32 * half; i < 32 * half + 32; ++i) all |= (u64)(sum<i64>(bits >> i & 1) != 0) << i;
     return all;
   }
@@ -68,7 +72,8 @@ class Lanes : public Host {
   bool warp_any(bool value) { return warp_sum<i64>(value) != 0; }
 
  private:
-  i32 first() const { return in_warp() / lanes_ * lanes_; }  // of its team
+  // First lane of this lane's team, within the warp.
+  i32 first() const { return in_warp() / lanes_ * lanes_; }
   i64 over(i64 value, i32 begin, i32 end) {
     Warp& own = *warps_[warp()];
     own.values[in_warp()] = value;
@@ -84,7 +89,7 @@ class Lanes : public Host {
 
 FILE* file;
 
-// Arrays end where their memory does, so that AddressSanitizer sees what goes too far.
+// Array that fills its allocation, so that AddressSanitizer detects an access past the end.
 template <class T>
 struct Array {
   u64 bytes = 0;
@@ -125,7 +130,8 @@ int main(int argc, char** argv) {
 
   Array<i64> work((u64)n[WORK]), shared((u64)n[SHARED] / 8);
   Array<i32> parts(parts_wanted.bytes / 4), before(before_wanted.bytes / 4), own_loads(loads_wanted.bytes / 4);
-  std::memcpy(parts.at, parts_wanted.at, parts.bytes);  // what lies beyond the last holder is not written
+  // The kernel does not write the entries past the last holder.
+  std::memcpy(parts.at, parts_wanted.at, parts.bytes);
   for (i32 c = 0; c < holders.at[1 + n[EXPERTS]]; ++c) parts.at[c] = -1;
   std::vector<Warp*> warps;
   const i32 in_warp = n[LANES] * teams_of_warp(n[THREADS] / n[LANES]);

@@ -1,12 +1,14 @@
-// Which of one source's tokens go to which holder. The tokens of an expert are laid on a line by the rank they start on,
-// and the holders' places on another; a source sends where its stretch of the first overlaps a holder's of the second:
-// first what stays on its own rank, then, without that, what stays on its node, then the rest.
+// Split of one source's tokens over holders. The tokens of an expert are numbered in order of the
+// rank they start on; the room of its holders is numbered in order of the holders. Where a source's
+// range of tokens overlaps a holder's range of room, the source sends its tokens to the holder.
+// This happens in three steps: tokens that stay on their own rank, further tokens that stay on
+// their node, and the rest.
 #pragma once
 #include "quotas.cuh"
 
 namespace fssdp {
 
-// Places on a line, from begin to before end.
+// Range [begin, end) of numbers of tokens or of room.
 template <class Int>
 struct Places {
   Int begin, end;
@@ -31,7 +33,7 @@ struct Sources {
     for (i32 s = first; s < last; ++s) sum += loads[(i64)g.order[s] * g.experts + expert];
     return sum;
   }
-  // Tokens of its own rank that a holder serves: counted once, by the whole block.
+  // Compute the tokens of its own rank that each holder serves, once, with the whole block.
   template <class Thread>
   FSSDP_FN void keep(Thread& th) const {
     FSSDP_ROLLED
@@ -44,9 +46,11 @@ struct Sources {
     th.all(true);
   }
   FSSDP_FN Int kept(i32 c) const { return w.kept[c]; }
-  // What the holders from c on, on one node, keep of their own ranks' tokens, and have room for beside.
+  // Sums over the holders of one stretch from c on. `kept`: tokens that they serve of their own
+  // ranks; `room`: tokens that they serve beyond `kept`; `met`: further tokens that start on the
+  // node and find room in it; `end`: end of the stretch.
   struct Node {
-    Int kept, room, met;  // met: tokens of the node's other ranks that find room there
+    Int kept, room, met;
     i32 end;
   };
   FSSDP_FN Node node_from(i32 c) const {
@@ -62,16 +66,20 @@ struct Sources {
     return n;
   }
 
-  // Writes `last`, for each holder of a shared `expert`: the source's tokens, in order, before `last` and not before
-  // that of the holder before it are its own. `own`: the source's place in g.order; `rank`: its own.
+  // Write `last` for each holder of a shared `expert`: the source's tokens, in order, from the
+  // previous holder's `last` to its own are routed to the holder. `own`: index of the source in
+  // g.order; `rank`: rank of the source.
   FSSDP_FN void deal(i32 expert, i32 own, i32 rank, i32* last) const {
     const i32 source = g.order[own], begin = h.begin[expert], end = h.begin[expert + 1];
     const i32 node = g.node[rank], first = sources_begin(g, rank);
     const Int mine = loads[(i64)source * g.experts + expert], earlier = between(first, own, expert);
 
-    Int own_kept = 0, kept_before = 0;          // by the own rank's holder; by those of the node before it
-    Int away = 0;                               // tokens that leave the nodes before this one
-    Int met = 0;                                // on this node
+    // Tokens kept by the holder on this rank, and by the holders before it on this node.
+    Int own_kept = 0, kept_before = 0;
+    // Tokens that leave the nodes before this node.
+    Int away = 0;
+    // `met` of this node.
+    Int met = 0;
     FSSDP_ROLLED
     for (i32 k = 0; k < node; ++k) away += w.by_node[(i64)k * g.experts + expert];
     FSSDP_ROLLED
@@ -94,7 +102,8 @@ struct Sources {
         leaves_rank.after(between(g.first_source[g.first_rank[node]], first, expert) - kept_before);
     const Places<Int> leaves_node = on_node.without(met).after(away);
 
-    Int rooms = 0;  // left on the nodes before
+    // Room left on the nodes before, after their own tokens.
+    Int rooms = 0;
     i32 given = 0;
     FSSDP_ROLLED
     for (i32 c = begin; c < end;) {
@@ -116,7 +125,7 @@ struct Sources {
   }
 };
 
-// The parts of one source, by the whole block.
+// Write the `Parts` of one source, with the whole block.
 template <class Int, class Thread>
 FSSDP_FN void deal_source(Thread& th, const Sources<Int>& sources, i32 own, i32 rank, i32* parts) {
   const Group& g = sources.g;
@@ -135,7 +144,7 @@ FSSDP_FN void deal_source(Thread& th, const Sources<Int>& sources, i32 own, i32 
   }
 }
 
-// Quotas of all holders. False: Int is too small.
+// Compute the quotas of all holders. Return false if Int is too narrow.
 template <class Int, class Thread>
 FSSDP_FN bool solve(Thread& th, const Group& g, const Holders& h, const Work<Int>& w, const i32* loads) {
   if (sizeof(Int) == sizeof(i32) && g.ranks <= 64) {
@@ -153,8 +162,9 @@ FSSDP_FN void copy_table(Thread& th, i32* to, const i32* from, i32 size) {
   for (i32 i = (i32)th.id(); i < size; i += (i32)th.count()) to[i] = from[i];
 }
 
-// Quotas of all holders, and the parts of one source. `shared`: memory near the block, aligned to 8 bytes, for all
-// tables and working arrays; `shared_bytes` 0: there is too little. `work`: the same in global memory, for 64 bits.
+// Compute the quotas of all holders and the `Parts` of one source. `shared`: shared memory for all
+// tables and working arrays, aligned to 8 bytes; `shared_bytes`: its size, 0 if there is too
+// little. `work`: global memory for the working arrays with 64-bit counts.
 template <class Thread>
 FSSDP_FN void quotas(Thread& th, const i32* group, const i32* holders, const i32* loads, i64* work, i64* shared,
                      u32 shared_bytes, i32 own, i32 rank, i32* parts) {

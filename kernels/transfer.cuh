@@ -1,12 +1,12 @@
-// A whole transfer: its steps one after the other, and the end, when nobody reads this rank's memory any more. Or only
-// its signals, where others make the copies.
+// A whole transfer: its steps in order, and a final wait until no peer reads this rank's memory any
+// more. Or its signals alone, if copy engines make the copies.
 #pragma once
 #include "reduce.cuh"
 
 namespace fssdp {
 
-// Vectors per thread that are asked for before one is waited for: 64 KiB of a block of 256. In a sum they are of two
-// arrays.
+// Vector loads per thread in flight before the first is awaited: 64 KiB for a block of 256 threads.
+// In a sum they belong to two arrays.
 enum { IN_FLIGHT = 16 };
 
 struct Gather {
@@ -18,15 +18,17 @@ struct Reduce {
   FSSDP_FN static bool run(Thread& th, const Transfer& t, u32 step) { return sums<IN_FLIGHT / 2>(th, t, step); }
 };
 
-// This rank has finished so many steps, and goes on when its peers have: before the first step, before every step made
-// of plain copies, and after the last of those. One block, small, because it may wait long.
+// Barrier: signal that this rank has finished `steps` steps, and wait for the same of all peers.
+// Runs before the first step; if copy engines make the copies, also before every further step and
+// after the last. One small block, because it may wait long.
 template <class Thread>
 FSSDP_FN void synchronize(Thread& th, const Transfer& t, u32 steps) {
   tell(th, t, t.begin + steps);
   await_peers(th, t, steps);
 }
 
-// By blocks that all run at once, when the peers have met: `synchronize` of 0 steps.
+// Run all steps, after the barrier: `synchronize` with 0 steps. All blocks must be resident at
+// once.
 template <class Op, class Thread>
 FSSDP_FN void transfer(Thread& th, const Transfer& t) {
   for (u32 step = 0; step < t.num_steps; ++step) {
