@@ -77,7 +77,7 @@ def test_ranks_share_the_search() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate.homes import rehoming
+    from megatron_hecate.homes import schedule
     from megatron_hecate.plan import HomeSearch, Placement
 
     looked_at: list[list[int]] = []
@@ -102,7 +102,7 @@ def test_ranks_share_the_search() -> None:
                 np.testing.assert_array_equal(ours.order, theirs.order)
             return super().afford(choices, order)
 
-    rehoming.HomeSearch = Shared
+    schedule.HomeSearch = Shared
     case = tiny_gpt.Case(ep=2)
     tiny_gpt.initialize(case)
     tiny_gpt.train(case, steps=8, hook=tiny_gpt.fssdp_hook(rehome=3, slots=1))
