@@ -46,9 +46,10 @@ BLOCKING_SYNC = 4
 # steps; the first has no forecast, hence no replicas
 WARMUP = 3
 PARTS = ("forward", "backward", "rest")
-HEAD = """\
-| experts | homes | microbatches | model | forward | backward | rest | step | all | ratio | calls | ratio |
-|---|---|---|---|---|---|---|---|---|---|---|---|"""
+HEAD = (
+    "| experts | homes | microbatches | model | forward | backward | rest | step | all | ratio | "
+    "calls | ratio |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
 LEGEND = """\
 Microseconds per layer and microbatch, CPU time of the main thread: medians of {steps} steps of
 {layers} layers. Rest: outside of forwards and backwards, once per iteration. Step: the optimizer's.
