@@ -132,7 +132,7 @@ class Case:
 
     @property
     def _defined(self) -> int:
-        """Number of parts that belong to holders; the kernel does not write the parts after them."""
+        """Number of parts that belong to holders; the kernel leaves all further parts unwritten."""
         return self.experts + self.slots * len(self.loads)
 
 

@@ -86,7 +86,7 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[s
 
 
 def compare(name: str, weights: Weights, table: Table) -> bool:
-    """Add a row on how much replicas change the values; returns whether all are within tolerance."""
+    """Add a row of differences by replicas; returns whether all are within the tolerance."""
     stock = Layer(weights, replicas=False)
     ours = Layer(weights, replicas=True)
     expected = {key: value.clone() for key, value in values(stock).items()}
