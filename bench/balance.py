@@ -112,6 +112,7 @@ def replay(
             start = time.perf_counter()
             placed = plan.place(history[layer])
             place_s.append(time.perf_counter() - start)
+            # Not timed: only forced balance changes the load, and it has no cost in a real job.
             load = plan.gate(case.counts[t, layer])
             start = time.perf_counter()
             final = plan.correct(load, placed)
@@ -121,6 +122,7 @@ def replay(
             scores.append(score(quotas, final, plan.moves(placed, final), setting))
             if record:
                 record(placed, final, quotas)
+            # Appended after the plan: a planner's history has only earlier steps.
             history[layer].append(case.counts[t, layer])
     figures = {}
     for field in dataclasses.fields(Score):
@@ -143,6 +145,7 @@ def compare(
     Returns:
         One row per planner.
     """
+    # The baseline of the column "step time".
     forced = replay(find_planners()["forced"], case)
     forced_seconds = float(forced.figures["seconds"][skip:].sum())
     rows = []
@@ -283,6 +286,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         if value < 0:
             parser.error(f"--{name.replace('_', '-')} must not be negative, got {value}")
     try:
+        # Group sizes without duplicates, in the given order.
         args.ranks = list(dict.fromkeys(int(size) for size in args.ranks.split(",")))
         assert min(args.ranks) > 0
     except (ValueError, AssertionError):
@@ -291,6 +295,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         for flag, path in (("--csv", args.csv), ("--dump", args.dump)):
             if path:
                 _check_output(flag, path)
+                # The benchmark must not overwrite its input.
                 if path.resolve() in [Path(trace).resolve() for trace in args.trace or ()]:
                     raise ValueError(f"{flag} {path} is a recorded load; name another file")
         args.planners = _planners(args.planner)

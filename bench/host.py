@@ -161,7 +161,9 @@ class Models:
         )
         hooks = {
             "stock": None,
+            # At the real price of copies no replica of so small an expert pays.
             "no replicas": fssdp(HecateConfig(slots=2)),
+            # With free copies the planner always uses replicas.
             "replicas": fssdp(HecateConfig(slots=2, speeds=tiny_gpt.FREE)),
         }
         self.models = {name: self._build(hook) for name, hook in hooks.items()}
@@ -257,6 +259,7 @@ class Models:
         each = microbatches * self.arguments.layers * PROFILED
         times: dict[str, Counter[str]] = {}
         for name in ("stock", "replicas"):
+            # The clock of the first table.
             profile = cProfile.Profile(time.thread_time)
             for step in range(PROFILED):
                 profile.enable()
@@ -297,6 +300,7 @@ class Models:
             "|---|---|---|---|---|",
         ]
         for file, row in sorted(rows.items(), key=lambda row: -sum(row[1][2:])):
+            # Files whose calls hardly differ would hide the relevant ones.
             if max(map(abs, row)) >= 0.5:
                 table.append(f"| {file} | " + " | ".join(f"{calls:.1f}" for calls in row) + " |")
         return "\n".join(table)
@@ -336,6 +340,7 @@ def main() -> int:
         measure(arguments)
         return 0
     environment: dict[str, str] = {}
+    # Compilation by TorchDynamo would take longer than the measured steps.
     if arguments.gpu:
         environment = {"CUDA_VISIBLE_DEVICES": "0", "TORCHDYNAMO_DISABLE": "1"}
     return again_on_ranks(__file__, 2, **environment)

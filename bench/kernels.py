@@ -78,9 +78,9 @@ class Bench:
         self.elements = elements
         self.kernels = TransferKernels(device)
         self.words = torch.zeros(64, dtype=torch.int32, device=device)
-        self.failure = torch.zeros(
-            FAILURE.itemsize, dtype=torch.uint8, pin_memory=device.type == "cuda"
-        )
+        # Kernels report a failure in host memory, so it is pinned on a GPU.
+        pinned = device.type == "cuda"
+        self.failure = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=pinned)
         self.weights = torch.randn(sets, 2, elements, device=device, dtype=torch.bfloat16)
         self.grads = torch.randn(sets, SOURCES, elements, device=device)
         self.main_grad = torch.zeros(sets, elements, device=device)
@@ -92,6 +92,35 @@ class Bench:
         return [self._launch(what, number) for number in range(len(self.weights))]
 
     def _launch(self, what: str, number: int) -> Callable[[int], None]:
+        """Build the launcher of ``what`` on one set of buffers."""
+        program = self._program(what, number)
+        at = torch.empty(len(program.data), dtype=torch.uint8, device=self.device)
+        program.relocate(at.data_ptr())
+        at.copy_(torch.from_numpy(program.data))
+        self._programs.append(program)
+        if what == "spAG":
+            name = "fssdp_gather"
+            items = program.copies()[0]
+        else:
+            # Copy engines cannot add.
+            name = "fssdp_reduce"
+            items = None
+        host = None
+        if self.device.type == "cpu":
+            host = functools.partial(self.kernels.function(name), ctypes.c_void_p(at.data_ptr()))
+
+        def launch(blocks: int) -> None:
+            if blocks == ENGINES:
+                self.kernels.copy(items)
+            elif host is not None:
+                host(blocks, 1)
+            else:
+                self.kernels.run_at(name, at, blocks=blocks)
+
+        return launch
+
+    def _program(self, what: str, number: int) -> Program:
+        """Build the program of ``what``; source and destination are in this rank's memory."""
         sums = what != "spAG"
         memory = {Place(0, "slot", i): self.weights[number, i] for i in range(2)}
         memory |= {Place(0, "grad", i): self.grads[number, i] for i in range(SOURCES)}
@@ -102,25 +131,13 @@ class Bench:
         else:
             pull = Pull((Place(0, "slot", 0),), Place(0, "slot", 1), 0, self.elements)
         words = self.words.data_ptr()
-        program = Program(
+        return Program(
             TransferSchedule(((pull,),), frozenset()),
             lambda place: [(memory[place].data_ptr(), self.elements)],
             signals=Signals(0, {0: words}, words + 64, self.failure.data_ptr(), timeout=10.0),
             itemsize=ITEMSIZE[what],
             sums=sums,
             begin=1,
-        )
-        at = torch.empty(len(program.data), dtype=torch.uint8, device=self.device)
-        program.relocate(at.data_ptr())
-        at.copy_(torch.from_numpy(program.data))
-        self._programs.append(program)
-        name = "fssdp_reduce" if sums else "fssdp_gather"
-        items = None if sums else program.copies()[0]
-        if self.device.type == "cpu":
-            host = functools.partial(self.kernels.function(name), ctypes.c_void_p(at.data_ptr()))
-            return lambda blocks: host(blocks, 1) if blocks else self.kernels.copy(items)
-        return lambda blocks: (
-            self.kernels.run_at(name, at, blocks=blocks) if blocks else self.kernels.copy(items)
         )
 
     def moved(self, what: str) -> int:
@@ -143,6 +160,7 @@ def own_copy(size: int, clock: Clock) -> float:
         size: bytes read and written together.
         clock: clock of the device.
     """
+    # Launches rotate over more memory than the L2 cache, so that all reads are from device memory.
     sets = sets_beyond_cache(size, clock.device)
     pairs = [
         torch.empty(2, size // 2, dtype=torch.uint8, device=clock.device).random_()
@@ -158,18 +176,21 @@ def rates(clock: Clock, *, tiny: bool) -> None:
     found = {}
     counts = (1, 2) if clock.device.type == "cpu" else COUNTS
     for expert, elements in EXPERTS.items():
-        elements = elements // 4096 if tiny else elements
-        sets = 1 if tiny else sets_beyond_cache(elements * 4, clock.device)
+        sets = sets_beyond_cache(elements * 4, clock.device)
+        if tiny:
+            elements //= 4096
+            sets = 1
         bench = Bench(clock.device, elements, sets=sets)
         for what, share in SHARES.items():
             moved = bench.moved(what)
             payload = bench.payload(what)
             own = own_copy(moved, clock)
             launches = bench.launches(what)
-            for blocks in (ENGINES, *counts) if what == "spAG" else counts:
+            numbers = (ENGINES, *counts) if what == "spAG" else counts
+            for blocks in numbers:
                 time = clock.time(*(functools.partial(launch, blocks) for launch in launches))
                 rate = moved / time.seconds
-                found[expert, what, blocks] = payload / time.seconds, rate / own, share
+                found[expert, what, blocks] = (payload / time.seconds, rate / own, share)
                 table.add(
                     expert=expert,
                     transfer=what,
@@ -183,11 +204,12 @@ def rates(clock: Clock, *, tiny: bool) -> None:
                     share=rate / own,
                     host_bound=time.host_bound,
                 )
+        # Free the buffers before the next expert's buffers are allocated.
         del bench
-    _judge(found)
+    _report_verdicts(found)
 
 
-def _judge(found: dict[tuple[str, str, int], tuple[float, float, float]]) -> None:
+def _report_verdicts(found: dict[tuple[str, str, int], tuple[float, float, float]]) -> None:
     """Print the verdicts.
 
     Args:
@@ -216,9 +238,16 @@ def _judge(found: dict[tuple[str, str, int], tuple[float, float, float]]) -> Non
 
 def overlap(clock: Clock, *, tiny: bool) -> None:
     """Print the slowdown of bf16 GEMMs by concurrent copies and sums that outlast the GEMMs."""
-    size = 256 if tiny else GEMM
-    elements = 1 << 14 if tiny else EXPERTS["DeepSeek-V3"]
-    bench = Bench(clock.device, elements, sets=1 if tiny else 2)
+    size = GEMM
+    elements = EXPERTS["DeepSeek-V3"]
+    sets = 2
+    warm_up = 10
+    if tiny:
+        size = 256
+        elements = 1 << 14
+        sets = 1
+        warm_up = 1
+    bench = Bench(clock.device, elements, sets=sets)
     a, b = (torch.randn(size, size, device=clock.device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
 
@@ -228,13 +257,15 @@ def overlap(clock: Clock, *, tiny: bool) -> None:
 
     table = Table(f"8 bf16 GEMMs of {size}^3 beside transfers")
     # Warm up to the GPU's steady temperature, on which its clock rate depends.
-    for _ in range(1 if tiny else 10):
+    for _ in range(warm_up):
         clock.time(gemms)
     all_lasted = True
     for what in ("spAG", "spRS"):
         launches = bench.launches(what)
-        for blocks in (ENGINES, *COUNTS) if what == "spAG" else COUNTS:
+        numbers = (ENGINES, *COUNTS) if what == "spAG" else COUNTS
+        for blocks in numbers:
             run = functools.partial(launches[0], blocks)
+            # Twice the time of the GEMMs, so that the copies outlast GEMMs that they slow down.
             repeats = math.ceil(2 * clock.time(gemms).seconds / clock.time(run).seconds)
             alone, _ = _with_copies(gemms, run, clock, repeats=repeats, beside=False)
             time, lasted = _with_copies(gemms, run, clock, repeats=repeats, beside=True)

@@ -54,6 +54,7 @@ def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
         for routing, skew in skews.items()
     }
     cases["forced balance"] = tiny_gpt.Case(**sizes, skew=0.0, settings=forced)
+    # All cases have equal parallel and batch sizes, so one initialization serves all cases.
     tiny_gpt.initialize(cases["forced balance"])
     hooks = {"stock": None, "FSSDP": fssdp(HecateConfig(slots=2))}
     if break_even:
@@ -67,6 +68,7 @@ def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
             seconds[routing, name] = []
     for step in range(warmup + steps):
         for key, run in runs.items():
+            # Barriers on both sides: a step lasts until the slowest rank has finished.
             dist.barrier()
             start = time.perf_counter()
             run.step(step)
