@@ -101,6 +101,7 @@ def peaks(case: Any, hook: Callable[[list], list] | None, steps: int) -> tuple[l
     found = []
     buffers = watch_buffers(run.chunks)
     for step in range(steps):
+        # Buffers of earlier steps are still allocated; the profiler records new allocations only.
         before = sum(buffers)
         found.append(before + peak(allocations(lambda step=step: run.step(step))))
     return found, run, sum(buffers)
@@ -138,6 +139,7 @@ def measure(steps: int) -> None:
         own, run, buffers = peaks(this, hook, steps)
         table = [None] * dist.get_world_size()
         dist.all_gather_object(table, own)
+        # The job fails if any rank exceeds its memory, so the fullest rank of each step counts.
         hottest = [max(of_step) for of_step in zip(*table, strict=True)]
         worst[name] = max(hottest)
         metrics = layer_metrics(run.chunks)

@@ -74,6 +74,7 @@ def _setting(args: argparse.Namespace, load: str, counts: np.ndarray, num_ranks:
         raise ValueError(f"{load}: no tokens at all")
     speeds = Speeds.load(args.measured) if args.measured else H100
     world = World(node=tuple(rank // per_node for rank in range(num_ranks)), speeds=speeds)
+    # A recorded count represents several real tokens.
     per_count = args.pairs / float(counts.sum(axis=(2, 3)).mean() / num_ranks)
     shape = swiglu(
         args.hidden, args.ffn, microbatches=args.microbatches, hidden_seconds=args.hidden_us * 1e-6

@@ -104,6 +104,7 @@ def main() -> None:
         "--page",
         "raw",
     ]
+    # Only these kernels: profiling replays each kernel many times.
     command += ["--kernel-name", "regex:fssdp_(quotas|reduce)"]
     for section in SECTIONS:
         command += ["--section", section]

@@ -54,6 +54,7 @@ def errors(loads: np.ndarray) -> dict[str, np.ndarray]:
     history = LoadHistory()
     for step in range(1, len(loads)):
         history.append(loads[step - 1])
+        # Older steps have a negligible weight in all methods.
         past = list(loads[max(0, step - 12) : step])
         forecasts = {name: method(past) for name, method in METHODS.items()}
         forecasts[OURS] = history.forecast()

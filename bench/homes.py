@@ -145,6 +145,7 @@ class Uneven(Moved):
         real = setting.num_experts
         ranks = setting.num_ranks
         homes = Placement.initial(2 * real, ranks, num_slots=setting.slots)
+        # The first half of a rank's homes are real experts, the second half is empty.
         order = np.hstack([np.arange(r).reshape(ranks, -1) for r in (real, real)])
         order[:, real // ranks :] += real
         self.order = np.tile(order.ravel(), (num_layers, 1))
@@ -259,6 +260,7 @@ def replay(case: Case, homes: Homes, *, interval: int, skip: int) -> Outcome:
                 searches += 1
         forecast = history.forecast()
         history.append(totals[t])
+        # The first step has no forecast.
         for layer in range(layers if forecast is not None else 0):
             placed = plan_replicas(
                 homes.by_position(forecast[layer], layer),

@@ -128,6 +128,7 @@ def measure(skew: str, num_experts: int, num_ranks: int, copies: str, *, seed: i
     counts = rng.poisson(shares(skew, num_experts, rng) * PAIRS, (num_ranks, num_experts))
     forecast = counts.sum(axis=0) * float(SHAPE.microbatches)
     seconds = []
+    # Interruptions only add time, so the fastest of three calls counts.
     for _ in range(3):
         start = time.perf_counter()
         plan = plan_replicas(forecast, homes, world, cost=cost)

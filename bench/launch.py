@@ -26,6 +26,7 @@ def again_on_ranks(script: str, ranks: int, **environment: str) -> int:
     folders = [str(ROOT / folder) for folder in FOLDERS]
     path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
     settings = {
+        # Threads of several ranks would compete for the cores.
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": path,
         "PYTHONWARNINGS": "ignore",

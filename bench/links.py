@@ -101,6 +101,7 @@ def planned(trace: Path, ranks: int, slots: int, steps: int) -> list[tuple[Copy,
         for layer in range(load.shape[1]):
             forecast = load[step - 1, layer].astype(float)
             placement = plan_replicas(forecast, homes, world, cost=CopyCost())
+            # Without replicas there is no transfer.
             if placement.replicas:
                 found.append(TransferPlan.from_placement(placement, 0).copies)
     return found

@@ -92,6 +92,7 @@ class Trace:
         rng = np.random.default_rng([seed, zlib.crc32(f"{self.name} {num_ranks}".encode())])
         out = np.empty((steps, layers, sources, parts, experts), dtype=np.int64)
         for index in np.ndindex(steps, layers, sources):
+            # Without replacement, so that the parts of a source sum to its counts.
             left = self.counts[index].copy()
             for part in range(parts - 1):
                 size = int(left.sum()) // (parts - part)

@@ -45,6 +45,7 @@ def best(act: Callable[[], None]) -> float:
         begin = time.perf_counter()
         act()
         taken = torch.tensor(time.perf_counter() - begin)
+        # The slowest rank determines the time.
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         seconds.append(float(taken))
     return min(seconds)
@@ -101,6 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
             homes.move(order)
 
     before = torch.tensor(homes.received_bytes)
+    # Back again, so that every repetition begins with the same homes.
     seconds = best(there_and_back) / 2
     received = (torch.tensor(homes.received_bytes) - before) // (2 * REPEATS)
     link = link_seconds(homes._group, received)

@@ -56,6 +56,7 @@ def measure(options: argparse.Namespace) -> None:
     seconds = torch.zeros((3, options.steps, 2), dtype=torch.float64)
     order = random.Random(0)
     for step in range(options.steps):
+        # Runs 0 and 1 are stock, run 2 is observed.
         for at in order.sample(range(3), 3):
             for part, ours, stock in observed:
                 part.__class__ = ours if at == 2 else stock

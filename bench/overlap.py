@@ -119,6 +119,7 @@ def _time(
             if step >= warmup:
                 seconds[name].append(took)
                 shares[name].append({span: s / took for span, s in recorder.seconds().items()})
+            # Stock Megatron has no transfers to draw.
             if folder is not None and step == warmup + steps - 1 and name != "stock":
                 recorder.save(folder / f"{name}-rank{rank}.json", rank=rank)
         if rank == 0:

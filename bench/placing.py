@@ -35,6 +35,7 @@ def greedy_placement(load: np.ndarray, homes: Placement, slots: int) -> Placemen
         computes = np.zeros(homes.num_ranks)
         for expert, ranks in enumerate(holders):
             computes[ranks] += share[expert]
+        # The most loaded expert that some rank with a free slot does not hold.
         for expert in np.argsort(-share, kind="stable"):
             ranks = np.setdiff1d(np.flatnonzero(free), holders[expert])
             if len(ranks):

@@ -94,6 +94,7 @@ def replays(
         history = LoadHistory()
         placement = homes
         for step, loads in enumerate(counts[:, layer]):
+            # The first step has no forecast.
             if step:
                 forecast = history.forecast()
                 assert forecast is not None

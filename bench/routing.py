@@ -145,6 +145,7 @@ def compare(group: tuple[int, int], slots: int, *, tokens: int, device: torch.de
     cases = [Case(group, slots, tokens=tokens, device=where) for where in (device, CPU)]
     for number in range(DRAWS):
         for case in cases:
+            # Greedy and random placements alternate.
             case.draw(greedily=number % 2 == 0)
         names = ("count", "quotas", "routing map", "probabilities", "gradient")
         for name, found, expected in zip(names, *(case.all() for case in cases), strict=True):

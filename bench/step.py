@@ -61,6 +61,7 @@ def values(layer: Layer, run: Callable[[], object] | None = None) -> dict[str, T
         Outputs and gradients by name.
     """
     weights = layer.weights
+    # Gradients accumulate in the main gradients.
     for grads in weights.main_grads:
         for grad in grads:
             grad.zero_()

@@ -56,21 +56,27 @@ def loads(name: str, num_experts: int, tokens: int, top_k: int, *, step: int = 0
     width = max(top_k, num_experts // 4)
     seed = hashlib.sha256(f"{name}|{SEED}|{step}".encode()).hexdigest()[:8]
     generator = torch.Generator().manual_seed(int(seed, 16))
+    # every second expert, the pool of W3
     even = sorted({2 * i % num_experts for i in range(max(top_k, num_experts // 2))})
+    # The hot block of W6 moves every three steps.
     first = (step // 3) * width % num_experts if name.startswith("W6") else 0
     hot = [(first + i) % num_experts for i in range(width)]
     count = np.zeros(num_experts, dtype=np.int64)
     for row in range(tokens):
+        # W0 assigns experts in turn; all other workloads draw from a pool.
         if name.startswith("W0"):
             count[[(row * top_k + j) % num_experts for j in range(top_k)]] += 1
             continue
         pool = every
+        # Three of four rows draw from the hot block.
         if name[:2] in ("W1", "W2", "W6") and row % 4:
             pool = hot
         elif name.startswith("W3") and row % 4 and len(even) >= top_k:
             pool = even
+        # Half of the experts receive no tokens.
         elif name.startswith("W5"):
             pool = every[num_experts // 2 :]
+        # In every fourth step half of the rows draw from the hot block.
         elif name.startswith("W7") and step % 4 == 3 and row % 2 == 0:
             pool = hot
         picked = torch.randperm(len(pool), generator=generator)[:top_k].tolist()

@@ -50,6 +50,7 @@ def algorithm2(loads: np.ndarray, world: World, *, overlap_degree: int) -> np.nd
     hot = ranked[:, :overlap_degree]
     largest = loads[np.arange(num_layers), cold[:, 0]] if cold.size else np.zeros(num_layers)
     layers = np.argsort(-largest, kind="stable").tolist()
+    # Hot experts last: replicas balance their load independent of the home.
     queue: list[tuple[int, int]] = []
     for part in (cold, hot):
         for layer in layers:

@@ -69,6 +69,7 @@ class EPLB(Resident):
         load = np.mean([step.sum(axis=0) for step in history[-INTERVAL:]], axis=0)
         node = np.asarray(self.setting.world.node)
         nodes = np.unique(node)
+        # Every node gets the same number of experts, then its own redundant replicas.
         node_of = balanced_packing(load, len(nodes))
         holders = np.zeros((len(load), len(node)), dtype=bool)
         for k, name in enumerate(nodes):

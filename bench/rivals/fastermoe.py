@@ -41,9 +41,11 @@ class FasterMoE(Planner):
         native = np.bincount(home, weights=total, minlength=len(load))
         local = np.zeros(len(load))
         holders = placement.holders.copy()
+        # Backward computes twice the forward; dispatch and combine are sent in both directions.
         best = (3 * compute + 4 * feature) * native.max()
         shadows = 0.0
         for e in np.argsort(-total, kind="stable"):
+            # All ranks compute their own tokens of a shadowed expert.
             native[home[e]] -= total[e]
             local += load[:, e]
             shadows += shape.expert_bytes / link.bandwidth

@@ -38,6 +38,7 @@ class Fill(Planner):
                 break
             e = int(np.where(open_, per_holder, -1).argmax())
             r = int(np.where(possible[e], load, np.inf).argmin())
+            # One more holder changes the expected load of all the expert's holders.
             load -= holds[e] * per_holder[e]
             holds[e, r] = True
             per_holder[e] = forecast[e] / holds[e].sum()

@@ -43,6 +43,7 @@ class FlexMoE(Resident):
                 break
             options = [*_expansions(load, holders, capacity), *_migrations(load, holders)]
             peaks = [_rank_load(load, option).max() for option in options]
+            # No operation helps, so none is applied.
             if not peaks or min(peaks) >= rank_load.max():
                 break
             holders = options[int(np.argmin(peaks))]
@@ -104,6 +105,7 @@ def _migrations(load: np.ndarray, holders: np.ndarray) -> list[np.ndarray]:
     rank_load = _rank_load(load, holders)
     high = int(rank_load.argmax())
     low = int(rank_load.argmin())
+    # An expert has at most one vExpert per rank.
     leaves = holders[:, high] & ~holders[:, low]
     if not leaves.any():
         return []

@@ -37,6 +37,7 @@ class Hecate(Planner):
         return self.setting.cost
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
+        # The forecast needs every step once.
         for load in history[self._steps :]:
             self._observed.append(load.sum(axis=0, keepdims=True))
         self._steps = len(history)

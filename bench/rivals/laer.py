@@ -71,6 +71,7 @@ def _replicas(load: np.ndarray, world: World, capacity: int) -> np.ndarray:
     open_ = np.ones(len(load), dtype=bool)
     while count.sum() < total and open_.any():
         e = int(np.where(open_, load / count, -1).argmax())
+        # With one replica on every node, further replicas are added to all nodes at once.
         more = num_nodes if count[e] >= num_nodes else 1
         if count[e] + more > world.num_ranks or count.sum() + more > total:
             open_[e] = False
@@ -104,6 +105,7 @@ def _lay_out(load: np.ndarray, count: np.ndarray, setting: Setting) -> np.ndarra
         possible = np.flatnonzero((room > 0) & ~holders[e])
         if not len(possible):
             continue
+        # Nodes with fewest replicas of the expert first, so that tokens stay in their node.
         near = on_node[e, node[possible]]
         possible = possible[near == near.min()]
         rank = int(possible[rank_load[possible].argmin()])

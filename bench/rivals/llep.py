@@ -69,6 +69,7 @@ def _spill(total: np.ndarray, home: np.ndarray, num_ranks: int, piece: int) -> n
     served = np.zeros((len(total), num_ranks), dtype=np.int64)
     # tokens of own experts that are not assigned yet, [R]
     pending = np.bincount(home, weights=total, minlength=num_ranks).astype(np.int64)
+    # A small imbalance costs less than sending weights.
     if pending.max() <= THRESHOLD * pending.mean():
         served[np.arange(len(total)), home] = total
         return served

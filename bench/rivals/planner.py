@@ -194,6 +194,7 @@ def from_holders(holders: np.ndarray, home: np.ndarray) -> Placement:
     """
     held = holders[np.arange(len(home)), home]
     home = np.where(held, home, holders.argmax(axis=1))
+    # Each rank's row of the table holds its experts in order, then padding.
     rank, expert = np.nonzero(holders.T)
     count = holders.sum(axis=0)
     table = np.full((holders.shape[1], int(count.max())), EMPTY, dtype=np.int64)

@@ -81,6 +81,7 @@ def score(quotas: Quotas, placement: Placement, moves: Moves, setting: Setting) 
         max(0.0, part.seconds(1, world) - shape.hidden_seconds) for part in (early, grads)
     )
     return Score(
+        # A layer without tokens is balanced.
         imbalance=float(load.max() / load.mean()) if load.any() else 1.0,
         crossing=float((quotas.tokens * crosses).sum() / max(1, quotas.tokens.sum())),
         copies=(moves.early.intra_in.sum() + moves.early.inter_in.sum()) / setting.num_ranks,

@@ -35,6 +35,7 @@ def planned(planner: type[Planner], counts: np.ndarray, setting: Setting, *, onc
     for step in range(len(counts)):
         plans.append([])
         for layer, plan in enumerate(planners):
+            # A planner's history has earlier steps only.
             placed = plan.place(list(counts[:step, layer]))
             load = plan.gate(counts[step, layer])
             final = plan.correct(load, placed)
@@ -67,8 +68,10 @@ def outcomes(names: Sequence[str], job: SimulatedJob, slots: int) -> list[Outcom
     if unknown := [name for name in names if name not in found]:
         raise ValueError(f"--rivals {','.join(unknown)}: there are {', '.join(found)}")
     counted = len(job.counts) - job.first
+    # Steps before the first counted step, so that periodic planners have planned once.
     begin = job.first - INTERVAL - (counted < INTERVAL)
     counts = job.counts[np.maximum(np.arange(begin, len(job.counts)), 0)]
+    # Planners plan from the loads of one microbatch.
     counts = np.rint(counts / job.schedule.microbatches).astype(np.int64)
     shape = job.model.shape(hidden_seconds=job.timing.dense)
     results = []

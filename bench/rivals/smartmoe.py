@@ -37,6 +37,7 @@ class SmartMoE(Resident):
             home[e] = np.where(room > 0, rank_load, np.inf).argmin()
             rank_load[home[e]] += load[e]
             room[home[e]] -= 1
+        # A move costs time, so the homes change only for a lower largest rank load.
         if rank_load.max() >= np.bincount(now.home, weights=load, minlength=num_ranks).max():
             return now
         return from_holders(home[:, None] == np.arange(num_ranks), home)
