@@ -245,7 +245,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE.npz",
         help="write all plans of one load on one group size, see above",
     )
-    shape = parser.add_argument_group("the layer that is priced (default: Qwen3-30B-A3B on H100)")
+    _add_layer_options(parser)
+    return parser
+
+
+def _add_layer_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the priced layer."""
+    shape = parser.add_argument_group("the priced layer (default: Qwen3-30B-A3B on H100)")
     add = shape.add_argument
     add("--hidden", type=int, default=2048, help="hidden size (%(default)s)")
     add("--ffn", type=int, default=768, help="an expert's ffn size (%(default)s)")
@@ -265,7 +271,6 @@ def _parser() -> argparse.ArgumentParser:
         help="compute before the layer, per iteration, us (%(default)s)",
     )
     add("--measured", type=Path, metavar="FILE", help="links and speed from a measurement file")
-    return parser
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:

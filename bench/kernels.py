@@ -87,18 +87,18 @@ class Bench:
         # Copies by engines refer to their program's memory, so programs must stay alive.
         self._programs: list[object] = []
 
-    def launches(self, what: str) -> list[Callable[[int], None]]:
-        """Build one launcher of ``what`` per set of buffers; its argument: blocks or `ENGINES`."""
-        return [self._launch(what, number) for number in range(len(self.weights))]
+    def launches(self, transfer: str) -> list[Callable[[int], None]]:
+        """Build a launcher of ``transfer`` per set of buffers; its argument: blocks or `ENGINES`."""
+        return [self._launch(transfer, number) for number in range(len(self.weights))]
 
-    def _launch(self, what: str, number: int) -> Callable[[int], None]:
-        """Build the launcher of ``what`` on one set of buffers."""
-        program = self._program(what, number)
+    def _launch(self, transfer: str, number: int) -> Callable[[int], None]:
+        """Build the launcher of ``transfer`` on one set of buffers."""
+        program = self._program(transfer, number)
         at = torch.empty(len(program.data), dtype=torch.uint8, device=self.device)
         program.relocate(at.data_ptr())
         at.copy_(torch.from_numpy(program.data))
         self._programs.append(program)
-        if what == "spAG":
+        if transfer == "spAG":
             name = "fssdp_gather"
             items = program.copies()[0]
         else:
@@ -119,9 +119,9 @@ class Bench:
 
         return launch
 
-    def _program(self, what: str, number: int) -> Program:
-        """Build the program of ``what``; source and destination are in this rank's memory."""
-        sums = what != "spAG"
+    def _program(self, transfer: str, number: int) -> Program:
+        """Build the program of ``transfer``; source and destination are in this rank's memory."""
+        sums = transfer != "spAG"
         memory = {Place(0, "slot", i): self.weights[number, i] for i in range(2)}
         memory |= {Place(0, "grad", i): self.grads[number, i] for i in range(SOURCES)}
         memory |= {Place(0, "main_grad", 0): self.main_grad[number]}
@@ -135,22 +135,22 @@ class Bench:
             TransferSchedule(((pull,),), frozenset()),
             lambda place: [(memory[place].data_ptr(), self.elements)],
             signals=Signals(0, {0: words}, words + 64, self.failure.data_ptr(), timeout=10.0),
-            itemsize=ITEMSIZE[what],
+            itemsize=ITEMSIZE[transfer],
             sums=sums,
             begin=1,
         )
 
-    def moved(self, what: str) -> int:
-        """Compute the bytes read and written by ``what``."""
-        if what == "spAG":
-            return self.elements * 2 * ITEMSIZE[what]
+    def moved(self, transfer: str) -> int:
+        """Compute the bytes read and written by ``transfer``."""
+        if transfer == "spAG":
+            return self.elements * 2 * ITEMSIZE[transfer]
         # Plus the fp32 total, read and written.
-        return self.elements * (SOURCES * ITEMSIZE[what] + 8)
+        return self.elements * (SOURCES * ITEMSIZE[transfer] + 8)
 
-    def payload(self, what: str) -> int:
-        """Compute the bytes of ``what`` that would cross the link."""
-        sources = 1 if what == "spAG" else SOURCES
-        return self.elements * ITEMSIZE[what] * sources
+    def payload(self, transfer: str) -> int:
+        """Compute the bytes of ``transfer`` that would cross the link."""
+        sources = 1 if transfer == "spAG" else SOURCES
+        return self.elements * ITEMSIZE[transfer] * sources
 
 
 def own_copy(size: int, clock: Clock) -> float:
@@ -181,19 +181,19 @@ def rates(clock: Clock, *, tiny: bool) -> None:
             elements //= 4096
             sets = 1
         bench = Bench(clock.device, elements, sets=sets)
-        for what, share in SHARES.items():
-            moved = bench.moved(what)
-            payload = bench.payload(what)
+        for transfer, share in SHARES.items():
+            moved = bench.moved(transfer)
+            payload = bench.payload(transfer)
             own = own_copy(moved, clock)
-            launches = bench.launches(what)
-            numbers = (ENGINES, *counts) if what == "spAG" else counts
+            launches = bench.launches(transfer)
+            numbers = (ENGINES, *counts) if transfer == "spAG" else counts
             for blocks in numbers:
                 time = clock.time(*(functools.partial(launch, blocks) for launch in launches))
                 rate = moved / time.seconds
-                found[expert, what, blocks] = (payload / time.seconds, rate / own, share)
+                found[expert, transfer, blocks] = (payload / time.seconds, rate / own, share)
                 table.add(
                     expert=expert,
-                    transfer=what,
+                    transfer=transfer,
                     blocks=blocks or "engines",
                     us=time.us,
                     p10=time.low * 1e6,
@@ -217,8 +217,8 @@ def _report_verdicts(found: dict[tuple[str, str, int], tuple[float, float, float
             expert, transfer and number of blocks.
     """
     table = Table("verdicts")
-    for (expert, what, blocks), (payload, share, wanted) in found.items():
-        if blocks == OURS[what]:
+    for (expert, transfer, blocks), (payload, share, wanted) in found.items():
+        if blocks == OURS[transfer]:
             reached = payload >= NVLINK
             text = (
                 f"{blocks} blocks move {payload / 1e9:.0f} GB/s of payload, "
@@ -232,7 +232,7 @@ def _report_verdicts(found: dict[tuple[str, str, int], tuple[float, float, float
             )
         else:
             continue
-        table.add(expert=expert, transfer=what, measured=text, reached=reached)
+        table.add(expert=expert, transfer=transfer, measured=text, reached=reached)
     print(f"\nverdicts are made of {len(found)} rates")
 
 
@@ -260,9 +260,9 @@ def overlap(clock: Clock, *, tiny: bool) -> None:
     for _ in range(warm_up):
         clock.time(gemms)
     all_lasted = True
-    for what in ("spAG", "spRS"):
-        launches = bench.launches(what)
-        numbers = (ENGINES, *COUNTS) if what == "spAG" else COUNTS
+    for transfer in ("spAG", "spRS"):
+        launches = bench.launches(transfer)
+        numbers = (ENGINES, *COUNTS) if transfer == "spAG" else COUNTS
         for blocks in numbers:
             run = functools.partial(launches[0], blocks)
             # Twice the time of the GEMMs, so that the copies outlast GEMMs that they slow down.
@@ -271,7 +271,7 @@ def overlap(clock: Clock, *, tiny: bool) -> None:
             time, lasted = _with_copies(gemms, run, clock, repeats=repeats, beside=True)
             all_lasted &= lasted
             table.add(
-                beside=f"{what}, {blocks or 'engines'}",
+                beside=f"{transfer}, {blocks or 'engines'}",
                 alone_ms=alone.seconds * 1e3,
                 ms=time.seconds * 1e3,
                 longer=time.seconds / alone.seconds - 1,
