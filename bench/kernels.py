@@ -88,7 +88,7 @@ class Bench:
         self._programs: list[object] = []
 
     def launches(self, transfer: str) -> list[Callable[[int], None]]:
-        """Build a launcher of ``transfer`` per set of buffers; its argument: blocks or `ENGINES`."""
+        """Build launchers of ``transfer`` per set of buffers; argument: blocks or `ENGINES`."""
         return [self._launch(transfer, number) for number in range(len(self.weights))]
 
     def _launch(self, transfer: str, number: int) -> Callable[[int], None]:
