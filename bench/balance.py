@@ -20,11 +20,12 @@ published descriptions (`bench/rivals/`), so their figures are not their authors
 | GB | sent per layer and step by all ranks together: weights, gradients, optimizer state |
 | tokens crossing | share of (token, expert) pairs computed on another node than their own |
 | step time | modelled time of the layer with the compute around it, forced balance = 1 |
-| place us, split us | median time per layer before and after the gate; ours is compiled |
+| place us, split us | median time per layer before and after the gate |
 
 Copies are arrivals. eplb, flexmoe and smartmoe keep received experts, so only new experts count.
 laer restores all its experts in every step, so all of its experts count. A late copy may take the
-slot of an earlier one; both count. Planning time is not part of the step time.
+slot of an earlier one; both count. Planning time is not part of the step time; our planner is
+compiled, the rivals use numpy.
 
 --dump writes, per planner P, P/home [T, L, E], P/holders [T, L, E, R] (P/placed: before the gate)
 and P/quota [T, L, R, E, R], the tokens of rank r for expert e that rank d computes; and load

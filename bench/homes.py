@@ -16,11 +16,11 @@ The table has a line per load, ranks and slots; ``--csv`` writes one per way to 
 |---|---|
 | moved, uneven, Algorithm 2 | time of step and moves; contiguous homes with equal slots = 1 |
 | imbalance, copies, crossing | as in `bench/balance.py`: contiguous > moved, every 50 |
-| GB between | weights and gradients of replicas sent between nodes, per layer and step |
+| GB between | weights and gradients of replicas sent between nodes: contiguous > moved, every 50 |
 | moved | experts whose home moved, per layer and search, with a search every 50 steps |
 | moving | time of these moves, spread over all steps; none of it is hidden |
 
-GB between has the same two values as imbalance.
+GB between is per layer and step.
 """
 
 from __future__ import annotations
