@@ -1,31 +1,36 @@
-"""Imbalance left, traffic and modelled step time of every planner, on recorded and synthetic loads.
+"""Compare imbalance, traffic and modelled step time of all planners on many loads.
 
-    python bench/balance.py                                     all loads, 8 to 64 ranks, all planners; minutes
-    python bench/balance.py --large                             ours on 128 to 256 ranks, for known loads; a minute
-    python bench/balance.py --trace FILE.npz --ranks 32 --slots 2 --planner all --csv out.csv --dump plans.npz
+Loads are recorded or synthetic.
 
-A load is replayed step by step, every layer on its own, from the first step, when no planner knows anything
-(`hecate-unpriced` fills its slots even then, all others begin with none; `--skip 1` leaves that step out). Figures are
-means over steps and layers if not named otherwise; only the columns marked * depend on the machine. Rivals are our own
-implementations of published descriptions (`bench/rivals/`), so their figures are not their authors'.
+    python bench/balance.py           all loads, 8 to 64 ranks, all planners; minutes
+    python bench/balance.py --large   our planner on 128 to 256 ranks, for known loads; a minute
+    python bench/balance.py --trace FILE.npz --ranks 32 --slots 2 --csv out.csv --dump plans.npz
 
-| column | what |
+The benchmark replays a load step by step, every layer on its own, from the first step, which no
+planner can forecast (`hecate-unpriced` fills its slots even then, all other planners start without
+replicas; `--skip 1` leaves that step out). Figures are means over steps and layers unless named
+otherwise; only the columns marked * depend on the machine. Rivals are our own implementations of
+published descriptions (`bench/rivals/`), so their figures are not their authors'.
+
+| column | meaning |
 |---|---|
-| imbalance | max / mean rank load after routing; the largest is what `moe_expert_rank_capacity_factor` must be |
+| imbalance | max / mean rank load; `moe_expert_rank_capacity_factor` must be its maximum |
 | copies, late | weights of experts received per rank, layer and step, before and after the gate |
 | most extra experts | experts on the fullest rank beyond its even share: memory |
 | GB | sent per layer and step by all ranks together: weights, gradients, optimizer state |
 | tokens crossing | share of (token, expert) pairs computed on another node than their own |
 | step time | modelled time of the layer with the compute around it, forced balance = 1 |
-| place us, split us | median time per layer before the gate, and after it; our code is compiled, the rivals' is numpy |
+| place us, split us | median time per layer before and after the gate |
 
-Copies are arrivals. eplb, flexmoe and smartmoe keep what they received: only what is new counts. laer restores all its
-experts in every step: all of them count. A late copy may take the slot of an earlier one; both count. Planning time is
-not part of the step time.
+Copies are arrivals. eplb, flexmoe and smartmoe keep received experts, so only new experts count.
+laer restores all its experts in every step, so all of its experts count. A late copy may take the
+slot of an earlier one; both count. Planning time is not part of the step time; our planner is
+compiled, the rivals use numpy.
 
---dump writes, per planner P, P/home [T, L, E], P/holders [T, L, E, R] (P/placed: before the gate) and P/quota
-[T, L, R, E, R], the tokens of rank r for expert e that rank d computes; and load [T, L, R, E] and node [R].
-Counts are of the smallest unsigned type that holds them: widen them before you subtract.
+--dump writes, per planner P, P/home [T, L, E], P/holders [T, L, E, R] (P/placed: before the gate)
+and P/quota [T, L, R, E, R], the tokens of rank r for expert e that rank d computes; and load
+[T, L, R, E] and node [R]. Counts have the smallest sufficient unsigned type: widen them before you
+subtract.
 """
 
 from __future__ import annotations
@@ -52,21 +57,29 @@ from rivals.score import Score, check_plan, score
 LEGEND: str = """
 * on this machine; all other columns are the same everywhere
 imbalance: max / mean rank load, over all steps and layers; 1 is perfect
-copies, late: weights received per rank, layer and step. eplb, flexmoe, smartmoe: new replicas only; laer: all experts
+copies, late: weights received per rank, layer and step. eplb, flexmoe, smartmoe: new replicas \
+only; laer: all experts
 step time: modelled, forced balance = 1; planning (place us, split us) is not part of it"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Result:
-    """``figures``: a [T, L] array for every field of `Score`; planning times in us, medians."""
+    """Figures of one planner on one load.
+
+    Args:
+        figures: an array [T, L] for every field of `Score`.
+        place_us, split_us: median planning times before and after the gate, in microseconds.
+    """
 
     figures: dict[str, np.ndarray]
     place_us: float
     split_us: float
 
     def row(self, case: Case, planner: type[Planner], *, skip: int, forced_seconds: float) -> Row:
-        of = {name: value[skip:] for name, value in self.figures.items()}
-        imbalance = of["imbalance"]
+        """Summarize the steps after the first ``skip`` as one row of the table."""
+        counted = {name: value[skip:] for name, value in self.figures.items()}
+        imbalance = counted["imbalance"]
+        averaged = ("copies", "late", "intra_gb", "inter_gb", "crossing")
         return dict(
             load=case.load,
             ranks=case.setting.num_ranks,
@@ -76,12 +89,9 @@ class Result:
             imbalance_p95=float(np.percentile(imbalance, 95)),
             imbalance_p99=float(np.percentile(imbalance, 99)),
             imbalance_max=float(imbalance.max()),
-            **{
-                name: float(of[name].mean())
-                for name in ("copies", "late", "intra_gb", "inter_gb", "crossing")
-            },
-            extra=int(of["extra"].max()),
-            time=float(of["seconds"].sum() / forced_seconds),
+            **{name: float(counted[name].mean()) for name in averaged},
+            extra=int(counted["extra"].max()),
+            time=float(counted["seconds"].sum() / forced_seconds),
             place_us=self.place_us,
             split_us=self.split_us,
         )
@@ -90,18 +100,20 @@ class Result:
 def replay(
     planner: type[Planner], case: Case, *, record: Callable[..., None] | None = None
 ) -> Result:
-    """Let one planner plan every step and layer of a load, and check and count every plan."""
+    """Plan every step and layer of a load with one planner; check and score every plan."""
     steps, layers, _, _ = case.counts.shape
     setting = case.setting
     plans = [planner(setting) for _ in range(layers)]
     history: list[list[np.ndarray]] = [[] for _ in range(layers)]
     scores: list[Score] = []
-    place_s, split_s = [], []
+    place_s: list[float] = []
+    split_s: list[float] = []
     for t in range(steps):
         for layer, plan in enumerate(plans):
             start = time.perf_counter()
             placed = plan.place(history[layer])
             place_s.append(time.perf_counter() - start)
+            # Not timed: only forced balance changes the load, and it has no cost in a real job.
             load = plan.gate(case.counts[t, layer])
             start = time.perf_counter()
             final = plan.correct(load, placed)
@@ -111,22 +123,35 @@ def replay(
             scores.append(score(quotas, final, plan.moves(placed, final), setting))
             if record:
                 record(placed, final, quotas)
+            # Appended after the plan: a planner's history has only earlier steps.
             history[layer].append(case.counts[t, layer])
-    figures = {
-        field.name: np.reshape([getattr(s, field.name) for s in scores], (steps, layers))
-        for field in dataclasses.fields(Score)
-    }
+    figures = {}
+    for field in dataclasses.fields(Score):
+        values = [getattr(result, field.name) for result in scores]
+        figures[field.name] = np.reshape(values, (steps, layers))
     return Result(figures, float(np.median(place_s)) * 1e6, float(np.median(split_s)) * 1e6)
 
 
 def compare(
     case: Case, planners: Sequence[type[Planner]], *, skip: int, dump: Path | None = None
 ) -> list[Row]:
-    """A row per planner."""
+    """Replay a load with every planner.
+
+    Args:
+        case: load and group.
+        planners: planners to compare.
+        skip: first steps that are replayed, but not counted.
+        dump: file for all plans.
+
+    Returns:
+        One row per planner.
+    """
+    # The baseline of the column "step time".
     forced = replay(find_planners()["forced"], case)
     forced_seconds = float(forced.figures["seconds"][skip:].sum())
     rows = []
     world = case.setting.world
+    about = f"{case.load}, {world.num_ranks} ranks"
     with Dump(dump, load=case.counts, node=world.node) if dump else nullcontext() as archive:
         for planner in planners:
             start = time.perf_counter()
@@ -134,39 +159,46 @@ def compare(
                 result = replay(planner, case, record=record)
             rows.append(result.row(case, planner, skip=skip, forced_seconds=forced_seconds))
             seconds = time.perf_counter() - start
-            print(
-                f"{case.load}, {world.num_ranks} ranks, {planner.name}: {seconds:.1f} s",
-                file=sys.stderr,
-            )
+            print(f"{about}, {planner.name}: {seconds:.1f} s", file=sys.stderr)
     return rows
 
 
 def _planners(names: str) -> list[type[Planner]]:
     found = find_planners()
-    wanted = list(found) if names == "all" else list(dict.fromkeys(names.split(",")))
+    if names == "all":
+        wanted = list(found)
+    else:
+        wanted = list(dict.fromkeys(names.split(",")))
     if unknown := [name for name in wanted if name not in found]:
         raise ValueError(f"no planner is named {', '.join(unknown)}; there are {', '.join(found)}")
     return [found[name] for name in wanted]
 
 
 def _check_output(flag: str, path: Path) -> None:
-    """Raise ValueError now, rather than after minutes, where ``path`` cannot be written."""
+    """Check, before minutes of work, that ``path`` can be written.
+
+    Raises:
+        ValueError: if it cannot be written.
+    """
     if path.is_dir():
         raise ValueError(f"{flag} {path} is a folder; name a file in it")
-    if not path.resolve().parent.is_dir():
+    folder = path.resolve().parent
+    if not folder.is_dir():
         raise ValueError(f"{flag} {path}: the folder {path.parent} does not exist; create it first")
-    if not os.access(path if path.exists() else path.resolve().parent, os.W_OK):
+    target = path if path.exists() else folder
+    if not os.access(target, os.W_OK):
         raise ValueError(f"{flag} {path}: no permission to write it")
 
 
 def number(text: str) -> float:
-    """A finite float; argparse names this function where ``text`` is none."""
+    """Parse a finite float; argparse shows this function's name for invalid text."""
     if not math.isfinite(value := float(text)):
         raise argparse.ArgumentTypeError(f"{text} is not finite")
     return value
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parser() -> argparse.ArgumentParser:
+    """Build the command line's parser."""
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--help] [options]",
         description=__doc__,
@@ -174,7 +206,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--trace", action="append", metavar="FILE.npz", help="a recorded load; may be repeated")
-    loads = ", ".join(synthetic_names()).replace("%", "%%")  # argparse formats its help with %
+    # argparse formats its help with %, and some names contain it.
+    loads = ", ".join(synthetic_names()).replace("%", "%%")
     add("--load", metavar="NAME,...", help=f"synthetic loads: {loads}")
     add("--ranks", default="8,16,32,64", metavar="R,...", help="group sizes (%(default)s)")
     add(
@@ -213,7 +246,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="FILE.npz",
         help="write all plans of one load on one group size, see above",
     )
-    shape = parser.add_argument_group("the layer that is priced (default: Qwen3-30B-A3B on H100)")
+    _add_layer_options(parser)
+    return parser
+
+
+def _add_layer_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the priced layer."""
+    shape = parser.add_argument_group("the priced layer (default: Qwen3-30B-A3B on H100)")
     add = shape.add_argument
     add("--hidden", type=int, default=2048, help="hidden size (%(default)s)")
     add("--ffn", type=int, default=768, help="an expert's ffn size (%(default)s)")
@@ -224,7 +263,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="(token, expert) pairs per rank and microbatch (%(default)s)",
     )
     add("--microbatches", type=int, default=1, help="microbatches per iteration (%(default)s)")
-    # attention of 4,096 tokens: 0.16 TFLOP of projections and 0.14 of causal scores at 45 % of 989 TFLOP/s
+    # Default: attention of 4,096 tokens, 0.16 TFLOP of projections and 0.14 of causal scores at
+    # 45 % of 989 TFLOP/s.
     add(
         "--hidden-us",
         type=number,
@@ -232,6 +272,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="compute before the layer, per iteration, us (%(default)s)",
     )
     add("--measured", type=Path, metavar="FILE", help="links and speed from a measurement file")
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and validate the command line; adds ``planners`` and ``cases``."""
+    parser = _parser()
     given = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(argv)
     if args.large:
@@ -239,16 +284,15 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--large takes no other option, got {' '.join(given)}")
         return args
     for name in ("per_node", "hidden", "ffn", "pairs", "microbatches", "steps"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(
-                f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}"
-            )
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     for name in ("slots", "skip", "hidden_us"):
-        if getattr(args, name) < 0:
-            parser.error(
-                f"--{name.replace('_', '-')} must not be negative, got {getattr(args, name)}"
-            )
+        value = getattr(args, name)
+        if value < 0:
+            parser.error(f"--{name.replace('_', '-')} must not be negative, got {value}")
     try:
+        # Group sizes without duplicates, in the given order.
         args.ranks = list(dict.fromkeys(int(size) for size in args.ranks.split(",")))
         assert min(args.ranks) > 0
     except (ValueError, AssertionError):
@@ -257,14 +301,15 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         for flag, path in (("--csv", args.csv), ("--dump", args.dump)):
             if path:
                 _check_output(flag, path)
+                # The benchmark must not overwrite its input.
                 if path.resolve() in [Path(trace).resolve() for trace in args.trace or ()]:
                     raise ValueError(f"{flag} {path} is a recorded load; name another file")
         args.planners = _planners(args.planner)
         args.cases = list(cases(args))
         if args.dump and len(args.cases) != 1:
             raise ValueError(
-                f"--dump takes one load on one group size, got {len(args.cases)} of them; name them with "
-                "--trace or --load, and --ranks"
+                f"--dump takes one load on one group size, got {len(args.cases)} combinations; "
+                "select one with --trace or --load, and --ranks"
             )
     except ValueError as error:
         parser.error(str(error))
@@ -272,16 +317,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Run the benchmark as the command line says; returns the rows."""
+    """Run the benchmark; returns the rows."""
     args = _arguments(argv)
     if args.large:
         large_groups.report()
         return []
-    rows = [
-        row
-        for case in args.cases
-        for row in compare(case, args.planners, skip=args.skip, dump=args.dump)
-    ]
+    rows: list[Row] = []
+    for case in args.cases:
+        rows += compare(case, args.planners, skip=args.skip, dump=args.dump)
     print(markdown(rows, COLUMNS))
     print(LEGEND)
     if args.csv:

@@ -18,7 +18,7 @@ SYNTHETIC_STEPS: int = 40
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Case:
-    """One load on one group: ``counts`` [T, L, R, E]."""
+    """One load on one group; ``counts``: pairs [T, L, R, E]."""
 
     load: str
     counts: np.ndarray
@@ -26,18 +26,23 @@ class Case:
 
 
 def cases(args: argparse.Namespace) -> Iterator[Case]:
-    """Every load on every group size asked for.
+    """Yield every selected load on every selected group size.
+
+    Without ``--trace`` and ``--load``, all recordings and all synthetic loads are selected.
 
     Raises:
-        ValueError: for a load that cannot be read, made or dealt to the ranks, two of one name, and bad settings.
+        ValueError: if a load cannot be read, drawn or dealt to the ranks, if two loads have the
+            same name, or if settings are invalid.
     """
-    traces = [
-        Trace.read(path) for path in args.trace or (() if args.load else sorted(DATA.glob("*.npz")))
-    ]
-    names = args.load.split(",") if args.load else () if args.trace else synthetic_names()
-    loads = (*traces, *names)
+    paths = args.trace or ()
+    names = args.load.split(",") if args.load else []
+    if not paths and not names:
+        paths = sorted(DATA.glob("*.npz"))
+        names = synthetic_names()
+    loads: list[Trace | str] = [*(Trace.read(path) for path in paths), *names]
     known: set[str] = set()
-    for name in (load.name if isinstance(load, Trace) else load for load in loads):
+    for load in loads:
+        name = load.name if isinstance(load, Trace) else load
         if name in known:
             raise ValueError(
                 f"two loads are named {name}; give each once, and files different names"
@@ -69,6 +74,7 @@ def _setting(args: argparse.Namespace, load: str, counts: np.ndarray, num_ranks:
         raise ValueError(f"{load}: no tokens at all")
     speeds = Speeds.load(args.measured) if args.measured else H100
     world = World(node=tuple(rank // per_node for rank in range(num_ranks)), speeds=speeds)
+    # A recorded count represents several real tokens.
     per_count = args.pairs / float(counts.sum(axis=(2, 3)).mean() / num_ranks)
     shape = swiglu(
         args.hidden, args.ffn, microbatches=args.microbatches, hidden_seconds=args.hidden_us * 1e-6
@@ -79,5 +85,6 @@ def _setting(args: argparse.Namespace, load: str, counts: np.ndarray, num_ranks:
     setting = Setting(
         num_experts, world=world, shape=shape, slots=args.slots, tokens_per_count=per_count
     )
-    _ = setting.homes  # refuses slots that are out of range
+    # Raises ValueError for slots that are out of range.
+    _ = setting.homes
     return setting

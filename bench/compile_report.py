@@ -28,27 +28,31 @@ from megatron_hecate.device import compile as kernels  # noqa: E402
 ARCHITECTURES: tuple[tuple[int, int], ...] = ((8, 0), (9, 0), (10, 0))
 COMPILERS = ("nvrtc", "nvcc")
 MOVE = ("fssdp_gather", "fssdp_reduce")
-KERNELS, FAILURES = Table("compiled kernels"), Table("not compiled")
+KERNELS = Table("compiled kernels")
+FAILURES = Table("not compiled")
 
 
 def main() -> None:
     """Print a row per architecture, compiler and kernel."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--here", action="store_true", help="of this machine's GPU alone")
-    compilers, architectures = COMPILERS, ARCHITECTURES
+    parser.add_argument("--here", action="store_true", help="report this machine's GPU only")
+    compilers = COMPILERS
+    architectures = ARCHITECTURES
     if parser.parse_args().here:
         import torch
 
-        compilers, architectures = COMPILERS[:1], (torch.cuda.get_device_capability(0),)
+        compilers = COMPILERS[:1]
+        architectures = (torch.cuda.get_device_capability(0),)
     with tempfile.TemporaryDirectory() as folder:
-        os.environ[kernels.CACHE] = folder  # so that it compiles now
+        # An empty cache: a cached cubin would not be compiled and timed.
+        os.environ[kernels.CACHE] = folder
         for compiler in compilers:
             for capability in architectures:
                 report(compiler, capability, Path(folder))
 
 
 def report(compiler: str, capability: tuple[int, int], folder: Path) -> None:
-    """Print what one compiler makes for one architecture."""
+    """Compile for one architecture with one compiler, and print a row per kernel."""
     about = {"architecture": f"sm_{capability[0]}{capability[1]}", "compiler": compiler}
     start = time.perf_counter()
     try:
@@ -61,20 +65,23 @@ def report(compiler: str, capability: tuple[int, int], folder: Path) -> None:
     file.write_bytes(cubin)
     code = sass.disassemble(file)
     for name, (registers, spilled) in sorted(sass.registers_and_stack(file).items()):
-        loads = [each.under_way for each in sass.unrolled(code[name])] if name in MOVE else []
+        loads = []
+        if name in MOVE:
+            loads = [each.under_way for each in sass.unrolled(code[name])]
         sizes = [count * sass.VECTOR * THREADS >> 10 for count in loads]
-        loads_text, sizes_text = (
-            f"{min(numbers)} to {max(numbers)}" if numbers else "" for numbers in (loads, sizes)
-        )
         KERNELS.add(
             **about,
             kernel=name,
             registers=registers,
             bytes_spilled=spilled,
             instructions=len(sass.instructions(code[name])),
-            loads_of_16_bytes_under_way=loads_text,
-            **{f"KiB under way of a block of {THREADS} threads": sizes_text},
+            loads_of_16_bytes_under_way=_range(loads),
+            **{f"KiB under way of a block of {THREADS} threads": _range(sizes)},
         )
+
+
+def _range(numbers: list[int]) -> str:
+    return f"{min(numbers)} to {max(numbers)}" if numbers else ""
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""Hardware counters of the quotas and of sums, as Nsight Compute (``ncu``) reads them.
+"""Read hardware counters of the quotas and of sums with Nsight Compute (``ncu``).
 
     python bench/counters.py
 
-Where ``ncu`` may not read counters (a driver that keeps them from users, a sandbox), it says so in a row and that is
-all. All that ``ncu`` read goes beside the rows of `gpu.py` as ``counters.csv``. Clocks are left as they are.
+If ``ncu`` must not read counters (a driver that restricts counters, a sandbox), the table has one
+row with the reason. The full output of ``ncu`` is written next to the rows of `gpu.py` as
+``counters.csv``. Clocks are not locked.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SECTIONS = [
     "MemoryWorkloadAnalysis",
 ]
 REFUSED = ("ERR_NVGPUCTRPERM", "LibraryNotLoaded", "==ERROR==", "Device not supported")
-# part of a counter's name: what the table calls it
+# columns of the table by counter
 SHOWN = {
     "gpu__time_duration.sum": "duration",
     "launch__grid_size": "blocks",
@@ -44,13 +45,19 @@ SHOWN = {
     "smsp__average_warps_issue_stalled_no_instruction_per_issue_active.ratio": "waits for code",
     "smsp__average_warps_issue_stalled_long_scoreboard_per_issue_active.ratio": "waits for memory",
     "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": "waits at barriers",
-    "smsp__average_warps_issue_stalled_short_scoreboard_per_issue_active.ratio": "waits for shared memory, shuffles",
+    "smsp__average_warps_issue_stalled_short_scoreboard_per_issue_active.ratio": (
+        "waits for shared memory, shuffles"
+    ),
     "smsp__average_warps_issue_stalled_wait_per_issue_active.ratio": "waits for results",
 }
 
 
 def target() -> None:
-    """What is profiled: the quotas of 64 ranks with two slots and with one, sums by 16 and by 132 blocks."""
+    """Launch the profiled kernels.
+
+    The kernels are the quotas of 64 ranks with two slots and with one slot, and sums with 16 and
+    with 132 blocks.
+    """
     from routing import GROUPS, Case
 
     from kernels import EXPERTS, Bench
@@ -68,7 +75,7 @@ def target() -> None:
 
 
 def parse(text: str) -> list[dict[str, str]]:
-    """The launches in ncu's CSV, each a value with its unit for each counter."""
+    """Parse ncu's CSV; returns value and unit of each counter for every launch."""
     lines = text.splitlines()
     begin = next((at for at, line in enumerate(lines) if line.startswith('"ID"')), None)
     if begin is None:
@@ -97,8 +104,10 @@ def main() -> None:
         "--page",
         "raw",
     ]
+    # Only these kernels: profiling replays each kernel many times.
     command += ["--kernel-name", "regex:fssdp_(quotas|reduce)"]
-    command += [word for section in SECTIONS for word in ("--section", section)]
+    for section in SECTIONS:
+        command += ["--section", section]
     done = subprocess.run(
         [*command, sys.executable, __file__, "--target"],
         capture_output=True,
@@ -108,16 +117,12 @@ def main() -> None:
     )
     found = parse(done.stdout)
     if not found:
-        said = [
-            line
-            for line in (done.stdout + done.stderr).splitlines()
-            if any(word in line for word in REFUSED)
-        ]
-        why = (
-            said[0]
-            if said
-            else f"exit status {done.returncode}: {(done.stdout + done.stderr).strip()[-300:]}"
-        )
+        output = done.stdout + done.stderr
+        why = f"exit status {done.returncode}: {output.strip()[-300:]}"
+        for line in output.splitlines():
+            if any(word in line for word in REFUSED):
+                why = line
+                break
         rows.Table("ncu").add(ncu="cannot profile here", why=why)
         return
     if name := os.environ.get(rows.FILE):

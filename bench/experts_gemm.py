@@ -1,10 +1,11 @@
-"""TransformerEngine's grouped GEMM on one GPU: a rank's tokens on its homes alone, and split among more experts.
+"""Time TransformerEngine's grouped GEMM on one GPU, on a rank's homes and on homes and replicas.
 
     python bench/experts_gemm.py
 
-Two comparisons, forward and backward, for the linears of one expert layer in bf16. *Same tokens, more experts*: what
-it costs that two replicas are further groups of a GEMM. *Hot rank*: the fullest rank of a skewed layer with stock
-Megatron, against that rank after its hottest expert's tokens were split: it has replicas and the mean number of tokens.
+There are two comparisons, forward and backward, for the linears of one expert layer in bf16. *Same
+tokens, more experts*: the cost of two replicas as further groups of a GEMM. *Hot rank*: the fullest
+rank of a skewed layer with stock Megatron, against that rank after its hottest expert's tokens were
+split: it has replicas and the mean number of tokens.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from gpu_clock import Clock  # noqa: E402
 from rows import Table  # noqa: E402
 
+# hidden size, ffn size and homes per rank
 LAYERS = {
     "DeepSeek-V3": (7168, 2048, 4),
     "Qwen3-30B-A3B": (2048, 768, 4),
     "Mixtral-8x7B": (4096, 14336, 1),
-}  # homes
+}
 REPLICAS: int = 2
-TOKENS: int = 16384  # of a rank, where loads are balanced
-SKEW: float = 2.0  # tokens of the fullest rank, in means
+# tokens of a rank with balanced loads
+TOKENS: int = 16384
+# tokens of the fullest rank, over the mean
+SKEW: float = 2.0
 
 
 class Experts:
@@ -39,16 +43,18 @@ class Experts:
         import transformer_engine.pytorch as te
 
         settings: dict[str, Any] = dict(bias=False, params_dtype=torch.bfloat16, device="cuda")
-        self.num, self.hidden = num, hidden
+        self.num = num
+        self.hidden = hidden
         self.first = te.GroupedLinear(num, hidden, 2 * ffn, **settings)
         self.second = te.GroupedLinear(num, ffn, hidden, **settings)
 
     def run(self, inputs: torch.Tensor, splits: list[int]) -> None:
+        """Run forward and backward; ``splits``: tokens of each expert."""
         gate, up = self.first(inputs, splits).chunk(2, dim=-1)
         self.second(torch.nn.functional.silu(gate) * up, splits).sum().backward()
 
     def milliseconds(self, splits: list[int], clock: Clock) -> float:
-        """Median time of a forward and backward with so many tokens for each expert."""
+        """Time a forward and backward with ``splits`` tokens per expert; returns the median."""
         assert len(splits) == self.num
         inputs = torch.randn(
             sum(splits), self.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True
@@ -57,7 +63,7 @@ class Experts:
 
 
 def evenly(tokens: int, num: int) -> list[int]:
-    """``tokens`` among ``num`` experts, in multiples of 16 but the last."""
+    """Split ``tokens`` among ``num`` experts, in multiples of 16 except for the last expert."""
     share = tokens // num // 16 * 16
     return [share] * (num - 1) + [tokens - share * (num - 1)]
 
@@ -71,15 +77,13 @@ def main() -> None:
         parser.error("no GPU here")
     import transformer_engine
 
-    print(
-        f"{torch.cuda.get_device_name()}, TransformerEngine {transformer_engine.__version__}, bf16; milliseconds\n"
-    )
-    clock, table = (
-        Clock(torch.device("cuda"), calls=options.calls),
-        Table("grouped GEMM, milliseconds"),
-    )
+    version = f"TransformerEngine {transformer_engine.__version__}"
+    print(f"{torch.cuda.get_device_name()}, {version}, bf16; milliseconds\n")
+    clock = Clock(torch.device("cuda"), calls=options.calls)
+    table = Table("grouped GEMM, milliseconds")
     for name, (hidden, ffn, homes) in LAYERS.items():
-        stock, ours = Experts(homes, hidden, ffn), Experts(homes + REPLICAS, hidden, ffn)
+        stock = Experts(homes, hidden, ffn)
+        ours = Experts(homes + REPLICAS, hidden, ffn)
         hot = evenly(TOKENS // 2, homes - 1) if homes > 1 else []
         hot = [int(SKEW * TOKENS) - sum(hot), *hot]
         table.add(

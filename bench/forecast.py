@@ -36,6 +36,8 @@ def _trend(share: float) -> Callable[[list[np.ndarray]], np.ndarray]:
     return lambda past: np.maximum(0, past[-1] + share * (past[-1] - past[max(-2, -len(past))]))
 
 
+# the package's forecast
+OURS = "last, plus its change as far as measured"
 METHODS = {
     "mean of 5 iterations (the paper's)": _mean(5),
     "mean of 2": _mean(2),
@@ -48,16 +50,14 @@ METHODS = {
 
 def errors(loads: np.ndarray) -> dict[str, np.ndarray]:
     """Error of every method at every step and layer; ``loads`` is [steps, L, E]."""
-    found: dict[str, list[np.ndarray]] = {
-        name: [] for name in [*METHODS, "last, plus its change as far as measured"]
-    }
+    found: dict[str, list[np.ndarray]] = {name: [] for name in [*METHODS, OURS]}
     history = LoadHistory()
     for step in range(1, len(loads)):
         history.append(loads[step - 1])
-        forecasts = {
-            name: method(list(loads[max(0, step - 12) : step])) for name, method in METHODS.items()
-        }
-        forecasts["last, plus its change as far as measured"] = history.forecast()
+        # Older steps have a negligible weight in all methods.
+        past = list(loads[max(0, step - 12) : step])
+        forecasts = {name: method(past) for name, method in METHODS.items()}
+        forecasts[OURS] = history.forecast()
         for name, forecast in forecasts.items():
             wrong = np.abs(forecast - loads[step]).sum(axis=-1) / 2
             found[name].append(wrong / loads[step].sum(axis=-1))
@@ -65,19 +65,19 @@ def errors(loads: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def main() -> None:
+    """Print a table per recording."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     for path in sorted(DATA.glob("*.npz")):
         loads = np.load(path)["counts"].sum(axis=2).astype(np.float64)
         found = errors(loads)
         baseline = found["mean of 5 iterations (the paper's)"].mean()
-        print(
-            f"\n`python bench/forecast.py`, {path.name}: {len(loads)} steps, {loads.shape[1]} layers\n"
-        )
+        size = f"{len(loads)} steps, {loads.shape[1]} layers"
+        print(f"\n`python bench/forecast.py`, {path.name}: {size}\n")
         print("| forecast | mean error | p99 | baseline / error |\n|---|---|---|---|")
         for name, error in found.items():
-            print(
-                f"| {name} | {error.mean():.4f} | {np.percentile(error, 99):.4f} | {baseline / error.mean():.2f} |"
-            )
+            mean = error.mean()
+            p99 = np.percentile(error, 99)
+            print(f"| {name} | {mean:.4f} | {p99:.4f} | {baseline / mean:.2f} |")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,10 @@ class Ended:
 
     def write(self, folder: Folder) -> None:
         """Append the result to the rows and the page, with the end of a failed part's output."""
-        said = self.output.replace("\r", "\n").splitlines()[-SHOWN:] if self.is_failure else []
+        said = []
+        if self.is_failure:
+            # Progress bars separate their states by carriage returns.
+            said = self.output.replace("\r", "\n").splitlines()[-SHOWN:]
         about = {"part": self.part.name, "shows": self.part.shows, "command": self.part.command}
         ended = {
             "ended": self.how,
@@ -105,6 +108,7 @@ class Folder:
         """Rewrite the page if there are new rows; a reader sees the old page or the new one."""
         size = self.rows.stat().st_size if self.rows.exists() else 0
         if size != self._size:
+            # Renaming is atomic: no reader sees half a page.
             draft = self._page.with_suffix(".new")
             draft.write_text(gpu_page.page(rows.read(self.rows)))
             draft.replace(self._page)
@@ -287,7 +291,9 @@ def main() -> int:
         ]
         print("\n".join(rows.markdown(listed, list(listed[0]))))
         return 0
-    minutes = options.minutes if options.minutes is not None else sum(MINUTES.values())
+    minutes = options.minutes
+    if minutes is None:
+        minutes = sum(MINUTES.values())
     # In a process of its own: a CUDA context of this process would take memory from every part.
     asked = [sys.executable, str(ROOT / "bench" / "gpu_machine.py")]
     said = subprocess.run(asked, capture_output=True, text=True, timeout=120, check=False)

@@ -36,8 +36,10 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parent.parent
-PIECE: int = 60_000_000  # bytes
-TOGETHER: int = 64 << 20  # bytes of our sources and the archive for an image
+# largest size of a piece in bytes
+PIECE: int = 60_000_000
+# largest size in bytes of our sources and the archive for an image
+TOGETHER: int = 64 << 20
 SITE = ROOT / "build" / "gpu-site"
 TOOLS: tuple[str, ...] = (
     "pytest",
@@ -66,7 +68,8 @@ PLATFORMS: tuple[str, ...] = (
     "any",
 )
 INSTALL = """#!/usr/bin/env bash
-# Check, join and install: ./install.sh [FOLDER]. Needs Python 3.12 whose torch is there ($PYTHON, else python3).
+# Check, join and install: ./install.sh [FOLDER]. Needs Python 3.12 with torch ($PYTHON, else
+# python3).
 set -euo pipefail
 cd "$(dirname "$0")"
 folder=${1:-megatron-hecate}
@@ -77,26 +80,33 @@ cat gpu-bundle.tar.?? | tar -x -C "$folder"
 cd "$folder"
 "$python" -c "import torch; print('torch', torch.__version__, 'for CUDA', torch.version.cuda)"
 "$python" -m venv --system-site-packages .venv
-# a virtual environment that was made from another one sees only the first one's packages
+# A virtual environment created from another one sees only the packages of the first one.
 "$python" -c "import site; print(*site.getsitepackages(), sep='\\n')" \\
     >"$(.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/base.pth"
-install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps "$@"; }
+pip=(.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-index --no-deps)
+install() { "${pip[@]}" "$@"; }
 install wheels/*.whl
 install --no-build-isolation --editable .
 if [ -e te ]; then
-    # its half for PyTorch is compiled here, which takes minutes, a C++ compiler and a CUDA toolkit
+    # Its PyTorch half is compiled here: minutes, with a C++ compiler and a CUDA toolkit.
     site=$(.venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
-    nvidia=$("$python" -c "import nvidia; print(next(iter(nvidia.__path__)))" 2>/dev/null) || nvidia=
-    [ -z "$nvidia" ] || [ -e "$site/nvidia" ] || ln -s "$nvidia" "$site/nvidia" # where it looks for cuDNN
+    find="import nvidia; print(next(iter(nvidia.__path__)))"
+    nvidia=$("$python" -c "$find" 2>/dev/null) || nvidia=
+    # TransformerEngine searches cuDNN here.
+    [ -z "$nvidia" ] || [ -e "$site/nvidia" ] || ln -s "$nvidia" "$site/nvidia"
     install te/*.whl
     for include in "$site"/nvidia/*/include; do CPATH=$include:${CPATH:-}; done
     export CPATH NVTE_FRAMEWORK=pytorch MAX_JOBS=${MAX_JOBS:-$(nproc)}
-    timeout 1200 .venv/bin/python -m pip install --quiet --no-index --no-deps --no-build-isolation te/*.tar.gz || true
-    # half of it would stop Megatron from starting
+    timeout 1200 .venv/bin/python -m pip install --quiet --no-index --no-deps \\
+        --no-build-isolation te/*.tar.gz || true
+    # Megatron does not start with an incomplete TransformerEngine.
     .venv/bin/python -c "import torch, transformer_engine.pytorch" || {
-        .venv/bin/python -m pip uninstall --quiet --yes transformer_engine{,_cu13,_torch} 2>/dev/null
-        rm -rf "$site/transformer_engine" # what is left would look like a package
-        echo "TransformerEngine could not be built or imported: it is not installed, and what needs it will be left out"
+        te=(transformer_engine{,_cu13,_torch})
+        .venv/bin/python -m pip uninstall --quiet --yes "${te[@]}" 2>/dev/null
+        # A remaining folder would look like a package.
+        rm -rf "$site/transformer_engine"
+        echo "TransformerEngine could not be built or imported: it is not installed," \\
+            "and parts that need it will be left out"
     }
 fi
 echo "Ready. Now run: cd $folder && make gpu"
@@ -104,7 +114,10 @@ echo "Ready. Now run: cd $folder && make gpu"
 
 
 def closure(names: Iterable[str]) -> dict[str, str]:
-    """What ``names`` need, directly or not, and the versions that are installed here; none of what torch needs."""
+    """List the direct and indirect requirements of ``names``, except torch's, with versions.
+
+    Versions are of the packages installed here.
+    """
     of_torch = set(_walk(["torch"]))
     return {name: version for name, version in sorted(_walk(names).items()) if name not in of_torch}
 
@@ -119,26 +132,30 @@ def _walk(names: Iterable[str]) -> dict[str, str]:
             continue
         try:
             about = importlib.metadata.distribution(name)
+        # A package for another platform, or a tool that is not installed here.
         except importlib.metadata.PackageNotFoundError:
-            continue  # of another platform, or a tool that is installed nowhere here
+            continue
         found[name] = about.version
         for line in about.requires or ():
             needed = Requirement(line)
             extras = wanted.extras or {""}
-            if needed.marker is None or any(
-                needed.marker.evaluate({"extra": extra}) for extra in extras
-            ):
+            marker = needed.marker
+            if marker is None or any(marker.evaluate({"extra": extra}) for extra in extras):
                 todo.append(needed)
     return found
 
 
 def missing(names: Iterable[str], image: Mapping[str, str]) -> dict[str, str]:
-    """What of the needs of ``names``, directly or not, ``image`` lacks, and the versions that are installed here.
+    """List the direct and indirect requirements of ``names`` that ``image`` lacks.
 
-    What needs something that is there already is not looked into: it came with its own needs.
+    Requirements of a package in the image are not checked: they were installed with it.
 
     Args:
+        names: requirements.
         image: versions by canonical name, "" for any.
+
+    Returns:
+        Versions installed here, by canonical name.
     """
     found: dict[str, str] = {}
     todo = [Requirement(name) for name in names]
@@ -161,46 +178,52 @@ def missing(names: Iterable[str], image: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_image(text: str) -> dict[str, str]:
-    """Versions by canonical name, of lines such as ``numpy==2.5.2``, ``numpy 2.5.2`` or ``numpy``."""
-    lines = [line.partition("#")[0].replace("==", " ").split() for line in text.splitlines()]
-    return {canonicalize_name(line[0]): line[1] if len(line) > 1 else "" for line in lines if line}
+    """Parse lines such as ``numpy==2.5.2``, ``numpy 2.5.2`` or ``numpy``.
+
+    Returns:
+        Versions by canonical name, "" for any.
+    """
+    found = {}
+    for line in text.splitlines():
+        words = line.partition("#")[0].replace("==", " ").split()
+        if words:
+            found[canonicalize_name(words[0])] = "".join(words[1:2])
+    return found
 
 
 def for_image(listed: Path, archive: Path) -> None:
-    """Make the archive for a machine that has what ``listed`` names, and print what is in it.
+    """Build the archive for a machine with the packages in ``listed``, and print its content.
+
+    Args:
+        listed: file with the machine's packages.
+        archive: path of the archive.
 
     Raises:
-        SystemExit: where the archive and our sources together are too large.
+        SystemExit: if the archive and our sources together are too large.
     """
-    pinned = [
-        f"{name}=={version}"
-        for name, version in missing(own_requirements(), read_image(listed.read_text())).items()
-    ]
+    lacking = missing(own_requirements(), read_image(listed.read_text()))
+    pinned = [f"{name}=={version}" for name, version in lacking.items()]
     with tempfile.TemporaryDirectory() as folder:
         download(pinned, Path(folder))
         archive.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(archive, "w") as tar:
             tar.add(folder, arcname=".")
-    files = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, text=True, check=True
-    ).stdout
-    tree = sum(
-        (ROOT / name).stat().st_size
-        for name in files.split("\0")
-        if name and (ROOT / name).exists()
-    )
+    command = ["git", "-C", str(ROOT), "ls-files", "-z"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    files = [ROOT / name for name in listing.split("\0") if name]
+    tree = sum(file.stat().st_size for file in files if file.exists())
     size = archive.stat().st_size
     if tree + size > TOGETHER:
         raise SystemExit(
             f"{size / 1e6:.1f} MB of wheels and {tree / 1e6:.1f} MB of sources are more than 64 MiB"
         )
     print(
-        f"{archive}: {' '.join(pinned)}; {size / 1e6:.1f} MB, beside {tree / 1e6:.1f} MB of sources"
+        f"{archive}: {' '.join(pinned)}; {size / 1e6:.1f} MB, plus {tree / 1e6:.1f} MB of sources"
     )
 
 
 def install(archive: Path, site: Path) -> None:
-    """Unpack an archive of `for_image` into ``site``, which becomes a folder of packages."""
+    """Install the wheels of an archive of `for_image` into the folder ``site``."""
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(archive) as tar:
             tar.extractall(folder, filter="data")
@@ -222,22 +245,30 @@ def install(archive: Path, site: Path) -> None:
 
 
 def own_requirements() -> list[str]:
-    """Those of this project, with what the demo and the tests share."""
+    """List this project's requirements, including the ones that demo and tests share."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["training"]]
-    return [
-        text for text in wanted if (marker := Requirement(text).marker) is None or marker.evaluate()
-    ]
+    found = []
+    for text in [*project["dependencies"], *project["optional-dependencies"]["training"]]:
+        marker = Requirement(text).marker
+        if marker is None or marker.evaluate():
+            found.append(text)
+    return found
 
 
 def download(names: Iterable[str], into: Path) -> None:
-    """The wheels of ``names``, each ``name==version`` or a name, for Linux on x86-64.
+    """Download wheels for Linux on x86-64.
+
+    Args:
+        names: packages, each ``name==version`` or a name.
+        into: folder for the wheels.
 
     Raises:
-        SystemExit: naming those for which there is none.
+        SystemExit: if a package has no wheel, with pip's message.
     """
     into.mkdir(parents=True, exist_ok=True)
-    platforms = [word for name in PLATFORMS for word in ("--platform", name)]
+    platforms: list[str] = []
+    for name in PLATFORMS:
+        platforms += ["--platform", name]
     pip = [
         sys.executable,
         "-m",
@@ -256,7 +287,16 @@ def download(names: Iterable[str], into: Path) -> None:
 
 
 def split(archive: Path, into: Path, *, size: int = PIECE) -> list[Path]:
-    """Pieces of ``archive`` with at most ``size`` bytes, named after it, and ``SHA256SUMS``."""
+    """Split ``archive`` into pieces, and write ``SHA256SUMS``.
+
+    Args:
+        archive: archive to split; pieces are named after it.
+        into: folder for the pieces.
+        size: largest size of a piece in bytes.
+
+    Returns:
+        Paths of the pieces.
+    """
     pieces = []
     for number, piece in enumerate(_pieces(archive, size)):
         assert number < 100, f"{archive} has more than 100 pieces of {size} bytes"
@@ -274,7 +314,7 @@ def _pieces(archive: Path, size: int) -> Iterator[bytes]:
 
 
 def sources(into: Path) -> str:
-    """Unpack what is committed; returns the commit, which goes into a file ``COMMIT`` as well."""
+    """Unpack the committed sources; returns the commit, which is also written to ``COMMIT``."""
     into.mkdir(parents=True)
     git = ["git", "-C", str(ROOT)]
     tar = subprocess.run([*git, "archive", "HEAD"], capture_output=True, check=True).stdout
@@ -287,17 +327,17 @@ def sources(into: Path) -> str:
 
 
 def main() -> None:
-    """Make the bundle, and print what is in it."""
+    """Build the bundle, and print its content."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu-bundle")
     parser.add_argument(
-        "--without-te", action="store_true", help="leave TransformerEngine out, which is most of it"
+        "--without-te", action="store_true", help="leave out TransformerEngine, the largest part"
     )
     parser.add_argument(
-        "--for-image", type=Path, metavar="LIST", help="only what the machine of LIST lacks"
+        "--for-image", type=Path, metavar="LIST", help="only packages that LIST lacks"
     )
     parser.add_argument(
-        "--install", type=Path, metavar="ARCHIVE", help="unpack what --for-image made"
+        "--install", type=Path, metavar="ARCHIVE", help="unpack an archive of --for-image"
     )
     options = parser.parse_args()
     if options.install is not None:
@@ -314,38 +354,18 @@ def main() -> None:
     known = {canonicalize_name(text.partition("==")[0]) for text in pinned}
     tools = closure(TOOLS)
     pinned += [f"{name}=={version}" for name, version in tools.items() if name not in known]
-    download(
-        [*pinned, *(tool for tool in TOOLS if tool not in {*tools, *known})], content / "wheels"
-    )
+    # Tools that are not installed here have no version.
+    unpinned = [tool for tool in TOOLS if tool not in {*tools, *known}]
+    download([*pinned, *unpinned], content / "wheels")
     if not options.without_te:
-        download(
-            [f"transformer_engine=={TE}", f"transformer_engine_cu13=={TE}", *TE_NEEDS],
-            content / "te",
-        )
-        pip = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--no-deps",
-            "--no-binary",
-            ":all:",
-        ]
-        pip += [
-            "--no-build-isolation",
-            "--dest",
-            str(content / "te"),
-            f"transformer_engine_torch=={TE}",
-        ]
-        subprocess.run(pip, check=True)
+        _download_te(content / "te")
     for part in ("wheels", "te"):
         files = sorted((content / part).glob("*"))
-        print(
-            f"{part}: {len(files)} files, {sum(file.stat().st_size for file in files) / 1e6:.1f} MB"
-        )
+        size = sum(file.stat().st_size for file in files)
+        print(f"{part}: {len(files)} files, {size / 1e6:.1f} MB")
     archive = options.out / "gpu-bundle.tar"
-    with tarfile.open(archive, "w") as tar:  # wheels are compressed already
+    # Without compression: wheels are compressed already.
+    with tarfile.open(archive, "w") as tar:
         tar.add(content, arcname=".")
     shutil.rmtree(content)
     pieces = split(archive, options.out)
@@ -355,8 +375,17 @@ def main() -> None:
     whole = sum(piece.stat().st_size for piece in pieces)
     print(f"{options.out}: commit {commit}, {len(pieces)} pieces, {whole / 1e6:.1f} MB in all")
     print(
-        f"{time.monotonic() - began:.0f} s; carry the folder to the machine and run ./install.sh there"
+        f"{time.monotonic() - began:.0f} s; copy the folder to the machine and run ./install.sh "
+        "there"
     )
+
+
+def _download_te(into: Path) -> None:
+    """Download TransformerEngine; its PyTorch half as sources, since no registry has it built."""
+    download([f"transformer_engine=={TE}", f"transformer_engine_cu13=={TE}", *TE_NEEDS], into)
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    pip += ["--no-binary", ":all:", "--no-build-isolation", "--dest", str(into)]
+    subprocess.run([*pip, f"transformer_engine_torch=={TE}"], check=True)
 
 
 if __name__ == "__main__":

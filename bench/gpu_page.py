@@ -29,7 +29,9 @@ def page(records: Sequence[Record]) -> str:
             last[record["part"]] = record
     failed = sum(record["ended"] not in PASSED for record in last.values())
     lines = ["# Results on a GPU", "", "Written by `bench/gpu.py`; do not edit it by hand.", ""]
-    machines = [line for record in records for line in record.get("machine", ())]
+    machines: list[str] = []
+    for record in records:
+        machines += record.get("machine", ())
     lines += [f"- {line}" for line in dict.fromkeys(machines)]
     summary = ""
     if failed:
@@ -44,9 +46,8 @@ def page(records: Sequence[Record]) -> str:
             f"{record.get('shows', '')} |"
         )
     for part, record in last.items():
-        tables = _tables(
-            [other for other in records if other.get("part") == part and "table" in other]
-        )
+        own = [other for other in records if other.get("part") == part]
+        tables = _tables([other for other in own if "table" in other])
         said = record.get("said") or []
         if tables or said:
             lines += [

@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Benchmark or test that `gpu.py` runs in a process of its own.
+    """Benchmark or test that `gpu.py` runs in a separate process.
 
     Args:
         name: name for ``--parts``.

@@ -1,23 +1,26 @@
-"""What moving homes wins over today's contiguous ones, on recorded and synthetic loads.
+"""Compare rehoming with contiguous homes, on recorded and synthetic loads.
 
-    python bench/homes.py                                        the table of docs/homes.md; some minutes
+    python bench/homes.py                     the table of docs/homes.md; some minutes
     python bench/homes.py --load zipf-4 --ranks 64 --slots 2 --csv out.csv
 
-A load is replayed as in `bench/balance.py`: replicas are planned from the forecast in every step, tokens are split by
-the quotas that run on GPUs, one step in `STRIDE` is scored. Every so many steps homes are looked at. The last `WINDOW`
-steps before a look choose. Steps and moves count from ``--skip`` on. *Uneven* is the same search where a rank may have
-up to twice its share of a layer's homes, whatever it has in other layers: that is more freedom than any assignment has
-that is even over a stage. Algorithm 2 asks for no gain.
+A load is replayed as in `bench/balance.py`: replicas are planned from the forecast in every step,
+tokens are split by the quotas that run on GPUs, one step in `STRIDE` is scored. At an interval, a
+search chooses new homes from the last `WINDOW` steps. Steps and moves count from ``--skip`` on.
+*Uneven* is the same search with up to twice a rank's share of a layer's homes, independent of other
+layers: more freedom than any assignment that is even over a pipeline stage. Algorithm 2 requires no
+gain of a move.
 
 The table has a line per load, ranks and slots; ``--csv`` writes one per way to choose homes.
 
-| column | what |
+| column | meaning |
 |---|---|
-| moved, uneven, Algorithm 2 | step and moving together; contiguous homes with as many slots = 1 |
+| moved, uneven, Algorithm 2 | time of step and moves; contiguous homes with equal slots = 1 |
 | imbalance, copies, crossing | as in `bench/balance.py`: contiguous > moved, every 50 |
-| GB between | between nodes, per layer and step, weights and gradients of replicas: contiguous > moved, every 50 |
-| moved | experts whose home moved, per layer and look, of looks every 50 steps |
-| moving | of the same, the time that moving takes, spread over all steps; nothing of it is hidden |
+| GB between | weights and gradients of replicas sent between nodes: contiguous > moved, every 50 |
+| moved | experts whose home moved, per layer and search, with a search every 50 steps |
+| moving | time of these moves, spread over all steps; none of it is hidden |
+
+GB between is per layer and step.
 """
 
 from __future__ import annotations
@@ -36,15 +39,17 @@ from rivals.algorithm2 import algorithm2, with_homes
 from rivals.hecate import Hecate
 from rivals.planner import Setting
 from rivals.report import Row, markdown, write_csv
-from rivals.score import check_plan, score
+from rivals.score import Score, check_plan, score
 
 from megatron_hecate.offline.simulated_job import MOVED
 from megatron_hecate.offline.traffic import Traffic
 from megatron_hecate.plan import HomeSearch, Placement, plan_replicas
 from megatron_hecate.runtime.forecast import LoadHistory
 
-WINDOW: int = 20  # steps that a look sees
-STRIDE: int = 4  # one step in so many is scored
+# steps of load from which a search chooses homes
+WINDOW: int = 20
+# interval of scored steps
+STRIDE: int = 4
 LOADS = "pysrc_e64k6_aux0,pysrc_e64k6_aux1e-2,zipf-4,hotspot,zipf-2,80%-to-4,burst,domains"
 WAYS = (
     "moved, every 10",
@@ -53,7 +58,9 @@ WAYS = (
     "uneven, every 50",
     "Algorithm 2, every 100",
 )
-SHOWN = WAYS[1]  # of the columns that compare two ways
+# compared with contiguous homes in the last columns
+SHOWN = WAYS[1]
+COMPARED = ("imbalance", "copies", "inter_gb", "crossing")
 COLUMNS: dict[str, tuple[str, str]] = {
     "load": ("load", "s"),
     "ranks": ("ranks", "d"),
@@ -71,36 +78,44 @@ COLUMNS: dict[str, tuple[str, str]] = {
 
 
 class Homes:
-    """Contiguous homes, which never move. Others look at the past from time to time.
+    """Contiguous homes, which never move. Subclasses search for better homes at an interval.
 
     Args:
-        setting: of every layer.
-        num_layers: L.
+        setting: setting of every layer.
+        num_layers: number of layers, L.
         horizon: iterations that a new assignment is expected to last.
     """
 
     name = "contiguous"
 
     def __init__(self, setting: Setting, num_layers: int, *, horizon: int) -> None:
-        self.setting, self.horizon = setting, horizon
+        self.setting = setting
+        self.horizon = horizon
         self.order = np.tile(np.arange(setting.num_experts), (num_layers, 1))
         self.homes = [setting.homes] * num_layers
 
     def look(self, window: np.ndarray) -> list[np.ndarray]:
-        """[E] the homes of every layer by expert, chosen from ``window`` [T, L, E]."""
+        """Choose the homes of every layer from recent loads.
+
+        Args:
+            window: tokens per step, layer and expert, [T, L, E].
+
+        Returns:
+            For every layer, the home rank of each expert, [E].
+        """
         return self.by_expert()
 
     def by_expert(self) -> list[np.ndarray]:
-        """[E] homes of every layer now."""
+        """List for every layer the current home rank of each expert, [E]."""
         return [self.homes[layer].home[np.argsort(order)] for layer, order in enumerate(self.order)]
 
     def by_position(self, load: np.ndarray, layer: int) -> np.ndarray:
-        """A load [..., E] by expert, as the layer's placement numbers them."""
+        """Permute a load [..., E] from expert numbers to the numbering of the layer's placement."""
         return load[..., self.order[layer]]
 
 
 class Moved(Homes):
-    """What the package does."""
+    """Homes that the package's search chooses."""
 
     name = "moved"
 
@@ -115,22 +130,26 @@ class Moved(Homes):
             horizon=self.horizon,
         )
         found = search.find(window, self.order)
-        self.order = self.order if found is None else found.order
+        if found is not None:
+            self.order = found.order
         return self.by_expert()
 
 
 class Uneven(Moved):
-    """As many empty homes as real ones: to swap an expert for one of them is to move it alone."""
+    """Homes with an empty one per expert: swapping an expert with an empty home moves it alone."""
 
     name = "uneven"
 
     def __init__(self, setting: Setting, num_layers: int, *, horizon: int) -> None:
         super().__init__(setting, num_layers, horizon=horizon)
-        real, ranks = setting.num_experts, setting.num_ranks
+        real = setting.num_experts
+        ranks = setting.num_ranks
         homes = Placement.initial(2 * real, ranks, num_slots=setting.slots)
+        # The first half of a rank's homes are real experts, the second half is empty.
         order = np.hstack([np.arange(r).reshape(ranks, -1) for r in (real, real)])
         order[:, real // ranks :] += real
-        self.order, self.homes = np.tile(order.ravel(), (num_layers, 1)), [homes] * num_layers
+        self.order = np.tile(order.ravel(), (num_layers, 1))
+        self.homes = [homes] * num_layers
 
     def look(self, window: np.ndarray) -> list[np.ndarray]:
         super().look(np.concatenate([window, np.zeros_like(window)], axis=2))
@@ -144,7 +163,7 @@ class Uneven(Moved):
 
 
 class Paper(Homes):
-    """Algorithm 2 of the paper; what it calls the overlap degree is what hides here."""
+    """Algorithm 2 of the paper; its overlap degree is the number of fetches that compute hides."""
 
     name = "Algorithm 2"
 
@@ -163,15 +182,23 @@ class Paper(Homes):
 
 
 def state_bytes(setting: Setting) -> float:
-    """All that moves with an expert."""
+    """Compute the bytes that move with an expert: weights and optimizer state."""
     return setting.shape.expert_bytes / 2 * MOVED
 
 
 def travel(before: Sequence[np.ndarray], after: Sequence[np.ndarray], setting: Setting) -> Traffic:
-    """Experts of all layers on their way between homes [E]."""
-    node, ways = setting.world.node_index, [np.zeros(setting.num_ranks) for _ in range(4)]
+    """Count the experts of all layers that move between two assignments of homes.
+
+    Args:
+        before: for every layer, the old home rank of each expert, [E].
+        after: for every layer, the new home rank of each expert, [E].
+        setting: setting of every layer.
+    """
+    node = setting.world.node_index
+    ways = [np.zeros(setting.num_ranks) for _ in range(4)]
     for old, new in zip(before, after, strict=True):
-        for origin, home in zip(old[old != new], new[old != new], strict=True):
+        differs = old != new
+        for origin, home in zip(old[differs], new[differs], strict=True):
             near = 0 if node[origin] == node[home] else 2
             ways[near][origin] += 1
             ways[near + 1][home] += 1
@@ -180,7 +207,14 @@ def travel(before: Sequence[np.ndarray], after: Sequence[np.ndarray], setting: S
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Means over steps and layers; ``moved`` per layer and look, ``moving`` seconds per step and layer."""
+    """Means over steps and layers of one replay.
+
+    Args:
+        imbalance, copies, inter_gb, crossing: as in `bench/balance.py`.
+        seconds: modelled seconds of a layer and step.
+        moved: moved experts per layer and search.
+        moving: seconds of moves per layer and step.
+    """
 
     imbalance: float
     copies: float
@@ -192,27 +226,41 @@ class Outcome:
 
 
 def replay(case: Case, homes: Homes, *, interval: int, skip: int) -> Outcome:
-    """Replay one load with one way to choose homes, which are looked at every ``interval`` steps (0: never)."""
+    """Replay one load with one way to choose homes.
+
+    Args:
+        case: load and group.
+        homes: way to choose homes.
+        interval: steps between two searches; 0: never search.
+        skip: first steps that are replayed, but not counted.
+    """
     steps, layers, _, _ = case.counts.shape
-    setting, totals = case.setting, case.counts.sum(axis=2)
+    setting = case.setting
+    totals = case.counts.sum(axis=2)
     cost = dataclasses.replace(setting.cost, most=setting.slots)
-    history, ours = LoadHistory(), Hecate(setting)
+    history = LoadHistory()
+    ours = Hecate(setting)
     last: list[Placement | None] = [None] * layers
-    scores, moved, seconds, looks = [], 0.0, 0.0, 0
+    scores: list[Score] = []
+    moved = 0.0
+    seconds = 0.0
+    searches = 0
     for t in range(steps):
         if interval and t and t % interval == 0:
             before = homes.by_expert()
             after = homes.look(totals[max(0, t - WINDOW) : t])
-            last = [
-                p if (a == b).all() else None for p, a, b in zip(last, before, after, strict=True)
-            ]
+            # Replicas of a layer whose homes have moved are no previous plan of the new placement.
+            for layer in range(layers):
+                if (before[layer] != after[layer]).any():
+                    last[layer] = None
             if t >= skip:
                 on_the_way = travel(before, after, setting)
                 moved += on_the_way.intra + on_the_way.inter
                 seconds += on_the_way.seconds(state_bytes(setting), setting.world)
-                looks += 1
+                searches += 1
         forecast = history.forecast()
         history.append(totals[t])
+        # The first step has no forecast.
         for layer in range(layers if forecast is not None else 0):
             placed = plan_replicas(
                 homes.by_position(forecast[layer], layer),
@@ -228,17 +276,16 @@ def replay(case: Case, homes: Homes, *, interval: int, skip: int) -> Outcome:
                 quotas = ours.split(load, placed)
                 check_plan(quotas, placed, load)
                 scores.append(score(quotas, placed, ours.moves(placed, placed), counted))
-    means = {
-        name: float(np.mean([getattr(s, name) for s in scores]))
-        for name in ("imbalance", "copies", "inter_gb", "crossing", "seconds")
-    }
+    means = {}
+    for name in (*COMPARED, "seconds"):
+        means[name] = float(np.mean([getattr(result, name) for result in scores]))
     return Outcome(
-        **means, moved=moved / layers / max(1, looks), moving=seconds / (steps - skip) / layers
+        **means, moved=moved / layers / max(1, searches), moving=seconds / (steps - skip) / layers
     )
 
 
 def compare(case: Case, *, skip: int, horizon: int) -> Iterator[Row]:
-    """A row per way to choose homes."""
+    """Yield a row per way to choose homes."""
     ways: list[tuple[type[Homes], int]] = [
         (Homes, 0),
         (Moved, 10),
@@ -273,33 +320,30 @@ def compare(case: Case, *, skip: int, horizon: int) -> Iterator[Row]:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """A table with a line per load, ranks and slots."""
+    """Format a table with a line per load, ranks and slots."""
     groups: dict[tuple[object, ...], dict[object, Row]] = {}
     for row in rows:
         groups.setdefault((row["load"], row["ranks"], row["slots"]), {})[row["homes"]] = row
     lines: list[Row] = []
     columns = {name: (name, "s" if name == "load" else "d") for name in ("load", "ranks", "slots")}
     columns |= {name: (name, ".3f") for name in WAYS}
-    columns |= {name: (name, "s") for name in ("imbalance", "copies", "inter_gb", "crossing")}
+    columns |= {name: (name, "s") for name in COMPARED}
     columns |= dict(inter_gb=("GB between", "s"), moved=("moved", ".1f"), moving=("moving", ".3f"))
-    for (load, ranks, slots), of in groups.items():
-        line = dict(
-            load=load,
-            ranks=ranks,
-            slots=slots,
-            moved=of[SHOWN]["moved"],
-            moving=of[SHOWN]["moving"],
-        )
-        line |= {name: of[name]["total"] for name in WAYS}
-        for name in ("imbalance", "copies", "inter_gb", "crossing"):
+    for (load, ranks, slots), ways in groups.items():
+        contiguous = ways[Homes.name]
+        shown = ways[SHOWN]
+        line = dict(load=load, ranks=ranks, slots=slots)
+        line |= dict(moved=shown["moved"], moving=shown["moving"])
+        line |= {name: ways[name]["total"] for name in WAYS}
+        for name in COMPARED:
             spec = COLUMNS[name][1]
-            line[name] = " > ".join(format(of[way][name], spec) for way in (Homes.name, SHOWN))
+            line[name] = f"{contiguous[name]:{spec}} > {shown[name]:{spec}}"
         lines.append(line)
     return markdown(lines, columns)
 
 
 def main(argv: Sequence[str] | None = None) -> list[Row]:
-    """Run the benchmark as the command line says; returns the rows."""
+    """Run the benchmark; returns the rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -323,29 +367,24 @@ def main(argv: Sequence[str] | None = None) -> list[Row]:
     )
     add("--csv", type=Path, metavar="FILE", help="write the table with full precision")
     args = parser.parse_args(argv)
-    sizes = dict(
-        pairs=16384, hidden=2048, ffn=768, microbatches=1, hidden_us=650, measured=None
-    )  # of bench/balance.py
+    # the defaults of bench/balance.py
+    sizes = dict(pairs=16384, hidden=2048, ffn=768, microbatches=1, hidden_us=650, measured=None)
     names = args.load.split(",")
     recorded = [DATA / f"{name}.npz" for name in names if (DATA / f"{name}.npz").is_file()]
     try:
-        args.ranks, slots = (
-            [int(number) for number in text.split(",")] for text in (args.ranks, args.slots)
-        )
-        args.trace, args.load = (
-            recorded,
-            ",".join(name for name in names if DATA / f"{name}.npz" not in recorded),
-        )
+        args.ranks = [int(number) for number in args.ranks.split(",")]
+        slots = [int(number) for number in args.slots.split(",")]
+        args.trace = recorded
+        args.load = ",".join(name for name in names if DATA / f"{name}.npz" not in recorded)
         found = list(cases(argparse.Namespace(**vars(args) | sizes | dict(slots=max(slots)))))
     except ValueError as error:
         parser.error(str(error))
     rows = []
     for case in found:
         for number in slots:
-            case = dataclasses.replace(
-                case, setting=dataclasses.replace(case.setting, slots=number)
-            )
-            rows += compare(case, skip=args.skip, horizon=args.horizon)
+            setting = dataclasses.replace(case.setting, slots=number)
+            slotted = dataclasses.replace(case, setting=setting)
+            rows += compare(slotted, skip=args.skip, horizon=args.horizon)
     print(summary(rows))
     if args.csv:
         write_csv(args.csv, rows, COLUMNS)

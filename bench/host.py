@@ -1,14 +1,15 @@
-"""Time of the host: what FSSDP adds to the main thread of a rank, next to stock Megatron, on 2 CPU ranks.
+"""Measure the host time that FSSDP adds to a rank's main thread, on 2 CPU ranks.
 
     python bench/host.py
     python bench/host.py --experts TEGroupedMLP --homes 8 --files
     python bench/host.py --gpu --experts TEGroupedMLP       2 ranks that share a GPU
 
-A GPU waits for its host in training of many small experts. Three models take turns in the same processes: stock, FSSDP
-whose plans have no replicas, and FSSDP with replicas. Tensors are tiny, so that nearly all time is Python and dispatch.
-Time is CPU time of the main thread, so that other programs on the machine disturb it little; ratios are of the same
-step, and the table has their medians and quartiles. Calls of Python and of C functions are counted in one more step
-each: they hardly differ between runs.
+Training of many small experts is host-bound: the GPU waits for kernel launches. Three models
+alternate in the same processes: stock Megatron, FSSDP whose plans have no replicas, and FSSDP with
+replicas. Tensors are tiny, so that nearly all time is Python and dispatch. Time is CPU time of the
+main thread, so that other programs on the machine disturb it little. Ratios compare the same step;
+the table shows their medians and quartiles. Calls of Python and C functions are counted in one
+additional step per model; the counts hardly differ between runs.
 
 Grouped experts run TransformerEngine's Python over torch (``tests/support/cpu/te_on_cpu.py``), with
 fused weight gradients. On a GPU all layers are TransformerEngine's own, backwards run in the main
@@ -35,18 +36,25 @@ from typing import Any
 from launch import again_on_ranks
 
 EXPERTS = ("TEGroupedMLP", "SequentialMLP")
-SIZE = 16  # of hidden vectors and experts
+# hidden and ffn size
+SIZE = 16
 SIZE_ON_GPU = 64
-PROFILED: int = 3  # steps under the profiler
-BLOCKING_SYNC = 4  # cudaDeviceScheduleBlockingSync
-WARMUP = 3  # steps, of which the first has no forecast
-HEAD = """\
-| experts | homes | microbatches | model | forward | backward | rest | step | all | ratio | calls | ratio |
-|---|---|---|---|---|---|---|---|---|---|---|---|"""
+# steps under the profiler
+PROFILED: int = 3
+# cudaDeviceScheduleBlockingSync: a thread that waits for the GPU sleeps, so CPU time excludes waits
+BLOCKING_SYNC = 4
+# steps; the first has no forecast, hence no replicas
+WARMUP = 3
+PARTS = ("forward", "backward", "rest")
+HEAD = (
+    "| experts | homes | microbatches | model | forward | backward | rest | step | all | ratio | "
+    "calls | ratio |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
 LEGEND = """\
-Microseconds per layer and microbatch, CPU time of the main thread: medians of {steps} steps of {layers} layers. Rest:
-outside of forwards and backwards, once per iteration. Step: the optimizer's. All: forward, backward and rest. Ratios to
-stock: medians and quartiles of paired steps. Calls: of Python and C functions in forward and backward."""
+Microseconds per layer and microbatch, CPU time of the main thread: medians of {steps} steps of
+{layers} layers. Rest: outside of forwards and backwards, once per iteration. Step: the optimizer's.
+All: forward, backward and rest. Ratios to stock: medians and quartiles of paired steps. Calls: of
+Python and C functions in forward and backward."""
 
 
 def _start_on_cpu() -> None:
@@ -65,12 +73,13 @@ def _start_on_cpu() -> None:
 
 
 def _start_on_gpu() -> None:
-    """Start the process group on a GPU that ranks share."""
+    """Start the process group on a GPU that all ranks share."""
     import torch
 
     cudart = next(Path(torch.__file__).parents[1].glob("nvidia/cu13/lib/libcudart.so.*"))
     status = ctypes.CDLL(str(cudart)).cudaSetDeviceFlags(BLOCKING_SYNC)
     assert status == 0, f"cudaSetDeviceFlags returned {status}"
+    # Only the main thread is timed, so backwards must run in it.
     torch.autograd.set_multithreading_enabled(False)
     import run_on_shared_gpu
 
@@ -78,7 +87,7 @@ def _start_on_gpu() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Print the tables; runs on every rank."""
+    """Measure on every rank; print the tables on rank 0."""
     import torch
 
     torch.set_num_threads(1)
@@ -91,7 +100,8 @@ def measure(arguments: argparse.Namespace) -> None:
     from host_calls import Phases
 
     tiny_gpt.initialize(tiny_gpt.Case())
-    phases, prints = Phases(), dist.get_rank() == 0
+    phases = Phases()
+    prints = dist.get_rank() == 0
     if prints:
         print(f"Load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.\n\n{HEAD}")
     for experts in arguments.experts:
@@ -100,12 +110,8 @@ def measure(arguments: argparse.Namespace) -> None:
             for microbatches in arguments.microbatches:
                 rows = models.compare(microbatches)
                 if prints:
-                    print(
-                        "\n".join(
-                            f"| {experts} | {homes} | {microbatches} | {row}" for row in rows
-                        ),
-                        flush=True,
-                    )
+                    for row in rows:
+                        print(f"| {experts} | {homes} | {microbatches} | {row}", flush=True)
             if arguments.files:
                 microbatches = arguments.microbatches[0]
                 tables = [table(microbatches) for table in (models.by_file, models.by_function)]
@@ -122,10 +128,10 @@ class Models:
     """The three models of one size.
 
     Args:
-        experts: class of Megatron's expert module.
-        homes: experts of a rank.
-        arguments: of the command line.
-        phases: what they are timed with.
+        experts: class name of Megatron's expert module.
+        homes: home experts per rank.
+        arguments: parsed command line.
+        phases: timer of forwards and backwards.
     """
 
     def __init__(
@@ -144,7 +150,8 @@ class Models:
             moe_ffn_hidden_size=size,
         )
         settings |= dict(gradient_accumulation_fusion=grouped and not arguments.unfused)
-        self.arguments, self.phases = arguments, phases
+        self.arguments = arguments
+        self.phases = phases
         self.case = tiny_gpt.Case(
             experts=2 * homes,
             micro_batch=1,
@@ -154,18 +161,17 @@ class Models:
         )
         hooks = {
             "stock": None,
+            # At the real price of copies no replica of so small an expert pays.
             "no replicas": fssdp(HecateConfig(slots=2)),
+            # With free copies the planner always uses replicas.
             "replicas": fssdp(HecateConfig(slots=2, speeds=tiny_gpt.FREE)),
         }
         self.models = {name: self._build(hook) for name, hook in hooks.items()}
         for step in range(WARMUP):
             for name in self.models:
                 self.step(name, step, arguments.microbatches[0])
-        replicas = {
-            n: sum(layer.fssdp.placement.num_replicas for layer in self._layers(n))
-            for n in list(hooks)[1:]
-        }
-        assert not replicas["no replicas"] and replicas["replicas"] >= arguments.layers, replicas
+        assert self._count_replicas("no replicas") == 0
+        assert self._count_replicas("replicas") >= arguments.layers
 
     def _build(self, hook: Callable | None) -> tuple[list, Any]:
         import tiny_gpt
@@ -173,13 +179,18 @@ class Models:
         chunks, config = tiny_gpt.build(self.case, hook)
         return tiny_gpt.wrap(self.case, chunks, config)
 
-    def _layers(self, name: str) -> list:
+    def _count_replicas(self, name: str) -> int:
         import tiny_gpt
 
-        return tiny_gpt.moe_layers(self.models[name][0])
+        layers = tiny_gpt.moe_layers(self.models[name][0])
+        return sum(layer.fssdp.placement.num_replicas for layer in layers)
 
     def step(self, name: str, index: int, microbatches: int) -> Counter[str]:
-        """Seconds of the main thread in one step of a model: forward, backward, rest and step."""
+        """Run one step of a model.
+
+        Returns:
+            CPU seconds of the main thread in forward, backward, rest and step.
+        """
         import tiny_gpt
         import torch.distributed as dist
 
@@ -199,56 +210,56 @@ class Models:
         return seconds
 
     def compare(self, microbatches: int) -> list[str]:
-        """Rows of the table, without their first columns."""
+        """Measure all models in turn; return their table rows without the first three columns."""
+        times = self._time(microbatches)
+        calls = {name: self.count(name, microbatches).total() for name in self.models}
+        per_layer = microbatches * self.arguments.layers
+        stock_times = [_total(step) for step in times["stock"]]
+        rows = []
+        for name, steps in times.items():
+            totals = [_total(step) for step in steps]
+            ratios = [ours / stock for ours, stock in zip(totals, stock_times, strict=True)]
+            low, middle, high = quantiles(ratios)
+            columns = [name]
+            for part in (*PARTS, "step"):
+                columns.append(f"{1e6 / per_layer * median(step[part] for step in steps):.0f}")
+            columns += [
+                f"{1e6 / per_layer * median(totals):.0f}",
+                f"{middle:.3f} ({low:.3f} to {high:.3f})",
+                f"{calls[name] / per_layer:.0f}",
+                f"{calls[name] / calls['stock']:.3f}",
+            ]
+            rows.append(" | ".join(columns) + " |")
+        return rows
+
+    def _time(self, microbatches: int) -> dict[str, list[Counter[str]]]:
+        """Time the steps of every model; the models alternate step by step."""
         times: dict[str, list[Counter[str]]] = {name: [] for name in self.models}
+        # A garbage collection inside one model's step would distort its ratio.
         gc.collect()
         gc.disable()
-        for index in range(
-            WARMUP + self.arguments.steps
-        ):  # the first steps are as long as those before
+        # Warm up again: the number of microbatches may have changed.
+        for index in range(WARMUP + self.arguments.steps):
             for name in self.models:
                 seconds = self.step(name, index, microbatches)
                 if index >= WARMUP:
                     times[name].append(seconds)
         gc.enable()
-        calls = {name: self.count(name, microbatches) for name in self.models}
-        each, stock, rows = microbatches * self.arguments.layers, next(iter(self.models)), []
-        for name, steps in times.items():
-            parts = [
-                1e6 / each * median(step[part] for step in steps)
-                for part in ("forward", "backward", "rest", "step")
-            ]
-            whole = [sum(step[part] for part in ("forward", "backward", "rest")) for step in steps]
-            of_stock = [
-                sum(step[part] for part in ("forward", "backward", "rest")) for step in times[stock]
-            ]
-            low, middle, high = quantiles([a / b for a, b in zip(whole, of_stock, strict=True)])
-            counts = calls[name].total(), calls[stock].total()
-            columns = [
-                name,
-                *(f"{part:.0f}" for part in parts),
-                f"{1e6 / each * median(whole):.0f}",
-            ]
-            columns += [
-                f"{middle:.3f} ({low:.3f} to {high:.3f})",
-                f"{counts[0] / each:.0f}",
-                f"{counts[0] / counts[1]:.3f}",
-            ]
-            rows.append(" | ".join(columns) + " |")
-        return rows
+        return times
 
     def count(self, name: str, microbatches: int) -> Counter[tuple[str, str]]:
-        """Calls in forward and backward of one step, by file and kind."""
+        """Count the calls in forward and backward of one step, by file and kind."""
         self.phases.counts = True
         self.step(name, 100, microbatches)
         self.phases.counts = False
         return Counter(self.phases.calls)
 
     def by_function(self, microbatches: int) -> str:
-        """Functions that take more of the main thread's time with replicas than in stock, by Python's profiler."""
+        """Profile functions; list first the ones with the most time added by replicas to stock."""
         each = microbatches * self.arguments.layers * PROFILED
         times: dict[str, Counter[str]] = {}
         for name in ("stock", "replicas"):
+            # The clock of the first table.
             profile = cProfile.Profile(time.thread_time)
             for step in range(PROFILED):
                 profile.enable()
@@ -262,16 +273,15 @@ class Models:
             key=lambda n: times["stock"][n] - times["replicas"][n],
         )
         table = ["| function | stock, us | replicas, us |", "|---|---|---|"]
-        return "\n".join(
-            table
-            + [
-                f"| {name} | {times['stock'][name]:.0f} | {times['replicas'][name]:.0f} |"
-                for name in names[:45]
-            ]
-        )
+        for name in names[:45]:
+            table.append(f"| {name} | {times['stock'][name]:.0f} | {times['replicas'][name]:.0f} |")
+        return "\n".join(table)
 
     def by_file(self, microbatches: int) -> str:
-        """What FSSDP with replicas, and without, adds to stock's calls in each of our files, and in others."""
+        """List the calls that FSSDP adds to stock, with and without replicas.
+
+        Rows are FSSDP's files and other packages.
+        """
         from host_calls import contributor
 
         each = microbatches * self.arguments.layers
@@ -280,43 +290,59 @@ class Models:
         for column, (name, kind) in enumerate(
             itertools.product(list(self.models)[1:], ("Python", "C"))
         ):
-            for sign, of in ((1, name), (-1, "stock")):
-                for (file, of_kind), count in counts[of].items():
-                    if kind == of_kind:
-                        rows.setdefault(contributor(file), [0.0] * 4)[column] += sign * count / each
+            for sign, model in ((1, name), (-1, "stock")):
+                for (file, kind_of_call), count in counts[model].items():
+                    if kind_of_call == kind:
+                        row = rows.setdefault(contributor(file), [0.0] * 4)
+                        row[column] += sign * count / each
         table = [
             "| file | no replicas: Python | C | replicas: Python | C |",
             "|---|---|---|---|---|",
         ]
         for file, row in sorted(rows.items(), key=lambda row: -sum(row[1][2:])):
+            # Files whose calls hardly differ would hide the relevant ones.
             if max(map(abs, row)) >= 0.5:
                 table.append(f"| {file} | " + " | ".join(f"{calls:.1f}" for calls in row) + " |")
         return "\n".join(table)
 
 
+def _total(step: Counter[str]) -> float:
+    return sum(step[part] for part in PARTS)
+
+
 def main() -> int:
+    """Run the benchmark on 2 ranks; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--experts", nargs="+", choices=EXPERTS, default=EXPERTS)
     parser.add_argument(
-        "--homes", nargs="+", type=int, default=(8, 32, 64), help="experts of a rank"
+        "--homes", nargs="+", type=int, default=(8, 32, 64), help="home experts per rank"
     )
     parser.add_argument("--microbatches", nargs="+", type=int, default=(4, 1))
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument(
-        "--steps", type=int, default=12, help="of each model and number of microbatches"
+        "--steps", type=int, default=12, help="timed steps per model and number of microbatches"
     )
     parser.add_argument(
-        "--unfused", action="store_true", help="weight gradients of grouped experts by autograd"
+        "--unfused",
+        action="store_true",
+        help="compute weight gradients of grouped experts by autograd",
     )
-    parser.add_argument("--files", action="store_true", help="also which files add calls")
     parser.add_argument(
-        "--gpu", action="store_true", help="on a GPU, over TransformerEngine's own kernels"
+        "--files",
+        action="store_true",
+        help="also print the files and functions that add calls and time",
+    )
+    parser.add_argument(
+        "--gpu", action="store_true", help="run on a GPU, over TransformerEngine's own kernels"
     )
     arguments = parser.parse_args()
     if "RANK" in os.environ:
         measure(arguments)
         return 0
-    environment = {"CUDA_VISIBLE_DEVICES": "0", "TORCHDYNAMO_DISABLE": "1"} if arguments.gpu else {}
+    environment: dict[str, str] = {}
+    # Compilation by TorchDynamo would take longer than the measured steps.
+    if arguments.gpu:
+        environment = {"CUDA_VISIBLE_DEVICES": "0", "TORCHDYNAMO_DISABLE": "1"}
     return again_on_ranks(__file__, 2, **environment)
 
 

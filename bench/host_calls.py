@@ -1,4 +1,7 @@
-"""Count the main thread's calls by file, for `bench/host.py` and a test. Steadier than time."""
+"""Count the main thread's calls by file, for `bench/host.py` and a test.
+
+Counts vary less between runs than times.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +23,24 @@ PACKAGES = ("megatron_hecate", "megatron/core", "transformer_engine", "torch", "
 
 
 class Phases:
-    """Thread CPU time of Megatron's forward and backward of each microbatch, and calls in them when asked for."""
+    """Timer of Megatron's forward and backward of each microbatch, in thread CPU seconds.
+
+    With ``counts`` it also counts the calls in forward and backward.
+    """
 
     def __init__(self) -> None:
         from megatron.core.pipeline_parallel import schedules
 
         self.seconds: Counter[str] = Counter()
-        self.calls: Counter[tuple[str, str]] = Counter()  # by file, "Python" or "C"
+        # keys: file, and "Python" or "C"
+        self.calls: Counter[tuple[str, str]] = Counter()
         self.counts = False
         for phase in ("forward", "backward"):
-            setattr(
-                schedules, f"{phase}_step", self._timed(phase, getattr(schedules, f"{phase}_step"))
-            )
+            step = getattr(schedules, f"{phase}_step")
+            setattr(schedules, f"{phase}_step", self._timed(phase, step))
 
     def clear(self) -> None:
-        """Forget what was measured."""
+        """Reset times and counts."""
         self.seconds.clear()
         self.calls.clear()
 
@@ -53,7 +59,8 @@ class Phases:
         return timed
 
     def _count(self, frame: FrameType, event: str, _: Any) -> None:
-        if frame.f_code.co_filename == __file__:  # what stands in for a GPU here
+        # The factories below stand in for a GPU; a real run has no such calls.
+        if frame.f_code.co_filename == __file__:
             return
         if event == "call":
             self.calls[frame.f_code.co_filename, "Python"] += 1
@@ -62,8 +69,10 @@ class Phases:
 
 
 def use_plain_factories() -> None:
-    """Replace the torch function mode of `megatron_on_cpu`, which adds a Python call to every operation, by factories
-    that read ``device="cuda"`` as the CPU."""
+    """Replace the torch function mode of `megatron_on_cpu` by tensor factories on the CPU.
+
+    The mode adds a Python call to every operation. The factories map ``device="cuda"`` to the CPU.
+    """
     _pop_mode()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -83,13 +92,12 @@ def _on_cpu(factory: Callable) -> Callable:
 
 
 def contributor(file: str) -> str:
-    """Of ``file``, what tables call it: a file of ours by its name, others by their package."""
+    """Return the table's label of ``file``: a path for FSSDP's files, else the package."""
     path = Path(file).as_posix()
     for package in PACKAGES:
-        if f"/{package}/" in path:
-            return (
-                f"{package}/{path.rpartition(f'/{package}/')[2]}"
-                if package == PACKAGES[0]
-                else package
-            )
+        if f"/{package}/" not in path:
+            continue
+        if package == PACKAGES[0]:
+            return f"{package}/{path.rpartition(f'/{package}/')[2]}"
+        return package
     return "others"

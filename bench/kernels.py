@@ -2,19 +2,23 @@
 
     python bench/kernels.py [--parts rates,overlap]
 
-One GPU has no NVLink to itself: both ends lie in its own memory. So this shows what the kernels can do where the link
-does not limit them, for every number of thread blocks. A copy reads and writes a chunk; a sum of 3 gradients reads 3
-and the total, and writes the total. *Payload* is what would come over the link: the chunk, or the gradients.
+One GPU has no NVLink to itself: source and destination are both in its own memory. The table thus
+shows the kernels' limits without a link, for every number of thread blocks. A copy reads and writes
+a chunk; a sum of 3 gradients reads 3 gradients and the total, and writes the total. *Payload* is
+the data that would cross the link: the chunk, or the gradients.
 
-Two verdicts. 16 blocks, as many as a transfer takes, must move as much payload as NVLink 4 carries one way, 450 GB/s.
-132 blocks, one on each multiprocessor, must read and write at 90 % (copies) or 85 % (sums) of the rate of the GPU's own
-copy of as many bytes. Copies of spAG are made by copy engines as well.
+There are two verdicts. With the thread blocks of a transfer on an H100 (16 for copies, 32 for
+sums), the payload must reach the bandwidth of NVLink 4 in one direction, 450 GB/s. With 132 blocks,
+one per multiprocessor, reads and writes must reach 90 % (copies) or 85 % (sums) of the rate of the
+GPU's own copy of equal size. Copies of spAG are measured on copy engines as well.
 
-*Overlap*: bf16 GEMMs alone, and beside copies of another stream that begin when they do and last longer. The time in
-which Python launches the copies is not in it. *Alone*, the same copies come after the GEMMs: a GPU at its power limit
-computes the slower the busier it was, so both must give it the same work and the same pauses.
+*Overlap*: bf16 GEMMs alone, and concurrent with copies on another stream that begin with the GEMMs
+and last longer. The time includes no kernel launches from Python. For *alone*, the same copies run
+after the GEMMs: at its power limit a GPU computes more slowly the busier it was, so both
+measurements must have the same work and the same pauses.
 
-``--device cpu`` runs the host build, and ``--tiny`` small sizes, to try the script; the numbers mean nothing then.
+``--device cpu`` runs the host build, and ``--tiny`` small sizes, to try the script; the numbers are
+then meaningless.
 """
 
 from __future__ import annotations
@@ -45,42 +49,79 @@ EXPERTS = {
     "DeepSeek-V3": 3 * 7168 * 2048,
     "Qwen3-30B-A3B": 3 * 2048 * 768,
 }
-ENGINES: int = 0  # in place of a number of blocks
+# number of blocks that stands for the copy engines
+ENGINES: int = 0
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 132)
-OURS = {"spAG": 16, "spRS": 32}  # blocks that a transfer has on an H100
-SOURCES: int = 3  # gradients in a sum
-NVLINK: float = LINK_RATES[9]  # bytes per second one way, of NVLink 4 (H100 datasheet)
-SHARES = {"spAG": 0.90, "spRS": 0.85}  # of the own copy's rate, with every multiprocessor
+# thread blocks of a transfer on an H100
+OURS = {"spAG": 16, "spRS": 32}
+# gradients in a sum
+SOURCES: int = 3
+# bytes per second in one direction of NVLink 4 (H100 datasheet)
+NVLINK: float = LINK_RATES[9]
+# required share of the own copy's rate, with one block per multiprocessor
+SHARES = {"spAG": 0.90, "spRS": 0.85}
 ITEMSIZE = {"spAG": 2, "spRS": 4}
 GEMM: int = 8192
 
 
 class Bench:
-    """Programs for one rank that deals with nobody else, so that nothing waits.
+    """Transfer programs of one rank without peers, so that no program waits.
 
     Args:
-        device: where.
-        elements: of a chunk.
-        sets: of buffers, which launches use in turn.
+        device: device of buffers and programs.
+        elements: elements of a chunk.
+        sets: sets of buffers, which launches use in turn.
     """
 
     def __init__(self, device: torch.device, elements: int, *, sets: int) -> None:
-        self.device, self.elements, self.kernels = device, elements, TransferKernels(device)
+        self.device = device
+        self.elements = elements
+        self.kernels = TransferKernels(device)
         self.words = torch.zeros(64, dtype=torch.int32, device=device)
-        self.failure = torch.zeros(
-            FAILURE.itemsize, dtype=torch.uint8, pin_memory=device.type == "cuda"
-        )
+        # Kernels report a failure in host memory, so it is pinned on a GPU.
+        pinned = device.type == "cuda"
+        self.failure = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=pinned)
         self.weights = torch.randn(sets, 2, elements, device=device, dtype=torch.bfloat16)
         self.grads = torch.randn(sets, SOURCES, elements, device=device)
         self.main_grad = torch.zeros(sets, elements, device=device)
-        self._programs: list[object] = []  # what copies by engines refer to
+        # Copies by engines refer to their program's memory, so programs must stay alive.
+        self._programs: list[object] = []
 
-    def launches(self, what: str) -> list[Callable[[int], None]]:
-        """What launches ``what`` with so many blocks, or `ENGINES`; one for each set of buffers."""
-        return [self._launch(what, number) for number in range(len(self.weights))]
+    def launches(self, transfer: str) -> list[Callable[[int], None]]:
+        """Build launchers of ``transfer`` per set of buffers; argument: blocks or `ENGINES`."""
+        return [self._launch(transfer, number) for number in range(len(self.weights))]
 
-    def _launch(self, what: str, number: int) -> Callable[[int], None]:
-        sums = what != "spAG"
+    def _launch(self, transfer: str, number: int) -> Callable[[int], None]:
+        """Build the launcher of ``transfer`` on one set of buffers."""
+        program = self._program(transfer, number)
+        at = torch.empty(len(program.data), dtype=torch.uint8, device=self.device)
+        program.relocate(at.data_ptr())
+        at.copy_(torch.from_numpy(program.data))
+        self._programs.append(program)
+        if transfer == "spAG":
+            name = "fssdp_gather"
+            items = program.copies()[0]
+        else:
+            # Copy engines cannot add.
+            name = "fssdp_reduce"
+            items = None
+        host = None
+        if self.device.type == "cpu":
+            host = functools.partial(self.kernels.function(name), ctypes.c_void_p(at.data_ptr()))
+
+        def launch(blocks: int) -> None:
+            if blocks == ENGINES:
+                self.kernels.copy(items)
+            elif host is not None:
+                host(blocks, 1)
+            else:
+                self.kernels.run_at(name, at, blocks=blocks)
+
+        return launch
+
+    def _program(self, transfer: str, number: int) -> Program:
+        """Build the program of ``transfer``; source and destination are in this rank's memory."""
+        sums = transfer != "spAG"
         memory = {Place(0, "slot", i): self.weights[number, i] for i in range(2)}
         memory |= {Place(0, "grad", i): self.grads[number, i] for i in range(SOURCES)}
         memory |= {Place(0, "main_grad", 0): self.main_grad[number]}
@@ -90,66 +131,69 @@ class Bench:
         else:
             pull = Pull((Place(0, "slot", 0),), Place(0, "slot", 1), 0, self.elements)
         words = self.words.data_ptr()
-        program = Program(
+        return Program(
             TransferSchedule(((pull,),), frozenset()),
             lambda place: [(memory[place].data_ptr(), self.elements)],
             signals=Signals(0, {0: words}, words + 64, self.failure.data_ptr(), timeout=10.0),
-            itemsize=ITEMSIZE[what],
+            itemsize=ITEMSIZE[transfer],
             sums=sums,
             begin=1,
         )
-        at = torch.empty(len(program.data), dtype=torch.uint8, device=self.device)
-        program.relocate(at.data_ptr())
-        at.copy_(torch.from_numpy(program.data))
-        self._programs.append(program)
-        name = "fssdp_reduce" if sums else "fssdp_gather"
-        items = None if sums else program.copies()[0]
-        if self.device.type == "cpu":
-            host = functools.partial(self.kernels.function(name), ctypes.c_void_p(at.data_ptr()))
-            return lambda blocks: host(blocks, 1) if blocks else self.kernels.copy(items)
-        return lambda blocks: (
-            self.kernels.run_at(name, at, blocks=blocks) if blocks else self.kernels.copy(items)
-        )
 
-    def moved(self, what: str) -> int:
-        """Bytes read and written."""
-        return self.elements * (
-            2 * ITEMSIZE[what] if what == "spAG" else SOURCES * ITEMSIZE[what] + 8
-        )
+    def moved(self, transfer: str) -> int:
+        """Compute the bytes read and written by ``transfer``."""
+        if transfer == "spAG":
+            return self.elements * 2 * ITEMSIZE[transfer]
+        # Plus the fp32 total, read and written.
+        return self.elements * (SOURCES * ITEMSIZE[transfer] + 8)
 
-    def payload(self, what: str) -> int:
-        """Bytes that would come over the link."""
-        return self.elements * ITEMSIZE[what] * (1 if what == "spAG" else SOURCES)
+    def payload(self, transfer: str) -> int:
+        """Compute the bytes of ``transfer`` that would cross the link."""
+        sources = 1 if transfer == "spAG" else SOURCES
+        return self.elements * ITEMSIZE[transfer] * sources
 
 
 def own_copy(size: int, clock: Clock) -> float:
-    """Bytes read and written per second by the device's own copy of ``size / 2`` bytes."""
+    """Measure the bytes read and written per second by the device's own copy of ``size / 2`` bytes.
+
+    Args:
+        size: bytes read and written together.
+        clock: clock of the device.
+    """
+    # Launches rotate over more memory than the L2 cache, so that all reads are from device memory.
     sets = sets_beyond_cache(size, clock.device)
     pairs = [
         torch.empty(2, size // 2, dtype=torch.uint8, device=clock.device).random_()
         for _ in range(sets)
     ]
-    return size / clock.time(*(lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs)).seconds
+    copies = [functools.partial(pair[1].copy_, pair[0]) for pair in pairs]
+    return size / clock.time(*copies).seconds
 
 
 def rates(clock: Clock, *, tiny: bool) -> None:
     """Print a row for each expert, transfer and number of blocks."""
-    table, found = Table("rates, GB/s"), {}
+    table = Table("rates, GB/s")
+    found = {}
     counts = (1, 2) if clock.device.type == "cpu" else COUNTS
     for expert, elements in EXPERTS.items():
-        elements = elements // 4096 if tiny else elements
-        sets = 1 if tiny else sets_beyond_cache(elements * 4, clock.device)
+        sets = sets_beyond_cache(elements * 4, clock.device)
+        if tiny:
+            elements //= 4096
+            sets = 1
         bench = Bench(clock.device, elements, sets=sets)
-        for what, share in SHARES.items():
-            moved, payload = bench.moved(what), bench.payload(what)
-            own, launches = own_copy(moved, clock), bench.launches(what)
-            for blocks in (ENGINES, *counts) if what == "spAG" else counts:
+        for transfer, share in SHARES.items():
+            moved = bench.moved(transfer)
+            payload = bench.payload(transfer)
+            own = own_copy(moved, clock)
+            launches = bench.launches(transfer)
+            numbers = (ENGINES, *counts) if transfer == "spAG" else counts
+            for blocks in numbers:
                 time = clock.time(*(functools.partial(launch, blocks) for launch in launches))
                 rate = moved / time.seconds
-                found[expert, what, blocks] = payload / time.seconds, rate / own, share
+                found[expert, transfer, blocks] = (payload / time.seconds, rate / own, share)
                 table.add(
                     expert=expert,
-                    transfer=what,
+                    transfer=transfer,
                     blocks=blocks or "engines",
                     us=time.us,
                     p10=time.low * 1e6,
@@ -160,30 +204,50 @@ def rates(clock: Clock, *, tiny: bool) -> None:
                     share=rate / own,
                     host_bound=time.host_bound,
                 )
+        # Free the buffers before the next expert's buffers are allocated.
         del bench
-    _judge(found)
+    _report_verdicts(found)
 
 
-def _judge(found: dict[tuple[str, str, int], tuple[float, float, float]]) -> None:
-    """Print the verdicts on payload per second, and the share of the own copy's rate, of each measurement."""
+def _report_verdicts(found: dict[tuple[str, str, int], tuple[float, float, float]]) -> None:
+    """Print the verdicts.
+
+    Args:
+        found: payload in bytes per second, share of the own copy's rate, and required share, by
+            expert, transfer and number of blocks.
+    """
     table = Table("verdicts")
-    for (expert, what, blocks), (payload, share, wanted) in found.items():
-        if blocks == OURS[what]:
+    for (expert, transfer, blocks), (payload, share, wanted) in found.items():
+        if blocks == OURS[transfer]:
             reached = payload >= NVLINK
-            text = f"{blocks} blocks move {payload / 1e9:.0f} GB/s of payload, NVLink carries {NVLINK / 1e9:.0f}"
+            text = (
+                f"{blocks} blocks move {payload / 1e9:.0f} GB/s of payload, "
+                f"NVLink carries {NVLINK / 1e9:.0f}"
+            )
         elif blocks == COUNTS[-1]:
             reached = share >= wanted
-            text = f"{COUNTS[-1]} blocks read and write at {share:.0%} of the own copy's rate, wanted {wanted:.0%}"
+            text = (
+                f"{COUNTS[-1]} blocks read and write at {share:.0%} of the own copy's rate, "
+                f"wanted {wanted:.0%}"
+            )
         else:
             continue
-        table.add(expert=expert, transfer=what, measured=text, reached=reached)
+        table.add(expert=expert, transfer=transfer, measured=text, reached=reached)
     print(f"\nverdicts are made of {len(found)} rates")
 
 
 def overlap(clock: Clock, *, tiny: bool) -> None:
-    """Print how much longer bf16 GEMMs take beside copies and sums that last as long as they do."""
-    size, elements = (256, 1 << 14) if tiny else (GEMM, EXPERTS["DeepSeek-V3"])
-    bench = Bench(clock.device, elements, sets=1 if tiny else 2)
+    """Print the slowdown of bf16 GEMMs by concurrent copies and sums that outlast the GEMMs."""
+    size = GEMM
+    elements = EXPERTS["DeepSeek-V3"]
+    sets = 2
+    warm_up = 10
+    if tiny:
+        size = 256
+        elements = 1 << 14
+        sets = 1
+        warm_up = 1
+    bench = Bench(clock.device, elements, sets=sets)
     a, b = (torch.randn(size, size, device=clock.device).bfloat16() for _ in range(2))
     out = torch.empty_like(a)
 
@@ -192,42 +256,56 @@ def overlap(clock: Clock, *, tiny: bool) -> None:
             torch.mm(a, b, out=out)
 
     table = Table(f"8 bf16 GEMMs of {size}^3 beside transfers")
-    for _ in range(1 if tiny else 10):  # the GPU gets as warm as it will be
+    # Warm up to the GPU's steady temperature, on which its clock rate depends.
+    for _ in range(warm_up):
         clock.time(gemms)
     all_lasted = True
-    for what in ("spAG", "spRS"):
-        launches = bench.launches(what)
-        for blocks in (ENGINES, *COUNTS) if what == "spAG" else COUNTS:
+    for transfer in ("spAG", "spRS"):
+        launches = bench.launches(transfer)
+        numbers = (ENGINES, *COUNTS) if transfer == "spAG" else COUNTS
+        for blocks in numbers:
             run = functools.partial(launches[0], blocks)
+            # Twice the time of the GEMMs, so that the copies outlast GEMMs that they slow down.
             repeats = math.ceil(2 * clock.time(gemms).seconds / clock.time(run).seconds)
             alone, _ = _with_copies(gemms, run, clock, repeats=repeats, beside=False)
             time, lasted = _with_copies(gemms, run, clock, repeats=repeats, beside=True)
             all_lasted &= lasted
             table.add(
-                beside=f"{what}, {blocks or 'engines'}",
+                beside=f"{transfer}, {blocks or 'engines'}",
                 alone_ms=alone.seconds * 1e3,
                 ms=time.seconds * 1e3,
                 longer=time.seconds / alone.seconds - 1,
                 tflops=16 * size**3 / time.seconds / 1e12,
                 lasted=lasted,
             )
-    print(
-        f"\ncopies lasted as long as the GEMMs: {'in every row' if all_lasted else 'not in every row'}"
-    )
+    where = "in every row" if all_lasted else "not in every row"
+    print(f"\ncopies lasted as long as the GEMMs: {where}")
 
 
 def _with_copies(
     gemms: Callable[[], None], run: Callable[[], None], clock: Clock, *, repeats: int, beside: bool
 ) -> tuple[Time, bool]:
-    """Time ``gemms`` while ``repeats`` of ``run`` go on in another stream, or with those behind them; also return
-    whether the copies ended last."""
-    side, ends = torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+    """Time ``gemms`` with copies on another stream.
+
+    Args:
+        gemms: launcher of the GEMMs.
+        run: launcher of one copy.
+        clock: clock of the device.
+        repeats: number of copies.
+        beside: whether the copies run concurrently with the GEMMs, else after the GEMMs.
+
+    Returns:
+        Time of the GEMMs, and whether the copies of the last sample ended last.
+    """
+    side = torch.cuda.Stream()
+    ends = torch.cuda.Event(enable_timing=True)
     after = torch.cuda.Event(enable_timing=True)
 
     def copies() -> None:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            for _ in range(min(repeats, 800)):  # the queue of launches ends at about a thousand
+            # The queue holds about a thousand launches; a full one would block Python.
+            for _ in range(min(repeats, 800)):
                 run()
             ends.record()
 
@@ -235,10 +313,13 @@ def _with_copies(
         gemms()
         after.record()
 
-    # Before: the stream is asleep, and both begin when it wakes up.
-    time = clock.time(measured, before=copies) if beside else clock.time(measured, after=copies)
+    if beside:
+        # The clock blocks the stream during `before`, so that both start when it unblocks.
+        time = clock.time(measured, before=copies)
+    else:
+        time = clock.time(measured, after=copies)
     torch.cuda.synchronize()
-    return time, after.elapsed_time(ends) >= 0  # of the last sample
+    return time, after.elapsed_time(ends) >= 0
 
 
 def main() -> None:
@@ -255,14 +336,14 @@ def main() -> None:
     clock = Clock(device, calls=2 if options.tiny else options.calls)
     print(f"{name_of(device)}, torch {torch.__version__}, {sys.argv}")
     if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.Stream())  # batches of copies are not for the default one
+        # The default stream takes no batches of copies.
+        torch.cuda.set_stream(torch.cuda.Stream())
+    tiny = options.tiny or device.type == "cpu"
     for part in options.parts.split(","):
         if part == "overlap" and device.type == "cpu":
             print("overlap: needs a GPU")
         else:
-            {"rates": rates, "overlap": overlap}[part](
-                clock, tiny=options.tiny or device.type == "cpu"
-            )
+            {"rates": rates, "overlap": overlap}[part](clock, tiny=tiny)
 
 
 if __name__ == "__main__":

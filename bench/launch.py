@@ -13,10 +13,20 @@ FOLDERS = ("", *SUPPORT, "examples")
 
 
 def again_on_ranks(script: str, ranks: int, **environment: str) -> int:
-    """Run ``script`` with this process's arguments under torchrun, at most half an hour; returns its exit status."""
+    """Run ``script`` with this process's arguments under torchrun, for at most half an hour.
+
+    Args:
+        script: path of the script.
+        ranks: number of processes.
+        environment: additional environment variables.
+
+    Returns:
+        Exit status of torchrun.
+    """
     folders = [str(ROOT / folder) for folder in FOLDERS]
     path = os.pathsep.join(filter(None, [*folders, os.environ.get("PYTHONPATH")]))
     settings = {
+        # Threads of several ranks would compete for the cores.
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": path,
         "PYTHONWARNINGS": "ignore",
@@ -30,6 +40,5 @@ def again_on_ranks(script: str, ranks: int, **environment: str) -> int:
         "--standalone",
     ]
     command += [script, *sys.argv[1:]]
-    return subprocess.run(
-        command, env={**os.environ, **settings, **environment}, timeout=1800
-    ).returncode
+    variables = {**os.environ, **settings, **environment}
+    return subprocess.run(command, env=variables, timeout=1800).returncode

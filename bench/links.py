@@ -2,15 +2,17 @@
 
     python bench/links.py
 
-First one hot expert that goes to 1 to 71 other ranks of an NVLink domain; the same over several domains; then the
-replicas that the planner chooses on recorded loads, step by step. Numbers are chunks: what the rank that sends or gets
-most does, by the schedules that training uses (`comm.nvlink`), over what no schedule can avoid: a rank must receive its
-replicas, and each replicated expert must leave its home once. The target is 1.25. No time is measured.
+First: one hot expert, fetched by 1 to 71 other ranks of an NVLink domain; then the same over
+several domains; then the replicas that the planner chooses on recorded loads, step by step. Figures
+are chunks sent or received by the busiest rank, by the schedules that training uses
+(`comm.nvlink`), over the lower bound of all schedules: a rank must receive its replicas, and each
+replicated expert must leave its home once. The target is 1.25. No time is measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -27,59 +29,79 @@ from megatron_hecate.comm.transport import Copy, TransferPlan  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
 from megatron_hecate.plan.world import H100  # noqa: E402
 
-ELEMENTS: int = 1_000_000  # of a chunk
+# elements of a chunk
+ELEMENTS: int = 1_000_000
 TARGET: float = 1.25
 
 
 def needed(copies: Sequence[Copy]) -> int:
-    """The largest number of chunks that a rank must receive, or that must leave a home."""
+    """Count the most chunks that a rank must receive or that must leave a home: the lower bound."""
     leave = Counter(home for home, _ in {(copy.home, copy.index) for copy in copies})
     return max(*Counter(copy.rank for copy in copies).values(), *leave.values())
 
 
 def plainly(copies: Sequence[Copy]) -> float:
-    """Chunks that the busiest rank sends, when every rank gets its whole chunk from the home."""
+    """Count the chunks that the busiest rank sends if homes send whole chunks to every replica."""
     return max(Counter(copy.home for copy in copies).values())
 
 
 def busiest(copies: Sequence[Copy], domains: Domains, *, sums: bool) -> tuple[float, float]:
-    """Chunks that the busiest rank sends or receives inside its domain, and between domains."""
+    """Count the chunks that the busiest rank sends or receives.
+
+    Args:
+        copies: copies of all ranks.
+        domains: ranks of each NVLink domain.
+        sums: whether gradients are returned, else weights fetched.
+
+    Returns:
+        Chunks inside a domain, and between domains.
+    """
     build = Stages.of_return if sums else Stages.of_fetch
     inside: Counter[tuple[str, int]] = Counter()
     between: Counter[tuple[str, int]] = Counter()
-    for rank in sorted(rank for domain in domains for rank in domain):
+    for rank in sorted(itertools.chain.from_iterable(domains)):
         for stage in build(copies, rank, domains=domains, elements=ELEMENTS):
             if isinstance(stage, Messages):
                 between["out", rank] += sum(part.end - part.begin for part, _ in stage.sends)
                 between["in", rank] += sum(part.end - part.begin for part, _ in stage.receives)
                 continue
-            for pull in (pull for step in stage.steps for pull in step):
+            for pull in itertools.chain.from_iterable(stage.steps):
                 for source in pull.sources:
                     if source.rank != rank:
                         inside["out", source.rank] += pull.end - pull.begin
                         inside["in", rank] += pull.end - pull.begin
-    most_inside, most_between = (
-        max(link.values(), default=0) / ELEMENTS for link in (inside, between)
-    )
-    return most_inside, most_between
+    most_inside = max(inside.values(), default=0)
+    most_between = max(between.values(), default=0)
+    return most_inside / ELEMENTS, most_between / ELEMENTS
 
 
 def hot(fan_out: int) -> list[Copy]:
-    """One chunk from rank 0 to the next ``fan_out`` ranks."""
+    """List copies of one chunk from rank 0 to the next ``fan_out`` ranks."""
     return [Copy(0, 0, rank, 0) for rank in range(1, fan_out + 1)]
 
 
 def planned(trace: Path, ranks: int, slots: int, steps: int) -> list[tuple[Copy, ...]]:
-    """The copies of every layer and step, with the step before as forecast."""
-    load = np.load(trace)["counts"].sum(axis=2)  # [S, L, E]
+    """Plan every layer and step from the previous step's loads.
+
+    Args:
+        trace: recorded loads.
+        ranks: number of ranks.
+        slots: slots per rank.
+        steps: number of planned steps.
+
+    Returns:
+        Copies of each layer and step with replicas.
+    """
+    # [T, L, E]
+    load = np.load(trace)["counts"].sum(axis=2)
     homes = Placement.initial(load.shape[2], ranks, num_slots=slots)
     world = World(node=(0,) * ranks, speeds=H100)
     found = []
     for step in range(1, min(steps + 1, len(load))):
         for layer in range(load.shape[1]):
-            placement = plan_replicas(
-                load[step - 1, layer].astype(float), homes, world, cost=CopyCost()
-            )
+            forecast = load[step - 1, layer].astype(float)
+            placement = plan_replicas(forecast, homes, world, cost=CopyCost())
+            # Without replicas there is no transfer.
             if placement.replicas:
                 found.append(TransferPlan.from_placement(placement, 0).copies)
     return found
@@ -88,57 +110,67 @@ def planned(trace: Path, ranks: int, slots: int, steps: int) -> list[tuple[Copy,
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "--trace", type=Path, default=ROOT / "bench" / "data" / "pysrc_e64k6_aux0.npz"
-    )
+    trace = ROOT / "bench" / "data" / "pysrc_e64k6_aux0.npz"
+    parser.add_argument("--trace", type=Path, default=trace)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args()
-    print(
-        "| fan-out | home sends, plainly | busiest link, spAG | spRS | target |\n|---|---|---|---|---|"
-    )
+    one_domain()
+    several_domains()
+    recorded(options.trace, options.steps)
+
+
+def one_domain() -> None:
+    """Print the table of one hot expert in one NVLink domain."""
+    print("| fan-out | home sends, plainly | busiest link, spAG | spRS | target |")
+    print("|---|---|---|---|---|")
     worst = [0.0, 0.0]
     for fan_out in range(1, MAX_RANKS):
-        links = [
-            busiest(hot(fan_out), [range(fan_out + 1)], sums=sums)[0] for sums in (False, True)
-        ]
-        worst = [max(a, b) for a, b in zip(worst, links, strict=True)]
+        copies = hot(fan_out)
+        domains = [range(fan_out + 1)]
+        links = [busiest(copies, domains, sums=sums)[0] for sums in (False, True)]
+        worst = [max(pair) for pair in zip(worst, links, strict=True)]
         if fan_out < 9 or fan_out in (15, 16, 31, 32, 63, 64, 71):
-            print(
-                f"| {fan_out} | {plainly(hot(fan_out)):.0f} | {links[0]:.3f} | {links[1]:.3f} | {TARGET} |"
-            )
+            cells = f"{plainly(copies):.0f} | {links[0]:.3f} | {links[1]:.3f}"
+            print(f"| {fan_out} | {cells} | {TARGET} |")
     print(f"| 1-71, worst | 71 | {worst[0]:.3f} | {worst[1]:.3f} | {TARGET} |")
 
+
+def several_domains() -> None:
+    """Print the table of one hot expert over several NVLink domains."""
     print(
-        "\nOne hot expert, a replica on every other rank; domains of 8 GPUs; between: chunks on a rank's adapter\n"
+        "\nOne hot expert, a replica on every other rank; domains of 8 GPUs; "
+        "between: chunks on a rank's adapter\n"
     )
     print(
-        "| domains | plainly, out of the home's domain | spAG inside | between | spRS inside | between |"
+        "| domains | plainly, out of the home's domain | spAG inside | between | spRS inside "
+        "| between |"
     )
     print("|---|---|---|---|---|---|")
     for count in (2, 4, 8):
         domains = [range(8 * i, 8 * i + 8) for i in range(count)]
         copies = hot(8 * count - 1)
-        cells = [f"{x:.3f}" for sums in (False, True) for x in busiest(copies, domains, sums=sums)]
+        chunks = (*busiest(copies, domains, sums=False), *busiest(copies, domains, sums=True))
+        cells = [f"{number:.3f}" for number in chunks]
         print(f"| {count} | {8 * (count - 1)} | {' | '.join(cells)} |")
 
-    print(
-        f"\nReplicas of the planner on {options.trace.name}, {options.steps} steps, every layer; over the largest"
-    )
+
+def recorded(trace: Path, steps: int) -> None:
+    """Print the table of planned replicas on a recording."""
+    heading = f"Replicas of the planner on {trace.name}, {steps} steps, every layer"
+    print(f"\n{heading}; over the largest")
     print("number of chunks that a rank must receive, or that must leave a home: mean and worst\n")
-    print(
-        "| ranks | slots | home sends, plainly | busiest link, spAG | spRS | target |\n|---|---|---|---|---|---|"
-    )
+    print("| ranks | slots | home sends, plainly | busiest link, spAG | spRS | target |")
+    print("|---|---|---|---|---|---|")
     for ranks in (8, 16, 32, 64):
         for slots in (1, 2):
             rows = []
-            for copies in planned(options.trace, ranks, slots, options.steps):
+            for copies in planned(trace, ranks, slots, steps):
                 links = [busiest(copies, [range(ranks)], sums=sums)[0] for sums in (False, True)]
                 rows.append(np.array([plainly(copies), *links]) / needed(copies))
-            rows = np.array(rows)
-            cells = [
-                f"{mean:.3f} / {most:.3f}"
-                for mean, most in zip(rows.mean(axis=0), rows.max(axis=0), strict=True)
-            ]
+            ratios = np.array(rows)
+            means = ratios.mean(axis=0)
+            maxima = ratios.max(axis=0)
+            cells = [f"{mean:.3f} / {most:.3f}" for mean, most in zip(means, maxima, strict=True)]
             print(f"| {ranks} | {slots} | {' | '.join(cells)} | {TARGET} |", flush=True)
 
 

@@ -1,7 +1,8 @@
-"""Loads to plan for: recorded traces, and the synthetic ones people use.
+"""Recorded and synthetic loads for planners.
 
-A load is ``counts [T, L, R, E]``: in step t and layer l, the (token, expert) pairs that rank r routes to expert e.
-Everything random is drawn from a seed and the load's name, so that the same call gives the same counts.
+A load is ``counts [T, L, R, E]``: in step t and layer l, the (token, expert) pairs that rank r
+routes to expert e. All random values are drawn from a seed and the load's name, so that equal calls
+return equal counts.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from pathlib import Path
 import numpy as np
 
 DATA = Path(__file__).resolve().parent / "data"
-EXPERTS: int = 64  # of the synthetic loads
-PAIRS: int = 4096  # (token, expert) pairs that a rank routes per step in the synthetic loads
-MOST: int = (
-    2**53
-)  # pairs in a step and layer: the planners that count in floats still count these exactly
-MOST_DEALT: int = 10**9 - 1  # pairs of one source that numpy can draw from without replacement
+# sizes of the synthetic loads: experts, and (token, expert) pairs that a rank routes per step
+EXPERTS: int = 64
+PAIRS: int = 4096
+# Upper bound of pairs in a step and layer: planners that count in float64 are exact up to here.
+MOST: int = 2**53
+# upper bound of pairs from which numpy can draw without replacement
+MOST_DEALT: int = 10**9 - 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-    """A recording.
+    """Recorded load.
 
     Args:
-        name: for tables.
-        counts: [T, L, N, E] int, pairs of source n for expert e.
+        name: name in tables.
+        counts: pairs of source n for expert e, [T, L, N, E] int.
     """
 
     name: str
@@ -40,7 +42,7 @@ class Trace:
         """Read ``counts [steps, layers, sources, experts]`` from an .npz.
 
         Raises:
-            ValueError: if the file is missing, is no .npz, or its counts are missing or no counts.
+            ValueError: if the file is missing or not an .npz, or its counts are missing or invalid.
         """
         path = Path(path)
         if not path.is_file():
@@ -50,33 +52,25 @@ class Trace:
                 if "counts" not in archive.files:
                     raise ValueError(f"it holds {archive.files} and no 'counts'")
                 counts = archive["counts"]
-        except Exception as error:  # zip, zlib, numpy and the tokenizer it uses have their own
+        # zipfile, zlib, numpy and its header's tokenizer each raise exceptions of their own.
+        except Exception as error:
             expected = "an .npz with counts [steps, layers, sources, experts]"
             raise ValueError(f"{path}: expected {expected}; {error}") from error
-        if counts.ndim != 4 or not counts.size:
-            raise ValueError(
-                f"{path}: counts has shape {counts.shape}, expected [steps, layers, sources, experts]"
-            )
-        if counts.dtype.kind not in "iuf":
-            raise ValueError(f"{path}: counts is {counts.dtype}, expected integers")
-        if (bad := ~np.isfinite(counts) | (counts != np.floor(counts))).any():
-            raise ValueError(
-                f"{path}: counts holds values that are no integers (first: {counts[bad][0]})"
-            )
-        if counts.min() < 0:
-            raise ValueError(f"{path}: counts holds negative values (least: {counts.min()})")
-        with np.errstate(over="ignore"):
-            most = counts.sum(axis=(2, 3), dtype=float).max()
-        if most > MOST:
-            raise ValueError(
-                f"{path}: counts sum to {most:.3g} in a step and layer, more than 2^53; scale them down"
-            )
+        _check_counts(counts, path)
         return cls(name=path.stem, counts=counts.astype(np.int64))
 
     def to_ranks(self, num_ranks: int, *, seed: int = 0) -> np.ndarray:
-        """[T, L, R, E] int: every rank gets neighbouring sources, or a random part of one.
+        """Distribute the load over ``num_ranks`` ranks.
 
-        Where ranks outnumber sources, a source's pairs are dealt to its ranks without replacement.
+        Every rank gets neighbouring sources, or a random part of one source. With more ranks than
+        sources, a source's pairs are dealt to its ranks without replacement.
+
+        Args:
+            num_ranks: number of ranks, R.
+            seed: seed of the random parts.
+
+        Returns:
+            Counts [T, L, R, E] int.
 
         Raises:
             ValueError: if neither number divides the other, or a source has too many pairs to deal.
@@ -86,17 +80,19 @@ class Trace:
             return self.counts.reshape(steps, layers, num_ranks, -1, experts).sum(axis=3)
         if num_ranks % sources:
             raise ValueError(
-                f"{self.name}: {num_ranks} ranks and {sources} sources; one must be a multiple of the other"
+                f"{self.name}: {num_ranks} ranks and {sources} sources; "
+                "one must be a multiple of the other"
             )
         if (most := self.counts.sum(axis=-1).max()) > MOST_DEALT:
             raise ValueError(
-                f"{self.name}: a source of {most} pairs is too large to deal to several ranks, {MOST_DEALT} at most; "
-                f"scale the counts down or use at most {sources} ranks"
+                f"{self.name}: a source of {most} pairs is too large to deal to several ranks, "
+                f"{MOST_DEALT} at most; scale the counts down or use at most {sources} ranks"
             )
         parts = num_ranks // sources
         rng = np.random.default_rng([seed, zlib.crc32(f"{self.name} {num_ranks}".encode())])
         out = np.empty((steps, layers, sources, parts, experts), dtype=np.int64)
         for index in np.ndindex(steps, layers, sources):
+            # Without replacement, so that the parts of a source sum to its counts.
             left = self.counts[index].copy()
             for part in range(parts - 1):
                 size = int(left.sum()) // (parts - part)
@@ -106,17 +102,48 @@ class Trace:
         return out.reshape(steps, layers, num_ranks, experts)
 
 
-Shares = Callable[
-    [int, int, np.random.Generator], np.ndarray
-]  # (ranks, steps, rng) -> [T, L, E] expected shares
+def _check_counts(counts: np.ndarray, path: Path) -> None:
+    """Raise ValueError if ``counts`` is not a load."""
+    if counts.ndim != 4 or not counts.size:
+        raise ValueError(
+            f"{path}: counts has shape {counts.shape}, expected [steps, layers, sources, experts]"
+        )
+    if counts.dtype.kind not in "iuf":
+        raise ValueError(f"{path}: counts is {counts.dtype}, expected integers")
+    if (bad := ~np.isfinite(counts) | (counts != np.floor(counts))).any():
+        raise ValueError(
+            f"{path}: counts holds values that are no integers (first: {counts[bad][0]})"
+        )
+    if counts.min() < 0:
+        raise ValueError(f"{path}: counts holds negative values (least: {counts.min()})")
+    with np.errstate(over="ignore"):
+        most = counts.sum(axis=(2, 3), dtype=float).max()
+    if most > MOST:
+        raise ValueError(
+            f"{path}: counts sum to {most:.3g} in a step and layer, more than 2^53; scale them down"
+        )
+
+
+# (ranks, steps, rng) -> expected shares [T, L, E]
+Shares = Callable[[int, int, np.random.Generator], np.ndarray]
 
 
 def synthetic_names() -> list[str]:
+    """List the names of all synthetic loads."""
     return list(_SYNTHETIC)
 
 
 def synthetic(name: str, num_ranks: int, *, steps: int, seed: int = 0) -> np.ndarray:
-    """[T, L, R, E] counts of a synthetic load, `PAIRS` per rank and step.
+    """Draw a synthetic load with `PAIRS` pairs per rank and step.
+
+    Args:
+        name: name of the load.
+        num_ranks: number of ranks, R.
+        steps: number of steps, T.
+        seed: seed of the draws.
+
+    Returns:
+        Counts [T, L, R, E] int64.
 
     Raises:
         ValueError: for an unknown name, or experts that do not divide among the ranks.
@@ -134,20 +161,26 @@ def synthetic(name: str, num_ranks: int, *, steps: int, seed: int = 0) -> np.nda
 
 
 def zipf_shares(num_experts: int, num_ranks: int, *, ratio: float, order: np.ndarray) -> np.ndarray:
-    """[E] shares ``1 / position**s``, with s such that the largest rank load is ``ratio`` times the mean.
+    """Solve for Zipf shares with a given imbalance of ranks.
+
+    An expert's share is proportional to ``1 / position**s``; bisection finds s.
 
     Args:
-        num_experts: E.
-        num_ranks: R; rank r is home to experts ``r * E/R`` and following.
+        num_experts: number of experts, E.
+        num_ranks: number of ranks, R; rank r is home to experts ``r * E/R`` and following.
         ratio: max / mean rank load to reach, from 1 up to (but not including) R.
-        order: [E] the expert at each position, hottest first.
+        order: expert at each position, hottest first, [E].
+
+    Returns:
+        Share of each expert, [E].
 
     Raises:
         ValueError: for a ratio out of range.
     """
     if not 1 <= ratio < num_ranks:
         raise ValueError(
-            f"a max/mean rank load of {ratio} is out of range for {num_ranks} ranks: [1, {num_ranks})"
+            f"a max/mean rank load of {ratio} is out of range for {num_ranks} ranks: "
+            f"[1, {num_ranks})"
         )
     position = np.empty(num_experts)
     position[order] = np.arange(1, num_experts + 1)
@@ -159,12 +192,16 @@ def zipf_shares(num_experts: int, num_ranks: int, *, ratio: float, order: np.nda
     def reached(exponent: float) -> float:
         return float(shares(exponent).reshape(num_ranks, -1).sum(axis=1).max() * num_ranks)
 
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while reached(high) < ratio:
         high *= 2
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if reached(middle) < ratio else (low, middle)
+        if reached(middle) < ratio:
+            low = middle
+        else:
+            high = middle
     return shares(high)
 
 
@@ -179,7 +216,7 @@ def _zipf(ratio: float) -> Shares:
 
 
 def _hot(percent: float, experts: int) -> Shares:
-    """``percent`` of the tokens go to ``experts`` experts, the rest evenly to the others."""
+    """Give ``percent`` of the tokens to ``experts`` experts, the rest evenly to all others."""
 
     def shares(ranks: int, steps: int, rng: np.random.Generator) -> np.ndarray:
         share = np.full(EXPERTS, (100 - percent) / (EXPERTS - experts))
@@ -190,19 +227,22 @@ def _hot(percent: float, experts: int) -> Shares:
 
 
 def _hotspot(ranks: int, steps: int, rng: np.random.Generator) -> np.ndarray:
-    """A tenth of the tokens on each of three experts, which are others every 8 steps."""
+    """Give a tenth of the tokens to each of three experts, and change the experts every 8 steps."""
     share = np.full((steps, 1, EXPERTS), 0.7 / (EXPERTS - 3))
     order = rng.permutation(EXPERTS)
     for t in range(steps):
-        share[t, 0, order[np.arange(3) + 3 * (t // 8) % (EXPERTS - 3)]] = 0.1
+        hot = order[np.arange(3) + 3 * (t // 8) % (EXPERTS - 3)]
+        share[t, 0, hot] = 0.1
     return share
 
 
 def _burst(ranks: int, steps: int, rng: np.random.Generator) -> np.ndarray:
-    """A mild Zipf load; every 10 steps, for 2 steps, three random experts take half of the tokens."""
-    share = _constant(
-        zipf_shares(EXPERTS, ranks, ratio=1.3, order=rng.permutation(EXPERTS)), steps
-    ).copy()
+    """Draw a mild Zipf load with bursts.
+
+    Every 10 steps, for 2 steps, three random experts take half of the tokens.
+    """
+    mild = zipf_shares(EXPERTS, ranks, ratio=1.3, order=rng.permutation(EXPERTS))
+    share = _constant(mild, steps).copy()
     for start in range(5, steps, 10):
         share[start : start + 2] *= 0.5
         share[start : start + 2, :, rng.choice(EXPERTS, 3, replace=False)] += 0.5 / 3
@@ -210,11 +250,13 @@ def _burst(ranks: int, steps: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _domains(ranks: int, steps: int, rng: np.random.Generator) -> np.ndarray:
-    """OLMoE's expert counts in three layers; the text's domain changes every 10 steps."""
+    """Repeat OLMoE's expert counts in three layers; the text's domain changes every 10 steps."""
     counts = json.loads((DATA / "olmoe_counts.json").read_text())["counts"]["olmoe"]
-    share = np.array(
-        [[counts[d][layer] for layer in sorted(counts[d])] for d in sorted(counts)], dtype=float
-    )
+    by_domain = []
+    for domain in sorted(counts):
+        layers = counts[domain]
+        by_domain.append([layers[layer] for layer in sorted(layers)])
+    share = np.array(by_domain, dtype=float)
     share /= share.sum(axis=-1, keepdims=True)
     return share[np.arange(steps) // 10 % len(share)]
 

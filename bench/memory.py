@@ -1,11 +1,11 @@
-"""Expert memory of a rank for published models: what FSSDP adds to stock expert parallelism, by lifetime of replicas.
+"""Compute the expert memory that FSSDP adds to a rank, for published models and all lifetimes.
 
     python bench/memory.py
 
-Arithmetic only (`megatron_hecate.replicas.memory_estimate`, which tests compare with real runs): bf16 weights, fp32
-main gradients, Adam with an fp32 master copy and two fp32 moments, not sharded. Sizes are those of the models'
-published configs, layouts are ours or their authors'; where pipeline stages differ, the rank with the largest expert
-memory is shown.
+The figures are arithmetic only (`megatron_hecate.replicas.memory_estimate`, which tests compare
+with real runs): bf16 weights, fp32 main gradients, Adam with an fp32 master copy and two fp32
+moments, not sharded. Sizes are from the models' published configs; layouts are ours or the
+authors'. If pipeline stages differ, the table shows the rank with the largest expert memory.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from megatron_hecate.comm.transport import LayerBuffer, Transport  # noqa: E402
 from megatron_hecate.replicas.buffers import LIFETIMES  # noqa: E402
 from megatron_hecate.replicas.memory_estimate import ExpertMemory, RankExperts  # noqa: E402
 
-TARGET = (
-    0.05  # what lifetime "layer" may add with 2 slots, on 64 ranks, to 48 layers of 128 experts
-)
+# upper bound of the share that lifetime "layer" adds with 2 slots, on 64 ranks, to 48 layers of 128
+# experts
+TARGET = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Sizes of a model's experts, and how it is spread.
+    """Sizes of a model's experts, and its parallel layout.
 
     Args:
-        hidden, ffn: an expert has three matrices of [ffn, hidden].
-        stages: MoE layers of every pipeline stage; one microbatch is in flight on the last, one more on each before.
-        ranks: EP, over which the experts of a stage are spread.
+        name: name in the table.
+        hidden, ffn: sizes of an expert, which has three matrices [ffn, hidden].
+        experts: experts of a layer, E.
+        stages: number of MoE layers of every pipeline stage.
+        ranks: expert-parallel size, R.
+        note: description of the layout, printed below the table.
     """
 
     name: str
@@ -51,8 +54,10 @@ class Model:
     note: str
 
     def rank(self, stage: int, slots: int, transport: str) -> RankExperts:
-        """One rank of ``stage``, under the 1F1B schedule."""
-        layers, microbatches = self.stages[stage], len(self.stages) - stage
+        """Describe one rank of ``stage`` under the 1F1B schedule."""
+        layers = self.stages[stage]
+        # 1F1B has one microbatch in flight on the last stage, one more on each earlier stage.
+        microbatches = len(self.stages) - stage
         elements = 3 * self.hidden * self.ffn
         buffer = LayerBuffer(
             slots=slots, elements=elements, dtype=torch.bfloat16, homes=self.experts // self.ranks
@@ -63,7 +68,7 @@ class Model:
         )
 
     def estimate(self, lifetime: str, slots: int, transport: str = "p2p") -> ExpertMemory:
-        """Of the rank that holds most."""
+        """Estimate the expert memory of the rank with the largest total."""
         stages = (self.rank(stage, slots, transport) for stage in range(len(self.stages)))
         return max(
             (ExpertMemory.estimate(rank, lifetime) for rank in stages),
@@ -72,7 +77,7 @@ class Model:
 
 
 def _transport(name: str, ranks: int) -> Transport:
-    """One that is never used, for a group of so many ranks; 8 GPUs share NVLink."""
+    """Build a transport for its memory estimate only; 8 GPUs share an NVLink domain."""
     group = SimpleNamespace(rank=lambda: 0, size=lambda: ranks)
     if name == P2P.name:
         return P2P(group, timeout=1.0)
@@ -88,7 +93,8 @@ MODELS = (
         experts=8,
         stages=(4,) * 8,
         ranks=8,
-        note="64 ranks: EP 8 (there are 8 experts, so EP can be no larger) x PP 8, 4 layers per stage",
+        note="64 ranks: EP 8 (there are 8 experts, so EP can be no larger) x PP 8, "
+        "4 layers per stage",
     ),
     Model(
         "Qwen3-30B-A3B",
@@ -106,25 +112,26 @@ MODELS = (
         experts=256,
         stages=(1, *(4,) * 14, 1),
         ranks=64,
-        note="1024 ranks: EP 64 x PP 16, its authors' degrees, but with 1F1B in place of their own schedule; 58 "
-        "MoE layers, 4 per stage and 1 in the first and the last; without multi-token prediction. On 64 ranks in all, "
-        "its experts' homes alone would take 171 GiB per rank",
+        note="1024 ranks: EP 64 x PP 16, its authors' degrees, but with 1F1B in place of their own "
+        "schedule; 58 MoE layers, 4 per stage and 1 in the first and the last; without multi-token "
+        "prediction. On 64 ranks in all, its experts' homes alone would take 171 GiB per rank",
     ),
 )
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--slots", type=int, default=2, help="per rank and layer")
     parser.add_argument("--transport", choices=("p2p", "nvlink"), default="p2p")
     options = parser.parse_args()
-    slots, most = (
-        options.slots,
-        min(model.experts - model.experts // model.ranks for model in MODELS),
-    )
+    slots = options.slots
+    # A rank hosts replicas of experts of other ranks only.
+    most = min(model.experts - model.experts // model.ranks for model in MODELS)
     if not 0 <= slots <= most:
         parser.error(
-            f"--slots {slots} is out of range: 0 to {most}, the experts that every model has elsewhere"
+            f"--slots {slots} is out of range: 0 to {most}, the smallest number of experts that a "
+            "model has on other ranks"
         )
     command = f"python bench/memory.py --slots {slots} --transport {options.transport}"
     print(f"`{command}`. GiB on the rank that holds most:\n")
@@ -139,20 +146,20 @@ def main() -> None:
     print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
     for model in MODELS:
         for lifetime in LIFETIMES:
-            a = model.estimate(lifetime, slots, options.transport)
-            homes = f"{_gib(a.homes)} ({_gib(a.weights)} + {_gib(a.grads)} + {_gib(a.optimizer)})"
-            parts = " | ".join(
-                _gib(part) for part in (a.replica_weights, a.replica_grads, a.transport, a.total)
-            )
-            print(f"| {model.name} | `{lifetime}` | {homes} | {parts} | +{a.added:.1%} |")
+            m = model.estimate(lifetime, slots, options.transport)
+            homes = f"{_gib(m.homes)} ({_gib(m.weights)} + {_gib(m.grads)} + {_gib(m.optimizer)})"
+            parts = (m.replica_weights, m.replica_grads, m.transport, m.total)
+            cells = " | ".join(_gib(part) for part in parts)
+            print(f"| {model.name} | `{lifetime}` | {homes} | {cells} | +{m.added:.1%} |")
     print()
     for model in MODELS:
         print(f"- {model.name}: {model.note}.")
     target = next(model for model in MODELS if len(model.stages) == 1 and model.stages[0] == 48)
     added = target.estimate("layer", 2, options.transport).added
+    verdict = "met" if added <= TARGET else "MISSED"
     print(
-        f"\nTarget, 48 layers of 128 experts on 64 ranks, lifetime `layer`, 2 slots: at most +{TARGET:.0%}; "
-        f"it is +{added:.1%}: {'met' if added <= TARGET else 'MISSED'}."
+        "\nTarget, 48 layers of 128 experts on 64 ranks, lifetime `layer`, 2 slots: "
+        f"at most +{TARGET:.0%}; it is +{added:.1%}: {verdict}."
     )
 
 

@@ -22,7 +22,7 @@ from launch import again_on_ranks
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Print the table; runs on every rank."""
+    """Measure on every rank; print the table on rank 0."""
     import torch
     import torch.distributed as dist
 
@@ -44,29 +44,29 @@ def measure(options: argparse.Namespace) -> None:
     tiny_gpt.initialize(case)
     folder: list[str] = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
-    run = tiny_gpt.train(
-        case, steps=3, hook=fssdp(HecateConfig(observe=True, record=f"{folder[0]}/run"))
-    )
+    config = HecateConfig(observe=True, record=f"{folder[0]}/run")
+    run = tiny_gpt.train(case, steps=3, hook=fssdp(config))
     layers = tiny_gpt.moe_layers(run.chunks)
     observer = layers[0].router.observer
-    observed = [
-        (part, type(part), type(part).__mro__[1])
-        for layer in layers
-        for part in (layer, layer.router)
-    ]
+    # Observing replaces the classes of layers and routers; the stock class is the next in the MRO.
+    observed = []
+    for layer in layers:
+        for part in (layer, layer.router):
+            observed.append((part, type(part), type(part).__mro__[1]))
     seconds = torch.zeros((3, options.steps, 2), dtype=torch.float64)
     order = random.Random(0)
     for step in range(options.steps):
+        # Runs 0 and 1 are stock, run 2 is observed.
         for at in order.sample(range(3), 3):
             for part, ours, stock in observed:
                 part.__class__ = ours if at == 2 else stock
             observer.step = type(observer).step.__get__(observer) if at == 2 else lambda _: None
             dist.barrier()
-            start, busy = time.perf_counter(), time.process_time()
+            start = time.perf_counter()
+            busy = time.process_time()
             run.step(3 + 3 * step + at)
-            seconds[at, step] = torch.tensor(
-                [time.perf_counter() - start, time.process_time() - busy]
-            )
+            took = [time.perf_counter() - start, time.process_time() - busy]
+            seconds[at, step] = torch.tensor(took)
     for part, ours, _ in observed:
         part.__class__ = ours
     del observer.step
@@ -75,23 +75,29 @@ def measure(options: argparse.Namespace) -> None:
     dist.all_reduce(cpu)
     added = _added(layers, case)
     if dist.get_rank() == 0:
-        _say(torch.stack([wall, cpu], dim=2).numpy(), added)
+        _report(torch.stack([wall, cpu], dim=2).numpy(), added)
 
 
 def _added(layers: list, case: object) -> float:
-    """Seconds of CPU that observing adds to a step: counting and saying where it is in each layer and microbatch, and
-    the sum; the fastest of many, which other processes disturb least."""
+    """Measure the CPU seconds that observing adds to a step.
+
+    The added work is counting and posting progress in each layer and microbatch, and the sum at the
+    end. The result is the fastest of many repetitions, which other processes disturb least.
+    """
     import torch
 
     observer = layers[0].router.observer
     chosen = torch.rand(case.seq * case.micro_batch, case.experts).topk(2).indices
-    routed = torch.zeros(case.seq * case.micro_batch, case.experts, dtype=torch.bool).scatter_(
-        1, chosen, True
-    )
+    routed = torch.zeros(case.seq * case.micro_batch, case.experts, dtype=torch.bool)
+    routed.scatter_(1, chosen, True)
+    # A stock router without work, so that only the observer's work is timed.
     base = type(layers[0].router).__mro__[1]
-    forward, base.forward = base.forward, lambda *_: (None, routed)
+    forward = base.forward
+    base.forward = lambda *_: (None, routed)
     optimizer = observer._optimizer()
-    count, end, places = [], [], ([], [])
+    count: list[float] = []
+    end: list[float] = []
+    places: tuple[list[float], list[float]] = ([], [])
     for _ in range(200):
         start = time.thread_time()
         for layer in layers:
@@ -110,7 +116,7 @@ def _added(layers: list, case: object) -> float:
 
 
 def _exchange(watched: bool) -> None:
-    """What a layer's dispatch and combine leave of themselves in autograd, and its backward."""
+    """Run the autograd operations of a layer's dispatch and combine, forward and backward."""
     import torch
 
     from megatron_hecate.job.watchdog import here
@@ -120,25 +126,33 @@ def _exchange(watched: bool) -> None:
         sum(here.through("layer 1", exchange) if watched else exchange()).backward()
 
 
-def _say(seconds: np.ndarray, added: float) -> None:
+def _report(seconds: np.ndarray, added: float) -> None:
+    """Print the table.
+
+    Args:
+        seconds: wall and CPU time by model and step, [3, steps, 2].
+        added: CPU seconds that observing adds to a step.
+    """
     stock = seconds[0]
     print(
-        f"stock: {np.median(stock[:, 0]):.3f} s a step, {np.median(stock[:, 1]):.3f} s of CPU on both ranks"
+        f"stock: {np.median(stock[:, 0]):.3f} s a step, "
+        f"{np.median(stock[:, 1]):.3f} s of CPU on both ranks"
     )
-    print(
-        "| over stock, median of paired steps | wall | quartiles | CPU | quartiles |\n|---|---|---|---|---|"
-    )
+    print("| over stock, median of paired steps | wall | quartiles | CPU | quartiles |")
+    print("|---|---|---|---|---|")
     for name, of_run in (("stock again", seconds[1]), ("observed", seconds[2])):
         low, middle, high = np.quantile(of_run / stock, (0.25, 0.5, 0.75), axis=0)
         cells = [f"{middle[i]:.4f} | {low[i]:.3f} to {high[i]:.3f}" for i in (0, 1)]
         print(f"| {name} | {' | '.join(cells)} |")
     share = added / (np.median(stock[:, 1]) / 2)
     print(
-        f"counting and summing by themselves: {added * 1e6:.0f} us of CPU a step and rank, {share:.2%} of a stock step"
+        f"counting and summing by themselves: {added * 1e6:.0f} us of CPU a step and rank, "
+        f"{share:.2%} of a stock step"
     )
 
 
 def main() -> None:
+    """Run the benchmark on 2 CPU ranks."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -2,16 +2,17 @@
 
     python bench/optimum.py
 
-For every step and layer of the recorded loads in which `hecate-late` leaves more than ``FLOOR``, a mixed-integer
-program finds the smallest largest rank load over all placements of replicas and all quotas, with scipy's HiGHS; where
-it takes too long, what it has proven. All other samples count as 1. So every figure under "any placement" is a bound
-that holds for every planner, at any number of late copies; homes stay where they are. On larger groups most programs
-hit the time limit.
+For every step and layer of the recorded loads with an imbalance above ``FLOOR`` under
+`hecate-late`, a mixed-integer program minimizes the largest rank load over all placements of
+replicas and all quotas, with scipy's HiGHS; at the time limit its proven bound counts. All other
+samples count as 1. Every figure under "any placement" is thus a lower bound for all planners with
+fixed homes, at any number of late copies. On larger groups most programs reach the time limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 from pathlib import Path
 
@@ -27,37 +28,46 @@ from shapes import swiglu
 from megatron_hecate.plan import Placement, World, largest_load
 
 FLOOR: float = 1.01
-LIMIT: float = 60.0  # seconds for one program
+# time limit of one program in seconds
+LIMIT: float = 60.0
 
 
 def least_possible(
     total: np.ndarray, home: np.ndarray, *, num_ranks: int, slots: int, limit: float = LIMIT
 ) -> int:
-    """A largest rank load that no placement with ``slots`` replicas per rank goes below.
+    """Compute a lower bound of the largest rank load of all placements.
 
-    Given time, the optimum less what the solver tolerates, 1/10,000.
+    With enough time it is the optimum, minus the solver's tolerance of 1/10,000.
 
     Args:
-        total: [E] tokens.
-        home: [E].
-        num_ranks: R.
-        slots: replicas a rank may host.
-        limit: seconds.
+        total: tokens of each expert, [E].
+        home: home rank of each expert, [E].
+        num_ranks: number of ranks, R.
+        slots: most replicas per rank.
+        limit: time limit in seconds.
     """
     if num_ranks == 1 or not total.any():
         return int(total.sum())
     mean = total.sum() / num_ranks
     tokens = total / mean
-    ways = [(e, r) for e in range(len(total)) for r in range(num_ranks) if home[e] != r]
+    pairs = itertools.product(range(len(total)), range(num_ranks))
+    ways = [(expert, rank) for expert, rank in pairs if home[expert] != rank]
     count = len(ways)
-    # variables: tokens sent each way, whether the way is there, the largest rank load
+    # A way is an expert and a rank that may host its replica. Variables: tokens sent each way,
+    # whether the replica exists, and the largest rank load.
     rows = lil_array((count + 2 * num_ranks + len(total), 2 * count + 1))
     most = np.zeros(rows.shape[0])
     for i, (e, r) in enumerate(ways):
-        rows[i, i], rows[i, count + i] = 1, -tokens[e]  # none without a replica
-        rows[count + r, i], rows[count + home[e], i] = 1, -1  # load of both ranks
-        rows[count + num_ranks + r, count + i] = 1  # slots
-        rows[count + 2 * num_ranks + e, i] = 1  # no more than there are
+        # no tokens without a replica
+        rows[i, i] = 1
+        rows[i, count + i] = -tokens[e]
+        # load of both ranks
+        rows[count + r, i] = 1
+        rows[count + home[e], i] = -1
+        # slots of the rank
+        rows[count + num_ranks + r, count + i] = 1
+        # at most the tokens of the expert
+        rows[count + 2 * num_ranks + e, i] = 1
     rows[count : count + num_ranks, 2 * count] = -1
     most[count : count + num_ranks] = -np.bincount(home, weights=tokens, minlength=num_ranks)
     most[count + num_ranks : count + 2 * num_ranks] = slots
@@ -69,20 +79,25 @@ def least_possible(
         bounds=Bounds(0, np.repeat([np.inf, 1, np.inf], [count, count, 1])),
         options=dict(time_limit=limit),
     )
-    proven = found.mip_dual_bound if found.mip_dual_bound is not None else -math.inf
-    return math.ceil(mean * (proven - 1e-6)) if proven > 1 + 1e-6 else math.ceil(mean)
+    proven = found.mip_dual_bound
+    if proven is None or proven <= 1 + 1e-6:
+        return math.ceil(mean)
+    return math.ceil(mean * (proven - 1e-6))
 
 
 def compare(case: Case) -> dict[str, np.ndarray]:
-    """[T, L] imbalance from history, after late copies, and of the best placement."""
+    """Compare planned placements with the bound.
+
+    Returns:
+        Imbalance [T, L] of plans from history, after late copies, and of the best placement.
+    """
     steps, layers, num_ranks, _ = case.counts.shape
-    found = {
-        name: np.ones((steps, layers))
-        for name in ("hecate-unpriced", "hecate-late", "any placement")
-    }
+    names = ("hecate-unpriced", "hecate-late", "any placement")
+    found = {name: np.ones((steps, layers)) for name in names}
     setting = case.setting
     for layer in range(layers):
-        plan, history = HecateLate(setting), []
+        plan = HecateLate(setting)
+        history: list[np.ndarray] = []
         for step, load in enumerate(case.counts[:, layer]):
             placed = plan.place(history)
             final = plan.correct(load, placed)
@@ -100,7 +115,11 @@ def compare(case: Case) -> dict[str, np.ndarray]:
 
 
 def _case(path: Path, args: argparse.Namespace) -> Case:
-    """Raises ValueError for a file that cannot be read, and for ranks and slots that its experts do not allow."""
+    """Read a recording.
+
+    Raises:
+        ValueError: if the file cannot be read, or its experts do not allow the ranks and slots.
+    """
     trace = Trace.read(path)
     num_experts = trace.counts.shape[3]
     Placement.initial(num_experts, args.ranks, num_slots=args.slots)
@@ -112,15 +131,18 @@ def _case(path: Path, args: argparse.Namespace) -> Case:
 
 
 def main() -> None:
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--trace",
         action="append",
         type=Path,
         metavar="FILE.npz",
-        help="all recorded ones if not named",
+        help="recorded load; default: all recordings",
     )
-    parser.add_argument("--ranks", type=int, default=8, help="on one node (%(default)s)")
+    parser.add_argument(
+        "--ranks", type=int, default=8, help="number of ranks, on one node (%(default)s)"
+    )
     parser.add_argument(
         "--slots", type=int, default=1, help="replicas a rank may host (%(default)s)"
     )
@@ -137,18 +159,9 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for case in cases:
         for name, left in compare(case).items():
-            above, p99 = (left > 1.03).sum(), np.percentile(left, 99)
-            row = (
-                case.load,
-                args.ranks,
-                args.slots,
-                name,
-                f"{left.mean():.3f}",
-                f"{p99:.3f}",
-                above,
-                left.size,
-            )
-            print("| " + " | ".join(map(str, row)) + " |", flush=True)
+            above = (left > 1.03).sum()
+            figures = f"{left.mean():.3f} | {np.percentile(left, 99):.3f} | {above} | {left.size}"
+            print(f"| {case.load} | {args.ranks} | {args.slots} | {name} | {figures} |", flush=True)
 
 
 if __name__ == "__main__":

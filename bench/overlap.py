@@ -1,11 +1,12 @@
 """Measure the hidden share of FSSDP's transfers on 2 CPU ranks, by lifetime, from recorded spans.
 
     python bench/overlap.py
-    python bench/overlap.py --trace out/       also a Chrome trace per lifetime, to look at in Perfetto, and a picture
+    python bench/overlap.py --trace out/      also writes Chrome traces (for Perfetto) and a picture
 
-The models live in the same processes and take turns, so that a noisy machine slows all alike; shares are medians over
-steps, of the rank with the larger one. *Exposed* is the time for which a rank waited for a transfer. The last column is
-the step time over that of lifetime ``iteration``: on a CPU the copies' own work is in it, since cores move the bytes.
+The models alternate in the same processes, so that noise of the machine affects all models equally.
+Shares are medians over steps, of the rank with the larger share. *Exposed* is the time for which a
+rank waited for a transfer. The last column is the step time over the step time of lifetime
+``iteration``; on a CPU it includes the copies' own work, since cores move the bytes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from launch import again_on_ranks
 
-SHARES = {  # heading: spans
+# keys: columns; values: spans whose times the column adds
+SHARES = {
     "plan": ("plan",),
     "route": ("loads", "quotas"),
     "spAG exposed": ("spAG wait",),
@@ -32,18 +35,41 @@ SHARES = {  # heading: spans
 
 
 def measure(options: argparse.Namespace) -> None:
-    """Print the table; runs on every rank."""
+    """Measure on every rank; print the table on rank 0."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    runs = _train(options)
+    seconds, shares = _time(runs, options)
+    own = {}
+    for name in runs:
+        own[name] = {
+            column: median(sum(step.get(span, 0.0) for span in spans) for step in shares[name])
+            for column, spans in SHARES.items()
+        }
+    ranks: list[dict | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    if dist.get_rank() == 0:
+        _report(runs.keys(), ranks, {name: median(s) for name, s in seconds.items()}, runs)
+        print(
+            f"\nMedians of {options.steps} steps of {options.accumulate} microbatches, in turn, "
+            f"{len(ranks)} ranks, {options.layers} layers."
+        )
+        if options.trace is not None:
+            draw(options.trace)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _train(options: argparse.Namespace) -> dict[str, Any]:
+    """Build a stock model, and an FSSDP model per lifetime."""
     import tiny_gpt
 
-    from megatron_hecate import HecateConfig, fssdp, trace
+    from megatron_hecate import HecateConfig, fssdp
     from megatron_hecate.replicas.buffers import LIFETIMES
 
-    steps, warmup, folder = options.steps, options.warmup, options.trace
     model = dict(
         num_layers=options.layers, hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512
     )
@@ -59,9 +85,27 @@ def measure(options: argparse.Namespace) -> None:
     settings = dict(slots=2, transport=options.transport, speeds=tiny_gpt.FREE)
     configs = {name: HecateConfig(lifetime=name, **settings) for name in LIFETIMES}
     runs = {"stock": tiny_gpt.train(case, steps=0)}
-    runs |= {
-        name: tiny_gpt.train(case, steps=0, hook=fssdp(config)) for name, config in configs.items()
-    }
+    for name, config in configs.items():
+        runs[name] = tiny_gpt.train(case, steps=0, hook=fssdp(config))
+    return runs
+
+
+def _time(
+    runs: dict[str, Any], options: argparse.Namespace
+) -> tuple[dict[str, list[float]], dict[str, list[dict[str, float]]]]:
+    """Time the steps of all models; the models alternate step by step.
+
+    Returns:
+        By model and step: seconds, and each span's share of the step.
+    """
+    import torch.distributed as dist
+
+    from megatron_hecate import trace
+
+    steps = options.steps
+    warmup = options.warmup
+    folder = options.trace
+    rank = dist.get_rank()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     shares: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for step in range(warmup + steps):
@@ -74,30 +118,13 @@ def measure(options: argparse.Namespace) -> None:
             took = time.perf_counter() - start
             if step >= warmup:
                 seconds[name].append(took)
-                shares[name].append({what: s / took for what, s in recorder.seconds().items()})
+                shares[name].append({span: s / took for span, s in recorder.seconds().items()})
+            # Stock Megatron has no transfers to draw.
             if folder is not None and step == warmup + steps - 1 and name != "stock":
-                recorder.save(folder / f"{name}-rank{dist.get_rank()}.json", rank=dist.get_rank())
-        if dist.get_rank() == 0:
+                recorder.save(folder / f"{name}-rank{rank}.json", rank=rank)
+        if rank == 0:
             print(f"step {step + 1}/{warmup + steps}", file=sys.stderr, flush=True)
-    own = {
-        name: {
-            column: median(sum(s.get(w, 0.0) for w in what) for s in shares[name])
-            for column, what in SHARES.items()
-        }
-        for name in runs
-    }
-    ranks: list[dict | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, own)
-    if dist.get_rank() == 0:
-        _report(runs.keys(), ranks, {name: median(s) for name, s in seconds.items()}, runs)
-        print(
-            f"\nMedians of {steps} steps of {options.accumulate} microbatches, in turn, {len(ranks)} ranks, "
-            f"{options.layers} layers."
-        )
-        if folder is not None:
-            draw(folder)
-    dist.barrier()
-    dist.destroy_process_group()
+    return seconds, shares
 
 
 def _report(names, ranks, seconds, runs) -> None:  # noqa: ANN001
@@ -112,7 +139,7 @@ def _report(names, ranks, seconds, runs) -> None:  # noqa: ANN001
 
 
 def draw(folder: Path) -> None:
-    """``overlap.png``: the traces of rank 0, work above transfers."""
+    """Draw the traces of rank 0 in ``overlap.png``, work above transfers."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -133,32 +160,19 @@ def draw(folder: Path) -> None:
     }
     figure, axes = plt.subplots(len(LIFETIMES), 1, figsize=(14, 2.2 * len(LIFETIMES)), sharex=True)
     for axis, name in zip(axes, LIFETIMES, strict=True):
-        events = json.loads((folder / f"{name}-rank0.json").read_text())["traceEvents"]
-        starts = {e["id"]: e for e in events if e["ph"] == "b"}
-        spans = [(e["name"], e["ts"], e["dur"], 0) for e in events if e["ph"] == "X"]
-        spans += [
-            (e["name"], starts[e["id"]]["ts"], e["ts"] - starts[e["id"]]["ts"], e["tid"])
-            for e in events
-            if e["ph"] == "e"
-        ]
+        spans = _read_spans(folder / f"{name}-rank0.json")
         zero = min(begin for _, begin, _, _ in spans)
+        # Waits last, so that no other span hides them.
         for span, begin, duration, track in sorted(spans, key=lambda s: "wait" in s[0]):
-            what = span.removeprefix("fssdp/").split(" layer")[0]
-            if what in colors:
-                axis.barh(
-                    -track,
-                    duration / 1e3,
-                    left=(begin - zero) / 1e3,
-                    color=colors[what],
-                    height=0.8,
-                    alpha=0.8,
-                )
+            kind = span.removeprefix("fssdp/").split(" layer")[0]
+            if kind in colors:
+                left = (begin - zero) / 1e3
+                style = dict(color=colors[kind], height=0.8, alpha=0.8)
+                axis.barh(-track, duration / 1e3, left=left, **style)
         axis.set_yticks([0, -1, -2], ["work", "spAG", "spRS"])
         axis.set_title(f"lifetime {name}", fontsize=9)
-    names = {color: what for what, color in colors.items()} | {
-        "tab:red": "exposed wait",
-        "0.6": "dispatch, combine",
-    }
+    names = {color: kind for kind, color in colors.items()}
+    names |= {"tab:red": "exposed wait", "0.6": "dispatch, combine"}
     boxes = [plt.Rectangle((0, 0), 1, 1, color=color) for color in names]
     figure.legend(boxes, names.values(), fontsize=8, loc="upper center", ncol=len(names))
     axes[-1].set_xlabel("ms of one step, rank 0")
@@ -167,14 +181,27 @@ def draw(folder: Path) -> None:
     print(f"\nwrote {folder}/overlap.png")
 
 
+def _read_spans(path: Path) -> list[tuple[str, float, float, int]]:
+    """Read name, begin, duration (both us) and track of all spans of a Chrome trace."""
+    events = json.loads(path.read_text())["traceEvents"]
+    starts = {event["id"]: event["ts"] for event in events if event["ph"] == "b"}
+    spans = [(e["name"], e["ts"], e["dur"], 0) for e in events if e["ph"] == "X"]
+    for event in events:
+        if event["ph"] == "e":
+            begin = starts[event["id"]]
+            spans.append((event["name"], begin, event["ts"] - begin, event["tid"]))
+    return spans
+
+
 def main() -> int:
+    """Run the benchmark on 2 ranks; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=10, help="steps that count")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps")
     parser.add_argument(
-        "--warmup", type=int, default=6, help="steps before; copies are timed in some of them"
+        "--warmup", type=int, default=6, help="untimed first steps, some of which time copies"
     )
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
-    parser.add_argument("--layers", type=int, default=4, help="of the model, all MoE")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model, all MoE")
     parser.add_argument("--transport", choices=("p2p", "nvlink"), default="p2p")
     parser.add_argument(
         "--trace", type=Path, metavar="FOLDER", help="write Chrome traces and overlap.png there"
@@ -183,7 +210,7 @@ def main() -> int:
     if min(arguments.steps, arguments.accumulate, arguments.layers) < 1 or arguments.warmup < 0:
         parser.error("--steps, --accumulate and --layers must be 1 or more, --warmup 0 or more")
     if arguments.trace is not None and arguments.trace.exists() and not arguments.trace.is_dir():
-        parser.error(f"--trace {arguments.trace} is no folder")
+        parser.error(f"--trace {arguments.trace} is not a folder")
     if arguments.trace is not None:
         arguments.trace.mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:

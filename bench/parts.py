@@ -14,45 +14,52 @@ from megatron_hecate.offline.step_model import Work
 from megatron_hecate.plan import World
 
 PUBLISHED: dict = json.loads((DATA / "published" / "parts.json").read_text())
-BANDWIDTH_FROM: int = (
-    512 << 20
-)  # bytes of the all-to-all that the presets' bandwidth inside nodes was read from
-TOP_K: int = 8  # of all measured dispatches
-FP8: float = 1 + 4 / 128  # bytes per element with a scale for every 128
+# bytes of the all-to-all to which the presets' bandwidth inside nodes was fitted
+BANDWIDTH_FROM: int = 512 << 20
+# experts per token in all measured dispatches
+TOP_K: int = 8
+# bytes per element, with an fp32 scale for every 128 elements
+FP8: float = 1 + 4 / 128
 
 
 def trip(cluster: Cluster, ranks: int, pairs: float, token_bytes: float, *, once: int = 0) -> float:
-    """Seconds of one all-to-all in which every rank sends ``pairs``, balanced."""
+    """Predict the seconds of one balanced all-to-all in which every rank sends ``pairs``.
+
+    Args:
+        cluster: speeds and node size.
+        ranks: ranks of the group.
+        pairs: (token, expert) pairs sent per rank.
+        token_bytes: bytes of a pair.
+        once: experts per token if a token is sent once per rank or node, else 0.
+    """
     world = World(tuple(rank // cluster.per_node for rank in range(ranks)), cluster.speeds)
     shape = dataclasses.replace(Model.named("olmoe").shape(), token_bytes=token_bytes)
     return float(Work.balanced(pairs, world, shape, once=once).trip[0, 0])
 
 
 def rows() -> Iterator[Row]:
-    """A row per measurement; ``off``: predicted over published, less 1."""
+    """Yield one row per measurement; ``off``: predicted over published, less 1."""
     for cluster, ranks, size, ms in PUBLISHED["all_to_all"]["rows"]:
         use = "fitted" if size == BANDWIDTH_FROM else "held back"
-        what = f"all-to-all of {size >> 20} MiB, bus GB/s"
+        label = f"all-to-all of {size >> 20} MiB, bus GB/s"
         moved = size * (ranks - 1) / ranks / 1e9
         seconds = trip(CLUSTERS[cluster], ranks, 1, size)
-        yield _row("NCCL", what, cluster, ranks, moved / ms * 1e3, moved / seconds, use)
+        about = dict(source="NCCL", what=label, cluster=cluster, use=use, ranks=ranks)
+        yield _row(about, moved / ms * 1e3, moved / seconds)
+    on_h100 = dict(cluster="h100x8", use="held back")
     for source, part in (("DeepEP V1", "deepep"), ("DeepSeek-V3's trace", "trace")):
         for kernel, ranks, hidden, tokens, ms in PUBLISHED[part]["rows"]:
             size = hidden * (FP8 if kernel == "dispatch" else 2)
             seconds = trip(CLUSTERS["h100x8"], ranks, tokens * TOP_K, size, once=TOP_K)
-            what = f"{kernel} of {tokens} x {hidden}, ms"
-            yield _row(source, what, "h100x8", ranks, ms, seconds * 1e3, "held back")
+            label = f"{kernel} of {tokens} x {hidden}, ms"
+            about = dict(source=source, what=label, **on_h100, ranks=ranks)
+            yield _row(about, ms, seconds * 1e3)
     for model, ep, tflops in PUBLISHED["experts"]["rows"]:
         predicted = CLUSTERS["h100x8"].speeds.flops / 1e12
-        yield _row(
-            "experts' GEMMs", f"{model}, TFLOP/s", "h100x8", ep, tflops, predicted, "held back"
-        )
+        about = dict(source="experts' GEMMs", what=f"{model}, TFLOP/s", **on_h100, ranks=ep)
+        yield _row(about, tflops, predicted)
 
 
-def _row(
-    source: str, what: str, cluster: str, ranks: int, published: float, predicted: float, use: str
-) -> Row:
-    numbers = dict(
-        ranks=ranks, published=published, predicted=predicted, off=predicted / published - 1
-    )
-    return dict(source=source, what=what, cluster=cluster, use=use) | numbers
+def _row(about: dict[str, str | int], published: float, predicted: float) -> Row:
+    numbers = dict(published=published, predicted=predicted, off=predicted / published - 1)
+    return about | numbers

@@ -8,7 +8,7 @@ from megatron_hecate.plan import Placement
 
 
 def random_placement(rng: np.random.Generator, homes: Placement, slots: int) -> Placement:
-    """``homes`` with ``slots`` replicas on each rank, of experts drawn from those of other ranks."""
+    """Add ``slots`` replicas of random experts of other ranks to each rank of ``homes``."""
     replicas = []
     for rank in range(homes.num_ranks):
         away = np.flatnonzero(homes.home != rank)
@@ -17,11 +17,15 @@ def random_placement(rng: np.random.Generator, homes: Placement, slots: int) -> 
 
 
 def greedy_placement(load: np.ndarray, homes: Placement, slots: int) -> Placement:
-    """``homes`` with ``slots`` replicas on each rank: always one more of the expert with the most tokens for each of
-    its holders, on the rank with a free slot that has the least to compute.
+    """Fill all slots of ``homes`` greedily.
+
+    Each replica is of the expert with the most tokens per holder, on the least loaded rank with a
+    free slot.
 
     Args:
-        load: [E] tokens of each expert.
+        load: tokens of each expert, [E].
+        homes: placement without replicas.
+        slots: slots per rank.
     """
     holders: list[list[int]] = [[int(rank)] for rank in homes.home]
     free = np.full(homes.num_ranks, slots)
@@ -31,6 +35,7 @@ def greedy_placement(load: np.ndarray, homes: Placement, slots: int) -> Placemen
         computes = np.zeros(homes.num_ranks)
         for expert, ranks in enumerate(holders):
             computes[ranks] += share[expert]
+        # The most loaded expert that some rank with a free slot does not hold.
         for expert in np.argsort(-share, kind="stable"):
             ranks = np.setdiff1d(np.flatnonzero(free), holders[expert])
             if len(ranks):

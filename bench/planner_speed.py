@@ -1,17 +1,18 @@
-"""Time that planning one layer takes, on one CPU core.
+"""Time the planning of one layer on one CPU core.
 
     python bench/planner_speed.py
 
-`plan_replicas` chooses replicas from the forecast: *free* ones, which fill the slots, and *priced* ones, as users run
-it (an expert of DeepSeek-V3's size, SwiGLU of 7168 x 2048, on H100 nodes, 16 microbatches per iteration, no copy
-hidden). `largest_load` is what the true loads could be balanced to. `add_late_replicas` corrects by one microbatch's
-true loads, inside nodes, 8 late replicas at most: where they are as forecast, and after a jump, when every expert is as
-popular as another was. `place and quotas` writes the tables of a placement and computes one rank's quotas, by the host
-build of the kernels.
+`plan_replicas` chooses replicas from the forecast: *free* replicas, which fill the slots, and
+*priced* replicas as in a real job (an expert of DeepSeek-V3's size, SwiGLU of 7168 x 2048, on H100
+nodes, 16 microbatches per iteration, no copy hidden). `largest_load` computes the balance that the
+true loads allow. `add_late_replicas` corrects a plan by one microbatch's true loads, inside nodes,
+with at most 8 late replicas: once with loads near the forecast, and once after a permutation of the
+experts' popularity. `place and quotas` writes the tables of a placement and computes one rank's
+quotas, by the host build of the kernels.
 
-Loads change from iteration to iteration, so no plan repeats the one before; everything is drawn from a seed, compiled
-before it is timed, and timed by the wall clock. Sizes are experts/ranks, 8 ranks per node; with 256 experts on 1,024
-ranks three of four ranks are home to none.
+Loads change from iteration to iteration, so no plan repeats the previous plan. All loads are drawn
+from a seed. Code is compiled before it is timed, by the wall clock. Sizes are experts/ranks, 8
+ranks per node; with 256 experts on 1,024 ranks three of four ranks have no home experts.
 """
 
 from __future__ import annotations
@@ -47,18 +48,16 @@ from megatron_hecate.routing.quotas import QuotaTables  # noqa: E402
 from megatron_hecate.routing.tables import GroupShape  # noqa: E402
 from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
 
-SIZES: tuple[tuple[int, int], ...] = (
-    (64, 8),
-    (64, 32),
-    (256, 64),
-    (1024, 1024),
-    (256, 1024),
-)  # experts, ranks
-TARGETS: dict[int, float] = {64: 400e-6, 1024: 4e-3}  # seconds to plan a layer, by ranks
-PAIRS: int = 8192  # (token, expert) pairs of each source in a microbatch
+# experts and ranks
+SIZES: tuple[tuple[int, int], ...] = ((64, 8), (64, 32), (256, 64), (1024, 1024), (256, 1024))
+# seconds to plan a layer, by ranks
+TARGETS: dict[int, float] = {64: 400e-6, 1024: 4e-3}
+# (token, expert) pairs of each source in a microbatch
+PAIRS: int = 8192
 SHAPE: LayerShape = swiglu(7168, 2048, microbatches=16)
 MOST_LATE: int = 8
-WARM_UP: int = 3  # iterations before the first that is timed
+# untimed first iterations
+WARM_UP: int = 3
 COLUMNS: tuple[str, ...] = (
     "plan_replicas, free",
     "plan_replicas, priced",
@@ -70,7 +69,7 @@ COLUMNS: tuple[str, ...] = (
 
 
 def homes_of(num_experts: int, num_ranks: int, num_slots: int) -> Placement:
-    """Homes spread evenly, on every few ranks where there are fewer experts than ranks."""
+    """Assign homes evenly; with fewer experts than ranks, one at regular intervals."""
     if num_experts >= num_ranks:
         return Placement.initial(num_experts, num_ranks, num_slots=num_slots)
     home = np.arange(num_experts) * (num_ranks // num_experts)
@@ -80,12 +79,23 @@ def homes_of(num_experts: int, num_ranks: int, num_slots: int) -> Placement:
 
 
 def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.ndarray:
-    """[6, calls] seconds, in the order of ``COLUMNS``."""
+    """Time all calls.
+
+    Args:
+        num_experts: number of experts, E.
+        num_ranks: number of ranks, R.
+        num_slots: slots per rank, S.
+        calls: timed iterations.
+
+    Returns:
+        Seconds in the order of ``COLUMNS``, [6, calls].
+    """
     rng = np.random.default_rng(0)
     world = World(tuple(rank // 8 for rank in range(num_ranks)))
     homes = homes_of(num_experts, num_ranks, num_slots)
     popularity = rng.normal(0, 1, num_experts)
-    taste = rng.normal(0, 0.3, (num_ranks, num_experts))  # of the sources
+    # deviation of each source's popularity
+    taste = rng.normal(0, 0.3, (num_ranks, num_experts))
     cost = SHAPE.copy_cost(world)
     late = dict(
         cost=dataclasses.replace(SHAPE, microbatches=1).copy_cost(world),
@@ -93,14 +103,15 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
         across_nodes=False,
     )
     host = torch.device("cpu")
-    tables, history = QuotaTables(GroupShape.of(world, homes), host, Kernels(host)), LoadHistory()
+    tables = QuotaTables(GroupShape.of(world, homes), host, Kernels(host))
+    history = LoadHistory()
     free = priced = None
     seconds = np.empty((len(COLUMNS), calls))
     for call in range(-WARM_UP, calls):
         share = np.exp(popularity + taste)
-        load = rng.poisson(share / share.sum(axis=1, keepdims=True) * PAIRS).astype(
-            np.int32
-        )  # as layers gather it
+        share /= share.sum(axis=1, keepdims=True)
+        # int32, as layers gather it
+        load = rng.poisson(share * PAIRS).astype(np.int32)
         total = load.sum(axis=0, dtype=np.int64)
         popularity += rng.normal(0, 0.1, num_experts)
         if history.last is not None:
@@ -129,7 +140,7 @@ def _parts(tables: QuotaTables, placement: Placement, loads: torch.Tensor) -> No
 
 
 def _timed(function: Callable[[], Any]) -> tuple[float, Any]:
-    """Seconds, and what it returned."""
+    """Call ``function``; returns seconds and the result."""
     start = time.perf_counter()
     result = function()
     return time.perf_counter() - start, result
@@ -138,16 +149,17 @@ def _timed(function: Callable[[], Any]) -> tuple[float, Any]:
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")),
-        platform.processor(),
-    )
+    for line in lines:
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor()
 
 
 def main() -> int:
+    """Print the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--calls", type=int, default=100, help="calls per size; a tenth of them at 1,024 ranks"
+        "--calls", type=int, default=100, help="calls per size; a tenth at 1,024 ranks"
     )
     arguments = parser.parse_args()
     if arguments.calls < 1:
@@ -161,7 +173,8 @@ def main() -> int:
         for num_slots in (1, 2):
             calls = max(1, arguments.calls // 10) if num_ranks >= 1024 else arguments.calls
             seconds = measure(num_experts, num_ranks, num_slots, calls)
-            middle, slow = np.median(seconds, axis=1), np.percentile(seconds, 90, axis=1)
+            middle = np.median(seconds, axis=1)
+            slow = np.percentile(seconds, 90, axis=1)
             cells = [f"{m * 1e6:,.0f} ({s * 1e6:,.0f})" for m, s in zip(middle, slow, strict=True)]
             target = f"{TARGETS[num_ranks] * 1e6:,.0f}" if num_ranks in TARGETS else ""
             print(

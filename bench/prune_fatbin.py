@@ -2,9 +2,10 @@
 
     python bench/prune_fatbin.py libtransformer_engine.so 90 pruned.so
 
-The machine code of other architectures, and PTX, is overwritten by zeros; headers and offsets stay, so the driver
-finds what it looks for. TransformerEngine 2.20.2 for CUDA 13 has 343 MB; for sm_90 alone `xz` packs it into 25 MB.
-The format is not documented by NVIDIA: a library is loaded and used on a GPU before anything is concluded from it.
+The machine code of other architectures, and PTX, is overwritten by zeros. Headers and offsets are
+unchanged, so the driver can still parse the library. TransformerEngine 2.20.2 for CUDA 13 has 343
+MB; pruned to sm_90, `xz` compresses it to 25 MB. NVIDIA does not document the format: test a pruned
+library on a GPU before you rely on it.
 """
 
 from __future__ import annotations
@@ -16,16 +17,21 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-MAGIC = 0xBA55ED50  # of a fat binary: magic, version (2 bytes), bytes of this header (2), bytes of all entries (8)
-PTX = 1  # kind of an entry: kind (2 bytes), version (2), bytes of this header (4), bytes of its payload (8)
-ARCHITECTURE_AT = 28  # in an entry's header
+# Header of a fat binary: magic (4 bytes), version (2), bytes of this header (2), bytes of all
+# entries (8).
+MAGIC = 0xBA55ED50
+# Header of an entry: kind (2 bytes), version (2), bytes of this header (4), bytes of its payload
+# (8).
+PTX = 1
+# offset of the architecture in an entry's header
+ARCHITECTURE_AT = 28
 
 
 def section(library: Path) -> tuple[int, int]:
-    """Find the fat binaries of ``library``; returns where they begin and end in the file.
+    """Find the fat binaries of ``library``; returns their first and last offset in the file.
 
     Raises:
-        ValueError: when the library has no device code.
+        ValueError: if the library has no device code.
     """
     headers = subprocess.run(
         ["readelf", "-SW", library], capture_output=True, text=True, check=True
@@ -38,13 +44,24 @@ def section(library: Path) -> tuple[int, int]:
 
 
 def prune(data: bytearray, begin: int, end: int, keep: int) -> Counter[int]:
-    """Zero the payloads of all architectures but ``keep``, in place; returns bytes by architecture."""
+    """Zero the payloads of all architectures except ``keep``, in place.
+
+    Args:
+        data: content of the library.
+        begin: first offset of the fat binaries.
+        end: offset after the fat binaries.
+        keep: architecture to keep, such as 90.
+
+    Returns:
+        Bytes by architecture.
+    """
     sizes: Counter[int] = Counter()
     at = begin
     while at < end:
         magic, _, header, size = struct.unpack_from("<IHHQ", data, at)
+        # Padding between fat binaries.
         if magic != MAGIC:
-            at += 8  # padding between fat binaries
+            at += 8
             continue
         entry = at + header
         at = entry + size
@@ -61,7 +78,9 @@ def prune(data: bytearray, begin: int, end: int, keep: int) -> Counter[int]:
 
 def main() -> None:
     """Read, prune and write the library on the command line."""
-    library, keep, out = Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    library = Path(sys.argv[1])
+    keep = int(sys.argv[2])
+    out = Path(sys.argv[3])
     data = bytearray(library.read_bytes())
     sizes = prune(data, *section(library), keep)
     if not sizes[keep]:

@@ -1,15 +1,17 @@
-"""Count the passes that the quotas of one layer make, and estimate their time on a GPU from measured passes.
+"""Count the passes of one layer's quotas, and estimate their time on a GPU from measured passes.
 
     python bench/quota_steps.py
 
-64 ranks on nodes of 8. Loads: the recordings in `bench/data` as they are (64 experts), their four layers side by side
-as one layer of 256 experts, and drawn ones (256 experts, log-normal popularity that drifts). Replicas are those that
-`plan_replicas` puts into all slots from the forecast. Counted on the host, by the build that CPU ranks run; the GPU's
-kernel makes the same passes. Between two barriers, all threads make one *pass* over the ranks or the experts.
+The group has 64 ranks on nodes of 8. Loads: the recordings in `bench/data` unchanged (64 experts),
+their four layers concatenated to one layer of 256 experts, and a drawn load (256 experts,
+log-normal popularity that drifts). `plan_replicas` fills all slots from the forecast. The host
+build, which CPU ranks run, counts the passes; the GPU's kernel makes the same passes. A *pass* is
+one iteration of all threads over the ranks or the experts between two barriers.
 
-`CYCLES` of a pass were measured on an H200 (docs/gpu-results.md), for 256 threads and teams of 4 lanes: mean of the
-recorded loads where no rank has more than four holders of experts with several, and `CYCLES_MORE` above that where some
-rank has. The estimate is within 12 % of the measured means. A change of the kernel needs a new measurement.
+`CYCLES` of a pass were measured on an H200 (docs/gpu-results.md), with 256 threads and teams of 4
+lanes: mean of the recorded loads with at most four shared experts on every rank; `CYCLES_MORE` is
+added if a rank has more. A shared expert has several holders. The estimate is within 12 % of the
+measured means. A change of the kernel needs a new measurement.
 """
 
 from __future__ import annotations
@@ -34,18 +36,24 @@ from megatron_hecate.routing.quotas import quotas_of_all  # noqa: E402
 from megatron_hecate.routing.tables import GroupShape, HolderOrder  # noqa: E402
 from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
 
-RANKS, PER_NODE = 64, 8
+RANKS = 64
+PER_NODE = 8
 PASSES = ("rounds", "levels", "raises", "pushes", "accepts", "reaches", "walked", "barriers")
 CYCLES = np.array([1750, 200, 835, 1880, 2650, 600])
 CYCLES_MORE = np.array([500, 0, 0, 620, 450, 200])
 LANES: int = 4
-# Tables from the second-level cache, counting, the even start, foreign tokens, and one source's parts at the end.
+# cycles outside of passes: loads of tables from the L2 cache, counting, the even start, foreign
+# tokens, and one source's parts at the end
 CYCLES_BESIDE: int = 22000
 GHZ: float = 1.98
 
 
 def recorded(name: str, *, together: bool) -> np.ndarray:
-    """[T, L, R, E] counts; ``together``: one layer of all layers' experts."""
+    """Read a recording; ``together``: concatenate the experts of all layers to one layer.
+
+    Returns:
+        Counts [T, L, R, E].
+    """
     counts = Trace.read(DATA / f"{name}.npz").to_ranks(RANKS)
     if together:
         steps, layers, ranks, experts = counts.shape
@@ -54,9 +62,11 @@ def recorded(name: str, *, together: bool) -> np.ndarray:
 
 
 def drawn(steps: int) -> np.ndarray:
-    """[T, 1, R, 256] counts."""
-    rng, experts = np.random.default_rng(0), 256
-    popularity, taste = rng.normal(0, 1, experts), rng.normal(0, 0.3, (RANKS, experts))
+    """Draw counts [T, 1, R, 256] with drifting popularity."""
+    rng = np.random.default_rng(0)
+    experts = 256
+    popularity = rng.normal(0, 1, experts)
+    taste = rng.normal(0, 0.3, (RANKS, experts))
     counts = []
     for _ in range(steps):
         share = np.exp(popularity + taste)
@@ -68,12 +78,23 @@ def drawn(steps: int) -> np.ndarray:
 def replays(
     counts: np.ndarray, slots: int, every: int
 ) -> Iterator[tuple[np.ndarray, Placement, GroupShape]]:
-    """Loads [R, E], the replicas planned for them, and the group; every so many steps of every layer."""
+    """Plan every step of every layer.
+
+    Args:
+        counts: tokens per step, layer, rank and expert, [T, L, R, E].
+        slots: slots per rank.
+        every: interval of yielded steps.
+
+    Yields:
+        Load [R, E], placement with the planned replicas, and shape of the group.
+    """
     world = World(tuple(rank // PER_NODE for rank in range(RANKS)))
     for layer in range(counts.shape[1]):
         homes = Placement.initial(counts.shape[3], RANKS, num_slots=slots)
-        history, placement = LoadHistory(), homes
+        history = LoadHistory()
+        placement = homes
         for step, loads in enumerate(counts[:, layer]):
+            # The first step has no forecast.
             if step:
                 forecast = history.forecast()
                 assert forecast is not None
@@ -86,7 +107,12 @@ def replays(
 
 
 def count_passes(loads: np.ndarray, placement: Placement, shape: GroupShape) -> np.ndarray:
-    """[8] int64, in the order of ``PASSES``; walked: holders of the longest walk of each pass, together."""
+    """Compute the quotas of one layer on the host and count the passes.
+
+    Returns:
+        Counts in the order of ``PASSES``, [8] int64. *walked* is the sum over passes of the holders
+        in the pass's longest walk.
+    """
     function = Kernels(torch.device("cpu")).function("fssdp_quotas_passes")
     passes = np.zeros(len(PASSES), np.int64)
     tables = (
@@ -103,20 +129,45 @@ def microseconds(passes: np.ndarray, most_shared: int) -> float:
     """Estimate the kernel's time.
 
     Args:
-        passes: as of `count_passes`.
-        most_shared: the most holders of one rank whose experts have further ones.
+        passes: result of `count_passes`.
+        most_shared: largest number of shared experts on one rank.
     """
     cycles = CYCLES + CYCLES_MORE * ((most_shared - 1) // LANES)
     return (passes[: len(CYCLES)] @ cycles + CYCLES_BESIDE) / GHZ / 1e3
 
 
+def measure(counts: np.ndarray, slots: int, every: int) -> str:
+    """Replay one load; returns the last columns of its row."""
+    passes = []
+    over = []
+    took = []
+    for loads, placement, shape in replays(counts, slots, every):
+        passes.append(count_passes(loads, placement, shape))
+        widest = int(HolderOrder.of(placement, shape).table(shape)[0])
+        took.append(microseconds(passes[-1], max(widest, 1)))
+        tokens, order = quotas_of_all(loads, placement, shape)
+        largest = np.bincount(order.rank, weights=tokens.sum(axis=0)).max()
+        over.append(largest / largest_load(loads.sum(axis=0), placement))
+    found = np.array(passes)
+    mean = found.mean(axis=0)
+    barriers = found[:, -1]
+    cells = [
+        ", ".join(f"{value:.1f}" for value in mean[:-1]),
+        f"{mean[-1]:.0f}, {np.percentile(barriers, 99):.0f}, {barriers.max()}",
+        f"{np.mean(over):.5f}, {np.percentile(over, 99):.5f}",
+        f"{np.mean(took):.0f}, {np.percentile(took, 99):.0f}",
+    ]
+    return " | ".join(cells)
+
+
 def main() -> int:
+    """Print the table; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
         "--every",
         type=int,
         default=4,
-        help="steps from one that is counted to the next (%(default)s)",
+        help="interval of counted steps (%(default)s)",
     )
     every = parser.parse_args().every
     if every < 1:
@@ -127,28 +178,13 @@ def main() -> int:
     cases["drawn, 256"] = drawn(240)
     columns = ", ".join(PASSES[:-1])
     print(
-        f"| load, experts | slots | {columns}: mean | barriers: mean, p99, most | load over optimum: mean, p99 | "
-        "us: mean, p99 |"
+        f"| load, experts | slots | {columns}: mean | barriers: mean, p99, most | "
+        "load over optimum: mean, p99 | us: mean, p99 |"
     )
     print("|---|---|---|---|---|---|")
     for name, counts in cases.items():
         for slots in (1, 2):
-            passes, over, took = [], [], []
-            for loads, placement, shape in replays(counts, slots, every):
-                passes.append(count_passes(loads, placement, shape))
-                widest = int(HolderOrder.of(placement, shape).table(shape)[0])
-                took.append(microseconds(passes[-1], max(widest, 1)))
-                tokens, order = quotas_of_all(loads, placement, shape)
-                largest = np.bincount(order.rank, weights=tokens.sum(axis=0)).max()
-                over.append(largest / largest_load(loads.sum(axis=0), placement))
-            found = np.array(passes)
-            mean, barriers = found.mean(axis=0), found[:, -1]
-            print(
-                f"| {name} | {slots} | {', '.join(f'{value:.1f}' for value in mean[:-1])} | {mean[-1]:.0f}, "
-                f"{np.percentile(barriers, 99):.0f}, {barriers.max()} | {np.mean(over):.5f}, "
-                f"{np.percentile(over, 99):.5f} | {np.mean(took):.0f}, {np.percentile(took, 99):.0f} |",
-                flush=True,
-            )
+            print(f"| {name} | {slots} | {measure(counts, slots, every)} |", flush=True)
     return 0
 
 

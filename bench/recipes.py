@@ -42,14 +42,19 @@ settings accepts the changed ones (`test_the_overrides_that_are_named_switch_it_
 
 
 def refused(recipe: dict[str, Any]) -> dict[str, str]:
-    """By setting, the line that says why a recipe would not switch on and which override helps."""
+    """Map each unsupported setting of a recipe to the message with the reason and the override."""
     lines = problems(recipe)
-    rules = {rule.setting: f"--moe-fssdp with {rule.setting}=" for rule in unsupported.RULES}
-    return {name: line for name, start in rules.items() for line in lines if line.startswith(start)}
+    found = {}
+    for rule in unsupported.RULES:
+        start = f"--moe-fssdp with {rule.setting}="
+        for line in lines:
+            if line.startswith(start):
+                found[rule.setting] = line
+    return found
 
 
 def page() -> str:
-    """The whole page."""
+    """Format the whole page."""
     recipes = json.loads(RECIPES.read_text())
     verdicts = [(recipe, refused(recipe)) for recipe in recipes]
     parts = [
@@ -70,7 +75,8 @@ def page() -> str:
 
 def _counts(verdicts: list) -> str:
     lines = [
-        "| | jobs | supported unchanged | without CUDA graphs, or with graphs of parts | of these supported |",
+        "| | jobs | supported unchanged | without CUDA graphs, or with graphs of parts "
+        "| of these supported |",
         "|---|---|---|---|---|",
     ]
     for kind, title in KINDS.items():
@@ -84,10 +90,11 @@ def _counts(verdicts: list) -> str:
 
 
 def _reasons(verdicts: list) -> str:
-    """A row for each override; the line that names it is cut after the setting's value."""
-    count = Counter(
-        (name, line.partition(": ")[2]) for _, found in verdicts for name, line in found.items()
-    )
+    """Format a row per override, with the part of its message after the setting's value."""
+    count: Counter[tuple[str, str]] = Counter()
+    for _, found in verdicts:
+        for name, line in found.items():
+            count[name, line.partition(": ")[2]] += 1
     lines = ["| setting | jobs | reason, and the override |", "|---|---|---|"]
     lines += [f"| `{name}` | {jobs} | {text} |" for (name, text), jobs in count.most_common()]
     return "\n".join(lines)
@@ -111,9 +118,9 @@ def _with_graphs(verdicts: list) -> str:
         if GRAPHS & found.keys():
             groups.setdefault(tuple(sorted(found)), Counter())[recipe["kind"]] += 1
     for names, count in sorted(groups.items(), key=lambda item: -item[1].total()):
-        lines.append(
-            f"| {', '.join(f'`{n}`' for n in names)} | {' | '.join(str(count[kind]) for kind in KINDS)} |"
-        )
+        settings = ", ".join(f"`{name}`" for name in names)
+        cells = " | ".join(str(count[kind]) for kind in KINDS)
+        lines.append(f"| {settings} | {cells} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,8 +1,10 @@
 """Resolve the settings that FSSDP's rules read with Megatron's ``TransformerConfig``, by recipe.
 
-``PYTHONPATH=<Megatron-LM> python bench/resolve_recipes.py > tests/data/recipes_resolved_<version>.json`` writes, for
-each job of ``tests/data/recipes.json``, the fields that ``__post_init__`` sets to another value than the recipe's own
-or Megatron's default. Needs no ranks.
+    PYTHONPATH=<Megatron-LM> python bench/resolve_recipes.py
+
+The output is the content of ``tests/data/recipes_resolved_<version>.json``: for each job of
+``tests/data/recipes.json`` the fields that ``__post_init__`` sets to
+another value than the recipe or Megatron's default. Needs no ranks.
 """
 
 from __future__ import annotations
@@ -19,17 +21,18 @@ from megatron_hecate.settings import unsupported
 
 RECIPES = Path(__file__).resolve().parent.parent / "tests" / "data" / "recipes.json"
 
-# What no rule reads, what every model needs, and what other settings of some recipes ask for; recipes leave it out.
+# Settings that recipes leave out: required by every model, or by other settings of some recipes. No
+# rule reads any of these.
 GIVEN = dict(
     num_layers=8,
     hidden_size=64,
     num_attention_heads=4,
     num_moe_experts=128,
     moe_ffn_hidden_size=64,
-    moe_layer_freq=[0] + [1] * 7,  # CUDA graphs of dense layers
-    offload_modules=[
-        "core_attn"
-    ],  # fine_grained_activation_offloading, with graphs of iterations too
+    # required for CUDA graphs of dense layers
+    moe_layer_freq=[0] + [1] * 7,
+    # required by fine_grained_activation_offloading, also with graphs of iterations
+    offload_modules=["core_attn"],
     fine_grained_offloading_max_inflight_offloads=2,
     moe_grouped_gemm=True,
     add_bias_linear=False,
@@ -38,46 +41,40 @@ GIVEN = dict(
 
 
 def build(recipe: dict[str, Any]) -> Any:
-    """The installed Megatron's ``TransformerConfig`` with the recipe's settings.
+    """Build the installed Megatron's ``TransformerConfig`` with the recipe's settings.
 
     Raises:
-        AssertionError, ValueError: for settings that this Megatron does not take.
+        AssertionError, ValueError: if this Megatron rejects the settings.
     """
     from megatron.core.transformer import transformer_config
 
     config_class = transformer_config.TransformerConfig
-    known = {
-        k: v
-        for k, v in recipe.items()
-        if k in config_class.__dataclass_fields__ and k != "quant_recipe"
-    }
-    if known.get(
-        "external_cuda_graph"
-    ):  # Megatron has derived the other from it, and takes one of them
-        known.pop("cuda_graph_impl", None)
+    fields = config_class.__dataclass_fields__
+    settings = {name: value for name, value in GIVEN.items() if name in fields}
+    own = {name: value for name, value in recipe.items() if name in fields}
+    own.pop("quant_recipe", None)
+    # Megatron accepts only one of the two flags, and derives the other from it.
+    if own.get("external_cuda_graph"):
+        own.pop("cuda_graph_impl", None)
+    settings |= own
     with (
         warnings.catch_warnings(),
         unittest.mock.patch.object(transformer_config, "is_te_min_version", lambda *_, **__: True),
     ):
         warnings.simplefilter("ignore")
-        return config_class(
-            **{
-                **{k: v for k, v in GIVEN.items() if k in config_class.__dataclass_fields__},
-                **known,
-            }
-        )
+        return config_class(**settings)
 
 
 def resolved(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Fields that rules read and Megatron has set to another value than the recipe or its own default."""
+    """List the fields read by rules that Megatron sets to a new value.
+
+    A value is new if it differs from the recipe and from Megatron's default.
+    """
     config = build(recipe)
     given = {field.name: field.default for field in dataclasses.fields(config)} | GIVEN | recipe
-    names = {rule.setting for rule in unsupported.RULES} & vars(config).keys()
-    return {
-        name: getattr(config, name)
-        for name in sorted(names)
-        if getattr(config, name) != given[name]
-    }
+    names = sorted({rule.setting for rule in unsupported.RULES} & vars(config).keys())
+    values = {name: getattr(config, name) for name in names}
+    return {name: value for name, value in values.items() if value != given[name]}
 
 
 def main() -> None:

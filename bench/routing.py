@@ -2,14 +2,14 @@
 
     python bench/routing.py
 
-One source's tokens are routed; the loads of all others are drawn, with popularities as 1, 1/2, 1/3 ... of the experts.
-Replicas are filled greedily where times are taken, and drawn as well where values are compared: all that comes from the
-GPU must equal what the host build of the same kernels gives for the same tokens, bit for bit. *In a row* is one of many
-launches in a CUDA graph, and *all* one graph of all four. That is also replayed on other tokens and another placement,
-and must give what running it gives.
+The benchmark routes one source's tokens and draws the loads of all other sources, with expert
+popularities 1, 1/2, 1/3 ... For times, slots are filled greedily; to compare values, replicas are
+drawn as well. All results of the GPU must be bitwise equal to the host build of the same kernels.
+*In a row* is one of many launches in a CUDA graph, and *all* one graph of all four kernels. A
+replay of this graph on new tokens and a new placement must equal an eager run.
 
-UltraEP takes 0.07 ms for quotas and 0.04 ms for rerouting, on 64 ranks. ``--device cpu`` runs the host build, and
-``--tiny`` few tokens, to try the script; the numbers mean nothing then.
+UltraEP takes 0.07 ms for quotas and 0.04 ms for rerouting, on 64 ranks. ``--device cpu`` runs the
+host build, and ``--tiny`` few tokens, to try the script; the numbers are then meaningless.
 """
 
 from __future__ import annotations
@@ -36,17 +36,16 @@ from megatron_hecate.routing.quotas import QuotaTables  # noqa: E402
 from megatron_hecate.routing.reroute import CountedTokens, reroute  # noqa: E402
 from megatron_hecate.routing.tables import GroupShape  # noqa: E402
 
-GROUPS: tuple[tuple[int, int], ...] = (
-    (64, 256),
-    (32, 128),
-    (16, 128),
-    (8, 64),
-)  # ranks, experts; the largest first
+# ranks and experts, the largest group first
+GROUPS: tuple[tuple[int, int], ...] = ((64, 256), (32, 128), (16, 128), (8, 64))
 LARGE: tuple[int, int] = (1024, 1024)
 SLOTS = (2, 1)
-TOP, PER_NODE = 8, 8
-DRAWS: int = 5  # of loads, tokens and placement, for each row
-TARGETS = {"quotas": 70.0, "reroute": 40.0}  # microseconds of UltraEP
+TOP = 8
+PER_NODE = 8
+# draws of loads, tokens and placement for each row
+DRAWS: int = 5
+# microseconds of UltraEP
+TARGETS = {"quotas": 70.0, "reroute": 40.0}
 CPU = torch.device("cpu")
 
 
@@ -54,11 +53,11 @@ class Case:
     """One source's microbatch in a group.
 
     Args:
-        ranks, experts: of the group.
-        slots: of a rank, all of them taken.
-        tokens: of the source.
-        device: where.
-        seed: of all that is drawn.
+        group: number of ranks and of experts.
+        slots: slots per rank, all in use.
+        tokens: tokens of the source.
+        device: device of all tensors.
+        seed: seed of all draws.
     """
 
     def __init__(
@@ -70,9 +69,13 @@ class Case:
         device: torch.device,
         seed: int = 0,
     ) -> None:
-        (ranks, experts), self.slots = group, slots
-        self.rng, self.device = np.random.default_rng(seed), device
-        self.tokens, self.experts, self.source = tokens, experts, ranks // 2
+        ranks, experts = group
+        self.slots = slots
+        self.rng = np.random.default_rng(seed)
+        self.device = device
+        self.tokens = tokens
+        self.experts = experts
+        self.source = ranks // 2
         self.world = World(tuple(rank // PER_NODE for rank in range(ranks)))
         self.homes = Placement.initial(experts, ranks, num_slots=slots)
         self.kernels = Kernels(device)
@@ -84,7 +87,7 @@ class Case:
         self.draw()
 
     def draw(self, *, greedily: bool = True) -> None:
-        """New loads, tokens and replicas, where the old ones lie; the same on every device."""
+        """Draw loads, tokens and replicas into the same memory; equal on every device."""
         shares = self.rng.permutation(1.0 / np.arange(1, self.experts + 1))
         loads = self.rng.multinomial(self.tokens * TOP, shares / shares.sum(), size=len(self.loads))
         scores = torch.from_numpy(
@@ -105,15 +108,23 @@ class Case:
             self.tables.place(random_placement(self.rng, self.homes, self.slots))
 
     def count(self) -> CountedTokens:
+        """Count the tokens of each expert."""
         return CountedTokens.of(self.map, self.kernels)
 
     def parts(self) -> Tensor:
+        """Compute the source's tokens for each holder."""
         return self.tables.parts(self.loads, self.source)
 
     def all(self) -> tuple[Tensor, ...]:
-        """Loads, parts, physical routing map, probabilities, and the gradient of the logical ones."""
-        counted, parts = self.count(), self.parts()
-        # A leaf of its own: one that other graphs hold on to would tie a capture to the stream of those.
+        """Run all kernels.
+
+        Returns:
+            Loads, parts, physical routing map, physical probabilities, and the gradient of the
+            logical probabilities.
+        """
+        counted = self.count()
+        parts = self.parts()
+        # A new leaf: a leaf in other autograd graphs would tie a capture to their stream.
         logical = self.probs.detach().requires_grad_()
         routing_map, probs = reroute(counted, logical, self.tables, parts)
         (grad,) = torch.autograd.grad(probs, logical, self.grad)
@@ -121,15 +132,20 @@ class Case:
 
     @property
     def _defined(self) -> int:
-        """How many of the parts are of holders: those behind them are not written."""
+        """Number of parts that belong to holders; the kernel leaves all further parts unwritten."""
         return self.experts + self.slots * len(self.loads)
 
 
 def compare(group: tuple[int, int], slots: int, *, tokens: int, device: torch.device) -> str:
-    """What of several draws differs between ``device`` and the host; empty where nothing does."""
+    """Compare the results on ``device`` and on the host for several draws.
+
+    Returns:
+        Description of the first difference, or "".
+    """
     cases = [Case(group, slots, tokens=tokens, device=where) for where in (device, CPU)]
     for number in range(DRAWS):
         for case in cases:
+            # Greedy and random placements alternate.
             case.draw(greedily=number % 2 == 0)
         names = ("count", "quotas", "routing map", "probabilities", "gradient")
         for name, found, expected in zip(names, *(case.all() for case in cases), strict=True):
@@ -140,10 +156,13 @@ def compare(group: tuple[int, int], slots: int, *, tokens: int, device: torch.de
 
 
 def replayed(case: Case) -> Callable[[], object]:
-    """A replay of everything as one graph, which gave the same as running it, on other tokens and placements.
+    """Capture all kernels as one graph, and check its replays on new tokens and placements.
+
+    Returns:
+        Function that replays the graph.
 
     Raises:
-        RuntimeError: where it did not.
+        RuntimeError: if a replay differs from an eager run.
     """
     replay, static = captured(case.all)
     for _ in range(3):
@@ -152,7 +171,7 @@ def replayed(case: Case) -> Callable[[], object]:
         expected = case.all()
         if not all(map(torch.equal, static, expected)):
             raise RuntimeError(
-                "a replay on other tokens and another placement gave something else than running it"
+                "a replay on new tokens and a new placement differs from an eager run"
             )
     return replay
 
@@ -160,11 +179,12 @@ def replayed(case: Case) -> Callable[[], object]:
 def measure(
     group: tuple[int, int], slots: int, clock: Clock, *, tokens: int
 ) -> dict[str, float | bool | str]:
-    """Microseconds of each kernel, over several draws."""
+    """Time each kernel over several draws, in microseconds."""
     cases = [
         Case(group, slots, tokens=tokens, device=clock.device, seed=seed) for seed in range(DRAWS)
     ]
-    counted, parts = [case.count() for case in cases], [case.parts() for case in cases]
+    counted = [case.count() for case in cases]
+    parts = [case.parts() for case in cases]
     zipped = list(zip(cases, counted, parts, strict=True))
     probs = [reroute(n, case.probs, case.tables, p)[1] for case, n, p in zipped]
     runs = {
@@ -190,7 +210,7 @@ def measure(
 
 
 def main() -> int:
-    """Print the tables; 1 where a value is wrong."""
+    """Print the tables; returns 1 if a value is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--calls", type=int, default=25)
@@ -201,31 +221,27 @@ def main() -> int:
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("no GPU here; --device cpu tries the script on the host")
-    tokens, groups = (64, GROUPS[-1:]) if options.tiny else (options.tokens, GROUPS)
+    tokens = 64 if options.tiny else options.tokens
+    groups = GROUPS[-1:] if options.tiny else GROUPS
     clock = Clock(device, calls=2 if options.tiny else options.calls)
     print(f"{name_of(device)}, {tokens} tokens, top {TOP}")
-    times, values, wrong = (
-        Table("after the gate, microseconds"),
-        Table("values, as on the host"),
-        [],
-    )
+    times = Table("after the gate, microseconds")
+    values = Table("values, as on the host")
+    wrong = False
     for group in groups:
         for slots in SLOTS:
             differs = compare(group, slots, tokens=min(tokens, 1024), device=device)
-            values.add(
-                ranks=group[0],
-                experts=group[1],
-                slots=slots,
-                draws=DRAWS,
-                differs=differs or "nothing",
-            )
-            wrong += [differs] if differs else []
-    for group in [*groups, *([LARGE] if options.large else [])]:
+            about = {"ranks": group[0], "experts": group[1], "slots": slots}
+            values.add(**about, draws=DRAWS, differs=differs or "nothing")
+            wrong = wrong or bool(differs)
+    if options.large:
+        groups = (*groups, LARGE)
+    for group in groups:
         for slots in SLOTS:
             about = {"ranks": group[0], "experts": group[1], "slots": slots}
             times.add(**about, **measure(group, slots, clock, tokens=tokens))
     print("\nvalues are wrong" if wrong else "\nevery value is as on the host")
-    return int(bool(wrong))
+    return int(wrong)
 
 
 if __name__ == "__main__":

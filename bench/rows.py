@@ -32,6 +32,7 @@ class Table:
         """Add a row of values by column; ``_`` in a name stands for a space."""
         named = {name.replace("_", " "): value for name, value in values.items()}
         write({"table": self.title, "row": named})
+        # Other columns than in the previous row begin a new table.
         if list(named) != self._columns:
             self._columns = list(named)
             print("\n".join(["", f"{self.title}:", "", *markdown([], self._columns)]))
@@ -45,9 +46,11 @@ def write(record: Mapping[str, Any], *, file: Path | None = None) -> None:
     line = json.dumps(
         {"part": os.environ.get(PART, ""), "time": round(time.time(), 3), **record}, default=float
     )
+    # O_APPEND and one write: rows of concurrent processes do not interleave.
     descriptor = os.open(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(descriptor, f"{line}\n".encode())
+        # A row must survive a crash of the machine.
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -59,6 +62,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
             found.append(json.loads(line))
+        # A killed process may leave a truncated last line.
         except json.JSONDecodeError:
             continue
     return found

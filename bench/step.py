@@ -2,20 +2,22 @@
 
     python bench/step.py
 
-Several virtual ranks share the GPU (`step_layer`): router, count, quotas, rerouting, permutation, experts by
-``torch._grouped_mm`` with SwiGLU, and back; with replicas, their fetch, on a stream of its own beside router and
-permutation, and the return of their gradients after the backward. First, outputs and all gradients with replicas are
-compared with those without. Then, for each of both:
+Several virtual ranks share the GPU (`step_layer`): router, count, quotas, rerouting, permutation,
+experts by ``torch._grouped_mm`` with SwiGLU, and back. With replicas, a step also fetches replicas
+on a separate stream, concurrent with router and permutation, and returns their gradients after the
+backward. First, outputs and all gradients with replicas are compared with a step without replicas.
+Then, for each of the two:
 
-| column | what |
+| column | meaning |
 |---|---|
-| fullest | tokens that the fullest rank computes, by the mean |
-| eager, graph | device time of a step by the number of ranks, launched from Python or replayed as one CUDA graph |
+| fullest | tokens that the fullest rank computes, over the mean |
+| eager, graph | device time of a step per rank, launched from Python or replayed as a CUDA graph |
 | experts | forward and backward of a rank's experts alone: mean of the ranks, and the slowest |
-| layer | *by a model*: a step, experts apart, by the number of ranks, plus the experts of the slowest rank: what a rank
-  would take that waits for the slowest, all-to-all not counted |
-| host | what Python takes to launch one rank's step, from a loop of tiny steps that waits for nothing |
-| fetch, return | of one rank, alone |
+| layer | *by a model*: a step without experts, per rank, plus the experts of the slowest rank |
+| host | time of Python to launch one rank's step, from a loop of tiny steps without waits |
+| fetch, return | time of one rank, alone |
+
+The layer column is the time of a rank that waits for the slowest rank, without the all-to-all.
 
 ``--device cpu`` runs the host build of the kernels, and ``--tiny`` tiny sizes, to try the script.
 """
@@ -44,21 +46,29 @@ MODELS = {
     "Mixtral-8x7B": Sizes(ranks=4, homes=2, hidden=4096, ffn=14336, tokens=4096, top=2),
 }
 TINY = dict(hidden=64, ffn=32, tokens=48)
-# largest relative difference, as norms: of bf16, whose sums of gradients are rounded once for each holder
+# Largest relative difference of norms. A bf16 sum of gradients is rounded once for each holder.
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
 
 def values(layer: Layer, run: Callable[[], object] | None = None) -> dict[str, Tensor]:
-    """Outputs and gradients of one step, from main gradients of zero.
+    """Run one step from zeroed main gradients.
 
     Args:
-        run: a replay of the step, whose outputs nobody looks at.
+        layer: layer to run.
+        run: replay of the step, whose outputs are not returned; None: an eager step.
+
+    Returns:
+        Outputs and gradients by name.
     """
     weights = layer.weights
-    for grad in (grad for grads in weights.main_grads for grad in grads):
-        grad.zero_()
-    found = {"outputs": torch.cat(layer.step()).float()} if run is None else {}
-    if run is not None:
+    # Gradients accumulate in the main gradients.
+    for grads in weights.main_grads:
+        for grad in grads:
+            grad.zero_()
+    found = {}
+    if run is None:
+        found["outputs"] = torch.cat(layer.step()).float()
+    else:
         run()
     return found | {
         "gradients of inputs": torch.cat([x.grad for x in weights.inputs]).float(),
@@ -69,7 +79,7 @@ def values(layer: Layer, run: Callable[[], object] | None = None) -> dict[str, T
 
 
 def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
-    """Norm of the difference, by that of what is expected, of all that is found."""
+    """Compute each value's difference as a norm, relative to the norm of the expected value."""
     return {
         name: float((value - expected[name]).norm() / expected[name].norm())
         for name, value in found.items()
@@ -77,13 +87,13 @@ def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[s
 
 
 def compare(name: str, weights: Weights, table: Table) -> bool:
-    """Print how far values with replicas are from those without; returns whether all are near enough."""
-    stock, ours = Layer(weights, replicas=False), Layer(weights, replicas=True)
+    """Add a row of differences by replicas; returns whether all are within the tolerance."""
+    stock = Layer(weights, replicas=False)
+    ours = Layer(weights, replicas=True)
     expected = {key: value.clone() for key, value in values(stock).items()}
     found = differences(values(ours), expected)
-    reached = all(
-        difference <= TOLERANCE[weights.dtype] for difference in found.values()
-    )  # not of NaN
+    # A difference of NaN fails the comparison, too.
+    reached = all(difference <= TOLERANCE[weights.dtype] for difference in found.values())
     table.add(model=name, replicas=ours.placement.num_replicas, **found, near_enough=reached)
     return reached
 
@@ -91,14 +101,15 @@ def compare(name: str, weights: Weights, table: Table) -> bool:
 def host_seconds(
     sizes: Sizes, device: torch.device, dtype: torch.dtype, *, replicas: bool
 ) -> float:
-    """Of Python for one rank's step: the device is faster than that at tiny sizes."""
+    """Time Python's launches of one rank's step, at tiny sizes, at which the device never lags."""
     layer = Layer(Weights(dataclasses.replace(sizes, **TINY), device, dtype), replicas=replicas)
     return Clock(device).host(layer.step, repeats=5).seconds / sizes.ranks
 
 
 def measure(weights: Weights, clock: Clock, *, replicas: bool) -> dict[str, float | bool | None]:
-    """A row of the table."""
-    layer, ranks = Layer(weights, replicas=replicas), weights.sizes.ranks
+    """Measure a step, and return a row of the table."""
+    layer = Layer(weights, replicas=replicas)
+    ranks = weights.sizes.ranks
     eager = clock.time(layer.step)
     experts = [clock.time(layer.experts_alone(rank)).seconds for rank in range(ranks)]
     row: dict[str, float | bool | None] = {
@@ -127,7 +138,7 @@ def measure(weights: Weights, clock: Clock, *, replicas: bool) -> dict[str, floa
 
 
 def main() -> int:
-    """Print the tables; 1 where values with replicas are not those without."""
+    """Print the tables; returns 1 if replicas change a value by more than the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--calls", type=int, default=10)
@@ -141,23 +152,21 @@ def main() -> int:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     clock = Clock(device, calls=2 if options.tiny else options.calls)
     print(f"{name_of(device)}, torch {torch.__version__}, {dtype}")
-    same, values_table, times = (
-        True,
-        Table("values with replicas against those without"),
-        Table("a step of one rank"),
-    )
+    same = True
+    values_table = Table("values with replicas against those without")
+    times = Table("a step of one rank")
     for name, sizes in MODELS.items():
-        tiny = options.tiny or device.type == "cpu"
-        weights = Weights(dataclasses.replace(sizes, **TINY) if tiny else sizes, device, dtype)
+        if options.tiny or device.type == "cpu":
+            sizes = dataclasses.replace(sizes, **TINY)
+        weights = Weights(sizes, device, dtype)
         same &= compare(name, weights, values_table)
         for replicas in (False, True):
             row = measure(weights, clock, replicas=replicas)
             same &= row.get("replay differs by", 0.0) <= TOLERANCE[dtype]
             times.add(model=name, **row)
         del weights
-    print(
-        f"\nvalues with replicas, and of replays, are {'those without' if same else 'NOT those without'}"
-    )
+    verdict = "those without" if same else "NOT those without"
+    print(f"\nvalues with replicas, and of replays, are {verdict}")
     return int(not same)
 
 

@@ -157,6 +157,7 @@ class Layer:
         self.loads = torch.zeros(s.ranks, s.experts, dtype=torch.int32, device=self.device)
         self.transfers = Transfers(self) if replicas else None
         self._columns = torch.arange(s.ranks * self.held * s.tokens, device=self.device)
+        # Computed once: a CUDA graph must not contain copies of sizes to the host.
         self._exchange: _Exchange | None = None
         self._exchange = _Exchange.of(self, [self._to_physical(r) for r in self._routed()])
 
@@ -194,6 +195,7 @@ class Layer:
         sent = [self._permute(rank, *of_rank) for rank, of_rank in enumerate(physical)]
         sent_rows = torch.cat([rows for rows, _, _ in sent])
         rows = _Rows.apply(sent_rows, exchange.index, exchange.inverse)
+        # Only the experts need the replicas; router and permutation overlap with the fetch.
         if side is not None:
             torch.cuda.current_stream().wait_stream(side)
         parts = zip(range(s.ranks), rows.split(exchange.sizes), exchange.ends, strict=True)
@@ -243,6 +245,7 @@ class Layer:
             self.transfers.fetch()
             return None
         side = self.transfers.stream
+        # The previous step may still use the slots.
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             self.transfers.fetch()

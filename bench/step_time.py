@@ -1,12 +1,12 @@
-"""Step time of stock Megatron and of FSSDP, on CPU ranks, step by step in turn.
+"""Measure the step time of stock Megatron and of FSSDP on CPU ranks, in alternating steps.
 
-    python bench/step_time.py [--ranks 8]       no more ranks than cores, or all wait for the cores
-    python bench/step_time.py --break-even      from which imbalance on replicas pay, and what FSSDP decides
+    python bench/step_time.py [--ranks 8]       at most one rank per core, else ranks wait for cores
+    python bench/step_time.py --break-even      imbalance from which replicas pay; FSSDP's decisions
 
-Stock and FSSDP models live in the same processes and take turns, so that a noisy machine slows both alike; the ratio is
-of medians. Three routings: skewed (a bias on the router's logits makes one rank hot), forced balance
-(``moe_router_force_load_balancing``: random, what published throughput tables use), and balanced with all of FSSDP's
-machinery on (slots asked for, none worth using): what it costs when it cannot help.
+Stock and FSSDP models alternate in the same processes, so that noise of the machine affects both
+equally; the ratio is of medians. Two routings: skewed (a bias on the router's logits makes one rank
+hot), and forced balance (``moe_router_force_load_balancing``: random, as in published throughput
+tables). Under forced balance FSSDP has slots but no replica pays, so its ratio is FSSDP's overhead.
 """
 
 from __future__ import annotations
@@ -20,12 +20,20 @@ from typing import Any
 
 from launch import again_on_ranks
 
-SKEWS = (0.1, 0.25, 0.5, 1.0)  # added to the logits of a hot expert, and half of it to the next
+# added to the logits of a hot expert, and half of it to the next
+SKEWS = (0.1, 0.25, 0.5, 1.0)
 MODEL = dict(hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512)
 
 
 def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
-    """Print the table; runs on every rank."""
+    """Measure on every rank; print the table on rank 0.
+
+    Args:
+        steps: timed steps of each model.
+        warmup: untimed steps of each model.
+        accumulate: microbatches per step.
+        break_even: whether to compare several skews, and add a model that always uses replicas.
+    """
     import torch
     import torch.distributed as dist
 
@@ -37,23 +45,30 @@ def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
 
     forced = tuple({**MODEL, "moe_router_force_load_balancing": True}.items())
     sizes = dict(experts=16, seq=128, micro_batch=16, accumulate=accumulate)
-    skews = {f"skewed by {skew}": skew for skew in SKEWS} if break_even else {"skewed": 2.0}
+    if break_even:
+        skews = {f"skewed by {skew}": skew for skew in SKEWS}
+    else:
+        skews = {"skewed": 2.0}
     cases = {
         routing: tiny_gpt.Case(**sizes, skew=skew, settings=tuple(MODEL.items()))
         for routing, skew in skews.items()
     }
     cases["forced balance"] = tiny_gpt.Case(**sizes, skew=0.0, settings=forced)
+    # All cases have equal parallel and batch sizes, so one initialization serves all cases.
     tiny_gpt.initialize(cases["forced balance"])
     hooks = {"stock": None, "FSSDP": fssdp(HecateConfig(slots=2))}
-    if break_even:  # at speeds that make copies free, replicas are always used
+    if break_even:
+        # The planner always uses replicas if its cost model makes copies free.
         hooks["always"] = fssdp(HecateConfig(slots=2, speeds=tiny_gpt.FREE))
-    runs, seconds = {}, {}
+    runs = {}
+    seconds = {}
     for routing, case in cases.items():
         for name, hook in hooks.items():
             runs[routing, name] = tiny_gpt.train(case, steps=0, hook=hook)
             seconds[routing, name] = []
     for step in range(warmup + steps):
         for key, run in runs.items():
+            # Barriers on both sides: a step lasts until the slowest rank has finished.
             dist.barrier()
             start = time.perf_counter()
             run.step(step)
@@ -63,14 +78,11 @@ def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
         if dist.get_rank() == 0:
             print(f"step {step + 1}/{warmup + steps}", file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
-        report(
-            runs,
-            {key: median(times) for key, times in seconds.items()},
-            list(cases),
-            break_even=break_even,
-        )
+        medians = {key: median(times) for key, times in seconds.items()}
+        report(runs, medians, list(cases), break_even=break_even)
         print(
-            f"\nMedians of {steps} steps of {accumulate} microbatches, in turn, {dist.get_world_size()} ranks."
+            f"\nMedians of {steps} steps of {accumulate} microbatches, in turn, "
+            f"{dist.get_world_size()} ranks."
         )
     dist.barrier()
     dist.destroy_process_group()
@@ -83,37 +95,56 @@ def report(
     *,
     break_even: bool,
 ) -> None:
-    """Print one of the two tables."""
-    from megatron_hecate.record.metrics import layer_metrics
+    """Print one of the two tables.
 
+    Args:
+        runs: trained models by routing and name.
+        seconds: median step times by routing and name.
+        routings: routings, in the order of the rows.
+        break_even: whether to print the table of the break-even imbalance.
+    """
     if break_even:
-        print(
-            "| routing | imbalance of the layers | stock, s | stock/always | stock/FSSDP | layers bypassed |"
-        )
-        print("|---|---|---|---|---|---|")
-        for routing in routings:
-            metrics = layer_metrics(runs[routing, "FSSDP"].chunks)
-            stock = seconds[routing, "stock"]
-            print(
-                f"| {routing} | {', '.join(f'{m.routed:.2f}' for m in metrics)} | {stock:.3f} | "
-                f"{stock / seconds[routing, 'always']:.3f} | {stock / seconds[routing, 'FSSDP']:.3f} | "
-                f"{sum(m.bypassed for m in metrics)} of {len(metrics)} |"
-            )
+        _report_break_even(runs, seconds, routings)
         return
     ideal = seconds["forced balance", "stock"]
     print("| routing | stock, s | FSSDP, s | stock/FSSDP | stock/ideal | FSSDP/ideal | replicas |")
     print("|---|---|---|---|---|---|---|")
     for routing in routings:
-        stock, ours = seconds[routing, "stock"], seconds[routing, "FSSDP"]
+        stock = seconds[routing, "stock"]
+        ours = seconds[routing, "FSSDP"]
         replicas = runs[routing, "FSSDP"].replicas
         print(
-            f"| {routing} | {stock:.3f} | {ours:.3f} | {stock / ours:.3f} | {stock / ideal:.3f} | {ours / ideal:.3f} | "
-            f"{replicas} |"
+            f"| {routing} | {stock:.3f} | {ours:.3f} | {stock / ours:.3f} | {stock / ideal:.3f} | "
+            f"{ours / ideal:.3f} | {replicas} |"
         )
     print("\nideal: stock Megatron with forced balance")
 
 
+def _report_break_even(
+    runs: dict[tuple[str, str], Any], seconds: dict[tuple[str, str], float], routings: list[str]
+) -> None:
+    """Print the table of several skews."""
+    from megatron_hecate.record.metrics import layer_metrics
+
+    print(
+        "| routing | imbalance of the layers | stock, s | stock/always | stock/FSSDP | "
+        "layers bypassed |"
+    )
+    print("|---|---|---|---|---|---|")
+    for routing in routings:
+        metrics = layer_metrics(runs[routing, "FSSDP"].chunks)
+        stock = seconds[routing, "stock"]
+        imbalance = ", ".join(f"{layer.routed:.2f}" for layer in metrics)
+        bypassed = sum(layer.bypassed for layer in metrics)
+        print(
+            f"| {routing} | {imbalance} | {stock:.3f} | "
+            f"{stock / seconds[routing, 'always']:.3f} | "
+            f"{stock / seconds[routing, 'FSSDP']:.3f} | {bypassed} of {len(metrics)} |"
+        )
+
+
 def main() -> int:
+    """Run the benchmark on CPU ranks; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
@@ -122,7 +153,7 @@ def main() -> int:
     parser.add_argument(
         "--break-even",
         action="store_true",
-        help="several skews; replicas always, and where they pay",
+        help="compare several skews, and a model that always uses replicas",
     )
     arguments = parser.parse_args()
     if "RANK" in os.environ:

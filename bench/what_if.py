@@ -54,9 +54,11 @@ def forced_step(
     """Predict the seconds of a step under forced balance with HybridEP.
 
     Args:
-        model, cluster: sizes and speeds.
+        model: sizes of the model.
+        cluster: speeds of the cluster.
         ranks: ranks of the job.
-        ep, pp: expert- and pipeline-parallel sizes.
+        ep: expert-parallel size.
+        pp: pipeline-parallel size.
         batch: global batch and microbatch, in sequences.
     """
     microbatches = batch[0] * pp // (ranks * batch[1])
@@ -124,11 +126,11 @@ def laer() -> None:
     shares = ", ".join(f"{system} {rows[0][f'{system}_exposed']:.2f}" for system in SYSTEMS)
     print(f"\nFitted: share of the copies' time that does not hide: {shares}")
     for use in ("fitted", "held back"):
-        of = [row for row in rows if row["use"] == use]
-        met = [
-            f"{s} {sum(abs(r[f'{s}_off']) <= most for r in of)} of {len(of)}"
-            for s, most in SYSTEMS.items()
-        ]
+        chosen = [row for row in rows if row["use"] == use]
+        met = []
+        for system, most in SYSTEMS.items():
+            within = sum(abs(row[f"{system}_off"]) <= most for row in chosen)
+            met.append(f"{system} {within} of {len(chosen)}")
         print(f"{use}: within tolerance {', '.join(met)}")
 
 
@@ -149,6 +151,7 @@ def marin() -> None:
     schedule = PipelineSchedule.even(model.layers, 1, microbatches=microbatches)
 
     def seconds(overload: float) -> float:
+        # The fullest rank determines the time of experts and all-to-all.
         changed = dataclasses.replace(work, peak=work.peak * overload, trip=work.trip * overload)
         return float(simulate(changed, timing(model, cluster, 1), schedule).total[0])
 
@@ -219,9 +222,11 @@ def _paper_steps(
         Mean seconds of a step by planner and lifetime.
     """
     counts = trace.to_ranks(32)[100:112].astype(float)
+    # Scale the recording to the paper's tokens with top-2 routing.
     scale = tokens * 2 / counts.sum(axis=(2, 3), keepdims=True) * 32
     counts = np.rint(counts * scale).astype(np.int64)
     elements = 2 * width * 2 * width
+    # FLOP of attention: projections, and scores of 2,048 tokens.
     dense = tokens * (8 * width**2 + 2 * 2048 * width) / speeds.flops
     shape = LayerShape(2 * elements, 4 * elements, 2 * width, 2.0 * elements, hidden_seconds=dense)
     world = World(tuple(rank // 8 for rank in range(32)), speeds)
@@ -230,10 +235,12 @@ def _paper_steps(
     step = {}
     for planner in ("ep", "algorithm1", "hecate"):
         work = planned(find_planners()[planner], counts, setting)
+        # The recording has four layers; twelve layers repeat them.
         work = work.layers([layer % 4 for layer in range(12)])
         for lifetime in ("iteration", "layer"):
             schedule = PipelineSchedule.even(12, 1, microbatches=1, lifetime=lifetime)
             total = simulate(work, times, schedule).total
+            # No planner has a forecast in the first step.
             step[planner, lifetime] = float(total[1:].mean())
     return step
 
@@ -263,6 +270,7 @@ def cpu() -> None:
         ("timed alone", _cpu_pair()),
     ):
         none = Timing(dense=0.0, pair=pair, contention=CPU.contention)
+        # Compute outside experts, such that forced balance is predicted exactly.
         rest = run["forced_s"] - float(simulate(forced, none, schedule).total[0])
         times = dataclasses.replace(none, dense=rest / (1 + BACKWARD) / 2 / run["microbatches"])
         stock = float(simulate(works["stock"], times, schedule).total[0])

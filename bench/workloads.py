@@ -1,12 +1,14 @@
-"""The public benchmark W0 to W7 (NVIDIA/Megatron-LM#7488) with every planner, and its published figures checked.
+"""Run the public benchmark W0 to W7 with every planner, and check its published figures.
 
     python bench/workloads.py
 
-A workload is a rule for the experts of every token row. The first table recounts what the benchmark's README prints
-for step 0: the largest expert load over the mean (max/mean), and the coefficient of variation (CV), of 8 experts. Its
-rank values are wrong (1.000 where the hot block is one rank), so ours stand beside them. The second table replays 12
-steps on 4 ranks of one node with one slot: the mean imbalance of ranks that every planner leaves. Known defects of the
-benchmark: W1 and W2 draw alike, W4 is not ragged, all ranks route the same rows, and W3's published figures are stale.
+The benchmark is NVIDIA/Megatron-LM#7488. A workload is a rule for the experts of every token row.
+The first table recomputes the figures of the benchmark's README for step 0: the largest expert load
+over the mean (max/mean), and the coefficient of variation (CV), of 8 experts. The README's rank
+values are wrong (1.000 although the hot block is one rank), so the table adds ours. The second
+replays 12 steps on 4 ranks of one node with one slot, and shows the mean imbalance of ranks that
+every planner leaves. Known defects of the benchmark: W1 and W2 draw equally, W4 is not ragged, all
+ranks route the same rows, and W3's published figures are stale.
 """
 
 from __future__ import annotations
@@ -38,25 +40,43 @@ STEPS: int = 12
 
 
 def loads(name: str, num_experts: int, tokens: int, top_k: int, *, step: int = 0) -> np.ndarray:
-    """[E] pairs that one rank routes to each expert."""
-    every, width = list(range(num_experts)), max(top_k, num_experts // 4)
+    """Count the pairs that one rank routes to each expert in one step of workload ``name``.
+
+    Args:
+        name: name of the workload.
+        num_experts: number of experts, E.
+        tokens: number of token rows.
+        top_k: experts per token.
+        step: index of the step.
+
+    Returns:
+        Pairs of each expert, [E] int64.
+    """
+    every = list(range(num_experts))
+    width = max(top_k, num_experts // 4)
     seed = hashlib.sha256(f"{name}|{SEED}|{step}".encode()).hexdigest()[:8]
     generator = torch.Generator().manual_seed(int(seed, 16))
+    # every second expert, the pool of W3
     even = sorted({2 * i % num_experts for i in range(max(top_k, num_experts // 2))})
+    # The hot block of W6 moves every three steps.
     first = (step // 3) * width % num_experts if name.startswith("W6") else 0
     hot = [(first + i) % num_experts for i in range(width)]
     count = np.zeros(num_experts, dtype=np.int64)
     for row in range(tokens):
+        # W0 assigns experts in turn; all other workloads draw from a pool.
         if name.startswith("W0"):
             count[[(row * top_k + j) % num_experts for j in range(top_k)]] += 1
             continue
         pool = every
+        # Three of four rows draw from the hot block.
         if name[:2] in ("W1", "W2", "W6") and row % 4:
             pool = hot
         elif name.startswith("W3") and row % 4 and len(even) >= top_k:
             pool = even
+        # Half of the experts receive no tokens.
         elif name.startswith("W5"):
             pool = every[num_experts // 2 :]
+        # In every fourth step half of the rows draw from the hot block.
         elif name.startswith("W7") and step % 4 == 3 and row % 2 == 0:
             pool = hot
         picked = torch.randperm(len(pool), generator=generator)[:top_k].tolist()
@@ -65,8 +85,9 @@ def loads(name: str, num_experts: int, tokens: int, top_k: int, *, step: int = 0
 
 
 def recount() -> list[dict[str, str | float]]:
-    """A row per workload and published size: our values, and theirs."""
-    published, rows = json.loads(DATA.read_text())["w0_w7"], []
+    """Recompute the published figures; return a row per workload and published size."""
+    published = json.loads(DATA.read_text())["w0_w7"]
+    rows = []
     for size, (tokens, top_k) in {"E8_T128_k2": (128, 2), "E8_T512_k4": (512, 4)}.items():
         for at, name in enumerate(NAMES):
             count = loads(name, 8, tokens, top_k)
@@ -89,7 +110,11 @@ def recount() -> list[dict[str, str | float]]:
 
 
 def planners() -> list[dict[str, str | float]]:
-    """A row per planner: mean imbalance of ranks over `STEPS` steps of each workload."""
+    """Replay all workloads with every planner.
+
+    Returns:
+        A row per planner: mean imbalance of ranks over `STEPS` steps of each workload.
+    """
     world = World(node=(0,) * RANKS, speeds=H100)
     shape = swiglu(512, 1024)
     setting = Setting(8, world=world, shape=shape, slots=1)
@@ -97,14 +122,13 @@ def planners() -> list[dict[str, str | float]]:
     for name in NAMES:
         steps = np.array([loads(name, 8, 128, 2, step=step) for step in range(STEPS)])
         cases.append(Case(name, np.repeat(steps[:, None, None], RANKS, axis=2), setting))
-    return [
-        {"planner": name}
-        | {
-            case.load[:2]: float(replay(planner, case).figures["imbalance"].mean())
-            for case in cases
-        }
-        for name, planner in find_planners().items()
-    ]
+    rows = []
+    for name, planner in find_planners().items():
+        row: dict[str, str | float] = {"planner": name}
+        for case in cases:
+            row[case.load[:2]] = float(replay(planner, case).figures["imbalance"].mean())
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
@@ -123,20 +147,14 @@ def main() -> None:
     columns = {
         name: (head, "s" if name in ("size", "workload") else ".3f") for name, head in heads.items()
     }
+    columns |= {"same": ("same", "s"), "rank": ("ranks, EP 4: max/mean", ".3f")}
+    print(markdown(recount(), columns))
     print(
-        markdown(
-            recount(), columns | {"same": ("same", "s"), "rank": ("ranks, EP 4: max/mean", ".3f")}
-        )
+        "\nMean imbalance of ranks over 12 steps, 4 ranks, one slot; "
+        "planning begins with the first step:\n"
     )
-    print(
-        "\nMean imbalance of ranks over 12 steps, 4 ranks, one slot; planning begins with the first step:\n"
-    )
-    print(
-        markdown(
-            planners(),
-            {"planner": ("planner", "s")} | {name[:2]: (name[:2], ".3f") for name in NAMES},
-        )
-    )
+    columns = {"planner": ("planner", "s")} | {name[:2]: (name[:2], ".3f") for name in NAMES}
+    print(markdown(planners(), columns))
 
 
 if __name__ == "__main__":

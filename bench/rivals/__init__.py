@@ -1,17 +1,18 @@
-"""Planners of published systems beside ours: own implementations from public descriptions, never the systems' own code.
+"""Planners of published systems and ours, implemented from public descriptions.
 
-Every file in this folder that defines a `Planner` with a ``name`` is found by itself: a new rival is a new file.
-What a rival's paper leaves open is decided in its favour and said in its docstring.
+No code of the systems is used. `find_planners` finds every file in this folder that defines a
+`Planner` with a ``name``: a new rival is a new file. Open points of a rival's paper are decided in
+its favour; its docstring lists these decisions.
 
-| file | what |
+| file | content |
 |---|---|
-| `planner` | the interface: place before the gate, correct after it, split the tokens; what moves for it |
-| `split` | what a split is; even among holders, and sources for given totals |
-| `score` | one step of one planner in figures |
+| `planner` | the interface: place before the gate, correct after it, split tokens, count moves |
+| `split` | quotas; even split among holders, and sources for given totals |
+| `score` | figures of one step of one planner |
 | `simulated` | a planner in the simulation of whole steps |
 | `report` | table, CSV and the dump |
-| `algorithm2` | homes of all layers by the Hecate paper; no planner, `bench/homes.py` compares it |
-| all others | one planner each |
+| `algorithm2` | homes of all layers by the Hecate paper; not a planner; used by `bench/homes.py` |
+| other files | one planner each |
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rivals.planner import Planner
 
 
 def find_planners() -> dict[str, type[Planner]]:
-    """Every planner in this folder by name, in alphabetical order."""
+    """Find every planner in this folder; returns planners by name, in alphabetical order."""
     found: dict[str, type[Planner]] = {}
     for module in pkgutil.iter_modules(__path__, prefix="rivals."):
         for value in vars(importlib.import_module(module.name)).values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,34 +13,36 @@ from rivals.split import Quotas, even_split
 
 
 class Algorithm1(Planner):
-    """Materialization from the 5-step mean; tokens stay on their rank, else on their node, evenly among candidates.
+    """Materialization from the 5-step mean.
 
-    The slots are shared among the most loaded experts in proportion to their load. The paper leaves some cases open.
-    Decided here: a copy must *pay*, so an expert whose home is not above the mean is no candidate; slots left over by
-    rounding go to the candidate with the highest load per copy; a rank never hosts a replica of its own expert; within
-    a node the rank with the least forecast load is preferred; ties go to the lowest index; the overlap degree is not
-    limited, as the slots limit the copies anyway (on our loads every limit leaves more imbalance).
+    Tokens stay on their rank, else on their node, evenly split among candidates. The slots are
+    shared among the most loaded experts in proportion to their load. The paper leaves some cases
+    open. Decided here: a copy must *pay*, so an expert whose home is not above the mean is no
+    candidate; slots left over by rounding are given to the candidate with the highest load per
+    copy; a rank never hosts a replica of its own expert; within a node the rank with the least
+    forecast load is preferred; the lowest index wins ties; the overlap degree is not limited, as
+    the slots limit the copies anyway (on our loads every limit leaves more imbalance).
     """
 
-    name, when = "algorithm1", "history"
+    name = "algorithm1"
+    when = "history"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         homes = self.setting.homes
         if not history or not self.setting.slots:
             return homes
         forecast = mean_load(history)
-        load = np.bincount(homes.home, weights=forecast, minlength=homes.num_ranks)  # [R]
+        # [R]
+        load = np.bincount(homes.home, weights=forecast, minlength=homes.num_ranks)
         pays = (load[homes.home] > load.mean()) & (forecast > 0)
         candidates = [int(e) for e in np.lexsort((np.arange(len(forecast)), -forecast)) if pays[e]]
         if not candidates:
             return homes
         free = np.full(homes.num_ranks, self.setting.slots)
         copies = _share_slots(forecast, candidates, total=int(free.sum()), most=homes.num_ranks - 1)
-        return homes.with_replicas(
-            _spread(
-                forecast, copies, placement=homes, world=self.setting.world, free=free, load=load
-            )
-        )
+        world = self.setting.world
+        replicas = _spread(forecast, copies, placement=homes, world=world, free=free, load=load)
+        return homes.with_replicas(replicas)
 
     def split(self, load: np.ndarray, placement: Placement) -> Quotas:
         return even_split(load, placement, self.setting.world, nearest="rank")
@@ -48,7 +51,19 @@ class Algorithm1(Planner):
 def _share_slots(
     forecast: np.ndarray, candidates: list[int], *, total: int, most: int
 ) -> dict[int, int]:
-    """Split ``total`` slots over the candidates by load; leftovers to the highest load per copy (home included)."""
+    """Split ``total`` slots over the candidates in proportion to load.
+
+    Left-over slots are given to the highest load per copy, where the home counts as a copy.
+
+    Args:
+        forecast: tokens of each expert, [E].
+        candidates: experts, hottest first.
+        total: number of slots.
+        most: most replicas of an expert.
+
+    Returns:
+        Number of replicas by expert.
+    """
     weight = forecast[candidates] / forecast[candidates].sum()
     copies = {
         e: min(most, int(total * w)) for e, w in zip(candidates, weight.tolist(), strict=True)
@@ -57,7 +72,7 @@ def _share_slots(
         open_ = [e for e in candidates if copies[e] < most]
         if not open_:
             break
-        # max() keeps the first of equals, and candidates are ordered by load, then index
+        # max() keeps the first of equals, and candidates are ordered by load, then index.
         copies[max(open_, key=lambda e: forecast[e] / (1 + copies[e]))] += 1
     return copies
 
@@ -71,8 +86,23 @@ def _spread(
     free: np.ndarray,
     load: np.ndarray,
 ) -> list[tuple[int, int]]:
-    """Choose ranks, hottest expert first: nodes with fewest copies of it, then most free slots, then least load."""
-    free, load = free.copy(), load.copy()
+    """Choose a rank for each replica, hottest expert first.
+
+    The order of preference: fewest copies of the expert on the node, most free slots, least load.
+
+    Args:
+        forecast: tokens of each expert, [E].
+        copies: number of replicas by expert.
+        placement: placement without replicas.
+        world: node of every rank.
+        free: free slots per rank, [R].
+        load: forecast load of each rank, [R].
+
+    Returns:
+        Expert and rank of each replica.
+    """
+    free = free.copy()
+    load = load.copy()
     replicas: list[tuple[int, int]] = []
     for expert, wanted in copies.items():
         holds = placement.holders[expert].copy()
@@ -80,15 +110,13 @@ def _spread(
             eligible = [r for r in range(placement.num_ranks) if free[r] > 0 and not holds[r]]
             if not eligible:
                 break
-            on_node = {
-                r: sum(holds[q] for q in range(len(holds)) if world.node[q] == world.node[r])
-                for r in eligible
-            }
+            holders_of_node = Counter(world.node[r] for r in np.flatnonzero(holds))
+            on_node = {r: holders_of_node[world.node[r]] for r in eligible}
             rank = min(eligible, key=lambda r: (on_node[r], -free[r], load[r], r))
             replicas.append((expert, rank))
             holds[rank] = True
             free[rank] -= 1
-            # the expert's load is now shared by one more holder: move that share in the forecast
+            # One more holder shares the expert's load: update the forecast of all its holders.
             share = forecast[expert] / (copy + 2)
             before = forecast[expert] / (copy + 1)
             load[holds] += share - before

@@ -1,4 +1,7 @@
-"""Exact cloning inside the node, per microbatch: the scheme of NVIDIA's ECHO, MoonEP and UltraEP (arXiv 2606.04101)."""
+"""Exact cloning inside the node, per microbatch.
+
+NVIDIA's ECHO, MoonEP and UltraEP (arXiv 2606.04101) use this scheme.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +14,25 @@ from rivals.planner import Planner
 
 
 class CloneInNode(Planner):
-    """After the gate, clone hot experts of loaded ranks onto the least loaded ranks of the same node; exact quotas.
+    """Planner that clones hot experts onto the least loaded ranks of the same node after the gate.
 
-    All copies are late. Greedy: from the most loaded rank of the node, the expert that can shed most tokens to
-    the least loaded rank with a free slot, at most down or up to the mean; until the node is level or nothing
-    helps. Decided here: quotas are ours over the clones (the systems differ in theirs), and a
-    clone must take at least one in a hundred of the mean rank load.
+    All copies are late, and quotas are exact. The search is greedy: on the most loaded rank of the
+    node it takes the expert that can shed most tokens to the least loaded rank with a free slot, at
+    most down or up to the mean, until the node is balanced or no clone helps. Decided here: quotas
+    are ours over the clones (the systems' quotas differ), and a clone must take at least 1 % of the
+    mean rank load.
     """
 
-    name, when, lifetime = "clone-in-node", "gate", "microbatch"
+    name = "clone-in-node"
+    when = "gate"
+    lifetime = "microbatch"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         return self.setting.homes
 
     def correct(self, load: np.ndarray, placement: Placement) -> Placement:
-        total, node = load.sum(axis=0), np.asarray(self.setting.world.node)
+        total = load.sum(axis=0)
+        node = np.asarray(self.setting.world.node)
         served = np.where(placement.holders, total[:, None], 0)
         replicas: list[tuple[int, int]] = []
         for k in np.unique(node):
@@ -39,19 +46,31 @@ class CloneInNode(Planner):
 def _clone(
     served: np.ndarray, holders: np.ndarray, slots: int, ranks: np.ndarray
 ) -> list[tuple[int, int]]:
-    """(expert, rank) clones of one node. ``served``, ``holders``: [E, ranks on the node]."""
-    served, holders = served.copy(), holders.copy()
-    free, rank_load, mean = (
-        np.full(len(ranks), slots),
-        served.sum(axis=0),
-        served.sum() / len(ranks),
-    )
-    replicas, least = [], max(1, mean / 100)
+    """Choose the clones of one node.
+
+    Args:
+        served: tokens per expert and rank of the node, [E, ranks].
+        holders: holders of each expert on the node, [E, ranks] bool.
+        slots: slots per rank.
+        ranks: ranks of the node.
+
+    Returns:
+        Expert and rank of each clone.
+    """
+    served = served.copy()
+    holders = holders.copy()
+    free = np.full(len(ranks), slots)
+    rank_load = served.sum(axis=0)
+    mean = served.sum() / len(ranks)
+    least = max(1, mean / 100)
+    replicas: list[tuple[int, int]] = []
     while (free > 0).any() and rank_load.max() > mean:
         high = int(rank_load.argmax())
         best = None
         for e in np.argsort(-served[:, high], kind="stable"):
-            if served[e, high] < (best[0] + 1 if best else least):
+            # Experts are in descending order: no further expert can move more tokens.
+            needed = best[0] + 1 if best else least
+            if served[e, high] < needed:
                 break
             possible = ~holders[e] & (free > 0)
             if not possible.any():

@@ -11,9 +11,10 @@ from rivals.planner import Planner, Setting
 
 
 class ExpertParallel(Planner):
-    """Every expert on one rank, for good: what Megatron does."""
+    """Stock Megatron: every expert stays on one rank."""
 
-    name, when = "ep", "never"
+    name = "ep"
+    when = "never"
 
     @classmethod
     def memory(cls, setting: Setting) -> dict[str, int]:

@@ -12,12 +12,18 @@ from rivals.split import Quotas, even_split
 
 
 def balanced_packing(weight: np.ndarray, num_packs: int) -> np.ndarray:
-    """[n] pack of each object: heaviest first into the lightest pack that has room; every pack gets n / num_packs."""
-    pack, total, room = (
-        np.empty(len(weight), dtype=int),
-        np.zeros(num_packs),
-        np.full(num_packs, len(weight) // num_packs),
-    )
+    """Pack n objects into packs of n / ``num_packs``, heaviest first into the lightest with room.
+
+    Args:
+        weight: weight of each object, [n].
+        num_packs: number of packs.
+
+    Returns:
+        Pack of each object, [n].
+    """
+    pack = np.empty(len(weight), dtype=int)
+    total = np.zeros(num_packs)
+    room = np.full(num_packs, len(weight) // num_packs)
     for i in np.argsort(-weight, kind="stable"):
         pack[i] = np.where(room > 0, total, np.inf).argmin()
         total[pack[i]] += weight[i]
@@ -26,7 +32,16 @@ def balanced_packing(weight: np.ndarray, num_packs: int) -> np.ndarray:
 
 
 def replicate_experts(weight: np.ndarray, num_physical: int, *, most: int) -> np.ndarray:
-    """[n] replicas of each expert, ``num_physical`` in all: each further one to the highest load per replica."""
+    """Distribute ``num_physical`` replicas, each to the expert with the highest load per replica.
+
+    Args:
+        weight: load of each expert, [n].
+        num_physical: total number of replicas, homes included.
+        most: most replicas of an expert.
+
+    Returns:
+        Replicas of each expert, [n].
+    """
     count = np.ones(len(weight), dtype=int)
     for _ in range(num_physical - len(weight)):
         count[np.where(count < most, weight / count, -1).argmax()] += 1
@@ -34,15 +49,19 @@ def replicate_experts(weight: np.ndarray, num_physical: int, *, most: int) -> np
 
 
 class EPLB(Resident):
-    """Every 25 steps: experts to nodes, redundant experts within each node, replicas to its ranks, all by load.
+    """Planner that packs experts to nodes and their replicas to ranks, every 25 steps.
 
-    From the mean load since the last plan; tokens split evenly among replicas. EPLB is made for inference; in training
-    replicas stay and all-reduce their gradients. Decided here: experts form no groups (each is its own), an expert has
-    at most one replica on a rank (two would share its tokens with themselves), so a replica whose only room is beside
-    another one is left out, and a home stays where it is if its rank still holds the expert.
+    Within each node, redundant replicas are added to the most loaded experts.
+
+    All steps use the mean load since the last plan; tokens are split evenly among replicas. EPLB is
+    made for inference; in training, replicas stay and all-reduce their gradients. Decided here:
+    every expert is its own group; an expert has at most one replica on a rank (two would only share
+    tokens on that rank), so a replica is left out if the only rank with room already has one; and a
+    home stays on its rank as long as the rank holds the expert.
     """
 
-    name, when = "eplb", f"every {INTERVAL}"
+    name = "eplb"
+    when = f"every {INTERVAL}"
 
     def replan(self, history: Sequence[np.ndarray], now: Placement) -> Placement:
         if not history or len(history) % INTERVAL:
@@ -50,15 +69,16 @@ class EPLB(Resident):
         load = np.mean([step.sum(axis=0) for step in history[-INTERVAL:]], axis=0)
         node = np.asarray(self.setting.world.node)
         nodes = np.unique(node)
+        # Every node gets the same number of experts, then its own redundant replicas.
         node_of = balanced_packing(load, len(nodes))
         holders = np.zeros((len(load), len(node)), dtype=bool)
         for k, name in enumerate(nodes):
-            experts, ranks = np.flatnonzero(node_of == k), np.flatnonzero(node == name)
+            experts = np.flatnonzero(node_of == k)
+            ranks = np.flatnonzero(node == name)
             num_physical = len(experts) + self.setting.slots * len(ranks)
             count = replicate_experts(load[experts], num_physical, most=len(ranks))
-            _pack(
-                np.repeat(experts, count), np.repeat(load[experts] / count, count), ranks, holders
-            )
+            weight = np.repeat(load[experts] / count, count)
+            _pack(np.repeat(experts, count), weight, ranks, holders)
         return from_holders(holders, now.home)
 
     def split(self, load: np.ndarray, placement: Placement) -> Quotas:
@@ -66,8 +86,16 @@ class EPLB(Resident):
 
 
 def _pack(replica: np.ndarray, weight: np.ndarray, ranks: np.ndarray, holders: np.ndarray) -> None:
-    """Mark in ``holders`` [E, R] who gets which ``replica`` [n]: heaviest first to the lightest rank with room."""
-    total, room = np.zeros(len(ranks)), np.full(len(ranks), len(replica) // len(ranks))
+    """Pack replicas to the ranks of a node, heaviest first to the lightest rank with room.
+
+    Args:
+        replica: expert of each replica, [n].
+        weight: load of each replica, [n].
+        ranks: ranks of the node.
+        holders: holders of each expert, [E, R] bool; updated.
+    """
+    total = np.zeros(len(ranks))
+    room = np.full(len(ranks), len(replica) // len(ranks))
     for i in np.argsort(-weight, kind="stable"):
         possible = (room > 0) & ~holders[replica[i], ranks]
         if not possible.any():

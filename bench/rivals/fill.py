@@ -1,4 +1,4 @@
-"""The heuristic that fills every slot."""
+"""Heuristic that fills every slot."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from rivals.planner import Planner, mean_load
 
 
 class Fill(Planner):
-    """Fill every slot: the expert of highest load per holder, onto the rank of least expected load; our quotas.
+    """Planner that fills every slot: most loaded expert per holder onto the least loaded rank.
 
-    From the 5-step mean. Expected loads share an expert evenly among its holders. No published system: the bar that
-    balanced quotas set with twenty lines.
+    Loads are forecast by the 5-step mean; an expert's load is shared evenly among its holders.
+    Quotas are ours. This is no published system, but a baseline for balanced quotas in twenty
+    lines.
     """
 
-    name, when = "fill", "history"
+    name = "fill"
+    when = "history"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         homes = self.setting.homes
         if not history:
             return homes
         forecast = mean_load(history)
-        holds, free = homes.holders.copy(), np.full(self.setting.num_ranks, self.setting.slots)
+        holds = homes.holders.copy()
+        free = np.full(self.setting.num_ranks, self.setting.slots)
         per_holder = forecast.copy()
         load = per_holder @ holds
         replicas: list[tuple[int, int]] = []
@@ -35,6 +38,7 @@ class Fill(Planner):
                 break
             e = int(np.where(open_, per_holder, -1).argmax())
             r = int(np.where(possible[e], load, np.inf).argmin())
+            # One more holder changes the expected load of all the expert's holders.
             load -= holds[e] * per_holder[e]
             holds[e, r] = True
             per_holder[e] = forecast[e] / holds[e].sum()

@@ -10,36 +10,40 @@ from megatron_hecate.plan import Placement
 from rivals.planner import Resident, from_holders
 from rivals.split import Quotas, even_split
 
-TRIGGER: float = (
-    1.1  # max / mean rank load above which the placement is adjusted; the paper tunes it
-)
-OPERATIONS: int = 4  # at most so many per step: adjustments run beside training, a few at a time
+# max / mean rank load above which the placement is adjusted; the paper tunes it
+TRIGGER: float = 1.1
+# most operations per step; adjustments run concurrently with training, a few at a time
+OPERATIONS: int = 4
 
 
 class FlexMoE(Resident):
-    """Each expert has a number of vExperts that changes by a few operations a step while the load is off balance.
+    """Planner that changes the number of an expert's vExperts by a few operations per step.
 
-    Watches the last step's load, split evenly among an expert's vExperts. While max / mean is above the trigger, the
-    best of three operations is taken if it lowers the largest rank load: *expand* (the expert of highest load per
-    vExpert gets one more), making room where necessary by *shrink* (the lowest load per vExpert loses one, never its
-    last); *migrate* (a vExpert of the most loaded rank changes places with one of the least loaded). Decided here: the
-    trigger's threshold, the number of operations, that migration is judged by balance (the paper: by the cost of
-    keeping replicas in step), and that this cost does not stand against an expansion.
+    It uses the last step's load, split evenly among an expert's vExperts. While max / mean is above
+    the trigger, the best of three operations is applied if it lowers the largest rank load:
+    *expand* (the expert of highest load per vExpert gets one more), with room from *shrink* if
+    necessary (the expert of lowest load per vExpert loses one, but never its last); *migrate* (a
+    vExpert of the most loaded rank is swapped with one of the least loaded rank). Decided here: the
+    trigger's threshold; the number of operations; migrations are chosen by balance (in the paper by
+    the cost of synchronizing replicas); this cost does not count against an expansion.
     """
 
-    name, when = "flexmoe", "every step"
+    name = "flexmoe"
+    when = "every step"
 
     def replan(self, history: Sequence[np.ndarray], now: Placement) -> Placement:
         if not history:
             return now
         load = history[-1].sum(axis=0).astype(float)
-        holders, capacity = now.holders.copy(), self.setting.homes_per_rank + self.setting.slots
+        holders = now.holders.copy()
+        capacity = self.setting.homes_per_rank + self.setting.slots
         for _ in range(OPERATIONS):
             rank_load = _rank_load(load, holders)
             if rank_load.max() <= TRIGGER * rank_load.mean():
                 break
             options = [*_expansions(load, holders, capacity), *_migrations(load, holders)]
             peaks = [_rank_load(load, option).max() for option in options]
+            # No operation helps, so none is applied.
             if not peaks or min(peaks) >= rank_load.max():
                 break
             holders = options[int(np.argmin(peaks))]
@@ -50,13 +54,22 @@ class FlexMoE(Resident):
 
 
 def _rank_load(load: np.ndarray, holders: np.ndarray) -> np.ndarray:
-    """[R] expected load when every expert is shared evenly by its holders."""
+    """Compute the expected load of each rank, [R], with experts shared evenly by their holders."""
     return (load / holders.sum(axis=1)) @ holders
 
 
 def _expansions(load: np.ndarray, holders: np.ndarray, capacity: int) -> list[np.ndarray]:
-    """One more vExpert of the hottest: on the least loaded rank with room, or in place of the coldest's."""
-    count, rank_load = holders.sum(axis=1), _rank_load(load, holders)
+    """List placements with one more vExpert of the hottest expert.
+
+    The vExpert is on the least loaded rank with room, or replaces one of the coldest expert.
+
+    Args:
+        load: tokens of each expert, [E].
+        holders: holders of each expert, [E, R] bool.
+        capacity: experts per rank.
+    """
+    count = holders.sum(axis=1)
+    rank_load = _rank_load(load, holders)
     possible = ~holders.all(axis=1)
     if not possible.any():
         return []
@@ -75,15 +88,24 @@ def _expansions(load: np.ndarray, holders: np.ndarray, capacity: int) -> list[np
         if gives_up.any():
             rank = np.where(gives_up, rank_load, np.inf).argmin()
             grown = holders.copy()
-            grown[cold, rank], grown[hot, rank] = False, True
+            grown[cold, rank] = False
+            grown[hot, rank] = True
             options.append(grown)
     return options
 
 
 def _migrations(load: np.ndarray, holders: np.ndarray) -> list[np.ndarray]:
-    """The hottest vExpert of the most loaded rank changes places with each one of the least loaded rank."""
-    per_holder, rank_load = load / holders.sum(axis=1), _rank_load(load, holders)
-    high, low = int(rank_load.argmax()), int(rank_load.argmin())
+    """List swaps of the most loaded rank's hottest vExpert with each of the least loaded rank.
+
+    Args:
+        load: tokens of each expert, [E].
+        holders: holders of each expert, [E, R] bool.
+    """
+    per_holder = load / holders.sum(axis=1)
+    rank_load = _rank_load(load, holders)
+    high = int(rank_load.argmax())
+    low = int(rank_load.argmin())
+    # An expert has at most one vExpert per rank.
     leaves = holders[:, high] & ~holders[:, low]
     if not leaves.any():
         return []

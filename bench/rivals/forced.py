@@ -1,4 +1,4 @@
-"""Forced balance: the ideal that published throughput tables use."""
+"""Forced balance: the ideal of published throughput tables."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from rivals.planner import Planner, Setting
 
 
 class ForcedBalance(Planner):
-    """Plain expert parallelism under a router that sends every expert equally many tokens of every source.
+    """Plain expert parallelism under a router that balances every source's tokens over all experts.
 
-    It changes what the model computes, so it is a yardstick and no rival. (Megatron's
-    ``--moe-router-force-load-balancing`` draws at random and keeps the noise; here there is none.)
+    Forced balance changes the model's results, so it is a baseline and not a rival. (Megatron's
+    ``--moe-router-force-load-balancing`` draws at random, with noise; this planner has no noise.)
     """
 
-    name, when = "forced", "ideal"
+    name = "forced"
+    when = "ideal"
 
     @classmethod
     def memory(cls, setting: Setting) -> dict[str, int]:
@@ -26,7 +27,7 @@ class ForcedBalance(Planner):
     def gate(self, load: np.ndarray) -> np.ndarray:
         num_ranks, num_experts = load.shape
         share, rest = np.divmod(load.sum(axis=1, keepdims=True), num_experts)
-        # what does not divide starts at another rank's experts for every source, so that no rank collects it
+        # Each source's remainder starts at another rank's experts, so that no rank accumulates it.
         start = np.arange(num_ranks)[:, None] * self.setting.homes_per_rank
         return share + ((np.arange(num_experts) - start) % num_experts < rest)
 

@@ -11,35 +11,41 @@ from megatron_hecate.plan import CopyCost, Placement, add_late_replicas, plan_re
 from megatron_hecate.runtime.forecast import LoadHistory
 from rivals.planner import Planner, Setting
 
-# What a late replica must win for `hecate-late`, in mean rank loads: less than its fetch costs, to show what is left.
+# Least gain of a late replica for `hecate-late`, in mean rank loads. It is below the cost of a
+# fetch, so that the figures show the limit of late replicas.
 LATE_GAIN: float = 0.005
 
 
 class Hecate(Planner):
-    """What users run: as many replicas as pay by the cost model, fetched before the gate, and balanced quotas after it.
+    """The package's default: replicas that pay by the cost model, and balanced quotas.
 
-    Before the first step nothing is known and nothing is copied.
+    Replicas are fetched before the gate. The first step has no forecast and no replicas.
     """
 
-    name, when = "hecate", "history"
+    name = "hecate"
+    when = "history"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._observed, self._steps = LoadHistory(), 0
+        self._observed = LoadHistory()
+        self._steps = 0
         self._last: Placement | None = None
 
     @property
     def cost(self) -> CopyCost:
+        """Price of replicas for `plan_replicas`."""
         return self.setting.cost
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
+        # The forecast needs every step once.
         for load in history[self._steps :]:
             self._observed.append(load.sum(axis=0, keepdims=True))
         self._steps = len(history)
         forecast = self._observed.forecast()
         if forecast is None:
             forecast = self.first()
-        # loads are of one microbatch; copies serve all of an iteration, and cost as much
+        # The history has loads of one microbatch; a copy serves all microbatches of an iteration,
+        # at one price.
         self._last = plan_replicas(
             forecast[0] * self.setting.shape.microbatches,
             self.setting.homes,
@@ -50,12 +56,12 @@ class Hecate(Planner):
         return self._last
 
     def first(self) -> np.ndarray:
-        """[1, E] the forecast of the first step."""
+        """Return the forecast of the first step, [1, E]."""
         return np.zeros((1, self.setting.num_experts))
 
 
 class HecateUnpriced(Hecate):
-    """As if copies were hidden: all slots are filled, as in every planner here, even before the first step."""
+    """Hecate with free copies: all slots are filled, even in the first step."""
 
     name = "hecate-unpriced"
 
@@ -64,31 +70,41 @@ class HecateUnpriced(Hecate):
         return CopyCost()
 
     def first(self) -> np.ndarray:
-        # all alike, but for a tie-break that copies from every home
+        # Equal loads, with a tie-break that copies from every home.
         return 1 + 1e-3 * (np.arange(self.setting.num_experts) % self.setting.homes_per_rank)[None]
 
 
 class HecateLate(HecateUnpriced):
-    """What the forecast missed is corrected after the gate, inside the node, down to small gains."""
+    """Hecate with free copies, and late replicas inside the node that correct forecast errors.
 
-    name, when = "hecate-late", "history, gate"
+    Late replicas are added down to small gains.
+    """
+
+    name = "hecate-late"
+    when = "history, gate"
 
     def correct(self, load: np.ndarray, placement: Placement) -> Placement:
         cost = CopyCost(near=LATE_GAIN * load.sum() / self.setting.num_ranks)
-        world, most = self.setting.world, self.setting.num_ranks
+        world = self.setting.world
+        most = self.setting.num_ranks
         return add_late_replicas(
             load.sum(axis=0), placement, world, cost=cost, most=most, across_nodes=False
         )
 
 
 class HecateLatePriced(Hecate):
-    """What users run with late replicas and measured speeds: each must win what its fetch costs, across nodes too."""
+    """Hecate with late replicas and measured speeds, also across nodes.
 
-    name, when = "hecate-late-priced", "history, gate"
+    The gain of each late replica must exceed the cost of its fetch.
+    """
+
+    name = "hecate-late-priced"
+    when = "history, gate"
 
     def correct(self, load: np.ndarray, placement: Placement) -> Placement:
         cost = dataclasses.replace(self.setting.shape, microbatches=1).copy_cost(self.setting.world)
-        world, most = self.setting.world, self.setting.num_ranks
+        world = self.setting.world
+        most = self.setting.num_ranks
         return add_late_replicas(
             load.sum(axis=0), placement, world, cost=cost, most=most, across_nodes=True
         )

@@ -13,23 +13,27 @@ from rivals.split import Quotas, even_split
 
 
 class LAER(Planner):
-    """Every expert is cut over all ranks; each step every rank restores C of them, chosen from the last step's load.
+    """Planner of fully sharded experts: in each step every rank restores C experts.
 
-    Replicas: each expert one per node where that fits, else one; further ones to the highest load per replica, one at
-    a time up to one per node, from there one on every node at once. Layout: replicas by load, each to the node with
-    fewest replicas of its expert, then to the least loaded rank with room. Tokens: evenly among the holders on their
-    node, else among all. Decided here: C = homes + slots, the memory that everyone gets; at most one replica of an
-    expert per rank; no random perturbations of the counts; before the first load, plain expert parallelism.
+    It plans from the last step's load. Replicas: one per node for each expert if they fit, else
+    one; further replicas for the highest load per replica, one at a time up to one per node, then
+    one on every node at once. Layout: replicas by load, each to the node with fewest replicas of
+    its expert, then to the least loaded rank with room. Tokens: split evenly among the holders on
+    their node, else among all holders. Decided here: C = homes + slots, the memory of all planners;
+    at most one replica of an expert per rank; no random perturbations of the counts; plain expert
+    parallelism before the first load.
 
-    There is no home, so all C experts travel in every step, from all ranks, and their gradients back; ``home`` in its
-    placements is a name for one holder and owns nothing.
+    Experts have no home, so all C experts are sent in every step, from all ranks, and their
+    gradients back; ``home`` in the placements names one holder and implies no ownership.
     """
 
-    name, when, lifetime = "laer", "history", "layer"
+    name = "laer"
+    when = "history"
+    lifetime = "layer"
 
     @classmethod
     def memory(cls, setting: Setting) -> dict[str, int | str]:
-        """Beside its shard, which is as large as homes: all C experts of two layers."""
+        """Return the memory of C experts of two layers; the shard is as large as homes."""
         return dict(slots=setting.homes_per_rank + setting.slots, lifetime=cls.lifetime)
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
@@ -39,9 +43,8 @@ class LAER(Planner):
         load = history[-1].sum(axis=0).astype(float)
         world = self.setting.world
         capacity = self.setting.homes_per_rank + self.setting.slots
-        return from_holders(
-            _lay_out(load, _replicas(load, world, capacity), self.setting), homes.home
-        )
+        count = _replicas(load, world, capacity)
+        return from_holders(_lay_out(load, count, self.setting), homes.home)
 
     def split(self, load: np.ndarray, placement: Placement) -> Quotas:
         return even_split(load, placement, self.setting.world, nearest="node")
@@ -53,12 +56,22 @@ class LAER(Planner):
 
 
 def _replicas(load: np.ndarray, world: World, capacity: int) -> np.ndarray:
-    """[E] replicas of each expert, at most one per rank and ``num_ranks * capacity`` in all."""
-    total, num_nodes = world.num_ranks * capacity, world.num_nodes
+    """Choose the replicas of each expert, [E].
+
+    There is at most one replica per rank, and ``num_ranks * capacity`` in total.
+
+    Args:
+        load: tokens of each expert, [E].
+        world: node of every rank.
+        capacity: experts per rank.
+    """
+    total = world.num_ranks * capacity
+    num_nodes = world.num_nodes
     count = np.full(len(load), num_nodes if num_nodes * len(load) <= total else 1)
     open_ = np.ones(len(load), dtype=bool)
     while count.sum() < total and open_.any():
         e = int(np.where(open_, load / count, -1).argmax())
+        # With one replica on every node, further replicas are added to all nodes at once.
         more = num_nodes if count[e] >= num_nodes else 1
         if count[e] + more > world.num_ranks or count.sum() + more > total:
             open_[e] = False
@@ -68,12 +81,23 @@ def _replicas(load: np.ndarray, world: World, capacity: int) -> np.ndarray:
 
 
 def _lay_out(load: np.ndarray, count: np.ndarray, setting: Setting) -> np.ndarray:
-    """[E, R] bool: who restores which expert. A replica whose only room is beside another one is left out."""
-    world, capacity = setting.world, setting.homes_per_rank + setting.slots
+    """Choose the ranks that restore each expert, [E, R] bool.
+
+    A replica is left out if all ranks with room already have one of its expert.
+
+    Args:
+        load: tokens of each expert, [E].
+        count: replicas of each expert, [E].
+        setting: setting of the layer.
+    """
+    world = setting.world
+    capacity = setting.homes_per_rank + setting.slots
     node = np.unique(np.asarray(world.node), return_inverse=True)[1]
     holders = np.zeros((len(load), len(node)), dtype=bool)
-    on_node = np.zeros((len(load), world.num_nodes), dtype=int)  # replicas of an expert on a node
-    rank_load, room = np.zeros(len(node)), np.full(len(node), capacity)
+    # replicas of an expert on a node
+    on_node = np.zeros((len(load), world.num_nodes), dtype=int)
+    rank_load = np.zeros(len(node))
+    room = np.full(len(node), capacity)
     replica = np.repeat(np.arange(len(load)), count)
     weight = (load / count)[replica]
     for i in np.argsort(-weight, kind="stable").tolist():
@@ -81,6 +105,7 @@ def _lay_out(load: np.ndarray, count: np.ndarray, setting: Setting) -> np.ndarra
         possible = np.flatnonzero((room > 0) & ~holders[e])
         if not len(possible):
             continue
+        # Nodes with fewest replicas of the expert first, so that tokens stay in their node.
         near = on_node[e, node[possible]]
         possible = possible[near == near.min()]
         rank = int(possible[rank_load[possible].argmin()])
@@ -92,7 +117,12 @@ def _lay_out(load: np.ndarray, count: np.ndarray, setting: Setting) -> np.ndarra
 
 
 def gather_shards(held: np.ndarray, world: World) -> Traffic:
-    """Chunks cut over all ranks: a holder gets one share from every rank. ``held``: [E, R] bool."""
+    """Count the traffic of sharded chunks, of which a holder receives one share from every rank.
+
+    Args:
+        held: holders of each expert, [E, R] bool.
+        world: node of every rank.
+    """
     node = np.asarray(world.node)
     same = (node[:, None] == node[None, :]) & ~np.eye(len(node), dtype=bool)
     other = node[:, None] != node[None, :]

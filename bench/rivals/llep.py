@@ -10,24 +10,31 @@ from megatron_hecate.plan import Placement
 from rivals.planner import Planner, from_holders
 from rivals.split import Quotas, nearest_sources
 
-ALPHA: float = 1.1  # capacity of a rank over the mean load; default of the public repository
-THRESHOLD: float = 1.3  # max / mean rank load up to which it stays with plain expert parallelism; its README's setting
-PIECE: int = 1024  # fewest tokens worth a GEMM of their own; its default
+# capacity of a rank over the mean load; default of the public repository
+ALPHA: float = 1.1
+# max / mean rank load up to which LLEP uses plain expert parallelism; setting of its README
+THRESHOLD: float = 1.3
+# fewest tokens of a separate GEMM; its default
+PIECE: int = 1024
 
 
 class LLEP(Planner):
-    """After the gate, what exceeds a rank's capacity is spilled in pieces to the least loaded ranks, weights and all.
+    """Planner that spills tokens above a rank's capacity, with weights, to the least loaded ranks.
 
-    Experts in order of load; a home keeps what fits under alpha x mean beside its experts still to come. The rest goes
-    to the rank of least load (assigned, and still to come from its own experts), as much as fits there, then to the
-    next; pieces below the minimum are not made unless they are all that is left. What nobody has room for goes to the
-    least loaded rank. Decided here: the pieces of an expert take tokens of near sources first, and the minimum counts
-    real tokens, whatever a count of the trace stands for.
+    It plans after the gate, in order of the experts' load. A home keeps an expert's tokens up to
+    alpha x mean, minus the load of its experts that are not assigned yet. The other tokens are
+    given in pieces to the rank of least load (assigned, and not yet assigned of its own experts),
+    up to its capacity, then to the next rank. Pieces below the minimum are made only from the last
+    tokens. If no rank has room, the least loaded rank gets all remaining tokens. Decided here: the
+    pieces of an expert take tokens of near sources first, and the minimum counts real tokens, not
+    counts of the trace.
 
-    Ignores the slots: as many copies as pieces.
+    The planner ignores the slots: every piece has a copy.
     """
 
-    name, when, lifetime = "llep", "gate", "microbatch"
+    name = "llep"
+    when = "gate"
+    lifetime = "microbatch"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         return self.setting.homes
@@ -35,11 +42,9 @@ class LLEP(Planner):
     def correct(self, load: np.ndarray, placement: Placement) -> Placement:
         self._served = _spill(load.sum(axis=0), placement.home, self.setting.num_ranks, self._piece)
         holders = placement.holders | (self._served > 0)
-        return (
-            placement
-            if (holders == placement.holders).all()
-            else from_holders(holders, placement.home)
-        )
+        if (holders == placement.holders).all():
+            return placement
+        return from_holders(holders, placement.home)
 
     def split(self, load: np.ndarray, placement: Placement) -> Quotas:
         return nearest_sources(load, self._served, self.setting.world, holders=placement.holders)
@@ -50,11 +55,21 @@ class LLEP(Planner):
 
 
 def _spill(total: np.ndarray, home: np.ndarray, num_ranks: int, piece: int) -> np.ndarray:
-    """[E, R] tokens that each rank serves; ``total``: [E] tokens, ``piece``: fewest that may be moved at once."""
+    """Assign the tokens of each expert to ranks.
+
+    Args:
+        total: tokens of each expert, [E].
+        home: home rank of each expert, [E].
+        num_ranks: number of ranks, R.
+        piece: fewest tokens of a piece.
+
+    Returns:
+        Tokens of each expert that each rank computes, [E, R].
+    """
     served = np.zeros((len(total), num_ranks), dtype=np.int64)
-    pending = np.bincount(home, weights=total, minlength=num_ranks).astype(
-        np.int64
-    )  # own experts still to come
+    # tokens of own experts that are not assigned yet, [R]
+    pending = np.bincount(home, weights=total, minlength=num_ranks).astype(np.int64)
+    # A small imbalance costs less than sending weights.
     if pending.max() <= THRESHOLD * pending.mean():
         served[np.arange(len(total)), home] = total
         return served
@@ -71,11 +86,16 @@ def _spill(total: np.ndarray, home: np.ndarray, num_ranks: int, piece: int) -> n
             load = np.where(others, assigned + pending, np.iinfo(np.int64).max)
             room = capacity - load
             takes = np.flatnonzero((room > 0) & ((room >= piece) | (room >= left)))
-            rank = int(takes[load[takes].argmin()]) if len(takes) else int(load.argmin())
-            size = min(left, int(room[rank])) if len(takes) else left
+            if len(takes):
+                rank = int(takes[load[takes].argmin()])
+                size = min(left, int(room[rank]))
+            else:
+                rank = int(load.argmin())
+                size = left
             served[e, rank] += size
             assigned[rank] += size
             left -= size
-        if left:  # a group of one rank
+        # Only in a group of one rank.
+        if left:
             served[e, own] += left
     return served

@@ -1,12 +1,12 @@
-"""The interface of a planner: one object per layer, three calls per step that mirror an iteration.
+"""Interface of a planner: one object per layer, with three calls per step, as in an iteration.
 
-| call | when | sees |
+| call | time | input |
 |---|---|---|
 | `place` | before the gate; its copies can be fetched behind other compute | loads of past steps |
 | `correct` | after the gate; its copies are late, on the critical path | the true load |
 | `split` | after the gate | the true load and the final placement |
 
-`moves` then counts what travelled for it. Loads are [R, E] tokens of rank r for expert e.
+`moves` then counts the chunks sent. Loads are tokens of rank r for expert e, [R, E].
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from megatron_hecate.routing.quotas import quotas_of_all
 from megatron_hecate.routing.tables import GroupShape
 from rivals.split import Quotas
 
-INTERVAL: int = (
-    25  # steps between two plans of those that plan now and then; EPLB leaves it to its user
-)
-WINDOW: int = 5  # steps in the mean of `mean_load`; the Hecate paper's window
+# steps between two plans of periodic planners; EPLB leaves it to its user
+INTERVAL: int = 25
+# steps in the mean of `mean_load`; the Hecate paper's window
+WINDOW: int = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a planner is told about its layer.
+    """Description of a layer for its planner.
 
     Args:
-        num_experts: E.
-        world: nodes, links, speed.
-        shape: sizes of one expert and of one count of the load (a count may stand for several tokens).
-        slots: copies a rank may host, S.
-        tokens_per_count: real tokens that one count of the load stands for.
+        num_experts: number of experts, E.
+        world: nodes, links and speeds.
+        shape: sizes of one expert and of one count of the load, which may represent several tokens.
+        slots: most replicas on a rank, S.
+        tokens_per_count: real tokens per count of the load.
     """
 
     num_experts: int
@@ -52,10 +52,12 @@ class Setting:
 
     @property
     def num_ranks(self) -> int:
+        """Number of ranks, R."""
         return self.world.num_ranks
 
     @property
     def homes_per_rank(self) -> int:
+        """Number of home experts per rank."""
         return self.num_experts // self.num_ranks
 
     @cached_property
@@ -65,15 +67,14 @@ class Setting:
 
     @cached_property
     def cost(self) -> CopyCost:
-        """What replicas cost, in counts of the load."""
-        return self.shape.copy_cost(
-            self.world, hidden=self.shape.hidden_seconds / self.shape.fetch_seconds(self.world)
-        )
+        """Cost of replicas, in counts of the load."""
+        hidden = self.shape.hidden_seconds / self.shape.fetch_seconds(self.world)
+        return self.shape.copy_cost(self.world, hidden=hidden)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Moves:
-    """Chunks that travel for one layer in one step.
+    """Chunks sent for one layer in one step.
 
     Args:
         early: weights, before the gate.
@@ -89,9 +90,10 @@ class Moves:
 
 
 class Planner(abc.ABC):
-    """Copies for one step: fetched from their home, gradients summed there, then dropped.
+    """Planner whose copies last one step: fetched from home, gradients summed there, then dropped.
 
-    A subclass states ``name`` (its row in the table), ``when`` (when it plans) and the ``lifetime`` of its copies.
+    A subclass defines ``name`` (its row in the table), ``when`` (time of planning) and the
+    ``lifetime`` of its copies.
     """
 
     name: ClassVar[str]
@@ -100,33 +102,43 @@ class Planner(abc.ABC):
 
     @classmethod
     def memory(cls, setting: Setting) -> dict[str, Any]:
-        """What `SimulatedJob.memory` is asked for."""
+        """Return the arguments for `SimulatedJob.memory`."""
         return dict(slots=setting.slots, lifetime=cls.lifetime)
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
     def gate(self, load: np.ndarray) -> np.ndarray:
-        """The load this layer really gets; all but forced balance take what comes."""
+        """Return the layer's actual load; only forced balance changes ``load``."""
         return load
 
     @abc.abstractmethod
     def place(self, history: Sequence[np.ndarray]) -> Placement:
-        """Homes and copies for the next step; ``history``: past loads [R, E], oldest first, empty at step 0."""
+        """Plan homes and copies for the next step.
+
+        Args:
+            history: past loads [R, E], oldest first; empty at step 0.
+        """
 
     def correct(self, load: np.ndarray, placement: Placement) -> Placement:
-        """Add or drop copies now that the load is known."""
+        """Add or drop copies for the known load."""
         return placement
 
     def split(self, load: np.ndarray, placement: Placement) -> Quotas:
-        """Tokens of each source for each holder; integers that sum to the load. Ours, if a planner has no own."""
+        """Split the load into quotas, tokens of each source for each holder; default: FSSDP's."""
         tokens, order = quotas_of_all(load, placement, GroupShape.of(self.setting.world, placement))
         by_rank = np.lexsort((order.rank, order.expert))
         return Quotas(order.expert[by_rank], order.rank[by_rank], tokens[:, by_rank])
 
     def moves(self, placed: Placement, final: Placement) -> Moves:
-        """What travelled in this step, between what `place` and what `correct` returned."""
-        world, none = self.setting.world, no_traffic(self.setting.num_ranks)
+        """Count the chunks sent in this step.
+
+        Args:
+            placed: result of `place`.
+            final: result of `correct`.
+        """
+        world = self.setting.world
+        none = no_traffic(self.setting.num_ranks)
         early = fan_out(copies(placed), placed.home, world)
         if final is placed:
             return Moves(early=early, late=none, grads=traffic.backwards(early), state=none)
@@ -136,10 +148,11 @@ class Planner(abc.ABC):
 
 
 class Resident(Planner):
-    """Copies that stay. A new one brings weights and optimizer state, and gradients are all-reduced in every step.
+    """Planner whose copies are permanent.
 
-    Every copy updates itself with an optimizer of its own, as in FlexMoE; otherwise it had to fetch its weights again
-    after each update. An all-reduce counts as a way home and a way back.
+    A new copy fetches weights and optimizer state, and gradients are all-reduced in every step.
+    Every copy has its own optimizer, as in FlexMoE; otherwise it would fetch its weights after each
+    update. An all-reduce counts as a send to the home and back.
     """
 
     @classmethod
@@ -152,10 +165,11 @@ class Resident(Planner):
 
     @abc.abstractmethod
     def replan(self, history: Sequence[np.ndarray], now: Placement) -> Placement:
-        """The next placement; ``now`` itself when nothing changes."""
+        """Return the next placement, or ``now`` itself if nothing changes."""
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
-        self._before, self._now = self._now, self.replan(history, self._now)
+        self._before = self._now
+        self._now = self.replan(history, self._now)
         return self._now
 
     def moves(self, placed: Placement, final: Placement) -> Moves:
@@ -167,14 +181,20 @@ class Resident(Planner):
 
 
 def mean_load(history: Sequence[np.ndarray], window: int = WINDOW) -> np.ndarray:
-    """[E] mean tokens per expert, over all ranks and the last ``window`` steps."""
+    """Average the tokens per expert, [E], over the last ``window`` steps, summed over ranks."""
     return np.mean([load.sum(axis=0) for load in history[-window:]], axis=0)
 
 
 def from_holders(holders: np.ndarray, home: np.ndarray) -> Placement:
-    """A placement with exactly these ``holders`` [E, R] bool; homes that no longer hold pass to the lowest holder."""
+    """Build a placement from holders.
+
+    Args:
+        holders: holders of each expert, [E, R] bool.
+        home: preferred home of each expert, [E]; if it is no holder, the lowest holder is the home.
+    """
     held = holders[np.arange(len(home)), home]
     home = np.where(held, home, holders.argmax(axis=1))
+    # Each rank's row of the table holds its experts in order, then padding.
     rank, expert = np.nonzero(holders.T)
     count = holders.sum(axis=0)
     table = np.full((holders.shape[1], int(count.max())), EMPTY, dtype=np.int64)

@@ -16,7 +16,7 @@ from rivals.split import Quotas
 
 Row = dict[str, str | int | float]
 
-# column of the CSV -> (heading in the table, format)
+# keys: columns of the CSV; values: heading in the table, and format
 COLUMNS: dict[str, tuple[str, str]] = {
     "load": ("load", "s"),
     "ranks": ("ranks", "d"),
@@ -39,27 +39,25 @@ COLUMNS: dict[str, tuple[str, str]] = {
 
 
 def markdown(rows: Sequence[Row], columns: dict[str, tuple[str, str]]) -> str:
-    """A table with one line per row."""
+    """Format an aligned Markdown table with one line per row."""
     lines = [[heading for heading, _ in columns.values()]]
     lines += [[format(row[name], spec) for name, (_, spec) in columns.items()] for row in rows]
     left = [spec == "s" for _, spec in columns.values()]
-    width = [max(len(line[i]) for line in lines) for i in range(len(left))]
-    rule = [
-        "-" * w if is_left else "-" * (w - 1) + ":" for w, is_left in zip(width, left, strict=True)
-    ]
-    return "\n".join(
-        "| "
-        + " | ".join(
-            f"{cell:<{w}}" if f else f"{cell:>{w}}"
-            for cell, w, f in zip(line, width, left, strict=True)
-        )
-        + " |"
-        for line in [lines[0], rule, *lines[1:]]
-    )
+    rule = []
+    aligned = []
+    for index, is_left in enumerate(left):
+        width = max(len(line[index]) for line in lines)
+        rule.append("-" * width if is_left else "-" * (width - 1) + ":")
+        aligned.append(f"<{width}" if is_left else f">{width}")
+    formatted = []
+    for line in [lines[0], rule, *lines[1:]]:
+        cells = [format(cell, spec) for cell, spec in zip(line, aligned, strict=True)]
+        formatted.append(f"| {' | '.join(cells)} |")
+    return "\n".join(formatted)
 
 
 def write_csv(path: Path, rows: Sequence[Row], columns: dict[str, tuple[str, str]]) -> None:
-    """Every row with full precision."""
+    """Write all rows with full precision."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(columns), lineterminator="\n")
         writer.writeheader()
@@ -67,19 +65,25 @@ def write_csv(path: Path, rows: Sequence[Row], columns: dict[str, tuple[str, str
 
 
 class Dump:
-    """An .npz of plans, written piece by piece: the quotas of one planner alone may be larger than memory.
+    """An .npz of plans, written piece by piece: one planner's quotas may be larger than memory.
 
-    Per planner p: ``p/home [T, L, E]``, ``p/holders [T, L, E, R]`` as tokens were routed, ``p/placed [T, L, E, R]`` as
-    they were before the gate, ``p/quota [T, L, R, E, R]`` tokens of rank r for expert e that go to rank d. Besides
-    them ``load [T, L, R, E]`` and ``node [R]``. (Under forced balance quotas sum to loads of its own.)
+    It holds ``load [T, L, R, E]`` and ``node [R]``, and per planner p: ``p/home [T, L, E]``,
+    ``p/holders [T, L, E, R]`` after the gate, ``p/placed [T, L, E, R]`` before the gate, and
+    ``p/quota [T, L, R, E, R]``, tokens of rank r for expert e that rank d computes. (Under forced
+    balance the quotas sum to the balanced load, not to ``load``.)
+
+    Args:
+        path: path of the .npz.
+        load: tokens per step, layer, rank and expert, [T, L, R, E].
+        node: node of every rank, [R].
     """
 
     def __init__(self, path: Path, *, load: np.ndarray, node: Sequence[int]) -> None:
         self._zip = zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
-        self._count = np.min_scalar_type(
-            int(load.sum(axis=-1).max())
-        )  # no quota exceeds a source's tokens
-        self._shape = load.shape  # [T, L, R, E]
+        # No quota exceeds a source's tokens.
+        self._count = np.min_scalar_type(int(load.sum(axis=-1).max()))
+        # [T, L, R, E]
+        self._shape = load.shape
         self._write("load", load.astype(self._count))
         self._write("node", np.asarray(node))
 
@@ -93,9 +97,15 @@ class Dump:
 
     @contextmanager
     def planner(self, name: str) -> Iterator[Callable[..., None]]:
-        """Take ``add(placed, final, quotas)`` for every step and, within it, every layer."""
+        """Open the entries of a planner.
+
+        Yields:
+            ``add(placed, final, quotas)``, to be called for every step and, within it, every layer.
+        """
         steps, layers, num_ranks, num_experts = self._shape
-        home, placed, holders = [], [], []
+        home = []
+        placed = []
+        holders = []
         with self._zip.open(f"{name}/quota.npy", "w", force_zip64=True) as member:
             shape = (steps, layers, num_ranks, num_experts, num_ranks)
             descr = np.lib.format.dtype_to_descr(self._count)

@@ -1,11 +1,12 @@
-"""One step of one planner in figures.
+"""Figures of one step of one planner.
 
-Its layer lasts
+The modelled time of its layer is
 
-    other compute + experts + all-to-all + routing + exposed copies, state and gradients + late copies
+    other compute + experts + all-to-all + routing + exposed copies, state, gradients + late copies
 
-where other compute is three times `LayerShape.hidden_seconds` (forward, and twice that backward). Copies and state
-hide behind the compute before the layer, gradients behind as much; late copies hide behind nothing.
+Other compute is three times `LayerShape.hidden_seconds` (forward, and twice that backward). The
+compute before the layer hides copies and state, and an equal time hides gradients; nothing hides
+late copies.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from megatron_hecate.plan import Placement
 from rivals.planner import Moves, Setting
 from rivals.split import Quotas
 
-TOKEN_TRIPS: int = 4  # dispatch and combine, forward and backward
-STATE_PER_GRAD: int = 3  # fp32 values per fp32 gradient value: master weight and Adam's two moments
+# dispatch and combine, forward and backward
+TOKEN_TRIPS: int = 4
+# fp32 values per fp32 gradient value: master weight and Adam's two moments
+STATE_PER_GRAD: int = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +32,11 @@ class Score:
 
     Args:
         imbalance: max / mean rank load.
-        crossing: share of tokens that are computed on another node than the one they start on.
+        crossing: share of tokens that are computed on another node than their own.
         copies: chunks received before the gate, per rank.
         late: chunks received after the gate, per rank.
-        intra_gb: GB sent on links inside nodes for weights, gradients and optimizer state, all ranks together.
-        inter_gb: the same between nodes.
+        intra_gb: GB of weights, gradients and optimizer state sent inside nodes by all ranks.
+        inter_gb: GB of weights, gradients and optimizer state sent between nodes by all ranks.
         extra: experts that the fullest rank holds beyond its even share.
         seconds: modelled time of the layer.
     """
@@ -49,29 +52,36 @@ class Score:
 
 
 def score(quotas: Quotas, placement: Placement, moves: Moves, setting: Setting) -> Score:
-    """Count one step."""
-    world, shape = setting.world, setting.shape
+    """Compute the figures of one step.
+
+    Args:
+        quotas: tokens of each source for each holder.
+        placement: placement after the gate.
+        moves: chunks sent.
+        setting: setting of the layer.
+    """
+    world = setting.world
+    shape = setting.shape
     load = quotas.rank_load(setting.num_ranks)
     node = np.asarray(world.node)
     crosses = node[:, None] != node[quotas.rank][None, :]
     state_bytes = STATE_PER_GRAD * shape.grad_bytes
     early = add((moves.early, shape.expert_bytes), (moves.state, state_bytes))
-    late, grads = add((moves.late, shape.expert_bytes)), add((moves.grads, shape.grad_bytes))
+    late = add((moves.late, shape.expert_bytes))
+    grads = add((moves.grads, shape.grad_bytes))
     moved = add((early, 1), (late, 1), (grads, 1))
     experts = float(load.max()) * shape.token_seconds(world)
-    all_to_all = TOKEN_TRIPS * token_traffic(quotas.flow(setting.num_ranks), world).seconds(
-        shape.token_bytes, world
-    )
-    # whoever holds copies pays for sending tokens to them; the cost model's price, the same for all
-    routing = (
-        world.speeds.routing * shape.microbatches
-        if placement.holders.sum() > setting.num_experts
-        else 0.0
-    )
+    tokens = token_traffic(quotas.flow(setting.num_ranks), world)
+    all_to_all = TOKEN_TRIPS * tokens.seconds(shape.token_bytes, world)
+    # With copies, tokens must be rerouted; the cost model's price, equal for all planners.
+    routing = 0.0
+    if placement.holders.sum() > setting.num_experts:
+        routing = world.speeds.routing * shape.microbatches
     exposed = sum(
         max(0.0, part.seconds(1, world) - shape.hidden_seconds) for part in (early, grads)
     )
     return Score(
+        # A layer without tokens is balanced.
         imbalance=float(load.max() / load.mean()) if load.any() else 1.0,
         crossing=float((quotas.tokens * crosses).sum() / max(1, quotas.tokens.sum())),
         copies=(moves.early.intra_in.sum() + moves.early.inter_in.sum()) / setting.num_ranks,
@@ -87,8 +97,14 @@ def score(quotas: Quotas, placement: Placement, moves: Moves, setting: Setting) 
 
 
 def check_plan(quotas: Quotas, placement: Placement, load: np.ndarray) -> None:
-    """Raise AssertionError unless quotas are integers >= 0 that sum to the load [R, E] and only name holders."""
-    expert, rank, tokens = quotas.expert, quotas.rank, quotas.tokens
+    """Check that quotas are integers >= 0 that sum to the load [R, E] and only name holders.
+
+    Raises:
+        AssertionError: if a check fails.
+    """
+    expert = quotas.expert
+    rank = quotas.rank
+    tokens = quotas.tokens
     assert np.issubdtype(tokens.dtype, np.integer), f"quotas are {tokens.dtype}"
     assert tokens.min() >= 0, f"a quota is {tokens.min()}"
     assert placement.holders[expert, rank].all(), (

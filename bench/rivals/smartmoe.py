@@ -11,13 +11,15 @@ from rivals.planner import INTERVAL, Resident, Setting, from_holders
 
 
 class SmartMoE(Resident):
-    """No copies: every 25 steps experts swap places, with their optimizer state.
+    """Planner without copies: every 25 steps it swaps experts with their optimizer state.
 
-    Greedy, hottest first onto the least loaded rank with room, from the mean load since the last placement. Decided
-    here: a new placement is taken only if it lowers the largest rank load of that mean.
+    It assigns experts greedily, hottest first, to the least loaded rank with room, by the mean load
+    since the last placement. Decided here: a new placement is used only if it lowers the largest
+    rank load of that mean.
     """
 
-    name, when = "smartmoe", f"every {INTERVAL}"
+    name = "smartmoe"
+    when = f"every {INTERVAL}"
 
     @classmethod
     def memory(cls, setting: Setting) -> dict[str, int]:
@@ -28,12 +30,14 @@ class SmartMoE(Resident):
             return now
         load = np.mean([step.sum(axis=0) for step in history[-INTERVAL:]], axis=0)
         num_ranks = self.setting.num_ranks
-        rank_load, room = np.zeros(num_ranks), np.full(num_ranks, self.setting.homes_per_rank)
+        rank_load = np.zeros(num_ranks)
+        room = np.full(num_ranks, self.setting.homes_per_rank)
         home = np.empty(len(load), dtype=np.int64)
         for e in np.argsort(-load, kind="stable"):
             home[e] = np.where(room > 0, rank_load, np.inf).argmin()
             rank_load[home[e]] += load[e]
             room[home[e]] -= 1
+        # A move costs time, so the homes change only for a lower largest rank load.
         if rank_load.max() >= np.bincount(now.home, weights=load, minlength=num_ranks).max():
             return now
         return from_holders(home[:, None] == np.arange(num_ranks), home)

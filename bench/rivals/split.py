@@ -1,4 +1,4 @@
-"""What a split is, and those of published systems: evenly among holders, or sources for totals already decided."""
+"""Quotas, and the splits of published systems: even among holders, or sources for given totals."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from megatron_hecate.plan import Placement, World
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Quotas:
-    """Who serves what: one entry per holder of an expert.
+    """Tokens of each source for each holder of an expert; holders are ordered by expert, then rank.
 
     Args:
-        expert: [C] expert of the holder.
-        rank: [C] its rank. Holders are ordered by expert, then rank.
-        tokens: [R, C] tokens of each rank for this expert that go to this holder; over an expert's holders they sum to
-            the rank's load.
+        expert: expert of each holder, [C].
+        rank: rank of each holder, [C].
+        tokens: tokens of each source for each holder, [R, C]; over an expert's holders they sum to
+            the source's load.
     """
 
     expert: np.ndarray
@@ -26,13 +26,13 @@ class Quotas:
     tokens: np.ndarray
 
     def rank_load(self, num_ranks: int) -> np.ndarray:
-        """[R] tokens each rank computes."""
+        """Sum the tokens that each rank computes, [R]."""
         load = np.zeros(num_ranks, dtype=np.int64)
         np.add.at(load, self.rank, self.tokens.sum(axis=0))
         return load
 
     def flow(self, num_ranks: int) -> np.ndarray:
-        """[R, R] tokens of rank r that rank d computes."""
+        """Sum the tokens of rank r that rank d computes, [R, R]."""
         flow = np.zeros((num_ranks, num_ranks), dtype=np.int64)
         np.add.at(flow.T, self.rank, self.tokens.T)
         return flow
@@ -41,22 +41,26 @@ class Quotas:
 def even_split(
     load: np.ndarray, placement: Placement, world: World, *, nearest: Literal["rank", "node", "any"]
 ) -> Quotas:
-    """Every source shares its tokens for an expert evenly among the candidates.
+    """Split each source's tokens for an expert evenly among the candidates.
+
+    Remainders are given one token each to consecutive candidates, beginning at the source's number,
+    so that low ranks are not favoured.
 
     Args:
-        load: [R, E] int, tokens of rank r for expert e.
-        placement: who holds what.
+        load: tokens of rank r for expert e, [R, E] int.
+        placement: holders of each expert.
         world: node of every rank.
-        nearest: who is a candidate. ``any``: every holder. ``node``: the holders on the source's node, every holder if
-            there is none. ``rank``: the source itself if it holds the expert, else as ``node``.
+        nearest: candidates. ``any``: every holder. ``node``: holders on the source's node, every
+            holder if there is none. ``rank``: the source if it is a holder, else as ``node``.
 
     Returns:
-        Quotas. What does not divide goes one token each to candidates counted from the source's number on, so that
-        low ranks are not favoured.
+        Quotas.
     """
-    node, source = np.asarray(world.node), np.arange(len(load))
+    node = np.asarray(world.node)
+    source = np.arange(len(load))
     expert, rank = np.nonzero(placement.holders)
-    first = np.searchsorted(expert, np.arange(placement.num_experts))  # each expert's first holder
+    # index of each expert's first holder
+    first = np.searchsorted(expert, np.arange(placement.num_experts))
     candidate = np.ones((len(source), len(expert)), dtype=bool)
     near = {"any": [], "node": [node[source][:, None] == node[rank]]}
     near["rank"] = [*near["node"], source[:, None] == rank]
@@ -65,7 +69,8 @@ def even_split(
         candidate = np.where(has, closer, candidate)
     count = np.add.reduceat(candidate, first, axis=1, dtype=np.int64)[:, expert]
     before = np.cumsum(candidate, axis=1) - candidate
-    position = before - before[:, first][:, expert]  # the how-manieth candidate a holder is
+    # index of a holder among the candidates of its expert
+    position = before - before[:, first][:, expert]
     share, rest = np.divmod(load.astype(np.int64)[:, expert], count)
     tokens = np.where(candidate, share + ((position - source[:, None]) % count < rest), 0)
     return Quotas(expert=expert, rank=rank, tokens=tokens)
@@ -74,13 +79,13 @@ def even_split(
 def nearest_sources(
     load: np.ndarray, served: np.ndarray, world: World, *, holders: np.ndarray
 ) -> Quotas:
-    """Which sources' tokens make up given totals: own rank first, then own node, then the rest.
+    """Choose the sources of given totals: the holder's rank first, then its node, then all ranks.
 
     Args:
-        load: [R, E] int, tokens of rank r for expert e.
-        served: [E, R] int, tokens of expert e that rank r computes; sums to the load.
+        load: tokens of rank r for expert e, [R, E] int.
+        served: tokens of expert e that rank r computes, [E, R] int; sums to the load.
         world: node of every rank.
-        holders: [E, R] bool, covers everything served.
+        holders: holders of each expert, [E, R] bool; includes all ranks with tokens in ``served``.
     """
     node = np.asarray(world.node)
     expert, rank = np.nonzero(holders)
@@ -89,16 +94,19 @@ def nearest_sources(
     tokens[:, single] = load[:, expert[single]]
     for e in np.unique(expert[~single]):
         columns = np.flatnonzero(expert == e)
-        supply, demand = load[:, e].astype(np.int64), served[e, rank[columns]].astype(np.int64)
+        supply = load[:, e].astype(np.int64)
+        demand = served[e, rank[columns]].astype(np.int64)
         own = np.minimum(supply[rank[columns]], demand)
         tokens[rank[columns], columns] += own
         supply[rank[columns]] -= own
         demand -= own
+        # Node by node, then all nodes.
         for k in [*np.unique(node[rank[columns]]), None]:
-            near = np.ones(len(columns), dtype=bool) if k is None else node[rank[columns]] == k
-            flow = _in_order(
-                np.where((node == k) | (k is None), supply, 0), np.where(near, demand, 0)
-            )
+            if k is None:
+                flow = _in_order(supply, demand)
+            else:
+                on_node = node[rank[columns]] == k
+                flow = _in_order(np.where(node == k, supply, 0), np.where(on_node, demand, 0))
             tokens[:, columns] += flow
             supply -= flow.sum(axis=1)
             demand -= flow.sum(axis=0)
@@ -107,6 +115,8 @@ def nearest_sources(
 
 
 def _in_order(supply: np.ndarray, demand: np.ndarray) -> np.ndarray:
-    """[N, H] tokens when sources, one after the other, fill holders, one after the other."""
-    n, h = np.cumsum(supply)[:, None], np.cumsum(demand)[None, :]
-    return np.maximum(0, np.minimum(n, h) - np.maximum(n - supply[:, None], h - demand[None, :]))
+    """Fill holders in order from sources in order; returns tokens [N, H]."""
+    source_end = np.cumsum(supply)[:, None]
+    holder_end = np.cumsum(demand)[None, :]
+    begin = np.maximum(source_end - supply[:, None], holder_end - demand[None, :])
+    return np.maximum(0, np.minimum(source_end, holder_end) - begin)
