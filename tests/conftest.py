@@ -12,6 +12,14 @@ KEPT = Path(".pytest_cache", "seconds.json")
 _of_tests: dict[str, float] = defaultdict(float)
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prefix of a small dataset."""
+    from pretraining import prepare_text
+
+    return prepare_text(tmp_path_factory.mktemp("data"))
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     _of_tests[report.nodeid] += report.duration
 

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from pretraining import ROOT, SCRIPT, SUPPORT, losses, pretrain, python, run_script, text  # noqa: F401
+from pretraining import ROOT, SCRIPT, SUPPORT, losses, pretrain, python, run_script
 
 
 @pytest.mark.fast

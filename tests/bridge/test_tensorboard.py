@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pretraining import ROOT, losses, pretrain, text  # noqa: F401
+from pretraining import ROOT, losses, pretrain
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_hecate.record.analysis import Figures
@@ -50,7 +50,7 @@ def _steps(file: Path, chunks: int) -> list[tuple[list, list]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_script_logs_what_was_routed(
-    text: Path,  # noqa: F811
+    text: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     layout: str,

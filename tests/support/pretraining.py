@@ -10,8 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 
 SUPPORT = ROOT / "tests" / "support"
@@ -27,10 +25,9 @@ def python(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess:
     )
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small dataset of this project's own sources."""
-    prefix = tmp_path_factory.mktemp("data") / "text"
+def prepare_text(folder: Path) -> Path:
+    """Write a small dataset of this project's own sources; returns its prefix."""
+    prefix = folder / "text"
     done = python("examples/prepare_bytes.py", str(ROOT / "megatron_hecate"), str(prefix))
     assert done.returncode == 0, done.stderr
     return prefix
