@@ -271,13 +271,13 @@ def main() -> int:
         "--parts", default=",".join(COMMANDS), help="names or numbers of commands (%(default)s)"
     )
     parser.add_argument(
-        "--minutes", type=float, help="for all parts together; else what the commands take together"
+        "--minutes", type=float, help="time for all parts; default: sum over all commands"
     )
     parser.add_argument(
         "--out", type=Path, default=ROOT / "build" / "gpu", help="folder (%(default)s)"
     )
     parser.add_argument(
-        "--tiny", action="store_true", help="tiny sizes, to try the parts; the numbers mean nothing"
+        "--tiny", action="store_true", help="tiny sizes, to try the parts; numbers are meaningless"
     )
     parser.add_argument("--list", action="store_true", help="print the parts, and run none")
     options = parser.parse_args()
