@@ -154,6 +154,18 @@ def test_a_block_of_threads(
         assert (done.stdout, done.returncode) == ("OK\n", 0), (seed, done.stdout + done.stderr)
 
 
+@pytest.mark.parametrize("sanitizer", list(SANITIZERS))
+def test_sets_of_several_words(programs: dict[str, Path], tmp_path: Path, sanitizer: str) -> None:
+    """The same in a chain of more than 64 ranks, whose sets of ranks take several words each."""
+    rng = np.random.default_rng(0)
+    placement = chain(70)
+    loads = rng.dirichlet(np.full(placement.num_experts, 0.3), placement.num_ranks) * 3000
+    block = Block(placement, some_world(rng, 70), loads.astype(np.int64), threads=4, lanes=2)
+    block.write(tmp_path / "file", rng)
+    done = run(programs[sanitizer], tmp_path / "file")
+    assert (done.stdout, done.returncode) == ("OK\n", 0), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("bug", list(MUTATIONS))
 def test_a_planted_bug_is_caught(tmp_path: Path, bug: str) -> None:
     """By a sanitizer, a wrong value, or a run that does not end."""
