@@ -154,16 +154,29 @@ def test_a_block_of_threads(
         assert (done.stdout, done.returncode) == ("OK\n", 0), (seed, done.stdout + done.stderr)
 
 
+def large_group(seed: int) -> Block:
+    """More than 64 ranks, a home each, whose slots mostly hold the first experts; seed 0: a chain."""
+    rng = np.random.default_rng(seed)
+    if seed == 0:
+        placement = chain(70)
+    else:
+        ranks = int(rng.integers(70, 130))
+        homes = Placement.initial(ranks, ranks, num_slots=1)
+        wanted = np.minimum(ranks - 1, rng.pareto(0.7, ranks) * 3).astype(int)
+        replicas = [(int(e), r) for r, e in enumerate(wanted) if not homes.holders[e, r]]
+        placement = homes.with_replicas(replicas)
+    ranks = placement.num_ranks
+    loads = rng.dirichlet(np.full(placement.num_experts, 0.3), ranks) * 3000
+    return Block(placement, some_world(rng, ranks), loads.astype(np.int64), threads=4, lanes=2)
+
+
 @pytest.mark.parametrize("sanitizer", list(SANITIZERS))
 def test_sets_of_several_words(programs: dict[str, Path], tmp_path: Path, sanitizer: str) -> None:
-    """The same in a chain of more than 64 ranks, whose sets of ranks take several words each."""
-    rng = np.random.default_rng(0)
-    placement = chain(70)
-    loads = rng.dirichlet(np.full(placement.num_experts, 0.3), placement.num_ranks) * 3000
-    block = Block(placement, some_world(rng, 70), loads.astype(np.int64), threads=4, lanes=2)
-    block.write(tmp_path / "file", rng)
-    done = run(programs[sanitizer], tmp_path / "file")
-    assert (done.stdout, done.returncode) == ("OK\n", 0), done.stdout + done.stderr
+    """The same in groups whose sets of ranks take several words each, by several threads."""
+    for seed in range(4):
+        large_group(seed).write(tmp_path / "file", np.random.default_rng(seed))
+        done = run(programs[sanitizer], tmp_path / "file")
+        assert (done.stdout, done.returncode) == ("OK\n", 0), (seed, done.stdout + done.stderr)
 
 
 @pytest.mark.parametrize("bug", list(MUTATIONS))
