@@ -12,6 +12,12 @@ SUPPORT = ("tests/support", "tests/support/cpu", "tests/support/models", "tests/
 FOLDERS = ("", *SUPPORT, "examples")
 
 
+def torchrun(ranks: int) -> list[str]:
+    """Return the command that starts a script on ``ranks`` processes of this machine."""
+    flags = [f"--nproc-per-node={ranks}", "--standalone"]
+    return [sys.executable, "-m", "torch.distributed.run", *flags]
+
+
 def again_on_ranks(script: str, ranks: int, **environment: str) -> int:
     """Run ``script`` with this process's arguments under torchrun, for at most half an hour.
 
@@ -32,13 +38,6 @@ def again_on_ranks(script: str, ranks: int, **environment: str) -> int:
         "PYTHONWARNINGS": "ignore",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={ranks}",
-        "--standalone",
-    ]
-    command += [script, *sys.argv[1:]]
+    command = [*torchrun(ranks), script, *sys.argv[1:]]
     variables = {**os.environ, **settings, **environment}
     return subprocess.run(command, env=variables, timeout=1800).returncode

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SUPPORT = ("tests/support", "tests/support/cpu", "tests/support/models", "tests/support/scripts")
-sys.path[:0] = [str(ROOT / folder) for folder in (".", *SUPPORT, "tests/bridge", "examples")]
+SUPPORT = ROOT / "tests" / "support"
+sys.path[:0] = map(
+    str, [ROOT, SUPPORT, *SUPPORT.glob("*/"), ROOT / "tests" / "bridge", ROOT / "examples"]
+)
 sys.modules["bridge_on_cpu"] = sys.modules[
     __name__
 ]  # the process that ranks are forked from knows it by another name

@@ -12,9 +12,9 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ("tests/support", "tests/support/cpu", "tests/support/models", "tests/support/scripts")
-sys.path[:0] = [str(ROOT / folder) for folder in (".", *SUPPORT, "examples", "bench")]
+SUPPORT = Path(__file__).resolve().parent
+ROOT = SUPPORT.parents[1]
+sys.path[:0] = map(str, [ROOT, SUPPORT, *SUPPORT.glob("*/"), ROOT / "examples", ROOT / "bench"])
 
 with contextlib.suppress(
     ImportError, FileNotFoundError

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from launch import torchrun
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SUPPORT = ROOT / "tests" / "support"
@@ -51,14 +53,7 @@ def run_script(
     """Exit status and log of a run on so many processes, after which none of them lives."""
     import demo
 
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc-per-node={ranks}",
-        "--standalone",
-    ]
-    command += [str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
+    command = [*torchrun(ranks), str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
     command += demo.megatron_flags()
     command += "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4".split()
     command += [

@@ -20,9 +20,9 @@ from typing import Any
 
 import pytest
 import torch
+from launch import FOLDERS, torchrun
 
 ROOT = Path(__file__).resolve().parents[2]
-SUPPORT = ("tests/support", "tests/support/cpu", "tests/support/models")
 RANKS: int = 4
 GROUPS: int = 4
 SIZES = dict(hidden_size=256, ffn_hidden_size=256, moe_ffn_hidden_size=256)  # fp8 in blocks of 128
@@ -119,7 +119,7 @@ def _is_missing() -> str:
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_a_shared_gpu(group: int) -> None:
     """Cases of a group train one after another in the same processes; groups can run beside each other."""
-    folders = (".", *SUPPORT, "tests/training", "examples")
+    folders = (*FOLDERS, "tests/training", "bench")
     environment = dict(
         OMP_NUM_THREADS="1",
         PYTHONPATH=os.pathsep.join(
@@ -132,14 +132,7 @@ def test_a_shared_gpu(group: int) -> None:
         NVIDIA_TF32_OVERRIDE="0",  # else fp32 is as rough as bf16: a last bit of an activation becomes its tenth
     )
     names = list(CASES)[group::GROUPS]
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={RANKS}",
-    ]
-    command += [__file__, *names]
+    command = [*torchrun(RANKS), __file__, *names]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env=os.environ | environment, cwd=ROOT
     )
@@ -173,7 +166,7 @@ def compare(name: str) -> None:
     computed = torch.zeros(1, device="cuda")
     stock, again = tiny_gpt.train(case), tiny_gpt.train(case)
     none = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=0))
-    transport = "nvlink" if torch.version.cuda and tiny_gpt.ON_GPU else "auto"
+    transport = "nvlink" if tiny_gpt.ON_GPU else "auto"
     hook = tiny_gpt.fssdp_hook(transport=transport, **CASES[name][2])
     ours = tiny_gpt.train(case, hook=tiny_gpt.counting_hook(hook, computed))
     repeats = tiny_gpt.difference(stock, again) == tiny_gpt.SAME
