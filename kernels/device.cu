@@ -165,9 +165,9 @@ extern "C" __global__ void __launch_bounds__(256, 1)
 
 extern "C" __global__ void __launch_bounds__(256, 4)
     fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigned char* map, int* before, int* loads,
-                unsigned* arrived) {
+                long long* total, unsigned* arrived) {
   fssdp::Device th;
-  fssdp::count_tokens(th, {tokens, tile}, experts, map, before, loads, arrived);
+  fssdp::count_tokens(th, {tokens, tile}, experts, map, before, loads, total, arrived);
 }
 
 // About one block per multiprocessor runs. Without the bound of 4 the compiler targets 8 blocks per

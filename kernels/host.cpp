@@ -257,9 +257,10 @@ void fssdp_quotas_passes(const int* group, const int* holders, const int* loads,
   fssdp::launch(kernel, 1, 1);
 }
 void fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigned char* map, int* before, int* loads,
-                 unsigned* arrived) {
+                 long long* total, unsigned* arrived) {
   fssdp::launch(
-      [&](fssdp::Host& th) { fssdp::count_tokens(th, {tokens, tile}, experts, map, before, loads, arrived); }, 1, 1);
+      [&](fssdp::Host& th) { fssdp::count_tokens(th, {tokens, tile}, experts, map, before, loads, total, arrived); }, 1,
+      1);
 }
 #define FSSDP_REROUTE(BITS, TYPE)                                                                                     \
   void fssdp_reroute_##BITS(                                                                                          \

@@ -24,9 +24,11 @@ enum { TOGETHER = 8 };
 enum { TILES_TOGETHER = 8 };
 
 // Count tokens per tile and expert. `before`: [tiles, E] result, tokens before each tile; `loads`:
-// [E] result; `map`: [T, E] routing map; `arrived`: counter of blocks, zero before and after.
+// [E] result; `total`: [E] sum over several launches, to which the loads are added, or null; `map`:
+// [T, E] routing map; `arrived`: counter of blocks, zero before and after.
 template <class Thread>
-FSSDP_FN void count_tokens(Thread& th, const Tokens& t, u32 experts, const u8* map, i32* before, i32* loads, u32* arrived) {
+FSSDP_FN void count_tokens(Thread& th, const Tokens& t, u32 experts, const u8* map, i32* before, i32* loads, i64* total,
+                           u32* arrived) {
   for (u32 tile = th.block(); tile < t.tiles(); tile += th.blocks())
     for (u32 e = th.id(); e < experts; e += th.count()) {
       i32 sum = 0;
@@ -56,6 +58,7 @@ FSSDP_FN void count_tokens(Thread& th, const Tokens& t, u32 experts, const u8* m
       }
     }
     loads[e] = sum;
+    if (total) total[e] += sum;
   }
 }
 

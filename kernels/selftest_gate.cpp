@@ -145,12 +145,17 @@ int main(int argc, char** argv) {
   compare("parts", parts, parts_wanted);
 
   u32 arrived = 0;
+  // A sum that begins above 32 bits.
+  Array<i64> total(8 * (u64)n[EXPERTS]), begun(8 * (u64)n[EXPERTS]);
+  for (i32 e = 0; e < n[EXPERTS]; ++e) total.at[e] = begun.at[e] = (1ll << 40) + e;
   const auto count = [&](Host& th) {
-    count_tokens(th, tokens, (u32)n[EXPERTS], map.at, before.at, own_loads.at, &arrived);
+    count_tokens(th, tokens, (u32)n[EXPERTS], map.at, before.at, own_loads.at, total.at, &arrived);
   };
   for (int again = 0; again < 2; ++again) launch(count, (u32)n[BLOCKS], (u32)n[THREADS]);
   compare("tokens before tiles", before, before_wanted);
   compare("loads", own_loads, loads_wanted);
+  for (i32 e = 0; e < n[EXPERTS]; ++e) total.at[e] -= 2 * (i64)loads_wanted.at[e];
+  compare("sum of two counts", total, begun);
 
   Array<u8> out_map(out_map_wanted.bytes);
   Array<u32> out(out_wanted.bytes / 4), grad(grad_wanted.bytes / 4);

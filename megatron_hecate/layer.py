@@ -17,6 +17,7 @@ graph (`GraphedBlock`) and read after the graph, in `dispatch`: no Python runs i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -130,13 +131,12 @@ class FSSDPLayer:
             # graphs are warmed up and captured before the first iteration places replicas
             state.place(None)
         chosen = rerouter.without_padding(routing_map, probs)
-        counted = rerouter.count(chosen)
+        counted = rerouter.count(chosen, None if captured else self._sums_of(running, chosen))
         if by_quotas or late:
-            with trace.span("loads", state.name):
-                loads = rerouter.gather_loads(counted)
+            loads = self._as_span("loads", rerouter.gather_loads, counted)
             if late and running is not None and running.purpose is Forward.MICROBATCH:
-                with trace.span("late", state.name):
-                    running.replicas = self.prefetcher.add_late_replicas(state.index, loads)
+                add_late = self.prefetcher.add_late_replicas
+                running.replicas = self._as_span("late", add_late, state.index, loads)
                 if by_quotas := running.replicas is not None:
                     state.place(running.replicas)
         # late replicas may just have been added
@@ -145,12 +145,26 @@ class FSSDPLayer:
         if self.token_dispatcher is not dispatcher:
             self.token_dispatcher = dispatcher
         if by_quotas:
-            with trace.span("quotas", state.name):
-                routing_map, probs = rerouter.reroute(probs, counted, loads)
+            routing_map, probs = self._as_span("quotas", rerouter.reroute, probs, counted, loads)
         elif physical:
             routing_map, probs = rerouter.to_homes(probs, counted)
         dispatcher.expert_loads = counted.loads
         return probs, routing_map
+
+    def _sums_of(self, running: ForwardPass, routing_map: Tensor) -> Tensor | None:
+        """Return the load monitor's sums for a microbatch's own forward, and mark it as counted."""
+        if running.purpose is not Forward.MICROBATCH:
+            return None
+        running.is_counted = True
+        return self.prefetcher.monitor.counts(self.fssdp.index, routing_map.device)
+
+    def _as_span(self, what: str, step: Callable[..., Any], *args: Any) -> Any:
+        """Call ``step`` with ``args``, as a span of the forward where spans are recorded."""
+        running = self.fssdp.running
+        if running is None or not running.is_traced:
+            return step(*args)
+        with trace.span(what, self.fssdp.name):
+            return step(*args)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
@@ -160,9 +174,8 @@ class FSSDPLayer:
         # from here on, the next call of `begin` begins another forward
         running.is_dispatched = True
         if running.purpose is Forward.MICROBATCH:
-            self.prefetcher.dispatched(
-                state.index, self.token_dispatcher.expert_loads, running.replicas
-            )
+            loads = None if running.is_counted else self.token_dispatcher.expert_loads
+            self.prefetcher.dispatched(state.index, loads, running.replicas)
         if not running.is_traced:
             return here.through(state.name, super().dispatch, *args, **kwargs)
         with trace.span("dispatch", state.name):

@@ -21,7 +21,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_hecate.homes.exchange import Relocation, Shard, pieces
-from megatron_hecate.job.collectives import wait_collective
+from megatron_hecate.job.collectives import gather_rows
 from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.megatron.stored_weights import StoredWeights
 
@@ -313,12 +313,10 @@ def _element_size(states: Sequence[State]) -> int:
 def _gather_rows(row: Sequence[int], group: dist.ProcessGroup, *, timeout: float) -> np.ndarray:
     """Gather one row of integers per rank of ``group``, [N, len(row)] int64."""
     numbers = torch.tensor(row, device=device_of_rank())
-    table = numbers.new_empty(group.size() * len(numbers))
-    work = dist.all_gather_into_tensor(table, numbers, group=group, async_op=True)
-    wait_collective(
-        work, table, group, what="gathering optimizer states", label="homes", timeout=timeout
+    table = gather_rows(
+        numbers, group, what="gathering optimizer states", label="homes", timeout=timeout
     )
-    return table.view(group.size(), -1).cpu().numpy()
+    return table.cpu().numpy()
 
 
 def _check_same_kinds(codes: np.ndarray, kinds: Sequence[list[str]]) -> None:

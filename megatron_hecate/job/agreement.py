@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hecate.job.collectives import wait_collective
+from megatron_hecate.job.collectives import gather_rows
 from megatron_hecate.job.rendezvous import Question, Verdict
 
 # Upper bound on the problems in the error of a rank other than 0: every rank reads the list.
@@ -203,11 +203,8 @@ def assert_same(number: int, group: dist.ProcessGroup, *, label: str, timeout: f
     own = torch.tensor([number], dtype=torch.int64)
     if dist.get_backend(group) == "nccl":
         own = own.cuda()
-    numbers = own.new_empty(group.size())
-    work = dist.all_gather_into_tensor(numbers, own, group=group, async_op=True)
-    assert work is not None
-    wait_collective(work, numbers, group, what="comparing plans", label=label, timeout=timeout)
-    fingerprints = numbers.tolist()
+    numbers = gather_rows(own, group, what="comparing plans", label=label, timeout=timeout)
+    fingerprints = numbers.flatten().tolist()
     if len(set(fingerprints)) > 1:
         raise AssertionError(
             f"{label}: ranks of {dist.get_process_group_ranks(group)} planned differently: "

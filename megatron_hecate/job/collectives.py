@@ -20,6 +20,33 @@ class TransferError(RuntimeError):
     """
 
 
+def gather_rows(
+    row: Tensor, group: dist.ProcessGroup, *, what: str, label: str, timeout: float
+) -> Tensor:
+    """Gather one tensor of equal size from every rank, and wait as `wait_collective` does.
+
+    Args:
+        row: this rank's tensor, [n].
+        group: the ranks that take part.
+        what: name of the collective, for errors.
+        label: name of the layer, for errors.
+        timeout: seconds.
+
+    Returns:
+        [N, n] tensor with one row per rank.
+
+    Raises:
+        TransferError: see `wait_collective`.
+    """
+    ranks = group.size()
+    rows = row.new_empty(ranks * row.shape[0])
+    # torch 2.13 has deprecated the older name, which prints a warning.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work = all_gather(rows, row, group=group, async_op=True)
+    wait_collective(work, rows, group, what=what, label=label, timeout=timeout)
+    return rows.view(ranks, -1)
+
+
 def wait_collective(
     work: dist.Work,
     tensor: Tensor,

@@ -82,10 +82,13 @@ class Position:
         """
         self.reach(layer)
         exchanged = exchange(*args, **kwargs)
-        # Each output has an exchange of its own in the backward.
-        for tensor in exchanged if isinstance(exchanged, tuple) else (exchanged,):
+        outputs = exchanged if isinstance(exchanged, tuple) else (exchanged,)
+        # Each output has an exchange of its own in the backward. One hook suffices: autograd runs
+        # nodes that were made later first, so the exchange of the last output begins first.
+        for tensor in reversed(outputs):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(self._hooks.get(layer) or self._make_hook(layer))
+                break
         return exchanged
 
     def _make_hook(self, layer: str) -> Callable[[Any], None]:

@@ -23,7 +23,8 @@ from megatron_hecate.megatron.grouped_linear import NOTHING, GroupedExperts, cop
 from megatron_hecate.megatron.parameter_gathers import wait_for_params
 from megatron_hecate.megatron.stored_weights import StoredWeights
 from megatron_hecate.plan import LayerShape
-from megatron_hecate.replicas.autograd import ChunkLayout, PendingGradients
+from megatron_hecate.replicas.autograd import PendingGradients
+from megatron_hecate.replicas.chunk_layout import ChunkLayout
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.replicas.slots import Delayed
 from megatron_hecate.settings.unsupported import GROUPED_ONLY
@@ -129,7 +130,11 @@ class PhysicalExperts:
 
     def stored(self) -> list[list[Tensor]]:
         """List the tensors to transfer of each of this rank's own experts."""
-        return [StoredWeights(expert).tensors() for expert in self.homes()]
+        homes = self.homes()
+        # One module holds them all, so all are quantized or none is.
+        if not StoredWeights(homes[0]).quantized:
+            return homes
+        return [StoredWeights(expert).tensors() for expert in homes]
 
     def weights_in(self, chunk: Tensor) -> list[Tensor]:
         """View the received ``chunk`` of one replica as the expert's parameters."""

@@ -53,6 +53,7 @@ class ForwardPass:
         is_traced: whether spans are recorded.
         is_dispatched: whether its tokens have been sent to their experts.
         is_replayed: whether a graph holds parts of the forward, which began before the attention.
+        is_counted: whether the load monitor's sums include its tokens.
         num_tokens: rows of the experts' input, one per token and chosen expert.
     """
 
@@ -62,4 +63,5 @@ class ForwardPass:
     is_traced: bool
     is_dispatched: bool = False
     is_replayed: bool = False
+    is_counted: bool = False
     num_tokens: int = 0

@@ -58,6 +58,8 @@ def wait_for_params(module: Module) -> None:
     pre-hook of the submodule that owns a parameter. Other code would silently read the last
     iteration's values, so the hooks run here.
     """
+    if not gathers_params(module):
+        return
     for submodule in module.modules():
         for hook in _ddp_hooks(submodule):
             hook(submodule, ())

@@ -16,14 +16,15 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_hecate.device.launch import Kernels
+from megatron_hecate.job.collectives import gather_rows
 from megatron_hecate.plan import Link, Placement, Speeds, World
 from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.tables import GroupShape
 
 REPEATS: int = 7
+TIMEOUT: float = 60.0
 WARMUPS: int = 2
 # bytes, about one expert
 CHUNK: int = 16 << 20
@@ -264,12 +265,13 @@ def _routing(world: World, device: torch.device) -> float:
     homes = Placement.initial(2 * num_ranks, num_ranks, num_slots=1)
     placement = homes.with_replicas((2 * r, (r + 1) % num_ranks) for r in range(num_ranks))
     own = torch.randint(0, 1000, (2 * num_ranks,), dtype=torch.int32, device=device)
-    loads: Tensor = own.new_empty(num_ranks * len(own))
     tables = QuotaTables(GroupShape.of(world, placement), device, Kernels(device))
     tables.place(placement)
 
     def route() -> None:
-        dist.all_gather_into_tensor(loads, own)
-        tables.parts(loads.view(num_ranks, -1), rank)
+        loads = gather_rows(
+            own, dist.group.WORLD, what="gathering loads", label="measure", timeout=TIMEOUT
+        )
+        tables.parts(loads, rank)
 
     return _time(route, device)

@@ -20,7 +20,6 @@ one by one.
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,32 +35,7 @@ from megatron_hecate import trace
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.device.direct_apply import apply_directly
 from megatron_hecate.replicas.buffers import Buffer
-
-
-@dataclasses.dataclass(frozen=True)
-class ChunkLayout:
-    """Layout of one expert's parameters, end to end in a chunk.
-
-    Args:
-        shapes: shape of every parameter, in the order of the expert's module.
-        fused: True for each parameter whose gradient a GEMM adds straight into ``main_grad``
-            (Megatron's ``gradient_accumulation_fusion``); autograd then carries a placeholder.
-        uniform: True if all weights must require gradients where some do, weights of empty slots
-            included.
-    """
-
-    shapes: tuple[torch.Size, ...]
-    fused: tuple[bool, ...]
-    uniform: bool = False
-
-    @property
-    def elements(self) -> int:
-        return sum(shape.numel() for shape in self.shapes)
-
-    def views(self, chunk: Tensor) -> list[Tensor]:
-        """Return the parameters in one ``chunk`` [elements], as views."""
-        parts = chunk.split([shape.numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+from megatron_hecate.replicas.chunk_layout import ChunkLayout
 
 
 class PendingGradients:
@@ -151,7 +125,7 @@ class PendingGradients:
         autograd's nodes, not on the parameters. Autograd has only placeholders for fused GEMMs.
         """
         hooks = (p._backward_hooks or p._post_accumulate_grad_hooks for p in self.homes[index])
-        return not any(self.layout.fused) and any(hooks)
+        return not self.layout.fuses_any and any(hooks)
 
     def check_destination(self, label: str) -> None:
         """Raise a RuntimeError in the backward of ``torch.autograd.grad`` of the homes.
@@ -159,8 +133,11 @@ class PendingGradients:
         The sums of replicas would be added to ``main_grad``, which ``torch.autograd.grad`` does not
         write, and would be missing from its result.
         """
+        # Autograd carries placeholders for fused weights, in stock Megatron as well.
+        if self.layout.fuses_any:
+            return
         home = [p for p in self.homes[0] if p.requires_grad and hasattr(p, "main_grad")]
-        if not home or any(self.layout.fused) or self._is_hooked(0):
+        if not home or self._is_hooked(0):
             return
         try:
             for p in home:
@@ -280,7 +257,7 @@ class BoundWeights:
         self._passed: list[int] = []
         if not self.trained:
             return
-        if not any(layout.fused) and not layout.uniform:
+        if not layout.fuses_any and not layout.uniform:
             used = [*range(len(homes)), *(len(homes) + slot for slot in plan.slots)]
             for expert in used:
                 self._passed += range(expert * parts, (expert + 1) * parts)
@@ -327,6 +304,7 @@ class BoundWeights:
         for at, grad in zip(self._passed, passed, strict=True):
             grads[at] = grad
         parts = len(self._layout.shapes)
+        num_homes = len(self._homes)
         for part, is_fused in enumerate(self._layout.fused):
             if is_fused:
                 # A home may be quantized; its gradient is not.
@@ -334,8 +312,8 @@ class BoundWeights:
                 placeholder = torch.empty(home.shape, dtype=home.dtype, device=home.device)
                 # One view per home: autograd steals a gradient to which it has the only reference,
                 # and copies any other.
-                views = placeholder.expand(len(self._homes) // parts, *home.shape).unbind()
-                grads[part : len(self._homes) : parts] = views
+                views = placeholder.expand(num_homes // parts, *home.shape).unbind()
+                grads[part:num_homes:parts] = views
         take(grads)
 
 

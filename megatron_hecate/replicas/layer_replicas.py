@@ -149,7 +149,7 @@ class Replicas:
     def _grads(self) -> list[Tensor]:
         """Return the gradient accumulators, [elements] per slot."""
         slots = self.slots
-        if any(slots.experts.layout.fused):
+        if slots.experts.layout.fuses_any:
             # A fused grouped GEMM needs one dtype for all gradients: the homes' dtype.
             home = slots.experts.homes()[0][0]
             dtype = getattr(home, "main_grad", home).dtype
@@ -199,7 +199,7 @@ class Replicas:
             slots.experts.homes(),
             [slots.experts.weights_in(chunk) for chunk in self._weights()],
             layout=slots.experts.layout,
-            grads=self._grads() if any(slots.experts.layout.fused) and slots.trained else None,
+            grads=self._grads() if slots.experts.layout.fuses_any and slots.trained else None,
         )
         # TransformerEngine attaches derived tensors to quantized weights: do not keep such weights
         # where the buffer serves another microbatch next.
@@ -235,7 +235,7 @@ class Replicas:
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         elif not self.unreturned:
             self.slots.pool.grads(self.slots.index).begin_sums(
-                from_zero=any(self.slots.experts.layout.fused)
+                from_zero=self.slots.experts.layout.fuses_any
             )
 
     def _take_gradients(self, pending: PendingGradients, grads: list[Tensor | None]) -> None:
@@ -266,7 +266,7 @@ class Replicas:
         first = not self.unreturned
         parts = len(layout.shapes)
         num_homes = len(pending.homes) * parts
-        if not all(layout.fused):
+        if not layout.fuses_all:
             chunks = self._grads()
             for slot in self.plan.slots:
                 of_slot = grads[num_homes + slot * parts :]
@@ -275,7 +275,7 @@ class Replicas:
                 ):
                     if not fused:
                         _add(total, grad, first=first)
-        if any(layout.fused):
+        if layout.fuses_any:
             for expert in pending.homes:
                 for p, fused in zip(expert, layout.fused, strict=True):
                     if fused:
@@ -301,7 +301,7 @@ class Replicas:
             self.plan, chunks, pending, label=self.label
         )
         buffer.abandon = pending.abandon
-        if any(self.slots.experts.layout.fused):
+        if self.slots.experts.layout.fuses_any:
             written = [chunks[slot] for slot in self.plan.slots]
             if summed[0].dtype is not chunks[0].dtype:
                 written = [summed[slot] for slot in self.plan.slots] + written

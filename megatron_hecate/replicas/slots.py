@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_hecate.comm.transport import LayerBuffer
-from megatron_hecate.replicas.autograd import ChunkLayout, PendingGradients
+from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.buffers import BufferPool
+from megatron_hecate.replicas.chunk_layout import ChunkLayout
 
 # For each backward with delayed weight gradients: the placeholders that autograd carried, and the
 # callback that takes the gradients once they are computed.

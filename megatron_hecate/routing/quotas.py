@@ -37,6 +37,9 @@ class QuotaTables:
             self.holders = torch.zeros(shape.holders_size, dtype=torch.int32, device=device)
         # the addresses stay valid, because neither buffer is ever reallocated
         self.at = [ctypes.c_void_p(table.data_ptr()) for table in (self.group, self.holders)]
+        # sizes of the tensors of every launch
+        self._work_size = shape.work_size(THREADS)
+        self._parts_size = shape.parts_size
         needed = shape.shared_bytes(THREADS)
         self._shared_bytes = needed if needed <= kernels.most_shared_bytes else 0
         self.placed: Placement | None = None
@@ -90,8 +93,8 @@ class QuotaTables:
         shared = self._shared_bytes
         # working arrays in global memory, for tables that do not fit into shared memory and for
         # counts above 32 bits
-        work = torch.empty(shape.work_size(THREADS), dtype=torch.int64, device=self.device)
-        parts = torch.empty(shape.parts_size, dtype=torch.int32, device=self.device)
+        work = torch.empty(self._work_size, dtype=torch.int64, device=self.device)
+        parts = torch.empty(self._parts_size, dtype=torch.int32, device=self.device)
         own = self._places.get(source)
         if own is None:
             own = self._places[source] = int(np.flatnonzero(shape.order == source)[0])

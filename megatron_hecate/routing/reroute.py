@@ -53,8 +53,16 @@ class CountedTokens:
     tile: int
 
     @classmethod
-    def of(cls, routing_map: Tensor, kernels: Kernels) -> CountedTokens:
-        """Count the tokens of ``routing_map`` [T, E] bool, in one kernel launch."""
+    def of(
+        cls, routing_map: Tensor, kernels: Kernels, total: Tensor | None = None
+    ) -> CountedTokens:
+        """Count the tokens of ``routing_map`` [T, E] bool, in one kernel launch.
+
+        Args:
+            routing_map: experts of each token.
+            kernels: kernels of its device.
+            total: [E] int64 sum to which the launch adds the loads.
+        """
         routing_map = routing_map.contiguous()
         num_tokens, num_experts = routing_map.shape
         tile = max(LEAST_TILE, -(-num_tokens // MOST_TILES))
@@ -62,7 +70,8 @@ class CountedTokens:
         before = routing_map.new_empty((tiles, num_experts), dtype=torch.int32)
         loads = routing_map.new_empty(num_experts, dtype=torch.int32)
         numbers = [ctypes.c_uint(number) for number in (num_tokens, tile, num_experts)]
-        memory = _at(routing_map, before, loads, _arrivals(routing_map.device))
+        sums = ctypes.c_void_p(None if total is None else total.data_ptr())
+        memory = [*_at(routing_map, before, loads), sums, *_at(_arrivals(routing_map.device))]
         kernels.launch("fssdp_count", *numbers, *memory, blocks=tiles, threads=THREADS)
         return cls(routing_map, before, loads, tile)
 

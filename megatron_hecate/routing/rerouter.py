@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hecate.device.launch import Kernels
-from megatron_hecate.job.collectives import wait_collective
+from megatron_hecate.job.collectives import gather_rows
 from megatron_hecate.plan import Placement, World
 from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.reroute import CountedTokens, reroute
@@ -77,10 +77,10 @@ class Rerouter:
             self._tables = QuotaTables(shape, device, self._kernels)
         self._tables.place(placement)
 
-    def count(self, routing_map: Tensor) -> CountedTokens:
-        """Count this source's tokens in ``routing_map`` [T, E] bool."""
+    def count(self, routing_map: Tensor, total: Tensor | None = None) -> CountedTokens:
+        """Count this source's tokens in ``routing_map`` [T, E] bool; see `CountedTokens.of`."""
         self._kernels = self._kernels or Kernels(routing_map.device)
-        return CountedTokens.of(routing_map, self._kernels)
+        return CountedTokens.of(routing_map, self._kernels, total)
 
     def gather_loads(self, counted: CountedTokens) -> Tensor:
         """Gather the tokens of every source for every expert, [N, E] int32.
@@ -90,18 +90,13 @@ class Rerouter:
         Raises:
             TransferError: if a rank dies or times out; the message names the layer.
         """
-        own = counted.loads
-        loads = own.new_empty(self.sources.size() * len(own))
-        work = dist.all_gather_into_tensor(loads, own, group=self.sources, async_op=True)
-        wait_collective(
-            work,
-            loads,
+        return gather_rows(
+            counted.loads,
             self.sources,
             what="gathering the loads",
             label=self._label,
             timeout=self._timeout,
         )
-        return loads.view(self.sources.size(), -1)
 
     def reroute(
         self, probs: Tensor, counted: CountedTokens, loads: Tensor

@@ -1,8 +1,8 @@
 """Load monitor: tokens of each expert of each layer, summed over the FSSDP group.
 
-Counting costs one add per forward. At the end of the iteration one asynchronous all-reduce sums the
-counts of all layers while the optimizer steps; the result is read at the start of the next
-iteration. Its forecast uses the loads of previous iterations (`forecast`).
+The kernel that counts a forward's tokens adds them to the sums. At the end of the iteration one
+asynchronous all-reduce sums the counts of all layers while the optimizer steps; the result is read
+at the start of the next iteration. Its forecast uses the loads of previous iterations (`forecast`).
 """
 
 from __future__ import annotations
@@ -125,15 +125,22 @@ class LoadMonitor:
         # `record.layer_recorder.LayerRecorder`, whose measurements the all-reduce includes.
         self.recorder: Any = None
 
-    def count(self, layer: int, loads: Tensor) -> None:
-        """Add one microbatch of ``layer``, with this rank's tokens per expert ``loads`` [E]."""
+    def counts(self, layer: int, device: torch.device) -> Tensor:
+        """Return the running sum of ``layer``, [E] int64 on ``device``.
+
+        The largest layer's number of experts is E; other layers have fewer.
+        """
         if self._sums is None:
             more = MEASURED if self.recorder is None else MEASURED + self.recorder.begin()
             with lasting_tensors():
-                self._sums = torch.zeros(self._size + more, dtype=torch.int64, device=loads.device)
+                self._sums = torch.zeros(self._size + more, dtype=torch.int64, device=device)
                 self._counts = self._sums[: self._size].view(self._shape).unbind()
+        return self._counts[layer]
+
+    def count(self, layer: int, loads: Tensor) -> None:
+        """Add one microbatch of ``layer``, with this rank's tokens per expert ``loads`` [E]."""
         # `+=` on an item would also copy the result back.
-        self._counts[layer][: loads.shape[0]].add_(loads)
+        self.counts(layer, loads.device)[: loads.shape[0]].add_(loads)
 
     @property
     def measures(self) -> bool:

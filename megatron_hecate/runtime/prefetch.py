@@ -88,7 +88,6 @@ class Prefetcher:
         self._planner = LayerPlanner(
             states, chunk_of, tracker=self.tracker, routes=self.routes, meter=self.meter
         )
-        # True once any replica has been fetched.
         self._has_fetched = False
 
     def begin_chunk(self, chunk_index: int, chunk: Module, *_: Any) -> None:
@@ -200,15 +199,16 @@ class Prefetcher:
                 state.current.replicas.add_late(placement, state.plan)
         return state.current.replicas
 
-    def dispatched(self, index: int, loads: Tensor, replicas: Replicas | None) -> None:
+    def dispatched(self, index: int, loads: Tensor | None, replicas: Replicas | None) -> None:
         """Count one microbatch of layer ``index`` that a backward follows.
 
         Args:
             index: index of the layer.
-            loads: this rank's tokens per expert, [E].
+            loads: this rank's tokens per expert, [E]; ``None`` if the monitor has them already.
             replicas: replicas of the forward.
         """
-        self.monitor.count(index, loads)
+        if loads is not None:
+            self.monitor.count(index, loads)
         self.tracker.forwarded(index)
         self.meter.routed(index)
         self.states[index].forwarded(replicas)

@@ -52,6 +52,8 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "arrivals are not reset": ("reroute.cuh", "    if (last) th.store_relaxed(arrived, 0u);\n", "", "address"),
     "the last tile is whole": ("reroute.cuh", "return tokens - i * tile < tile ? tokens : (i + 1) * tile;", "return (i + 1) * tile;", "address"),
     "tiles begin at their own count": ("reroute.cuh", "before[(u64)(first + i) * experts + e] = sum;\n        sum += own[i];", "before[(u64)(first + i) * experts + e] = sum + own[i];\n        sum += own[i];", "address"),
+    "the last count replaces the sum": ("reroute.cuh", "if (total) total[e] += sum;", "if (total) total[e] = sum;", "address"),
+    "sums have 32 bits": ("reroute.cuh", "if (total) total[e] += sum;", "if (total) total[e] = (i32)total[e] + sum;", "address"),
     "a holder takes one token too many": ("reroute.cuh", "part.begin <= place && place < part.end", "part.begin <= place && place <= part.end", "address"),
     "places are counted by holder": ("reroute.cuh", "        place += chosen[i];", "        place += own;", "address"),
     "gradients come from the holder before": ("reroute.cuh", "place >= p.last[c]) ++c;", "place > p.last[c]) ++c;", "address"),

@@ -21,6 +21,24 @@ def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
 
 
 @pytest.mark.fast
+def test_a_count_adds_to_a_sum() -> None:
+    """Oracle: torch's sum. The sum may exceed 32 bits, and a sum is optional."""
+    from megatron_hecate.device.launch import Kernels
+    from megatron_hecate.routing.reroute import CountedTokens
+
+    kernels = Kernels(torch.device("cpu"))
+    begun = torch.arange(EXPERTS) + (1 << 40)
+    total = begun.clone()
+    counted = torch.zeros(EXPERTS, dtype=torch.int64)
+    for num_tokens in (1, 0, 333):
+        routing_map = torch.rand(num_tokens, EXPERTS) < 0.3
+        CountedTokens.of(routing_map, kernels)
+        assert torch.equal(CountedTokens.of(routing_map, kernels, total).loads, routing_map.sum(0))
+        counted += routing_map.sum(0)
+    assert torch.equal(total, begun + counted)
+
+
+@pytest.mark.fast
 def test_sources_without_tokens() -> None:
     check_every_token(4, tokens=(TOKENS, 0, TOKENS, 0))
 

@@ -1,0 +1,50 @@
+"""Layout of an expert's parameters in a chunk."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkLayout:
+    """Layout of one expert's parameters, end to end in a chunk.
+
+    Args:
+        shapes: shape of every parameter, in the order of the expert's module.
+        fused: True for each parameter whose gradient a GEMM adds straight into ``main_grad``
+            (Megatron's ``gradient_accumulation_fusion``); autograd then carries a placeholder.
+        uniform: True if all weights must require gradients where some do, weights of empty slots
+            included.
+    """
+
+    shapes: tuple[torch.Size, ...]
+    fused: tuple[bool, ...]
+    uniform: bool = False
+
+    @property
+    def elements(self) -> int:
+        return sum(self.sizes)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Elements of every parameter."""
+        return [shape.numel() for shape in self.shapes]
+
+    @cached_property
+    def fuses_any(self) -> bool:
+        """True if the gradient of at least one parameter is fused."""
+        return any(self.fused)
+
+    @cached_property
+    def fuses_all(self) -> bool:
+        """True if the gradients of all parameters are fused."""
+        return all(self.fused)
+
+    def views(self, chunk: Tensor) -> list[Tensor]:
+        """Return the parameters in one ``chunk`` [elements], as views."""
+        parts = chunk.split(self.sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
