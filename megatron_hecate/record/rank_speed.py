@@ -1,0 +1,187 @@
+"""Slow rank or hot expert: each rank's time in its experts against the tokens that it computed.
+
+A rank that others wait for either got more tokens, which replicas balance, or needs more time for
+each token: a throttled GPU, a busy host, a failing link. A balanced load does not help the latter.
+
+The model of a rank's time in one iteration is ``pace * (overhead + tokens)``, with an overhead that
+is equal for all ranks: launches, and weights that are read however few tokens there are. A rank's
+pace is compared with the median of the other ranks in the same iteration, so that a cause that
+slows all ranks cancels. Letters in shapes: T iterations, N ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+# A rank is slow or hot from this excess over the other ranks on.
+MARGIN: float = 0.10
+# Iterations that a verdict is about, and iterations without which there is none.
+WINDOW: int = 32
+FEWEST: int = 8
+# Iterations of the running median that dates the beginning.
+SMOOTHED: int = 5
+# Standard errors by which an excess must differ from zero.
+SIGNIFICANCE: float = 5.0
+# Iterations of the fit of the overhead, candidates for it, and the largest over the mean of tokens.
+FITTED: int = 64
+CANDIDATES: int = 24
+MOST_OVERHEAD: float = 4.0
+# Weight of the ranks' equality beside the rest of the fit.
+EQUALITY: float = 0.02
+# Standard deviations in a median absolute deviation of normal noise.
+DEVIATION: float = 1.4826
+
+
+@dataclasses.dataclass(frozen=True)
+class RankSpeed:
+    """Verdict about one rank over the last iterations.
+
+    Args:
+        rank: rank in the group of the layers.
+        pace: time for its tokens over the median of the other ranks' time for as many; NaN without
+            enough measurements.
+        load: its tokens over the mean of ranks.
+        is_slow: True if the pace exceeds the others' by `MARGIN`, beyond noise.
+        is_hot: True if the tokens exceed the mean by `MARGIN`, beyond noise.
+        since: first iteration since which the rank has been slow; ``None`` if it is not.
+    """
+
+    rank: int
+    pace: float
+    load: float
+    is_slow: bool
+    is_hot: bool
+    since: int | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Return "slow", "hot", "slow and hot" or "neither"."""
+        kinds = [kind for kind, holds in (("slow", self.is_slow), ("hot", self.is_hot)) if holds]
+        return " and ".join(kinds) or "neither"
+
+    def describe(self, name: str = "") -> str:
+        """Format the verdict as a clause.
+
+        Args:
+            name: host or number of the rank in the job; by default the rank in the group.
+        """
+        parts: list[str] = []
+        if self.is_slow:
+            parts.append(
+                f"slow: {self.pace:.2f} times the other ranks' time per token since iteration "
+                f"{self.since}"
+            )
+        if self.is_hot:
+            explained = "" if self.is_slow else ", at the other ranks' time per token"
+            parts.append(f"hot: {self.load:.2f} times the mean of tokens{explained}")
+        return f"{name or f'rank {self.rank}'} is {' and '.join(parts) or 'neither slow nor hot'}"
+
+
+def rank_speeds(
+    seconds: np.ndarray, tokens: np.ndarray, loads: np.ndarray, *, iterations: Sequence[int]
+) -> list[RankSpeed]:
+    """Find slow and hot ranks by the last `WINDOW` iterations.
+
+    Few ranks whose loads never change leave a doubt: a large overhead explains a rank with few
+    tokens as well as a slow pace does, and no rank is called slow then.
+
+    Args:
+        seconds: measured time in experts, [T, N]; 0 where nothing was measured.
+        tokens: tokens computed in that time, [T, N].
+        loads: tokens computed in the whole iteration, [T, N].
+        iterations: number of each iteration, [T], ascending.
+
+    Returns:
+        One verdict per rank; empty for less than two ranks.
+    """
+    ranks = loads.shape[1]
+    if ranks < 2:
+        return []
+    load = _over_mean(loads[loads.any(axis=1)][-WINDOW:].astype(np.float64))
+    # An iteration says something about ranks if all of them were measured in it.
+    measured = (tokens > 0).all(axis=1) & (seconds > 0).all(axis=1)
+    pace = _paces(seconds[measured].astype(np.float64), tokens[measured].astype(np.float64))
+    numbers = np.asarray(iterations)[measured]
+    verdicts: list[RankSpeed] = []
+    for rank in range(ranks):
+        is_slow = _exceeds(pace[-WINDOW:, rank])
+        verdicts.append(
+            RankSpeed(
+                rank=rank,
+                pace=_median(pace[-WINDOW:, rank]),
+                load=_median(load[:, rank]),
+                is_slow=is_slow,
+                is_hot=_exceeds(load[:, rank]),
+                since=_beginning(pace[:, rank], numbers) if is_slow else None,
+            )
+        )
+    return verdicts
+
+
+def _over_mean(tokens: np.ndarray) -> np.ndarray:
+    return tokens / tokens.mean(axis=1, keepdims=True)
+
+
+def _paces(seconds: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return each rank's pace over the median pace of the other ranks, [T, N]."""
+    if not len(seconds):
+        return np.empty_like(seconds)
+    paces = seconds / (_overhead_in_tokens(seconds, tokens) + tokens)
+    relative = np.empty_like(paces)
+    for rank in range(paces.shape[1]):
+        others = np.delete(paces, rank, axis=1)
+        relative[:, rank] = paces[:, rank] / np.median(others, axis=1)
+    return relative
+
+
+def _overhead_in_tokens(seconds: np.ndarray, tokens: np.ndarray) -> float:
+    """Fit the overhead of an iteration, in tokens that take as long.
+
+    For every candidate the logarithms of the paces are split into a part of the iteration, a part
+    of the rank and a rest, by medians (Tukey's median polish, one sweep). The best candidate leaves
+    the smallest rest: the same rank with more tokens is as fast as with fewer. Where loads hardly
+    change, all candidates leave the same rest, and the one with the most equal ranks is best.
+    """
+    recent_seconds = np.log(seconds[-FITTED:])
+    recent_tokens = tokens[-FITTED:]
+    candidates = np.concatenate([[0.0], np.geomspace(0.01, MOST_OVERHEAD, CANDIDATES)])
+    candidates *= recent_tokens.mean()
+
+    def spread(overhead: float) -> float:
+        paces = recent_seconds - np.log(overhead + recent_tokens)
+        paces = paces - np.median(paces, axis=1, keepdims=True)
+        of_ranks = np.median(paces, axis=0)
+        return float(np.abs(paces - of_ranks).mean() + EQUALITY * np.abs(of_ranks).mean())
+
+    return min(candidates.tolist(), key=spread)
+
+
+def _median(values: np.ndarray) -> float:
+    return float(np.median(values)) if len(values) >= FEWEST else float("nan")
+
+
+def _exceeds(ratios: np.ndarray) -> bool:
+    """Return whether ``ratios`` [T] exceed 1 by `MARGIN`, beyond their noise."""
+    if len(ratios) < FEWEST:
+        return False
+    middle = np.median(ratios)
+    deviation = DEVIATION * np.median(np.abs(ratios - middle))
+    error = deviation / np.sqrt(len(ratios))
+    return bool(middle > 1 + MARGIN and middle - 1 > SIGNIFICANCE * error)
+
+
+def _beginning(ratios: np.ndarray, iterations: np.ndarray) -> int:
+    """Return the first iteration since which the running median exceeds the margin.
+
+    Args:
+        ratios: pace of a rank that is slow at the end, [T].
+        iterations: number of each iteration, [T].
+    """
+    for last in range(len(ratios), SMOOTHED, -1):
+        if np.median(ratios[last - SMOOTHED : last]) <= 1 + MARGIN:
+            # The majority of the median's iterations came before the change.
+            return int(iterations[min(last - SMOOTHED // 2, len(iterations) - 1)])
+    return int(iterations[0])
