@@ -34,6 +34,7 @@ from megatron_hecate.job.agreement import Note
 from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.job.watchdog import here
 from megatron_hecate.megatron.global_hooks import listen_to_steps
+from megatron_hecate.megatron.job_sizes import job_sizes
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.megatron.training_state import (
     captures_graph,
@@ -262,6 +263,7 @@ class _Observer:
             node=world.node,
             top_k=model.moe_router_topk,
             memory=_memory(first, shape, len(layers)).for_record(model, "iteration"),
+            job=job_sizes(model),
         )
         self.stage = StageRecorder(
             info, config.record or OBSERVED, group=self._group, collect=self.collect

@@ -48,6 +48,7 @@ class RunInfo:
             `replicas.memory_estimate.ExpertMemory`; ``token``, activations of a token in one expert
             that last until the backward; ``kept``, microbatches in flight, 0 if experts are
             recomputed. Empty if unknown.
+        job: sizes and layout of the job, `megatron.job_sizes.job_sizes`; empty if unknown.
         lifetime: resolved setting of `HecateConfig`.
         transport: resolved setting of `HecateConfig`.
         overlap_degree: resolved setting of `HecateConfig`.
@@ -65,6 +66,7 @@ class RunInfo:
     shape: Mapping[str, float] = dataclasses.field(default_factory=dict)
     speeds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    job: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lifetime: str = ""
     transport: str = ""
     overlap_degree: int | None = None
