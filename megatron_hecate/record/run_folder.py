@@ -26,7 +26,7 @@ import numpy as np
 VERSION: int = 1
 # Attempts to read a folder whose files change.
 RETRIES: int = 100
-ARRAYS = ("load", "home", "replica", "late", "rank_load", "crossing", "window", "copy")
+ARRAYS = ("load", "peak", "home", "replica", "late", "rank_load", "crossing", "window", "copy")
 Arrays = dict[str, np.ndarray]
 
 
@@ -91,6 +91,9 @@ class RunRecord:
         time: end of each iteration, [T] float64 unix seconds.
         load: tokens per expert, summed over the group, [T, L, E] int64; 0 for experts that a layer
             lacks.
+        peak: tokens of the fullest rank of each microbatch, as routed, summed over microbatches,
+            [T, L] int64: at least the fullest rank's of the iteration. Only the sum is kept,
+            because the time of a step depends on it alone. ``None`` if not counted.
         replica: experts in replica slots, [T, L, N, S] int64, -1 in empty slots; ``None`` like all
             further arrays when observing. If microbatches have plans of their own, the plan with
             most replicas.
@@ -110,6 +113,7 @@ class RunRecord:
     iteration: np.ndarray
     time: np.ndarray
     load: np.ndarray
+    peak: np.ndarray | None = None
     replica: np.ndarray | None = None
     late: np.ndarray | None = None
     rank_load: np.ndarray | None = None
