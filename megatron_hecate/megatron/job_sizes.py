@@ -39,12 +39,13 @@ def job_sizes(config: Any) -> dict[str, Any]:
         properties = torch.cuda.get_device_properties(device_of_rank())
         sizes["device_bytes"] = properties.total_memory
     arguments = training_arguments()
-    if arguments is None:
-        return sizes
-    sizes["seq"] = arguments.seq_length
-    if vocab := getattr(arguments, "padded_vocab_size", None):
-        sizes["vocab"] = vocab
-    sizes["optimizer_shards"] = 1
-    if arguments.use_distributed_optimizer:
-        sizes["optimizer_shards"] = parallel_state.get_expert_data_parallel_world_size()
+    # Scripts with a setup of their own may have other arguments, or none.
+    for name, argument in (("seq", "seq_length"), ("vocab", "padded_vocab_size")):
+        if value := getattr(arguments, argument, None):
+            sizes[name] = value
+    sharded = getattr(arguments, "use_distributed_optimizer", None)
+    if sharded is not None:
+        sizes["optimizer_shards"] = 1
+        if sharded:
+            sizes["optimizer_shards"] = parallel_state.get_expert_data_parallel_world_size()
     return sizes
