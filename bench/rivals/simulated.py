@@ -82,6 +82,7 @@ def outcomes(names: Sequence[str], job: SimulatedJob, slots: int) -> list[Outcom
         way = Way(slots=slots, lifetime=planner.lifetime)
         steps = planned(planner, counts, setting, once=job.once)
         work = Work(*(getattr(steps, field.name)[-counted:] for field in dataclasses.fields(Work)))
+        work = job.of_microbatches(work)
         outcome = job.run(f"{name}, {slots} slot{'s' * (slots > 1)}", work, way, corrects=True)
         results.append(dataclasses.replace(outcome, memory=job.memory(**planner.memory(setting))))
     return results

@@ -114,7 +114,12 @@ def compare(
             f"a rank has no home of {most} experts, so more than {most} slots are never filled; "
             f"--slots {max(asked)} is simulated as {most}"
         )
-    advice = recommend(outcomes, settings.cluster.memory, error=error)
+    advice = recommend(
+        outcomes,
+        settings.cluster.memory,
+        error=error,
+        measured_speeds=settings.measured,
+    )
     return Comparison(
         settings=settings,
         job=job,
@@ -175,8 +180,14 @@ def make_job(
     # Every step is planned from a forecast: a single recorded step is repeated as its own history.
     if len(loads) == 1:
         loads = np.repeat(loads, 3, axis=0)
+    excess = None
+    if run is not None and run.ep == layout.ep:
+        excess = run.excess
     steps, layers = sample(flags.steps, layout.ep, loads.shape[:2])
     history = max([HISTORY, *map(int, flags.rehome.split(","))])
+    if excess is not None:
+        # A single step is repeated, see above.
+        excess = np.resize(excess, loads.shape[:2])[-steps:, layers]
     loads = loads[-steps - history :]
     pairs = settings.tokens * model.top_k * layout.microbatches
     job = SimulatedJob(
@@ -186,12 +197,11 @@ def make_job(
         first=len(loads) - steps,
         world=world,
         timing=_timing(settings, world),
-        schedule=PipelineSchedule.even(
-            model.layers, layout.pp, microbatches=layout.microbatches, chunks=layout.vpp
-        ),
+        schedule=_schedule(settings, run),
         measured=settings.measured,
         once=model.top_k if settings.sends_once else 0,
         optimizer_shards=settings.optimizer_shards,
+        excess=excess,
     )
     if settings.step_ms is None:
         return settings, job
@@ -244,6 +254,19 @@ def sample(most_steps: int, ranks: int, shape: tuple[int, ...]) -> tuple[int, li
     steps = min(most_steps, num_steps - 1, max(1, int(most / 2)))
     layers = min(num_layers, max(2, int(most / steps)))
     return steps, np.linspace(0, num_layers - 1, layers).round().astype(int).tolist()
+
+
+def _schedule(settings: JobSettings, run: RecordedRun | None) -> PipelineSchedule:
+    """Return the schedule of the pipeline, with the recorded layers of each stage if known."""
+    layout = settings.layout
+    layers = settings.model.layers
+    if run is not None and layout.vpp == 1 and (layout.pp, layers) == (run.pp, run.layers):
+        columns = run.columns_of_stages
+        if len(columns) == layout.pp:
+            return PipelineSchedule(stages=columns, microbatches=layout.microbatches)
+    return PipelineSchedule.even(
+        layers, layout.pp, microbatches=layout.microbatches, chunks=layout.vpp
+    )
 
 
 def _timing(settings: JobSettings, world: World) -> Timing:

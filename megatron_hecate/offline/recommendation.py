@@ -15,6 +15,10 @@ ERROR: float = 0.45
 # share of a step: among ways whose steps differ by less, the one with least memory is recommended
 ALIKE: float = 0.005
 
+# Smallest and largest time of experts' GEMMs over the assumed time, as measured by NVIDIA on
+# H100 (docs/what-if-checks.md).
+EXPERT_TIMES: tuple[float, float] = (0.54, 1.15)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Advice:
@@ -33,13 +37,20 @@ class Advice:
     text: str
 
 
-def recommend(outcomes: Sequence[Outcome], capacity: float, *, error: float = 0.0) -> Advice:
+def recommend(
+    outcomes: Sequence[Outcome],
+    capacity: float,
+    *,
+    error: float = 0.0,
+    measured_speeds: bool = False,
+) -> Advice:
     """Choose one of the ``outcomes``, or stock, and give the reason.
 
     Args:
         outcomes: forced balance, stock Megatron, and the settings of FSSDP.
         capacity: memory of a rank in bytes; 0 if unknown.
         error: largest relative error of the time of a step; 0 if the time was measured.
+        measured_speeds: whether the speeds of experts and links were measured.
     """
     forced, stock = outcomes[:2]
     ways = outcomes[2:]
@@ -83,6 +94,9 @@ def recommend(outcomes: Sequence[Outcome], capacity: float, *, error: float = 0.
         f"{share_text(gain, error)} of a step to win ({costs}), for {memory / 2**30:.2f} GiB, "
         f"{price}"
     )
+    if not error and not measured_speeds:
+        low, high = (f"{gain * by:.1%}" for by in EXPERT_TIMES)
+        reason += f"; {low} to {high}, since the experts' speed is assumed"
     reason += _other_transport(best, fits, stock, error)
     if share_range(gain, error)[1] < WORTH:
         return _stay(f"do not switch it on: {reason}", best)

@@ -148,6 +148,22 @@ class RecordedRun:
             memory=float(self.job.get("device_bytes", 0)),
         )
 
+    @cached_property
+    def excess(self) -> np.ndarray | None:
+        """Imbalance that single microbatches have beyond their sum, see `SimulatedJob.excess`."""
+        if self.record.peak is None:
+            return None
+        ranks = Figures(self.record).before
+        mean = ranks.mean(axis=2)
+        beyond = self.record.peak - ranks.max(axis=2)
+        return np.divide(beyond, mean, out=np.zeros_like(mean), where=mean > 0)
+
+    @property
+    def columns_of_stages(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the recorded layers of each stage."""
+        stage = Figures(self.record, self.stages).stage
+        return tuple(tuple(np.flatnonzero(stage == one).tolist()) for one in np.unique(stage))
+
     @property
     def optimizer_shards(self) -> int | None:
         """Ranks among which the optimizer state of an expert is sharded."""

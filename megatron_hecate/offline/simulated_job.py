@@ -16,7 +16,7 @@ from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.offline.outcome import Baselines, Outcome, Way, parts_of_gain
 from megatron_hecate.offline.presets import Model
-from megatron_hecate.offline.step_model import PipelineSchedule, Timing, Work, simulate
+from megatron_hecate.offline.step_model import PipelineSchedule, Timing, Work, fit_outside, simulate
 from megatron_hecate.offline.traffic import LayerPlan, copies
 from megatron_hecate.plan import (
     CopyCost,
@@ -33,9 +33,6 @@ from megatron_hecate.runtime.forecast import LoadHistory
 
 # bytes per parameter that move with an expert: weight, main parameter, two moments, unsharded
 MOVED: int = 14
-# fit of the time outside experts: most iterations, and relative tolerance
-CHORDS: int = 20
-CLOSE: float = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,6 +50,9 @@ class SimulatedJob:
         once: experts per token for dispatchers that send a token once, see `Work.of`.
         measured: whether speeds were measured; only then late replicas may cross nodes.
         optimizer_shards: ranks among which the optimizer state of an expert is sharded.
+        excess: tokens of the fullest ranks of single microbatches beyond those of the fullest rank
+            of the step, over the mean rank load, for steps from `first` on, [T, L]; ``None`` if
+            unknown: all microbatches are alike.
     """
 
     model: Model
@@ -65,6 +65,7 @@ class SimulatedJob:
     once: int = 0
     measured: bool = False
     optimizer_shards: int = 1
+    excess: np.ndarray | None = None
 
     def shape(self, lifetime: str) -> LayerShape:
         """Return the shape of a layer for FSSDP's cost model."""
@@ -281,7 +282,27 @@ class SimulatedJob:
         forced = Work.balanced(pairs, self.world, self.shape("iteration"), once=self.once)
         homes = Placement.initial(self.model.experts, self.world.num_ranks, num_slots=0)
         stock = self.work([[homes] * self.counts.shape[1]] * (len(self.counts) - self.first))
-        return Baselines(forced=forced, stock=stock)
+        return Baselines(forced=forced, stock=self.of_microbatches(stock, stock.peak))
+
+    def of_microbatches(self, work: Work, stock: np.ndarray | None = None) -> Work:
+        """Add the imbalance of single microbatches, which sums over a step do not show.
+
+        Quotas are computed in every microbatch, so replicas remove the same share of it as they
+        remove of the imbalance of the step.
+
+        Args:
+            work: work of the simulated layers, all microbatches alike.
+            stock: `Work.peak` of stock, all microbatches alike; ``None``: computed.
+        """
+        if self.excess is None:
+            return work
+        ranks = self.world.num_ranks
+        mean = self.counts[self.first :].sum(axis=(2, 3)) / ranks / self.schedule.microbatches
+        if stock is None:
+            stock = self.baselines.stock.peak - self.excess * mean
+        over = stock - mean
+        left = np.divide(work.peak - mean, over, out=np.ones_like(over), where=over > 1e-9 * mean)
+        return dataclasses.replace(work, peak=work.peak + left.clip(0, 1) * self.excess * mean)
 
     @cached_property
     def _known(self) -> dict[tuple[Any, ...], tuple[Work, int]]:
@@ -321,6 +342,7 @@ class SimulatedJob:
         key = (way.late, way.transport, *(placement.fingerprint for placement in layers))
         if key not in self._known:
             work = self.work(placed, late=way.late, transport=way.transport)
+            work = self.of_microbatches(work)
             if way.late:
                 layers = list(itertools.chain.from_iterable(self.add_late(placed, way.late)))
             used = max(int(copies(one).sum(axis=0).max()) for one in layers)
@@ -337,35 +359,15 @@ class SimulatedJob:
         # The work does not depend on the time outside experts.
         stock = self._all_layers.stock
 
-        def scaled(share: float) -> Timing:
-            return dataclasses.replace(
-                self.timing, dense=share * self.timing.dense, head=share * self.timing.head
-            )
+        def stock_seconds(timing: Timing) -> float:
+            return float(simulate(stock, timing, self.schedule).total.mean())
 
-        def stock_seconds(share: float) -> float:
-            return float(simulate(stock, scaled(share), self.schedule).total.mean())
-
-        # points (share, seconds of a stock step) on both sides of the solution
-        low = (0.0, stock_seconds(0.0))
-        high = (1.0, stock_seconds(1.0))
-        if seconds <= low[1]:
+        try:
+            timing = fit_outside(self.timing, seconds, stock_seconds)
+        except ValueError as error:
             raise ValueError(
                 f"--step-ms {seconds * 1e3:g} is less than experts and all-to-alls alone take, "
-                f"{low[1] * 1e3:.1f}: check --ranks, --ep and --microbatches, or take a --cluster "
+                f"{error}: check --ranks, --ep and --microbatches, or take a --cluster "
                 "file that --measure has written there"
-            )
-        while high[1] < seconds:
-            low = high
-            high = (2 * low[0], stock_seconds(2 * low[0]))
-        # Regula falsi. More time outside experts never shortens the step, and the longest of
-        # several paths is convex in it: every chord's root is on the same side, and they converge.
-        for _ in range(CHORDS):
-            share = low[0] + (high[0] - low[0]) * (seconds - low[1]) / (high[1] - low[1])
-            now = (share, stock_seconds(share))
-            if abs(now[1] / seconds - 1) < CLOSE:
-                break
-            if now[1] < seconds:
-                low = now
-            else:
-                high = now
-        return dataclasses.replace(self, timing=scaled(now[0]))
+            ) from error
+        return dataclasses.replace(self, timing=timing)

@@ -413,7 +413,12 @@ def test_one_rank_has_nothing_to_balance(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def record(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, *, loads: np.ndarray, **info: Any
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    loads: np.ndarray,
+    peaks: np.ndarray | None = None,
+    **info: Any,
 ) -> None:
     """Write a run folder as observing does, with a step every 100 s."""
     now = [0.0]
@@ -423,7 +428,8 @@ def record(
     writer = RunWriter(folder, RunInfo(**{**settings, **info}))
     for iteration, load in enumerate(loads):
         now[0] += 100.0
-        writer.append(iteration, load=load)
+        peak = {} if peaks is None else {"peak": peaks[iteration]}
+        writer.append(iteration, load=load, **peak)
     writer.close()
 
 
@@ -625,3 +631,41 @@ def test_slots_that_stay_empty_are_not_recommended(
     enough = text.split("a rank never holds more than ")[1].split()[0]
     assert int(enough) < 14
     assert f"switch it on, --moe-fssdp-slots {enough} " in text
+
+
+def test_microbatches_that_differ_cost_more_than_their_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: brute force over microbatches. EP 8, four microbatches, each with its own hot rank."""
+    rng = np.random.default_rng(3)
+    hot = np.array([4.0] + [1.0] * 15)
+    share = hot / hot.sum() * rng.gamma(12.0, size=(6, 2, 4, 16))
+    share /= share.sum(axis=3, keepdims=True)
+    every = rng.multinomial(8 * 4096 * 2, share)
+    of_ranks = every.reshape(6, 2, 4, 8, 2).sum(axis=4)
+    peak = np.zeros((6, 2), np.int64)
+    for step, layer, microbatch in np.ndindex(6, 2, 4):
+        peak[step, layer] += max(of_ranks[step, layer, microbatch].tolist())
+    mean = of_ranks.sum(axis=(2, 3)) / 8
+    elements = 3 * 2048 * 1024
+    sizes = LayerShape(2 * elements, 4 * elements, 4096, 2 * elements, microbatches=4)
+    speeds = dataclasses.asdict(H100)
+    info = dict(shape=dataclasses.asdict(sizes), speeds=speeds, ranks=8, node=(0,) * 8)
+    save = tmp_path / "saved.json"
+    found = {}
+    for name, peaks in (("summed", None), ("each", peak)):
+        loads = every.sum(axis=2)
+        record(tmp_path / name, monkeypatch, loads=loads, peaks=peaks, **info)
+        command = ["--what-if", str(tmp_path / name), "--slots", "1", "--transport", "nvlink"]
+        assert main([*command, "--lifetime", "iteration", "--save", str(save)]) == 0
+        found[name] = json.loads(save.read_text())["outcomes"]
+    # The first recorded step has no forecast and is not counted.
+    summed = (of_ranks.sum(axis=2).max(axis=2) / mean)[1:].mean()
+    each = (peak / mean)[1:].mean()
+    assert each > summed + 0.03
+    assert found["summed"][1]["imbalance"] == pytest.approx(summed, rel=1e-3)
+    assert found["each"][1]["imbalance"] == pytest.approx(each, rel=1e-3)
+    forced, stock, way = found["each"]
+    seconds = 2 * 4 * (each - 1) * 4096 * 2 * 3 * 2 * elements / H100.flops
+    assert forced["parts"]["expert compute"] == pytest.approx(seconds, rel=1e-2)
+    assert 1 < way["imbalance"] < stock["imbalance"]
