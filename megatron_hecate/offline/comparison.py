@@ -52,6 +52,11 @@ class Comparison:
     notes: tuple[str, ...]
 
     @property
+    def error(self) -> float:
+        """Largest relative error of the time of a step; 0 if it was measured."""
+        return ERROR if self.settings.step_ms is None else 0.0
+
+    @property
     def forced(self) -> Outcome:
         """Outcome of forced balance."""
         return self.outcomes[0]

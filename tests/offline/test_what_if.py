@@ -638,7 +638,7 @@ def test_microbatches_that_differ_cost_more_than_their_sum(
 ) -> None:
     """Oracle: brute force over microbatches. EP 8, four microbatches, each with its own hot rank."""
     rng = np.random.default_rng(3)
-    hot = np.array([4.0] + [1.0] * 15)
+    hot = np.array([2.0] + [1.0] * 15)
     share = hot / hot.sum() * rng.gamma(12.0, size=(6, 2, 4, 16))
     share /= share.sum(axis=3, keepdims=True)
     every = rng.multinomial(8 * 4096 * 2, share)
