@@ -1,9 +1,9 @@
 """Observation of stock Megatron training: count the tokens of every expert.
 
 Each router's class is replaced by a subclass whose forward adds the tokens of each expert to a
-buffer at a fixed address, so that CUDA graphs can hold the addition. Each optimizer step starts one
-asynchronous all-reduce over the expert-parallel group. The result is read at a later step once it
-is ready; nothing waits.
+buffer at a fixed address (`token_counts`), so that CUDA graphs can hold the addition. Each
+optimizer step starts one asynchronous all-reduce over the expert-parallel group. The result is read
+at a later step once it is ready; nothing waits.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from megatron_hecate.job.agreement import Note
 from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.job.watchdog import here
 from megatron_hecate.megatron.global_hooks import listen_to_steps
+from megatron_hecate.megatron.job_sizes import job_sizes
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.megatron.training_state import (
     captures_graph,
@@ -44,6 +45,7 @@ from megatron_hecate.megatron.training_state import (
 from megatron_hecate.plan import CPU, H100, LayerShape, Speeds, World
 from megatron_hecate.record.metrics import step_metrics
 from megatron_hecate.record.recorder import JobMetrics, StageRecorder, describe_run
+from megatron_hecate.record.token_counts import LayerCounts, TokenCounts
 from megatron_hecate.replicas.memory_estimate import RankExperts
 from megatron_hecate.runtime.load_monitor import GroupSum
 
@@ -73,8 +75,8 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
     _, notes = note.agree(timeout=config.timeout)
     if layers:
         observer = _Observer(layers, names, speeds=speeds, config=config)
-        for layer, name, counts in zip(layers, names, observer.counts, strict=True):
-            _attach(layer, name, counts=counts, observer=observer)
+        for index, (layer, name) in enumerate(zip(layers, names, strict=True)):
+            _attach(layer, name, counts=observer.counts.of_layer(index), observer=observer)
     else:
         JobMetrics(())
     watched = [_ranks_in_step(layers[0])] if layers else []
@@ -87,16 +89,16 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
     return chunks
 
 
-def _attach(layer: MoELayer, name: str, *, counts: torch.Tensor, observer: _Observer) -> None:
+def _attach(layer: MoELayer, name: str, *, counts: LayerCounts, observer: _Observer) -> None:
     """Make a layer and its router report to ``observer``.
 
     Args:
         layer: layer to observe.
         name: name of the layer.
-        counts: buffer of the layer's tokens per expert, with padding for layers with more experts.
+        counts: counts of the layer's tokens.
         observer: observer of all layers.
     """
-    layer.router.observed = counts[: layer.config.num_moe_experts]
+    layer.router.observed = counts
     layer.router.__class__ = _observed(type(layer.router))
     # the reference keeps the observer alive as long as the model
     layer.router.observer = observer
@@ -214,13 +216,7 @@ def _observed(router: type) -> type:
         trains = self.training and torch.is_grad_enabled()
         # not in the warmup before a capture
         if trains and (not captures_graph() or torch.cuda.is_current_stream_capturing()):
-            chosen = routed[1].detach()
-            if chosen.dtype is torch.bool:
-                self.observed.add_(chosen.view(-1, chosen.shape[-1]).sum(dim=0))
-            else:
-                # index of the expert of each choice, negative where dropped
-                chosen = chosen.reshape(-1).long()
-                self.observed.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
+            self.observed.add(routed[1].detach())
             self.observer.has_counted = True
         return routed
 
@@ -241,12 +237,14 @@ class _Observer:
         self, layers: list[MoELayer], names: list[str], *, speeds: Speeds, config: HecateConfig
     ) -> None:
         first = layers[0]
-        experts = max(layer.config.num_moe_experts for layer in layers)
-        self.counts = torch.zeros(
-            (len(layers), experts), dtype=torch.int64, device=device_of_rank()
-        )
         self._group = first.token_dispatcher.tp_ep_group
         ranks = first.ep_group.size()
+        device = device_of_rank()
+        self._experts = [layer.config.num_moe_experts for layer in layers]
+        self.counts = TokenCounts(
+            self._experts, ranks, microbatches=num_microbatches(), device=device
+        )
+        self._num_layers = len(layers)
         hosts: list[str] = [""] * ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=first.ep_group)
         world = World.from_names(hosts, speeds)
@@ -257,20 +255,20 @@ class _Observer:
             names,
             shape=shape,
             speeds=speeds,
-            num_experts=experts,
+            num_experts=max(self._experts),
             ranks=ranks,
             node=world.node,
             top_k=model.moe_router_topk,
             memory=_memory(first, shape, len(layers)).for_record(model, "iteration"),
+            job=job_sizes(model),
         )
         self.stage = StageRecorder(
             info, config.record or OBSERVED, group=self._group, collect=self.collect
         )
         self._token_ms = 1e3 * shape.token_seconds(world)
-        self._experts = [layer.config.num_moe_experts for layer in layers]
         # iteration, unix time of its end, and sum of its counts
         self._sums: deque[tuple[int, float, GroupSum]] = deque()
-        self._stream = torch.cuda.Stream() if self.counts.is_cuda else None
+        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
         # whether any token was counted since the start
         self.has_counted = False
         # number of the running iteration; 0 before its first forward outside of a graph
@@ -297,7 +295,7 @@ class _Observer:
             self._forwards += 1
             if not self._ended:
                 # forwards of about ten iterations
-                patience = len(self.counts) * 10 * (num_microbatches() or 10)
+                patience = self._num_layers * 10 * (num_microbatches() or 10)
                 if self._forwards == patience:
                     text = "FSSDP records nothing until a torch.optim optimizer steps"
                     print(text, file=sys.stderr, flush=True)
@@ -346,20 +344,16 @@ class _Observer:
         self._ended = True
         here.reach("the optimizer's step")
         self.collect()
-        # CUDA graphs hold the address of the buffer, so that the sum gets a copy
-        counts = self.counts.clone()
-        self.counts.zero_()
-        total = GroupSum(counts, self._group, timeout=1.0, stream=self._stream)
+        total = GroupSum(self.counts.take(), self._group, timeout=1.0, stream=self._stream)
         self._sums.append((iteration, time.time(), total))
 
     def collect(self) -> bool:
         """Record the sums that are ready; returns whether no sum is in flight."""
         while self._sums and self._sums[0][2].ready:
             iteration, ended, total = self._sums.popleft()
-            load = total.read()
-            self.stage.take(
-                iteration, {"load": load, "time": ended}, functools.partial(self._values, load)
-            )
+            load, peak = self.counts.split(total.read())
+            arrays = {"load": load, "peak": peak, "time": ended}
+            self.stage.take(iteration, arrays, functools.partial(self._values, load))
         return not self._sums
 
     def _values(self, load: np.ndarray) -> dict[str, np.ndarray]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_hecate.offline.simulated_job import Outcome, SimulatedJob
+from megatron_hecate.offline.outcome import Outcome, Way
+from megatron_hecate.offline.simulated_job import SimulatedJob
 from megatron_hecate.offline.step_model import Work
 from megatron_hecate.offline.traffic import LayerPlan, add
 from rivals import find_planners
@@ -78,9 +79,10 @@ def outcomes(names: Sequence[str], job: SimulatedJob, slots: int) -> list[Outcom
     setting = Setting(job.model.experts, world=job.world, shape=shape, slots=slots)
     for name in names:
         planner = found[name]
-        way = dict(slots=slots, lifetime=planner.lifetime)
+        way = Way(slots=slots, lifetime=planner.lifetime)
         steps = planned(planner, counts, setting, once=job.once)
         work = Work(*(getattr(steps, field.name)[-counted:] for field in dataclasses.fields(Work)))
-        outcome = job.run(f"{name}, {slots} slot{'s' * (slots > 1)}", work, corrects=True, **way)
+        work = job.of_microbatches(work)
+        outcome = job.run(f"{name}, {slots} slot{'s' * (slots > 1)}", work, way, corrects=True)
         results.append(dataclasses.replace(outcome, memory=job.memory(**planner.memory(setting))))
     return results

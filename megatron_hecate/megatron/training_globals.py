@@ -27,7 +27,7 @@ def place_of_rank(group: dist.ProcessGroup) -> tuple[int, bool]:
 
 def running_iteration() -> int | None:
     """Read the number of the running iteration in Megatron's log."""
-    begun = getattr(_arguments(), "curr_iteration", None)
+    begun = getattr(training_arguments(), "curr_iteration", None)
     if begun is None:
         return None
     return begun + 1
@@ -47,15 +47,16 @@ def logging_pipeline() -> list[int]:
 
 def log_interval() -> int | None:
     """Read the number of iterations between two log entries; ``None`` without loggers."""
-    args = _arguments()
+    args = training_arguments()
     logs = getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None)
     return args.tensorboard_log_interval if logs else None
 
 
 def logs_each_layer() -> bool:
     """Whether Megatron logs metrics per MoE layer."""
-    return getattr(_arguments(), "moe_per_layer_logging", False)
+    return getattr(training_arguments(), "moe_per_layer_logging", False)
 
 
-def _arguments() -> Any | None:
+def training_arguments() -> Any | None:
+    """Return the arguments of Megatron's training script; ``None`` without one."""
     return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)

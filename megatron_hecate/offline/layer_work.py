@@ -122,3 +122,64 @@ def _sent_once(tokens: Traffic, pairs: float, world: World, once: int) -> Traffi
         tokens.inter_out * far,
         tokens.inter_in * far,
     )
+
+
+def work_of_ranks(
+    loads: np.ndarray,
+    world: World,
+    shape: LayerShape,
+    *,
+    crossing: np.ndarray | None = None,
+    once: int = 0,
+) -> Work:
+    """Compute the work of recorded rank loads, without copies; sources send alike.
+
+    Args:
+        loads: pairs computed by each rank, all microbatches, [T, L, N].
+        world: ranks, nodes and speeds.
+        shape: sizes of a layer.
+        crossing: pairs computed on another node than their source's, [T, L]; ``None``: as many as
+            if all sources send alike.
+        once: experts per token, see `Work.of`.
+    """
+    ranks = world.num_ranks
+    node = world.node_index
+    nodes = np.bincount(node)
+    total = loads.sum(axis=2)
+    of_nodes = np.stack([loads[..., node == one].sum(axis=2) for one in range(len(nodes))], axis=2)
+    alike = (of_nodes * (1 - nodes / ranks)).sum(axis=2)
+    kept = np.ones_like(alike)
+    if crossing is not None:
+        kept = np.divide(crossing, alike, out=kept, where=alike > 0)
+    inter_in = loads * (1 - nodes[node] / ranks) * kept[..., None]
+    inter_out = np.maximum(total[..., None] - of_nodes[..., node], 0) / ranks * kept[..., None]
+    intra_in = loads * (nodes[node] - 1) / ranks
+    intra_out = (of_nodes[..., node] - loads) / ranks
+    near = np.ones_like(total, dtype=float)
+    far = near
+    if once:
+        near = _messages_per_pair(intra_out.sum(axis=2), total, ranks / len(nodes) - 1, once)
+        far = _messages_per_pair(inter_out.sum(axis=2), total, len(nodes) - 1, once)
+    inside = np.maximum(intra_out, intra_in).max(axis=2) * near
+    between = np.zeros_like(inside)
+    for items in (inter_out, inter_in):
+        for one in range(len(nodes)):
+            per_rank = items[..., node == one].mean(axis=2) * far
+            between = np.maximum(between, per_rank)
+    scale = shape.token_bytes / shape.microbatches
+    trip = np.zeros_like(inside)
+    for link, items in ((world.speeds.intra, inside), (world.speeds.inter, between)):
+        seconds = items * scale / link.bandwidth + link.latency * (items > 0)
+        trip = np.maximum(trip, seconds)
+    none = np.zeros_like(trip)
+    peak = loads.max(axis=2) / shape.microbatches
+    return Work(peak, trip, none, none, none, none, none, none)
+
+
+def _messages_per_pair(
+    pairs: np.ndarray, total: np.ndarray, destinations: float, once: int
+) -> np.ndarray:
+    """Return the messages per pair of a dispatcher that sends a token once, see `_sent_once`."""
+    destinations = max(destinations, 1)
+    share = np.maximum(pairs, 1e-9) / np.maximum(total, 1)
+    return destinations * (1 - (1 - share / destinations) ** once) / (once * share)

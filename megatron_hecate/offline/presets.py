@@ -11,7 +11,7 @@ from megatron_hecate.plan import H100, LayerShape, Link, Speeds
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """Sizes of a model with gated experts (three matrices) and bf16 weights.
+    """Sizes of a model; by default with gated experts (three matrices) and bf16 weights.
 
     Args:
         layers: number of layers with experts.
@@ -23,6 +23,8 @@ class Model:
         vocab, seq: tokens of the vocabulary and of a sequence.
         shared: ffn size of a layer's shared experts together.
         plain, plain_ffn: number of layers without experts, and their ffn size.
+        matrices: hidden x ffn matrices of an expert.
+        weight_bytes: bytes of one parameter of an expert.
     """
 
     layers: int
@@ -37,6 +39,8 @@ class Model:
     shared: int = 0
     plain: int = 0
     plain_ffn: int = 0
+    matrices: int = 3
+    weight_bytes: int = 2
 
     @classmethod
     def named(cls, text: str) -> Model:
@@ -68,7 +72,7 @@ class Model:
     @property
     def expert_elements(self) -> int:
         """Number of parameters of one expert."""
-        return 3 * self.hidden * self.ffn
+        return self.matrices * self.hidden * self.ffn
 
     def dense_flops(self) -> float:
         """Count the forward FLOPs of a token in a layer outside its experts.
@@ -83,8 +87,11 @@ class Model:
     def shape(self, **options: float) -> LayerShape:
         """Return the shape of one layer; ``options``: further fields of `LayerShape`."""
         elements = self.expert_elements
+        width = self.weight_bytes
         sizes = dict(
-            expert_bytes=2 * elements, grad_bytes=4 * elements, token_bytes=2 * self.hidden
+            expert_bytes=width * elements,
+            grad_bytes=max(4, width) * elements,
+            token_bytes=width * self.hidden,
         )
         return LayerShape(**sizes, token_flops=2.0 * elements, **options)
 

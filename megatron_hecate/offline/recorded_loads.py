@@ -30,7 +30,7 @@ def read_loads(path: Path | str, *, num_experts: int | None = None) -> np.ndarra
     path = Path(path)
     try:
         counts = _read(path, num_experts)
-        _check(counts)
+        check_loads(counts)
     # zip, zlib, numpy and the tokenizer that numpy uses raise exceptions of their own.
     except Exception as error:
         # numpy takes any other file for a pickle, and its message offers a flag we do not have.
@@ -59,7 +59,7 @@ def _read(path: Path, num_experts: int | None) -> np.ndarray:
         return archive["load"][:, :, None]
 
 
-def _check(counts: np.ndarray) -> None:
+def check_loads(counts: np.ndarray) -> None:
     """Raise ValueError unless ``counts`` has four axes of finite loads, some in every layer."""
     if counts.ndim != 4 or not counts.size or counts.dtype.kind not in "iuf":
         raise ValueError(f"loads are {counts.dtype} of shape {counts.shape}")

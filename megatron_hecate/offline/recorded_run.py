@@ -1,126 +1,180 @@
-"""Properties of a job that its run folder records: the defaults of `what_if`."""
+"""A recorded run as a job to simulate: its loads, sizes, layout and step time."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import statistics
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from megatron_hecate.offline.presets import Model
-from megatron_hecate.offline.simulated_job import SimulatedJob
+from megatron_hecate.offline.presets import Cluster, Model
+from megatron_hecate.plan import Link, Speeds
 from megatron_hecate.record.analysis import Figures
-from megatron_hecate.record.run_folder import read, read_infos
-
-# microbatches of a step, where neither the record nor a flag names them
-MICROBATCHES: int = 8
-# relative difference of a flag from the record that is not reported
-CLOSE: float = 0.1
+from megatron_hecate.record.run_folder import RunInfo, RunRecord, read, read_infos
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class RecordedRun:
-    """Properties of a recorded job.
+    """Properties of a recorded job; ``None`` where the record does not hold them.
 
     Args:
-        ranks: size of the expert-parallel group.
-        layers: number of layers with experts.
-        microbatches: microbatches per step; ``None`` if unknown.
-        tokens: tokens of a rank per microbatch; ``None`` if ``microbatches`` is.
-        step_ms: median time of a step, ms; ``None`` unless stock training was recorded for several
-            iterations.
+        record: record of the run, all stages together.
+        stages: header of each pipeline stage.
     """
 
-    ranks: int
-    layers: int
-    microbatches: int | None = None
-    tokens: int | None = None
-    step_ms: float | None = None
+    record: RunRecord
+    stages: tuple[RunInfo, ...]
 
     @classmethod
-    def read(cls, trace: str) -> RecordedRun | None:
+    def read(cls, trace: str | Path) -> RecordedRun | None:
         """Read ``trace``; ``None`` if it is no run folder."""
-        infos = list(read_infos(Path(trace)).values())
+        infos = read_infos(Path(trace))
         if not infos:
             return None
-        record = read(trace)
-        info = record.info
-        step_ms = None
-        # With FSSDP the time of a step is not stock's.
-        if info.mode == "observe" and len(record.iteration) > 1:
-            step_ms = Figures(record, infos).step_ms
-        microbatches = None
-        tokens = None
+        return cls(record=read(trace), stages=tuple(infos.values()))
+
+    @property
+    def info(self) -> RunInfo:
+        """Header of all stages together."""
+        return self.record.info
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """Sizes and layout of the job; empty in records of earlier versions."""
+        return dict(self.info.job)
+
+    @property
+    def ep(self) -> int:
+        """Size of the expert-parallel group."""
+        return self.info.ranks
+
+    @property
+    def layers(self) -> int:
+        """Number of layers with experts."""
+        return len(self.info.layers)
+
+    @property
+    def pp(self) -> int:
+        """Number of pipeline stages."""
+        return int(self.job.get("pp", len(self.stages)))
+
+    @property
+    def vpp(self) -> int:
+        """Chunks per pipeline stage."""
+        return int(self.job.get("vpp", 1))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that the simulation divides among stages and expert-parallel groups."""
+        return int(self.job.get("ranks", self.ep * self.pp))
+
+    @property
+    def microbatches(self) -> int | None:
+        """Microbatches per step."""
         # A record without sizes of its layers does not know the microbatches either.
-        if info.shape:
-            microbatches = int(info.shape["microbatches"])
-            # Layers that drop tokens have fewer than the others.
-            of_group = record.load.sum(axis=2).max(axis=1)
-            pairs = microbatches * info.ranks * info.top_k
-            tokens = max(1, round(float(np.median(of_group)) / pairs))
-        return cls(
-            ranks=info.ranks,
-            layers=len(info.layers),
-            microbatches=microbatches,
-            tokens=tokens,
-            step_ms=step_ms,
+        if not self.info.shape:
+            return None
+        return int(self.info.shape["microbatches"])
+
+    @cached_property
+    def tokens(self) -> int | None:
+        """Tokens of a rank per microbatch."""
+        if self.microbatches is None:
+            return None
+        # Layers that drop tokens have fewer than the others.
+        of_group = self.record.load.sum(axis=2).max(axis=1)
+        pairs = self.microbatches * self.ep * self.info.top_k
+        return max(1, round(float(np.median(of_group)) / pairs))
+
+    @cached_property
+    def step_ms(self) -> float | None:
+        """Median time of a stock step, ms; ``None`` unless several stock steps were recorded."""
+        # With FSSDP the time of a step is not stock's.
+        if self.info.mode != "observe" or len(self.record.iteration) < 2:
+            return None
+        return Figures(self.record, self.stages).step_ms
+
+    @cached_property
+    def model(self) -> Model | None:
+        """Sizes of the model."""
+        shape = self.info.shape
+        if not shape:
+            return None
+        elements = shape["token_flops"] / 2
+        width = max(1, round(shape["expert_bytes"] / elements))
+        hidden = max(1, round(shape["token_bytes"] / width))
+        job = self.job
+        heads = int(job.get("heads", 0))
+        attention = 4 * hidden**2
+        head_width = hidden
+        if heads:
+            head_width = heads * job["head_width"]
+            groups = job["groups"]
+            attention = 2 * job["hidden"] * job["head_width"] * (heads + groups)
+        tokens = self.tokens or 1
+        return Model(
+            layers=self.layers,
+            hidden=hidden,
+            # Parameters of all matrices: experts differ in their number, and may have biases.
+            ffn=max(1, round(elements / hidden)),
+            matrices=1,
+            weight_bytes=width,
+            experts=self.info.num_experts,
+            top_k=self.info.top_k,
+            attention=attention,
+            width=head_width,
+            vocab=int(job.get("vocab", 0)),
+            seq=int(job.get("seq", tokens)),
+            shared=int(job.get("shared", 0)),
+            plain=max(0, int(job.get("num_layers", 0)) - self.layers),
+            plain_ffn=int(job.get("dense_ffn", 0)),
         )
 
-
-def same_size(args: argparse.Namespace, run: RecordedRun) -> bool:
-    """Return whether the command line has the record's layers and expert-parallel size."""
-    return (run.ranks, run.layers) == (args.ep, Model.named(args.model).layers)
-
-
-def resolve_microbatches(args: argparse.Namespace, model: Model) -> None:
-    """Set ``args.microbatches`` and ``args.tokens``, of a rank per microbatch.
-
-    A run folder's values are the defaults. Contradicting flags are listed in
-    ``args.contradictions``.
-    """
-    run = args.recorded
-    known = run is not None and run.microbatches is not None
-    if args.microbatches is None:
-        args.microbatches = run.microbatches if known else MICROBATCHES
-    elif known and args.microbatches != run.microbatches:
-        args.contradictions.append(
-            f"the record has {run.microbatches} microbatches per step, not {args.microbatches}"
-        )
-    args.tokens = (args.micro_batch or 1) * model.seq
-    if not known:
-        return
-    if args.micro_batch is None and args.seq is None:
-        args.tokens = run.tokens
-    elif abs(args.tokens - run.tokens) > CLOSE * run.tokens:
-        args.contradictions.append(
-            f"the record has {run.tokens:,} tokens of a rank per microbatch, not {args.tokens:,}"
+    @cached_property
+    def cluster(self) -> Cluster | None:
+        """Speeds of the machine, as the run used them."""
+        speeds = self.info.speeds
+        if not speeds:
+            return None
+        links = {name: Link(**speeds[name]) for name in ("intra", "inter")}
+        of_run = Speeds(**{**speeds, **links})
+        return Cluster(
+            per_node=statistics.mode(map(self.info.node.count, self.info.node)),
+            speeds=of_run,
+            dense=of_run.flops,
+            memory=float(self.job.get("device_bytes", 0)),
         )
 
+    @cached_property
+    def excess(self) -> np.ndarray | None:
+        """Imbalance that single microbatches have beyond their sum, see `SimulatedJob.excess`."""
+        if self.record.peak is None:
+            return None
+        ranks = Figures(self.record).before
+        mean = ranks.mean(axis=2)
+        beyond = self.record.peak - ranks.max(axis=2)
+        return np.divide(beyond, mean, out=np.zeros_like(mean), where=mean > 0)
 
-def resolve_step(args: argparse.Namespace, job: SimulatedJob) -> SimulatedJob:
-    """Scale the job to the measured time of a step; sets ``args.step_ms`` where not given.
+    @property
+    def columns_of_stages(self) -> tuple[tuple[int, ...], ...]:
+        """Indices of the recorded layers of each stage."""
+        stage = Figures(self.record, self.stages).stage
+        return tuple(tuple(np.flatnonzero(stage == one).tolist()) for one in np.unique(stage))
 
-    Raises:
-        ValueError: if ``--step-ms`` is less than the modelled time of experts and all-to-alls.
-    """
-    run = args.recorded
-    measured = None
-    if run is not None and same_size(args, run):
-        measured = run.step_ms
-    if args.step_ms is not None:
-        if measured is not None and abs(args.step_ms - measured) > CLOSE * measured:
-            args.contradictions.append(
-                f"the record's steps took {measured:,.0f} ms (median), not {args.step_ms:,.0f}"
-            )
-        return job.lasting(args.step_ms / 1e3)
-    if measured is None:
-        return job
-    try:
-        job = job.lasting(measured / 1e3)
-    except ValueError as error:
-        # The record's model or machine is another one, or its time covers no training.
-        args.contradictions.append(f"the record's step time is not used: {error}")
-    else:
-        args.step_ms = measured
-    return job
+    @property
+    def optimizer_shards(self) -> int | None:
+        """Ranks among which the optimizer state of an expert is sharded."""
+        return self.job.get("optimizer_shards")
+
+    @property
+    def sends_once(self) -> bool:
+        """Whether the dispatcher sends a token to a rank or node once."""
+        return self.job.get("dispatcher") == "flex"
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers repeat their forward in the backward."""
+        return bool(self.job.get("recompute", False))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from megatron_hecate.offline.modelled_run import ModelledRun
 from megatron_hecate.record.analysis import Figures
 
 # most points of a line
@@ -28,49 +30,73 @@ def groups_of(num: int, most: int) -> list[_Group]:
     return list(itertools.pairwise(np.linspace(0, num, min(num, most) + 1).astype(int).tolist()))
 
 
-def lines(figures: Figures, groups: Sequence[_Group]) -> dict[str, Any]:
+def lines(
+    figures: Figures, modelled: ModelledRun | None, groups: Sequence[_Group]
+) -> dict[str, Any]:
     """Build the charts over iterations: a unit, and series of (name, colour, values)."""
     charts: dict[str, tuple[str, list[_Series]]] = {
         "imbalance": ("times the mean", _imbalance_series(figures)),
         "memory": _memory(figures),
     }
-    if figures.costs is not None:
-        charts["lost"] = ("ms per step", _time_series(figures))
+    if modelled is not None:
+        charts["lost"] = ("ms per step", _time_series(modelled))
+        if len(figures.before) > 1:
+            charts["step"] = ("ms", _step_series(modelled))
         if not figures.observed:
             charts["copies"] = ("ms per step", _copy_series(figures))
     found = {}
     for chart, (unit, series) in charts.items():
         grouped = [
-            (name, colour, [short(values[a:b].mean()) for a, b in groups])
+            (name, colour, [_mean(values[a:b]) for a, b in groups])
             for name, colour, values in series
         ]
         found[chart] = {"unit": unit, "series": grouped}
     return found
 
 
+def _mean(values: np.ndarray) -> float | None:
+    """Average the known values of a group; ``None`` without any."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return None
+    return short(known.mean())
+
+
+def _step_series(modelled: ModelledRun) -> list[_Series]:
+    """Build the time of a step: measured, modelled as it ran, as stock, under forced balance."""
+    series = [("measured", "grey", modelled.measured_ms)]
+    if modelled.figures.observed:
+        series.append(("modelled", "before", modelled.stock_ms))
+    else:
+        series.append(("modelled, with FSSDP", "after", modelled.run_ms))
+        series.append(("modelled, stock", "before", modelled.stock_ms))
+    series.append(("modelled, forced balance", "won", modelled.forced_ms))
+    return series
+
+
 def _imbalance_series(figures: Figures) -> list[_Series]:
     """Build quantiles over the layers of the fullest rank's load."""
-    sides = [("routed", "before", figures.before)]
+    sides = [("routed", "before", figures.waits)]
     if not figures.observed:
-        sides.append(("computed", "after", figures.after))
+        sides.append(("computed", "after", figures.imbalance(figures.after)))
     names = ("worst layer", "90 % of layers below", "median layer", "10 % of layers below")
     series = []
-    for what, colour, load in sides:
-        quantiles = np.quantile(figures.imbalance(load), (1.0, 0.9, 0.5, 0.1), axis=1)
+    for what, colour, ratios in sides:
+        quantiles = np.quantile(ratios, (1.0, 0.9, 0.5, 0.1), axis=1)
         for name, values in zip(names, quantiles, strict=True):
             series.append((f"as {what}, {name}", colour, values))
     return series
 
 
-def _time_series(figures: Figures) -> list[_Series]:
+def _time_series(modelled: ModelledRun) -> list[_Series]:
     """Build the milliseconds per step lost to imbalance and won back."""
-    lost = figures.lost_ms
+    lost = modelled.lost_ms
     series = [("lost, as routed", "before", lost)]
-    if not figures.observed:
+    if not modelled.figures.observed:
         series += [
-            ("lost, with FSSDP", "after", figures.left_ms),
-            ("won back, net", "won", lost - figures.left_ms),
-            ("what replicas cost, in both", "grey", figures.of_step(figures.price_ms)),
+            ("lost, with FSSDP", "after", modelled.left_ms),
+            ("won back, net", "won", lost - modelled.left_ms),
+            ("what replicas cost, in both", "grey", modelled.price_ms),
         ]
     return series
 
@@ -163,5 +189,8 @@ def _pack(values: np.ndarray, top: float) -> str:
     return base64.b64encode(levels.astype("<u2").tobytes()).decode()
 
 
-def short(value: float) -> float:
+def short(value: float, *, missing: bool = False) -> float | None:
+    """Round a number; ``missing``: NaN becomes ``None``."""
+    if missing and math.isnan(value):
+        return None
     return round(float(value), 6)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,10 @@ import torch
 
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import LayerBuffer
+from megatron_hecate.offline.outcome import Baselines, Outcome, Way, parts_of_gain
 from megatron_hecate.offline.presets import Model
-from megatron_hecate.offline.step_model import PipelineSchedule, Timing, Work, simulate
-from megatron_hecate.offline.traffic import LayerPlan
+from megatron_hecate.offline.step_model import PipelineSchedule, Timing, Work, fit_outside, simulate
+from megatron_hecate.offline.traffic import LayerPlan, copies
 from megatron_hecate.plan import (
     CopyCost,
     HomeSearch,
@@ -31,38 +33,6 @@ from megatron_hecate.runtime.forecast import LoadHistory
 
 # bytes per parameter that move with an expert: weight, main parameter, two moments, unsharded
 MOVED: int = 14
-# fit of the time outside experts: most iterations, and relative tolerance
-CHORDS: int = 20
-CLOSE: float = 1e-3
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """Result of one way to train; means over steps.
-
-    Args:
-        name: label in the table.
-        slots: replica slots per rank and layer.
-        lifetime: lifetime of replicas.
-        late: most replicas that a layer may fetch after the gate.
-        seconds: time of a step.
-        imbalance: load of the fullest rank over the mean, averaged over steps and layers.
-        exposed: seconds of a step spent waiting for copies.
-        sent: bytes of copies that a rank sends in a step.
-        memory: memory of a rank's experts.
-        rehome: steps between searches for better homes; 0: homes do not move.
-    """
-
-    name: str
-    slots: int
-    lifetime: str
-    late: int
-    seconds: float
-    imbalance: float
-    exposed: float
-    sent: float
-    memory: ExpertMemory
-    rehome: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,6 +50,9 @@ class SimulatedJob:
         once: experts per token for dispatchers that send a token once, see `Work.of`.
         measured: whether speeds were measured; only then late replicas may cross nodes.
         optimizer_shards: ranks among which the optimizer state of an expert is sharded.
+        excess: tokens of the fullest ranks of single microbatches beyond those of the fullest rank
+            of the step, over the mean rank load, for steps from `first` on, [T, L]; ``None`` if
+            unknown: all microbatches are alike.
     """
 
     model: Model
@@ -92,6 +65,7 @@ class SimulatedJob:
     once: int = 0
     measured: bool = False
     optimizer_shards: int = 1
+    excess: np.ndarray | None = None
 
     def shape(self, lifetime: str) -> LayerShape:
         """Return the shape of a layer for FSSDP's cost model."""
@@ -104,11 +78,12 @@ class SimulatedJob:
             hidden_seconds=self.timing.dense,
         )
 
-    def copy_cost(self, lifetime: str) -> CopyCost:
-        """Return the cost of replicas per step."""
+    def copy_cost(self, lifetime: str, transport: str = "nvlink") -> CopyCost:
+        """Return the cost of replicas per step with a ``transport``."""
         shape = self.shape(lifetime)
         hidden = shape.hidden_seconds / shape.fetch_seconds(self.world)
-        return shape.copy_cost(self.world, hidden=hidden)
+        cost = shape.copy_cost(self.world, hidden=hidden)
+        return dataclasses.replace(cost, scatters=transport != P2P.name)
 
     def homes(self, slots: int, lifetime: str, every: int) -> tuple[list[list[Placement]], float]:
         """Place the homes, with searches for better ones from step `first` on.
@@ -152,18 +127,21 @@ class SimulatedJob:
         scale = self.model.layers / self.schedule.depth / num_layers
         return homes, scale * float(np.mean(seconds)) / every
 
-    def place(self, homes: Sequence[Sequence[Placement]], lifetime: str) -> list[list[Placement]]:
+    def place(
+        self, homes: Sequence[Sequence[Placement]], lifetime: str, transport: str = "nvlink"
+    ) -> list[list[Placement]]:
         """Plan early replicas as FSSDP does, from its forecast.
 
         Args:
             homes: homes by step and layer.
             lifetime: lifetime of replicas.
+            transport: transport of replicas.
 
         Returns:
             Placements by step, from `first` on, and layer.
         """
         totals = self.counts.sum(axis=2)
-        cost = self.copy_cost(lifetime)
+        cost = self.copy_cost(lifetime, transport)
         history = LoadHistory()
         placed = []
         now = homes[0]
@@ -202,19 +180,25 @@ class SimulatedJob:
             )
         return final
 
-    def work(self, placed: Sequence[Sequence[Placement]], *, late: int = 0) -> Work:
+    def work(
+        self, placed: Sequence[Sequence[Placement]], *, late: int = 0, transport: str = "nvlink"
+    ) -> Work:
         """Compute the work of layers under FSSDP's quotas and copies.
 
         Args:
             placed: placements before the gate, by step, from `first` on, and layer.
             late: most late replicas of a layer.
+            transport: transport of replicas.
         """
+        scatters = transport != P2P.name
         shape = self.shape("iteration")
         final = self.add_late(placed, late) if late else placed
         plans = []
         for of_layers in zip(self.counts[self.first :], placed, final, strict=True):
             layers = zip(*of_layers, strict=True)
-            plans.append([LayerPlan.of(*layer, self.world, shape) for layer in layers])
+            plans.append(
+                [LayerPlan.of(*layer, self.world, shape, scatters=scatters) for layer in layers]
+            )
         return Work.of(plans, self.world, shape, once=self.once)
 
     def memory(
@@ -247,37 +231,89 @@ class SimulatedJob:
         return dataclasses.replace(memory, optimizer=memory.optimizer // self.optimizer_shards)
 
     def run(
-        self, name: str, work: Work, *, corrects: bool = False, moving: float = 0.0, **way: Any
+        self,
+        name: str,
+        work: Work,
+        way: Way,
+        *,
+        corrects: bool = False,
+        moving: float = 0.0,
+        used: int = 0,
     ) -> Outcome:
         """Simulate steps with ``work``; recorded layers stand in for all layers of the model.
 
         Args:
             name: label of the outcome.
             work: work of the recorded layers.
+            way: settings of FSSDP; without slots, stock or forced balance.
             corrects: whether late copies are chosen in every microbatch, see `PipelineSchedule`.
             moving: seconds per step of moving homes.
-            way: fields of `Outcome` that differ from stock: ``slots``, ``lifetime``, ``late``,
-                ``rehome``.
+            used: most replicas that a rank holds.
         """
-        way = dict(slots=0, lifetime="iteration", late=0) | way
-        if way["late"]:
-            work = dataclasses.replace(work, routing=self._late_routing(work, way["lifetime"]))
-        recorded = work.peak.shape[1]
-        layers = self.model.layers
+        if way.late:
+            work = dataclasses.replace(work, routing=self._late_routing(work, way.lifetime))
         ranks = self.world.num_ranks
-        work = work.layers([layer * recorded // layers for layer in range(layers)])
-        schedule = dataclasses.replace(self.schedule, lifetime=way["lifetime"], corrects=corrects)
-        time = simulate(work, self.timing, schedule)
         fullest = work.peak.mean() * ranks * self.schedule.microbatches
+        work = self._of_model(work)
+        schedule = dataclasses.replace(self.schedule, lifetime=way.lifetime, corrects=corrects)
+        time = simulate(work, self.timing, schedule)
         return Outcome(
             name=name,
-            **way,
+            **dataclasses.asdict(way) | dict(transport=way.transport if way.slots else ""),
             seconds=float(time.total.mean()) + moving,
-            imbalance=float(fullest / self.counts.sum(axis=(2, 3)).mean()),
+            imbalance=float(fullest / self.counts[self.first :].sum(axis=(2, 3)).mean()),
             exposed=float(time.exposed.mean()),
             sent=float(time.sent.mean()) / ranks / self.schedule.depth,
-            memory=self.memory(slots=way["slots"], lifetime=way["lifetime"]),
+            memory=self.memory(slots=way.slots, lifetime=way.lifetime),
+            parts=parts_of_gain(work, self._all_layers, self.timing, schedule, moving=moving),
+            used=used,
         )
+
+    def _of_model(self, work: Work) -> Work:
+        """Repeat the simulated layers so that they stand in for all layers of the model."""
+        simulated = work.peak.shape[1]
+        layers = self.model.layers
+        return work.layers([layer * simulated // layers for layer in range(layers)])
+
+    @cached_property
+    def baselines(self) -> Baselines:
+        """Work of forced balance and of stock, of the simulated layers."""
+        pairs = self.counts[self.first :].sum(axis=(2, 3)).mean() / self.world.num_ranks
+        forced = Work.balanced(pairs, self.world, self.shape("iteration"), once=self.once)
+        homes = Placement.initial(self.model.experts, self.world.num_ranks, num_slots=0)
+        stock = self.work([[homes] * self.counts.shape[1]] * (len(self.counts) - self.first))
+        return Baselines(forced=forced, stock=self.of_microbatches(stock, stock.peak))
+
+    def of_microbatches(self, work: Work, stock: np.ndarray | None = None) -> Work:
+        """Add the imbalance of single microbatches, which sums over a step do not show.
+
+        Quotas are computed in every microbatch, so replicas remove the same share of it as they
+        remove of the imbalance of the step.
+
+        Args:
+            work: work of the simulated layers, all microbatches alike.
+            stock: `Work.peak` of stock, all microbatches alike; ``None``: computed.
+        """
+        if self.excess is None:
+            return work
+        ranks = self.world.num_ranks
+        mean = self.counts[self.first :].sum(axis=(2, 3)) / ranks / self.schedule.microbatches
+        if stock is None:
+            stock = self.baselines.stock.peak - self.excess * mean
+        over = stock - mean
+        left = np.divide(work.peak - mean, over, out=np.ones_like(over), where=over > 1e-9 * mean)
+        return dataclasses.replace(work, peak=work.peak + left.clip(0, 1) * self.excess * mean)
+
+    @cached_property
+    def _known(self) -> dict[tuple[Any, ...], tuple[Work, int]]:
+        """Work, and most replicas of a rank, by late replicas, transport and placements."""
+        return {}
+
+    @cached_property
+    def _all_layers(self) -> Baselines:
+        """`baselines` of all layers of the model."""
+        both = self.baselines
+        return Baselines(forced=self._of_model(both.forced), stock=self._of_model(both.stock))
 
     def _late_routing(self, work: Work, lifetime: str) -> np.ndarray:
         """Return the seconds of routing, [T, L], of layers that may fetch late replicas.
@@ -289,39 +325,30 @@ class SimulatedJob:
             seconds /= self.schedule.microbatches
         return np.maximum(work.routing, seconds)
 
-    def compare(
-        self,
-        slots: Sequence[int] = (),
-        lifetimes: Sequence[str] = (),
-        late: Sequence[int] = (),
-        rehome: Sequence[int] = (),
-    ) -> list[Outcome]:
-        """Simulate forced balance, stock, and FSSDP with every combination of settings.
+    def references(self) -> list[Outcome]:
+        """Simulate forced balance and stock."""
+        both = self.baselines
+        return [
+            self.run("forced balance", both.forced, Way()),
+            self.run("stock", both.stock, Way()),
+        ]
 
-        Args:
-            slots: numbers of replica slots per rank and layer.
-            lifetimes: lifetimes of replicas.
-            late: most late replicas of a layer.
-            rehome: steps between searches for better homes.
-        """
-        pairs = self.counts.sum(axis=(2, 3)).mean() / self.world.num_ranks
-        forced = Work.balanced(pairs, self.world, self.shape("iteration"), once=self.once)
-        homes = Placement.initial(self.model.experts, self.world.num_ranks, num_slots=0)
-        stock = self.work([[homes] * self.counts.shape[1]] * (len(self.counts) - self.first))
-        outcomes = [self.run("forced balance", forced), self.run("stock", stock)]
-        # Work by placements: equal plans of different settings are computed once.
-        known: dict[tuple[Any, ...], Work] = {}
-        for count, lifetime, every in itertools.product(slots, lifetimes, rehome or (0,)):
-            moved, moving = self.homes(count, lifetime, every)
-            placed = self.place(moved, lifetime)
-            for most in late or (0,):
-                each = itertools.chain.from_iterable(placed)
-                key = (count, most, *(placement.fingerprint for placement in each))
-                if key not in known:
-                    known[key] = self.work(placed, late=most)
-                way = dict(slots=count, lifetime=lifetime, late=most, rehome=every)
-                outcomes.append(self.run(_name(way), known[key], moving=moving, **way))
-        return outcomes
+    def simulate_way(self, way: Way) -> Outcome:
+        """Simulate FSSDP with the settings of ``way``."""
+        moved, moving = self.homes(way.slots, way.lifetime, way.rehome)
+        placed = self.place(moved, way.lifetime, way.transport)
+        layers = list(itertools.chain.from_iterable(placed))
+        # Equal plans of different settings have equal work.
+        key = (way.late, way.transport, *(placement.fingerprint for placement in layers))
+        if key not in self._known:
+            work = self.work(placed, late=way.late, transport=way.transport)
+            work = self.of_microbatches(work)
+            if way.late:
+                layers = list(itertools.chain.from_iterable(self.add_late(placed, way.late)))
+            used = max(int(copies(one).sum(axis=0).max()) for one in layers)
+            self._known[key] = work, used
+        work, used = self._known[key]
+        return self.run(way.name, work, way, moving=moving, used=used)
 
     def lasting(self, seconds: float) -> SimulatedJob:
         """Scale the time outside experts and all-to-alls so that a stock step takes ``seconds``.
@@ -329,71 +356,18 @@ class SimulatedJob:
         Raises:
             ValueError: if experts and all-to-alls alone take longer.
         """
+        # The work does not depend on the time outside experts.
+        stock = self._all_layers.stock
 
-        def scaled(share: float) -> SimulatedJob:
-            timing = dataclasses.replace(
-                self.timing, dense=share * self.timing.dense, head=share * self.timing.head
-            )
-            return dataclasses.replace(self, timing=timing)
+        def stock_seconds(timing: Timing) -> float:
+            return float(simulate(stock, timing, self.schedule).total.mean())
 
-        def stock_seconds(share: float) -> float:
-            return scaled(share).compare()[1].seconds
-
-        # points (share, seconds of a stock step) on both sides of the solution
-        low = (0.0, stock_seconds(0.0))
-        high = (1.0, stock_seconds(1.0))
-        if seconds <= low[1]:
+        try:
+            timing = fit_outside(self.timing, seconds, stock_seconds)
+        except ValueError as error:
             raise ValueError(
                 f"--step-ms {seconds * 1e3:g} is less than experts and all-to-alls alone take, "
-                f"{low[1] * 1e3:.1f}: check --ranks, --ep and --microbatches, or take a --cluster "
+                f"{error}: check --ranks, --ep and --microbatches, or take a --cluster "
                 "file that --measure has written there"
-            )
-        while high[1] < seconds:
-            low = high
-            high = (2 * low[0], stock_seconds(2 * low[0]))
-        # Regula falsi. More time outside experts never shortens the step, and the longest of
-        # several paths is convex in it: every chord's root is on the same side, and they converge.
-        for _ in range(CHORDS):
-            share = low[0] + (high[0] - low[0]) * (seconds - low[1]) / (high[1] - low[1])
-            now = (share, stock_seconds(share))
-            if abs(now[1] / seconds - 1) < CLOSE:
-                break
-            if now[1] < seconds:
-                low = now
-            else:
-                high = now
-        return scaled(now[0])
-
-
-def _name(way: dict[str, Any]) -> str:
-    """Format the settings of FSSDP as the label of an outcome."""
-    name = f"FSSDP, {way['slots']} slot{'s' * (way['slots'] > 1)}, {way['lifetime']}"
-    if way["late"]:
-        name += f", {way['late']} late"
-    if way["rehome"]:
-        name += f", homes every {way['rehome']}"
-    return name
-
-
-def spread(loads: np.ndarray, num_ranks: int, pairs: float) -> np.ndarray:
-    """Scale recorded loads to the pairs of the job's ranks.
-
-    Recorded sources are summed where they are a multiple of the ranks; otherwise each is dealt
-    evenly to ranks, or all sources are summed and dealt where the numbers do not divide.
-
-    Args:
-        loads: recorded pairs by step, layer, source and expert, [T, L, N, E].
-        num_ranks: number of ranks R.
-        pairs: pairs per rank, step and layer.
-
-    Returns:
-        Whole pairs [T, L, R, E].
-    """
-    steps, layers, sources, experts = loads.shape
-    if sources % num_ranks == 0:
-        loads = loads.reshape(steps, layers, num_ranks, -1, experts).sum(axis=3)
-    elif num_ranks % sources:
-        loads = loads.sum(axis=2, keepdims=True)
-    loads = np.repeat(loads, num_ranks // loads.shape[2], axis=2)
-    scale = pairs * num_ranks / loads.sum(axis=(2, 3), keepdims=True)
-    return np.rint(loads * scale).astype(np.int64)
+            ) from error
+        return dataclasses.replace(self, timing=timing)

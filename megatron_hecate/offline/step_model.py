@@ -11,7 +11,7 @@ Letters in shapes: T steps, L layers, E experts, R ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,10 @@ import numpy as np
 from megatron_hecate.offline.layer_work import Work
 from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.replicas.buffers import LIFETIMES
+
+# fit of the time outside experts: most iterations, and relative tolerance
+CHORDS: int = 20
+CLOSE: float = 1e-3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +135,46 @@ class StepTime:
     total: np.ndarray
     exposed: np.ndarray
     sent: np.ndarray
+
+
+def fit_outside(timing: Timing, seconds: float, step_seconds: Callable[[Timing], float]) -> Timing:
+    """Scale the time outside experts and all-to-alls so that a step takes ``seconds``.
+
+    Args:
+        timing: times to scale.
+        seconds: measured time of a step.
+        step_seconds: seconds of a modelled step with given times.
+
+    Raises:
+        ValueError: if experts and all-to-alls alone take longer; the message is their time.
+    """
+
+    def point(share: float) -> tuple[float, float]:
+        return share, step_seconds(scaled(share))
+
+    def scaled(share: float) -> Timing:
+        return dataclasses.replace(timing, dense=share * timing.dense, head=share * timing.head)
+
+    # points (share, seconds of a step) on both sides of the solution
+    low = point(0.0)
+    high = point(1.0)
+    if seconds <= low[1]:
+        raise ValueError(f"{low[1] * 1e3:.1f}")
+    while high[1] < seconds:
+        low = high
+        high = point(2 * low[0])
+    now = high
+    # Regula falsi. More time outside experts never shortens the step, and the longest of
+    # several paths is convex in it: every chord's root is on the same side, and they converge.
+    for _ in range(CHORDS):
+        now = point(low[0] + (high[0] - low[0]) * (seconds - low[1]) / (high[1] - low[1]))
+        if abs(now[1] / seconds - 1) < CLOSE:
+            break
+        if now[1] < seconds:
+            low = now
+        else:
+            high = now
+    return scaled(now[0])
 
 
 def simulate(work: Work, timing: Timing, schedule: PipelineSchedule) -> StepTime:

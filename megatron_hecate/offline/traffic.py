@@ -80,18 +80,26 @@ def token_traffic(flow: np.ndarray, world: World) -> Traffic:
     return Traffic(intra.sum(axis=1), intra.sum(axis=0), inter.sum(axis=1), inter.sum(axis=0))
 
 
-def fan_out(receives: np.ndarray, source: np.ndarray, world: World) -> Traffic:
+def fan_out(
+    receives: np.ndarray, source: np.ndarray, world: World, *, scatters: bool = True
+) -> Traffic:
     """Count the chunks sent and received when each source sends its chunk to several ranks.
 
     Args:
         receives: whether a rank gets a copy of an expert's chunk, [E, R] bool; never the source.
         source: rank with the original chunk, [E].
         world: ranks and their nodes.
+        scatters: whether receivers share the work of copying, as with transport ``nvlink``;
+            otherwise the source sends every copy, as with ``p2p``.
     """
     num_experts, num_ranks = receives.shape
     node = np.asarray(world.node)
     expert = np.arange(num_experts)
     assert not receives[expert, source].any(), "a rank would send a chunk to itself"
+    if not scatters:
+        flow = np.zeros((num_ranks, num_ranks))
+        np.add.at(flow, source, receives)
+        return token_traffic(flow, world)
     intra_out, intra_in, inter_out, inter_in = np.zeros((4, num_ranks))
     for k in np.unique(node):
         ranks = np.flatnonzero(node == k)
@@ -155,7 +163,14 @@ class LayerPlan:
 
     @classmethod
     def of(
-        cls, load: np.ndarray, placed: Placement, final: Placement, world: World, shape: LayerShape
+        cls,
+        load: np.ndarray,
+        placed: Placement,
+        final: Placement,
+        world: World,
+        shape: LayerShape,
+        *,
+        scatters: bool = True,
     ) -> LayerPlan:
         """Build the plan of FSSDP: our quotas, replicas fetched from homes and returned to homes.
 
@@ -165,6 +180,7 @@ class LayerPlan:
             final: placement after the gate; its further replicas are late.
             world: ranks and their nodes.
             shape: sizes of the layer.
+            scatters: see `fan_out`.
         """
         tokens, order = quotas_of_all(load, final, GroupShape.of(world, final))
         # Physical experts sorted by rank: segments of equal rank are summed.
@@ -172,9 +188,9 @@ class LayerPlan:
         ranks, first = np.unique(order.rank[by_rank], return_index=True)
         flow = np.zeros((len(load), world.num_ranks), dtype=np.int64)
         flow[:, ranks] = np.add.reduceat(tokens[:, by_rank], first, axis=1)
-        early = fan_out(copies(placed), placed.home, world)
-        late = fan_out(copies(final) & ~placed.holders, final.home, world)
-        back = backwards(fan_out(copies(final), final.home, world))
+        early = fan_out(copies(placed), placed.home, world, scatters=scatters)
+        late = fan_out(copies(final) & ~placed.holders, final.home, world, scatters=scatters)
+        back = backwards(fan_out(copies(final), final.home, world, scatters=scatters))
         return cls(
             flow,
             add((early, shape.expert_bytes)),

@@ -21,6 +21,7 @@ _POSITIVE = (
     "micro_batch",
     "seq",
     "steps",
+    "processes",
 )
 
 
@@ -28,8 +29,8 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
-        usage=f"{PROGRAM} TRACE --model NAME --cluster NAME [--ranks N] [--ep N] [--step-ms MS] "
-        "[...]; --help lists all",
+        usage=f"{PROGRAM} TRACE [--model NAME] [--cluster NAME] [--ranks N] [--ep N] "
+        "[--step-ms MS] [...]; --help lists all",
         description=description,
     )
     parser.add_argument(
@@ -39,11 +40,13 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--model",
-        required=True,
-        help=f"{', '.join(MODELS)}; sizes may follow, as in olmoe,layers=8",
+        help=f"{', '.join(MODELS)}; sizes may follow, as in olmoe,layers=8 (default: the sizes in "
+        "a run folder)",
     )
     parser.add_argument(
-        "--cluster", required=True, help=f"{', '.join(CLUSTERS)}, or a file from --measure"
+        "--cluster",
+        help=f"{', '.join(CLUSTERS)}, or a file from --measure (default: the speeds that a run "
+        "folder holds)",
     )
     _add_layout(parser)
     _add_step(parser)
@@ -66,8 +69,12 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="expert-parallel size (default: of a run folder, else the largest that fits)",
     )
-    add("--pp", type=int, default=1, help="pipeline stages (%(default)s)")
-    add("--vpp", type=int, default=1, help="interleaved chunks per stage (%(default)s)")
+    add("--pp", type=int, help="pipeline stages (default: of a run folder, else 1)")
+    add(
+        "--vpp",
+        type=int,
+        help="interleaved chunks per stage (default: of a run folder, else 1)",
+    )
     add(
         "--per-node",
         type=int,
@@ -89,8 +96,7 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
     add(
         "--dispatcher",
         choices=("alltoall", "flex"),
-        default="alltoall",
-        help="flex: a token is sent to a node once",
+        help="flex: a token is sent to a node once (default: of a run folder, else alltoall)",
     )
     add(
         "--hidden-all-to-all",
@@ -102,9 +108,13 @@ def _add_step(parser: argparse.ArgumentParser) -> None:
         "--no-distributed-optimizer",
         action="store_true",
         help="every rank keeps the whole optimizer state of its experts; else ranks with the same "
-        "experts share it",
+        "experts share it (default: of a run folder)",
     )
-    add("--recompute", action="store_true", help="layers repeat their forward in the backward")
+    add(
+        "--recompute",
+        action="store_true",
+        help="layers repeat their forward in the backward (default: of a run folder)",
+    )
     add(
         "--step-ms",
         type=float,
@@ -125,6 +135,10 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     add("--slots", default="1,2,4", help="replicas per rank and layer (%(default)s)")
     add("--lifetime", default=",".join(LIFETIMES), help="lifetimes of replicas (%(default)s)")
     add(
+        "--transport",
+        help="transports of replicas (default: nvlink,p2p; the one in use in a run with FSSDP)",
+    )
+    add(
         "--late-replicas",
         default="0",
         help="replicas of a layer after the gate; several as in 0,8 (%(default)s)",
@@ -133,6 +147,11 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
         "--rehome",
         default="0",
         help="steps between searches for better homes; several as in 0,50 (%(default)s)",
+    )
+    add(
+        "--processes",
+        type=int,
+        help="processes that simulate (default: one, and one per core where the work takes longer)",
     )
     add(
         "--rivals",
@@ -157,6 +176,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"--hidden-all-to-all must be from 0 to 1, got {args.hidden_all_to_all}")
     if unknown := [name for name in args.lifetime.split(",") if name not in LIFETIMES]:
         raise ValueError(f"--lifetime {','.join(unknown)}: there are {', '.join(LIFETIMES)}")
+    transports = (args.transport or "nvlink").split(",")
+    if unknown := [name for name in transports if name not in ("nvlink", "p2p")]:
+        raise ValueError(f"--transport {','.join(unknown)}: there are nvlink, p2p")
     for flag in ("slots", "late-replicas", "rehome"):
         value = getattr(args, flag.replace("-", "_"))
         if not all(count.isdecimal() for count in value.split(",")):

@@ -107,6 +107,22 @@ class Figures:
         by_home = load.reshape(*load.shape[:2], self.homes.num_ranks, -1)
         return by_home.sum(axis=3)
 
+    @cached_property
+    def fullest(self) -> np.ndarray:
+        """Tokens of the fullest rank as routed, [T, L].
+
+        Of each microbatch and summed, where the record holds it; else of the iteration.
+        """
+        if self.record.peak is not None:
+            return self.record.peak
+        return self.before.max(axis=2)
+
+    @cached_property
+    def waits(self) -> np.ndarray:
+        """Load of the fullest rank over the mean as routed, [T, L]; 1 without tokens."""
+        mean = self.before.mean(axis=2)
+        return np.divide(self.fullest, mean, out=np.ones_like(mean), where=mean > 0)
+
     @property
     def after(self) -> np.ndarray:
         """Tokens computed by each rank, [T, L, N]."""

@@ -12,6 +12,7 @@ import numpy as np
 
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.megatron.forward_pass import ForwardPass
+from megatron_hecate.megatron.job_sizes import job_sizes
 from megatron_hecate.megatron.training_state import forwards_in_flight, num_microbatches
 from megatron_hecate.plan import Placement
 from megatron_hecate.plan.maxflow import balance
@@ -333,6 +334,7 @@ def _describe_stage(states: Sequence[LayerState], chunk_of: Sequence[int]) -> Ru
         node=tuple(world.node),
         top_k=model.moe_router_topk,
         slots=config.slots,
+        job=job_sizes(model),
         lifetime=config.lifetime,
         transport=config.transport,
         overlap_degree=config.overlap_degree,

@@ -26,7 +26,7 @@ import numpy as np
 VERSION: int = 1
 # Attempts to read a folder whose files change.
 RETRIES: int = 100
-ARRAYS = ("load", "home", "replica", "late", "rank_load", "crossing", "window", "copy")
+ARRAYS = ("load", "peak", "home", "replica", "late", "rank_load", "crossing", "window", "copy")
 Arrays = dict[str, np.ndarray]
 
 
@@ -48,6 +48,7 @@ class RunInfo:
             `replicas.memory_estimate.ExpertMemory`; ``token``, activations of a token in one expert
             that last until the backward; ``kept``, microbatches in flight, 0 if experts are
             recomputed. Empty if unknown.
+        job: sizes and layout of the job, `megatron.job_sizes.job_sizes`; empty if unknown.
         lifetime: resolved setting of `HecateConfig`.
         transport: resolved setting of `HecateConfig`.
         overlap_degree: resolved setting of `HecateConfig`.
@@ -65,6 +66,7 @@ class RunInfo:
     shape: Mapping[str, float] = dataclasses.field(default_factory=dict)
     speeds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    job: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lifetime: str = ""
     transport: str = ""
     overlap_degree: int | None = None
@@ -89,6 +91,9 @@ class RunRecord:
         time: end of each iteration, [T] float64 unix seconds.
         load: tokens per expert, summed over the group, [T, L, E] int64; 0 for experts that a layer
             lacks.
+        peak: tokens of the fullest rank of each microbatch, as routed, summed over microbatches,
+            [T, L] int64: at least the fullest rank's of the iteration. Only the sum is kept,
+            because the time of a step depends on it alone. ``None`` if not counted.
         replica: experts in replica slots, [T, L, N, S] int64, -1 in empty slots; ``None`` like all
             further arrays when observing. If microbatches have plans of their own, the plan with
             most replicas.
@@ -108,6 +113,7 @@ class RunRecord:
     iteration: np.ndarray
     time: np.ndarray
     load: np.ndarray
+    peak: np.ndarray | None = None
     replica: np.ndarray | None = None
     late: np.ndarray | None = None
     rank_load: np.ndarray | None = None

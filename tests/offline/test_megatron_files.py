@@ -39,7 +39,7 @@ def test_files_of_a_run_hold_what_an_observer_counted() -> None:
     from megatron.training.activation_logging import ActivationLogger
 
     from megatron_hecate import HecateConfig, fssdp
-    from megatron_hecate.offline.what_if import read_loads
+    from megatron_hecate.offline.recorded_loads import read_loads
     from megatron_hecate.record.run_folder import read
 
     folder, rank = Path(os.environ["TEST_FOLDER"]), dist.get_rank()

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hecate.offline.what_if import read_loads
+from megatron_hecate.offline.recorded_loads import read_loads
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.run_writer import RunWriter
 

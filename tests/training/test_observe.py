@@ -63,11 +63,11 @@ def _case(fields: dict[str, Any]) -> Any:
 
 
 def _count(chunks: list) -> list:
-    """[step][layer][expert] of this rank, from the maps that the dispatchers of a training forward are given."""
+    """[step][layer][forward][expert] of this rank, from the maps that the dispatchers of a training forward are given."""
     import tiny_gpt
     import torch
 
-    counted: list = [defaultdict(lambda: 0)]
+    counted: list = [defaultdict(list)]
     for index, layer in enumerate(tiny_gpt.moe_layers(chunks)):
         preprocess = layer.token_dispatcher.dispatch_preprocess
 
@@ -75,7 +75,7 @@ def _count(chunks: list) -> list:
             hidden: Any, routing_map: Any, *rest: Any, i: int = index, original: Any = preprocess
         ) -> Any:
             if torch._C._current_graph_task_id() == -1 and counted[0] is not None:
-                counted[-1][i] = counted[-1][i] + np.array(routing_map.int().sum(dim=0).tolist())
+                counted[-1][i].append(np.array(routing_map.int().sum(dim=0).tolist()))
             return original(hidden, routing_map, *rest)
 
         layer.token_dispatcher.dispatch_preprocess = count
@@ -110,7 +110,7 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
         return fssdp(HecateConfig(observe=True, record=folder))(chunks)
 
     observed = tiny_gpt.train(
-        case, hook=hook, before_step=lambda *_: counted[0].append(defaultdict(lambda: 0))
+        case, hook=hook, before_step=lambda *_: counted[0].append(defaultdict(list))
     )
     assert observed.losses == stock.losses and observed.grad_norms == stock.grad_norms
     assert all(torch.equal(p, stock.params[n]) for n, p in observed.params.items()), "parameters"
@@ -118,7 +118,7 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
         tiny_gpt.run(case, observed.chunks, 7, num_microbatches=1, forward_only=True)
     layers = tiny_gpt.moe_layers(observed.chunks)
     observer = layers[0].router.observer
-    assert not observer.counts.any(), "evaluation was counted"
+    assert not observer.counts.take().any(), "evaluation was counted"
     observer.stage.close()
     loads = torch.tensor(
         np.array([[step[i] for i in range(len(layers))] for step in counted[0][:3]])
@@ -134,8 +134,15 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
     assert record.info.layers == ("layer 1", "layer 2")
     assert record.iteration.tolist() == [1, 2, 3]
     if case.ep > 1 or dist.get_rank() == 0:
-        assert record.load.tolist() == loads.tolist()
+        assert record.load.tolist() == loads.sum(dim=2).tolist()
+        # Brute force over forwards: the fullest rank of each.
+        of_ranks = loads.unflatten(3, (case.ep, -1)).sum(dim=4)
+        assert record.peak.tolist() == of_ranks.amax(dim=3).sum(dim=2).tolist()
     assert record.load.sum() > 0
+    if dist.get_rank() == 0:
+        job = record.info.job
+        assert (job["ranks"], job["pp"], job["hidden"]) == (2, 1, layers[0].config.hidden_size)
+        assert job["dispatcher"] == layers[0].config.moe_token_dispatcher_type
 
 
 @pytest.mark.newest

@@ -5,6 +5,8 @@ const { observed, info, mean } = data,
   sides = observed ? ["as routed"] : ["as routed", "as computed"];
 const NONE = 65535,
   LEVELS = 65534;
+// of lines, by the name of their colour
+const DASHES = { after: [9, 4], won: [2, 5], dots: [2, 3] };
 const redraws = [],
   root = document.documentElement;
 
@@ -151,7 +153,8 @@ function lines(spec, node) {
       label,
       stroke: css(name, thin(label) ? 0.35 : 1),
       width: thin(label) ? 1 : /worst/.test(label) ? 1.2 : 2.2,
-      dash: /worst|activations/.test(label) ? [2, 3] : undefined,
+      // lines differ without colour, too
+      dash: DASHES[/worst|activations/.test(label) ? "dots" : name],
       points: { show: x.length < 3, size: 8 },
       value: (u, v) => (v == null ? "–" : plain(v)),
     }));
@@ -163,7 +166,11 @@ function lines(spec, node) {
           x: { time: false },
           y: {
             range: (u, low, high) => [
-              spec.name === "imbalance" ? 1 : Math.min(0, low),
+              spec.name === "imbalance"
+                ? 1
+                : spec.name === "step"
+                  ? low - 0.1 * (high - low)
+                  : Math.min(0, low),
               high > low ? high * 1.04 : low + 1,
             ],
           },
@@ -178,7 +185,9 @@ function lines(spec, node) {
           },
           { ...axis, size: 62, label: spec.unit, labelSize: 22 },
         ],
-        legend: { markers: { dash: (u, i) => (u.series[i].dash ? "dotted" : "solid") } },
+        legend: { markers: {
+            dash: (u, i) => ({ 2: "dotted", 9: "dashed" })[(u.series[i].dash || [0])[0]] || "solid",
+          } },
         series: [{ label: "iteration" }, ...series],
         cursor: { points: { size: 7 } },
         bands: (spec.name === "imbalance" ? [2, 6].slice(0, spec.series.length / 4) : []).map(
@@ -208,12 +217,13 @@ function lines(spec, node) {
     plot.setCursor({ left: plot.valToPos(x[at], "x"), top: 10 });
     tip.value =
       `iteration ${x[at]}: ` +
-      spec.series.map(([label, , values]) => `${label} ${plain(values[at])}`).join(", ");
+      spec.series
+        .map(([label, , values]) => `${label} ${values[at] == null ? "–" : plain(values[at])}`).join(", ");
   });
   redraws.push(() => draw(Math.max(260, Math.floor(box.clientWidth))));
   figures(node, `${spec.unit} by iteration`, () => [
     ["iteration", ...spec.series.map((s) => s[0])],
-    x.map((i, at) => [i, ...spec.series.map((s) => s[2][at])]),
+    x.map((i, at) => [i, ...spec.series.map((s) => s[2][at] ?? "–")]),
   ]);
 }
 
@@ -259,6 +269,11 @@ function picture(node, caption, view) {
     pen.scale(scale, scale);
     pen.imageSmoothingEnabled = false;
     pen.drawImage(small, left, 0, width - left, height);
+    // nodes
+    pen.strokeStyle = css("text");
+    pen.lineWidth = 1;
+    for (const at of now.edges || []) pen.strokeRect(left + at * wide, 0, 0, height);
+    for (const at of now.rowEdges || []) pen.strokeRect(left, at * high, width - left, 0);
     pen.fillStyle = css("soft");
     pen.font = "12px system-ui, sans-serif";
     pen.textBaseline = "middle";
@@ -310,27 +325,35 @@ function picture(node, caption, view) {
     draw();
   };
 }
-function legend(node, top) {
+function lowest(arrays) {
+  let low = Infinity;
+  for (const array of arrays) for (const value of array) if (value < low) low = value;
+  return low;
+}
+function legend(node, top, low) {
+  // the scale begins at 1 where nothing is below
+  const from = low < 0.9995 ? -1 : 0;
   const bar = make("canvas", {
       width: 220,
       height: 1,
       role: "img",
-      "aria-label": "colours, from cold to hot",
+      "aria-label": from ? "colours, from cold to hot" : "colours, from even to hot",
     }),
     span = spanOf(top);
   node.append(
     make(
       "div",
       { class: "legend" },
-      `${(2 ** -span).toFixed(2)} ×`,
+      make("span", { class: "low" }, `${(2 ** (from * span)).toFixed(2)} ×`),
       bar,
-      `${(2 ** span).toFixed(2)} × the mean, or more; the middle is the mean`,
+      `${(2 ** span).toFixed(2)} × the mean, or more` +
+        (from ? "; the middle is the mean" : "; nothing is below the mean"),
     ),
   );
   redraws.push(() => {
     const pen = bar.getContext("2d");
     for (let i = 0; i < 220; i++) {
-      pen.fillStyle = `rgb(${heat(2 ** ((i / 110 - 1) * span), span)})`;
+      pen.fillStyle = `rgb(${heat(2 ** ((from + ((1 - from) * i) / 219) * span), span)})`;
       pen.fillRect(i, 0, 1, 1);
     }
   });

@@ -1,56 +1,3 @@
-function summary() {
-  document.getElementById("title").textContent = document.title = observed
-    ? "What imbalance costs"
-    : "What FSSDP did";
-  const facts = {
-    run: info.folder,
-    started: info.started,
-    "top k": info.top_k,
-    ...(observed ? {} : { slots: info.slots, lifetime: info.lifetime, transport: info.transport }),
-    "median step": /nan/.test(info.step) ? "" : info.step,
-    ...info.versions,
-  };
-  document.getElementById("facts").textContent = Object.entries(facts)
-    .filter(([, value]) => value !== "")
-    .map((fact) => fact.join(" "))
-    .join(" · ");
-  const ms = (value) =>
-      Math.abs(value) >= 999.5
-        ? (value / 1e3).toFixed(2) + " s"
-        : +(+value.toPrecision(3)).toFixed(3) + " ms",
-    won = mean.lost - mean.left;
-  const shown = [
-    [
-      "fullest rank, of the mean",
-      observed ? mean.before.toFixed(2) : `${mean.before.toFixed(2)} → ${mean.after.toFixed(3)}`,
-      observed ? "as routed" : "as routed → as computed",
-    ],
-  ];
-  if (data.lines.lost)
-    shown.push(["lost to imbalance, modelled", ms(mean.lost), "per step, as routed"]);
-  if (data.lines.lost && !observed)
-    shown.push([
-      "won back, net of replicas' cost",
-      ms(won),
-      mean.lost ? `${((100 * won) / mean.lost).toFixed(1)} % of it` : "there was nothing to win",
-    ]);
-  if (!observed)
-    shown.push(["replicas", mean.replicas.toFixed(1), "per layer, on all ranks together"]);
-  const node = section("summary", "In short");
-  const cards = shown.map(([what, value, remark]) =>
-    make(
-      "div",
-      {},
-      make("dt", {}, what),
-      make("dd", { class: "value" }, value),
-      make("dd", {}, remark),
-    ),
-  );
-  node.append(
-    make("dl", { class: "cards" }, ...cards),
-    ...data.words.map((text) => make("p", {}, text)),
-  );
-}
 function loads() {
   const { groups, top } = data.loads,
     ranks = info.ranks,
@@ -63,6 +10,14 @@ function loads() {
       : "Left: every token at its expert's home. Right: with replicas. The more even, the " +
         "less waiting.");
   const node = section("loads", "Load of layers and ranks", text, "Loads");
+  // ranks of a node side by side
+  const order = Array.from({ length: ranks }, (_, r) => r).sort(
+    (a, b) => info.node[a] - info.node[b] || a - b,
+  );
+  const nodes = new Set(info.node).size;
+  const edges = order.flatMap((r, i) =>
+    i && info.node[r] !== info.node[order[i - 1]] ? [i] : [],
+  );
   const whole = data.loads.whole.map((t) => unpack(t, top)),
     parts = data.loads.parts.map((t) => unpack(t, top));
   const [label, select] = chooser("Show", ["all layers"]);
@@ -75,33 +30,38 @@ function loads() {
       at = +slider.value - 1;
     if (layer < 0) {
       const value = (r, c) =>
-        at < 0 ? whole[side][r * ranks + c] : parts[side][(r * ranks + c) * num + at];
+        at < 0
+          ? whole[side][r * ranks + order[c]]
+          : parts[side][(r * ranks + order[c]) * num + at];
       return {
         rows: names.length,
         columns: ranks,
         value,
         span,
         row: (r) => names[r],
-        tick: String,
-        axis: "rank",
-        say: (r, c) => `${names[r]}, rank ${c}: ${times(value(r, c))}`,
+        tick: (c) => String(order[c]),
+        axis: nodes > 1 ? `rank, by node (${nodes} nodes)` : "rank",
+        edges,
+        say: (r, c) =>
+          `${names[r]}, rank ${order[c]} on node ${info.node[order[c]]}: ${times(value(r, c))}`,
       };
     }
-    const value = (r, c) => parts[side][(layer * ranks + r) * num + c];
+    const value = (r, c) => parts[side][(layer * ranks + order[r]) * num + c];
     return {
       rows: ranks,
       columns: num,
       value,
       span,
-      row: (r) => `rank ${r}`,
+      row: (r) => `rank ${order[r]}`,
+      rowEdges: edges,
       tick: (c) => String(groups[c][0]),
       axis: "iteration",
-      say: (r, c) => `${names[layer]}, rank ${r}, ${iterations(groups[c])}: ${times(value(r, c))}`,
+      say: (r, c) => `${names[layer]}, rank ${order[r]}, ${iterations(groups[c])}: ${times(value(r, c))}`,
     };
   };
   const box = pair(node),
     draws = sides.map((side, i) => picture(box, side[0].toUpperCase() + side.slice(1), view(i)));
-  legend(node, top);
+  legend(node, top, lowest([...whole, ...parts]));
   const table = figures(node, "load of each rank over the mean, as shown above", () => {
     const views = sides.map((_, i) => view(i)()),
       first = views[0],
@@ -162,7 +122,7 @@ function spread() {
       say: (r, c) => `${names[r]}, ${iterations(groups[c])}: ${times(value(r, c))}`,
     }));
   });
-  legend(node, top);
+  legend(node, top, lowest(parts));
   figures(node, "imbalance of every layer", () => [
     ["layer", ...groups.map(iterations)],
     names.flatMap((name, r) =>
@@ -202,7 +162,7 @@ function experts() {
     say: (r, c) =>
       `expert ${of(number, r)}, home on rank ${of(home, r)}, ${iterations(groups[c])}: ${times(value(r, c))}`,
   }));
-  legend(node, top);
+  legend(node, top, lowest([parts]));
   const table = figures(node, "the hottest experts of this layer", () => [
     [
       "expert",
@@ -225,11 +185,21 @@ function experts() {
 function layers() {
   const node = section(
     "layers",
-    "Every layer: decision and reason",
-    "Load of the fullest rank over the mean, as routed and as computed: mean and worst " +
-      "iteration. Replicas of all ranks together. Milliseconds per step, by the cost model. A " +
-      "click on a column's header sorts by it.",
-    "Decisions",
+    "Every layer, the costliest first",
+    "Load of the fullest rank over the mean: mean and worst iteration. Replicas of all ranks " +
+      "together. Milliseconds per step, by the step model. A click on a column's header sorts " +
+      "by it.",
+    "Layers",
+  );
+  node.append(
+    make(
+      "dl",
+      { class: "reasons" },
+      ...Object.entries(data.reasons).flatMap(([name, text]) => [
+        make("dt", {}, name),
+        make("dd", {}, text),
+      ]),
+    ),
   );
   const scroll = make("div", {
     class: "scroll",
@@ -250,12 +220,13 @@ function layers() {
     "late",
     "ms lost",
     "ms won back, net",
-    "why",
+    "decision",
   ];
   const kept = observed ? [0, 1, 2, 8, 10] : heads.map((_, i) => i);
   const rows = data.layers
     .map((row, i) => [names[i], ...row])
     .map((row) => row.map((v, i) => (i === 6 ? +(100 * v).toFixed(1) : v)));
+  rows.sort((a, b) => b[8] - a[8]);
   fill(
     scroll,
     kept.map((i) => heads[i]),
@@ -266,12 +237,19 @@ function layers() {
 const TITLES = {
   lost: [
     observed ? "Milliseconds lost" : "Milliseconds lost and won back",
-    "Time per step in which ranks wait for the fullest rank, by the cost model." +
+    "Time per step beyond forced balance, by the step model: expert compute and all-to-all." +
       (observed
         ? ""
         : " With FSSDP, the cost of replicas is part of the time lost, and deducted from the " +
           "time won back."),
     "Time",
+  ],
+  step: [
+    "Time of a step: measured and modelled",
+    "The modelled step is scaled once, so that its mean is that of the measured steps. Where " +
+      "routing explains the step time, the two lines move together; where they do not, " +
+      "something else costs time.",
+    "Step time",
   ],
   imbalance: [
     "Imbalance over time",
@@ -303,9 +281,11 @@ function line(name) {
 }
 
 summary();
+compared();
+layers();
+line("step");
 line("lost");
 line("imbalance");
-layers();
 loads();
 spread();
 experts();

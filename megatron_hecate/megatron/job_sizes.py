@@ -1,0 +1,51 @@
+"""Sizes and layout of the running job, for its record: the defaults of ``--what-if``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from megatron_hecate.job.device import device_of_rank
+from megatron_hecate.megatron.training_globals import training_arguments
+
+
+def job_sizes(config: Any) -> dict[str, Any]:
+    """Collect the sizes of the job, see `RunInfo.job`; unknown ones are left out.
+
+    Args:
+        config: ``TransformerConfig`` of the model's MoE layers.
+    """
+    stages = config.pipeline_model_parallel_size
+    sizes: dict[str, Any] = dict(
+        ranks=dist.get_world_size(),
+        pp=stages,
+        vpp=config.virtual_pipeline_model_parallel_size or 1,
+        tp=config.tensor_model_parallel_size,
+        hidden=config.hidden_size,
+        ffn=config.moe_ffn_hidden_size,
+        dense_ffn=config.ffn_hidden_size,
+        num_layers=config.num_layers,
+        heads=config.num_attention_heads,
+        groups=config.num_query_groups or config.num_attention_heads,
+        head_width=config.kv_channels or config.hidden_size // config.num_attention_heads,
+        shared=config.moe_shared_expert_intermediate_size or 0,
+        dispatcher=config.moe_token_dispatcher_type,
+        recompute=config.recompute_granularity == "full",
+    )
+    if device_of_rank().type == "cuda":
+        properties = torch.cuda.get_device_properties(device_of_rank())
+        sizes["device_bytes"] = properties.total_memory
+    arguments = training_arguments()
+    # Scripts with a setup of their own may have other arguments, or none.
+    for name, argument in (("seq", "seq_length"), ("vocab", "padded_vocab_size")):
+        if value := getattr(arguments, argument, None):
+            sizes[name] = value
+    sharded = getattr(arguments, "use_distributed_optimizer", None)
+    if sharded is not None:
+        sizes["optimizer_shards"] = 1
+        if sharded:
+            sizes["optimizer_shards"] = parallel_state.get_expert_data_parallel_world_size()
+    return sizes

@@ -1,0 +1,266 @@
+"""Sentences of the report's page: verdict, reasons, decisions for layers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from megatron_hecate.offline.comparison import Comparison
+from megatron_hecate.offline.modelled_run import ModelledRun
+from megatron_hecate.offline.recommendation import EXPERT_TIMES, flags_of, share_range
+from megatron_hecate.plan.replicas import BALANCED
+from megatron_hecate.record.analysis import Figures
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """First sentence of the page, its reason, and the command to run next.
+
+    Args:
+        kind: ``won`` or ``lost`` for a symbol, or ``neutral``.
+        text: one sentence with a range.
+        reason: further explanation; may be empty.
+        command: command to run next.
+        purpose: what the command is for.
+    """
+
+    kind: str
+    text: str
+    reason: str
+    command: str
+    purpose: str
+
+
+def verdict_on_stock(found: Comparison | None, folder: Path) -> Verdict:
+    """Judge an observed run.
+
+    Args:
+        found: comparison of FSSDP's settings; ``None`` if the record is not enough for it.
+        folder: folder of the run.
+    """
+    what_if = f"python -m megatron_hecate --what-if {folder}"
+    if found is None:
+        return Verdict(
+            kind="neutral",
+            text="No verdict: the record holds no sizes or no speeds, so times are not known.",
+            reason="The page shows loads alone.",
+            command=f"{what_if} --model NAME --cluster NAME --step-ms MS",
+            purpose="Name the model and the machine:",
+        )
+    advice = found.advice
+    reason = f"As --what-if: {advice.text}."
+    way = advice.considered
+    if way is None:
+        text = "Do not switch FSSDP on: there is nothing that it could win."
+        return Verdict(
+            kind="neutral", text=text, reason=reason, command=what_if, purpose="Try other layouts:"
+        )
+    gain = 1 - way.seconds / found.stock.seconds
+    if found.settings.step_ms is None:
+        low, high = share_range(gain, found.error)
+    elif found.settings.measured:
+        low, high = gain, gain
+    else:
+        low, high = (gain * by for by in EXPERT_TIMES)
+    share = f"{100 * low:.1f} to {100 * high:.1f} % of a step"
+    if advice.verdict == "yes":
+        return Verdict(
+            kind="won",
+            text=f"Switch FSSDP on: it would save {share}.",
+            reason=reason,
+            command=(
+                f"torchrun ... -m megatron_hecate --moe-fssdp {flags_of(way)} "
+                f"--moe-fssdp-record {folder}-fssdp SCRIPT ..."
+            ),
+            purpose="Train with it, and compare with --report:",
+        )
+    if advice.verdict == "unknown":
+        return Verdict(
+            kind="neutral",
+            text=f"No verdict without the time of a step: FSSDP might save {share}.",
+            reason=reason,
+            command=f"{what_if} --step-ms MS",
+            purpose="Give the time of a step:",
+        )
+    return Verdict(
+        kind="neutral",
+        text=f"Do not switch FSSDP on: it would save {share}, less than 3 %.",
+        reason=reason,
+        command=what_if,
+        purpose="Try other layouts (--ranks, --ep, --microbatches):",
+    )
+
+
+def verdict_on_fssdp(figures: Figures, modelled: ModelledRun | None, folder: Path) -> Verdict:
+    """Judge a run with FSSDP.
+
+    Args:
+        figures: figures of the run.
+        modelled: modelled times; ``None`` if unknown.
+        folder: folder of the run.
+    """
+    command = f"python -m megatron_hecate --report STOCK_RUN {folder}"
+    purpose = "Compare with a run of --moe-fssdp-observe:"
+    if modelled is None:
+        return Verdict(
+            kind="neutral",
+            text="No verdict: the record holds no sizes or no speeds, so times are not known.",
+            reason="The page shows loads alone.",
+            command=command,
+            purpose=purpose,
+        )
+    lost = float(modelled.lost_ms.mean())
+    won = lost - float(modelled.left_ms.mean())
+    price = ms_text(float(modelled.price_ms.mean()))
+    stock = float(modelled.stock_ms.mean())
+    low, high = sorted(won * by for by in EXPERT_TIMES)
+    share = f"{100 * low / stock:.1f} to {100 * high / stock:.1f} % of a stock step"
+    reason = (
+        f"Stock would have lost {ms_text(lost)} per step to imbalance. Net of the replicas' cost "
+        f"of {price}, FSSDP won back {ms_text(won)}. The range is that of the experts' speed."
+    )
+    if won < 0:
+        return Verdict(
+            kind="lost",
+            text=f"FSSDP cost more than it won: {ms_text(-won)} per step.",
+            reason=(
+                f"Stock would have lost {ms_text(lost)} per step to imbalance; replicas took "
+                f"{price}. Use fewer slots, or none."
+            ),
+            command=command,
+            purpose=purpose,
+        )
+    return Verdict(
+        kind="won",
+        text=f"FSSDP won back {ms_text(won)} per step, {share}.",
+        reason=reason,
+        command=command,
+        purpose=purpose,
+    )
+
+
+def sentences(figures: Figures, mean: Mapping[str, float]) -> list[str]:
+    """Summarize the run in a few sentences."""
+    record = figures.record
+    num, layers, experts = record.load.shape
+    first, last = record.iteration[[0, -1]]
+    nodes = len(set(record.info.node))
+    about = (
+        f"The record holds {count(num, 'iteration')} ({first} to {last}) of "
+        f"{count(layers, 'MoE layer')} with {experts} experts over "
+        f"{count(record.info.ranks, 'rank')} on {count(nodes, 'node')}. "
+        f"FSSDP was {'off' if figures.observed else 'on'}."
+    )
+    found = [about, _imbalance_text(figures, mean)]
+    if figures.record.peak is not None:
+        found.append("Loads of the fullest rank are those of each microbatch.")
+    if not figures.observed:
+        found.append(_copies_text(figures))
+    return found
+
+
+def _imbalance_text(figures: Figures, mean: Mapping[str, float]) -> str:
+    """State the imbalance as routed and, with FSSDP, as computed."""
+    worst = figures.waits.max()
+    text = (
+        f"As routed, the fullest rank had {mean['before']:.2f} times the mean load, and "
+        f"{worst:.2f} times at worst (one layer in one iteration); all other ranks wait for it."
+    )
+    if figures.observed:
+        return text
+    worst = figures.imbalance(figures.after).max()
+    text += (
+        f" With FSSDP the fullest rank computed {mean['after']:.3f} times the mean, "
+        f"and {worst:.2f} times at worst."
+    )
+    if moves := figures.moves:
+        text += (
+            f" Experts changed homes {count(moves, 'time')}; "
+            "the figures do not include the time of these moves."
+        )
+    return text
+
+
+def _copies_text(figures: Figures) -> str:
+    """State the number of replicas, of late replicas, and the share of layers without any."""
+    record = figures.record
+    replicas = figures.replicas.sum(axis=2)
+    late = 0 if record.late is None else int(record.late.sum())
+    text = (
+        f"A layer had {replicas.mean():.1f} replicas on average; "
+        f"in all, layers fetched {count(late, 'replica')} after the gate."
+    )
+    bypassed = (replicas == 0).mean()
+    if bypassed and record.info.slots:
+        text += (
+            f" In {percent(bypassed)} of all cases a layer had none: "
+            "copies did not pay, or there was no forecast yet."
+        )
+    return text
+
+
+def decision(figures: Figures, row: Sequence[float]) -> str:
+    """Name the decision for a layer; `reasons` explains it.
+
+    Args:
+        figures: figures of the run.
+        row: the layer's numbers, see `report_content.COLUMNS`.
+    """
+    before, *_ = row
+    replicas, lost = row[4], row[7]
+    if replicas:
+        return "Replicas"
+    if before <= BALANCED:
+        return "Balanced"
+    if figures.observed:
+        return "Uneven"
+    if not figures.record.info.slots:
+        return "No slots"
+    costs = figures.costs
+    if costs is not None and costs.routing_ms >= lost:
+        return "Not worth it"
+    return "Copies would not pay"
+
+
+def reasons(figures: Figures, decisions: Collection[str]) -> dict[str, str]:
+    """Explain the decisions that occur.
+
+    Args:
+        figures: figures of the run.
+        decisions: names of `decision`.
+    """
+    costs = figures.costs
+    routing = ms_text(costs.routing_ms) if costs is not None else "its time"
+    texts = {
+        "Replicas": "ranks held replicas, which took tokens off the fullest rank.",
+        "Balanced": (
+            f"the fullest rank is within {percent(BALANCED - 1)} of the mean: little to win."
+        ),
+        "Uneven": "ranks wait for the fullest one; FSSDP was off.",
+        "No slots": "uneven, but there were no slots for replicas.",
+        "Not worth it": f"routing to replicas alone takes {routing}, more than there is to win.",
+        "Copies would not pay": "uneven, but copies cost more than they win, by the cost model.",
+    }
+    return {name: text for name, text in texts.items() if name in decisions}
+
+
+def count(number: int, what: str) -> str:
+    """Format a number with its noun."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def percent(share: float) -> str:
+    """Format a share."""
+    return f"{100 * share:.1f} %"
+
+
+def ms_text(milliseconds: float) -> str:
+    """Format milliseconds with three digits; from 1 s on, in seconds."""
+    if 0 < abs(milliseconds) < 1e-3:
+        return "less than 0.001 ms"
+    if abs(milliseconds) >= 999.5:
+        return f"{milliseconds / 1e3:.2f} s"
+    if abs(milliseconds) >= 99.5:
+        return f"{milliseconds:.0f} ms"
+    return f"{milliseconds:.3g} ms"

@@ -1,0 +1,114 @@
+"""Tokens per expert and microbatch of the observed layers, on this rank.
+
+All buffers keep their addresses, and no operation needs the host, so that CUDA graphs can hold the
+counting. Letters in shapes: M microbatches that are distinguished, L layers, E experts, N ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# Microbatches that are distinguished, at least and at most. More microbatches share the counts of
+# earlier ones: the largest rank load of each is then underestimated.
+LEAST: int = 8
+MOST: int = 64
+
+
+class LayerCounts:
+    """Counts of one layer.
+
+    Args:
+        counts: tokens by microbatch and expert, [M, E]; a view.
+        running: 1 for the running microbatch, 0 for the others, [M]; a view.
+    """
+
+    def __init__(self, counts: Tensor, running: Tensor) -> None:
+        self._counts = counts
+        self._running = running
+
+    def add(self, chosen: Tensor) -> None:
+        """Count one forward of the layer's router, as one microbatch.
+
+        Args:
+            chosen: routing map, [..., E] bool, or index of the expert of each choice, negative
+                where dropped.
+        """
+        if chosen.dtype is torch.bool:
+            tokens = chosen.view(-1, chosen.shape[-1]).sum(dim=0)
+        else:
+            chosen = chosen.reshape(-1).long()
+            tokens = torch.zeros_like(self._counts[0])
+            tokens.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
+        self._counts.addcmul_(self._running[:, None], tokens)
+        self._running.copy_(self._running.roll(1))
+
+
+class TokenCounts:
+    """Counts of all observed layers.
+
+    Args:
+        experts: number of experts of each layer, [L].
+        ranks: N, size of the expert-parallel group.
+        microbatches: microbatches per iteration; ``None`` if unknown.
+        device: device of the buffers.
+    """
+
+    def __init__(
+        self,
+        experts: Sequence[int],
+        ranks: int,
+        *,
+        microbatches: int | None,
+        device: torch.device,
+    ) -> None:
+        num_layers = len(experts)
+        most = max(experts)
+        # Twice the number, for layers that run twice per microbatch and for growing batches.
+        distinguished = min(MOST, max(LEAST, 2 * (microbatches or MOST)))
+        self._experts = experts
+        self._counts = torch.zeros(
+            (distinguished, num_layers, most), dtype=torch.int64, device=device
+        )
+        self._running = torch.zeros((num_layers, distinguished), dtype=torch.int64, device=device)
+        self._running[:, 0] = 1
+        # Home rank of each expert, [L, E]; experts that a layer lacks have no tokens.
+        homes = torch.zeros((num_layers, most), dtype=torch.int64)
+        for layer, own in enumerate(experts):
+            homes[layer, :own] = torch.arange(own) // (own // ranks)
+        self._homes = homes.to(device).expand_as(self._counts)
+        self._rank_shape = (distinguished, num_layers, ranks)
+
+    def of_layer(self, layer: int) -> LayerCounts:
+        """Return the counts of one layer."""
+        return LayerCounts(self._counts[:, layer, : self._experts[layer]], self._running[layer])
+
+    def take(self) -> Tensor:
+        """Return the counts of the iteration, to be summed over the group, and reset them.
+
+        Returns:
+            One vector of tokens by layer and expert, [L, E], and tokens by microbatch, layer and
+            home rank, [M, L, N].
+        """
+        ranks = self._counts.new_zeros(self._rank_shape)
+        ranks.scatter_add_(2, self._homes, self._counts)
+        taken = torch.cat([self._counts.sum(dim=0).flatten(), ranks.flatten()])
+        self._counts.zero_()
+        self._running.zero_()
+        self._running[:, 0] = 1
+        return taken
+
+    def split(self, total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Split the sum over the group of vectors of `take`.
+
+        Returns:
+            Tokens by layer and expert, [L, E], and the tokens of the fullest rank of each
+            microbatch, summed over microbatches, [L].
+        """
+        num_layers, experts = self._counts.shape[1:]
+        load = total[: num_layers * experts].reshape(num_layers, experts)
+        ranks = total[num_layers * experts :].reshape(self._rank_shape)
+        return load, ranks.max(axis=2).sum(axis=0)
