@@ -99,11 +99,6 @@ class HomeSearch:
         """Find better homes for all layers of a stage; ``None`` if none pay."""
         return self.afford(self.choose(load, order, range(len(order))), order)
 
-    @property
-    def most_choices(self) -> int:
-        """Upper bound for the choices of a layer."""
-        return 2 * (1 + int(math.log(self.homes.num_experts, FEWER)))
-
     def choose(self, load: np.ndarray, order: np.ndarray, layers: Iterable[int]) -> list[Choice]:
         """List promising new orders of each layer in ``layers``.
 
