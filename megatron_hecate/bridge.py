@@ -239,12 +239,7 @@ def _find_lost_overrides(model: Any) -> None:
             )
 
 
-_problems = assumptions.broken_assumptions(assumptions.BRIDGE_ASSUMPTIONS)
-if _problems:
-    raise ImportError(
-        "megatron_hecate.bridge does not fit this Bridge:\n"
-        + "\n".join(f"  - {problem}" for problem in _problems)
-    )
+assumptions.require(assumptions.BRIDGE_ASSUMPTIONS, module=__name__, by="Bridge")
 # Bridge applies overrides only to attributes that exist
 for _name, _value in {**NAMES, "moe_fssdp": False}.items():
     for _class in (ModelProviderMixin, ModelConfig):

@@ -21,6 +21,7 @@ from megatron_hecate.job.agreement import Note, refuse
 from megatron_hecate.job.device import device_of_rank, on_gpus
 from megatron_hecate.job.groups import connected_group
 from megatron_hecate.job.nccl import follow_job_timeout
+from megatron_hecate.job.problems import collect
 from megatron_hecate.layer import FSSDPLayer
 from megatron_hecate.megatron import training_state
 from megatron_hecate.observe import has_run, note_run, observe, read_speeds
@@ -199,13 +200,8 @@ def _build_parts(model: Model, config: HecateConfig) -> tuple[list[LayerParts], 
     parts: list[LayerParts] = []
     passes = training_state.passes_per_microbatch(model.layers, model.chunks)
     for layer, times in zip(model.layers, passes, strict=True):
-        try:
+        with collect(problems, f"layer {layer.layer_number}"):
             parts.append(LayerParts.build(layer, slots=config.slots, passes=times))
-        except (TypeError, ValueError) as error:
-            problems.append(f"layer {layer.layer_number}: {error}")
-        except Exception as error:
-            # not raised here: the other ranks wait for this rank's note
-            problems.append(f"layer {layer.layer_number}: {type(error).__name__}: {error}")
     experts = {part.homes_only.num_experts for part in parts}
     if config.rehome and len(experts) > 1:
         problems.append(

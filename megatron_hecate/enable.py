@@ -101,12 +101,7 @@ def _convert_when_built(
     return provide
 
 
-_problems = assumptions.broken_assumptions(assumptions.TRAINING_ASSUMPTIONS)
-if _problems:
-    raise ImportError(
-        "megatron_hecate.enable does not fit this Megatron:\n"
-        + "\n".join(f"  - {problem}" for problem in _problems)
-    )
+assumptions.require(assumptions.TRAINING_ASSUMPTIONS, module=__name__, by="Megatron")
 entry.install()
 wrap(arguments, "add_megatron_arguments", _with_flags)
 wrap(training, "setup_model_and_optimizer", _with_hook)

@@ -17,17 +17,14 @@ import os
 import runpy
 import shutil
 import sys
-import time
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_hecate import HecateConfig
+from megatron_hecate.job.rank_0 import refer_to_rank_0
 
-# Seconds that other ranks leave rank 0 to print an error: torchrun ends all ranks when one has
-# failed.
-GRACE: float = 2.0
 # Console commands and modules that start ranks. The launcher runs in each rank, so they must
 # precede it.
 STARTERS = (
@@ -46,13 +43,7 @@ class Parser(argparse.ArgumentParser):
         rank = int(os.environ.get("RANK", 0))
         if rank == 0:
             super().error(message)
-        print(
-            f"{self.prog}: error; see the message of rank 0 (this is rank {rank})",
-            file=sys.stderr,
-            flush=True,
-        )
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(GRACE)
+        refer_to_rank_0(f"{self.prog}: error; see the message of rank 0", rank)
         sys.exit(2)
 
 

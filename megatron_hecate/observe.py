@@ -32,6 +32,7 @@ from megatron_hecate.config import OBSERVED, HecateConfig
 from megatron_hecate.job import watchdog
 from megatron_hecate.job.agreement import Note
 from megatron_hecate.job.device import device_of_rank
+from megatron_hecate.job.problems import collect
 from megatron_hecate.job.watchdog import here
 from megatron_hecate.megatron.global_hooks import listen_to_steps
 from megatron_hecate.megatron.job_sizes import job_sizes
@@ -161,11 +162,9 @@ def read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:
     usual = H100 if device_of_rank().type == "cuda" else CPU
     if config.speeds is None:
         return usual
-    try:
+    with collect(problems, "speeds"):
         return Speeds.load(config.speeds)
-    except ValueError as error:
-        problems.append(f"speeds: {error}")
-        return usual
+    return usual
 
 
 def _captures() -> bool:

@@ -39,8 +39,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import torch
-from torch.autograd.profiler import record_function
+from torch.autograd import profiler
 
 PREFIX = "fssdp/"
 # Kinds of tracks in the viewer; spans of any other kind are on tracks of "work".
@@ -294,7 +293,7 @@ def _span(what: str, layer: str) -> Iterator[None]:
     # Read once: the recorder may end within the block.
     recorder = _recorder
     begin = time.perf_counter()
-    with record_function(f"{PREFIX}{what} {layer}"):
+    with profiler.record_function(f"{PREFIX}{what} {layer}"):
         yield
     if recorder is not None:
         with _lock:
@@ -308,7 +307,9 @@ _NOTHING = contextlib.nullcontext()
 
 def is_on() -> bool:
     """Return whether a recorder or ``torch.profiler`` records spans now."""
-    return _recorder is not None or torch.autograd._profiler_enabled()
+    # The flag of the whole process: under a profiler of all threads
+    # `torch.autograd._profiler_enabled` returns False.
+    return _recorder is not None or profiler._is_profiler_enabled
 
 
 def span(what: str, layer: str) -> contextlib.AbstractContextManager[None]:

@@ -34,6 +34,7 @@ from megatron_hecate.job.agreement import shorten
 from megatron_hecate.job.device import device_of_rank, on_gpus
 from megatron_hecate.job.groups import connect_ranks, new_group
 from megatron_hecate.job.nccl import DEFAULT_CTAS, NcclSettings
+from megatron_hecate.job.problems import collect
 from megatron_hecate.job.rendezvous import Question, Verdict
 
 
@@ -191,20 +192,16 @@ class _Site:
         """Describe this rank, and compile the kernels if the transport ``asked`` needs them."""
         node = socket.gethostname()
         domain = node
-        unable = ""
+        unable: list[str] = []
         slower = "CPU ranks have no NVLink"
-        try:
+        with collect(unable, node):
             device = device_of_rank()
             if device.type == "cuda" and asked != P2P.name:
                 domain, slower = Peers.nvlink_domain(node)
                 if problem := Peers.symmetric_problem(device):
-                    unable = f"{node} {problem}"
+                    unable.append(f"{node} {problem}")
             if not unable and (asked == NVLink.name or (asked == AUTO and not slower)):
                 TransferKernels(device)
-        # Errors of any kind are sent to rank 0: a rank that raised here would leave the other ranks
-        # waiting for its summary.
-        except Exception as error:
-            unable = f"{node}: {error or type(error).__name__}"
         return cls(
             asked=asked,
             has_problems=bool(problems),
@@ -213,7 +210,7 @@ class _Site:
             process_groups=len(_world.pg_names),
             node=node,
             domain=domain,
-            unable=unable,
+            unable="".join(unable),
             slower=slower,
             shared_memory=Peers.free_bytes(),
             one_queue=on_gpus() and has_one_queue(),

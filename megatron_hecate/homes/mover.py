@@ -124,7 +124,6 @@ class Homes:
             self._optimizers(),
             place=(state.group.rank(), self._replica),
             group=self._group,
-            timeout=self._timeout,
         )
 
     def _move_layer(self, state: LayerState, order: Order) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,8 +20,8 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from megatron_hecate.homes.exchange import Relocation, Shard, pieces
-from megatron_hecate.job.collectives import gather_rows
-from megatron_hecate.job.device import device_of_rank
+from megatron_hecate.job.collectives import gather_objects
+from megatron_hecate.job.problems import raise_on_all
 from megatron_hecate.megatron.stored_weights import StoredWeights
 
 # key of the stepped values; other keys are the optimizer's own
@@ -126,6 +125,40 @@ def _kind(state: State) -> str:
     return repr([(name, str(of[0].dtype)) for name, of in sorted(state.kept.items())])
 
 
+class _Summary(NamedTuple):
+    """Optimizer state of one rank's homes.
+
+    Args:
+        place: see `StateOnRanks`.
+        element_size: largest number of bytes of one element of a parameter, over all tensors of its
+            state.
+        kinds: different kinds of state of each parameter, over all homes; empty for a parameter
+            that only other ranks step.
+        elements: elements that are stepped on the rank, by home and parameter.
+    """
+
+    place: tuple[int, int]
+    element_size: int
+    kinds: list[list[str]]
+    elements: list[int]
+
+    @classmethod
+    def of(cls, states: Sequence[State], num_parts: int, *, place: tuple[int, int]) -> _Summary:
+        """Summarize the states of a rank.
+
+        Args:
+            states: state of each parameter, home by home.
+            num_parts: number of parameters of an expert.
+            place: see `StateOnRanks`.
+        """
+        kinds: list[list[str]] = []
+        for part in range(num_parts):
+            of_part = {_kind(state) for state in states[part::num_parts] if state.elements}
+            kinds.append(sorted(of_part))
+        sizes = (sum(of[0].element_size() for of in state.kept.values()) for state in states)
+        return cls(place, max(sizes, default=0), kinds, [state.elements for state in states])
+
+
 class StateOnRanks:
     """Weights and optimizer state of one layer's homes, on all ranks that hold a part.
 
@@ -138,11 +171,11 @@ class StateOnRanks:
         place: this rank's number in the expert-parallel group, and its number among the ranks with
             the same homes.
         group: all ranks that hold a part.
-        timeout: seconds per wait.
 
     Raises:
-        ValueError: for a state that cannot move, for states that differ between ranks, and for an
-            expert that no optimizer steps.
+        ValueError: on all ranks, for a state that cannot move, for states that differ between
+            ranks, and for an expert that no optimizer steps.
+        TransferError: when a rank dies or does not take part in time.
     """
 
     def __init__(
@@ -152,48 +185,40 @@ class StateOnRanks:
         *,
         place: tuple[int, int],
         group: dist.ProcessGroup,
-        timeout: float,
     ) -> None:
         self._homes = homes
         self._rank = group.rank()
         num_parts = len(homes[0])
-        error: ValueError | None = None
-        states = [State(0, {})] * len(homes) * num_parts
-        try:
+        named = {"what": "gathering optimizer states", "label": "homes"}
+        with raise_on_all(group, error=ValueError, **named):
             states = _find_state(list(itertools.chain.from_iterable(homes)), optimizers)
-        except ValueError as found:
-            # raised after the exchange: the other ranks wait in the collective
-            error = found
         self._states = [states[i : i + num_parts] for i in range(0, len(states), num_parts)]
-        kinds = _kinds(states, num_parts)
-        summary = [*place, _element_size(states), *_kind_codes(kinds, error)]
-        of_rank = _gather_rows(
-            [*summary, *(state.elements for state in states)], group, timeout=timeout
-        )
-        self._locate_members(of_rank[:, :2])
-        num_elements = of_rank[:, len(summary) :]
-        self._elements = num_elements.reshape(group.size(), len(homes), num_parts)
-        if error is not None:
-            raise error
-        _check_same_kinds(of_rank[:, 3 : len(summary)], kinds)
+        own = _Summary.of(states, num_parts, place=place)
+        of_rank = gather_objects(own, group, **named)
+        _check_same_kinds([summary.kinds for summary in of_rank])
+        self._locate_members([summary.place for summary in of_rank])
+        # elements that each rank steps, [N, homes, parameters]
+        self._elements = np.array([summary.elements for summary in of_rank])
+        self._elements = self._elements.reshape(group.size(), len(homes), num_parts)
         self._check_all_stepped()
         self._weights = [
             [part.detach().view(-1) for part in StoredWeights(expert).tensors()] for expert in homes
         ]
         weight_bytes = sum(part.nbytes for part in self._weights[0])
-        largest_element = int(of_rank[:, 2].max())
+        largest_element = max(summary.element_size for summary in of_rank)
         most_elements = int(self._elements.max(axis=(0, 1)).sum())
         # upper bound of the bytes that one rank receives per expert, weights and state together
         self.expert_bytes = weight_bytes + largest_element * most_elements
 
-    def _locate_members(self, places: np.ndarray) -> None:
+    def _locate_members(self, places: Sequence[tuple[int, int]]) -> None:
         """Index the group's ranks by place.
 
         Args:
-            places: number in the expert-parallel group and replica of each rank, [N, 2].
+            places: number in the expert-parallel group and replica of each rank, N pairs.
         """
-        self._member = {(rank, replica): i for i, (rank, replica) in enumerate(places.tolist())}
-        self._num_ranks, self._replicas = (places.max(axis=0) + 1).tolist()
+        self._member = {place: i for i, place in enumerate(places)}
+        self._num_ranks = 1 + max(rank for rank, _ in places)
+        self._replicas = 1 + max(replica for _, replica in places)
 
     def _check_all_stepped(self) -> None:
         """Raise ValueError unless all elements of trained parameters are stepped equally often."""
@@ -290,47 +315,16 @@ class StateOnRanks:
                         relocation.receive(sender, [of[received] for of in values])
 
 
-def _kinds(states: Sequence[State], num_parts: int) -> list[list[str]]:
-    """List the different kinds of state of each parameter over a rank's experts, sorted."""
-    kinds: list[list[str]] = []
-    for part in range(num_parts):
-        of_part = {_kind(state) for state in states[part::num_parts] if state.elements}
-        kinds.append(sorted(of_part))
-    return kinds
-
-
-def _kind_codes(kinds: Sequence[list[str]], error: ValueError | None) -> list[int]:
-    """Hash the kinds of each parameter; -1 for a state that cannot move."""
-    return [-1 if error or len(of) > 1 else zlib.crc32(repr(of).encode()) for of in kinds]
-
-
-def _element_size(states: Sequence[State]) -> int:
-    """Largest number of bytes that one element of a parameter has in all of a state's tensors."""
-    sizes = (sum(of[0].element_size() for of in state.kept.values()) for state in states)
-    return max(sizes, default=0)
-
-
-def _gather_rows(row: Sequence[int], group: dist.ProcessGroup, *, timeout: float) -> np.ndarray:
-    """Gather one row of integers per rank of ``group``, [N, len(row)] int64."""
-    numbers = torch.tensor(row, device=device_of_rank())
-    table = gather_rows(
-        numbers, group, what="gathering optimizer states", label="homes", timeout=timeout
-    )
-    return table.cpu().numpy()
-
-
-def _check_same_kinds(codes: np.ndarray, kinds: Sequence[list[str]]) -> None:
-    """Raise ValueError unless all ranks that step a parameter keep the same kinds of state.
+def _check_same_kinds(of_ranks: Sequence[Sequence[Sequence[str]]]) -> None:
+    """Raise ValueError unless all ranks that step a parameter keep the same kind of state.
 
     Args:
-        codes: `_kind_codes` of each rank, [N, parameters].
-        kinds: kinds on this rank, for the error.
+        of_ranks: kinds of state by rank and parameter.
     """
-    # a rank that steps no element of a parameter has no kind
-    no_kind = zlib.crc32(b"[]")
-    for of_part in codes.T.tolist():
-        if -1 in of_part or len(set(of_part) - {no_kind}) > 1:
+    for part, of_part in enumerate(zip(*of_ranks, strict=True)):
+        kinds = sorted(set(itertools.chain.from_iterable(of_part)))
+        if len(kinds) > 1:
             raise ValueError(
-                "cannot move experts: the experts of one layer have optimizer states that differ "
-                f"or cannot move, on this rank {kinds}; leave --moe-fssdp-rehome out"
+                "cannot move experts: the optimizer states of the experts of one layer differ, for "
+                f"parameter {part} of an expert: {' or '.join(kinds)}; leave --moe-fssdp-rehome out"
             )

@@ -8,6 +8,7 @@ moves; the next iteration moves the experts again.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.homes.mover import Homes, Order
-from megatron_hecate.job.collectives import wait_collective
+from megatron_hecate.job.collectives import gather_objects, wait_collective
 from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.plan import HomeSearch
 from megatron_hecate.plan.homes import Choice, HomeAssignment
@@ -195,22 +196,9 @@ class HomesSchedule:
         layers = range(0)
         if dist.get_global_rank(self._group, 0) in first.parts.ranks:
             layers = range(first.group.rank(), len(order), first.group.size())
-        table = np.zeros((len(order), search.most_choices, 1 + order.shape[1]))
-        number = [0] * len(order)
-        for choice in search.choose(load, order, layers):
-            row = table[choice.layer, number[choice.layer]]
-            row[0] = choice.saved
-            row[1:] = choice.order
-            number[choice.layer] += 1
-        # A sum gathers the table: rows of layers that other ranks search are zeros here.
-        choices = torch.from_numpy(table).to(device_of_rank())
-        work = dist.all_reduce(choices, group=self._group, async_op=True)
-        self._wait(work, choices, "choosing homes")
-        table = choices.cpu().numpy()
-        chosen = np.argwhere(table[..., 0] > 0).tolist()
-        return [
-            Choice(i, table[i, k, 1:].astype(np.int64), float(table[i, k, 0])) for i, k in chosen
-        ]
+        own = list(search.choose(load, order, layers))
+        of_ranks = gather_objects(own, self._group, what="choosing homes", label="homes")
+        return sorted(itertools.chain.from_iterable(of_ranks), key=lambda choice: choice.layer)
 
     def _wait(self, work: dist.Work, tensor: Tensor, what: str) -> None:
         timeout = self._states[0].config.timeout

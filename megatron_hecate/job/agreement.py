@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,13 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_hecate.job.collectives import gather_rows
+from megatron_hecate.job.rank_0 import refer_to_rank_0
 from megatron_hecate.job.rendezvous import Question, Verdict
 
 # Upper bound on the problems in the error of a rank other than 0: every rank reads the list.
 LISTED: int = 64
-# Seconds by which other ranks delay their exit. torchrun kills rank 0 once it notices a failed
-# rank, and rank 0 needs the time to print the list.
-GRACE: float = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,15 +149,8 @@ class SwitchOnError(ValueError):
         rank = _rank_of_job()
         if rank == 0:
             print(self, file=sys.stderr, flush=True)
-            return
-        print(
-            f"FSSDP cannot be switched on; rank 0 prints the reasons (this is rank {rank})",
-            file=sys.stderr,
-            flush=True,
-        )
-        # torchrun kills rank 0 as soon as it notices that this rank has failed.
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            time.sleep(GRACE)
+        else:
+            refer_to_rank_0("FSSDP cannot be switched on; rank 0 prints the reasons", rank)
 
 
 def _rank_of_job() -> int:

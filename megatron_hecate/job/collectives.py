@@ -1,14 +1,17 @@
-"""Waits for collectives, with errors that name the layer and the ranks."""
+"""Collectives with errors that name the layer and the ranks."""
 
 from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hecate.job import under_way
+
+T = TypeVar("T")
 
 
 class TransferError(RuntimeError):
@@ -76,19 +79,61 @@ def wait_collective(
     start = time.monotonic()
     try:
         if tensor.is_cuda:
-            expected = _expected_ranks(group)
-            under_way.note(
-                [work], f"{label}: {what} on rank {group.rank()} of {group.size()}, {expected}"
-            )
+            under_way.note([work], _describe(group, what=what, label=label))
             work.wait()
         else:
             work.wait(timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
-        raise TransferError(
-            f"{label}: {what} failed on rank {group.rank()} of {group.size()} "
-            f"after {time.monotonic() - start:.1f} s (timeout {timeout:g} s): "
-            f"{_expected_ranks(group)}, one died, hangs, or did not take part. Cause: {error}"
-        ) from error
+        after = f"{time.monotonic() - start:.1f} s (timeout {timeout:g} s)"
+        raise _failure(group, what=what, label=label, after=after, cause=error) from error
+
+
+def gather_objects(value: T, group: dist.ProcessGroup, *, what: str, label: str) -> list[T]:
+    """Gather one picklable object per rank on all ranks of ``group``, by rank. Collective.
+
+    The host waits for all ranks, also on a GPU, so this is not for code of every iteration.
+
+    Args:
+        value: object of this rank.
+        group: the ranks that take part; its timeout applies.
+        what: name of the action, for errors.
+        label: name of the layer, for errors.
+
+    Raises:
+        TransferError: as `wait_collective`.
+    """
+    values: list[Any] = [None] * group.size()
+    start = time.monotonic()
+    try:
+        with under_way.blocking(_describe(group, what=what, label=label)):
+            dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        after = f"{time.monotonic() - start:.1f} s"
+        raise _failure(group, what=what, label=label, after=after, cause=error) from error
+    return values
+
+
+def _describe(group: dist.ProcessGroup, *, what: str, label: str) -> str:
+    """Describe a collective in flight, for the straggler watchdog."""
+    return f"{label}: {what} on rank {group.rank()} of {group.size()}, {_expected_ranks(group)}"
+
+
+def _failure(
+    group: dist.ProcessGroup, *, what: str, label: str, after: str, cause: RuntimeError
+) -> TransferError:
+    """Return the error of a collective that failed.
+
+    Args:
+        group: the ranks that take part.
+        what: name of the collective.
+        label: name of the layer.
+        after: time since the start of the wait.
+        cause: error of torch.
+    """
+    return TransferError(
+        f"{label}: {what} failed on rank {group.rank()} of {group.size()} after {after}: "
+        f"{_expected_ranks(group)}, one died, hangs, or did not take part. Cause: {cause}"
+    )
 
 
 def _expected_ranks(group: dist.ProcessGroup) -> str:

@@ -11,14 +11,29 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Sequence
-
-import torch.distributed as dist
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 # Upper bound on the registered works of a rank, which has several per layer in flight.
 KEPT: int = 256
 # Works in flight that a line names, at most.
 NAMED: int = 4
+
+
+class _Work(Protocol):
+    """The part of torch's ``Work`` that is used here."""
+
+    def is_completed(self) -> bool: ...
+
+
+class _Call:
+    """Handle of a call that blocks the host, see `blocking`."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def is_completed(self) -> bool:
+        return self.is_over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +46,7 @@ class _UnderWay:
         started: start time, seconds of `time.monotonic`.
     """
 
-    works: Sequence[dist.Work]
+    works: Sequence[_Work]
     text: str
     started: float
 
@@ -46,7 +61,7 @@ class _UnderWay:
 _begun: deque[_UnderWay] = deque(maxlen=KEPT)
 
 
-def note(works: Sequence[dist.Work], text: str) -> None:
+def note(works: Sequence[_Work], text: str) -> None:
     """Register ``works`` that start now.
 
     Args:
@@ -54,6 +69,17 @@ def note(works: Sequence[dist.Work], text: str) -> None:
         text: layer, kind of transfer, ranks, and the expected messages, for `describe`.
     """
     _begun.append(_UnderWay(tuple(works), text, time.monotonic()))
+
+
+@contextlib.contextmanager
+def blocking(text: str) -> Iterator[None]:
+    """Register the block, which waits for other ranks on the host; ``text`` as in `note`."""
+    call = _Call()
+    note([call], text)
+    try:
+        yield
+    finally:
+        call.is_over = True
 
 
 def forget() -> None:

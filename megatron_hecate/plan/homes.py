@@ -99,11 +99,6 @@ class HomeSearch:
         """Find better homes for all layers of a stage; ``None`` if none pay."""
         return self.afford(self.choose(load, order, range(len(order))), order)
 
-    @property
-    def most_choices(self) -> int:
-        """Upper bound for the choices of a layer."""
-        return 2 * (1 + int(math.log(self.homes.num_experts, FEWER)))
-
     def choose(self, load: np.ndarray, order: np.ndarray, layers: Iterable[int]) -> list[Choice]:
         """List promising new orders of each layer in ``layers``.
 
@@ -121,25 +116,7 @@ class HomeSearch:
                 order that is no permutation.
         """
         homes, world, cost = self.homes, self.world, self.cost
-        window = np.asarray(load, dtype=np.float64)
-        if window.ndim == 2:
-            window = window[None]
-        fits = (
-            window.ndim == 3
-            and len(window)
-            and window.shape[1:] == order.shape == (len(order), homes.num_experts)
-        )
-        fits = fits and (np.sort(order, axis=1) == np.arange(homes.num_experts)).all()
-        if (
-            not fits
-            or world.num_ranks != homes.num_ranks
-            or not (np.isfinite(window) & (window >= 0)).all()
-        ):
-            raise ValueError(
-                f"load {np.shape(load)} must be finite and 0 or more, order {order.shape} must "
-                f"name each of {homes.num_experts} experts once in every layer, and "
-                f"{world.num_ranks} ranks be {homes.num_ranks}"
-            )
+        window = self._checked_window(load, order)
         half = len(window) // 2
         problem = problem_of(homes.homes_only, world, cost)
         past = window[: max(half, 1)].mean(axis=0)
@@ -180,6 +157,30 @@ class HomeSearch:
                         choices.append(Choice(layer, new, saved))
                     pairs = pairs[: len(pairs) // FEWER]
         return choices
+
+    def _checked_window(self, load: np.ndarray, order: np.ndarray) -> np.ndarray:
+        """Return ``load`` as [T, L, E] float64; arguments and errors as in `choose`."""
+        homes, world = self.homes, self.world
+        window = np.asarray(load, dtype=np.float64)
+        if window.ndim == 2:
+            window = window[None]
+        fits = (
+            window.ndim == 3
+            and len(window)
+            and window.shape[1:] == order.shape == (len(order), homes.num_experts)
+        )
+        fits = fits and (np.sort(order, axis=1) == np.arange(homes.num_experts)).all()
+        if (
+            not fits
+            or world.num_ranks != homes.num_ranks
+            or not (np.isfinite(window) & (window >= 0)).all()
+        ):
+            raise ValueError(
+                f"load {np.shape(load)} must be finite and 0 or more, order {order.shape} must "
+                f"name each of {homes.num_experts} experts once in every layer, and "
+                f"{world.num_ranks} ranks be {homes.num_ranks}"
+            )
+        return window
 
     def afford(self, choices: Iterable[Choice], order: np.ndarray) -> HomeAssignment | None:
         """Combine at most one choice per layer, by descending gain per move, within limits."""

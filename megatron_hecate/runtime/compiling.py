@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.job.device import device_of_rank
+from megatron_hecate.job.problems import collect
 from megatron_hecate.plan import compile_planner
 from megatron_hecate.plan.compiled import cache_folder
 
@@ -26,14 +27,16 @@ def compile_all(*, plans: bool) -> list[str]:
     Returns:
         One line of text per failure. Nothing is raised, because all ranks must agree on the result.
     """
-    problems = []
+    problems: list[str] = []
     if plans:
-        problems += _compile_planner()
-    problems += _compile_kernels()
+        with collect(problems, "planning cannot be compiled"):
+            _compile_planner()
+    with collect(problems, f"{socket.gethostname()}: the kernels cannot be compiled"):
+        Kernels(device_of_rank())
     return problems
 
 
-def _compile_planner() -> list[str]:
+def _compile_planner() -> None:
     text = "FSSDP: compiling the planner, some 20 seconds"
     # without a home folder nothing is kept, and compiling warns
     with contextlib.suppress(FileNotFoundError):
@@ -43,17 +46,5 @@ def _compile_planner() -> list[str]:
         if dist.get_rank() == 0:
             notice.start()
         compile_planner()
-    except Exception as error:
-        return [f"planning cannot be compiled: {type(error).__name__}: {error}"]
     finally:
         notice.cancel()
-    return []
-
-
-def _compile_kernels() -> list[str]:
-    try:
-        Kernels(device_of_rank())
-    except Exception as error:
-        reason = str(error) or type(error).__name__
-        return [f"{socket.gethostname()}: the kernels cannot be compiled: {reason}"]
-    return []

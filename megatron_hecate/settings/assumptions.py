@@ -295,6 +295,19 @@ def broken_assumptions(assumptions: tuple[_Assumption, ...] = ASSUMPTIONS) -> li
     return problems
 
 
+def require(assumptions: tuple[_Assumption, ...], *, module: str, by: str) -> None:
+    """Raise ImportError if any assumption is broken.
+
+    Args:
+        assumptions: assumptions of a module that is imported.
+        module: name of the module.
+        by: short name of the package that the assumptions are about.
+    """
+    if problems := broken_assumptions(assumptions):
+        listed = "".join(f"\n  - {problem}" for problem in problems)
+        raise ImportError(f"{module} does not fit this {by}:{listed}")
+
+
 def _is_supported(version: str) -> bool:
     try:
         return OLDEST <= Version(version).release < TOO_NEW

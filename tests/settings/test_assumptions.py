@@ -5,6 +5,7 @@ Each test starts from a stock model of two MoE layers with 8 experts on two rank
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import time
 from pathlib import Path
@@ -23,6 +24,22 @@ def _stock_model() -> tuple[list, Any]:
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     return tiny_gpt.build(case)
+
+
+def test_a_way_in_that_does_not_fit_lists_what_is_gone() -> None:
+    from megatron_hecate.settings import assumptions
+
+    parser = assumptions.TRAINING_ASSUMPTIONS[0]
+    assumptions.require((parser,), module="megatron_hecate.enable", by="Megatron")
+    gone = dataclasses.replace(parser, name="training.arguments:no_parser")
+    without = dataclasses.replace(parser, takes=("no_argument",))
+    message = (
+        r"^megatron_hecate\.enable does not fit this Megatron:\n"
+        r"  - megatron\.training\.arguments:no_parser \(.*\) is gone: module .*\n"
+        r"  - megatron\..* no longer takes no_argument$"
+    )
+    with pytest.raises(ImportError, match=message):
+        assumptions.require((gone, without), module="megatron_hecate.enable", by="Megatron")
 
 
 @ranks(2)

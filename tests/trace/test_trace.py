@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 from ranks import ranks
 from trace_viewer import assert_a_viewer_shows_all
 
@@ -21,6 +23,28 @@ def test_nobody_looks_and_nothing_is_done() -> None:
         assert seen is None
     assert trace.span("plan", "layer 1") is trace.span("experts", "layer 2")
     assert not trace.SpanRecorder.is_running()
+
+
+@pytest.mark.fast
+def test_a_profiler_of_all_threads_shows_spans_of_each_thread() -> None:
+    """As torch's debug server of a job starts it."""
+    from torch._C._profiler import _ExperimentalConfig
+
+    def run(layer: str) -> None:
+        with trace.span("experts", layer):
+            pass
+
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU],
+        experimental_config=_ExperimentalConfig(profile_all_threads=True),
+    ) as profiler:
+        run("layer 1")
+        thread = threading.Thread(target=run, args=("layer 2",))
+        thread.start()
+        thread.join()
+    run("layer 3")
+    shown = {event.key for event in profiler.key_averages()}
+    assert shown == {"fssdp/experts layer 1", "fssdp/experts layer 2"}
 
 
 @pytest.mark.fast
@@ -97,7 +121,6 @@ def test_a_file_that_is_no_trace_is_named(text: str, tmp_path: Path) -> None:
 @ranks(2)
 def test_spans_of_a_step_in_a_recorder_and_in_the_profiler(tmp_path: Path) -> None:
     import tiny_gpt
-    import torch
     import torch.distributed as dist
 
     case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 4),))

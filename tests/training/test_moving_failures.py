@@ -136,6 +136,37 @@ def test_an_error_while_one_rank_writes_stops_all_before_the_next_step() -> None
             run.step(3)
 
 
+@ranks(2)
+def test_a_state_that_cannot_move_on_one_rank_is_an_error_on_all() -> None:
+    import tiny_gpt
+    import torch.distributed as dist
+
+    run = about_to_move()
+    states = []
+    for optimizer in tiny_gpt.moe_layers(run.chunks)[0].prefetcher.tracker.optimizers():
+        states += optimizer.state.values()
+    moments = [state["exp_avg"] for state in states]
+    if dist.get_rank() == 1:
+        for state in states:
+            state["exp_avg"] = state["exp_avg"].half()
+    message = (
+        r"^homes: rank 1: cannot move experts: \w+ keeps exp_avg \(\d+,\) \(torch.float16\) "
+        r"for a parameter .*; leave --moe-fssdp-rehome out$"
+    )
+    with pytest.raises(ValueError, match=message):
+        run.step(3)
+    for state, moment in zip(states, moments, strict=True):
+        state["exp_avg"] = moment
+        if dist.get_rank() == 1:
+            state["extra"] = moment.clone()
+    message = (
+        r"states of the experts of one layer differ, for parameter 0 .*\('extra', 'torch.float32'\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        run.step(3)
+    assert not homes_of(run).are_moved
+
+
 def moved_differently(order_of: Callable[[Any], Any]) -> Any:
     """A run in which homes have moved, and on rank 1 those of the first layer are as ``order_of`` its state says."""
     import tiny_gpt
