@@ -144,6 +144,10 @@ def _attach_layer(
         __class__=_subclass(FSSDPExperts, type(experts)),
     )
 
+    timer = prefetcher.monitor.recorder.timer
+    if timer is not None:
+        _assign(undo, experts, **timer.attributes(state.index, experts))
+
     def loaded(*_: Any) -> None:
         tracker.weights_changed("weights were loaded")
 

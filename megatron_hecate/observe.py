@@ -27,7 +27,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 from torch.optim.optimizer import Optimizer
 
-from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.config import OBSERVED, HecateConfig
 from megatron_hecate.job import watchdog
 from megatron_hecate.job.agreement import Note
@@ -35,19 +34,18 @@ from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.job.problems import collect
 from megatron_hecate.job.watchdog import here
 from megatron_hecate.megatron.global_hooks import listen_to_steps
-from megatron_hecate.megatron.job_sizes import job_sizes
+from megatron_hecate.megatron.job_sizes import job_sizes, stock_memory, stock_shape
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.megatron.training_state import (
     captures_graph,
-    forwards_in_flight,
     name_of_layer,
     num_microbatches,
 )
-from megatron_hecate.plan import CPU, H100, LayerShape, Speeds, World
+from megatron_hecate.plan import CPU, H100, Speeds, World
+from megatron_hecate.record.expert_timer import ExpertTimer
 from megatron_hecate.record.metrics import step_metrics
 from megatron_hecate.record.recorder import JobMetrics, StageRecorder, describe_run
 from megatron_hecate.record.token_counts import LayerCounts, TokenCounts
-from megatron_hecate.replicas.memory_estimate import RankExperts
 from megatron_hecate.runtime.load_monitor import GroupSum
 
 # values of ``observing`` of all models of this process that the hook ran on
@@ -244,10 +242,16 @@ class _Observer:
             self._experts, ranks, microbatches=num_microbatches(), device=device
         )
         self._num_layers = len(layers)
+        self._timer = ExpertTimer(
+            len(layers), first.ep_group.rank(), ranks, on_gpu=device.type == "cuda"
+        )
+        for index, layer in enumerate(layers):
+            for name, value in self._timer.attributes(index, layer.experts).items():
+                setattr(layer.experts, name, value)
         hosts: list[str] = [""] * ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=first.ep_group)
         world = World.from_names(hosts, speeds)
-        shape = _shape(first)
+        shape = stock_shape(first)
         model = first.config
         info = describe_run(
             "observe",
@@ -258,7 +262,7 @@ class _Observer:
             ranks=ranks,
             node=world.node,
             top_k=model.moe_router_topk,
-            memory=_memory(first, shape, len(layers)).for_record(model, "iteration"),
+            memory=stock_memory(first, shape, len(layers)).for_record(model, "iteration"),
             job=job_sizes(model),
         )
         self.stage = StageRecorder(
@@ -343,45 +347,34 @@ class _Observer:
         self._ended = True
         here.reach("the optimizer's step")
         self.collect()
-        total = GroupSum(self.counts.take(), self._group, timeout=1.0, stream=self._stream)
+        counts = self.counts.take()
+        timed = torch.from_numpy(self._timer.take())
+        if counts.is_cuda:
+            timed = timed.pin_memory().to(counts.device, non_blocking=True)
+        total = GroupSum(torch.cat([counts, timed]), self._group, timeout=1.0, stream=self._stream)
         self._sums.append((iteration, time.time(), total))
 
     def collect(self) -> bool:
         """Record the sums that are ready; returns whether no sum is in flight."""
         while self._sums and self._sums[0][2].ready:
             iteration, ended, total = self._sums.popleft()
-            load, peak = self.counts.split(total.read())
+            sums = total.read()
+            load, peak = self.counts.split(sums[: self.counts.size])
             arrays = {"load": load, "peak": peak, "time": ended}
-            self.stage.take(iteration, arrays, functools.partial(self._values, load))
+            arrays |= self._timer.split(sums[self.counts.size :])
+            values = functools.partial(self._values, load)
+            self.stage.take(iteration, arrays, values, loads=self._routed(load))
         return not self._sums
 
-    def _values(self, load: np.ndarray) -> dict[str, np.ndarray]:
+    def _own(self, load: np.ndarray) -> list[np.ndarray]:
+        """Split tokens, [L, E], by layer; layers may have fewer than E experts."""
+        return [row[:experts] for row, experts in zip(load, self._experts, strict=True)]
+
+    def _routed(self, load: np.ndarray) -> np.ndarray:
+        """Sum tokens, [L, E], by home rank, [L, N]."""
         ranks = self.stage.info.ranks
-        # layers with fewer experts than the largest have padding
-        own = [row[:experts] for row, experts in zip(load, self._experts, strict=True)]
-        routed = np.stack([row.reshape(ranks, -1).sum(axis=1) for row in own])
-        return step_metrics(own, routed, routed, token_ms=self._token_ms)
+        return np.stack([row.reshape(ranks, -1).sum(axis=1) for row in self._own(load)])
 
-
-def _shape(layer: MoELayer) -> LayerShape:
-    """Compute the sizes of an expert as built by Megatron, before the optimizer shards any part."""
-    params = list(layer.experts.parameters())
-    elements = sum(p.numel() for p in params) / layer.num_local_experts
-    width = params[0].element_size()
-    size = getattr(layer.config, "moe_latent_size", None) or layer.config.hidden_size
-    return LayerShape(
-        expert_bytes=elements * width,
-        grad_bytes=elements * max(4, width),
-        token_bytes=size * width,
-        token_flops=2.0 * elements,
-        microbatches=num_microbatches() or 1,
-    )
-
-
-def _memory(layer: MoELayer, shape: LayerShape, num_layers: int) -> RankExperts:
-    """Compute the expert memory of this rank, for ``num_layers`` layers like ``layer``."""
-    elements = int(shape.token_flops / 2)
-    dtype = next(layer.experts.parameters()).dtype
-    buffers = (LayerBuffer(0, elements, dtype, layer.num_local_experts),) * num_layers
-    in_flight = forwards_in_flight(layer.config, [0] * num_layers)
-    return RankExperts.with_adam(buffers, in_flight=in_flight)
+    def _values(self, load: np.ndarray) -> dict[str, np.ndarray]:
+        routed = self._routed(load)
+        return step_metrics(self._own(load), routed, routed, token_ms=self._token_ms)

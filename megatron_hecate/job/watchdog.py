@@ -57,11 +57,13 @@ class Position:
             backward, and ends of backwards. Ranks of a group pass the same places.
         iteration: number of the running iteration.
         place: the last place; a layer's name, as a rule.
+        remark: returns text about ranks that were slow before a stall; empty if none was.
     """
 
     steps: int = 0
     iteration: int = 0
     place: str = ""
+    remark: Callable[[], str] = str
     # The last autograd graph task for which the end of the backward was queued.
     _backward: int = -1
     _hooks: dict[str, Callable[[Any], None]] = dataclasses.field(default_factory=dict)  # by layer
@@ -263,6 +265,10 @@ class Reporter(StoreThread):
             transfers = under_way.describe()
             if transfers:
                 line += f". {transfers}"
+            # A failure there must not hide the line.
+            with contextlib.suppress(Exception):
+                if remark := here.remark():
+                    line += f". Before: {remark}"
             print(line, flush=True)
 
     def _publish(self, *, left: bool = False) -> None:
@@ -353,7 +359,7 @@ def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
         if _running.is_alive() and not _running.is_over():
             return
         _running.abandon()
-    vars(here).update(vars(Position()))
+    vars(here).update(vars(Position(remark=here.remark)))
     under_way.forget()
     _running = Reporter(
         _clone_of_store(),

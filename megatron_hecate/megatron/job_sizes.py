@@ -7,9 +7,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.megatron.training_globals import training_arguments
+from megatron_hecate.megatron.training_state import forwards_in_flight, num_microbatches
+from megatron_hecate.plan import LayerShape
+from megatron_hecate.replicas.memory_estimate import RankExperts
 
 
 def job_sizes(config: Any) -> dict[str, Any]:
@@ -49,3 +54,27 @@ def job_sizes(config: Any) -> dict[str, Any]:
         if sharded:
             sizes["optimizer_shards"] = parallel_state.get_expert_data_parallel_world_size()
     return sizes
+
+
+def stock_shape(layer: MoELayer) -> LayerShape:
+    """Compute the sizes of an expert as built by Megatron, before the optimizer shards any part."""
+    params = list(layer.experts.parameters())
+    elements = sum(p.numel() for p in params) / layer.num_local_experts
+    width = params[0].element_size()
+    size = getattr(layer.config, "moe_latent_size", None) or layer.config.hidden_size
+    return LayerShape(
+        expert_bytes=elements * width,
+        grad_bytes=elements * max(4, width),
+        token_bytes=size * width,
+        token_flops=2.0 * elements,
+        microbatches=num_microbatches() or 1,
+    )
+
+
+def stock_memory(layer: MoELayer, shape: LayerShape, num_layers: int) -> RankExperts:
+    """Compute the expert memory of this rank, for ``num_layers`` layers like ``layer``."""
+    elements = int(shape.token_flops / 2)
+    dtype = next(layer.experts.parameters()).dtype
+    buffers = (LayerBuffer(0, elements, dtype, layer.num_local_experts),) * num_layers
+    in_flight = forwards_in_flight(layer.config, [0] * num_layers)
+    return RankExperts.with_adam(buffers, in_flight=in_flight)

@@ -16,6 +16,7 @@ import numpy as np
 from megatron_hecate.plan import EMPTY, CopyCost, LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.plan.replicas import problem_of
 from megatron_hecate.plan.search import cost_beside_load
+from megatron_hecate.record.rank_speed import RankSpeed, rank_speeds
 from megatron_hecate.record.run_folder import RunInfo, RunRecord
 
 
@@ -129,6 +130,24 @@ class Figures:
         if self.record.rank_load is None:
             return self.before
         return self.record.rank_load
+
+    @cached_property
+    def rank_speeds(self) -> dict[int, list[RankSpeed]]:
+        """Slow and hot ranks by pipeline stage; empty if the experts were not timed."""
+        record = self.record
+        if record.timed_ns is None or record.timed_tokens is None:
+            return {}
+        stages = np.array(record.info.stages or (0,) * len(record.info.layers))
+        found: dict[int, list[RankSpeed]] = {}
+        for stage in np.unique(stages).tolist():
+            own = stages == stage
+            found[stage] = rank_speeds(
+                1e-9 * record.timed_ns[:, own].sum(axis=1),
+                record.timed_tokens[:, own].sum(axis=1),
+                self.after[:, own].sum(axis=1),
+                iterations=record.iteration.tolist(),
+            )
+        return found
 
     @cached_property
     def replicas(self) -> np.ndarray:

@@ -17,6 +17,7 @@ from megatron_hecate.megatron.training_state import forwards_in_flight, num_micr
 from megatron_hecate.plan import Placement
 from megatron_hecate.plan.maxflow import balance
 from megatron_hecate.record.analysis import Figures
+from megatron_hecate.record.expert_timer import ExpertTimer
 from megatron_hecate.record.metrics import LayerMetrics, step_metrics
 from megatron_hecate.record.recorder import StageRecorder, describe_run
 from megatron_hecate.record.run_folder import RunInfo, RunRecord
@@ -68,6 +69,11 @@ class LayerRecorder:
             and not model.moe_pad_expert_input_to_capacity
         )
         self._padded = _pads_experts_input(model)
+        # `attach` converts the expert modules to be timed.
+        self.timer: ExpertTimer | None = None
+        if config.record is not None:
+            on_gpu = next(first.parts.layer.experts.parameters()).is_cuda
+            self.timer = ExpertTimer(len(states), self._rank, world.num_ranks, on_gpu=on_gpu)
         # Tokens computed on this rank, and tokens sent to other nodes, [2, L].
         self._tokens = np.zeros((2, len(states)), dtype=np.int64)
         # Placements of the microbatch with most replicas: in the running iteration, and in the
@@ -83,7 +89,12 @@ class LayerRecorder:
     def begin(self) -> int:
         """Begin an iteration at its first tokens; return the length of `measured`."""
         self._iteration = self.stage.begin()
-        return len(self.measured())
+        length = 0
+        if self.measures:
+            length += (len(self._elsewhere) + 1) * len(self._states)
+        if self.timer is not None:
+            length += self.timer.length
+        return length
 
     def computed(self, layer: int, forward: ForwardPass, sent: Sequence[int] | None) -> None:
         """Count the tokens of one forward.
@@ -110,7 +121,8 @@ class LayerRecorder:
 
         Returns:
             [(N + 1) * L]: for each rank and layer the computed tokens, which are 0 except for this
-            rank, and for each layer the tokens sent to other nodes. Empty without measurements.
+            rank, and for each layer the tokens sent to other nodes. Then `ExpertTimer.take`, where
+            experts are timed. Empty without measurements.
         """
         if not self.measures:
             return []
@@ -120,7 +132,8 @@ class LayerRecorder:
         self._tokens[:] = 0
         self._most_then = self._most
         self._most = [state.parts.homes_only for state in self._states]
-        return numbers.ravel().tolist()
+        timed = [] if self.timer is None else self.timer.take().tolist()
+        return numbers.ravel().tolist() + timed
 
     def take(self, load: np.ndarray, measured: np.ndarray) -> None:
         """Record a complete iteration.
@@ -146,9 +159,16 @@ class LayerRecorder:
         }
         if config.rehome:
             arrays["home"] = np.stack([placement.home for _, placement in placed])
+        counted = (len(self._elsewhere) + 1) * len(self._states)
         if self.measures:
-            arrays |= self._measured_arrays(load, measured, placed)
-        self.stage.take(self._iteration, arrays, lambda: self._values(load, placed, arrays))
+            arrays |= self._measured_arrays(load, measured[:counted], placed)
+        computed = None
+        if self.timer is not None:
+            arrays |= self.timer.split(measured[counted:])
+            computed = arrays["rank_load"]
+        self.stage.take(
+            self._iteration, arrays, lambda: self._values(load, placed, arrays), loads=computed
+        )
 
     @staticmethod
     def _placements(state: LayerState, most: Placement) -> tuple[Placement, Placement]:

@@ -157,10 +157,14 @@ def summarize(
     factor = values["overload_factor"]
     found = {"moe/avg_overload_factor": factor.mean(), "moe/max_overload_factor": factor.max()}
     # One value per stage, repeated for its layers: neither a sum nor a layer's value has a meaning.
-    if "cum_overload_factor" in values:
-        found["moe/max_cum_overload_factor"] = values["cum_overload_factor"].max()
+    of_stages = {
+        "cum_overload_factor": "moe/max_cum_overload_factor",
+        "slowest_rank": "fssdp/slowest_rank",
+    }
     for name, of_layers in values.items():
-        if name == "cum_overload_factor":
+        if name in of_stages:
+            known = of_layers[~np.isnan(of_layers)]
+            found[of_stages[name]] = known.max(initial=-np.inf) if len(known) else np.nan
             continue
         group = "moe" if name in ("overload_factor", "max_vio", "dead_experts") else "fssdp"
         if name != "overload_factor":

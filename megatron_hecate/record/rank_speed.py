@@ -12,6 +12,8 @@ slows all ranks cancels. Letters in shapes: T iterations, N ranks.
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,6 +33,11 @@ CANDIDATES: int = 24
 MOST_OVERHEAD: float = 4.0
 # Weight of the ranks' equality beside the rest of the fit.
 EQUALITY: float = 0.02
+# Iterations that a history keeps, and slow ranks that a sentence names.
+KEPT: int = 256
+NAMED: int = 8
+# Tokens over the mean of ranks from which a time counts.
+SCARCE: float = 0.1
 # Standard deviations in a median absolute deviation of normal noise.
 DEVIATION: float = 1.4826
 
@@ -80,6 +87,55 @@ class RankSpeed:
         return f"{name or f'rank {self.rank}'} is {' and '.join(parts) or 'neither slow nor hot'}"
 
 
+class SpeedHistory:
+    """Measurements of the last iterations of one stage, on every rank of the group.
+
+    Args:
+        names: name of each rank, for sentences; by default its number.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self._names = names
+        # Iteration, nanoseconds, tokens in that time, and all tokens, [N] each.
+        self._rows: deque[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = deque(maxlen=KEPT)
+
+    def add(
+        self, iteration: int, nanoseconds: np.ndarray, tokens: np.ndarray, loads: np.ndarray
+    ) -> None:
+        """Add one iteration.
+
+        Args:
+            iteration: number of the iteration.
+            nanoseconds: measured time in experts, [L, N].
+            tokens: tokens computed in that time, [L, N].
+            loads: tokens computed in the whole iteration, [L, N].
+        """
+        self._rows.append((iteration, *(of.sum(axis=0) for of in (nanoseconds, tokens, loads))))
+
+    def speeds(self) -> list[RankSpeed]:
+        """Return the verdict about every rank; empty without measurements. Any thread may call."""
+        rows = list(self._rows)
+        if not rows:
+            return []
+        iterations, nanoseconds, tokens, loads = zip(*rows, strict=True)
+        return rank_speeds(
+            1e-9 * np.stack(nanoseconds), np.stack(tokens), np.stack(loads), iterations=iterations
+        )
+
+    def slowest(self) -> float:
+        """Return the largest pace of a rank; NaN without measurements."""
+        return max((speed.pace for speed in self.speeds()), default=float("nan"))
+
+    def describe(self) -> str:
+        """Return a sentence about the slow ranks; empty if there are none."""
+        slow = [speed for speed in self.speeds() if speed.is_slow]
+        slow.sort(key=lambda speed: -speed.pace)
+        clauses = [
+            speed.describe(self._names[speed.rank] if self._names else "") for speed in slow[:NAMED]
+        ]
+        return "; ".join(clauses)
+
+
 def rank_speeds(
     seconds: np.ndarray, tokens: np.ndarray, loads: np.ndarray, *, iterations: Sequence[int]
 ) -> list[RankSpeed]:
@@ -101,21 +157,26 @@ def rank_speeds(
     if ranks < 2:
         return []
     load = _over_mean(loads[loads.any(axis=1)][-WINDOW:].astype(np.float64))
-    # An iteration says something about ranks if all of them were measured in it.
-    measured = (tokens > 0).all(axis=1) & (seconds > 0).all(axis=1)
-    pace = _paces(seconds[measured].astype(np.float64), tokens[measured].astype(np.float64))
-    numbers = np.asarray(iterations)[measured]
+    # A few tokens take hardly longer than none, so their time says little about the pace.
+    enough = tokens > SCARCE * tokens.mean(axis=1, keepdims=True)
+    measured = enough & (seconds > 0)
+    # A single measured rank has none to be compared with.
+    compared = measured.sum(axis=1) > 1
+    pace = _paces(np.where(measured, seconds, np.nan)[compared], tokens[compared])
+    numbers = np.asarray(iterations)[compared]
     verdicts: list[RankSpeed] = []
     for rank in range(ranks):
-        is_slow = _exceeds(pace[-WINDOW:, rank])
+        known = ~np.isnan(pace[:, rank])
+        of_rank = pace[known, rank]
+        is_slow = _exceeds(of_rank[-WINDOW:])
         verdicts.append(
             RankSpeed(
                 rank=rank,
-                pace=_median(pace[-WINDOW:, rank]),
+                pace=_median(of_rank[-WINDOW:]),
                 load=_median(load[:, rank]),
                 is_slow=is_slow,
                 is_hot=_exceeds(load[:, rank]),
-                since=_beginning(pace[:, rank], numbers) if is_slow else None,
+                since=_beginning(of_rank, numbers[known]) if is_slow else None,
             )
         )
     return verdicts
@@ -126,14 +187,19 @@ def _over_mean(tokens: np.ndarray) -> np.ndarray:
 
 
 def _paces(seconds: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return each rank's pace over the median pace of the other ranks, [T, N]."""
+    """Return each rank's pace over the median pace of the other ranks, [T, N].
+
+    Args:
+        seconds: measured times, [T, N]; NaN where a rank was not measured.
+        tokens: tokens computed in that time, [T, N].
+    """
     if not len(seconds):
         return np.empty_like(seconds)
     paces = seconds / (_overhead_in_tokens(seconds, tokens) + tokens)
     relative = np.empty_like(paces)
     for rank in range(paces.shape[1]):
         others = np.delete(paces, rank, axis=1)
-        relative[:, rank] = paces[:, rank] / np.median(others, axis=1)
+        relative[:, rank] = paces[:, rank] / _nanmedian(others, axis=1)
     return relative
 
 
@@ -146,17 +212,27 @@ def _overhead_in_tokens(seconds: np.ndarray, tokens: np.ndarray) -> float:
     change, all candidates leave the same rest, and the one with the most equal ranks is best.
     """
     recent_seconds = np.log(seconds[-FITTED:])
-    recent_tokens = tokens[-FITTED:]
+    # Candidate 0 would divide by the tokens of a rank without any.
+    recent_tokens = np.where(np.isnan(recent_seconds), 1, tokens[-FITTED:])
     candidates = np.concatenate([[0.0], np.geomspace(0.01, MOST_OVERHEAD, CANDIDATES)])
     candidates *= recent_tokens.mean()
 
     def spread(overhead: float) -> float:
         paces = recent_seconds - np.log(overhead + recent_tokens)
-        paces = paces - np.median(paces, axis=1, keepdims=True)
-        of_ranks = np.median(paces, axis=0)
-        return float(np.abs(paces - of_ranks).mean() + EQUALITY * np.abs(of_ranks).mean())
+        paces = paces - _nanmedian(paces, axis=1)[:, None]
+        of_ranks = _nanmedian(paces, axis=0)
+        rest = np.nanmean(np.abs(paces - of_ranks))
+        return float(rest + EQUALITY * np.nanmean(np.abs(of_ranks)))
 
     return min(candidates.tolist(), key=spread)
+
+
+def _nanmedian(values: np.ndarray, axis: int) -> np.ndarray:
+    """Return the median of the known values; NaN without any."""
+    with warnings.catch_warnings():
+        # numpy warns about rows without known values.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return np.nanmedian(values, axis=axis)
 
 
 def _median(values: np.ndarray) -> float:

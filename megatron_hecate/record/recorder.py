@@ -28,9 +28,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.job.attempt import Attempt
 from megatron_hecate.job.store_thread import StoreThread
+from megatron_hecate.job.watchdog import here
 from megatron_hecate.megatron import training_globals
 from megatron_hecate.plan import LayerShape, Speeds
 from megatron_hecate.record import loggers
+from megatron_hecate.record.rank_speed import SpeedHistory
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.run_writer import RunWriter
 
@@ -231,6 +233,12 @@ class StageRecorder:
         self._metrics = JobMetrics(info.layers)
         # The last message must be sent when the model is freed, before another model is built.
         weakref.finalize(self, self._metrics.put, math.inf, dict)
+        # Expert-tensor-parallel ranks compute the same tokens: the first one names them.
+        ranks = dist.get_process_group_ranks(group)
+        each = len(ranks) // info.ranks
+        self._speeds = SpeedHistory([f"rank {rank}" for rank in ranks[::each]])
+        # The watchdog adds slow ranks to its line.
+        here.remark = self._speeds.describe
         # Number of the running iteration, from Megatron's loop or else counted here.
         self.running = 0
         self._writer: RunWriter | None = None
@@ -259,7 +267,12 @@ class StageRecorder:
         return self.running
 
     def take(
-        self, iteration: int, arrays: dict[str, np.ndarray | float], values: Callable[[], Values]
+        self,
+        iteration: int,
+        arrays: dict[str, np.ndarray | float],
+        values: Callable[[], Values],
+        *,
+        loads: np.ndarray | None = None,
     ) -> None:
         """Record a complete iteration.
 
@@ -267,10 +280,19 @@ class StageRecorder:
             iteration: number of the iteration.
             arrays: recorded arrays, see `RunRecord`.
             values: computes the metrics, called if they are logged.
+            loads: tokens computed by each rank, [L, N], where the experts were timed.
         """
         if self._writer is not None:
             self._writer.append(iteration, **arrays)
+        if loads is not None:
+            self._speeds.add(iteration, arrays["timed_ns"], arrays["timed_tokens"], loads)
+            values = functools.partial(self._with_speed, values)
         self._metrics.put(iteration, values)
+
+    def _with_speed(self, values: Callable[[], Values]) -> Values:
+        """Add the pace of the slowest rank to the metrics of an iteration."""
+        slowest = np.full(len(self.info.layers), self._speeds.slowest())
+        return {**values(), "slowest_rank": slowest}
 
     def abandon(self) -> None:
         """Write pending iterations at the end of the attempt.
@@ -278,6 +300,8 @@ class StageRecorder:
         Sums in flight are not collected: their process groups are destroyed.
         """
         atexit.unregister(self._at_exit)
+        if here.remark == self._speeds.describe:
+            here.remark = str
         if self._writer is not None:
             self._writer.close()
 

@@ -27,6 +27,7 @@ VERSION: int = 1
 # Attempts to read a folder whose files change.
 RETRIES: int = 100
 ARRAYS = ("load", "peak", "home", "replica", "late", "rank_load", "crossing", "window", "copy")
+ARRAYS += ("timed_ns", "timed_tokens")
 Arrays = dict[str, np.ndarray]
 
 
@@ -48,6 +49,7 @@ class RunInfo:
             `replicas.memory_estimate.ExpertMemory`; ``token``, activations of a token in one expert
             that last until the backward; ``kept``, microbatches in flight, 0 if experts are
             recomputed. Empty if unknown.
+        stages: pipeline stage of each layer, where several stages are joined; else empty.
         job: sizes and layout of the job, `megatron.job_sizes.job_sizes`; empty if unknown.
         lifetime: resolved setting of `HecateConfig`.
         transport: resolved setting of `HecateConfig`.
@@ -66,6 +68,7 @@ class RunInfo:
     shape: Mapping[str, float] = dataclasses.field(default_factory=dict)
     speeds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    stages: tuple[int, ...] = ()
     job: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lifetime: str = ""
     transport: str = ""
@@ -103,6 +106,9 @@ class RunRecord:
             if not counted.
         window: measured time from a layer's attention to its experts, which hides copies, [T, L]
             float64 seconds; NaN before the first measurement.
+        timed_ns: measured time of each rank's forwards of experts, [T, L, N] int64 nanoseconds; 0
+            for layers that were not timed in an iteration. ``None`` if not measured.
+        timed_tokens: tokens computed in that time, [T, L, N] int64.
         copy: measured time of one copy of weights, [T, L] float64 seconds; NaN before the first
             measurement.
         home: rank of each expert's home, [T, L, E] int64; ``None`` if experts stay at their
@@ -120,6 +126,8 @@ class RunRecord:
     crossing: np.ndarray | None = None
     window: np.ndarray | None = None
     copy: np.ndarray | None = None
+    timed_ns: np.ndarray | None = None
+    timed_tokens: np.ndarray | None = None
     home: np.ndarray | None = None
 
 
@@ -174,8 +182,12 @@ def _join_stages(
             array = np.concatenate([stage[name] for stage in stages], axis=1)[:, order]
             # Files hold the smallest dtypes.
             joined[name] = array if array.dtype.kind == "f" else array.astype(np.int64)
+    of_layers = [stage for stage, info in enumerate(infos) for _ in info.layers]
     info = dataclasses.replace(
-        infos[0], layers=tuple(layers[at] for at in order), num_experts=experts
+        infos[0],
+        layers=tuple(layers[at] for at in order),
+        stages=tuple(of_layers[at] for at in order) if len(infos) > 1 else (),
+        num_experts=experts,
     )
     # An iteration ends when its last stage does.
     time = np.max([stage["time"] for stage in stages], axis=0)

@@ -6,6 +6,7 @@ counting. Letters in shapes: M microbatches that are distinguished, L layers, E 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -81,6 +82,12 @@ class TokenCounts:
             homes[layer, :own] = torch.arange(own) // (own // ranks)
         self._homes = homes.to(device).expand_as(self._counts)
         self._rank_shape = (distinguished, num_layers, ranks)
+
+    @property
+    def size(self) -> int:
+        """Length of the result of `take`."""
+        num_layers, most = self._homes.shape[1:]
+        return num_layers * most + math.prod(self._rank_shape)
 
     def of_layer(self, layer: int) -> LayerCounts:
         """Return the counts of one layer."""

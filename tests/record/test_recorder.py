@@ -23,6 +23,7 @@ def test_a_model_that_has_gone_leaves_a_whole_record_and_no_thread(
     monkeypatch.setattr(recorder.training_globals, "logging_pipeline", lambda: [0])
     monkeypatch.setattr(recorder, "_get_default_store", dist.HashStore)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
     info = RunInfo(mode="observe", layers=("layer 1",), num_experts=2, ranks=1, node=(0,))
     for iteration in (1, 2):
         before = set(threading.enumerate())

@@ -1,0 +1,115 @@
+"""Slow ranks and hot ranks of a training on CPU ranks. Oracle: the CPU time that the test adds to each token of each
+rank, and the skew of its routers."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import ranks
+
+from megatron_hecate import HecateConfig, fssdp
+
+STEPS, SLOW, PACE = 20, 2, 1.6
+MICROSECONDS = 30.0  # added to each token of each rank, far above the time of a tiny expert
+
+
+def _delay(chunks: list, microseconds: float) -> None:
+    """Add CPU time to the experts' forwards: ``microseconds`` per token."""
+    import time
+
+    import tiny_gpt
+
+    def burn(module: Any, inputs: tuple[Any, ...]) -> None:
+        end = time.thread_time() + 1e-6 * microseconds * inputs[0].shape[0]
+        while time.thread_time() < end:
+            pass
+
+    for layer in tiny_gpt.moe_layers(chunks):
+        for expert in layer.experts.local_experts:
+            expert.register_forward_pre_hook(burn)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("hot", [False, True])
+@ranks(4)
+def test_slow_and_hot_ranks_are_told_apart(slow: bool, hot: bool) -> None:
+    import tiny_gpt
+    import torch.distributed as dist
+
+    from megatron_hecate.job.watchdog import here
+    from megatron_hecate.record.analysis import Figures
+    from megatron_hecate.record.run_folder import read
+
+    folder = os.environ["TEST_FOLDER"] + "/run"
+    settings = {} if hot else {"moe_router_force_load_balancing": True}
+    case = tiny_gpt.Case(ep=4, skew=0.1 if hot else 0.0, settings=tuple(settings.items()))
+    tiny_gpt.initialize(case)
+    observe = fssdp(HecateConfig(observe=True, record=folder))
+
+    def hook(chunks: list) -> list:
+        _delay(chunks, MICROSECONDS * (PACE if slow and dist.get_rank() == SLOW else 1))
+        return observe(chunks)
+
+    trained = tiny_gpt.train(case, steps=STEPS, hook=hook)
+    tiny_gpt.moe_layers(trained.chunks)[0].router.observer.stage.close()
+    dist.barrier()
+    record = read(folder)
+    (found,) = Figures(record).rank_speeds.values()
+    assert [speed.is_slow for speed in found] == [slow and rank == SLOW for rank in range(4)], found
+    # Brute force over the recorded tokens, two experts a rank.
+    of_ranks = record.load.reshape(STEPS, -1, 4, 2).sum(axis=(1, 3))
+    shares = np.median(of_ranks / of_ranks.mean(axis=1, keepdims=True), axis=0)
+    assert [speed.is_hot for speed in found] == [bool(share > 1.1) for share in shares], found
+    assert found[0].is_hot == hot
+    if slow:
+        assert found[SLOW].pace == pytest.approx(PACE, rel=0.15)
+        assert here.remark().startswith(f"rank {SLOW} is slow: {found[SLOW].pace:.2f} times"), (
+            here.remark()
+        )
+    else:
+        assert here.remark() == ""
+
+
+@ranks(2)
+def test_a_slow_rank_beside_replicas() -> None:
+    """With replicas loads are even, and the slow rank remains slow."""
+    import tiny_gpt
+    import torch.distributed as dist
+
+    from megatron_hecate.record.analysis import Figures
+    from megatron_hecate.record.run_folder import read
+
+    folder = os.environ["TEST_FOLDER"] + "/run"
+    case = tiny_gpt.Case(skew=3.0)
+    tiny_gpt.initialize(case)
+    switch_on = fssdp(HecateConfig(slots=2, speeds=tiny_gpt.FREE, record=folder))
+
+    def hook(chunks: list) -> list:
+        converted = switch_on(chunks)
+        for layer in tiny_gpt.moe_layers(converted):
+            twin = layer.experts.physical.twin
+            # Replicas' modules have no hooks of their own.
+            for expert in twin.local_experts:
+                expert.register_forward_pre_hook(_burner(PACE if dist.get_rank() == 1 else 1))
+        return converted
+
+    def _burner(pace: float) -> Any:
+        import time
+
+        def burn(module: Any, inputs: tuple[Any, ...]) -> None:
+            end = time.thread_time() + 1e-6 * MICROSECONDS * pace * inputs[0].shape[0]
+            while time.thread_time() < end:
+                pass
+
+        return burn
+
+    trained = tiny_gpt.train(case, steps=STEPS, hook=hook)
+    assert trained.replicas > 0
+    tiny_gpt.moe_layers(trained.chunks)[0].prefetcher.monitor.recorder.stage.close()
+    dist.barrier()
+    (found,) = Figures(read(folder)).rank_speeds.values()
+    assert [speed.is_slow for speed in found] == [False, True], found
+    assert not any(speed.is_hot for speed in found), found
