@@ -306,13 +306,14 @@ def simulate_ways(
     Args:
         job: simulated job.
         ways: settings of FSSDP.
-        processes: processes to use; ``None``: as many as cores, unless the work is short.
+        processes: processes to use; ``None``: as many as cores, unless the work is short or no
+            progress is shown, because then a program without a main guard may have called us.
         show_progress: whether to draw a progress bar, with the time left, on standard error.
     """
     # `disable=None` would hide the bar unless standard error is a terminal.
     disable = None if show_progress else True
     done: list[Outcome] = []
-    cores = processes or len(os.sched_getaffinity(0))
+    cores = processes or (len(os.sched_getaffinity(0)) if show_progress else 1)
     with tqdm(total=len(ways), desc="simulating", unit="way", disable=disable) as bar:
         seconds = 0.0
         for way in ways:

@@ -145,7 +145,7 @@ def content(run: Run, other: Run | None = None) -> dict[str, Any]:
         "observed": figures.observed,
         "verdict": dataclasses.asdict(verdict),
         "parts": _parts(run),
-        "words": sentences(figures, means),
+        "words": [*sentences(figures, means), *_notes(run)],
         "mean": means,
         "iterations": [round(float(record.iteration[a:b].mean()), 1) for a, b in groups],
         "lines": lines(figures, run.modelled, groups),
@@ -162,6 +162,13 @@ def content(run: Run, other: Run | None = None) -> dict[str, Any]:
         "worst": sorted(range(layers), key=lambda at: -rows[at][7])[:WORST],
         "compared": None if other is None else _compared(run, other),
     }
+
+
+def _notes(run: Run) -> list[str]:
+    """Return the notes of `what_if` on the record as sentences."""
+    if run.found is None:
+        return []
+    return [f"{note[0].upper()}{note[1:]}." for note in run.found.notes]
 
 
 def _parts(run: Run) -> dict[str, Any]:

@@ -64,7 +64,7 @@ function partsTable() {
   if (!rows.length) return "";
   const share = (value) => `${((100 * value) / step).toFixed(1)} %`;
   const signed = (value) =>
-    Math.abs(value) < 5e-4 * step ? "\u2013" : `${value < 0 ? LOST : WON} ${share(value)}`;
+    Math.abs(value) < 5e-4 * step ? "\u2013" : `${value < 0 ? LOST : WON} ${share(Math.abs(value))}`;
   const costs = (value) =>
     Math.abs(value) < 5e-4 * step ? "\u2013" : `${value < 0 ? WON : LOST} ${share(Math.abs(value))}`;
   const sum = (at) => rows.reduce((total, row) => total + row[at], 0);
