@@ -99,7 +99,7 @@ def _convert(model: Model, config: HecateConfig) -> None:
     (lifetime, by_engines), notes = note.agree(timeout=config.timeout, judge=judge)
     connection.choose_copy_engines(by_engines)
     resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
-    watchdog.watch(groups, timeout=config.timeout)
+    watchdog.watch(groups, timeout=config.timeout, events=config.record)
     # also on ranks without MoE layers, because tracing compares the clocks of all ranks
     listeners = [*tracing.listeners(config), follow_job_timeout]
     homes_group = _homes_group(groups, config) if config.rehome else None

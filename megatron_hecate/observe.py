@@ -79,7 +79,7 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
     else:
         JobMetrics(())
     watched = [_ranks_in_step(layers[0])] if layers else []
-    watchdog.watch(watched, timeout=config.timeout)
+    watchdog.watch(watched, timeout=config.timeout, events=config.record or OBSERVED)
     note_run(chunks, observing=True)
     refused = observer.stage.refused if layers else ""
     _, refusals = Note(layers=names, summary=refused).agree(timeout=config.timeout)

@@ -111,6 +111,11 @@ def name_ranks_behind(before: Snapshot, now: Snapshot) -> str:
     return _describe_lines(before, now)
 
 
+def list_ranks_behind(before: Snapshot, now: Snapshot) -> list[int]:
+    """Return the ranks behind, as in `name_ranks_behind`, the one that stopped first in front."""
+    return [rank for _, rank, _ in _find_ranks_behind(before, now)]
+
+
 def _find_ranks_behind(before: Snapshot, now: Snapshot) -> list[tuple[float, int, str]]:
     """Return start of the stall, rank and description of the ranks behind, longest stall first."""
     furthest: dict[int, int] = {}

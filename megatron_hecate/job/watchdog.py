@@ -24,11 +24,13 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.job import under_way
 from megatron_hecate.job.attempt import Attempt
+from megatron_hecate.job.events import Stall
 from megatron_hecate.job.heartbeats import (
     NAMED,
     PREFIX,
     Heartbeat,
     heartbeat_key,
+    list_ranks_behind,
     name_ranks_behind,
     read_heartbeats,
     running_line,
@@ -58,12 +60,14 @@ class Position:
         iteration: number of the running iteration.
         place: the last place; a layer's name, as a rule.
         remark: returns text about ranks that were slow before a stall; empty if none was.
+        events: folder of the files of events (`events.Stall`); ``None`` to write none.
     """
 
     steps: int = 0
     iteration: int = 0
     place: str = ""
     remark: Callable[[], str] = str
+    events: str | None = None
     # The last autograd graph task for which the end of the backward was queued.
     _backward: int = -1
     _hooks: dict[str, Callable[[Any], None]] = dataclasses.field(default_factory=dict)  # by layer
@@ -226,13 +230,15 @@ class Reporter(StoreThread):
             return
         first = self._first_snapshot
         if first is not None and self._stalled - first[0] > 2 * self.interval:
-            text = name_ranks_behind(first[1], read_heartbeats(self._store, self._size))
+            now = read_heartbeats(self._store, self._size)
+            text = name_ranks_behind(first[1], now)
+            ranks = list_ranks_behind(first[1], now)
             self._first_snapshot = None
-            self._store.set(f"{PREFIX}/behind", json.dumps([self._compared + 1, text]))
-        number, text = self._read_comparison()
+            self._store.set(f"{PREFIX}/behind", json.dumps([self._compared + 1, text, ranks]))
+        number, text, ranks = self._read_comparison()
         if number > self._compared:
             if text:
-                self._print_stall(text)
+                self._print_stall(text, ranks)
             else:
                 # All ranks are at the same place and line, as in a long evaluation.
                 self._reset()
@@ -250,26 +256,39 @@ class Reporter(StoreThread):
             if self._store.add(f"{PREFIX}/look/{compared + 1}/{attempt}", 1) == 1:
                 self._first_snapshot = (self._stalled, read_heartbeats(self._store, self._size))
 
-    def _print_stall(self, text: str) -> None:
+    def _print_stall(self, text: str, ranks: Sequence[int] = ()) -> None:
         """Print one line about the present stall, unless training has moved on.
 
         Args:
             text: the ranks behind, or the store's failure.
+            ranks: the ranks behind.
         """
         if here.steps == self._steps and not self._reported:
             self._reported = True
-            line = (
-                f"FSSDP: rank {self._rank} made no progress for {time.time() - self._since:.0f} s: "
-                f"{here}. {text}"
-            )
+            seconds = time.time() - self._since
+            line = f"FSSDP: rank {self._rank} made no progress for {seconds:.0f} s: {here}. {text}"
             transfers = under_way.describe()
             if transfers:
                 line += f". {transfers}"
+            slow = ""
             # A failure there must not hide the line.
             with contextlib.suppress(Exception):
-                if remark := here.remark():
-                    line += f". Before: {remark}"
+                if slow := here.remark():
+                    line += f". Before: {slow}"
             print(line, flush=True)
+            stall = Stall(
+                host=self._host,
+                rank=self._rank,
+                iteration=here.iteration,
+                place=here.place,
+                seconds=round(seconds, 1),
+                cause="store" if text == SILENCE else "ranks",
+                ranks_behind=list(ranks),
+                transfers=transfers,
+                slow=slow,
+                message=line,
+            )
+            stall.append_to(here.events)
 
     def _publish(self, *, left: bool = False) -> None:
         """Post a heartbeat.
@@ -291,11 +310,11 @@ class Reporter(StoreThread):
         )
         self._store.set(heartbeat_key(self._rank), json.dumps(dataclasses.astuple(heartbeat)))
 
-    def _read_comparison(self) -> tuple[int, str]:
-        """Return number and result of the last comparison; 0 before the first."""
+    def _read_comparison(self) -> tuple[int, str, list[int]]:
+        """Return number, text and ranks of the last comparison; 0 before the first."""
         key = f"{PREFIX}/behind"
         if not self._store.check([key]):
-            return 0, ""
+            return 0, "", []
         return tuple(json.loads(self._store.get(key)))
 
 
@@ -342,7 +361,7 @@ def _clone_of_store() -> dist.Store:
 _running: Reporter | None = None
 
 
-def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
+def watch(groups: Sequence[Sequence[int]], *, timeout: float, events: str | None = None) -> None:
     """Start this process's watchdog thread, if it does not run. All ranks call it, once per model.
 
     The thread runs until the process exits or the job's process group is destroyed. A rank without
@@ -352,14 +371,16 @@ def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
     Args:
         groups: groups of ranks that compute this rank's layers together.
         timeout: seconds.
+        events: folder to which stalls are also written, as JSON (`events.Stall`), if any.
     """
     global _running
+    here.events = events or here.events
     attempt = Attempt.current()
     if _running is not None:
         if _running.is_alive() and not _running.is_over():
             return
         _running.abandon()
-    vars(here).update(vars(Position(remark=here.remark)))
+    vars(here).update(vars(Position(remark=here.remark, events=events)))
     under_way.forget()
     _running = Reporter(
         _clone_of_store(),

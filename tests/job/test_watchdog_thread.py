@@ -9,10 +9,13 @@ import dataclasses
 import json
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -20,6 +23,7 @@ import pytest
 import torch.distributed as dist
 
 from megatron_hecate.job import watchdog
+from megatron_hecate.job.events import Stall
 from megatron_hecate.job.heartbeats import Heartbeat, name_ranks_behind, read_heartbeats
 from megatron_hecate.job.watchdog import Reporter, here
 
@@ -124,9 +128,10 @@ def _until(true: Callable[[], object]) -> None:
 
 
 def test_when_the_rank_that_looks_is_gone_another_one_does(
-    waiting: Callable[[dist.Store], Reporter], capfd: pytest.CaptureFixture[str]
+    waiting: Callable[[dist.Store], Reporter], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Somebody has claimed to look, and never says a word."""
+    """Somebody has claimed to look, and never says a word. The line is also an event for collectors of logs."""
+    here.events = str(tmp_path / "run")
     server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     server.add(f"{watchdog.PREFIX}/look/1/1", 1)
     word = dataclasses.astuple(_word(steps=0, where="before its first forward", host="b"))
@@ -140,10 +145,27 @@ def test_when_the_rank_that_looks_is_gone_another_one_does(
         r"stopped or unreachable; last heartbeat: before its first forward, since [\d: -]+\)\n",
         "".join(out),
     ), out
+    (file,) = (tmp_path / "run").iterdir()
+    (line,) = file.read_text().splitlines()
+    event = json.loads(line)
+    assert file.name == "events-0.jsonl" and event["message"] + "\n" == "".join(out)
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(event.pop("time"))) < timedelta(minutes=5)
+    assert event.pop("seconds") >= 1 and event.pop("host") == socket.gethostname()
+    del event["message"]
+    assert event == dict(
+        event="fssdp.stall",
+        rank=0,
+        iteration=4,
+        place="layer 2",
+        cause="ranks",
+        ranks_behind=[1],
+        transfers="",
+        slow="",
+    )
 
 
 def test_a_store_that_stands_still_is_named_and_one_that_goes_away_is_not(
-    waiting: Callable[[dist.Store], Reporter], capfd: pytest.CaptureFixture[str]
+    waiting: Callable[[dist.Store], Reporter], capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     """Rank 0 serves the store and is stopped: the others say so. Later it ends before them: so does the thread, without
     a word of ours or torch's."""
@@ -152,6 +174,7 @@ def test_a_store_that_stands_still_is_named_and_one_that_goes_away_is_not(
         "server = dist.TCPStore('127.0.0.1', 0, None, True, wait_for_workers=False)\n"
         "print(server.port, flush=True)\ntime.sleep(60)"
     )
+    here.events = str(tmp_path)
     server = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -167,6 +190,9 @@ def test_a_store_that_stands_still_is_named_and_one_that_goes_away_is_not(
             r"rank 0, which hosts it unless torchrun does, is stopped\n",
             "".join(out),
         ), out
+        (line,) = (tmp_path / "events-0.jsonl").read_text().splitlines()
+        event = json.loads(line)
+        assert (event["cause"], event["ranks_behind"]) == ("store", [])
         server.send_signal(signal.SIGCONT)
         beat = reporter._beat
         _until(lambda: reporter._beat > beat + 1)
@@ -177,6 +203,19 @@ def test_a_store_that_stands_still_is_named_and_one_that_goes_away_is_not(
     finally:
         server.kill()
         server.wait()
+
+
+@pytest.mark.fast
+def test_an_event_that_cannot_be_written_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = dict(host="a", rank=3, iteration=1, place="layer 2", seconds=1.0, cause="ranks")
+    stall = Stall(**fields, ranks_behind=[1], transfers="", slow="", message="line")
+    stall.append_to(None)
+    assert capsys.readouterr().err == ""
+    (tmp_path / "run").touch()
+    stall.append_to(str(tmp_path / "run"))
+    assert re.fullmatch("FSSDP: rank 3 cannot write its event: .*\n", capsys.readouterr().err)
 
 
 def test_a_process_ends_as_if_there_were_no_thread() -> None:
