@@ -44,6 +44,9 @@ from torch.autograd import profiler
 PREFIX = "fssdp/"
 # Kinds of tracks in the viewer; spans of any other kind are on tracks of "work".
 _KINDS = ("iteration", "work", "spAG", "spRS")
+# Spans that `export_to` passes on: plans and transfers.
+_TRANSFERS = ("spAG", "spRS")
+EXPORTED = {"plan", *(f"{what}{part}" for what in _TRANSFERS for part in ("", " start", " wait"))}
 
 
 class SpanRecorder:
@@ -284,18 +287,37 @@ def merge(folder: str | Path) -> Path | None:
 
 
 _recorder: SpanRecorder | None = None
+# A second recorder, which passes the spans of `EXPORTED` on to a tracing service.
+_exporter: SpanRecorder | None = None
 # Autograd runs backwards in threads of its own.
 _lock = threading.Lock()
 
 
+def _recorders(what: str) -> list[SpanRecorder]:
+    """Return the recorders of spans ``what``."""
+    exporter = _exporter if what in EXPORTED else None
+    return [recorder for recorder in (_recorder, exporter) if recorder is not None]
+
+
+def export_to(exporter: SpanRecorder | None) -> None:
+    """Pass spans of plans and transfers to ``exporter`` as well; ``None`` ends it."""
+    global _exporter
+    _exporter = exporter
+
+
+def follows_transfers() -> bool:
+    """Return whether transfers in flight are recorded now."""
+    return _recorder is not None or _exporter is not None
+
+
 @contextlib.contextmanager
 def _span(what: str, layer: str) -> Iterator[None]:
-    # Read once: the recorder may end within the block.
-    recorder = _recorder
+    # Read once: a recorder may end within the block.
+    recorders = _recorders(what)
     begin = time.perf_counter()
     with profiler.record_function(f"{PREFIX}{what} {layer}"):
         yield
-    if recorder is not None:
+    for recorder in recorders:
         with _lock:
             recorder.add(what, layer, begin, time.perf_counter())
             recorder.look()
@@ -314,7 +336,9 @@ def is_on() -> bool:
 
 def span(what: str, layer: str) -> contextlib.AbstractContextManager[None]:
     """Record the block as ``what`` of ``layer``, a span of the table above."""
-    return _span(what, layer) if is_on() else _NOTHING
+    if is_on() or (_exporter is not None and what in EXPORTED):
+        return _span(what, layer)
+    return _NOTHING
 
 
 def add(what: str, layer: str, begin: float) -> None:
@@ -322,13 +346,13 @@ def add(what: str, layer: str, begin: float) -> None:
 
     For spans that are not a block of code.
     """
-    if _recorder is not None:
+    for recorder in _recorders(what):
         with _lock:
-            _recorder.add(what, layer, begin, time.perf_counter())
+            recorder.add(what, layer, begin, time.perf_counter())
 
 
 def follow(what: str, layer: str, over: Callable[[], bool]) -> None:
     """Record a transfer from now until a check finds that ``over()`` is true (recorder only)."""
-    if _recorder is not None:
+    for recorder in _recorders(what):
         with _lock:
-            _recorder.follow(what, layer, over)
+            recorder.follow(what, layer, over)

@@ -62,7 +62,7 @@ class Transfer:
                 self._start_on_stream(device)
             # The works of gloo do not report when they complete, so a transfer that is traced or
             # timed needs a thread that waits for them.
-            elif after is not None or trace.SpanRecorder.is_running() or watch is not None:
+            elif after is not None or trace.follows_transfers() or watch is not None:
                 self._run_in_thread(after)
                 trace.follow(what, label, over=self.ended.done)
             else:

@@ -19,7 +19,7 @@ _drawn: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 def log_step(
     iteration: int, layers: Sequence[str], values: Mapping[str, np.ndarray], *, ended: bool
 ) -> None:
-    """Log the metrics of one iteration to Megatron's TensorBoard and Weights & Biases.
+    """Log the metrics of one iteration to Megatron's TensorBoard and Weights & Biases, if any.
 
     Args:
         iteration: number of the iteration.
@@ -27,7 +27,9 @@ def log_step(
         values: metrics by name, [L] each.
         ended: True once training has ended.
     """
-    global_vars = sys.modules["megatron.training.global_vars"]
+    global_vars = sys.modules.get("megatron.training.global_vars")
+    if global_vars is None:
+        return
     board = global_vars.get_tensorboard_writer()
     wandb = global_vars.get_wandb_writer()
     found = summarize(layers, values, per_layer=logs_each_layer())

@@ -16,13 +16,16 @@ from megatron_hecate import trace
 from megatron_hecate.config import OBSERVED, HecateConfig
 from megatron_hecate.job.attempt import Attempt
 from megatron_hecate.megatron.training_globals import running_iteration
+from megatron_hecate.record import telemetry
 
 # Round trips to rank 0 per rank; the fastest is used.
 PINGS: int = 8
 
 
 def listeners(config: HecateConfig) -> list[Callable[[], None]]:
-    """Create the listeners to call at the beginning of an iteration. Collective: compares clocks.
+    """Create the listeners to call at the beginning of an iteration.
+
+    Collective if iterations are traced into files: compares clocks.
 
     Args:
         config: the settings, with the traced iterations.
@@ -30,8 +33,9 @@ def listeners(config: HecateConfig) -> list[Callable[[], None]]:
     Raises:
         TimeoutError: when a rank does not take part in time.
     """
+    exported = telemetry.iteration_listeners(running_iteration)
     if config.traced is None:
-        return []
+        return exported
     attempt = Attempt.current()
     rank = dist.get_rank()
     store = dist.PrefixStore(
@@ -47,7 +51,7 @@ def listeners(config: HecateConfig) -> list[Callable[[], None]]:
     )
     # Only one recorder can run in a process, and the next attempt has its own.
     attempt.at_end(traced.close)
-    return [lambda: traced.begin(running_iteration())]
+    return [*exported, lambda: traced.begin(running_iteration())]
 
 
 def to_rank_0(store: dist.Store, rank: int, size: int, *, timeout: float, host: str) -> float:
