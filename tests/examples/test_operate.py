@@ -1,0 +1,181 @@
+"""Examples for batch systems: they parse, and start what they say.
+
+Oracle: the parsers of bash, YAML, torchrun, our launcher and Megatron; stand-ins for Slurm's commands that note how they
+are called; NeMo-Run's own way to a command line (`Script.to_command`), written out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ranks import ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+MANIFEST = ROOT / "examples" / "kubeflow.yaml"
+
+
+def _stand_in(folder: Path, name: str, body: str) -> None:
+    (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+    (folder / name).chmod(0o755)
+
+
+def _environment(folder: Path, **settings: str) -> dict[str, str]:
+    path = os.pathsep.join((str(folder), os.environ["PATH"]))
+    named = {"MEGATRON": "/a checkout", "DATA": "text", "TOKENIZER": "qwen"}
+    return {**named, "FOLDER": str(folder), **settings, "PATH": path}
+
+
+def _assert_flags_exist(words: list[str]) -> argparse.Namespace:
+    """Megatron's arguments behind the script, once torchrun's, ours and Megatron's are parsed."""
+    from megatron.training.arguments import add_megatron_arguments
+    from torch.distributed.run import parse_args
+
+    from megatron_hecate import HecateConfig
+    from megatron_hecate.settings import unsupported
+
+    torchrun = parse_args(words)
+    assert torchrun.training_script == "megatron_hecate" and torchrun.nnodes == "4"
+    (at,) = (
+        i for i, w in enumerate(torchrun.training_script_args) if w.endswith("pretrain_gpt.py")
+    )
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    HecateConfig.add_arguments(parser)
+    assert HecateConfig.from_arguments(parser.parse_args(torchrun.training_script_args[:at]))
+    megatrons = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    arguments = megatrons.parse_args(torchrun.training_script_args[at + 1 :])
+    assert unsupported.find(arguments, None, slots=2) == []
+    assert arguments.exit_signal_handler and arguments.save == arguments.load is not None
+    assert arguments.expert_model_parallel_size == 32
+    return arguments
+
+
+def _start_requeued(folder: Path, srun: str) -> subprocess.Popen:
+    """Start the Slurm script with an ``srun`` of this body."""
+    _stand_in(folder, "scontrol", 'echo "$@" >> "$FOLDER/scontrol.log"; echo node7; echo node8')
+    _stand_in(
+        folder,
+        "scancel",
+        'echo "$@" > "$FOLDER/scancel.part"; mv "$FOLDER/scancel.part" "$FOLDER/scancel.log"',
+    )
+    _stand_in(folder, "torchrun", 'printf "%q " "$@" > "$FOLDER/torchrun.log"')
+    _stand_in(folder, "srun", srun)
+    environment = _environment(
+        folder,
+        SLURM_JOB_NUM_NODES="4",
+        SLURM_JOB_NODELIST="node[7-8]",
+        SLURM_JOB_ID="42",
+        SLURM_NODEID="1",
+        CHECKPOINTS="/run/check points",
+    )
+    command = [ROOT / "examples" / "slurm_requeue.sh", "--expert-model-parallel-size", "32"]
+    return subprocess.Popen(command, cwd=ROOT, env=environment)
+
+
+RUN = 'shift; "$@"; touch "$FOLDER/started"\n'
+
+
+@pytest.mark.newest
+@ranks(1)
+def test_slurm_passes_the_signal_on_and_requeues() -> None:
+    folder = Path(os.environ["TEST_FOLDER"])
+    wait = 'while [ ! -e "$FOLDER/scancel.log" ]; do sleep 0.05; done; sleep 0.5; touch "$FOLDER/saved"; exit 1'
+    job = _start_requeued(folder, RUN + wait)
+    try:
+        deadline = time.monotonic() + 60
+        while not (folder / "started").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        job.send_signal(signal.SIGTERM)
+        assert job.wait(60) == 0
+    finally:
+        job.kill()
+        job.wait()
+    assert (folder / "saved").exists(), "it waits until the ranks have saved"
+    assert (folder / "scancel.log").read_text() == "--signal=TERM 42.0\n"
+    assert (folder / "scontrol.log").read_text().splitlines() == [
+        "show hostnames node[7-8]",
+        "requeue 42",
+    ]
+    arguments = _assert_flags_exist(shlex.split((folder / "torchrun.log").read_text()))
+    assert arguments.save == "/run/check points"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("status", [0, 3])
+def test_slurm_does_not_requeue_a_job_that_ends_by_itself(status: int, tmp_path: Path) -> None:
+    assert _start_requeued(tmp_path, f"exit {status}").wait(60) == status
+    assert "requeue" not in (tmp_path / "scontrol.log").read_text()
+
+
+@pytest.mark.fast
+def test_slurm_sends_the_signal_to_the_script_and_leaves_time() -> None:
+    """Options as Slurm reads them: comments in front of the first command."""
+    options = {}
+    for line in (ROOT / "examples" / "slurm_requeue.sh").read_text().splitlines():
+        if line.startswith("#SBATCH --"):
+            name, _, value = line.removeprefix("#SBATCH --").partition("=")
+            options[name] = value
+    assert options["signal"] == "B:TERM@900" and "requeue" in options
+    assert options["open-mode"] == "append", "the log of the first part stays"
+
+
+@pytest.mark.newest
+@ranks(1)
+def test_kubernetes_starts_every_pod_and_waits_for_the_checkpoint() -> None:
+    folder = Path(os.environ["TEST_FOLDER"])
+    job = yaml.safe_load(MANIFEST.read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert [replicas[kind]["replicas"] for kind in ("Master", "Worker")] == [1, 3]
+    assert all(of["restartPolicy"] == "OnFailure" for of in replicas.values())
+    _stand_in(folder, "torchrun", 'printf "%q " "$@"; echo; echo $PPID')
+    for kind in ("Master", "Worker"):
+        pod = replicas[kind]["template"]["spec"]
+        (container,) = pod["containers"]
+        variables = {of["name"]: of["value"] for of in container["env"]}
+        seconds = int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"])
+        assert pod["terminationGracePeriodSeconds"] > seconds > 30
+        of_operator = dict(RANK="2", MASTER_ADDR="fssdp-master-0", MASTER_PORT="23456")
+        process = subprocess.Popen(
+            [*container["command"], *container["args"]],
+            cwd=ROOT,
+            env=_environment(folder, **variables, **of_operator),
+            text=True,
+            stdout=subprocess.PIPE,
+        )
+        words, parent = process.communicate(timeout=60)[0].splitlines()
+        assert int(parent) == os.getpid(), "torchrun itself gets the signal"
+        assert "--node-rank 2" in words and "--master-port 23456" in words
+        _assert_flags_exist(shlex.split(words))
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+        mounted = {of["name"] for of in container["volumeMounts"]}
+        assert mounted == {of["name"] for of in pod["volumes"]}
+
+
+@pytest.mark.fast
+def test_nemo_run_starts_the_launcher() -> None:
+    """``Script.to_command`` puts ``-m`` and the arguments behind the path, for its launcher ``torchrun``."""
+    import with_nemo_run
+
+    from megatron_hecate import HecateConfig
+
+    def as_given(**fields: Any) -> types.SimpleNamespace:
+        return types.SimpleNamespace(**fields)
+
+    script = with_nemo_run.script(types.SimpleNamespace(Script=as_given), "/megatron", ["--bf16"])
+    assert script.m and script.path == "megatron_hecate" and "python" in script.entrypoint
+    at = script.args.index("/megatron/pretrain_gpt.py")
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    HecateConfig.add_arguments(parser)
+    parsed = HecateConfig.from_arguments(parser.parse_args(script.args[:at]))
+    assert parsed == HecateConfig(slots=2) and script.args[at + 1 :] == ["--bf16"]
