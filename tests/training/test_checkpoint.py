@@ -50,8 +50,15 @@ def _equal(a: dict, b: dict) -> None:
         assert torch.equal(value, b["params"][name]), name
 
 
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
-@pytest.mark.parametrize("direction", ["to stock", "from stock"])
+@pytest.mark.parametrize(
+    ("direction", "distributed_optimizer"),
+    [
+        ("to stock", True),
+        ("from stock", False),
+        pytest.param("to stock", False, marks=pytest.mark.slow),
+        pytest.param("from stock", True, marks=pytest.mark.slow),
+    ],
+)
 @ranks(2)
 def test_bitwise_between_stock_and_fssdp(direction: str, distributed_optimizer: bool) -> None:
     import tiny_gpt

@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 import pytest
+from quick import quick
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
@@ -113,10 +114,7 @@ QUICK = "fused-bias-microbatch fused-recompute-moe-layer hybridep-latent delayed
 
 def _cases(num_ranks: int) -> list:
     names = [name for name, (size, *_) in CASES.items() if size == num_ranks]
-    return [
-        pytest.param(name, marks=[] if name in QUICK.split() else pytest.mark.slow)
-        for name in names
-    ]
+    return quick(names, [name for name in names if name in QUICK.split()])
 
 
 def _packages(name: str) -> str:

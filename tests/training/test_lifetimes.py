@@ -197,7 +197,7 @@ def test_what_is_fetched_when(lifetime: str, expected: str) -> None:
     assert " ".join(calls) == expected
 
 
-@pytest.mark.parametrize("lifetime", ["iteration", *LIFETIMES])
+@pytest.mark.parametrize("lifetime", quick(["iteration", *LIFETIMES], ["iteration", "layer"]))
 @ranks(2)
 def test_reentrant_checkpoints_of_torch(lifetime: str) -> None:
     from torch.utils.checkpoint import checkpoint
@@ -206,7 +206,7 @@ def test_reentrant_checkpoints_of_torch(lifetime: str) -> None:
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("lifetime", ["iteration", *LIFETIMES])
+@pytest.mark.parametrize("lifetime", quick(["iteration", *LIFETIMES], ["layer"]))
 @ranks(2, preload="te")
 def test_reentrant_checkpoints_of_transformer_engine(lifetime: str) -> None:
     import te_on_cpu
