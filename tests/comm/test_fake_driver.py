@@ -36,7 +36,11 @@ KERNELS = "fssdp_synchronize fssdp_gather fssdp_reduce"  # ranks meet by the fir
 ENGINES = "fssdp_synchronize fssdp_reduce"
 
 
-@pytest.mark.parametrize("domains", [(), APART], ids=["one domain", "two domains"])
+@pytest.mark.parametrize(
+    "domains",
+    [pytest.param((), marks=pytest.mark.slow), APART],
+    ids=["one domain", "two domains"],
+)
 @pytest.mark.parametrize("copy_engines", [False, True], ids=["kernels", "copy engines"])
 @ranks(4)
 def test_transfers(domains: tuple, copy_engines: bool) -> None:
