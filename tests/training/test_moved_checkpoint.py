@@ -46,6 +46,7 @@ def test_into_stock_and_back(reader: str, distributed_optimizer: bool) -> None:
     assert homes_of(written).are_moved
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_into_another_ep_size_and_back() -> None:
     """From EP 4 over EP 2 x EDP 2, with stock and with FSSDP, back to EP 4."""
