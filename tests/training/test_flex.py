@@ -204,6 +204,7 @@ def test_combined_forward_and_backward(name: str) -> None:
 
 
 @pytest.mark.newest
+@pytest.mark.slow
 @ranks(2)
 def test_a_hybrid_model_with_a_repeated_layer() -> None:
     """As Nemotron 3's recipes have it."""
