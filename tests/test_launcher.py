@@ -38,11 +38,19 @@ def test_check_prints_what_would_be_used() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no SCRIPT.py given"),
-        (["--moe-fssdp"], "no SCRIPT.py given"),
         (["missing.py"], "missing.py does not exist"),
-        (["--moe-fssdp-slots", "many", str(SCRIPT)], "invalid int value: 'many'"),
-        (["--moe-fssdp-slot", "2", str(SCRIPT)], "unrecognized arguments: --moe-fssdp-slot"),
+        *(
+            pytest.param(arguments, message, marks=pytest.mark.slow)
+            for arguments, message in (
+                ([], "no SCRIPT.py given"),
+                (["--moe-fssdp"], "no SCRIPT.py given"),
+                (["--moe-fssdp-slots", "many", str(SCRIPT)], "invalid int value: 'many'"),
+                (
+                    ["--moe-fssdp-slot", "2", str(SCRIPT)],
+                    "unrecognized arguments: --moe-fssdp-slot",
+                ),
+            )
+        ),
     ],
 )
 def test_usage_errors(arguments: list[str], message: str) -> None:
@@ -113,6 +121,7 @@ def test_flags_hook_and_launcher_train_the_stock_model(text: Path, tmp_path: Pat
     assert losses(off) == stock and "FSSDP" not in off
 
 
+@pytest.mark.slow
 @pytest.mark.newest
 def test_flags_that_cannot_be_combined_stop_the_run_with_a_list(text: Path) -> None:
     settings = "--cuda-graph-impl local --use-megatron-fsdp --ckpt-format fsdp_dtensor"

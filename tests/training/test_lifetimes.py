@@ -115,16 +115,14 @@ def _compare(name: str) -> None:
         assert tiny_gpt.difference(ours, again) == tiny_gpt.SAME, "two runs differ"
 
 
-# In ``make test``: each schedule, each way to recompute, and each kind of gradient accumulation occurs in one.
+# In ``make test``: each schedule and each way to recompute occurs in one.
 QUICK = """
-accumulate distopt-overlap recompute-full recompute-moe-biases ep-comm-overlap fused-wgrad-biases late-recompute
-one-expert mtp-repeated-late-recompute
+distopt-overlap recompute-moe-biases ep-comm-overlap late-recompute one-expert mtp-repeated-late-recompute
 pp2-vpp2-late
 """
 # All others are trained twice with lifetime ``layer``; these are in `test_the_same_run_twice_on_two_ranks`.
 ONCE = """
-accumulate distopt-overlap recompute-full recompute-moe-biases fused-wgrad-biases one-expert
-mtp-repeated-late-recompute
+distopt-overlap recompute-moe-biases one-expert mtp-repeated-late-recompute
 """
 
 
@@ -197,7 +195,7 @@ def test_what_is_fetched_when(lifetime: str, expected: str) -> None:
     assert " ".join(calls) == expected
 
 
-@pytest.mark.parametrize("lifetime", quick(["iteration", *LIFETIMES], ["iteration", "layer"]))
+@pytest.mark.parametrize("lifetime", quick(["iteration", *LIFETIMES], ["layer"]))
 @ranks(2)
 def test_reentrant_checkpoints_of_torch(lifetime: str) -> None:
     from torch.utils.checkpoint import checkpoint

@@ -236,9 +236,9 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
 # In ``make test``. Each value of a layout, each schedule, dispatcher and way to drop or weight tokens occurs in one.
 QUICK = """
 core-ep2 core-ep2-distopt-overlap-accumulate4 core-tp2-sp-etp1-ep2 core-allgather cp2-ep2 recompute-full
-core-recompute-moe core-shared-experts shared-experts-overlap core-aux-loss global-aux-loss probs-on-input
+core-recompute-moe shared-experts-overlap core-aux-loss probs-on-input
 core-expert-bias capacity capacity-padded core-one-expert calculate-per-token-loss ep-comm-overlap-distopt
-mtp-repeated moe-every-second-layer core-bf16
+mtp-repeated core-bf16
 core-ep2-edp2-distopt-overlap core-tp2-sp-etp2-ep2 core-pp2-ep2-accumulate4 core-pp2-vpp2-ep2-accumulate4
 cp2-tp2-ep4
 """

@@ -140,7 +140,7 @@ def _names(layouts: dict[str, Layout], num_ranks: int, quick: str) -> list:
     return quick_cases(found, quick.split())
 
 
-QUICK = "tensorwise blockwise nvfp4 mxfp8-microbatch mxfp8-first-layer-bf16"
+QUICK = "nvfp4 mxfp8-microbatch mxfp8-first-layer-bf16"  # `test_replicas_have_the_bytes_of_their_homes` has all recipes
 
 
 @pytest.mark.parametrize("name", _names(LAYOUTS, 2, QUICK))
@@ -327,7 +327,8 @@ def test_frozen_experts(stored: bool) -> None:
     tiny_gpt.assert_trained_alike(stock, ours)
 
 
-@pytest.mark.parametrize("lifetime", ["iteration", pytest.param("layer", marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
 @ranks(2, preload="te-blackwell")
 def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
     """Between a forward and its backward, on quantized copies that evaluation makes for itself."""

@@ -96,9 +96,7 @@ def test_two_ranks(name: str) -> None:
     _compare(name)
 
 
-@pytest.mark.parametrize(
-    "name", params(LAYOUTS, 4, "edp2-distopt-overlap pp2-vpp2-distopt-overlap")
-)
+@pytest.mark.parametrize("name", params(LAYOUTS, 4, "pp2-vpp2-distopt-overlap"))
 @ranks(4)
 def test_four_ranks(name: str) -> None:
     _compare(name)
