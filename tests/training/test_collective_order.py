@@ -54,7 +54,8 @@ def test_buckets_of_every_size(size: int) -> None:
     _plan_apart(case)
 
 
-@pytest.mark.parametrize("lifetime", [_slow("microbatch"), "layer"])
+@pytest.mark.slow
+@pytest.mark.parametrize("lifetime", ["microbatch", "layer"])
 @ranks(4)
 def test_gathers_of_recomputed_layers(lifetime: str) -> None:
     """Buckets of one parameter each, also in the next tests."""

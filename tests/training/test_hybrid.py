@@ -15,13 +15,13 @@ PATTERN, PREDICTION = "*EE*E", "*EEE"  # three layers of experts share two buffe
     ("lifetime", "recompute"),
     [
         ("iteration", True),
-        ("layer", False),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("iteration", False),
                 ("microbatch", False),
                 ("microbatch", True),
+                ("layer", False),
                 ("layer", True),
             )
         ),

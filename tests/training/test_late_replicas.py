@@ -38,7 +38,6 @@ CHANGES: dict[str, tuple[str, Callable, int]] = {
 QUICK = (
     "plain-added",
     "accumulate4-distopt-overlap-replaced",
-    "one-expert-replaced",
     "ep-comm-overlap-added",
 )
 
@@ -74,7 +73,9 @@ def test_late_replicas_in_a_pipeline_of_four_ranks() -> None:
     assert _train("pipeline", planner=coldest_experts, late=3) > 0
 
 
-@pytest.mark.parametrize("measured", [False, True], ids=["assumed", "measured"])
+@pytest.mark.parametrize(
+    "measured", [pytest.param(False, marks=pytest.mark.slow), True], ids=["assumed", "measured"]
+)
 @ranks(4)
 def test_late_replicas_come_from_other_machines_where_speeds_are_measured(measured: bool) -> None:
     """Every rank is a machine of its own, and copies cost nothing, whether that was measured or not."""

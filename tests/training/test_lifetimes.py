@@ -117,12 +117,12 @@ def _compare(name: str) -> None:
 
 # In ``make test``: each schedule and each way to recompute occurs in one.
 QUICK = """
-distopt-overlap recompute-moe-biases ep-comm-overlap late-recompute one-expert mtp-repeated-late-recompute
+recompute-moe-biases ep-comm-overlap late-recompute mtp-repeated-late-recompute
 pp2-vpp2-late
 """
 # All others are trained twice with lifetime ``layer``; these are in `test_the_same_run_twice_on_two_ranks`.
 ONCE = """
-distopt-overlap recompute-moe-biases one-expert mtp-repeated-late-recompute
+recompute-moe-biases mtp-repeated-late-recompute
 """
 
 

@@ -197,7 +197,7 @@ def test_steps_of_other_models_between_forwards_in_flight() -> None:
             )
 
 
-@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
+@pytest.mark.parametrize("lifetime", ["iteration", pytest.param("layer", marks=pytest.mark.slow)])
 @ranks(2)
 def test_an_iteration_that_ends_before_its_backward(lifetime: str) -> None:
     """The backward computes forwards again that were seen in an iteration which is over."""

@@ -18,10 +18,15 @@ BY_BUCKET = {**METADATA, "distrib_optim_sharding_type": "dp_reshardable"}
     ("reader", "distributed_optimizer"),
     [
         ("stock", True),
-        ("moved", False),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("stock", False), ("fssdp", False), ("fssdp", True), ("moved", True))
+            for case in (
+                ("stock", False),
+                ("fssdp", False),
+                ("fssdp", True),
+                ("moved", False),
+                ("moved", True),
+            )
         ),
     ],
 )

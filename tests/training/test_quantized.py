@@ -169,10 +169,11 @@ def test_four_ranks_with_quantized_parameters(name: str) -> None:
     _compare(STORED[name], stored=True)
 
 
-@pytest.mark.parametrize("stored", [pytest.param(False, marks=slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize(
     "recipe",
-    ["mxfp8", *(pytest.param(n, marks=slow) for n in ("tensorwise", "blockwise", "nvfp4"))],
+    ["mxfp8", "tensorwise", "blockwise", "nvfp4"],
 )
 @ranks(2, preload=None)
 def test_the_oldest_transformer_engine(recipe: str, stored: bool) -> None:

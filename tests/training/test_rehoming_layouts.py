@@ -90,7 +90,7 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
 }
 
 
-@pytest.mark.parametrize("name", params(LAYOUTS, 2, "mtp-repeated top3"))
+@pytest.mark.parametrize("name", params(LAYOUTS, 2, "top3"))
 @ranks(2)
 def test_two_ranks(name: str) -> None:
     _compare(name)
