@@ -42,6 +42,15 @@ def pretrain(text: Path, *arguments: str, launcher: list[str], **run: Any) -> st
     return log
 
 
+def pretrain_arguments(text: Path) -> list[str]:
+    """Return the script's arguments: the demo's model, smaller, for six iterations."""
+    import demo
+
+    flags = "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 6"
+    data = ["--data-path", str(text), "--data-cache-path", f"{text}-cache"]
+    return [*demo.megatron_flags(), *flags.split(), *data]
+
+
 def run_script(
     text: Path,
     *arguments: str,
@@ -51,20 +60,8 @@ def run_script(
     ranks: int = 2,
 ) -> tuple[int, str]:
     """Exit status and log of a run on so many processes, after which none of them lives."""
-    import demo
-
     command = [*torchrun(ranks), str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
-    command += demo.megatron_flags()
-    command += "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4".split()
-    command += [
-        "--train-iters",
-        "6",
-        "--data-path",
-        str(text),
-        "--data-cache-path",
-        f"{text}-cache",
-    ]
-    command += [*settings.split(), *arguments]
+    command += [*pretrain_arguments(text), *settings.split(), *arguments]
     path = os.pathsep.join(map(str, [ROOT, ROOT / "examples", *SUPPORT.glob("*/"), SUPPORT]))
     environment = {
         **os.environ,

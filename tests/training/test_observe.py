@@ -199,7 +199,12 @@ def test_memory_of_a_rank_in_the_record() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, dict(late_replicas=4, lifetime="microbatch"), dict(slots=0), dict(lifetime="layer")],
+    [
+        {},
+        dict(late_replicas=4, lifetime="microbatch"),
+        pytest.param(dict(slots=0), marks=pytest.mark.slow),
+        pytest.param(dict(lifetime="layer"), marks=pytest.mark.slow),
+    ],
     ids=["iteration", "late", "no slots", "recomputed"],
 )
 @ranks(4)
