@@ -29,7 +29,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_hecate.comm.nvlink import schedule as schedule_module  # noqa: E402
+from megatron_hecate.comm.nvlink.chunks import Chunks  # noqa: E402
 from megatron_hecate.comm.nvlink.domains import Stages  # noqa: E402
 from megatron_hecate.comm.nvlink.places import Place  # noqa: E402
 from megatron_hecate.comm.nvlink.program import Extent, Program, Signals  # noqa: E402
@@ -130,7 +130,7 @@ def measure(
             copies = TransferPlan.from_placement(placement, rank).copies
             found["plan",].append(time.thread_time() - start)
             # Real ranks are separate processes and cannot share this cache.
-            schedule_module._Chunks.of.cache_clear()
+            Chunks.of.cache_clear()
             programs = Programs(signals[rank])
             for direction, build in builds.items():
                 sums = direction == "spRS"

@@ -14,8 +14,9 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_hecate.comm.nvlink.chunks import MAX_RANKS
 from megatron_hecate.comm.nvlink.places import Place, Pull
-from megatron_hecate.comm.nvlink.schedule import MAX_RANKS, TransferSchedule
+from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 
 MAX_STEPS: int = 4
 TILE: int = 65536  # bytes

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
+from megatron_hecate.comm.nvlink.chunks import PLANS
 from megatron_hecate.comm.nvlink.places import Memory as Memories
 from megatron_hecate.comm.nvlink.places import Place
 from megatron_hecate.comm.nvlink.program import Extent, Extents, Program, Signals
-from megatron_hecate.comm.nvlink.schedule import PLANS, TransferSchedule
+from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 
 TURNS: int = 8  # buffers of a layer whose programs are cached
 

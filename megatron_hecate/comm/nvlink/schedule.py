@@ -23,15 +23,10 @@ symbolic (`places`); `program` resolves them to addresses.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
-from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from operator import eq
-from typing import NamedTuple, NoReturn
+from collections.abc import Iterable, Sequence
 
-from megatron_hecate.comm.nvlink.exchange import choose_exchanges
+from megatron_hecate.comm.nvlink.chunks import Chunks
 from megatron_hecate.comm.nvlink.places import (
     NONE,
     AnyPart,
@@ -43,9 +38,6 @@ from megatron_hecate.comm.nvlink.places import (
     Pull,
 )
 from megatron_hecate.comm.transport import Copy
-
-MAX_RANKS: int = 72  # ranks of one NVLink domain; the same constant as in kernels/schedule.cuh
-PLANS: int = 512  # plans whose schedules are cached; two per layer are in use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,99 +184,6 @@ def _places(ranks: Sequence[int], memory: Memory, slots: Sequence[int]) -> Itera
     return map(Place._make, zip(ranks, itertools.repeat(memory), slots, itertools.repeat(0)))
 
 
-class _Chunk(NamedTuple):
-    """A chunk, the ranks that receive it, ascending, and the slot on each of the ranks."""
-
-    key: Key
-    ranks: Sequence[int]
-    slots: Sequence[int]
-
-
-class _Chunks(NamedTuple):
-    """All chunks of a transfer in one domain, the same for all ranks and for both directions.
-
-    Args:
-        keys: all chunks, sorted, including chunks without copies.
-        begins: offset of each chunk's copies in ``ranks`` and ``slots``, and the total.
-        ranks: receiving rank of every copy, sorted by chunk, then rank.
-        slots: slot of every copy, in the order of ``ranks``.
-        shares: chunks to exchange, with the share of `exchange.WHOLE` that each receiving rank
-            fetches from the home.
-        sends_any: True if the home of a chunk is in the domain.
-    """
-
-    keys: Sequence[Key]
-    begins: Sequence[int]
-    ranks: Sequence[int]
-    slots: Sequence[int]
-    shares: Mapping[Key, Sequence[int]]
-    sends_any: bool
-
-    @staticmethod
-    @functools.lru_cache(maxsize=PLANS)
-    def of(copies: tuple[Copy, ...], members: frozenset[int], in_parts: frozenset[Key]) -> _Chunks:
-        """Group ``copies`` by chunk and choose the chunks to exchange.
-
-        Args:
-            copies: all copies of the domain.
-            members: ranks of the domain.
-            in_parts: chunks that are moved in parts because other domains take part.
-
-        Raises:
-            ValueError: more ranks than the kernels support, or contradictory copies.
-        """
-        homes: Sequence[int] = ()
-        indices: Sequence[int] = ()
-        ranks: Sequence[int] = ()
-        slots: Sequence[int] = ()
-        if copies:
-            homes, indices, ranks, slots = zip(*sorted(copies), strict=True)
-        fit = len(members) <= MAX_RANKS and members.issuperset(homes) and members.issuperset(ranks)
-        if not fit or any(map(eq, homes, ranks)):
-            _check_ranks(copies, members, in_parts)
-        counts: dict[Key, int] = Counter(zip(homes, indices, strict=True))
-        if in_parts - counts.keys():
-            counts = {key: counts.get(key, 0) for key in sorted(in_parts | counts.keys())}
-        keys = list(counts)
-        begins = list(itertools.accumulate(counts.values(), initial=0))
-        several = [at for at, count in enumerate(counts.values()) if count > 1]
-        wanted = [(keys[at], ranks[begins[at] : begins[at + 1]]) for at in several]
-        _check_unique(wanted, ranks, slots)
-        sends = Counter(homes)
-        received: Sequence[int] = ranks
-        if in_parts:
-            # A chunk in parts costs its home one send, and its parts from other domains are not
-            # received from homes.
-            chunks = zip(homes, indices, strict=True)
-            sends = Counter([chunk[0] for chunk in chunks if chunk not in in_parts])
-            sends.update([home for home, _ in in_parts])
-            received = [rank for home, rank in zip(homes, ranks, strict=True) if home in members]
-            wanted = [chunk for chunk in wanted if chunk[0] not in in_parts]
-        most = max(Counter(received).values(), default=0)
-        sent_by_rank = [sends.get(rank, 0) for rank in range(1 + max(members))]
-        shares = choose_exchanges(wanted, sent_by_rank, most=most)
-        sends_any = any(home in members for home, _ in keys)
-        return _Chunks(keys, begins, ranks, slots, shares, sends_any=sends_any)
-
-    def of_rank(self, rank: int, in_parts: Iterable[Key]) -> list[_Chunk]:
-        """Return the chunks that ``rank`` sends or receives, and all ``in_parts``, in order."""
-        # The keys are sorted, so the chunks of one home are contiguous.
-        keys = self.keys
-        begins = self.begins
-        found = set(range(bisect_left(keys, (rank, 0)), bisect_left(keys, (rank + 1, 0))))
-        found.update(
-            bisect_right(begins, at) - 1
-            for at, receiving in enumerate(self.ranks)
-            if receiving == rank
-        )
-        found.update(bisect_left(keys, key) for key in in_parts)
-        chunks = []
-        for at in sorted(found):
-            span = slice(begins[at], begins[at + 1])
-            chunks.append(_Chunk(keys[at], self.ranks[span], self.slots[span]))
-        return chunks
-
-
 class _Domain:
     """A transfer in one domain, seen from ``rank``. Args as `TransferSchedule.of_fetch`."""
 
@@ -303,7 +202,7 @@ class _Domain:
         self.members = members
         self.elements = elements
         self.parts = parts
-        chunks = _Chunks.of(tuple(copies), members, frozenset(parts))
+        chunks = Chunks.of(tuple(copies), members, frozenset(parts))
         self.shares = chunks.shares
         self.sends_any = chunks.sends_any
         self.count = len(chunks.keys)
@@ -353,45 +252,3 @@ class _Domain:
                     peers |= takers
         peers.discard(own)
         return peers
-
-
-def _check_ranks(
-    copies: Sequence[Copy], members: frozenset[int], in_parts: Collection[Key]
-) -> None:
-    """Raise ValueError for a domain with too many ranks, or for a copy with impossible ranks."""
-    if len(members) > MAX_RANKS:
-        raise ValueError(
-            f"{len(members)} ranks are too many for one NVLink domain: nvlink supports "
-            f"{MAX_RANKS}; use transport p2p"
-        )
-    for copy in sorted(copies):
-        home, index, rank, _ = copy
-        if (
-            home == rank
-            or rank not in members
-            or (home not in members and (home, index) not in in_parts)
-        ):
-            raise ValueError(f"{copy} needs two different ranks of {sorted(members)}")
-
-
-def _check_unique(
-    chunks: Sequence[tuple[Key, Sequence[int]]], ranks: Sequence[int], slots: Sequence[int]
-) -> None:
-    """Raise ValueError if a rank receives a chunk twice, or a slot receives two chunks.
-
-    Args:
-        chunks: chunks with several copies, and the receiving rank of each copy.
-        ranks: receiving rank of every copy.
-        slots: slot of every copy.
-    """
-    for key, receiving in chunks:
-        if len(set(receiving)) < len(receiving):
-            _raise_twice("chunk for a rank", [(*key, rank) for rank in receiving])
-    if len(set(zip(ranks, slots, strict=True))) < len(ranks):
-        _raise_twice("slot", list(zip(ranks, slots, strict=True)))
-
-
-def _raise_twice(what: str, named: Sequence[tuple[int, ...]]) -> NoReturn:
-    """Raise ValueError for the first item that is in ``named`` twice."""
-    twice = min(at for at, count in Counter(named).items() if count > 1)
-    raise ValueError(f"a {what} is named twice: {twice}")

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.comm.nvlink.chunks import PLANS
 from megatron_hecate.comm.nvlink.domains import Domains, Messages, Stage, Stages
 from megatron_hecate.comm.nvlink.kernel_stage import KernelStage, TransferJob
 from megatron_hecate.comm.nvlink.launch import TransferKernels
@@ -24,7 +25,7 @@ from megatron_hecate.comm.nvlink.peers import Peers
 from megatron_hecate.comm.nvlink.places import Place
 from megatron_hecate.comm.nvlink.program import Extent, Program
 from megatron_hecate.comm.nvlink.program_cache import Memory, Programs
-from megatron_hecate.comm.nvlink.schedule import PLANS, TransferSchedule
+from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
