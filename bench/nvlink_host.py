@@ -29,11 +29,11 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_hecate.comm.nvlink.chunks import Chunks  # noqa: E402
+from megatron_hecate.comm.nvlink.chunks import ChunkTable  # noqa: E402
 from megatron_hecate.comm.nvlink.domains import Stages  # noqa: E402
 from megatron_hecate.comm.nvlink.places import Place  # noqa: E402
 from megatron_hecate.comm.nvlink.program import Extent, Program, Signals  # noqa: E402
-from megatron_hecate.comm.nvlink.program_cache import Memory, Programs  # noqa: E402
+from megatron_hecate.comm.nvlink.program_cache import Programs  # noqa: E402
 from megatron_hecate.comm.nvlink.schedule import TransferSchedule  # noqa: E402
 from megatron_hecate.comm.transport import TransferPlan  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
@@ -111,12 +111,14 @@ def measure(
     apart = {rank: (rank + 1) << 44 for rank in domain}
     elements = sum(TENSORS)
     every = num_ranks // 8
-    where: dict[str, Any] = dict(progress_at=apart, arrived=16, failure=32, timeout=1.0)
+    where: dict[str, Any] = dict(
+        progress_at=apart, arrived=16, failure=32, timeout=1.0, apart=apart
+    )
     signals = {rank: Signals(rank=rank, **where) for rank in domain}
     for of_rank in signals.values():
         # A job has one `Signals` for all transfers, whose cached properties are computed once.
         Program(
-            TransferSchedule(((),), frozenset()),
+            TransferSchedule.of_pulls([[]], of_rank.rank),
             _own,
             signals=of_rank,
             itemsize=2,
@@ -130,7 +132,7 @@ def measure(
             copies = TransferPlan.from_placement(placement, rank).copies
             found["plan",].append(time.thread_time() - start)
             # Real ranks are separate processes and cannot share this cache.
-            Chunks.of.cache_clear()
+            ChunkTable.of.cache_clear()
             programs = Programs(signals[rank])
             for direction, build in builds.items():
                 sums = direction == "spRS"
@@ -140,8 +142,7 @@ def measure(
                 how: dict[str, Any] = dict(itemsize=4 if sums else 2, sums=sums, begin=7)
                 for step in ("program", "program again"):
                     start = time.thread_time()
-                    memory = Memory(_own, rank=rank, apart=apart)
-                    programs.make(schedule, memory, **how).relocate(1 << 20)
+                    programs.make(schedule, _own, **how).relocate(1 << 20)
                     found[step, direction].append(time.thread_time() - start)
     return found
 

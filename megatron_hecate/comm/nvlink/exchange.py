@@ -38,26 +38,27 @@ def choose_exchanges(
         receives: chunks that each rank receives from homes in the domain, [ranks].
 
     Returns:
-        The exchanged chunks, [exchanged]; share of `WHOLE` that the receiver of every copy fetches,
-        [copies], zeros for chunks that are not exchanged.
+        Whether each chunk is exchanged, [chunks]; share of `WHOLE` that the receiver of every copy
+        fetches, [copies], zeros for chunks that are not exchanged.
     """
     most = receives.max()
     chosen = np.empty(len(homes), np.int64)
     number = 0
+    is_exchanged = np.zeros(len(homes), np.bool_)
     for size in range(len(sends), 1, -1):
         for chunk in range(len(homes)):
             if begins[chunk + 1] - begins[chunk] != size or homes[chunk] < 0:
                 continue
             if sends[homes[chunk]] > most:
                 chosen[number] = chunk
+                is_exchanged[chunk] = True
                 number += 1
                 sends[homes[chunk]] -= size - 1
-    exchanged = chosen[:number]
     shares = np.zeros(len(ranks), np.int64)
     load = sends * WHOLE
     # The second pass improves the shares: only then do the loads include all other chunks' shares.
     for again in (False, True):
-        for chunk in exchanged:
+        for chunk in chosen[:number]:
             begin = begins[chunk]
             end = begins[chunk + 1]
             others = end - begin - 1
@@ -67,7 +68,7 @@ def choose_exchanges(
             _even_out(load, ranks[begin:end], shares[begin:end])
             for copy in range(begin, end):
                 load[ranks[copy]] += shares[copy] * others
-    return exchanged, shares
+    return is_exchanged, shares
 
 
 @compiled_if_possible

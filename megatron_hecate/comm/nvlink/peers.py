@@ -80,6 +80,7 @@ class Peers:
             arrived=self._bases[self.rank] + ARRIVED,
             failure=self.failure_record.data_ptr(),
             timeout=timeout,
+            apart=self.apart,
         )
         self._begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._reported = False

@@ -16,40 +16,43 @@ fetches a different part of it from the home, and the remaining parts from the o
 chunk is then sent once by its home, at the cost of one more step. A spRS sums the same parts.
 Chunks that are sent to other domains, or received from there, are moved in parts as well.
 
-Every rank derives the parts of all ranks from the copies alone, without communication. Places are
-symbolic (`places`); `program` resolves them to addresses.
+Every rank derives the parts of all ranks from the copies alone, without communication (`pulls`).
+Places are symbolic (`places`); `program` resolves them to addresses.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from megatron_hecate.comm.nvlink.chunks import Chunks
-from megatron_hecate.comm.nvlink.places import (
-    NONE,
-    AnyPart,
-    Key,
-    Memory,
-    Part,
-    Parts,
-    Place,
-    Pull,
-)
+import numpy as np
+
+from megatron_hecate.comm.nvlink import pulls
+from megatron_hecate.comm.nvlink.chunks import ChunkTable
+from megatron_hecate.comm.nvlink.places import NONE, Part, Parts, Place, Pull
+from megatron_hecate.comm.nvlink.pulls import MEMORIES, PartTable, RankPulls
 from megatron_hecate.comm.transport import Copy
 
+Listing = Callable[[ChunkTable, PartTable, int, int], RankPulls]
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class TransferSchedule:
     """One rank's part of a transfer.
 
     Args:
-        steps: pulls of each step; all ranks have the same number of steps, which may be empty.
+        rank: this rank.
+        rows: sources of all pulls, sorted by step, [sources, `pulls.COLUMNS`].
+        begins: offset of each step's rows, and the total, [steps + 1]; all ranks have the same
+            number of steps, which may be empty.
+        places: places in ``rows`` by their numbers, with the memory and index of this rank.
         peers: ranks that this rank reads from, or that read from this rank.
     """
 
-    steps: tuple[tuple[Pull, ...], ...]
+    rank: int
+    rows: np.ndarray
+    begins: np.ndarray
+    places: tuple[Place, ...]
     peers: frozenset[int]
 
     @classmethod
@@ -72,42 +75,14 @@ class TransferSchedule:
             elements: elements of a chunk.
             parts: for chunks that are sent to other domains, the places that their parts must reach
                 in the end; for chunks that were received from another, the places of their parts.
+                A rank has one part of a chunk at most.
 
         Raises:
             ValueError: more ranks than the kernels support, an empty chunk, or contradictory
                 copies.
         """
-        here = _Domain(copies, rank, members=frozenset(domain), elements=elements, parts=parts)
-        pack: list[Pull] = []
-        fetch: list[Pull] = []
-        exchange: list[Pull] = []
-        for key, ranks, slots in here.chunks:
-            home, index = key
-            sent = Place(home, "send", index)
-            if home == rank:
-                pack.append(Pull((Place(rank, "parameters", index),), sent, 0, elements))
-            into: Place | None = None
-            if rank in ranks:
-                into = Place(rank, "slot", slots[ranks.index(rank)])
-            held: Sequence[AnyPart] = parts.get(key, ())
-            if not held and (into is None or key not in here.shares):
-                if into is not None:
-                    fetch.append(Pull((sent,), into, 0, elements))
-                continue
-            if home in here.members and ranks:
-                wanted = held
-                held = here.divide(key, ranks, slots, memory="slot")
-                exchange += _fill_stripes(wanted, held, rank)
-            if home in here.members and home != rank:
-                fetch += [Pull((sent,), *part) for part in held if part[0].rank == rank]
-            if into is not None:
-                exchange += [
-                    Pull((at,), into, begin, end) for at, begin, end in held if at.rank != rank
-                ]
-        steps = [pack, fetch] if here.sends_any else []
-        if here.shares or parts:
-            steps.append(exchange)
-        return here.schedule(steps)
+        chunks = _find_chunks(copies, frozenset(domain), elements, parts)
+        return cls._of(pulls.list_fetch_pulls, chunks, rank, elements=elements, parts=parts)
 
     @classmethod
     def of_return(
@@ -135,120 +110,113 @@ class TransferSchedule:
         Raises:
             ValueError: see `of_fetch`.
         """
-        here = _Domain(copies, rank, members=frozenset(domain), elements=elements, parts=parts)
-        exchange: list[Pull] = []
-        sums: list[Pull] = []
-        for key, ranks, slots in here.chunks:
-            home, index = key
-            grads = tuple(_places(ranks, "grad", slots))
-            main_grad = Place(rank, "main_grad", index)
-            if key not in here.shares and key not in parts:
-                if home == rank:
-                    sums.append(Pull(grads, main_grad, 0, elements, add=True))
-                continue
-            held: Sequence[AnyPart] = parts.get(key, ())
-            if key in here.shares:
-                held = here.divide(key, ranks, slots, memory="partial")
-            if grads:
-                exchange += [Pull(grads, *part) for part in held if part[0].rank == rank]
-            if home == rank and (key in here.shares or not grads):
-                sums += [Pull((at,), main_grad, begin, end, add=True) for at, begin, end in held]
-        # All ranks must have the same steps, so the decision depends on the domain only.
-        with_copies = sum(key in parts and len(ranks) > 0 for key, ranks, _ in here.chunks)
-        steps = []
-        if here.shares or with_copies:
-            steps.append(exchange)
-        if here.count > len(parts) or with_copies < len(parts):
-            steps.append(sums)
-        return here.schedule(steps)
+        chunks = _find_chunks(copies, frozenset(domain), elements, parts)
+        return cls._of(pulls.list_return_pulls, chunks, rank, elements=elements, parts=parts)
 
+    @classmethod
+    def of_pulls(
+        cls, steps: Sequence[Sequence[Pull]], rank: int, *, peers: frozenset[int] = frozenset()
+    ) -> TransferSchedule:
+        """Schedule the pulls of each of the ``steps`` of ``rank``, in the same order."""
+        rows: list[list[int]] = []
+        begins = [0]
+        for number, step in enumerate(steps):
+            for pull in step:
+                for more, source in enumerate(pull.sources):
+                    row = [0] * pulls.COLUMNS
+                    row[pulls.STEP] = number
+                    row[pulls.BEGIN] = pull.begin
+                    row[pulls.END] = pull.end
+                    row[pulls.ADD] = pull.add
+                    row[pulls.MORE] = more > 0
+                    row[pulls.INTO : pulls.RANK] = _encode(pull.into)[1:]
+                    row[pulls.RANK : pulls.INTO_NUMBER] = _encode(source)
+                    rows.append(row)
+            begins.append(len(rows))
+        table = np.array(rows, np.int64).reshape(-1, pulls.COLUMNS)
+        return cls._of_rows(table, np.array(begins), rank, peers=peers)
 
-def _fill_stripes(wanted: Sequence[AnyPart], held: Sequence[AnyPart], rank: int) -> list[Pull]:
-    """Return the pulls that fill the stripe buffers of ``rank`` among ``wanted`` from ``held``."""
-    pulls = []
-    for into, first, last in wanted:
-        # Other places, send buffers and slots, receive the complete chunk anyway.
-        if into.rank != rank or into.memory != "stripe":
-            continue
-        for at, begin, end in held:
-            overlap_begin = max(begin, first)
-            overlap_end = min(end, last)
-            if overlap_begin < overlap_end:
-                pulls.append(Pull((at,), into, overlap_begin, overlap_end))
-    return pulls
-
-
-def _places(ranks: Sequence[int], memory: Memory, slots: Sequence[int]) -> Iterable[Place]:
-    """Return a chunk's places on the ranks that receive it."""
-    # `map` over `Place._make` takes less time than a call in Python for each place.
-    return map(Place._make, zip(ranks, itertools.repeat(memory), slots, itertools.repeat(0)))
-
-
-class _Domain:
-    """A transfer in one domain, seen from ``rank``. Args as `TransferSchedule.of_fetch`."""
-
-    def __init__(
-        self,
-        copies: Sequence[Copy],
-        rank: int,
-        *,
-        members: frozenset[int],
-        elements: int,
-        parts: Parts,
-    ) -> None:
-        if elements < 1:
-            raise ValueError(f"a chunk of {elements} elements cannot be moved")
-        self.rank = rank
-        self.members = members
-        self.elements = elements
-        self.parts = parts
-        chunks = Chunks.of(tuple(copies), members, frozenset(parts))
-        self.shares = chunks.shares
-        self.sends_any = chunks.sends_any
-        self.count = len(chunks.keys)
-        self.chunks = chunks.of_rank(rank, parts)
-
-    def divide(
-        self, key: Key, ranks: Sequence[int], slots: Sequence[int], *, memory: Memory
-    ) -> list[AnyPart]:
-        """Divide a chunk among its receiving ranks, into ``memory`` of their slots.
-
-        Empty parts are left out.
-        """
-        shares = self.shares.get(key) or [1] * len(ranks)
-        places = _places(ranks, memory, slots)
-        return [
-            (place, begin, end)
-            for place, (begin, end) in zip(places, Part.bounds(self.elements, shares), strict=True)
-            if begin < end
-        ]
-
-    def schedule(self, steps: list[list[Pull]]) -> TransferSchedule:
-        """Sort the pulls of each step and find the peers."""
-        own = self.rank
-        size = max(self.members) + 1
-
-        def distance(pull: Pull) -> tuple[int, int]:
-            # Rank of the first source, and first element. By index: faster than by name.
-            return (pull[0][0][0] - own) % size, pull[2]
-
+    @classmethod
+    def _of(
+        cls, listing: Listing, chunks: ChunkTable, rank: int, *, elements: int, parts: Parts
+    ) -> TransferSchedule:
+        """List the pulls of ``rank``, and sort those of each step."""
+        found = listing(chunks, _encode_parts(parts, chunks), rank, elements)
+        rows = found.rows
         # Every step begins with the rank after this one, so that not all ranks read from one home
         # at the same time.
-        ordered = tuple([tuple(sorted(step, key=distance)) for step in steps])
-        return TransferSchedule(ordered, frozenset(self._find_peers()))
+        order = np.lexsort((rows[:, pulls.BEGIN], rows[:, pulls.DISTANCE], rows[:, pulls.STEP]))
+        rows = rows[order]
+        begins = np.searchsorted(rows[:, pulls.STEP], np.arange(found.num_steps + 1))
+        peers = frozenset(np.flatnonzero(found.is_peer).tolist())
+        return cls._of_rows(rows, begins, rank, peers=peers)
 
-    def _find_peers(self) -> set[int]:
-        """Return the ranks that this rank reads from, or that read from this rank."""
-        own = self.rank
-        peers: set[int] = set()
-        for key, ranks, _ in self.chunks:
-            takers = {*ranks, *(part.at.rank for part in self.parts.get(key, ()))}
-            if key[0] == own:
-                peers |= takers
-            elif own in takers:
-                if key[0] in self.members:
-                    peers.add(key[0])
-                if key in self.shares or key in self.parts:
-                    peers |= takers
-        peers.discard(own)
-        return peers
+    @classmethod
+    def _of_rows(
+        cls, rows: np.ndarray, begins: np.ndarray, rank: int, *, peers: frozenset[int]
+    ) -> TransferSchedule:
+        numbered = pulls.number_places(rows).tolist()
+        places = tuple(Place(rank, MEMORIES[memory], index) for memory, index in numbered)
+        return cls(rank, rows, begins, places, peers)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.begins) - 1
+
+    @property
+    def steps(self) -> tuple[tuple[Pull, ...], ...]:
+        """Pulls of each step."""
+        steps: list[tuple[Pull, ...]] = []
+        for first, last in zip(self.begins[:-1], self.begins[1:], strict=True):
+            step: list[Pull] = []
+            for row in range(first, last):
+                sources: tuple[Place, ...] = (self.read(row),)
+                if self.rows[row, pulls.MORE]:
+                    sources = step.pop().sources + sources
+                begin, end = self.rows[row, [pulls.BEGIN, pulls.END]].tolist()
+                add = bool(self.rows[row, pulls.ADD])
+                step.append(Pull(sources, self.written(row), begin, end, add))
+            steps.append(tuple(step))
+        return tuple(steps)
+
+    def read(self, row: int) -> Place:
+        """Return the place that ``row`` reads."""
+        rank, memory, index, first = self.rows[row, pulls.RANK : pulls.INTO_NUMBER].tolist()
+        return Place(rank, MEMORIES[memory], index, first)
+
+    def written(self, row: int) -> Place:
+        """Return the place that ``row`` writes."""
+        memory, index, first = self.rows[row, pulls.INTO : pulls.RANK].tolist()
+        return Place(self.rank, MEMORIES[memory], index, first)
+
+
+def _find_chunks(
+    copies: Sequence[Copy], members: frozenset[int], elements: int, parts: Parts
+) -> ChunkTable:
+    """Return the chunks of a transfer. Args and errors as `TransferSchedule.of_fetch`."""
+    if elements < 1:
+        raise ValueError(f"a chunk of {elements} elements cannot be moved")
+    return ChunkTable.of(tuple(copies), members, frozenset(parts))
+
+
+def _encode_parts(parts: Parts, chunks: ChunkTable) -> PartTable:
+    """Convert ``parts`` to rows, in the order of ``chunks``."""
+    begins = np.zeros(len(chunks.keys) + 1, np.int64)
+    rows: list[list[int]] = []
+    if parts:
+        for number, key in enumerate(map(tuple, chunks.keys.tolist())):
+            rows += map(_encode_part, parts.get(key, ()))
+            begins[number + 1] = len(rows)
+    return PartTable(begins, np.array(rows, np.int64).reshape(-1, pulls.COLUMNS))
+
+
+def _encode_part(part: Part) -> list[int]:
+    row = [0] * pulls.COLUMNS
+    row[pulls.BEGIN] = part.begin
+    row[pulls.END] = part.end
+    row[pulls.RANK : pulls.INTO_NUMBER] = _encode(part.at)
+    return row
+
+
+def _encode(place: Place) -> list[int]:
+    return [place.rank, MEMORIES.index(place.memory), place.index, place.begin]

@@ -24,7 +24,7 @@ from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
 from megatron_hecate.comm.nvlink.places import Place
 from megatron_hecate.comm.nvlink.program import Extent, Program
-from megatron_hecate.comm.nvlink.program_cache import Memory, Programs
+from megatron_hecate.comm.nvlink.program_cache import Programs
 from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
@@ -328,16 +328,16 @@ class NVLink:
         # The next stage begins above the last counter of this one, ``begin`` plus its steps. All
         # ranks count every stage, also stages without a part for them.
         begin = self._begin
-        self._begin += len(schedule.steps) + 1
+        self._begin += schedule.num_steps + 1
         # A timed transfer begins when all ranks of the domain have arrived, not only its peers.
         if begin // REFRESH != self._begin // REFRESH or job.watch is not None:
             schedule = dataclasses.replace(schedule, peers=frozenset(peers.ranks) - {self._rank})
-        if not schedule.peers and not any(schedule.steps):
+        if not schedule.peers and not len(schedule.rows):
             return job.mark_begin
         peers.remember(
             begin,
             f"{job.rank}: {job.name} failed (timeout {job.timeout:g} s): expected rank {{peer}} "
-            f"to finish {len(schedule.steps)} steps",
+            f"to finish {schedule.num_steps} steps",
         )
         program = self._make_program(schedule, job, begin=begin)
         stage = KernelStage(job, schedule, program, peers, begin)
@@ -355,11 +355,8 @@ class NVLink:
             )
             return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
-        memory = Memory(own, rank=self._rank, apart=peers.apart)
         assert self._programs is not None
-        return self._programs.make(
-            schedule, memory, itemsize=job.itemsize, sums=job.sums, begin=begin
-        )
+        return self._programs.make(schedule, own, itemsize=job.itemsize, sums=job.sums, begin=begin)
 
 
 @functools.lru_cache(maxsize=PLANS)
