@@ -158,6 +158,8 @@ def main() -> int:
     columns = [("plan",), *itertools.product(TARGETS, ("spAG", "spRS"))]
     heads = " | ".join(", ".join(column) for column in columns)
     print(f"| experts/ranks | loads | {heads} | iteration, ms |\n|{'---|' * 10}")
+    # The first call compiles.
+    measure(*SIZES[0], 1, hot=False)
     for num_experts, num_ranks in SIZES:
         for hot in (False, True):
             seconds = measure(num_experts, num_ranks, arguments.calls, hot=hot)

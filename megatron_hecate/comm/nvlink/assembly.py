@@ -279,30 +279,29 @@ def _check(
     The destination of a sum may be one of its own sources. Sources on other ranks are never in the
     memory that this rank writes. A step has a few dozen pieces: each is compared with all others.
     """
+    begins = pieces[:, ADDRESS]
+    ends = begins + pieces[:, ELEMENTS] * itemsize
     for at in range(len(pieces)):
-        piece = pieces[at]
-        for other in pieces[:at]:
-            if _overlap(piece[ADDRESS], piece[ELEMENTS] * itemsize, other, itemsize):
-                if piece[ADDRESS] < other[ADDRESS]:
-                    return Problem(OVERLAP, piece[ROW], other[ROW], 0)
-                return Problem(OVERLAP, other[ROW], piece[ROW], 0)
-    for piece in pieces:
-        for read in reads[piece[FIRST_READ] : piece[FIRST_READ] + piece[NUM_READS]]:
-            if memory.by_rank[rows[read[1], RANK], 1] != LOCAL:
+        for other in range(at):
+            if begins[at] < ends[other] and begins[other] < ends[at]:
+                if begins[other] < begins[at]:
+                    return Problem(OVERLAP, pieces[other, ROW], pieces[at, ROW], 0)
+                return Problem(OVERLAP, pieces[at, ROW], pieces[other, ROW], 0)
+    for at in range(len(pieces)):
+        first = pieces[at, FIRST_READ]
+        several = pieces[at, NUM_READS] > 1
+        for read in range(first, first + pieces[at, NUM_READS]):
+            address = reads[read, 0]
+            row = reads[read, 1]
+            if memory.by_rank[rows[row, RANK], 1] != LOCAL:
                 continue
-            if read[0] == piece[ADDRESS] and piece[NUM_READS] > 1:
+            if several and address == begins[at]:
                 continue
-            for other in pieces:
-                if _overlap(read[0], piece[ELEMENTS] * itemsize, other, itemsize):
-                    return Problem(OVERWRITTEN, read[1], other[ROW], 0)
+            end = address + ends[at] - begins[at]
+            for other in range(len(pieces)):
+                if address < ends[other] and begins[other] < end:
+                    return Problem(OVERWRITTEN, row, pieces[other, ROW], 0)
     return Problem(FINE, 0, 0, 0)
-
-
-@compiled_if_possible
-def _overlap(address: int, size: int, piece: np.ndarray, itemsize: int) -> bool:
-    """Return whether ``size`` bytes at ``address`` overlap with what ``piece`` writes."""
-    end = piece[ADDRESS] + piece[ELEMENTS] * itemsize
-    return address < end and piece[ADDRESS] < address + size
 
 
 @compiled_if_possible

@@ -170,9 +170,10 @@ class Program:
         self._itemsize = itemsize
         found = list(map(extents, schedule.places))
         data = bytearray(signals.header)
-        begins = list(itertools.accumulate(map(len, found), initial=0))
-        tensors = np.array(list(itertools.chain.from_iterable(found)), np.int64).reshape(-1, 2)
-        memory = MemoryTable(np.array(begins), tensors, signals.by_rank)
+        begins = np.fromiter(itertools.accumulate(map(len, found), initial=0), np.int64)
+        numbers = itertools.chain.from_iterable(itertools.chain.from_iterable(found))
+        tensors = np.fromiter(numbers, np.int64).reshape(-1, 2)
+        memory = MemoryTable(begins, tensors, signals.by_rank)
         how = Format(itemsize, sums, TILE, len(data))
         made = assemble(schedule.rows, schedule.num_steps, memory, how)
         if made.problem.kind != FINE:
