@@ -7,6 +7,7 @@ be stored: in host memory for the host build of the kernels, in GPU memory for a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -28,8 +29,9 @@ from megatron_hecate.comm.nvlink.assembly import (
 )
 from megatron_hecate.comm.nvlink.chunks import MAX_RANKS
 from megatron_hecate.comm.nvlink.places import Place
-from megatron_hecate.comm.nvlink.pulls import INTO_NUMBER
+from megatron_hecate.comm.nvlink.pulls import INTO_NUMBER, MEMORIES
 from megatron_hecate.comm.nvlink.schedule import TransferSchedule
+from megatron_hecate.comm.transport import Copy
 
 MAX_STEPS: int = 4
 TILE: int = 65536  # bytes
@@ -246,6 +248,32 @@ class Program:
                 )
             end += elements
         return f"{place} has no memory for element {problem.at} of the chunk, only up to {end}"
+
+
+@functools.cache
+def compile_programs() -> None:
+    """Compile all functions of schedules and programs by a copy from rank 0 to rank 1.
+
+    Ranks that compile in their first transfer would begin it at different times.
+    """
+    signals = Signals(
+        rank=0,
+        progress_at={0: 0, 1: 0},
+        arrived=0,
+        failure=0,
+        timeout=1.0,
+        apart={0: 0, 1: 0},
+    )
+    for build, sums in ((TransferSchedule.of_fetch, False), (TransferSchedule.of_return, True)):
+        schedule = build([Copy(0, 0, 1, 0)], 0, domain=(0, 1), elements=1)
+        Program(
+            schedule,
+            lambda place: [(MEMORIES.index(place.memory) * SUMMED, 1)],
+            signals=signals,
+            itemsize=SUMMED,
+            sums=sums,
+            begin=1,
+        )
 
 
 def _pad(data: bytearray) -> None:

@@ -23,7 +23,7 @@ from megatron_hecate.comm.nvlink.kernel_stage import KernelStage, TransferJob
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
 from megatron_hecate.comm.nvlink.places import Place
-from megatron_hecate.comm.nvlink.program import Extent, Program
+from megatron_hecate.comm.nvlink.program import Extent, Program, compile_programs
 from megatron_hecate.comm.nvlink.program_cache import Programs
 from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 from megatron_hecate.comm.p2p import P2P
@@ -109,6 +109,7 @@ class NVLink:
             RuntimeError: on all ranks, if the memory cannot be allocated on one or not be mapped by
                 its peers.
         """
+        compile_programs()
         # Transfers in flight may use the memory that is freed here.
         futures.wait([self._ended])
         if self._peers is not None and device.type == "cuda":
