@@ -194,6 +194,7 @@ def test_nothing_moves_before_the_ranks_have_met(peer_is_here: bool) -> None:
         words[4:].ctypes.data,
         record.ctypes.data,
         0.05,
+        apart={1: 0},
     )
     made = Program(
         TransferSchedule.of_pulls(

@@ -91,7 +91,7 @@ class Signals:
         arrived: address of ``MAX_STEPS`` u32 counters of this rank's thread blocks, initially 0.
         failure: address of this rank's `FAILURE` record, initially 0.
         timeout: seconds per wait.
-        apart: base address of each rank's memory minus the base address of this rank's memory. All
+        apart: base address of each peer's memory minus the base address of this rank's memory. All
             ranks have the same layout.
     """
 
@@ -117,8 +117,9 @@ class Signals:
         """See `assembly.MemoryTable`."""
         table = np.zeros((1 + max(self.numbers), 2), np.int64)
         for rank, number in self.numbers.items():
-            table[rank] = (self.apart.get(rank, 0), number)
-        table[self.rank, 1] = LOCAL
+            if rank != self.rank:
+                table[rank] = (self.apart[rank], number)
+        table[self.rank] = (0, LOCAL)
         return table
 
     @cached_property
@@ -241,7 +242,7 @@ class Program:
         end = place.begin
         for address, elements in memory[schedule.rows[row, problem.other]]:
             if end <= problem.at < end + elements:
-                address += self._signals.apart.get(place.rank, 0)
+                address += int(self._signals.by_rank[place.rank, 0])
                 return (
                     f"{place} lies at {address:#x}, which is not a multiple of its elements' "
                     f"{self._itemsize} bytes"

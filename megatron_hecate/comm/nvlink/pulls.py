@@ -25,6 +25,10 @@ PARTIAL: int = MEMORIES.index("partial")
 MAIN_GRAD: int = MEMORIES.index("main_grad")
 STRIPE: int = MEMORIES.index("stripe")
 
+# The first steps of a spAG, if the home of a chunk is in the domain.
+PACK: int = 0
+FETCH: int = 1
+
 STEP: int = 0
 DISTANCE: int = 1  # ranks from this one to the rank of the pull's first source, upwards
 BEGIN: int = 2  # first element
@@ -81,8 +85,7 @@ def list_fetch_pulls(chunks: ChunkTable, parts: PartTable, own: int, elements: i
     """
     rows = np.zeros((_most_rows(chunks, parts), COLUMNS), np.int64)
     count = 0
-    # Steps: pack, fetch, exchange.
-    exchange = 2 if _has_homes(chunks) else 0
+    exchange = FETCH + 1 if _has_homes(chunks) else 0
     for chunk in range(len(chunks.keys)):
         home = chunks.keys[chunk, 0]
         index = chunks.keys[chunk, 1]
@@ -91,13 +94,13 @@ def list_fetch_pulls(chunks: ChunkTable, parts: PartTable, own: int, elements: i
         if home == own:
             rows[count, END] = elements
             _read(rows[count], own, PARAMETERS, index)
-            _write(rows[count], 0, SEND, index)
+            _write(rows[count], PACK, SEND, index)
             count += 1
         if len(wanted) == 0 and (slot < 0 or not chunks.is_exchanged[chunk]):
             if slot >= 0:
                 rows[count, END] = elements
                 _read(rows[count], home, SEND, index)
-                _write(rows[count], 1, SLOT, slot)
+                _write(rows[count], FETCH, SLOT, slot)
                 count += 1
             continue
         held = wanted
@@ -111,7 +114,7 @@ def list_fetch_pulls(chunks: ChunkTable, parts: PartTable, own: int, elements: i
         for part in held:
             if is_from_here and home != own and part[RANK] == own:
                 rows[count] = part
-                _write_part(rows[count], 1, part)
+                _write_part(rows[count], FETCH, part)
                 _read(rows[count], home, SEND, index)
                 count += 1
             if slot >= 0 and part[RANK] != own:
@@ -169,9 +172,10 @@ def list_return_pulls(chunks: ChunkTable, parts: PartTable, own: int, elements: 
 
 @compiled_if_possible
 def _return_steps(chunks: ChunkTable) -> tuple[int, int]:
-    """Return the number of the step that sums on homes, which follows an exchange, and of steps.
+    """Return the number of the step that sums on homes, and the number of steps.
 
-    All ranks must have the same steps, so the decision depends on the domain only.
+    An exchange comes before. All ranks must have the same steps, so the decision depends on the
+    domain only.
     """
     whole = 0
     begun = 0
@@ -332,6 +336,7 @@ def _fill_stripe(
 
 @compiled_if_possible
 def _set_distances(rows: np.ndarray, own: int, num_ranks: int) -> None:
+    """Set the distance of every pull in ``rows`` from rank ``own``."""
     for at in range(len(rows)):
         if rows[at, MORE]:
             rows[at, DISTANCE] = rows[at - 1, DISTANCE]
