@@ -28,6 +28,7 @@ SUMMED: int = 4  # bytes of an element of a sum
 WORD: int = 8  # bytes
 ITEM: int = 4  # words of a `COPY` and of a `SUM`
 SOURCE: int = 2  # words of a `SOURCE`
+STEP_WORDS: int = 3  # words of a `STEP`
 LOW: int = 2**32 - 1  # the lower half of a word
 
 # Columns of a piece.
@@ -108,7 +109,7 @@ class Assembly(NamedTuple):
 
     Args:
         words: items of each step, followed by their sources in a spRS.
-        steps: fields of the `STEP` of each step, [steps, 4].
+        steps: `STEP` of each step, [steps, words].
         problem: first problem.
     """
 
@@ -132,7 +133,7 @@ def assemble(rows: np.ndarray, num_steps: int, memory: MemoryTable, how: Format)
     if how.sums:
         num_words += SOURCE * len(reads)
     words = np.zeros(num_words, np.int64)
-    steps = np.zeros((num_steps, 4), np.int64)
+    steps = np.zeros((num_steps, STEP_WORDS), np.int64)
     first = 0
     num_reads = 0
     size = 0
@@ -145,17 +146,18 @@ def assemble(rows: np.ndarray, num_steps: int, memory: MemoryTable, how: Format)
         if problem.kind == FINE:
             problem = _check(of_step, reads, rows, memory, how.itemsize)
         steps[step, 0] = how.at + WORD * size
-        steps[step, 2] = len(of_step)
         items = words[size : size + ITEM * len(of_step)].reshape(-1, ITEM)
         size += ITEM * len(of_step)
         if not how.sums:
-            steps[step, 3] = _fill_copies(items, of_step, reads, rows, memory, how)
+            tiles = _fill_copies(items, of_step, reads, rows, memory, how)
+            steps[step, 2] = len(of_step) | tiles << 32
             continue
         of_sums = reads[num_reads : num_reads + of_step[:, NUM_READS].sum()]
         num_reads += len(of_sums)
         sources = words[size : size + SOURCE * len(of_sums)].reshape(-1, SOURCE)
         steps[step, 1] = how.at + WORD * size
-        steps[step, 3] = _fill_sums(items, of_step, rows, how.tile)
+        tiles = _fill_sums(items, of_step, rows, how.tile)
+        steps[step, 2] = len(of_step) | tiles << 32
         _fill_sources(sources, of_sums, rows, memory)
         size += SOURCE * len(of_sums)
     return Assembly(words, steps, problem)

@@ -21,7 +21,9 @@ from megatron_hecate.comm.nvlink.assembly import (
     LOCAL,
     OVERLAP,
     OVERWRITTEN,
+    STEP_WORDS,
     SUMMED,
+    WORD,
     Format,
     MemoryTable,
     Problem,
@@ -65,9 +67,8 @@ FAILURE = np.dtype(
 )
 ALIGNMENT: int = 16  # alignment of every array in a program, bytes
 # The steps as a struct, which takes less time than elements of an array.
-_STEP = struct.Struct("<QQII")
 _ALL_STEPS = struct.Struct("<" + "QQII" * MAX_STEPS)
-assert _STEP.size == STEP.itemsize and COPY.itemsize == SUM.itemsize == 8 * ITEM
+assert COPY.itemsize == SUM.itemsize == WORD * ITEM and STEP.itemsize == WORD * STEP_WORDS
 _FIELDS: dict[str, int] = {name: field[1] for name, field in (TRANSFER.fields or {}).items()}
 _PEERS = _FIELDS["peers"]
 _NUM_STEPS = _FIELDS["num_steps"]
@@ -184,8 +185,7 @@ class Program:
         peers = sum(map(signals.bits.__getitem__, schedule.peers))
         struct.pack_into("<QQ", data, _PEERS, peers & (2**64 - 1), peers >> 64)
         struct.pack_into("<II", data, _NUM_STEPS, schedule.num_steps, begin % 2**32)
-        for number, step in enumerate(made.steps.tolist()):
-            _STEP.pack_into(data, _STEPS + number * _STEP.size, *step)
+        data[_STEPS : _STEPS + made.steps.nbytes] = made.steps.tobytes()
         data += made.words.tobytes()
         self._at = 0  # address of the program
         self.ranks = len(signals.numbers)  # ranks of the domain
