@@ -74,14 +74,14 @@ class HecateConfig:
     )
     speeds: str | None = _flag(
         None,
-        "File with measured speeds (python -m megatron_hecate --measure FILE) for the cost model "
-        "of copies. None uses the speeds of an H100 node, or of CPU cores without GPUs.",
+        "File with measured speeds (torchrun ... -m megatron_hecate measure FILE) for the cost "
+        "model of copies. None uses the speeds of an H100 node, or of CPU cores without GPUs.",
     )
     trace: str | None = _flag(
         None,
         "Iterations A-B, numbered as in Megatron's log, that every rank traces into the folder of "
-        "record (or fssdp-run). python -m megatron_hecate --report FOLDER merges the traces of all "
-        "ranks into one timeline.",
+        "record (or fssdp-run). megatron-hecate report FOLDER merges the traces of all ranks into "
+        "one timeline.",
     )
     rehome: int = _flag(
         0,
@@ -172,7 +172,7 @@ class HecateConfig:
             if value is not None and not (isinstance(value, str) and value):
                 yield f"{name}={value!r} must be the name of a {kind}, or None"
             elif name == "speeds" and value is not None and not Path(value).is_file():
-                way = "write it with torchrun ... -m megatron_hecate --measure FILE"
+                way = "write it with torchrun ... -m megatron_hecate measure FILE"
                 yield f"{value} does not hold measured speeds: speeds={value!r} is no file; {way}"
             elif name == "record" and value is not None and Path(value).is_file():
                 yield f"record={value!r} is a file; name a folder"

@@ -162,7 +162,7 @@ def test_settings_cannot_be_changed() -> None:
         (
             dict(speeds="no/such.json"),
             ValueError,
-            "speeds='no/such.json' is no file; write it with .* --measure FILE",
+            "speeds='no/such.json' is no file; write it with .* measure FILE",
         ),
         (dict(speeds=Path("no/such.json")), ValueError, "speeds='no/such.json' is no file"),
         (dict(speeds=""), ValueError, "speeds='' must be the name of a file, or None"),

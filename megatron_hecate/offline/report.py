@@ -1,4 +1,4 @@
-"""``python -m megatron_hecate --report RUN_DIR [--out report.html]``: page about a recorded run.
+"""``megatron-hecate report RUN_DIR [--out report.html]``: page about a recorded run.
 
 The page is one file that needs no network: a template, its data, and a small plotting library
 (uPlot). Numbers are from `analysis`. Iterations are averaged in groups where a chart has fewer
@@ -33,17 +33,22 @@ CELLS: int = 600_000
 HOTTEST: int = 16
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit status."""
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_hecate --report", description=__doc__.splitlines()[0]
+        prog="megatron-hecate report", description="Write a page about a recorded run."
     )
     parser.add_argument("run_dir", metavar="RUN_DIR", type=Path, help="folder of a recorded run")
     parser.add_argument("--out", type=Path, help="the page (default: report.html in RUN_DIR)")
     parser.add_argument(
         "--stages", type=int, help="number of pipeline stages, for Megatron's own files"
     )
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns its exit status."""
+    arguments = make_parser().parse_args(argv)
     folder = arguments.run_dir
     out = arguments.out or folder / "report.html"
     try:

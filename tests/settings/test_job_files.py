@@ -1,4 +1,4 @@
-"""``--check --settings`` on files in the shapes that people keep settings in, reduced to what matters.
+"""``check --settings`` on files in the shapes that people keep settings in, reduced to what matters.
 
 Oracle: literal verdicts; for launch scripts, what bash makes of the same command line.
 """
@@ -33,7 +33,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
             monkeypatch.delenv(variable, raising=False)
         for variable, value in environment.items():
             monkeypatch.setenv(variable, value)
-        status = main(["--check", "--settings", str(path)])
+        status = main(["check", "--settings", str(path)])
         printed = capsys.readouterr()
         return status, printed.out + printed.err
 

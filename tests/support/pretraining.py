@@ -19,11 +19,11 @@ SUPPORT = ROOT / "tests" / "support"
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 
 
-def python(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess:
+def python(*arguments: str, timeout: float = 60, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, *arguments]
     return subprocess.run(
-        command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=timeout
+        command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=timeout
     )
 
 
