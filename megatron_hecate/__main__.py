@@ -59,7 +59,9 @@ COMMANDS = {
         "offline.what_if", "simulate steps with and without FSSDP from recorded loads", "--what-if"
     ),
     "measure": Command(
-        "offline.measure", "measure links and cores for --moe-fssdp-speeds, in torchrun", "--measure"
+        "offline.measure",
+        "measure links and cores, under torchrun",
+        "--measure",
     ),
     "run": Command("launcher", "run a Megatron training script with the --moe-fssdp flags"),
 }
@@ -91,9 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def overview() -> str:
     """Describe all commands, for ``--help``."""
     width = max(map(len, COMMANDS)) + 2
-    lines = "\n".join(
-        f"  {name:{width}}{command.summary}" for name, command in COMMANDS.items()
-    )
+    lines = "\n".join(f"  {name:{width}}{command.summary}" for name, command in COMMANDS.items())
     return f"""\
 usage: {PROGRAM} [-h | --version] COMMAND ...
        {PROGRAM} [--moe-fssdp ...] SCRIPT.py ...
@@ -117,8 +117,9 @@ def _find(words: list[str]) -> tuple[str | None, list[str]]:
         The name of the command, ``None`` without one; its arguments.
     """
     for at, word in enumerate(words):
-        # a target without `run`, and its arguments
-        if word == "--" or not words[0].startswith("-") and at > 0:
+        # behind a target, given without `run`, stand its own arguments
+        is_behind_target = at > 0 and not words[0].startswith("-")
+        if word == "--" or is_behind_target:
             break
         name = WORDS.get(word)
         if name is None:

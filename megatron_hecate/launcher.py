@@ -4,9 +4,10 @@
     torchrun ... -m megatron_hecate run --moe-fssdp -- -m package.module <its arguments>
     torchrun ... --no-python megatron-hecate run --moe-fssdp -- run_recipe.py <its arguments>
 
-The target is a script, a module or a console command, of Megatron-LM or of Megatron-Bridge. Our flags may stand before the target or among its own arguments. The launcher reads both places,
+The target is a script, a module or a console command, of Megatron-LM or of Megatron-Bridge. Our
+flags may stand before the target or among its own arguments. The launcher reads both places,
 because a script may ignore unknown arguments (``ignore_unknown_args``) and would ignore our flags,
-too. Arguments behind the target are the target's: they stay as they are, also a ``--``.
+too. Arguments of the target stay as they are, also a ``--`` among them.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class Command:
             word = argv[at]
             if word == "--":
                 return cls._of_target(argv[:at], argv[at + 1 :])
-            if word.startswith("-m") and not word.startswith("--") or not word.startswith("-"):
+            is_module = word.startswith("-m")
+            if is_module or not word.startswith("-"):
                 return cls._of_target(argv[:at], argv[at:])
             at += 2 if takes_value.get(word, False) else 1
         return cls._of_target(argv, [])
@@ -100,7 +102,7 @@ class Command:
     def _of_target(cls, flags: list[str], words: list[str]) -> Command:
         """Split ``words``, which begin with the target, or with ``-m`` and a module."""
         first = "".join(words[:1])
-        if first.startswith("-m") and not first.startswith("--"):
+        if first.startswith("-m"):
             following = words[1:] if first == "-m" else [first[2:], *words[1:]]
             return cls(flags, "".join(following[:1]), True, following[1:])
         return cls(flags, first, False, words[1:])

@@ -19,6 +19,7 @@ from megatron_hecate.__main__ import COMMANDS, main, overview
 
 pytestmark = pytest.mark.fast
 
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture) -> object:
     """Exit status, standard output and standard error of a command line."""
@@ -168,7 +169,7 @@ LIST = "commands: check, report, what-if, measure, run (megatron-hecate --help e
         ("", f"no SCRIPT.py given, nor -m MODULE, nor a console command; {LIST}"),
         ("--moe-fssdp", f"no SCRIPT.py given, nor -m MODULE, nor a console command; {LIST}"),
         ("run --moe-fssdp --", "no SCRIPT.py given, nor -m MODULE, nor a console command\n"),
-        ("reprot run", f"; did you mean report? {LIST}"),
+        ("reprt run", f"; did you mean report? {LIST}"),
         ("whatif", f"; did you mean what-if? {LIST}"),
         ("nothing-like-it", f"nothing-like-it does not exist; give a script, -m MODULE, or a console "
          f"command of this Python environment; {LIST}"),
@@ -207,4 +208,4 @@ def test_all_commands_are_tried_above() -> None:
 def test_ranks_other_than_0_print_one_line(run, monkeypatch) -> None:
     monkeypatch.setitem(os.environ, "RANK", "1")
     message = "megatron-hecate run: error; see the message of rank 0 (this is rank 1)\n"
-    assert run("reprot") == (2, "", message)
+    assert run("reprt") == (2, "", message)

@@ -46,14 +46,19 @@ def run_script(
     text: Path,
     *arguments: str,
     launcher: list[str],
+    before: list[str] | None = None,
     script: Path = SCRIPT,
     settings: str = "",
     ranks: int = 2,
 ) -> tuple[int, str]:
-    """Exit status and log of a run on so many processes, after which none of them lives."""
+    """Exit status and log of a run on so many processes, after which none of them lives.
+
+    ``launcher`` stands behind the script that makes a GPU of the CPU, ``before`` in front of it, as torchrun's target.
+    """
     import demo
 
-    command = [*torchrun(ranks), str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
+    command = [*torchrun(ranks), *(before or [])]
+    command += [str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
     command += demo.megatron_flags()
     command += "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4".split()
     command += [
