@@ -14,7 +14,7 @@ launch=(
     --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}"
     -m megatron_hecate
     --moe-fssdp --moe-fssdp-slots 2 --moe-fssdp-lifetime auto
-    # Speeds of this cluster, measured by: torchrun ... -m megatron_hecate --measure FILE
+    # Speeds of this cluster, measured by: torchrun ... -m megatron_hecate measure FILE
     ${SPEEDS:+--moe-fssdp-speeds "$SPEEDS"}
     "$MEGATRON/pretrain_gpt.py"
 )
