@@ -45,6 +45,10 @@ STARTERS = (
 )
 
 
+class UnknownWordError(ValueError):
+    """Target that is neither a file nor a command; it may be a misspelt command of ours."""
+
+
 class Parser(argparse.ArgumentParser):
     """Parser that prints usage and an error on rank 0, and one line on each other rank."""
 
@@ -188,12 +192,10 @@ class Target:
             return cls(name, path or name, folder, lambda: sys.exit(found[0].load()()))
         if path is not None and _is_python(Path(path), otherwise=False):
             return cls(name, path, folder, lambda: runpy.run_path(path, run_name="__main__"))
-        if path is None:
-            problem = "does not exist"
-        else:
-            problem = f"({path}) is not written in Python"
         ways = "a script, -m MODULE, or a console command of this Python environment"
-        raise ValueError(f"{name} {problem}; give {ways}")
+        if path is None:
+            raise UnknownWordError(f"{name} does not exist; give {ways}")
+        raise ValueError(f"{name} ({path}) is not written in Python; give {ways}")
 
 
 def make_parser() -> Parser:
@@ -231,9 +233,10 @@ def main(argv: list[str], *, commands: Sequence[str] = ()) -> int:
         parser.error(f"no SCRIPT.py given, nor -m MODULE, nor a console command{hint}")
     try:
         target = Target.find(command)
+    except UnknownWordError as error:
+        parser.error(f"{error}{_hint(command.target, commands)}")
     except ValueError as error:
-        is_path = command.is_module or os.sep in command.target or "." in command.target
-        parser.error(f"{error}{'' if is_path else _hint(command.target, commands)}")
+        parser.error(str(error))
     given |= _among(command.arguments)
     # validate now: Megatron takes minutes to start
     try:
