@@ -1,4 +1,4 @@
-"""Compare predictions of the ``--what-if`` simulator with published and our own measurements.
+"""Compare predictions of the ``what-if`` simulator with published and our own measurements.
 
     python bench/what_if.py [--only forced,parts,laer,marin,hecate,cpu]
 

@@ -36,10 +36,22 @@ __all__ = ["HecateConfig", "fssdp", "restore_homes"]
 def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
     """Return the hook that converts a model, or a list of model chunks, to FSSDP and returns it.
 
-    Call the hook before DDP wraps the model; see `megatron_hecate.convert.fssdp`.
+    Call the hook on all ranks, after the model is built and before DDP wraps it. Collective:
+
+        model_chunks = fssdp(HecateConfig(slots=2))(model_chunks)
+
+    The hook converts every ``MoELayer`` in place; a second call changes nothing. It is also a
+    pre-wrap hook for a provider of Megatron-Bridge and for the model config of
+    ``megatron.training``. If FSSDP cannot be switched on, it raises on every rank, lists the
+    problems of all ranks, and leaves the model unchanged: ``ValueError`` for settings that cannot
+    be combined, differ between ranks, or do not fit the model; ``TypeError`` for anything that is
+    no model; ``TimeoutError`` if a rank does not call the hook within ``config.timeout`` seconds.
 
     Args:
-        config: settings of FSSDP; ``None`` for the defaults.
+        config: settings of FSSDP, see ``help(HecateConfig)``; ``None`` for the defaults.
+
+    Returns:
+        The hook: a function of a list of model chunks, or of one model, that returns its argument.
 
     Raises:
         TypeError: for a ``config`` of another type, such as the model itself.

@@ -1,14 +1,20 @@
 """Run a script, a module or a console command as Python would, with our flags added to Megatron's.
 
-Our flags may stand before the target or among its own arguments. The launcher reads both places,
+    torchrun ... -m megatron_hecate run --moe-fssdp -- pretrain_gpt.py <Megatron's arguments>
+    torchrun ... -m megatron_hecate run --moe-fssdp -- -m package.module <its arguments>
+    torchrun ... --no-python megatron-hecate run --moe-fssdp -- run_recipe.py <its arguments>
+
+The target is a script, a module or a console command, of Megatron-LM or of Megatron-Bridge. Our
+flags may stand before the target or among its own arguments. The launcher reads both places,
 because a script may ignore unknown arguments (``ignore_unknown_args``) and would ignore our flags,
-too.
+too. Arguments of the target stay as they are, also a ``--`` among them.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -18,7 +24,7 @@ import runpy
 import shutil
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +40,10 @@ STARTERS = (
     "torch.distributed.run",
     "torch.distributed.launch",
 )
+
+
+class UnknownWordError(ValueError):
+    """Target that is neither a file nor a command; it may be a misspelt command of ours."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,20 +75,32 @@ class Command:
 
     @classmethod
     def split(cls, argv: list[str], parser: argparse.ArgumentParser) -> Command:
-        """Split ``argv`` at the first word that is neither a flag of ``parser`` nor its value."""
+        """Split ``argv`` at the first word that is neither a flag of ``parser`` nor its value.
+
+        A ``--`` in front of the target is dropped.
+        """
         takes_value: dict[str, bool] = {}
         for action in parser._actions:
             takes_value.update(dict.fromkeys(action.option_strings, action.nargs is None))
         at = 0
         while at < len(argv):
             word = argv[at]
-            if word.startswith("-m") and not word.startswith("--"):
-                following = argv[at + 1 :] if word == "-m" else [word[2:], *argv[at + 1 :]]
-                return cls(argv[:at], "".join(following[:1]), True, following[1:])
-            if not word.startswith("-"):
-                return cls(argv[:at], word, False, argv[at + 1 :])
+            if word == "--":
+                return cls._of_target(argv[:at], argv[at + 1 :])
+            is_module = word.startswith("-m")
+            if is_module or not word.startswith("-"):
+                return cls._of_target(argv[:at], argv[at:])
             at += 2 if takes_value.get(word, False) else 1
-        return cls(argv, "", False, [])
+        return cls._of_target(argv, [])
+
+    @classmethod
+    def _of_target(cls, flags: list[str], words: list[str]) -> Command:
+        """Split ``words``, which begin with the target, or with ``-m`` and a module."""
+        first = "".join(words[:1])
+        if first.startswith("-m"):
+            following = words[1:] if first == "-m" else [first[2:], *words[1:]]
+            return cls(flags, "".join(following[:1]), True, following[1:])
+        return cls(flags, first, False, words[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +128,15 @@ class Target:
         """
         name = command.target
         if name in STARTERS:
-            right = "torchrun ... -m megatron_hecate ... SCRIPT.py"
+            right = "torchrun ... -m megatron_hecate run ... -- SCRIPT.py"
             raise ValueError(f"{name} starts the ranks, so it must precede our launcher: {right}")
         if command.is_module:
             return cls._module(name)
+        if name.startswith("-"):
+            raise ValueError(
+                f"a script, -m MODULE or a console command must follow --, got {name}; "
+                "our flags stand before --, or behind the script"
+            )
         path = Path(name)
         if path.is_file() or (path / "__main__.py").is_file():
             return cls._script(name)
@@ -156,24 +183,49 @@ class Target:
             return cls(name, path or name, folder, lambda: sys.exit(found[0].load()()))
         if path is not None and _is_python(Path(path), otherwise=False):
             return cls(name, path, folder, lambda: runpy.run_path(path, run_name="__main__"))
-        if path is None:
-            problem = "does not exist"
-        else:
-            problem = f"({path}) is not written in Python"
         ways = "a script, -m MODULE, or a console command of this Python environment"
-        raise ValueError(f"{name} {problem}; give {ways}")
+        if path is None:
+            raise UnknownWordError(f"{name} does not exist; give {ways}")
+        raise ValueError(f"{name} ({path}) is not written in Python; give {ways}")
 
 
-def run(argv: list[str], parser: Parser) -> int:
-    """Run the target that ``argv`` names; return the exit status."""
+def make_parser() -> Parser:
+    """Build the parser of the launcher's own flags."""
+    parser = Parser(
+        prog="megatron-hecate run",
+        usage="megatron-hecate run [--moe-fssdp ...] [--] "
+        "{SCRIPT.py | -m MODULE | COMMAND} [its arguments]",
+        description="Run a Megatron pretraining script, module or console command with the "
+        "--moe-fssdp flags, which may stand before it or among its own arguments. "
+        "Start it on all ranks: torchrun ... -m megatron_hecate run ... -- SCRIPT.py, "
+        "or torchrun ... --no-python megatron-hecate run ... -- SCRIPT.py.",
+        allow_abbrev=False,
+    )
     HecateConfig.add_arguments(parser)
+    return parser
+
+
+def main(argv: list[str], *, commands: Sequence[str] = ()) -> int:
+    """Run the target that ``argv`` names; return the exit status.
+
+    Args:
+        argv: our flags, the target, and its arguments.
+        commands: commands of ours that ``argv`` may have meant, for errors.
+    """
+    parser = make_parser()
     command = Command.split(argv, parser)
-    # -h and unknown flags before the target exit here
-    given = _given(parser.parse_args(command.flags, _unset()))
+    # -h exits here
+    known, unknown = parser.parse_known_args(command.flags, _unset())
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], commands)}")
+    given = _given(known)
     if not command.target and not command.is_module:
-        parser.error("no SCRIPT.py given, nor -m MODULE, nor a console command")
+        hint = _hint("", commands)
+        parser.error(f"no SCRIPT.py given, nor -m MODULE, nor a console command{hint}")
     try:
         target = Target.find(command)
+    except UnknownWordError as error:
+        parser.error(f"{error}{_hint(command.target, commands)}")
     except ValueError as error:
         parser.error(str(error))
     given |= _among(command.arguments)
@@ -193,6 +245,15 @@ def run(argv: list[str], parser: Parser) -> int:
     # as Python sets it for a script
     sys.path[0] = target.folder
     return _run(target, given, command.arguments)
+
+
+def _hint(word: str, commands: Sequence[str]) -> str:
+    """Return the end of an error: the commands, and the one that ``word`` probably means."""
+    if not commands:
+        return ""
+    meant = difflib.get_close_matches(word.removeprefix("--"), commands, n=1)
+    guess = f"; did you mean {meant[0]}?" if meant else ";"
+    return f"{guess} commands: {', '.join(commands)} (megatron-hecate --help explains them)"
 
 
 def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:

@@ -313,7 +313,7 @@ def test_modules_and_console_commands() -> None:
         (
             "torchrun",
             "train.py",
-        ): "torchrun starts the ranks, so it must precede our launcher: torchrun ... -m megatron_hecate ...",
+        ): "torchrun starts the ranks, so it must precede our launcher: torchrun ... -m megatron_hecate run ... -- SCRIPT.py\n",
         ("-m", "torch.distributed.run"): "torch.distributed.run starts the ranks",
         (
             "shell",

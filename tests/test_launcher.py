@@ -29,7 +29,7 @@ from ranks import ranks
 
 @pytest.mark.fast
 def test_check_prints_what_would_be_used() -> None:
-    done = python("-m", "megatron_hecate", "--check")
+    done = python("-m", "megatron_hecate", "check")
     assert done.returncode == 0, done.stderr
     assert re.search(r"megatron-core \S+: fits", done.stdout) and "transport p2p" in done.stdout
 
@@ -110,13 +110,16 @@ def test_flags_hook_and_launcher_train_the_stock_model(text: Path, tmp_path: Pat
         "flags before the script and among Megatron's": pretrain(
             text, *speeds, launcher=["-m", "megatron_hecate", *flags]
         ),
+        "torchrun -m megatron_hecate run --": pretrain(
+            text, *speeds, launcher=[], before=["-m", "megatron_hecate", "run", *flags, "--"]
+        ),
         "one line": pretrain(
             text, *flags, *speeds, launcher=[], script=SUPPORT / "scripts" / "enabled_pretrain.py"
         ),
     }.items():
         assert losses(log) == pytest.approx(stock, rel=1e-5), how
         assert log.count("FSSDP on: 4 MoE layers, 16 experts over 2 ranks, 3 slots") == 1, how
-    _pretrain_here(text, tmp_path / "off", ["-m", "megatron_hecate"])
+    _pretrain_here(text, tmp_path / "off", ["-m", "megatron_hecate", "run", "--"])
     off = (tmp_path / "off").read_text()
     assert losses(off) == stock and "FSSDP" not in off
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_hecate.offline.presets import CLUSTERS, MODELS
 from megatron_hecate.replicas.buffers import LIFETIMES
 
-PROGRAM = "python -m megatron_hecate --what-if"
+PROGRAM = "megatron-hecate what-if"
 # arguments of at least 1, where given
 _POSITIVE = (
     "ranks",
@@ -25,7 +25,7 @@ _POSITIVE = (
 )
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
+def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,

@@ -114,7 +114,11 @@ class _Cache(FunctionCache):
 
 
 def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # parents by the umask, but not writable by others, who could replace the folder
+    missing = [parent for parent in path.parent.parents if not parent.exists()]
+    for parent in reversed(missing):
+        parent.mkdir(mode=0o755, exist_ok=True)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     # `mkstemp` makes a file of mode 600; the rename is atomic, so no reader sees a partial file
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     try:
