@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import weakref
 from typing import Any
 
 from megatron.core import parallel_state
@@ -37,6 +38,8 @@ WAY_OUT = (
 launched: dict[str, Any] = {}
 # newest namespace of Megatron's parser, under the only key "newest"
 _parsed: dict[str, Any] = {}
+# model configurations that ask for FSSDP by attributes
+_expected: list[weakref.ref] = []
 # reasons why FSSDP stays off although flags ask for it
 _declined: set[str] = set()
 
@@ -62,6 +65,11 @@ def asked(config: Any = None) -> HecateConfig | None:
 def note_parsed(namespace: Any) -> None:
     """Store the result of Megatron's parser, which a script may not pass on to Megatron."""
     _parsed["newest"] = namespace
+
+
+def expect(config: Any) -> None:
+    """Refuse optimizer steps until a model is converted, while ``config`` asks for FSSDP."""
+    _expected.append(weakref.ref(config))
 
 
 def install() -> None:
@@ -110,7 +118,9 @@ def switch_on(wrapper: type, config: Any, module: Module) -> None:
 
 def is_off_against_wish() -> bool:
     """Return whether FSSDP was asked for and is not on for any model."""
-    return not is_on() and not _declined and _wanted(_requested())
+    if is_on() or _declined:
+        return False
+    return any(map(_wanted, [_requested(), *(vars(r()) for r in _expected if r() is not None)]))
 
 
 def _refuse_step_while_off(optimizer: Optimizer, *_: Any) -> None:
