@@ -15,7 +15,6 @@ import sys
 import weakref
 from typing import Any
 
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -24,6 +23,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate.job.agreement import SwitchOnError, refuse
+from megatron_hecate.megatron.pending_chunks import num_chunks
 from megatron_hecate.observe import has_run, is_on
 from megatron_hecate.settings import unsupported
 
@@ -156,9 +156,8 @@ def _arguments() -> dict[str, Any]:
 
 def _chunks_beside(module: Module, config: Any) -> list[Module]:
     """Return all model chunks of this rank, from a list in a calling function."""
-    stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
-    stages = stages or parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    if stages == 1 or parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    stages = num_chunks(config)
+    if stages == 1:
         return [module]
     frame = sys._getframe(1)
     while frame is not None:
