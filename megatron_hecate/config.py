@@ -37,6 +37,11 @@ def _flag(default: Any, text: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": text})
 
 
+# Flags given to our launcher, by argparse's names. The launcher knows them before it may import
+# Megatron.
+launched: dict[str, Any] = {}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HecateConfig:
     """Settings of FSSDP. Every field is a flag: ``slots`` is ``--moe-fssdp-slots``.

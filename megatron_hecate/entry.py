@@ -22,6 +22,7 @@ from torch.nn import Module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_hecate import HecateConfig, fssdp
+from megatron_hecate.config import launched
 from megatron_hecate.job.agreement import SwitchOnError, refuse
 from megatron_hecate.megatron.pending_chunks import num_chunks
 from megatron_hecate.observe import has_run, is_on
@@ -34,8 +35,6 @@ WAY_OUT = (
     "or leave --moe-fssdp out"
 )
 
-# flags given to our launcher
-launched: dict[str, Any] = {}
 # newest namespace of Megatron's parser, under the only key "newest"
 _parsed: dict[str, Any] = {}
 # model configurations that ask for FSSDP by attributes
