@@ -24,13 +24,13 @@ Importing this package imports neither Megatron nor CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_hecate.config import HecateConfig
 
 __version__ = "0.1.0"
-__all__ = ["HecateConfig", "fssdp", "restore_homes"]
+__all__ = ["HecateConfig", "fssdp", "release", "restore_homes"]
 
 
 def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
@@ -73,11 +73,38 @@ def restore_homes(model: Any) -> None:
     Args:
         model: a model chunk or a list of model chunks, wrapped by DDP or not.
     """
-    chunks = model if isinstance(model, list) else [model]
+    for module in _converted_layers(model):
+        # all layers of a model share one schedule of homes
+        if module.prefetcher.rehoming is not None:
+            module.prefetcher.rehoming.restore()
+        return
+
+
+def release(model: Any) -> int:
+    """Free the memory of replicas until the next training forward, which allocates it again.
+
+    Call it on all ranks between two steps, such as before a rollout. Then
+    ``torch.cuda.empty_cache()`` gives the memory to other processes. NCCL's connections stay.
+
+    Args:
+        model: a model chunk or a list of model chunks, wrapped by DDP or not.
+
+    Returns:
+        Bytes that this rank has freed.
+
+    Raises:
+        RuntimeError: while gradients of replicas wait to return to their homes.
+    """
+    for module in _converted_layers(model):
+        # the import loads Megatron
+        from megatron_hecate.runtime.memory_release import release_memory
+
+        # all layers of a model share one prefetcher
+        return release_memory(module.prefetcher)
+    return 0
+
+
+def _converted_layers(model: Any) -> Iterator[Any]:
+    chunks = model if isinstance(model, list | tuple) else [model]
     for chunk in chunks:
-        for module in chunk.modules():
-            if hasattr(module, "fssdp"):
-                # all layers of a model share one schedule of homes
-                if module.prefetcher.rehoming is not None:
-                    module.prefetcher.rehoming.restore()
-                return
+        yield from (module for module in chunk.modules() if hasattr(module, "fssdp"))

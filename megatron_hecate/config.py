@@ -50,6 +50,11 @@ def _number(name: str) -> str:
     return f"a whole number from 0 to {MOST[name]}"
 
 
+# Flags given to our launcher, by argparse's names. The launcher knows them before it may import
+# Megatron.
+launched: dict[str, Any] = {}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HecateConfig:
     """Settings of FSSDP. Every field is a flag: ``slots`` is ``--moe-fssdp-slots``.

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_hecate import HecateConfig
+from megatron_hecate.config import launched
 from megatron_hecate.job.rank_0 import refer_to_rank_0
 
 # Console commands and modules that start ranks. The launcher runs in each rank, so they must
@@ -257,14 +258,13 @@ def _hint(word: str, commands: Sequence[str]) -> str:
 
 
 def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
-    from megatron_hecate import enable, entry
-
-    enable.launched.clear()
-    enable.launched.update(given)
-    if "megatron.bridge" in sys.modules:
-        import megatron_hecate.bridge  # noqa: F401
-    else:
-        sys.meta_path.insert(0, _WithBridge())
+    launched.clear()
+    launched.update(given)
+    for name, ours in _OURS.items():
+        if name in sys.modules:
+            _switch(ours)
+        else:
+            sys.meta_path.insert(0, _After(name, ours))
     _come_along(given)
     sys.argv = [target.argv0, *arguments]
     try:
@@ -273,12 +273,21 @@ def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
         # console commands also raise it on success, and the check below must follow
         if done.code not in (None, 0):
             raise
-    if entry.is_off_against_wish():
+    if _is_off_against_wish(given):
         if int(os.environ.get("RANK", 0)) == 0:
             text = "built no model by megatron.training or Megatron-Bridge: FSSDP was off"
             print(f"FSSDP: {target.name} {text}", file=sys.stderr)
         return 1
     return 0
+
+
+def _is_off_against_wish(given: dict[str, Any]) -> bool:
+    """Return whether FSSDP was asked for, and the target has converted no model."""
+    entry = sys.modules.get("megatron_hecate.entry")
+    if entry is None:
+        # the target has not imported Megatron
+        return bool(given.get("moe_fssdp") or given.get("moe_fssdp_observe"))
+    return entry.is_off_against_wish()
 
 
 # default that distinguishes flags that were left out
@@ -313,24 +322,51 @@ def _is_python(path: Path, *, otherwise: bool) -> bool:
     return otherwise
 
 
-class _WithBridge(importlib.abc.MetaPathFinder):
-    """Finder that imports `megatron_hecate.bridge` as soon as Megatron-Bridge is imported."""
+# Our modules that wrap functions and classes of a package, by the package. They are imported after
+# it, because a script may choose its Megatron by changing ``sys.path`` first, as Primus does.
+_OURS = {
+    "megatron.core": "megatron_hecate.entry",
+    "megatron.training": "megatron_hecate.enable",
+    "megatron.bridge": "megatron_hecate.bridge",
+}
+
+
+def _switch(ours: str) -> None:
+    """Import one of our modules, which wraps functions of Megatron or has a function that does."""
+    module = importlib.import_module(ours)
+    getattr(module, "install", lambda: None)()
+
+
+class _After(importlib.abc.MetaPathFinder):
+    """Finder that imports one of our modules as soon as a package has been imported.
+
+    Args:
+        package: name of the package.
+        ours: name of our module.
+    """
+
+    def __init__(self, package: str, ours: str) -> None:
+        self._package = package
+        self._ours = ours
 
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "megatron.bridge":
+        if name != self._package:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        if spec is None or spec.loader is None:
+            # a script may try an import before it has set its path
+            sys.meta_path.insert(0, self)
+            return spec
+        execute = spec.loader.exec_module
 
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                import megatron_hecate.bridge  # noqa: F401
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            _switch(self._ours)
 
-            spec.loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module
         return spec
 
 

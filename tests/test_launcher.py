@@ -97,6 +97,33 @@ def _pretrain_here(text: Path, log: Path, launcher: list[str]) -> None:
             assert not ended.code
 
 
+LATE = """
+import sys
+early = [name for name in sys.modules if name.partition(".")[0] == "megatron"]
+sys.path.insert(0, sys.argv[1])
+import megatron.training, megatron.core
+from megatron.core.distributed import DistributedDataParallel
+print(early, megatron.core.__file__, megatron.training.__file__)
+wrapped = (megatron.training.training.setup_model_and_optimizer, DistributedDataParallel.__mro__[1].__init__)
+print([hasattr(function, "_megatron_hecate") for function in wrapped])
+"""
+
+
+@pytest.mark.newest
+def test_a_script_chooses_its_megatron(tmp_path: Path) -> None:
+    """Primus puts its own Megatron on the path when it starts; then this one is to be enabled."""
+    import megatron.core
+
+    (script := tmp_path / "late.py").write_text(LATE)
+    (own := tmp_path / "own").mkdir()
+    (own / "megatron").symlink_to(Path(megatron.core.__file__).parents[1])
+    done = python("-m", "megatron_hecate", "--moe-fssdp", str(script), str(own), timeout=240)
+    paths = [str(own / "megatron" / name / "__init__.py") for name in ("core", "training")]
+    said = f"[] {' '.join(paths)}\n[True, True]\n"
+    assert done.stdout.endswith(said), done.stdout + done.stderr
+    assert done.returncode == 1 and "late.py built no model" in done.stderr, done.stderr
+
+
 @pytest.mark.newest
 def test_flags_hook_and_launcher_train_the_stock_model(text: Path, tmp_path: Path) -> None:
     _pretrain_here(text, tmp_path / "stock", [])
