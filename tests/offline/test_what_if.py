@@ -183,8 +183,10 @@ def test_asking_for_late_replicas_is_not_free(tmp_path: Path) -> None:
     none, some, bare, often = (
         way["seconds"] for way in json.loads(path.read_text())["outcomes"][2:]
     )
-    assert some - none == pytest.approx(4 * H100.routing) and often - bare == pytest.approx(
-        8 * 4 * H100.routing
+    # In a group of 8 ranks: 14 us to count, 20 for quotas, 13 + 18 to reroute, 30 + 40 for the rest.
+    routing = 135e-6
+    assert some - none == pytest.approx(4 * routing) and often - bare == pytest.approx(
+        8 * 4 * routing
     )
 
 
