@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from megatron_hecate.offline.job_settings import JobSettings
 from megatron_hecate.offline.outcome import Outcome, Way, spread
+from megatron_hecate.offline.presets import CLUSTERS
 from megatron_hecate.offline.recommendation import ERROR, Advice, recommend
 from megatron_hecate.offline.recorded_loads import check_loads, read_loads
 from megatron_hecate.offline.recorded_run import RecordedRun
@@ -180,6 +181,8 @@ def make_job(
     model = settings.model
     layout = settings.layout
     cluster = settings.cluster
+    if settings.cluster_name in CLUSTERS:
+        cluster = cluster.for_group(layout.ep)
     nodes = tuple(rank // cluster.per_node for rank in range(layout.ep))
     world = World(nodes, cluster.speeds)
     # Every step is planned from a forecast: a single recorded step is repeated as its own history.

@@ -39,7 +39,7 @@ def verdict_on_stock(found: Comparison | None, folder: Path) -> Verdict:
         found: comparison of FSSDP's settings; ``None`` if the record is not enough for it.
         folder: folder of the run.
     """
-    what_if = f"python -m megatron_hecate --what-if {folder}"
+    what_if = f"megatron-hecate what-if {folder}"
     if found is None:
         return Verdict(
             kind="neutral",
@@ -100,7 +100,7 @@ def verdict_on_fssdp(figures: Figures, modelled: ModelledRun | None, folder: Pat
         modelled: modelled times; ``None`` if unknown.
         folder: folder of the run.
     """
-    command = f"python -m megatron_hecate --report STOCK_RUN {folder}"
+    command = f"megatron-hecate report STOCK_RUN {folder}"
     purpose = "Compare with a run of --moe-fssdp-observe:"
     if modelled is None:
         return Verdict(
