@@ -1,4 +1,4 @@
-"""Loads known before a microbatch runs: replayed routes (``moe_enable_routing_replay``).
+"""Loads known before a microbatch runs: replayed routes, and routes of token ids.
 
 Post-training replays the routes of the rollout: before each forward the training loop gives every
 router the experts of all tokens. The tokens per expert are counted at the start of a model chunk,
@@ -35,25 +35,34 @@ class KnownRoutes:
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self.states = states
         self._chunk_of = chunk_of
-        # Routes of the next iteration, see `expect_routes`.
-        self.expected: Sequence[Tensor] | None = None
+        # Routes of the next iteration, see `expect_routes`; ``None`` for layers without.
+        self.expected: Sequence[Tensor | None] | None = None
         # For each layer, True if its plan is made for true loads.
         self.are_known = [False] * len(states)
         # For each layer with replayed routes, tokens of the microbatch over the group, [E].
         self._microbatch: list[np.ndarray | None] = [None] * len(states)
 
-    def begin_iteration(self) -> np.ndarray | None:
-        """Count the expected routes of the new iteration.
+    def begin_iteration(self, forecast: np.ndarray | None) -> np.ndarray | None:
+        """Replace the forecast of a new iteration by the loads of its expected routes.
+
+        Args:
+            forecast: tokens per layer and expert by earlier iterations, [L, E], if any.
 
         Returns:
-            Tokens per layer and expert, summed over the group, [L, E]; ``None`` without expected
-            routes.
+            Tokens per layer and expert, summed over the group, [L, E]; those of ``forecast`` for
+            layers without expected routes. ``None`` if nothing is known.
         """
         routes = self.expected
         self.expected = None
-        self.are_known = [routes is not None] * len(self.states)
         self._microbatch = [None] * len(self.states)
-        return None if routes is None else self._sum(self.states, routes)
+        if routes is None:
+            self.are_known = [False] * len(self.states)
+            return forecast
+        self.are_known = [of_layer is not None for of_layer in routes]
+        loads = self._sum(self.states, routes)
+        if forecast is None:
+            return loads
+        return np.where(np.array(self.are_known)[:, None], loads, forecast)
 
     def begin_microbatch(self, index: int, iteration: int, microbatches: int | None) -> None:
         """Count the replayed routes of a microbatch, at the first layer of a model chunk.
@@ -103,7 +112,10 @@ class KnownRoutes:
             microbatches.
         """
         experts = state.parts.homes_only.num_experts
-        expected = None if forecast is None else forecast[state.index, :experts]
+        expected = None
+        # A row of zeros: a layer without routes or history, beside layers with expected routes.
+        if forecast is not None and forecast[state.index].any():
+            expected = forecast[state.index, :experts]
         of_microbatch = self._microbatch[state.index]
         if of_microbatch is None:
             return expected, microbatches
@@ -155,25 +167,66 @@ def _count(routes: Tensor | None, experts: int) -> Tensor:
     return chosen.scatter_(1, routes.where(routes >= 0, experts), True)[:, :experts].sum(dim=0)
 
 
-def expect_routes(chunks: Iterable[Module], routes: Sequence[Tensor]) -> None:
+def expect_routes(chunks: Iterable[Module], routes: Sequence[Tensor | None]) -> None:
     """Announce the routes of the next iteration. Every rank calls it before each iteration.
 
-    Only needed if replicas live for an iteration of several microbatches: routers hold the routes
-    of one microbatch at a time.
+    Replayed routes need it only if replicas live for an iteration of several microbatches: routers
+    hold the routes of one microbatch at a time.
 
     Args:
         chunks: model chunks of this rank, wrapped by DDP or not.
         routes: experts of each token, for each MoE layer in order, [T, k], with T the tokens of all
-            microbatches of this rank.
+            microbatches of this rank; ``None`` for a layer with unknown routes, on all ranks of
+            its group.
 
     Raises:
         ValueError: if the numbers of routes and layers differ.
     """
-    modules = chain.from_iterable(chunk.modules() for chunk in chunks)
-    layers = [module for module in modules if hasattr(module, "fssdp")]
+    layers = _converted_layers(chunks)
     if len(layers) != len(routes):
         raise ValueError(
             f"routes of {len(routes)} layers, but this rank has {len(layers)} MoE layers"
         )
     for layer in layers:
         layer.prefetcher.routes.expected = routes
+
+
+def expect_tokens(chunks: Iterable[Module], token_ids: Tensor) -> int:
+    """Announce the token ids of the next iteration, for layers that route tokens by their ids.
+
+    Every rank calls it before each iteration. A layer routes by ids if its router has a table
+    ``tid2eid`` [vocabulary, k] of experts, as in Megatron. Other layers keep their forecast.
+
+    Args:
+        chunks: model chunks of this rank, wrapped by DDP or not.
+        token_ids: ids of the tokens that this rank routes in all microbatches, of any shape, in any
+            order: with context or sequence parallelism its own part of them.
+
+    Returns:
+        Number of layers of this rank that route by ids; 0 on later pipeline stages, as a rule.
+
+    Raises:
+        ValueError: if an id is not in a table.
+    """
+    chunks = list(chunks)
+    ids = token_ids.reshape(-1).long()
+    tables = [getattr(layer.router, "tid2eid", None) for layer in _converted_layers(chunks)]
+    found = [table for table in tables if table is not None]
+    if not found:
+        return 0
+    rows = min(len(table) for table in found)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < rows:
+        raise ValueError(
+            f"token ids from {ids.min()} to {ids.max()}, but router.tid2eid has {rows} rows; pass "
+            "ids of the tokenizer's vocabulary"
+        )
+    expect_routes(
+        chunks, [None if table is None else table[ids.to(table.device)] for table in tables]
+    )
+    return len(found)
+
+
+def _converted_layers(chunks: Iterable[Module]) -> list[Module]:
+    """List the FSSDP layers of model chunks, in the order of the forward."""
+    modules = chain.from_iterable(chunk.modules() for chunk in chunks)
+    return [module for module in modules if hasattr(module, "fssdp")]

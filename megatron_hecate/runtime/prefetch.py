@@ -389,11 +389,7 @@ class Prefetcher:
         for state in self.states:
             state.abandon()
         self.monitor.finish_reduce()
-        known = self.routes.begin_iteration()
-        if known is None:
-            self.forecast = self.monitor.history.forecast()
-        else:
-            self.forecast = known
+        self.forecast = self.routes.begin_iteration(self.monitor.history.forecast())
         if self.rehoming is not None:
             self.rehoming.begin_iteration(here.iteration, self.tracker, self.meter)
         if self.states[0].config.slots:
