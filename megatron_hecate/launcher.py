@@ -34,13 +34,8 @@ from megatron_hecate.job.rank_0 import refer_to_rank_0
 
 # Console commands and modules that start ranks. The launcher runs in each rank, so they must
 # precede it.
-STARTERS = (
-    "torchrun",
-    "accelerate",
-    "deepspeed",
-    "torch.distributed.run",
-    "torch.distributed.launch",
-)
+STARTERS = ("torchrun", "accelerate", "deepspeed")
+STARTERS += ("torch.distributed.run", "torch.distributed.launch")
 
 
 class UnknownWordError(ValueError):
