@@ -31,7 +31,9 @@ def functions(paths: Iterable[Path]) -> list[tuple[Path, Node]]:
 
 def is_compiled(node: Node) -> bool:
     """Whether numba compiles a function (``plan.compiled``)."""
-    return any(isinstance(of, ast.Name) and of.id.startswith("compiled") for of in node.decorator_list)
+    return any(
+        isinstance(of, ast.Name) and of.id.startswith("compiled") for of in node.decorator_list
+    )
 
 
 def longest(nodes: Iterable[tuple[Path, Node]]) -> tuple[int, str]:

@@ -226,6 +226,11 @@ def make_job(
         optimizer_shards=settings.optimizer_shards,
         excess=excess,
     )
+    return _scaled(settings, job)
+
+
+def _scaled(settings: JobSettings, job: SimulatedJob) -> tuple[JobSettings, SimulatedJob]:
+    """Scale ``job`` to the time of a step, if it is known."""
     if settings.step_ms is None:
         return settings, job
     try:

@@ -151,7 +151,7 @@ class Cluster:
 
     @classmethod
     def named(cls, name: str, *, per_node: int = 8) -> Cluster:
-        """Look up a cluster of the table, or load a file from ``--measure``.
+        """Look up a cluster of the table, or load a file from ``megatron-hecate measure``.
 
         Args:
             name: name in `CLUSTERS`, or path of a file.
@@ -166,7 +166,7 @@ class Cluster:
             known = ", ".join(CLUSTERS)
             raise ValueError(
                 f"no cluster and no file is named {name!r}; "
-                f"there are {known}, and files from --measure"
+                f"there are {known}, and files from megatron-hecate measure"
             )
         speeds = Speeds.load(name)
         return cls(per_node=per_node, speeds=speeds, dense=speeds.flops, memory=0.0)
