@@ -291,7 +291,7 @@ def test_only_observed_and_without_sizes(tmp_path: Path, capsys: pytest.CaptureF
     folder = recorded.write(tmp_path / "observed", SIZE, held=held)
     assert report.main([str(folder)]) == 0
     said = capsys.readouterr().out
-    assert "FSSDP was off" in said and f"--what-if {folder}\n" in said and "ranks wait" in said
+    assert "FSSDP was off" in said and f"what-if {folder}\n" in said and "ranks wait" in said
     content = _content(folder)
     assert content["observed"] and content["lines"].keys() == {
         "imbalance",
