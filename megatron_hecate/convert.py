@@ -68,10 +68,10 @@ class _Hook:
 
     def __call__(self, model: Any, **_: Any) -> Any:
         """Convert ``model``; keyword arguments are those of mbridge's callbacks."""
-        chunks = _chunks_of(model)
+        chunks: Chunks | None = _chunks_of(model)
         if not any(has_run(chunks, observing=observing) for observing in (True, False)):
             chunks = self.pending.complete(chunks)
-        if not chunks:
+        if chunks is None:
             return model
         if self.config.observe:
             observe(chunks, self.config)
