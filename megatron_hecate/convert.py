@@ -31,7 +31,7 @@ from megatron_hecate.record import tracing
 from megatron_hecate.record.recorder import JobMetrics
 from megatron_hecate.replicas import memory_estimate
 from megatron_hecate.replicas.memory_estimate import JobMemory, RankMemory
-from megatron_hecate.runtime.compiling import compile_all
+from megatron_hecate.runtime.compiling import compile_all, compile_transfers
 from megatron_hecate.runtime.layer_parts import LayerParts
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.settings import assumptions, foreign_code, unsupported, wrappers
@@ -69,10 +69,10 @@ class _Hook:
 
     def __call__(self, model: Any, **_: Any) -> Any:
         """Convert ``model``; keyword arguments are those of mbridge's callbacks."""
-        chunks = _chunks_of(model)
+        chunks: Chunks | None = _chunks_of(model)
         if not any(has_run(chunks, observing=observing) for observing in (True, False)):
             chunks = self.pending.complete(chunks)
-        if not chunks:
+        if chunks is None:
             return model
         if self.config.observe:
             observe(chunks, self.config)
@@ -102,6 +102,8 @@ def _convert(model: Model, config: HecateConfig) -> None:
     connection = connect(
         config.transport, groups, problems, timeout=config.timeout, nccl_ctas=config.nccl_ctas
     )
+    if connection.name == "nvlink" and config.slots:
+        problems += compile_transfers()
     note = _note(
         model, parts, problems=problems, config=config, speeds=speeds, connection=connection
     )

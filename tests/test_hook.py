@@ -111,7 +111,10 @@ def test_the_line_that_says_what_is_on() -> None:
         "expert memory of rank 0-1: homes 768.0 KiB (Adam, state not sharded: weights 192.0 KiB, "
         "gradients 192.0 KiB, optimizer 384.0 KiB); "
     )
-    assert [row.split()[0] for row in rows] == ["lifetime", ">", "microbatch", "layer"]
+    assert [row.split()[0] for row in rows] == [
+        *("lifetime", ">", "microbatch", "layer"),
+        "megatron_hecate.release(model)",
+    ]
     assert rows[1].split()[1] == "iteration"
 
 
