@@ -1,8 +1,9 @@
 # make demo       train a small MoE GPT on real text: stock Megatron, then FSSDP, then compare
-# make test       lint, types, budgets and the tests that matter; the oldest Megatron too, if there is a Python 3.11
+# make test       lint, types, budgets and one test of each kind of fault; the oldest Megatron too, if there is a Python 3.11
 # make test-fast  the tests that start no ranks
 # make test-between  the versions of Megatron between the oldest and the newest
-# make test-all   everything: thousands of random cases, sanitizers, and bugs planted to see that tests catch them
+# make test-all   everything: all layouts and settings, thousands of random cases, sanitizers, and bugs planted to see
+#                  that tests catch them
 # make test-bridge  Megatron-Bridge's own recipes on CPU ranks, in an environment of its own: 4 to 5 minutes
 # make lint       lint, types and budgets alone
 # make bench      step time, stock against FSSDP, skewed and balanced; time of the host
@@ -20,6 +21,8 @@ BIN = .venv/bin
 OLDEST = tests/training/test_parity.py tests/training/test_flex.py tests/training/test_checkpoint.py tests/megatron/test_experts.py tests/test_hook.py \
     tests/settings/test_classification.py tests/settings/test_wrappers.py tests/training/test_rehoming.py tests/training/test_moved_checkpoint.py
 BETWEEN = 0.17.1 0.18.2
+# Which tests other versions of Megatron run; `make test-all` runs the slow ones there, too.
+OTHERS = not newest and not slow
 # One thread a rank: ranks share the cores.
 export OMP_NUM_THREADS = 1
 
@@ -38,8 +41,8 @@ test-fast: .venv
 
 test-all: lint
 	$(BIN)/python -m pytest
-	$(MAKE) test-oldest
-	$(MAKE) test-between
+	$(MAKE) test-oldest OTHERS="not newest"
+	$(MAKE) test-between OTHERS="not newest"
 
 lint: .venv
 	$(BIN)/ruff check .
@@ -51,7 +54,7 @@ lint: .venv
 # The oldest Megatron we support needs Python 3.11; where there is none, this part is left out.
 test-oldest:
 	@if .ci/env.sh .venv-oldest 3.11; then \
-	    .venv-oldest/bin/python -m pytest -m "not newest and not slow" $(OLDEST); \
+	    .venv-oldest/bin/python -m pytest -m "$(OTHERS)" $(OLDEST); \
 	else echo "Python 3.11 not found: megatron-core 0.16.1 is not tested"; fi
 
 # The versions between need Python 3.12, as the newest does.
@@ -59,7 +62,7 @@ test-between: $(BETWEEN:%=test-between-%)
 
 test-between-%: .venv
 	@if .venv/bin/python -c "import sys; sys.exit(sys.version_info < (3, 12))"; then \
-	    .ci/between_env.sh .venv $* && .venv-$*/bin/python -m pytest -m "not newest and not slow" $(OLDEST); \
+	    .ci/between_env.sh .venv $* && .venv-$*/bin/python -m pytest -m "$(OTHERS)" $(OLDEST); \
 	else echo "Python 3.12 not found: megatron-core $* is not tested"; fi
 
 test-bridge: .venv

@@ -8,6 +8,8 @@ setup(
         "megatron_hecate.kernels",
     ],
     package_dir={"megatron_hecate.kernels": "kernels"},  # sources, compiled at first use
+    # package_data alone decides: MANIFEST.in has more files, for the sdist
+    include_package_data=False,
     package_data={
         "megatron_hecate": ["py.typed", "offline/page/*"],
         "megatron_hecate.kernels": ["*.cuh", "*.cu", "*.cpp"],

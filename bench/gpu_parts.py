@@ -36,7 +36,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         Part(
             "check",
             "what is here, and that the kernels compile for it",
-            "python -m megatron_hecate --check",
+            "python -m megatron_hecate check",
             60,
             "GPUs: compiled for sm_",
             # 1: no Megatron, which only the demo needs

@@ -132,7 +132,7 @@ class Bench:
             pull = Pull((Place(0, "slot", 0),), Place(0, "slot", 1), 0, self.elements)
         words = self.words.data_ptr()
         return Program(
-            TransferSchedule(((pull,),), frozenset()),
+            TransferSchedule.of_pulls([[pull]], 0),
             lambda place: [(memory[place].data_ptr(), self.elements)],
             signals=Signals(0, {0: words}, words + 64, self.failure.data_ptr(), timeout=10.0),
             itemsize=ITEMSIZE[transfer],

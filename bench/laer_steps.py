@@ -1,4 +1,4 @@
-"""Steps of LAER-MoE's artifact, predicted by the simulator behind ``--what-if``."""
+"""Steps of LAER-MoE's artifact, predicted by the simulator behind ``what-if``."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
+from megatron_hecate.comm.nvlink.chunks import MAX_RANKS  # noqa: E402
 from megatron_hecate.comm.nvlink.domains import Domains, Messages, Stages  # noqa: E402
-from megatron_hecate.comm.nvlink.schedule import MAX_RANKS  # noqa: E402
 from megatron_hecate.comm.transport import Copy, TransferPlan  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
 from megatron_hecate.plan.world import H100  # noqa: E402

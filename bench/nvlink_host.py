@@ -9,6 +9,9 @@ which has replicas on most ranks. All ranks are in one NVLink domain. *Plan* is 
 schedule, and *again* the program of the next transfer by the same schedule, as in another
 microbatch. An expert has two tensors (SwiGLU), gradients are fp32. Eight ranks are timed in turn,
 on one CPU core.
+
+*Iteration* is the sum over all layers of both schedules and both first programs, with the mean time
+of each.
 """
 
 from __future__ import annotations
@@ -26,11 +29,12 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_hecate.comm.nvlink import schedule as schedule_module  # noqa: E402
+from megatron_hecate.comm.nvlink.chunks import ChunkTable  # noqa: E402
 from megatron_hecate.comm.nvlink.domains import Stages  # noqa: E402
 from megatron_hecate.comm.nvlink.places import Place  # noqa: E402
-from megatron_hecate.comm.nvlink.program import Extent, Signals  # noqa: E402
-from megatron_hecate.comm.nvlink.program_cache import Memory, Programs  # noqa: E402
+from megatron_hecate.comm.nvlink.program import Extent, Program, Signals, compile_programs  # noqa: E402
+from megatron_hecate.comm.nvlink.program_cache import Programs  # noqa: E402
+from megatron_hecate.comm.nvlink.schedule import TransferSchedule  # noqa: E402
 from megatron_hecate.comm.transport import TransferPlan  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
 from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
@@ -41,7 +45,11 @@ SIZES: tuple[tuple[int, int], ...] = ((64, 8), (256, 64))
 PAIRS: int = 8192
 # elements of the tensors of an expert of DeepSeek-V3
 TENSORS: tuple[int, ...] = (2 * 7168 * 2048, 2048 * 7168)
+# MoE layers of DeepSeek-V3
+LAYERS: int = 58
 TARGETS: dict[str, float] = {"schedule": 200e-6, "program": 50e-6, "program again": 50e-6}
+# computed once per layer and plan, in both directions
+ONCE: tuple[str, ...] = ("schedule", "program")
 
 
 def placements(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> list[Placement]:
@@ -103,8 +111,20 @@ def measure(
     apart = {rank: (rank + 1) << 44 for rank in domain}
     elements = sum(TENSORS)
     every = num_ranks // 8
-    where: dict[str, Any] = dict(progress_at=apart, arrived=16, failure=32, timeout=1.0)
+    where: dict[str, Any] = dict(
+        progress_at=apart, arrived=16, failure=32, timeout=1.0, apart=apart
+    )
     signals = {rank: Signals(rank=rank, **where) for rank in domain}
+    for of_rank in signals.values():
+        # A job has one `Signals` for all transfers, whose cached properties are computed once.
+        Program(
+            TransferSchedule.of_pulls([[]], of_rank.rank),
+            _own,
+            signals=of_rank,
+            itemsize=2,
+            sums=False,
+            begin=1,
+        )
     builds = {"spAG": Stages.of_fetch, "spRS": Stages.of_return}
     for number, placement in enumerate(placements(num_experts, num_ranks, calls, hot=hot)):
         for rank in range(number % every, num_ranks, every):
@@ -112,7 +132,7 @@ def measure(
             copies = TransferPlan.from_placement(placement, rank).copies
             found["plan",].append(time.thread_time() - start)
             # Real ranks are separate processes and cannot share this cache.
-            schedule_module._Chunks.of.cache_clear()
+            ChunkTable.of.cache_clear()
             programs = Programs(signals[rank])
             for direction, build in builds.items():
                 sums = direction == "spRS"
@@ -122,8 +142,7 @@ def measure(
                 how: dict[str, Any] = dict(itemsize=4 if sums else 2, sums=sums, begin=7)
                 for step in ("program", "program again"):
                     start = time.thread_time()
-                    memory = Memory(_own, rank=rank, apart=apart)
-                    programs.make(schedule, memory, **how).relocate(1 << 20)
+                    programs.make(schedule, _own, **how).relocate(1 << 20)
                     found[step, direction].append(time.thread_time() - start)
     return found
 
@@ -138,7 +157,8 @@ def main() -> int:
     print("Median (90th percentile) of CPU time in microseconds.\n")
     columns = [("plan",), *itertools.product(TARGETS, ("spAG", "spRS"))]
     heads = " | ".join(", ".join(column) for column in columns)
-    print(f"| experts/ranks | loads | {heads} |\n|{'---|' * 9}")
+    print(f"| experts/ranks | loads | {heads} | iteration, ms |\n|{'---|' * 10}")
+    compile_programs()
     for num_experts, num_ranks in SIZES:
         for hot in (False, True):
             seconds = measure(num_experts, num_ranks, arguments.calls, hot=hot)
@@ -146,10 +166,12 @@ def main() -> int:
             for column in columns:
                 us = np.array(seconds[column]) * 1e6
                 cells.append(f"{np.median(us):,.0f} ({np.percentile(us, 90):,.0f})")
+            once = [np.mean(seconds[column]) for column in columns if column[0] in ONCE]
+            cells.append(f"{1e3 * LAYERS * sum(once):,.1f}")
             loads = "hot" if hot else "even"
             print(f"| {num_experts}/{num_ranks} | {loads} | {' | '.join(cells)} |", flush=True)
     targets = [f"{TARGETS[what] * 1e6:,.0f}" for what, *_ in columns[1:]]
-    print(f"| target | | | {' | '.join(targets)} |")
+    print(f"| target | | | {' | '.join(targets)} | |")
     return 0
 
 

@@ -60,7 +60,8 @@ def measure(options: argparse.Namespace) -> None:
         for at in order.sample(range(3), 3):
             for part, ours, stock in observed:
                 part.__class__ = ours if at == 2 else stock
-            observer.step = type(observer).step.__get__(observer) if at == 2 else lambda _: None
+            method = type(observer).before_step.__get__(observer)
+            observer.before_step = method if at == 2 else lambda _: None
             dist.barrier()
             start = time.perf_counter()
             busy = time.process_time()
@@ -69,7 +70,7 @@ def measure(options: argparse.Namespace) -> None:
             seconds[at, step] = torch.tensor(took)
     for part, ours, _ in observed:
         part.__class__ = ours
-    del observer.step
+    del observer.before_step
     wall, cpu = (part.contiguous() for part in seconds.unbind(dim=2))
     dist.all_reduce(wall, op=dist.ReduceOp.MAX)
     dist.all_reduce(cpu)
@@ -109,7 +110,7 @@ def _added(layers: list, case: object) -> float:
                 _exchange(watched)
             seconds.append(time.thread_time() - start)
         start = time.thread_time()
-        observer.step(optimizer)
+        observer.before_step(optimizer)
         end.append(time.thread_time() - start)
     base.forward = forward
     return case.accumulate * (min(count) + min(places[1]) - min(places[0])) + min(end)

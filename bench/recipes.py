@@ -31,7 +31,7 @@ and Megatron-LM's own functional tests that train experts. Nothing is run; setti
 built model reveals are checked at switch-on. For your own job:
 
 ```
-python -m megatron_hecate --check --settings FILE
+megatron-hecate check --settings FILE
 ```
 
 `FILE` holds fields of `TransformerConfig` and arguments of Megatron, as JSON or YAML; Bridge writes

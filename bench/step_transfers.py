@@ -81,7 +81,7 @@ class Transfers:
         words = self._words[rank].data_ptr()
         signals = Signals(rank, {rank: words}, words + 64, self._failure.data_ptr(), timeout=10.0)
         itemsize = 4 if sums else self.layer.weights.dtype.itemsize
-        schedule = TransferSchedule((tuple(pulls),), frozenset())
+        schedule = TransferSchedule.of_pulls([pulls], rank)
         program = Program(
             schedule, self._extents, signals=signals, itemsize=itemsize, sums=sums, begin=1
         )

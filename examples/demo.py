@@ -9,9 +9,9 @@ both equally.
 
 All jobs run ``megatron.training.pretrain`` on 2 processes (a CPU is enough), or on ``--gpus N``
 GPUs. The FSSDP run differs from the stock run by the launcher and a flag: ``-m megatron_hecate
---moe-fssdp``. Stock Megatron then loads its checkpoint. Tables are printed; plots, checkpoint and
-logs are written to ``--out``, and so are the page and the trace that
-``python -m megatron_hecate --report`` makes from the FSSDP run's record.
+run --moe-fssdp``. Stock Megatron then loads its checkpoint. Tables are printed; plots, checkpoint
+and logs are written to ``--out``, and so are the page and the trace that ``megatron-hecate report``
+makes from the FSSDP run's record.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Place:
         elif self.ranks > self.gpus:
             words.append(str(HERE / "run_on_shared_gpu.py"))
         if fssdp is not None:
-            words += ["-m", "megatron_hecate", *fssdp]
+            words += ["-m", "megatron_hecate", "run", *fssdp, "--"]
         words.append(str(HERE / "pretrain_gpt.py"))
         return words
 
@@ -312,7 +312,7 @@ def main() -> int:
     same = report(stock, ours, resumed, saved_at=steps, out=out)
     print()
     page = out / "report.html"
-    command = [sys.executable, "-m", "megatron_hecate", "--report", str(out / "run")]
+    command = [sys.executable, "-m", "megatron_hecate", "report", str(out / "run")]
     made = subprocess.run([*command, "--out", str(page)]).returncode == 0
     print(f"\n{conclude(stock, ours, Gain.of(stock, ours), balanced)}")
     print(f"All layers and ranks: {page}. {time.monotonic() - began:.0f} s in all.")

@@ -3,7 +3,7 @@
 #   MEGATRON=~/Megatron-LM DATA=~/data/text_document TOKENIZER=~/Qwen3-30B-A3B \
 #       examples/megatron_lm.sh
 # One node of 8 GPUs by default; slurm.sh starts several. Further arguments are passed to Megatron.
-# FSSDP is the three lines that begin with "-m megatron_hecate"; without these lines this is stock
+# FSSDP is the lines from "-m megatron_hecate run" to "--"; without these lines this is stock
 # Megatron. It has not been run on GPUs yet.
 set -euo pipefail
 : "${MEGATRON:?a checkout of Megatron-LM}" "${DATA:?a prefix made by its tools/preprocess_data.py}"
@@ -12,10 +12,11 @@ set -euo pipefail
 launch=(
     torchrun --nnodes "${NODES:-1}" --node-rank "${NODE_RANK:-0}" --nproc-per-node 8
     --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-29500}"
-    -m megatron_hecate
+    -m megatron_hecate run
     --moe-fssdp --moe-fssdp-slots 2 --moe-fssdp-lifetime auto
-    # Speeds of this cluster, measured by: torchrun ... -m megatron_hecate --measure FILE
+    # Speeds of this cluster, measured by: torchrun ... -m megatron_hecate measure FILE
     ${SPEEDS:+--moe-fssdp-speeds "$SPEEDS"}
+    --
     "$MEGATRON/pretrain_gpt.py"
 )
 model=(

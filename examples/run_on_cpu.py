@@ -1,7 +1,7 @@
 """Run an unmodified Megatron script on a CPU.
 
 torchrun ... run_on_cpu.py pretrain_gpt.py ...                      stock Megatron
-torchrun ... run_on_cpu.py -m megatron_hecate pretrain_gpt.py ...   with our launcher
+torchrun ... run_on_cpu.py -m megatron_hecate run -- pretrain_gpt.py ...   with our launcher
 """
 
 from __future__ import annotations

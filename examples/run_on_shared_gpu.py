@@ -1,7 +1,7 @@
 """Run a Megatron script on ranks that share one GPU, to test replicas on a single GPU.
 
-    torchrun ... run_on_shared_gpu.py pretrain_gpt.py ...                      stock Megatron
-    torchrun ... run_on_shared_gpu.py -m megatron_hecate pretrain_gpt.py ...   with our launcher
+    torchrun ... run_on_shared_gpu.py pretrain_gpt.py ...                  stock Megatron
+    torchrun ... run_on_shared_gpu.py -m megatron_hecate run -- pretrain_gpt.py ...   with FSSDP
 
 NCCL refuses two ranks on one GPU, so gloo stands in for it, on copies of the tensors in the host's
 memory. The transport ``nvlink`` is the real one: its kernels read and write the memory of the other

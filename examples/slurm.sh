@@ -9,7 +9,7 @@
 #   MEGATRON=... DATA=... TOKENIZER=... \
 #       sbatch --nodes 8 examples/slurm.sh --expert-model-parallel-size 32
 # Start it in this checkout, on a file system that all nodes share. Where an expert-parallel group
-# spans nodes, measure the links once with --measure, and set SPEEDS to that file. After
+# spans nodes, measure the links once (megatron_lm.sh), and set SPEEDS to that file. After
 # --moe-fssdp-timeout the other ranks name a rank that died.
 set -euo pipefail
 export NODES=$SLURM_JOB_NUM_NODES

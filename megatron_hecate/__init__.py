@@ -24,22 +24,34 @@ Importing this package imports neither Megatron nor CUDA.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron_hecate.config import HecateConfig
 
 __version__ = "0.1.0"
-__all__ = ["HecateConfig", "fssdp", "restore_homes"]
+__all__ = ["HecateConfig", "fssdp", "release", "restore_homes"]
 
 
 def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
     """Return the hook that converts a model, or a list of model chunks, to FSSDP and returns it.
 
-    Call the hook before DDP wraps the model; see `megatron_hecate.convert.fssdp`.
+    Call the hook on all ranks, after the model is built and before DDP wraps it. Collective:
+
+        model_chunks = fssdp(HecateConfig(slots=2))(model_chunks)
+
+    The hook converts every ``MoELayer`` in place; a second call changes nothing. It is also a
+    pre-wrap hook for a provider of Megatron-Bridge and for the model config of
+    ``megatron.training``. If FSSDP cannot be switched on, it raises on every rank, lists the
+    problems of all ranks, and leaves the model unchanged: ``ValueError`` for settings that cannot
+    be combined, differ between ranks, or do not fit the model; ``TypeError`` for anything that is
+    no model; ``TimeoutError`` if a rank does not call the hook within ``config.timeout`` seconds.
 
     Args:
-        config: settings of FSSDP; ``None`` for the defaults.
+        config: settings of FSSDP, see ``help(HecateConfig)``; ``None`` for the defaults.
+
+    Returns:
+        The hook: a function of a list of model chunks, or of one model, that returns its argument.
 
     Raises:
         TypeError: for a ``config`` of another type, such as the model itself.
@@ -61,11 +73,38 @@ def restore_homes(model: Any) -> None:
     Args:
         model: a model chunk or a list of model chunks, wrapped by DDP or not.
     """
-    chunks = model if isinstance(model, list) else [model]
+    for module in _converted_layers(model):
+        # all layers of a model share one schedule of homes
+        if module.prefetcher.rehoming is not None:
+            module.prefetcher.rehoming.restore()
+        return
+
+
+def release(model: Any) -> int:
+    """Free the memory of replicas until the next training forward, which allocates it again.
+
+    Call it on all ranks between two steps, such as before a rollout. Then
+    ``torch.cuda.empty_cache()`` gives the memory to other processes. NCCL's connections stay.
+
+    Args:
+        model: a model chunk or a list of model chunks, wrapped by DDP or not.
+
+    Returns:
+        Bytes that this rank has freed.
+
+    Raises:
+        RuntimeError: while gradients of replicas wait to return to their homes.
+    """
+    for module in _converted_layers(model):
+        # the import loads Megatron
+        from megatron_hecate.runtime.memory_release import release_memory
+
+        # all layers of a model share one prefetcher
+        return release_memory(module.prefetcher)
+    return 0
+
+
+def _converted_layers(model: Any) -> Iterator[Any]:
+    chunks = model if isinstance(model, list | tuple) else [model]
     for chunk in chunks:
-        for module in chunk.modules():
-            if hasattr(module, "fssdp"):
-                # all layers of a model share one schedule of homes
-                if module.prefetcher.rehoming is not None:
-                    module.prefetcher.rehoming.restore()
-                return
+        yield from (module for module in chunk.modules() if hasattr(module, "fssdp"))

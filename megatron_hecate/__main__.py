@@ -1,81 +1,147 @@
-"""Command line: run any training script with FSSDP's flags, unmodified, or one of our commands.
-
-    torchrun ... -m megatron_hecate --moe-fssdp pretrain_gpt.py <Megatron's arguments>
-    torchrun ... -m megatron_hecate --moe-fssdp -m package.module <its arguments>
-    torchrun ... -m megatron_hecate --moe-fssdp run_recipe.py <its arguments and overrides>
-
-The target is a script, a module or a console command, of Megatron-LM or of Megatron-Bridge.
+"""Command line ``megatron-hecate``; ``python -m megatron_hecate`` is the same.
 
 | command | effect |
 |---|---|
-| ``--check`` | print versions, and what FSSDP would use here |
-| ``--check --settings FILE`` | print whether FSSDP can be combined with a job's settings |
-| ``--measure FILE``, under torchrun | measure links and cores for ``--moe-fssdp-speeds FILE`` |
-| ``--what-if TRACE ...`` | simulate steps with and without FSSDP from recorded loads |
-| ``--report RUN_DIR`` | write a page about a recorded run: its losses and gains |
+| ``check`` | print versions, and what FSSDP would use here |
+| ``check --settings FILE`` | print whether FSSDP can be combined with a job's settings |
+| ``report RUN_DIR`` | write a page about a recorded run: its losses and gains |
+| ``what-if TRACE ...`` | simulate steps with and without FSSDP from recorded loads |
+| ``measure FILE``, under torchrun | measure links and cores for ``--moe-fssdp-speeds FILE`` |
+| ``run [--moe-fssdp ...] -- SCRIPT ...`` | run a training script with FSSDP's flags, unmodified |
+
+Each command has its own ``--help``. Older forms are aliases: ``--check``, ``--report``,
+``--what-if`` and ``--measure`` for the commands, and a target without ``run``:
+
+    torchrun ... -m megatron_hecate --moe-fssdp pretrain_gpt.py <Megatron's arguments>
+
+Options may precede their command, as in ``--settings FILE check``.
 """
 
 from __future__ import annotations
 
-import os
+import argparse
+import dataclasses
+import importlib
 import sys
+from collections.abc import Sequence
+from typing import Any
 
-from megatron_hecate import check, launcher
+from megatron_hecate import __version__, launcher
 
-DESCRIPTION = (
-    "Run a Megatron pretraining script, module or console command with the --moe-fssdp flags. "
-    "--check prints versions and whether FSSDP fits. "
-    "--check --settings FILE prints whether FSSDP can be combined with a job's settings "
-    "(a launch script, YAML or JSON). "
-    "--measure FILE, under torchrun, writes the speeds of links and cores for --moe-fssdp-speeds. "
-    "--what-if TRACE simulates, from recorded loads, the step time with and without FSSDP; "
-    "--what-if --help lists its settings. "
-    "--report RUN_DIR writes a page about a recorded run."
-)
-USAGE = (
-    "python -m megatron_hecate "
-    "[--moe-fssdp ...] {SCRIPT.py | -m MODULE | COMMAND} [its arguments] | "
-    "--check [--settings FILE] | --measure FILE | --what-if TRACE ... | "
-    "--report RUN_DIR [--out FILE]"
-)
+PROGRAM = "megatron-hecate"
 
 
-def main(argv: list[str]) -> int:
-    """Run a command, or a target whose Megatron accepts our flags; return the exit status."""
-    if argv[:1] == ["--check"]:
-        return check.main(argv[1:])
-    if argv[:1] == ["--what-if"]:
-        from megatron_hecate.offline import what_if
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Command of the command line.
 
-        return what_if.main(argv[1:])
-    if argv[:1] == ["--report"]:
-        from megatron_hecate.offline import report
+    Args:
+        module: module with its ``make_parser()`` and its ``main(arguments)``.
+        summary: its line in the overview.
+        alias: flag that selects it, too; empty without one.
+    """
 
-        return report.main(argv[1:])
-    if argv[:1] == ["--measure"]:
-        return _measure(argv[1:])
-    parser = launcher.Parser(
-        prog="python -m megatron_hecate", usage=USAGE, description=DESCRIPTION, allow_abbrev=False
-    )
-    return launcher.run(argv, parser)
+    module: str
+    summary: str
+    alias: str = ""
+
+    def load(self) -> Any:
+        """Import its module; commands do not pay for the imports of others."""
+        return importlib.import_module(f"megatron_hecate.{self.module}")
 
 
-def _measure(arguments: list[str]) -> int:
-    if len(arguments) != 1:
-        print(f"--measure takes one file, got {arguments}", file=sys.stderr)
-        return 2
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        print(
-            "--measure needs at least 2 ranks: "
-            "torchrun --nproc-per-node 2 -m megatron_hecate --measure FILE",
-            file=sys.stderr,
-        )
-        return 2
-    from megatron_hecate.offline.measure import measure
+COMMANDS = {
+    "check": Command(
+        "check", "print versions, and whether FSSDP fits here or a job's settings", "--check"
+    ),
+    "report": Command("offline.report", "write a page about a recorded run", "--report"),
+    "what-if": Command(
+        "offline.what_if", "simulate steps with and without FSSDP from recorded loads", "--what-if"
+    ),
+    "measure": Command(
+        "offline.measure",
+        "measure links and cores, under torchrun",
+        "--measure",
+    ),
+    "run": Command("launcher", "run a Megatron training script with the --moe-fssdp flags"),
+}
+# names and aliases of commands: name
+WORDS = {name: name for name in COMMANDS} | {
+    command.alias: name for name, command in COMMANDS.items() if command.alias
+}
 
-    measure(arguments[0])
-    return 0
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command, or a target whose Megatron accepts our flags; return the exit status.
+
+    Args:
+        argv: words of the command line; ``None`` for those of this process.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] in (["-h"], ["--help"]):
+        print(overview())
+        return 0
+    if words == ["--version"]:
+        print(f"{PROGRAM} {__version__}")
+        return 0
+    name, arguments = _find(words)
+    if name is None:
+        return launcher.main(words, commands=tuple(COMMANDS))
+    return COMMANDS[name].load().main(arguments)
+
+
+def overview() -> str:
+    """Describe all commands, for ``--help``."""
+    width = max(map(len, COMMANDS)) + 2
+    lines = "\n".join(f"  {name:{width}}{command.summary}" for name, command in COMMANDS.items())
+    return f"""\
+usage: {PROGRAM} [-h | --version] COMMAND ...
+       {PROGRAM} [--moe-fssdp ...] SCRIPT.py ...
+
+Train Mixture-of-Experts models of Megatron-LM with FSSDP, and find out what it would win.
+
+commands:
+{lines}
+
+COMMAND --help lists the arguments of a command, and run --help the --moe-fssdp flags. The second
+form is short for run. Flags are aliases of commands: --check, --report, --what-if, --measure.
+python -m megatron_hecate is the same as {PROGRAM}:
+
+  torchrun ... -m megatron_hecate run --moe-fssdp -- pretrain_gpt.py ARGUMENTS"""
+
+
+def _find(words: list[str]) -> tuple[str | None, list[str]]:
+    """Find the command, which may follow its own options.
+
+    Returns:
+        The name of the command, ``None`` without one; its arguments.
+    """
+    for at, word in enumerate(words):
+        # behind a target, given without `run`, stand its own arguments
+        is_behind_target = at > 0 and not words[0].startswith("-")
+        if word == "--" or is_behind_target:
+            break
+        name = WORDS.get(word)
+        if name is None:
+            continue
+        if at == 0 or _are_options(words[:at], COMMANDS[name].load().make_parser()):
+            return name, words[:at] + words[at + 1 :]
+    return None, words
+
+
+def _are_options(words: list[str], parser: argparse.ArgumentParser) -> bool:
+    """Return whether ``words`` are options of ``parser`` with their values, and nothing else."""
+    takes_value: dict[str, bool] = {}
+    for action in parser._actions:
+        takes_value.update(dict.fromkeys(action.option_strings, action.nargs is None))
+    at = 0
+    while at < len(words):
+        option, equals, _ = words[at].partition("=")
+        if option not in takes_value:
+            return False
+        at += 2 if takes_value[option] and not equals else 1
+    return at == len(words)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -27,7 +27,7 @@ from megatron.bridge.training import callbacks, pretrain
 from megatron.training.models.base import ModelConfig
 from torch.nn import Module
 
-from megatron_hecate import HecateConfig, fssdp, restore_homes
+from megatron_hecate import HecateConfig, entry, fssdp, restore_homes
 from megatron_hecate import enable as launcher
 from megatron_hecate.job.agreement import SwitchOnError, refuse
 from megatron_hecate.record.loggers import log_scalars
@@ -59,8 +59,14 @@ def enable(config: Any, **settings: Any) -> None:
         raise TypeError(
             f"bridge.enable takes a recipe, a ConfigContainer, got a {type(config).__name__}"
         )
-    _ask(config, HecateConfig(**settings).as_arguments())
+    asked = HecateConfig(**settings).as_arguments()
+    _ask(config, asked)
     _register(config)
+    # NeMo-RL passes hooks of its own to Bridge's `get_model` and never calls ``pretrain``: then
+    # `entry` reads the settings from here when DDP wraps the model, or refuses the first step.
+    for name, value in asked.items():
+        vars(config.model).setdefault(name, value)
+    entry.expect(config.model)
 
 
 class Metrics(callbacks.Callback):

@@ -1,4 +1,4 @@
-"""``python -m megatron_hecate --check``: print versions, and what FSSDP would use on this machine.
+"""``megatron-hecate check``: print versions, and what FSSDP would use on this machine.
 
 With ``--settings FILE`` it prints whether FSSDP would switch on for the jobs of a file. The file is
 one of the following:
@@ -30,19 +30,29 @@ from megatron_hecate.settings.files.read import read_jobs
 from megatron_hecate.settings.verdict import NO_SETTING, NoSettingError, Verdict
 
 
-def main(argv: list[str]) -> int:
-    """Run ``--check`` with the arguments after it and return the exit status.
-
-    The status is 0 if FSSDP can be switched on, 1 if not, and 2 if a file cannot be read or leaves
-    it open.
-    """
-    parser = argparse.ArgumentParser(prog="python -m megatron_hecate --check", allow_abbrev=False)
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-hecate check",
+        description="Print installed versions, and whether FSSDP fits: the exit status is 0 if "
+        "FSSDP can be switched on, 1 if not, 2 if a file cannot be read or leaves it open.",
+        allow_abbrev=False,
+    )
     parser.add_argument(
         "--settings",
         metavar="FILE",
         help="settings of a job, or a list of such: a launch script, YAML or JSON",
     )
-    path = parser.parse_args(argv).settings
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    """Run the command with the arguments after it and return the exit status.
+
+    The status is 0 if FSSDP can be switched on, 1 if not, and 2 if a file cannot be read or leaves
+    it open.
+    """
+    path = make_parser().parse_args(argv).settings
     if path is None:
         return _check_here()
     try:

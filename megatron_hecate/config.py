@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import os
 import re
+import textwrap
 import types
 import typing
 import warnings
@@ -32,9 +34,25 @@ MOST = {
 }
 
 
-def _flag(default: Any, text: str) -> Any:
-    """Define a field with the help text of its flag."""
-    return dataclasses.field(default=default, metadata={"help": text})
+def _flag(default: Any, text: str, allowed: str) -> Any:
+    """Define a field with the help text of its flag.
+
+    Args:
+        default: value without the flag.
+        text: meaning and unit.
+        allowed: values that are accepted.
+    """
+    return dataclasses.field(default=default, metadata={"help": text, "allowed": allowed})
+
+
+def _number(name: str) -> str:
+    """Describe the whole numbers that a field of `MOST` accepts."""
+    return f"a whole number from 0 to {MOST[name]}"
+
+
+# Flags given to our launcher, by argparse's names. The launcher knows them before it may import
+# Megatron.
+launched: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,11 +60,13 @@ class HecateConfig:
     """Settings of FSSDP. Every field is a flag: ``slots`` is ``--moe-fssdp-slots``.
 
     Raises:
-        ValueError: for a value outside its range.
+        ValueError: for a value outside its range; the message has all problems.
     """
 
     slots: int = _flag(
-        2, "Replicas that a rank can hold per MoE layer; 0 trains exactly as without FSSDP."
+        2,
+        "Replicas that a rank can hold per MoE layer; 0 trains exactly as without FSSDP.",
+        _number("slots"),
     )
     lifetime: Literal["auto", "iteration", "microbatch", "layer"] = _flag(
         "iteration",
@@ -54,6 +74,7 @@ class HecateConfig:
         "microbatch: fetched once per microbatch. layer: fetched before each forward of its layer "
         "and again before the backward (least memory). auto: the first of the three that fits into "
         "memory with the experts' gradients and optimizer state; activations are not counted.",
+        "auto, iteration, microbatch or layer",
     )
     transport: Literal["auto", "p2p", "nvlink"] = _flag(
         "auto",
@@ -61,54 +82,64 @@ class HecateConfig:
         "kernels, which read peer memory inside an NVLink domain (with CPU ranks: inside a "
         "machine), and p2p between domains. auto: nvlink if peers share an NVLink domain and its "
         "self-test succeeds, else p2p with the reason.",
+        "auto, p2p or nvlink",
     )
     overlap_degree: int | None = _flag(
         None,
         "Expert fetches per rank and layer that overlap with compute. They cost nothing, and no "
         "more are fetched. None measures the number.",
+        f"{_number('overlap_degree')}, or None",
     )
     late_replicas: int = _flag(
         0,
         "Replicas that a layer may fetch after the gate, over all ranks, if the true loads justify "
         "the cost: inside a node, and across nodes if speeds are measured.",
+        f"{_number('late_replicas')}; above 0 only with slots",
     )
     speeds: str | None = _flag(
         None,
-        "File with measured speeds (python -m megatron_hecate --measure FILE) for the cost model "
-        "of copies. None uses the speeds of an H100 node, or of CPU cores without GPUs.",
+        "File with measured speeds (torchrun ... -m megatron_hecate measure FILE) for the cost "
+        "model of copies. None uses the speeds of an H100 node, or of CPU cores without GPUs.",
+        "the name of an existing file, or None",
     )
     trace: str | None = _flag(
         None,
         "Iterations A-B, numbered as in Megatron's log, that every rank traces into the folder of "
-        "record (or fssdp-run). python -m megatron_hecate --report FOLDER merges the traces of all "
-        "ranks into one timeline.",
+        "record (or fssdp-run). megatron-hecate report FOLDER merges the traces of all ranks into "
+        "one timeline.",
+        "A-B or A, from 1 on, or None; not with observe",
     )
     rehome: int = _flag(
         0,
         "Iterations between two searches for better homes. Experts then move with their optimizer "
         "state if the move pays before the next search. 0 keeps all experts where Megatron built "
         "them.",
+        f"{_number('rehome')}; above 0 not with observe",
     )
     nccl_ctas: int = _flag(
         8,
         "Upper bound on the thread blocks of NCCL per transfer of replicas. Each occupies one "
         "multiprocessor of the GPU that concurrent kernels then lack. 0 leaves the number to NCCL, "
         "which may use 32.",
+        _number("nccl_ctas"),
     )
     timeout: float = _flag(
         600.0,
         "Seconds until a wait for another rank raises an error, or prints a line, with the name of "
         "that rank.",
+        f"a number of seconds from {SHORTEST:g} to {LONGEST:g}",
     )
     observe: bool = _flag(
         False,
         "Train bitwise as without FSSDP, with any settings, and record the number of tokens per "
         "expert. Works without --moe-fssdp, and takes precedence over it.",
+        "True or False",
     )
     record: str | None = _flag(
         None,
         "Folder for a record of every MoE layer and iteration. None records nothing; with "
         f"--moe-fssdp-observe it means {OBSERVED}.",
+        "the name of a folder, which need not exist, or None",
     )
 
     def __post_init__(self) -> None:
@@ -172,7 +203,7 @@ class HecateConfig:
             if value is not None and not (isinstance(value, str) and value):
                 yield f"{name}={value!r} must be the name of a {kind}, or None"
             elif name == "speeds" and value is not None and not Path(value).is_file():
-                way = "write it with torchrun ... -m megatron_hecate --measure FILE"
+                way = "write it with torchrun ... -m megatron_hecate measure FILE"
                 yield f"{value} does not hold measured speeds: speeds={value!r} is no file; {way}"
             elif name == "record" and value is not None and Path(value).is_file():
                 yield f"record={value!r} is a file; name a folder"
@@ -261,6 +292,23 @@ class HecateConfig:
         return None
 
 
+def _document(settings: type[HecateConfig]) -> None:
+    """Append all fields to the docstring, so that ``help`` and the flags have the same texts."""
+    lines = [inspect.cleandoc(settings.__doc__ or ""), "", "Args:"]
+    for field in dataclasses.fields(settings):
+        facts = f"Default {field.default!r}; {field.metadata['allowed']}; {_flag_of(field.name)}."
+        lines.append(
+            textwrap.fill(
+                f"{field.name}: {field.metadata['help']} {facts}",
+                width=92,
+                initial_indent=" " * 4,
+                subsequent_indent=" " * 8,
+                break_on_hyphens=False,
+            )
+        )
+    settings.__doc__ = "\n".join(lines)
+
+
 def _flag_of(field: str) -> str:
     return f"{FLAG}-{field.replace('_', '-')}"
 
@@ -283,3 +331,6 @@ def _options_of(field: str, hint: Any) -> dict[str, Any]:
     name_of_text = {"record": "DIR", "trace": "A-B"}.get(field, "FILE")
     metavar = {str: name_of_text, float: "SECONDS"}.get(kind, "N")
     return {"type": kind, "metavar": metavar}
+
+
+_document(HecateConfig)

@@ -24,13 +24,14 @@ from megatron_hecate.job.nccl import follow_job_timeout
 from megatron_hecate.job.problems import collect
 from megatron_hecate.layer import FSSDPLayer
 from megatron_hecate.megatron import training_state
+from megatron_hecate.megatron.pending_chunks import PendingChunks
 from megatron_hecate.observe import has_run, note_run, observe, read_speeds
 from megatron_hecate.plan import H100, Speeds, World
 from megatron_hecate.record import tracing
 from megatron_hecate.record.recorder import JobMetrics
 from megatron_hecate.replicas import memory_estimate
 from megatron_hecate.replicas.memory_estimate import JobMemory, RankMemory
-from megatron_hecate.runtime.compiling import compile_all
+from megatron_hecate.runtime.compiling import compile_all, compile_transfers
 from megatron_hecate.runtime.layer_parts import LayerParts
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.settings import assumptions, foreign_code, unsupported, wrappers
@@ -43,6 +44,9 @@ def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
     a pre-wrap hook of a Megatron-Bridge provider or of ``megatron.training``'s model config, or
     directly. A second run changes nothing. The hook takes the list of model chunks, or a model, and
     returns its argument.
+
+    As a callback of mbridge (``post_model_creation_callbacks``) it gets the chunks of a virtual
+    pipeline one at a time. It then converts all of them with the last one.
 
     The hook raises on every rank, lists the problems of all ranks, and leaves the model unchanged.
 
@@ -61,9 +65,15 @@ class _Hook:
     """Hook of `fssdp`; an object and not a closure, so that it can be pickled and compared."""
 
     config: HecateConfig
+    pending: PendingChunks = dataclasses.field(default_factory=PendingChunks, compare=False)
 
-    def __call__(self, model: Any) -> Any:
-        chunks = _chunks_of(model)
+    def __call__(self, model: Any, **_: Any) -> Any:
+        """Convert ``model``; keyword arguments are those of mbridge's callbacks."""
+        chunks: Chunks | None = _chunks_of(model)
+        if not any(has_run(chunks, observing=observing) for observing in (True, False)):
+            chunks = self.pending.complete(chunks)
+        if chunks is None:
+            return model
         if self.config.observe:
             observe(chunks, self.config)
         else:
@@ -92,6 +102,8 @@ def _convert(model: Model, config: HecateConfig) -> None:
     connection = connect(
         config.transport, groups, problems, timeout=config.timeout, nccl_ctas=config.nccl_ctas
     )
+    if connection.name == "nvlink" and config.slots:
+        problems += compile_transfers()
     note = _note(
         model, parts, problems=problems, config=config, speeds=speeds, connection=connection
     )

@@ -17,7 +17,7 @@ from typing import Any
 from megatron.training import arguments, training
 
 from megatron_hecate import HecateConfig, entry, fssdp
-from megatron_hecate.entry import launched
+from megatron_hecate.config import launched
 from megatron_hecate.job.agreement import refuse
 from megatron_hecate.settings import assumptions, unsupported
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
+import weakref
 from typing import Any
 
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -22,7 +22,9 @@ from torch.nn import Module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_hecate import HecateConfig, fssdp
+from megatron_hecate.config import launched
 from megatron_hecate.job.agreement import SwitchOnError, refuse
+from megatron_hecate.megatron.pending_chunks import num_chunks
 from megatron_hecate.observe import has_run, is_on
 from megatron_hecate.settings import unsupported
 
@@ -33,10 +35,10 @@ WAY_OUT = (
     "or leave --moe-fssdp out"
 )
 
-# flags given to our launcher
-launched: dict[str, Any] = {}
 # newest namespace of Megatron's parser, under the only key "newest"
 _parsed: dict[str, Any] = {}
+# model configurations that ask for FSSDP by attributes
+_expected: list[weakref.ref] = []
 # reasons why FSSDP stays off although flags ask for it
 _declined: set[str] = set()
 
@@ -62,6 +64,11 @@ def asked(config: Any = None) -> HecateConfig | None:
 def note_parsed(namespace: Any) -> None:
     """Store the result of Megatron's parser, which a script may not pass on to Megatron."""
     _parsed["newest"] = namespace
+
+
+def expect(config: Any) -> None:
+    """Refuse optimizer steps until a model is converted, while ``config`` asks for FSSDP."""
+    _expected.append(weakref.ref(config))
 
 
 def install() -> None:
@@ -110,7 +117,9 @@ def switch_on(wrapper: type, config: Any, module: Module) -> None:
 
 def is_off_against_wish() -> bool:
     """Return whether FSSDP was asked for and is not on for any model."""
-    return not is_on() and not _declined and _wanted(_requested())
+    if is_on() or _declined:
+        return False
+    return any(map(_wanted, [_requested(), *(vars(r()) for r in _expected if r() is not None)]))
 
 
 def _refuse_step_while_off(optimizer: Optimizer, *_: Any) -> None:
@@ -146,9 +155,8 @@ def _arguments() -> dict[str, Any]:
 
 def _chunks_beside(module: Module, config: Any) -> list[Module]:
     """Return all model chunks of this rank, from a list in a calling function."""
-    stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
-    stages = stages or parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
-    if stages == 1 or parallel_state.get_pipeline_model_parallel_world_size() == 1:
+    stages = num_chunks(config)
+    if stages == 1:
         return [module]
     frame = sys._getframe(1)
     while frame is not None:

@@ -1,14 +1,20 @@
 """Run a script, a module or a console command as Python would, with our flags added to Megatron's.
 
-Our flags may stand before the target or among its own arguments. The launcher reads both places,
+    torchrun ... -m megatron_hecate run --moe-fssdp -- pretrain_gpt.py <Megatron's arguments>
+    torchrun ... -m megatron_hecate run --moe-fssdp -- -m package.module <its arguments>
+    torchrun ... --no-python megatron-hecate run --moe-fssdp -- run_recipe.py <its arguments>
+
+The target is a script, a module or a console command, of Megatron-LM or of Megatron-Bridge. Our
+flags may stand before the target or among its own arguments. The launcher reads both places,
 because a script may ignore unknown arguments (``ignore_unknown_args``) and would ignore our flags,
-too.
+too. Arguments of the target stay as they are, also a ``--`` among them.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import importlib.abc
 import importlib.machinery
 import importlib.metadata
@@ -18,22 +24,22 @@ import runpy
 import shutil
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_hecate import HecateConfig
+from megatron_hecate.config import launched
 from megatron_hecate.job.rank_0 import refer_to_rank_0
 
 # Console commands and modules that start ranks. The launcher runs in each rank, so they must
 # precede it.
-STARTERS = (
-    "torchrun",
-    "accelerate",
-    "deepspeed",
-    "torch.distributed.run",
-    "torch.distributed.launch",
-)
+STARTERS = ("torchrun", "accelerate", "deepspeed")
+STARTERS += ("torch.distributed.run", "torch.distributed.launch")
+
+
+class UnknownWordError(ValueError):
+    """Target that is neither a file nor a command; it may be a misspelt command of ours."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,20 +71,32 @@ class Command:
 
     @classmethod
     def split(cls, argv: list[str], parser: argparse.ArgumentParser) -> Command:
-        """Split ``argv`` at the first word that is neither a flag of ``parser`` nor its value."""
+        """Split ``argv`` at the first word that is neither a flag of ``parser`` nor its value.
+
+        A ``--`` in front of the target is dropped.
+        """
         takes_value: dict[str, bool] = {}
         for action in parser._actions:
             takes_value.update(dict.fromkeys(action.option_strings, action.nargs is None))
         at = 0
         while at < len(argv):
             word = argv[at]
-            if word.startswith("-m") and not word.startswith("--"):
-                following = argv[at + 1 :] if word == "-m" else [word[2:], *argv[at + 1 :]]
-                return cls(argv[:at], "".join(following[:1]), True, following[1:])
-            if not word.startswith("-"):
-                return cls(argv[:at], word, False, argv[at + 1 :])
+            if word == "--":
+                return cls._of_target(argv[:at], argv[at + 1 :])
+            is_module = word.startswith("-m")
+            if is_module or not word.startswith("-"):
+                return cls._of_target(argv[:at], argv[at:])
             at += 2 if takes_value.get(word, False) else 1
-        return cls(argv, "", False, [])
+        return cls._of_target(argv, [])
+
+    @classmethod
+    def _of_target(cls, flags: list[str], words: list[str]) -> Command:
+        """Split ``words``, which begin with the target, or with ``-m`` and a module."""
+        first = "".join(words[:1])
+        if first.startswith("-m"):
+            following = words[1:] if first == "-m" else [first[2:], *words[1:]]
+            return cls(flags, "".join(following[:1]), True, following[1:])
+        return cls(flags, first, False, words[1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,10 +124,15 @@ class Target:
         """
         name = command.target
         if name in STARTERS:
-            right = "torchrun ... -m megatron_hecate ... SCRIPT.py"
+            right = "torchrun ... -m megatron_hecate run ... -- SCRIPT.py"
             raise ValueError(f"{name} starts the ranks, so it must precede our launcher: {right}")
         if command.is_module:
             return cls._module(name)
+        if name.startswith("-"):
+            raise ValueError(
+                f"a script, -m MODULE or a console command must follow --, got {name}; "
+                "our flags stand before --, or behind the script"
+            )
         path = Path(name)
         if path.is_file() or (path / "__main__.py").is_file():
             return cls._script(name)
@@ -156,24 +179,49 @@ class Target:
             return cls(name, path or name, folder, lambda: sys.exit(found[0].load()()))
         if path is not None and _is_python(Path(path), otherwise=False):
             return cls(name, path, folder, lambda: runpy.run_path(path, run_name="__main__"))
-        if path is None:
-            problem = "does not exist"
-        else:
-            problem = f"({path}) is not written in Python"
         ways = "a script, -m MODULE, or a console command of this Python environment"
-        raise ValueError(f"{name} {problem}; give {ways}")
+        if path is None:
+            raise UnknownWordError(f"{name} does not exist; give {ways}")
+        raise ValueError(f"{name} ({path}) is not written in Python; give {ways}")
 
 
-def run(argv: list[str], parser: Parser) -> int:
-    """Run the target that ``argv`` names; return the exit status."""
+def make_parser() -> Parser:
+    """Build the parser of the launcher's own flags."""
+    parser = Parser(
+        prog="megatron-hecate run",
+        usage="megatron-hecate run [--moe-fssdp ...] [--] "
+        "{SCRIPT.py | -m MODULE | COMMAND} [its arguments]",
+        description="Run a Megatron pretraining script, module or console command with the "
+        "--moe-fssdp flags, which may stand before it or among its own arguments. "
+        "Start it on all ranks: torchrun ... -m megatron_hecate run ... -- SCRIPT.py, "
+        "or torchrun ... --no-python megatron-hecate run ... -- SCRIPT.py.",
+        allow_abbrev=False,
+    )
     HecateConfig.add_arguments(parser)
+    return parser
+
+
+def main(argv: list[str], *, commands: Sequence[str] = ()) -> int:
+    """Run the target that ``argv`` names; return the exit status.
+
+    Args:
+        argv: our flags, the target, and its arguments.
+        commands: commands of ours that ``argv`` may have meant, for errors.
+    """
+    parser = make_parser()
     command = Command.split(argv, parser)
-    # -h and unknown flags before the target exit here
-    given = _given(parser.parse_args(command.flags, _unset()))
+    # -h exits here
+    known, unknown = parser.parse_known_args(command.flags, _unset())
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], commands)}")
+    given = _given(known)
     if not command.target and not command.is_module:
-        parser.error("no SCRIPT.py given, nor -m MODULE, nor a console command")
+        hint = _hint("", commands)
+        parser.error(f"no SCRIPT.py given, nor -m MODULE, nor a console command{hint}")
     try:
         target = Target.find(command)
+    except UnknownWordError as error:
+        parser.error(f"{error}{_hint(command.target, commands)}")
     except ValueError as error:
         parser.error(str(error))
     given |= _among(command.arguments)
@@ -195,15 +243,23 @@ def run(argv: list[str], parser: Parser) -> int:
     return _run(target, given, command.arguments)
 
 
-def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
-    from megatron_hecate import enable, entry
+def _hint(word: str, commands: Sequence[str]) -> str:
+    """Return the end of an error: the commands, and the one that ``word`` probably means."""
+    if not commands:
+        return ""
+    meant = difflib.get_close_matches(word.removeprefix("--"), commands, n=1)
+    guess = f"; did you mean {meant[0]}?" if meant else ";"
+    return f"{guess} commands: {', '.join(commands)} (megatron-hecate --help explains them)"
 
-    enable.launched.clear()
-    enable.launched.update(given)
-    if "megatron.bridge" in sys.modules:
-        import megatron_hecate.bridge  # noqa: F401
-    else:
-        sys.meta_path.insert(0, _WithBridge())
+
+def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
+    launched.clear()
+    launched.update(given)
+    for name, ours in _OURS.items():
+        if name in sys.modules:
+            _switch(ours)
+        else:
+            sys.meta_path.insert(0, _After(name, ours))
     _come_along(given)
     sys.argv = [target.argv0, *arguments]
     try:
@@ -212,12 +268,21 @@ def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
         # console commands also raise it on success, and the check below must follow
         if done.code not in (None, 0):
             raise
-    if entry.is_off_against_wish():
+    if _is_off_against_wish(given):
         if int(os.environ.get("RANK", 0)) == 0:
             text = "built no model by megatron.training or Megatron-Bridge: FSSDP was off"
             print(f"FSSDP: {target.name} {text}", file=sys.stderr)
         return 1
     return 0
+
+
+def _is_off_against_wish(given: dict[str, Any]) -> bool:
+    """Return whether FSSDP was asked for, and the target has converted no model."""
+    entry = sys.modules.get("megatron_hecate.entry")
+    if entry is None:
+        # the target has not imported Megatron
+        return bool(given.get("moe_fssdp") or given.get("moe_fssdp_observe"))
+    return entry.is_off_against_wish()
 
 
 # default that distinguishes flags that were left out
@@ -252,24 +317,51 @@ def _is_python(path: Path, *, otherwise: bool) -> bool:
     return otherwise
 
 
-class _WithBridge(importlib.abc.MetaPathFinder):
-    """Finder that imports `megatron_hecate.bridge` as soon as Megatron-Bridge is imported."""
+# Our modules that wrap functions and classes of a package, by the package. They are imported after
+# it, because a script may choose its Megatron by changing ``sys.path`` first, as Primus does.
+_OURS = {
+    "megatron.core": "megatron_hecate.entry",
+    "megatron.training": "megatron_hecate.enable",
+    "megatron.bridge": "megatron_hecate.bridge",
+}
+
+
+def _switch(ours: str) -> None:
+    """Import one of our modules, which wraps functions of Megatron or has a function that does."""
+    module = importlib.import_module(ours)
+    getattr(module, "install", lambda: None)()
+
+
+class _After(importlib.abc.MetaPathFinder):
+    """Finder that imports one of our modules as soon as a package has been imported.
+
+    Args:
+        package: name of the package.
+        ours: name of our module.
+    """
+
+    def __init__(self, package: str, ours: str) -> None:
+        self._package = package
+        self._ours = ours
 
     def find_spec(
         self, name: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "megatron.bridge":
+        if name != self._package:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        if spec is None or spec.loader is None:
+            # a script may try an import before it has set its path
+            sys.meta_path.insert(0, self)
+            return spec
+        execute = spec.loader.exec_module
 
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                import megatron_hecate.bridge  # noqa: F401
+        def exec_module(module: types.ModuleType) -> None:
+            execute(module)
+            _switch(self._ours)
 
-            spec.loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module
         return spec
 
 

@@ -1,4 +1,4 @@
-"""``python -m megatron_hecate --check --settings FILE``, for people who have a recipe and no ranks yet.
+"""``megatron-hecate check --settings FILE``, for people who have a recipe and no ranks yet.
 
 Oracle: literal verdicts and exit codes.
 """
@@ -34,7 +34,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture) -> Any:
     def run(text: str, name: str = "settings.json") -> tuple[int, str]:
         path = tmp_path / name
         path.write_text(text)
-        status = main(["--check", "--settings", str(path)])
+        status = main(["check", "--settings", str(path)])
         out, err = capsys.readouterr()
         assert status == 2 or not err
         return status, (err if status == 2 else out).strip()
@@ -229,7 +229,7 @@ def test_a_file_that_makes_no_sense_is_one_clear_error(check: Any, text: str, me
 def test_a_file_that_cannot_be_read(
     capsys: pytest.CaptureFixture, tmp_path: Path, check: Any
 ) -> None:
-    assert main(["--check", "--settings", str(tmp_path / "missing.json")]) == 2
+    assert main(["check", "--settings", str(tmp_path / "missing.json")]) == 2
     assert "missing.json: cannot be read: " in capsys.readouterr().err
     for text in ("a: [", "a: 1\n---\nb: 2", "&job\nmodel: *job"):
         status, error = check(text, "bad.yaml")
@@ -248,7 +248,7 @@ def test_it_needs_no_megatron(tmp_path: Path) -> None:
         sys.executable,
         "-m",
         "megatron_hecate",
-        "--check",
+        "check",
         "--settings",
         str(tmp_path / "job.json"),
     ]
@@ -267,7 +267,7 @@ def test_kernels_are_checked_without_megatron_and_numba(tmp_path: Path) -> None:
     (tmp_path / "megatron" / "__init__.py").touch()
     checkout = Path(__file__).resolve().parent.parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(checkout)])}
-    command = [sys.executable, "-m", "megatron_hecate", "--check"]
+    command = [sys.executable, "-m", "megatron_hecate", "check"]
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, text=True, capture_output=True, timeout=120
     )
@@ -283,14 +283,14 @@ def test_kernels_are_checked_without_megatron_and_numba(tmp_path: Path) -> None:
 def test_a_machine_without_a_compiler(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing compiled, no compiler: ``--check`` fails and says what to install; with one it succeeds."""
+    """Nothing compiled, no compiler: ``check`` fails and says what to install; with one it succeeds."""
     monkeypatch.setenv("MEGATRON_HECATE_CACHE", str(tmp_path / "cache"))
-    assert main(["--check"]) == 0
+    assert main(["check"]) == 0
     assert "CPU ranks: compiled, " in capsys.readouterr().out
     monkeypatch.setenv("MEGATRON_HECATE_CACHE", str(tmp_path / "empty"))
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
-    assert main(["--check"]) == 1
+    assert main(["check"]) == 1
     assert (
         "CPU ranks: no C++ compiler found; install one (apt-get install g++)"
         in capsys.readouterr().out

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import pydoc
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import megatron_hecate
 from megatron_hecate import HecateConfig, fssdp
 
 pytestmark = pytest.mark.fast
@@ -162,7 +166,7 @@ def test_settings_cannot_be_changed() -> None:
         (
             dict(speeds="no/such.json"),
             ValueError,
-            "speeds='no/such.json' is no file; write it with .* --measure FILE",
+            "speeds='no/such.json' is no file; write it with .* measure FILE",
         ),
         (dict(speeds=Path("no/such.json")), ValueError, "speeds='no/such.json' is no file"),
         (dict(speeds=""), ValueError, "speeds='' must be the name of a file, or None"),
@@ -211,3 +215,63 @@ def test_the_hook_is_made_of_settings(wrong: Any, shown: str) -> None:
     with pytest.raises(TypeError, match="fssdp takes a HecateConfig, or nothing, got ") as error:
         fssdp(wrong)
     assert f"got {shown}; write fssdp(HecateConfig(slots=2))(model_chunks)" in str(error.value)
+
+
+def _help(thing: Any) -> str:
+    """What ``help(thing)`` shows, in one line."""
+    return " ".join(pydoc.plain(pydoc.render_doc(thing)).replace("|", " ").split())
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(HecateConfig), ids=lambda field: field.name)
+def test_help_explains_every_field(field: dataclasses.Field) -> None:
+    """Meaning and unit as the flag has them; the default; what is allowed."""
+    text, allowed = field.metadata["help"], field.metadata["allowed"]
+    flag = f"--moe-fssdp-{field.name.replace('_', '-')}"
+    expected = f"{field.name}: {text} Default {field.default!r}; {allowed}; {flag}."
+    assert expected in _help(HecateConfig) and flag in FLAGS
+    assert len(text) > 50 and "\n" not in text
+    HecateConfig(**{field.name: field.default})
+
+
+@pytest.mark.parametrize(
+    ("name", "lowest", "highest", "wrong"),
+    [
+        ("slots", 0, 4096, 4097),
+        ("overlap_degree", 0, 4096, 4097),
+        ("late_replicas", 0, 1048576, 1048577),
+        ("rehome", 0, 1000000000, 1000000001),
+        ("nccl_ctas", 0, 64, 65),
+        ("timeout", 0.001, 1e8, 1.1e8),
+    ],
+)
+def test_help_states_the_limits_that_are_checked(
+    name: str, lowest: float, highest: float, wrong: float
+) -> None:
+    (text,) = re.findall(
+        rf"{name}: .*? --moe-fssdp-{name.replace('_', '-')}\.", _help(HecateConfig)
+    )
+    assert f"from {lowest:g} to {highest:.10g}" in text.replace("1e+08", "100000000")
+    for value in (lowest, highest):
+        HecateConfig(**{name: value})
+    for value in (lowest - 1, wrong):
+        with pytest.raises(ValueError, match=f"{name}="):
+            HecateConfig(**{name: value})
+
+
+def test_help_names_the_choices_that_are_checked() -> None:
+    for name in ("lifetime", "transport"):
+        (field,) = [field for field in dataclasses.fields(HecateConfig) if field.name == name]
+        for value in re.split(", | or ", field.metadata["allowed"]):
+            HecateConfig(**{name: value})
+            assert value == "auto" or f"{value}: " in field.metadata["help"]
+
+
+def test_help_explains_the_hook() -> None:
+    shown = _help(megatron_hecate.fssdp)
+    assert "fssdp(config: 'HecateConfig" in shown
+    for fact in (
+        "before DDP wraps it", "fssdp(HecateConfig(slots=2))(model_chunks)", "Args: config: ", "help(HecateConfig)",
+        "Returns: The hook: a function of a list of model chunks, or of one model", "Raises: TypeError",
+        "``ValueError`` for", "``TimeoutError`` if", "leaves the model unchanged",
+    ):  # fmt: skip
+        assert fact in shown, fact

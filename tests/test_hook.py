@@ -111,7 +111,10 @@ def test_the_line_that_says_what_is_on() -> None:
         "expert memory of rank 0-1: homes 768.0 KiB (Adam, state not sharded: weights 192.0 KiB, "
         "gradients 192.0 KiB, optimizer 384.0 KiB); "
     )
-    assert [row.split()[0] for row in rows] == ["lifetime", ">", "microbatch", "layer"]
+    assert [row.split()[0] for row in rows] == [
+        *("lifetime", ">", "microbatch", "layer"),
+        "megatron_hecate.release(model)",
+    ]
     assert rows[1].split()[1] == "iteration"
 
 
@@ -246,6 +249,37 @@ def test_the_hook_takes_a_model_or_its_chunks() -> None:
                 TypeError, match=f"takes a list of model chunks, or a model, got {shown}"
             ):
                 fssdp(HecateConfig(observe=observing))(wrong)
+
+
+@ranks(4)
+def test_chunks_one_at_a_time() -> None:
+    """As mbridge calls it, after each chunk of a virtual pipeline and with arguments of its own.
+
+    Oracle: the same model, converted as a list.
+    """
+    import tiny_gpt
+
+    case = tiny_gpt.Case(pp=2, vpp=2, accumulate=4)
+    tiny_gpt.initialize(case)
+    one_by_one = tiny_gpt.fssdp_hook()
+
+    def hook(chunks: list) -> list:
+        for chunk in chunks:
+            assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(chunks))
+            one_by_one(chunk, pre_process=True, post_process=False, config=chunk.config)
+        return chunks
+
+    for _ in range(2):  # a policy and a critic
+        ours = tiny_gpt.train(case, hook=hook)
+        layers = tiny_gpt.moe_layers(ours.chunks)
+        assert len(layers) == 2 and len({id(layer.prefetcher) for layer in layers}) == 1
+        one_by_one(ours.chunks[1].module)  # again: nothing changes
+    whole = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook())
+    assert tiny_gpt.difference(whole, ours) == tiny_gpt.SAME
+    chunks, _ = tiny_gpt.build(case)
+    one_by_one(chunks[0])
+    with pytest.raises(RuntimeError, match="the hook got only 1 of 2 chunks of this rank"):
+        chunks[0](None, None, None)
 
 
 @ranks(2)

@@ -5,6 +5,7 @@ Oracle: what stock Megatron's own log says for the same arguments.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -13,12 +14,22 @@ import time
 from pathlib import Path
 
 import pytest
-from pretraining import ROOT, SCRIPT, SUPPORT, losses, pretrain, python, run_script
+from pretraining import (
+    ROOT,
+    SCRIPT,
+    SUPPORT,
+    losses,
+    pretrain,
+    pretrain_arguments,
+    python,
+    run_script,
+)
+from ranks import ranks
 
 
 @pytest.mark.fast
 def test_check_prints_what_would_be_used() -> None:
-    done = python("-m", "megatron_hecate", "--check")
+    done = python("-m", "megatron_hecate", "check")
     assert done.returncode == 0, done.stderr
     assert re.search(r"megatron-core \S+: fits", done.stdout) and "transport p2p" in done.stdout
 
@@ -27,11 +38,19 @@ def test_check_prints_what_would_be_used() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "no SCRIPT.py given"),
-        (["--moe-fssdp"], "no SCRIPT.py given"),
         (["missing.py"], "missing.py does not exist"),
-        (["--moe-fssdp-slots", "many", str(SCRIPT)], "invalid int value: 'many'"),
-        (["--moe-fssdp-slot", "2", str(SCRIPT)], "unrecognized arguments: --moe-fssdp-slot"),
+        *(
+            pytest.param(arguments, message, marks=pytest.mark.slow)
+            for arguments, message in (
+                ([], "no SCRIPT.py given"),
+                (["--moe-fssdp"], "no SCRIPT.py given"),
+                (["--moe-fssdp-slots", "many", str(SCRIPT)], "invalid int value: 'many'"),
+                (
+                    ["--moe-fssdp-slot", "2", str(SCRIPT)],
+                    "unrecognized arguments: --moe-fssdp-slot",
+                ),
+            )
+        ),
     ],
 )
 def test_usage_errors(arguments: list[str], message: str) -> None:
@@ -60,9 +79,55 @@ def test_a_script_that_starts_itself_again_and_builds_no_model(tmp_path: Path) -
     )
 
 
+@ranks(2, timeout=300)
+def _pretrain_here(text: Path, log: Path, launcher: list[str]) -> None:
+    """Run the example's script in these ranks, with no process of its own; the last rank's output goes to ``log``."""
+    import run_on_cpu
+    import torch.distributed as dist
+
+    sys.argv = ["run_on_cpu.py", *launcher, str(SCRIPT), *pretrain_arguments(text)]
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with (
+        (log if last else Path(os.devnull)).open("w") as out,
+        contextlib.redirect_stdout(out),
+    ):
+        try:
+            run_on_cpu.main()
+        except SystemExit as ended:  # our launcher's
+            assert not ended.code
+
+
+LATE = """
+import sys
+early = [name for name in sys.modules if name.partition(".")[0] == "megatron"]
+sys.path.insert(0, sys.argv[1])
+import megatron.training, megatron.core
+from megatron.core.distributed import DistributedDataParallel
+print(early, megatron.core.__file__, megatron.training.__file__)
+wrapped = (megatron.training.training.setup_model_and_optimizer, DistributedDataParallel.__mro__[1].__init__)
+print([hasattr(function, "_megatron_hecate") for function in wrapped])
+"""
+
+
 @pytest.mark.newest
-def test_flags_hook_and_launcher_train_the_stock_model(text: Path) -> None:
-    stock = losses(pretrain(text, launcher=[]))
+def test_a_script_chooses_its_megatron(tmp_path: Path) -> None:
+    """Primus puts its own Megatron on the path when it starts; then this one is to be enabled."""
+    import megatron.core
+
+    (script := tmp_path / "late.py").write_text(LATE)
+    (own := tmp_path / "own").mkdir()
+    (own / "megatron").symlink_to(Path(megatron.core.__file__).parents[1])
+    done = python("-m", "megatron_hecate", "--moe-fssdp", str(script), str(own), timeout=240)
+    paths = [str(own / "megatron" / name / "__init__.py") for name in ("core", "training")]
+    said = f"[] {' '.join(paths)}\n[True, True]\n"
+    assert done.stdout.endswith(said), done.stdout + done.stderr
+    assert done.returncode == 1 and "late.py built no model" in done.stderr, done.stderr
+
+
+@pytest.mark.newest
+def test_flags_hook_and_launcher_train_the_stock_model(text: Path, tmp_path: Path) -> None:
+    _pretrain_here(text, tmp_path / "stock", [])
+    stock = losses((tmp_path / "stock").read_text())
     assert len(stock) == 6
     free = str(
         ROOT / "tests" / "data" / "free_copies.json"
@@ -72,16 +137,21 @@ def test_flags_hook_and_launcher_train_the_stock_model(text: Path) -> None:
         "flags before the script and among Megatron's": pretrain(
             text, *speeds, launcher=["-m", "megatron_hecate", *flags]
         ),
+        "torchrun -m megatron_hecate run --": pretrain(
+            text, *speeds, launcher=[], before=["-m", "megatron_hecate", "run", *flags, "--"]
+        ),
         "one line": pretrain(
             text, *flags, *speeds, launcher=[], script=SUPPORT / "scripts" / "enabled_pretrain.py"
         ),
     }.items():
         assert losses(log) == pytest.approx(stock, rel=1e-5), how
         assert log.count("FSSDP on: 4 MoE layers, 16 experts over 2 ranks, 3 slots") == 1, how
-    off = pretrain(text, launcher=["-m", "megatron_hecate"])
+    _pretrain_here(text, tmp_path / "off", ["-m", "megatron_hecate", "run", "--"])
+    off = (tmp_path / "off").read_text()
     assert losses(off) == stock and "FSSDP" not in off
 
 
+@pytest.mark.slow
 @pytest.mark.newest
 def test_flags_that_cannot_be_combined_stop_the_run_with_a_list(text: Path) -> None:
     settings = "--cuda-graph-impl local --use-megatron-fsdp --ckpt-format fsdp_dtensor"
@@ -116,7 +186,8 @@ fssdp(HecateConfig(slots=2))(chunks)
 
 
 @pytest.mark.newest
-def test_the_hook_by_itself_prints_a_list_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", ["hook", pytest.param("launcher", marks=pytest.mark.slow)])
+def test_the_hook_by_itself_prints_a_list_once(tmp_path: Path, way: str) -> None:
     """In a script that neither our launcher nor `enable` is in; so it is with flags that are out of range."""
     (script := tmp_path / "hooked.py").write_text(HOOKED)
     path = os.pathsep.join(map(str, [ROOT, ROOT / "examples", *SUPPORT.glob("*/"), SUPPORT]))
@@ -127,29 +198,23 @@ def test_the_hook_by_itself_prints_a_list_once(tmp_path: Path) -> None:
         "PYTHONPATH": path,
     }
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    for rest, problem in {
-        (str(script),): "--moe-fssdp with moe_single_grouped_weight=True",
-        (
-            "-m",
-            "megatron_hecate",
-            "--moe-fssdp-slots",
-            "-1",
-            "--moe-fssdp",
-            str(script),
-        ): "slots=-1 must be",
-    }.items():
-        done = subprocess.run(
-            [*command, *rest],
-            env=environment,
-            text=True,
-            capture_output=True,
-            timeout=120,
-            cwd=tmp_path,
-        )
-        log = done.stdout + done.stderr
-        assert done.returncode != 0 and log.count(problem) == 1, log
-        if rest[0] != "-m":
-            _assert_printed_once(log, problem)
+    flags = ["-m", "megatron_hecate", "--moe-fssdp-slots", "-1", "--moe-fssdp"]
+    rest = [str(script)] if way == "hook" else [*flags, str(script)]
+    done = subprocess.run(
+        [*command, *rest],
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        cwd=tmp_path,
+    )
+    log = done.stdout + done.stderr
+    if way == "hook":
+        problem = "--moe-fssdp with moe_single_grouped_weight=True"
+        _assert_printed_once(log, problem)
+    else:
+        problem = "slots=-1 must be"
+    assert done.returncode != 0 and log.count(problem) == 1, log
 
 
 @pytest.mark.newest

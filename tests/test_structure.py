@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,12 @@ def test_imports_point_one_way(path: Path) -> None:
             assert top in allowed and not name.startswith("torch.distributed"), (
                 f"plan imports {name}"
             )
+
+
+def test_no_test_imports_another_one() -> None:
+    for path in (CHECKOUT / "tests").rglob("*.py"):
+        imported = [name for name in _imports(path) if re.search(r"(^|\.)test_", name)]
+        assert not imported, f"{path} imports {imported}: shared code belongs to tests/support"
 
 
 def test_sizes_stay_within_their_budgets(capsys: pytest.CaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Simulate whole steps with rivals, for ``--what-if ... --rivals NAME,...``."""
+"""Simulate whole steps with rivals, for ``what-if ... --rivals NAME,...``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def planned(planner: type[Planner], counts: np.ndarray, setting: Setting, *, onc
 
 
 def outcomes(names: Sequence[str], job: SimulatedJob, slots: int) -> list[Outcome]:
-    """Simulate the planners ``names`` for ``--what-if``.
+    """Simulate the planners ``names`` for ``what-if``.
 
     A planner plans from the loads of one microbatch; all microbatches have equal loads. It replays
     `INTERVAL` steps before the first counted step; a short trace is extended by its first step.

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _world
 
 from megatron_hecate.comm.connection import Connection, Group
+from megatron_hecate.comm.nvlink.chunks import MAX_RANKS
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
-from megatron_hecate.comm.nvlink.schedule import MAX_RANKS
 from megatron_hecate.comm.nvlink.selftest import self_test
 from megatron_hecate.comm.nvlink.transport import NVLink
 from megatron_hecate.comm.overlap import explain_exposed

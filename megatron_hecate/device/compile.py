@@ -313,7 +313,11 @@ def _cache_folder() -> Path:
             f"no folder for compiled kernels ({error}); name one in ${CACHE}"
         ) from error
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # parents by the umask, but not writable by others, who could replace the folder
+        missing = [parent for parent in folder.parents if not parent.exists()]
+        for parent in reversed(missing):
+            parent.mkdir(mode=0o755, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise PermissionError(
             f"{folder} cannot be made ({error}); name another folder in ${CACHE}"

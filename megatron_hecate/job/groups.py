@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from megatron_hecate.job.collectives import wait_collective
@@ -30,6 +31,11 @@ def new_group(
     between a few ranks. torch derives the name of a new group from the ranks and from the number of
     process groups that the calling rank is in, which must therefore be equal on all ``ranks``.
 
+    slime replaces ``torch.distributed.new_group`` by a function whose groups it destroys for a
+    rollout and creates again. One of ours would then be created under a name that the store knows
+    already, and no collective would connect its ranks. So this function calls torch's own, and its
+    groups stay alive during a rollout.
+
     Args:
         ranks: ranks of the job, ascending.
         made: largest number of process groups that any of ``ranks`` is in. A rank in fewer groups
@@ -48,12 +54,12 @@ def new_group(
     )
     with _no_bound_device():
         while len(_world.pg_names) < made:
-            dist.new_group([dist.get_rank()], backend="gloo", **settings)
+            distributed_c10d.new_group([dist.get_rank()], backend="gloo", **settings)
         if nccl is not None:
             settings["pg_options"] = options = nccl.options()
             options._timeout = settings["timeout"]
         try:
-            group = dist.new_group(list(ranks), **settings)
+            group = distributed_c10d.new_group(list(ranks), **settings)
         # torch's error names the missing ranks in some cases only.
         except RuntimeError as error:
             raise RuntimeError(

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from megatron_hecate.offline.job_settings import JobSettings
 from megatron_hecate.offline.outcome import Outcome, Way, spread
+from megatron_hecate.offline.presets import CLUSTERS
 from megatron_hecate.offline.recommendation import ERROR, Advice, recommend
 from megatron_hecate.offline.recorded_loads import check_loads, read_loads
 from megatron_hecate.offline.recorded_run import RecordedRun
@@ -82,29 +83,11 @@ def compare(
     """
     settings, job = make_job(flags, run)
     most = job.model.experts - job.model.experts // job.world.num_ranks
-    asked = {int(count) for count in flags.slots.split(",")} - {0}
-    transports = _transports(flags, run)
-    ways = [
-        Way(slots=slots, lifetime=lifetime, late=late, rehome=rehome, transport=transport)
-        for transport, slots, lifetime, rehome, late in itertools.product(
-            transports,
-            # More slots than experts without a home on the rank cannot be filled.
-            sorted({min(count, most) for count in asked} - {0}),
-            flags.lifetime.split(","),
-            sorted({int(steps) for steps in flags.rehome.split(",")}),
-            sorted({int(count) for count in flags.late_replicas.split(",")}),
-        )
-    ]
+    ways = _asked_ways(flags, run, most)
     how = dict(processes=flags.processes, show_progress=show_progress)
     outcomes = simulate_ways(job, ways, **how)
     notes = list(settings.notes)
-    # Slots that no plan fills are memory for nothing: fewer are simulated, too.
-    fewer = [
-        dataclasses.replace(way, slots=max(one.used, 1))
-        for way, one in zip(ways, outcomes, strict=True)
-        if one.used < way.slots > 1
-    ]
-    further = [way for way in dict.fromkeys(fewer) if way not in ways]
+    further = _fewer_slots(ways, outcomes)
     if further:
         filled = max(way.slots for way in further)
         notes.append(
@@ -114,10 +97,11 @@ def compare(
     outcomes += simulate_ways(job, further, **how)
     outcomes = job.references() + outcomes
     error = ERROR if settings.step_ms is None else 0.0
-    if max(asked, default=0) > most:
+    largest = max(_asked_slots(flags), default=0)
+    if largest > most:
         notes.append(
             f"a rank has no home of {most} experts, so more than {most} slots are never filled; "
-            f"--slots {max(asked)} is simulated as {most}"
+            f"--slots {largest} is simulated as {most}"
         )
     advice = recommend(
         outcomes,
@@ -132,6 +116,38 @@ def compare(
         advice=advice,
         notes=(*notes, *_doubts(settings, run)),
     )
+
+
+def _asked_slots(flags: argparse.Namespace) -> set[int]:
+    """Return the numbers of slots of the command line, without 0."""
+    return {int(count) for count in flags.slots.split(",")} - {0}
+
+
+def _asked_ways(flags: argparse.Namespace, run: RecordedRun | None, most: int) -> list[Way]:
+    """List the ways of the command line, with at most ``most`` slots.
+
+    More slots than experts without a home on the rank cannot be filled.
+    """
+    return [
+        Way(slots=slots, lifetime=lifetime, late=late, rehome=rehome, transport=transport)
+        for transport, slots, lifetime, rehome, late in itertools.product(
+            _transports(flags, run),
+            sorted({min(count, most) for count in _asked_slots(flags)} - {0}),
+            flags.lifetime.split(","),
+            sorted({int(steps) for steps in flags.rehome.split(",")}),
+            sorted({int(count) for count in flags.late_replicas.split(",")}),
+        )
+    ]
+
+
+def _fewer_slots(ways: Sequence[Way], outcomes: Sequence[Outcome]) -> list[Way]:
+    """List ways with the slots that plans have filled: further slots are memory for nothing."""
+    fewer = [
+        dataclasses.replace(way, slots=max(one.used, 1))
+        for way, one in zip(ways, outcomes, strict=True)
+        if one.used < way.slots > 1
+    ]
+    return [way for way in dict.fromkeys(fewer) if way not in ways]
 
 
 def _transports(flags: argparse.Namespace, run: RecordedRun | None) -> list[str]:
@@ -180,6 +196,8 @@ def make_job(
     model = settings.model
     layout = settings.layout
     cluster = settings.cluster
+    if settings.cluster_name in CLUSTERS:
+        cluster = cluster.for_group(layout.ep)
     nodes = tuple(rank // cluster.per_node for rank in range(layout.ep))
     world = World(nodes, cluster.speeds)
     # Every step is planned from a forecast: a single recorded step is repeated as its own history.
@@ -208,6 +226,11 @@ def make_job(
         optimizer_shards=settings.optimizer_shards,
         excess=excess,
     )
+    return _scaled(settings, job)
+
+
+def _scaled(settings: JobSettings, job: SimulatedJob) -> tuple[JobSettings, SimulatedJob]:
+    """Scale ``job`` to the time of a step, if it is known."""
     if settings.step_ms is None:
         return settings, job
     try:

@@ -1,4 +1,4 @@
-"""``torchrun ... -m megatron_hecate --measure FILE``: measure links and compute for the planner.
+"""``torchrun ... -m megatron_hecate measure FILE``: measure links and compute for the planner.
 
 Run it as the job will run: same nodes, same ranks per node. Every number is the slowest rank's
 median.
@@ -6,11 +6,12 @@ median.
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -23,6 +24,9 @@ from megatron_hecate.plan import Link, Placement, Speeds, World
 from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.tables import GroupShape
 
+FEW_RANKS = (
+    "measuring needs at least 2 ranks: torchrun --nproc-per-node 2 -m megatron_hecate measure FILE"
+)
 REPEATS: int = 7
 TIMEOUT: float = 60.0
 WARMUPS: int = 2
@@ -30,6 +34,31 @@ WARMUPS: int = 2
 CHUNK: int = 16 << 20
 # tokens, hidden and ffn size of the GEMM on a CPU; a GPU multiplies each by 8
 GEMM: tuple[int, int, int] = (512, 512, 512)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-hecate measure",
+        usage="torchrun ... -m megatron_hecate measure FILE",
+        description="Measure links and compute for the cost model, on the nodes and with as many "
+        "ranks per node as the job will have. Takes seconds.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "file", metavar="FILE", help="file to write, for --moe-fssdp-speeds and what-if --cluster"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command on this rank; returns its exit status."""
+    parser = make_parser()
+    path = parser.parse_args(argv).file
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        parser.error(FEW_RANKS)
+    measure(path)
+    return 0
 
 
 def measure(path: str) -> None:
@@ -51,7 +80,7 @@ def measure(path: str) -> None:
     inter = _link(world, device, same_node=False)
     if world.num_nodes > 1 and inter is None:
         per_node = sorted(Counter(world.node).values())
-        raise ValueError(f"--measure needs the same number of ranks on every node, got {per_node}")
+        raise ValueError(f"measuring needs the same number of ranks on every node, got {per_node}")
     # A job on one node has no link between nodes, and one rank per node has none inside: the
     # planner gets the only link that exists for both.
     speeds = Speeds(
@@ -78,10 +107,7 @@ def _start() -> torch.device:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend)
     if dist.get_world_size() < 2:
-        raise ValueError(
-            "--measure needs at least 2 ranks: "
-            "torchrun --nproc-per-node 2 -m megatron_hecate --measure FILE"
-        )
+        raise ValueError(FEW_RANKS)
     return device
 
 
@@ -92,7 +118,7 @@ def _check_writable(path: str) -> None:
         try:
             Path(path).open("a").close()
         except OSError as error:
-            failed = [f"--measure cannot write {path}: {error}"]
+            failed = [f"cannot write {path}: {error}"]
     dist.broadcast_object_list(failed)
     if failed[0] is None:
         return

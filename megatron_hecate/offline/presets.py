@@ -8,6 +8,12 @@ from pathlib import Path
 
 from megatron_hecate.plan import H100, LayerShape, Link, Speeds
 
+# Seconds of the quotas' kernel, by ranks, and of all other parts of routing to replicas: see
+# `plan.H100`.
+QUOTA_RANKS: tuple[int, int] = (8, 64)
+QUOTA_SECONDS: tuple[float, float] = (20e-6, 120e-6)
+OTHER_ROUTING: float = 115e-6
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
@@ -145,7 +151,7 @@ class Cluster:
 
     @classmethod
     def named(cls, name: str, *, per_node: int = 8) -> Cluster:
-        """Look up a cluster of the table, or load a file from ``--measure``.
+        """Look up a cluster of the table, or load a file from ``megatron-hecate measure``.
 
         Args:
             name: name in `CLUSTERS`, or path of a file.
@@ -160,10 +166,23 @@ class Cluster:
             known = ", ".join(CLUSTERS)
             raise ValueError(
                 f"no cluster and no file is named {name!r}; "
-                f"there are {known}, and files from --measure"
+                f"there are {known}, and files from megatron-hecate measure"
             )
         speeds = Speeds.load(name)
         return cls(per_node=per_node, speeds=speeds, dense=speeds.flops, memory=0.0)
+
+    def for_group(self, ranks: int) -> Cluster:
+        """Return the cluster with the cost of routing to replicas in a group of ``ranks``.
+
+        Of the parts behind `plan.H100`, quotas grow with the group: from 20 us with 8 ranks to 120
+        with 64, measured on an H200 (docs/gpu-results.md). Outside this range the nearest measured
+        value is used.
+        """
+        few, many = QUOTA_RANKS
+        least, most = QUOTA_SECONDS
+        share = (min(max(ranks, few), many) - few) / (many - few)
+        routing = OTHER_ROUTING + least + share * (most - least)
+        return dataclasses.replace(self, speeds=dataclasses.replace(self.speeds, routing=routing))
 
 
 def _cluster(

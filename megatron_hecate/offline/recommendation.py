@@ -54,24 +54,10 @@ def recommend(
     """
     forced, stock = outcomes[:2]
     ways = outcomes[2:]
-    most = capacity or math.inf
-    if not ways:
-        text = "there are no slots, or experts are not spread over ranks"
-        return _stay(f"do not switch it on: {text}")
-    if stock.memory.total >= most:
-        return _stay(
-            f"stock itself does not fit: its experts take {stock.memory.total / 2**30:.1f} of "
-            f"{most / 2**30:.0f} GiB of a rank; spread them over more expert-parallel ranks (--ep) "
-            "or pipeline stages (--pp)"
-        )
-    fits = [way for way in ways if way.memory.total < most]
-    if not fits:
-        least = min(way.memory.total for way in ways)
-        return _stay(
-            f"do not switch it on: experts with replicas take {least / 2**30:.1f} of "
-            f"{most / 2**30:.0f} GiB of a rank, without {stock.memory.total / 2**30:.1f}; "
-            "simulate fewer --slots, or --lifetime layer"
-        )
+    obstacle = _obstacle(stock, ways, capacity)
+    if obstacle:
+        return _stay(obstacle)
+    fits = [way for way in ways if way.memory.total < (capacity or math.inf)]
     # Slots that no plan fills are memory for nothing.
     filled = [way for way in fits if way.slots <= max(way.used, 1)] or fits
     # The transport named first is the one that FSSDP uses; others are for comparison.
@@ -80,20 +66,7 @@ def recommend(
     enough = WORTH * (1 + error) / (1 + WORTH * error)
     best = _smallest_of_fastest(filled, within=(1 - enough) * stock.seconds)
     gain = 1 - best.seconds / stock.seconds
-    lost = 1 - forced.seconds / stock.seconds
-    memory = best.memory.replicas
-    if capacity:
-        price = f"{memory / capacity:.1%} of memory"
-    else:
-        price = f"{best.memory.added:.1%} of the experts' memory"
-    costs = f"imbalance costs {share_text(lost, error)}"
-    # Beyond forced balance: replicas keep tokens on their node.
-    if best.parts.get("messages saved", 0.0) > 0.0005 * stock.seconds:
-        costs += "; replicas save messages, too"
-    reason = (
-        f"{share_text(gain, error)} of a step to win ({costs}), for {memory / 2**30:.2f} GiB, "
-        f"{price}"
-    )
+    reason = _reason(best, stock, forced, capacity=capacity, error=error)
     if not error and not measured_speeds:
         low, high = (f"{gain * by:.1%}" for by in EXPERT_TIMES)
         reason += f"; {low} to {high}, since the experts' speed is assumed"
@@ -105,6 +78,48 @@ def recommend(
         return Advice(best=None, considered=best, verdict="unknown", text=text)
     text = f"switch it on, {flags_of(best)}: {reason}"
     return Advice(best=best, considered=best, verdict="yes", text=text)
+
+
+def _obstacle(stock: Outcome, ways: Sequence[Outcome], capacity: float) -> str:
+    """Return why none of ``ways`` can run on ranks with ``capacity`` bytes; empty if one can."""
+    most = capacity or math.inf
+    if not ways:
+        return "do not switch it on: there are no slots, or experts are not spread over ranks"
+    if stock.memory.total >= most:
+        return (
+            f"stock itself does not fit: its experts take {stock.memory.total / 2**30:.1f} of "
+            f"{most / 2**30:.0f} GiB of a rank; spread them over more expert-parallel ranks (--ep) "
+            "or pipeline stages (--pp)"
+        )
+    least = min(way.memory.total for way in ways)
+    if least >= most:
+        return (
+            f"do not switch it on: experts with replicas take {least / 2**30:.1f} of "
+            f"{most / 2**30:.0f} GiB of a rank, without {stock.memory.total / 2**30:.1f}; "
+            "simulate fewer --slots, or --lifetime layer"
+        )
+    return ""
+
+
+def _reason(
+    best: Outcome, stock: Outcome, forced: Outcome, *, capacity: float, error: float
+) -> str:
+    """Format the gain of ``best``, the cost of imbalance, and the price in memory."""
+    gain = 1 - best.seconds / stock.seconds
+    lost = 1 - forced.seconds / stock.seconds
+    memory = best.memory.replicas
+    if capacity:
+        price = f"{memory / capacity:.1%} of memory"
+    else:
+        price = f"{best.memory.added:.1%} of the experts' memory"
+    costs = f"imbalance costs {share_text(lost, error)}"
+    # Beyond forced balance: replicas keep tokens on their node.
+    if best.parts.get("messages saved", 0.0) > 0.0005 * stock.seconds:
+        costs += "; replicas save messages, too"
+    return (
+        f"{share_text(gain, error)} of a step to win ({costs}), for {memory / 2**30:.2f} GiB, "
+        f"{price}"
+    )
 
 
 def _stay(text: str, considered: Outcome | None = None) -> Advice:

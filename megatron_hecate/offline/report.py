@@ -1,4 +1,4 @@
-"""``python -m megatron_hecate --report RUN_DIR [RUN_DIR]``: page about one or two recorded runs.
+"""``megatron-hecate report RUN_DIR [RUN_DIR]``: page about one or two recorded runs.
 
 The page is one file that needs no network: a template, its data, and a small plotting library
 (uPlot). Iterations are averaged in groups where a chart has fewer points than the run has
@@ -33,7 +33,7 @@ PARTS = (
 def make_parser() -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_hecate --report", description=__doc__.splitlines()[0]
+        prog="megatron-hecate report", description="Write a page about one or two recorded runs."
     )
     parser.add_argument(
         "run_dirs",

@@ -158,10 +158,28 @@ def content(run: Run, other: Run | None = None) -> dict[str, Any]:
             "replicas": _mean_replicas(record.replica, hottest),
         },
         "layers": rows,
+        "ranks": _ranks(figures),
         "reasons": reasons(figures, {row[-1] for row in rows}),
         "worst": sorted(range(layers), key=lambda at: -rows[at][7])[:WORST],
         "compared": None if other is None else _compared(run, other),
     }
+
+
+def _ranks(figures: Figures) -> list[dict[str, Any]]:
+    """Return the verdict about every rank, slow or hot; empty if experts were not timed."""
+    return [
+        {
+            "stage": stage,
+            "rank": speed.rank,
+            # JSON has no NaN.
+            "pace": None if np.isnan(speed.pace) else round(speed.pace, 3),
+            "load": None if np.isnan(speed.load) else round(speed.load, 3),
+            "verdict": speed.verdict,
+            "since": speed.since,
+        }
+        for stage, speeds in figures.rank_speeds.items()
+        for speed in speeds
+    ]
 
 
 def _notes(run: Run) -> list[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +13,10 @@ from megatron_hecate.offline.modelled_run import ModelledRun
 from megatron_hecate.offline.recommendation import EXPERT_TIMES, flags_of, share_range
 from megatron_hecate.plan.replicas import BALANCED
 from megatron_hecate.record.analysis import Figures
+from megatron_hecate.record.rank_speed import MARGIN
+
+# Slow or hot ranks of a stage that the page names.
+RANKS: int = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +45,7 @@ def verdict_on_stock(found: Comparison | None, folder: Path) -> Verdict:
         found: comparison of FSSDP's settings; ``None`` if the record is not enough for it.
         folder: folder of the run.
     """
-    what_if = f"python -m megatron_hecate --what-if {folder}"
+    what_if = f"megatron-hecate what-if {folder}"
     if found is None:
         return Verdict(
             kind="neutral",
@@ -100,7 +106,7 @@ def verdict_on_fssdp(figures: Figures, modelled: ModelledRun | None, folder: Pat
         modelled: modelled times; ``None`` if unknown.
         folder: folder of the run.
     """
-    command = f"python -m megatron_hecate --report STOCK_RUN {folder}"
+    command = f"megatron-hecate report STOCK_RUN {folder}"
     purpose = "Compare with a run of --moe-fssdp-observe:"
     if modelled is None:
         return Verdict(
@@ -157,6 +163,25 @@ def sentences(figures: Figures, mean: Mapping[str, float]) -> list[str]:
         found.append("Loads of the fullest rank are those of each microbatch.")
     if not figures.observed:
         found.append(_copies_text(figures))
+    return found + _speed_texts(figures)
+
+
+def _speed_texts(figures: Figures) -> list[str]:
+    """Name slow ranks, and hot ranks where FSSDP was off; empty if experts were not timed."""
+    found: list[str] = []
+    for stage, speeds in figures.rank_speeds.items():
+        of_stage = f" of stage {stage}" if len(figures.rank_speeds) > 1 else ""
+        shown = [speed for speed in speeds if speed.is_slow or (speed.is_hot and figures.observed)]
+        shown.sort(key=lambda speed: (not speed.is_slow, -speed.pace))
+        for speed in shown[:RANKS]:
+            text = speed.describe(f"rank {speed.rank}{of_stage}")
+            found.append(f"{text[0].upper()}{text[1:]}.")
+    every = itertools.chain.from_iterable(figures.rank_speeds.values())
+    known = [speed for speed in every if not math.isnan(speed.pace)]
+    if known and not any(speed.is_slow for speed in known):
+        found.append(
+            f"No rank is slow: none needs {MARGIN:.0%} more time per token than the others."
+        )
     return found
 
 

@@ -368,6 +368,6 @@ class SimulatedJob:
             raise ValueError(
                 f"--step-ms {seconds * 1e3:g} is less than experts and all-to-alls alone take, "
                 f"{error}: check --ranks, --ep and --microbatches, or take a --cluster "
-                "file that --measure has written there"
+                "file that megatron-hecate measure has written there"
             ) from error
         return dataclasses.replace(self, timing=timing)

@@ -1,6 +1,6 @@
 """Estimate whether FSSDP pays for a run.
 
-``python -m megatron_hecate --what-if TRACE --model NAME --cluster NAME --ranks N`` runs this. Steps
+``megatron-hecate what-if TRACE --model NAME --cluster NAME --ranks N`` runs this. Steps
 are simulated from recorded loads, under forced balance, stock expert parallelism, and FSSDP as it
 would plan. The assumptions are in docs/what-if.md, and the errors found against published figures
 in docs/what-if-checks.md.

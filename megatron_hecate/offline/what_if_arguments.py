@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron_hecate.offline.presets import CLUSTERS, MODELS
 from megatron_hecate.replicas.buffers import LIFETIMES
 
-PROGRAM = "python -m megatron_hecate --what-if"
+PROGRAM = "megatron-hecate what-if"
 # arguments of at least 1, where given
 _POSITIVE = (
     "ranks",
@@ -25,7 +25,7 @@ _POSITIVE = (
 )
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
+def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     """Build the parser of the command line."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM,
@@ -45,8 +45,8 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--cluster",
-        help=f"{', '.join(CLUSTERS)}, or a file from --measure (default: the speeds that a run "
-        "folder holds)",
+        help=f"{', '.join(CLUSTERS)}, or a file from megatron-hecate measure "
+        "(default: the speeds that a run folder holds)",
     )
     _add_layout(parser)
     _add_step(parser)
@@ -79,7 +79,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         "--per-node",
         type=int,
         default=8,
-        help="ranks per node, with a file from --measure (%(default)s)",
+        help="ranks per node, with a file from megatron-hecate measure (%(default)s)",
     )
     add("--microbatches", type=int, help="microbatches per step (default: of a run folder, else 8)")
     add(

@@ -22,9 +22,6 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLoca
 
 from megatron_hecate.plan.compiled import cache_folder
 
-_SOURCES = hashlib.sha256(
-    b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-)
 _DIGEST = hashlib.sha256().digest_size
 
 
@@ -33,6 +30,14 @@ def dispatcher_of(function: Callable) -> Any:
     dispatcher: Any = numba.njit(nogil=True)(function)
     dispatcher._cache = _Cache(function)
     return dispatcher
+
+
+@functools.cache
+def _hash_sources(folder: Path) -> str:
+    """Hash all sources of ``folder`` and of `plan`."""
+    folders = (Path(__file__).parent, folder)
+    sources = [path.read_bytes() for where in folders for path in sorted(where.glob("*.py"))]
+    return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
 class _Nowhere(_CacheLocator):
@@ -67,10 +72,10 @@ class _Cache(FunctionCache):
 
     def _path(self, signature: Any, codegen: Any) -> Path:
         # numba's key covers the signature, the processor and the function's own bytecode; the hash
-        # of all sources covers the functions that it calls
+        # of all sources in its folder covers the functions that it calls
         key = (
             self._index_key(signature, codegen),
-            _SOURCES.hexdigest(),
+            _hash_sources(Path(self._py_func.__code__.co_filename).parent),
             numba.__version__,
             sys.version,
         )
@@ -109,7 +114,11 @@ class _Cache(FunctionCache):
 
 
 def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # parents by the umask, but not writable by others, who could replace the folder
+    missing = [parent for parent in path.parent.parents if not parent.exists()]
+    for parent in reversed(missing):
+        parent.mkdir(mode=0o755, exist_ok=True)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
     # `mkstemp` makes a file of mode 600; the rename is atomic, so no reader sees a partial file
     descriptor, temporary = tempfile.mkstemp(dir=path.parent)
     try:

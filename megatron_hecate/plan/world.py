@@ -1,6 +1,6 @@
 """Topology and speed of the machine: the node of every rank, links and cores.
 
-Speeds default to an H100 node's; ``python -m megatron_hecate --measure FILE`` writes measured ones.
+Speeds default to an H100 node's; ``megatron-hecate measure FILE`` writes measured ones.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Speeds:
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{path} does not hold measured speeds ({type(error).__name__}: {error}); "
-                "write it with torchrun ... -m megatron_hecate --measure FILE"
+                "write it with torchrun ... -m megatron_hecate measure FILE"
             ) from error
 
     def save(self, path: Path | str, *, origin: str) -> None:
@@ -120,7 +120,7 @@ H100 = Speeds(
     # a return of 32. NCCL is not measured.
     contention=0.12,
 )
-# Two CPU ranks of one thread each, gloo, fp32; result of `--measure` on the machine of
+# Two CPU ranks of one thread each, gloo, fp32; result of `measure` on the machine of
 # docs/results.md.
 CPU = Speeds(
     intra=Link(bandwidth=0.9e9, latency=350e-6),

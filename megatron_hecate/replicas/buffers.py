@@ -144,6 +144,15 @@ class Buffer:
         self._to_zero = ()
         self.holds = self.transfer = self.abandon = None
 
+    def forget_zeros(self) -> None:
+        """Zero the whole memory in the next `begin_sums`, whatever has been zeroed before."""
+        # the memory may be freed next
+        if self._zeroed is not None:
+            torch.cuda.current_stream().wait_event(self._zeroed)
+        self._zeroed = None
+        self._is_zero = False
+        self._to_zero = ()
+
     def begin_sums(self, *, from_zero: bool) -> None:
         """Prepare the buffer for the gradients of a new backward.
 
@@ -222,6 +231,8 @@ class BufferPool:
         with lasting_tensors():
             memory = transport.allocate(sizes.total, layers, device)
             buffers = [Buffer(part) for part in memory.split([*sizes.weights, *sizes.grads])]
+        # Bytes that `release` frees.
+        self.nbytes = sizes.total + transport.extra_bytes(layers)
         self._weights = buffers[: len(sizes.weights)]
         self._grads = buffers[len(sizes.weights) :]
         # Free buffers for weights. Only lifetime ``microbatch`` takes from the list.
@@ -230,10 +241,13 @@ class BufferPool:
         Attempt.current().at_end(self.release)
 
     def release(self) -> None:
-        """Free the memory at the end of the job's attempt, even where the model is kept alive."""
+        """Free the memory: at the end of the job's attempt, or until another pool is made."""
         for buffer in (*self._weights, *self._grads):
             buffer.release()
         self.transport.release()
+        self.nbytes = 0
+        # no layers have room here any more
+        self.layers = ()
 
     def weights(self, layer: int, *, label: str) -> Buffer:
         """Return the buffer for weights of ``layer`` in one microbatch.
@@ -285,4 +299,8 @@ class BufferPool:
         for buffer in (*self._weights, *self._grads):
             buffer.clear()
             buffer.holds = None
+        # Memory savers may have dropped the content between two iterations (`torch_memory_saver`
+        # without a copy in host memory).
+        for buffer in self._grads:
+            buffer.forget_zeros()
         self._free = list(self._weights)

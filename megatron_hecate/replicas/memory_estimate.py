@@ -321,6 +321,8 @@ def _format_table(memory: RankMemory, lifetime: str, *, ranks: Sequence[int]) ->
             f"  transport: {_size(used.connected)} of it are NCCL's connections, which are "
             "allocated now"
         )
+    released = used.replicas - used.connected
+    lines.append(f"  megatron_hecate.release(model) frees {_size(released)} between two steps")
     if used.expected > memory.free:
         lines.append(
             f"  {_size(used.expected)} of this are not allocated yet, more than is free: the rank "

@@ -8,9 +8,11 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Iterator
 
 import torch.distributed as dist
 
+from megatron_hecate.comm.nvlink.program import compile_programs
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.job.problems import collect
@@ -29,15 +31,25 @@ def compile_all(*, plans: bool) -> list[str]:
     """
     problems: list[str] = []
     if plans:
-        with collect(problems, "planning cannot be compiled"):
-            _compile_planner()
+        with collect(problems, "planning cannot be compiled"), _notice("the planner"):
+            compile_planner()
     with collect(problems, f"{socket.gethostname()}: the kernels cannot be compiled"):
         Kernels(device_of_rank())
     return problems
 
 
-def _compile_planner() -> None:
-    text = "FSSDP: compiling the planner, some 20 seconds"
+def compile_transfers() -> list[str]:
+    """Compile the schedules and programs of transport ``nvlink``; returns problems as text."""
+    problems: list[str] = []
+    with collect(problems, "transfers cannot be compiled"), _notice("transfers"):
+        compile_programs()
+    return problems
+
+
+@contextlib.contextmanager
+def _notice(what: str) -> Iterator[None]:
+    """Print on rank 0 that ``what`` is being compiled, if that takes long."""
+    text = f"FSSDP: compiling {what}, some 20 seconds"
     # without a home folder nothing is kept, and compiling warns
     with contextlib.suppress(FileNotFoundError):
         text += f"; the result is kept in {cache_folder()}"
@@ -45,6 +57,6 @@ def _compile_planner() -> None:
     try:
         if dist.get_rank() == 0:
             notice.start()
-        compile_planner()
+        yield
     finally:
         notice.cancel()

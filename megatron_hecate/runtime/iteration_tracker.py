@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch.optim.optimizer import Optimizer
 
+from megatron_hecate.job.attempt import Attempt
 from megatron_hecate.megatron.global_hooks import listen_to_steps
 
 # Upper bound of successive iterations without an optimizer step that keep their plans: the first
@@ -61,6 +62,7 @@ class IterationTracker:
         self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         self.has_stepped = False
         self._num_unstepped = 0
+        self._attempt = Attempt.current()
         listen_to_steps(self)
 
     def enter(self, layer: int) -> bool:
@@ -83,10 +85,20 @@ class IterationTracker:
 
         Returns:
             The next result of `enter`.
+
+        Raises:
+            RuntimeError: if the job's default process group has been destroyed since conversion.
         """
         if self.is_in(layer):
             return False
         if self._begun != self.iteration:
+            if self._attempt.is_over:
+                raise RuntimeError(
+                    "FSSDP: the default process group was destroyed after this model was "
+                    "converted, and the groups that transfer replicas with it; keep it during a "
+                    "rollout (slime: SLIME_DESTROY_WORLD_PROCESS_GROUP=0), or build and convert "
+                    "the model again"
+                )
             self._begun = self.iteration
             self.microbatches = self.counted_microbatches
             self._forwards = [0] * len(self._passes)

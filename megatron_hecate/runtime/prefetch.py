@@ -77,7 +77,7 @@ class Prefetcher:
         self.rehoming: Any = None
         # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.
         self.gradients: bool | None = None
-        self._pool: BufferPool | None = None
+        self.pool: BufferPool | None = None
         # True if the pool's sizes have been compared with the parameters in this iteration.
         self._pool_is_checked = False
         # For each chunk, the schedule's call that ran the chunk's last forward.
@@ -224,8 +224,8 @@ class Prefetcher:
                 self.states, self.monitor, self.meter, self.tracker.counted_microbatches or 1
             )
         self.tracker.weights_changed("DDP reduced gradients")
-        if self._pool is not None:
-            self._pool.unbind()
+        if self.pool is not None:
+            self.pool.unbind()
 
     def gradients_dropped(self) -> None:
         """End the iteration when DDP zeroes gradients; drop waiting gradients of replicas."""
@@ -355,21 +355,21 @@ class Prefetcher:
         Parameters have their final type by then. With or without planned replicas the allocation
         precedes the activations, which would use up free memory.
         """
-        if self._pool_is_checked and self._pool is not None:
-            return self._pool
+        if self._pool_is_checked and self.pool is not None:
+            return self.pool
         self._pool_is_checked = True
         layers = [state.parts.buffer(state.config.slots) for state in self.states]
-        if self._pool is None or self._pool.layers != layers:
+        if self.pool is None or self.pool.layers != layers:
             first = self.states[0]
             layer = first.parts.layer
-            self._pool = BufferPool(
+            self.pool = BufferPool(
                 first.transport,
                 layers,
                 first.config.lifetime,
                 in_flight=training_state.forwards_in_flight(layer.config, self.chunk_of),
                 device=next(layer.experts.parameters()).device,
             )
-        return self._pool
+        return self.pool
 
     def _begin_iteration(self) -> None:
         # If weights were loaded in the middle of an iteration, gradients may still wait.
@@ -382,8 +382,8 @@ class Prefetcher:
             self.returns.begin_iteration(self.tracker.microbatches)
         here.iteration = running_iteration() or here.iteration + 1
         self._pool_is_checked = False
-        if self._pool is not None:
-            self._pool.reset(self.tracker.ended_because)
+        if self.pool is not None:
+            self.pool.reset(self.tracker.ended_because)
         if self._has_fetched:
             self.meter.fetched()
         for state in self.states:

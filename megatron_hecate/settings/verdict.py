@@ -244,7 +244,7 @@ def _asks(variables: Mapping[str, tuple[str, ...]]) -> list[str]:
         if name == COMMAND:
             lines.append(f"the output of a command decides {decided}")
         elif name.isidentifier():
-            way = f"give it, as in {name}=... python -m megatron_hecate --check"
+            way = f"give it, as in {name}=... megatron-hecate check"
             lines.append(f"{name} decides {decided}: {way}")
         else:
             way = "write its value into the script"

@@ -139,7 +139,8 @@ def test_the_command_prints_its_tables(capsys: pytest.CaptureFixture) -> None:
     main(["--only", "forced,marin"])
     text = capsys.readouterr().out
     assert (
-        text.count("held back") == 4
+        text.count("held back") == 6
+        and text.count("not scored") == 2
         and text.count("| fitted ") == 2
         and "average overload 1.338" in text
     )

@@ -301,7 +301,7 @@ def test_another_bridge_is_refused() -> None:
         import megatron_hecate.bridge  # noqa: F401
 
 
-@pytest.mark.parametrize("way", ["attributes of the provider", "flags"])
+@pytest.mark.parametrize("way", ["attributes of the provider", "flags", "enabled"])
 @ranks(2)
 def test_a_provider_that_builds_without_pretrain(way: str) -> None:
     """As frameworks of reinforcement learning do, with a hook of their own in place of registered ones."""
@@ -312,6 +312,8 @@ def test_a_provider_that_builds_without_pretrain(way: str) -> None:
     config = recipe()
     if way == "flags":
         bridge.launcher.launched.update(moe_fssdp=True, moe_fssdp_slots=1)
+    elif way == "enabled":
+        bridge.enable(config, slots=1)
     else:
         config.model.moe_fssdp, config.model.moe_fssdp_slots = True, 1
     config.model.finalize()
@@ -321,6 +323,39 @@ def test_a_provider_that_builds_without_pretrain(way: str) -> None:
     model = build(ddp_config=config.ddp, pre_wrap_hook=lambda chunks: seen.extend(chunks) or chunks)
     layers = [m for chunk in model for m in chunk.modules() if hasattr(m, "fssdp")]
     assert seen and [layer.fssdp.config.slots for layer in layers] == [1, 1]
+
+
+@ranks(2)
+def test_a_recipe_whose_model_is_never_wrapped_does_not_step() -> None:
+    """NeMo-RL's `get_model` with its own list of hooks, and a framework that wraps the model itself."""
+    import torch
+    from bridge_on_cpu import recipe
+    from megatron.bridge.models.model_provider import get_model
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    from megatron_hecate import bridge
+
+    config = recipe()
+    bridge.enable(config, slots=1)
+    config.model.finalize()
+    config.model.initialize_model_parallel(seed=1)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+
+    def build(wrap_with_ddp: bool) -> list:
+        return get_model(
+            config.model,
+            config.ddp,
+            pre_wrap_hook=[lambda chunks: chunks],
+            pg_collection=groups,
+            wrap_with_ddp=wrap_with_ddp,
+        )
+
+    optimizer = torch.optim.SGD(build(wrap_with_ddp=False)[0].parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"it was asked for, and SGD is about to step"):
+        optimizer.step()
+    (wrapped,) = build(wrap_with_ddp=True)
+    assert sum(hasattr(module, "fssdp") for module in wrapped.modules()) == 2
+    optimizer.step()
 
 
 @ranks(2)

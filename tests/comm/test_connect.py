@@ -214,7 +214,7 @@ def test_only_members_make_a_process_group(transport: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("connects", [False, True])
+@pytest.mark.parametrize("connects", [pytest.param(False, marks=pytest.mark.slow), True])
 @ranks(3, killed=frozenset({1}), preload=None)
 def test_a_rank_that_dies_while_groups_are_made(connects: bool) -> None:
     """Before it makes its own, or when it has: the others say in time which ranks they wait for."""

@@ -98,7 +98,7 @@ def test_too_little_shared_memory_is_said_on_all_ranks() -> None:
         module.os.posix_fallocate = full
     with pytest.raises(
         RuntimeError,
-        match=r"transport nvlink: rank 1 cannot allocate \d+ bytes of shared memory, \d+ are free in /dev/shm: "
+        match=r"transport nvlink: rank 1: cannot allocate \d+ bytes of shared memory, \d+ are free in /dev/shm: "
         ".*use p2p",
     ):
         allocate(transport, CPU, torch.float32)

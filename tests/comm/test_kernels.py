@@ -186,7 +186,7 @@ def test_nothing_moves_before_the_ranks_have_met(peer_is_here: bool) -> None:
     """Whatever the peer's memory holds, it is read only if the peer has come; and the record says who has not."""
     words, record = np.zeros(8, np.uint32), np.zeros((), program.FAILURE)
     theirs, own = np.arange(100, dtype=np.uint16), np.zeros(100, np.uint16)
-    memory = {Place(1, "send", 0): theirs, Place(0, "slot", 0): own}
+    memory = {"send": theirs, "slot": own}
     words[1] = 4 if peer_is_here else 1  # what the peer has told
     signals = Signals(
         0,
@@ -194,12 +194,13 @@ def test_nothing_moves_before_the_ranks_have_met(peer_is_here: bool) -> None:
         words[4:].ctypes.data,
         record.ctypes.data,
         0.05,
+        apart={1: 0},
     )
     made = Program(
-        TransferSchedule(
-            ((Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 100),),), frozenset({1})
+        TransferSchedule.of_pulls(
+            [[Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 100)]], 0, peers=frozenset({1})
         ),
-        lambda place: [(memory[place].ctypes.data, 100)],
+        lambda place: [(memory[place.memory].ctypes.data, 100)],
         signals=signals,
         itemsize=2,
         sums=False,
@@ -224,9 +225,9 @@ GRAD, OTHER, TOTAL, NEAR, ODD = (
     Place(1, "grad", 0),
     *(Place(0, "main_grad", index) for index in range(3)),
 )
+APART = {1: 0x8000}  # OTHER lies at 0x9000
 EXTENTS = {
-    GRAD: (0x1000, 16),
-    OTHER: (0x9000, 64),
+    GRAD: (0x1000, 64),
     TOTAL: (0x2000, 16),
     NEAR: (0x1010, 16),
     ODD: (0x2002, 16),
@@ -255,9 +256,14 @@ EXTENTS = {
 )
 def test_bad_descriptors(pulls: list[Pull], message: str) -> None:
     signals = Signals(
-        rank=0, progress_at={0: 4096, 1: 8192}, arrived=4200, failure=4300, timeout=1.0
+        rank=0,
+        progress_at={0: 4096, 1: 8192},
+        arrived=4200,
+        failure=4300,
+        timeout=1.0,
+        apart=APART,
     )
-    schedule = TransferSchedule((tuple(pulls),), frozenset({1}))
+    schedule = TransferSchedule.of_pulls([pulls], 0, peers=frozenset({1}))
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         Program(
             schedule,
@@ -273,13 +279,19 @@ def test_bad_descriptors(pulls: list[Pull], message: str) -> None:
 def test_programs_that_repeat_are_those_made_anew() -> None:
     """Two buffers that take turns, and then memory that lies elsewhere. Oracle: `Program`, which keeps nothing."""
     signals = Signals(
-        rank=0, progress_at={0: 4096, 1: 8192}, arrived=4200, failure=4300, timeout=1.0
+        rank=0,
+        progress_at={0: 4096, 1: 8192},
+        arrived=4200,
+        failure=4300,
+        timeout=1.0,
+        apart={1: 1 << 20},
     )
     pulls = (
         Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 16),
         Pull((Place(1, "send", 1),), Place(0, "slot", 1), 4, 9),
     )
-    schedule, programs = TransferSchedule((pulls,), frozenset({1})), program_cache.Programs(signals)
+    schedule = TransferSchedule.of_pulls([pulls], 0, peers=frozenset({1}))
+    programs = program_cache.Programs(signals)
     for begin, base in enumerate((0x1000, 0x9000, 0x1000, 0x9000, 0x5000, 0x1000), 2**32 - 3):
 
         def own(place: Place, base: int = base) -> list[tuple[int, int]]:
@@ -288,9 +300,8 @@ def test_programs_that_repeat_are_those_made_anew() -> None:
                 (base + 64 * place.index + 32, 9),
             ]
 
-        memory = [program_cache.Memory(own, rank=0, apart={1: 1 << 20}) for _ in range(2)]
-        made = programs.make(schedule, memory[0], itemsize=2, sums=False, begin=begin)
-        anew = Program(schedule, memory[1], signals=signals, itemsize=2, sums=False, begin=begin)
+        made = programs.make(schedule, own, itemsize=2, sums=False, begin=begin)
+        anew = Program(schedule, own, signals=signals, itemsize=2, sums=False, begin=begin)
         for at in (1 << 12, 1 << 30):
             made.relocate(at)
             anew.relocate(at)

@@ -49,10 +49,10 @@ def _is_transfer(entry: Any) -> bool:
 @pytest.mark.parametrize(
     ("engines", "lifetime", "sms"),
     [
-        (True, "iteration", 132),
         (False, "layer", 132),
         (True, "iteration", 16),
-        (False, "layer", 16),
+        pytest.param(True, "iteration", 132, marks=pytest.mark.slow),
+        pytest.param(False, "layer", 16, marks=pytest.mark.slow),
     ],
     ids=str,
 )

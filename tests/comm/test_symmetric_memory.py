@@ -77,7 +77,7 @@ def test_too_little_memory_is_named_on_all_ranks() -> None:
     _Gpu(MIB // (1 + dist.get_rank()) + COUNTERS)
     free = MIB // 2 + COUNTERS
     message = (
-        f"transport nvlink: rank 1 cannot allocate {MIB + COUNTERS} bytes of symmetric memory, {free} are free: CUDA "
+        f"transport nvlink: rank 1: cannot allocate {MIB + COUNTERS} bytes of symmetric memory, {free} are free: CUDA "
         "driver error: out of memory; set fewer slots or a shorter lifetime, or use p2p"
     )
     with pytest.raises(RuntimeError, match=message):
@@ -89,7 +89,7 @@ def test_a_rendezvous_that_gives_nothing_is_named() -> None:
     _Gpu(8 * MIB, gives_view=dist.get_rank() == 0)
     with pytest.raises(
         RuntimeError,
-        match="transport nvlink: rank 1 cannot map its peers' memory: see the warning of torch",
+        match="transport nvlink: rank 1: cannot map its peers' memory: see the warning of torch",
     ):
         _peers()
 
@@ -114,7 +114,7 @@ def test_another_backend_is_named() -> None:
     """When memory is allocated, and before that when a transport is chosen."""
     _Gpu(8 * MIB, backend="NVSHMEM" if dist.get_rank() else "CUDA")
     text = r"cannot use symmetric memory of torch's backend CUDA: this process uses NVSHMEM; unset TORCH_SYMMMEM"
-    with pytest.raises(RuntimeError, match=f"transport nvlink: rank 1 {text}"):
+    with pytest.raises(RuntimeError, match=f"transport nvlink: rank 1: {text}"):
         _peers()
     connect.device_of_rank = lambda: GPU
     connect.Peers.nvlink_domain = staticmethod(lambda node: (node, ""))

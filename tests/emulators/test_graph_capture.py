@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from quick import quick
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
@@ -53,7 +54,7 @@ TRANSFORMER_ENGINE = {
 }
 
 
-@pytest.mark.parametrize("name", LOCAL)
+@pytest.mark.parametrize("name", quick(LOCAL, ["moe_preprocess"]))
 @ranks(2)
 def test_megatrons_own_graphs_change_nothing(name: str) -> None:
     """In a hybrid model: Megatron itself cannot capture the attention of a layer that has experts too."""
@@ -74,7 +75,7 @@ def test_megatrons_own_graphs_change_nothing(name: str) -> None:
     graphs_on_cpu.assert_replayed(at_least=4)
 
 
-@pytest.mark.parametrize("name", TRANSFORMER_ENGINE)
+@pytest.mark.parametrize("name", quick(TRANSFORMER_ENGINE, ["recompute"]))
 @ranks(2, preload="te")
 def test_transformer_engines_graphs_change_nothing(name: str) -> None:
     import te_on_cpu
@@ -95,7 +96,7 @@ def test_transformer_engines_graphs_change_nothing(name: str) -> None:
     graphs_on_cpu.assert_replayed(at_least=4)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.slow), True])
 @ranks(2)
 def test_a_graph_of_a_whole_iteration_changes_nothing(overlap: bool) -> None:
     """Where nothing waits for the host: every expert takes as many tokens, and a rank has one expert."""
@@ -313,6 +314,7 @@ def test_every_planted_fault_is_caught_and_named() -> None:
         assert Graph.current is None and not torch.cuda.is_current_stream_capturing()
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
     import graphs_on_cpu
@@ -346,6 +348,7 @@ def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
         graph.replay()
 
 
+@pytest.mark.slow
 @ranks(1)
 def test_a_capture_leaves_nothing_behind_and_replays_what_the_lines_do() -> None:
     import graphs_on_cpu
@@ -417,6 +420,7 @@ def _double(source: Any, target: Any) -> None:
     )
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_collectives_are_replayed_on_new_data() -> None:
     import graphs_on_cpu

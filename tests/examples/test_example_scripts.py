@@ -83,9 +83,10 @@ def test_every_flag_exists_and_fssdp_is_on(tmp_path: Path) -> None:
     )
     at = torchrun.training_script_args.index("/a checkout/pretrain_gpt.py")
     ours, megatrons = torchrun.training_script_args[:at], torchrun.training_script_args[at + 1 :]
+    assert (ours[0], ours[-1]) == ("run", "--")
     parser = argparse.ArgumentParser(allow_abbrev=False)
     HecateConfig.add_arguments(parser)
-    settings = HecateConfig.from_arguments(parser.parse_args(ours))
+    settings = HecateConfig.from_arguments(parser.parse_args(ours[1:-1]))
     assert settings == HecateConfig(slots=2, lifetime="auto", speeds=str(speeds))
     arguments = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(
         megatrons

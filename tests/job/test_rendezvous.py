@@ -190,7 +190,7 @@ def test_of_many_missing_ranks_the_first_are_named(store: dist.TCPStore) -> None
     assert told == [[rank] for rank in range(size)]
 
 
-@pytest.mark.parametrize("size", [1024, 16384])
+@pytest.mark.parametrize("size", [1024, pytest.param(16384, marks=pytest.mark.slow)])
 def test_a_large_job_switches_on(
     store: dist.TCPStore, size: int, capsys: pytest.CaptureFixture
 ) -> None:

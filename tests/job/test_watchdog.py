@@ -105,7 +105,7 @@ def _check_line(text: str, rank: int, at: str, behind: str) -> re.Match:
     return found
 
 
-@pytest.mark.parametrize("mode", ["fssdp", "observe"])
+@pytest.mark.parametrize("mode", ["fssdp", pytest.param("observe", marks=pytest.mark.slow)])
 @ranks(3)
 def test_a_stopped_rank_is_named_and_training_goes_on(mode: str) -> None:
     """Rank 2 stops as a process (SIGSTOP) between attention and router of layer 2, in the third iteration; then its

@@ -6,8 +6,15 @@ import pytest
 from ranks import ranks
 
 
-@pytest.mark.parametrize("calculator", [True, False])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "calculator"),
+    [
+        (False, True),
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.slow),
+        pytest.param(True, True, marks=pytest.mark.slow),
+    ],
+)
 @ranks(2)
 def test_gradient_accumulation_fusion(overlap: bool, calculator: bool) -> None:
     """The default on GPUs: GEMMs add weight gradients into ``main_grad``, autograd carries a placeholder."""

@@ -10,6 +10,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from quick import quick
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
@@ -114,15 +115,19 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
 }
 
 
-SLOW = {  # whose parts others have too
-    "fused-bias", "fused-layer", "fused-moe", "delayed-overlap", "delayed-fused", "ep4-distopt-overlap",
-    "dispatch-overlap-fused-full", "te-2.9.0-bias", "delayed-mtp",
-}  # fmt: skip
+# In ``make test``: each way to accumulate gradients, to delay them and to recompute, each lifetime, both of our
+# TransformerEngines.
+QUICK = """
+bias fused-full fused-late fused-bf16-main-grads-bias delayed-fused-overlap delayed-fused-activation
+dispatch-overlap-fused-mtp-repeated te-2.9.0-fused
+edp2-fused-bf16-main-grads-distopt-overlap
+"""
 
 
 def _cases(num_ranks: int) -> list:
+    assert set(QUICK.split()) <= CASES.keys()
     names = [name for name, (ranks_, *_) in CASES.items() if ranks_ == num_ranks]
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
+    return quick(names, [name for name in names if name in QUICK.split()])
 
 
 def _compare(name: str) -> None:
@@ -253,8 +258,15 @@ def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[b
     assert len(fetches) == 3 * 2 * 2, "the iterations after the first fetch twice in both layers"
 
 
-@pytest.mark.parametrize("where", ["between the linears", "after both"])
-@pytest.mark.parametrize("lifetime", ["iteration", "microbatch"])
+@pytest.mark.parametrize(
+    ("lifetime", "where"),
+    [
+        ("iteration", "between the linears"),
+        ("microbatch", "after both"),
+        pytest.param("iteration", "after both", marks=pytest.mark.slow),
+        pytest.param("microbatch", "between the linears", marks=pytest.mark.slow),
+    ],
+)
 @ranks(2, preload="te")
 def test_a_step_that_breaks_off_before_its_weight_gradients(lifetime: str, where: str) -> None:
     """The loop catches the error and does the step again. Oracle: stock Megatron, undisturbed."""

@@ -1,4 +1,4 @@
-"""Traces that ``--what-if`` reads. Oracle: the loads as they were written."""
+"""Traces that ``what-if`` reads. Oracle: the loads as they were written."""
 
 from __future__ import annotations
 

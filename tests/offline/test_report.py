@@ -291,7 +291,7 @@ def test_only_observed_and_without_sizes(tmp_path: Path, capsys: pytest.CaptureF
     folder = recorded.write(tmp_path / "observed", SIZE, held=held)
     assert report.main([str(folder)]) == 0
     said = capsys.readouterr().out
-    assert "FSSDP was off" in said and f"--what-if {folder}\n" in said and "ranks wait" in said
+    assert "FSSDP was off" in said and f"what-if {folder}\n" in said and "ranks wait" in said
     content = _content(folder)
     assert content["observed"] and content["lines"].keys() == {
         "imbalance",
@@ -308,6 +308,28 @@ def test_only_observed_and_without_sizes(tmp_path: Path, capsys: pytest.CaptureF
         and content["lines"]["memory"]["unit"] == "tokens"
     )
     assert "times are not known" in content["verdict"]["text"]
+
+
+def test_slow_and_hot_ranks_are_named(tmp_path: Path) -> None:
+    """Oracle: times and tokens as written."""
+    size = recorded.Size(num=40, layers=2, ranks=4)
+    held = recorded.arrays(size, fssdp=False)
+    load = np.full_like(held["load"], 100)
+    load[:, :, : load.shape[2] // 4] = 200  # the experts of rank 0
+    tokens = load.reshape(40, 2, 4, -1).sum(axis=3)
+    pace = np.ones((40, 1, 4))
+    pace[20:, :, 3] = 1.5
+    held |= {"load": load, "timed_tokens": tokens, "timed_ns": (1000 * tokens * pace).astype(int)}
+    held.pop("peak", None)
+    content = _content(recorded.write(tmp_path / "run", size, held=held))
+    words = " ".join(content["words"])
+    assert re.search(r"Rank 3 is slow: 1\.50 times the other ranks' time per token since", words)
+    assert "Rank 0 is hot: 1.60 times the mean of tokens, at the other ranks' time" in words
+    assert [rank["verdict"] for rank in content["ranks"]] == ["hot", "neither", "neither", "slow"]
+    assert abs(content["ranks"][3]["since"] - held["iteration"][20]) <= 3
+    held["timed_ns"] = 1000 * tokens
+    words = " ".join(_content(recorded.write(tmp_path / "even", size, held=held))["words"])
+    assert "No rank is slow: none needs 10%" in words and "since iteration" not in words
 
 
 @pytest.mark.parametrize("fssdp", [True, False])

@@ -189,7 +189,9 @@ def test_lost_and_won_differ_without_colour(tmp_path: Path) -> None:
             "[...document.querySelectorAll('#lost .u-series:not([hidden]) .u-marker')]"
             ".map(m => getComputedStyle(m).borderTopStyle)"
         )
-        assert len({*styles} - {"none"}) == 3, "lost, lost with FSSDP and won have three kinds of line"
+        assert len({*styles} - {"none"}) == 3, (
+            "lost, lost with FSSDP and won have three kinds of line"
+        )
 
 
 def test_ranks_are_grouped_by_node_and_scales_begin_at_1(tmp_path: Path) -> None:

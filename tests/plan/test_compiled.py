@@ -18,7 +18,7 @@ import pytest
 
 import megatron_hecate
 from megatron_hecate.plan.compiled import cache_folder, compiled
-from megatron_hecate.plan.machine_code import _warn_once
+from megatron_hecate.plan.machine_code import _hash_sources, _warn_once
 
 SMALL = """
 def add(a, b):
@@ -68,6 +68,17 @@ def test_checkouts_share_a_folder_of_the_users_own(cache: Path, tmp_path: Path) 
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["small.py"], "beside the source"
+
+
+@pytest.mark.fast
+def test_a_change_in_another_file_of_the_folder_is_seen(cache: Path, tmp_path: Path) -> None:
+    """A function may call one of another file, which numba does not look at."""
+    for other in ("two = 2", "two = 3"):
+        function = _add_of(tmp_path / "one")
+        (tmp_path / "one" / "other.py").write_text(other)
+        _hash_sources.cache_clear()
+        assert function(1, 2) == 5 and _compiled_by(function) == 1
+    assert len(list(cache.iterdir())) == 2
 
 
 @pytest.mark.fast

@@ -170,7 +170,7 @@ def test_a_bad_file_of_speeds_is_named(text: str, message: str, tmp_path: Path) 
         Speeds.load(file)
     assert str(error.value).startswith(f"{file} does not hold measured speeds (")
     assert str(error.value).endswith(
-        "); write it with torchrun ... -m megatron_hecate --measure FILE"
+        "); write it with torchrun ... -m megatron_hecate measure FILE"
     )
 
 

@@ -59,6 +59,27 @@ def test_more_microbatches_in_flight_than_the_schedule_has() -> None:
     assert pool.weights(1, label="layer 2") is first
 
 
+def test_zeros_are_not_trusted_in_another_iteration() -> None:
+    """A memory saver may have dropped them between two iterations. Within one they are trusted."""
+    device = torch.device("cpu")
+    pool = BufferPool(
+        P2P(SimpleNamespace(), timeout=30), [SMALL], "iteration", in_flight=1, device=device
+    )
+    buffer = pool.grads(0)
+    buffer.begin_sums(from_zero=True)
+    first, second = buffer.chunks(SMALL, torch.float32)
+    first.fill_(1)
+    buffer.zero_after_transfer([first])
+    second.fill_(7)
+    buffer.begin_sums(from_zero=True)
+    assert not first.any() and second.eq(7).all()
+    buffer.zero_after_transfer([first])
+    second.fill_(7)
+    pool.reset("DDP reduced gradients")
+    buffer.begin_sums(from_zero=True)
+    assert not first.any() and not second.any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_development_mode_poisons_what_is_dropped(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

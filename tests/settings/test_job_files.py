@@ -1,4 +1,4 @@
-"""``--check --settings`` on files in the shapes that people keep settings in, reduced to what matters.
+"""``check --settings`` on files in the shapes that people keep settings in, reduced to what matters.
 
 Oracle: literal verdicts; for launch scripts, what bash makes of the same command line.
 """
@@ -33,7 +33,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
             monkeypatch.delenv(variable, raising=False)
         for variable, value in environment.items():
             monkeypatch.setenv(variable, value)
-        status = main(["--check", "--settings", str(path)])
+        status = main(["check", "--settings", str(path)])
         printed = capsys.readouterr()
         return status, printed.out + printed.err
 
@@ -303,6 +303,10 @@ def test_a_launch_script_is_read_as_bash_runs_it(tmp_path: Path, environment: di
         ("A='--expert-model-parallel-size 1'\npython x.py $A --expert-model-parallel-size 4", ON),
         ("python x.py --expert-model-parallel-size 4 --use-megatron-fsdp $EXTRA", REFUSED),
         ('python x.py --expert-model-parallel-size 4 --use-torch-fsdp2 "$@"', REFUSED),
+        ("torchrun -m megatron_hecate run --moe-fssdp -- x.py --expert-model-parallel-size 4", ON),
+        ("torchrun --no-python megatron-hecate run -- x.py --moe-fssdp --expert-model-parallel-size 1", REFUSED),
+        ("torchrun -m megatron_hecate run --moe-fssdp -- x.py --expert-model-parallel-size 4\n"
+         "megatron-hecate report fssdp-run --out page.html --stages 2", ON),
         ("python x.py --disable-bias-linear --expert-model-parallel-size 8 2>/dev/null &", ON),
     ],
 )  # fmt: skip

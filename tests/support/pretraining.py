@@ -19,11 +19,11 @@ SUPPORT = ROOT / "tests" / "support"
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 
 
-def python(*arguments: str, timeout: float = 60) -> subprocess.CompletedProcess:
+def python(*arguments: str, timeout: float = 60, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, *arguments]
     return subprocess.run(
-        command, cwd=ROOT, env=environment, text=True, capture_output=True, timeout=timeout
+        command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=timeout
     )
 
 
@@ -42,29 +42,31 @@ def pretrain(text: Path, *arguments: str, launcher: list[str], **run: Any) -> st
     return log
 
 
+def pretrain_arguments(text: Path) -> list[str]:
+    """Return the script's arguments: the demo's model, smaller, for six iterations."""
+    import demo
+
+    flags = "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4 --train-iters 6"
+    data = ["--data-path", str(text), "--data-cache-path", f"{text}-cache"]
+    return [*demo.megatron_flags(), *flags.split(), *data]
+
+
 def run_script(
     text: Path,
     *arguments: str,
     launcher: list[str],
+    before: list[str] | None = None,
     script: Path = SCRIPT,
     settings: str = "",
     ranks: int = 2,
 ) -> tuple[int, str]:
-    """Exit status and log of a run on so many processes, after which none of them lives."""
-    import demo
+    """Exit status and log of a run on so many processes, after which none of them lives.
 
-    command = [*torchrun(ranks), str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
-    command += demo.megatron_flags()
-    command += "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4".split()
-    command += [
-        "--train-iters",
-        "6",
-        "--data-path",
-        str(text),
-        "--data-cache-path",
-        f"{text}-cache",
-    ]
-    command += [*settings.split(), *arguments]
+    ``launcher`` stands behind the script that makes a GPU of the CPU, ``before`` in front of it, as torchrun's target.
+    """
+    command = [*torchrun(ranks), *(before or [])]
+    command += [str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
+    command += [*pretrain_arguments(text), *settings.split(), *arguments]
     path = os.pathsep.join(map(str, [ROOT, ROOT / "examples", *SUPPORT.glob("*/"), SUPPORT]))
     environment = {
         **os.environ,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from quick import quick
 from ranks import ranks
 
 LIFETIMES = ("iteration", "layer", "microbatch")
@@ -83,7 +84,10 @@ def _train(case: Any, hook: Any, where: str) -> tuple[list[float], int]:
     return found, 0 if hook is None else max(layer.fssdp.placement.num_replicas for layer in layers)
 
 
-@pytest.mark.parametrize("where", ["attention 0", "attention 1", "between passes"])
+@pytest.mark.parametrize(
+    "where",
+    quick(["attention 0", "attention 1", "between passes"], ["between passes"]),
+)
 @ranks(2)
 def test_other_weights_after_a_forward_that_broke_off(where: str) -> None:
     """Replicas that the broken forward has fetched are not those of the next one."""
@@ -107,7 +111,7 @@ def test_other_weights_after_a_forward_that_broke_off(where: str) -> None:
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-5), lifetime
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize("recompute", quick(RECOMPUTED, ["full"]))
 @ranks(2)
 def test_evaluation_after_a_recomputation_that_broke_off(recompute: str) -> None:
     """Evaluation computes with the weights that it finds, and training goes on as stock's."""

@@ -11,12 +11,17 @@ import dataclasses
 from typing import Any
 
 import pytest
+from quick import quick
 from ranks import ranks
 
 SHARDED = dict(overlap=True, distributed_optimizer=True)
 # of the gradients: a reduction first waits for the bucket before
 ACCUMULATION = (("reduce_scatter_with_fp32_accumulation", True),)
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+def _slow(value: object) -> Any:
+    return pytest.param(value, marks=pytest.mark.slow)
 
 
 def _plan_apart(case: Any, groups: Any = ((2, 3), (0, 1)), **settings: Any) -> None:
@@ -38,44 +43,64 @@ def _plan_apart(case: Any, groups: Any = ((2, 3), (0, 1)), **settings: Any) -> N
         assert difference["loss"] <= 1e-5 and difference["grad"] <= 1e-5, (case, difference)
 
 
+@pytest.mark.parametrize("size", [_slow(1), 1000, _slow(4000), _slow(10**9)])
 @ranks(4)
-def test_buckets_of_every_size() -> None:
+def test_buckets_of_every_size(size: int) -> None:
     """From one parameter to everything."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(**SHARDED)
+    case = tiny_gpt.Case(**SHARDED, bucket_size=size)
     tiny_gpt.initialize(case)
-    for size in (1, 1000, 4000, 10**9):
-        _plan_apart(dataclasses.replace(case, bucket_size=size))
+    _plan_apart(case)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("lifetime", ["microbatch", "layer"])
 @ranks(4)
-def test_settings_that_move_gathers() -> None:
-    """Buckets of one parameter each."""
+def test_gathers_of_recomputed_layers(lifetime: str) -> None:
+    """Buckets of one parameter each, also in the next tests."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(**SHARDED, bucket_size=1)
+    case = tiny_gpt.Case(**SHARDED, bucket_size=1, settings=tuple(RECOMPUTE.items()))
     tiny_gpt.initialize(case)
-    for lifetime in ("microbatch", "layer"):
-        _plan_apart(dataclasses.replace(case, settings=tuple(RECOMPUTE.items())), lifetime=lifetime)
-    _plan_apart(dataclasses.replace(case, ddp=(("align_param_gather", True),)))
+    _plan_apart(case, lifetime=lifetime)
+
+
+@pytest.mark.slow
+@ranks(4)
+def test_gathers_that_are_aligned() -> None:
+    import tiny_gpt
+
+    case = tiny_gpt.Case(**SHARDED, bucket_size=1, ddp=(("align_param_gather", True),))
+    tiny_gpt.initialize(case)
+    _plan_apart(case)
+
+
+@pytest.mark.slow
+@ranks(4)
+def test_gathers_beside_shared_experts() -> None:
+    import tiny_gpt
+
     shared = (("moe_shared_expert_intermediate_size", 32), ("moe_shared_expert_overlap", True))
-    _plan_apart(dataclasses.replace(case, settings=shared), late_replicas=2)
+    case = tiny_gpt.Case(**SHARDED, bucket_size=1, settings=shared)
+    tiny_gpt.initialize(case)
+    _plan_apart(case, late_replicas=2)
 
 
 @pytest.mark.newest
+@pytest.mark.parametrize("size", [1, _slow(1000)])
 @ranks(4)
-def test_reductions_that_wait_for_the_bucket_before() -> None:
+def test_reductions_that_wait_for_the_bucket_before(size: int) -> None:
     """`reduce_scatter_with_fp32_accumulation`, and buckets from one parameter on."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(**SHARDED, ddp=ACCUMULATION)
+    case = tiny_gpt.Case(**SHARDED, ddp=ACCUMULATION, bucket_size=size)
     tiny_gpt.initialize(case)
-    for size in (1, 1000):
-        _plan_apart(dataclasses.replace(case, bucket_size=size))
+    _plan_apart(case)
 
 
 @pytest.mark.newest
+@pytest.mark.slow
 @ranks(4)
 def test_reductions_around_collectives_of_the_attention() -> None:
     """All ranks are one context-parallel group, which contains two expert-parallel groups."""
@@ -87,22 +112,27 @@ def test_reductions_around_collectives_of_the_attention() -> None:
 
 
 @pytest.mark.newest
+@pytest.mark.parametrize("schedule", quick(["all-reduces", "combined", "recomputed"], ["combined"]))
 @ranks(4)
-def test_reductions_of_other_schedules() -> None:
-    """All-reduces, the combined schedule, and recomputation, each with two microbatches."""
+def test_reductions_of_other_schedules(schedule: str) -> None:
+    """Each with two microbatches."""
     import tiny_gpt
 
     case = tiny_gpt.Case(overlap=True, bucket_size=1, accumulate=2)
     tiny_gpt.initialize(case)
-    _plan_apart(case)
     sharded = dataclasses.replace(case, distributed_optimizer=True, ddp=ACCUMULATION)
     combined = (("overlap_moe_expert_parallel_comm", True),)
-    _plan_apart(dataclasses.replace(sharded, settings=combined))
-    recompute = tuple(RECOMPUTE.items())
-    _plan_apart(dataclasses.replace(sharded, settings=recompute), lifetime="layer")
+    if schedule == "all-reduces":
+        _plan_apart(case)
+    elif schedule == "combined":
+        _plan_apart(dataclasses.replace(sharded, settings=combined))
+    else:
+        recompute = tuple(RECOMPUTE.items())
+        _plan_apart(dataclasses.replace(sharded, settings=recompute), lifetime="layer")
 
 
 @pytest.mark.newest
+@pytest.mark.slow
 @ranks(4, preload="te")
 def test_delayed_weight_gradients() -> None:
     """The layer itself reaches the point where reductions start: autograd's is too early."""

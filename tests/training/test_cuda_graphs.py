@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphed import SCOPES, declare
+from quick import quick
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
@@ -50,6 +51,8 @@ TRANSFORMER_ENGINE = {  # scopes, fields of Case, fields of TransformerConfig, s
         {},
     ),
 }
+
+QUICK = "moe_router-late preprocess-layer-recompute"  # in `make test`
 
 
 class _Moving:
@@ -92,7 +95,7 @@ def _assert_alike(stock: Any, ours: Any, moving: _Moving, *, eager_steps: int) -
     moving.assert_changed(after=eager_steps)
 
 
-@pytest.mark.parametrize("name", TRANSFORMER_ENGINE)
+@pytest.mark.parametrize("name", quick(TRANSFORMER_ENGINE, QUICK.split()))
 @ranks(2, preload="te")
 def test_transformer_engines_graphs(name: str) -> None:
     import te_on_cpu
@@ -119,7 +122,7 @@ def test_transformer_engines_graphs(name: str) -> None:
     _assert_alike(stock, ours, moving, eager_steps=eager_steps)
 
 
-@pytest.mark.parametrize("name", ["hybrid", "mamba-microbatch"])
+@pytest.mark.parametrize("name", quick(["hybrid", "mamba-microbatch"], ["mamba-microbatch"]))
 @ranks(2)
 def test_megatrons_own_graphs(name: str) -> None:
     """They hold the router and the preprocessing, and what comes after the experts."""
@@ -146,7 +149,9 @@ def test_megatrons_own_graphs(name: str) -> None:
     _assert_alike(stock, ours, moving, eager_steps=1)
 
 
-@pytest.mark.parametrize("scopes", [("attn", "moe_router"), SCOPES], ids="-".join)
+@pytest.mark.parametrize(
+    "scopes", [pytest.param(("attn", "moe_router"), marks=pytest.mark.slow), SCOPES], ids="-".join
+)
 @ranks(2, preload="te")
 def test_without_replicas_nothing_differs(scopes: tuple[str, ...]) -> None:
     """Bitwise: no slots; then slots, where no copy pays. Evaluation in between runs without graphs."""
@@ -181,6 +186,7 @@ def _evaluate(case: Any, trained: Any, num_microbatches: int) -> float:
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["deepep", "hybridep"])
 @ranks(2, preload="te")
 def test_flex_dispatchers(backend: str) -> None:
@@ -213,7 +219,13 @@ def test_flex_dispatchers(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [dict(pp=2), dict(pp=2, vpp=2, accumulate=4), dict(tp=2)], ids=["pp2", "vpp2", "tp2"]
+    "layout",
+    [
+        pytest.param(dict(pp=2), marks=pytest.mark.slow),
+        dict(pp=2, vpp=2, accumulate=4),
+        pytest.param(dict(tp=2), marks=pytest.mark.slow),
+    ],
+    ids=["pp2", "vpp2", "tp2"],
 )
 @ranks(4, preload="te")
 def test_four_ranks(layout: dict[str, int]) -> None:

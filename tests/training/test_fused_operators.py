@@ -11,6 +11,7 @@ import weakref
 from typing import Any
 
 import pytest
+from quick import quick
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
@@ -108,15 +109,14 @@ ACTIVATIONS = {
     "squared_relu": "ScaledSReLU",
     "quick_gelu": "ScaledClampedQGeGLU",
 }
-QUICK = "fused-bias-microbatch fused-recompute-moe-layer hybridep-latent delayed-fused-mxfp8-param"  # in `make test`
+QUICK = (
+    "fused-bias-microbatch fused-recompute-moe-layer delayed-fused-mxfp8-param"  # in `make test`
+)
 
 
 def _cases(num_ranks: int) -> list:
     names = [name for name, (size, *_) in CASES.items() if size == num_ranks]
-    return [
-        pytest.param(name, marks=[] if name in QUICK.split() else pytest.mark.slow)
-        for name in names
-    ]
+    return quick(names, [name for name in names if name in QUICK.split()])
 
 
 def _packages(name: str) -> str:

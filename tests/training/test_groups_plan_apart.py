@@ -17,7 +17,7 @@ CASES: dict[str, dict] = {
         grouped=True, distributed_optimizer=True, settings=(("gradient_accumulation_fusion", True),)
     ),
 }
-SLOW = {"plain", "bf16-distopt"}  # whose parts others have too
+SLOW = {"plain", "distopt", "bf16-distopt", "grouped"}  # whose parts others have too
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,22 @@ PATTERN, PREDICTION = "*EE*E", "*EEE"  # three layers of experts share two buffe
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("lifetime", ["iteration", "microbatch", "layer"])
+@pytest.mark.parametrize(
+    ("lifetime", "recompute"),
+    [
+        ("iteration", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("iteration", False),
+                ("microbatch", False),
+                ("microbatch", True),
+                ("layer", False),
+                ("layer", True),
+            )
+        ),
+    ],
+)
 @ranks(2)
 def test_multi_token_prediction_by_one_repeated_layer(lifetime: str, recompute: bool) -> None:
     import tiny_gpt

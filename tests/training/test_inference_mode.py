@@ -11,6 +11,7 @@ import gc
 from typing import Any
 
 import pytest
+from quick import quick
 from ranks import ranks
 
 DISPATCHERS: dict[str, dict[str, Any]] = {
@@ -27,21 +28,33 @@ DISPATCHERS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.newest
+@pytest.mark.parametrize("name", quick(DISPATCHERS, ["hybridep"]))
 @ranks(2)
-def test_every_dispatcher() -> None:
+def test_every_dispatcher(name: str) -> None:
     import flex_backends
     import tiny_gpt
 
     flex_backends.install()
     tiny_gpt.initialize(tiny_gpt.Case())
-    for name in DISPATCHERS:
-        _compare(name, "before and between", grouped=False)
+    _compare(name, "before and between", grouped=False)
+
+
+@pytest.mark.newest
+@pytest.mark.slow
+@ranks(2)
+def test_a_dispatcher_that_training_has_used_first() -> None:
+    import flex_backends
+    import tiny_gpt
+
+    flex_backends.install()
+    tiny_gpt.initialize(tiny_gpt.Case())
     _compare("hybridep", "between", grouped=False)
 
 
 @pytest.mark.newest
+@pytest.mark.parametrize("name", quick(["alltoall", "hybridep"], ["alltoall"]))
 @ranks(2, preload="te")
-def test_grouped_experts() -> None:
+def test_grouped_experts(name: str) -> None:
     import te_on_cpu
 
     te_on_cpu.install()
@@ -50,19 +63,18 @@ def test_grouped_experts() -> None:
 
     flex_backends.install()
     tiny_gpt.initialize(tiny_gpt.Case())
-    for name in ("alltoall", "hybridep"):
-        _compare(name, "before and between", grouped=True)
+    _compare(name, "before and between", grouped=True)
 
 
 @pytest.mark.newest
+@pytest.mark.parametrize("slots", [pytest.param(0, marks=pytest.mark.slow), 2])
 @ranks(2)
-def test_homes_that_have_moved() -> None:
+def test_homes_that_have_moved(slots: int) -> None:
     """Then every dispatcher runs over physical experts, and experts are moved back where a state dict is read."""
     import tiny_gpt
 
     tiny_gpt.initialize(tiny_gpt.Case())
-    for slots in (0, 2):
-        _compare("alltoall", "before and between", grouped=False, slots=slots, rehome=2)
+    _compare("alltoall", "before and between", grouped=False, slots=slots, rehome=2)
 
 
 def _compare(name: str, when: str, *, grouped: bool, slots: int = 2, **settings: Any) -> None:

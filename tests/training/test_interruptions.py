@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from quick import quick
 from ranks import ranks
 
 LIFETIMES = ("iteration", "microbatch", "layer")
@@ -34,7 +35,7 @@ def _case(recompute: str) -> Any:
     return case
 
 
-@pytest.mark.parametrize("recompute", ["kept", "recomputed"])
+@pytest.mark.parametrize("recompute", quick(["kept", "recomputed"], ["recomputed"]))
 @ranks(2)
 def test_the_backward_uses_the_plan_of_the_forward(recompute: str) -> None:
     """Another forecast, as soon as the first forward is over, must not change a bit, nor make anybody plan again."""
@@ -71,7 +72,7 @@ def test_the_backward_uses_the_plan_of_the_forward(recompute: str) -> None:
         assert tiny_gpt.difference(calm, run) == tiny_gpt.SAME, lifetime
 
 
-@pytest.mark.parametrize("recompute", RECOMPUTED)
+@pytest.mark.parametrize("recompute", quick(RECOMPUTED, ["recomputed"]))
 @ranks(2)
 def test_evaluation_within_a_step_changes_nothing(recompute: str) -> None:
     """Between microbatches, and between a forward and its backward; in ``eval()``, or only without gradients."""
@@ -178,7 +179,10 @@ def _break_off(run: Any, where: str) -> None:
         handles.append(tiny_gpt.moe_layers(run.chunks)[1].router.register_forward_hook(fail))
 
 
-@pytest.mark.parametrize("where", ["forward", "prefetch", "router", "backward", "between"])
+@pytest.mark.parametrize(
+    "where",
+    quick(["forward", "prefetch", "router", "backward", "between"], ["between"]),
+)
 @ranks(2)
 def test_a_step_that_breaks_off(where: str) -> None:
     """The loop catches the user's error and does the step again. FSSDP may object once, since the microbatches that it
@@ -232,6 +236,7 @@ def test_a_combined_step_that_breaks_off() -> None:
     _compare_after_a_failure(train)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_step_that_breaks_off_between_two_passes() -> None:
     """Of a layer that runs three times in a microbatch, which is then as incomplete as the iteration."""

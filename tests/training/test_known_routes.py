@@ -120,10 +120,15 @@ def _train(
 @pytest.mark.parametrize(
     ("lifetime", "fields", "megatron"),
     [
-        ("iteration", {}, {}),
+        pytest.param("iteration", {}, {}, marks=pytest.mark.slow),
         ("microbatch", dict(accumulate=3), {}),
         ("layer", dict(accumulate=2, distributed_optimizer=True, overlap=True), RECOMPUTE),
-        ("microbatch", dict(accumulate=2), dict(overlap_moe_expert_parallel_comm=True)),
+        pytest.param(
+            "microbatch",
+            dict(accumulate=2),
+            dict(overlap_moe_expert_parallel_comm=True),
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["iteration", "microbatch", "layer-recompute-overlap", "ep-comm-overlap"],
 )
@@ -207,6 +212,7 @@ def test_of_an_iteration_the_first_microbatch_is_known_and_the_rest_expected() -
 
 
 @pytest.mark.newest
+@pytest.mark.slow
 @ranks(4)
 def test_a_pipeline_replays_alike() -> None:
     """Two stages of two chunks, with recomputation: each chunk's layers are planned for its own microbatch."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from planners import coldest_experts, no_replicas, replace_planner
+from quick import quick
 from ranks import ranks
 
 RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
@@ -27,6 +28,18 @@ CASES: dict[str, tuple[dict, dict]] = {
     "pipeline": (dict(pp=2, vpp=2, **SHARDED), {}),
     "machines": (dict(ep=4, accumulate=2), {}),
 }
+
+# What happens to plans after the gate: replicas are added where there is none, or replace the wrong ones.
+CHANGES: dict[str, tuple[str, Callable, int]] = {
+    f"{name}-{what}": (name, planner, late)
+    for name in list(CASES)[:5]
+    for what, planner, late in (("added", no_replicas, 2), ("replaced", coldest_experts, 4))
+}
+QUICK = (
+    "plain-added",
+    "accumulate4-distopt-overlap-replaced",
+    "ep-comm-overlap-added",
+)
 
 
 def _train(name: str, *, planner: Callable, late: int, **settings: Any) -> int:
@@ -47,21 +60,22 @@ def _train(name: str, *, planner: Callable, late: int, **settings: Any) -> int:
     return sum(m.late for m in metrics)
 
 
-@pytest.mark.parametrize(
-    ("planner", "late"), [(no_replicas, 2), (coldest_experts, 4)], ids=["added", "replaced"]
-)
-@pytest.mark.parametrize("name", list(CASES)[:5])
+@pytest.mark.parametrize("change", quick(CHANGES, QUICK))
 @ranks(2)
-def test_late_replicas_are_added_and_replaced(name: str, planner: Callable, late: int) -> None:
+def test_late_replicas_are_added_and_replaced(change: str) -> None:
+    name, planner, late = CHANGES[change]
     assert _train(name, planner=planner, late=late) > 0, "no late replica, so nothing was tested"
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_late_replicas_in_a_pipeline_of_four_ranks() -> None:
     assert _train("pipeline", planner=coldest_experts, late=3) > 0
 
 
-@pytest.mark.parametrize("measured", [False, True], ids=["assumed", "measured"])
+@pytest.mark.parametrize(
+    "measured", [pytest.param(False, marks=pytest.mark.slow), True], ids=["assumed", "measured"]
+)
 @ranks(4)
 def test_late_replicas_come_from_other_machines_where_speeds_are_measured(measured: bool) -> None:
     """Every rank is a machine of its own, and copies cost nothing, whether that was measured or not."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from quick import quick
 from ranks import ranks
 
 LIFETIMES = ("microbatch", "layer")
@@ -70,20 +71,27 @@ CASES: dict[str, tuple[int, dict, dict, int]] = {
 }
 
 
-def _compare(name: str) -> None:
+def _case_of(name: str) -> tuple[Any, int]:
+    """The case of this name, and its number of late replicas."""
     import planners
     import tiny_gpt
-    import torch
 
     _, fields, settings, late = CASES[name]
     if "gradient_accumulation_fusion" in settings:
         tiny_gpt.install_fused_wgrad()
-
-    case = tiny_gpt.Case(**fields, settings=tuple({"num_layers": 4, **settings}.items()))
-    tiny_gpt.initialize(case)
-    stock = tiny_gpt.train(case)
     if late:
         planners.replace_planner(planners.coldest_experts)
+    case = tiny_gpt.Case(**fields, settings=tuple({"num_layers": 4, **settings}.items()))
+    tiny_gpt.initialize(case)
+    return case, late
+
+
+def _compare(name: str) -> None:
+    import tiny_gpt
+    import torch
+
+    case, late = _case_of(name)
+    stock = tiny_gpt.train(case)
     fetched: Counter[bool] = Counter()  # in a backward, or before
 
     def count(what: str, *_: object) -> None:
@@ -102,14 +110,30 @@ def _compare(name: str) -> None:
             lifetime,
             fetched,
         )
-    again = tiny_gpt.train(
-        case, hook=tiny_gpt.fssdp_hook(late_replicas=late, lifetime=LIFETIMES[-1])
-    )
-    assert tiny_gpt.difference(ours, again) == tiny_gpt.SAME, "two runs differ"
+    if name not in ONCE.split():
+        again = tiny_gpt.train(case, hook=hook)
+        assert tiny_gpt.difference(ours, again) == tiny_gpt.SAME, "two runs differ"
 
 
-def _cases(num_ranks: int) -> list[str]:
-    return [name for name, (ranks_, *_) in CASES.items() if ranks_ == num_ranks]
+# In ``make test``: each schedule and each way to recompute occurs in one.
+QUICK = """
+recompute-moe-biases ep-comm-overlap late-recompute mtp-repeated-late-recompute
+pp2-vpp2-late
+"""
+# All others are trained twice with lifetime ``layer``; these are in `test_the_same_run_twice_on_two_ranks`.
+ONCE = """
+recompute-moe-biases mtp-repeated-late-recompute
+"""
+
+
+def _cases(num_ranks: int) -> list:
+    names = [name for name, (ranks_, *_) in CASES.items() if ranks_ == num_ranks]
+    return quick(names, [name for name in names if name in QUICK.split()])
+
+
+def test_chosen_cases_exist() -> None:
+    assert {*QUICK.split(), *ONCE.split()} <= CASES.keys()
+    assert all(CASES[name][0] == 2 for name in ONCE.split())
 
 
 @pytest.mark.parametrize("name", _cases(2))
@@ -122,6 +146,19 @@ def test_two_ranks(name: str) -> None:
 @ranks(4)
 def test_four_ranks(name: str) -> None:
     _compare(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ONCE.split())
+@ranks(2)
+def test_the_same_run_twice_on_two_ranks(name: str) -> None:
+    import tiny_gpt
+
+    case, late = _case_of(name)
+    hook = tiny_gpt.fssdp_hook(late_replicas=late, lifetime="layer")
+    ours, again = tiny_gpt.train(case, hook=hook), tiny_gpt.train(case, hook=hook)
+    assert ours.replicas > 0
+    assert tiny_gpt.difference(ours, again) == tiny_gpt.SAME, "two runs differ"
 
 
 @pytest.mark.parametrize(
@@ -158,7 +195,7 @@ def test_what_is_fetched_when(lifetime: str, expected: str) -> None:
     assert " ".join(calls) == expected
 
 
-@pytest.mark.parametrize("lifetime", ["iteration", *LIFETIMES])
+@pytest.mark.parametrize("lifetime", quick(["iteration", *LIFETIMES], ["layer"]))
 @ranks(2)
 def test_reentrant_checkpoints_of_torch(lifetime: str) -> None:
     from torch.utils.checkpoint import checkpoint
@@ -167,7 +204,7 @@ def test_reentrant_checkpoints_of_torch(lifetime: str) -> None:
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("lifetime", ["iteration", *LIFETIMES])
+@pytest.mark.parametrize("lifetime", quick(["iteration", *LIFETIMES], ["layer"]))
 @ranks(2, preload="te")
 def test_reentrant_checkpoints_of_transformer_engine(lifetime: str) -> None:
     import te_on_cpu

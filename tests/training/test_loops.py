@@ -56,14 +56,62 @@ def _compare(case: Any, names: list[str], **settings: Any) -> None:
         assert loss <= 1e-5 and param <= 1e-5, (name, loss, param)
 
 
+# In ``make test``: one loop of each kind, half of them with ``overlap``; a kind is a reason for which an iteration could
+# be taken to begin or end at the wrong place, or replicas be used at weights that are no more.
+KINDS = (
+    "calculator says no divisor",
+    "log-probabilities before the step",
+    "forward without backward",
+    "storages emptied between steps",
+    "sharpness-aware by microbatch, buffer",
+    "calls at other weights, one reduction",
+    "two forwards, then two backwards",
+    "roll back",
+    "several calls per step, calculator",
+    "own loop",
+    "two models with one configuration",
+    "gradients of a call scaled by hand",
+    "without DDP, own optimizer",
+)
+KINDS_WITH_OVERLAP = (
+    "microbatches vary, no calculator",
+    "reference weights swapped in",
+    "average swapped in",
+    "skipped steps, no calculator",
+    "NeMo-RL's streaming",
+    "own loop, no_sync but last",
+    "weights loaded between microbatches",
+    "steps broken off",
+    "two models, interleaved",
+    "microbatches in eval mode",
+    "weights written in forward_step",
+)
+
+
+@ranks(2, timeout=300)
+def test_loops_of_each_kind_equal_stock() -> None:
+    import tiny_gpt
+
+    _compare(tiny_gpt.Case(distributed_optimizer=True, skew=4), list(KINDS))
+
+
+@ranks(2, timeout=300)
+def test_loops_of_each_kind_equal_stock_with_overlap() -> None:
+    import tiny_gpt
+
+    case = tiny_gpt.Case(distributed_optimizer=True, overlap=True, skew=4)
+    _compare(case, list(KINDS_WITH_OVERLAP))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("part", range(GROUPS))
 @ranks(2)
-def test_loops_equal_stock(part: int) -> None:
+def test_other_loops_equal_stock(part: int) -> None:
     import loops
     import tiny_gpt
 
     case = tiny_gpt.Case(distributed_optimizer=True, skew=4)
-    _compare(case, list(loops.PATTERNS)[part::GROUPS])
+    _compare(case, [name for name in loops.PATTERNS if name not in KINDS][part::GROUPS])
 
 
 @pytest.mark.parametrize("part", range(GROUPS))
@@ -84,11 +132,10 @@ def test_loops_equal_stock_with_short_lifetimes(lifetime: str, part: int) -> Non
     _compare(tiny_gpt.Case(skew=4), names[part::GROUPS], lifetime=lifetime)
 
 
-@pytest.mark.parametrize(
-    "part", [pytest.param(i, marks=[pytest.mark.slow] * (i > 0)) for i in range(GROUPS)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(GROUPS))
 @ranks(2)
-def test_loops_equal_stock_with_overlap(part: int) -> None:
+def test_other_loops_equal_stock_with_overlap(part: int) -> None:
     import loops
     import tiny_gpt
 
@@ -96,7 +143,8 @@ def test_loops_equal_stock_with_overlap(part: int) -> None:
     names = [
         name
         for name in loops.PATTERNS
-        if name not in loops.NOT_WITH_OVERLAP and not name.startswith("without")
+        if name not in {*loops.NOT_WITH_OVERLAP, *KINDS_WITH_OVERLAP}
+        and not name.startswith("without")
     ]
     _compare(case, names[part::GROUPS])
 
@@ -149,7 +197,7 @@ def test_steps_of_other_models_between_forwards_in_flight() -> None:
             )
 
 
-@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
+@pytest.mark.parametrize("lifetime", ["iteration", pytest.param("layer", marks=pytest.mark.slow)])
 @ranks(2)
 def test_an_iteration_that_ends_before_its_backward(lifetime: str) -> None:
     """The backward computes forwards again that were seen in an iteration which is over."""
@@ -176,8 +224,17 @@ def _run_twice(run: Any, case: Any, step: int) -> list[tuple[float, dict[str, to
     return both
 
 
-@pytest.mark.parametrize("lifetime", ["iteration", "microbatch", "layer"])
-@pytest.mark.parametrize("late", [0, 4])
+@pytest.mark.parametrize(
+    ("lifetime", "late"),
+    [
+        ("iteration", 0),
+        ("layer", 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("iteration", 4), ("microbatch", 0), ("microbatch", 4), ("layer", 0))
+        ),
+    ],
+)
 @ranks(2)
 def test_a_repeated_iteration_is_bitwise_the_same(lifetime: str, late: int) -> None:
     """Also the first one, and those where other experts have just become hot, for which a new plan would differ."""

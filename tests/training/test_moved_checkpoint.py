@@ -14,8 +14,22 @@ from rehoming_hooks import hashes, homes_of, rehoming_hook
 BY_BUCKET = {**METADATA, "distrib_optim_sharding_type": "dp_reshardable"}
 
 
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
-@pytest.mark.parametrize("reader", ["stock", "fssdp", "moved"])
+@pytest.mark.parametrize(
+    ("reader", "distributed_optimizer"),
+    [
+        ("stock", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("stock", False),
+                ("fssdp", False),
+                ("fssdp", True),
+                ("moved", False),
+                ("moved", True),
+            )
+        ),
+    ],
+)
 @ranks(2)
 def test_into_stock_and_back(reader: str, distributed_optimizer: bool) -> None:
     import tiny_gpt
@@ -37,6 +51,7 @@ def test_into_stock_and_back(reader: str, distributed_optimizer: bool) -> None:
     assert homes_of(written).are_moved
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_into_another_ep_size_and_back() -> None:
     """From EP 4 over EP 2 x EDP 2, with stock and with FSSDP, back to EP 4."""
@@ -73,6 +88,7 @@ def test_into_another_ep_size_and_back() -> None:
     assert [read.step(s) for s in (5, 6)] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_buckets_as_they_lie() -> None:
     """Megatron's format that keeps the distributed optimizer's buckets whole, for the same layout."""

@@ -82,6 +82,29 @@ def _count(chunks: list) -> list:
     return counted
 
 
+def _check_simulated(folder: str, layer: Any) -> None:
+    """The record is enough to simulate the job: its settings are those of the model that trained."""
+    from megatron_hecate.offline.job_settings import JobSettings
+    from megatron_hecate.offline.recorded_run import RecordedRun
+    from megatron_hecate.offline.what_if_arguments import make_parser
+
+    run = RecordedRun.read(folder)
+    settings = JobSettings.resolve(make_parser("").parse_args([folder]), run)
+    config = layer.config
+    model = settings.model
+    params = sum(p.numel() for p in layer.experts.parameters()) / layer.num_local_experts
+    assert abs(model.expert_elements / params - 1) < 0.01
+    assert (model.layers, model.experts) == (2, config.num_moe_experts)
+    assert (model.top_k, model.hidden) == (config.moe_router_topk, config.hidden_size)
+    layout = settings.layout
+    assert (layout.ranks, layout.ep, layout.pp) == (2, run.ep, 1)
+    assert settings.step_ms == run.step_ms > 0 and not settings.notes
+    # Every token of a microbatch is routed to k experts, unless some are dropped.
+    if config.moe_expert_capacity_factor is None:
+        pairs = settings.tokens * layout.microbatches * run.ep * model.top_k
+        assert pairs == run.record.load[0, 0].sum()
+
+
 SLOW = {"group-limited", "Sinkhorn", "all-gather", "one expert"}
 
 
@@ -143,6 +166,7 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
         job = record.info.job
         assert (job["ranks"], job["pp"], job["hidden"]) == (2, 1, layers[0].config.hidden_size)
         assert job["dispatcher"] == layers[0].config.moe_token_dispatcher_type
+        _check_simulated(folder, layers[0])
 
 
 @pytest.mark.newest
@@ -199,7 +223,12 @@ def test_memory_of_a_rank_in_the_record() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, dict(late_replicas=4, lifetime="microbatch"), dict(slots=0), dict(lifetime="layer")],
+    [
+        {},
+        dict(late_replicas=4, lifetime="microbatch"),
+        pytest.param(dict(slots=0), marks=pytest.mark.slow),
+        pytest.param(dict(lifetime="layer"), marks=pytest.mark.slow),
+    ],
     ids=["iteration", "late", "no slots", "recomputed"],
 )
 @ranks(4)
@@ -312,7 +341,7 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
     ]
     assert record.info.memory["weights"] == sum(own)
     if slots:
-        pool = tiny_gpt.moe_layers(run.chunks)[0].prefetcher._pool
+        pool = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.pool
         for name, buffers in (("replica_weights", pool._weights), ("replica_grads", pool._grads)):
             assert record.info.memory[name] == sum(buffer._memory.nbytes for buffer in buffers)
     if settings.get("late_replicas"):

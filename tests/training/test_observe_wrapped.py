@@ -149,7 +149,11 @@ def _captured(step: Any) -> Any:
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("megatrons", [True, False], ids=["Megatron's", "somebody's"])
+@pytest.mark.parametrize(
+    "megatrons",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["Megatron's", "somebody's"],
+)
 @ranks(2)
 def test_a_graph_of_the_optimizers_step(megatrons: bool) -> None:
     """Every replay of Megatron's (``--optimizer-cuda-graph``) ends an iteration; nothing of ours is captured, also in a
@@ -217,7 +221,11 @@ class _Descent:
         return True, 0.0, None
 
 
-@pytest.mark.parametrize("numbered", [True, False], ids=["Megatron's script", "own loop"])
+@pytest.mark.parametrize(
+    "numbered",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["Megatron's script", "own loop"],
+)
 @ranks(2)
 def test_an_optimizer_that_is_none_of_torchs(numbered: bool) -> None:
     """Where Megatron's arguments number iterations, their end is told by the next one's first forward; elsewhere one
@@ -259,7 +267,7 @@ def test_an_optimizer_that_is_none_of_torchs(numbered: bool) -> None:
     [
         ("optim_grads_params", dict(ep=1)),
         pytest.param("optim_grads", {}, marks=pytest.mark.slow),
-        ("optim", dict(tp=2, etp=1)),
+        pytest.param("optim", dict(tp=2, etp=1), marks=pytest.mark.slow),
     ],
 )
 @ranks(2)

@@ -17,7 +17,7 @@ from ranks import ranks
     ("modules", "fused"),
     [
         pytest.param(["expert_fc1", "moe_act"], False, marks=pytest.mark.slow),
-        (["expert_fc1", "moe_act"], True),
+        pytest.param(["expert_fc1", "moe_act"], True, marks=pytest.mark.slow),
         (["fused_group_mlp"], True),
     ],
 )

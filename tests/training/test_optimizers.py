@@ -45,7 +45,13 @@ OPTIMIZERS: dict[str, tuple[dict, dict, dict[str, int]]] = {
     ),
 }
 
-LIKE_OTHERS = {"apex-adam-distopt", "torch-adam", "te-adam-precision-aware-fp16-main"}
+LIKE_OTHERS = {
+    "apex-adam-distopt",
+    "torch-adam",
+    "te-adam-distopt",
+    "te-adam-precision-aware-fp16-main",
+    "muon",
+}
 
 
 @pytest.mark.newest

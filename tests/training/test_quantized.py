@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from quantized import DELAYED, FULL, MOE, Layout, case_of, hook_of, packages
+from quick import quick as quick_cases
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
@@ -136,14 +137,10 @@ def _compare(layout: Layout, *, tolerance: float = 1e-5, **of_case: Any) -> None
 def _names(layouts: dict[str, Layout], num_ranks: int, quick: str) -> list:
     """Cases for so many ranks; only the ``quick`` ones run in ``make test``."""
     found = [name for name, (size, *_) in layouts.items() if size == num_ranks]
-    assert set(quick.split()) <= set(found)
-    return [pytest.param(name, marks=[] if name in quick.split() else slow) for name in found]
+    return quick_cases(found, quick.split())
 
 
-QUICK = (
-    "mxfp8 tensorwise blockwise nvfp4 mxfp8-microbatch mxfp8-layer mxfp8-recompute mxfp8-first-layer-bf16 "
-    "mxfp8-router-padding"
-)
+QUICK = "nvfp4 mxfp8-microbatch mxfp8-first-layer-bf16"  # `test_replicas_have_the_bytes_of_their_homes` has all recipes
 
 
 @pytest.mark.parametrize("name", _names(LAYOUTS, 2, QUICK))
@@ -152,7 +149,7 @@ def test_two_ranks(name: str) -> None:
     _compare(LAYOUTS[name])
 
 
-@pytest.mark.parametrize("name", _names(LAYOUTS, 4, "mxfp8-pp2-recompute"))
+@pytest.mark.parametrize("name", _names(LAYOUTS, 4, ""))
 @ranks(4, preload=lambda name: packages(LAYOUTS[name][1]))
 def test_four_ranks(name: str) -> None:
     _compare(LAYOUTS[name])
@@ -166,18 +163,17 @@ def test_two_ranks_with_quantized_parameters(name: str) -> None:
     )  # their gradients are bf16
 
 
-@pytest.mark.parametrize(
-    "name", _names(STORED, 4, "mxfp8-edp2-distopt-overlap tensorwise-edp2-distopt-overlap")
-)
+@pytest.mark.parametrize("name", _names(STORED, 4, "tensorwise-edp2-distopt-overlap"))
 @ranks(4, preload=lambda name: packages(STORED[name][1]))
 def test_four_ranks_with_quantized_parameters(name: str) -> None:
     _compare(STORED[name], stored=True)
 
 
-@pytest.mark.parametrize("stored", [pytest.param(False, marks=slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize(
     "recipe",
-    ["mxfp8", *(pytest.param(n, marks=slow) for n in ("tensorwise", "blockwise", "nvfp4"))],
+    ["mxfp8", "tensorwise", "blockwise", "nvfp4"],
 )
 @ranks(2, preload=None)
 def test_the_oldest_transformer_engine(recipe: str, stored: bool) -> None:
@@ -185,7 +181,7 @@ def test_the_oldest_transformer_engine(recipe: str, stored: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "recipe", ["mxfp8", "tensorwise", pytest.param("blockwise", marks=slow), "nvfp4"]
+    "recipe", quick_cases(["mxfp8", "tensorwise", "blockwise", "nvfp4"], ["mxfp8"])
 )
 @ranks(2, preload=packages)
 def test_quantized_activations(recipe: str) -> None:
@@ -314,7 +310,8 @@ def test_experts_that_are_modules_of_their_own_are_refused() -> None:
             tiny_gpt.fssdp_hook()(chunks)
 
 
-@pytest.mark.parametrize("stored", [False, pytest.param(True, marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", [False, True])
 @ranks(2, preload="te-blackwell")
 def test_frozen_experts(stored: bool) -> None:
     layout = LAYOUTS["mxfp8"]
@@ -331,7 +328,8 @@ def test_frozen_experts(stored: bool) -> None:
     tiny_gpt.assert_trained_alike(stock, ours)
 
 
-@pytest.mark.parametrize("lifetime", ["iteration", pytest.param("layer", marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
 @ranks(2, preload="te-blackwell")
 def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
     """Between a forward and its backward, on quantized copies that evaluation makes for itself."""

@@ -90,15 +90,13 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
 }
 
 
-@pytest.mark.parametrize("name", params(LAYOUTS, 2, "expert-bias mtp-repeated top3"))
+@pytest.mark.parametrize("name", params(LAYOUTS, 2, "top3"))
 @ranks(2)
 def test_two_ranks(name: str) -> None:
     _compare(name)
 
 
-@pytest.mark.parametrize(
-    "name", params(LAYOUTS, 4, "edp2-distopt-overlap tp2-etp2 pp2-vpp2-distopt-overlap")
-)
+@pytest.mark.parametrize("name", params(LAYOUTS, 4, "pp2-vpp2-distopt-overlap"))
 @ranks(4)
 def test_four_ranks(name: str) -> None:
     _compare(name)

@@ -181,7 +181,9 @@ def test_around_cuda_graphs(slots: int) -> None:
         assert worst == tiny_gpt.SAME
 
 
-@pytest.mark.parametrize("distributed_optimizer", [False, True])
+@pytest.mark.parametrize(
+    "distributed_optimizer", [pytest.param(False, marks=pytest.mark.slow), True]
+)
 @ranks(2)
 def test_a_loop_of_its_own(distributed_optimizer: bool) -> None:
     """It makes its optimizer anew, while the old one is still there, and runs the schedule twice before a step: no home

@@ -57,7 +57,7 @@ def test_two_ranks(name: str) -> None:
     _compare(name)
 
 
-@pytest.mark.parametrize("name", params(OPTIMIZERS, 4, "cpu-offload-precision-aware-edp2"))
+@pytest.mark.parametrize("name", params(OPTIMIZERS, 4))
 @ranks(4, preload=optimizers_on_cpu.packages)
 def test_four_ranks(name: str) -> None:
     _compare(name)

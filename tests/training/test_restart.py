@@ -161,6 +161,7 @@ class _Injector(types.ModuleType):
 
 
 @pytest.mark.newest
+@pytest.mark.slow
 @ranks(2, timeout=200)
 def test_megatrons_own_fault_injector() -> None:
     """Its asynchronous error comes in a forward, in a backward, and while a transfer is awaited."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import pytest
 import torch
+from quick import quick
 from ranks import ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -41,8 +43,11 @@ class _Allocations(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize(
+    "lifetime", quick(["iteration", "microbatch", "layer"], ["iteration", "layer"])
+)
 @ranks(2)
-def test_steps_allocate_nothing_for_replicas() -> None:
+def test_steps_allocate_nothing_for_replicas(lifetime: str) -> None:
     """But for what autograd makes itself: a replica's weight gradients, as for any expert that computes."""
     import tiny_gpt
 
@@ -55,27 +60,23 @@ def test_steps_allocate_nothing_for_replicas() -> None:
             run.step(step)
         return allocations.made
 
-    for lifetime in ("iteration", "microbatch", "layer"):
-        stock = tiny_gpt.train(case, steps=3)
-        ours = tiny_gpt.train(case, steps=3, hook=tiny_gpt.fssdp_hook(lifetime=lifetime))
-        states = [layer.fssdp for layer in tiny_gpt.moe_layers(ours.chunks)]
-        alive = []
-        for step in range(3, 5):
-            theirs, made = count(stock, step), count(ours, step)
-            hosted = [0 if state.plan is None else len(state.plan.slots) for state in states]
-            gradients = case.accumulate * len(SHAPES) * sum(hosted)
-            assert len(made) == len(theirs) + gradients, (
-                lifetime,
-                sorted(set(made)),
-                len(theirs),
-                hosted,
-            )
-            gc.collect()
-            tensors = [
-                o for o in gc.get_objects() if isinstance(o, torch.Tensor) and _expert_sized(o)
-            ]
-            alive.append(len({t.untyped_storage().data_ptr() for t in tensors}))
-            del tensors
-        assert max(alive[1:]) <= alive[0], f"{lifetime}: expert-sized tensors pile up: {alive}"
-        assert ours.replicas > 0
-        del stock, ours, states
+    stock = tiny_gpt.train(case, steps=3)
+    ours = tiny_gpt.train(case, steps=3, hook=tiny_gpt.fssdp_hook(lifetime=lifetime))
+    states = [layer.fssdp for layer in tiny_gpt.moe_layers(ours.chunks)]
+    alive = []
+    for step in range(3, 5):
+        theirs, made = count(stock, step), count(ours, step)
+        hosted = [0 if state.plan is None else len(state.plan.slots) for state in states]
+        gradients = case.accumulate * len(SHAPES) * sum(hosted)
+        assert len(made) == len(theirs) + gradients, (
+            lifetime,
+            sorted(set(made)),
+            len(theirs),
+            hosted,
+        )
+        gc.collect()
+        tensors = [o for o in gc.get_objects() if isinstance(o, torch.Tensor) and _expert_sized(o)]
+        alive.append(len({t.untyped_storage().data_ptr() for t in tensors}))
+        del tensors
+    assert max(alive[1:]) <= alive[0], f"{lifetime}: expert-sized tensors pile up: {alive}"
+    assert ours.replicas > 0

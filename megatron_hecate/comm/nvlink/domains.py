@@ -141,7 +141,7 @@ class Stages:
                     stripes.receive(chunk, other, receives, adds)
             stages.append(Messages(tuple(sends[turn]), tuple(receives)))
             # Only this rank's memory is read and written, so no peers need to be waited for.
-            stages.append(TransferSchedule((tuple(adds),), frozenset()))
+            stages.append(TransferSchedule.of_pulls((adds,), rank))
         sums = {chunk.key: stripes.sums[chunk.key] for chunk in own}
         last = TransferSchedule.of_return([], rank, domain=domain, elements=elements, parts=sums)
         return (*stages, last)

@@ -1,17 +1,26 @@
-"""Choice of the chunks that receivers exchange, and of the share that each of them fetches."""
+"""Choice of the chunks that receivers exchange, and of the share that each of them fetches.
+
+Chunks are numbered. The copies of a chunk are consecutive: those of chunk c are the elements
+``begins[c]`` to ``begins[c + 1]`` of an array [copies].
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import numpy as np
 
-from megatron_hecate.comm.nvlink.places import Key
+from megatron_hecate.plan.compiled import compiled_if_possible
 
 WHOLE: int = 1 << 20  # sum of the shares of a chunk
 
 
+@compiled_if_possible
 def choose_exchanges(
-    wanted: Sequence[tuple[Key, Sequence[int]]], sends: list[int], *, most: int
-) -> dict[Key, Sequence[int]]:
+    begins: np.ndarray,
+    ranks: np.ndarray,
+    homes: np.ndarray,
+    sends: np.ndarray,
+    receives: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
     """Choose the chunks to exchange, and the share that each receiving rank fetches from the home.
 
     A home sends whole chunks to each rank as long as it sends no more than the rank that receives
@@ -21,90 +30,78 @@ def choose_exchanges(
     for another reason costs its home one send.
 
     Args:
-        wanted: chunks with several receiving ranks, in order, and the ranks; without the chunks
-            that are moved in parts for another reason.
+        begins: offset of each chunk's copies, and the total, [chunks + 1].
+        ranks: receiving rank of every copy, [copies].
+        homes: home of each chunk, [chunks]; -1 for a chunk that is moved in parts for another
+            reason.
         sends: chunks that each rank sends as a home, [ranks]; reduced to the remaining sends.
-        most: largest number of chunks that a rank receives from homes in the domain.
+        receives: chunks that each rank receives from homes in the domain, [ranks].
 
     Returns:
-        Shares of `WHOLE` of the receiving ranks, by chunk.
+        Whether each chunk is exchanged, [chunks]; share of `WHOLE` that the receiver of every copy
+        fetches, [copies], zeros for chunks that are not exchanged.
     """
-    exchanged: list[tuple[Key, Sequence[int]]] = []
-    for key, ranks in sorted(wanted, key=lambda chunk: -len(chunk[1])):
-        if sends[key[0]] > most:
-            exchanged.append((key, ranks))
-            sends[key[0]] -= len(ranks) - 1
-    return _choose_shares(exchanged, [count * WHOLE for count in sends])
-
-
-def _choose_shares(
-    exchanged: Sequence[tuple[Key, Sequence[int]]], load: list[int]
-) -> dict[Key, Sequence[int]]:
-    """Choose the share of `WHOLE` that each receiving rank fetches from the home, by chunk.
-
-    Args:
-        exchanged: chunks, and the ranks that receive each.
-        load: shares that each rank sends otherwise, [ranks]; increased to the total that it sends.
-    """
-    chosen: dict[Key, Sequence[int]] = {}
+    most = receives.max()
+    chosen = np.empty(len(homes), np.int64)
+    number = 0
+    is_exchanged = np.zeros(len(homes), np.bool_)
+    for size in range(len(sends), 1, -1):
+        for chunk in range(len(homes)):
+            if begins[chunk + 1] - begins[chunk] != size or homes[chunk] < 0:
+                continue
+            if sends[homes[chunk]] > most:
+                chosen[number] = chunk
+                is_exchanged[chunk] = True
+                number += 1
+                sends[homes[chunk]] -= size - 1
+    shares = np.zeros(len(ranks), np.int64)
+    load = sends * WHOLE
     # The second pass improves the shares: only then do the loads include all other chunks' shares.
     for again in (False, True):
-        for key, ranks in exchanged:
-            others = len(ranks) - 1
-            # Most chunks have two receivers, for which the shares take less time to compute.
-            if others == 1:
-                chosen[key] = _share_between_two(ranks, load, chosen.get(key))
-                continue
+        for chunk in chosen[:number]:
+            begin = begins[chunk]
+            end = begins[chunk + 1]
+            others = end - begin - 1
             if again:
-                for rank, share in zip(ranks, chosen[key], strict=True):
-                    load[rank] -= share * others
-            shares = _even_out([load[rank] for rank in ranks], others)
-            chosen[key] = shares
-            for rank, share in zip(ranks, shares, strict=True):
-                load[rank] += share * others
-    return chosen
+                for copy in range(begin, end):
+                    load[ranks[copy]] -= shares[copy] * others
+            _even_out(load, ranks[begin:end], shares[begin:end])
+            for copy in range(begin, end):
+                load[ranks[copy]] += shares[copy] * others
+    return is_exchanged, shares
 
 
-def _share_between_two(
-    ranks: Sequence[int], load: list[int], before: Sequence[int] | None
-) -> tuple[int, int]:
-    """Choose the shares of a chunk's two receivers, and update ``load``.
+@compiled_if_possible
+def _even_out(load: np.ndarray, ranks: np.ndarray, shares: np.ndarray) -> None:
+    """Choose shares of `WHOLE` that level the lowest loads of a chunk's receivers.
 
     Args:
-        ranks: the two receiving ranks.
-        load: shares that each rank sends, [ranks].
-        before: earlier shares of the chunk, which ``load`` includes; ``None`` in the first pass.
+        load: shares that each rank sends otherwise, [ranks].
+        ranks: receivers of the chunk, [receivers]; each sends its share to all others.
+        shares: share of each receiver, [receivers]; written.
     """
-    one, other = ranks
-    if before is not None:
-        load[one] -= before[0]
-        load[other] -= before[1]
-    share = _even_out_two(load[one], load[other])
-    load[one] += share
-    load[other] += WHOLE - share
-    return share, WHOLE - share
-
-
-def _even_out(loads: Sequence[int], others: int) -> list[int]:
-    """Choose shares of `WHOLE`, each sent to ``others`` ranks, that level the lowest ``loads``."""
-    to_raise = loads
-    level = (sum(loads) + WHOLE * others) // len(loads)
-    while level < max(to_raise):
-        to_raise = [load for load in to_raise if load <= level]
-        level = (sum(to_raise) + WHOLE * others) // len(to_raise)
-    shares = [max(0, level - load) // others for load in loads]
+    others = len(ranks) - 1
+    least = 0
+    total = WHOLE * others
+    for at in range(len(ranks)):
+        total += load[ranks[at]]
+        if load[ranks[at]] < load[ranks[least]]:
+            least = at
+    level = total // len(ranks)
+    # Receivers with a load above the level send nothing. Without them the level is lower.
+    before = -1
+    while level != before:
+        before = level
+        total = WHOLE * others
+        count = 0
+        for rank in ranks:
+            if load[rank] <= before:
+                total += load[rank]
+                count += 1
+        level = total // count
+    rest = WHOLE
+    for at in range(len(ranks)):
+        shares[at] = max(0, level - load[ranks[at]]) // others
+        rest -= shares[at]
     # The least loaded rank takes the remainder of the rounding.
-    rest = WHOLE - sum(shares)
-    if rest:
-        shares[loads.index(min(loads))] += rest
-    return shares
-
-
-def _even_out_two(one: int, other: int) -> int:
-    """Return the first share that `_even_out` chooses for two loads."""
-    difference = other - one
-    if -WHOLE < difference < WHOLE:
-        return (WHOLE + difference + (difference >= 0)) // 2
-    if difference > 0:
-        return WHOLE
-    return 0
+    shares[least] += rest

@@ -125,7 +125,7 @@ class KernelStage:
         last = min(steps, key=steps.__getitem__)
         text = (
             f"{job.name} failed on {job.rank} after {seconds:.1f} s (timeout {job.timeout:g} s): "
-            f"expected rank {last} to finish {len(schedule.steps)} steps, {max(0, steps[last])} "
+            f"expected rank {last} to finish {schedule.num_steps} steps, {max(0, steps[last])} "
             f"were seen. Rank {last} died, hangs, or did not take part, in this transfer or in an "
             "earlier one."
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import tempfile
@@ -14,11 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.job.collectives import gather_objects
+from megatron_hecate.job.problems import raise_on_all
+
 SHARED: Path = Path("/dev/shm")
 # Bytes before the buffers, initially 0: progress counters, one u32 per rank, and counters of thread
 # blocks.
 COUNTERS: int = 512
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # read by torch in every rendezvous
+LABEL = "transport nvlink"
+
+_raise_on_all = functools.partial(raise_on_all, label=LABEL)
 
 
 def free_shared_bytes() -> int:
@@ -57,40 +64,47 @@ def allocate_shared(
     Returns:
         This rank's block; addresses of all ranks' blocks; object that must live as long.
     """
-    problem = ""
     name = ""
-    maps: list[mmap.mmap] = []
     try:
-        try:
-            # Creates the file with mode 600: only this user's processes may open it.
-            descriptor, name = tempfile.mkstemp(prefix="megatron-hecate-", dir=SHARED)
+        with _raise_on_all(group, what="allocating shared memory"):
             try:
-                # Too little memory is an error here, and not a bus error at the first access.
-                os.posix_fallocate(descriptor, 0, size)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            problem = (
-                f"cannot allocate {size} bytes of shared memory, {free_shared_bytes()} are free in "
-                f"{SHARED}: {error}"
-            )
-        _raise_on_all(problem, group, way_out=f"make {SHARED} larger, or use p2p")
-        names: list[Any] = [None] * group.size()
-        dist.all_gather_object(names, name, group=group)
-        try:
-            maps = [_map(other, size) for other in names]
-        # Ranks in containers of their own may have the same host name, but share no files.
-        except OSError as error:
-            problem = f"cannot map its peers' shared memory: {error}"
-        _raise_on_all(
-            problem, group, way_out=f"let the ranks of a machine share {SHARED}, or use p2p"
-        )
+                name = _create_file(size)
+            except OSError as error:
+                raise OSError(
+                    f"cannot allocate {size} bytes of shared memory, {free_shared_bytes()} are "
+                    f"free in {SHARED}: {error}; make {SHARED} larger, or use p2p"
+                ) from error
+        names = gather_objects(name, group, what="mapping shared memory", label=LABEL)
+        with _raise_on_all(group, what="mapping shared memory"):
+            try:
+                maps = [_map(other, size) for other in names]
+            # Ranks in containers of their own may have the same host name, but share no files.
+            except OSError as error:
+                raise OSError(
+                    f"cannot map its peers' shared memory: {error}; let the ranks of a machine "
+                    f"share {SHARED}, or use p2p"
+                ) from error
     finally:
         # The mappings stay valid without the name, and no file is left behind.
         if name:
             Path(name).unlink()
     blocks = [torch.frombuffer(memory, dtype=torch.uint8) for memory in maps]
     return blocks[group.rank()], [block.data_ptr() for block in blocks], blocks
+
+
+def _create_file(size: int) -> str:
+    """Create a file of ``size`` bytes in shared memory; return its name."""
+    # Mode 600: only this user's processes may open it.
+    descriptor, name = tempfile.mkstemp(prefix="megatron-hecate-", dir=SHARED)
+    try:
+        # Too little memory is an error here, and not a bus error at the first access.
+        os.posix_fallocate(descriptor, 0, size)
+    except BaseException:
+        Path(name).unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    return name
 
 
 def _map(name: str, size: int) -> mmap.mmap:
@@ -105,30 +119,15 @@ def allocate_symmetric(
     group: dist.ProcessGroup, size: int, *, device: torch.device
 ) -> tuple[Tensor, list[int], Any]:
     """Allocate symmetric memory and map it on all ranks of ``group``. As `allocate_shared`."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    _raise_on_all(symmetric_problem(device), group, way_out="use p2p")
-    problem = ""
-    own = torch.empty(0)
-    handle: Any = None
-    try:
+    with _raise_on_all(group, what="allocating symmetric memory"):
+        if problem := symmetric_problem(device):
+            raise RuntimeError(f"{problem}; use p2p")
         own = _empty_symmetric(size, device)
         own[:COUNTERS].zero_()
         # Peers may write the counters once they are mapped, so the zeros must be in memory before.
         torch.cuda.synchronize(device)
-    except RuntimeError as error:
-        free, _ = torch.cuda.mem_get_info(device)
-        problem = f"cannot allocate {size} bytes of symmetric memory, {free} are free: {error}"
-    _raise_on_all(problem, group, way_out="set fewer slots or a shorter lifetime, or use p2p")
-    try:
-        with _without_multicast():
-            handle = symmetric.rendezvous(own, group)
-    except RuntimeError as error:
-        problem = f"cannot map its peers' memory: {error}"
-    else:
-        if handle is None:
-            problem = "cannot map its peers' memory: see the warning of torch.distributed"
-    _raise_on_all(problem, group, way_out="use p2p")
+    with _raise_on_all(group, what="mapping symmetric memory"):
+        handle = _rendezvous(own, group)
     # Torch may place the tensor at an offset inside its allocation, the same on all ranks.
     offset = own.data_ptr() - handle.buffer_ptrs[handle.rank]
     return own, [base + offset for base in handle.buffer_ptrs], handle
@@ -143,7 +142,30 @@ def _empty_symmetric(size: int, device: torch.device) -> Tensor:
     with contextlib.suppress(RuntimeError):
         return symmetric.empty(size, dtype=torch.uint8, device=device)
     torch.cuda.empty_cache()
-    return symmetric.empty(size, dtype=torch.uint8, device=device)
+    try:
+        return symmetric.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        free, _ = torch.cuda.mem_get_info(device)
+        raise RuntimeError(
+            f"cannot allocate {size} bytes of symmetric memory, {free} are free: {error}; set "
+            "fewer slots or a shorter lifetime, or use p2p"
+        ) from error
+
+
+def _rendezvous(own: Tensor, group: dist.ProcessGroup) -> Any:
+    """Map symmetric memory on all ranks; return torch's handle."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    try:
+        with _without_multicast():
+            handle = symmetric.rendezvous(own, group)
+    except RuntimeError as error:
+        raise RuntimeError(f"cannot map its peers' memory: {error}; use p2p") from error
+    if handle is None:
+        raise RuntimeError(
+            "cannot map its peers' memory: see the warning of torch.distributed; use p2p"
+        )
+    return handle
 
 
 @contextlib.contextmanager
@@ -161,18 +183,3 @@ def _without_multicast() -> Iterator[None]:
             del os.environ[NO_MULTICAST]
         else:
             os.environ[NO_MULTICAST] = before
-
-
-def _raise_on_all(problem: str, group: dist.ProcessGroup, *, way_out: str) -> None:
-    """Raise RuntimeError on all ranks of ``group`` if one has a problem with its memory.
-
-    Args:
-        problem: error of this rank, "cannot ..."; empty if there is none.
-        group: process group of the domain.
-        way_out: advice for all errors.
-    """
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, problem, group=group)
-    problems = [f"rank {rank} {text}" for rank, text in enumerate(found) if text]
-    if problems:
-        raise RuntimeError(f"transport nvlink: {'; '.join(problems)}; {way_out}")

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.comm.nvlink.chunks import MAX_RANKS
 from megatron_hecate.comm.nvlink.peer_memory import (
     COUNTERS,
     allocate_shared,
@@ -29,7 +30,6 @@ from megatron_hecate.comm.nvlink.peer_memory import (
     symmetric_problem,
 )
 from megatron_hecate.comm.nvlink.program import FAILURE, MAX_STEPS, Signals
-from megatron_hecate.comm.nvlink.schedule import MAX_RANKS
 from megatron_hecate.job.attempt import Attempt
 
 ARRIVED: int = 4 * MAX_RANKS  # offset of the counters of thread blocks, bytes
@@ -80,6 +80,7 @@ class Peers:
             arrived=self._bases[self.rank] + ARRIVED,
             failure=self.failure_record.data_ptr(),
             timeout=timeout,
+            apart=self.apart,
         )
         self._begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._reported = False

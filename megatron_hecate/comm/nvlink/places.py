@@ -77,7 +77,5 @@ class Part(NamedTuple):
         return bounds
 
 
-# A `Part`, or its fields as a plain tuple, which takes less time to create.
-AnyPart = tuple[Place, int, int]
 Parts = Mapping[Key, Sequence[Part]]
 NONE: Parts = MappingProxyType({})

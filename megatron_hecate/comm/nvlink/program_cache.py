@@ -3,55 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from megatron_hecate.comm.nvlink.places import Memory as Memories
-from megatron_hecate.comm.nvlink.places import Place
+from megatron_hecate.comm.nvlink.chunks import PLANS
 from megatron_hecate.comm.nvlink.program import Extent, Extents, Program, Signals
-from megatron_hecate.comm.nvlink.schedule import PLANS, TransferSchedule
+from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 
 TURNS: int = 8  # buffers of a layer whose programs are cached
-
-Known = dict[tuple[Memories, int], Sequence[Extent]]  # extents by memory and index
-
-
-class Memory:
-    """`Extents` of a domain whose ranks have the same layout, at a different base address each.
-
-    Args:
-        own: addresses and elements of this rank's tensors in a place.
-        rank: this rank.
-        apart: base address of each peer's memory minus the base address of this rank's memory.
-    """
-
-    def __init__(self, own: Extents, *, rank: int, apart: Mapping[int, int]) -> None:
-        self._own = own
-        self._rank = rank
-        self._apart = apart
-        self.known: Known = {}  # extents of this rank that were looked up
-
-    def __call__(self, place: Place) -> Sequence[Extent]:
-        rank, memory, index, _ = place
-        found = self.known.get((memory, index))
-        if found is None:
-            found = self._own(place)
-            self.known[memory, index] = found
-        if rank == self._rank:
-            return found
-        apart = self._apart[rank]
-        # Most places are one tensor, for which the list comprehension takes longer.
-        if len(found) == 1:
-            ((address, elements),) = found
-            return ((address + apart, elements),)
-        return [(address + apart, elements) for address, elements in found]
-
-    def agrees(self, known: Known) -> bool:
-        """Return True if the places in ``known`` have the same extents in this memory."""
-        own = self._own
-        rank = self._rank
-        return all(
-            own(Place(rank, memory, index)) == found for (memory, index), found in known.items()
-        )
 
 
 class Programs:
@@ -64,25 +22,34 @@ class Programs:
     def __init__(self, signals: Signals) -> None:
         self._signals = signals
         # Cached schedules by identity, least recently used first. The entry keeps the schedule
-        # alive, so that its identity stays unique, and a program for each of the buffers.
+        # alive, so that its identity stays unique, and for each of the buffers the memory of its
+        # places and a program.
         self._kept: OrderedDict[
-            tuple[int, int, bool], tuple[TransferSchedule, list[tuple[Known, Program]]]
+            tuple[int, int, bool],
+            tuple[TransferSchedule, list[tuple[list[Sequence[Extent]], Program]]],
         ] = OrderedDict()
 
     def make(
-        self, schedule: TransferSchedule, memory: Memory, *, itemsize: int, sums: bool, begin: int
+        self, schedule: TransferSchedule, extents: Extents, *, itemsize: int, sums: bool, begin: int
     ) -> Program:
         """Create a program, or copy it from the cache. Args as `Program`."""
         key = (id(schedule), itemsize, sums)
         _, made = self._kept.setdefault(key, (schedule, []))
         self._kept.move_to_end(key)
+        memory = list(map(extents, schedule.places))
         for known, program in made:
-            if memory.agrees(known):
+            if known == memory:
                 return program.again(begin)
+        found = dict(zip(schedule.places, memory, strict=True))
         program = Program(
-            schedule, memory, signals=self._signals, itemsize=itemsize, sums=sums, begin=begin
+            schedule,
+            found.__getitem__,
+            signals=self._signals,
+            itemsize=itemsize,
+            sums=sums,
+            begin=begin,
         )
-        made.append((memory.known, program))
+        made.append((memory, program))
         del made[:-TURNS]
         if len(self._kept) > PLANS:
             self._kept.popitem(last=False)

@@ -16,48 +16,43 @@ fetches a different part of it from the home, and the remaining parts from the o
 chunk is then sent once by its home, at the cost of one more step. A spRS sums the same parts.
 Chunks that are sent to other domains, or received from there, are moved in parts as well.
 
-Every rank derives the parts of all ranks from the copies alone, without communication. Places are
-symbolic (`places`); `program` resolves them to addresses.
+Every rank derives the parts of all ranks from the copies alone, without communication (`pulls`).
+Places are symbolic (`places`); `program` resolves them to addresses.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
-from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from operator import eq
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Sequence
 
-from megatron_hecate.comm.nvlink.exchange import choose_exchanges
-from megatron_hecate.comm.nvlink.places import (
-    NONE,
-    AnyPart,
-    Key,
-    Memory,
-    Part,
-    Parts,
-    Place,
-    Pull,
-)
+import numpy as np
+
+from megatron_hecate.comm.nvlink import pulls
+from megatron_hecate.comm.nvlink.chunks import ChunkTable
+from megatron_hecate.comm.nvlink.places import NONE, Part, Parts, Place, Pull
+from megatron_hecate.comm.nvlink.pulls import MEMORIES, PartTable, RankPulls
 from megatron_hecate.comm.transport import Copy
 
-MAX_RANKS: int = 72  # ranks of one NVLink domain; the same constant as in kernels/schedule.cuh
-PLANS: int = 512  # plans whose schedules are cached; two per layer are in use
+Listing = Callable[[ChunkTable, PartTable, int, int], RankPulls]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class TransferSchedule:
     """One rank's part of a transfer.
 
     Args:
-        steps: pulls of each step; all ranks have the same number of steps, which may be empty.
+        rank: this rank.
+        rows: sources of all pulls, sorted by step, [sources, `pulls.COLUMNS`].
+        begins: offset of each step's rows, and the total, [steps + 1]; all ranks have the same
+            number of steps, which may be empty.
+        places: places in ``rows`` by their numbers, with the memory and index of this rank.
         peers: ranks that this rank reads from, or that read from this rank.
     """
 
-    steps: tuple[tuple[Pull, ...], ...]
+    rank: int
+    rows: np.ndarray
+    begins: np.ndarray
+    places: tuple[Place, ...]
     peers: frozenset[int]
 
     @classmethod
@@ -80,42 +75,14 @@ class TransferSchedule:
             elements: elements of a chunk.
             parts: for chunks that are sent to other domains, the places that their parts must reach
                 in the end; for chunks that were received from another, the places of their parts.
+                A rank has one part of a chunk at most.
 
         Raises:
             ValueError: more ranks than the kernels support, an empty chunk, or contradictory
                 copies.
         """
-        here = _Domain(copies, rank, members=frozenset(domain), elements=elements, parts=parts)
-        pack: list[Pull] = []
-        fetch: list[Pull] = []
-        exchange: list[Pull] = []
-        for key, ranks, slots in here.chunks:
-            home, index = key
-            sent = Place(home, "send", index)
-            if home == rank:
-                pack.append(Pull((Place(rank, "parameters", index),), sent, 0, elements))
-            into: Place | None = None
-            if rank in ranks:
-                into = Place(rank, "slot", slots[ranks.index(rank)])
-            held: Sequence[AnyPart] = parts.get(key, ())
-            if not held and (into is None or key not in here.shares):
-                if into is not None:
-                    fetch.append(Pull((sent,), into, 0, elements))
-                continue
-            if home in here.members and ranks:
-                wanted = held
-                held = here.divide(key, ranks, slots, memory="slot")
-                exchange += _fill_stripes(wanted, held, rank)
-            if home in here.members and home != rank:
-                fetch += [Pull((sent,), *part) for part in held if part[0].rank == rank]
-            if into is not None:
-                exchange += [
-                    Pull((at,), into, begin, end) for at, begin, end in held if at.rank != rank
-                ]
-        steps = [pack, fetch] if here.sends_any else []
-        if here.shares or parts:
-            steps.append(exchange)
-        return here.schedule(steps)
+        chunks = _find_chunks(copies, frozenset(domain), elements, parts)
+        return cls._of(pulls.list_fetch_pulls, chunks, rank, elements=elements, parts=parts)
 
     @classmethod
     def of_return(
@@ -143,255 +110,113 @@ class TransferSchedule:
         Raises:
             ValueError: see `of_fetch`.
         """
-        here = _Domain(copies, rank, members=frozenset(domain), elements=elements, parts=parts)
-        exchange: list[Pull] = []
-        sums: list[Pull] = []
-        for key, ranks, slots in here.chunks:
-            home, index = key
-            grads = tuple(_places(ranks, "grad", slots))
-            main_grad = Place(rank, "main_grad", index)
-            if key not in here.shares and key not in parts:
-                if home == rank:
-                    sums.append(Pull(grads, main_grad, 0, elements, add=True))
-                continue
-            held: Sequence[AnyPart] = parts.get(key, ())
-            if key in here.shares:
-                held = here.divide(key, ranks, slots, memory="partial")
-            if grads:
-                exchange += [Pull(grads, *part) for part in held if part[0].rank == rank]
-            if home == rank and (key in here.shares or not grads):
-                sums += [Pull((at,), main_grad, begin, end, add=True) for at, begin, end in held]
-        # All ranks must have the same steps, so the decision depends on the domain only.
-        with_copies = sum(key in parts and len(ranks) > 0 for key, ranks, _ in here.chunks)
-        steps = []
-        if here.shares or with_copies:
-            steps.append(exchange)
-        if here.count > len(parts) or with_copies < len(parts):
-            steps.append(sums)
-        return here.schedule(steps)
+        chunks = _find_chunks(copies, frozenset(domain), elements, parts)
+        return cls._of(pulls.list_return_pulls, chunks, rank, elements=elements, parts=parts)
 
+    @classmethod
+    def of_pulls(
+        cls, steps: Sequence[Sequence[Pull]], rank: int, *, peers: frozenset[int] = frozenset()
+    ) -> TransferSchedule:
+        """Schedule the pulls of each of the ``steps`` of ``rank``, in the same order."""
+        rows: list[list[int]] = []
+        begins = [0]
+        for number, step in enumerate(steps):
+            for pull in step:
+                for more, source in enumerate(pull.sources):
+                    row = [0] * pulls.COLUMNS
+                    row[pulls.STEP] = number
+                    row[pulls.BEGIN] = pull.begin
+                    row[pulls.END] = pull.end
+                    row[pulls.ADD] = pull.add
+                    row[pulls.MORE] = more > 0
+                    row[pulls.INTO : pulls.RANK] = _encode(pull.into)[1:]
+                    row[pulls.RANK : pulls.INTO_NUMBER] = _encode(source)
+                    rows.append(row)
+            begins.append(len(rows))
+        table = np.array(rows, np.int64).reshape(-1, pulls.COLUMNS)
+        return cls._of_rows(table, np.array(begins), rank, peers=peers)
 
-def _fill_stripes(wanted: Sequence[AnyPart], held: Sequence[AnyPart], rank: int) -> list[Pull]:
-    """Return the pulls that fill the stripe buffers of ``rank`` among ``wanted`` from ``held``."""
-    pulls = []
-    for into, first, last in wanted:
-        # Other places, send buffers and slots, receive the complete chunk anyway.
-        if into.rank != rank or into.memory != "stripe":
-            continue
-        for at, begin, end in held:
-            overlap_begin = max(begin, first)
-            overlap_end = min(end, last)
-            if overlap_begin < overlap_end:
-                pulls.append(Pull((at,), into, overlap_begin, overlap_end))
-    return pulls
-
-
-def _places(ranks: Sequence[int], memory: Memory, slots: Sequence[int]) -> Iterable[Place]:
-    """Return a chunk's places on the ranks that receive it."""
-    # `map` over `Place._make` takes less time than a call in Python for each place.
-    return map(Place._make, zip(ranks, itertools.repeat(memory), slots, itertools.repeat(0)))
-
-
-class _Chunk(NamedTuple):
-    """A chunk, the ranks that receive it, ascending, and the slot on each of the ranks."""
-
-    key: Key
-    ranks: Sequence[int]
-    slots: Sequence[int]
-
-
-class _Chunks(NamedTuple):
-    """All chunks of a transfer in one domain, the same for all ranks and for both directions.
-
-    Args:
-        keys: all chunks, sorted, including chunks without copies.
-        begins: offset of each chunk's copies in ``ranks`` and ``slots``, and the total.
-        ranks: receiving rank of every copy, sorted by chunk, then rank.
-        slots: slot of every copy, in the order of ``ranks``.
-        shares: chunks to exchange, with the share of `exchange.WHOLE` that each receiving rank
-            fetches from the home.
-        sends_any: True if the home of a chunk is in the domain.
-    """
-
-    keys: Sequence[Key]
-    begins: Sequence[int]
-    ranks: Sequence[int]
-    slots: Sequence[int]
-    shares: Mapping[Key, Sequence[int]]
-    sends_any: bool
-
-    @staticmethod
-    @functools.lru_cache(maxsize=PLANS)
-    def of(copies: tuple[Copy, ...], members: frozenset[int], in_parts: frozenset[Key]) -> _Chunks:
-        """Group ``copies`` by chunk and choose the chunks to exchange.
-
-        Args:
-            copies: all copies of the domain.
-            members: ranks of the domain.
-            in_parts: chunks that are moved in parts because other domains take part.
-
-        Raises:
-            ValueError: more ranks than the kernels support, or contradictory copies.
-        """
-        homes: Sequence[int] = ()
-        indices: Sequence[int] = ()
-        ranks: Sequence[int] = ()
-        slots: Sequence[int] = ()
-        if copies:
-            homes, indices, ranks, slots = zip(*sorted(copies), strict=True)
-        fit = len(members) <= MAX_RANKS and members.issuperset(homes) and members.issuperset(ranks)
-        if not fit or any(map(eq, homes, ranks)):
-            _check_ranks(copies, members, in_parts)
-        counts: dict[Key, int] = Counter(zip(homes, indices, strict=True))
-        if in_parts - counts.keys():
-            counts = {key: counts.get(key, 0) for key in sorted(in_parts | counts.keys())}
-        keys = list(counts)
-        begins = list(itertools.accumulate(counts.values(), initial=0))
-        several = [at for at, count in enumerate(counts.values()) if count > 1]
-        wanted = [(keys[at], ranks[begins[at] : begins[at + 1]]) for at in several]
-        _check_unique(wanted, ranks, slots)
-        sends = Counter(homes)
-        received: Sequence[int] = ranks
-        if in_parts:
-            # A chunk in parts costs its home one send, and its parts from other domains are not
-            # received from homes.
-            chunks = zip(homes, indices, strict=True)
-            sends = Counter([chunk[0] for chunk in chunks if chunk not in in_parts])
-            sends.update([home for home, _ in in_parts])
-            received = [rank for home, rank in zip(homes, ranks, strict=True) if home in members]
-            wanted = [chunk for chunk in wanted if chunk[0] not in in_parts]
-        most = max(Counter(received).values(), default=0)
-        sent_by_rank = [sends.get(rank, 0) for rank in range(1 + max(members))]
-        shares = choose_exchanges(wanted, sent_by_rank, most=most)
-        sends_any = any(home in members for home, _ in keys)
-        return _Chunks(keys, begins, ranks, slots, shares, sends_any=sends_any)
-
-    def of_rank(self, rank: int, in_parts: Iterable[Key]) -> list[_Chunk]:
-        """Return the chunks that ``rank`` sends or receives, and all ``in_parts``, in order."""
-        # The keys are sorted, so the chunks of one home are contiguous.
-        keys = self.keys
-        begins = self.begins
-        found = set(range(bisect_left(keys, (rank, 0)), bisect_left(keys, (rank + 1, 0))))
-        found.update(
-            bisect_right(begins, at) - 1
-            for at, receiving in enumerate(self.ranks)
-            if receiving == rank
-        )
-        found.update(bisect_left(keys, key) for key in in_parts)
-        chunks = []
-        for at in sorted(found):
-            span = slice(begins[at], begins[at + 1])
-            chunks.append(_Chunk(keys[at], self.ranks[span], self.slots[span]))
-        return chunks
-
-
-class _Domain:
-    """A transfer in one domain, seen from ``rank``. Args as `TransferSchedule.of_fetch`."""
-
-    def __init__(
-        self,
-        copies: Sequence[Copy],
-        rank: int,
-        *,
-        members: frozenset[int],
-        elements: int,
-        parts: Parts,
-    ) -> None:
-        if elements < 1:
-            raise ValueError(f"a chunk of {elements} elements cannot be moved")
-        self.rank = rank
-        self.members = members
-        self.elements = elements
-        self.parts = parts
-        chunks = _Chunks.of(tuple(copies), members, frozenset(parts))
-        self.shares = chunks.shares
-        self.sends_any = chunks.sends_any
-        self.count = len(chunks.keys)
-        self.chunks = chunks.of_rank(rank, parts)
-
-    def divide(
-        self, key: Key, ranks: Sequence[int], slots: Sequence[int], *, memory: Memory
-    ) -> list[AnyPart]:
-        """Divide a chunk among its receiving ranks, into ``memory`` of their slots.
-
-        Empty parts are left out.
-        """
-        shares = self.shares.get(key) or [1] * len(ranks)
-        places = _places(ranks, memory, slots)
-        return [
-            (place, begin, end)
-            for place, (begin, end) in zip(places, Part.bounds(self.elements, shares), strict=True)
-            if begin < end
-        ]
-
-    def schedule(self, steps: list[list[Pull]]) -> TransferSchedule:
-        """Sort the pulls of each step and find the peers."""
-        own = self.rank
-        size = max(self.members) + 1
-
-        def distance(pull: Pull) -> tuple[int, int]:
-            # Rank of the first source, and first element. By index: faster than by name.
-            return (pull[0][0][0] - own) % size, pull[2]
-
+    @classmethod
+    def _of(
+        cls, listing: Listing, chunks: ChunkTable, rank: int, *, elements: int, parts: Parts
+    ) -> TransferSchedule:
+        """List the pulls of ``rank``, and sort those of each step."""
+        found = listing(chunks, _encode_parts(parts, chunks), rank, elements)
+        rows = found.rows
         # Every step begins with the rank after this one, so that not all ranks read from one home
         # at the same time.
-        ordered = tuple([tuple(sorted(step, key=distance)) for step in steps])
-        return TransferSchedule(ordered, frozenset(self._find_peers()))
+        order = np.lexsort((rows[:, pulls.BEGIN], rows[:, pulls.DISTANCE], rows[:, pulls.STEP]))
+        rows = rows[order]
+        begins = np.searchsorted(rows[:, pulls.STEP], np.arange(found.num_steps + 1))
+        peers = frozenset(np.flatnonzero(found.is_peer).tolist())
+        return cls._of_rows(rows, begins, rank, peers=peers)
 
-    def _find_peers(self) -> set[int]:
-        """Return the ranks that this rank reads from, or that read from this rank."""
-        own = self.rank
-        peers: set[int] = set()
-        for key, ranks, _ in self.chunks:
-            takers = {*ranks, *(part.at.rank for part in self.parts.get(key, ()))}
-            if key[0] == own:
-                peers |= takers
-            elif own in takers:
-                if key[0] in self.members:
-                    peers.add(key[0])
-                if key in self.shares or key in self.parts:
-                    peers |= takers
-        peers.discard(own)
-        return peers
+    @classmethod
+    def _of_rows(
+        cls, rows: np.ndarray, begins: np.ndarray, rank: int, *, peers: frozenset[int]
+    ) -> TransferSchedule:
+        numbered = pulls.number_places(rows).tolist()
+        places = tuple(Place(rank, MEMORIES[memory], index) for memory, index in numbered)
+        return cls(rank, rows, begins, places, peers)
 
+    @property
+    def num_steps(self) -> int:
+        return len(self.begins) - 1
 
-def _check_ranks(
-    copies: Sequence[Copy], members: frozenset[int], in_parts: Collection[Key]
-) -> None:
-    """Raise ValueError for a domain with too many ranks, or for a copy with impossible ranks."""
-    if len(members) > MAX_RANKS:
-        raise ValueError(
-            f"{len(members)} ranks are too many for one NVLink domain: nvlink supports "
-            f"{MAX_RANKS}; use transport p2p"
-        )
-    for copy in sorted(copies):
-        home, index, rank, _ = copy
-        if (
-            home == rank
-            or rank not in members
-            or (home not in members and (home, index) not in in_parts)
-        ):
-            raise ValueError(f"{copy} needs two different ranks of {sorted(members)}")
+    @property
+    def steps(self) -> tuple[tuple[Pull, ...], ...]:
+        """Pulls of each step."""
+        steps: list[tuple[Pull, ...]] = []
+        for first, last in zip(self.begins[:-1], self.begins[1:], strict=True):
+            step: list[Pull] = []
+            for row in range(first, last):
+                sources: tuple[Place, ...] = (self.read(row),)
+                if self.rows[row, pulls.MORE]:
+                    sources = step.pop().sources + sources
+                begin, end = self.rows[row, [pulls.BEGIN, pulls.END]].tolist()
+                add = bool(self.rows[row, pulls.ADD])
+                step.append(Pull(sources, self.written(row), begin, end, add))
+            steps.append(tuple(step))
+        return tuple(steps)
 
+    def read(self, row: int) -> Place:
+        """Return the place that ``row`` reads."""
+        rank, memory, index, first = self.rows[row, pulls.RANK : pulls.INTO_NUMBER].tolist()
+        return Place(rank, MEMORIES[memory], index, first)
 
-def _check_unique(
-    chunks: Sequence[tuple[Key, Sequence[int]]], ranks: Sequence[int], slots: Sequence[int]
-) -> None:
-    """Raise ValueError if a rank receives a chunk twice, or a slot receives two chunks.
-
-    Args:
-        chunks: chunks with several copies, and the receiving rank of each copy.
-        ranks: receiving rank of every copy.
-        slots: slot of every copy.
-    """
-    for key, receiving in chunks:
-        if len(set(receiving)) < len(receiving):
-            _raise_twice("chunk for a rank", [(*key, rank) for rank in receiving])
-    if len(set(zip(ranks, slots, strict=True))) < len(ranks):
-        _raise_twice("slot", list(zip(ranks, slots, strict=True)))
+    def written(self, row: int) -> Place:
+        """Return the place that ``row`` writes."""
+        memory, index, first = self.rows[row, pulls.INTO : pulls.RANK].tolist()
+        return Place(self.rank, MEMORIES[memory], index, first)
 
 
-def _raise_twice(what: str, named: Sequence[tuple[int, ...]]) -> NoReturn:
-    """Raise ValueError for the first item that is in ``named`` twice."""
-    twice = min(at for at, count in Counter(named).items() if count > 1)
-    raise ValueError(f"a {what} is named twice: {twice}")
+def _find_chunks(
+    copies: Sequence[Copy], members: frozenset[int], elements: int, parts: Parts
+) -> ChunkTable:
+    """Return the chunks of a transfer. Args and errors as `TransferSchedule.of_fetch`."""
+    if elements < 1:
+        raise ValueError(f"a chunk of {elements} elements cannot be moved")
+    return ChunkTable.of(tuple(copies), members, frozenset(parts))
+
+
+def _encode_parts(parts: Parts, chunks: ChunkTable) -> PartTable:
+    """Convert ``parts`` to rows, in the order of ``chunks``."""
+    begins = np.zeros(len(chunks.keys) + 1, np.int64)
+    rows: list[list[int]] = []
+    if parts:
+        for number, key in enumerate(map(tuple, chunks.keys.tolist())):
+            rows += map(_encode_part, parts.get(key, ()))
+            begins[number + 1] = len(rows)
+    return PartTable(begins, np.array(rows, np.int64).reshape(-1, pulls.COLUMNS))
+
+
+def _encode_part(part: Part) -> list[int]:
+    row = [0] * pulls.COLUMNS
+    row[pulls.BEGIN] = part.begin
+    row[pulls.END] = part.end
+    row[pulls.RANK : pulls.INTO_NUMBER] = _encode(part.at)
+    return row
+
+
+def _encode(place: Place) -> list[int]:
+    return [place.rank, MEMORIES.index(place.memory), place.index, place.begin]

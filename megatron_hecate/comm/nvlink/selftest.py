@@ -16,6 +16,7 @@ from megatron_hecate.comm.nvlink.transport import NVLink
 from megatron_hecate.comm.transfer import has_one_queue
 from megatron_hecate.comm.transport import Copy, LayerBuffer, TransferPlan, Transport, chunks_in
 from megatron_hecate.job.agreement import shorten
+from megatron_hecate.job.problems import collect
 from megatron_hecate.job.rendezvous import Question, Verdict
 
 # Elements of a chunk: several tiles for several thread blocks, and a tail that fills no vector.
@@ -95,15 +96,11 @@ def _test(transports: Sequence[Transport], device: torch.device) -> _Result:
     copy_engines = _can_use_copy_engines(device)
     seconds = 0.0
     for transport in transports:
-        try:
+        with collect(problems):
             if problem := _wrong_bytes(transport, device):
                 problems.append(problem)
             elif copy_engines:
                 seconds += _fetch_seconds(transport, device)
-        # Errors of any kind are sent to rank 0: a rank that raised here would leave the other ranks
-        # waiting for its result.
-        except Exception as error:
-            problems.append(str(error) or type(error).__name__)
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)

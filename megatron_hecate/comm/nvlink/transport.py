@@ -17,14 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.comm.nvlink.chunks import PLANS
 from megatron_hecate.comm.nvlink.domains import Domains, Messages, Stage, Stages
 from megatron_hecate.comm.nvlink.kernel_stage import KernelStage, TransferJob
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.nvlink.peers import Peers
 from megatron_hecate.comm.nvlink.places import Place
-from megatron_hecate.comm.nvlink.program import Extent, Program
-from megatron_hecate.comm.nvlink.program_cache import Memory, Programs
-from megatron_hecate.comm.nvlink.schedule import PLANS, TransferSchedule
+from megatron_hecate.comm.nvlink.program import Extent, Program, compile_programs
+from megatron_hecate.comm.nvlink.program_cache import Programs
+from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
@@ -108,6 +109,7 @@ class NVLink:
             RuntimeError: on all ranks, if the memory cannot be allocated on one or not be mapped by
                 its peers.
         """
+        compile_programs()
         # Transfers in flight may use the memory that is freed here.
         futures.wait([self._ended])
         if self._peers is not None and device.type == "cuda":
@@ -327,16 +329,16 @@ class NVLink:
         # The next stage begins above the last counter of this one, ``begin`` plus its steps. All
         # ranks count every stage, also stages without a part for them.
         begin = self._begin
-        self._begin += len(schedule.steps) + 1
+        self._begin += schedule.num_steps + 1
         # A timed transfer begins when all ranks of the domain have arrived, not only its peers.
         if begin // REFRESH != self._begin // REFRESH or job.watch is not None:
             schedule = dataclasses.replace(schedule, peers=frozenset(peers.ranks) - {self._rank})
-        if not schedule.peers and not any(schedule.steps):
+        if not schedule.peers and not len(schedule.rows):
             return job.mark_begin
         peers.remember(
             begin,
             f"{job.rank}: {job.name} failed (timeout {job.timeout:g} s): expected rank {{peer}} "
-            f"to finish {len(schedule.steps)} steps",
+            f"to finish {schedule.num_steps} steps",
         )
         program = self._make_program(schedule, job, begin=begin)
         stage = KernelStage(job, schedule, program, peers, begin)
@@ -354,11 +356,8 @@ class NVLink:
             )
             return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
 
-        memory = Memory(own, rank=self._rank, apart=peers.apart)
         assert self._programs is not None
-        return self._programs.make(
-            schedule, memory, itemsize=job.itemsize, sums=job.sums, begin=begin
-        )
+        return self._programs.make(schedule, own, itemsize=job.itemsize, sums=job.sums, begin=begin)
 
 
 @functools.lru_cache(maxsize=PLANS)

@@ -36,7 +36,7 @@ class JobSettings:
         other_files: files that the file includes.
         unknown: variables that may hold flags.
         is_listed: whether the job is an entry of a list.
-        is_plain: whether all settings stand where ``--check`` documents them, without a search.
+        is_plain: whether all settings stand where ``check`` documents them, without a search.
     """
 
     name: str

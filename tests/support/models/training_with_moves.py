@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from adam_on_cpu import join
+from quick import quick
 from torch import Tensor
 
 Hook = Callable[[list], list]
@@ -86,15 +87,11 @@ def compare(
         assert tiny_gpt.difference(ours, again) == tiny_gpt.SAME, "two runs differ"
 
 
-def params(cases: Mapping[str, tuple], num_ranks: int, quick: str = "") -> list:
-    """For `pytest.mark.parametrize`: the names of the cases whose first field is ``num_ranks``; all but the ``quick``
+def params(cases: Mapping[str, tuple], num_ranks: int, chosen: str = "") -> list:
+    """For `pytest.mark.parametrize`: the names of the cases whose first field is ``num_ranks``; all but the ``chosen``
     ones are slow."""
     found = [name for name, (size, *_) in cases.items() if size == num_ranks]
-    assert set(quick.split()) <= set(found)
-    return [
-        pytest.param(name, marks=[] if name in quick.split() else pytest.mark.slow)
-        for name in found
-    ]
+    return quick(found, chosen.split())
 
 
 def restore(trained: Any, *, may_be_back: bool = False) -> None:

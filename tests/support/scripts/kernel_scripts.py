@@ -159,6 +159,7 @@ class Script:
                 arrived=self.bases[rank] + self.arrived,
                 failure=self.bases[rank] + self.failure,
                 timeout=20.0,
+                apart={r: self.bases[r] - self.bases[rank] for r in ranks},
             )
             sums, itemsize = (True, 4) if kind == REDUCE else (False, 2)
             program = Program(
@@ -179,7 +180,7 @@ class Script:
                     values=torch.from_numpy(program.data),
                     number=self._number,
                 )
-        self.begin, self._number = self.begin + len(steps.steps) + 1, self._number + 1
+        self.begin, self._number = self.begin + steps.num_steps + 1, self._number + 1
 
     def iteration(self, copies: Sequence[Copy], *, by_copies: bool = False) -> None:
         """New weights; to the replicas, by plain copies or the kernel, and checked; new gradients; home, written over

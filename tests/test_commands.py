@@ -1,0 +1,211 @@
+"""The command line: commands, their older forms, and errors. Oracle: literal words; the older form of each command.
+
+What the commands do is tested beside their modules; here, that the words select them.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import recorded
+from pretraining import ROOT, python
+
+from megatron_hecate import __version__, launcher
+from megatron_hecate.__main__ import COMMANDS, main, overview
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture) -> object:
+    """Exit status, standard output and standard error of a command line."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as end:
+            status = end.code
+        out, err = capsys.readouterr()
+        return status or 0, out, err
+
+    return run
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """Targets that the launcher would run: name, our flags, its arguments. Megatron is not imported."""
+    started = []
+
+    def note(target: launcher.Target, given: dict, arguments: list[str]) -> int:
+        started.append((target.name, given, arguments))
+        return 0
+
+    monkeypatch.setattr(launcher, "_run", note)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return started
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A recorded run."""
+    size = recorded.Size(num=3, layers=2)
+    return recorded.write(tmp_path / "run", size, held=recorded.arrays(size))
+
+
+def test_overview_and_version(run) -> None:
+    assert run("--version") == (0, f"megatron-hecate {__version__}\n", "")
+    assert run("--help") == run("-h") == (0, overview() + "\n", "")
+    for name in ("check", "report", "what-if", "measure", "run"):
+        assert f"\n  {name} " in overview()
+    assert max(map(len, overview().splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("command", "option"),
+    {
+        "check": "--settings FILE",
+        "report": "--stages",
+        "what-if": "--step-ms",
+        "measure": "FILE",
+        "run": "--moe-fssdp-slots N",
+    }.items(),
+)
+def test_every_command_has_its_own_help(run, command: str, option: str) -> None:
+    status, out, _ = run(command, "--help")
+    assert status == 0 and option in out
+    assert out.splitlines()[0].replace("_", "-").count(f"megatron-hecate {command}") == 1
+    for other in ("--settings", "--stages", "--step-ms", "--moe-fssdp-slots"):
+        assert (other in out) == option.startswith(other)
+    if command != "run":
+        assert run(f"--{command}", "--help") == (0, out, ""), "the older form is the same"
+
+
+def test_the_console_script_and_the_module_are_the_same() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"megatron-hecate": "megatron_hecate.__main__:main"}
+    done = python("-m", "megatron_hecate", "--version")
+    assert (done.returncode, done.stdout) == (0, f"megatron-hecate {__version__}\n")
+    script = "import sys; sys.argv[1:] = ['--version']; from megatron_hecate.__main__ import main; main()"
+    assert python("-c", script).stdout == done.stdout
+
+
+def test_options_may_precede_their_command(run, folder: Path, tmp_path: Path) -> None:
+    pages = []
+    for number, words in enumerate(
+        [
+            ["report", folder, "--out", 0],
+            ["--report", folder, "--out", 0],
+            ["--out", 0, "--report", folder],
+            ["--out", 0, "report", folder],
+        ]
+    ):
+        page = tmp_path / f"page{number}.html"
+        status, _, err = run(*(page if word == 0 else word for word in words))
+        assert status == 0, err
+        pages.append(page.read_text())
+    assert len(set(pages)) == 1
+    (settings := tmp_path / "job.json").write_text('{"expert_model_parallel_size": 2}')
+    for words in (["check", "--settings"], ["--check", "--settings"]):
+        assert run(*words, settings) == (0, "would switch on\n", "")
+    for word in ("check", "--check"):
+        assert run("--settings", settings, word) == (0, "would switch on\n", "")
+        assert run(f"--settings={settings}", word) == (0, "would switch on\n", "")
+
+
+def test_the_name_of_a_command_as_a_value(run, folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """The value of an option, or an argument of a script, selects no command."""
+    monkeypatch.chdir(tmp_path)
+    assert run("--out", "report", "report", folder)[0] == 0
+    assert "<html" in Path("report").read_text()
+    status, _, err = run("--stages", "report", "report", folder)
+    assert status == 2 and "report: error: argument --stages: invalid int value: 'report'" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--moe-fssdp-slots", "3", "SCRIPT", "report", "--check"],
+        ["--moe-fssdp-slots", "3", "--", "SCRIPT", "report", "--check"],
+        ["run", "--moe-fssdp-slots", "3", "SCRIPT", "report", "--check"],
+        ["run", "--moe-fssdp-slots", "3", "--", "SCRIPT", "report", "--check"],
+        ["--moe-fssdp-slots", "3", "run", "SCRIPT", "report", "--check"],
+        ["--moe-fssdp-slots=3", "run", "--", "SCRIPT", "report", "--check"],
+        ["run", "--moe-fssdp-slots", "3", "--", "-m", "target", "report", "--check"],
+        ["run", "--moe-fssdp-slots", "3", "-m", "target", "report", "--check"],
+        ["run", "--moe-fssdp-slots=3", "-mtarget", "report", "--check"],
+    ],
+    ids=" ".join,
+)
+def test_forms_of_run(words: list[str], run, started: list, tmp_path: Path, monkeypatch) -> None:
+    """The arguments of the script are its own, whatever they are."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "target.py"
+    script.touch()
+    words = [str(script) if word == "SCRIPT" else word for word in words]
+    assert run(*words, "--", "run") == (0, "", "")
+    target = "target" if words[-3].startswith("-m") or "-m" in words else str(script)
+    assert started == [(target, {"moe_fssdp_slots": 3}, ["report", "--check", "--", "run"])]
+
+
+def test_a_script_named_like_a_command(run, started: list, tmp_path: Path, monkeypatch) -> None:
+    """After ``run``, and after ``--``, the word is the target."""
+    monkeypatch.chdir(tmp_path)
+    (script := tmp_path / "report").touch()
+    for words in ("run report x", "run -- report x", "-- report x", "./report x"):
+        assert run(*words.split()) == (0, "", "")
+    assert started == 4 * [(str(script), {}, ["x"])]
+
+
+LIST = "commands: check, report, what-if, measure, run (megatron-hecate --help explains them)"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", f"no SCRIPT.py given, nor -m MODULE, nor a console command; {LIST}"),
+        ("--moe-fssdp", f"no SCRIPT.py given, nor -m MODULE, nor a console command; {LIST}"),
+        ("run --moe-fssdp --", "no SCRIPT.py given, nor -m MODULE, nor a console command\n"),
+        ("reprt run", f"; did you mean report? {LIST}"),
+        ("whatif", f"; did you mean what-if? {LIST}"),
+        ("nothing-like-it", f"nothing-like-it does not exist; give a script, -m MODULE, or a console "
+         f"command of this Python environment; {LIST}"),
+        ("no-such.py report", "megatron-hecate run: error: no-such.py does not exist\n"),
+        ("--mesure x", f"unrecognized arguments: --mesure; did you mean measure? {LIST}"),
+        ("--moe-fssdp --report x", f"unrecognized arguments: --report; did you mean report? {LIST}"),
+        ("run --report x", "megatron-hecate run: error: unrecognized arguments: --report\n"),
+        ("run -- --moe-fssdp x.py", "must follow --, got --moe-fssdp; our flags stand before --, or"),
+        ("report", "megatron-hecate report: error: the following arguments are required: RUN_DIR"),
+        ("report a --stagse 4", "megatron-hecate report: error: unrecognized arguments: --stagse 4"),
+        ("check file", "megatron-hecate check: error: unrecognized arguments: file"),
+        ("what-if", "megatron-hecate what-if: error: the following arguments are required: trace"),
+        ("measure a b", "megatron-hecate measure: error: unrecognized arguments: b"),
+    ],
+)  # fmt: skip
+def test_wrong_words_name_the_way_out(run, words: str, message: str) -> None:
+    status, out, err = run(*words.split())
+    assert status == 2 and not out and message in err and "usage: " in err, err
+
+
+def test_commands_import_what_they_need_alone() -> None:
+    """``--help`` and ``--version`` answer at once, also where torch takes seconds to import."""
+    code = "import sys; from megatron_hecate.__main__ import main; main(['--help']); main(['--version'])\n"
+    code += "assert not {'torch', 'numpy', 'numba'} & set(sys.modules)"
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_commands_are_tried_above() -> None:
+    assert list(COMMANDS) == ["check", "report", "what-if", "measure", "run"]
+    assert [command.alias for command in COMMANDS.values()] == [
+        "--check", "--report", "--what-if", "--measure", "",
+    ]  # fmt: skip
+
+
+def test_ranks_other_than_0_print_one_line(run, monkeypatch) -> None:
+    monkeypatch.setitem(os.environ, "RANK", "1")
+    message = "megatron-hecate run: error; see the message of rank 0 (this is rank 1)\n"
+    assert run("reprt") == (2, "", message)
