@@ -23,7 +23,7 @@ def script(run: Any, megatron: str, arguments: list[str]) -> Any:
         megatron: checkout of Megatron-LM.
         arguments: Megatron's arguments.
     """
-    ours = ["--moe-fssdp", "--moe-fssdp-slots", "2", f"{megatron}/pretrain_gpt.py"]
+    ours = ["run", "--moe-fssdp", "--moe-fssdp-slots", "2", "--", f"{megatron}/pretrain_gpt.py"]
     return run.Script(path="megatron_hecate", m=True, entrypoint="python", args=[*ours, *arguments])
 
 

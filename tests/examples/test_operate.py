@@ -50,7 +50,9 @@ def _assert_flags_exist(words: list[str]) -> argparse.Namespace:
     )
     parser = argparse.ArgumentParser(allow_abbrev=False)
     HecateConfig.add_arguments(parser)
-    assert HecateConfig.from_arguments(parser.parse_args(torchrun.training_script_args[:at]))
+    ours = torchrun.training_script_args[:at]
+    assert (ours[0], ours[-1]) == ("run", "--")
+    assert HecateConfig.from_arguments(parser.parse_args(ours[1:-1]))
     megatrons = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
     arguments = megatrons.parse_args(torchrun.training_script_args[at + 1 :])
     assert unsupported.find(arguments, None, slots=2) == []
@@ -177,5 +179,6 @@ def test_nemo_run_starts_the_launcher() -> None:
     at = script.args.index("/megatron/pretrain_gpt.py")
     parser = argparse.ArgumentParser(allow_abbrev=False)
     HecateConfig.add_arguments(parser)
-    parsed = HecateConfig.from_arguments(parser.parse_args(script.args[:at]))
+    assert (script.args[0], script.args[at - 1]) == ("run", "--")
+    parsed = HecateConfig.from_arguments(parser.parse_args(script.args[1 : at - 1]))
     assert parsed == HecateConfig(slots=2) and script.args[at + 1 :] == ["--bf16"]
