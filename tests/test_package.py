@@ -30,7 +30,7 @@ KERNELS = {
     "selftest.cpp", "selftest_gate.cpp", "signals.cuh", "sources.cuh", "transfer.cuh",
 }  # fmt: skip
 PAGE = {
-    "charts.js", "page.css", "page.html", "page.js", "uplot.LICENSE", "uplot.min.css", "uplot.min.js",
+    "charts.js", "page.css", "page.html", "page.js", "summary.js", "uplot.LICENSE", "uplot.min.css", "uplot.min.js",
 }  # fmt: skip
 LICENCES = {"LICENSE", "NOTICE", "megatron_hecate/offline/page/uplot.LICENSE"}
 # Beside the package and the kernels; of docs and examples one file each, by which all others come.

@@ -196,7 +196,7 @@ def test_only_members_make_a_process_group(transport: str) -> None:
         made.append(tuple(ranks))
         return new_group(ranks, **settings)
 
-    dist.new_group, bound = spy, torch.device("cuda", 0)
+    dist.distributed_c10d.new_group, bound = spy, torch.device("cuda", 0)
     groups = {0: [(0, 1), (0, 1, 2)], 1: [(0, 1), (0, 1, 2)], 2: [(0, 1, 2)], 3: []}[rank]
     for _ in range(2):
         job.bound_device_id = bound

@@ -57,7 +57,8 @@ class _Asked:
             self.connected.append(("ring", group.size(), given.tolist()))
             return all_reduce(given, group=group, async_op=async_op)
 
-        dist.new_group, dist.all_to_all_single, dist.all_reduce = note_group, exchange, reduce
+        dist.distributed_c10d.new_group = note_group
+        dist.all_to_all_single, dist.all_reduce = exchange, reduce
 
 
 @ranks(3)

@@ -193,7 +193,9 @@ def test_messages_of_nccl_come_before_other_work(
     made: list[Any] = []
     monkeypatch.setattr(groups, "_no_bound_device", contextlib.nullcontext)
     monkeypatch.setattr(
-        dist, "new_group", lambda ranks, **settings: made.append(settings.get("pg_options"))
+        dist.distributed_c10d,
+        "new_group",
+        lambda ranks, **settings: made.append(settings.get("pg_options")),
     )
     monkeypatch.setattr(groups, "connect_ranks", lambda *_, **__: None)
     monkeypatch.setattr(groups, "keep_timeout", lambda *_: None)

@@ -71,7 +71,7 @@ def test_files_of_a_run_hold_what_an_observer_counted() -> None:
             == observed.load[:3].tolist()
         )
         words = report.write(folder / "saved", folder / "saved.html")
-        assert "1 iteration (2 to 2) of 2 MoE layers with 8 experts over 2 ranks" in words[0]
+        assert "1 iteration (2 to 2) of 2 MoE layers with 8 experts over 2 ranks" in " ".join(words)
     dist.barrier()
 
 
