@@ -33,9 +33,7 @@ STORED = dict(  # parameters in MXFP8, and with them settings outside the model
     ddp=dict(fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=True),
     optimizer=dict(fp8_recipe="mxfp8", reuse_grad_buf_for_mxfp8_param_ag=True),
 )
-HYBRIDEP = dict(
-    moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep", moe_latent_size=16
-)
+HYBRIDEP = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep")
 NCCLEP = dict(
     moe_token_dispatcher_type="flex",
     moe_flex_dispatcher_backend="ncclep",
@@ -77,7 +75,7 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
         dict(COMBINED, **FUSED),
         {},
     ),
-    "hybridep-latent": (2, dict(accumulate=2), HYBRIDEP, {}),
+    "hybridep-latent": (2, dict(accumulate=2), dict(HYBRIDEP, moe_latent_size=16), {}),
     "hybridep-mxfp8": (2, dict(accumulate=2), dict(HYBRIDEP, **FUSED, **MXFP8), {}),
     "ncclep-static-shape": (2, dict(accumulate=2), NCCLEP, {}),
     "fused-mxfp8": (2, dict(accumulate=2), dict(FUSED, **MXFP8), {}),
