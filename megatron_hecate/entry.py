@@ -104,7 +104,8 @@ def switch_on(wrapper: type, config: Any, module: Module) -> None:
         return
     settings = asked(config)
     if settings is None:
-        if _wanted({**launched, **_arguments()}):
+        # Another model of the process may be the one that FSSDP was asked for.
+        if _is_asked_for():
             _declined.add("the model's own settings")
         return
     if not settings.observe and not issubclass(wrapper, DistributedDataParallel):
@@ -117,8 +118,11 @@ def switch_on(wrapper: type, config: Any, module: Module) -> None:
 
 def is_off_against_wish() -> bool:
     """Return whether FSSDP was asked for and is not on for any model."""
-    if is_on() or _declined:
-        return False
+    return not is_on() and not _declined and _is_asked_for()
+
+
+def _is_asked_for() -> bool:
+    """Return whether flags, or a configuration given to `expect`, ask for FSSDP."""
     return any(map(_wanted, [_requested(), *(vars(r()) for r in _expected if r() is not None)]))
 
 
