@@ -12,6 +12,7 @@ slows all ranks cancels. Letters in shapes: T iterations, N ranks.
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections import deque
 from collections.abc import Sequence
@@ -112,9 +113,13 @@ class SpeedHistory:
         """
         self._rows.append((iteration, *(of.sum(axis=0) for of in (nanoseconds, tokens, loads))))
 
-    def speeds(self) -> list[RankSpeed]:
-        """Return the verdict about every rank; empty without measurements. Any thread may call."""
-        rows = list(self._rows)
+    def speeds(self, last: int = KEPT) -> list[RankSpeed]:
+        """Return the verdict about every rank; empty without measurements. Any thread may call.
+
+        Args:
+            last: number of iterations; fewer take less time, and date no earlier beginning.
+        """
+        rows = list(self._rows)[-last:]
         if not rows:
             return []
         iterations, nanoseconds, tokens, loads = zip(*rows, strict=True)
@@ -124,7 +129,10 @@ class SpeedHistory:
 
     def slowest(self) -> float:
         """Return the largest pace of a rank; NaN without measurements."""
-        return max((speed.pace for speed in self.speeds()), default=float("nan"))
+        # Called for each logged iteration: the verdict and its fit need no earlier iterations.
+        paces = [speed.pace for speed in self.speeds(FITTED)]
+        # A rank without enough measurements has no pace.
+        return max((pace for pace in paces if not math.isnan(pace)), default=math.nan)
 
     def describe(self) -> str:
         """Return a sentence about the slow ranks; empty if there are none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_hecate.record.rank_speed import FEWEST, rank_speeds
+from megatron_hecate.record.rank_speed import FEWEST, SpeedHistory, rank_speeds
 
 pytestmark = pytest.mark.fast
 
@@ -108,6 +108,19 @@ def test_nothing_measured() -> None:
     found = rank_speeds(nothing, nothing, tokens, iterations=range(ITERATIONS))
     assert [speed.verdict for speed in found] == ["neither", "neither", "hot", "neither"]
     assert rank_speeds(nothing[:, :1], nothing[:, :1], tokens[:, :1], iterations=range(100)) == []
+
+
+def test_the_slowest_of_the_ranks_that_were_measured() -> None:
+    """The first rank never gets a token, and has no pace."""
+    seconds, tokens = simulate(0, ranks=4, overhead=0, varies=0.2, slow=1)
+    tokens[:, 0] = seconds[:, 0] = 0
+    history = SpeedHistory()
+    assert np.isnan(history.slowest())
+    for iteration in range(ITERATIONS):
+        row = slice(iteration, iteration + 1)
+        history.add(iteration, 1e9 * seconds[row], tokens[row], tokens[row])
+    assert np.isnan(history.speeds()[0].pace)
+    assert history.slowest() == pytest.approx(PACE, rel=0.1)
 
 
 def test_verdicts_are_sentences() -> None:
