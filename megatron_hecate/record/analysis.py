@@ -137,10 +137,9 @@ class Figures:
         record = self.record
         if record.timed_ns is None or record.timed_tokens is None:
             return {}
-        stages = np.array(record.info.stages or (0,) * len(record.info.layers))
         found: dict[int, list[RankSpeed]] = {}
-        for stage in np.unique(stages).tolist():
-            own = stages == stage
+        for stage in np.unique(self.stage).tolist():
+            own = self.stage == stage
             found[stage] = rank_speeds(
                 1e-9 * record.timed_ns[:, own].sum(axis=1),
                 record.timed_tokens[:, own].sum(axis=1),

@@ -49,7 +49,6 @@ class RunInfo:
             `replicas.memory_estimate.ExpertMemory`; ``token``, activations of a token in one expert
             that last until the backward; ``kept``, microbatches in flight, 0 if experts are
             recomputed. Empty if unknown.
-        stages: pipeline stage of each layer, where several stages are joined; else empty.
         job: sizes and layout of the job, `megatron.job_sizes.job_sizes`; empty if unknown.
         lifetime: resolved setting of `HecateConfig`.
         transport: resolved setting of `HecateConfig`.
@@ -68,7 +67,6 @@ class RunInfo:
     shape: Mapping[str, float] = dataclasses.field(default_factory=dict)
     speeds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    stages: tuple[int, ...] = ()
     job: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lifetime: str = ""
     transport: str = ""
@@ -182,11 +180,9 @@ def _join_stages(
             array = np.concatenate([stage[name] for stage in stages], axis=1)[:, order]
             # Files hold the smallest dtypes.
             joined[name] = array if array.dtype.kind == "f" else array.astype(np.int64)
-    of_layers = [stage for stage, info in enumerate(infos) for _ in info.layers]
     info = dataclasses.replace(
         infos[0],
         layers=tuple(layers[at] for at in order),
-        stages=tuple(of_layers[at] for at in order) if len(infos) > 1 else (),
         num_experts=experts,
     )
     # An iteration ends when its last stage does.
