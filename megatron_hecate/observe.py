@@ -362,8 +362,9 @@ class _Observer:
             load, peak = self.counts.split(sums[: self.counts.size])
             arrays = {"load": load, "peak": peak, "time": ended}
             arrays |= self._timer.split(sums[self.counts.size :])
-            values = functools.partial(self._values, load)
-            self.stage.take(iteration, arrays, values, loads=self._routed(load))
+            routed = self._routed(load)
+            values = functools.partial(self._values, load, routed)
+            self.stage.take(iteration, arrays, values, loads=routed)
         return not self._sums
 
     def _own(self, load: np.ndarray) -> list[np.ndarray]:
@@ -375,6 +376,5 @@ class _Observer:
         ranks = self.stage.info.ranks
         return np.stack([row.reshape(ranks, -1).sum(axis=1) for row in self._own(load)])
 
-    def _values(self, load: np.ndarray) -> dict[str, np.ndarray]:
-        routed = self._routed(load)
+    def _values(self, load: np.ndarray, routed: np.ndarray) -> dict[str, np.ndarray]:
         return step_metrics(self._own(load), routed, routed, token_ms=self._token_ms)

@@ -89,12 +89,15 @@ class LayerRecorder:
     def begin(self) -> int:
         """Begin an iteration at its first tokens; return the length of `measured`."""
         self._iteration = self.stage.begin()
-        length = 0
-        if self.measures:
-            length += (len(self._elsewhere) + 1) * len(self._states)
+        length = self._num_counts if self.measures else 0
         if self.timer is not None:
             length += self.timer.length
         return length
+
+    @property
+    def _num_counts(self) -> int:
+        """Length of the token counts in `measured`, (N + 1) * L."""
+        return (len(self._elsewhere) + 1) * len(self._states)
 
     def computed(self, layer: int, forward: ForwardPass, sent: Sequence[int] | None) -> None:
         """Count the tokens of one forward.
@@ -159,12 +162,11 @@ class LayerRecorder:
         }
         if config.rehome:
             arrays["home"] = np.stack([placement.home for _, placement in placed])
-        counted = (len(self._elsewhere) + 1) * len(self._states)
         if self.measures:
-            arrays |= self._measured_arrays(load, measured[:counted], placed)
+            arrays |= self._measured_arrays(load, measured[: self._num_counts], placed)
         computed = None
         if self.timer is not None:
-            arrays |= self.timer.split(measured[counted:])
+            arrays |= self.timer.split(measured[self._num_counts :])
             computed = arrays["rank_load"]
         self.stage.take(
             self._iteration, arrays, lambda: self._values(load, placed, arrays), loads=computed

@@ -4,6 +4,8 @@ rank, and the skew of its routers."""
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -16,20 +18,16 @@ STEPS, SLOW, PACE = 20, 2, 1.6
 MICROSECONDS = 30.0  # added to each token of each rank, far above the time of a tiny expert
 
 
-def _delay(chunks: list, microseconds: float) -> None:
-    """Add CPU time to the experts' forwards: ``microseconds`` per token."""
-    import time
-
-    import tiny_gpt
+def _delay(experts: Iterable[Any], pace: float) -> None:
+    """Add CPU time to the forwards of single experts: ``pace`` times `MICROSECONDS` per token."""
 
     def burn(module: Any, inputs: tuple[Any, ...]) -> None:
-        end = time.thread_time() + 1e-6 * microseconds * inputs[0].shape[0]
+        end = time.thread_time() + 1e-6 * MICROSECONDS * pace * inputs[0].shape[0]
         while time.thread_time() < end:
             pass
 
-    for layer in tiny_gpt.moe_layers(chunks):
-        for expert in layer.experts.local_experts:
-            expert.register_forward_pre_hook(burn)
+    for expert in experts:
+        expert.register_forward_pre_hook(burn)
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -50,7 +48,9 @@ def test_slow_and_hot_ranks_are_told_apart(slow: bool, hot: bool) -> None:
     observe = fssdp(HecateConfig(observe=True, record=folder))
 
     def hook(chunks: list) -> list:
-        _delay(chunks, MICROSECONDS * (PACE if slow and dist.get_rank() == SLOW else 1))
+        for layer in tiny_gpt.moe_layers(chunks):
+            pace = PACE if slow and dist.get_rank() == SLOW else 1
+            _delay(layer.experts.local_experts, pace)
         return observe(chunks)
 
     trained = tiny_gpt.train(case, steps=STEPS, hook=hook)
@@ -93,21 +93,10 @@ def test_a_slow_rank_beside_replicas() -> None:
     def hook(chunks: list) -> list:
         converted = switch_on(chunks)
         for layer in tiny_gpt.moe_layers(converted):
-            twin = layer.experts.physical.twin
             # Replicas' modules have no hooks of their own.
-            for expert in twin.local_experts:
-                expert.register_forward_pre_hook(_burner(PACE if dist.get_rank() == 1 else 1))
+            pace = PACE if dist.get_rank() == 1 else 1
+            _delay(layer.experts.physical.twin.local_experts, pace)
         return converted
-
-    def _burner(pace: float) -> Any:
-        import time
-
-        def burn(module: Any, inputs: tuple[Any, ...]) -> None:
-            end = time.thread_time() + 1e-6 * MICROSECONDS * pace * inputs[0].shape[0]
-            while time.thread_time() < end:
-                pass
-
-        return burn
 
     trained = tiny_gpt.train(case, steps=STEPS, hook=hook)
     assert trained.replicas > 0
