@@ -5,6 +5,7 @@ Letters in shapes: T iterations, L layers.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 from functools import cached_property
@@ -16,7 +17,6 @@ from megatron_hecate.offline.layer_work import Work, work_of_ranks
 from megatron_hecate.offline.recorded_run import RecordedRun
 from megatron_hecate.offline.simulated_job import SimulatedJob
 from megatron_hecate.offline.step_model import PipelineSchedule, Timing, fit_outside, simulate
-from megatron_hecate.offline.what_if_arguments import make_parser
 from megatron_hecate.plan import LayerShape, World
 from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.record.analysis import Figures
@@ -39,17 +39,16 @@ class ModelledRun:
     timing: Timing
 
     @classmethod
-    def of(cls, run: RecordedRun, figures: Figures, trace: str) -> ModelledRun | None:
+    def of(cls, run: RecordedRun, flags: argparse.Namespace) -> ModelledRun | None:
         """Model a run; ``None`` if the record has no sizes, no speeds, or no tokens.
 
         Args:
             run: record of the run.
-            figures: figures of the same record.
-            trace: folder of the run.
+            flags: command line of `what_if` with the folder of the run alone.
         """
+        figures = run.figures
         if run.model is None or run.cluster is None or figures.costs is None:
             return None
-        flags = make_parser("").parse_args([trace])
         try:
             _, job = make_job(flags, run)
         except ValueError:

@@ -36,6 +36,11 @@ class RecordedRun:
             return None
         return cls(record=read(trace), stages=tuple(infos.values()))
 
+    @cached_property
+    def figures(self) -> Figures:
+        """Counted and measured figures of the run."""
+        return Figures(self.record, self.stages)
+
     @property
     def info(self) -> RunInfo:
         """Header of all stages together."""
@@ -95,7 +100,7 @@ class RecordedRun:
         # With FSSDP the time of a step is not stock's.
         if self.info.mode != "observe" or len(self.record.iteration) < 2:
             return None
-        return Figures(self.record, self.stages).step_ms
+        return self.figures.step_ms
 
     @cached_property
     def model(self) -> Model | None:
@@ -153,7 +158,7 @@ class RecordedRun:
         """Imbalance that single microbatches have beyond their sum, see `SimulatedJob.excess`."""
         if self.record.peak is None:
             return None
-        ranks = Figures(self.record).before
+        ranks = self.figures.before
         mean = ranks.mean(axis=2)
         beyond = self.record.peak - ranks.max(axis=2)
         return np.divide(beyond, mean, out=np.zeros_like(mean), where=mean > 0)
@@ -161,7 +166,7 @@ class RecordedRun:
     @property
     def columns_of_stages(self) -> tuple[tuple[int, ...], ...]:
         """Indices of the recorded layers of each stage."""
-        stage = Figures(self.record, self.stages).stage
+        stage = self.figures.stage
         return tuple(tuple(np.flatnonzero(stage == one).tolist()) for one in np.unique(stage))
 
     @property

@@ -82,11 +82,11 @@ class Run:
         if run is None:
             figures = Figures(read_any(folder, stages=stages))
             return cls(folder=folder, figures=figures, modelled=None, found=None)
-        figures = Figures(run.record, run.stages)
-        modelled = ModelledRun.of(run, figures, str(folder))
+        figures = run.figures
+        flags = make_parser("").parse_args([str(folder)])
+        modelled = ModelledRun.of(run, flags)
         found = None
         if modelled is not None and figures.observed:
-            flags = make_parser("").parse_args([str(folder)])
             try:
                 found = compare(flags, run, show_progress=show_progress)
             except (ValueError, CompileError):
