@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -125,39 +126,46 @@ def _moved(made: Program, *, sums: bool) -> list[Moved]:
     return steps
 
 
+def _programs(
+    domains: Domains, copies: list, sizes: tuple[int, ...]
+) -> Iterator[tuple[int, Layout, bool, TransferSchedule, Program]]:
+    """Yield rank, layout, whether gradients are summed, schedule and program, of all ranks and stages of kernels."""
+    for rank in range(sum(map(len, domains))):
+        (domain,) = (tuple(domain) for domain in domains if rank in domain)
+        layout = Layout(domain, rank, sizes)
+        for sums, build in ((False, Stages.of_fetch), (True, Stages.of_return)):
+            for stage in build(copies, rank, domains=domains, elements=sum(sizes)):
+                if isinstance(stage, Messages):
+                    continue
+                made = Program(
+                    stage,
+                    layout.tensors,
+                    signals=layout.signals,
+                    itemsize=ITEMSIZE[sums],
+                    sums=sums,
+                    begin=1,
+                )
+                yield rank, layout, sums, stage, made
+
+
 @pytest.mark.parametrize("domains", DOMAINS, ids=str)
 def test_every_element_is_moved(domains: Domains, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "TILE", TILE)
     checked = 0
     for seed in range(3):
         rng = np.random.default_rng(seed)
-        ranks = sum(map(len, domains))
-        copies = random_copies(rng, ranks=ranks, slots=3, experts=2)
+        copies = random_copies(rng, ranks=sum(map(len, domains)), slots=3, experts=2)
         sizes = tuple(map(int, rng.integers(1, 300, size=int(rng.integers(1, 4)))))
-        for rank in range(ranks):
-            (domain,) = (tuple(domain) for domain in domains if rank in domain)
-            layout = Layout(domain, rank, sizes)
-            for sums, build in ((False, Stages.of_fetch), (True, Stages.of_return)):
-                for stage in build(copies, rank, domains=domains, elements=sum(sizes)):
-                    if isinstance(stage, Messages):
-                        continue
-                    made = Program(
-                        stage,
-                        layout.tensors,
-                        signals=layout.signals,
-                        itemsize=ITEMSIZE[sums],
-                        sums=sums,
-                        begin=1,
-                    )
-                    expected = [
-                        {
-                            into: ([(at % 2**64, rank) for at, rank in sources], add)
-                            for into, (sources, add) in step.items()
-                        }
-                        for step in _expected(stage, layout, sums=sums)
-                    ]
-                    assert _moved(made, sums=sums) == expected
-                    checked += sum(map(len, expected))
+        for _, layout, sums, stage, made in _programs(domains, copies, sizes):
+            expected = [
+                {
+                    into: ([(at % 2**64, rank) for at, rank in sources], add)
+                    for into, (sources, add) in step.items()
+                }
+                for step in _expected(stage, layout, sums=sums)
+            ]
+            assert _moved(made, sums=sums) == expected
+            checked += sum(map(len, expected))
     assert checked > 1000
 
 
@@ -167,24 +175,9 @@ def _everything(domains: Domains) -> dict[tuple[int, int, bool], list]:
     chunks.ChunkTable.of.cache_clear()
     for seed in range(2):
         rng = np.random.default_rng(seed)
-        ranks = sum(map(len, domains))
-        copies = random_copies(rng, ranks=ranks, slots=3, experts=2)
-        for rank in range(ranks):
-            (domain,) = (tuple(domain) for domain in domains if rank in domain)
-            layout = Layout(domain, rank, (400, 300))
-            for sums, build in ((False, Stages.of_fetch), (True, Stages.of_return)):
-                for stage in build(copies, rank, domains=domains, elements=700):
-                    if isinstance(stage, Messages):
-                        continue
-                    made = Program(
-                        stage,
-                        layout.tensors,
-                        signals=layout.signals,
-                        itemsize=ITEMSIZE[sums],
-                        sums=sums,
-                        begin=1,
-                    )
-                    found[seed, rank, sums] += [stage.steps, stage.peers, made.data.tobytes()]
+        copies = random_copies(rng, ranks=sum(map(len, domains)), slots=3, experts=2)
+        for rank, _, sums, stage, made in _programs(domains, copies, (400, 300)):
+            found[seed, rank, sums] += [stage.steps, stage.peers, made.data.tobytes()]
     return found
 
 
