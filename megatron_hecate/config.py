@@ -11,7 +11,7 @@ import textwrap
 import types
 import typing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +53,11 @@ def _number(name: str) -> str:
 # Flags given to our launcher, by argparse's names. The launcher knows them before it may import
 # Megatron.
 launched: dict[str, Any] = {}
+
+
+def asks_for_fssdp(values: Mapping[str, Any]) -> bool:
+    """Return whether ``values``, our flags by argparse's names, switch FSSDP or observing on."""
+    return bool(values.get("moe_fssdp") or values.get("moe_fssdp_observe"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

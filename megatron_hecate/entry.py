@@ -22,7 +22,7 @@ from torch.nn import Module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_hecate import HecateConfig, fssdp
-from megatron_hecate.config import launched
+from megatron_hecate.config import asks_for_fssdp, launched
 from megatron_hecate.job.agreement import SwitchOnError, refuse
 from megatron_hecate.megatron.pending_chunks import num_chunks
 from megatron_hecate.observe import has_run, is_on
@@ -123,7 +123,8 @@ def is_off_against_wish() -> bool:
 
 def _is_asked_for() -> bool:
     """Return whether flags, or a configuration given to `expect`, ask for FSSDP."""
-    return any(map(_wanted, [_requested(), *(vars(r()) for r in _expected if r() is not None)]))
+    expected = (vars(config) for reference in _expected if (config := reference()) is not None)
+    return any(map(asks_for_fssdp, [_requested(), *expected]))
 
 
 def _refuse_step_while_off(optimizer: Optimizer, *_: Any) -> None:
@@ -136,10 +137,6 @@ def _refuse_step_while_off(optimizer: Optimizer, *_: Any) -> None:
                 f"{WAY_OUT}"
             ]
         )
-
-
-def _wanted(requested: dict[str, Any]) -> bool:
-    return bool(requested.get("moe_fssdp") or requested.get("moe_fssdp_observe"))
 
 
 def _requested(config: Any = None) -> dict[str, Any]:

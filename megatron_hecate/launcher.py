@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_hecate import HecateConfig
-from megatron_hecate.config import launched
+from megatron_hecate.config import asks_for_fssdp, launched
 from megatron_hecate.job.rank_0 import refer_to_rank_0
 
 # Console commands and modules that start ranks. The launcher runs in each rank, so they must
@@ -281,7 +281,7 @@ def _is_off_against_wish(given: dict[str, Any]) -> bool:
     entry = sys.modules.get("megatron_hecate.entry")
     if entry is None:
         # the target has not imported Megatron
-        return bool(given.get("moe_fssdp") or given.get("moe_fssdp_observe"))
+        return asks_for_fssdp(given)
     return entry.is_off_against_wish()
 
 
