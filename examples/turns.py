@@ -69,8 +69,9 @@ class Turns:
         # All ranks must have ended their step before the other job begins.
         dist.barrier()
         if dist.get_rank() == 0:
-            # Replaced in one operation, so that the other job never reads a half-written name.
-            draft = self._turn.with_suffix(".new")
+            # Replaced in one operation, so that the other job never reads a half-written name. Each
+            # job has a draft of its own: once a job has ended, both may pass on at the same time.
+            draft = self._turn.with_name(f"turn of {self._own}")
             draft.write_text(self._other)
             draft.replace(self._turn)
         dist.barrier()

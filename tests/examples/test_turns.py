@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from turns import STEPS, VARIABLE, Turns
 
 pytestmark = pytest.mark.fast
@@ -57,3 +58,24 @@ def test_jobs_take_turns_until_one_has_ended(tmp_path: Path) -> None:
 
 def test_without_the_variable_nobody_waits() -> None:
     assert Turns.of({}) is None
+
+
+def test_both_jobs_pass_on_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second job ends between two file operations of the first job's end."""
+    Turns.begin(tmp_path, "first", "second")
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    write_text = Path.write_text
+    later = [Turns(tmp_path, "second", "first")]
+
+    def write_then_end(path: Path, text: str) -> int:
+        written = write_text(path, text)
+        if later:
+            later.pop().end()
+        return written
+
+    monkeypatch.setattr(Path, "write_text", write_then_end)
+    Turns(tmp_path, "first", "second").end()
+    assert (tmp_path / "first ended").exists() and (tmp_path / "second ended").exists()
