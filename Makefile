@@ -25,6 +25,9 @@ BETWEEN = 0.17.1 0.18.2
 OTHERS = not newest and not slow
 # One thread a rank: ranks share the cores.
 export OMP_NUM_THREADS = 1
+# Tests of two processes at a time fill two cores; WORKERS=0 runs one test after the other.
+WORKERS ?= 2
+PYTEST = -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test test-fast test-all test-oldest test-between test-bridge lint bench balance gpu gpu-bundle \
     format clean
@@ -33,14 +36,14 @@ demo: .venv
 	$(BIN)/python examples/demo.py --out "$(OUT)" $(if $(DATA),--data "$(DATA)")
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python $(PYTEST) -m "not slow"
 	$(MAKE) test-oldest
 
 test-fast: .venv
-	$(BIN)/python -m pytest -m "fast and not slow"
+	$(BIN)/python $(PYTEST) -m "fast and not slow"
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python $(PYTEST)
 	$(MAKE) test-oldest OTHERS="not newest"
 	$(MAKE) test-between OTHERS="not newest"
 
@@ -54,7 +57,7 @@ lint: .venv
 # The oldest Megatron we support needs Python 3.11; where there is none, this part is left out.
 test-oldest:
 	@if .ci/env.sh .venv-oldest 3.11; then \
-	    .venv-oldest/bin/python -m pytest -m "$(OTHERS)" $(OLDEST); \
+	    .venv-oldest/bin/python $(PYTEST) -m "$(OTHERS)" $(OLDEST); \
 	else echo "Python 3.11 not found: megatron-core 0.16.1 is not tested"; fi
 
 # The versions between need Python 3.12, as the newest does.
@@ -62,7 +65,7 @@ test-between: $(BETWEEN:%=test-between-%)
 
 test-between-%: .venv
 	@if .venv/bin/python -c "import sys; sys.exit(sys.version_info < (3, 12))"; then \
-	    .ci/between_env.sh .venv $* && .venv-$*/bin/python -m pytest -m "$(OTHERS)" $(OLDEST); \
+	    .ci/between_env.sh .venv $* && .venv-$*/bin/python $(PYTEST) -m "$(OTHERS)" $(OLDEST); \
 	else echo "Python 3.12 not found: megatron-core $* is not tested"; fi
 
 test-bridge: .venv
