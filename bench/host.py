@@ -19,12 +19,10 @@ thread, waiting for the GPU takes no CPU time, and gloo stands in for NCCL.
 from __future__ import annotations
 
 import argparse
-import cProfile
 import ctypes
 import gc
 import itertools
 import os
-import pstats
 import sys
 import time
 from collections import Counter
@@ -39,8 +37,8 @@ EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 # hidden and ffn size
 SIZE = 16
 SIZE_ON_GPU = 64
-# steps under the profiler
-PROFILED: int = 3
+# rows of the table of functions
+FUNCTIONS: int = 60
 # cudaDeviceScheduleBlockingSync: a thread that waits for the GPU sleeps, so CPU time excludes waits
 BLOCKING_SYNC = 4
 # steps; the first has no forecast, hence no replicas
@@ -114,9 +112,9 @@ def measure(arguments: argparse.Namespace) -> None:
                         print(f"| {experts} | {homes} | {microbatches} | {row}", flush=True)
             if arguments.files:
                 microbatches = arguments.microbatches[0]
-                tables = [table(microbatches) for table in (models.by_file, models.by_function)]
+                tables = models.added_calls(microbatches)
                 if prints:
-                    print("\n" + "\n\n".join(tables) + "\n", flush=True)
+                    print(f"\n{tables}\n", flush=True)
     if prints:
         print(f"\n{LEGEND.format(steps=arguments.steps, layers=arguments.layers)}")
         print(f"Load of the machine: {os.getloadavg()[0]:.1f}.")
@@ -247,62 +245,66 @@ class Models:
         gc.enable()
         return times
 
-    def count(self, name: str, microbatches: int) -> Counter[tuple[str, str]]:
-        """Count the calls in forward and backward of one step, by file and kind."""
+    def count(self, name: str, microbatches: int) -> Counter[tuple[str, str, str]]:
+        """Count the calls in forward and backward of one step, by file, function and kind."""
         self.phases.counts = True
         self.step(name, 100, microbatches)
         self.phases.counts = False
         return Counter(self.phases.calls)
 
-    def by_function(self, microbatches: int) -> str:
-        """Profile functions; list first the ones with the most time added by replicas to stock."""
-        each = microbatches * self.arguments.layers * PROFILED
-        times: dict[str, Counter[str]] = {}
-        for name in ("stock", "replicas"):
-            # The clock of the first table.
-            profile = cProfile.Profile(time.thread_time)
-            for step in range(PROFILED):
-                profile.enable()
-                self.step(name, 200 + step, microbatches)
-                profile.disable()
-            times[name] = Counter()
-            for (file, _, function), (_, _, own, _, _) in pstats.Stats(profile).stats.items():
-                times[name][f"{Path(file).name} {function}"] += own * 1e6 / each
-        names = sorted(
-            times["replicas"] | times["stock"],
-            key=lambda n: times["stock"][n] - times["replicas"][n],
-        )
-        table = ["| function | stock, us | replicas, us |", "|---|---|---|"]
-        for name in names[:45]:
-            table.append(f"| {name} | {times['stock'][name]:.0f} | {times['replicas'][name]:.0f} |")
-        return "\n".join(table)
-
-    def by_file(self, microbatches: int) -> str:
+    def added_calls(self, microbatches: int) -> str:
         """List the calls that FSSDP adds to stock, with and without replicas.
 
-        Rows are FSSDP's files and other packages.
+        The first table has FSSDP's files and other packages; the second one the functions with the
+        most calls, in which C counts for the caller.
         """
         from host_calls import contributor
 
-        each = microbatches * self.arguments.layers
         counts = {name: self.count(name, microbatches) for name in self.models}
+        tables = [
+            ("file", lambda file, function: contributor(file), None),
+            ("function", lambda file, function: f"{contributor(file)} {function}", FUNCTIONS),
+        ]
+        return "\n\n".join(
+            self._table(counts, name, label=label, most=most, per=microbatches)
+            for name, label, most in tables
+        )
+
+    def _table(
+        self,
+        counts: dict[str, Counter[tuple[str, str, str]]],
+        name: str,
+        *,
+        label: Callable[[str, str], str],
+        most: int | None,
+        per: int,
+    ) -> str:
+        """Write a table of added calls per layer and microbatch.
+
+        Args:
+            counts: calls of each model.
+            name: name of the first column.
+            label: function of a file and a function that returns the first column.
+            most: number of rows; ``None``: all.
+            per: microbatches in the counted step.
+        """
+        each = per * self.arguments.layers
         rows: dict[str, list[float]] = {}
-        for column, (name, kind) in enumerate(
-            itertools.product(list(self.models)[1:], ("Python", "C"))
-        ):
-            for sign, model in ((1, name), (-1, "stock")):
-                for (file, kind_of_call), count in counts[model].items():
+        columns = itertools.product(list(self.models)[1:], ("Python", "C"))
+        for column, (model, kind) in enumerate(columns):
+            for sign, counted in ((1, counts[model]), (-1, counts["stock"])):
+                for (file, function, kind_of_call), count in counted.items():
                     if kind_of_call == kind:
-                        row = rows.setdefault(contributor(file), [0.0] * 4)
+                        row = rows.setdefault(label(file, function), [0.0] * 4)
                         row[column] += sign * count / each
         table = [
-            "| file | no replicas: Python | C | replicas: Python | C |",
+            f"| {name} | no replicas: Python | C | replicas: Python | C |",
             "|---|---|---|---|---|",
         ]
-        for file, row in sorted(rows.items(), key=lambda row: -sum(row[1][2:])):
-            # Files whose calls hardly differ would hide the relevant ones.
+        for first, row in sorted(rows.items(), key=lambda row: -sum(row[1][2:]))[:most]:
+            # Rows whose calls hardly differ would hide the relevant ones.
             if max(map(abs, row)) >= 0.5:
-                table.append(f"| {file} | " + " | ".join(f"{calls:.1f}" for calls in row) + " |")
+                table.append(f"| {first} | " + " | ".join(f"{calls:.1f}" for calls in row) + " |")
         return "\n".join(table)
 
 
@@ -330,7 +332,7 @@ def main() -> int:
     parser.add_argument(
         "--files",
         action="store_true",
-        help="also print the files and functions that add calls and time",
+        help="also print the files and functions that add calls",
     )
     parser.add_argument(
         "--gpu", action="store_true", help="run on a GPU, over TransformerEngine's own kernels"

@@ -20,21 +20,27 @@ from torch.overrides import _pop_mode
 FACTORIES = ("tensor", "zeros", "empty", "ones", "arange", "full", "rand", "randn", "randint")
 FACTORIES += ("zeros_like", "empty_like", "ones_like")
 PACKAGES = ("megatron_hecate", "megatron/core", "transformer_engine", "torch", "tests")
+# Python in place of compiled code: a file for TransformerEngine, a function for torch's factories.
+COMPILED = "tex_on_cpu.py"
+FACTORY = "on_cpu"
 
 
 class Phases:
     """Timer of Megatron's forward and backward of each microbatch, in thread CPU seconds.
 
-    With ``counts`` it also counts the calls in forward and backward.
+    With ``counts`` it also counts the calls in forward and backward. A call of a stand-in for
+    compiled code counts as one C call, whatever it calls itself.
     """
 
     def __init__(self) -> None:
         from megatron.core.pipeline_parallel import schedules
 
         self.seconds: Counter[str] = Counter()
-        # keys: file, and "Python" or "C"
-        self.calls: Counter[tuple[str, str]] = Counter()
+        # keys: file and function of the caller, or of the callee in Python; "Python" or "C"
+        self.calls: Counter[tuple[str, str, str]] = Counter()
         self.counts = False
+        # the outermost running frame of a stand-in
+        self._stand_in: FrameType | None = None
         for phase in ("forward", "backward"):
             step = getattr(schedules, f"{phase}_step")
             setattr(schedules, f"{phase}_step", self._timed(phase, step))
@@ -59,13 +65,27 @@ class Phases:
         return timed
 
     def _count(self, frame: FrameType, event: str, _: Any) -> None:
-        # The factories below stand in for a GPU; a real run has no such calls.
-        if frame.f_code.co_filename == __file__:
+        if self._stand_in is not None:
+            if event == "return" and frame is self._stand_in:
+                self._stand_in = None
             return
-        if event == "call":
-            self.calls[frame.f_code.co_filename, "Python"] += 1
-        elif event == "c_call":
-            self.calls[frame.f_code.co_filename, "C"] += 1
+        if event == "call" and _stands_in(frame):
+            self._stand_in = frame
+            caller = frame if frame.f_back is None else frame.f_back
+            self._add(caller, "C")
+        elif event == "call":
+            self._add(frame, "Python")
+        elif event == "c_call" and frame.f_code.co_filename != __file__:
+            self._add(frame, "C")
+
+    def _add(self, frame: FrameType, kind: str) -> None:
+        self.calls[frame.f_code.co_filename, frame.f_code.co_qualname, kind] += 1
+
+
+def _stands_in(frame: FrameType) -> bool:
+    """Return whether the function of ``frame`` is Python in place of compiled code."""
+    code = frame.f_code
+    return code.co_name == FACTORY or code.co_filename.endswith(COMPILED)
 
 
 def use_plain_factories() -> None:
