@@ -217,6 +217,13 @@ def test_a_list_has_a_line_for_each(check: Any) -> None:
         ),
         ('{"moe_fssdp_slots": -3}', "slots=-3 must be 0 or more"),
         ('{"moe_fssdp_slots": "2"}', "slots='2' must be a whole number"),
+        ('{"moe_fssdp_rehome": "100"}', "rehome='100' must be a whole number"),
+        ('{"moe_fssdp_rehome": true}', "rehome=True must be a whole number"),
+        (
+            '{"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "ncclep", '
+            '"moe_expert_capacity_factor": [1.0, 1.25]}',
+            "moe_expert_capacity_factor=[1.0, 1.25] must be a number",
+        ),
         ('{"peft": "none"}', "peft='none' must be null or a value"),
         ('[{"name": "a", "model.use_kitchen": "no"}]', "a: use_kitchen='no' must be true or false"),
     ],

@@ -126,12 +126,12 @@ def find_refused(job: jobs.JobSettings) -> list[str]:
     for source in sources:
         for rule in unsupported.RULES:
             _check_type(rule, source.get(rule.setting))
-    slots = unsupported.SettingSources(*sources)["moe_fssdp_slots"]
+    settings = unsupported.SettingSources(*sources)
+    _check_numbers(settings)
+    slots = settings["moe_fssdp_slots"]
     if slots is None:
-        config = HecateConfig()
-    else:
-        config = HecateConfig(slots=slots)
-    return unsupported.find(*sources, slots=config.slots)
+        slots = HecateConfig().slots
+    return unsupported.find(*sources, slots=slots)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,6 +279,25 @@ def _check_quotes(name: str, value: Any) -> None:
     is_none = name in ("fp8", "fp4") and value == "none"
     if value in ("true", "false", "True", "False", "null", "None") or is_none:
         raise ValueError(f"{name}={value!r} is a text; write true, false or null without quotes")
+
+
+def _check_numbers(settings: unsupported.SettingSources) -> None:
+    """Raise a ValueError for a value that rules compare with numbers, and that is none.
+
+    Values of our own flags are checked as at switch-on.
+    """
+    for name in ("slots", "rehome"):
+        value = settings[f"moe_fssdp_{name}"]
+        if value is not None:
+            HecateConfig(**{name: value})
+    name = "moe_expert_capacity_factor"
+    factor = settings[name]
+    if factor is None:
+        return
+    try:
+        float(factor)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}={factor!r} must be a number, or left out") from None
 
 
 def _check_type(rule: unsupported.Rule, value: Any) -> None:
