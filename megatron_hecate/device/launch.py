@@ -59,7 +59,7 @@ class Kernels:
         stream = torch.cuda.current_stream(self._device).cuda_stream
         function = self.function(name)
         if shared_bytes > SHARED_BYTES:
-            _allow_shared_bytes(function, shared_bytes, self._index)
+            _ensure_shared_bytes(function, shared_bytes, self._index)
         driver.launch(
             function,
             arguments,
@@ -105,6 +105,15 @@ def _function(library: int, name: str) -> int:
     return driver.kernel(library, name)
 
 
-@functools.cache
-def _allow_shared_bytes(function: int, size: int, device: int) -> None:
-    driver.allow_shared_bytes(function, size, device)
+# limit of dynamic shared memory in bytes, by kernel and device
+_shared_limits: dict[tuple[int, int], int] = {}
+
+
+def _ensure_shared_bytes(function: int, size: int, device: int) -> None:
+    """Raise a kernel's limit of dynamic shared memory to ``size`` bytes, if it is lower.
+
+    Layers of different sizes launch the same kernel, so the limit must never decrease.
+    """
+    if size > _shared_limits.get((function, device), SHARED_BYTES):
+        driver.allow_shared_bytes(function, size, device)
+        _shared_limits[function, device] = size

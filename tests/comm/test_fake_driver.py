@@ -26,9 +26,13 @@ from megatron_hecate.comm.nvlink import program, selftest
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.device import driver as calls
+from megatron_hecate.device import launch as launches
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.job.collectives import TransferError
+from megatron_hecate.plan import Placement, World
+from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.reroute import CountedTokens
+from megatron_hecate.routing.tables import GroupShape
 
 pytestmark = pytest.mark.newest
 APART = ((0, 1), (2, 3))
@@ -112,6 +116,25 @@ def test_routing(tp_size: int) -> None:
     assert {driver.launched.count(name) for name in kernels} == {4 * 4 * tp_size}, (
         "one launch of each, for each source"
     )
+
+
+@ranks(1)
+def test_layers_of_two_sizes_that_need_much_shared_memory() -> None:
+    """As if any size needed an opt-in. Oracle: the driver, which refuses a launch above its kernel's limit."""
+    import gpu_on_cpu
+
+    driver = gpu_on_cpu.install()
+    launches.SHARED_BYTES = 0
+    world, tables = World(node=(0, 0, 0, 0)), list[QuotaTables]()
+    for num_experts in (16, 8):
+        homes = Placement.initial(num_experts, 4, num_slots=1)
+        shape, kernels = GroupShape.of(world, homes), Kernels(gpu_on_cpu.GPU)
+        tables.append(QuotaTables(shape, gpu_on_cpu.GPU, kernels))
+        tables[-1].place(homes.with_replicas([(0, 3)]))
+    large, small = tables
+    for layer in (large, small, large):
+        layer.parts(torch.ones(4, layer.shape.num_experts, dtype=torch.int32), 0)
+    assert not driver.faults and driver.launched == ["fssdp_quotas"] * 3, driver.log
 
 
 @pytest.mark.parametrize("version", [13000, 12090, 12070])
