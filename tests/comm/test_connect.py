@@ -151,6 +151,48 @@ def test_a_transport_that_moves_wrong_bytes_fails_its_self_test() -> None:
     )
 
 
+@pytest.mark.parametrize("engines", [False, True])
+@ranks(2)
+def test_wrong_bytes_on_one_rank_do_not_hold_up_the_others(engines: bool) -> None:
+    """They end the self-test on all ranks alike, also where copy engines could be tried."""
+    fetch, group = NVLink.fetch, (0, 1)
+
+    def wrong(transport: NVLink, plan: Any, homes: Any, slots: Any, **settings: Any) -> Any:
+        transfer = fetch(transport, plan, homes, slots, **settings)
+        transfer.wait()
+        slots[0].zero_()
+        return transfer
+
+    if dist.get_rank() == 1:
+        NVLink.fetch = wrong
+    selftest._can_use_copy_engines = lambda device: engines
+    _on_nvlink("aa")
+    connection = connect("auto", [group], [], timeout=20.0)
+    assert connection.name == connection.transports[group].name == "p2p"
+    text = "rank 1 received wrong weights from ranks [0]"
+    assert connection.why == f"nvlink failed its self-test: {text}"
+
+
+@ranks(2)
+def test_wrong_bytes_by_copy_engines_on_one_rank_rule_out_only_these() -> None:
+    fetch = NVLink.fetch
+
+    def wrong(transport: NVLink, plan: Any, homes: Any, slots: Any, **settings: Any) -> Any:
+        transfer = fetch(transport, plan, homes, slots, **settings)
+        transfer.wait()
+        if transport.copy_engines:
+            slots[0].zero_()
+        return transfer
+
+    if dist.get_rank() == 1:
+        NVLink.fetch = wrong
+    selftest._can_use_copy_engines = lambda device: True
+    problems: list[str] = []
+    connection = connect("nvlink", [(0, 1)], problems, timeout=20.0)
+    assert (connection.name, problems) == ("nvlink", [])
+    assert not Connection.engines_pay([connection.slower_by_engines])
+
+
 @pytest.mark.parametrize(
     ("by_engines", "chosen"), [((0.5, 1.9), True), ((0.5, 2.0), False), ((None, 0.5), False)]
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -37,29 +38,57 @@ def self_test(
         seconds of a fetch by our kernels on the slowest rank, infinite if bytes were wrong,
         ``None`` if copy engines were not tried.
     """
-
-    def sum_up(notes: list[Any]) -> Verdict:
-        results = [_Result(**fields) for fields in notes]
-        return Verdict(dataclasses.asdict(_Result.of_all(results)))
-
-    own = dataclasses.asdict(_test(transports, device))
-    result = _Result(**Question.next(timeout=timeout).ask(own, sum_up).job)
+    result = _test(transports, device, _check_bytes).agree(timeout)
     slower = None
     if not result.problems and result.copy_engines:
-        for transport in transports:
-            transport.copy_engines = True
-        tried = _test(transports, device)
-        for transport in transports:
-            transport.copy_engines = False
-        slower = tried.seconds - result.seconds
-        if tried.problems:
-            slower = math.inf
-        if not tried.usable:
-            result = tried
+        result, slower = _try_copy_engines(transports, device, timeout=timeout)
     if result.usable:
         return result.problems, True, slower
     way_out = "restart with --moe-fssdp-transport p2p: CUDA is unusable after this error"
     return [f"{text}; {way_out}" for text in result.problems], False, slower
+
+
+def _try_copy_engines(
+    transports: Sequence[NVLink], device: torch.device, *, timeout: float
+) -> tuple[_Result, float]:
+    """Test fetches by copy engines, and time a fetch of each kind. Collective.
+
+    A problem of copy engines alone only rules out copy engines, unless it made the device unusable.
+
+    Returns:
+        Result of all ranks; seconds of a fetch by copy engines on this rank minus seconds of a
+        fetch by our kernels on the slowest rank, infinite after a problem of copy engines.
+    """
+    with _by_engines(transports):
+        checked = _test(transports, device, _check_bytes).agree(timeout)
+    # All ranks time, or none: the timed fetches are collective.
+    if checked.problems:
+        if checked.usable:
+            checked = dataclasses.replace(checked, problems=[])
+        return checked, math.inf
+    own = _test(transports, device, _fetch_seconds)
+    by_engines = math.inf
+    if not own.problems:
+        with _by_engines(transports):
+            timed = _test(transports, device, _fetch_seconds)
+        if not timed.problems:
+            by_engines = timed.seconds
+        elif not timed.usable:
+            own = timed
+    result = own.agree(timeout)
+    return result, by_engines - result.seconds
+
+
+@contextlib.contextmanager
+def _by_engines(transports: Sequence[NVLink]) -> Iterator[None]:
+    """Make the copies of fetches inside the block by copy engines."""
+    for transport in transports:
+        transport.copy_engines = True
+    try:
+        yield
+    finally:
+        for transport in transports:
+            transport.copy_engines = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +99,27 @@ class _Result:
         problems: problems found.
         usable: True if the device still accepts work.
         copy_engines: True if copy engines can be tried.
-        seconds: seconds of a timed fetch, if ``copy_engines``.
+        seconds: seconds of a timed fetch, summed over the transports; 0 if none was timed.
     """
 
     problems: list[str]
     usable: bool
     copy_engines: bool
     seconds: float
+
+    def agree(self, timeout: float) -> _Result:
+        """Return the result of all ranks, the same on all. Collective.
+
+        Args:
+            timeout: seconds to wait for the other ranks.
+        """
+
+        def sum_up(notes: list[Any]) -> Verdict:
+            results = [_Result(**fields) for fields in notes]
+            return Verdict(dataclasses.asdict(_Result.of_all(results)))
+
+        verdict = Question.next(timeout=timeout).ask(dataclasses.asdict(self), sum_up)
+        return _Result(**verdict.job)
 
     @classmethod
     def of_all(cls, results: Sequence[_Result]) -> _Result:
@@ -89,24 +132,31 @@ class _Result:
         )
 
 
-def _test(transports: Sequence[Transport], device: torch.device) -> _Result:
-    """Test all transports of this rank, and time a fetch of each if copy engines can be tried."""
+def _test(
+    transports: Sequence[NVLink],
+    device: torch.device,
+    part: Callable[[Transport, torch.device], float],
+) -> _Result:
+    """Run one part of the self-test on all transports of this rank.
+
+    Args:
+        transports: transports of this rank.
+        device: device of this rank.
+        part: function that tests one transport, and returns seconds or raises an exception.
+    """
     problems: list[str] = []
     usable = True
-    copy_engines = _can_use_copy_engines(device)
     seconds = 0.0
     for transport in transports:
         with collect(problems):
-            if problem := _wrong_bytes(transport, device):
-                problems.append(problem)
-            elif copy_engines:
-                seconds += _fetch_seconds(transport, device)
+            seconds += part(transport, device)
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
-        except RuntimeError:
+        except RuntimeError as error:
             usable = False
-    return _Result(problems, usable, copy_engines, seconds)
+            problems = problems or [str(error)]
+    return _Result(problems, usable, _can_use_copy_engines(device), seconds)
 
 
 def _can_use_copy_engines(device: torch.device) -> bool:
@@ -141,11 +191,15 @@ def _ring(transport: Transport, elements: int) -> tuple[TransferPlan, LayerBuffe
     return TransferPlan(transport.group.rank(), tuple(copies)), layer
 
 
-def _wrong_bytes(transport: Transport, device: torch.device) -> str:
-    """Check one spAG and one spRS; return the problem, or an empty text. Collective."""
+def _check_bytes(transport: Transport, device: torch.device) -> float:
+    """Check one spAG and one spRS; return 0 seconds, since none are measured. Collective.
+
+    Raises:
+        RuntimeError: this rank received wrong bytes.
+    """
     plan, layer = _ring(transport, ELEMENTS)
     if not plan.copies:
-        return ""
+        return 0.0
     memory = transport.allocate(layer.weight_bytes + layer.grad_bytes, [layer], device)
     weights = chunks_in(memory, layer.slots, ELEMENTS, layer.dtype)
     grads = chunks_in(memory[layer.weight_bytes :], layer.slots, ELEMENTS, layer.grad_dtype)
@@ -156,16 +210,18 @@ def _wrong_bytes(transport: Transport, device: torch.device) -> str:
         for slot, home in plan.receives
         if not torch.equal(weights[slot], _whole_numbers(home, device))
     ]
-    if wrong:
-        return f"rank {plan.rank} received wrong weights from ranks {wrong}"
+    # A rank with wrong weights takes part in the spRS as well: its peers would wait for it.
     # Sums of whole numbers are exact in fp32, so the order of summation does not matter.
     for slot, home in plan.receives:
         grads[slot].copy_(_whole_numbers(home, device).float() * (slot + 1))
     total = _Total(ELEMENTS, device)
     transport.return_gradients(plan, grads, total, label=LABEL).wait()
-    if not torch.equal(total.grad, own.float() * sum(range(1, layer.slots + 1))):
-        return f"rank {plan.rank} received a wrong sum of its replicas' gradients"
-    return ""
+    is_sum_right = torch.equal(total.grad, own.float() * sum(range(1, layer.slots + 1)))
+    if wrong:
+        raise RuntimeError(f"rank {plan.rank} received wrong weights from ranks {wrong}")
+    if not is_sum_right:
+        raise RuntimeError(f"rank {plan.rank} received a wrong sum of its replicas' gradients")
+    return 0.0
 
 
 def _fetch_seconds(transport: Transport, device: torch.device) -> float:
