@@ -123,3 +123,18 @@ def test_a_failure_on_record_is_explained() -> None:
         f"FSSDP: rank {own} of 2: layer 8: spAG failed (timeout 5 s): expected rank {1 - own} to answer; it waited for "
         f"step 1, 0 were seen. Rank {1 - own} died, hangs, or did not take part.\n"
     ), "once"
+
+
+@ranks(1)
+def test_a_failure_is_explained_while_transfers_begin() -> None:
+    """A thread explains it, and the training thread registers further transfers meanwhile: here in between."""
+    peers = Peers(dist.group.WORLD, 1 << 12, device=CPU, ranks=range(1), timeout=5.0)
+
+    class Begin(int):
+        def __mod__(self, other: int) -> int:
+            peers.remember(7, "layer 9: expected rank {peer} to answer")
+            return int(self) % other
+
+    peers.remember(Begin(4), "layer 8: expected rank {peer} to answer")
+    peers.failure_record.numpy().view(FAILURE)[0] = (1, 0, 0, 1, 0, 4)
+    assert peers.explain_failure().startswith("layer 8: expected rank 0 to answer; it waited")

@@ -175,7 +175,8 @@ class Peers:
         peer = self.ranks[int(record["peer"])]
         seen = int(record["seen"].astype("<i4"))
         known = f"rank {self.rank}: a transfer failed: expected rank {{peer}}"
-        for begin, text in self._begun:
+        # A copy, because the training thread may register a transfer meanwhile.
+        for begin, text in tuple(self._begun):
             if begin % 2**32 == int(record["begin"]):
                 known = text
         expected = int(record["expected"])
