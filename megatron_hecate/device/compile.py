@@ -323,11 +323,14 @@ def _cache_folder() -> Path:
             f"{folder} cannot be made ({error}); name another folder in ${CACHE}"
         ) from error
     about = folder.stat()
-    if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    is_own = about.st_uid == os.getuid()
+    if not is_own or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        # only the owner can change the mode
+        way_out = f"run chmod go-w {folder}, or name" if is_own else "name"
         raise PermissionError(
             f"{folder} belongs to user {about.st_uid}, mode {stat.S_IMODE(about.st_mode):o}: "
             f"compiled kernels must lie where only this user ({os.getuid()}) may write; "
-            f"chmod go-w it, or name another folder in ${CACHE}"
+            f"{way_out} another folder in ${CACHE}"
         )
     if not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} cannot be written; name another folder in ${CACHE}")
