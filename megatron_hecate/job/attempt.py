@@ -22,9 +22,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 # Seconds between two polls of the default process group.
-LOOK: float = 0.5
+POLL_PAUSE: float = 0.5
 # Seconds between the destruction of the process group and the end of the attempt, unless a new
-# group exists before: the process may be about to exit, where all resources end anyway.
+# group is created before. A process that is about to exit needs no cleanup.
 LINGER: float = 5.0
 
 
@@ -101,7 +101,7 @@ class Attempt:
 
     def _close_when_over(self) -> None:
         over_since: float | None = None
-        while not self._closed.wait(LOOK):
+        while not self._closed.wait(POLL_PAUSE):
             if not self.is_over:
                 continue
             over_since = over_since or time.monotonic()

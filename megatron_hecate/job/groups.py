@@ -27,14 +27,15 @@ def new_group(
 ) -> dist.ProcessGroup:
     """Create a process group and connect its ranks. Collective over ``ranks`` only.
 
-    NCCL connects a group at its first use, in which all ranks must take part, whereas copies are
-    between a few ranks. torch derives the name of a new group from the ranks and from the number of
-    process groups that the calling rank is in, which must therefore be equal on all ``ranks``.
+    NCCL connects a group at its first use, in which all of its ranks must take part. A copy of an
+    expert involves a few ranks only, so a collective connects all ranks here. torch derives the
+    name of a new group from the ranks and from the number of process groups that the calling rank
+    is in, which must therefore be equal on all ``ranks``.
 
-    slime replaces ``torch.distributed.new_group`` by a function whose groups it destroys for a
-    rollout and creates again. One of ours would then be created under a name that the store knows
-    already, and no collective would connect its ranks. So this function calls torch's own, and its
-    groups stay alive during a rollout.
+    slime replaces ``torch.distributed.new_group`` by a function whose groups it destroys for each
+    rollout and creates again afterwards. A group of ours would then be created again under a name
+    that the store knows already, and no collective would connect its ranks. Therefore this function
+    calls torch's own, and its groups stay alive during a rollout.
 
     Args:
         ranks: ranks of the job, ascending.

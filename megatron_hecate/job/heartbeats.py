@@ -22,7 +22,7 @@ PREFIX = "megatron_hecate/progress"
 
 @dataclasses.dataclass(frozen=True)
 class Heartbeat:
-    """State of one rank, as it last posted it to the store.
+    """State of one rank at the time when it posted this heartbeat to the store.
 
     Args:
         beat: sequence number.

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-# Out of 132 multiprocessors of an H100. NCCL's own choice can be 32 thread blocks for a large send.
+# An H100 has 132 multiprocessors. Without a bound NCCL may use 32 thread blocks for a large send.
 DEFAULT_CTAS: int = 8
 
 
@@ -40,7 +40,7 @@ class NcclSettings:
         return options
 
 
-# Our process groups that use NCCL: lower bound on the timeout, and current timeout, in seconds.
+# By process group of ours that uses NCCL: lower bound on the timeout, and current timeout, seconds.
 _timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[float, float]] = (
     weakref.WeakKeyDictionary()
 )

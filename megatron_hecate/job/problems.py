@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_hecate.job.collectives import gather_objects
 
-# Exceptions with messages for users; the message of any other kind needs the name of the kind.
+# Exceptions whose messages users understand; other messages get the name of the class in front.
 EXPLAINED = (OSError, RuntimeError, TypeError, ValueError)
 
 

@@ -20,14 +20,14 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.job.attempt import Attempt
 
-# Messages that rank 0 reads in one request; a store takes longer for all of a large job in one.
+# Messages that rank 0 reads in one request; one request for all messages of a large job is slower.
 BLOCK: int = 128
 # Missing ranks that an error names, at most.
 NAMED: int = 64
-# Seconds between two polls for messages: the first pause, and the upper bound of its doubling.
-LOOKS: tuple[float, float] = (0.02, 1.0)
-# Seconds after which rank 0 publishes which ranks are missing.
-NAMING: float = 2.0
+# Seconds between two polls for messages: the first pause, which doubles up to the second.
+POLL_PAUSES: tuple[float, float] = (0.02, 1.0)
+# Seconds after which rank 0 begins to publish the list of missing ranks.
+LIST_MISSING_AFTER: float = 2.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Verdict:
     """Decision of rank 0. JSON-serializable.
 
     Args:
-        job: part for every rank; must be a few bytes, regardless of the size of the job.
-        groups: further part for the ranks of each group, by the group's name.
+        job: part that every rank reads; a few bytes, regardless of the size of the job.
+        groups: part that only the ranks of a group read, by the group's name.
     """
 
     job: Any
@@ -47,14 +47,14 @@ class Verdict:
 class Question:
     """One gather to rank 0 and one broadcast of its decision, through the store.
 
-    The next question uses the same keys again, so that the store does not grow.
+    All questions use the same keys, so that the store does not grow.
 
     Args:
         store: store that all ranks share.
         rank: this rank.
         size: number of ranks.
         number: sequence number of the question in this attempt of the job, equal on all ranks and
-            ascending. Messages contain it, because keys are used again.
+            ascending. Messages contain it, because a key may still hold an earlier message.
         timeout: seconds to wait for the other ranks.
     """
 
@@ -66,7 +66,7 @@ class Question:
 
     @classmethod
     def next(cls, *, timeout: float) -> Self:
-        """Create the next question to all ranks of this job, over the job's store. Collective."""
+        """Create this attempt's next question, over the job's store. Collective."""
         number = Attempt.current().count("question")
         return cls(_get_default_store(), dist.get_rank(), dist.get_world_size(), number, timeout)
 
@@ -85,16 +85,16 @@ class Question:
             TimeoutError: on all ranks, when a rank is missing; names the missing ranks.
             RuntimeError: on all ranks, when the callback raises an exception.
         """
-        self.tell(note)
+        self.post(note)
         if self.rank == 0:
-            return self.answer(judge, groups=groups)
-        return self.hear(groups)
+            return self.decide(judge, groups=groups)
+        return self.await_decision(groups)
 
-    def tell(self, note: Any) -> None:
+    def post(self, note: Any) -> None:
         """Write this rank's message into the store."""
         self.store.set(self._note_of(self.rank), _pack([self.number, note]))
 
-    def answer(
+    def decide(
         self, judge: Callable[[list[Any]], Verdict], *, groups: Sequence[str] = ()
     ) -> Verdict:
         """Gather all messages, decide, and publish the decision. Rank 0 only; as `ask`."""
@@ -123,15 +123,15 @@ class Question:
 
     def _publish(self, outcome: Mapping[str, Any], parts: Mapping[str, str]) -> None:
         """Write the decision, and its parts by key, into the store."""
-        # The decision is last in the list: a rank that reads it then finds its group's part.
+        # The decision is written last, so that a rank that can read it can read its groups' parts.
         self.store.multi_set(  # type: ignore[attr-defined]
             [*parts, self._verdict(self.number)], [*parts.values(), _pack(outcome)]
         )
-        # A rank sends its next message after it has read the decision before, so no rank needs
-        # that.
+        # No rank needs the previous decision any more: each rank reads it before it posts the
+        # message for this one.
         self.store.delete_key(self._verdict(self.number - 1))
 
-    def hear(self, groups: Sequence[str] = ()) -> Verdict:
+    def await_decision(self, groups: Sequence[str] = ()) -> Verdict:
         """Wait for the decision of rank 0. Ranks other than 0; as `ask`."""
         key = self._verdict(self.number)
         try:
@@ -141,7 +141,7 @@ class Question:
                 f"FSSDP: rank {self.rank} lost the rendezvous store while it waited for rank 0, "
                 "which has died or left"
             ) from error
-        # Other stores than a TCPStore raise other subclasses on a timeout.
+        # A timeout. The subclass of RuntimeError depends on the kind of store.
         except RuntimeError as error:
             raise _too_late(self.rank, self._missing_so_far(), self.timeout) from error
         outcome = json.loads(self.store.get(key))
@@ -168,7 +168,7 @@ class Question:
         """
         notes: dict[int, Any] = {}
         start = time.monotonic()
-        pause, longest = LOOKS
+        pause, longest = POLL_PAUSES
         published = False
         while True:
             for first in range(0, self.size, BLOCK):
@@ -176,11 +176,12 @@ class Question:
                 self._read_notes([rank for rank in block if rank not in notes], notes)
             passed = time.monotonic() - start
             missing: list[int] = []
-            if len(notes) < self.size and passed > min(NAMING, self.timeout / 4):
+            if len(notes) < self.size and passed > min(LIST_MISSING_AFTER, self.timeout / 4):
                 missing = self._find_missing(notes)
                 if missing and passed >= self.timeout:
                     return notes, missing
-            # A rank whose timeout expires before rank 0's reads the list, also after it has shrunk.
+            # A rank whose timeout expires before rank 0's reads this list, so the list is also
+            # updated after missing ranks have arrived.
             if missing or published:
                 self.store.set(self._key("missing"), _pack([self.number, missing]))
                 published = True

@@ -178,15 +178,15 @@ def test_of_many_missing_ranks_the_first_are_named(store: dist.TCPStore) -> None
     """More than a block of notes; some come late, rank by rank."""
     size, present = 700, [0, *range(1, 256), 300, 699]
     for rank in present[:-1]:
-        Question(store, rank, size, 1, 3.0).tell(rank)
+        Question(store, rank, size, 1, 3.0).post(rank)
     threading.Timer(0.3, Question(_client(store), 699, size, 1, 3.0).tell, ["late"]).start()
     with pytest.raises(TimeoutError) as error:
-        Question(store, 0, size, 1, 1.0).answer(lambda told: Verdict(len(told)))
+        Question(store, 0, size, 1, 1.0).decide(lambda told: Verdict(len(told)))
     missing = [rank for rank in range(size) if rank not in present][: module.NAMED]
     assert str(error.value) == f"FSSDP: rank 0 waited 1 s for ranks {missing} and more {WAY_OUT}"
     for rank in range(size):
-        Question(store, rank, size, 2, 3.0).tell([rank])
-    told = Question(store, 0, size, 2, 1.0).answer(lambda told: Verdict(told)).job
+        Question(store, rank, size, 2, 3.0).post([rank])
+    told = Question(store, 0, size, 2, 1.0).decide(lambda told: Verdict(told)).job
     assert told == [[rank] for rank in range(size)]
 
 
@@ -271,9 +271,9 @@ def test_a_large_job_switches_on(
         thread.start()
         others = [Question(all_others, rank, size, number, 300.0) for rank in range(1, size)]
         for question in others:
-            question.tell(dataclasses.asdict(told_by(question.rank)))
+            question.post(dataclasses.asdict(told_by(question.rank)))
         for question in others:
-            verdicts[number, question.rank] = question.hear(groups_of(question.rank))
+            verdicts[number, question.rank] = question.await_decision(groups_of(question.rank))
         thread.join()
         keys.append(store.num_keys())
     seconds = time.monotonic() - start
