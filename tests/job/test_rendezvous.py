@@ -179,7 +179,7 @@ def test_of_many_missing_ranks_the_first_are_named(store: dist.TCPStore) -> None
     size, present = 700, [0, *range(1, 256), 300, 699]
     for rank in present[:-1]:
         Question(store, rank, size, 1, 3.0).post(rank)
-    threading.Timer(0.3, Question(_client(store), 699, size, 1, 3.0).tell, ["late"]).start()
+    threading.Timer(0.3, Question(_client(store), 699, size, 1, 3.0).post, ["late"]).start()
     with pytest.raises(TimeoutError) as error:
         Question(store, 0, size, 1, 1.0).decide(lambda told: Verdict(len(told)))
     missing = [rank for rank in range(size) if rank not in present][: module.NAMED]
@@ -307,7 +307,7 @@ def test_a_large_job_switches_on(
             f"\n{size} ranks: {per_rank:.2f} operations per rank, {total} in all, {seconds:.1f} s",
             end=" ",
         )
-    assert per_rank == 7, "two questions: tell, wait and hear, and the group's part once"
+    assert per_rank == 7, "two questions: post, wait and read, and the group's part once"
     assert total < 10 * size, "and rank 0 looks for notes once a second"
     assert seconds < 300, "some 10 s are usual for 16,384 ranks; this is a bound for hangs"
 
