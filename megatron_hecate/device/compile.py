@@ -118,7 +118,7 @@ def host_library() -> Path:
 
 
 def describe() -> tuple[list[str], bool]:
-    """Describe the compilers for CPU ranks and GPUs in lines; return whether they suffice, too."""
+    """Return lines about the compilers for CPU ranks and GPUs, and whether the needed one works."""
     lines = []
     usable = {"cpu": True, "cuda": True}
     try:
@@ -170,7 +170,7 @@ class _CudaCompiler:
         known = ", ".join(f"sm_{known}" for known in sorted(self.archs))
         raise CompileError(
             f"{self} compiles for {known}; none of these runs on a GPU of compute capability "
-            f"{arch / 10}: install a newer one, on the path or in $CUDA_HOME"
+            f"{arch / 10}: install a newer compiler, on the path or in $CUDA_HOME"
         )
 
     def __str__(self) -> str:
@@ -208,7 +208,7 @@ def _cuda_compiler(wanted: str) -> _CudaCompiler:
             )
         except (ImportError, OSError, RuntimeError) as error:
             missing = f"NVRTC: {error}"
-    # without a driver any compiler is accepted
+    # without a driver no compiler is too new
     newest = (driver.version() or sys.maxsize) // 1000
     if (
         wanted in ("auto", "nvcc")
@@ -313,7 +313,8 @@ def _cache_folder() -> Path:
             f"no folder for compiled kernels ({error}); name one in ${CACHE}"
         ) from error
     try:
-        # parents by the umask, but not writable by others, who could replace the folder
+        # The umask decides on the mode of parents, but others must not write there: they could
+        # replace the folder.
         missing = [parent for parent in folder.parents if not parent.exists()]
         for parent in reversed(missing):
             parent.mkdir(mode=0o755, exist_ok=True)

@@ -67,7 +67,7 @@ class Homes:
         # as built by Megatron
         self.built = self.now
         self._writing = False
-        # total of this rank over all moves
+        # over all moves so far
         self.received_bytes = 0
 
     @property

@@ -26,8 +26,8 @@ from megatron_hecate.megatron.stored_weights import StoredWeights
 
 # key of the stepped values; other keys are the optimizer's own
 MAIN = "main_param"
-# TransformerEngine keeps state of these dtypes, and of tensor classes of its own, with one scale
-# per shard
+# TransformerEngine stores state of these dtypes, and in its own tensor classes, with one scale per
+# shard
 SCALED = (torch.float16, torch.uint8)
 
 

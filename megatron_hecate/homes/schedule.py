@@ -1,9 +1,9 @@
 """Periodic search for a better placement of experts, and its application.
 
-The ranks of one expert-parallel group share the search by layers (`plan.homes`), for loads summed
-over all ranks that share gradients; one rank decides and broadcasts the result. All homes move back
-to their original ranks before the model is saved or loaded, so that a checkpoint does not depend on
-moves; the next iteration moves the experts again.
+The ranks of one expert-parallel group divide the layers of a search among themselves
+(`plan.homes`). They search for loads summed over all ranks that share gradients; one rank decides
+and broadcasts the result. All homes move back to their original ranks before the model is saved or
+loaded, so that a checkpoint does not depend on moves; the next iteration moves the experts again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from megatron_hecate.runtime.forecast import LoadHistory
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.layer_state import LayerState
 
-# iterations since the last search that it samples
-LOOKED_AT: int = 16
+# number of iterations since the last search whose loads a search samples
+SAMPLED: int = 16
 # upper bound of the bytes that one rank sends after one search
 MOST_BYTES: float = 2e9
 
@@ -96,16 +96,16 @@ class HomesSchedule:
                 self.homes.move(self._wanted)
                 self._wanted = None
         except BaseException:
-            # a loop that catches the error starts a new iteration
+            # a training loop that catches the error begins a new iteration, with new replicas
             self._weights_changed()
             raise
 
     def _is_due(self, tracker: IterationTracker) -> bool:
-        """Whether enough iterations have passed, and an optimizer stepped or none is visible."""
+        """Whether enough iterations have passed, and an optimizer stepped or none is known."""
         config = self._states[0].config
         fp16 = self._states[0].parts.layer.config.fp16
-        # Without any visible optimizer the search raises an error. Not in fp16, where loss scaling
-        # may skip the first steps, so that no state exists yet.
+        # A search without a visible optimizer raises the error that users need. In fp16 it must not
+        # run yet: loss scaling may skip the first steps, so that no optimizer state exists.
         unseen = not (fp16 or tracker.optimizers())
         return (tracker.has_stepped or unseen) and len(self._window) >= config.rehome
 
@@ -159,7 +159,7 @@ class HomesSchedule:
             most_bytes=MOST_BYTES,
         )
         choices = self._choose(search, load.cpu().numpy() // first.group.size(), order)
-        # copies, so that the ranks other than 0 leave ``order`` as it is
+        # a copy, because the broadcast overwrites it
         found = torch.tensor(order, device=load.device)
         if self._group.rank() == 0:
             better = search.afford(choices, order)
@@ -174,7 +174,7 @@ class HomesSchedule:
     def _sum_loads(self) -> Tensor:
         """Sum a sample of the window over all ranks of the group, [iterations, L, E] int64."""
         last = len(self._window) - 1
-        sample = np.unique(np.linspace(0, last, LOOKED_AT).astype(np.int64))
+        sample = np.unique(np.linspace(0, last, SAMPLED).astype(np.int64))
         own = np.stack([self._window[i] for i in sample]).astype(np.int64)
         load = torch.from_numpy(own).to(device_of_rank())
         work = dist.all_reduce(load, group=self._group, async_op=True)

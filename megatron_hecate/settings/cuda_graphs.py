@@ -12,7 +12,7 @@ from typing import Any, Protocol
 # Parts whose graphs leave the experts out. Between replays of such graphs FSSDP can fetch replicas,
 # and the experts run without a graph.
 WITH_REPLICAS = frozenset({"attn", "mamba", "mlp", "moe_router", "moe_preprocess"})
-# settings before cuda_graph_impl, and their value of it
+# older settings, and the value of cuda_graph_impl that each corresponds to
 OLD_NAMES = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
 
 

@@ -16,10 +16,10 @@ class Rule:
         why: reason, as it stands in the error.
         instead: supported value.
         unsupported: predicate over all settings; by default, whether `setting` is switched on.
-        part: prefix of the setting in Bridge's configuration.
+        prefix: prefix of the setting in Bridge's configuration.
         flag: flag of ``megatron.training`` if named otherwise; empty if there is none.
-        hint: text behind the override of Bridge's command line.
-        way: complete way out, for a setting that Bridge takes no override of.
+        hint: text after the override for Bridge's command line.
+        way: complete way out, where an override of this setting alone does not help.
     """
 
     setting: str

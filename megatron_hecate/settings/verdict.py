@@ -184,7 +184,7 @@ class Verdict:
     def notes(self) -> list[str]:
         """Lines about settings that were read, were not found, or were left out.
 
-        A plain file of settings gets no lines but about the sections that were left out.
+        For a plain file of settings the lines are only about sections that were left out.
         """
         job = self.job
         lines = []
@@ -274,7 +274,7 @@ def _derived(settings: unsupported.SettingSources) -> dict[str, Any]:
 def _check_quotes(name: str, value: Any) -> None:
     """Raise a ValueError for a text such as ``"false"``, which shells and quoted YAML produce.
 
-    No setting has such a text as its value. But some settings do have the value ``"none"``.
+    No setting of Megatron accepts these texts. ``"none"`` is a value of some settings.
     """
     is_none = name in ("fp8", "fp4") and value == "none"
     if value in ("true", "false", "True", "False", "null", "None") or is_none:
@@ -282,9 +282,9 @@ def _check_quotes(name: str, value: Any) -> None:
 
 
 def _check_numbers(settings: unsupported.SettingSources) -> None:
-    """Raise a ValueError for a value that rules compare with numbers, and that is none.
+    """Raise a ValueError for a value that is no number, where rules compare it with numbers.
 
-    Values of our own flags are checked as at switch-on.
+    Our own flags are validated as at switch-on.
     """
     for name in ("slots", "rehome"):
         value = settings[f"moe_fssdp_{name}"]

@@ -29,7 +29,7 @@ def of_model(chunks: Iterable[Module]) -> dict[str, Any]:
                 inside_experts.update(id(module) for module in layer.experts.modules())
         for module in modules:
             for setting in _asked_for_by(type(module)):
-                # FSDP of any module conflicts; adapters and ModelOpt only inside the experts
+                # FSDP conflicts anywhere; adapters and ModelOpt conflict only inside the experts
                 if id(module) not in inside_experts and not setting.startswith("use_"):
                     continue
                 found[setting] = True
@@ -55,7 +55,10 @@ def find_wrapped(chunks: Iterable[Module]) -> list[str]:
             # the wrapper is outside of the chunks, but its gradients are inside
             by = "DistributedDataParallel"
         if by:
-            return [f"{by} has wrapped the model already; call the hook on the model chunks before"]
+            return [
+                f"{by} has wrapped the model already; call the hook on the model chunks before "
+                "they are wrapped"
+            ]
     return []
 
 

@@ -12,7 +12,7 @@ from megatron_hecate.settings.files.setting import ADAPTER_MAPS, Setting, field_
 from megatron_hecate.settings.files.variables import REFERENCE, Resolver, Unresolved
 
 ENVIRONMENTS = {"env_vars", "envs", "system_envs", "runtime_env"}
-# sections of frameworks' files that train no model of Megatron's
+# sections of frameworks' files whose models Megatron does not train
 IDLE = ENVIRONMENTS | {
     "ref",
     "reference",
@@ -35,7 +35,7 @@ IDLE = ENVIRONMENTS | {
     "automodel_cfg",
 }
 OTHER_FILES = ("defaults", "extends", "includes", "bases", "base_config", "inherit_from")
-# a key that names a backend, and the section that only Megatron as this backend reads
+# a key that names a backend, and the section that is read only if this backend is Megatron
 BACKEND_SECTIONS = (("strategy_name", "strategy_config"), ("strategy", "megatron"))
 
 

@@ -125,13 +125,13 @@ def of_script(
 
 
 def _settings_of(command: CommandLine, switches: Set[str]) -> list[Setting]:
-    """Return the settings of a command line; of a repeated flag the last one counts."""
+    """Return the settings of a command line; the last occurrence of a repeated flag counts."""
     last: dict[tuple[str, ...], Setting] = {}
     for flag in command.flags:
         *path, name = flag.name.replace("-", "_").split(".")
         value = value_of_flag(field_of(name), flag.value)
-        # A flag with dashes is Megatron's own, whose switches take no value. So a variable behind a
-        # switch holds further flags.
+        # A flag with dashes is an argument of Megatron, whose switches take no value. A variable
+        # after such a switch therefore holds further flags.
         is_switch = name in switches and "-" in flag.name
         if is_switch and type(value) is Unresolved and REFERENCE.fullmatch(value.text):
             value = True

@@ -1,8 +1,8 @@
 """Read the flags of a job from a launch script, without running it.
 
 Assignments are followed in their order, with defaults (``${EP:-8}``) and arrays. Conditions on
-known variables are evaluated. Other conditions are not guessed: settings that depend on one are
-unknown, and depend on the variables in the condition.
+known variables are evaluated. Settings under any other condition are unknown, and the verdict names
+the variables in the condition.
 """
 
 from __future__ import annotations

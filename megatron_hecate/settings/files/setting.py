@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# arguments of megatron.training, older names, and the fields they set
+# other names of fields, as arguments of megatron.training or in older versions
 ALIASES = {"fp8_format": "fp8", "fp4_format": "fp4", "use_custom_fsdp": "use_megatron_fsdp"}
 NEGATED = {
     "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
@@ -55,7 +55,7 @@ class Setting:
         return {self.field: self.value}
 
     def adapters(self) -> Iterator[Any]:
-        """Yield the adapters that this setting, not named ``peft`` itself, switches on."""
+        """Yield the adapters that this setting switches on; none for ``peft``, which has a rule."""
         value = self.value
         if self.name in ADAPTER_NAMES and value not in NO_ADAPTER:
             yield str(value)
