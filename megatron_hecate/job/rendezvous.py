@@ -135,21 +135,29 @@ class Question:
         """Wait for the decision of rank 0. Ranks other than 0; as `ask`."""
         key = self._verdict(self.number)
         try:
-            self.store.wait([key], timedelta(seconds=self.timeout))
+            self._wait_for(key)
+            outcome = json.loads(self.store.get(key))
+            self._check(outcome, None)
+            if not groups or not outcome["parts"]:
+                return Verdict(outcome["job"])
+            parts = self.store.multi_get([self._part_of(group) for group in groups])
+        # In any of these requests: rank 0 may exit right after it has published the decision.
         except dist.DistNetworkError as error:
             raise RuntimeError(
                 f"FSSDP: rank {self.rank} lost the rendezvous store while it waited for rank 0, "
                 "which has died or left"
             ) from error
+        return Verdict(outcome["job"], dict(zip(groups, map(json.loads, parts), strict=True)))
+
+    def _wait_for(self, key: str) -> None:
+        """Wait until rank 0 has written ``key``. Errors as `ask`, and those of a lost store."""
+        try:
+            self.store.wait([key], timedelta(seconds=self.timeout))
+        except dist.DistNetworkError:
+            raise
         # A timeout. The subclass of RuntimeError depends on the kind of store.
         except RuntimeError as error:
             raise _too_late(self.rank, self._missing_so_far(), self.timeout) from error
-        outcome = json.loads(self.store.get(key))
-        self._check(outcome, None)
-        if not groups or not outcome["parts"]:
-            return Verdict(outcome["job"])
-        parts = self.store.multi_get([self._part_of(group) for group in groups])
-        return Verdict(outcome["job"], dict(zip(groups, map(json.loads, parts), strict=True)))
 
     def _check(self, outcome: Mapping[str, Any], cause: Exception | None) -> None:
         if outcome.get("missing"):

@@ -136,6 +136,25 @@ def test_rank_0_that_does_not_come_is_named(store: dist.TCPStore) -> None:
 
 
 @pytest.mark.fast
+def test_a_store_that_goes_with_rank_0_before_its_decision_is_read() -> None:
+    """Rank 0 hosts it, and exits once it has decided."""
+    server = [dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
+    client = _client(server[0])
+
+    class Goes(Counted):
+        def get(self, key: str) -> bytes:
+            server.clear()
+            return client.get(key)
+
+    question = Question(Goes(client), 1, 2, 1, 20.0)
+    question.post("a")
+    rank_0 = Question(_client(server[0]), 0, 2, 1, 20.0)
+    assert rank_0.ask("b", lambda told: Verdict(None)) == Verdict(None)
+    with pytest.raises(RuntimeError, match="FSSDP: rank 1 lost the rendezvous store while it"):
+        question.await_decision()
+
+
+@pytest.mark.fast
 def test_a_store_that_is_gone_is_an_error() -> None:
     """It lives with rank 0, which has died."""
     server: list[dist.TCPStore] = [
