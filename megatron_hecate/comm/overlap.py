@@ -17,8 +17,8 @@ import torch
 
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
 
-# Iterations with replicas before copies are timed: the first ones set up connections and touch
-# memory for the first time.
+# Iterations with replicas before copies are timed: in the first ones connections are set up, and
+# memory is touched for the first time.
 WARM_UP: int = 2
 TIMED: int = 3  # iterations in which copies are timed
 AGAIN: int = 100  # iterations after which copies are timed again

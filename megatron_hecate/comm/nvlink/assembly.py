@@ -38,7 +38,7 @@ ELEMENTS: int = 2
 FIRST_READ: int = 3
 NUM_READS: int = 4
 PIECE: int = 5
-# Columns of what a piece reads: address, and row of the source.
+# Number of columns of a read of a piece: address, and row of the source.
 READ: int = 2
 
 # Kinds of problems.
@@ -65,7 +65,7 @@ class MemoryTable(NamedTuple):
 
 
 class Format(NamedTuple):
-    """What the descriptors depend on, beside pulls and memory.
+    """Parameters of the descriptors besides pulls and memory.
 
     Args:
         itemsize: bytes per element.
@@ -170,7 +170,7 @@ def _resolve(
     """Resolve all pulls to addresses, divided where a tensor ends.
 
     Returns:
-        Pieces, [pieces, `PIECE`]; what they read, [reads, `READ`]; first problem.
+        Pieces, [pieces, `PIECE`]; their reads, [reads, `READ`]; first problem.
     """
     most_pieces, most_reads = _most_pieces(rows, memory)
     pieces = np.empty((most_pieces, PIECE), np.int64)
@@ -224,7 +224,7 @@ def _end_of_pull(rows: np.ndarray, row: int) -> int:
 
 @compiled_if_possible
 def _most_pieces(rows: np.ndarray, memory: MemoryTable) -> tuple[int, int]:
-    """Return upper bounds of the number of pieces, and of what they read."""
+    """Return upper bounds of the number of pieces, and of the number of their reads."""
     pieces = 0
     reads = 0
     row = 0

@@ -198,7 +198,7 @@ class _Chunk:
         key: the chunk.
         here: copies in this domain.
         others: domains with copies, without the home's domain.
-        spared: True if the home carries no stripe, see `_is_spared`.
+        spared: True if the home sums no stripe over the replicas, see `_is_spared`.
     """
 
     key: Key

@@ -35,7 +35,7 @@ from megatron_hecate.job.attempt import Attempt
 ARRIVED: int = 4 * MAX_RANKS  # offset of the counters of thread blocks, bytes
 WATCHED: float = 0.1  # seconds between two checks for a failure on a GPU
 REMEMBERED: int = 1024  # transfers that the message of a failure can describe
-BEYOND: int = 1 << 30  # steps ahead of the counters: no transfer in flight waits for more
+BEYOND: int = 1 << 30  # steps ahead of the counters, more than any transfer in flight waits for
 
 assert ARRIVED + 4 * MAX_STEPS <= COUNTERS
 

@@ -9,7 +9,7 @@ from megatron_hecate.comm.nvlink.chunks import PLANS
 from megatron_hecate.comm.nvlink.program import Extent, Extents, Program, Signals
 from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 
-TURNS: int = 8  # buffers of a layer whose programs are cached
+TURNS: int = 8  # buffers of a layer for which programs are cached
 
 
 class Programs:

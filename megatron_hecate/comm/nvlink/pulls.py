@@ -34,7 +34,7 @@ DISTANCE: int = 1  # ranks from this one to the rank of the pull's first source,
 BEGIN: int = 2  # first element
 END: int = 3  # element after the last
 ADD: int = 4  # 1 to add the elements to the content of the destination
-MORE: int = 5  # 1 for a further source of the pull in the row before
+MORE: int = 5  # 1 if the row is a further source of the same pull as the row before
 INTO: int = 6  # place that is written, on this rank: memory, index, first element
 INTO_INDEX: int = 7
 INTO_FIRST: int = 8
@@ -237,7 +237,7 @@ def _is_member(chunks: ChunkTable, rank: int) -> bool:
 
 @compiled_if_possible
 def _slot_of(chunks: ChunkTable, chunk: int, rank: int) -> int:
-    """Return the slot in which ``rank`` receives a chunk, -1 if it does not."""
+    """Return the slot in which ``rank`` receives a chunk, or -1 if it receives none."""
     for copy in range(chunks.begins[chunk], chunks.begins[chunk + 1]):
         if chunks.ranks[copy] == rank:
             return chunks.slots[copy]

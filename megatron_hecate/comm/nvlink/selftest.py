@@ -1,4 +1,8 @@
-"""Self-test before training relies on a transport: one spAG and one spRS with known results."""
+"""Self-test before training relies on a transport: one spAG and one spRS with known results.
+
+All parts are collective. All ranks agree on the result of a part before the next one, because a
+rank that ends the test alone leaves its peers waiting.
+"""
 
 from __future__ import annotations
 
