@@ -13,6 +13,7 @@ import numpy as np
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.megatron.job_sizes import job_sizes
+from megatron_hecate.megatron.router_replay import has_replay
 from megatron_hecate.megatron.training_state import forwards_in_flight, num_microbatches
 from megatron_hecate.plan import Placement
 from megatron_hecate.plan.maxflow import balance
@@ -52,9 +53,8 @@ class LayerRecorder:
         config = first.config
         world = first.world
         model = first.parts.layer.config
-        replays = getattr(first.parts.layer.router, "router_replay", None) is not None
         # Microbatches with plans of their own: the record holds the one with most replicas.
-        self._plans_often = replays and not first.keeps_replicas
+        self._plans_often = has_replay(first.parts.layer) and not first.keeps_replicas
         # Measure the tokens that ranks compute and send. Equal on all ranks, since values are
         # summed.
         self.measures = config.record is not None or self._plans_often

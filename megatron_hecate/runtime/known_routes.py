@@ -1,14 +1,14 @@
 """Loads known before a microbatch runs: replayed routes, and routes of token ids.
 
-Post-training replays the routes of the rollout: before each forward the training loop gives every
-router the experts of all tokens. The tokens per expert are counted at the start of a model chunk,
-and one all-reduce sums the counts of all its layers over the group. Attribute names are from
-Megatron's `RouterReplay` and from patches that training loops apply to Megatron.
+Routes are only counted: the tokens per expert are the forecast of a plan, and the routes themselves
+are neither held nor copied as a whole. The routes that a router replays are counted at the start of
+a model chunk, announced routes when they are announced. One all-reduce sums the counts of all
+layers over the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -19,7 +19,9 @@ from torch.nn import Module
 
 from megatron_hecate.job.collectives import wait_collective
 from megatron_hecate.megatron.forward_pass import NO_ITERATION
+from megatron_hecate.megatron.router_replay import next_routes, replays
 from megatron_hecate.runtime.layer_state import LayerState
+from megatron_hecate.runtime.route_counts import Routes, check_routes, count_tokens, parts_of
 
 
 class KnownRoutes:
@@ -35,31 +37,56 @@ class KnownRoutes:
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self.states = states
         self._chunk_of = chunk_of
-        # Routes of the next iteration, see `expect_routes`; ``None`` for layers without.
-        self.expected: Sequence[Tensor | None] | None = None
+        # Tokens of this rank in the next iteration by announced routes, [L, E], if any, and for
+        # each layer, True if its routes have been announced.
+        self._announced: np.ndarray | None = None
+        self._is_announced = [False] * len(states)
         # For each layer, True if its plan is made for true loads.
         self.are_known = [False] * len(states)
         # For each layer with replayed routes, tokens of the microbatch over the group, [E].
         self._microbatch: list[np.ndarray | None] = [None] * len(states)
 
+    def announce(self, parts: Sequence[Iterable[Tensor] | None], *, add: bool) -> None:
+        """Count the routes of the next iteration on this rank, for `begin_iteration`.
+
+        Args:
+            parts: for each layer, experts of each token, [t, k] each; ``None`` for unknown routes.
+            add: add the counts to routes announced for the same iteration.
+
+        Raises:
+            ValueError: for numbers of experts that a layer does not have.
+        """
+        experts = _most_experts(self.states)
+        device = _device(self.states[0])
+        counted = [count_tokens(() if of is None else of, experts, device) for of in parts]
+        counts = torch.stack(counted).cpu().numpy()
+        for state, of_layer in zip(self.states, counts, strict=True):
+            _check_counts(of_layer, state)
+        if not add or self._announced is None:
+            self._announced = np.zeros((len(counts), experts), dtype=np.int64)
+            self._is_announced = [False] * len(counts)
+        self._announced += counts[:, :-1]
+        for index, of_layer in enumerate(parts):
+            self._is_announced[index] |= of_layer is not None
+
     def begin_iteration(self, forecast: np.ndarray | None) -> np.ndarray | None:
-        """Replace the forecast of a new iteration by the loads of its expected routes.
+        """Replace the forecast of a new iteration by the loads of its announced routes.
 
         Args:
             forecast: tokens per layer and expert by earlier iterations, [L, E], if any.
 
         Returns:
             Tokens per layer and expert, summed over the group, [L, E]; those of ``forecast`` for
-            layers without expected routes. ``None`` if nothing is known.
+            layers without announced routes. ``None`` if nothing is known.
         """
-        routes = self.expected
-        self.expected = None
+        announced = self._announced
+        self._announced = None
         self._microbatch = [None] * len(self.states)
-        if routes is None:
+        if announced is None:
             self.are_known = [False] * len(self.states)
             return forecast
-        self.are_known = [of_layer is not None for of_layer in routes]
-        loads = self._sum(self.states, routes)
+        self.are_known = list(self._is_announced)
+        loads = self._sum(self.states, torch.from_numpy(announced))
         if forecast is None:
             return loads
         return np.where(np.array(self.are_known)[:, None], loads, forecast)
@@ -82,14 +109,10 @@ class KnownRoutes:
         if index != self._chunk_of.index(chunk) or is_planned or not state.config.slots:
             return
         states = self.states[index : index + self._chunk_of.count(chunk)]
-        replays = [_replays(state) for state in states]
-        routes = [
-            state.parts.layer.router.router_replay.target_topk_idx if is_replayed else None
-            for state, is_replayed in zip(states, replays, strict=True)
-        ]
         loads: list[np.ndarray | None] = [None] * len(states)
-        if any(replays):
-            loads = [load if load.any() else None for load in self._sum(states, routes)]
+        if any(replays(state.parts.layer) for state in states):
+            summed = self._sum(states, self._count_replayed(states))
+            loads = [load if load.any() else None for load in summed]
         for state, load in zip(states, loads, strict=True):
             is_known = load is not None
             self._microbatch[state.index] = load
@@ -126,69 +149,98 @@ class KnownRoutes:
         rest = known if expected is None else expected / microbatches
         return known + (microbatches - 1) * rest, microbatches
 
-    def _sum(self, states: Sequence[LayerState], routes: Sequence[Tensor | None]) -> np.ndarray:
-        """Count the tokens of the group for ``routes`` of layers, [L, E]. Synchronizes the host."""
+    def _count_replayed(self, states: Sequence[LayerState]) -> Tensor:
+        """Count this rank's tokens of the next microbatch by replayed routes, [L, E]."""
+        experts = _most_experts(states)
+        device = _device(states[0])
+        counts = []
+        for state in states:
+            layer = state.parts.layer
+            parts = map(parts_of, next_routes(layer) if replays(layer) else ())
+            counts.append(count_tokens(chain.from_iterable(parts), experts, device))
+        # Numbers of experts that do not exist, in the last column, stop Megatron's router, too.
+        return torch.stack(counts)[:, :-1].contiguous()
+
+    def _sum(self, states: Sequence[LayerState], counts: Tensor) -> np.ndarray:
+        """Sum the counts of layers over the group, [L, n]. Synchronizes the host."""
         group = states[0].rerouter.sources
-        home = next(states[0].parts.layer.experts.parameters())
-        experts = max(state.parts.homes_only.num_experts for state in states)
-        sums = torch.stack([_count(of_layer, experts).to(home.device) for of_layer in routes])
+        sums = counts.to(_device(states[0]))
         work = dist.all_reduce(sums, group=group, async_op=True)
         wait_collective(
             work,
             sums,
             group,
-            what="counting replayed routes",
+            what="counting known routes",
             label=states[0].name,
             timeout=states[0].config.timeout,
         )
         return sums.cpu().numpy()
 
 
-def _replays(state: LayerState) -> bool:
-    """Return whether the layer's next forward replays routes, which a fused router ignores."""
-    layer = state.parts.layer
-    replay = getattr(layer.router, "router_replay", None)
-    action = getattr(replay, "router_replay_action", None)
-    is_replayed = getattr(action, "value", None) == "replay_forward"
-    return is_replayed and not layer.config.moe_router_fusion
+def _most_experts(states: Sequence[LayerState]) -> int:
+    """Return the largest number of experts of a layer."""
+    return max(state.parts.homes_only.num_experts for state in states)
 
 
-def _count(routes: Tensor | None, experts: int) -> Tensor:
-    """Count the tokens per expert, [E], in the way of Megatron's routing map.
+def _device(state: LayerState) -> torch.device:
+    """Return the device of the layer's experts."""
+    return next(state.parts.layer.experts.parameters()).device
+
+
+def _check_counts(counts: np.ndarray, state: LayerState) -> None:
+    """Raise ValueError if routes of a layer name experts that it does not have.
 
     Args:
-        routes: experts of each token, [T, k]; below 0 where the expert is not known yet.
-        experts: number of experts E.
+        counts: routes to each expert of the widest layer, and to further experts.
+        state: state of the layer.
     """
-    if routes is None:
-        return torch.zeros(experts, dtype=torch.int64)
-    routes = routes.reshape(-1, routes.shape[-1]).long()
-    chosen = torch.zeros(len(routes), experts + 1, dtype=torch.bool, device=routes.device)
-    return chosen.scatter_(1, routes.where(routes >= 0, experts), True)[:, :experts].sum(dim=0)
+    experts = state.parts.homes_only.num_experts
+    wrong = int(counts[experts:].sum())
+    if wrong:
+        raise ValueError(
+            f"{wrong} announced routes of {state.name} name no expert from 0 to {experts - 1}; "
+            "give one [tokens, k] array for each MoE layer of this rank, in the order of the "
+            "forward, with -1 for unknown experts"
+        )
 
 
-def expect_routes(chunks: Iterable[Module], routes: Sequence[Tensor | None]) -> None:
+def expect_routes(
+    chunks: Iterable[Module], routes: Sequence[Routes | None] | Routes, *, add: bool = False
+) -> None:
     """Announce the routes of the next iteration. Every rank calls it before each iteration.
 
-    Replayed routes need it only if replicas live for an iteration of several microbatches: routers
-    hold the routes of one microbatch at a time.
+    The routes are counted at once, a small part at a time, and not held: they may be of any integer
+    dtype, on any device, views of a larger array, or mapped from a file. Wrong routes cost balance
+    only: results do not depend on them.
+
+    Replayed routes need it only if replicas live for an iteration of several microbatches, and
+    routers hold the routes of one microbatch at a time.
 
     Args:
         chunks: model chunks of this rank, wrapped by DDP or not.
-        routes: experts of each token, for each MoE layer in order, [T, k], with T the tokens of all
-            microbatches of this rank; ``None`` for a layer with unknown routes, on all ranks of
-            its group.
+        routes: experts of each token, [T, k], for each MoE layer of this rank in order, or
+            [T, layers, k] for all of them; below 0 where an expert is not known. T are tokens that
+            this rank routes in the next iteration: with context or sequence parallelism its own
+            part of them. ``None`` for a layer with unknown routes, on all ranks of its group.
+        add: add to routes that were announced for the same iteration, for a loop that has them by
+            microbatch or by sample.
 
     Raises:
-        ValueError: if the numbers of routes and layers differ.
+        ValueError: if the numbers of routes and layers differ, or the routes are no numbers of
+            experts.
     """
     layers = _converted_layers(chunks)
+    if isinstance(routes, np.ndarray | Tensor):
+        routes = _by_layer(routes)
     if len(layers) != len(routes):
         raise ValueError(
             f"routes of {len(routes)} layers, but this rank has {len(layers)} MoE layers"
         )
-    for layer in layers:
-        layer.prefetcher.routes.expected = routes
+    for index, (layer, of_layer) in enumerate(zip(layers, routes, strict=True)):
+        if of_layer is not None:
+            check_routes(of_layer, layer.config.num_moe_experts, layer=index)
+    parts = [None if of_layer is None else parts_of(of_layer) for of_layer in routes]
+    _announce(layers, parts, add=add)
 
 
 def expect_tokens(chunks: Iterable[Module], token_ids: Tensor) -> int:
@@ -208,9 +260,9 @@ def expect_tokens(chunks: Iterable[Module], token_ids: Tensor) -> int:
     Raises:
         ValueError: if an id is not in a table.
     """
-    chunks = list(chunks)
-    ids = token_ids.reshape(-1).long()
-    tables = [getattr(layer.router, "tid2eid", None) for layer in _converted_layers(chunks)]
+    layers = _converted_layers(chunks)
+    ids = token_ids.reshape(-1, 1).long()
+    tables = [getattr(layer.router, "tid2eid", None) for layer in layers]
     found = [table for table in tables if table is not None]
     if not found:
         return 0
@@ -220,10 +272,48 @@ def expect_tokens(chunks: Iterable[Module], token_ids: Tensor) -> int:
             f"token ids from {ids.min()} to {ids.max()}, but router.tid2eid has {rows} rows; pass "
             "ids of the tokenizer's vocabulary"
         )
-    expect_routes(
-        chunks, [None if table is None else table[ids.to(table.device)] for table in tables]
-    )
+    parts = [None if table is None else _look_up(table, ids) for table in tables]
+    _announce(layers, parts, add=False)
     return len(found)
+
+
+def _look_up(table: Tensor, ids: Tensor) -> Iterator[Tensor]:
+    """Look up the experts of token ids, in parts of [t, k].
+
+    Args:
+        table: experts of each id, [vocabulary, k].
+        ids: token ids, [T, 1].
+    """
+    for part in parts_of(ids):
+        yield table[part.view(-1).to(table.device)]
+
+
+def _by_layer(routes: Routes) -> list[Routes]:
+    """Split routes [T, layers, k] into views of single layers, [T, k].
+
+    Raises:
+        ValueError: for other shapes.
+    """
+    if routes.ndim != 3:
+        raise ValueError(
+            f"routes of shape {tuple(routes.shape)}; give [tokens, layers, k], or a list with one "
+            "[tokens, k] array for each layer"
+        )
+    return [routes[:, layer] for layer in range(routes.shape[1])]
+
+
+def _announce(
+    layers: Sequence[Module], parts: Sequence[Iterable[Tensor] | None], *, add: bool
+) -> None:
+    """Announce routes to the prefetcher of the layers.
+
+    Args:
+        layers: converted layers of one model.
+        parts: for each layer, experts of each token; ``None`` for unknown routes.
+        add: add to routes announced for the same iteration.
+    """
+    if layers:
+        layers[0].prefetcher.routes.announce(parts, add=add)
 
 
 def _converted_layers(chunks: Iterable[Module]) -> list[Module]:

@@ -5,6 +5,7 @@
   could be converted, and ``megatron.training``'s writers of metrics.
 * `BRIDGE_ASSUMPTIONS`: names of Megatron-Bridge that `bridge` uses.
 * `TE_ASSUMPTIONS`, `FUSED_ASSUMPTIONS`: attributes of TransformerEngine's modules.
+* `REPLAY_ASSUMPTIONS`: attributes of objects that replay routes.
 
 Settings that FSSDP does not combine with are in `unsupported`.
 """
@@ -276,6 +277,14 @@ TE_ASSUMPTIONS = {
 FUSED_ASSUMPTIONS = {
     "_make_fused_ops": "builds two GroupedLinear operators around an activation",
     "_fused_ops": "operators of the forward, or None",
+}
+# Attributes of the object that replays a router's routes, by its name on the router. An object
+# without them is ignored: the layer keeps its forecast.
+REPLAY_ASSUMPTIONS = {
+    "router_replay": {
+        "router_replay_action": "an enum; its value is replay_forward before a replayed forward",
+        "target_topk_idx": "experts of each token of the next forward, [T, k], or None",
+    },
 }
 
 

@@ -6,8 +6,12 @@ in Python from the routes of all ranks.
 
 from __future__ import annotations
 
+import os
 import types
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -81,23 +85,6 @@ def note_forecasts(found: list[np.ndarray]) -> None:
     EarlyPlans.plan = noted
 
 
-def expecting(case: Any, chunks_of: Callable[[], list]) -> Callable[[int], None]:
-    """What says before a step which routes it will have."""
-    from megatron.core import parallel_state
-
-    from megatron_hecate.runtime.known_routes import expect_routes
-
-    def expect(step: int) -> None:
-        rank = parallel_state.get_data_parallel_rank()
-        layers = range(case.layers)
-        own = [
-            [routes_of(step, m, layer, rank) for m in range(case.accumulate)] for layer in layers
-        ]
-        expect_routes(chunks_of(), [torch.cat(routes) for routes in own])
-
-    return expect
-
-
 def _train(
     case: Any, steps: int, *, before: Callable[[list, int], None] | None = None, **settings: Any
 ) -> Any:
@@ -163,10 +150,43 @@ def test_plans_are_made_for_the_replayed_routes(
     assert [m.late for m in layer_metrics(ours.chunks)] == [0, 0]
 
 
+def own_routes(case: Any, step: int, microbatches: Iterable[int]) -> torch.Tensor:
+    """[T, L, 2] experts of this rank's tokens."""
+    from megatron.core import parallel_state
+
+    rank = parallel_state.get_data_parallel_rank()
+    layers = range(case.layers)
+    return torch.cat(
+        [torch.stack([routes_of(step, m, n, rank) for n in layers], dim=1) for m in microbatches]
+    )
+
+
+def announce(case: Any, chunks: list, step: int) -> None:
+    """Give the routes of a step in three forms, by its number: by layer, in a file, and by microbatch."""
+    from megatron_hecate.runtime.known_routes import expect_routes
+
+    routes = own_routes(case, step, range(case.accumulate))
+    if step == 0:
+        by_layer = list(routes.unbind(dim=1))
+        seen = [weakref.ref(of_layer) for of_layer in by_layer]
+        expect_routes(chunks, by_layer)
+        del by_layer
+        assert [ref() for ref in seen] == [None] * case.layers, "something holds the routes"
+    elif step == 1:
+        file = Path(os.environ["TEST_FOLDER"]) / f"routes{torch.distributed.get_rank()}.npy"
+        np.save(file, routes.to(torch.int16).numpy())
+        expect_routes(chunks, np.load(file, mmap_mode="r"))
+    else:
+        expect_routes(chunks, own_routes(case, 0, [0]))  # replaced by the next call
+        expect_routes(chunks, own_routes(case, step, [0]).byte())
+        expect_routes(chunks, own_routes(case, step, [1]).int(), add=True)
+
+
 @pytest.mark.newest
 @ranks(2)
-def test_an_iteration_of_several_microbatches_is_planned_for_their_sum_where_it_is_told() -> None:
+def test_an_iteration_of_several_microbatches_is_planned_for_the_sum_of_announced_routes() -> None:
     import tiny_gpt
+    from host_memory import peak_growth
 
     from megatron_hecate.runtime.known_routes import expect_routes
 
@@ -176,18 +196,58 @@ def test_an_iteration_of_several_microbatches_is_planned_for_their_sum_where_it_
     stock = _train(case, 3)
     found: list[np.ndarray] = []
     note_forecasts(found)
-
-    def before(chunks: list, step: int) -> None:
-        expecting(case, lambda: chunks)(step)
-
-    ours = _train(case, 3, before=before, slots=2, late_replicas=2)
+    ours = _train(case, 3, before=partial(announce, case), slots=2, late_replicas=2)
     tiny_gpt.assert_trained_alike(stock, ours)
     true = [count(step, range(2), layer, 2) for step in range(3) for layer in range(2)]
+    assert len(found) == len(true)
     assert all(
         np.array_equal(forecast, load) for forecast, load in zip(found, true, strict=True)
     ), (found, true)
-    with pytest.raises(ValueError, match="routes of 1 layers, but this rank has 2 MoE layers"):
-        expect_routes(ours.chunks, [torch.zeros(1, 2)])
+    layers = [torch.zeros(1, 2, dtype=torch.int32)] * 2
+    for wrong, message in [
+        (layers[:1], "routes of 1 layers, but this rank has 2 MoE layers"),
+        (torch.zeros(4, 3, 2).int(), "routes of 3 layers, but this rank has 2 MoE layers"),
+        (torch.zeros(4, 2).int(), r"routes of shape \(4, 2\); give \[tokens, layers, k\]"),
+        ([layers[0], layers[0] + 8], "1 announced routes of .* name no expert from 0 to 7"),
+        ([layers[0], torch.zeros(1, 2)], "MoE layer 1 are torch.float32; give the numbers"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            expect_routes(ours.chunks, wrong)
+    large = torch.randint(0, EXPERTS, (1 << 18, 4, 8), dtype=torch.int16)  # 16 MiB
+    assert peak_growth(lambda: expect_routes(ours.chunks, large[:, ::2])) < 12 << 20
+
+
+@pytest.mark.newest
+@ranks(2)
+def test_when_a_layer_has_been_planned_only_the_router_holds_its_routes() -> None:
+    """The router is made to forget them while the plan of its layer is made."""
+    import tiny_gpt
+
+    from megatron_hecate.runtime.early_plans import EarlyPlans
+
+    case = tiny_gpt.Case(accumulate=2, settings=(REPLAY,))
+    tiny_gpt.initialize(case)
+    replay(case.accumulate)
+    run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(lifetime="microbatch", slots=2))
+    # a local variable of the loop holds the routes of the last layer
+    router = tiny_gpt.moe_layers(run.chunks)[0].router.router_replay
+    plan, alive = EarlyPlans.plan, []
+
+    def planned(early: EarlyPlans, index: int, inputs: Any) -> Any:
+        result = plan(early, index, inputs)
+        if index == 0:
+            routes, earlier = router.target_topk_idx, router.replay_backward_list[:-1]
+            copied, seen = routes.clone(), weakref.ref(routes)
+            router.clear_indices()
+            del routes
+            alive.append(seen())
+            router.replay_backward_list = earlier
+            router.set_target_indices(copied)
+        return result
+
+    EarlyPlans.plan = planned
+    run.step(0)
+    assert alive == [None] * case.accumulate
 
 
 @pytest.mark.newest
@@ -246,13 +306,14 @@ def test_the_busiest_rank_has_little_more_than_the_mean() -> None:
 
     from megatron_hecate.runtime import known_routes
 
+    read_off = known_routes.replays
     case = tiny_gpt.Case(ep=4, settings=(REPLAY,))
     tiny_gpt.initialize(case)
     replay(case.accumulate)
     steps = range(4)
 
     def worst(known: Callable[[Any], bool]) -> float:
-        known_routes._replays = known
+        known_routes.replays = known
         run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(slots=1))
         found = []
         for step in steps:
@@ -267,7 +328,7 @@ def test_the_busiest_rank_has_little_more_than_the_mean() -> None:
     routed = np.mean(
         [_home_load(count(step, range(1), layer, 4)) for step in steps[2:] for layer in range(2)]
     )
-    by_routes, by_past = worst(known_routes._replays), worst(lambda state: False)
+    by_routes, by_past = worst(read_off), worst(lambda layer: False)
     assert by_routes < 1.05 < 1.25 < by_past < routed, (by_routes, by_past, routed)
 
 
@@ -342,12 +403,12 @@ def _least_largest_load(load: np.ndarray, holders: np.ndarray) -> float:
 
 
 def _layer(action: Any) -> types.SimpleNamespace:
-    """As much of a layer's state as decides whether its routes are known."""
-    router = types.SimpleNamespace(router_replay=types.SimpleNamespace(router_replay_action=action))
-    layer = types.SimpleNamespace(
-        router=router, config=types.SimpleNamespace(moe_router_fusion=False)
+    """As much of a layer as decides whether its routes are known."""
+    replay = types.SimpleNamespace(router_replay_action=action, target_topk_idx=None)
+    return types.SimpleNamespace(
+        router=types.SimpleNamespace(router_replay=replay),
+        config=types.SimpleNamespace(moe_router_fusion=False),
     )
-    return types.SimpleNamespace(parts=types.SimpleNamespace(layer=layer))
 
 
 @pytest.mark.fast
@@ -356,28 +417,14 @@ def test_only_the_replaying_forward_knows_its_routes() -> None:
     """Megatron's own actions; a fused router does not heed them."""
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
-    from megatron_hecate.runtime.known_routes import _replays
+    from megatron_hecate.megatron.router_replay import replays
 
-    told = {action: _replays(_layer(action)) for action in [None, *RouterReplayAction]}
-    assert [action for action, known in told.items() if known] == [
+    known = {action: replays(_layer(action)) for action in [None, *RouterReplayAction]}
+    assert [action for action, is_known in known.items() if is_known] == [
         RouterReplayAction.REPLAY_FORWARD
     ]
     fused = _layer(RouterReplayAction.REPLAY_FORWARD)
-    fused.parts.layer.config.moe_router_fusion = True
-    assert not _replays(fused)
-    del fused.parts.layer.router.router_replay
-    assert not _replays(fused)
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
-def test_tokens_are_counted_as_megatron_routes_them(dtype: torch.dtype) -> None:
-    """Literal counts: an expert given twice counts once, one that is not known (-1) does not."""
-    from megatron_hecate.runtime.known_routes import _count
-
-    routes = [[0, 1], [1, 1], [3, 0]]
-    assert _count(torch.tensor(routes, dtype=dtype), 4).tolist() == [2, 2, 0, 1]
-    assert _count(None, 4).tolist() == [0, 0, 0, 0]
-    assert _count(torch.empty(0, 2, dtype=dtype), 4).tolist() == [0, 0, 0, 0]
-    if dtype is not torch.uint8:
-        assert _count(torch.tensor([*routes, [-1, -1]], dtype=dtype), 4).tolist() == [2, 2, 0, 1]
+    fused.config.moe_router_fusion = True
+    assert not replays(fused)
+    del fused.router.router_replay
+    assert not replays(fused)
