@@ -28,16 +28,16 @@ def replays(layer: Module) -> bool:
     return getattr(action, "value", None) == "replay_forward" and not layer.config.moe_router_fusion
 
 
-def next_routes(layer: Module) -> list[Tensor]:
+def next_routes(layer: Module) -> list[tuple[Tensor, Tensor | None]]:
     """List the routes of the next microbatches of a layer that replays.
 
     Returns:
-        Experts of each token, [T, k], for each microbatch whose routes the router holds, in order;
-        below 0 where the router chooses itself.
+        For each microbatch whose routes the router holds, in order: experts of each token, [T, k],
+        below 0 where the router chooses; and, if any, a mask [T] that is False there (verl).
     """
     replay = _replay(layer, "router_replay")
     routes = None if replay is None else replay.target_topk_idx
-    return [] if routes is None else [routes]
+    return [] if routes is None else [(routes, getattr(replay, "target_replay_mask", None))]
 
 
 def _replay(layer: Module, name: str) -> Any:

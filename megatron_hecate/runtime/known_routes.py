@@ -9,7 +9,7 @@ layers over the group.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, starmap
 
 import numpy as np
 import torch
@@ -156,7 +156,7 @@ class KnownRoutes:
         counts = []
         for state in states:
             layer = state.parts.layer
-            parts = map(parts_of, next_routes(layer) if replays(layer) else ())
+            parts = starmap(parts_of, next_routes(layer) if replays(layer) else ())
             counts.append(count_tokens(chain.from_iterable(parts), experts, device))
         # Numbers of experts that do not exist, in the last column, stop Megatron's router, too.
         return torch.stack(counts)[:, :-1].contiguous()

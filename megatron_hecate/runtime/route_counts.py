@@ -22,16 +22,26 @@ Routes = np.ndarray | Tensor
 PART: int = 1 << 17
 
 
-def parts_of(routes: Routes) -> Iterator[Tensor]:
-    """Split routes into parts of at most `PART` numbers, [t, k], in their own dtype."""
+def parts_of(routes: Routes, known: Tensor | None = None) -> Iterator[Tensor]:
+    """Split routes into parts of at most `PART` numbers, [t, k], in their own dtype.
+
+    Args:
+        routes: experts of each token, [T, k].
+        known: False for tokens whose routes are to be ignored, [T] bool, if any.
+    """
     k = routes.shape[-1]
     if routes.ndim != 2:
         routes = routes.reshape(-1, k)
     rows = max(1, PART // max(1, k))
     for start in range(0, len(routes), rows):
         part = routes[start : start + rows]
-        # A copy, because torch warns about arrays that are mapped read-only.
-        yield part if isinstance(part, Tensor) else torch.from_numpy(np.array(part))
+        if not isinstance(part, Tensor):
+            # A copy, because torch warns about arrays that are mapped read-only.
+            part = torch.from_numpy(np.array(part))
+        if known is not None:
+            rows_known = known[start : start + rows].to(part.device, torch.bool)
+            part = part.long().masked_fill(~rows_known.unsqueeze(1), -1)
+        yield part
 
 
 def count_tokens(parts: Iterable[Tensor], experts: int, device: torch.device) -> Tensor:

@@ -279,7 +279,7 @@ FUSED_ASSUMPTIONS = {
     "_fused_ops": "operators of the forward, or None",
 }
 # Attributes of the object that replays a router's routes, by its name on the router. An object
-# without them is ignored: the layer keeps its forecast.
+# without them is ignored: the layer keeps its forecast. verl's has target_replay_mask, too.
 REPLAY_ASSUMPTIONS = {
     "router_replay": {
         "router_replay_action": "an enum; its value is replay_forward before a replayed forward",
