@@ -3,11 +3,14 @@
 Post-training replays the routes of the rollout: before a forward, the training loop gives every
 router the experts of all tokens. Two interfaces are recognized by their attributes, which are in
 `assumptions.REPLAY_ASSUMPTIONS`: ``router_replay``, of Megatron and of patches with the same names
-(verl), and ``routing_replay``, of slime.
+(verl), and ``routing_replay``, of slime. Where routes are only read by the forward itself, the
+layer keeps its forecast.
 """
 
 from __future__ import annotations
 
+import os
+from itertools import takewhile
 from typing import Any
 
 from torch import Tensor
@@ -23,21 +26,46 @@ def has_replay(layer: Module) -> bool:
 
 def replays(layer: Module) -> bool:
     """Return whether the layer's next forward replays routes, which a fused router ignores."""
+    if layer.config.moe_router_fusion:
+        return False
+    if _replay(layer, "routing_replay") is not None and _slime_replays():
+        return True
     replay = _replay(layer, "router_replay")
     action = getattr(replay, "router_replay_action", None)
-    return getattr(action, "value", None) == "replay_forward" and not layer.config.moe_router_fusion
+    return getattr(action, "value", None) == "replay_forward"
 
 
-def next_routes(layer: Module) -> list[tuple[Tensor, Tensor | None]]:
-    """List the routes of the next microbatches of a layer that replays.
+def next_routes(layer: Module, most: int) -> list[tuple[Tensor, Tensor | None]]:
+    """List the routes of the next forwards of a layer that replays.
+
+    Megatron's router holds the routes of one forward, slime's those of a whole rollout.
+
+    Args:
+        layer: MoE layer.
+        most: upper bound on forwards.
 
     Returns:
-        For each microbatch whose routes the router holds, in order: experts of each token, [T, k],
-        below 0 where the router chooses; and, if any, a mask [T] that is False there (verl).
+        For each forward, in order: experts of each token, [T, k], below 0 where the router chooses;
+        and, if any, a mask [T] that is False there (verl).
     """
+    replay = _replay(layer, "routing_replay")
+    if replay is not None and _slime_replays():
+        ahead = replay.top_indices_list[replay.forward_index : replay.forward_index + most]
+        # An entry may also be an object that makes its tensor when the router asks for it.
+        return [(routes, None) for routes in takewhile(_is_tensor, ahead)]
     replay = _replay(layer, "router_replay")
     routes = None if replay is None else replay.target_topk_idx
     return [] if routes is None else [(routes, getattr(replay, "target_replay_mask", None))]
+
+
+def _slime_replays() -> bool:
+    """Return whether slime's routers replay in the running forward."""
+    is_on = os.environ.get("ENABLE_ROUTING_REPLAY") == "1"
+    return is_on and os.environ.get("ROUTING_REPLAY_STAGE") == "replay_forward"
+
+
+def _is_tensor(routes: Any) -> bool:
+    return isinstance(routes, Tensor)
 
 
 def _replay(layer: Module, name: str) -> Any:

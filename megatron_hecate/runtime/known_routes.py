@@ -8,6 +8,7 @@ layers over the group.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, starmap
 
@@ -22,6 +23,19 @@ from megatron_hecate.megatron.forward_pass import NO_ITERATION
 from megatron_hecate.megatron.router_replay import next_routes, replays
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.route_counts import Routes, check_routes, count_tokens, parts_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ReplayedLoads:
+    """Loads of one layer by replayed routes.
+
+    Args:
+        loads: tokens per expert, summed over the group, [E].
+        microbatches: number of microbatches that the loads cover, as a mean over the group.
+    """
+
+    loads: np.ndarray
+    microbatches: float
 
 
 class KnownRoutes:
@@ -43,8 +57,8 @@ class KnownRoutes:
         self._is_announced = [False] * len(states)
         # For each layer, True if its plan is made for true loads.
         self.are_known = [False] * len(states)
-        # For each layer with replayed routes, tokens of the microbatch over the group, [E].
-        self._microbatch: list[np.ndarray | None] = [None] * len(states)
+        # For each layer with replayed routes, the loads of its next microbatches.
+        self._replayed: list[_ReplayedLoads | None] = [None] * len(states)
 
     def announce(self, parts: Sequence[Iterable[Tensor] | None], *, add: bool) -> None:
         """Count the routes of the next iteration on this rank, for `begin_iteration`.
@@ -81,7 +95,7 @@ class KnownRoutes:
         """
         announced = self._announced
         self._announced = None
-        self._microbatch = [None] * len(self.states)
+        self._replayed = [None] * len(self.states)
         if announced is None:
             self.are_known = [False] * len(self.states)
             return forecast
@@ -94,7 +108,8 @@ class KnownRoutes:
     def begin_microbatch(self, index: int, iteration: int, microbatches: int | None) -> None:
         """Count the replayed routes of a microbatch, at the first layer of a model chunk.
 
-        Layers that fetch for every microbatch are then planned again.
+        If one plan serves all microbatches, routes of later ones are counted, too, as far as the
+        routers hold them. Layers that fetch for every microbatch are planned again.
 
         Args:
             index: index of the layer that the microbatch has reached.
@@ -109,15 +124,17 @@ class KnownRoutes:
         if index != self._chunk_of.index(chunk) or is_planned or not state.config.slots:
             return
         states = self.states[index : index + self._chunk_of.count(chunk)]
-        loads: list[np.ndarray | None] = [None] * len(states)
-        if any(replays(state.parts.layer) for state in states):
-            summed = self._sum(states, self._count_replayed(states))
-            loads = [load if load.any() else None for load in summed]
-        for state, load in zip(states, loads, strict=True):
-            is_known = load is not None
-            self._microbatch[state.index] = load
-            self.are_known[state.index] = is_known and (not whole or microbatches == 1)
-            if is_known and not whole:
+        planned = (microbatches or 1) if whole else 1
+        replayed = self._count_replayed(states, planned)
+        for state, loads in zip(states, replayed, strict=True):
+            self._replayed[state.index] = loads
+            if loads is None:
+                self.are_known[state.index] = False
+            elif whole:
+                is_complete = microbatches is not None and loads.microbatches >= microbatches
+                self.are_known[state.index] = is_complete
+            else:
+                self.are_known[state.index] = True
                 state.current.number = NO_ITERATION
 
     def forecast(
@@ -139,27 +156,53 @@ class KnownRoutes:
         # A row of zeros: a layer without routes or history, beside layers with expected routes.
         if forecast is not None and forecast[state.index].any():
             expected = forecast[state.index, :experts]
-        of_microbatch = self._microbatch[state.index]
-        if of_microbatch is None:
+        replayed = self._replayed[state.index]
+        if replayed is None:
             return expected, microbatches
-        known = of_microbatch[:experts]
+        known = replayed.loads[:experts]
         if not state.keeps_replicas:
             return known, 1
+        missing = microbatches - replayed.microbatches
+        if missing <= 0:
+            return known, microbatches
         # Expected tokens of each further microbatch.
-        rest = known if expected is None else expected / microbatches
-        return known + (microbatches - 1) * rest, microbatches
+        rest = known / replayed.microbatches if expected is None else expected / microbatches
+        return known + missing * rest, microbatches
 
-    def _count_replayed(self, states: Sequence[LayerState]) -> Tensor:
-        """Count this rank's tokens of the next microbatch by replayed routes, [L, E]."""
+    def _count_replayed(
+        self, states: Sequence[LayerState], microbatches: int
+    ) -> list[_ReplayedLoads | None]:
+        """Count the tokens of the next microbatches by replayed routes. Collective.
+
+        Args:
+            states: states of a chunk's layers.
+            microbatches: upper bound on microbatches.
+
+        Returns:
+            For each layer, loads summed over the group; ``None`` without replayed routes.
+        """
+        if not any(replays(state.parts.layer) for state in states):
+            return [None] * len(states)
         experts = _most_experts(states)
-        device = _device(states[0])
         counts = []
         for state in states:
             layer = state.parts.layer
-            parts = starmap(parts_of, next_routes(layer) if replays(layer) else ())
-            counts.append(count_tokens(chain.from_iterable(parts), experts, device))
-        # Numbers of experts that do not exist, in the last column, stop Megatron's router, too.
-        return torch.stack(counts)[:, :-1].contiguous()
+            routes = next_routes(layer, microbatches * state.parts.passes)
+            if not replays(layer):
+                routes = []
+            parts = chain.from_iterable(starmap(parts_of, routes))
+            counted = count_tokens(parts, experts, _device(states[0]))
+            # The last number counts experts that do not exist, which stop Megatron's router, too.
+            # Ranks may hold routes of different numbers of forwards, and must plan alike.
+            counted[-1] = len(routes)
+            counts.append(counted)
+        found: list[_ReplayedLoads | None] = []
+        ranks = states[0].rerouter.sources.size()
+        for state, summed in zip(states, self._sum(states, torch.stack(counts)), strict=True):
+            forwards = summed[-1] / ranks
+            loads = _ReplayedLoads(summed[:-1], forwards / state.parts.passes)
+            found.append(loads if loads.loads.any() else None)
+        return found
 
     def _sum(self, states: Sequence[LayerState], counts: Tensor) -> np.ndarray:
         """Sum the counts of layers over the group, [L, n]. Synchronizes the host."""

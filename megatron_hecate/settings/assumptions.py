@@ -285,6 +285,11 @@ REPLAY_ASSUMPTIONS = {
         "router_replay_action": "an enum; its value is replay_forward before a replayed forward",
         "target_topk_idx": "experts of each token of the next forward, [T, k], or None",
     },
+    # slime's; it replays if ROUTING_REPLAY_STAGE in the environment is replay_forward
+    "routing_replay": {
+        "top_indices_list": "experts of each token, [T, k], for each forward of a rollout",
+        "forward_index": "position of the next forward",
+    },
 }
 
 

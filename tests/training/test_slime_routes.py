@@ -1,0 +1,251 @@
+"""slime's routing replay is the forecast: of all microbatches of a step where one plan serves them.
+
+The loop follows slime 624b824a: ``slime/utils/routing_replay.py`` (a router's list of routes, one entry per forward of
+a rollout), ``fill_routing_replay`` and ``train_actor`` in ``slime/backends/megatron_utils/actor.py``, and
+``forward_step`` in ``model.py`` there. With $HECATE_SLIME, the folder of a checkout, slime's own module replays.
+
+Oracle: stock Megatron in the same loop; loads counted token by token in Python.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from ranks import ranks
+
+EXPERTS, TOKENS, LAYERS = 8, 32, 2
+ROLLOUTS, STEPS, MICROBATCHES = 2, 2, 3  # steps of a rollout, microbatches of a step
+RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+class Adapter:
+    """Router replay of Megatron that calls slime's top k, where slime patches Megatron's function around it."""
+
+    def __init__(self, slime: types.ModuleType, replay: Any) -> None:
+        self._slime = slime
+        self._replay = replay
+
+    def get_replay_topk(self, scores: torch.Tensor, topk: int, *args: Any) -> tuple:
+        self._slime.set_routing_replay(self._replay)
+        compute_topk = self._slime.get_routing_replay_compute_topk(args[-1])
+        return compute_topk(scores, topk, *args[:-1])
+
+
+def routes_of(forward: int, layer: int, rank: int) -> torch.Tensor:
+    """[T, 2] experts of each token in a forward, counted over all rollouts; most choose the same one."""
+    generator = torch.Generator().manual_seed(100 * forward + 10 * layer + rank)
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator)
+    scores[torch.arange(TOKENS) % 3 > 0, (3 * forward + layer) % EXPERTS] += 1
+    return scores.topk(2).indices.int()
+
+
+def count(forwards: Iterable[int], layer: int) -> np.ndarray:
+    """[E] tokens of both ranks, one by one."""
+    load = np.zeros(EXPERTS, dtype=np.int64)
+    for forward in forwards:
+        for rank in range(2):
+            for expert in routes_of(forward, layer, rank).flatten().tolist():
+                load[expert] += 1
+    return load
+
+
+def slime_module() -> types.ModuleType:
+    """The stand-in, or slime's own module, whose memory is on the CPU and not pinned."""
+    if "HECATE_SLIME" not in os.environ:
+        return importlib.import_module("slime_routing_replay")
+    sys.path.insert(0, os.environ["HECATE_SLIME"])
+    slime = importlib.import_module("slime.utils.routing_replay")
+    slime.accelerator.current_device = lambda: "cpu"
+    empty_like = torch.empty_like
+    torch.empty_like = lambda *args, pin_memory=False, **settings: empty_like(*args, **settings)
+    return slime
+
+
+class Lazy:
+    """Entry of slime's list that makes its tensor when the router asks for it."""
+
+    def __init__(self, routes: torch.Tensor) -> None:
+        self._routes = routes
+
+    def materialize_for_routing_replay(self, stage: str) -> torch.Tensor:
+        return self._routes
+
+
+def train(
+    case: Any, slime: types.ModuleType, *, has_lazy_rank: bool = False, **settings: Any
+) -> Any:
+    """Replay the routes of each rollout, in a pass for log-probabilities and in the steps.
+
+    Rank 1 may have a tensor of the first microbatch of a step only.
+    """
+    import tiny_gpt
+    from megatron.core import parallel_state
+
+    hook = tiny_gpt.fssdp_hook(**settings) if settings else None
+    run = tiny_gpt.train(case, steps=0, hook=hook)
+    routers = [layer.router for layer in tiny_gpt.moe_layers(run.chunks)]
+    for router in routers:
+        router.routing_replay = slime.RoutingReplay()
+        router.router_replay = Adapter(slime, router.routing_replay)
+    rank = parallel_state.get_data_parallel_rank()
+    for rollout in range(ROLLOUTS):
+        forwards = range(rollout * STEPS * case.accumulate, (rollout + 1) * STEPS * case.accumulate)
+        for forward in forwards:
+            for index, router in enumerate(routers):
+                routes = routes_of(forward, index, rank)
+                is_lazy = has_lazy_rank and rank and forward % case.accumulate
+                router.routing_replay.record(Lazy(routes) if is_lazy else routes)
+        os.environ["ROUTING_REPLAY_STAGE"] = "replay_forward"
+        with tiny_gpt.evaluating(run.chunks):
+            tiny_gpt.run(case, run.chunks, 0, num_microbatches=case.accumulate, forward_only=True)
+        for router in routers:
+            router.routing_replay.clear_forward()
+        os.environ["ROUTING_REPLAY_STAGE"] = "replay_backward"
+        for step in range(STEPS):
+            run.step(STEPS * rollout + step)
+        for router in routers:
+            router.routing_replay.clear()
+    run.read_params()
+    return run
+
+
+def set_stage_in_forward() -> None:
+    """Have training forwards replay forwards; around them the stage is that of recomputation."""
+    import tiny_gpt
+
+    original = tiny_gpt.forward_step
+
+    def forward_step(*args: Any, **settings: Any) -> Any:
+        with mock.patch.dict(os.environ, ROUTING_REPLAY_STAGE="replay_forward"):
+            return original(*args, **settings)
+
+    tiny_gpt.forward_step = forward_step
+
+
+def note_forecasts(found: list[np.ndarray]) -> None:
+    from megatron_hecate.runtime.early_plans import EarlyPlans
+
+    plan = EarlyPlans.plan
+
+    def noted(early: EarlyPlans, index: int, inputs: Any) -> Any:
+        found.append(np.array(inputs.forecast))
+        return plan(early, index, inputs)
+
+    EarlyPlans.plan = noted
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("lifetime", "megatron"),
+    [
+        ("iteration", {}),
+        pytest.param("microbatch", {}, marks=pytest.mark.slow),
+        pytest.param("layer", RECOMPUTE, marks=pytest.mark.slow),
+    ],
+    ids=["iteration", "microbatch", "layer-recompute"],
+)
+@ranks(2)
+def test_plans_are_made_for_the_replayed_routes(lifetime: str, megatron: dict) -> None:
+    """From the first step on, and with lifetime ``iteration`` for the sum of all microbatches of the step."""
+    import tiny_gpt
+
+    from megatron_hecate.record.metrics import layer_metrics
+
+    os.environ["ENABLE_ROUTING_REPLAY"] = "1"
+    case = tiny_gpt.Case(accumulate=MICROBATCHES, settings=tuple(megatron.items()))
+    tiny_gpt.initialize(case)
+    set_stage_in_forward()
+    slime = slime_module()
+    stock = train(case, slime)
+    found: list[np.ndarray] = []
+    note_forecasts(found)
+    ours = train(case, slime, lifetime=lifetime, slots=2, late_replicas=2)
+    tiny_gpt.assert_trained_alike(stock, ours, lifetime)
+    planned = MICROBATCHES if lifetime == "iteration" else 1
+    starts = range(0, ROLLOUTS * STEPS * MICROBATCHES, planned)
+    true = [
+        count(range(start, start + planned), layer) for start in starts for layer in range(LAYERS)
+    ]
+    assert len(found) == len(true)
+    assert all(map(np.array_equal, found, true)), (found, true)
+    assert [m.late for m in layer_metrics(ours.chunks)] == [0, 0]
+
+
+@pytest.mark.newest
+@pytest.mark.slow
+@ranks(2)
+def test_ranks_that_know_different_numbers_of_microbatches_plan_alike() -> None:
+    """Rank 0 knows three microbatches of the first step and rank 1 one: of 3 microbatches 2 are known on average."""
+    import tiny_gpt
+    import torch.distributed as dist
+
+    os.environ["ENABLE_ROUTING_REPLAY"] = "1"
+    case = tiny_gpt.Case(accumulate=MICROBATCHES)
+    tiny_gpt.initialize(case)
+    set_stage_in_forward()
+    slime = slime_module()
+    stock = train(case, slime)
+    found: list[np.ndarray] = []
+    note_forecasts(found)
+    ours = train(case, slime, has_lazy_rank=True, slots=2)
+    tiny_gpt.assert_trained_alike(stock, ours)
+    planned: list[Any] = [None, None]
+    dist.all_gather_object(planned, [forecast.tolist() for forecast in found])
+    assert planned[0] == planned[1]
+    for layer in range(LAYERS):
+        known = np.zeros(EXPERTS)
+        for forward, rank in [(0, 0), (1, 0), (2, 0), (0, 1)]:
+            known += np.bincount(routes_of(forward, layer, rank).flatten(), minlength=EXPERTS)
+        np.testing.assert_allclose(found[layer], known * MICROBATCHES / 2, rtol=1e-12)
+
+
+@pytest.mark.fast
+def test_what_is_read_off_the_list() -> None:
+    """Literal entries: the next ones, up to the number asked for, the end, or one that is no tensor yet."""
+    import slime_routing_replay
+
+    from megatron_hecate.megatron.router_replay import has_replay, next_routes, replays
+
+    replay = slime_routing_replay.RoutingReplay()
+    layer = types.SimpleNamespace(
+        router=types.SimpleNamespace(routing_replay=replay),
+        config=types.SimpleNamespace(moe_router_fusion=False),
+    )
+    entries = [torch.zeros(1, 2).int() for _ in range(4)]
+    for routes in entries:
+        replay.record(routes)
+    replay.forward_index = 1
+
+    def numbers(most: int) -> list[int]:
+        return [
+            next(i for i, entry in enumerate(entries) if entry is routes)
+            for routes, mask in next_routes(layer, most)
+            if mask is None
+        ]
+
+    on = dict(ENABLE_ROUTING_REPLAY="1", ROUTING_REPLAY_STAGE="replay_forward")
+    with mock.patch.dict(os.environ, on):
+        assert has_replay(layer) and replays(layer)
+        assert numbers(2) == [1, 2] and numbers(9) == [1, 2, 3]
+        replay.top_indices_list[2] = Lazy(entries[2])
+        assert numbers(2) == [1]
+        replay.forward_index = 4
+        assert numbers(2) == []
+        layer.config.moe_router_fusion = True
+        assert not replays(layer), "a fused router does not replay"
+        layer.config.moe_router_fusion = False
+    for off in ({"ENABLE_ROUTING_REPLAY": "0"}, {"ROUTING_REPLAY_STAGE": "record"}):
+        with mock.patch.dict(os.environ, on | off):
+            assert not replays(layer)
+    del replay.top_indices_list
+    with mock.patch.dict(os.environ, on):
+        assert not has_replay(layer) and not replays(layer)
