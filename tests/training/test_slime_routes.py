@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 import torch
 from ranks import ranks
+from replayed_routes import RECOMPUTE, note_forecasts
 
 EXPERTS, TOKENS, LAYERS = 8, 32, 2
 ROLLOUTS, STEPS, MICROBATCHES = 2, 2, 3  # steps of a rollout, microbatches of a step
-RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 class Adapter:
@@ -129,18 +129,6 @@ def set_stage_in_forward() -> None:
             return original(*args, **settings)
 
     tiny_gpt.forward_step = forward_step
-
-
-def note_forecasts(found: list[np.ndarray]) -> None:
-    from megatron_hecate.runtime.early_plans import EarlyPlans
-
-    plan = EarlyPlans.plan
-
-    def noted(early: EarlyPlans, index: int, inputs: Any) -> Any:
-        found.append(np.array(inputs.forecast))
-        return plan(early, index, inputs)
-
-    EarlyPlans.plan = noted
 
 
 @pytest.mark.newest

@@ -1,0 +1,91 @@
+"""Routes that jump with every step and microbatch, replayed by Megatron's own router replay, and their counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+EXPERTS, TOKENS = 8, 32  # of a microbatch and rank, as `tiny_gpt.Case` has them
+REPLAY = ("moe_enable_routing_replay", True)
+RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+
+
+def routes_of(step: int, microbatch: int, layer: int, rank: int) -> torch.Tensor:
+    """[T, 2] experts of each token; two of three tokens choose the same one."""
+    generator = torch.Generator().manual_seed(1_000 * step + 100 * microbatch + 10 * layer + rank)
+    scores = torch.rand(TOKENS, EXPERTS, generator=generator)
+    scores[::3] += 0.5
+    scores[torch.arange(TOKENS) % 3 > 0, (5 * step + 3 * microbatch + layer) % EXPERTS] += 1
+    return scores.topk(2).indices
+
+
+def count(step: int, microbatches: range, layer: int, num_ranks: int) -> np.ndarray:
+    """[E] tokens, one by one."""
+    load = np.zeros(EXPERTS, dtype=np.int64)
+    for microbatch in microbatches:
+        for rank in range(num_ranks):
+            for token in routes_of(step, microbatch, layer, rank).tolist():
+                for expert in token:
+                    load[expert] += 1
+    return load
+
+
+def replay(accumulate: int, *, then_backward: bool = True) -> None:
+    """Have every forward of `tiny_gpt` replay routes as training loops for RL do: set right before the forward of each
+    microbatch, and replayed once more where the backward computes it again."""
+    import tiny_gpt
+    from megatron.core import parallel_state
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    original, seen = tiny_gpt.forward_step, {}
+
+    def forward_step(iterator: Any, model: Any, *args: Any, **settings: Any) -> Any:
+        number = seen[model] = seen.get(model, -1) + 1
+        for layer in tiny_gpt.moe_layers([model]):
+            routes = routes_of(
+                number // accumulate,
+                number % accumulate,
+                layer.layer_number - 1,
+                parallel_state.get_data_parallel_rank(),
+            )
+            layer.router.router_replay.set_target_indices(routes)
+            layer.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+        result = original(iterator, model, *args, **settings)
+        for layer in tiny_gpt.moe_layers([model]) if then_backward else []:
+            layer.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
+        return result
+
+    tiny_gpt.forward_step = forward_step
+
+
+def note_forecasts(found: list[np.ndarray]) -> None:
+    from megatron_hecate.runtime.early_plans import EarlyPlans
+
+    plan = EarlyPlans.plan
+
+    def noted(early: EarlyPlans, index: int, inputs: Any) -> Any:
+        found.append(np.array(inputs.forecast))
+        return plan(early, index, inputs)
+
+    EarlyPlans.plan = noted
+
+
+def train_steps(
+    case: Any, steps: int, *, before: Callable[[list, int], None] | None = None, **settings: Any
+) -> Any:
+    """Train step by step; the first step as all others."""
+    import tiny_gpt
+
+    run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(**settings) if settings else None)
+    for step in range(steps):
+        if before is not None:
+            before(run.chunks, step)
+        run.step(step)
+    if case.overlap and case.distributed_optimizer:
+        for chunk in run.chunks:
+            chunk.start_param_sync(force_sync=True)
+    run.read_params()
+    return run

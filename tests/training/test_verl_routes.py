@@ -1,0 +1,57 @@
+"""Routes as verl and ms-swift replay them: rows that are to be ignored, and rows that name an expert twice.
+
+Oracle: stock Megatron with the same patches; loads counted token by token in Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from ranks import ranks
+from replayed_routes import EXPERTS, REPLAY, TOKENS, note_forecasts, replay, routes_of, train_steps
+
+
+@pytest.mark.newest
+@ranks(2)
+def test_tokens_that_their_router_chooses_itself_are_not_counted() -> None:
+    """verl's `RouterReplay` (verl/utils/megatron/router_replay_patch.py, 1dda039b) masks tokens without a route, whose
+    rows of the routes are zeros. Oracle: loads of the other tokens, one by one; stock with the same routers."""
+    import tiny_gpt
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    replay_routes, set_routes = RouterReplay.get_replay_topk, RouterReplay.set_target_indices
+    masked = torch.arange(TOKENS) % 4 == 3
+
+    def set_masked(router: RouterReplay, routes: torch.Tensor) -> None:
+        set_routes(router, routes.masked_fill(masked.unsqueeze(1), 0))
+        router.target_replay_mask = ~masked
+
+    def chosen(router: RouterReplay, scores: torch.Tensor, topk: int, *args: Any) -> tuple:
+        own = args[-1](scores, topk)[1]
+        replayed = replay_routes(router, scores, topk, *args)[1]
+        routes = torch.where(router.target_replay_mask.unsqueeze(1), replayed, own)
+        return scores.gather(1, routes), routes
+
+    RouterReplay.set_target_indices, RouterReplay.get_replay_topk = set_masked, chosen
+    case = tiny_gpt.Case(settings=(REPLAY,))
+    tiny_gpt.initialize(case)
+    replay(case.accumulate, then_backward=False)
+    stock = train_steps(case, 2)
+    found: list[np.ndarray] = []
+    note_forecasts(found)
+    ours = train_steps(case, 2, lifetime="microbatch", slots=2)
+    tiny_gpt.assert_trained_alike(stock, ours)
+    true = []
+    for step in range(2):
+        for layer in range(2):
+            load = np.zeros(EXPERTS, dtype=np.int64)
+            for rank in range(2):
+                routes = routes_of(step, 0, layer, rank)
+                for expert in routes[~masked].flatten().tolist():
+                    load[expert] += 1
+            true.append(load)
+    assert len(found) == len(true)
+    assert all(map(np.array_equal, found, true)), (found, true)
