@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch.nn import Module
 
 KNOWN = ("megatron.core.", "transformer_engine.", "torch.", "megatron_hecate.")
@@ -28,6 +29,12 @@ LAYER = {
 # methods that are checked in Megatron's own classes, too, because a package may have patched a
 # class
 PATCHED = {*LAYER, "token_dispatch", "token_combine"}
+# Patches of Megatron's dispatchers that also work over physical experts, as module and method.
+# These set ``num_out_tokens`` from the routing map: replayed routes may name an expert twice.
+KNOWN_PATCHES = {
+    ("verl.utils.megatron.router_replay_patch", "preprocess"),
+    ("swift.megatron.utils.router_replay_utils", "preprocess"),
+}
 # methods without influence on the computation
 HARMLESS = {
     "__init__",
@@ -108,6 +115,8 @@ def _is_foreign(module: Any, name: str) -> bool:
         return False
     function = getattr(vars(owner)[name], "__module__", None)
     is_patched = name in PATCHED and function is not None and not _is_known(function)
+    if isinstance(module, MoETokenDispatcher) and (function, name) in KNOWN_PATCHES:
+        is_patched = False
     return is_patched or not _is_known(owner.__module__)
 
 

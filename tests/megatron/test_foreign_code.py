@@ -58,6 +58,7 @@ def test_own_code_is_refused_by_name() -> None:
     """In one layer, by a subclass; and patched into an object, or into Megatron's class."""
     import tiny_gpt
     from megatron.core.transformer.moe.experts import SequentialMLP
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
@@ -86,6 +87,8 @@ def test_own_code_is_refused_by_name() -> None:
 
     with mock.patch.object(SequentialMLP, "forward", patched):
         assert refusal(chunks).count("SequentialMLP) has forward of its own") == 2
+    with mock.patch.object(MoEAlltoAllTokenDispatcher, "preprocess", patched):
+        assert refusal(chunks).count("MoEAlltoAllTokenDispatcher) has preprocess of its own") == 2
 
 
 @ranks(2, preload="te")

@@ -55,3 +55,54 @@ def test_tokens_that_their_router_chooses_itself_are_not_counted() -> None:
             true.append(load)
     assert len(found) == len(true)
     assert all(map(np.array_equal, found, true)), (found, true)
+
+
+PATCHES = [
+    "verl.utils.megatron.router_replay_patch",
+    pytest.param("swift.megatron.utils.router_replay_utils", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("module", PATCHES)
+@ranks(2)
+def test_a_token_that_names_an_expert_twice_is_routed_to_it_once(module: str) -> None:
+    """verl (the same file) and ms-swift (3602360a) pad routes with zeros, and patch the dispatcher, which takes the
+    number of routed tokens from the routing map."""
+    import tiny_gpt
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    preprocess, set_routes = MoEAlltoAllTokenDispatcher.preprocess, RouterReplay.set_target_indices
+    padded = torch.arange(TOKENS) % 4 == 3
+
+    def patched_preprocess(self: MoEAlltoAllTokenDispatcher, routing_map: torch.Tensor) -> Any:
+        result = preprocess(self, routing_map)
+        self.num_out_tokens = int(routing_map.sum().item())
+        return result
+
+    def set_padded(router: RouterReplay, routes: torch.Tensor) -> None:
+        set_routes(router, routes.masked_fill(padded.unsqueeze(1), 0))
+
+    patched_preprocess.__module__ = module
+    MoEAlltoAllTokenDispatcher.preprocess = patched_preprocess
+    RouterReplay.set_target_indices = set_padded
+    case = tiny_gpt.Case(settings=(REPLAY,))
+    tiny_gpt.initialize(case)
+    replay(case.accumulate, then_backward=False)
+    stock = train_steps(case, 2)
+    found: list[np.ndarray] = []
+    note_forecasts(found)
+    ours = train_steps(case, 2, lifetime="microbatch", slots=2)
+    tiny_gpt.assert_trained_alike(stock, ours)
+    true = []
+    for step in range(2):
+        for layer in range(2):
+            load = np.zeros(EXPERTS, dtype=np.int64)
+            load[0] = 2 * int(padded.sum())
+            for rank in range(2):
+                for expert in routes_of(step, 0, layer, rank)[~padded].flatten().tolist():
+                    load[expert] += 1
+            true.append(load)
+    assert len(found) == len(true)
+    assert all(map(np.array_equal, found, true)), (found, true)
