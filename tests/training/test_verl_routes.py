@@ -15,13 +15,12 @@ import pytest
 import torch
 from ranks import ranks
 from replayed_routes import (
-    EXPERTS,
     RECOMPUTE,
     REPLAY,
     TOKENS,
+    assert_counted,
     note_forecasts,
     replay,
-    routes_of,
     train_steps,
 )
 
@@ -56,7 +55,7 @@ def test_tokens_that_their_router_chooses_itself_are_not_counted() -> None:
     note_forecasts(found)
     ours = train_steps(case, 2, lifetime="microbatch", slots=2)
     tiny_gpt.assert_trained_alike(stock, ours)
-    _assert_counted(found, ~masked)
+    assert_counted(found, ~masked)
 
 
 @pytest.mark.newest
@@ -88,25 +87,7 @@ def test_verls_own_patch() -> None:
     ours = train_steps(case, 2, lifetime="layer", slots=2)
     assert isinstance(tiny_gpt.moe_layers(ours.chunks)[0].router.router_replay, verl.RouterReplay)
     tiny_gpt.assert_trained_alike(stock, ours, "layer")
-    _assert_counted(found, known)
-
-
-def _assert_counted(
-    found: list[np.ndarray], known: torch.Tensor, *, padded: torch.Tensor | None = None
-) -> None:
-    """Compare forecasts of two steps and layers with ``known`` tokens, and ``padded`` ones at expert 0."""
-    true = []
-    for step in range(2):
-        for layer in range(2):
-            load = np.zeros(EXPERTS, dtype=np.int64)
-            if padded is not None:
-                load[0] = 2 * int(padded.sum())
-            for rank in range(2):
-                for expert in routes_of(step, 0, layer, rank)[known].flatten().tolist():
-                    load[expert] += 1
-            true.append(load)
-    assert len(found) == len(true)
-    assert all(map(np.array_equal, found, true)), (found, true)
+    assert_counted(found, known)
 
 
 PATCHES = [
@@ -147,4 +128,4 @@ def test_a_token_that_names_an_expert_twice_is_routed_to_it_once(module: str) ->
     note_forecasts(found)
     ours = train_steps(case, 2, lifetime="microbatch", slots=2)
     tiny_gpt.assert_trained_alike(stock, ours)
-    _assert_counted(found, ~padded, padded=padded)
+    assert_counted(found, ~padded, padded=padded)

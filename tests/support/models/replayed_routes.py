@@ -90,3 +90,21 @@ def train_steps(
             chunk.start_param_sync(force_sync=True)
     run.read_params()
     return run
+
+
+def assert_counted(
+    found: list[np.ndarray], known: torch.Tensor, *, padded: torch.Tensor | None = None
+) -> None:
+    """Compare forecasts of two steps and layers with ``known`` tokens, and ``padded`` ones at expert 0."""
+    true = []
+    for step in range(2):
+        for layer in range(2):
+            load = np.zeros(EXPERTS, dtype=np.int64)
+            if padded is not None:
+                load[0] = 2 * int(padded.sum())
+            for rank in range(2):
+                for expert in routes_of(step, 0, layer, rank)[known].flatten().tolist():
+                    load[expert] += 1
+            true.append(load)
+    assert len(found) == len(true)
+    assert all(map(np.array_equal, found, true)), (found, true)
