@@ -1,0 +1,183 @@
+"""Models that frameworks' own classes build, where the environment names their checkouts.
+
+* mbridge (verl, AReaL), $HECATE_MBRIDGE: reads a configuration of Hugging Face, builds the model, calls
+  ``post_model_creation_callbacks`` and wraps it by Megatron's DDP.
+* mcore_adapter (ROLL), $HECATE_MCORE_ADAPTER, its folder ``src``: builds the model; ROLL then wraps it, as here, after
+  ``MegatronTrainStrategy.initialize`` of ``roll/distributed/strategy/megatron_strategy.py``, 8eb27cc2.
+
+Layers are Megatron's local ones, because TransformerEngine needs a GPU. Oracle: the same calls without FSSDP.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import ranks
+
+
+def hf_config(case: Any) -> Any:
+    """Qwen3-MoE, made small."""
+    import tiny_gpt
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=tiny_gpt.VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=case.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=48,
+        num_experts=case.experts,
+        num_experts_per_tok=2,
+        max_position_embeddings=case.seq,
+    )
+
+
+def local_spec(
+    config: Any, use_transformer_engine: bool = False, *, vp_stage: int | None = None
+) -> Any:
+    """Megatron's ``get_gpt_decoder_block_spec`` for ranks without a GPU."""
+    from cpu_spec import for_cpu
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return for_cpu(
+        get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    )
+
+
+def build_by_mbridge(case: Any, hook: Callable | None) -> list:
+    """Model chunks, wrapped by DDP."""
+    import tiny_gpt
+
+    mbridge = importlib.import_module("mbridge")
+    llm_bridge = importlib.import_module("mbridge.core.llm_bridge")
+    bridge = mbridge.AutoBridge.from_config(hf_config(case), dtype=torch.float32)
+    bridge.set_extra_args(
+        use_cpu_initialization=True,
+        moe_grouped_gemm=False,
+        persist_layer_norm=False,
+        bias_dropout_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+
+    def skew(chunk: Any, **_: Any) -> None:
+        for layer in tiny_gpt.moe_layers([chunk]):
+            tiny_gpt._skew(layer, case)
+
+    with mock.patch.object(llm_bridge, "get_gpt_decoder_block_spec", local_spec):
+        return bridge.get_model(
+            wrap_with_ddp=True,
+            bf16=False,
+            ddp_config={"use_distributed_optimizer": case.distributed_optimizer},
+            post_model_creation_callbacks=[skew] if hook is None else [skew, hook],
+        )
+
+
+def build_by_mcore_adapter(case: Any, hook: Callable | None) -> list:
+    """Model chunks, wrapped by DDP."""
+    import tiny_gpt
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    models = importlib.import_module("mcore_adapter.models.model_factory")
+    template = importlib.import_module("mcore_adapter.models.converter.template")
+    given = hf_config(case)
+    settings = template.get_template(given.model_type).convert_hf_to_mca_config_kws(given)
+    settings |= dict(
+        transformer_impl="local",
+        use_cpu_initialization=True,
+        expert_model_parallel_size=case.ep,
+        pipeline_model_parallel_size=case.pp,
+        virtual_pipeline_model_parallel_size=case.vpp,
+        pipeline_dtype=torch.float32,
+        gradient_accumulation_fusion=False,
+        variable_seq_lengths=False,
+        moe_aux_loss_coeff=0.0,
+        moe_token_dispatcher_type="alltoall",
+    )
+    config = models.McaModelConfig(**settings)
+    # Its hook on the logits returns them as they are, which autograd refuses in float32: Megatron's
+    # cross entropy overwrites them there.
+    patches = dict(
+        get_gpt_decoder_block_spec=local_spec, mca_lora_logits_postprocess_hook=lambda *_: None
+    )
+    with mock.patch.multiple(models, **patches):
+        model = models.VirtualModels(models.McaGPTModel, config)
+    for layer in tiny_gpt.moe_layers(model.get_models()):
+        tiny_gpt._skew(layer, case)
+    if hook is not None:
+        hook(model.get_models())
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=case.distributed_optimizer
+    )
+    return [
+        DistributedDataParallel(chunk.config, ddp_config, chunk, disable_bucketing=i > 0)
+        for i, chunk in enumerate(model.get_models())
+    ]
+
+
+BUILD = {"MBRIDGE": build_by_mbridge, "MCORE_ADAPTER": build_by_mcore_adapter}
+LAYOUTS = {"flat": {}, "vpp": dict(pp=2, vpp=2, accumulate=4, distributed_optimizer=True)}
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                f"HECATE_{name}" not in os.environ, reason=f"HECATE_{name} names no checkout"
+            ),
+        )
+        for name in BUILD
+    ],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@ranks(4, timeout=300)
+def test_a_model_that_a_framework_builds(layout: str, name: str) -> None:
+    import tiny_gpt
+    import torch.distributed as dist
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    sys.path.insert(0, os.environ[f"HECATE_{name}"])
+    case = tiny_gpt.Case(**LAYOUTS[layout])
+    tiny_gpt.initialize(case)
+    computed = torch.zeros(1)
+
+    def train(hook: Callable | None) -> tuple[list[float], dict[str, torch.Tensor]]:
+        torch.manual_seed(1234)
+        chunks = BUILD[name](case, hook)
+        if hook is not None:
+            tiny_gpt.counting_hook(lambda converted: converted, computed)(chunks)
+        config = chunks[0].module.config
+        config.finalize_model_grads_func = finalize_model_grads
+        settings = OptimizerConfig(
+            optimizer="adam", lr=3e-3, use_distributed_optimizer=case.distributed_optimizer
+        )
+        optimizer = get_megatron_optimizer(settings, chunks)
+        losses = []
+        for step in range(3):
+            for chunk in chunks:
+                chunk.zero_grad_buffer()
+            optimizer.zero_grad()
+            loss = tiny_gpt.run(case, chunks, step, num_microbatches=case.accumulate)
+            assert optimizer.step()[0]
+            losses.append(loss)
+        return losses, {n: p.detach().clone() for n, p in tiny_gpt._named(chunks)}
+
+    losses, params = train(None)
+    ours, our_params = train(tiny_gpt.fssdp_hook(slots=2))
+    dist.all_reduce(computed)
+    assert computed > 0, "no replica computed anything, so nothing was tested"
+    torch.testing.assert_close(ours, losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(our_params, params, rtol=0, atol=1e-6)
