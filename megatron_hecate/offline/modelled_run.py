@@ -14,6 +14,7 @@ import numpy as np
 
 from megatron_hecate.offline.comparison import make_job
 from megatron_hecate.offline.layer_work import Work, work_of_ranks
+from megatron_hecate.offline.outcome import PARTS
 from megatron_hecate.offline.recorded_run import RecordedRun
 from megatron_hecate.offline.simulated_job import SimulatedJob
 from megatron_hecate.offline.step_model import PipelineSchedule, Timing, fit_outside, simulate
@@ -150,9 +151,8 @@ class ModelledRun:
         shorter = dataclasses.replace(levelled, trip=trip)
         won = [self.stock_ms, self._step_ms(levelled), self._step_ms(shorter)]
         won += [self._step_ms(self.after), self.run_ms]
-        names = ("expert compute", "all-to-all", "messages saved", "copies and routing")
         parts = {}
-        for at, name in enumerate(names):
+        for at, name in enumerate(PARTS):
             of_lost = 0.0
             if at < 2:
                 of_lost = float((lost[at] - lost[at + 1]).mean())

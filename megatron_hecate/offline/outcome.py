@@ -12,7 +12,8 @@ from megatron_hecate.offline.step_model import PipelineSchedule, Timing, simulat
 from megatron_hecate.replicas.memory_estimate import ExpertMemory
 
 # parts of a difference between two steps, in the order in which they are exchanged
-PARTS = ("expert compute", "all-to-all", "messages saved", "copies and routing")
+EXPERT_COMPUTE = "expert compute"
+PARTS = (EXPERT_COMPUTE, "all-to-all", "messages saved", "copies and routing")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from megatron_hecate.offline.outcome import PARTS, Outcome
+from megatron_hecate.offline.outcome import EXPERT_COMPUTE, PARTS, Outcome
 
 # share of a step: a smaller gain is within the error of the simulation
 WORTH: float = 0.03
@@ -68,8 +68,10 @@ def recommend(
     gain = 1 - best.seconds / stock.seconds
     reason = _reason(best, stock, forced, capacity=capacity, error=error)
     if not error and not measured_speeds:
-        low, high = (f"{gain * by:.1%}" for by in EXPERT_TIMES)
-        reason += f"; {low} to {high}, since the experts' speed is assumed"
+        compute = best.parts.get(EXPERT_COMPUTE, 0.0) / stock.seconds
+        low, high = (f"{share:.1%}" for share in expert_range(gain, compute))
+        if low != high:
+            reason += f"; {low} to {high}, since the experts' speed is assumed"
     reason += _other_transport(best, fits, stock, error)
     if share_range(gain, error)[1] < WORTH:
         return _stay(f"do not switch it on: {reason}", best)
@@ -151,6 +153,19 @@ def share_range(gain: float, error: float) -> tuple[float, float]:
         error: largest relative error of the time of the rest.
     """
     low, high = (gain / (gain + (1 - gain) * (1 + sign * error)) for sign in (1, -1))
+    return low, high
+
+
+def expert_range(gain: float, compute: float) -> tuple[float, float]:
+    """Return the smallest and the largest gain over the range of the experts' speed.
+
+    All-to-alls and copies do not depend on this speed, so the rest of the gain is fixed.
+
+    Args:
+        gain: modelled gain, in any unit.
+        compute: part of it in the experts' compute, in the same unit.
+    """
+    low, high = sorted(gain + (by - 1) * compute for by in EXPERT_TIMES)
     return low, high
 
 

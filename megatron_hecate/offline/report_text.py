@@ -10,7 +10,8 @@ from pathlib import Path
 
 from megatron_hecate.offline.comparison import Comparison
 from megatron_hecate.offline.modelled_run import ModelledRun
-from megatron_hecate.offline.recommendation import EXPERT_TIMES, flags_of, share_range
+from megatron_hecate.offline.outcome import EXPERT_COMPUTE
+from megatron_hecate.offline.recommendation import expert_range, flags_of, share_range
 from megatron_hecate.plan.replicas import BALANCED
 from megatron_hecate.record.analysis import Figures
 from megatron_hecate.record.rank_speed import MARGIN
@@ -68,7 +69,8 @@ def verdict_on_stock(found: Comparison | None, folder: Path) -> Verdict:
     elif found.settings.measured:
         low, high = gain, gain
     else:
-        low, high = (gain * by for by in EXPERT_TIMES)
+        compute = way.parts[EXPERT_COMPUTE] / found.stock.seconds
+        low, high = expert_range(gain, compute)
     share = f"{100 * low:.1f} to {100 * high:.1f} % of a step"
     if advice.verdict == "yes":
         return Verdict(
@@ -120,7 +122,7 @@ def verdict_on_fssdp(figures: Figures, modelled: ModelledRun | None, folder: Pat
     won = lost - float(modelled.left_ms.mean())
     price = ms_text(float(modelled.price_ms.mean()))
     stock = float(modelled.stock_ms.mean())
-    low, high = sorted(won * by for by in EXPERT_TIMES)
+    low, high = expert_range(won, modelled.parts_ms()[EXPERT_COMPUTE][1])
     share = f"{100 * low / stock:.1f} to {100 * high / stock:.1f} % of a stock step"
     reason = (
         f"Stock would have lost {ms_text(lost)} per step to imbalance. Net of the replicas' cost "

@@ -1,0 +1,73 @@
+"""Advice of ``what-if`` and of the page: ranges, verdicts and ways out follow from the numbers.
+
+Oracles: shares by hand, the simulation at other speeds, and commands that are run as they are
+printed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import recorded
+
+from megatron_hecate.__main__ import main
+from megatron_hecate.offline import report
+from megatron_hecate.offline.outcome import PARTS, Outcome
+from megatron_hecate.offline.recommendation import recommend
+from megatron_hecate.replicas.memory_estimate import ExpertMemory
+
+pytestmark = pytest.mark.fast
+
+SIZE = recorded.Size(num=12, layers=3, experts=16, tokens=800_000, skew=1.5)
+ONE_WAY = ("--slots", "1", "--lifetime", "iteration", "--transport", "nvlink")
+
+
+def _observed(
+    folder: Path, size: recorded.Size = SIZE, *, step_ms: float = 400.0, **fields: Any
+) -> Path:
+    """Write the record of an observed run with steps of ``step_ms``."""
+    held = recorded.arrays(size, fssdp=False)
+    held["time"] = 1.7e9 + step_ms / 1e3 * np.arange(size.num)
+    return recorded.write(folder, size, held=held, transport="", **fields)
+
+
+def _simulated(folder: Path, *flags: str) -> dict[str, Any]:
+    """Return what ``what-if`` saves about one way."""
+    saved = folder / "saved.json"
+    assert main(["what-if", str(folder), *ONE_WAY, *flags, "--save", str(saved)]) == 0
+    return json.loads(saved.read_text())
+
+
+def _outcomes(*seconds: float, **parts: float) -> list[Outcome]:
+    """Return forced balance, stock, and one way of FSSDP that gains ``parts``."""
+    memory = ExpertMemory(
+        weights=1, grads=1, optimizer=1, replica_weights=0, replica_grads=0, transport=0
+    )
+    bare = dict(lifetime="iteration", imbalance=1.0, exposed=0.0, sent=0.0, late=0)
+    found = []
+    for slots, time in zip((0, 0, 1), seconds, strict=True):
+        found.append(Outcome(name="way", slots=slots, seconds=time, memory=memory, **bare))
+    of_way = {**dict.fromkeys(PARTS, 0.0), **parts}
+    found[2] = dataclasses.replace(found[2], used=1, parts=of_way)
+    return found
+
+
+def test_the_experts_speed_changes_the_gain_in_expert_compute_alone(tmp_path: Path) -> None:
+    """By hand: 10 % in compute times 0.54 and 1.15, and 10 % in all-to-alls."""
+    outcomes = _outcomes(0.8, 1.0, 0.8, **{"expert compute": 0.1, "all-to-all": 0.1})
+    text = recommend(outcomes, 0.0).text
+    assert "; 15.4% to 21.5%, since the experts' speed is assumed" in text
+    # The same by simulation: the stated range is that of experts at these speeds.
+    stated = _simulated(_observed(tmp_path / "run"))["recommendation"]
+    low, high = map(float, re.search(r"; ([\d.]+)% to ([\d.]+)%, since", stated).groups())
+    for by, right in ((0.54, low), (1.15, high)):
+        speeds = {**recorded.SPEEDS, "flops": recorded.SPEEDS["flops"] / by}
+        _, stock, way = _simulated(_observed(tmp_path / f"{by}", speeds=speeds))["outcomes"]
+        assert 100 * (1 - way["seconds"] / stock["seconds"]) == pytest.approx(right, abs=0.3)
