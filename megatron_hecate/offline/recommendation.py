@@ -146,13 +146,15 @@ def _other_transport(best: Outcome, ways: Sequence[Outcome], stock: Outcome, err
 def share_range(gain: float, error: float) -> tuple[float, float]:
     """Return the smallest and the largest share of a step that a modelled ``gain`` can be.
 
-    The seconds to win hardly depend on the rest of the step, whose time may be off.
+    The seconds to win hardly depend on the rest of the step, whose time may be off. If they are
+    lost, below 0, the rest is the whole step of stock.
 
     Args:
         gain: modelled share of a step.
         error: largest relative error of the time of the rest.
     """
-    low, high = (gain / (gain + (1 - gain) * (1 + sign * error)) for sign in (1, -1))
+    won = max(gain, 0.0)
+    low, high = sorted(gain / (won + (1 - won) * (1 + sign * error)) for sign in (1, -1))
     return low, high
 
 

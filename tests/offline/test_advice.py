@@ -71,3 +71,11 @@ def test_the_experts_speed_changes_the_gain_in_expert_compute_alone(tmp_path: Pa
         speeds = {**recorded.SPEEDS, "flops": recorded.SPEEDS["flops"] / by}
         _, stock, way = _simulated(_observed(tmp_path / f"{by}", speeds=speeds))["outcomes"]
         assert 100 * (1 - way["seconds"] / stock["seconds"]) == pytest.approx(right, abs=0.3)
+
+
+def test_a_loss_has_a_range_in_order() -> None:
+    """By hand: 2 % of a step more, over a stock step that lasts 1.45 or 0.55 times as long."""
+    text = recommend(_outcomes(1.0, 1.0, 1.02), 0.0, error=0.45).text
+    assert text.startswith("do not switch it on: -3.6% to -1.4% of a step to win"), text
+    # a step three times as long is no reason to try it
+    assert recommend(_outcomes(1.0, 1.0, 3.0), 0.0, error=0.45).verdict == "no"
