@@ -98,7 +98,7 @@ def compare(
     outcomes = job.references() + outcomes
     error = ERROR if settings.step_ms is None else 0.0
     largest = max(_asked_slots(flags), default=0)
-    if largest > most:
+    if largest > most > 0:
         notes.append(
             f"a rank has no home of {most} experts, so more than {most} slots are never filled; "
             f"--slots {largest} is simulated as {most}"

@@ -18,6 +18,8 @@ from megatron_hecate.record.rank_speed import MARGIN
 
 # Slow or hot ranks of a stage that the page names.
 RANKS: int = 8
+# Flags of `what_if` that change the layout.
+LAYOUT = "--ranks, --ep, --microbatches"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,9 +61,15 @@ def verdict_on_stock(found: Comparison | None, folder: Path) -> Verdict:
     reason = f"As --what-if: {advice.text}."
     way = advice.considered
     if way is None:
-        text = "Do not switch FSSDP on: there is nothing that it could win."
+        text = "Do not switch FSSDP on: the experts do not fit into a rank's memory."
+        if found.job.world.num_ranks == 1:
+            text = "Do not switch FSSDP on: one rank holds all experts, so there is nothing to win."
         return Verdict(
-            kind="neutral", text=text, reason=reason, command=what_if, purpose="Try other layouts:"
+            kind="neutral",
+            text=text,
+            reason=reason,
+            command=what_if,
+            purpose=f"Try other layouts ({LAYOUT}):",
         )
     gain = 1 - way.seconds / found.stock.seconds
     if found.settings.step_ms is None:
@@ -96,7 +104,7 @@ def verdict_on_stock(found: Comparison | None, folder: Path) -> Verdict:
         text=f"Do not switch FSSDP on: it would save {share}, less than 3 %.",
         reason=reason,
         command=what_if,
-        purpose="Try other layouts (--ranks, --ep, --microbatches):",
+        purpose=f"Try other layouts ({LAYOUT}):",
     )
 
 

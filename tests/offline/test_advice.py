@@ -79,3 +79,17 @@ def test_a_loss_has_a_range_in_order() -> None:
     assert text.startswith("do not switch it on: -3.6% to -1.4% of a step to win"), text
     # a step three times as long is no reason to try it
     assert recommend(_outcomes(1.0, 1.0, 3.0), 0.0, error=0.45).verdict == "no"
+
+
+def test_an_obstacle_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Experts that do not fit, and a single rank, where nothing is uneven."""
+    memory = 1 << 28
+    folder = _observed(tmp_path / "small", job=dict(device_bytes=memory))
+    assert report.main([str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "stock itself does not fit" in text and "nothing to win" not in text
+    alone = recorded.Size(num=4, layers=2, ranks=1)
+    assert report.main([str(_observed(tmp_path / "alone", alone))]) == 0
+    text = capsys.readouterr().out
+    assert "nothing to win" in text and "slots are never filled" not in text
+    assert "(--ranks, --ep, --microbatches):\n" in text
