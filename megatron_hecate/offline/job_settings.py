@@ -184,7 +184,8 @@ def _model(
     if flags.model is None:
         if recorded is None:
             raise ValueError("--model NAME is needed: only a run folder holds sizes")
-        return recorded, f"the recorded model ({recorded.layers} layers)"
+        name = f"the recorded model ({recorded.layers} layers)"
+        return dataclasses.replace(recorded, seq=flags.seq or recorded.seq), name
     model = Model.named(flags.model)
     if recorded is not None:
         sizes: tuple[tuple[str, Callable[[Model], float]], ...] = (

@@ -93,3 +93,14 @@ def test_an_obstacle_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixt
     text = capsys.readouterr().out
     assert "nothing to win" in text and "slots are never filled" not in text
     assert "(--ranks, --ep, --microbatches):\n" in text
+
+
+def test_seq_of_a_recorded_model_is_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Oracle: the record, which has 25,000 tokens of a rank per microbatch."""
+    folder = _observed(tmp_path / "run")
+    _simulated(folder, "--seq", "2500")
+    text = capsys.readouterr().out
+    assert "4 microbatches of 2,500 tokens" in text
+    assert "note: the record has 25,000 tokens of a rank per microbatch, not 2,500\n" in text
