@@ -99,8 +99,9 @@ class JobSettings:
         elif run is not None and run.optimizer_shards == 1:
             # Stock's optimizer of the run is not sharded.
             shards = 1
+        tokens = _tokens(flags, run, model, notes=notes)
         step_ms = None
-        if run is not None and (run.ep, run.layers) == (layout.ep, model.layers):
+        if run is not None and run.layers == model.layers and _is_step_of(run, layout, tokens):
             step_ms = run.step_ms
         return cls(
             model=model,
@@ -108,7 +109,7 @@ class JobSettings:
             model_name=model_name,
             cluster_name=cluster_name,
             layout=layout,
-            tokens=_tokens(flags, run, model, notes=notes),
+            tokens=tokens,
             measured=cluster_name not in CLUSTERS and flags.cluster is not None,
             optimizer_shards=shards,
             sends_once=_choose(
@@ -205,6 +206,24 @@ def _cluster(flags: argparse.Namespace, run: RecordedRun | None) -> tuple[Cluste
     if run is None or run.cluster is None:
         raise ValueError("--cluster NAME is needed: only a run folder holds speeds")
     return run.cluster, "the recorded speeds"
+
+
+def _is_step_of(run: RecordedRun, layout: Layout, tokens: int) -> bool:
+    """Return whether a recorded step has the work of a step in ``layout``.
+
+    Ranks beyond pipeline stages and expert-parallel groups only add copies of the model.
+
+    Args:
+        run: record of the job.
+        layout: layout of the simulated job.
+        tokens: tokens of a rank per microbatch.
+    """
+    # A record without sizes knows neither its microbatches nor their tokens.
+    if run.microbatches is not None:
+        is_other_size = abs(tokens - (run.tokens or 0)) > CLOSE * tokens
+        if run.microbatches != layout.microbatches or is_other_size:
+            return False
+    return (run.ep, run.pp, run.vpp) == (layout.ep, layout.pp, layout.vpp)
 
 
 def _tokens(

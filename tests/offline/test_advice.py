@@ -104,3 +104,27 @@ def test_seq_of_a_recorded_model_is_used(
     text = capsys.readouterr().out
     assert "4 microbatches of 2,500 tokens" in text
     assert "note: the record has 25,000 tokens of a rank per microbatch, not 2,500\n" in text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--microbatches", "8"),
+        ("--seq", "5000"),
+        ("--ranks", "8", "--pp", "2"),
+    ],
+    ids=["microbatches", "tokens", "stages"],
+)
+def test_a_recorded_step_is_not_one_with_other_work(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = _observed(tmp_path / "run")
+    _simulated(folder)
+    assert "stock step 400 ms" in capsys.readouterr().out
+    _simulated(folder, *flags)
+    text = capsys.readouterr().out
+    assert "stock step unknown" in text and "give --step-ms" in text
+    # more ranks with the same work each: data parallelism
+    _simulated(folder, "--ranks", "16")
+    assert "16 ranks, EP 4, PP 1" in (text := capsys.readouterr().out)
+    assert "stock step 400 ms" in text
