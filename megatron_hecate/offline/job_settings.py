@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from megatron_hecate.offline.presets import CLUSTERS, Cluster, Model
@@ -177,6 +178,22 @@ def _digits(value: float) -> str:
     return f"{value:,.0f}"
 
 
+def _missing(flag: str, what: str, trace: str, run: RecordedRun | None) -> ValueError:
+    """Explain that a flag is needed.
+
+    Args:
+        flag: flag with its value.
+        what: what the flag gives, and a run folder may hold.
+        trace: path of the trace.
+        run: record of the job; ``None`` for other traces.
+    """
+    if run is not None:
+        return ValueError(f"{flag} is needed: the record in {trace} holds no {what}")
+    if not Path(trace).exists():
+        return ValueError(f"{trace} does not exist; give a run folder, or another trace (--help)")
+    return ValueError(f"{flag} is needed: {trace} is no run folder, which could hold {what}")
+
+
 def _model(
     flags: argparse.Namespace, run: RecordedRun | None, notes: list[str]
 ) -> tuple[Model, str]:
@@ -184,7 +201,7 @@ def _model(
     recorded = run and run.model
     if flags.model is None:
         if recorded is None:
-            raise ValueError("--model NAME is needed: only a run folder holds sizes")
+            raise _missing("--model NAME", "sizes", flags.trace, run)
         name = f"the recorded model ({recorded.layers} layers)"
         return dataclasses.replace(recorded, seq=flags.seq or recorded.seq), name
     model = Model.named(flags.model)
@@ -204,7 +221,7 @@ def _cluster(flags: argparse.Namespace, run: RecordedRun | None) -> tuple[Cluste
     if flags.cluster is not None:
         return Cluster.named(flags.cluster, per_node=flags.per_node), flags.cluster
     if run is None or run.cluster is None:
-        raise ValueError("--cluster NAME is needed: only a run folder holds speeds")
+        raise _missing("--cluster NAME", "speeds", flags.trace, run)
     return run.cluster, "the recorded speeds"
 
 
@@ -256,7 +273,7 @@ def _layout(
     ranks = flags.ranks
     if ranks is None:
         if run is None:
-            raise ValueError("--ranks N, the ranks of the job, is needed: only a run folder has it")
+            raise _missing("--ranks N", "ranks of the job", flags.trace, run)
         ranks = run.ranks
         if pp != run.pp:
             ranks = run.ranks // run.pp * pp

@@ -128,3 +128,18 @@ def test_a_recorded_step_is_not_one_with_other_work(
     _simulated(folder, "--ranks", "16")
     assert "16 ranks, EP 4, PP 1" in (text := capsys.readouterr().out)
     assert "stock step 400 ms" in text
+
+
+def test_what_a_trace_lacks_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A name with a typing error, a folder without a run, and a run without sizes."""
+    bare = _observed(tmp_path / "bare", shape={}, speeds={}, memory={})
+    (tmp_path / "empty").mkdir()
+    for name, right in (
+        ("typo", "typo does not exist"),
+        ("empty", "--model NAME is needed: EMPTY is no run folder"),
+        ("bare", "--model NAME is needed: the record in BARE holds no sizes"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["what-if", str(tmp_path / name)])
+        right = right.replace("EMPTY", str(tmp_path / "empty")).replace("BARE", str(bare))
+        assert right in capsys.readouterr().err, name
