@@ -19,7 +19,7 @@ from megatron_hecate.offline.job_settings import JobSettings
 from megatron_hecate.offline.outcome import Outcome, Way, spread
 from megatron_hecate.offline.presets import CLUSTERS
 from megatron_hecate.offline.recommendation import ERROR, Advice, recommend
-from megatron_hecate.offline.recorded_loads import check_loads, read_loads
+from megatron_hecate.offline.recorded_loads import Trace
 from megatron_hecate.offline.recorded_run import RecordedRun
 from megatron_hecate.offline.simulated_job import SimulatedJob
 from megatron_hecate.offline.step_model import PipelineSchedule, Timing
@@ -187,11 +187,10 @@ def make_job(
         ValueError: if the arguments and the loads do not fit, with the way out.
     """
     settings = JobSettings.resolve(flags, run)
-    if run is None:
-        loads = read_loads(flags.trace, num_experts=settings.model.experts)
-    else:
-        loads = run.record.load[:, :, None]
-        check_loads(loads)
+    trace = Trace.read(
+        flags.trace, run, num_experts=settings.model.experts, stages=flags.stages
+    )
+    loads = trace.loads
     _check_experts(flags, settings, loads.shape[3], run)
     model = settings.model
     layout = settings.layout
@@ -205,7 +204,7 @@ def make_job(
         loads = np.repeat(loads, 3, axis=0)
     excess = None
     if run is not None and run.ep == layout.ep:
-        excess = run.excess
+        excess = trace.excess
     steps, layers = sample(flags.steps, layout.ep, loads.shape[:2])
     history = max([HISTORY, *map(int, flags.rehome.split(","))])
     if excess is not None:

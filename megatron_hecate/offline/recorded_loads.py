@@ -1,16 +1,66 @@
-"""Read recorded loads of any supported format for `what_if`."""
+"""Recorded loads of any supported format for `what_if`.
+
+Letters in shapes: T steps, L layers, N sources, E experts.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 
 from megatron_hecate.offline.megatron_files import read_any
+from megatron_hecate.offline.recorded_run import RecordedRun
 
 
-def read_loads(path: Path | str, *, num_experts: int | None = None) -> np.ndarray:
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Trace:
+    """Loads to simulate.
+
+    Args:
+        loads: pairs by step, layer, source and expert, [T, L, N, E]; some in every step and layer.
+        excess: see `RecordedRun.excess`, [T, L]; ``None`` if unknown.
+        notes: doubts about the loads.
+    """
+
+    loads: np.ndarray
+    excess: np.ndarray | None = None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def read(
+        cls,
+        path: str,
+        run: RecordedRun | None,
+        *,
+        num_experts: int | None = None,
+        stages: int | None = None,
+    ) -> Trace:
+        """Read the loads of a trace.
+
+        Args:
+            path: path of the trace.
+            run: record in ``path``; ``None`` for other traces.
+            num_experts: number of experts, see `read_loads`.
+            stages: number of recorded pipeline stages, see `read_loads`.
+
+        Raises:
+            ValueError: for loads that cannot be simulated.
+        """
+        if run is None:
+            return cls(loads=read_loads(path, num_experts=num_experts, stages=stages))
+        if stages is not None:
+            raise ValueError(f"{path} names its own pipeline stages; leave --stages {stages} out")
+        loads = run.record.load[:, :, None]
+        check_loads(loads)
+        return cls(loads=loads, excess=run.excess)
+
+
+def read_loads(
+    path: Path | str, *, num_experts: int | None = None, stages: int | None = None
+) -> np.ndarray:
     """Read recorded loads as (token, expert) pairs by step, layer, source and expert.
 
     Formats: a run folder or a folder of Megatron's own files; an .npz with ``counts`` [T, L, N, E]
@@ -20,6 +70,7 @@ def read_loads(path: Path | str, *, num_experts: int | None = None) -> np.ndarra
     Args:
         path: folder or file.
         num_experts: number of experts E, for Megatron's own files, which may lack the last ones.
+        stages: number of pipeline stages, for Megatron's own files, see `read_megatron`.
 
     Returns:
         Pairs [T, L, N, E]; N is 1 where the record holds sums over sources.
@@ -29,7 +80,7 @@ def read_loads(path: Path | str, *, num_experts: int | None = None) -> np.ndarra
     """
     path = Path(path)
     try:
-        counts = _read(path, num_experts)
+        counts = _read(path, num_experts, stages)
         check_loads(counts)
     # zip, zlib, numpy and the tokenizer that numpy uses raise exceptions of their own.
     except Exception as error:
@@ -43,10 +94,10 @@ def read_loads(path: Path | str, *, num_experts: int | None = None) -> np.ndarra
     return counts
 
 
-def _read(path: Path, num_experts: int | None) -> np.ndarray:
+def _read(path: Path, num_experts: int | None, stages: int | None) -> np.ndarray:
     """Read ``path`` by its kind; formats without sources get an axis of length 1."""
     if path.is_dir():
-        return read_any(path, num_experts=num_experts).load[:, :, None]
+        return read_any(path, num_experts=num_experts, stages=stages).load[:, :, None]
     if path.suffix == ".json":
         domains = next(iter(json.loads(path.read_text())["counts"].values()))
         total = np.sum([list(layers.values()) for layers in domains.values()], axis=0)

@@ -20,6 +20,7 @@ _POSITIVE = (
     "microbatches",
     "micro_batch",
     "seq",
+    "stages",
     "steps",
     "processes",
 )
@@ -88,6 +89,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         help="sequences per microbatch (default: tokens of a run folder, else 1 sequence)",
     )
     add("--seq", type=int, help="tokens of a sequence (default: the model's)")
+    add("--stages", type=int, help="pipeline stages of the recorded job, for Megatron's own files")
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:

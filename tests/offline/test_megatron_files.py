@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from ranks import ranks
 
-from megatron_hecate.offline import report
+from megatron_hecate.offline import report, what_if
 from megatron_hecate.offline.megatron_files import read_any, read_megatron
 from megatron_hecate.record.run_folder import RunRecord
 
@@ -137,6 +137,9 @@ def test_pipeline_stages_are_noticed_and_joined(
     with pytest.raises(ValueError, match=f"{why}.*--stages, or stages="):
         read_any(tmp_path / "run")
     assert report.main([str(tmp_path / "run"), "--stages", "2"]) == 0
+    simulated = ["--stages", "2", "--model", f"olmoe,experts={written.shape[2]},top_k=1"]
+    simulated += ["--cluster", "h100x8", "--ranks", "2", "--slots", "0"]
+    assert what_if.main([str(tmp_path / "run"), *simulated]) == 0
     for stages in (0, 5):
         with pytest.raises(
             ValueError, match=f"holds files of 24 ranks, not of stages={stages} with groups of"
