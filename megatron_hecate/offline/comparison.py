@@ -191,6 +191,7 @@ def make_job(
         flags.trace, run, num_experts=settings.model.experts, stages=flags.stages
     )
     loads = trace.loads
+    settings = dataclasses.replace(settings, notes=(*settings.notes, *trace.notes))
     _check_experts(flags, settings, loads.shape[3], run)
     model = settings.model
     layout = settings.layout

@@ -41,20 +41,19 @@ class ModelledRun:
 
     @classmethod
     def of(cls, run: RecordedRun, flags: argparse.Namespace) -> ModelledRun | None:
-        """Model a run; ``None`` if the record has no sizes, no speeds, or no tokens.
+        """Model a run; ``None`` if the record has no sizes or no speeds.
 
         Args:
             run: record of the run.
             flags: command line of `what_if` with the folder of the run alone.
+
+        Raises:
+            ValueError: for a layer without tokens, or a layout that cannot be simulated.
         """
         figures = run.figures
         if run.model is None or run.cluster is None or figures.costs is None:
             return None
-        try:
-            _, job = make_job(flags, run)
-        except ValueError:
-            # A layer without tokens, or a layout that cannot be simulated.
-            return None
+        _, job = make_job(flags, run)
         found = cls(figures=figures, job=job, shape=figures.costs.shape, timing=job.timing)
         if figures.observed or not figures.step_ms > 0:
             return found

@@ -54,8 +54,20 @@ class Trace:
         if stages is not None:
             raise ValueError(f"{path} names its own pipeline stages; leave --stages {stages} out")
         loads = run.record.load[:, :, None]
-        check_loads(loads)
-        return cls(loads=loads, excess=run.excess)
+        excess = run.excess
+        notes = ()
+        # A layer may be idle in single iterations; such steps have no pairs to scale to the job's.
+        complete = loads.any(axis=(2, 3)).all(axis=1)
+        if complete.any() and not complete.all():
+            loads = loads[complete]
+            excess = None if excess is None else excess[complete]
+            idle = int((~complete).sum())
+            notes = (f"left out: {idle} of {len(complete)} iterations, where a layer has no token",)
+        try:
+            check_loads(loads)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be simulated: {error}") from None
+        return cls(loads=loads, excess=excess, notes=notes)
 
 
 def read_loads(

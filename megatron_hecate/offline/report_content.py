@@ -18,6 +18,7 @@ from megatron_hecate.offline.modelled_run import ModelledRun
 from megatron_hecate.offline.recorded_run import RecordedRun
 from megatron_hecate.offline.report_charts import POINTS, groups_of, lines, picture, short
 from megatron_hecate.offline.report_text import (
+    NO_SIZES,
     decision,
     reasons,
     sentences,
@@ -57,12 +58,14 @@ class Run:
         figures: counted and measured figures.
         modelled: modelled times; ``None`` if sizes or speeds are unknown.
         found: comparison of FSSDP's settings, of an observed run with sizes.
+        obstacle: why there are no modelled times, or no comparison; empty otherwise.
     """
 
     folder: Path
     figures: Figures
     modelled: ModelledRun | None
     found: Comparison | None
+    obstacle: str = ""
 
     @classmethod
     def read(cls, folder: Path, *, stages: int | None = None, show_progress: bool = False) -> Run:
@@ -81,18 +84,24 @@ class Run:
             run = RecordedRun.read(folder)
         if run is None:
             figures = Figures(read_any(folder, stages=stages))
-            return cls(folder=folder, figures=figures, modelled=None, found=None)
+            return cls(folder=folder, figures=figures, modelled=None, found=None, obstacle=NO_SIZES)
         figures = run.figures
         flags = make_parser("").parse_args([str(folder)])
-        modelled = ModelledRun.of(run, flags)
+        modelled = None
         found = None
-        if modelled is not None and figures.observed:
-            try:
+        obstacle = ""
+        try:
+            modelled = ModelledRun.of(run, flags)
+            if modelled is None:
+                obstacle = NO_SIZES
+            elif figures.observed:
                 found = compare(flags, run, show_progress=show_progress)
-            except (ValueError, CompileError):
-                # A machine without a compiler, or a layout that cannot be simulated.
-                found = None
-        return cls(folder=folder, figures=figures, modelled=modelled, found=found)
+        except (ValueError, CompileError) as error:
+            # A machine without a compiler, or a layout that cannot be simulated.
+            obstacle = str(error)
+        return cls(
+            folder=folder, figures=figures, modelled=modelled, found=found, obstacle=obstacle
+        )
 
     @property
     def means(self) -> dict[str, float]:
@@ -135,9 +144,9 @@ def content(run: Run, other: Run | None = None) -> dict[str, Any]:
     info = dataclasses.asdict(record.info)
     means = run.means
     if figures.observed:
-        verdict = verdict_on_stock(run.found, run.folder)
+        verdict = verdict_on_stock(run.found, run.folder, obstacle=run.obstacle)
     else:
-        verdict = verdict_on_fssdp(figures, run.modelled, run.folder)
+        verdict = verdict_on_fssdp(figures, run.modelled, run.folder, obstacle=run.obstacle)
     rows = layer_rows(run)
     spread = [one[:, :, None] for one in waits]
     return {

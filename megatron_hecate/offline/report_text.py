@@ -18,6 +18,8 @@ from megatron_hecate.record.rank_speed import MARGIN
 
 # Slow or hot ranks of a stage that the page names.
 RANKS: int = 8
+# Obstacle of records without sizes or speeds.
+NO_SIZES = "the record holds no sizes or no speeds"
 # Flags of `what_if` that change the layout.
 LAYOUT = "--ranks, --ep, --microbatches"
 
@@ -41,22 +43,22 @@ class Verdict:
     purpose: str
 
 
-def verdict_on_stock(found: Comparison | None, folder: Path) -> Verdict:
+def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = "") -> Verdict:
     """Judge an observed run.
 
     Args:
         found: comparison of FSSDP's settings; ``None`` if the record is not enough for it.
         folder: folder of the run.
+        obstacle: why there is no comparison.
     """
     what_if = f"megatron-hecate what-if {folder}"
     if found is None:
-        return Verdict(
-            kind="neutral",
-            text="No verdict: the record holds no sizes or no speeds, so times are not known.",
-            reason="The page shows loads alone.",
-            command=f"{what_if} --model NAME --cluster NAME --step-ms MS",
-            purpose="Name the model and the machine:",
-        )
+        command = what_if
+        purpose = "Simulate other settings:"
+        if obstacle == NO_SIZES:
+            command += " --model NAME --cluster NAME --ranks N --step-ms MS"
+            purpose = "Name the model and the machine:"
+        return _no_verdict(obstacle, command=command, purpose=purpose)
     advice = found.advice
     reason = f"As --what-if: {advice.text}."
     way = advice.considered
@@ -108,24 +110,32 @@ def verdict_on_stock(found: Comparison | None, folder: Path) -> Verdict:
     )
 
 
-def verdict_on_fssdp(figures: Figures, modelled: ModelledRun | None, folder: Path) -> Verdict:
+def _no_verdict(obstacle: str, *, command: str, purpose: str) -> Verdict:
+    """Explain that times are unknown because of an ``obstacle``."""
+    return Verdict(
+        kind="neutral",
+        text=f"No verdict, since times are not known: {obstacle}.",
+        reason="The page shows loads alone.",
+        command=command,
+        purpose=purpose,
+    )
+
+
+def verdict_on_fssdp(
+    figures: Figures, modelled: ModelledRun | None, folder: Path, *, obstacle: str = ""
+) -> Verdict:
     """Judge a run with FSSDP.
 
     Args:
         figures: figures of the run.
         modelled: modelled times; ``None`` if unknown.
         folder: folder of the run.
+        obstacle: why they are unknown.
     """
     command = f"megatron-hecate report STOCK_RUN {folder}"
     purpose = "Compare with a run of --moe-fssdp-observe:"
     if modelled is None:
-        return Verdict(
-            kind="neutral",
-            text="No verdict: the record holds no sizes or no speeds, so times are not known.",
-            reason="The page shows loads alone.",
-            command=command,
-            purpose=purpose,
-        )
+        return _no_verdict(obstacle, command=command, purpose=purpose)
     lost = float(modelled.lost_ms.mean())
     won = lost - float(modelled.left_ms.mean())
     price = ms_text(float(modelled.price_ms.mean()))

@@ -143,3 +143,42 @@ def test_what_a_trace_lacks_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
             main(["what-if", str(tmp_path / name)])
         right = right.replace("EMPTY", str(tmp_path / "empty")).replace("BARE", str(bare))
         assert right in capsys.readouterr().err, name
+
+
+def _page(folder: Path) -> dict[str, Any]:
+    """Return the page's content."""
+    export = folder / "page.json"
+    assert report.main([str(folder), "--export", str(export)]) == 0
+    return json.loads(export.read_text())
+
+
+def test_iterations_in_which_a_layer_is_idle_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Oracle: the same record without these iterations."""
+    held = recorded.arrays(SIZE, fssdp=False)
+    held["time"] = 1.7e9 + 0.4 * np.arange(SIZE.num)
+    held["load"][[2, 7], 1] = 0
+    folder = recorded.write(tmp_path / "run", SIZE, held=held)
+    found = _simulated(folder)
+    assert "note: left out: 2 of 12 iterations, where a layer has no" in capsys.readouterr().out
+    rest = np.delete(np.arange(SIZE.num), [2, 7])
+    whole = {name: array[rest] for name, array in held.items()}
+    right = _simulated(recorded.write(tmp_path / "right", SIZE, held=whole))
+    assert found["outcomes"] == right["outcomes"]
+    assert _page(folder)["verdict"]["text"].startswith("Switch FSSDP on")
+
+
+def test_the_page_gives_the_reason_why_it_has_no_times(tmp_path: Path) -> None:
+    """A layer that is never used, and an unknown model; for both the command is meant."""
+    held = recorded.arrays(SIZE, fssdp=False)
+    held["load"][:, 1] = 0
+    verdict = _page(recorded.write(tmp_path / "idle", SIZE, held=held))["verdict"]
+    assert "some in every step and layer" in verdict["text"] and "--model" not in verdict["command"]
+    verdict = _page(_observed(tmp_path / "bare", shape={}, speeds={}, memory={}))["verdict"]
+    assert "the record holds no sizes or no speeds" in verdict["text"]
+    names = {"MODEL": "olmoe,experts=16,layers=3", "CLUSTER": "h100x8", "RANKS": "4", "MS": "9000"}
+    command = verdict["command"].replace("model NAME", "model MODEL")
+    command = command.replace("cluster NAME", "cluster CLUSTER").replace("ranks N", "ranks RANKS")
+    words = [names.get(word, word) for word in shlex.split(command)]
+    assert words[0] == "megatron-hecate" and main([*words[1:], *ONE_WAY]) == 0
