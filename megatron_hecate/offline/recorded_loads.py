@@ -50,12 +50,13 @@ class Trace:
             ValueError: for loads that cannot be simulated.
         """
         if run is None:
-            return cls(loads=read_loads(path, num_experts=num_experts, stages=stages))
+            loads = read_loads(path, num_experts=num_experts, stages=stages)
+            return cls(loads=loads, notes=_doubts(loads))
         if stages is not None:
             raise ValueError(f"{path} names its own pipeline stages; leave --stages {stages} out")
         loads = run.record.load[:, :, None]
         excess = run.excess
-        notes = ()
+        notes: tuple[str, ...] = ()
         # A layer may be idle in single iterations; such steps have no pairs to scale to the job's.
         complete = loads.any(axis=(2, 3)).all(axis=1)
         if complete.any() and not complete.all():
@@ -67,7 +68,14 @@ class Trace:
             check_loads(loads)
         except ValueError as error:
             raise ValueError(f"{path} cannot be simulated: {error}") from None
-        return cls(loads=loads, excess=excess, notes=notes)
+        return cls(loads=loads, excess=excess, notes=(*notes, *_doubts(loads)))
+
+
+def _doubts(loads: np.ndarray) -> tuple[str, ...]:
+    """Return a note on loads [T, L, N, E] of a single step."""
+    if len(loads) > 1:
+        return ()
+    return ("there is a single step, which forecasts itself exactly: gains are upper bounds",)
 
 
 def read_loads(

@@ -182,3 +182,10 @@ def test_the_page_gives_the_reason_why_it_has_no_times(tmp_path: Path) -> None:
     command = command.replace("cluster NAME", "cluster CLUSTER").replace("ranks N", "ranks RANKS")
     words = [names.get(word, word) for word in shlex.split(command)]
     assert words[0] == "megatron-hecate" and main([*words[1:], *ONE_WAY]) == 0
+
+
+def test_a_single_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for num, right in ((1, True), (2, False)):
+        size = dataclasses.replace(SIZE, num=num)
+        _simulated(_observed(tmp_path / str(num), size))
+        assert ("note: there is a single step" in capsys.readouterr().out) is right
