@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
 from functools import cached_property
 
 import numpy as np
@@ -177,9 +176,3 @@ class ModelledRun:
         """Time that FSSDP won back in each layer, net of the cost of replicas, [T, L]."""
         return self.lost_of_layers - sum(self.layers_ms(self.after)) - self.figures.price_ms
 
-    @cached_property
-    def measured_ms(self) -> np.ndarray:
-        """Measured time of each step, [T]; NaN for the first one, which has no beginning."""
-        record = self.figures.record
-        steps = np.diff(record.time) / np.diff(record.iteration)
-        return np.concatenate([[math.nan], 1e3 * steps])

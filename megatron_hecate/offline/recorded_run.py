@@ -98,7 +98,7 @@ class RecordedRun:
     def step_ms(self) -> float | None:
         """Median time of a stock step, ms; ``None`` unless several stock steps were recorded."""
         # With FSSDP the time of a step is not stock's.
-        if self.info.mode != "observe" or len(self.record.iteration) < 2:
+        if self.info.mode != "observe" or not self.figures.step_ms > 0:
             return None
         return self.figures.step_ms
 

@@ -64,7 +64,7 @@ def _mean(values: np.ndarray) -> float | None:
 
 def _step_series(modelled: ModelledRun) -> list[_Series]:
     """Build the time of a step: measured, modelled as it ran, as stock, under forced balance."""
-    series = [("measured", "grey", modelled.measured_ms)]
+    series = [("measured", "grey", modelled.figures.steps_ms)]
     if modelled.figures.observed:
         series.append(("modelled", "before", modelled.stock_ms))
     else:

@@ -304,13 +304,23 @@ class Figures:
         """Cost of remaining imbalance and of replicas of a step as computed, [T] ms."""
         return self.of_step(self.waiting_ms(self.after) + self.price_ms)
 
+    @cached_property
+    def steps_ms(self) -> np.ndarray:
+        """Measured time of each step, [T] ms; NaN if unknown, as of the first one."""
+        record = self.record
+        # Megatron's own files hold no times.
+        with np.errstate(invalid="ignore"):
+            steps = np.diff(record.time) / np.diff(record.iteration)
+        steps = np.where(np.isfinite(steps), 1e3 * steps, np.nan)
+        return np.concatenate([[np.nan], steps])
+
     @property
     def step_ms(self) -> float:
-        """Median measured time of a step, ms; NaN for a single iteration."""
-        steps = np.diff(self.record.time) / np.diff(self.record.iteration)
-        if not len(steps):
+        """Median measured time of a step, ms; NaN if unknown."""
+        known = self.steps_ms[~np.isnan(self.steps_ms)]
+        if not len(known):
             return float("nan")
-        return 1e3 * float(np.median(steps))
+        return float(np.median(known))
 
     def memory(self, load: np.ndarray, *names: str) -> np.ndarray:
         """Return the memory of the fullest rank, maximum over stages, [T] bytes.

@@ -189,3 +189,26 @@ def test_a_single_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -
         size = dataclasses.replace(SIZE, num=num)
         _simulated(_observed(tmp_path / str(num), size))
         assert ("note: there is a single step" in capsys.readouterr().out) is right
+
+
+def test_times_that_are_none_are_not_used(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """By hand: of steps of 400 ms some are unknown; then all steps are unknown, or take no time."""
+    times = 1.7e9 + 0.4 * np.arange(SIZE.num)
+    gaps = times.copy()
+    gaps[3] = np.nan
+    gaps[8] = np.inf
+    for name, time, right in (
+        ("gaps", gaps, 400.0),
+        ("none", np.full_like(times, np.nan), None),
+        ("zero", np.full_like(times, 1.7e9), 0.0),
+    ):
+        held = {**recorded.arrays(SIZE, fssdp=False), "time": time}
+        folder = recorded.write(tmp_path / name, SIZE, held=held, transport="")
+        assert _page(folder)["info"]["step"] == pytest.approx(right), name
+        capsys.readouterr()
+        _simulated(folder)
+        text = capsys.readouterr().out
+        assert ("stock step 400 ms" if right else "stock step unknown") in text
+        assert "--step-ms 0" not in text
