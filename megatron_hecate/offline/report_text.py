@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -51,7 +52,7 @@ def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = 
         folder: folder of the run.
         obstacle: why there is no comparison.
     """
-    what_if = f"megatron-hecate what-if {folder}"
+    what_if = f"megatron-hecate what-if {shlex.quote(str(folder))}"
     if found is None:
         command = what_if
         purpose = "Simulate other settings:"
@@ -89,7 +90,7 @@ def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = 
             reason=reason,
             command=(
                 f"torchrun ... -m megatron_hecate --moe-fssdp {flags_of(way)} "
-                f"--moe-fssdp-record {folder}-fssdp SCRIPT ..."
+                f"--moe-fssdp-record {shlex.quote(f'{folder}-fssdp')} SCRIPT ..."
             ),
             purpose="Train with it, and compare with --report:",
         )
@@ -132,7 +133,7 @@ def verdict_on_fssdp(
         folder: folder of the run.
         obstacle: why they are unknown.
     """
-    command = f"megatron-hecate report STOCK_RUN {folder}"
+    command = f"megatron-hecate report STOCK_RUN {shlex.quote(str(folder))}"
     purpose = "Compare with a run of --moe-fssdp-observe:"
     if modelled is None:
         return _no_verdict(obstacle, command=command, purpose=purpose)

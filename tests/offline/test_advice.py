@@ -212,3 +212,20 @@ def test_times_that_are_none_are_not_used(
         text = capsys.readouterr().out
         assert ("stock step 400 ms" if right else "stock step unknown") in text
         assert "--step-ms 0" not in text
+
+
+def test_commands_name_folders_as_a_shell_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a shell's words."""
+    monkeypatch.chdir(tmp_path)
+    fields = dict(shape={}, speeds={}, memory={})
+    for name in ("my run ü", "it's $HOME"):
+        folder = Path(name)
+        switch_on = shlex.split(_page(_observed(folder))["verdict"]["command"])
+        assert f"{name}-fssdp" in switch_on
+        words = shlex.split(_page(_observed(folder, **fields))["verdict"]["command"])
+        assert words[:3] == ["megatron-hecate", "what-if", name]
+    held = recorded.arrays(SIZE)
+    words = shlex.split(_page(recorded.write(folder, SIZE, held=held))["verdict"]["command"])
+    assert main([word.replace("STOCK_RUN", name) for word in words[1:]]) == 0
