@@ -33,6 +33,8 @@ from megatron_hecate.runtime.forecast import LoadHistory
 
 # bytes per parameter that move with an expert: weight, main parameter, two moments, unsharded
 MOVED: int = 14
+# dtype of weights by the bytes of a parameter; it determines the optimizer state, too
+DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.float8_e4m3fn}
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -218,7 +220,7 @@ class SimulatedJob:
         buffer = LayerBuffer(
             slots=slots,
             elements=self.model.expert_elements,
-            dtype=torch.bfloat16,
+            dtype=DTYPES.get(self.model.weight_bytes, torch.bfloat16),
             homes=self.model.experts // self.world.num_ranks + resident,
         )
         passes = min(schedule.ahead(0) + 1, schedule.microbatches * schedule.chunks)

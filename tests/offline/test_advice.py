@@ -25,7 +25,7 @@ from megatron_hecate.replicas.memory_estimate import ExpertMemory
 
 pytestmark = pytest.mark.fast
 
-SIZE = recorded.Size(num=12, layers=3, experts=16, tokens=800_000, skew=1.5)
+SIZE = recorded.Size(num=6, layers=2, experts=16, tokens=800_000, skew=1.5)
 ONE_WAY = ("--slots", "1", "--lifetime", "iteration", "--transport", "nvlink")
 
 
@@ -158,11 +158,11 @@ def test_iterations_in_which_a_layer_is_idle_are_left_out(
     """Oracle: the same record without these iterations."""
     held = recorded.arrays(SIZE, fssdp=False)
     held["time"] = 1.7e9 + 0.4 * np.arange(SIZE.num)
-    held["load"][[2, 7], 1] = 0
+    held["load"][[2, 4], 1] = 0
     folder = recorded.write(tmp_path / "run", SIZE, held=held)
     found = _simulated(folder)
-    assert "note: left out: 2 of 12 iterations, where a layer has no" in capsys.readouterr().out
-    rest = np.delete(np.arange(SIZE.num), [2, 7])
+    assert "note: left out: 2 of 6 iterations, where a layer has no" in capsys.readouterr().out
+    rest = np.delete(np.arange(SIZE.num), [2, 4])
     whole = {name: array[rest] for name, array in held.items()}
     right = _simulated(recorded.write(tmp_path / "right", SIZE, held=whole))
     assert found["outcomes"] == right["outcomes"]
@@ -177,7 +177,7 @@ def test_the_page_gives_the_reason_why_it_has_no_times(tmp_path: Path) -> None:
     assert "some in every step and layer" in verdict["text"] and "--model" not in verdict["command"]
     verdict = _page(_observed(tmp_path / "bare", shape={}, speeds={}, memory={}))["verdict"]
     assert "the record holds no sizes or no speeds" in verdict["text"]
-    names = {"MODEL": "olmoe,experts=16,layers=3", "CLUSTER": "h100x8", "RANKS": "4", "MS": "9000"}
+    names = {"MODEL": "olmoe,experts=16,layers=2", "CLUSTER": "h100x8", "RANKS": "4", "MS": "9000"}
     command = verdict["command"].replace("model NAME", "model MODEL")
     command = command.replace("cluster NAME", "cluster CLUSTER").replace("ranks N", "ranks RANKS")
     words = [names.get(word, word) for word in shlex.split(command)]
@@ -197,8 +197,8 @@ def test_times_that_are_none_are_not_used(
     """By hand: of steps of 400 ms some are unknown; then all steps are unknown, or take no time."""
     times = 1.7e9 + 0.4 * np.arange(SIZE.num)
     gaps = times.copy()
-    gaps[3] = np.nan
-    gaps[8] = np.inf
+    gaps[2] = np.nan
+    gaps[5] = np.inf
     for name, time, right in (
         ("gaps", gaps, 400.0),
         ("none", np.full_like(times, np.nan), None),
@@ -229,3 +229,15 @@ def test_commands_name_folders_as_a_shell_reads_them(
     held = recorded.arrays(SIZE)
     words = shlex.split(_page(recorded.write(folder, SIZE, held=held))["verdict"]["command"])
     assert main([word.replace("STOCK_RUN", name) for word in words[1:]]) == 0
+
+
+def test_memory_of_weights_in_fp32(tmp_path: Path) -> None:
+    """By hand: 4 bytes of weights and of gradients, 8 of Adam's state, for each parameter."""
+    wide = {**recorded.SHAPE, "expert_bytes": 4 * recorded.SHAPE["token_flops"] / 2}
+    _, stock, way = _simulated(_observed(tmp_path / "run", shape=wide))["outcomes"]
+    parameters = recorded.SHAPE["token_flops"] / 2 * SIZE.layers * SIZE.experts / SIZE.ranks
+    names = ("weights", "grads", "optimizer")
+    found = [stock["memory"][name] / parameters for name in names]
+    assert found == pytest.approx([4, 4, 8], rel=1e-3)
+    of_replica = recorded.SHAPE["token_flops"] / 2 * SIZE.layers
+    assert way["memory"]["replica_weights"] / of_replica == pytest.approx(4, rel=1e-3)
