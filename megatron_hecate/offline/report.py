@@ -107,19 +107,20 @@ def _summary(found: dict[str, Any]) -> list[str]:
 
 def _write_page(found: dict[str, Any], out: Path) -> None:
     """Write the page with its data to ``out``."""
-    page = (PAGE / "page.html").read_text()
+    page = (PAGE / "page.html").read_text("utf-8")
     for name in PARTS:
-        page = page.replace(f"/*{name}*/", (PAGE / name).read_text())
+        page = page.replace(f"/*{name}*/", (PAGE / name).read_text("utf-8"))
     found = {**found, "columns": COLUMNS}
     # "<" is escaped so that no name in the data can close the script element.
     data = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    out.write_text(page.replace("/*data*/", data))
+    # Whatever the locale: the page declares this encoding.
+    out.write_text(page.replace("/*data*/", data), "utf-8")
 
 
 def _export(found: dict[str, Any], path: Path) -> None:
     """Write figures to ``path``: of layers as CSV, or all but the pictures as JSON."""
     if path.suffix == ".csv":
-        path.write_text(as_csv(found))
+        path.write_text(as_csv(found), "utf-8")
         return
     pictures = ("loads", "spread", "hot")
     kept = {name: value for name, value in found.items() if name not in pictures}

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -241,3 +244,18 @@ def test_memory_of_weights_in_fp32(tmp_path: Path) -> None:
     assert found == pytest.approx([4, 4, 8], rel=1e-3)
     of_replica = recorded.SHAPE["token_flops"] / 2 * SIZE.layers
     assert way["memory"]["replica_weights"] / of_replica == pytest.approx(4, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_page_of_a_machine_without_utf_8(tmp_path: Path) -> None:
+    """Oracle: the page as it is written with UTF-8."""
+    held = recorded.arrays(SIZE)
+    folder = recorded.write(tmp_path / "run", SIZE, held=held)
+    page = folder / "report.html"
+    command = [sys.executable, "-m", "megatron_hecate", "report", str(folder)]
+    pages = []
+    for encoding in ("1", "0"):
+        settings = {"PYTHONUTF8": encoding, "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+        subprocess.run(command, env={**os.environ, **settings}, timeout=120, check=True)
+        pages.append(page.read_bytes())
+    assert pages[0] == pages[1]
