@@ -117,7 +117,11 @@ def read_loads(
 def _read(path: Path, num_experts: int | None, stages: int | None) -> np.ndarray:
     """Read ``path`` by its kind; formats without sources get an axis of length 1."""
     if path.is_dir():
-        return read_any(path, num_experts=num_experts, stages=stages).load[:, :, None]
+        load = read_any(path, num_experts=num_experts, stages=stages).load
+        # The reader pads experts to a multiple of the files' ranks.
+        if num_experts and not load[..., num_experts:].any():
+            load = load[..., :num_experts]
+        return load[:, :, None]
     if path.suffix == ".json":
         domains = next(iter(json.loads(path.read_text())["counts"].values()))
         total = np.sum([list(layers.values()) for layers in domains.values()], axis=0)
