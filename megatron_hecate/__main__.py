@@ -22,6 +22,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -87,7 +89,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     name, arguments = _find(words)
     if name is None:
         return launcher.main(words, commands=tuple(COMMANDS))
-    return COMMANDS[name].load().main(arguments)
+    if name == "run":
+        # A script handles its own pipes.
+        return launcher.main(arguments)
+    try:
+        status = COMMANDS[name].load().main(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # A pager or `head` has read enough. Python would flush once more at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
 
 
 def overview() -> str:

@@ -68,7 +68,7 @@ def test_overview_and_version(run) -> None:
     ("command", "option"),
     {
         "check": "--settings FILE",
-        "report": "--stages",
+        "report": "--export",
         "what-if": "--step-ms",
         "measure": "FILE",
         "run": "--moe-fssdp-slots N",
@@ -78,7 +78,7 @@ def test_every_command_has_its_own_help(run, command: str, option: str) -> None:
     status, out, _ = run(command, "--help")
     assert status == 0 and option in out
     assert out.splitlines()[0].replace("_", "-").count(f"megatron-hecate {command}") == 1
-    for other in ("--settings", "--stages", "--step-ms", "--moe-fssdp-slots"):
+    for other in ("--settings", "--export", "--step-ms", "--moe-fssdp-slots"):
         assert (other in out) == option.startswith(other)
     if command != "run":
         assert run(f"--{command}", "--help") == (0, out, ""), "the older form is the same"
@@ -209,3 +209,20 @@ def test_ranks_other_than_0_print_one_line(run, monkeypatch) -> None:
     monkeypatch.setitem(os.environ, "RANK", "1")
     message = "megatron-hecate run: error; see the message of rank 0 (this is rank 1)\n"
     assert run("reprt") == (2, "", message)
+
+
+@pytest.mark.parametrize("command", ["check --settings {0}", "report {1}"])
+def test_a_reader_that_has_read_enough(
+    command: str, folder: Path, tmp_path: Path, monkeypatch, capfd
+) -> None:
+    """Oracle: what a shell reports of a program that writes to a closed pipe, 128 + SIGPIPE."""
+    settings = tmp_path / "job.json"
+    settings.write_text('{"num_moe_experts": 8, "expert_model_parallel_size": 2}')
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert main(command.format(settings, folder).split()) == 141
+    assert "no report" not in capfd.readouterr().err
+    if "report" in command:
+        assert (folder / "report.html").exists()

@@ -65,20 +65,26 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--export {flags.export}: the name must end with .csv or .json")
     folder = flags.run_dirs[-1]
     out = flags.out or folder / "report.html"
+    lines: list[str] = []
+    obstacle = ""
     try:
         if (merged := trace.merge(folder)) is not None:
-            print(f"The trace of all ranks is {merged}: open it in ui.perfetto.dev.")
+            lines.append(f"The trace of all ranks is {merged}: open it in ui.perfetto.dev.")
         runs = [Run.read(one, stages=flags.stages, show_progress=True) for one in flags.run_dirs]
         found = content(runs[-1], runs[0] if len(runs) > 1 else None)
         _write_page(found, out)
         if flags.export is not None:
             _export(found, flags.export)
-        print("\n".join(_summary(found)))
-        print(f"The page is {out} ({out.stat().st_size / 1e6:.1f} MB).")
+        lines += _summary(found)
+        lines.append(f"The page is {out} ({out.stat().st_size / 1e6:.1f} MB).")
     except (ValueError, OSError) as error:
-        print(f"no report: {error}", file=sys.stderr)
-        return 1
-    return 0
+        obstacle = f"no report: {error}"
+    # Not in the `try`: a closed pipe does not mean that there is no page.
+    if lines:
+        print("\n".join(lines))
+    if obstacle:
+        print(obstacle, file=sys.stderr)
+    return int(bool(obstacle))
 
 
 def write(folder: Path, out: Path, stages: int | None = None) -> list[str]:
