@@ -175,4 +175,3 @@ class ModelledRun:
     def won_of_layers(self) -> np.ndarray:
         """Time that FSSDP won back in each layer, net of the cost of replicas, [T, L]."""
         return self.lost_of_layers - sum(self.layers_ms(self.after)) - self.figures.price_ms
-

@@ -98,9 +98,7 @@ def test_an_obstacle_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "(--ranks, --ep, --microbatches):\n" in text
 
 
-def test_seq_of_a_recorded_model_is_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_seq_of_a_recorded_model_is_used(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Oracle: the record, which has 25,000 tokens of a rank per microbatch."""
     folder = _observed(tmp_path / "run")
     _simulated(folder, "--seq", "2500")
@@ -196,9 +194,7 @@ def test_a_single_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -
         assert ("note: there is a single step" in capsys.readouterr().out) is right
 
 
-def test_times_that_are_none_are_not_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_times_that_are_none_are_not_used(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """By hand: of steps of 400 ms some are unknown; then all steps are unknown, or take no time."""
     times = 1.7e9 + 0.4 * np.arange(SIZE.num)
     gaps = times.copy()
