@@ -69,19 +69,24 @@ class Comparison:
 
 
 def compare(
-    flags: argparse.Namespace, run: RecordedRun | None, *, show_progress: bool = False
+    flags: argparse.Namespace,
+    run: RecordedRun | None,
+    *,
+    made: tuple[JobSettings, SimulatedJob] | None = None,
+    show_progress: bool = False,
 ) -> Comparison:
     """Simulate all ways of the command line.
 
     Args:
         flags: parsed command line of `what_if`.
         run: record of the job; ``None`` for other traces.
+        made: result of `make_job` with the same arguments; ``None``: built here.
         show_progress: whether to draw a progress bar on standard error.
 
     Raises:
         ValueError: if the arguments and the loads do not fit, with the way out.
     """
-    settings, job = make_job(flags, run)
+    settings, job = made or make_job(flags, run)
     most = job.model.experts - job.model.experts // job.world.num_ranks
     ways = _asked_ways(flags, run, most)
     how = dict(processes=flags.processes, show_progress=show_progress)

@@ -5,13 +5,11 @@ Letters in shapes: T iterations, L layers.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from functools import cached_property
 
 import numpy as np
 
-from megatron_hecate.offline.comparison import make_job
 from megatron_hecate.offline.layer_work import Work, work_of_ranks
 from megatron_hecate.offline.outcome import PARTS
 from megatron_hecate.offline.recorded_run import RecordedRun
@@ -39,20 +37,14 @@ class ModelledRun:
     timing: Timing
 
     @classmethod
-    def of(cls, run: RecordedRun, flags: argparse.Namespace) -> ModelledRun | None:
-        """Model a run; ``None`` if the record has no sizes or no speeds.
+    def of(cls, run: RecordedRun, job: SimulatedJob) -> ModelledRun:
+        """Model a run.
 
         Args:
-            run: record of the run.
-            flags: command line of `what_if` with the folder of the run alone.
-
-        Raises:
-            ValueError: for a layer without tokens, or a layout that cannot be simulated.
+            run: record of the run, with sizes and speeds.
+            job: job that `what_if` builds from the record alone.
         """
         figures = run.figures
-        if run.model is None or run.cluster is None or figures.costs is None:
-            return None
-        _, job = make_job(flags, run)
         found = cls(figures=figures, job=job, shape=figures.costs.shape, timing=job.timing)
         if figures.observed or not figures.step_ms > 0:
             return found

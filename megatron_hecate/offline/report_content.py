@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_hecate.device.compile import CompileError
-from megatron_hecate.offline.comparison import Comparison, compare
+from megatron_hecate.offline.comparison import Comparison, compare, make_job
 from megatron_hecate.offline.megatron_files import read_any
 from megatron_hecate.offline.modelled_run import ModelledRun
 from megatron_hecate.offline.recorded_run import RecordedRun
@@ -90,12 +90,13 @@ class Run:
         modelled = None
         found = None
         obstacle = ""
+        if run.model is None or run.cluster is None:
+            return cls(folder=folder, figures=figures, modelled=None, found=None, obstacle=NO_SIZES)
         try:
-            modelled = ModelledRun.of(run, flags)
-            if modelled is None:
-                obstacle = NO_SIZES
-            elif figures.observed:
-                found = compare(flags, run, show_progress=show_progress)
+            made = make_job(flags, run)
+            modelled = ModelledRun.of(run, made[1])
+            if figures.observed:
+                found = compare(flags, run, made=made, show_progress=show_progress)
         except (ValueError, CompileError) as error:
             # A machine without a compiler, or a layout that cannot be simulated.
             obstacle = str(error)
