@@ -11,7 +11,7 @@ from pathlib import Path
 
 from megatron_hecate.offline.comparison import Comparison
 from megatron_hecate.offline.modelled_run import ModelledRun
-from megatron_hecate.offline.outcome import EXPERT_COMPUTE
+from megatron_hecate.offline.outcome import EXPERT_COMPUTE, Outcome
 from megatron_hecate.offline.recommendation import expert_range, flags_of, share_range
 from megatron_hecate.plan.replicas import BALANCED
 from megatron_hecate.record.analysis import Figures
@@ -74,15 +74,7 @@ def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = 
             command=what_if,
             purpose=f"Try other layouts ({LAYOUT}):",
         )
-    gain = 1 - way.seconds / found.stock.seconds
-    if found.settings.step_ms is None:
-        low, high = share_range(gain, found.error)
-    elif found.settings.measured:
-        low, high = gain, gain
-    else:
-        compute = way.parts[EXPERT_COMPUTE] / found.stock.seconds
-        low, high = expert_range(gain, compute)
-    share = f"{100 * low:.1f} to {100 * high:.1f} % of a step"
+    share = _share_of_step(found, way)
     if advice.verdict == "yes":
         return Verdict(
             kind="won",
@@ -109,6 +101,19 @@ def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = 
         command=what_if,
         purpose=f"Try other layouts ({LAYOUT}):",
     )
+
+
+def _share_of_step(found: Comparison, way: Outcome) -> str:
+    """Format the range of the share of a stock step that ``way`` saves."""
+    gain = 1 - way.seconds / found.stock.seconds
+    if found.settings.step_ms is None:
+        low, high = share_range(gain, found.error)
+    elif found.settings.measured:
+        low, high = gain, gain
+    else:
+        compute = way.parts[EXPERT_COMPUTE] / found.stock.seconds
+        low, high = expert_range(gain, compute)
+    return f"{100 * low:.1f} to {100 * high:.1f} % of a step"
 
 
 def _no_verdict(obstacle: str, *, command: str, purpose: str) -> Verdict:
