@@ -61,7 +61,7 @@ def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = 
             purpose = "Name the model and the machine:"
         return _no_verdict(obstacle, command=command, purpose=purpose)
     advice = found.advice
-    reason = f"As --what-if: {advice.text}."
+    reason = f"As what-if says: {advice.text}."
     way = advice.considered
     if way is None:
         text = "Do not switch FSSDP on: the experts do not fit into a rank's memory."
@@ -84,7 +84,7 @@ def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = 
                 f"torchrun ... -m megatron_hecate --moe-fssdp {flags_of(way)} "
                 f"--moe-fssdp-record {shlex.quote(f'{folder}-fssdp')} SCRIPT ..."
             ),
-            purpose="Train with it, and compare with --report:",
+            purpose="Train with it, then compare both records with megatron-hecate report:",
         )
     if advice.verdict == "unknown":
         return Verdict(
