@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -57,7 +58,13 @@ def main(argv: Sequence[str]) -> int:
     path = parser.parse_args(argv).file
     if int(os.environ.get("WORLD_SIZE", "1")) < 2:
         parser.error(FEW_RANKS)
-    measure(path)
+    try:
+        measure(path)
+    except ValueError as error:
+        # All ranks have the same problem.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"not measured: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

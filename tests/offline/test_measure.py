@@ -38,6 +38,27 @@ def test_a_path_that_cannot_be_written_ends_all_ranks(tmp_path: Path) -> None:
     assert f"cannot write {tmp_path}" in str(end.value) or dist.get_rank() == 1
 
 
+@ranks(3)
+def test_nodes_with_different_numbers_of_ranks(tmp_path: Path) -> None:
+    """By hand: two ranks on one node, one on the other. Rank 0 has the message, and no traceback."""
+    import contextlib
+    import io
+    import os
+    import socket
+
+    import torch.distributed as dist
+
+    from megatron_hecate.offline import measure
+
+    rank = dist.get_rank()
+    os.environ |= {"WORLD_SIZE": "3", "RANK": str(rank)}
+    socket.gethostname = lambda: "node" + "aab"[rank]
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        assert measure.main([str(tmp_path / "speeds.json")]) == 2
+    right = "not measured: measuring needs the same number of ranks on every node, got [1, 2]\n"
+    assert told.getvalue() == (right if rank == 0 else "")
+
+
 @pytest.mark.fast
 def test_one_process_is_told_what_to_do() -> None:
     command = [sys.executable, "-m", "megatron_hecate", "measure", "speeds.json"]
