@@ -126,7 +126,7 @@ class P2P:
                     messages.send(tensor.detach().contiguous().view(-1), rank)
             sizes = [tensor.numel() for tensor in homes[0]]
             for slot, rank in plan.receives:
-                for part in slots[slot].split(sizes):
+                for part in slots[slot].split_with_sizes(sizes):
                     messages.receive(part, rank)
             messages.start()
             yield

@@ -46,5 +46,6 @@ class ChunkLayout:
 
     def views(self, chunk: Tensor) -> list[Tensor]:
         """Return the parameters in one ``chunk`` [elements], as views."""
-        parts = chunk.split(self.sizes)
+        # `Tensor.split` runs Python around this method
+        parts = chunk.split_with_sizes(self.sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
