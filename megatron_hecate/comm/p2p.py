@@ -245,8 +245,7 @@ class _Messages:
     def _add(
         self, op: Callable[..., dist.Work | None], what: str, tensor: Tensor, rank: int
     ) -> None:
-        peer = dist.get_global_rank(self._group, rank)
-        self._ops.append(dist.P2POp(op, tensor, peer, self._group, self._tag))
+        self._ops.append(dist.P2POp(op, tensor, group=self._group, tag=self._tag, group_peer=rank))
         self._peers.append((what, rank, tensor.nbytes))
 
     def start(self) -> None:

@@ -151,8 +151,7 @@ def test_rounds_of_messages_are_posted_in_the_same_order(
         return [SimpleNamespace(wait=lambda: gpu.do("waits for messages"))]
 
     monkeypatch.setattr(dist, "batch_isend_irecv", post)
-    monkeypatch.setattr(dist, "get_global_rank", lambda group, rank: rank)
-    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, *_: SimpleNamespace(tensor=tensor))
+    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, **_: SimpleNamespace(tensor=tensor))
 
     class _Group:  # can be a key of weak dictionaries, as process groups can
         rank, size, group_name = staticmethod(lambda: 0), staticmethod(lambda: 7), "seven"
