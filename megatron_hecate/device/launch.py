@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self._device = device
-        self._library = _load_for_gpu(device) if self.on_gpu else _load_for_host()
+        self._functions = _load_for_gpu(device) if self.on_gpu else _load_for_host()
 
     @property
     def most_shared_bytes(self) -> int:
@@ -52,12 +53,12 @@ class Kernels:
             threads: threads per block.
             shared_bytes: dynamic shared memory per block, at most `most_shared_bytes`.
         """
+        function = self._functions[name]
         if not self.on_gpu:
-            getattr(self._library, name)(*arguments)
+            function(*arguments)
             return
         self._ensure_context()
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        function = self.function(name)
         if shared_bytes > SHARED_BYTES:
             _ensure_shared_bytes(function, shared_bytes, self._index)
         driver.launch(
@@ -71,9 +72,7 @@ class Kernels:
 
     def function(self, name: str) -> Any:
         """Return the kernel ``name``: a driver handle on a GPU, a `ctypes` function on the host."""
-        if self.on_gpu:
-            return _function(self._library, name)
-        return getattr(self._library, name)
+        return self._functions[name]
 
     @property
     def _index(self) -> int:
@@ -85,24 +84,33 @@ class Kernels:
         driver.ensure_context(self._index)
 
 
-@functools.cache
-def _load_for_host() -> ctypes.CDLL:
-    return ctypes.CDLL(str(host_library()))
+class _Functions(dict[str, Any]):
+    """Functions of a library by name, each looked up once."""
+
+    def __init__(self, look_up: Callable[[str], Any]) -> None:
+        super().__init__()
+        self._look_up = look_up
+
+    def __missing__(self, name: str) -> Any:
+        function = self[name] = self._look_up(name)
+        return function
 
 
 @functools.cache
-def _load_for_gpu(device: torch.device) -> int:
+def _load_for_host() -> _Functions:
+    library = ctypes.CDLL(str(host_library()))
+    return _Functions(functools.partial(getattr, library))
+
+
+@functools.cache
+def _load_for_gpu(device: torch.device) -> _Functions:
     torch.cuda.init()
     binary = cubin(torch.cuda.get_device_capability(device))
     try:
-        return driver.load_library(binary)
+        library = driver.load_library(binary)
     except driver.DriverError as error:
         raise RuntimeError(explain_unloadable(error)) from error
-
-
-@functools.cache
-def _function(library: int, name: str) -> int:
-    return driver.kernel(library, name)
+    return _Functions(functools.partial(driver.kernel, library))
 
 
 # limit of dynamic shared memory in bytes, by kernel and device

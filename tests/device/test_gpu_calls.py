@@ -74,8 +74,8 @@ def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=0x10)
     )
-    monkeypatch.setattr(launch, "_load_for_gpu", lambda device: 0x30)
-    monkeypatch.setattr(launch, "_function", lambda library, name: 0x20)
+    functions = launch._Functions(lambda name: 0x20)
+    monkeypatch.setattr(launch, "_load_for_gpu", lambda device: functions)
     items = np.zeros(2, program.COPY)
     items["dst"], items["src"], items["bytes"] = (0x1000, 0x2000), (0x3000, 0x4000), 16
     _gpu_of(monkeypatch, (9, 0), 132)

@@ -403,12 +403,13 @@ class _HostKernels:
 
     on_gpu = False
 
-    class _library:  # noqa: N801
-        @staticmethod
-        def double_floats(source: Any, target: Any, count: Any) -> None:
-            floats = ctypes.POINTER(ctypes.c_float)
-            for i in range(count.value):
-                ctypes.cast(target, floats)[i] = 2 * ctypes.cast(source, floats)[i]
+    @staticmethod
+    def double_floats(source: Any, target: Any, count: Any) -> None:
+        floats = ctypes.POINTER(ctypes.c_float)
+        for i in range(count.value):
+            ctypes.cast(target, floats)[i] = 2 * ctypes.cast(source, floats)[i]
+
+    _functions = {"double_floats": double_floats}
 
 
 def _double(source: Any, target: Any) -> None:
