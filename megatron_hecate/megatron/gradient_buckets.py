@@ -29,7 +29,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from megatron_hecate.device.direct_apply import apply_directly
+from megatron_hecate.device.direct_apply import direct_apply
 
 
 class ReductionPoint:
@@ -58,7 +58,7 @@ class ReductionPoint:
         self.awaited += 1
         if self._by_hand:
             return hidden
-        return apply_directly(_Point, self, hidden)
+        return _put_point(self, hidden)
 
     def reach(self) -> None:
         """Start the reductions that wait for this point only."""
@@ -79,6 +79,9 @@ class _Point(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         ctx.point.reach()
         return None, grad
+
+
+_put_point = direct_apply(_Point)
 
 
 class _Order:

@@ -33,7 +33,7 @@ from torch.nn import Parameter
 
 from megatron_hecate import trace
 from megatron_hecate.comm.transport import TransferPlan
-from megatron_hecate.device.direct_apply import apply_directly
+from megatron_hecate.device.direct_apply import direct_apply
 from megatron_hecate.replicas.buffers import Buffer
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
 
@@ -74,7 +74,7 @@ class PendingGradients:
             node to `BoundWeights.join`.
         """
         pending = cls(homes, layout)
-        token = apply_directly(_Homes, pending._complete_taken, *chain.from_iterable(homes))
+        token = _join_homes(pending._complete_taken, *chain.from_iterable(homes))
         return pending, token
 
     def take(self, grads: list[Tensor | None]) -> None:
@@ -287,9 +287,7 @@ class BoundWeights:
             The experts' input and their weights, a flat list.
         """
         carried = [self.weights[at] for at in self._passed]
-        hidden, *passed = apply_directly(
-            _Experts, partial(self._take, take), carried, token, hidden
-        )
+        hidden, *passed = _join_experts(partial(self._take, take), carried, token, hidden)
         if not passed:
             return hidden, self.weights
         weights = list(self.weights)
@@ -333,6 +331,9 @@ class _Homes(torch.autograd.Function):
         return (None, *complete())
 
 
+_join_homes = direct_apply(_Homes)
+
+
 class _Experts(torch.autograd.Function):
     """Node of the experts' input and of the weights whose gradients autograd carries.
 
@@ -362,3 +363,6 @@ class _Experts(torch.autograd.Function):
         # The gradient of the token must be defined: autograd runs nodes with undefined gradients in
         # the thread that called it, and at once.
         return None, None, torch.empty(0, device=ctx.device), grad
+
+
+_join_experts = direct_apply(_Experts)

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import TransferPlan
-from megatron_hecate.device.direct_apply import apply_directly
+from megatron_hecate.device.direct_apply import direct_apply
 from megatron_hecate.plan import Placement
 from megatron_hecate.replicas.autograd import BoundWeights, PendingGradients
 from megatron_hecate.replicas.slots import ReplicaSlots
@@ -216,7 +216,7 @@ class Replicas:
             # The experts and everything before are frozen: no backward follows.
             self._finish()
             return output
-        return apply_directly(_ExpertsOutput, self._prepare_backward, output)
+        return _attach(self._prepare_backward, output)
 
     def _finish(self) -> None:
         self._passes_left -= 1
@@ -332,3 +332,6 @@ class _ExpertsOutput(torch.autograd.Function):
         ctx.before_backward = None
         before_backward()
         return None, grad
+
+
+_attach = direct_apply(_ExpertsOutput)

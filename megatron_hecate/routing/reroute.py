@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hecate.device.direct_apply import apply_directly
+from megatron_hecate.device.direct_apply import direct_apply
 from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.routing.quotas import QuotaTables
@@ -103,9 +103,7 @@ def reroute(
         raise ValueError(
             f"routing probabilities are {probs.dtype}; FSSDP takes {', '.join(map(str, BITS))}"
         )
-    return apply_directly(
-        _Reroute, probs, counted, tables, parts, TINY[probs.dtype] if never_zero else 0
-    )
+    return _reroute(probs, counted, tables, parts, TINY[probs.dtype] if never_zero else 0)
 
 
 class _Reroute(torch.autograd.Function):
@@ -148,6 +146,9 @@ class _Reroute(torch.autograd.Function):
         name = f"fssdp_reroute_gradient_{BITS[grad.dtype]}"
         ctx.kernels.launch(name, *arguments, *_at(into), blocks=blocks, threads=THREADS)
         return into, None, None, None, None
+
+
+_reroute = direct_apply(_Reroute)
 
 
 def _arrivals(device: torch.device) -> Tensor:
