@@ -43,8 +43,9 @@ class QuotaTables:
         needed = shape.shared_bytes(THREADS)
         self._shared_bytes = needed if needed <= kernels.most_shared_bytes else 0
         self.placed: Placement | None = None
+        self._loads_shape = (len(shape.source_rank), shape.num_experts)
         # index of each source in the group's order
-        self._places: dict[int, int] = {}
+        self._places = np.argsort(shape.order).tolist()
         # the last placement without replicas, and its `parts`
         self._homes: tuple[Placement, Tensor] | None = None
 
@@ -85,27 +86,25 @@ class QuotaTables:
             range within the tokens for its expert, each holder's physical expert, and the index of
             each expert's first holder.
         """
-        shape = self.shape
-        assert (
-            loads.shape == (len(shape.source_rank), shape.num_experts)
-            and loads.dtype == torch.int32
-        ), loads.shape
+        assert loads.shape == self._loads_shape and loads.dtype == torch.int32, loads.shape
         shared = self._shared_bytes
         # working arrays in global memory, for tables that do not fit into shared memory and for
         # counts above 32 bits
         work = torch.empty(self._work_size, dtype=torch.int64, device=self.device)
         parts = torch.empty(self._parts_size, dtype=torch.int32, device=self.device)
-        own = self._places.get(source)
-        if own is None:
-            own = self._places[source] = int(np.flatnonzero(shape.order == source)[0])
-        at = [*self.at, ctypes.c_void_p(loads.data_ptr()), ctypes.c_void_p(work.data_ptr())]
-        places = (
-            ctypes.c_int(own),
-            ctypes.c_int(shape.source_rank[source]),
+        self.kernels.launch(
+            "fssdp_quotas",
+            *self.at,
+            ctypes.c_void_p(loads.data_ptr()),
+            ctypes.c_void_p(work.data_ptr()),
+            ctypes.c_uint(shared),
+            ctypes.c_int(self._places[source]),
+            ctypes.c_int(self.shape.source_rank[source]),
             ctypes.c_void_p(parts.data_ptr()),
+            blocks=1,
+            threads=THREADS,
+            shared_bytes=shared,
         )
-        how = {"blocks": 1, "threads": THREADS, "shared_bytes": shared}
-        self.kernels.launch("fssdp_quotas", *at, ctypes.c_uint(shared), *places, **how)
         return parts
 
 

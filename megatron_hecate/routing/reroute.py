@@ -6,9 +6,9 @@ the second's. The kernels are in ``kernels/reroute.cuh``.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
+from ctypes import c_uint, c_ulonglong, c_void_p
 from typing import Any
 
 import torch
@@ -69,10 +69,19 @@ class CountedTokens:
         tiles = max(1, -(-num_tokens // tile))
         before = routing_map.new_empty((tiles, num_experts), dtype=torch.int32)
         loads = routing_map.new_empty(num_experts, dtype=torch.int32)
-        numbers = [ctypes.c_uint(number) for number in (num_tokens, tile, num_experts)]
-        sums = ctypes.c_void_p(None if total is None else total.data_ptr())
-        memory = [*_at(routing_map, before, loads), sums, *_at(_arrivals(routing_map.device))]
-        kernels.launch("fssdp_count", *numbers, *memory, blocks=tiles, threads=THREADS)
+        kernels.launch(
+            "fssdp_count",
+            c_uint(num_tokens),
+            c_uint(tile),
+            c_uint(num_experts),
+            c_void_p(routing_map.data_ptr()),
+            c_void_p(before.data_ptr()),
+            c_void_p(loads.data_ptr()),
+            c_void_p(None if total is None else total.data_ptr()),
+            c_void_p(_arrivals(routing_map.device).data_ptr()),
+            blocks=tiles,
+            threads=THREADS,
+        )
         return cls(routing_map, before, loads, tile)
 
 
@@ -118,33 +127,51 @@ class _Reroute(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         shape = (probs.shape[0], tables.shape.num_physical)
         routing_map = counted.routing_map
-        physical = (routing_map.new_empty(shape), probs.new_empty(shape))
-        arguments = [ctypes.c_uint(shape[0]), ctypes.c_uint(counted.tile)]
-        arguments += [*tables.at, *_at(counted.before, parts, routing_map, probs.contiguous())]
-        arguments += [ctypes.c_ulonglong(least), *_at(*physical)]
-        blocks = counted.before.shape[0] * -(-shape[1] // THREADS)
+        physical_map = routing_map.new_empty(shape)
+        physical_probs = probs.new_empty(shape)
+        # kept until the launch
+        probs = probs.contiguous()
         tables.kernels.launch(
-            f"fssdp_reroute_{BITS[probs.dtype]}", *arguments, blocks=blocks, threads=THREADS
+            f"fssdp_reroute_{BITS[probs.dtype]}",
+            c_uint(shape[0]),
+            c_uint(counted.tile),
+            *tables.at,
+            c_void_p(counted.before.data_ptr()),
+            c_void_p(parts.data_ptr()),
+            c_void_p(routing_map.data_ptr()),
+            c_void_p(probs.data_ptr()),
+            c_ulonglong(least),
+            c_void_p(physical_map.data_ptr()),
+            c_void_p(physical_probs.data_ptr()),
+            blocks=counted.before.shape[0] * -(-shape[1] // THREADS),
+            threads=THREADS,
         )
-        ctx.mark_non_differentiable(physical[0])
+        ctx.mark_non_differentiable(physical_map)
         ctx.save_for_backward(routing_map, counted.before, parts)
         ctx.kernels, ctx.tile = tables.kernels, counted.tile
-        return physical
+        return physical_map, physical_probs
 
     @staticmethod
     def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         routing_map, before, parts = ctx.saved_tensors
         num_tokens, num_experts = routing_map.shape
         into = torch.empty(routing_map.shape, dtype=grad.dtype, device=grad.device)
-        arguments = [
-            ctypes.c_uint(number) for number in (num_tokens, ctx.tile, num_experts, grad.shape[1])
-        ]
-        arguments += _at(before, parts, routing_map, grad)
-        # strides, because Megatron's gradient is column-major
-        arguments += [ctypes.c_ulonglong(stride) for stride in grad.stride()]
-        blocks = before.shape[0] * -(-num_experts // THREADS)
-        name = f"fssdp_reroute_gradient_{BITS[grad.dtype]}"
-        ctx.kernels.launch(name, *arguments, *_at(into), blocks=blocks, threads=THREADS)
+        ctx.kernels.launch(
+            f"fssdp_reroute_gradient_{BITS[grad.dtype]}",
+            c_uint(num_tokens),
+            c_uint(ctx.tile),
+            c_uint(num_experts),
+            c_uint(grad.shape[1]),
+            c_void_p(before.data_ptr()),
+            c_void_p(parts.data_ptr()),
+            c_void_p(routing_map.data_ptr()),
+            c_void_p(grad.data_ptr()),
+            # strides, because Megatron's gradient is column-major
+            *map(c_ulonglong, grad.stride()),
+            c_void_p(into.data_ptr()),
+            blocks=before.shape[0] * -(-num_experts // THREADS),
+            threads=THREADS,
+        )
         return into, None, None, None, None
 
 
@@ -169,7 +196,3 @@ def _arrivals(device: torch.device) -> Tensor:
 def _arrivals_on(device: torch.device, stream: int) -> Tensor:
     with lasting_tensors():
         return torch.zeros(1, dtype=torch.int32, device=device)
-
-
-def _at(*tensors: Tensor) -> list[ctypes.c_void_p]:
-    return [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]

@@ -35,6 +35,8 @@ class Rerouter:
         # all ranks whose tokens reach these experts; with expert tensor parallelism, several per
         # rank of the FSSDP group
         self.sources: dist.ProcessGroup = dispatcher.tp_ep_group
+        # index of this rank among them
+        self._source = self.sources.rank()
         self._source_rank = [n // dispatcher.tp_size for n in range(self.sources.size())]
         self._world, self._label, self._timeout = world, label, timeout
         config = dispatcher.config
@@ -114,7 +116,7 @@ class Rerouter:
             The results of `routing.reroute`.
         """
         assert self._tables is not None, "place was not called"
-        parts = self._tables.parts(loads, self.sources.rank())
+        parts = self._tables.parts(loads, self._source)
         # A backend that chooses by probability would replace a chosen expert of probability zero by
         # any physical expert, even an empty slot.
         return reroute(counted, probs, self._tables, parts, never_zero=self._by_probability)
