@@ -87,6 +87,7 @@ class FSSDPLayer:
         replicas = self.prefetcher.materialize(state.index, purpose)
         state.running = ForwardPass(purpose, replicas, state.joined_homes, trace.is_on())
         state.parts.experts.running = state.running
+        state.is_begun = True
         state.joined_homes = None
         if replicas is not None or state.always_physical:
             state.place(replicas)
@@ -168,11 +169,12 @@ class FSSDPLayer:
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
-        # a recomputation begins here if Megatron's graphs hold the router
-        self.begin()
+        if not state.is_begun:
+            # a recomputation begins here if Megatron's graphs hold the router
+            self.begin()
         running = state.running
         # from here on, the next call of `begin` begins another forward
-        running.is_dispatched = True
+        state.is_begun = False
         if running.purpose is Forward.MICROBATCH:
             loads = None if running.is_counted else self.token_dispatcher.expert_loads
             self.prefetcher.dispatched(state.index, loads, running.replicas)
@@ -229,7 +231,8 @@ class GraphedBlock:
         return super()._forward_attention(*args, **kwargs)
 
     def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
-        self.mlp.fssdp.break_off()
+        if self.mlp.fssdp.is_begun:
+            self.mlp.fssdp.break_off()
         args, kwargs = self._before_attention(args, kwargs)
         self.mlp.begin()
         self.mlp.fssdp.running.is_replayed = True

@@ -51,7 +51,6 @@ class ForwardPass:
         joined_homes: pending gradients and the token that autograd sees, if homes were joined to
             their replicas before the attention.
         is_traced: whether spans are recorded.
-        is_dispatched: whether its tokens have been sent to their experts.
         is_replayed: whether a graph holds parts of the forward, which began before the attention.
         is_counted: whether the load monitor's sums include its tokens.
         num_tokens: rows of the experts' input, one per token and chosen expert.
@@ -61,7 +60,6 @@ class ForwardPass:
     replicas: Replicas | None
     joined_homes: tuple[PendingGradients, Tensor] | None
     is_traced: bool
-    is_dispatched: bool = False
     is_replayed: bool = False
     is_counted: bool = False
     num_tokens: int = 0

@@ -6,7 +6,7 @@ import enum
 import itertools
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,9 +30,8 @@ def name_of_layer(layer: Module) -> str:
     return f"{prefix}layer {layer.layer_number}"
 
 
-def captures_graph() -> bool:
-    """Whether CUDA graphs are captured or warmed up, by Megatron or TE; nothing trains then."""
-    return cuda_graphs.is_graph_capturing()
+# Whether CUDA graphs are captured or warmed up, by Megatron or TE; nothing trains then.
+captures_graph: Callable[[], bool] = cuda_graphs.is_graph_capturing
 
 
 class Forward(enum.Enum):

@@ -80,6 +80,8 @@ class LayerState:
         # The running iteration, or the last one.
         self.current = LayerIteration(placement=self.homes, planned=self.homes)
         self.running: ForwardPass | None = None
+        # True if the running forward has its replicas and has not dispatched its tokens.
+        self.is_begun = False
         # Homes of the next forward, joined before the attention in front of the layer.
         self.joined_homes: tuple[PendingGradients, Tensor] | None = None
         self._slots: ReplicaSlots | None = None
@@ -99,15 +101,10 @@ class LayerState:
         # Megatron's schedules preserve the order.
         self._in_flight: deque[Replicas | None] = deque()
 
-    @property
-    def is_begun(self) -> bool:
-        """True if the running forward has its replicas and has not dispatched its tokens."""
-        return self.running is not None and not self.running.is_dispatched
-
     def break_off(self) -> None:
-        """Forget an aborted forward, which has not dispatched its tokens."""
-        if self.is_begun:
-            self.running = None
+        """Forget a begun forward, which was aborted."""
+        self.running = None
+        self.is_begun = False
 
     def drop_prepared(self) -> None:
         """Drop replicas prepared for an aborted forward, because weights may have changed since."""
@@ -344,4 +341,5 @@ class LayerState:
         self.parts.experts.drop_delayed()
         self.parts.layer.experts.unsettled = None
         self.current = LayerIteration(self.current.placement, self.current.planned)
-        self.joined_homes = self.running = None
+        self.joined_homes = None
+        self.break_off()

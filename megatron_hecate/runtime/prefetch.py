@@ -94,8 +94,7 @@ class Prefetcher:
         """Fetch the first replicas of a model chunk: from here on its weights do not change."""
         self.gradients = torch.is_grad_enabled()
         # A recomputed forward, or a schedule's call of one layer, ends without `end_chunk`.
-        for state in self.states:
-            state.break_off()
+        self._break_off()
         training = chunk.training and self.gradients and torch._C._current_graph_task_id() == -1
         if not training or chunk_index not in self.chunk_of:
             return
@@ -113,8 +112,12 @@ class Prefetcher:
     def end_chunk(self, *_: Any) -> None:
         """End the forward of a model chunk, complete or aborted."""
         self.gradients = None
+        self._break_off()
+
+    def _break_off(self) -> None:
         for state in self.states:
-            state.break_off()
+            if state.is_begun:
+                state.break_off()
 
     def before_attention(self, index: int, purpose: Forward) -> None:
         """Fetch replicas before the attention in front of layer ``index``."""
