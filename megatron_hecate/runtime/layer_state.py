@@ -228,7 +228,7 @@ class LayerState:
                 would not fetch.
         """
         # Nothing was fetched, or every forward fetches.
-        if self.plan is None or self.config.lifetime == "microbatch":
+        if self.current.plan is None or self.config.lifetime == "microbatch":
             return False
         versions = self._versions()
         if versions == self._fetched_versions:

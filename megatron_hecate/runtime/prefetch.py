@@ -132,7 +132,7 @@ class Prefetcher:
             if self.gradients is None and index == self.chunk_of.index(self.chunk_of[index]):
                 self._enter_chunk(self.chunk_of[index])
             if self.tracker.enter(index):
-                self.meter.attention(index, next(state.parts.layer.experts.parameters()).device)
+                self.meter.attention(index, state.parts.experts.homes()[0][0].device)
             self._prepare_from(index)
             if state.current.replicas is None:
                 state.joined_homes = None
@@ -266,9 +266,7 @@ class Prefetcher:
     def _prepare_from(self, index: int) -> None:
         """Begin to fetch missing replicas of layer ``index`` and of the next layers."""
         state = self.states[index]
-        begins = self._needs_fetch(state)
-        self._prepare(state)
-        if not begins and state.keeps_replicas:
+        if not self._prepare(state) and state.keeps_replicas:
             return
         if gathers_params(state.parts.layer.experts):
             # Waiting for the next layers' homes, still being gathered, would stall this layer.
@@ -278,10 +276,14 @@ class Prefetcher:
             if self.chunk_of[following.index] == self.chunk_of[index]:
                 self._prepare(following)
 
-    def _prepare(self, state: LayerState) -> None:
-        """Begin to fetch the replicas of the layer's next microbatch."""
+    def _prepare(self, state: LayerState) -> bool:
+        """Begin to fetch the replicas of the layer's next microbatch.
+
+        Returns:
+            False if they have been fetched before.
+        """
         if state.current.is_prepared:
-            return
+            return False
         if state.config.slots:
             # Collective: at the same point on all ranks, with or without replicas.
             finish_gathers(state.parts.layer.experts, self._following[state.index])
@@ -289,7 +291,7 @@ class Prefetcher:
         current = state.current
         current.is_prepared = True
         if not self._needs_fetch(state):
-            return
+            return False
         is_first = current.fetched_weights is None
         if is_first or self._weights_may_differ(state):
             current.fetched_weights = self._weights_of[self.chunk_of[state.index]]
@@ -297,11 +299,12 @@ class Prefetcher:
         if state.keeps_replicas and not is_first:
             if current.replicas is not None and current.plan is not None:
                 current.replicas.refresh(current.plan)
-            return
+            return True
         current.expects_late = (
             state.config.late_replicas > 0 and not self.routes.are_known[state.index]
         )
         current.replicas = None if current.plan is None else self._fetch(state)
+        return True
 
     def _needs_fetch(self, state: LayerState) -> bool:
         """Return whether the layer's next forward needs weights that have not been fetched yet."""
