@@ -346,6 +346,8 @@ def add(what: str, layer: str, begin: float) -> None:
 
     For spans that are not a block of code.
     """
+    if _recorder is None and _exporter is None:
+        return
     for recorder in _recorders(what):
         with _lock:
             recorder.add(what, layer, begin, time.perf_counter())

@@ -177,8 +177,11 @@ class DataParallel:
         ddp = self._ddp(chunk)
         if ddp is None:
             return None
-        groups = ddp.bucket_groups + ddp.expert_parallel_bucket_groups
-        return all(group.is_last_microbatch for group in groups)
+        # no generator, because every layer asks in every backward
+        for group in ddp.bucket_groups + ddp.expert_parallel_bucket_groups:
+            if not group.is_last_microbatch:
+                return False
+        return True
 
     def schedule_call(self, chunk: int) -> int | None:
         """Identify the schedule's call that runs the current forward of ``chunk``.
