@@ -93,13 +93,14 @@ class LayerShape:
         """Return the seconds that fetching one replica takes, over the group's slowest link."""
         return world.slowest_link.seconds(self.expert_bytes)
 
-    def copy_cost(self, world: World, *, hidden: float = 0.0) -> CopyCost:
+    def copy_cost(self, world: World, *, hidden: float = 0.0, scatters: bool = True) -> CopyCost:
         """Return the cost of this layer's replicas per iteration.
 
         Args:
             world: links, cores and nodes.
             hidden: fetches per rank that hide behind the compute before the layer, each of
                 `fetch_seconds`; may be fractional. Returns have an equal window in the backward.
+            scatters: see `CopyCost`.
         """
         token = self.token_seconds(world)
 
@@ -117,4 +118,5 @@ class LayerShape:
             contention=world.speeds.contention,
             routing=world.speeds.routing * self.microbatches / token,
             crossing=TOKEN_TRIPS * self.token_bytes / world.slowest_link.bandwidth / token,
+            scatters=scatters,
         )

@@ -161,7 +161,7 @@ class World:
     def num_ranks(self) -> int:
         return len(self.node)
 
-    @property
+    @cached_property
     def num_nodes(self) -> int:
         return len(set(self.node))
 

@@ -169,9 +169,7 @@ class LayerState:
         # Measured times differ from run to run, so deterministic mode does without.
         if degree is None and not self.parts.layer.config.deterministic_mode:
             hidden = meter.degree(shape.fetch_seconds(self.world))
-        cost = dataclasses.replace(
-            shape.copy_cost(self.world, hidden=hidden), scatters=self.transport.scatters
-        )
+        cost = shape.copy_cost(self.world, hidden=hidden, scatters=self.transport.scatters)
         if degree is not None:
             # The given number of fetches is hidden, and is the upper bound.
             cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
