@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferPlan, chunks_in
+from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.job import under_way
 from megatron_hecate.job.collectives import TransferError
 
@@ -52,6 +53,8 @@ class P2P:
         self.timeout = timeout
         self._can_time = can_time
         self._staging = torch.empty(0, dtype=torch.uint8)
+        # Chunks of the staging buffer by number, elements and data type.
+        self._staged: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         self._returning: Transfer | None = None
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
@@ -87,12 +90,14 @@ class P2P:
         """Allocate [size] uint8 anywhere on ``device``, and the staging buffer."""
         # The old staging buffer is freed before the new one is allocated.
         self._returning = None
+        self._staged.clear()
         self._staging = torch.empty(0)
         self._staging = torch.empty(self.extra_bytes(layers), dtype=torch.uint8, device=device)
         return torch.empty(size, dtype=torch.uint8, device=device)
 
     def release(self) -> None:
         self._returning = None
+        self._staged.clear()
         self._staging = self._staging.new_empty(0)
 
     def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
@@ -180,7 +185,7 @@ class P2P:
         elements = slots[0].numel()
         dtype = slots[0].dtype
         at_once = _arriving(elements, dtype)
-        *staged, total = chunks_in(self._staging, at_once + 1, elements, dtype)
+        *staged, total = self._chunks_of_staging(at_once + 1, elements, dtype)
         rounds = 1 + max([(len(sends) - 1) // at_once, *(turn // at_once for turn in plan.turns)])
         last_in_background = rounds - 1 if total.is_cuda else 0
         for index in range(rounds):
@@ -206,6 +211,14 @@ class P2P:
                     total += chunk
                 if at + 1 == len(sends) or sends[at + 1][0] != home:
                     homes.add(home, total)
+
+    def _chunks_of_staging(self, count: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return chunks of the staging buffer, made once for all returns of layers of one size."""
+        key = (count, elements, dtype)
+        if key not in self._staged:
+            with lasting_tensors():
+                self._staged[key] = chunks_in(self._staging, *key)
+        return self._staged[key]
 
     def next_tag(self) -> int:
         """Return the tag of a new transfer of the group, the same on all ranks.

@@ -101,6 +101,8 @@ class Buffer:
 
     def __init__(self, memory: Tensor) -> None:
         self._memory = memory
+        # Results of `chunks` and `weights` by slots, elements and data type.
+        self._chunks: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         # Owner of the content (a transfer plan), compared by identity.
         self.holds: Any = None
         # The transfer in flight that fills or empties the buffer.
@@ -115,12 +117,23 @@ class Buffer:
         self._zeroed: torch.cuda.Event | None = None
 
     def chunks(self, layer: LayerBuffer, dtype: torch.dtype) -> list[Tensor]:
-        """Return new tensors over the buffer's memory, [elements] for each slot of ``layer``."""
-        return chunks_in(self._memory, layer.slots, layer.elements, dtype)
+        """Return tensors over the buffer's memory, [elements] for each slot of ``layer``."""
+        return self._made_once(layer.slots, layer.elements, dtype)
 
     def weights(self, layer: LayerBuffer) -> list[Tensor]:
-        """Return new tensors over the buffer's memory for each slot's weights, as transferred."""
+        """Return tensors over the buffer's memory for each slot's weights, to transfer them."""
+        return self._made_once(layer.slots, *layer.weights)
+
+    def new_weights(self, layer: LayerBuffer) -> list[Tensor]:
+        """Return tensors like `weights` that autograd may save: no transfer writes them."""
         return chunks_in(self._memory, layer.slots, *layer.weights)
+
+    def _made_once(self, slots: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
+        key = (slots, elements, dtype)
+        if key not in self._chunks:
+            with lasting_tensors():
+                self._chunks[key] = chunks_in(self._memory, *key)
+        return self._chunks[key]
 
     def wait(self) -> None:
         """Wait for the transfer that uses this memory, if there is one."""
@@ -140,6 +153,7 @@ class Buffer:
     def release(self) -> None:
         """Drop references to the memory; a transfer in flight keeps it until the transfer ends."""
         self.bound.clear()
+        self._chunks.clear()
         self._memory = self._memory.new_empty(0)
         self._to_zero = ()
         self.holds = self.transfer = self.abandon = None

@@ -100,7 +100,11 @@ class Replicas:
         slots.experts.wait_for_values()
         timed = self._meter is not None and self._meter.times_copies
         self.buffer.transfer = slots.pool.transport.fetch(
-            plan, slots.experts.stored(), self._weights(), label=self.label, timed=timed
+            plan,
+            slots.experts.stored(),
+            self.buffer.weights(slots.sizes),
+            label=self.label,
+            timed=timed,
         )
         if self._meter is not None and timed:
             self._meter.follow(self.buffer.transfer, max(len(plan.sends), len(plan.receives)))
@@ -142,9 +146,6 @@ class Replicas:
                 "--moe-fssdp-lifetime layer, which fetches replicas again"
             )
         self.buffer.wait()
-
-    def _weights(self) -> list[Tensor]:
-        return self.buffer.weights(self.slots.sizes)
 
     def _grads(self) -> list[Tensor]:
         """Return the gradient accumulators, [elements] per slot."""
@@ -197,7 +198,7 @@ class Replicas:
         bound = BoundWeights(
             self.plan,
             slots.experts.homes(),
-            [slots.experts.weights_in(chunk) for chunk in self._weights()],
+            [slots.experts.weights_in(chunk) for chunk in self.buffer.new_weights(slots.sizes)],
             layout=slots.experts.layout,
             grads=self._grads() if slots.experts.layout.fuses_any and slots.trained else None,
         )
