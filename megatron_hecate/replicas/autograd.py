@@ -244,14 +244,22 @@ class BoundWeights:
         grads: Sequence[Tensor] | None,
     ) -> None:
         self.plan = plan
-        self._layout = layout
-        self._homes = list(chain.from_iterable(homes))
-        self.trained = self._homes[0].requires_grad
+        own = list(chain.from_iterable(homes))
+        self.trained = own[0].requires_grad
         # A slot without a replica computes on zero tokens, so that all ranks run one graph: the
         # slot may hold any values.
         of_slots = [part.detach() for part in chain.from_iterable(replicas)]
-        self.weights = [p.detach() for p in self._homes] + of_slots
+        self.weights = [p.detach() for p in own] + of_slots
         parts = len(layout.shapes)
+        self._num_homes = len(homes)
+        self._num_weights = len(self.weights)
+        # Homes' weights in `weights` by parameter, for parameters of fused GEMMs, each with the
+        # first home's.
+        self._fused = [
+            (slice(part, len(own), parts), own[part])
+            for part, is_fused in enumerate(layout.fused)
+            if is_fused
+        ]
         fused = layout.fused * (len(homes) + len(replicas))
         # Indices of the weights whose gradients pass through autograd.
         self._passed: list[int] = []
@@ -264,13 +272,14 @@ class BoundWeights:
             return
         self._passed = [at for at, is_fused in enumerate(fused) if not is_fused]
         # A fused grouped GEMM needs a gradient for every weight.
-        of_grads = chain.from_iterable(map(layout.views, grads or ()))
-        main_grads = [*(getattr(p, "main_grad", None) for p in self._homes), *of_grads]
+        main_grads = [getattr(p, "main_grad", None) for p in own]
+        main_grads += chain.from_iterable(map(layout.views, grads or ()))
         for weight, main_grad, is_fused in zip(
             self.weights, main_grads, fused, strict=grads is not None
         ):
             if is_fused:
-                weight.requires_grad_().main_grad = main_grad
+                weight.requires_grad = True
+                weight.main_grad = main_grad
 
     def join(
         self, hidden: Tensor, token: Tensor, take: Callable[[list[Tensor | None]], None]
@@ -298,20 +307,15 @@ class BoundWeights:
     def _take(
         self, take: Callable[[list[Tensor | None]], None], passed: Sequence[Tensor | None]
     ) -> None:
-        grads: list[Tensor | None] = [None] * len(self.weights)
+        grads: list[Tensor | None] = [None] * self._num_weights
         for at, grad in zip(self._passed, passed, strict=True):
             grads[at] = grad
-        parts = len(self._layout.shapes)
-        num_homes = len(self._homes)
-        for part, is_fused in enumerate(self._layout.fused):
-            if is_fused:
-                # A home may be quantized; its gradient is not.
-                home = self._homes[part]
-                placeholder = torch.empty(home.shape, dtype=home.dtype, device=home.device)
-                # One view per home: autograd steals a gradient to which it has the only reference,
-                # and copies any other.
-                views = placeholder.expand(num_homes // parts, *home.shape).unbind()
-                grads[part:num_homes:parts] = views
+        for of_homes, home in self._fused:
+            # A home may be quantized; its gradient is not.
+            placeholder = torch.empty(home.shape, dtype=home.dtype, device=home.device)
+            # One view per home: autograd steals a gradient to which it has the only reference,
+            # and copies any other.
+            grads[of_homes] = placeholder.expand(self._num_homes, *home.shape).unbind()
         take(grads)
 
 
@@ -348,7 +352,7 @@ class _Experts(torch.autograd.Function):
         ctx.device = token.device
         # A weight without a gradient then gives None instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
-        return (hidden.view_as(hidden), *(weight.view_as(weight) for weight in weights))
+        return (hidden.view_as(hidden), *[weight.view_as(weight) for weight in weights])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
