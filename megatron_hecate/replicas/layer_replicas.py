@@ -65,6 +65,7 @@ class Replicas:
         self.plan = plan
         self._meter = meter
         self.buffer = slots.pool.weights(slots.index, label=slots.label)
+        self._grad_buffer = slots.pool.grads(slots.index)
         self._trained = slots.trained
         # Backward passes whose gradients wait on this rank.
         self.unreturned = 0
@@ -156,7 +157,7 @@ class Replicas:
             dtype = getattr(home, "main_grad", home).dtype
         else:
             dtype = slots.sizes.grad_dtype
-        return slots.pool.grads(slots.index).chunks(slots.sizes, dtype)
+        return self._grad_buffer.chunks(slots.sizes, dtype)
 
     def join(
         self, hidden: Tensor, joined_homes: tuple[PendingGradients, Tensor] | None = None
@@ -175,7 +176,7 @@ class Replicas:
             parameter.
         """
         self.start()
-        self.wait()
+        self.buffer.wait()
         self.computed = True
         bound = self._bound()
         if not (bound.trained and torch.is_grad_enabled()):
@@ -210,14 +211,13 @@ class Replicas:
 
     def computed_by(self, output: Tensor) -> Tensor:
         """Attach a node to ``output`` that prepares replicas and gradients for the backward."""
-        if not torch.is_grad_enabled():
-            # The forward is recomputed later, or has no backward.
-            return output
-        if not output.requires_grad:
+        if output.requires_grad:
+            return _attach(self._prepare_backward, output)
+        if torch.is_grad_enabled():
             # The experts and everything before are frozen: no backward follows.
             self._finish()
-            return output
-        return _attach(self._prepare_backward, output)
+        # Else the forward is recomputed later, or has no backward.
+        return output
 
     def _finish(self) -> None:
         self._passes_left -= 1
@@ -235,9 +235,7 @@ class Replicas:
             # No gradient marks the end of the experts' backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         elif not self.unreturned:
-            self.slots.pool.grads(self.slots.index).begin_sums(
-                from_zero=self.slots.experts.layout.fuses_any
-            )
+            self._grad_buffer.begin_sums(from_zero=self.slots.experts.layout.fuses_any)
 
     def _take_gradients(self, pending: PendingGradients, grads: list[Tensor | None]) -> None:
         """Take one microbatch's gradients of all weights, or queue delayed gradients."""
@@ -291,7 +289,7 @@ class Replicas:
 
     def _return_gradients(self, pending: PendingGradients, summed: list[Tensor]) -> None:
         self.unreturned = 0
-        buffer = self.slots.pool.grads(self.slots.index)
+        buffer = self._grad_buffer
         chunks = buffer.chunks(self.slots.sizes, self.slots.sizes.grad_dtype)
         if summed[0].dtype is not chunks[0].dtype:
             # bf16 sums grow to fp32 in the same memory: convert the last slot first.
