@@ -70,7 +70,8 @@ class Position:
     events: str | None = None
     # The last autograd graph task for which the end of the backward was queued.
     _backward: int = -1
-    _hooks: dict[str, Callable[[Any], None]] = dataclasses.field(default_factory=dict)  # by layer
+    # For each layer, the hook that records its backward.
+    _hooks: dict[str, Callable[[Any], None]] = dataclasses.field(default_factory=dict)
 
     def reach(self, place: str) -> None:
         """Record that the training thread has reached ``place``."""
@@ -86,14 +87,19 @@ class Position:
             args: positional arguments of ``exchange``.
             kwargs: keyword arguments of ``exchange``.
         """
-        self.reach(layer)
+        # Inlined calls: this runs twice per layer and microbatch.
+        self.place = layer
+        self.steps += 1
         exchanged = exchange(*args, **kwargs)
+        if layer not in self._hooks:
+            self._hooks[layer] = self._make_hook(layer)
         outputs = exchanged if isinstance(exchanged, tuple) else (exchanged,)
         # Each output has an exchange of its own in the backward. One hook suffices: autograd runs
         # nodes that were made later first, so the exchange of the last output begins first.
         for tensor in reversed(outputs):
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._hooks.get(layer) or self._make_hook(layer))
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                # A hook of the tensor runs at the same time and costs more.
+                tensor.grad_fn.register_prehook(self._hooks[layer])
                 break
         return exchanged
 
@@ -109,7 +115,6 @@ class Position:
                 self._backward = backward
                 torch.autograd.Variable._execution_engine.queue_callback(self._reach_end)
 
-        self._hooks[layer] = reach_backward
         return reach_backward
 
     def _reach_end(self) -> None:
