@@ -74,6 +74,8 @@ class PhysicalExperts:
         self.delayed: Delayed | None = None
         if self.grouped is not None and self.grouped.delays_wgrad:
             self.delayed = deque()
+        # gradients of the last `backward_dw` that are not complete
+        self.unsettled: PendingGradients | None = None
         # a fused GEMM writes weights' gradients only; biases go through autograd
         fused = [
             "weight" in name and _fuses_wgrad(linear)
@@ -220,14 +222,12 @@ class FSSDPExperts:
 
     Attributes:
         physical: homes and replicas of the layer.
-        unsettled: gradients of the last `backward_dw` that are not complete.
         reduction_point: point of the backward at which reductions of experts' gradients start.
         restore_homes: callback that moves experts back to their original ranks; ``None`` without
             rehoming.
     """
 
     physical: PhysicalExperts
-    unsettled: PendingGradients | None
     reduction_point: ReductionPoint
     restore_homes: Callable[[], None] | None
 
@@ -253,7 +253,7 @@ class FSSDPExperts:
             if physical.computes_with is not None:
                 physical.compute_with(None)
             # the counts of empty slots follow the counts of homes
-            if tokens_per_expert.numel() > physical.num_homes:
+            if tokens_per_expert.shape[0] > physical.num_homes:
                 tokens_per_expert = tokens_per_expert[: physical.num_homes]
             return super().forward(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
         if physical.twin.training != self.training:
@@ -290,15 +290,15 @@ class FSSDPExperts:
             return
         self.settle()
         carried, take = self.physical.delayed.popleft()
-        self.unsettled = take(self.physical.compute_delayed(carried))
+        self.physical.unsettled = take(self.physical.compute_delayed(carried))
         if not self.config.delay_wgrad_compute:
             # without the setting, the layer does not call `settle` after the attention's backward
             self.settle()
 
     def settle(self) -> None:
         """Complete the homes' gradients of the last `backward_dw`, unless autograd will."""
-        pending = self.unsettled
-        self.unsettled = None
+        pending = self.physical.unsettled
+        self.physical.unsettled = None
         if pending is not None and pending.settle():
             self.physical.grouped.run_gradient_hooks()
 

@@ -337,7 +337,7 @@ class LayerState:
         self._kept = deque(self.plans)
         self.plans = []
         self.parts.experts.drop_delayed()
-        self.parts.layer.experts.unsettled = None
+        self.parts.experts.unsettled = None
         self.current = LayerIteration(self.current.placement, self.current.planned)
         self.joined_homes = None
         self.break_off()
