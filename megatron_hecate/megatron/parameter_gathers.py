@@ -47,8 +47,8 @@ from torch.nn import Module
 
 def gathers_params(module: Module) -> bool:
     """Whether DDP gathers the parameters of ``module`` in the background."""
-    # DDP has a hook on every module
-    return bool(_ddp_hooks(module))
+    # DDP has a hook on every module; most modules have no hooks
+    return bool(module._forward_pre_hooks) and bool(_ddp_hooks(module))
 
 
 def wait_for_params(module: Module) -> None:
@@ -113,7 +113,6 @@ def _ddp_of(hook: Callable) -> Any:
 
 def _ddp_hooks(module: Module) -> list[Callable]:
     """List DDP's forward pre-hooks of ``module``."""
-    if not (hooks := module._forward_pre_hooks):
-        return []
+    hooks = module._forward_pre_hooks.values()
     name = "DistributedDataParallel._make_forward_pre_hook"
-    return [hook for hook in hooks.values() if name in getattr(hook, "__qualname__", "")]
+    return [hook for hook in hooks if name in getattr(hook, "__qualname__", "")]

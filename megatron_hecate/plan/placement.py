@@ -155,7 +155,7 @@ class Placement:
         """Placement with the same homes and no replicas."""
         return self.with_replicas(())
 
-    @property
+    @cached_property
     def num_experts(self) -> int:
         return len(self.home)
 

@@ -25,7 +25,7 @@ class ChunkLayout:
     fused: tuple[bool, ...]
     uniform: bool = False
 
-    @property
+    @cached_property
     def elements(self) -> int:
         return sum(self.sizes)
 

@@ -70,11 +70,13 @@ class LayerParts:
             dtype: dtype to which the parameters will be cast; ``None``: their current dtype.
         """
         home = self.experts.homes()[0]
-        elements = sum(p.numel() for p in home)
         stored = StoredWeights(home)
-        stored_bytes = stored.nbytes if stored.quantized else 0
         return LayerBuffer(
-            slots, elements, dtype or home[0].dtype, self.experts.num_homes, stored_bytes
+            slots,
+            self.experts.layout.elements,
+            dtype or home[0].dtype,
+            self.experts.num_homes,
+            stored.nbytes if stored.quantized else 0,
         )
 
     def shape(self, lifetime: str, *, microbatches: int, in_schedule: bool) -> LayerShape:

@@ -107,10 +107,8 @@ class LayerState:
         self.is_begun = False
 
     def drop_prepared(self) -> None:
-        """Drop replicas prepared for an aborted forward, because weights may have changed since."""
+        """Drop prepared replicas of an aborted forward, because weights may have changed since."""
         current = self.current
-        if not current.is_prepared:
-            return
         current.is_prepared = False
         if not self.keeps_replicas and current.replicas is not None:
             # No microbatch computes with the replicas.

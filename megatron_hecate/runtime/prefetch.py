@@ -51,11 +51,13 @@ class Prefetcher:
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self.states = states
         self.chunk_of = chunk_of
-        # For each layer, the experts of the next layer in the same chunk.
+        # For each layer, its experts, and the experts of the next layer in the same chunk. Stored,
+        # because lookups of submodules are slow.
+        self._experts: list[Module] = [state.parts.layer.experts for state in states]
         self._following: list[Module | None] = [None] * len(states)
         for index in range(1, len(states)):
             if chunk_of[index - 1] == chunk_of[index]:
-                self._following[index - 1] = states[index].parts.layer.experts
+                self._following[index - 1] = self._experts[index]
         # Expected tokens of the running iteration, [L, E].
         self.forecast: np.ndarray | None = None
         self.routes = KnownRoutes(states, chunk_of)
@@ -102,7 +104,7 @@ class Prefetcher:
             self._buffer_pool()
         first = self.chunk_of.index(chunk_index)
         self._enter_chunk(chunk_index)
-        experts = self.states[first].parts.layer.experts
+        experts = self._experts[first]
         if not gathers_params(experts):
             self.tracker.comes_to(first)
             self._prepare_from(first)
@@ -251,7 +253,8 @@ class Prefetcher:
         for state, its_chunk in zip(self.states, self.chunk_of, strict=True):
             if its_chunk == chunk:
                 state.in_schedule = call is not None
-                state.drop_prepared()
+                if state.current.is_prepared:
+                    state.drop_prepared()
         has_ddp = data_parallel is not None and data_parallel.wants_gradients(chunk) is not None
         if has_ddp or self.tracker.has_seen_optimizer or chunk != self.chunk_of[0]:
             return
@@ -268,7 +271,7 @@ class Prefetcher:
         state = self.states[index]
         if not self._prepare(state) and state.keeps_replicas:
             return
-        if gathers_params(state.parts.layer.experts):
+        if gathers_params(self._experts[index]):
             # Waiting for the next layers' homes, still being gathered, would stall this layer.
             return
         last = index + LIFETIMES[state.config.lifetime].ahead
@@ -286,7 +289,7 @@ class Prefetcher:
             return False
         if state.config.slots:
             # Collective: at the same point on all ranks, with or without replicas.
-            finish_gathers(state.parts.layer.experts, self._following[state.index])
+            finish_gathers(self._experts[state.index], self._following[state.index])
         self._planner.plan_from(state.index, self.forecast)
         current = state.current
         current.is_prepared = True
