@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 import weakref
 from collections import Counter
@@ -265,21 +264,25 @@ class _Messages:
         """Post all messages."""
         self._started = time.monotonic()
         if self._ops:
-            with self._peer_named(lambda: 0):
+            try:
                 self._works = dist.batch_isend_irecv(self._ops)
+            except RuntimeError as error:
+                raise self._failure(0, error) from error
             if self._ops[0].tensor.is_cuda:
                 under_way.note(self._works, self._describe())
 
     def finish(self) -> None:
         """Wait for all messages: on a GPU the current stream waits, else the host."""
         done = 0
-        with self._peer_named(lambda: done):
+        try:
             for work in self._works:
                 if self._ops[0].tensor.is_cuda:
                     work.wait()
                 else:
                     work.wait(timeout=timedelta(seconds=self._timeout))
                 done += 1
+        except RuntimeError as error:
+            raise self._failure(done, error) from error
 
     def _describe(self) -> str:
         """Describe the batch: layer, transfer, this rank, and the messages expected by peer."""
@@ -295,20 +298,21 @@ class _Messages:
         ranks = f"rank {self._group.rank()} of {self._group.size()}"
         return f"{self._name}, {ranks} expected to {', '.join(parts[:NAMED])}{more}"
 
-    @contextlib.contextmanager
-    def _peer_named(self, done: Callable[[], int]) -> Iterator[None]:
-        """Raise TransferError that names the failed message's peer, for a RuntimeError inside."""
-        try:
-            yield
-        except RuntimeError as error:
-            what, peer, size = self._peers[min(done(), len(self._peers) - 1)]
-            seconds = time.monotonic() - self._started
-            raise TransferError(
-                f"{self._name} failed on rank {self._group.rank()} of {self._group.size()} after "
-                f"{seconds:.1f} s (timeout {self._timeout:g} s), waiting to {what} rank {peer} "
-                f"({size} bytes): expected {len(self._peers)} messages, {done()} were seen. "
-                f"Rank {peer} died, hangs, or did not take part. Cause: {error}"
-            ) from error
+    def _failure(self, done: int, error: RuntimeError) -> TransferError:
+        """Return an error that names the peer of the failed message.
+
+        Args:
+            done: number of messages that were complete before.
+            error: error of torch.
+        """
+        what, peer, size = self._peers[min(done, len(self._peers) - 1)]
+        seconds = time.monotonic() - self._started
+        return TransferError(
+            f"{self._name} failed on rank {self._group.rank()} of {self._group.size()} after "
+            f"{seconds:.1f} s (timeout {self._timeout:g} s), waiting to {what} rank {peer} "
+            f"({size} bytes): expected {len(self._peers)} messages, {done} were seen. "
+            f"Rank {peer} died, hangs, or did not take part. Cause: {error}"
+        )
 
 
 def _arriving(elements: int, dtype: torch.dtype) -> int:
