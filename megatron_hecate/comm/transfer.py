@@ -51,7 +51,8 @@ class Transfer:
     ) -> None:
         self.what = what
         self.label = label
-        self.ended: Future[None] = Future()  # done when the thread of the transfer ends, if any
+        # Done when the thread of the transfer ends; ``None`` without a thread.
+        self.ended: Future[None] | None = None
         self._steps = steps
         self._failed = False
         self._watch = watch
@@ -63,7 +64,7 @@ class Transfer:
             # The works of gloo do not report when they complete, so a transfer that is traced or
             # timed needs a thread that waits for them.
             elif after is not None or trace.follows_transfers() or watch is not None:
-                self._run_in_thread(after)
+                self.ended = self._run_in_thread(after)
                 trace.follow(what, label, over=self.ended.done)
             else:
                 next(steps, None)
@@ -87,11 +88,15 @@ class Transfer:
                 self._watch.mark("end")
             self._enqueued = stream.record_event()
 
-    def _run_in_thread(self, after: Future[None] | None) -> None:
-        """Run all steps in a daemon thread, for which `wait` then waits."""
+    def _run_in_thread(self, after: Future[None] | None) -> Future[None]:
+        """Run all steps in a daemon thread, for which `wait` then waits.
+
+        Returns:
+            A future that is done when the thread ends.
+        """
         # Captured before `_steps` is replaced below, which may be earlier than the thread's start.
         steps = self._steps
-        ended = self.ended
+        ended: Future[None] = Future()
         watch = self._watch
 
         def run() -> None:
@@ -114,6 +119,7 @@ class Transfer:
 
         self._steps = join()
         threading.Thread(target=run, name=f"{self.what} {self.label}", daemon=True).start()
+        return ended
 
     @property
     def timed(self) -> bool:

@@ -256,7 +256,7 @@ class NVLink:
         """Start a transfer; on CPU ranks after the transfers started before."""
         device = self._memory_of_peers().device
         transfer = Transfer(steps, device, what=what, label=label, watch=watch, after=self._ended)
-        if device.type != "cuda":
+        if transfer.ended is not None:
             self._ended = transfer.ended
         return transfer
 
