@@ -83,6 +83,12 @@ class TransferPlan:
         rows = zip(*(field.tolist() for field in fields), strict=True)
         return cls(rank, tuple(map(Copy._make, rows)))
 
+    def renewed(self) -> TransferPlan:
+        """Return an equal plan, with the properties that this plan has computed."""
+        plan = TransferPlan(self.rank, self.copies)
+        vars(plan).update(vars(self))
+        return plan
+
     def without(self, earlier: TransferPlan) -> TransferPlan:
         """Return the plan of the copies that ``earlier`` does not have: the late replicas."""
         known = set(earlier.copies)

@@ -5,7 +5,6 @@ The state makes no decisions about time: `prefetch` calls the state, never the r
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import operator
 import sys
@@ -250,7 +249,7 @@ class LayerState:
         """
         self._fetched_versions = self._versions()
         if self.current.plan is not None:
-            self.current.plan = copy.copy(self.current.plan)
+            self.current.plan = self.current.plan.renewed()
 
     def move_homes(self, homes: Placement) -> None:
         """Change the experts' homes, between two iterations.
