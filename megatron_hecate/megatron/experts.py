@@ -19,7 +19,7 @@ from torch.nn import Module, ModuleList, Parameter
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.megatron.gradient_buckets import ReductionPoint
-from megatron_hecate.megatron.grouped_linear import NOTHING, GroupedExperts, copy_module
+from megatron_hecate.megatron.grouped_linear import GroupedExperts, copy_module
 from megatron_hecate.megatron.parameter_gathers import wait_for_params
 from megatron_hecate.megatron.stored_weights import StoredWeights
 from megatron_hecate.plan import LayerShape
@@ -76,6 +76,7 @@ class PhysicalExperts:
             self.delayed = deque()
         # gradients of the last `backward_dw` that are not complete
         self.unsettled: PendingGradients | None = None
+        self._has_operators = self.grouped is not None and self.grouped.has_operators
         # a fused GEMM writes weights' gradients only; biases go through autograd
         fused = [
             "weight" in name and _fuses_wgrad(linear)
@@ -84,7 +85,7 @@ class PhysicalExperts:
         self.layout = ChunkLayout(
             shapes=tuple(p.shape for p in self.homes()[0]),
             fused=tuple(fused),
-            uniform=self.grouped is not None and self.grouped.has_operators,
+            uniform=self._has_operators,
         )
 
     def _home_owners(self, experts: Module) -> list[list[tuple[Module, str]]]:
@@ -188,9 +189,8 @@ class PhysicalExperts:
         Every iteration has a plan object of its own, so that the quantized copies of the last
         iteration are dropped.
         """
-        if self.computes_with is not plan:
-            self.computes_with = plan
-            self.drop_quantized(0)
+        self.computes_with = plan
+        self.drop_quantized(0)
 
     def drop_quantized(self, first: int) -> None:
         """Drop the quantized weights that TransformerEngine keeps over microbatches.
@@ -207,14 +207,17 @@ class PhysicalExperts:
 
     def compute(self, weights: Sequence[Tensor], *inputs: Any, **kwargs: Any) -> Any:
         """Run the twin on ``inputs`` with ``weights`` of all physical experts, flat."""
-        with NOTHING if self.grouped is None else self.grouped.over(weights):
-            for (owner, name), weight in zip(self._places, weights, strict=True):
-                owner[name] = weight
-            try:
-                return self.twin(*inputs, **kwargs)
-            finally:
-                for owner, name in self._places:
-                    owner[name] = None
+        for (owner, name), weight in zip(self._places, weights, strict=True):
+            owner[name] = weight
+        try:
+            # not by ``__call__``: hooks of all modules have run for Megatron's module
+            if not self._has_operators:
+                return self.twin.forward(*inputs, **kwargs)
+            with self.grouped.over(weights):
+                return self.twin.forward(*inputs, **kwargs)
+        finally:
+            for owner, name in self._places:
+                owner[name] = None
 
 
 class FSSDPExperts:
@@ -261,7 +264,8 @@ class FSSDPExperts:
         replicas = running.replicas
         hidden_states, weights = replicas.join(hidden_states, running.joined_homes)
         running.joined_homes = None
-        physical.compute_with(replicas.plan)
+        if physical.computes_with is not replicas.plan:
+            physical.compute_with(replicas.plan)
         if self.config.fine_grained_activation_offloading:
             # Offloading skips parameters only, and weights of replicas are no parameters. The
             # second attribute has the name of megatron-core 0.16.

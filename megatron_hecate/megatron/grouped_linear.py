@@ -23,7 +23,6 @@ from torch.nn import Module, Parameter
 from megatron_hecate.settings import assumptions
 
 _LINEARS = ("linear_fc1", "linear_fc2")
-NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class GroupedExperts:
@@ -71,13 +70,12 @@ class GroupedExperts:
         return bool(getattr(self.twin, "_with_fused_impl", False))
 
     def over(self, weights: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the twin's operators, if any, have ``weights``.
+        """Return a context in which the twin's operators have ``weights``.
 
         Args:
             weights: weights of all physical experts, flat; each expert has one per name in `names`.
         """
-        if self._operators is None:
-            return NOTHING
+        assert self._operators is not None, "Megatron computes with modules"
         return self._operators.over(dict(zip(self._names_of_all, weights, strict=True)))
 
     @property
