@@ -48,17 +48,22 @@ class Left:
 
 def new_attempt(case: tiny_gpt.Case) -> None:
     """Destroy all process groups as Megatron's in-process restart does, and make new ones over a store of their own."""
-    num_microbatches_calculator.unset_num_microbatches_calculator()
-    parallel_state.destroy_global_memory_buffer()
-    parallel_state.destroy_model_parallel()
-    destroy_rerun_state_machine()
     rank, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
+    leave_attempt()
     store = Path(os.environ["TEST_FOLDER"]) / f"attempt{next(_number)}"
     dist.init_process_group(
         "gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     tiny_gpt.initialize(case)
+
+
+def leave_attempt() -> None:
+    """Destroy Megatron's state and all process groups as Megatron's in-process restart does."""
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    parallel_state.destroy_global_memory_buffer()
+    parallel_state.destroy_model_parallel()
+    destroy_rerun_state_machine()
+    dist.destroy_process_group()
 
 
 def left() -> Left:
