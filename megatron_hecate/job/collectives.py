@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.job import under_way
+from megatron_hecate.job import under_way, watchdog
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ def wait_collective(
 
     Raises:
         TransferError: when a rank dies or does not take part in time; names ``label`` and the ranks
-            of the group.
+            of the group, and after the timeout the ranks behind.
     """
     start = time.monotonic()
     try:
@@ -84,8 +84,13 @@ def wait_collective(
         else:
             work.wait(timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
-        after = f"{time.monotonic() - start:.1f} s (timeout {timeout:g} s)"
-        raise _failure(group, what=what, label=label, after=after, cause=error) from error
+        seconds = time.monotonic() - start
+        after = f"{seconds:.1f} s (timeout {timeout:g} s)"
+        failure = _failure(group, what=what, label=label, after=after, cause=error)
+        # The wait ends before the watchdog prints its line, which is due at the same time.
+        if seconds >= timeout and (stragglers := watchdog.name_stragglers()):
+            failure = TransferError(f"{failure} {stragglers}")
+        raise failure from error
 
 
 def gather_objects(value: T, group: dist.ProcessGroup, *, what: str, label: str) -> list[T]:

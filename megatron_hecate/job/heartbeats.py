@@ -116,6 +116,15 @@ def list_ranks_behind(before: Snapshot, now: Snapshot) -> list[int]:
     return [rank for _, rank, _ in _find_ranks_behind(before, now)]
 
 
+def name_silent(before: Snapshot, now: Snapshot) -> str:
+    """Describe the ranks that posted no heartbeat between two snapshots; empty if there is none."""
+    silent: list[str] = []
+    for rank, (previous, heartbeat) in enumerate(zip(before, now, strict=True)):
+        if heartbeat is not None and heartbeat.is_silent_since(previous):
+            silent.append(f"rank {rank} {heartbeat.describe(silent=True)}")
+    return "; ".join(silent[:NAMED])
+
+
 def _find_ranks_behind(before: Snapshot, now: Snapshot) -> list[tuple[float, int, str]]:
     """Return start of the stall, rank and description of the ranks behind, longest stall first."""
     furthest: dict[int, int] = {}
@@ -155,14 +164,19 @@ def _describe_lines(before: Snapshot, now: Snapshot) -> str:
 
 
 def running_line() -> str:
-    """Return the main thread's innermost source line outside of torch and the standard library."""
+    """Return the main thread's innermost source line that is no library's.
+
+    Lines of torch, the standard library and this folder are those in which a rank waits or writes
+    an error about it.
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         in_library = path.is_relative_to(Path(os.__file__).parent)
         # Installed packages lie below the folder of the standard library.
         of_python = in_library and "site-packages" not in path.parts
-        if not of_python and "torch" not in path.parts and path.is_absolute():
+        waits = of_python or "torch" in path.parts or path.parent == Path(__file__).parent
+        if not waits and path.is_absolute():
             return f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back
     return ""

@@ -26,12 +26,13 @@ from megatron_hecate.job import under_way
 from megatron_hecate.job.attempt import Attempt
 from megatron_hecate.job.events import Stall
 from megatron_hecate.job.heartbeats import (
-    NAMED,
     PREFIX,
     Heartbeat,
+    Snapshot,
     heartbeat_key,
     list_ranks_behind,
     name_ranks_behind,
+    name_silent,
     read_heartbeats,
     running_line,
 )
@@ -324,36 +325,38 @@ class Reporter(StoreThread):
 
 
 def name_silent_ranks() -> str:
-    """Name the ranks whose processes post no heartbeats any more. Takes seconds.
+    """Name the ranks whose processes post no heartbeats any more. Takes seconds."""
+    return _compare_heartbeats(name_silent) or "all ranks still live"
 
-    For an error after which training does not continue.
-    """
-    interval = SHORTEST_PAUSE
-    if _running is not None:
-        interval = _running.interval
-    pause = 2.5 * interval
+
+def name_stragglers() -> str:
+    """Name the ranks behind after a wait that timed out; may be empty. Takes seconds."""
+    return _compare_heartbeats(name_ranks_behind)
+
+
+def _compare_heartbeats(compare: Callable[[Snapshot, Snapshot], str]) -> str:
+    """Return the result of ``compare`` for two snapshots, or text about the store's failure."""
+    pause = 2.5 * (SHORTEST_PAUSE if _running is None else _running.interval)
     found: list[str] = []
+
+    def query_store() -> None:
+        found.append(_take_two_snapshots(pause, compare))
+
     # A store whose host is gone blocks for minutes, so a thread queries it.
-    query = threading.Thread(target=lambda: found.append(_silent_ranks(pause)), daemon=True)
+    query = threading.Thread(target=query_store, daemon=True)
     query.start()
     query.join(3 * pause)
     return found[0] if found else "the rendezvous store does not answer"
 
 
-def _silent_ranks(pause: float) -> str:
-    """Take two snapshots ``pause`` seconds apart, and name the ranks without a new heartbeat."""
+def _take_two_snapshots(pause: float, compare: Callable[[Snapshot, Snapshot], str]) -> str:
+    """Take two snapshots ``pause`` seconds apart; return the result of ``compare``."""
     # The store fails if the rank that hosts it has exited.
     with contextlib.suppress(RuntimeError, OSError):
         store = _clone_of_store()
-        size = dist.get_world_size()
-        before = read_heartbeats(store, size)
+        before = read_heartbeats(store, dist.get_world_size())
         time.sleep(pause)
-        now = read_heartbeats(store, size)
-        silent: list[str] = []
-        for rank, (previous, heartbeat) in enumerate(zip(before, now, strict=True)):
-            if heartbeat is not None and heartbeat.is_silent_since(previous):
-                silent.append(f"rank {rank} {heartbeat.describe(silent=True)}")
-        return "; ".join(silent[:NAMED]) or "all ranks still live"
+        return compare(before, read_heartbeats(store, len(before)))
     return "the rendezvous store has gone"
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -170,7 +171,7 @@ def test_a_peer_that_dies_in_training_is_named(when: str, message: str) -> None:
 
 @ranks(2)
 def test_a_peer_that_sleeps_in_training_is_named() -> None:
-    """In the exchange of loads, which is a collective of the group: the layer and the ranks are named, in time."""
+    """In the exchange of loads, which is a collective of the group: the layer, the ranks and the late one are named."""
     import tiny_gpt
     import torch.distributed as dist
 
@@ -181,14 +182,16 @@ def test_a_peer_that_sleeps_in_training_is_named() -> None:
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(timeout=2))
     assert run.replicas > 0
     if dist.get_rank() == 1:
-        tiny_gpt.moe_layers(run.chunks)[0].router.register_forward_hook(lambda *_: time.sleep(4))
+        tiny_gpt.moe_layers(run.chunks)[0].router.register_forward_hook(lambda *_: time.sleep(5))
     start = time.monotonic()
     with pytest.raises((TransferError, RuntimeError)) as error:
         run.step(2)
     if dist.get_rank() == 0:
-        assert time.monotonic() - start < 4
+        assert time.monotonic() - start < 5
         assert "layer 1: gathering the loads failed on rank 0 of 2" in str(error.value)
         assert "(timeout 2 s): expected all of ranks [0, 1]" in str(error.value)
+        late = r"Ranks are in (.*\(rank 0\); )?test_training_failures.py:\d+ <lambda> \(rank 1\)"
+        assert re.search(late, str(error.value)), str(error.value)
 
 
 @ranks(2)
