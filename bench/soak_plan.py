@@ -108,7 +108,7 @@ def _draw_events(draw: random.Random, *, iterations: int, ranks: int) -> tuple[E
     """Draw events in different iterations.
 
     No attempt is ended in the tenth of the run after its first half, so that long attempts exist,
-    too. "kill at start" waits for a start that another event causes, so it is due in the first half.
+    too. A "kill at start" waits for a start that another event causes, so it is due before.
     """
     free = list(range(4, iterations - 4, 2))
     draw.shuffle(free)
