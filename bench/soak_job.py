@@ -177,7 +177,7 @@ class Supervisor:
                 time.sleep(LOOK)
         finally:
             self._kill(ranks)
-        seconds = time.time() - first_end
+        seconds = time.time() - (first_end or time.time())
         self._follow(job.start)
         orphans = self.end_sessions(pids)
         codes = [process.exitcode for process in ranks]
@@ -251,14 +251,18 @@ class Supervisor:
         return alive
 
     def end_sessions(self, sessions: list[int]) -> list[str]:
-        """Kill the processes in ``sessions``; return their names."""
-        found: list[str] = []
+        """Kill the processes in ``sessions`` that live; return their names."""
+        found: list[psutil.Process] = []
+        names: list[str] = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if os.getsid(process.pid) in sessions:
-                    found.append(f"{process.name()} {process.status()}")
+                is_ours = os.getsid(process.pid) in sessions
+                if is_ours and process.status() != psutil.STATUS_ZOMBIE:
+                    names.append(f"{process.name()} {process.pid}")
+                    found.append(process)
                     process.kill()
-        return found
+        psutil.wait_procs(found, timeout=GRACE)
+        return names
 
     def _remove_partial_checkpoints(self) -> None:
         """Remove checkpoints that no rank will complete."""

@@ -174,6 +174,7 @@ class Attempt:
         import tiny_gpt
         import torch
         import torch.distributed as dist
+        from megatron.core import parallel_state
         from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
         self._rank = rank
@@ -189,7 +190,12 @@ class Attempt:
         self.case = tiny_gpt.Case(
             ep=self._job.ep, experts=8, distributed_optimizer=True, overlap=True, skew=1.5
         )
-        tiny_gpt.initialize(self.case)
+        # Megatron's groups have a timeout of their own, by default half an hour.
+        parallel_state.initialize_model_parallel(
+            expert_model_parallel_size=self._job.ep,
+            distributed_timeout_minutes=self._job.job_timeout / 60,
+        )
+        tiny_gpt.set_num_microbatches(self.case, 1)
         # Tokens that replicas of this rank have computed.
         self._copied = torch.zeros(1, dtype=torch.int64)
         self._queue = AsyncCallsQueue()
