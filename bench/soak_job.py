@@ -116,7 +116,13 @@ class Supervisor:
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
         os.environ["PYTHONWARNINGS"] = "ignore"
         self._context.set_forkserver_preload(
-            ["torch", "torch.distributed", "tests.support.preloaded", "megatron.training"]
+            [
+                "torch",
+                "torch.distributed",
+                "tests.support.preloaded",
+                "megatron.training",
+                "soak_rank",
+            ]
         )
 
     def run(self, deadline: float) -> bool:
@@ -177,9 +183,9 @@ class Supervisor:
                 time.sleep(LOOK)
         finally:
             self._kill(ranks)
-        seconds = time.time() - (first_end or time.time())
+            seconds = time.time() - (first_end or time.time())
+            orphans = self.end_sessions(pids)
         self._follow(job.start)
-        orphans = self.end_sessions(pids)
         codes = [process.exitcode for process in ranks]
         for process in ranks:
             process.join()

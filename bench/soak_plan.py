@@ -7,14 +7,14 @@ import random
 
 # Events in 1,000 iterations, by kind. A run has each of them at least once.
 RATES = {
-    "kill": 6.0,
+    "kill": 5.0,
     "kill at start": 2.0,
-    "stop": 10.0,
-    "hang": 4.0,
-    "terminate": 5.0,
-    "crash": 7.0,
-    "restart": 14.0,
-    "retry": 25.0,
+    "stop": 8.0,
+    "hang": 3.0,
+    "terminate": 4.0,
+    "crash": 5.0,
+    "restart": 10.0,
+    "retry": 20.0,
 }
 MEANING = {
     "kill": "SIGKILL of one rank",
@@ -34,7 +34,7 @@ FEWEST = 60
 # Kinds after which a new attempt loads a checkpoint.
 ENDING = ("kill", "kill at start", "hang", "terminate", "crash", "restart")
 PLACES = ("data iterator", "router", "experts", "backward", "optimizer step")
-MOST_MICROBATCHES = 4
+MOST_MICROBATCHES = 3
 # Iterations between two checkpoints.
 SAVES = (8, 30)
 EVALUATED = 0.06
