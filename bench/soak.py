@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import shlex
 import shutil
 import sys
@@ -28,8 +29,8 @@ from soak_plan import FEWEST
 sys.path[:0] = [str(ROOT / folder) for folder in (*FOLDERS, "bench")]
 
 # Seconds: `HecateConfig.timeout`, longer than any stop; the timeout of all process groups.
-TIMEOUT = 8.0
-JOB_TIMEOUT = 20.0
+TIMEOUT = 12.0
+JOB_TIMEOUT = 28.0
 
 
 def main() -> int:
@@ -39,7 +40,9 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--ep", type=int, default=0, help="ranks of a group (default: all)")
     parser.add_argument("--stock", action="store_true", help="disturb stock Megatron")
-    parser.add_argument("--minutes", type=float, default=60.0, help="upper bound on the time")
+    parser.add_argument(
+        "--minutes", type=float, default=45.0, help="time limit of the disturbed run"
+    )
     text = "keep all files there, and use stock's losses of an earlier run"
     parser.add_argument("--folder", type=Path, help=f"{text} (default: temporary)")
     options = parser.parse_args()
@@ -59,48 +62,50 @@ def main() -> int:
 
 
 def soak(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Train stock Megatron and the disturbed job, print the figures, and return what is wrong."""
+    """Train the disturbed job and stock Megatron, print the figures, and return what is wrong."""
     import torch.distributed as dist
     from soak_figures import Figures
     from soak_job import Supervisor
     from soak_rank import Job
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ep = options.ep or options.ranks
-    name = f"stock-{options.seed}-{options.iterations}-{options.ranks}-{ep}"
-    reference = Job(
-        folder=str(folder / name),
+    job = Job(
+        folder=str(folder / "soak"),
         ranks=options.ranks,
-        ep=ep,
+        ep=options.ep or options.ranks,
         iterations=options.iterations,
+        until=options.iterations,
         seed=options.seed,
-        stock=True,
-        disturbed=False,
-        start=0,
+        stock=options.stock,
+        disturbed=True,
+        start=1,
         fired=frozenset(),
         port=store.port,
         timeout=TIMEOUT,
         job_timeout=JOB_TIMEOUT,
     )
     begun = time.time()
-    deadline = begun + 60 * options.minutes
-    undisturbed = Supervisor(reference)
-    if not undisturbed.run(deadline):
-        return ["stock Megatron did not train all iterations"]
-    print(f"stock Megatron, undisturbed: {time.time() - begun:.0f} s", flush=True)
-    # Prefixes of the store begin with the number of a start, so these differ.
-    job = dataclasses.replace(
-        reference, folder=str(folder / "soak"), stock=options.stock, disturbed=True, start=1
+    soaked = Supervisor(job)
+    if not soaked.run(begun + 60 * options.minutes):
+        return [f"the job was given up after {soaked.reached} iterations"]
+    ended = time.time()
+    print(f"disturbed: {ended - begun:.0f} s", flush=True)
+    reference = dataclasses.replace(
+        job,
+        folder=str(folder / f"stock-{job.seed}-{job.iterations}-{job.ranks}-{job.ep}"),
+        until=soaked.reached,
+        stock=True,
+        disturbed=False,
+        # Keys in the store begin with the number of the start.
+        start=0,
     )
-    begun = time.time()
-    supervisor = Supervisor(job)
-    complete = supervisor.run(deadline)
-    figures = Figures(supervisor, undisturbed, job, begun=begun)
-    figures.print(time.time() - begun)
-    problems = figures.problems()
-    if not complete:
-        problems.append(f"only {figures.trained} of {job.iterations} iterations within the time")
-    return problems
+    undisturbed = Supervisor(reference)
+    if not undisturbed.run(math.inf):
+        return ["stock Megatron failed, undisturbed"]
+    print(f"stock Megatron, undisturbed: {time.time() - ended:.0f} s", flush=True)
+    figures = Figures(soaked, undisturbed, job, begun=begun)
+    figures.print(ended - begun)
+    return figures.problems()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LOOK = 0.02  # seconds between two looks at the ranks
 # Seconds that other ranks have to end by themselves once a rank has ended.
 GRACE = 6.0
+# Seconds after the time limit that ranks have to save a checkpoint.
+LAST_SAVE = 90.0
 # Starts in a row without an iteration after which the job is given up.
 MOST_IDLE = 4
 
@@ -116,7 +118,7 @@ class Supervisor:
         os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
         os.environ["PYTHONWARNINGS"] = "ignore"
         self._context.set_forkserver_preload(
-            [
+            [  # with all that ranks import at their start
                 "torch",
                 "torch.distributed",
                 "tests.support.preloaded",
@@ -132,8 +134,8 @@ class Supervisor:
             deadline: seconds since 1970.
 
         Returns:
-            False if the job is given up: after ``deadline``, after `MOST_IDLE` starts without an
-            iteration, or if an undisturbed job fails.
+            False if the job is given up: after `MOST_IDLE` starts without an iteration, or if an
+            undisturbed job fails. At the deadline ranks get SIGTERM, as at a time limit.
         """
         start = self._job.start
         # Losses of an undisturbed job may be there from an earlier run.
@@ -146,14 +148,22 @@ class Supervisor:
             tried = self.ends[-MOST_IDLE:]
             begun = max((line["start"] for line in self.progress.lines[0]), default=-1)
             idle = len(tried) == MOST_IDLE and begun < tried[0].start
-            given_up = time.time() > deadline or idle or not self._job.disturbed
-            if given_up and not self._is_done():
+            if (idle or not self._job.disturbed) and not self._is_done():
                 return False
+            if time.time() > deadline:
+                return True
             start += 1
         return True
 
+    @property
+    def reached(self) -> int:
+        """Number of iterations that rank 0 has trained."""
+        stepped = [line for line in self.progress.lines[0] if line["what"] == "stepped"]
+        return 1 + max((line["iteration"] for line in stepped), default=-1)
+
     def _is_done(self) -> bool:
-        return any(line["what"] == "done" for line in self.progress.lines[0])
+        done = [line["until"] for line in self.progress.lines[0] if line["what"] == "done"]
+        return max(done, default=0) >= self._job.until
 
     def _run_start(self, job: Job, deadline: float) -> End:
         """Run all ranks until they have ended, by themselves or not."""
@@ -170,6 +180,7 @@ class Supervisor:
         self.sessions += pids
         self._arm_start()
         first_end = 0.0
+        is_over = False
         killed: list[int] = []
         try:
             while any(process.is_alive() for process in ranks):
@@ -178,7 +189,11 @@ class Supervisor:
                 now = time.time()
                 if not first_end and any(p.exitcode is not None for p in ranks):
                     first_end = now
-                if (first_end and now > first_end + GRACE) or now > deadline + 2 * GRACE:
+                if now > deadline and not is_over:
+                    is_over = True
+                    for pid in pids:
+                        _send(pid, signal.SIGTERM)
+                if (first_end and now > first_end + GRACE) or now > deadline + LAST_SAVE:
                     killed += self._kill(ranks)
                 time.sleep(LOOK)
         finally:

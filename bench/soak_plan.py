@@ -134,7 +134,7 @@ def _draw_event(draw: random.Random, kind: str, *, iteration: int, ranks: int) -
         iteration=iteration,
         rank=draw.randrange(ranks),
         delay=draw.uniform(*delays.get(kind, (0.0, 0.6))),
-        seconds=draw.uniform(0.5, 2.5),
+        seconds=draw.uniform(0.5, 4.0),
         place=draw.choice(places),
         layer=draw.randrange(2),
         microbatch=draw.randrange(MOST_MICROBATCHES),

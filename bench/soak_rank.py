@@ -40,6 +40,7 @@ class Job:
         ranks: number of processes.
         ep: size of the expert-parallel groups.
         iterations: iterations of the whole run.
+        until: number of iterations after which this job ends.
         seed: seed of the plan.
         stock: whether stock Megatron trains, without FSSDP.
         disturbed: whether events happen and checkpoints are saved.
@@ -54,6 +55,7 @@ class Job:
     ranks: int
     ep: int
     iterations: int
+    until: int
     seed: int
     stock: bool
     disturbed: bool
@@ -231,7 +233,7 @@ class Attempt:
         self._rank.fired = set.union(*everyones)
         self._load()
         self._rank.log("began", iteration=self.begin)
-        for iteration in range(self.begin, self._job.iterations):
+        for iteration in range(self.begin, self._job.until):
             self._rank.enter(iteration)
             self._rank.log("begins", iteration=iteration)
             self._train_iteration(iteration)
@@ -245,7 +247,7 @@ class Attempt:
                 break
         else:
             self._queue.maybe_finalize_async_calls(blocking=True)
-            self._rank.log("done")
+            self._rank.log("done", until=self._job.until)
         dist.destroy_process_group()
 
     def _train_iteration(self, iteration: int) -> None:
