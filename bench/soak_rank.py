@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import faulthandler
 import json
 import logging
 import os
@@ -80,6 +81,7 @@ def main(job: Job, rank: int) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    faulthandler.enable()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(job.ranks), LOCAL_RANK=str(rank))
     os.environ["TMPDIR"] = f"{job.folder}/tmp"
     code = 1
