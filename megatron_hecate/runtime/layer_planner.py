@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
 from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
+from megatron_hecate.plan import Placement, add_late_replicas
 from megatron_hecate.runtime.early_plans import EarlyPlans, PlanInputs
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.known_routes import KnownRoutes
@@ -87,3 +90,26 @@ class LayerPlanner:
         state.check_agreement(plan)
         state.set_plan(plan, self._tracker.iteration)
         state.plans.append(plan)
+
+    def plan_late(self, state: LayerState, loads: Tensor) -> Placement:
+        """Add replicas to the layer's placement where they pay for one microbatch.
+
+        Args:
+            state: state of the layer.
+            loads: tokens of the microbatch per source and expert, [N, E].
+
+        Returns:
+            The layer's placement itself if no further replica pays.
+        """
+        shape = dataclasses.replace(state.shape(1), fetches=1, returns=1)
+        placement = add_late_replicas(
+            # The only synchronization of the host with the device.
+            loads.sum(dim=0).cpu().numpy(),
+            state.placement,
+            state.world,
+            cost=shape.copy_cost(state.world),
+            most=state.config.late_replicas,
+            across_nodes=state.config.speeds is not None,
+        )
+        state.check_agreement(placement)
+        return placement

@@ -13,7 +13,6 @@ Hooks of Megatron call the prefetcher, and it calls the layers' states.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -29,7 +28,6 @@ from megatron_hecate.megatron import training_state
 from megatron_hecate.megatron.parameter_gathers import finish_gathers, gathers_params, start_gathers
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.megatron.training_state import Forward
-from megatron_hecate.plan import add_late_replicas
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.runtime.gradient_returns import GradientReturns
@@ -185,17 +183,7 @@ class Prefetcher:
         """
         state = self.states[index]
         state.current.expects_late = False
-        shape = dataclasses.replace(state.shape(1), fetches=1, returns=1)
-        placement = add_late_replicas(
-            # The only synchronization of the host with the device.
-            loads.sum(dim=0).cpu().numpy(),
-            state.placement,
-            state.world,
-            cost=shape.copy_cost(state.world),
-            most=state.config.late_replicas,
-            across_nodes=state.config.speeds is not None,
-        )
-        state.check_agreement(placement)
+        placement = self._planner.plan_late(state, loads)
         if placement is not state.placement:
             state.add_late(placement)
             if state.current.replicas is None:

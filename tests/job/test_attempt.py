@@ -83,7 +83,7 @@ def test_the_next_attempt_ends_the_one_before_first() -> None:
 
 def test_without_a_next_attempt_it_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once its groups have gone for good, or others have come that have nothing to do with us."""
-    monkeypatch.setattr(attempts, "LOOK", 0.05)
+    monkeypatch.setattr(attempts, "POLL_PAUSE", 0.05)
     monkeypatch.setattr(attempts, "LINGER", 0.4)
     for then in (lambda: dist.destroy_process_group(), new_groups):
         if not dist.is_initialized():
