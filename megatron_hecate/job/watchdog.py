@@ -88,7 +88,6 @@ class Position:
             args: positional arguments of ``exchange``.
             kwargs: keyword arguments of ``exchange``.
         """
-        # Inlined calls: this runs twice per layer and microbatch.
         self.place = layer
         self.steps += 1
         exchanged = exchange(*args, **kwargs)
