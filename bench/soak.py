@@ -100,12 +100,16 @@ def soak(options: argparse.Namespace, folder: Path) -> list[str]:
         start=0,
     )
     undisturbed = Supervisor(reference)
-    if not undisturbed.run(math.inf):
-        return ["stock Megatron failed, undisturbed"]
+    complete = undisturbed.run(math.inf)
     print(f"stock Megatron, undisturbed: {time.time() - ended:.0f} s", flush=True)
     figures = Figures(soaked, undisturbed, job, begun=begun)
     figures.print(ended - begun)
-    return figures.problems()
+    problems = figures.problems()
+    if not complete:
+        problems.append(
+            f"stock Megatron, undisturbed, ended after {undisturbed.reached} iterations"
+        )
+    return problems
 
 
 if __name__ == "__main__":

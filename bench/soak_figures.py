@@ -290,10 +290,10 @@ class Figures:
 def _differences(
     stock: list[dict[str, Any]], ours: list[dict[str, Any]], what: str
 ) -> list[tuple[int, float]]:
-    """Return iteration and relative difference of every loss."""
+    """Return iteration and relative difference of every loss that stock has, too."""
     expected = {line["iteration"]: line["loss"] for line in stock if line["what"] == what}
     return [
         (line["iteration"], abs(line["loss"] / expected[line["iteration"]] - 1))
         for line in ours
-        if line["what"] == what
+        if line["what"] == what and line["iteration"] in expected
     ]
