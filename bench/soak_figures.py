@@ -8,9 +8,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from soak_attempt import SAMPLED
 from soak_job import Fired, Supervisor
 from soak_plan import ENDING, MEANING, RATES
-from soak_rank import SAMPLED, Job
+from soak_rank import Job
 
 TOLERANCE = 1e-5  # relative, of a loss
 # Samples of an attempt that are compared: after the second and the last tens of iterations.
