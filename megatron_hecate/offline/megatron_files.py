@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -154,7 +155,8 @@ def _record_of(
 
 def _nothing_in(folder: str | Path) -> ValueError:
     return ValueError(
-        f"{folder} holds no record of a run (--moe-fssdp-record {folder} writes one), "
+        f"{folder} holds no record of a run (--moe-fssdp-record {shlex.quote(str(folder))} "
+        "writes one), "
         "nor files of Megatron (--moe-routing-trace-path, --save-tokens-per-expert-interval) "
         "with an iteration of all layers"
     )

@@ -17,6 +17,7 @@ import functools
 import io
 import json
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -142,9 +143,8 @@ def read(folder: str | Path) -> RunRecord:
     folder = Path(folder)
     headers = read_infos(folder)
     if not headers:
-        raise ValueError(
-            f"{folder} holds no record of a run; write one with --moe-fssdp-record {folder}"
-        )
+        flag = f"--moe-fssdp-record {shlex.quote(str(folder))}"
+        raise ValueError(f"{folder} holds no record of a run; write one with {flag}")
     stages = [_read_stage(folder, int(path.stem.removeprefix("run-"))) for path in headers]
     common = functools.reduce(np.intersect1d, [stage["iteration"] for stage in stages])
     if not len(common):

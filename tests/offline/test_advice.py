@@ -22,6 +22,7 @@ import recorded
 
 from megatron_hecate.__main__ import main
 from megatron_hecate.offline import report
+from megatron_hecate.offline.megatron_files import read_any
 from megatron_hecate.offline.outcome import PARTS, Outcome
 from megatron_hecate.offline.recommendation import recommend
 from megatron_hecate.replicas.memory_estimate import ExpertMemory
@@ -227,6 +228,8 @@ def test_commands_name_folders_as_a_shell_reads_them(
         assert f"{name}-fssdp" in switch_on
         words = shlex.split(_page(_observed(folder, **fields))["verdict"]["command"])
         assert words[:3] == ["megatron-hecate", "what-if", name]
+    with pytest.raises(ValueError, match="--moe-fssdp-record 'no run' writes one"):
+        read_any("no run")
     held = recorded.arrays(SIZE)
     words = shlex.split(_page(recorded.write(folder, SIZE, held=held))["verdict"]["command"])
     assert main([word.replace("STOCK_RUN", name) for word in words[1:]]) == 0
