@@ -1,0 +1,116 @@
+"""The rest of a TransformerEngine layer on a CPU: norms, attention, and the fused parts of MoE layers.
+
+`te_on_cpu` runs TransformerEngine's linears. This module adds what whole models need (``--transformer-impl
+transformer_engine``): formulas in torch for norms, `cpu_spec.ContextParallelAttention` for TE's attention, and
+Megatron's unfused functions for the Triton kernels behind ``--moe-permute-fusion`` and ``--moe-router-fusion``. Call
+`install` after ``te_on_cpu.install()``, once Megatron is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import tex_on_cpu
+import torch
+from torch import Tensor
+
+
+def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
+    return weight.float() + 1 if zero_centered else weight.float()
+
+
+def _normalized(out: Tensor | None, value: Tensor, dtype: Any) -> Tensor:
+    if out is not None:
+        return out.copy_(value)
+    return value.to(dtype if isinstance(dtype, torch.dtype) else tex_on_cpu.TORCH[dtype])
+
+
+def rmsnorm_fwd(
+    x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, *rest: Any
+) -> tuple[Tensor, None, Tensor]:
+    """Normalized ``x`` [tokens, width] and the inverse deviation of each token; ``rest`` ends with zero-centered."""
+    assert quantizer is None, quantizer
+    inverse = (x.float().square().mean(dim=-1) + eps).rsqrt()
+    value = x.float() * inverse[:, None] * _gamma(weight, rest[-1])
+    return _normalized(out, value, dtype), None, inverse
+
+
+def rmsnorm_bwd(
+    grad: Tensor, x: Tensor, inverse: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``x`` and of ``weight``."""
+    unit = x.float() * inverse[:, None]
+    scaled = grad.float() * _gamma(weight, rest[-1])
+    dx = inverse[:, None] * (scaled - unit * (scaled * unit).mean(dim=-1, keepdim=True))
+    return dx.to(x.dtype), (grad.float() * unit).sum(dim=0).to(weight.dtype)
+
+
+def layernorm_fwd(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Normalized ``x``, its mean and its inverse deviation."""
+    assert quantizer is None, quantizer
+    mean = x.float().mean(dim=-1)
+    centered = x.float() - mean[:, None]
+    inverse = (centered.square().mean(dim=-1) + eps).rsqrt()
+    value = centered * inverse[:, None] * _gamma(weight, rest[-1]) + bias.float()
+    return _normalized(out, value, dtype), mean, inverse
+
+
+def layernorm_bwd(
+    grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``x``, of ``weight`` and of the bias."""
+    unit = (x.float() - mean[:, None]) * inverse[:, None]
+    scaled = grad.float() * _gamma(weight, rest[-1])
+    along = (scaled * unit).mean(dim=-1, keepdim=True)
+    dx = inverse[:, None] * (scaled - scaled.mean(dim=-1, keepdim=True) - unit * along)
+    of_weight = (grad.float() * unit).sum(dim=0).to(weight.dtype)
+    return dx.to(x.dtype), of_weight, grad.float().sum(dim=0).to(weight.dtype)
+
+
+NORMS = {
+    "rmsnorm_fwd": rmsnorm_fwd,
+    "rmsnorm_bwd": rmsnorm_bwd,
+    "layernorm_fwd": layernorm_fwd,
+    "layernorm_bwd": layernorm_bwd,
+}
+
+
+def install() -> None:
+    """Put attention and the functions behind fused MoE kernels in place, in this process for good."""
+    from cpu_spec import ContextParallelAttention
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
+    from tiny_gpt import install_fused_wgrad
+    from transformer_engine.pytorch import cpp_extensions
+
+    install_fused_wgrad()
+    tex_on_cpu.FUNCTIONS.update(NORMS)
+    for name, function in NORMS.items():
+        # this module of TE has imported what the compiled half had when it was loaded
+        setattr(cpp_extensions, name, function)
+    TESpecProvider.core_attention = lambda self: ContextParallelAttention
+    for name in (
+        "permute",
+        "unpermute",
+        "sort_chunks_by_idxs",
+        "topk_routing_with_score_function",
+        "compute_routing_scores_for_aux_loss",
+        "switch_load_balancing_loss_func",
+    ):
+        unfused = _unfused(getattr(moe_utils, name))
+        for module in (moe_utils, router, token_dispatcher):
+            if hasattr(module, name):
+                setattr(module, name, unfused)
+
+
+def _unfused(function: Callable) -> Callable:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **{**kwargs, "fused": False})
+
+    return run
