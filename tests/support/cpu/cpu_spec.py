@@ -47,9 +47,16 @@ class _GatherSequence(torch.autograd.Function):
 class ContextParallelAttention(MegatronModule):
     """Causal attention that gathers keys and values over the context-parallel group (stands in for TE's)."""
 
-    def __init__(self, config: Any, *args: Any, pg_collection: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        config: Any,
+        *args: Any,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(config=config)
-        self.scale = 1.0 / math.sqrt(config.kv_channels)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.group = (
             getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
         )

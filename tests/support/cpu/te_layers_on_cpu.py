@@ -1,4 +1,4 @@
-"""The rest of a TransformerEngine layer on a CPU: norms, attention, and the fused parts of MoE layers.
+"""The rest of TransformerEngine's models on a CPU: norms, attention, Adam, and fused parts of MoE layers.
 
 `te_on_cpu` runs TransformerEngine's linears. This module adds what whole models need (``--transformer-impl
 transformer_engine``): formulas in torch for norms, `cpu_spec.ContextParallelAttention` for TE's attention, and
@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import adam_on_cpu
 import tex_on_cpu
 import torch
 from torch import Tensor
@@ -81,15 +82,18 @@ NORMS = {
 
 
 def install() -> None:
-    """Put attention and the functions behind fused MoE kernels in place, in this process for good."""
+    """Put norms, attention, TE's Adam and the parts of MoE layers in place, in this process for good."""
     from cpu_spec import ContextParallelAttention
+    from megatron.core import optimizer
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
     from tiny_gpt import install_fused_wgrad
     from transformer_engine.pytorch import cpp_extensions
+    from transformer_engine.pytorch.optimizers import FusedAdam
 
     install_fused_wgrad()
-    tex_on_cpu.FUNCTIONS.update(NORMS)
+    optimizer.Adam = FusedAdam
+    tex_on_cpu.FUNCTIONS.update({**NORMS, **adam_on_cpu.FUNCTIONS})
     for name, function in NORMS.items():
         # this module of TE has imported what the compiled half had when it was loaded
         setattr(cpp_extensions, name, function)
