@@ -7,7 +7,7 @@
 * At most four ranks: where sizes need more, context parallelism, else the pipeline, becomes 1.
 * `LEFT_OUT`: what a CPU cannot run, each with its reason.
 * `REPLACED`: an equivalent that a CPU can run, each with its reason.
-* `TRAINING`: data, learning rates and lengths of a test.
+* `TRAINING`: data, learning rates and lengths of a test; `LOCAL`: modules of Megatron without apex.
 """
 
 from __future__ import annotations
@@ -83,11 +83,12 @@ REPLACED = {
 }
 TRAINING = """
     --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --train-iters 5
-    --lr 1e-2 --min-lr 1e-3 --lr-decay-style cosine --lr-decay-iters 5 --clip-grad 1.0 --weight-decay 0.1 --seed 1234
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-decay-iters 5 --clip-grad 1.0 --weight-decay 0.1 --seed 1234
     --attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope --distributed-backend gloo
     --tokenizer-type NullTokenizer --vocab-size 257 --split 100,0,0 --eval-iters 0 --eval-interval 1000000
     --log-interval 1 --num-workers 0 --no-rope-fusion --no-create-attention-mask-in-dataloader
 """
+LOCAL = "--no-persist-layer-norm --no-masked-softmax-fusion"
 MICROBATCHES = 4
 
 
@@ -162,6 +163,8 @@ def shrink(script: Script) -> Shrunk:
         layout = _Layout.of(flags)
     _shrink_layers(flags, layout.pp, min(virtual, 2))
     words = [word for flag, values in flags.items() for word in (flag, *values)]
+    if flags.get("--transformer-impl") == ["local"]:
+        words += LOCAL.split()
     data_parallel = layout.ranks // (layout.tp * layout.pp * layout.cp)
     words += [*TRAINING.split(), "--global-batch-size", str(MICROBATCHES * data_parallel)]
     return Shrunk(layout.ranks, tuple(words), tuple(left_out))

@@ -83,9 +83,10 @@ NORMS = {
 
 def install() -> None:
     """Put norms, attention, TE's Adam and the parts of MoE layers in place, in this process for good."""
-    from cpu_spec import ContextParallelAttention
+    from cpu_spec import ContextParallelAttention, SequenceParallelNorm
     from megatron.core import optimizer
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
     from tiny_gpt import install_fused_wgrad
     from transformer_engine.pytorch import cpp_extensions
@@ -97,7 +98,9 @@ def install() -> None:
     for name, function in NORMS.items():
         # this module of TE has imported what the compiled half had when it was loaded
         setattr(cpp_extensions, name, function)
-    TESpecProvider.core_attention = lambda self: ContextParallelAttention
+    for provider in (TESpecProvider, LocalSpecProvider):
+        provider.core_attention = lambda self: ContextParallelAttention
+    LocalSpecProvider.layer_norm = lambda self, *_, **__: SequenceParallelNorm
     for name in (
         "permute",
         "unpermute",
