@@ -51,7 +51,9 @@ _OWN_TESTS = "runs in tests of its own, over an emulator: "
 _QUANTIZED = _OWN_TESTS + "tests/training/test_quantized.py; tokens of a GEMM share scales"
 _KERNEL = "needs a kernel of the GPU"
 _ATTENTION = "attention of the CPU has neither windows nor offsets"
-_CALLS = "read only by TransformerEngine's CUDA graphs, which run " + "in test_cuda_graphs.py"
+_GRAPHS = _OWN_TESTS + "tests/training/test_cuda_graphs.py"
+_OFFLOADED = "copies to pinned memory by CUDA streams"
+_ON_HOST = _OWN_TESTS + "tests/training/test_optimizers.py"
 LEFT_OUT = {
     "--fp8-format": _QUANTIZED,
     "--fp8-recipe": _QUANTIZED,
@@ -62,14 +64,14 @@ LEFT_OUT = {
     "--first-last-layers-bf16": _QUANTIZED,
     "--moe-router-padding-for-fp8": _QUANTIZED,
     "--moe-router-padding-for-quantization": _QUANTIZED,
-    "--cuda-graph-impl": _OWN_TESTS + "tests/training/test_cuda_graphs.py",
-    "--cuda-graph-modules": _OWN_TESTS + "tests/training/test_cuda_graphs.py",
-    "--te-rng-tracker": _CALLS,
-    "--fine-grained-activation-offloading": "copies to pinned memory by CUDA streams",
-    "--offload-modules": "copies to pinned memory by CUDA streams",
-    "--offload-optimizer-states": "copies to pinned memory by CUDA streams",
-    "--optimizer-cpu-offload": _OWN_TESTS + "tests/training/test_optimizers.py",
-    "--overlap-cpu-optimizer-d2h-h2d": _OWN_TESTS + "tests/training/test_optimizers.py",
+    "--cuda-graph-impl": _GRAPHS,
+    "--cuda-graph-modules": _GRAPHS,
+    "--te-rng-tracker": _GRAPHS,
+    "--fine-grained-activation-offloading": _OFFLOADED,
+    "--offload-modules": _OFFLOADED,
+    "--offload-optimizer-states": _OFFLOADED,
+    "--optimizer-cpu-offload": _ON_HOST,
+    "--overlap-cpu-optimizer-d2h-h2d": _ON_HOST,
     "--tp-comm-overlap": _KERNEL + " and symmetric memory",
     "--moe-permute-fusion-into-hybridep": _KERNEL + " of HybridEP",
     "--moe-router-force-load-balancing": "random routes are balanced: nothing to replicate",
@@ -98,11 +100,13 @@ class Script:
 
     Args:
         name: a short name.
+        settings: settings that distinguish it, for a table.
         sources: repository, commit, path and licence of each file that the flags come from.
         flags: flags and their values, as quoted.
     """
 
     name: str
+    settings: str
     sources: tuple[dict[str, str], ...]
     flags: str
 
@@ -125,7 +129,10 @@ class Shrunk:
 def read() -> dict[str, Script]:
     """Return the public scripts by name."""
     rows = json.loads(SCRIPTS.read_text())
-    return {row["name"]: Script(row["name"], tuple(row["sources"]), row["flags"]) for row in rows}
+    scripts = [
+        Script(row["name"], row["settings"], tuple(row["sources"]), row["flags"]) for row in rows
+    ]
+    return {script.name: script for script in scripts}
 
 
 def parse(flags: str) -> dict[str, list[str]]:

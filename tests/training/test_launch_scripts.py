@@ -36,7 +36,8 @@ REFUSED = {
         "--expert-model-parallel-size 2 --fp8-recipe tensorwise",
     ),
 }
-TOLERANCE = {"rel": 1e-3, "abs": 2e-3}
+LOSSES = {"rel": 3e-4, "abs": 1e-6}
+NORMS = {"rel": 1e-2, "abs": 1e-3}
 FSSDP = f"-m megatron_hecate --moe-fssdp --moe-fssdp-slots 2 --moe-fssdp-speeds {FREE}".split()
 
 
@@ -140,10 +141,12 @@ def test_script_trains_as_stock(name: str, tmp_path: Path) -> None:
         for run, log in (("stock", stock), ("FSSDP", ours))
     }
     share = f"{ours.by_replicas / ours.computed:.0%} of {ours.computed}"
-    print(f"| {name} | {shrunk.ranks} | {last['stock']} | {last['FSSDP']} | {share} |")
+    licence = script.sources[0]["licence"]
+    print(f"| {name} | {licence} | {script.settings} | {last['stock']} | {last['FSSDP']} | {share} |")
     assert stock.by_replicas == 0 < ours.by_replicas
     assert len(stock.figures["lm loss"]) == 5
     assert stock.figures["lm loss"][-1] < stock.figures["lm loss"][0] - 0.1, "nothing was trained"
     assert stock.figures.keys() == ours.figures.keys()
     for figure, values in stock.figures.items():
-        assert ours.figures[figure] == pytest.approx(values, **TOLERANCE), figure
+        tolerance = NORMS if figure == "grad norm" else LOSSES
+        assert ours.figures[figure] == pytest.approx(values, **tolerance), figure

@@ -87,6 +87,7 @@ def install() -> None:
     from megatron.core import optimizer
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
     from tiny_gpt import install_fused_wgrad
     from transformer_engine.pytorch import cpp_extensions
@@ -101,6 +102,7 @@ def install() -> None:
     for provider in (TESpecProvider, LocalSpecProvider):
         provider.core_attention = lambda self: ContextParallelAttention
     LocalSpecProvider.layer_norm = lambda self, *_, **__: SequenceParallelNorm
+    gpt_layer_specs.LNImpl = SequenceParallelNorm
     for name in (
         "permute",
         "unpermute",
