@@ -85,7 +85,7 @@ REPLACED = {
 }
 TRAINING = """
     --seq-length 64 --max-position-embeddings 64 --micro-batch-size 1 --train-iters 5
-    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-decay-iters 5 --clip-grad 1.0 --weight-decay 0.1 --seed 1234
+    --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine --lr-decay-iters 5 --clip-grad 1.0 --weight-decay 0.1 --seed 1234 --init-method-std 0.1
     --attention-dropout 0 --hidden-dropout 0 --position-embedding-type rope --distributed-backend gloo
     --tokenizer-type NullTokenizer --vocab-size 257 --split 100,0,0 --eval-iters 0 --eval-interval 1000000
     --log-interval 1 --num-workers 0 --no-rope-fusion --no-create-attention-mask-in-dataloader
