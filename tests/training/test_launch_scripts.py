@@ -27,6 +27,7 @@ pytestmark = pytest.mark.newest
 
 SCRIPTS = launch_flags.read()
 QUICK = "slime-qwen3-30b"
+TIMEOUT = 300
 TRAIN = SUPPORT / "scripts" / "launch_pretrain.py"
 FREE = ROOT / "tests" / "data" / "free_copies.json"
 # settings that FSSDP refuses, and overrides that its errors name
@@ -36,8 +37,12 @@ REFUSED = {
         "--expert-model-parallel-size 2 --fp8-recipe tensorwise",
     ),
 }
-LOSSES = {"rel": 3e-4, "abs": 1e-6}
-NORMS = {"rel": 1e-2, "abs": 1e-3}
+# Rounding changes routes in bf16. Gradients of replicas that are lost change the losses of
+# slime-qwen3-30b by 3e-3, and its gradient norms by 3e-2, relative.
+TOLERANCES = {
+    "fp32": {"lm loss": 1e-5, "grad norm": 1e-3},
+    "bf16": {"lm loss": 1e-3, "grad norm": 1e-2},
+}
 FSSDP = f"-m megatron_hecate --moe-fssdp --moe-fssdp-slots 2 --moe-fssdp-speeds {FREE}".split()
 
 
@@ -67,12 +72,12 @@ def _train(arguments: tuple[str, ...], log: Path, launcher: list[str]) -> None:
             assert not ended.code
 
 
-@ranks(2, timeout=280, preload="te")
+@ranks(2, timeout=TIMEOUT, preload="te")
 def _train_on_two(arguments: tuple[str, ...], log: Path, launcher: list[str]) -> None:
     _train(arguments, log, launcher)
 
 
-@ranks(4, timeout=280, preload="te")
+@ranks(4, timeout=TIMEOUT, preload="te")
 def _train_on_four(arguments: tuple[str, ...], log: Path, launcher: list[str]) -> None:
     _train(arguments, log, launcher)
 
@@ -143,10 +148,13 @@ def test_script_trains_as_stock(name: str, tmp_path: Path) -> None:
     share = f"{ours.by_replicas / ours.computed:.0%} of {ours.computed}"
     licence = script.sources[0]["licence"]
     print(f"| {name} | {licence} | {script.settings} | {last['stock']} | {last['FSSDP']} | {share} |")
+    tolerances = TOLERANCES["bf16" if "--bf16" in shrunk.arguments else "fp32"]
     assert stock.by_replicas == 0 < ours.by_replicas
     assert len(stock.figures["lm loss"]) == 5
     assert stock.figures["lm loss"][-1] < stock.figures["lm loss"][0] - 0.1, "nothing was trained"
     assert stock.figures.keys() == ours.figures.keys()
     for figure, values in stock.figures.items():
-        tolerance = NORMS if figure == "grad norm" else LOSSES
-        assert ours.figures[figure] == pytest.approx(values, **tolerance), figure
+        rel = tolerances["grad norm" if figure == "grad norm" else "lm loss"]
+        # norms are printed with three digits
+        margin = 1e-3 if figure == "grad norm" else 1e-6
+        assert ours.figures[figure] == pytest.approx(values, rel=rel, abs=margin), figure
