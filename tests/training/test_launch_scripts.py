@@ -18,7 +18,6 @@ from pathlib import Path
 import launch_flags
 import pytest
 from pretraining import ROOT, SUPPORT
-from quick import quick
 from ranks import ranks
 
 from megatron_hecate.__main__ import main
@@ -26,7 +25,6 @@ from megatron_hecate.__main__ import main
 pytestmark = pytest.mark.newest
 
 SCRIPTS = launch_flags.read()
-QUICK = "slime-qwen3-30b"
 TIMEOUT = 300
 TRAIN = SUPPORT / "scripts" / "launch_pretrain.py"
 FREE = ROOT / "tests" / "data" / "free_copies.json"
@@ -89,7 +87,10 @@ def test_flags_as_written_are_refused_for_known_settings(
 ) -> None:
     """By ``megatron-hecate check``; with the overrides of its errors nothing is refused."""
     refused, override = REFUSED.get(name, ((), ""))
-    for flags, expected in ((SCRIPTS[name].flags, refused), (f"{SCRIPTS[name].flags} {override}", ())):
+    for flags, expected in (
+        (SCRIPTS[name].flags, refused),
+        (f"{SCRIPTS[name].flags} {override}", ()),
+    ):
         (path := tmp_path / "train.sh").write_text(
             f"torchrun pretrain_gpt.py {shlex.join(flags.split())}\n"
         )
@@ -130,7 +131,8 @@ def _run(arguments: tuple[str, ...], num_ranks: int, log: Path, launcher: list[s
     return log.read_text()
 
 
-@pytest.mark.parametrize("name", quick(SCRIPTS, [QUICK]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_script_trains_as_stock(name: str, tmp_path: Path) -> None:
     script = SCRIPTS[name]
     _, override = REFUSED.get(name, ((), ""))
@@ -147,7 +149,9 @@ def test_script_trains_as_stock(name: str, tmp_path: Path) -> None:
     }
     share = f"{ours.by_replicas / ours.computed:.0%} of {ours.computed}"
     licence = script.sources[0]["licence"]
-    print(f"| {name} | {licence} | {script.settings} | {last['stock']} | {last['FSSDP']} | {share} |")
+    print(
+        f"| {name} | {licence} | {script.settings} | {last['stock']} | {last['FSSDP']} | {share} |"
+    )
     tolerances = TOLERANCES["bf16" if "--bf16" in shrunk.arguments else "fp32"]
     assert stock.by_replicas == 0 < ours.by_replicas
     assert len(stock.figures["lm loss"]) == 5
