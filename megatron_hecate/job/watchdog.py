@@ -337,12 +337,10 @@ def _compare_heartbeats(compare: Callable[[Snapshot, Snapshot], str]) -> str:
     """Return the result of ``compare`` for two snapshots, or text about the store's failure."""
     pause = 2.5 * (SHORTEST_PAUSE if _running is None else _running.interval)
     found: list[str] = []
-
-    def query_store() -> None:
-        found.append(_take_two_snapshots(pause, compare))
-
     # A store whose host is gone blocks for minutes, so a thread queries it.
-    query = threading.Thread(target=query_store, daemon=True)
+    query = threading.Thread(
+        target=lambda: found.append(_take_two_snapshots(pause, compare)), daemon=True
+    )
     query.start()
     query.join(3 * pause)
     return found[0] if found else "the rendezvous store does not answer"
