@@ -4,7 +4,7 @@
 
 * `AT_MOST`: sizes become at most this, divided between fewer ranks. A pipeline stage has two layers, a virtual stage
   one, and at most one layer in front is dense. A layout keeps its first stages and its last one, cut to as many layers.
-* At most four ranks: where sizes need more, context parallelism, else the pipeline, becomes 1.
+* At most four ranks: where sizes need more, context parallelism, else the pipeline, becomes 1 (`OF_STAGES`).
 * `LEFT_OUT`: what a CPU cannot run, each with its reason.
 * `REPLACED`: an equivalent that a CPU can run, each with its reason.
 * `TRAINING`: data, learning rates and lengths of a test; `LOCAL`: modules of Megatron without apex.
@@ -54,7 +54,10 @@ _ATTENTION = "attention of the CPU has neither windows nor offsets"
 _GRAPHS = _OWN_TESTS + "tests/training/test_cuda_graphs.py"
 _OFFLOADED = "copies to pinned memory by CUDA streams"
 _ON_HOST = _OWN_TESTS + "tests/training/test_optimizers.py"
+# The only schedule that Megatron allows in bf16 alone: with it --bf16 stays.
+COMBINED = "--overlap-moe-expert-parallel-comm"
 LEFT_OUT = {
+    "--bf16": "rounding changes routes, and so losses by 1e-3: fp32",
     "--fp8-format": _QUANTIZED,
     "--fp8-recipe": _QUANTIZED,
     "--fp8-param-gather": _QUANTIZED,
@@ -80,9 +83,14 @@ LEFT_OUT = {
     "--window-attn-skip-freq": _ATTENTION,
     "--enable-gpt-oss": "converts checkpoints; Megatron-LM's script reads it, its wheel does not",
 }
-# The only schedule that Megatron allows in bf16 alone.
-COMBINED = "--overlap-moe-expert-parallel-comm"
-IN_FP32 = f"rounding of bf16 changes routes, and so losses by 1e-3: fp32, except with {COMBINED}"
+# left out where the pipeline becomes one stage
+OF_STAGES = (
+    "--num-virtual-stages-per-pipeline-rank",
+    "--num-layers-per-virtual-pipeline-stage",
+    "--pipeline-model-parallel-layout",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+)
 REPLACED = {
     ("--cross-entropy-fusion-impl", "te"): ("native", _KERNEL + " in Triton"),
 }
@@ -154,14 +162,13 @@ def shrink(script: Script) -> Shrunk:
     """Apply the rules of this module."""
     flags = parse(script.flags)
     left_out = [flag for flag in flags if flag in LEFT_OUT]
+    if COMBINED in flags:
+        left_out.remove("--bf16")
     for flag in left_out:
         del flags[flag]
     for (flag, value), (instead, _) in REPLACED.items():
         if flags.get(flag) == [value]:
             flags[flag] = [instead]
-    if COMBINED not in flags and "--bf16" in flags:
-        left_out.append("--bf16")
-        del flags["--bf16"]
     virtual = _virtual_stages(flags)
     for flag, limit in AT_MOST.items():
         if flag in flags:
@@ -171,7 +178,7 @@ def shrink(script: Script) -> Shrunk:
         flags["--context-parallel-size"] = ["1"]
         layout = _Layout.of(flags)
     if layout.ranks > MAX_RANKS:
-        _without_pipeline(flags)
+        left_out += _without_pipeline(flags)
         virtual = 1
         layout = _Layout.of(flags)
     _shrink_layers(flags, layout.pp, min(virtual, 2))
@@ -225,16 +232,13 @@ def _virtual_stages(flags: dict[str, list[str]]) -> int:
     return 1
 
 
-def _without_pipeline(flags: dict[str, list[str]]) -> None:
+def _without_pipeline(flags: dict[str, list[str]]) -> list[str]:
+    """Make the pipeline one stage; returns the flags that divided it."""
     flags["--pipeline-model-parallel-size"] = ["1"]
-    for flag in (
-        "--num-virtual-stages-per-pipeline-rank",
-        "--num-layers-per-virtual-pipeline-stage",
-        "--pipeline-model-parallel-layout",
-        "--decoder-first-pipeline-num-layers",
-        "--decoder-last-pipeline-num-layers",
-    ):
-        flags.pop(flag, None)
+    dividing = [flag for flag in OF_STAGES if flag in flags]
+    for flag in dividing:
+        del flags[flag]
+    return dividing
 
 
 def _shrink_layers(flags: dict[str, list[str]], stages: int, virtual: int) -> None:

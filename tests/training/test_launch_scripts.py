@@ -81,6 +81,21 @@ def _train_on_four(arguments: tuple[str, ...], log: Path, launcher: list[str]) -
 
 
 @pytest.mark.fast
+def test_no_rule_is_idle() -> None:
+    """Every flag that is left out, replaced or cut occurs in a script, and no layout needs over four ranks."""
+    assert len(SCRIPTS) >= 15
+    quoted = {flag for script in SCRIPTS.values() for flag in launch_flags.parse(script.flags)}
+    rules = {*launch_flags.LEFT_OUT, *launch_flags.AT_MOST}
+    rules |= {flag for flag, _ in launch_flags.REPLACED}
+    assert rules <= quoted, rules - quoted
+    for script in SCRIPTS.values():
+        shrunk = launch_flags.shrink(script)
+        kept = {word for word in shrunk.arguments if word.startswith("--")}
+        assert {*launch_flags.parse(script.flags)} - kept == {*shrunk.left_out}, script.name
+        assert shrunk.ranks in (2, 4), script.name
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_flags_as_written_are_refused_for_known_settings(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture
