@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
 from megatron_hecate.comm.connection import Connection, Group
 from megatron_hecate.comm.nvlink.chunks import MAX_RANKS
@@ -32,7 +31,7 @@ from megatron_hecate.comm.transport import Transport
 from megatron_hecate.config import AUTO
 from megatron_hecate.job.agreement import shorten
 from megatron_hecate.job.device import device_of_rank, on_gpus
-from megatron_hecate.job.groups import connect_ranks, new_group
+from megatron_hecate.job.groups import connect_ranks, new_group, next_number
 from megatron_hecate.job.nccl import DEFAULT_CTAS, NcclSettings
 from megatron_hecate.job.problems import collect
 from megatron_hecate.job.rendezvous import Question, Verdict
@@ -166,7 +165,7 @@ class _Site:
         groups: names of the FSSDP groups that the rank is in.
         first_of: ranks of each FSSDP group whose first rank this is, so that one rank describes
             each group.
-        process_groups: number of process groups that the rank is in.
+        next_number: least number for the name of the rank's next process group.
         node: host name of the rank's machine.
         domain: name of the rank's NVLink domain; the CPU ranks of one machine share a domain.
         unable: reason why our kernels cannot run on the rank; else empty.
@@ -179,7 +178,7 @@ class _Site:
     has_problems: bool = False
     groups: Sequence[str] = ()
     first_of: Sequence[Sequence[int]] = ()
-    process_groups: int = 0
+    next_number: int = 0
     node: str = ""
     domain: str = ""
     unable: str = ""
@@ -207,7 +206,7 @@ class _Site:
             has_problems=bool(problems),
             groups=[_name_of(group) for group in groups],
             first_of=[group for group in groups if group[0] == dist.get_rank()],
-            process_groups=len(_world.pg_names),
+            next_number=next_number(),
             node=node,
             domain=domain,
             unable="".join(unable),
@@ -248,11 +247,10 @@ def _lay_out_groups(
 ) -> dict[str, Any]:
     """Return node and domain numbers of the ranks of each FSSDP group, by the group's name.
 
-    "made" is the number of process groups that all ranks of the group must be in before they create
-    the group's own: torch names a group by that number.
+    "made" is the number by which all ranks of the group name the group's own process group.
     """
     parts: dict[str, Any] = {}
-    made = [site.process_groups for site in sites]
+    made = [site.next_number for site in sites]
     for group, domains in domains_of.items():
         number_of_domain: dict[int, int] = {}
         for number, domain in enumerate(domains):

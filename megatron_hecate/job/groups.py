@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,10 +17,24 @@ from megatron_hecate.job.collectives import wait_collective
 from megatron_hecate.job.nccl import NcclSettings, keep_timeout
 from megatron_hecate.job.rendezvous import Question, Verdict
 
+# Largest number by which torch has named a group of ours, by default process group.
+_largest_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def next_number() -> int:
+    """Return the least number for the name of this rank's next group, see `new_group`.
+
+    The number of groups that this rank is in is not enough: where other code has destroyed groups,
+    torch would name a group like an earlier one.
+    """
+    job = dist.group.WORLD
+    assert job is not None
+    return max(len(_world.pg_names), 1 + _largest_numbers.get(job, -1))
+
 
 def new_group(
     ranks: Sequence[int],
-    made: int,
+    number: int,
     *,
     description: str,
     timeout: float,
@@ -30,7 +45,7 @@ def new_group(
     NCCL connects a group at its first use, in which all of its ranks must take part. A copy of an
     expert involves a few ranks only, so a collective connects all ranks here. torch derives the
     name of a new group from the ranks and from the number of process groups that the calling rank
-    is in, which must therefore be equal on all ``ranks``.
+    is in; ``number`` replaces the latter, because ranks may be in different numbers of groups.
 
     slime replaces ``torch.distributed.new_group`` by a function whose groups it destroys for each
     rollout and creates again afterwards. A group of ours would then be created again under a name
@@ -39,8 +54,8 @@ def new_group(
 
     Args:
         ranks: ranks of the job, ascending.
-        made: largest number of process groups that any of ``ranks`` is in. A rank in fewer groups
-            creates single-rank groups up to this number.
+        number: number for the name of the group, the same on all ``ranks``, instead of the number
+            of process groups that a rank is in; at least each rank's `next_number`.
         description: text for torch's logs.
         timeout: timeout of the group, seconds; with NCCL the job's timeout if that is longer.
         nccl: NCCL settings; ``None`` on CPU ranks.
@@ -53,9 +68,7 @@ def new_group(
         use_local_synchronization=True,
         group_desc=description,
     )
-    with _no_bound_device():
-        while len(_world.pg_names) < made:
-            distributed_c10d.new_group([dist.get_rank()], backend="gloo", **settings)
+    with _no_bound_device(), _numbered(number):
         if nccl is not None:
             settings["pg_options"] = options = nccl.options()
             options._timeout = settings["timeout"]
@@ -95,7 +108,7 @@ def connected_group(
     # the same name.
     names = [str(groups[0][0])] if groups else []
     verdict = Question.next(timeout=timeout).ask(
-        [len(_world.pg_names), list(map(list, groups))], _join_groups, groups=names
+        [next_number(), list(map(list, groups))], _join_groups, groups=names
     )
     if not groups:
         return None
@@ -108,11 +121,11 @@ def _join_groups(gathered: list[tuple[int, list[list[int]]]]) -> Verdict:
     """Find the connected components of all groups of ranks.
 
     Args:
-        gathered: number of process groups, and groups of ranks, by rank of the job.
+        gathered: `next_number`, and groups of ranks, by rank of the job.
 
     Returns:
         Under the first rank of each rank's first group: the ranks of its component, and the largest
-        number of process groups that any rank of the component is in.
+        `next_number` of any rank of the component.
     """
     lowest = _lowest_connected([groups for _, groups in gathered])
     members: dict[int, list[int]] = {}
@@ -170,6 +183,22 @@ def connect_ranks(
         sent = torch.zeros(1, device=device)
         work = dist.all_reduce(sent, group=group, async_op=True)
     wait_collective(work, sent, group, what="connecting the ranks", label=label, timeout=timeout)
+
+
+@contextlib.contextmanager
+def _numbered(number: int) -> Iterator[None]:
+    """Let torch count ``number`` process groups of this rank inside the block."""
+    job = dist.group.WORLD
+    assert job is not None
+    names: dict[Any, Any] = _world.pg_names
+    stand_ins = [object() for _ in range(len(names), number)]
+    names.update(dict.fromkeys(stand_ins, ""))
+    _largest_numbers[job] = max(number, len(names) - len(stand_ins))
+    try:
+        yield
+    finally:
+        for stand_in in stand_ins:
+            del names[stand_in]
 
 
 @contextlib.contextmanager

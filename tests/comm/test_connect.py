@@ -256,6 +256,23 @@ def test_only_members_make_a_process_group(transport: str) -> None:
     dist.barrier()
 
 
+@ranks(3)
+def test_groups_that_others_destroy_free_no_name_of_ours() -> None:
+    """torch names a group by its ranks and by the number of groups that a rank is in, which may decrease again."""
+    everyone, rank, before = (0, 1, 2), dist.get_rank(), []
+    for _ in range((0, 2, 1)[rank] + 2):
+        before.append(dist.new_group([rank], use_local_synchronization=True))
+    groups = [everyone, (0, 1)] if rank < 2 else [everyone]
+    for _ in range(3):
+        connection = connect("p2p", groups, [], timeout=20.0)
+        for group in groups:
+            total = torch.tensor([2**rank])
+            dist.all_reduce(total, group=connection.transports[group].group)
+            assert int(total) == sum(2**r for r in group)
+        for _ in range(min(len(before), rank + 1)):
+            dist.destroy_process_group(before.pop())
+
+
 @pytest.mark.parametrize("connects", [pytest.param(False, marks=pytest.mark.slow), True])
 @ranks(3, killed=frozenset({1}), preload=None)
 def test_a_rank_that_dies_while_groups_are_made(connects: bool) -> None:

@@ -241,7 +241,7 @@ def test_a_large_job_switches_on(
             asked=config.transport,
             groups=[names[rank // of_group]],
             first_of=[group] if group[0] == rank else [],
-            process_groups=20 + (rank == 1),
+            next_number=20 + (rank == 1),
             node=f"node-{rank // 8:05d}.cluster.example",
             domain=f"node-{rank // 8:05d}.cluster.example",
             shared_memory=10**11,
