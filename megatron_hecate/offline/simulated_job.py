@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_hecate.comm.nvlink.transport import buffer_bytes
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.offline.outcome import Baselines, Outcome, Way, parts_of_gain
@@ -204,7 +206,12 @@ class SimulatedJob:
         return Work.of(plans, self.world, shape, once=self.once)
 
     def memory(
-        self, *, slots: int = 0, lifetime: str = "iteration", resident: int = 0
+        self,
+        *,
+        slots: int = 0,
+        lifetime: str = "iteration",
+        transport: str = P2P.name,
+        resident: int = 0,
     ) -> ExpertMemory:
         """Estimate the memory of a rank's experts on the first stage.
 
@@ -213,6 +220,7 @@ class SimulatedJob:
         Args:
             slots: replica slots per layer.
             lifetime: lifetime of replicas.
+            transport: transport of replicas, ``nvlink`` or ``p2p``.
             resident: permanent experts per rank beyond its homes.
         """
         schedule = self.schedule
@@ -223,11 +231,15 @@ class SimulatedJob:
             dtype=DTYPES.get(self.model.weight_bytes, torch.bfloat16),
             homes=self.model.experts // self.world.num_ranks + resident,
         )
+        if transport == P2P.name:
+            transport_bytes = P2P(SimpleNamespace(), timeout=1.0).extra_bytes([buffer])
+        else:
+            transport_bytes = sum(buffer_bytes([buffer], list(Counter(self.world.node).values())))
         passes = min(schedule.ahead(0) + 1, schedule.microbatches * schedule.chunks)
         experts = RankExperts.with_adam(
             (buffer,) * sum(chunks),
             in_flight=max(chunks) * passes,
-            transport_bytes=P2P(SimpleNamespace(), timeout=1.0).extra_bytes([buffer]),
+            transport_bytes=transport_bytes,
         )
         memory = ExpertMemory.estimate(experts, lifetime)
         return dataclasses.replace(memory, optimizer=memory.optimizer // self.optimizer_shards)
@@ -266,7 +278,7 @@ class SimulatedJob:
             imbalance=float(fullest / self.counts[self.first :].sum(axis=(2, 3)).mean()),
             exposed=float(time.exposed.mean()),
             sent=float(time.sent.mean()) / ranks / self.schedule.depth,
-            memory=self.memory(slots=way.slots, lifetime=way.lifetime),
+            memory=self.memory(slots=way.slots, lifetime=way.lifetime, transport=way.transport),
             parts=parts_of_gain(work, self._all_layers, self.timing, schedule, moving=moving),
             used=used,
         )

@@ -135,3 +135,21 @@ def test_microbatches_in_flight_are_those_of_training(
         2 * job.model.expert_elements
     )
     assert buffers == forwards_in_flight(config, [0, 0, *range(1, chunks)])
+
+
+def test_memory_of_each_transport() -> None:
+    """Oracle: docs/memory.md. A copy of the homes that peers read, or four arriving fp32 gradients and their sum."""
+    job = SimulatedJob(
+        model=Model.named("olmoe,layers=1"),
+        layers=(0,),
+        counts=np.ones((2, 1, 4, 64), dtype=np.int64),
+        first=1,
+        world=World(node=(0, 0, 0, 0)),
+        timing=Timing(dense=1.0, pair=1.0),
+        schedule=PipelineSchedule.even(1, 1, microbatches=1),
+    )
+    chunk = 2 * job.model.expert_elements
+    expected = {"nvlink": 16 * chunk, "p2p": 5 * 2 * chunk}
+    for transport, nbytes in expected.items():
+        assert job.memory(slots=2, transport=transport).transport == nbytes
+        assert job.memory(transport=transport).transport == 0

@@ -84,23 +84,7 @@ class NVLink:
         Peers read this rank's experts from the send buffer. Stripe buffers hold stripes that are
         sent between domains.
         """
-        return sum(self._sent_and_stripe_bytes(layers))
-
-    def _sent_and_stripe_bytes(self, layers: Sequence[LayerBuffer]) -> tuple[int, int]:
-        """Return the bytes of the send buffer and of all stripe buffers, for the largest layers."""
-        if not any(layer.slots for layer in layers):
-            return 0, 0
-        sent = max(layer.homes * LayerBuffer.aligned(*layer.weights) for layer in layers)
-        stripes = 0
-        sizes = [len(domain) for domain in self._domains]
-        for layer in layers:
-            elements, dtype = layer.weights
-            fetched, in_fetch, _ = Stages.stripe_buffers(layer, elements, sizes)
-            returned, _, in_return = Stages.stripe_buffers(layer, layer.elements, sizes)
-            fetch_bytes = in_fetch * LayerBuffer.aligned(fetched, dtype)
-            return_bytes = in_return * LayerBuffer.aligned(returned, layer.grad_dtype)
-            stripes = max(stripes, fetch_bytes, return_bytes)
-        return sent, stripes
+        return sum(buffer_bytes(layers, list(map(len, self._domains))))
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
         """Allocate [size] uint8 that peers can read, followed by send buffer and stripe buffers.
@@ -118,7 +102,8 @@ class NVLink:
         self._peers = None
         self._sent = torch.empty(0)
         self._stripes = torch.empty(0)
-        sizes = [LayerBuffer.aligned(size, torch.uint8), *self._sent_and_stripe_bytes(layers)]
+        domains = list(map(len, self._domains))
+        sizes = [LayerBuffer.aligned(size, torch.uint8), *buffer_bytes(layers, domains)]
         domain = next(domain for domain in self._domains if self._rank in domain)
         self._kernels = TransferKernels(device)
         self._peers = Peers(
@@ -366,3 +351,24 @@ def _kept_stages(
 ) -> tuple[Stage, ...]:
     """Return the stages of a plan, cached for all of its microbatches."""
     return build(copies, rank, domains=domains, elements=elements)
+
+
+def buffer_bytes(layers: Sequence[LayerBuffer], domains: Sequence[int]) -> tuple[int, int]:
+    """Return the bytes of the send buffer and of all stripe buffers, for the largest layers.
+
+    Args:
+        layers: sizes of the layers.
+        domains: number of ranks of each NVLink domain.
+    """
+    if not any(layer.slots for layer in layers):
+        return 0, 0
+    sent = max(layer.homes * LayerBuffer.aligned(*layer.weights) for layer in layers)
+    stripes = 0
+    for layer in layers:
+        elements, dtype = layer.weights
+        fetched, in_fetch, _ = Stages.stripe_buffers(layer, elements, domains)
+        returned, _, in_return = Stages.stripe_buffers(layer, layer.elements, domains)
+        fetch_bytes = in_fetch * LayerBuffer.aligned(fetched, dtype)
+        return_bytes = in_return * LayerBuffer.aligned(returned, layer.grad_dtype)
+        stripes = max(stripes, fetch_bytes, return_bytes)
+    return sent, stripes
