@@ -17,6 +17,9 @@ from megatron_hecate.job.collectives import wait_collective
 from megatron_hecate.job.nccl import NcclSettings, keep_timeout
 from megatron_hecate.job.rendezvous import Question, Verdict
 
+# Least number for the name of a group of ours: far above the number of groups that a rank is in, so
+# that other code never creates a group of the same name.
+FIRST_NUMBER: int = 10_000
 # Largest number by which torch has named a group of ours, by default process group.
 _largest_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
@@ -29,7 +32,7 @@ def next_number() -> int:
     """
     job = dist.group.WORLD
     assert job is not None
-    return max(len(_world.pg_names), 1 + _largest_numbers.get(job, -1))
+    return max(FIRST_NUMBER, len(_world.pg_names), 1 + _largest_numbers.get(job, -1))
 
 
 def new_group(

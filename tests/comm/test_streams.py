@@ -191,6 +191,7 @@ def test_messages_of_nccl_come_before_other_work(
     """NCCL's kernels run on streams of its own; gloo has no such options."""
     made: list[Any] = []
     monkeypatch.setattr(groups, "_no_bound_device", contextlib.nullcontext)
+    monkeypatch.setattr(groups, "_numbered", contextlib.nullcontext)
     monkeypatch.setattr(
         dist.distributed_c10d,
         "new_group",
