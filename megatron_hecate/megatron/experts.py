@@ -207,14 +207,18 @@ class PhysicalExperts:
 
     def compute(self, weights: Sequence[Tensor], *inputs: Any, **kwargs: Any) -> Any:
         """Run the twin on ``inputs`` with ``weights`` of all physical experts, flat."""
+        if not self._has_operators:
+            return self._compute(weights, *inputs, **kwargs)
+        # operators are made before the weights are set, from linears without weights
+        with self.grouped.over(weights):
+            return self._compute(weights, *inputs, **kwargs)
+
+    def _compute(self, weights: Sequence[Tensor], *inputs: Any, **kwargs: Any) -> Any:
         for (owner, name), weight in zip(self._places, weights, strict=True):
             owner[name] = weight
         try:
             # not by ``__call__``: hooks of all modules have run for Megatron's module
-            if not self._has_operators:
-                return self.twin.forward(*inputs, **kwargs)
-            with self.grouped.over(weights):
-                return self.twin.forward(*inputs, **kwargs)
+            return self.twin.forward(*inputs, **kwargs)
         finally:
             for owner, name in self._places:
                 owner[name] = None
