@@ -90,8 +90,10 @@ def _convert(model: Model, config: HecateConfig) -> None:
     # a pipeline stage may have no MoE layers to show an earlier run of the hook
     if not model.layers and has_run(model.chunks, observing=False):
         return
-    parts, problems = _build_parts(model, config)
-    problems += wrappers.find_wrapped(model.chunks)
+    problems: list[str] = []
+    parts = _build_parts(model, config, problems)
+    with collect(problems):
+        problems += wrappers.find_wrapped(model.chunks)
     if converted:
         names = ", ".join(layer.fssdp.name for layer in converted)
         problems.append(
@@ -143,11 +145,12 @@ def _note(
     memory: dict[str, Any] = {}
     rounds = ""
     if parts:
-        summary = _summary(parts, config)
-        if not problems:
-            memory = _estimate_memory(parts, model, config=config, connection=connection)
-        if config.slots:
-            rounds = P2P.explain_rounds([part.buffer(config.slots) for part in parts])
+        with collect(problems):
+            summary = _summary(parts, config)
+            if not problems:
+                memory = _estimate_memory(parts, model, config=config, connection=connection)
+            if config.slots:
+                rounds = P2P.explain_rounds([part.buffer(config.slots) for part in parts])
     return Note(
         # speeds by value: ranks may read the file under different paths
         settings={**dataclasses.asdict(config), "speeds": dataclasses.asdict(speeds)},
@@ -199,28 +202,30 @@ def _check_same_settings(running: HecateConfig, requested: HecateConfig) -> None
         refuse([f"this model runs FSSDP already, with {running}; asked for {requested}"])
 
 
-def _build_parts(model: Model, config: HecateConfig) -> tuple[list[LayerParts], list[str]]:
-    """Build the parts of all layers without changing a layer, and list problems."""
-    problems = assumptions.broken_assumptions()
-    if not problems:
-        problems = _find_unsupported(model, config)
-        problems += foreign_code.find_foreign_layers(model.chunks)
-    if not problems:
-        problems = compile_all(plans=bool(config.slots or config.rehome))
+def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> list[LayerParts]:
+    """Build the parts of all layers without changing a layer; append to ``problems``."""
+    with collect(problems):
+        problems += assumptions.broken_assumptions()
+        if not problems:
+            problems += _find_unsupported(model, config)
+            problems += foreign_code.find_foreign_layers(model.chunks)
+        if not problems:
+            problems += compile_all(plans=bool(config.slots or config.rehome))
     if problems:
-        return [], problems
+        return []
     parts: list[LayerParts] = []
-    passes = training_state.passes_per_microbatch(model.layers, model.chunks)
-    for layer, times in zip(model.layers, passes, strict=True):
-        with collect(problems, f"layer {layer.layer_number}"):
-            parts.append(LayerParts.build(layer, slots=config.slots, passes=times))
+    with collect(problems):
+        passes = training_state.passes_per_microbatch(model.layers, model.chunks)
+        for layer, times in zip(model.layers, passes, strict=True):
+            with collect(problems, f"layer {layer.layer_number}"):
+                parts.append(LayerParts.build(layer, slots=config.slots, passes=times))
     experts = {part.homes_only.num_experts for part in parts}
     if config.rehome and len(experts) > 1:
         problems.append(
             f"rehome={config.rehome} with layers of {sorted(experts)} experts: homes move in equal "
             "layers only"
         )
-    return parts, problems
+    return parts
 
 
 def _find_unsupported(model: Model, config: HecateConfig) -> list[str]:

@@ -72,17 +72,21 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
         settings={**dataclasses.asdict(config), "speeds": ""}, layers=names, problems=problems
     )
     _, notes = note.agree(timeout=config.timeout)
-    if layers:
-        observer = _Observer(layers, names, speeds=speeds, config=config)
-        for index, (layer, name) in enumerate(zip(layers, names, strict=True)):
-            _attach(layer, name, counts=observer.counts.of_layer(index), observer=observer)
-    else:
-        JobMetrics(())
-    watched = [_ranks_in_step(layers[0])] if layers else []
-    watchdog.watch(watched, timeout=config.timeout, events=config.record or OBSERVED)
-    note_run(chunks, observing=True)
-    refused = observer.stage.refused if layers else ""
-    _, refusals = Note(layers=names, summary=refused).agree(timeout=config.timeout)
+    refused = ""
+    # An exception of one rank from here on would leave the others waiting, too.
+    with collect(problems):
+        if layers:
+            observer = _Observer(layers, names, speeds=speeds, config=config)
+            for index, (layer, name) in enumerate(zip(layers, names, strict=True)):
+                _attach(layer, name, counts=observer.counts.of_layer(index), observer=observer)
+            refused = observer.stage.refused
+        else:
+            JobMetrics(())
+        watched = [_ranks_in_step(layers[0])] if layers else []
+        watchdog.watch(watched, timeout=config.timeout, events=config.record or OBSERVED)
+        note_run(chunks, observing=True)
+    note = Note(layers=names, summary=refused, problems=problems)
+    _, refusals = note.agree(timeout=config.timeout)
     if dist.get_rank() == 0:
         _print_summary(notes, refusals, config.record or OBSERVED)
     return chunks

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 from model_state import snapshot
@@ -219,6 +220,44 @@ def test_a_rank_without_a_compiler_stops_all_at_switch_on() -> None:
     patch.undo()
     assert snapshot(chunks) == before
     tiny_gpt.fssdp_hook(transport="p2p")(chunks)  # and works once there is one
+
+
+@pytest.mark.parametrize(
+    "fails",
+    [
+        "convert._find_unsupported",
+        "convert._estimate_memory",
+        "convert.wrappers.find_wrapped",
+        "convert.assumptions.broken_assumptions",
+        "observe._attach",
+        "observe._ranks_in_step",
+    ],
+)
+@ranks(2)
+def test_an_exception_that_nobody_expects_stops_all_ranks(fails: str, tmp_path: Path) -> None:
+    """It is raised by one rank alone, which names it; no rank waits, and a model to convert stays as it was."""
+    import tiny_gpt
+    import torch.distributed as dist
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    chunks, _ = tiny_gpt.build(case)
+    before = snapshot(chunks)
+    observing = fails.startswith("observe")
+
+    def fail(*_: object, **__: object) -> None:
+        raise KeyError("a name that no table has")
+
+    patch = pytest.MonkeyPatch()
+    if dist.get_rank() == 1:
+        patch.setattr(f"megatron_hecate.{fails}", fail)
+    message = "KeyError: 'a name that no table has'"
+    with patch.context(), pytest.raises(ValueError, match=message):
+        tiny_gpt.fssdp_hook(observe=observing, record=str(tmp_path))(chunks)
+    patch.undo()
+    if not observing:
+        assert snapshot(chunks) == before
+        tiny_gpt.fssdp_hook()(chunks)
 
 
 @ranks(2)
