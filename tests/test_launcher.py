@@ -81,14 +81,17 @@ def test_a_script_that_starts_itself_again_and_builds_no_model(tmp_path: Path) -
 
 @ranks(2, timeout=300)
 def _pretrain_here(text: Path, log: Path, launcher: list[str]) -> None:
-    """Run the example's script in these ranks, with no process of its own; the last rank's output goes to ``log``."""
+    """Run the example's script in these ranks, with no process of its own.
+
+    The last rank's output goes to ``log``, and rank 0's to ``log`` with the suffix .0.
+    """
     import run_on_cpu
     import torch.distributed as dist
 
     sys.argv = ["run_on_cpu.py", *launcher, str(SCRIPT), *pretrain_arguments(text)]
     last = dist.get_rank() == dist.get_world_size() - 1
     with (
-        (log if last else Path(os.devnull)).open("w") as out,
+        (log if last else log.with_suffix(f".{dist.get_rank()}")).open("w") as out,
         contextlib.redirect_stdout(out),
     ):
         try:
@@ -134,9 +137,6 @@ def test_flags_hook_and_launcher_train_the_stock_model(text: Path, tmp_path: Pat
     )  # else no copy pays on so small a model
     flags, speeds = ["--moe-fssdp", "--moe-fssdp-slots", "3"], ["--moe-fssdp-speeds", free]
     for how, log in {
-        "flags before the script and among Megatron's": pretrain(
-            text, *speeds, launcher=["-m", "megatron_hecate", *flags]
-        ),
         "torchrun -m megatron_hecate run --": pretrain(
             text, *speeds, launcher=[], before=["-m", "megatron_hecate", "run", *flags, "--"]
         ),
@@ -146,6 +146,10 @@ def test_flags_hook_and_launcher_train_the_stock_model(text: Path, tmp_path: Pat
     }.items():
         assert losses(log) == pytest.approx(stock, rel=1e-5), how
         assert log.count("FSSDP on: 4 MoE layers, 16 experts over 2 ranks, 3 slots") == 1, how
+    before = ["-m", "megatron_hecate", *flags, *speeds]
+    _pretrain_here(text, tmp_path / "on", before)
+    assert losses((tmp_path / "on").read_text()) == pytest.approx(stock, rel=1e-5)
+    assert (tmp_path / "on.0").read_text().count("FSSDP on: 4 MoE layers") == 1
     _pretrain_here(text, tmp_path / "off", ["-m", "megatron_hecate", "run", "--"])
     off = (tmp_path / "off").read_text()
     assert losses(off) == stock and "FSSDP" not in off

@@ -75,7 +75,7 @@ def test_megatrons_own_graphs_change_nothing(name: str) -> None:
     graphs_on_cpu.assert_replayed(at_least=4)
 
 
-@pytest.mark.parametrize("name", quick(TRANSFORMER_ENGINE, ["recompute"]))
+@pytest.mark.parametrize("name", quick(TRANSFORMER_ENGINE, ["attn"]))
 @ranks(2, preload="te")
 def test_transformer_engines_graphs_change_nothing(name: str) -> None:
     import te_on_cpu

@@ -117,8 +117,7 @@ def _compare(name: str) -> None:
 
 # In ``make test``: each schedule and each way to recompute occurs in one.
 QUICK = """
-recompute-moe-biases ep-comm-overlap late-recompute mtp-repeated-late-recompute
-pp2-vpp2-late
+recompute-moe-biases ep-comm-overlap late-recompute pp2-vpp2-late
 """
 # All others are trained twice with lifetime ``layer``; these are in `test_the_same_run_twice_on_two_ranks`.
 ONCE = """

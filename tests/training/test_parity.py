@@ -239,7 +239,7 @@ core-ep2 core-ep2-distopt-overlap-accumulate4 core-tp2-sp-etp1-ep2 core-allgathe
 core-recompute-moe shared-experts-overlap core-aux-loss probs-on-input
 core-expert-bias capacity-padded core-one-expert calculate-per-token-loss ep-comm-overlap-distopt
 mtp-repeated core-bf16
-core-ep2-edp2-distopt-overlap core-tp2-sp-etp2-ep2 core-pp2-ep2-accumulate4 core-pp2-vpp2-ep2-accumulate4
+core-ep2-edp2-distopt-overlap core-tp2-sp-etp2-ep2 core-pp2-vpp2-ep2-accumulate4
 cp2-tp2-ep4
 """
 # Trained twice there; all other layouts are in `test_the_same_run_twice_on_two_ranks` and its neighbour.

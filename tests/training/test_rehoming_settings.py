@@ -49,7 +49,7 @@ SETTINGS: dict[str, tuple[int, dict, dict, dict]] = {
 }
 
 
-@pytest.mark.parametrize("name", params(SETTINGS, 2, "late-layer-recompute nvlink"))
+@pytest.mark.parametrize("name", params(SETTINGS, 2, "nvlink"))
 @ranks(2)
 def test_two_ranks(name: str) -> None:
     _compare(name)
