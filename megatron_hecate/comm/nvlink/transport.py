@@ -66,6 +66,7 @@ class NVLink:
         self.copy_engines = copy_engines
         self._domain = domain
         self._domains = tuple(map(tuple, domains))
+        self._domain_sizes = [len(ranks) for ranks in self._domains]
         self._rank = group.rank()
         self._between = P2P(group, timeout=timeout)
         self._stripe_elements: dict[int, int] = {}  # elements of a stripe by elements of a chunk
@@ -84,7 +85,7 @@ class NVLink:
         Peers read this rank's experts from the send buffer. Stripe buffers hold stripes that are
         sent between domains.
         """
-        return sum(buffer_bytes(layers, list(map(len, self._domains))))
+        return sum(buffer_bytes(layers, self._domain_sizes))
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
         """Allocate [size] uint8 that peers can read, followed by send buffer and stripe buffers.
@@ -102,8 +103,7 @@ class NVLink:
         self._peers = None
         self._sent = torch.empty(0)
         self._stripes = torch.empty(0)
-        domains = list(map(len, self._domains))
-        sizes = [LayerBuffer.aligned(size, torch.uint8), *buffer_bytes(layers, domains)]
+        sizes = [LayerBuffer.aligned(size, torch.uint8), *buffer_bytes(layers, self._domain_sizes)]
         domain = next(domain for domain in self._domains if self._rank in domain)
         self._kernels = TransferKernels(device)
         self._peers = Peers(
@@ -113,11 +113,10 @@ class NVLink:
         # The counters in the new memory are 0.
         self._begin = 1
         replicas, self._sent, self._stripes = self._peers.buffers.split(sizes)
-        domain_sizes = [len(domain) for domain in self._domains]
         self._stripe_elements = {}
         for layer in layers:
             for elements in (layer.weights[0], layer.elements):
-                width, _, _ = Stages.stripe_buffers(layer, elements, domain_sizes)
+                width, _, _ = Stages.stripe_buffers(layer, elements, self._domain_sizes)
                 self._stripe_elements[elements] = width
         return replicas[:size]
 
