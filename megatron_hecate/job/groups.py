@@ -32,7 +32,7 @@ def next_number() -> int:
     """
     job = dist.group.WORLD
     assert job is not None
-    return max(FIRST_NUMBER, len(_world.pg_names), 1 + _largest_numbers.get(job, -1))
+    return 1 + _largest_numbers.get(job, FIRST_NUMBER - 1)
 
 
 def new_group(
@@ -194,9 +194,10 @@ def _numbered(number: int) -> Iterator[None]:
     job = dist.group.WORLD
     assert job is not None
     names: dict[Any, Any] = _world.pg_names
+    assert len(names) <= number, f"{len(names)} process groups, expected at most {number}"
     stand_ins = [object() for _ in range(len(names), number)]
     names.update(dict.fromkeys(stand_ins, ""))
-    _largest_numbers[job] = max(number, len(names) - len(stand_ins))
+    _largest_numbers[job] = number
     try:
         yield
     finally:
