@@ -36,7 +36,7 @@ def replays(layer: Module) -> bool:
 
 
 def next_routes(layer: Module, most: int) -> list[tuple[Tensor, Tensor | None]]:
-    """List the routes of the next forwards of a layer that replays.
+    """List the routes of the next forwards of a layer; empty where the next one does not replay.
 
     Megatron's router holds the routes of one forward, slime's those of a whole rollout.
 
@@ -48,6 +48,8 @@ def next_routes(layer: Module, most: int) -> list[tuple[Tensor, Tensor | None]]:
         For each forward, in order: experts of each token, [T, k], below 0 where the router chooses;
         and, if any, a mask [T] that is False there (verl).
     """
+    if not replays(layer):
+        return []
     replay = _replay(layer, "routing_replay")
     if replay is not None and _slime_replays():
         ahead = replay.top_indices_list[replay.forward_index : replay.forward_index + most]

@@ -188,8 +188,6 @@ class KnownRoutes:
         for state in states:
             layer = state.parts.layer
             routes = next_routes(layer, microbatches * state.parts.passes)
-            if not replays(layer):
-                routes = []
             parts = chain.from_iterable(starmap(parts_of, routes))
             counted = count_tokens(parts, experts, _device(states[0]))
             # The last number counts experts that do not exist, which stop Megatron's router, too.

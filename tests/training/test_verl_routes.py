@@ -25,12 +25,26 @@ from replayed_routes import (
 )
 
 
+def compare_with_stock() -> list[np.ndarray]:
+    """Train two steps with stock and with FSSDP, which must be alike; returns FSSDP's forecasts."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(settings=(REPLAY,))
+    tiny_gpt.initialize(case)
+    replay(case.accumulate, then_backward=False)
+    stock = train_steps(case, 2)
+    found: list[np.ndarray] = []
+    note_forecasts(found)
+    ours = train_steps(case, 2, lifetime="microbatch", slots=2)
+    tiny_gpt.assert_trained_alike(stock, ours)
+    return found
+
+
 @pytest.mark.newest
 @ranks(2)
 def test_tokens_that_their_router_chooses_itself_are_not_counted() -> None:
     """verl's `RouterReplay` (verl/utils/megatron/router_replay_patch.py, 1dda039b) masks tokens without a route, whose
     rows of the routes are zeros. Oracle: loads of the other tokens, one by one; stock with the same routers."""
-    import tiny_gpt
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
     replay_routes, set_routes = RouterReplay.get_replay_topk, RouterReplay.set_target_indices
@@ -47,14 +61,7 @@ def test_tokens_that_their_router_chooses_itself_are_not_counted() -> None:
         return scores.gather(1, routes), routes
 
     RouterReplay.set_target_indices, RouterReplay.get_replay_topk = set_masked, chosen
-    case = tiny_gpt.Case(settings=(REPLAY,))
-    tiny_gpt.initialize(case)
-    replay(case.accumulate, then_backward=False)
-    stock = train_steps(case, 2)
-    found: list[np.ndarray] = []
-    note_forecasts(found)
-    ours = train_steps(case, 2, lifetime="microbatch", slots=2)
-    tiny_gpt.assert_trained_alike(stock, ours)
+    found = compare_with_stock()
     assert_counted(found, ~masked)
 
 
@@ -102,7 +109,6 @@ PATCHES = [
 def test_a_token_that_names_an_expert_twice_is_routed_to_it_once(module: str) -> None:
     """verl (the same file) and ms-swift (3602360a) pad routes with zeros, and patch the dispatcher, which takes the
     number of routed tokens from the routing map."""
-    import tiny_gpt
     from megatron.core.transformer.moe.router_replay import RouterReplay
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
@@ -120,12 +126,5 @@ def test_a_token_that_names_an_expert_twice_is_routed_to_it_once(module: str) ->
     patched_preprocess.__module__ = module
     MoEAlltoAllTokenDispatcher.preprocess = patched_preprocess
     RouterReplay.set_target_indices = set_padded
-    case = tiny_gpt.Case(settings=(REPLAY,))
-    tiny_gpt.initialize(case)
-    replay(case.accumulate, then_backward=False)
-    stock = train_steps(case, 2)
-    found: list[np.ndarray] = []
-    note_forecasts(found)
-    ours = train_steps(case, 2, lifetime="microbatch", slots=2)
-    tiny_gpt.assert_trained_alike(stock, ours)
+    found = compare_with_stock()
     assert_counted(found, ~padded, padded=padded)
