@@ -140,12 +140,16 @@ def measure(counts: np.ndarray, slots: int, every: int) -> str:
     """Replay one load; returns the last columns of its row."""
     passes = []
     over = []
+    away = []
     took = []
     for loads, placement, shape in replays(counts, slots, every):
         passes.append(count_passes(loads, placement, shape))
         widest = int(HolderOrder.of(placement, shape).table(shape)[0])
         took.append(microseconds(passes[-1], max(widest, 1)))
         tokens, order = quotas_of_all(loads, placement, shape)
+        node = shape.world.node_index
+        crossing = node[list(shape.source_rank)][:, None] != node[order.rank]
+        away.append(100 * tokens[crossing].sum() / tokens.sum())
         largest = np.bincount(order.rank, weights=tokens.sum(axis=0)).max()
         over.append(largest / largest_load(loads.sum(axis=0), placement))
     found = np.array(passes)
@@ -155,6 +159,7 @@ def measure(counts: np.ndarray, slots: int, every: int) -> str:
         ", ".join(f"{value:.1f}" for value in mean[:-1]),
         f"{mean[-1]:.0f}, {np.percentile(barriers, 99):.0f}, {barriers.max()}",
         f"{np.mean(over):.5f}, {np.percentile(over, 99):.5f}",
+        f"{np.mean(away):.1f}",
         f"{np.mean(took):.0f}, {np.percentile(took, 99):.0f}",
     ]
     return " | ".join(cells)
@@ -179,9 +184,9 @@ def main() -> int:
     columns = ", ".join(PASSES[:-1])
     print(
         f"| load, experts | slots | {columns}: mean | barriers: mean, p99, most | "
-        "load over optimum: mean, p99 | us: mean, p99 |"
+        "load over optimum: mean, p99 | % of tokens that leave their node | us: mean, p99 |"
     )
-    print("|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|")
     for name, counts in cases.items():
         for slots in (1, 2):
             print(f"| {name} | {slots} | {measure(counts, slots, every)} |", flush=True)

@@ -8,7 +8,8 @@
 //    search computes distances to the ranks below the level; then all ranks push concurrently
 //    along shortest paths, from far to near (Dinic's blocking flow, in the waves of Tarjan, "A
 //    simple version of Karzanov's blocking flow algorithm", 1984). In the first LOCAL_ROUNDS
-//    rounds only tokens that are away from their own node may change nodes.
+//    rounds only tokens that are away from their own node may change nodes, if there are more
+//    replicas than ranks. With fewer, these rounds keep no more tokens on their nodes.
 // 3. Cut: if a rank above the level reaches no rank below it, the ranks that reach none cannot pass
 //    on their tokens. At best their loads are equal: their mean load, a lower bound for every
 //    split, is the new level. Dinkelbach's method finds the tightest cut in few rounds.
@@ -547,7 +548,7 @@ struct Quotas {
   // narrow.
   FSSDP_FN bool balance() {
     i32 depths = 0;
-    local = g.nodes > 1;
+    local = g.nodes > 1 && h.begin[g.experts] - g.experts > g.ranks;
     // The last call of `begin_round` starts no round: it returns tokens that were not accepted.
     FSSDP_ROLLED
     while (begin_round() && round <= MAX_ROUNDS && depths < MAX_DEPTH) {
