@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -13,6 +12,7 @@ from concurrent.futures import Future
 import torch
 
 from megatron_hecate import trace
+from megatron_hecate.job.background import BackgroundThread
 from megatron_hecate.job.collectives import TransferError
 
 
@@ -89,7 +89,7 @@ class Transfer:
             self._enqueued = stream.record_event()
 
     def _run_in_thread(self, after: Future[None] | None) -> Future[None]:
-        """Run all steps in a daemon thread, for which `wait` then waits.
+        """Run all steps in a background thread, for which `wait` then waits.
 
         Returns:
             A future that is done when the thread ends.
@@ -118,7 +118,7 @@ class Transfer:
             yield from ()
 
         self._steps = join()
-        threading.Thread(target=run, name=f"{self.what} {self.label}", daemon=True).start()
+        BackgroundThread(f"{self.what} {self.label}", run).start()
         return ended
 
     @property

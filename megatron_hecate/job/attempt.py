@@ -21,6 +21,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from megatron_hecate.job.background import BackgroundThread
+
 # Seconds between two polls of the default process group.
 POLL_PAUSE: float = 0.5
 # Seconds between the destruction of the process group and the end of the attempt, unless a new
@@ -39,7 +41,7 @@ class Attempt:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._watch: threading.Thread | None = None
+        self._watch: BackgroundThread | None = None
 
     @staticmethod
     def current() -> Attempt:
@@ -80,15 +82,15 @@ class Attempt:
             self._at_end = [known for known in self._at_end if known() is not None]
             self._at_end.append(weakref.WeakMethod(method))
             if self._watch is None and self._world is not None:
-                self._watch = threading.Thread(
-                    target=self._close_when_over, name="fssdp attempt", daemon=True
-                )
+                self._watch = BackgroundThread("attempt", self._close_when_over)
                 self._watch.start()
 
     def close(self) -> None:
         """Run all registered methods, the newest first. Idempotent."""
         with self._lock:
             self._closed.set()
+            if self._watch is not None:
+                self._watch.stopping.set()
             while self._at_end:
                 method = self._at_end.pop()()
                 try:
@@ -101,7 +103,8 @@ class Attempt:
 
     def _close_when_over(self) -> None:
         over_since: float | None = None
-        while not self._closed.wait(POLL_PAUSE):
+        assert self._watch is not None
+        while not self._watch.stopping.wait(POLL_PAUSE):
             if not self.is_over:
                 continue
             over_since = over_since or time.monotonic()

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import atexit
+import contextlib
 import os
 import re
 import socket
-import threading
 
 import torch.distributed as dist
 
+from megatron_hecate.job.background import BackgroundThread
 
-class StoreThread(threading.Thread):
-    """Daemon thread outside of training that owns the connection of ``store``.
+
+class StoreThread(BackgroundThread):
+    """Thread outside of training that owns the connection of ``store``.
 
     Args:
         name: suffix of the thread's name.
         store: clone of the job's store that no other thread uses.
+        patience: seconds that the interpreter's exit waits for the thread.
     """
 
-    def __init__(self, name: str, store: dist.Store) -> None:
-        super().__init__(name=f"fssdp {name}", daemon=True)
+    def __init__(self, name: str, store: dist.Store, *, patience: float = 1.0) -> None:
+        super().__init__(name, patience=patience)
         self._store = store
-        self._stopping = threading.Event()
         self._pid = os.getpid()
         # True once pending work must be dropped.
         self._is_abandoned = False
@@ -40,17 +41,22 @@ class StoreThread(threading.Thread):
         No effect in a forked process, which does not run the thread.
         """
         if os.getpid() == self._pid and self.is_alive():
-            self._stopping.set()
+            self.stopping.set()
             self.join(patience)
 
     def abandon(self) -> None:
         """Stop the thread, drop its pending work, and close its connection."""
         self._is_abandoned = True
-        atexit.unregister(self.stop)
         self.stop()
         if self._connection is not None and not self.is_alive():
             self._connection.close()
             self._connection = None
+
+    def interrupt(self) -> None:
+        """Shut the connection down, so that a call of the store raises an error."""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
 
     def _store_is_closed(self) -> bool:
         """Return True if the store's server has closed the connection.

@@ -8,12 +8,10 @@ prints the result once, and continues to wait for as long as Megatron decides.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
 import json
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +22,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.job import under_way
 from megatron_hecate.job.attempt import Attempt
+from megatron_hecate.job.background import BackgroundThread
 from megatron_hecate.job.events import Stall
 from megatron_hecate.job.heartbeats import (
     PREFIX,
@@ -173,7 +172,7 @@ class Reporter(StoreThread):
             self._publish()
             last = time.monotonic()
             while (
-                not self._stopping.wait(self.interval)
+                not self.stopping.wait(self.interval)
                 and not self.is_over()
                 and not self._store_is_closed()
             ):
@@ -199,16 +198,18 @@ class Reporter(StoreThread):
         self._stalled += min(passed, 2 * self.interval)
         if self._stalled < self._timeout / 2:
             return
-        # A store whose host is stopped blocks this thread, so a timer prints the line instead.
-        silence = threading.Timer(
-            self.interval + self._timeout / 2, self._print_stall, args=[SILENCE]
-        )
-        silence.daemon = True
+
+        def print_silence() -> None:
+            if not silence.stopping.wait(self.interval + self._timeout / 2):
+                self._print_stall(SILENCE)
+
+        # A store whose host is stopped blocks this thread, so another one prints the line instead.
+        silence = BackgroundThread("silence", print_silence)
         silence.start()
         try:
             self._find_ranks_behind()
         finally:
-            silence.cancel()
+            silence.stopping.set()
 
     def _reset(self) -> None:
         """Start to measure a stall from zero."""
@@ -338,9 +339,7 @@ def _compare_heartbeats(compare: Callable[[Snapshot, Snapshot], str]) -> str:
     pause = 2.5 * (SHORTEST_PAUSE if _running is None else _running.interval)
     found: list[str] = []
     # A store whose host is gone blocks for minutes, so a thread queries it.
-    query = threading.Thread(
-        target=lambda: found.append(_take_two_snapshots(pause, compare)), daemon=True
-    )
+    query = BackgroundThread("ranks", lambda: found.append(_take_two_snapshots(pause, compare)))
     query.start()
     query.join(3 * pause)
     return found[0] if found else "the rendezvous store does not answer"
@@ -395,6 +394,5 @@ def watch(groups: Sequence[Sequence[int]], *, timeout: float, events: str | None
         timeout=lambda: min(timeout, job_timeout() / 2),
         is_over=lambda: attempt.is_over,
     )
-    atexit.register(_running.stop)
     _running.start()
     attempt.at_end(_running.abandon)

@@ -75,7 +75,7 @@ class JobMetrics(StoreThread):
         self._rank = dist.get_rank()
         self._stages = training_globals.logging_pipeline()
         store = _get_default_store()
-        super().__init__("metrics", store.clone() if self._stages else store)
+        super().__init__("metrics", store.clone() if self._stages else store, patience=PATIENCE)
         # Iterations between two logged ones, where Megatron's arguments have none (`bridge`).
         self.interval: int | None = None
         self.log: Callable[..., None] = loggers.log_step
@@ -102,7 +102,6 @@ class JobMetrics(StoreThread):
         self._reported = False
         JobMetrics.newest = self
         if self._stages:
-            atexit.register(self.stop, PATIENCE)
             self.start()
         attempt.at_end(self.abandon)
 
@@ -141,7 +140,7 @@ class JobMetrics(StoreThread):
         # True once this rank has sent its last message; on the logging rank, once all ranks have.
         over = False
         while not over and not self._is_abandoned and not self._store_is_closed():
-            self._stopping.wait(PAUSE)
+            self.stopping.wait(PAUSE)
             try:
                 while self._agree_on_gauges() and self._taken:
                     over = self._send_wanted(*self._taken.popleft()) and not self._logs
@@ -239,7 +238,7 @@ class JobMetrics(StoreThread):
             if all(name in message.metrics for message in messages):
                 values[name] = np.concatenate([message.metrics[name] for message in messages])
         iteration = int(messages[0].iteration)
-        self.log(iteration, layers, values, ended=self._stopping.is_set())
+        self.log(iteration, layers, values, ended=self.stopping.is_set())
         if telemetry.interval():
             each = training_globals.logs_each_layer()
             telemetry.set_gauges(summarize(layers, values, per_layer=each), iteration)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megatron_hecate.job.background import BackgroundThread
 from megatron_hecate.record.run_folder import (
     VERSION,
     Arrays,
@@ -105,7 +106,7 @@ class RunWriter:
         header = {"version": VERSION, **dataclasses.asdict(info), "writer": self._writer}
         _replace(self._header, json.dumps(header, indent=1).encode())
         atexit.register(self.close)
-        self._thread = threading.Thread(target=self._run, name="FSSDP record", daemon=True)
+        self._thread = BackgroundThread("record", self._run, stop=self.stop)
         self._thread.start()
 
     def _refuse_another_run(self, info: RunInfo) -> None:

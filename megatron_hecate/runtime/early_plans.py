@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -22,12 +23,15 @@ import numpy as np
 
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.job.attempt import Attempt
+from megatron_hecate.job.background import BackgroundThread
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.load_monitor import LoadMonitor
 
 # Seconds between two checks for the arrival of the loads.
 PAUSE: float = 1e-3
+# Seconds that the interpreter's exit waits for the plan of a layer.
+PATIENCE: float = 5.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,13 +126,10 @@ class EarlyPlans:
                 yield state.index, PlanInputs(of_layer, homes, state.world, cost, previous)
 
         prepare = {state.index: state.prepare_transfers for state in states}
-        thread = threading.Thread(
-            target=self._plan_all,
-            args=(self._plans, self._stopped, monitor.peek(), inputs, prepare),
-            name="fssdp plans",
-            daemon=True,
+        plan_all = functools.partial(
+            self._plan_all, self._plans, self._stopped, monitor.peek(), inputs, prepare
         )
-        thread.start()
+        BackgroundThread("plans", plan_all, stop=self._stopped.set, patience=PATIENCE).start()
 
     def stop(self) -> None:
         """Stop the thread after the layer that it is planning; its plans remain available."""

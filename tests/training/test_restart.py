@@ -65,7 +65,7 @@ def _check_flat(name: str, first: Any, now: Any) -> None:
     import restarts
 
     records = name in restarts.POINTS and "record" in restarts.POINTS[name].settings
-    more = [thread for thread in ("FSSDP record",) if thread in now.threads and records]
+    more = [thread for thread in ("fssdp record",) if thread in now.threads and records]
     assert sorted([*first.threads, *more]) == now.threads, (name, now.threads)
     assert now.groups <= first.groups + (name.startswith("while")), (
         name,

@@ -10,11 +10,9 @@ from __future__ import annotations
 import atexit
 import functools
 import sys
-import threading
-import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -31,6 +29,7 @@ from megatron_hecate.comm.nvlink.peer_memory import (
 )
 from megatron_hecate.comm.nvlink.program import FAILURE, MAX_STEPS, Signals
 from megatron_hecate.job.attempt import Attempt
+from megatron_hecate.job.background import BackgroundThread
 
 ARRIVED: int = 4 * MAX_RANKS  # offset of the counters of thread blocks, bytes
 WATCHED: float = 0.1  # seconds between two checks for a failure on a GPU
@@ -74,6 +73,7 @@ class Peers:
         self.buffers: Tensor = whole[COUNTERS:]
         self._whole = whole
         self.failure_record = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
+        self._failure = self.failure_record.numpy().view(FAILURE)
         self.signals = Signals(
             rank=self.rank,
             progress_at=self._bases,
@@ -87,14 +87,25 @@ class Peers:
         self._is_abandoned = False
         # The thread must not keep the memory alive.
         self._look = functools.partial(_is_over, weakref.ref(self))
-        # CUDA's error after a kernel that timed out names neither peer nor layer: a thread prints
-        # both. The process may exit before the thread's next check.
         if on_gpu:
-            threading.Thread(
-                target=_watch, args=(self._look,), name="fssdp watch", daemon=True
-            ).start()
-            atexit.register(self._look)
+            self._watch_failures()
         Attempt.current().at_end(self.abandon)
+
+    def _watch_failures(self) -> None:
+        """Start a thread that prints on stderr why a kernel timed out, as soon as it has.
+
+        The next CUDA call raises an error that names neither peer nor layer.
+        """
+        look = self._look
+
+        def watch() -> None:
+            while not look() and not thread.stopping.wait(WATCHED):
+                pass
+
+        thread = BackgroundThread("watch", watch)
+        thread.start()
+        # A kernel may have timed out after the thread's last check.
+        atexit.register(look)
 
     def abandon(self) -> None:
         """End all waits for peers, as if the peers had arrived: the attempt of the job is over.
@@ -143,7 +154,7 @@ class Peers:
 
         The host can read it even after the CUDA context was destroyed.
         """
-        record = self.failure_record.numpy().view(FAILURE)[0]
+        record = self._failure[0]
         # The value 2 marks a record that is being written.
         if record["failed"] == 1:
             return record
@@ -230,15 +241,6 @@ class Peers:
             if without:
                 return node, f"GPU {own} of {node} has no NVLink to GPUs {without}"
         return _fabric() or node, ""
-
-
-def _watch(look: Callable[[], bool]) -> None:
-    """Print on stderr why a kernel timed out, as soon as it has.
-
-    The next CUDA call raises an error without the reason.
-    """
-    while not look():
-        time.sleep(WATCHED)
 
 
 def _is_over(peers: weakref.ref[Peers]) -> bool:
