@@ -566,7 +566,11 @@ struct Quotas {
         moved = moved || took;
         returning = took && pushes == 0;
       }
-      if (!moved) local = false;
+      if (!moved) {
+        local = false;
+        // Without a push there was no barrier since the search, which reads what a round writes.
+        th.all(true);
+      }
     }
     return true;
   }

@@ -45,7 +45,7 @@ def _write_script(path: Path, *, shift: int, seed: int, blocks: int) -> None:
     """Random placements of six ranks, after two in which one chunk goes to all."""
     rng = np.random.default_rng(seed)
     program.TILE = TILE
-    script = Script(Setup(6, 3, 2, (1000, 33, 5000, 7), shift=shift), begin=WRAP)
+    script = Script(Setup(6, 3, 2, (1000, 123, 5000, 7), shift=shift), begin=WRAP)
     script.iteration(one_hot(6, 1, 5))
     script.iteration(one_hot(6, 2, 5), by_copies=True)
     for i in range(6):

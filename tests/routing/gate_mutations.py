@@ -37,6 +37,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a round begins without a barrier": ("quotas.cuh", "    return !th.all(balanced);", "    return !(th.lanes() == 1 ? th.all(balanced) : balanced);", "thread"),
     "ranks without a distance receive tokens": ("quotas.cuh", "h.holding(expert, v) & next.word(v);", "h.holding(expert, v) & ~here.word(v);", "thread"),
     "every receiver is on the node": ("quotas.cuh", "inside |= near & bits_between(v, g.node_begin[place], g.node_end[place]);", "inside |= near;", "thread"),
+    "no barrier after a round without pushes": ("quotas.cuh", "reads what a round writes.\n        th.all(true);\n", "reads what a round writes.\n", "thread"),
     "no barrier after a raise": ("quotas.cuh", "    level = higher > level ? higher : level + 1;\n    th.all(true);\n", "    level = higher > level ? higher : level + 1;\n", "thread"),
     "sums begin as they were": ("quotas.cuh", "i < 3 * moved_size(); i += th.count())", "i < moved_size(); i += th.count())", "address"),
     "sums are zeroed while they are read": ("quotas.cuh", "moved_by(pushed + 1)[i] = 0;", "moved_by(pushed + 2)[i] = 0;", "thread"),
