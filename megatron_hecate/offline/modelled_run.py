@@ -43,6 +43,9 @@ class ModelledRun:
         Args:
             run: record of the run, with sizes and speeds.
             job: job that `what_if` builds from the record alone.
+
+        Raises:
+            ValueError: if the modelled experts and all-to-alls take longer than the measured step.
         """
         figures = run.figures
         found = cls(figures=figures, job=job, shape=figures.costs.shape, timing=job.timing)
@@ -56,8 +59,12 @@ class ModelledRun:
 
         try:
             timing = fit_outside(job.timing, figures.step_ms / 1e3, step_seconds)
-        except ValueError:
-            return found
+        except ValueError as error:
+            raise ValueError(
+                f"by the record's speeds, experts and all-to-alls alone take {error} ms of a step, "
+                f"but a step took {figures.step_ms:.1f} ms: train with --moe-fssdp-speeds FILE, "
+                "which megatron-hecate measure has written on that machine"
+            ) from error
         return dataclasses.replace(found, timing=timing)
 
     @property

@@ -99,6 +99,22 @@ def test_an_obstacle_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "(--ranks, --ep, --microbatches):\n" in text
 
 
+def test_speeds_that_do_not_fit_the_steps_are_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Oracle: by hand, a step cannot lose more time than it took."""
+    for flops, fits in ((4.4e14, True), (4.4e8, False)):
+        folder = tmp_path / f"{flops:g}"
+        held = recorded.arrays(SIZE)
+        held["time"] = 1.7e9 + 0.4 * np.arange(SIZE.num)
+        recorded.write(folder, SIZE, held=held, speeds={**recorded.SPEEDS, "flops": flops})
+        assert report.main([str(folder)]) == 0
+        text = capsys.readouterr().out
+        assert ("No verdict, since times are not known" in text) != fits, text
+        assert ("but a step took 400.0 ms: train with --moe-fssdp-speeds FILE" in text) != fits
+        assert ("of a stock step" in text) == fits
+
+
 def test_seq_of_a_recorded_model_is_used(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Oracle: the record, which has 25,000 tokens of a rank per microbatch."""
     folder = _observed(tmp_path / "run")
