@@ -106,13 +106,21 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
             240,
             r"values with replicas, and of replays, are those without",
         ),
+        Part(
+            "races",
+            "no race in the quotas, in shared memory",
+            "python -m pytest -q tests/comm/test_on_gpu.py -k race",
+            60,
+            r"1 passed",
+            ("compute-sanitizer",),
+        ),
     ),
     "3": (
         Part(
             "processes",
             "symmetric memory and streams between processes on one GPU; a peer that does not "
             "come is named",
-            "python -m pytest -q tests/comm/test_on_gpu.py -k 'not out_of_bounds'",
+            "python -m pytest -q tests/comm/test_on_gpu.py -k 'not out_of_bounds and not race'",
             100,
             r"3 passed",
         ),

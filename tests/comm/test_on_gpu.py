@@ -15,12 +15,17 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from one_layer import Reference, allocate, check, copies, make_transport
+from plan_cases import chain, some_homes, some_replicas, some_world
 
 from megatron_hecate.comm.transport import TransferPlan
+from megatron_hecate.device.launch import Kernels
+from megatron_hecate.routing.quotas import QuotaTables, quotas_of_all
+from megatron_hecate.routing.tables import GroupShape
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -70,6 +75,16 @@ def test_nothing_is_read_or_written_out_of_bounds() -> None:
     assert "ERROR SUMMARY: 0 errors" in said and "2 passed" in said
 
 
+@pytest.mark.skipif(
+    shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer on the path"
+)
+def test_no_race_in_the_quotas() -> None:
+    """In shared memory, also where no rank can push; the values are checked as well."""
+    sanitizer = "compute-sanitizer --tool=racecheck --report-api-errors no --error-exitcode=99"
+    said = _run([*sanitizer.split(), sys.executable, __file__, "quotas"])
+    assert "all as it should be" in said and re.search("RACECHECK SUMMARY: 0 hazards", said), said
+
+
 def test_a_peer_that_does_not_come_is_named() -> None:
     """On the process's standard error, before whatever CUDA says."""
     command = [*TORCHRUN, "--nproc-per-node=2", __file__, "alone"]
@@ -94,8 +109,33 @@ def _alone(device: torch.device) -> None:
     torch.cuda.synchronize()
 
 
+def quotas(device: torch.device, *, seeds: int = 8) -> None:
+    """Compare quotas on ``device`` with those of one thread on the host."""
+    for seed in range(seeds):
+        rng = np.random.default_rng(seed)
+        if seed % 2:
+            placement = some_replicas(rng, some_homes(rng), share=1.0)
+        else:
+            placement = chain(int(rng.integers(3, 14)))
+        shape = GroupShape.of(some_world(rng, placement.num_ranks), placement)
+        share = rng.dirichlet(np.full(placement.num_experts, 0.3), placement.num_ranks)
+        loads = (share * 3000).astype(np.int32)
+        expected, order = quotas_of_all(loads, placement, shape)
+        tables = QuotaTables(shape, device, Kernels(device))
+        tables.place(placement)
+        for source in range(placement.num_ranks):
+            parts = tables.parts(torch.from_numpy(loads).to(device), source).cpu().numpy()
+            ends = parts[: len(order.expert)]
+            begin = np.where(np.diff(order.expert, prepend=-1) > 0, 0, np.roll(ends, 1))
+            assert np.array_equal(ends - begin, expected[source]), (seed, source)
+
+
 def _main() -> None:
-    """Run on every rank, under torchrun."""
+    """Run on every rank, under torchrun; the quotas in one process."""
+    if sys.argv[1] == "quotas":
+        quotas(torch.device("cuda", 0))
+        print("all as it should be")
+        return
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # control only
     torch.cuda.set_device(0)
     device = torch.device("cuda", 0)
