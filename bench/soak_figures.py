@@ -222,7 +222,9 @@ class Figures:
         """List processes, shared memory and files of the job that nobody will remove."""
         folder = Path(self._job.folder)
         found = [f"process {name}" for name in self._soak.end_sessions(self._soak.sessions)]
-        found += [str(path.relative_to(folder)) for path in (folder / "tmp").iterdir()]
+        # A process that was killed leaves Python's own folder of its servers, with stock as well.
+        files = [path for path in (folder / "tmp").iterdir() if not path.name.startswith("pymp-")]
+        found += [str(path.relative_to(folder)) for path in files]
         for path in SHARED.glob("megatron-hecate-*"):
             if path.stat().st_mtime > self._begun:
                 found.append(str(path))
