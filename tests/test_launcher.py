@@ -222,6 +222,7 @@ def test_the_hook_by_itself_prints_a_list_once(tmp_path: Path, way: str) -> None
 
 
 @pytest.mark.newest
+@pytest.mark.slow
 def test_a_rank_that_dies_leaves_nothing_behind(text: Path, tmp_path: Path) -> None:
     shm = Path("/dev/shm")
     before = set(shm.iterdir()) if shm.exists() else set()

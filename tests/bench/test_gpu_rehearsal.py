@@ -144,6 +144,7 @@ def _rehearse(machine: tuple[Path, Path], out: Path, parts: list[str], *, minute
         assert text in page, f"{text!r} is not in\n{page}"
 
 
+@pytest.mark.slow
 def test_parts_of_every_command(machine: tuple[Path, Path], tmp_path: Path) -> None:
     # the others are in `test_a_command`
     parts = ["check", "routing", "counters", "step", "demo"]

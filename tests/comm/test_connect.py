@@ -88,7 +88,13 @@ def test_what_is_chosen() -> None:
     ("asked", "domains", "name", "exposed"),
     [
         ("auto", "aaaa", "nvlink", "each transfer is one kernel that overlaps with compute"),
-        ("nvlink", "aaaa", "nvlink", "each transfer is one kernel that overlaps with compute"),
+        pytest.param(
+            "nvlink",
+            "aaaa",
+            "nvlink",
+            "each transfer is one kernel that overlaps with compute",
+            marks=pytest.mark.slow,
+        ),
         ("auto", "aabb", "p2p", "messages overlap with compute, sums of gradients do not"),
         ("p2p", "aaaa", "p2p", "messages overlap with compute, sums of gradients do not"),
         ("nvlink", "aabb", "nvlink", "compute waits while stripes are sent between domains"),

@@ -295,6 +295,7 @@ def test_counts_that_may_run_at_once_share_no_counter() -> None:
     assert len({first, second, *counters}) == 4 and not driver.faults, driver.log
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @ranks(1)
 def test_nvcc_alone_suffices() -> None:

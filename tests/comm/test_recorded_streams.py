@@ -49,7 +49,7 @@ def _is_transfer(entry: Any) -> bool:
 @pytest.mark.parametrize(
     ("engines", "lifetime", "sms"),
     [
-        (False, "layer", 132),
+        pytest.param(False, "layer", 132, marks=pytest.mark.slow),
         (True, "iteration", 16),
         pytest.param(True, "iteration", 132, marks=pytest.mark.slow),
         pytest.param(False, "layer", 16, marks=pytest.mark.slow),

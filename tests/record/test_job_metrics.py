@@ -55,7 +55,7 @@ LAYOUTS = {
     ("layout", "observe"),
     [
         ("last stage dense", True),
-        ("last stage dense", False),
+        pytest.param("last stage dense", False, marks=pytest.mark.slow),
         pytest.param("first stage dense", False, marks=pytest.mark.slow),
         pytest.param("interleaved, uneven", True, marks=pytest.mark.slow),
         ("interleaved, uneven", False),

@@ -222,7 +222,7 @@ def test_flex_dispatchers(backend: str) -> None:
     "layout",
     [
         pytest.param(dict(pp=2), marks=pytest.mark.slow),
-        dict(pp=2, vpp=2, accumulate=4),
+        pytest.param(dict(pp=2, vpp=2, accumulate=4), marks=pytest.mark.slow),
         pytest.param(dict(tp=2), marks=pytest.mark.slow),
     ],
     ids=["pp2", "vpp2", "tp2"],

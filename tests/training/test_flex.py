@@ -153,6 +153,7 @@ def test_nccl_ep_that_drops_tokens_is_refused() -> None:
 
 
 @pytest.mark.newest
+@pytest.mark.slow
 @ranks(2, preload="te")
 def test_a_budget_of_tokens_per_rank() -> None:
     """``moe_expert_rank_capacity_factor``: a step in which some rank gets more is run again without the budget, by

@@ -81,11 +81,11 @@ class _Counted:
 @pytest.mark.parametrize(
     "graphs",
     [
-        "router",
+        pytest.param("router", marks=pytest.mark.slow),
         pytest.param("experts", marks=pytest.mark.slow),
         "layer",
         pytest.param("layer, local", marks=pytest.mark.slow),
-        "whole iteration",
+        pytest.param("whole iteration", marks=pytest.mark.slow),
     ],
 )
 @ranks(2, preload="te")

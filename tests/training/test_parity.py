@@ -236,8 +236,8 @@ LAYOUTS: dict[str, tuple[int, dict, dict]] = {
 # In ``make test``. Each value of a layout, each schedule, dispatcher and way to drop or weight tokens occurs in one.
 QUICK = """
 core-ep2 core-ep2-distopt-overlap-accumulate4 core-tp2-sp-etp1-ep2 core-allgather recompute-full
-core-recompute-moe shared-experts-overlap core-aux-loss probs-on-input
-core-expert-bias capacity-padded core-one-expert calculate-per-token-loss ep-comm-overlap-distopt
+core-recompute-moe shared-experts-overlap core-aux-loss
+core-expert-bias capacity-padded core-one-expert ep-comm-overlap-distopt
 mtp-repeated core-bf16
 core-ep2-edp2-distopt-overlap core-tp2-sp-etp2-ep2 core-pp2-vpp2-ep2-accumulate4
 cp2-tp2-ep4

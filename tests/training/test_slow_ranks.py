@@ -30,8 +30,15 @@ def _delay(experts: Iterable[Any], pace: float) -> None:
         expert.register_forward_pre_hook(burn)
 
 
-@pytest.mark.parametrize("slow", [False, True])
-@pytest.mark.parametrize("hot", [False, True])
+@pytest.mark.parametrize(
+    ("slow", "hot"),
+    [
+        pytest.param(False, False, marks=pytest.mark.slow),
+        (True, False),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        (True, True),
+    ],
+)
 @ranks(4)
 def test_slow_and_hot_ranks_are_told_apart(slow: bool, hot: bool) -> None:
     import tiny_gpt
