@@ -18,10 +18,9 @@ class BackgroundThread(threading.Thread):
 
     Args:
         name: suffix of the thread's name.
-        run: function of the thread; `run` is overridden without one.
-        stop: function that makes the thread end soon, called from another thread; by default
-            ``stopping`` is set.
-        patience: seconds that the exit waits for the thread after ``stop``.
+        run: function of the thread, which returns soon after ``stopping`` is set; `run` is
+            overridden without one.
+        patience: seconds that the exit waits for the thread after ``stopping`` is set.
     """
 
     def __init__(
@@ -29,12 +28,10 @@ class BackgroundThread(threading.Thread):
         name: str,
         run: Callable[[], object] | None = None,
         *,
-        stop: Callable[[], object] | None = None,
         patience: float = 1.0,
     ) -> None:
         super().__init__(target=run, name=f"fssdp {name}", daemon=True)
         self.stopping = threading.Event()
-        self._stop_soon = stop or self.stopping.set
         self._patience = patience
 
     def interrupt(self) -> None:
@@ -51,7 +48,7 @@ def _end_all() -> None:
     ]
     begin = time.monotonic()
     for thread in alive:
-        thread._stop_soon()
+        thread.stopping.set()
     for thread in alive:
         thread.join(max(0.0, begin + thread._patience - time.monotonic()))
         if thread.is_alive():

@@ -24,7 +24,6 @@ class StoreThread(BackgroundThread):
     def __init__(self, name: str, store: dist.Store, *, patience: float = 1.0) -> None:
         super().__init__(name, patience=patience)
         self._store = store
-        self._pid = os.getpid()
         # True once pending work must be dropped.
         self._is_abandoned = False
         while isinstance(store, dist.PrefixStore):
@@ -40,7 +39,7 @@ class StoreThread(BackgroundThread):
 
         No effect in a forked process, which does not run the thread.
         """
-        if os.getpid() == self._pid and self.is_alive():
+        if self.is_alive():
             self.stopping.set()
             self.join(patience)
 

@@ -106,7 +106,8 @@ class RunWriter:
         header = {"version": VERSION, **dataclasses.asdict(info), "writer": self._writer}
         _replace(self._header, json.dumps(header, indent=1).encode())
         atexit.register(self.close)
-        self._thread = BackgroundThread("record", self._run, stop=self.stop)
+        # The exit of the interpreter ends it by `close`, before it ends other threads.
+        self._thread = BackgroundThread("record", self._run)
         self._thread.start()
 
     def _refuse_another_run(self, info: RunInfo) -> None:

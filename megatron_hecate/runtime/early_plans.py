@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -88,7 +87,7 @@ class EarlyPlans:
         # By index of the layer: inputs and result of each plan that the thread has begun, or
         # `_TAKEN`.
         self._plans: dict[int, tuple[PlanInputs | None, Future[Placement] | None]] = {}
-        self._stopped = threading.Event()
+        self._thread: BackgroundThread | None = None
         Attempt.current().at_end(self.stop)
 
     def start(
@@ -107,9 +106,8 @@ class EarlyPlans:
             microbatches: number of microbatches in this iteration.
         """
         self.stop()
-        # New objects, because a stopped thread may still use the old ones.
+        # A new object, because a stopped thread may still use the old one.
         self._plans = {}
-        self._stopped = threading.Event()
         # The main thread appends to the originals.
         history = monitor.history.copy()
         meter = copy.copy(meter)
@@ -126,14 +124,20 @@ class EarlyPlans:
                 yield state.index, PlanInputs(of_layer, homes, state.world, cost, previous)
 
         prepare = {state.index: state.prepare_transfers for state in states}
-        plan_all = functools.partial(
-            self._plan_all, self._plans, self._stopped, monitor.peek(), inputs, prepare
-        )
-        BackgroundThread("plans", plan_all, stop=self._stopped.set, patience=PATIENCE).start()
+        plans = self._plans
+        loads = monitor.peek()
+
+        def plan_all() -> None:
+            self._plan_all(plans, thread.stopping, loads, inputs, prepare)
+
+        thread = BackgroundThread("plans", plan_all, patience=PATIENCE)
+        self._thread = thread
+        thread.start()
 
     def stop(self) -> None:
         """Stop the thread after the layer that it is planning; its plans remain available."""
-        self._stopped.set()
+        if self._thread is not None:
+            self._thread.stopping.set()
 
     def plan(self, index: int, inputs: PlanInputs) -> Placement:
         """Return the thread's plan of layer ``index`` if its inputs are equal, else a new plan."""
