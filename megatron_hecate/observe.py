@@ -45,8 +45,8 @@ from megatron_hecate.plan import CPU, H100, Speeds, World
 from megatron_hecate.record.expert_timer import ExpertTimer
 from megatron_hecate.record.metrics import step_metrics
 from megatron_hecate.record.recorder import JobMetrics, StageRecorder, describe_run
-from megatron_hecate.record.token_counts import LayerCounts, TokenCounts
 from megatron_hecate.runtime.load_monitor import GroupSum
+from megatron_hecate.runtime.token_counts import LayerCounts, TokenCounts
 
 # values of ``observing`` of all models of this process that the hook ran on
 _switched_on: set[bool] = set()

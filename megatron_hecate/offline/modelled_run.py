@@ -89,9 +89,10 @@ class ModelledRun:
         if figures.observed:
             return self.before
         crossing = figures.record.crossing
-        return work_of_ranks(
+        work = work_of_ranks(
             figures.after, self._world, self.shape, crossing=crossing, once=self.job.once
         )
+        return dataclasses.replace(work, peak=figures.fullest_computed / self.shape.microbatches)
 
     @cached_property
     def forced(self) -> Work:

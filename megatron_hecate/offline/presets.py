@@ -11,7 +11,7 @@ from megatron_hecate.plan import H100, LayerShape, Link, Speeds
 # Seconds of the quotas' kernel, by ranks, and of all other parts of routing to replicas: see
 # `plan.H100`.
 QUOTA_RANKS: tuple[int, int] = (8, 64)
-QUOTA_SECONDS: tuple[float, float] = (20e-6, 120e-6)
+QUOTA_SECONDS: tuple[float, float] = (20e-6, 78e-6)
 OTHER_ROUTING: float = 115e-6
 
 
@@ -174,9 +174,10 @@ class Cluster:
     def for_group(self, ranks: int) -> Cluster:
         """Return the cluster with the cost of routing to replicas in a group of ``ranks``.
 
-        Of the parts behind `plan.H100`, quotas grow with the group: from 20 us with 8 ranks to 120
-        with 64, measured on an H200 (docs/gpu-results.md). Outside this range the nearest measured
-        value is used.
+        Of the parts behind `plan.H100`, quotas grow with the group: from 20 us with 8 ranks to 78
+        with 64, with two slots on an H200 (docs/gpu-results.md). Outside this range the nearest
+        measured value is used. Contention does not grow: a transfer has the same number of thread
+        blocks in any group.
         """
         few, many = QUOTA_RANKS
         least, most = QUOTA_SECONDS

@@ -78,7 +78,7 @@ def _imbalance_series(figures: Figures) -> list[_Series]:
     """Build quantiles over the layers of the fullest rank's load."""
     sides = [("routed", "before", figures.waits)]
     if not figures.observed:
-        sides.append(("computed", "after", figures.imbalance(figures.after)))
+        sides.append(("computed", "after", figures.waits_computed))
     names = ("worst layer", "90 % of layers below", "median layer", "10 % of layers below")
     series = []
     for what, colour, ratios in sides:

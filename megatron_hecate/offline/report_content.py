@@ -115,7 +115,7 @@ class Run:
         modelled = self.modelled
         values = dict(
             before=figures.waits,
-            after=figures.imbalance(figures.after),
+            after=figures.waits_computed,
             lost=zeros if modelled is None else modelled.lost_ms,
             left=zeros if modelled is None else modelled.left_ms,
             replicas=figures.replicas.sum(axis=2),
@@ -139,7 +139,7 @@ def content(run: Run, other: Run | None = None) -> dict[str, Any]:
     waits = [figures.waits]
     if not figures.observed:
         loads.append(figures.after)
-        waits.append(figures.imbalance(figures.after))
+        waits.append(figures.waits_computed)
     hottest_loads = np.take_along_axis(record.load, hottest[None], axis=2)
     home = np.take_along_axis(figures.home[-1], hottest, axis=1)
     info = dataclasses.asdict(record.info)
@@ -246,7 +246,7 @@ def layer_rows(run: Run) -> list[list[Any]]:
     """Build one row per layer, with the columns of `COLUMNS`."""
     figures = run.figures
     before = figures.waits
-    after = before if figures.observed else figures.imbalance(figures.after)
+    after = figures.waits_computed
     replicas = figures.replicas.sum(axis=2)
     late = figures.record.late
     if late is None:

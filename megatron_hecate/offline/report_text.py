@@ -220,7 +220,7 @@ def _imbalance_text(figures: Figures, mean: Mapping[str, float]) -> str:
     )
     if figures.observed:
         return text
-    worst = figures.imbalance(figures.after).max()
+    worst = figures.waits_computed.max()
     text += (
         f" With FSSDP the fullest rank computed {mean['after']:.3f} times the mean, "
         f"and {worst:.2f} times at worst."

@@ -112,7 +112,7 @@ H100 = Speeds(
     # 989 TFLOP/s dense bf16 (datasheet). Grouped expert GEMMs reach 42 % (Qwen3-30B-A3B) to 60 %
     # (DeepSeek-V3) of it, forward and backward, measured on an H200 (docs/gpu-results.md).
     flops=0.45 * 989e12,
-    # Measured on an H200 (docs/gpu-results.md), in us: 14 to count, 20 (8 ranks) to 120 (64 ranks)
+    # Measured on an H200 (docs/gpu-results.md), in us: 14 to count, 20 (8 ranks) to 78 (64 ranks)
     # for quotas, 13 to reroute and 18 in its backward. Estimated: 30 for the all-gather of loads,
     # 40 for more physical experts in the grouped GEMMs.
     routing=0.15e-3,

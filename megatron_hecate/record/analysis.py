@@ -132,6 +132,21 @@ class Figures:
         return self.record.rank_load
 
     @cached_property
+    def fullest_computed(self) -> np.ndarray:
+        """Tokens of the fullest rank as computed, [T, L]; of each microbatch as in `fullest`."""
+        if self.observed:
+            return self.fullest
+        if self.record.computed_peak is not None:
+            return self.record.computed_peak
+        return self.after.max(axis=2)
+
+    @cached_property
+    def waits_computed(self) -> np.ndarray:
+        """Load of the fullest rank over the mean as computed, [T, L]; 1 without tokens."""
+        mean = self.after.mean(axis=2)
+        return np.divide(self.fullest_computed, mean, out=np.ones_like(mean), where=mean > 0)
+
+    @cached_property
     def rank_speeds(self) -> dict[int, list[RankSpeed]]:
         """Slow and hot ranks by pipeline stage; empty if the experts were not timed."""
         record = self.record
@@ -155,16 +170,6 @@ class Figures:
         if replica is None:
             return np.zeros_like(self.before)
         return (replica != EMPTY).sum(axis=3)
-
-    @staticmethod
-    def imbalance(load: np.ndarray) -> np.ndarray:
-        """Return the largest rank load over the mean, [T, L]; 1 without tokens.
-
-        Args:
-            load: tokens per rank, [T, L, N].
-        """
-        mean = load.mean(axis=2)
-        return np.divide(load.max(axis=2), mean, out=np.ones_like(mean), where=mean > 0)
 
     def waiting_ms(self, load: np.ndarray) -> np.ndarray:
         """Return the time of the fullest rank beyond the mean, [T, L] ms.

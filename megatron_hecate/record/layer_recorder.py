@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from megatron_hecate.comm.overlap import OverlapMeter
+from megatron_hecate.device.lasting import lasting_tensors
+from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.megatron.job_sizes import job_sizes
 from megatron_hecate.megatron.router_replay import has_replay
@@ -24,6 +26,7 @@ from megatron_hecate.record.recorder import StageRecorder, describe_run
 from megatron_hecate.record.run_folder import RunInfo, RunRecord
 from megatron_hecate.replicas.memory_estimate import RankExperts
 from megatron_hecate.runtime.layer_state import LayerState
+from megatron_hecate.runtime.token_counts import TokenCounts
 
 
 class LayerRecorder:
@@ -74,8 +77,22 @@ class LayerRecorder:
         if config.record is not None:
             on_gpu = next(first.parts.layer.experts.parameters()).is_cuda
             self.timer = ExpertTimer(len(states), self._rank, world.num_ranks, on_gpu=on_gpu)
-        # Tokens computed on this rank, and tokens sent to other nodes, [2, L].
-        self._tokens = np.zeros((2, len(states)), dtype=np.int64)
+        # Tokens per microbatch as routed; counted only for a record.
+        self.counts: TokenCounts | None = None
+        if config.record is not None:
+            with lasting_tensors():
+                self.counts = TokenCounts(
+                    [state.parts.homes_only.num_experts for state in states],
+                    world.num_ranks,
+                    microbatches=num_microbatches(),
+                    device=device_of_rank(),
+                )
+        # Tokens computed on this rank by microbatch, [M, L], and forwards that were counted, [L].
+        distinguished = 1 if self.counts is None else self.counts.distinguished
+        self._computed = np.zeros((distinguished, len(states)), dtype=np.int64)
+        self._forwards = [0] * len(states)
+        # Tokens sent to other nodes, [L].
+        self._crossing = np.zeros(len(states), dtype=np.int64)
         # Placements of the microbatch with most replicas: in the running iteration, and in the
         # iteration whose loads are being summed.
         self._most = [state.parts.homes_only for state in states]
@@ -87,17 +104,19 @@ class LayerRecorder:
         self._iteration = 0
 
     def begin(self) -> int:
-        """Begin an iteration at its first tokens; return the length of `measured`."""
+        """Begin an iteration at its first tokens; return the length of what `take` is given."""
         self._iteration = self.stage.begin()
         length = self._num_counts if self.measures else 0
         if self.timer is not None:
             length += self.timer.length
+        if self.counts is not None:
+            length += self.counts.size_of_ranks
         return length
 
     @property
     def _num_counts(self) -> int:
-        """Length of the token counts in `measured`, (N + 1) * L."""
-        return (len(self._elsewhere) + 1) * len(self._states)
+        """Length of the token counts in `measured`, (N * M + 1) * L."""
+        return len(self._elsewhere) * self._computed.size + len(self._crossing)
 
     def computed(self, layer: int, forward: ForwardPass, sent: Sequence[int] | None) -> None:
         """Count the tokens of one forward.
@@ -107,7 +126,9 @@ class LayerRecorder:
             forward: the forward, with the number of rows of the experts' input.
             sent: tokens that this rank sent to each rank, [N]; ``None`` if unknown.
         """
-        self._tokens[0, layer] += forward.num_tokens
+        microbatch = self._forwards[layer] % len(self._computed)
+        self._computed[microbatch, layer] += forward.num_tokens
+        self._forwards[layer] += 1
         replicas = forward.replicas if self._plans_often else None
         if (
             replicas is not None
@@ -115,7 +136,7 @@ class LayerRecorder:
         ):
             self._most[layer] = replicas.placement
         if self._crosses and sent is not None:
-            self._tokens[1, layer] += np.asarray(sent)[self._elsewhere].sum()
+            self._crossing[layer] += np.asarray(sent)[self._elsewhere].sum()
 
     def measured(self) -> list[int]:
         """Return this rank's token counts since the last call, and reset the counters.
@@ -123,27 +144,31 @@ class LayerRecorder:
         Sums over the group are passed to `take`.
 
         Returns:
-            [(N + 1) * L]: for each rank and layer the computed tokens, which are 0 except for this
-            rank, and for each layer the tokens sent to other nodes. Then `ExpertTimer.take`, where
-            experts are timed. Empty without measurements.
+            [(N * M + 1) * L]: for each rank, microbatch and layer the computed tokens, which are 0
+            except for this rank, and for each layer the tokens sent to other nodes. Then
+            `ExpertTimer.take`, where experts are timed. Empty without measurements.
         """
         if not self.measures:
             return []
-        numbers = np.zeros((len(self._elsewhere) + 1, len(self._states)), dtype=np.int64)
-        numbers[self._rank] = self._tokens[0]
-        numbers[-1] = self._tokens[1]
-        self._tokens[:] = 0
+        computed = np.zeros((len(self._elsewhere), *self._computed.shape), dtype=np.int64)
+        computed[self._rank] = self._computed
+        numbers = np.concatenate([computed.ravel(), self._crossing])
+        self._computed[:] = 0
+        self._crossing[:] = 0
+        self._forwards = [0] * len(self._forwards)
         self._most_then = self._most
         self._most = [state.parts.homes_only for state in self._states]
         timed = [] if self.timer is None else self.timer.take().tolist()
-        return numbers.ravel().tolist() + timed
+        return numbers.tolist() + timed
 
     def take(self, load: np.ndarray, measured: np.ndarray) -> None:
         """Record a complete iteration.
 
         Args:
             load: tokens per layer and expert, summed over the group, [L, E].
-            measured: results of `measured`, summed over the group.
+            measured: results of `measured`, then the tokens of home ranks by microbatch and layer,
+                where they are counted ([N * M * L] in the order of `TokenCounts`); summed over the
+                group.
         """
         placed = [
             self._placements(state, most)
@@ -165,8 +190,10 @@ class LayerRecorder:
         if self.measures:
             arrays |= self._measured_arrays(load, measured[: self._num_counts], placed)
         computed = None
-        if self.timer is not None:
-            arrays |= self.timer.split(measured[self._num_counts :])
+        if self.counts is not None and self.timer is not None:
+            timed, of_ranks = np.split(measured[self._num_counts :], [self.timer.length])
+            arrays |= self.timer.split(timed)
+            arrays["peak"] = self.counts.fullest(of_ranks)
             computed = arrays["rank_load"]
         self.stage.take(
             self._iteration, arrays, lambda: self._values(load, placed, arrays), loads=computed
@@ -203,8 +230,12 @@ class LayerRecorder:
             measured: results of `measured`, summed over the group.
             placed: placements of each layer without and with late replicas.
         """
-        *rank_load, crossing = measured.reshape(-1, len(self._states))
-        arrays = {"rank_load": np.stack(rank_load, axis=1) // self._per_rank}
+        computed, crossing = np.split(measured, [-len(self._crossing)])
+        # by rank, microbatch and layer, [N, M, L]
+        computed = computed.reshape(-1, *self._computed.shape) // self._per_rank
+        arrays = {"rank_load": computed.sum(axis=1).T}
+        if self.counts is not None:
+            arrays["computed_peak"] = computed.max(axis=0).sum(axis=0)
         if self._padded:
             # Rows of the experts' input include padding, so the loads are those of exact quotas for
             # all microbatches together.
@@ -213,6 +244,8 @@ class LayerRecorder:
                 total = placement.checked_load(layer_load[: placement.num_experts])
                 balanced.append(balance(total, placement.table.copy(), 0, False).load)
             arrays["rank_load"] = np.stack(balanced)
+            if self.counts is not None:
+                arrays["computed_peak"] = arrays["rank_load"].max(axis=1)
         if self._crosses:
             arrays["crossing"] = crossing
         late = [(placement.holders & ~planned.holders).sum() for planned, placement in placed]

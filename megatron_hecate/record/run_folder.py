@@ -28,7 +28,7 @@ VERSION: int = 1
 # Attempts to read a folder whose files change.
 RETRIES: int = 100
 ARRAYS = ("load", "peak", "home", "replica", "late", "rank_load", "crossing", "window", "copy")
-ARRAYS += ("timed_ns", "timed_tokens")
+ARRAYS += ("timed_ns", "timed_tokens", "computed_peak")
 Arrays = dict[str, np.ndarray]
 
 
@@ -96,6 +96,8 @@ class RunRecord:
         peak: tokens of the fullest rank of each microbatch, as routed, summed over microbatches,
             [T, L] int64: at least the fullest rank's of the iteration. Only the sum is kept,
             because the time of a step depends on it alone. ``None`` if not counted.
+        computed_peak: the same for tokens as computed with FSSDP, [T, L] int64; ``None`` if not
+            counted.
         replica: experts in replica slots, [T, L, N, S] int64, -1 in empty slots; ``None`` like all
             further arrays when observing. If microbatches have plans of their own, the plan with
             most replicas.
@@ -128,6 +130,7 @@ class RunRecord:
     timed_ns: np.ndarray | None = None
     timed_tokens: np.ndarray | None = None
     home: np.ndarray | None = None
+    computed_peak: np.ndarray | None = None
 
 
 def read(folder: str | Path) -> RunRecord:

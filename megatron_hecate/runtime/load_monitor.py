@@ -21,6 +21,7 @@ from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.job.collectives import wait_collective
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.runtime.forecast import LoadHistory
+from megatron_hecate.runtime.token_counts import TokenCounts
 
 # Value of host memory until a sum of counts is copied into it.
 NOT_HERE: int = -1
@@ -115,7 +116,8 @@ class LoadMonitor:
         self._timeout = timeout
         self._meter = meter or OverlapMeter()
         self._size = shape[0] * shape[1]
-        # Counts [L * E], then measurements, int64, allocated on the device of the first loads.
+        # Counts [L * E], measurements, and tokens of home ranks where the recorder distinguishes
+        # microbatches; int64, allocated on the device of the first loads.
         self._sums: Tensor | None = None
         # Views of the counts, [E] per layer.
         self._counts: Sequence[Tensor]
@@ -126,21 +128,30 @@ class LoadMonitor:
         self.recorder: Any = None
 
     def counts(self, layer: int, device: torch.device) -> Tensor:
-        """Return the running sum of ``layer``, [E] int64 on ``device``.
+        """Return the counts to which a microbatch of ``layer`` is added, [E] int64 on ``device``.
 
-        The largest layer's number of experts is E; other layers have fewer.
+        Call it once per microbatch. The largest layer's number of experts is E; other layers have
+        fewer.
         """
         if self._sums is None:
             more = MEASURED if self.recorder is None else MEASURED + self.recorder.begin()
             with lasting_tensors():
                 self._sums = torch.zeros(self._size + more, dtype=torch.int64, device=device)
                 self._counts = self._sums[: self._size].view(self._shape).unbind()
+        microbatches = self._microbatches
+        if microbatches is not None:
+            return microbatches.next_of(layer)
         return self._counts[layer]
 
     def count(self, layer: int, loads: Tensor) -> None:
         """Add one microbatch of ``layer``, with this rank's tokens per expert ``loads`` [E]."""
         # `+=` on an item would also copy the result back.
         self.counts(layer, loads.device)[: loads.shape[0]].add_(loads)
+
+    @property
+    def _microbatches(self) -> TokenCounts | None:
+        """Counts of single microbatches, where a recorder needs them."""
+        return None if self.recorder is None else self.recorder.counts
 
     @property
     def measures(self) -> bool:
@@ -171,7 +182,14 @@ class LoadMonitor:
         more = self._meter.measured()
         if self.recorder is not None:
             more = more + self.recorder.measured()
-        sums[self._size :].copy_(torch.tensor(more, pin_memory=sums.is_cuda), non_blocking=True)
+        counts, measured, of_ranks = sums.split(
+            [self._size, len(more), len(sums) - self._size - len(more)]
+        )
+        measured.copy_(torch.tensor(more, pin_memory=sums.is_cuda), non_blocking=True)
+        if self._microbatches is not None:
+            taken = self._microbatches.take()
+            counts.copy_(taken[: self._size])
+            of_ranks.copy_(taken[self._size :])
         if sums.is_cuda:
             self._stream = self._stream or torch.cuda.Stream()
         self._reduced = GroupSum(sums, self._group, timeout=self._timeout, stream=self._stream)

@@ -71,6 +71,7 @@ def test_what_ranks_measure_travels_with_the_loads() -> None:
     taken: list[tuple[list, list]] = []
     recorder = SimpleNamespace(
         measures=True,
+        counts=None,
         begin=lambda: 1,
         computed=lambda *_: None,
         measured=lambda: [10 + dist.get_rank()],

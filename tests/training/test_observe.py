@@ -253,13 +253,15 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
     )
     tiny_gpt.initialize(case)
     hook = tiny_gpt.fssdp_hook(record=folder, **settings)
-    seen: list = [
-        torch.zeros(2, 4 + 8 + 1, dtype=torch.int64)
-    ]  # [L] tokens by rank, by expert, crossing
+    # by microbatch and layer: tokens by rank, by expert, crossing
+    seen: list = [torch.zeros(2, 2, 4 + 8 + 1, dtype=torch.int64)]
+    dispatched = [0, 0]  # microbatches of each layer in this iteration
     placed: list = []
 
     def watch(chunks: list) -> list:
         chunks = hook(chunks)
+        # other hot experts in each microbatch
+        chunks[0].register_forward_pre_hook(lambda *_: tiny_gpt.move_skew(chunks, 0))
         for i, layer in enumerate(tiny_gpt.moe_layers(chunks)):
             layer.experts.register_forward_pre_hook(lambda _, args, i=i: computed(i, len(args[0])))
             for dispatcher in {layer.fssdp.stock_dispatcher, layer.fssdp.physical_dispatcher}:
@@ -271,7 +273,7 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
 
     def computed(i: int, tokens: int) -> None:
         if torch._C._current_graph_task_id() == -1:
-            seen[-1][i, rank] += tokens
+            seen[-1][dispatched[i] - 1, i, rank] += tokens
 
     def sent(
         i: int,
@@ -290,12 +292,14 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
             )
             if dispatcher is not state.physical_dispatcher:
                 table = table[:, :2]
+            counts = seen[-1][dispatched[i], i]
+            dispatched[i] += 1
             for physical, tokens in enumerate(routing_map.sum(dim=0).tolist()):
                 holder, slot = divmod(physical, table.shape[1])
                 if tokens:
-                    seen[-1][i, 4 + table[holder, slot]] += tokens
+                    counts[4 + table[holder, slot]] += tokens
                 if holder // 2 != rank // 2:
-                    seen[-1][i, 12] += tokens
+                    counts[12] += tokens
         return original(hidden, routing_map, *rest)
 
     def before_step(chunks: list, _: int) -> None:
@@ -303,13 +307,14 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
             [(la.fssdp.planned, la.fssdp.placement) for la in tiny_gpt.moe_layers(chunks)]
         )
         seen.append(torch.zeros_like(seen[0]))
-        tiny_gpt.move_skew(chunks, 0)
+        dispatched[:] = [0, 0]
 
     run = tiny_gpt.train(case, hook=watch, before_step=before_step, steps=4)
     monitor = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor
     monitor.recorder.stage.close()
-    total = torch.stack(seen[:4])
-    dist.all_reduce(total)
+    of_microbatches = torch.stack(seen[:4])
+    dist.all_reduce(of_microbatches)
+    total = of_microbatches.sum(dim=1)
     record, slots = read(folder), settings.get("slots", 2)
     assert (
         record.info.mode == "fssdp"
@@ -320,6 +325,13 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
     assert record.rank_load.tolist() == total[:, :, :4].tolist()
     assert record.load.tolist() == total[:, :, 4:12].tolist()
     assert record.crossing.tolist() == total[:, :, 12].tolist()
+    routed = of_microbatches[..., 4:12].unflatten(3, (4, 2)).sum(dim=4)
+    assert record.peak.tolist() == routed.amax(dim=3).sum(dim=1).tolist()
+    fullest = of_microbatches[..., :4].amax(dim=3).sum(dim=1)
+    assert record.computed_peak.tolist() == fullest.tolist()
+    assert (
+        record.peak > total[:, :, 4:12].unflatten(2, (4, 2)).sum(dim=3).amax(dim=2).numpy()
+    ).any()
     for t, layers in enumerate(placed):
         for at, (planned, now) in enumerate(layers):
             recorded = {

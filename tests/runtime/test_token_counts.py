@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_hecate.record.token_counts import MOST, TokenCounts
+from megatron_hecate.runtime.token_counts import MOST, TokenCounts
 
 pytestmark = pytest.mark.fast
 RANKS = 8

@@ -1,7 +1,8 @@
-"""Tokens per expert and microbatch of the observed layers, on this rank.
+"""Tokens per expert and microbatch of MoE layers, on this rank.
 
-All buffers keep their addresses, and no operation needs the host, so that CUDA graphs can hold the
-counting. Letters in shapes: M microbatches that are distinguished, L layers, E experts, N ranks.
+All buffers keep their addresses, and `LayerCounts.add` does not need the host, so that CUDA graphs
+can hold the counting. Letters in shapes: M microbatches that are distinguished, L layers, E
+experts, N ranks.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class LayerCounts:
 
 
 class TokenCounts:
-    """Counts of all observed layers.
+    """Counts of all layers.
 
     Args:
         experts: number of experts of each layer, [L].
@@ -76,6 +77,8 @@ class TokenCounts:
         )
         self._running = torch.zeros((num_layers, distinguished), dtype=torch.int64, device=device)
         self._running[:, 0] = 1
+        # Microbatches of each layer that `next_of` has begun, [L].
+        self._begun = [0] * num_layers
         # Home rank of each expert, [L, E]; experts that a layer lacks have no tokens.
         homes = torch.zeros((num_layers, most), dtype=torch.int64)
         for layer, own in enumerate(experts):
@@ -87,11 +90,31 @@ class TokenCounts:
     def size(self) -> int:
         """Length of the result of `take`."""
         num_layers, most = self._homes.shape[1:]
-        return num_layers * most + math.prod(self._rank_shape)
+        return num_layers * most + self.size_of_ranks
+
+    @property
+    def size_of_ranks(self) -> int:
+        """Length of the tokens of home ranks in the result of `take`, M * L * N."""
+        return math.prod(self._rank_shape)
 
     def of_layer(self, layer: int) -> LayerCounts:
         """Return the counts of one layer."""
         return LayerCounts(self._counts[:, layer, : self._experts[layer]], self._running[layer])
+
+    @property
+    def distinguished(self) -> int:
+        """Number of microbatches that are distinguished, M."""
+        return len(self._counts)
+
+    def next_of(self, layer: int) -> Tensor:
+        """Return the counts of a layer's next microbatch, [E], for a kernel to add to.
+
+        The host chooses the microbatch, in contrast to `LayerCounts.add`, so CUDA graphs must not
+        hold the addition.
+        """
+        begun = self._begun[layer]
+        self._begun[layer] = begun + 1
+        return self._counts[begun % len(self._counts), layer]
 
     def take(self) -> Tensor:
         """Return the counts of the iteration, to be summed over the group, and reset them.
@@ -106,6 +129,7 @@ class TokenCounts:
         self._counts.zero_()
         self._running.zero_()
         self._running[:, 0] = 1
+        self._begun = [0] * len(self._begun)
         return taken
 
     def split(self, total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -117,5 +141,12 @@ class TokenCounts:
         """
         num_layers, experts = self._counts.shape[1:]
         load = total[: num_layers * experts].reshape(num_layers, experts)
-        ranks = total[num_layers * experts :].reshape(self._rank_shape)
-        return load, ranks.max(axis=2).sum(axis=0)
+        return load, self.fullest(total[num_layers * experts :])
+
+    def fullest(self, ranks: np.ndarray) -> np.ndarray:
+        """Return the tokens of the fullest rank of each microbatch, summed over microbatches, [L].
+
+        Args:
+            ranks: tokens by microbatch, layer and home rank, [M * L * N], summed over the group.
+        """
+        return ranks.reshape(self._rank_shape).max(axis=2).sum(axis=0)
