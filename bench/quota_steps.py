@@ -1,12 +1,13 @@
 """Count the passes of one layer's quotas, and estimate their time on a GPU from measured passes.
 
     python bench/quota_steps.py
+    python bench/quota_steps.py --per-node 64       one NVLink domain
 
-The group has 64 ranks on nodes of 8. Loads: the recordings in `bench/data` unchanged (64 experts),
-their four layers concatenated to one layer of 256 experts, and a drawn load (256 experts,
-log-normal popularity that drifts). `plan_replicas` fills all slots from the forecast. The host
-build, which CPU ranks run, counts the passes; the GPU's kernel makes the same passes. A *pass* is
-one iteration of all threads over the ranks or the experts between two barriers.
+The group has 64 ranks, by default on nodes of 8. Loads: the recordings in `bench/data` unchanged
+(64 experts), their four layers concatenated to one layer of 256 experts, and a drawn load (256
+experts, log-normal popularity that drifts). `plan_replicas` fills all slots from the forecast. The
+host build, which CPU ranks run, counts the passes; the GPU's kernel makes the same passes. A *pass*
+is one iteration of all threads over the ranks or the experts between two barriers.
 
 `CYCLES` of a pass were measured on an H200 (docs/gpu-results.md), with 256 threads and teams of 4
 lanes: mean of the recorded loads with at most four shared experts on every rank; `CYCLES_MORE` is
@@ -37,7 +38,6 @@ from megatron_hecate.routing.tables import GroupShape, HolderOrder  # noqa: E402
 from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
 
 RANKS = 64
-PER_NODE = 8
 PASSES = ("rounds", "levels", "raises", "pushes", "accepts", "reaches", "walked", "barriers")
 CYCLES = np.array([1750, 200, 835, 1880, 2650, 600])
 CYCLES_MORE = np.array([500, 0, 0, 620, 450, 200])
@@ -76,19 +76,19 @@ def drawn(steps: int) -> np.ndarray:
 
 
 def replays(
-    counts: np.ndarray, slots: int, every: int
+    counts: np.ndarray, world: World, *, slots: int, every: int
 ) -> Iterator[tuple[np.ndarray, Placement, GroupShape]]:
     """Plan every step of every layer.
 
     Args:
         counts: tokens per step, layer, rank and expert, [T, L, R, E].
+        world: nodes of the ranks.
         slots: slots per rank.
         every: interval of yielded steps.
 
     Yields:
         Load [R, E], placement with the planned replicas, and shape of the group.
     """
-    world = World(tuple(rank // PER_NODE for rank in range(RANKS)))
     for layer in range(counts.shape[1]):
         homes = Placement.initial(counts.shape[3], RANKS, num_slots=slots)
         history = LoadHistory()
@@ -136,13 +136,13 @@ def microseconds(passes: np.ndarray, most_shared: int) -> float:
     return (passes[: len(CYCLES)] @ cycles + CYCLES_BESIDE) / GHZ / 1e3
 
 
-def measure(counts: np.ndarray, slots: int, every: int) -> str:
+def measure(counts: np.ndarray, world: World, *, slots: int, every: int) -> str:
     """Replay one load; returns the last columns of its row."""
     passes = []
     over = []
     away = []
     took = []
-    for loads, placement, shape in replays(counts, slots, every):
+    for loads, placement, shape in replays(counts, world, slots=slots, every=every):
         passes.append(count_passes(loads, placement, shape))
         widest = int(HolderOrder.of(placement, shape).table(shape)[0])
         took.append(microseconds(passes[-1], max(widest, 1)))
@@ -174,9 +174,17 @@ def main() -> int:
         default=4,
         help="interval of counted steps (%(default)s)",
     )
-    every = parser.parse_args().every
-    if every < 1:
-        parser.error(f"--every={every} must be 1 or more")
+    parser.add_argument(
+        "--per-node",
+        type=int,
+        default=8,
+        help="ranks of a node (%(default)s)",
+    )
+    args = parser.parse_args()
+    for name in ("every", "per_node"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    world = World(tuple(rank // args.per_node for rank in range(RANKS)))
     names = sorted(path.stem for path in DATA.glob("*.npz"))
     cases = {f"{name}, 64": recorded(name, together=False) for name in names}
     cases |= {f"{name}, 256": recorded(name, together=True) for name in names}
@@ -189,7 +197,10 @@ def main() -> int:
     print("|---|---|---|---|---|---|---|")
     for name, counts in cases.items():
         for slots in (1, 2):
-            print(f"| {name} | {slots} | {measure(counts, slots, every)} |", flush=True)
+            print(
+                f"| {name} | {slots} | {measure(counts, world, slots=slots, every=args.every)} |",
+                flush=True,
+            )
     return 0
 
 
