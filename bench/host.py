@@ -4,12 +4,13 @@
     python bench/host.py --experts TEGroupedMLP --homes 8 --files
     python bench/host.py --gpu --experts TEGroupedMLP       2 ranks that share a GPU
 
-Training of many small experts is host-bound: the GPU waits for kernel launches. Three models
-alternate in the same processes: stock Megatron, FSSDP whose plans have no replicas, and FSSDP with
-replicas. Tensors are tiny, so that nearly all time is Python and dispatch. Time is CPU time of the
-main thread, so that other programs on the machine disturb it little. Ratios compare the same step;
-the table shows their medians and quartiles. Calls of Python and C functions are counted in one
-additional step per model; the counts hardly differ between runs.
+Training of many small experts is host-bound: the GPU waits for kernel launches. Four models
+alternate in the same processes: stock Megatron, FSSDP whose plans have no replicas, FSSDP with
+replicas in two slots per rank, and stock Megatron with two more experts per rank: these cost the
+host what two slots cost at least. Tensors are tiny, so that nearly all time is Python and dispatch.
+Time is CPU time of the main thread, so that other programs on the machine disturb it little. Ratios
+compare the same step; the table shows their medians and quartiles. Calls of Python and C functions
+are counted in one additional step per model; the counts hardly differ between runs.
 
 Grouped experts run TransformerEngine's Python over torch (``tests/support/cpu/te_on_cpu.py``), with
 fused weight gradients. On a GPU all layers are TransformerEngine's own, backwards run in the main
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import gc
 import itertools
 import os
@@ -37,6 +39,8 @@ EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 # hidden and ffn size
 SIZE = 16
 SIZE_ON_GPU = 64
+# replica slots per rank
+SLOTS: int = 2
 # rows of the table of functions
 FUNCTIONS: int = 60
 # cudaDeviceScheduleBlockingSync: a thread that waits for the GPU sleeps, so CPU time excludes waits
@@ -123,7 +127,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 class Models:
-    """The three models of one size.
+    """The models of one size.
 
     Args:
         experts: class name of Megatron's expert module.
@@ -160,22 +164,24 @@ class Models:
         hooks = {
             "stock": None,
             # At the real price of copies no replica of so small an expert pays.
-            "no replicas": fssdp(HecateConfig(slots=2)),
+            "no replicas": fssdp(HecateConfig(slots=SLOTS)),
             # With free copies the planner always uses replicas.
-            "replicas": fssdp(HecateConfig(slots=2, speeds=tiny_gpt.FREE)),
+            "replicas": fssdp(HecateConfig(slots=SLOTS, speeds=tiny_gpt.FREE)),
         }
-        self.models = {name: self._build(hook) for name, hook in hooks.items()}
+        self.models = {name: self._build(self.case, hook) for name, hook in hooks.items()}
+        larger = dataclasses.replace(self.case, experts=2 * (homes + SLOTS))
+        self.models["stock, two more experts"] = self._build(larger, None)
         for step in range(WARMUP):
             for name in self.models:
                 self.step(name, step, arguments.microbatches[0])
         assert self._count_replicas("no replicas") == 0
         assert self._count_replicas("replicas") >= arguments.layers
 
-    def _build(self, hook: Callable | None) -> tuple[list, Any]:
+    def _build(self, case: Any, hook: Callable | None) -> tuple[list, Any]:
         import tiny_gpt
 
-        chunks, config = tiny_gpt.build(self.case, hook)
-        return tiny_gpt.wrap(self.case, chunks, config)
+        chunks, config = tiny_gpt.build(case, hook)
+        return tiny_gpt.wrap(case, chunks, config)
 
     def _count_replicas(self, name: str) -> int:
         import tiny_gpt
@@ -290,7 +296,7 @@ class Models:
         """
         each = per * self.arguments.layers
         rows: dict[str, list[float]] = {}
-        columns = itertools.product(list(self.models)[1:], ("Python", "C"))
+        columns = itertools.product(("no replicas", "replicas"), ("Python", "C"))
         for column, (model, kind) in enumerate(columns):
             for sign, counted in ((1, counts[model]), (-1, counts["stock"])):
                 for (file, function, kind_of_call), count in counted.items():

@@ -73,5 +73,7 @@ def _is_tensor(routes: Any) -> bool:
 def _replay(layer: Module, name: str) -> Any:
     """Return the object that replays routes, or ``None``."""
     replay = getattr(layer.router, name, None)
+    if replay is None:
+        return None
     is_known = all(hasattr(replay, attribute) for attribute in REPLAY_ASSUMPTIONS[name])
     return replay if is_known else None

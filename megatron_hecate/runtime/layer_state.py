@@ -90,6 +90,8 @@ class LayerState:
         self._fetched_versions: list[int] = []
         # Sizes by number of microbatches and `in_schedule`.
         self._shapes: dict[tuple[int, bool], LayerShape] = {}
+        # Sizes and hidden fetches of the last `copy_cost`, and its result.
+        self._last_cost: tuple[tuple[LayerShape, float], CopyCost] | None = None
         # True if a schedule of Megatron ran the last forward. Stored, because a backward may run in
         # a thread without the schedule's stack.
         self.in_schedule = True
@@ -166,10 +168,16 @@ class LayerState:
         # Measured times differ from run to run, so deterministic mode does without.
         if degree is None and not self.parts.layer.config.deterministic_mode:
             hidden = meter.degree(shape.fetch_seconds(self.world))
+        made_for = (shape, hidden)
+        # Read once: the planning thread also calls this method.
+        last = self._last_cost
+        if last is not None and last[0] == made_for:
+            return last[1]
         cost = shape.copy_cost(self.world, hidden=hidden, scatters=self.transport.scatters)
         if degree is not None:
             # The given number of fetches is hidden, and is the upper bound.
             cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
+        self._last_cost = (made_for, cost)
         return cost
 
     def slots_in(self, pool: BufferPool) -> ReplicaSlots:
