@@ -8,10 +8,20 @@ path of pytest's, so the module is ``tests.support.preloaded`` to it, and finds 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import os
 import sys
 from pathlib import Path
 
+import pytest  # noqa: F401
+
+# What trainings and checkpoints import when they need it; some versions of Megatron lack some of it.
+LATE = (
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.models.common.model_chunk_schedule_plan",
+    "megatron.core.models.mimo.optimizer",
+)
 SUPPORT = Path(__file__).resolve().parent
 ROOT = SUPPORT.parents[1]
 sys.path[:0] = map(str, [ROOT, SUPPORT, *SUPPORT.glob("*/"), ROOT / "examples", ROOT / "bench"])
@@ -29,3 +39,10 @@ with contextlib.suppress(
     from megatron_hecate.plan import compile_planner
 
     compile_planner()
+    for name in LATE:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+
+# Ranks never free what they are forked with: their garbage collections need not look at it.
+gc.collect()
+gc.freeze()
