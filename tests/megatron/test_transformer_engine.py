@@ -118,9 +118,8 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
 # In ``make test``: each way to accumulate gradients, to delay them and to recompute, each lifetime, both of our
 # TransformerEngines.
 QUICK = """
-bias fused-full fused-late fused-bf16-main-grads-bias delayed-fused-overlap delayed-fused-activation
-dispatch-overlap-fused-mtp-repeated te-2.9.0-fused
-edp2-fused-bf16-main-grads-distopt-overlap
+bias fused-full fused-late fused-bf16-main-grads-bias delayed-fused-overlap
+dispatch-overlap-fused-mtp-repeated te-2.9.0-fused edp2-fused-bf16-main-grads-distopt-overlap
 """
 
 

@@ -50,7 +50,7 @@ def test_quantized_parameters_of_two_ranks(name: str) -> None:
     _compare(STORED[name], stored=True)
 
 
-@pytest.mark.parametrize("name", params(STORED, 4, "blockwise-edp2-distopt-overlap"))
+@pytest.mark.parametrize("name", params(STORED, 4))
 @ranks(4, preload=lambda name: quantized.packages(STORED[name][1]))
 def test_quantized_parameters_of_four_ranks(name: str) -> None:
     _compare(STORED[name], stored=True)

@@ -34,7 +34,7 @@ def _delay(experts: Iterable[Any], pace: float) -> None:
     ("slow", "hot"),
     [
         pytest.param(False, False, marks=pytest.mark.slow),
-        (True, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
         pytest.param(False, True, marks=pytest.mark.slow),
         (True, True),
     ],
