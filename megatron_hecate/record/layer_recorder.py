@@ -78,15 +78,7 @@ class LayerRecorder:
             on_gpu = next(first.parts.layer.experts.parameters()).is_cuda
             self.timer = ExpertTimer(len(states), self._rank, world.num_ranks, on_gpu=on_gpu)
         # Tokens per microbatch as routed; counted only for a record.
-        self.counts: TokenCounts | None = None
-        if config.record is not None:
-            with lasting_tensors():
-                self.counts = TokenCounts(
-                    [state.parts.homes_only.num_experts for state in states],
-                    world.num_ranks,
-                    microbatches=num_microbatches(),
-                    device=device_of_rank(),
-                )
+        self.counts = None if config.record is None else _token_counts(states)
         # Tokens computed on this rank by microbatch, [M, L], and forwards that were counted, [L].
         distinguished = 1 if self.counts is None else self.counts.distinguished
         self._computed = np.zeros((distinguished, len(states)), dtype=np.int64)
@@ -340,6 +332,17 @@ class LayerRecorder:
         of_one = {name: arrays[name][None] for name in names}
         return Figures(
             RunRecord(info=self.stage.info, iteration=np.zeros(1), time=np.zeros(1), **of_one)
+        )
+
+
+def _token_counts(states: Sequence[LayerState]) -> TokenCounts:
+    """Allocate the counts of tokens per microbatch of the layers with these ``states``."""
+    with lasting_tensors():
+        return TokenCounts(
+            [state.parts.homes_only.num_experts for state in states],
+            states[0].world.num_ranks,
+            microbatches=num_microbatches(),
+            device=device_of_rank(),
         )
 
 
