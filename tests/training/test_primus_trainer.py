@@ -40,15 +40,16 @@ enable_primus_turbo=false use_turbo_attention=false use_turbo_grouped_gemm=false
 turbo_sync_free_moe_stage=0 moe_use_fused_router_with_aux_score=false moe_router_force_load_balancing=false
 distributed_backend=gloo apply_rope_fusion=false cross_entropy_fusion_impl=native bf16=false
 """.split()
+# our launcher, and lines for the experiment's file
 WAYS = {
     "stock": ([], []),
     "flags of our launcher": (
         f"-m megatron_hecate --moe-fssdp --moe-fssdp-slots 2 --moe-fssdp-speeds {FREE}".split(),
         [],
     ),
-    "overrides of Primus": (
+    "settings of the experiment": (
         "-m megatron_hecate run --".split(),
-        f"moe_fssdp=true moe_fssdp_slots=2 moe_fssdp_speeds={FREE}".split(),
+        ["moe_fssdp: true", "moe_fssdp_slots: 2", f"moe_fssdp_speeds: {FREE}"],
     ),
 }
 
@@ -117,17 +118,19 @@ def _train(experiment: str, way: str, folder: Path) -> None:
     """Run Primus' command line in this rank; its logs and the numbers of tokens are in ``folder``."""
     from run_script import run_script
 
-    before, behind = WAYS[way]
+    launcher, lines = WAYS[way]
     folder.mkdir(exist_ok=True)
     os.chdir(folder)
     os.environ.update(PRIMUS_WORKSPACE=str(folder), BACKEND_PATH=str(MEGATRON))
     sys.path.insert(0, str(PRIMUS))
     _install_on_cpu()
     assert not any(name.partition(".")[0] == "megatron" for name in sys.modules), "chosen too early"
-    config = f"{PRIMUS}/examples/megatron/configs/MI300X/{experiment}-BF16-pretrain.yaml"
+    config = folder / "experiment.yaml"
+    path = PRIMUS / f"examples/megatron/configs/MI300X/{experiment}-BF16-pretrain.yaml"
+    config.write_text("\n      ".join([path.read_text().rstrip(), *lines]))
     command = f"{PRIMUS}/primus/cli/main.py train pretrain --config {config}".split()
-    overrides = [*SMALL, *ON_CPU, *EXPERIMENTS[experiment].split(), *behind]
-    sys.argv = ["torchrun", *before, *command, *overrides]
+    overrides = [*SMALL, *ON_CPU, *EXPERIMENTS[experiment].split()]
+    sys.argv = ["torchrun", *launcher, *command, *overrides]
     tokens = _Tokens()
     try:
         run_script()
