@@ -171,10 +171,7 @@ class Target:
     @classmethod
     def _console_command(cls, name: str) -> Target:
         path = shutil.which(name)
-        if path is None:
-            folder = str(Path.cwd())
-        else:
-            folder = str(Path(path).resolve().parent)
+        folder = str(Path(path).resolve().parent if path else Path.cwd())
         if found := list(importlib.metadata.entry_points(group="console_scripts", name=name)):
             return cls(name, path or name, folder, lambda: sys.exit(found[0].load()()))
         if path is not None and _is_python(Path(path), otherwise=False):
@@ -271,7 +268,8 @@ def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
     if _is_off_against_wish(given):
         if int(os.environ.get("RANK", 0)) == 0:
             text = "built no model by megatron.training or Megatron-Bridge: FSSDP was off"
-            print(f"FSSDP: {target.name} {text}", file=sys.stderr)
+            # Primus replaces ``print``
+            sys.stderr.write(f"FSSDP: {target.name} {text}\n")
         return 1
     return 0
 
@@ -349,17 +347,20 @@ class _After(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != self._package:
             return None
+        # the lookup must not find this finder, which stays until our module is imported: a script
+        # may look for a package before its path is set, or ignore an error of an import
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, self)
         if spec is None or spec.loader is None:
-            # a script may try an import before it has set its path
-            sys.meta_path.insert(0, self)
             return spec
         execute = spec.loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
             execute(module)
             _switch(self._ours)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
 
         spec.loader.exec_module = exec_module
         return spec

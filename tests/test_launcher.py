@@ -24,6 +24,7 @@ from pretraining import (
     python,
     run_script,
 )
+from quick import quick
 from ranks import ranks
 
 
@@ -80,15 +81,17 @@ def test_a_script_that_starts_itself_again_and_builds_no_model(tmp_path: Path) -
 
 
 @ranks(2, timeout=300)
-def _pretrain_here(text: Path, log: Path, launcher: list[str]) -> None:
-    """Run the example's script in these ranks, with no process of its own.
+def _pretrain_here(
+    text: Path, log: Path, launcher: list[str], script: tuple[str, ...] = (str(SCRIPT),)
+) -> None:
+    """Run the example's script, or another one, in these ranks, with no process of its own.
 
     The last rank's output goes to ``log``, and rank 0's to ``log`` with the suffix .0.
     """
     import run_on_cpu
     import torch.distributed as dist
 
-    sys.argv = ["run_on_cpu.py", *launcher, str(SCRIPT), *pretrain_arguments(text)]
+    sys.argv = ["run_on_cpu.py", *launcher, *script, *pretrain_arguments(text)]
     last = dist.get_rank() == dist.get_world_size() - 1
     with (
         (log if last else log.with_suffix(f".{dist.get_rank()}")).open("w") as out,
@@ -101,9 +104,10 @@ def _pretrain_here(text: Path, log: Path, launcher: list[str]) -> None:
 
 
 LATE = """
-import sys
+import importlib.util, sys
 early = [name for name in sys.modules if name.partition(".")[0] == "megatron"]
 sys.path.insert(0, sys.argv[1])
+found = [importlib.util.find_spec("megatron.training"), importlib.util.find_spec("megatron.core")]
 import megatron.training, megatron.core
 from megatron.core.distributed import DistributedDataParallel
 print(early, megatron.core.__file__, megatron.training.__file__)
@@ -114,7 +118,10 @@ print([hasattr(function, "_megatron_hecate") for function in wrapped])
 
 @pytest.mark.newest
 def test_a_script_chooses_its_megatron(tmp_path: Path) -> None:
-    """Primus puts its own Megatron on the path when it starts; then this one is to be enabled."""
+    """Primus puts its own Megatron on the path when it starts; then this one is to be enabled.
+
+    A script may also look for Megatron before it imports it.
+    """
     import megatron.core
 
     (script := tmp_path / "late.py").write_text(LATE)
@@ -125,6 +132,29 @@ def test_a_script_chooses_its_megatron(tmp_path: Path) -> None:
     said = f"[] {' '.join(paths)}\n[True, True]\n"
     assert done.stdout.endswith(said), done.stdout + done.stderr
     assert done.returncode == 1 and "late.py built no model" in done.stderr, done.stderr
+
+
+GUARDED = """
+import builtins, sys
+sys.modules["megatron_hecate.enable"] = None
+for attempt in range(2):
+    try:
+        import megatron.training
+    except ImportError as error:
+        print("refused:", error, flush=True)
+# Primus replaces it, too
+builtins.print = lambda *words, **settings: None
+"""
+
+
+@pytest.mark.newest
+def test_a_script_that_ignores_errors_of_imports(tmp_path: Path) -> None:
+    """Each import of a Megatron that FSSDP does not fit is an error, not just the first one."""
+    (script := tmp_path / "guarded.py").write_text(GUARDED)
+    done = python("-m", "megatron_hecate", "--moe-fssdp", str(script), timeout=240)
+    refused = "refused: import of megatron_hecate.enable halted; None in sys.modules\n"
+    assert done.stdout == 2 * refused, done.stdout + done.stderr
+    assert done.returncode == 1 and "guarded.py built no model" in done.stderr, done.stderr
 
 
 @pytest.mark.newest
@@ -153,6 +183,22 @@ def test_flags_hook_and_launcher_train_the_stock_model(text: Path, tmp_path: Pat
     _pretrain_here(text, tmp_path / "off", ["-m", "megatron_hecate", "run", "--"])
     off = (tmp_path / "off").read_text()
     assert losses(off) == stock and "FSSDP" not in off
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    "holds", quick(["defaults", "no flags", "settings"], ["no flags", "settings"])
+)
+def test_arguments_that_a_framework_makes(holds: str, text: Path, tmp_path: Path) -> None:
+    """Flags of our launcher reach them, and so does a framework's own setting behind our launcher."""
+    launcher = ["-m", "megatron_hecate", "run"]
+    if holds != "settings":
+        launcher += ["--moe-fssdp", "--moe-fssdp-slots", "3"]
+    script = (str(SUPPORT / "scripts" / "ready_arguments.py"), holds)
+    _pretrain_here(text, tmp_path / "log", [*launcher, "--"], script)
+    log = (tmp_path / "log.0").read_text()
+    assert log.count("FSSDP on: 4 MoE layers, 16 experts over 2 ranks, 3 slots") == 1, log
+    assert len(losses((tmp_path / "log").read_text())) == 6
 
 
 @pytest.mark.slow

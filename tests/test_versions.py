@@ -43,6 +43,11 @@ def test_other_packages_before_their_release() -> None:
 @pytest.mark.parametrize(
     ("version", "fits"),
     [
+        ("0.15.0rc8", False),
+        # main after the branch of 0.16, which Primus pins
+        ("0.16.0rc0", True),
+        ("0.16.0rc0+d3528a21", True),
+        ("0.16.0rc1", False),
         ("0.16.0", False),
         ("0.16.1rc0", True),
         ("0.16.1", True),

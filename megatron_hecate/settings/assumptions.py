@@ -23,6 +23,9 @@ from packaging.version import InvalidVersion, Version
 # 0.20.0rc0, counts as the release.
 OLDEST = (0, 16, 1)
 TOO_NEW = (0, 21)
+# Version string of Megatron-LM's main branch until 2026-03-31, two months after the branch of 0.16.
+# Frameworks pin such commits; whether one is recent enough is seen from the names alone.
+MAIN_BEFORE_0_17 = "0.16.0rc0"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,9 +327,10 @@ def require(assumptions: tuple[_Assumption, ...], *, module: str, by: str) -> No
 
 def _is_supported(version: str) -> bool:
     try:
-        return OLDEST <= Version(version).release < TOO_NEW
+        found = Version(version)
     except InvalidVersion:
         return False
+    return OLDEST <= found.release < TOO_NEW or found.public == MAIN_BEFORE_0_17
 
 
 def _find_problem(assumption: _Assumption) -> str | None:

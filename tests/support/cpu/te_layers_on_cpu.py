@@ -88,13 +88,14 @@ def install() -> None:
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.optimizer import distrib_optimizer
     from megatron.core.transformer.moe import moe_utils, router, token_dispatcher
     from tiny_gpt import install_fused_wgrad
     from transformer_engine.pytorch import cpp_extensions
     from transformer_engine.pytorch.optimizers import FusedAdam
 
     install_fused_wgrad()
-    optimizer.Adam = FusedAdam
+    optimizer.Adam = distrib_optimizer.Adam = FusedAdam
     tex_on_cpu.FUNCTIONS.update({**NORMS, **adam_on_cpu.FUNCTIONS})
     for name, function in NORMS.items():
         # this module of TE has imported what the compiled half had when it was loaded
