@@ -23,7 +23,6 @@ import os
 import runpy
 import shutil
 import sys
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,6 +30,7 @@ from typing import Any, NoReturn
 from megatron_hecate import HecateConfig
 from megatron_hecate.config import asks_for_fssdp, launched
 from megatron_hecate.job.rank_0 import refer_to_rank_0
+from megatron_hecate.late_imports import import_after_megatron
 
 # Console commands and modules that start ranks. The launcher runs in each rank, so they must
 # precede it.
@@ -252,11 +252,7 @@ def _hint(word: str, commands: Sequence[str]) -> str:
 def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
     launched.clear()
     launched.update(given)
-    for name, ours in _OURS.items():
-        if name in sys.modules:
-            _switch(ours)
-        else:
-            sys.meta_path.insert(0, _After(name, ours))
+    import_after_megatron()
     _come_along(given)
     sys.argv = [target.argv0, *arguments]
     try:
@@ -313,57 +309,6 @@ def _is_python(path: Path, *, otherwise: bool) -> bool:
     if first.startswith(b"#!"):
         return b"python" in first
     return otherwise
-
-
-# Our modules that wrap functions and classes of a package, by the package. They are imported after
-# it, because a script may choose its Megatron by changing ``sys.path`` first, as Primus does.
-_OURS = {
-    "megatron.core": "megatron_hecate.entry",
-    "megatron.training": "megatron_hecate.enable",
-    "megatron.bridge": "megatron_hecate.bridge",
-}
-
-
-def _switch(ours: str) -> None:
-    """Import one of our modules, which wraps functions of Megatron or has a function that does."""
-    module = importlib.import_module(ours)
-    getattr(module, "install", lambda: None)()
-
-
-class _After(importlib.abc.MetaPathFinder):
-    """Finder that imports one of our modules as soon as a package has been imported.
-
-    Args:
-        package: name of the package.
-        ours: name of our module.
-    """
-
-    def __init__(self, package: str, ours: str) -> None:
-        self._package = package
-        self._ours = ours
-
-    def find_spec(
-        self, name: str, path: Any = None, target: Any = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != self._package:
-            return None
-        # the lookup must not find this finder, which stays until our module is imported: a script
-        # may look for a package before its path is set, or ignore an error of an import
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        sys.meta_path.insert(0, self)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
-
-        def exec_module(module: types.ModuleType) -> None:
-            execute(module)
-            _switch(self._ours)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-
-        spec.loader.exec_module = exec_module
-        return spec
 
 
 def _come_along(given: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ FLOORS = [
     {"entry", "check"},
     {"enable"},
     {"bridge"},
+    {"late_imports"},
     {"launcher"},
     {"__main__"},
 ]
