@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -119,9 +120,10 @@ class Runs:
 
     Args:
         flags: of all runs.
+        between: called with the trainer after each step.
     """
 
-    def __init__(self, flags: str) -> None:
+    def __init__(self, flags: str, between: Callable[[Any], None] | None = None) -> None:
         import torch.distributed as dist
         from megatron.core.transformer.module import Float16Module, MegatronModule
 
@@ -139,6 +141,7 @@ class Runs:
         self.flags, self.wrapped = f"{FP32} {flags}", Float32Module
         if BF16 in flags:
             self.flags, self.wrapped = flags, lambda module: module
+        self.between = between or (lambda trainer: None)
         self.folder = Path(os.environ["TEST_FOLDER"])
         if dist.get_rank() == 0:
             write_model(self.folder / "model")
@@ -175,6 +178,9 @@ class Runs:
             def on_log(self, logs: dict, kept: list[dict] = logs) -> None:
                 kept.append({name: logs[name] for name in FIGURES if name in logs})
 
+            def on_step_end(self, between: Callable[[Any], None] = self.between) -> None:
+                between(self.trainer)
+
         build, wrap_model = base.get_mcore_model, base.wrap_model
 
         def build_skewed(*args: Any) -> list:
@@ -209,16 +215,24 @@ class Runs:
         return {n: w for file in files for n, w in load_file(file).items()}
 
 
-def compare(flags: str, *, figures: float = 1e-6, weights: float = 1e-6, **settings: Any) -> None:
+def are_moved(trainer: Any) -> bool:
+    """Whether experts of a converted model are elsewhere."""
+    import tiny_gpt
+
+    layer = tiny_gpt.moe_layers(trainer.unwrapped_models)[0]
+    return hasattr(layer, "fssdp") and layer.prefetcher.rehoming.homes.are_moved
+
+
+def compare(runs: Runs, *, figures: float = 1e-6, weights: float = 1e-6, **settings: Any) -> None:
     """Train with and without FSSDP.
 
     Args:
+        runs: training of ms-swift.
         figures, weights: tolerances, relative of logs and absolute of parameters.
+        settings: further ones of FSSDP.
     """
     import torch.distributed as dist
 
-    install()
-    runs = Runs(flags)
     logs, params = runs.train("stock")
     ours, our_params = runs.train("ours", runs.write_plugin(**settings))
     dist.all_reduce(runs.computed)
@@ -238,14 +252,16 @@ def compare(flags: str, *, figures: float = 1e-6, weights: float = 1e-6, **setti
 @pytest.mark.parametrize("name", CASES)
 @ranks(2, timeout=300, preload="te")
 def test_runs(name: str) -> None:
+    install()
     # rounding may change routes
     rounded = dict(figures=1e-3, weights=1e-2) if name == "bf16" else {}
-    compare(CASES[name], **rounded)
+    compare(Runs(CASES[name]), **rounded)
 
 
 @ranks(4, timeout=300, preload="te")
 def test_a_run_in_stages() -> None:
-    compare(PIPELINE)
+    install()
+    compare(Runs(PIPELINE))
 
 
 @ranks(2, timeout=300, preload="te")
@@ -253,13 +269,18 @@ def test_weights_saved_without_a_megatron_checkpoint_while_homes_are_elsewhere()
     """With ``--no_save_optim`` only ``mcore-bridge`` reads the weights, and it reads them off the modules."""
     import moved_homes
 
+    install()
     moved_homes.find()
-    compare("--no_save_optim true --save_steps 2", rehome=1)
+    moved: list[bool] = []
+    compare(
+        Runs("--no_save_optim true", lambda trainer: moved.append(are_moved(trainer))), rehome=1
+    )
+    assert moved[-1], "no expert was elsewhere when weights were saved"
 
 
 @ranks(2, timeout=300, preload="te")
 def test_a_stock_run_resumes_from_a_checkpoint() -> None:
-    """Written by FSSDP while homes are elsewhere. Oracle: the run that wrote it."""
+    """FSSDP has written it, with experts that change homes. Oracle: the run that wrote it."""
     import moved_homes
 
     install()
@@ -271,3 +292,56 @@ def test_a_stock_run_resumes_from_a_checkpoint() -> None:
     assert len(resumed) == 3
     for stock, with_fssdp in zip(resumed, logs[3:], strict=True):
         assert with_fssdp == pytest.approx(stock, rel=1e-6)
+
+
+@ranks(2, timeout=300, preload="te")
+def test_weights_exported_for_a_rollout_and_memory_given_to_it() -> None:
+    """Between steps, as ``MegatronRolloutMixin`` calls ms-swift's own functions before and after a rollout."""
+    import moved_homes
+
+    install()
+    from swift.megatron.trainers import utils
+
+    moved_homes.find()
+    exported: list[dict[str, torch.Tensor]] = []
+    moved: list[bool] = []
+
+    def roll_out(trainer: Any) -> None:
+        moved.append(are_moved(trainer))
+        weights = trainer.bridge.export_weights(trainer.unwrapped_models)
+        exported.append({name: weight.clone() for name, weight in weights})
+        utils.offload_megatron_model_to_cpu(trainer.wrapped_models)
+        utils.offload_megatron_optimizer(trainer.optimizer)
+        utils.load_megatron_model_to_gpu(trainer.wrapped_models)
+        utils.load_megatron_optimizer(trainer.optimizer)
+
+    compare(Runs("", roll_out), rehome=1)
+    assert moved[-1], "no expert was elsewhere when weights were exported"
+    for stock, with_fssdp in zip(exported[:4], exported[4:], strict=True):
+        torch.testing.assert_close(with_fssdp, stock, rtol=0, atol=1e-6)
+
+
+@ranks(2, timeout=300, preload="te")
+def test_routes_that_are_replayed() -> None:
+    """By ms-swift's ``router_replay_utils``, its patched dispatcher among them; some tokens name an expert twice."""
+    install()
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+    from swift.megatron.trainers.base import BaseMegatronTrainer
+    from swift.megatron.utils import set_router_replay_data
+
+    next_batch, train = BaseMegatronTrainer.get_batch, Runs.train
+
+    def get_batch(trainer: Any, *args: Any) -> dict:
+        batch = next_batch(trainer, *args)
+        token = batch["input_ids"][:, :, None] + torch.arange(trainer.config.num_layers)
+        first = torch.where(token % 3 == 0, token % 8, token % 2)
+        second = torch.where(token % 5 == 0, first, (first + 1) % 8)
+        set_router_replay_data(torch.stack([first, second], dim=-1), trainer.config)
+        return batch
+
+    def train_alone(*args: Any) -> Any:
+        RouterReplay.global_router_replay_instances.clear()  # a job trains one model
+        return train(*args)
+
+    BaseMegatronTrainer.get_batch, Runs.train = get_batch, train_alone
+    compare(Runs("--router_replay_mode R2"))
