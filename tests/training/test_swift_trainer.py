@@ -43,6 +43,7 @@ CASES = {
     "padded": "--padding_free false --use_distributed_optimizer false",
     "bf16": BF16,
     "dpo": "--rlhf_type dpo",
+    "lora": "--tuner_type lora --lora_dropout 0 --target_modules linear_qkv linear_proj",
 }
 PIPELINE = """
     --pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2
