@@ -1,7 +1,11 @@
 """``megatron sft`` and ``megatron rlhf`` of ms-swift, whose checkout $HECATE_SWIFT names: equal with FSSDP.
 
 Oracle: the same run without ``examples/swift_plugin.py``. Arguments, dataset, model (``mcore-bridge``), loading,
-training, evaluation and saving are ms-swift's; layers are TransformerEngine's, over `te_on_cpu`.
+training, evaluation and saving are ms-swift's; layers are TransformerEngine's, over `te_on_cpu`. Packages, with the
+versions that ran (ms-swift names upper bounds)::
+
+    pip install mcore-bridge==1.6.5 modelscope==1.40.2 transformers==5.16.1 datasets==4.8.4 peft==0.20.0
+    pip install trl==0.29.1 accelerate==1.15.0 dacite json_repair msgspec pandas tensorboard
 """
 
 from __future__ import annotations
