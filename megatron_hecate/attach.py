@@ -25,6 +25,7 @@ from megatron_hecate.settings import unsupported, wrappers
 from megatron_hecate.settings.cuda_graphs import captured_parts
 
 Chunks = list[Module]
+CONVERSIONS = ("load_weights", "export_weights", "save_weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +95,8 @@ def attach(
                 _attach_block(undo, block, layer)
             if state.always_physical:
                 _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
+        if prefetcher.rehoming is not None:
+            _restore_homes_before_conversions(undo, model.chunks, prefetcher.rehoming.restore)
         for index, chunk in enumerate(model.chunks):
             _refuse_owners_at_first_forward(chunk, undo)
             begin = functools.partial(prefetcher.begin_chunk, index)
@@ -167,6 +170,30 @@ def _attach_block(undo: contextlib.ExitStack, block: Module, layer: FSSDPLayer) 
         undo.callback(hook.remove)
 
 
+def _restore_homes_before_conversions(
+    undo: contextlib.ExitStack, chunks: Chunks, restore: Callable[[], None]
+) -> None:
+    """Call ``restore`` before ``config.bridge`` of a chunk reads or writes weights.
+
+    ms-swift keeps its converter of weights there, whose methods all ranks call. It reads the
+    parameters of experts off their modules, where no state_dict hook sees it.
+    """
+
+    def restored_first(convert: Callable) -> Callable:
+        @functools.wraps(convert)
+        def conversion(*args: Any, **kwargs: Any) -> Any:
+            restore()
+            return convert(*args, **kwargs)
+
+        return conversion
+
+    bridges = [getattr(getattr(chunk, "config", None), "bridge", None) for chunk in chunks]
+    for bridge in {id(bridge): bridge for bridge in bridges if bridge is not None}.values():
+        for name in CONVERSIONS:
+            if hasattr(bridge, name):
+                _assign(undo, bridge, **{name: restored_first(getattr(bridge, name))})
+
+
 def _refuse_owners_at_first_forward(chunk: Module, undo: contextlib.ExitStack) -> None:
     """Check for conflicting wrappers and adapters again: both may be added after the hook."""
 
@@ -196,14 +223,14 @@ def _is_block(module: Module) -> bool:
     return isinstance(getattr(module, "self_attention", None), Module) and hasattr(module, "mlp")
 
 
-def _assign(undo: contextlib.ExitStack, module: Module, **attributes: Any) -> None:
-    """Set attributes of ``module``, and register the restoration of the old values on ``undo``."""
+def _assign(undo: contextlib.ExitStack, target: Any, **attributes: Any) -> None:
+    """Set attributes of ``target``, and register the restoration of the old values on ``undo``."""
     for name, value in attributes.items():
-        if name == "__class__" or name in vars(module):
-            undo.callback(setattr, module, name, getattr(module, name))
+        if name == "__class__" or name in vars(target):
+            undo.callback(setattr, target, name, getattr(target, name))
         else:
-            undo.callback(delattr, module, name)
-        setattr(module, name, value)
+            undo.callback(delattr, target, name)
+        setattr(target, name, value)
 
 
 @functools.cache

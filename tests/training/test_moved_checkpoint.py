@@ -6,6 +6,9 @@ layers say they have; what stock Megatron, or FSSDP, then loads must be these, b
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 from checkpoints import METADATA, load, save, shared_folder, state_of
 from ranks import ranks
@@ -159,3 +162,32 @@ def test_a_plain_state_dict_is_refused_while_homes_are_elsewhere() -> None:
     run.step(5)
     with pytest.raises(RuntimeError, match="moved homes"):
         run.chunks[0].module.load_state_dict(weights)
+
+
+@ranks(2)
+def test_weights_that_a_bridge_in_the_configuration_exports() -> None:
+    """As ms-swift's, it reads parameters off their modules. Oracle: stock's parameters."""
+    import tiny_gpt
+    import torch
+
+    class Bridge:
+        def export_weights(self, chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from chunk.named_parameters()
+
+    def hook(chunks: list) -> list:
+        chunks[0].config.bridge = Bridge()
+        return rehoming_hook()(chunks)
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=5)
+    ours = tiny_gpt.train(case, steps=5, hook=hook)
+    assert homes_of(ours).are_moved
+    chunk = ours.chunks[0].module
+    exported = {name: p.detach().clone() for name, p in chunk.config.bridge.export_weights(chunk)}
+    assert not homes_of(ours).are_moved
+    torch.testing.assert_close(
+        list(exported.values()), list(stock.params.values()), rtol=0, atol=1e-5
+    )
+    ours.step(5)
+    assert homes_of(ours).are_moved

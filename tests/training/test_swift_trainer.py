@@ -1,0 +1,352 @@
+"""``megatron sft`` and ``megatron rlhf`` of ms-swift, whose checkout $HECATE_SWIFT names: equal with FSSDP.
+
+Oracle: the same run without ``examples/swift_plugin.py``. Arguments, dataset, model (``mcore-bridge``), loading,
+training, evaluation and saving are ms-swift's; layers are TransformerEngine's, over `te_on_cpu`. Packages, with the
+versions that ran (ms-swift names upper bounds)::
+
+    pip install mcore-bridge==1.6.5 modelscope==1.40.2 transformers==5.16.1 datasets==4.8.4 peft==0.20.0
+    pip install trl==0.29.1 accelerate==1.15.0 dacite json_repair msgspec pandas tensorboard
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from ranks import ranks
+
+pytestmark = [
+    pytest.mark.newest,
+    pytest.mark.skipif("HECATE_SWIFT" not in os.environ, reason="HECATE_SWIFT names no checkout"),
+]
+
+PLUGIN = Path(__file__).parents[2] / "examples" / "swift_plugin.py"
+TEXTS = 64
+# Batches without padding and the distributed optimizer are ms-swift's defaults.
+FLAGS = """
+    --model_type qwen3_moe --template qwen3 --max_length 128 --split_dataset_ratio 0.25
+    --load_from_cache_file false --dataloader_num_workers 0 --check_model false --ddp_backend gloo
+    --expert_model_parallel_size 2 --micro_batch_size 2 --global_batch_size 8
+    --train_iters 4 --lr 3e-3 --logging_steps 1 --eval_steps 2 --add_version false
+"""
+FIGURES = ("loss", "eval_loss", "grad_norm")
+FP32, BF16 = (
+    "--torch_dtype float32 --fp16 false --bf16 false",
+    "--torch_dtype bfloat16",
+)
+CASES = {
+    "packed": "--overlap_grad_reduce true --overlap_param_gather true",
+    "padded": "--padding_free false --use_distributed_optimizer false",
+    "bf16": BF16,
+    "dpo": "--rlhf_type dpo",
+    "lora": "--tuner_type lora --lora_dropout 0 --target_modules linear_qkv linear_proj",
+}
+PIPELINE = """
+    --pipeline_model_parallel_size 2 --virtual_pipeline_model_parallel_size 2
+    --overlap_grad_reduce true --overlap_param_gather true --recompute_granularity full
+    --recompute_method uniform --recompute_num_layers 1
+"""
+
+
+def write_model(folder: Path) -> None:
+    """Write Qwen3-MoE with random weights, made small, and a tokenizer of bytes."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = dict(eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, additional_special_tokens=["<|im_start|>"], **special
+    ).save_pretrained(folder)
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        vocab_size=260,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(folder)
+
+
+def write_texts(path: Path) -> None:
+    """Write dialogues of unequal length, with an answer that DPO rejects."""
+    lines = []
+    for i in range(TEXTS):
+        answer = {"role": "assistant", "content": f"{2 * i} " * (1 + i % 3)}
+        messages = [{"role": "user", "content": f"{i} + {i}"}, answer]
+        lines.append({"messages": messages, "rejected_response": f"{i}"})
+    path.write_text("\n".join(map(json.dumps, lines)))
+
+
+def install() -> None:
+    """Put ms-swift on the path, and the CPU where it expects a GPU."""
+    import te_layers_on_cpu
+    from cpu_spec import ContextParallelAttention
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    class PackedAttention(ContextParallelAttention):
+        """Causal attention in each sequence of a batch without padding, [tokens, heads, width]."""
+
+        def forward(self, *qkv: Any, packed_seq_params: Any = None, **settings: Any) -> Any:
+            if packed_seq_params is None:
+                return super().forward(*qkv, **settings)
+            one = super().forward
+            bounds = itertools.pairwise(packed_seq_params.cu_seqlens_q.tolist())
+            return torch.cat([one(*(x[start:end, None] for x in qkv[:3])) for start, end in bounds])
+
+    te_layers_on_cpu.install()
+    TESpecProvider.core_attention = lambda self: PackedAttention
+    sys.path.insert(0, os.environ["HECATE_SWIFT"])
+    # A module of the other trainers compiles a function when it is imported. TorchScript cannot
+    # compile the functions of torch that stand-ins replace.
+    torch.jit.script = lambda function, *_, **__: function
+
+
+class Runs:
+    """Runs of ms-swift on the same model and dataset, in fp32 unless the flags ask for bf16.
+
+    Args:
+        flags: of all runs.
+        between: called with the trainer after each step.
+    """
+
+    def __init__(self, flags: str, between: Callable[[Any], None] | None = None) -> None:
+        import torch.distributed as dist
+        from megatron.core.transformer.module import Float16Module, MegatronModule
+
+        class Float32Module(Float16Module):
+            """Megatron's wrapper of models in 16 bits, which changes nothing: `forward_step` of ms-swift's trainers
+            reads ``model.module.module``, and so runs no model in fp32."""
+
+            def __init__(self, module: Any) -> None:
+                MegatronModule.__init__(self, module.config)
+                self.module, self.vp_stage = module, module.vp_stage
+
+            def forward(self, *inputs: Any, **settings: Any) -> Any:
+                return self.module(*inputs, **settings)
+
+        self.flags, self.wrapped = f"{FP32} {flags}", Float32Module
+        if BF16 in flags:
+            self.flags, self.wrapped = flags, lambda module: module
+        self.between = between or (lambda trainer: None)
+        self.folder = Path(os.environ["TEST_FOLDER"])
+        if dist.get_rank() == 0:
+            write_model(self.folder / "model")
+            write_texts(self.folder / "texts.jsonl")
+        dist.barrier()
+        self.computed = torch.zeros(1)  # tokens, by replicas
+
+    def write_plugin(self, **settings: Any) -> str:
+        """Write the example with further ``settings``; returns the flag."""
+        import tiny_gpt
+        import torch.distributed as dist
+
+        given = {"slots": 2, "speeds": tiny_gpt.FREE, "timeout": 60, **settings}
+        path = self.folder / "swift_plugin.py"
+        if dist.get_rank() == 0:
+            text = PLUGIN.read_text().replace("HecateConfig(slots=2)", f"HecateConfig(**{given!r})")
+            path.write_text(text)
+        dist.barrier()
+        return f"--external_plugins {path}"
+
+    def train(self, name: str, flags: str = "") -> tuple[list[dict], dict[str, torch.Tensor]]:
+        """Logs of all steps and evaluations, and parameters."""
+        import tiny_gpt
+        import torch.distributed as dist
+        from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
+        from swift.megatron.pipelines.train.rlhf import MegatronRLHF
+        from swift.megatron.pipelines.train.sft import MegatronSft
+        from swift.megatron.trainers import base
+
+        logs: list[dict] = []
+        chunks: list = []
+
+        class Keep(MegatronCallback):
+            def on_log(self, logs: dict, kept: list[dict] = logs) -> None:
+                kept.append({name: logs[name] for name in FIGURES if name in logs})
+
+            def on_step_end(self, between: Callable[[Any], None] = self.between) -> None:
+                between(self.trainer)
+
+        build, wrap_model = base.get_mcore_model, base.wrap_model
+
+        def build_skewed(*args: Any) -> list:
+            models = build(*args)
+            for layer in tiny_gpt.moe_layers(models):
+                tiny_gpt._skew(layer, tiny_gpt.Case())
+            return models
+
+        def wrap(args: Any, models: list) -> list:
+            chunks[:] = models
+            if hasattr(tiny_gpt.moe_layers(models)[0], "fssdp"):
+                tiny_gpt.counting_hook(lambda converted: converted, self.computed)(models)
+            return wrap_model(args, [self.wrapped(model) for model in models])
+
+        everything = f"""{FLAGS} {self.flags} {flags} --model {self.folder}/model --callbacks keep
+            --dataset {self.folder}/texts.jsonl --output_dir {self.folder / name}"""
+        megatron_callbacks_map["keep"] = Keep
+        patches = dict(get_mcore_model=build_skewed, wrap_model=wrap)
+        pipeline = MegatronRLHF if "--rlhf_type" in everything else MegatronSft
+        # a run of ms-swift ends with the process group
+        kept_group = mock.patch.object(dist, "destroy_process_group")
+        with mock.patch.multiple(base, **patches), kept_group:
+            pipeline(everything.split()).run()
+        named = enumerate(chunk.named_parameters() for chunk in chunks)
+        return logs, {f"{i} {n}": p.detach().clone() for i, ps in named for n, p in ps}
+
+    def exported(self, name: str) -> dict[str, torch.Tensor]:
+        """Weights of the last checkpoint, as Hugging Face names them."""
+        from safetensors.torch import load_file
+
+        files = sorted((self.folder / name / "checkpoint-4").glob("*.safetensors"))
+        return {n: w for file in files for n, w in load_file(file).items()}
+
+
+def are_moved(trainer: Any) -> bool:
+    """Whether experts of a converted model are elsewhere."""
+    import tiny_gpt
+
+    layer = tiny_gpt.moe_layers(trainer.unwrapped_models)[0]
+    return hasattr(layer, "fssdp") and layer.prefetcher.rehoming.homes.are_moved
+
+
+def compare(runs: Runs, *, figures: float = 1e-6, weights: float = 1e-6, **settings: Any) -> None:
+    """Train with and without FSSDP.
+
+    Args:
+        runs: training of ms-swift.
+        figures, weights: tolerances, relative of logs and absolute of parameters.
+        settings: further ones of FSSDP.
+    """
+    import torch.distributed as dist
+
+    logs, params = runs.train("stock")
+    ours, our_params = runs.train("ours", runs.write_plugin(**settings))
+    dist.all_reduce(runs.computed)
+    assert runs.computed > 0, "no replica computed anything, so nothing was tested"
+    if dist.get_rank() == dist.get_world_size() - 1:
+        print("stock", logs, "FSSDP", ours, runs.computed, flush=True)
+    assert len(logs) == 6
+    for stock, with_fssdp in zip(logs, ours, strict=True):
+        assert with_fssdp == pytest.approx(stock, rel=figures)
+    if "rehome" not in settings:
+        torch.testing.assert_close(our_params, params, rtol=0, atol=weights)
+    exported = runs.exported("ours")
+    assert exported
+    torch.testing.assert_close(exported, runs.exported("stock"), rtol=0, atol=weights)
+
+
+@pytest.mark.parametrize("name", CASES)
+@ranks(2, timeout=300, preload="te")
+def test_runs(name: str) -> None:
+    install()
+    # rounding may change routes
+    rounded = dict(figures=1e-3, weights=1e-2) if name == "bf16" else {}
+    compare(Runs(CASES[name]), **rounded)
+
+
+@ranks(4, timeout=300, preload="te")
+def test_a_run_in_stages() -> None:
+    install()
+    compare(Runs(PIPELINE))
+
+
+@ranks(2, timeout=300, preload="te")
+def test_weights_saved_without_a_megatron_checkpoint_while_homes_are_elsewhere() -> None:
+    """With ``--no_save_optim`` only ``mcore-bridge`` reads the weights, and it reads them off the modules."""
+    import moved_homes
+
+    install()
+    moved_homes.find()
+    moved: list[bool] = []
+    compare(
+        Runs("--no_save_optim true", lambda trainer: moved.append(are_moved(trainer))), rehome=1
+    )
+    assert moved[-1], "no expert was elsewhere when weights were saved"
+
+
+@ranks(2, timeout=300, preload="te")
+def test_a_stock_run_resumes_from_a_checkpoint() -> None:
+    """FSSDP has written it, with experts that change homes. Oracle: the run that wrote it."""
+    import moved_homes
+
+    install()
+    moved_homes.find()
+    runs = Runs("--save_steps 2")
+    logs, _ = runs.train("ours", runs.write_plugin(rehome=1))
+    checkpoint = runs.folder / "ours" / "checkpoint-2"
+    resumed, _ = runs.train("resumed", f"--mcore_model {checkpoint} --finetune false")
+    assert len(resumed) == 3
+    for stock, with_fssdp in zip(resumed, logs[3:], strict=True):
+        assert with_fssdp == pytest.approx(stock, rel=1e-6)
+
+
+@ranks(2, timeout=300, preload="te")
+def test_weights_exported_for_a_rollout_and_memory_given_to_it() -> None:
+    """Between steps, as ``MegatronRolloutMixin`` calls ms-swift's own functions before and after a rollout."""
+    import moved_homes
+
+    install()
+    from swift.megatron.trainers import utils
+
+    moved_homes.find()
+    exported: list[dict[str, torch.Tensor]] = []
+    moved: list[bool] = []
+
+    def roll_out(trainer: Any) -> None:
+        moved.append(are_moved(trainer))
+        weights = trainer.bridge.export_weights(trainer.unwrapped_models)
+        exported.append({name: weight.clone() for name, weight in weights})
+        utils.offload_megatron_model_to_cpu(trainer.wrapped_models)
+        utils.offload_megatron_optimizer(trainer.optimizer)
+        utils.load_megatron_model_to_gpu(trainer.wrapped_models)
+        utils.load_megatron_optimizer(trainer.optimizer)
+
+    compare(Runs("", roll_out), rehome=1)
+    assert moved[-1], "no expert was elsewhere when weights were exported"
+    for stock, with_fssdp in zip(exported[:4], exported[4:], strict=True):
+        torch.testing.assert_close(with_fssdp, stock, rtol=0, atol=1e-6)
+
+
+@ranks(2, timeout=300, preload="te")
+def test_routes_that_are_replayed() -> None:
+    """By ms-swift's ``router_replay_utils``, its patched dispatcher among them; some tokens name an expert twice."""
+    install()
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+    from swift.megatron.trainers.base import BaseMegatronTrainer
+    from swift.megatron.utils import set_router_replay_data
+
+    next_batch, train = BaseMegatronTrainer.get_batch, Runs.train
+
+    def get_batch(trainer: Any, *args: Any) -> dict:
+        batch = next_batch(trainer, *args)
+        token = batch["input_ids"][:, :, None] + torch.arange(trainer.config.num_layers)
+        first = torch.where(token % 3 == 0, token % 8, token % 2)
+        second = torch.where(token % 5 == 0, first, (first + 1) % 8)
+        set_router_replay_data(torch.stack([first, second], dim=-1), trainer.config)
+        return batch
+
+    def train_alone(*args: Any) -> Any:
+        RouterReplay.global_router_replay_instances.clear()  # a job trains one model
+        return train(*args)
+
+    BaseMegatronTrainer.get_batch, Runs.train = get_batch, train_alone
+    compare(Runs("--router_replay_mode R2"))
