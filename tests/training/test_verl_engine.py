@@ -42,6 +42,9 @@ def install(library: str) -> None:
     """Put verl on the path, and the CPU where it expects a GPU."""
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0", VERL_PLATFORM="nvidia")
     sys.path[:0] = [os.environ["HECATE_VERL"], os.environ.get("HECATE_MBRIDGE", "")]
+    if library == "bridge":
+        sys.path.append(str(Path(__file__).parents[1] / "bridge"))
+        import packages_on_cpu  # noqa: F401
     import megatron_on_cpu
     import te_layers_on_cpu
     from cpu_spec import PackedAttention
@@ -204,6 +207,14 @@ class Actor:
         )
         return tu.get(self.worker.train_mini_batch(data), "metrics")
 
+    def are_moved(self) -> bool:
+        """Whether experts of a converted model are elsewhere."""
+        import tiny_gpt
+
+        layer = tiny_gpt.moe_layers(self.engine.module)[0]
+        rehoming = hasattr(layer, "fssdp") and layer.prefetcher.rehoming
+        return bool(rehoming and rehoming.homes.are_moved)
+
     def export(self) -> dict[str, torch.Tensor]:
         """Weights for a rollout, by Hugging Face's names."""
         weights, _ = self.engine.get_per_tensor_param()
@@ -212,17 +223,20 @@ class Actor:
         return weights
 
 
-def train(actor: Actor, folder: Path) -> tuple[list[dict], list[torch.Tensor], list[dict]]:
-    """Figures of all steps, log-probabilities before each and weights exported after each."""
+def train(actor: Actor, folder: Path) -> tuple[list[dict], list[torch.Tensor], list[dict], bool]:
+    """Figures of all steps, log-probabilities before each, weights exported after each, and whether experts were
+    elsewhere before the last export."""
     figures, probs, exported = [], [], []
+    moved = False
     for step in range(STEPS):
         data = actor_batch(folder, step)
         data["old_log_probs"] = actor.log_probs(data)
         probs.append(data["old_log_probs"])
         metrics = actor.update(data)
         figures.append({name: metrics[name] for name in ("loss", "grad_norm")})
+        moved = actor.are_moved()
         exported.append(actor.export())
-    return figures, probs, exported
+    return figures, probs, exported, moved
 
 
 def compare(library: str, dtype: str = "float32", **settings: Any) -> None:
@@ -252,3 +266,12 @@ def compare(library: str, dtype: str = "float32", **settings: Any) -> None:
 @ranks(2, timeout=300, preload="te")
 def test_an_actor(library: str) -> None:
     compare(library)
+
+
+@pytest.mark.parametrize("library", LINES)
+@ranks(2, timeout=300, preload="te")
+def test_weights_exported_while_experts_are_elsewhere(library: str) -> None:
+    import moved_homes
+
+    moved_homes.find()
+    compare(library, rehome=1)
