@@ -10,7 +10,7 @@ replicas in two slots per rank, and stock Megatron with two more experts per ran
 host what two slots cost at least. Tensors are tiny, so that nearly all time is Python and dispatch.
 Time is CPU time of the main thread, so that other programs on the machine disturb it little. Ratios
 compare the same step; the table shows their medians and quartiles. Calls of Python and C functions
-are counted in one additional step per model; the counts hardly differ between runs.
+are counted in five additional steps per model; the medians hardly differ between runs.
 
 Grouped experts run TransformerEngine's Python over torch (``tests/support/cpu/te_on_cpu.py``), with
 fused weight gradients. On a GPU all layers are TransformerEngine's own, backwards run in the main
@@ -39,6 +39,8 @@ EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 # hidden and ffn size
 SIZE = 16
 SIZE_ON_GPU = 64
+# steps whose calls are counted
+COUNTED: int = 5
 # replica slots per rank
 SLOTS: int = 2
 # rows of the table of functions
@@ -216,7 +218,11 @@ class Models:
     def compare(self, microbatches: int) -> list[str]:
         """Measure all models in turn; return their table rows without the first three columns."""
         times = self._time(microbatches)
-        calls = {name: self.count(name, microbatches).total() for name in self.models}
+        # Medians: in some steps a copy is timed.
+        calls = {
+            name: median(self.count(name, microbatches).total() for _ in range(COUNTED))
+            for name in self.models
+        }
         per_layer = microbatches * self.arguments.layers
         stock_times = [_total(step) for step in times["stock"]]
         rows = []

@@ -13,6 +13,7 @@ from megatron.core.parallel_state import get_expert_data_parallel_rank
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 
+from megatron_hecate.homes.converters import restore_homes_before
 from megatron_hecate.homes.mover import Homes
 from megatron_hecate.homes.schedule import HomesSchedule
 from megatron_hecate.layer import FSSDPLayer, GraphedBlock
@@ -25,7 +26,6 @@ from megatron_hecate.settings import unsupported, wrappers
 from megatron_hecate.settings.cuda_graphs import captured_parts
 
 Chunks = list[Module]
-CONVERSIONS = ("load_weights", "export_weights", "save_weights")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,13 @@ def attach(
             if state.always_physical:
                 _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
         if prefetcher.rehoming is not None:
-            _restore_homes_before_conversions(undo, model.chunks, prefetcher.rehoming.restore)
+            # ms-swift keeps its converter of weights in the configuration that chunks share
+            converters: dict[int, Any] = {}
+            for chunk in model.chunks:
+                converter = getattr(getattr(chunk, "config", None), "bridge", None)
+                converters[id(converter)] = converter
+            for converter in converters.values():
+                restore_homes_before(converter, prefetcher.rehoming, undo)
         for index, chunk in enumerate(model.chunks):
             _refuse_owners_at_first_forward(chunk, undo)
             begin = functools.partial(prefetcher.begin_chunk, index)
@@ -168,30 +174,6 @@ def _attach_block(undo: contextlib.ExitStack, block: Module, layer: FSSDPLayer) 
     else:
         hook = block.self_attention.register_forward_pre_hook(layer.attention_hook)
         undo.callback(hook.remove)
-
-
-def _restore_homes_before_conversions(
-    undo: contextlib.ExitStack, chunks: Chunks, restore: Callable[[], None]
-) -> None:
-    """Call ``restore`` before ``config.bridge`` of a chunk reads or writes weights.
-
-    ms-swift keeps its converter of weights there, whose methods all ranks call. It reads the
-    parameters of experts off their modules, where no state_dict hook sees it.
-    """
-
-    def restored_first(convert: Callable) -> Callable:
-        @functools.wraps(convert)
-        def conversion(*args: Any, **kwargs: Any) -> Any:
-            restore()
-            return convert(*args, **kwargs)
-
-        return conversion
-
-    bridges = [getattr(getattr(chunk, "config", None), "bridge", None) for chunk in chunks]
-    for bridge in {id(bridge): bridge for bridge in bridges if bridge is not None}.values():
-        for name in CONVERSIONS:
-            if hasattr(bridge, name):
-                _assign(undo, bridge, **{name: restored_first(getattr(bridge, name))})
 
 
 def _refuse_owners_at_first_forward(chunk: Module, undo: contextlib.ExitStack) -> None:

@@ -166,20 +166,18 @@ def test_flags_hook_and_launcher_train_the_stock_model(text: Path, tmp_path: Pat
         ROOT / "tests" / "data" / "free_copies.json"
     )  # else no copy pays on so small a model
     flags, speeds = ["--moe-fssdp", "--moe-fssdp-slots", "3"], ["--moe-fssdp-speeds", free]
-    for how, log in {
-        "torchrun -m megatron_hecate run --": pretrain(
-            text, *speeds, launcher=[], before=["-m", "megatron_hecate", "run", *flags, "--"]
-        ),
-        "one line": pretrain(
-            text, *flags, *speeds, launcher=[], script=SUPPORT / "scripts" / "enabled_pretrain.py"
-        ),
-    }.items():
-        assert losses(log) == pytest.approx(stock, rel=1e-5), how
-        assert log.count("FSSDP on: 4 MoE layers, 16 experts over 2 ranks, 3 slots") == 1, how
-    before = ["-m", "megatron_hecate", *flags, *speeds]
-    _pretrain_here(text, tmp_path / "on", before)
-    assert losses((tmp_path / "on").read_text()) == pytest.approx(stock, rel=1e-5)
-    assert (tmp_path / "on.0").read_text().count("FSSDP on: 4 MoE layers") == 1
+    before = ["-m", "megatron_hecate", "run", *flags, "--"]
+    log = pretrain(text, *speeds, launcher=[], before=before)
+    assert losses(log) == pytest.approx(stock, rel=1e-5)
+    assert log.count("FSSDP on: 4 MoE layers, 16 experts over 2 ranks, 3 slots") == 1
+    one_line = str(SUPPORT / "scripts" / "enabled_pretrain.py")
+    for how, launcher, script in (
+        ("launcher", ["-m", "megatron_hecate", *flags, *speeds], (str(SCRIPT),)),
+        ("one line", [], (one_line, *flags, *speeds)),
+    ):
+        _pretrain_here(text, tmp_path / how, launcher, script)
+        assert losses((tmp_path / how).read_text()) == pytest.approx(stock, rel=1e-5), how
+        assert (tmp_path / f"{how}.0").read_text().count("FSSDP on: 4 MoE layers") == 1, how
     _pretrain_here(text, tmp_path / "off", ["-m", "megatron_hecate", "run", "--"])
     off = (tmp_path / "off").read_text()
     assert losses(off) == stock and "FSSDP" not in off

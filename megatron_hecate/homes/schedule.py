@@ -137,11 +137,12 @@ class HomesSchedule:
             self._check()
 
     def refuse_if_moved(self, *_: Any) -> None:
-        """Raise RuntimeError if a state_dict would be read or written while experts have moved."""
+        """Raise RuntimeError if experts have moved, because weights are to be read or written."""
         if self.homes.are_moved:
             raise RuntimeError(
-                "FSSDP has moved homes of experts: this state_dict would mix up the names of "
-                "experts; call megatron_hecate.restore_homes(model) on all ranks first"
+                "FSSDP has moved homes of experts: weights read or written now would have the "
+                "names of other experts; call megatron_hecate.restore_homes(model) on all ranks "
+                "first"
             )
 
     def _look(self, iteration: int, microbatches: int, meter: OverlapMeter) -> list[Order] | None:

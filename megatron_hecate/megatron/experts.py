@@ -69,6 +69,9 @@ class PhysicalExperts:
         self.computes_with: TransferPlan | None = None
         self._owners = self._home_owners(experts)
         self._places = self._twin_places(num_physical)
+        # class of the parameters when `quantized` was found last
+        self._kind: type | None = None
+        self._quantized = False
         # Microbatches whose weight gradients `compute_delayed` will return, oldest first. None:
         # weight gradients are not delayed.
         self.delayed: Delayed | None = None
@@ -127,23 +130,30 @@ class PhysicalExperts:
         wait_for_params(self._module)
 
     @property
+    def quantized(self) -> bool:
+        """True if parameters are quantized. One module holds them all, so all are or none is."""
+        owner, leaf = self._owners[0][0]
+        kind = owner._parameters[leaf].__class__
+        if kind is not self._kind:
+            self._kind = kind
+            self._quantized = StoredWeights(self.homes()[0]).quantized
+        return self._quantized
+
+    @property
     def chunk_bytes(self) -> int:
         """Bytes of one replica's weights."""
         return StoredWeights(self.homes()[0]).nbytes
 
     def stored(self) -> list[list[Tensor]]:
         """List the tensors to transfer of each of this rank's own experts."""
-        homes = self.homes()
-        # One module holds them all, so all are quantized or none is.
-        if not StoredWeights(homes[0]).quantized:
-            return homes
-        return [StoredWeights(expert).tensors() for expert in homes]
+        if not self.quantized:
+            return self.homes()
+        return [StoredWeights(expert).tensors() for expert in self.homes()]
 
     def weights_in(self, chunk: Tensor) -> list[Tensor]:
         """View the received ``chunk`` of one replica as the expert's parameters."""
-        like = StoredWeights(self.homes()[0])
-        if like.quantized:
-            return like.weights_in(chunk)
+        if self.quantized:
+            return StoredWeights(self.homes()[0]).weights_in(chunk)
         return self.layout.views(chunk)
 
     def shape(self, token_bytes: int, *, microbatches: int) -> LayerShape:

@@ -160,7 +160,7 @@ class RecordedRun:
             return None
         ranks = self.figures.before
         mean = ranks.mean(axis=2)
-        beyond = self.record.peak - ranks.max(axis=2)
+        beyond = np.maximum(self.record.peak - ranks.max(axis=2), 0)
         return np.divide(beyond, mean, out=np.zeros_like(mean), where=mean > 0)
 
     @property

@@ -185,7 +185,7 @@ def sentences(figures: Figures, mean: Mapping[str, float]) -> list[str]:
         f"FSSDP was {'off' if figures.observed else 'on'}."
     )
     found = [about, _imbalance_text(figures, mean)]
-    if figures.record.peak is not None:
+    if figures.fullest is record.peak:
         found.append("Loads of the fullest rank are those of each microbatch.")
     if not figures.observed:
         found.append(_copies_text(figures))

@@ -112,11 +112,13 @@ class Figures:
     def fullest(self) -> np.ndarray:
         """Tokens of the fullest rank as routed, [T, L].
 
-        Of each microbatch and summed, where the record holds it; else of the iteration.
+        Of each microbatch and summed, where the record holds it, with FSSDP also as computed; else
+        of the iteration.
         """
-        if self.record.peak is not None:
-            return self.record.peak
-        return self.before.max(axis=2)
+        record = self.record
+        if record.peak is None or not (self.observed or record.computed_peak is not None):
+            return self.before.max(axis=2)
+        return record.peak
 
     @cached_property
     def waits(self) -> np.ndarray:

@@ -130,7 +130,7 @@ class LayerRecorder:
         if self._crosses and sent is not None:
             self._crossing[layer] += np.asarray(sent)[self._elsewhere].sum()
 
-    def measured(self) -> list[int]:
+    def measured(self) -> np.ndarray:
         """Return this rank's token counts since the last call, and reset the counters.
 
         Sums over the group are passed to `take`.
@@ -138,20 +138,22 @@ class LayerRecorder:
         Returns:
             [(N * M + 1) * L]: for each rank, microbatch and layer the computed tokens, which are 0
             except for this rank, and for each layer the tokens sent to other nodes. Then
-            `ExpertTimer.take`, where experts are timed. Empty without measurements.
+            `ExpertTimer.take`, where experts are timed. int64; empty without measurements.
         """
         if not self.measures:
-            return []
+            return np.zeros(0, dtype=np.int64)
         computed = np.zeros((len(self._elsewhere), *self._computed.shape), dtype=np.int64)
         computed[self._rank] = self._computed
-        numbers = np.concatenate([computed.ravel(), self._crossing])
+        numbers = [computed.ravel(), self._crossing]
+        if self.timer is not None:
+            numbers.append(self.timer.take())
+        measured = np.concatenate(numbers)
         self._computed[:] = 0
         self._crossing[:] = 0
         self._forwards = [0] * len(self._forwards)
         self._most_then = self._most
         self._most = [state.parts.homes_only for state in self._states]
-        timed = [] if self.timer is None else self.timer.take().tolist()
-        return numbers.tolist() + timed
+        return measured
 
     def take(self, load: np.ndarray, measured: np.ndarray) -> None:
         """Record a complete iteration.
@@ -226,7 +228,7 @@ class LayerRecorder:
         # by rank, microbatch and layer, [N, M, L]
         computed = computed.reshape(-1, *self._computed.shape) // self._per_rank
         arrays = {"rank_load": computed.sum(axis=1).T}
-        if self.counts is not None:
+        if self.counts is not None and not self._padded:
             arrays["computed_peak"] = computed.max(axis=0).sum(axis=0)
         if self._padded:
             # Rows of the experts' input include padding, so the loads are those of exact quotas for
@@ -236,8 +238,6 @@ class LayerRecorder:
                 total = placement.checked_load(layer_load[: placement.num_experts])
                 balanced.append(balance(total, placement.table.copy(), 0, False).load)
             arrays["rank_load"] = np.stack(balanced)
-            if self.counts is not None:
-                arrays["computed_peak"] = arrays["rank_load"].max(axis=1)
         if self._crosses:
             arrays["crossing"] = crossing
         late = [(placement.holders & ~planned.holders).sum() for planned, placement in placed]

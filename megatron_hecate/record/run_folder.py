@@ -97,7 +97,7 @@ class RunRecord:
             [T, L] int64: at least the fullest rank's of the iteration. Only the sum is kept,
             because the time of a step depends on it alone. ``None`` if not counted.
         computed_peak: the same for tokens as computed with FSSDP, [T, L] int64; ``None`` if not
-            counted.
+            counted, as where the experts' input is padded.
         replica: experts in replica slots, [T, L, N, S] int64, -1 in empty slots; ``None`` like all
             further arrays when observing. If microbatches have plans of their own, the plan with
             most replicas.

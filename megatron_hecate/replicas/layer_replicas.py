@@ -192,6 +192,7 @@ class Replicas:
         Homes are the same tensors, with the same values, as long as the plan is the same.
         """
         slots = self.slots
+        sizes = slots.sizes
         bound = self.buffer.bound.get(slots.index)
         if bound is not None and bound.plan is self.plan:
             return bound
@@ -199,13 +200,13 @@ class Replicas:
         bound = BoundWeights(
             self.plan,
             slots.experts.homes(),
-            [slots.experts.weights_in(chunk) for chunk in self.buffer.new_weights(slots.sizes)],
+            [slots.experts.weights_in(chunk) for chunk in self.buffer.new_weights(sizes)],
             layout=slots.experts.layout,
             grads=self._grads() if slots.experts.layout.fuses_any and slots.trained else None,
         )
         # TransformerEngine attaches derived tensors to quantized weights: do not keep such weights
         # where the buffer serves another microbatch next.
-        if self.after_backward is None or not slots.sizes.stored_bytes:
+        if self.after_backward is None or not sizes.stored_bytes:
             self.buffer.bound[slots.index] = bound
         return bound
 
@@ -290,7 +291,8 @@ class Replicas:
     def _return_gradients(self, pending: PendingGradients, summed: list[Tensor]) -> None:
         self.unreturned = 0
         buffer = self._grad_buffer
-        chunks = buffer.chunks(self.slots.sizes, self.slots.sizes.grad_dtype)
+        sizes = self.slots.sizes
+        chunks = buffer.chunks(sizes, sizes.grad_dtype)
         if summed[0].dtype is not chunks[0].dtype:
             # bf16 sums grow to fp32 in the same memory: convert the last slot first.
             for slot in reversed(self.plan.slots):

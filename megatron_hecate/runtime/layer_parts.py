@@ -12,7 +12,6 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.megatron.dispatcher import physical_dispatcher
 from megatron_hecate.megatron.experts import PhysicalExperts
-from megatron_hecate.megatron.stored_weights import StoredWeights
 from megatron_hecate.plan import LayerShape, Placement
 from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.settings.foreign_code import check_layer
@@ -69,14 +68,13 @@ class LayerParts:
             slots: replica slots of this rank.
             dtype: dtype to which the parameters will be cast; ``None``: their current dtype.
         """
-        home = self.experts.homes()[0]
-        stored = StoredWeights(home)
+        stored_bytes = self.experts.chunk_bytes if self.experts.quantized else 0
         return LayerBuffer(
             slots,
             self.experts.layout.elements,
-            dtype or home[0].dtype,
+            dtype or self.experts.homes()[0][0].dtype,
             self.experts.num_homes,
-            stored.nbytes if stored.quantized else 0,
+            stored_bytes,
         )
 
     def shape(self, lifetime: str, *, microbatches: int, in_schedule: bool) -> LayerShape:

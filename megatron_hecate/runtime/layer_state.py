@@ -90,8 +90,8 @@ class LayerState:
         self._fetched_versions: list[int] = []
         # Sizes by number of microbatches and `in_schedule`.
         self._shapes: dict[tuple[int, bool], LayerShape] = {}
-        # Sizes and hidden fetches of the last `copy_cost`, and its result.
-        self._last_cost: tuple[tuple[LayerShape, float], CopyCost] | None = None
+        # Of the last `copy_cost`: sizes, seconds of one fetch, hidden fetches, result.
+        self._last_cost: tuple[LayerShape, float, float, CopyCost] | None = None
         # True if a schedule of Megatron ran the last forward. Stored, because a backward may run in
         # a thread without the schedule's stack.
         self.in_schedule = True
@@ -164,20 +164,22 @@ class LayerState:
         """Return the cost of replicas that serve ``microbatches``."""
         shape = self.shape(microbatches)
         degree = self.config.overlap_degree
+        # Read once: the planning thread also calls this method.
+        last = self._last_cost
+        if last is not None and last[0] is not shape:
+            last = None
+        fetch = shape.fetch_seconds(self.world) if last is None else last[1]
         hidden = 0.0
         # Measured times differ from run to run, so deterministic mode does without.
         if degree is None and not self.parts.layer.config.deterministic_mode:
-            hidden = meter.degree(shape.fetch_seconds(self.world))
-        made_for = (shape, hidden)
-        # Read once: the planning thread also calls this method.
-        last = self._last_cost
-        if last is not None and last[0] == made_for:
-            return last[1]
+            hidden = meter.degree(fetch)
+        if last is not None and last[2] == hidden:
+            return last[3]
         cost = shape.copy_cost(self.world, hidden=hidden, scatters=self.transport.scatters)
         if degree is not None:
             # The given number of fetches is hidden, and is the upper bound.
             cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
-        self._last_cost = (made_for, cost)
+        self._last_cost = (shape, fetch, hidden, cost)
         return cost
 
     def slots_in(self, pool: BufferPool) -> ReplicaSlots:

@@ -82,14 +82,15 @@ class GroupSum:
         self._wait()
         return self._host.numpy()
 
-    def peek(self) -> np.ndarray | None:
-        """Return a copy of the sum, or ``None`` if it has not arrived.
+    def peek(self, length: int) -> np.ndarray | None:
+        """Return a copy of the sum's first ``length`` numbers, or ``None`` before they arrive.
 
         Any thread may call it: on a GPU the content of host memory decides, without a CUDA call.
         """
+        first = self._host.numpy()[:length]
         if not self._is_copied:
-            return self._host.numpy().copy() if self._ready() else None
-        seen = self._host.numpy().copy()
+            return first.copy() if self._ready() else None
+        seen = first.copy()
         return None if (seen == NOT_HERE).any() else seen
 
 
@@ -179,13 +180,14 @@ class LoadMonitor:
             return False
         sums = self._sums
         self._sums = None
-        more = self._meter.measured()
+        more = np.asarray(self._meter.measured(), dtype=np.int64)
         if self.recorder is not None:
-            more = more + self.recorder.measured()
+            more = np.concatenate([more, self.recorder.measured()])
         counts, measured, of_ranks = sums.split(
             [self._size, len(more), len(sums) - self._size - len(more)]
         )
-        measured.copy_(torch.tensor(more, pin_memory=sums.is_cuda), non_blocking=True)
+        own = torch.from_numpy(more)
+        measured.copy_(own.pin_memory() if sums.is_cuda else own, non_blocking=True)
         if self._microbatches is not None:
             taken = self._microbatches.take()
             counts.copy_(taken[: self._size])
@@ -207,10 +209,10 @@ class LoadMonitor:
         shape = self._shape
 
         def look() -> tuple[np.ndarray, list[int]] | None:
-            sums = started.peek()
+            sums = started.peek(size + MEASURED)
             if sums is None:
                 return None
-            return sums[:size].reshape(shape), sums[size:][:MEASURED].tolist()
+            return sums[:size].reshape(shape), sums[size:].tolist()
 
         return look
 

@@ -188,6 +188,7 @@ def test_large_groups_take_no_other_option(capsys) -> None:
     )
 
 
+@pytest.mark.slow
 def test_large_groups_are_printed(capsys, monkeypatch) -> None:
     monkeypatch.setattr(large_groups, "SIZES", (16,))
     monkeypatch.setattr(large_groups, "SKEWS", ("lognormal 1", "one of 5 %", "pysrc_e64k6_aux0"))

@@ -44,3 +44,14 @@ def test_lost_and_remaining_time_are_those_of_single_microbatches(tmp_path: Path
             ratio = peaks["computed_peak"][t, layer] / mean
             assert single.figures.waits_computed[t, layer] == pytest.approx(ratio, rel=1e-6)
             assert summed.figures.waits_computed[t, layer] < ratio
+
+
+def test_without_microbatches_as_computed_both_sides_are_of_the_iteration(tmp_path: Path) -> None:
+    """Padded inputs are not counted by microbatch: a difference of definitions is no gain."""
+    held = recorded.arrays(SIZE)
+    held["replica"][:] = -1
+    by_rank = held["load"].reshape(SIZE.num, SIZE.layers, SIZE.ranks, -1).sum(axis=3)
+    held |= dict(rank_load=by_rank, peak=by_rank.max(axis=2) + 100)
+    run = Run.read(recorded.write(tmp_path / "run", SIZE, held=held))
+    assert run.modelled.lost_ms == pytest.approx(run.modelled.left_ms, rel=1e-9)
+    assert (run.figures.waits == run.figures.waits_computed).all()

@@ -74,7 +74,7 @@ def test_what_ranks_measure_travels_with_the_loads() -> None:
         counts=None,
         begin=lambda: 1,
         computed=lambda *_: None,
-        measured=lambda: [10 + dist.get_rank()],
+        measured=lambda: np.array([10 + dist.get_rank()]),
         take=lambda load, measured: taken.append((load.tolist(), measured.tolist())),
     )
     monitor = LoadMonitor((1, 2), dist.group.WORLD, timeout=30)

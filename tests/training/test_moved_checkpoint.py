@@ -6,6 +6,7 @@ layers say they have; what stock Megatron, or FSSDP, then loads must be these, b
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -171,8 +172,13 @@ def test_weights_that_a_bridge_in_the_configuration_exports() -> None:
     import torch
 
     class Bridge:
+        loaded = 0
+
         def export_weights(self, chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield from chunk.named_parameters()
+
+        def load_weights(self) -> None:
+            self.loaded += 1
 
     def hook(chunks: list) -> list:
         chunks[0].config.bridge = Bridge()
@@ -189,5 +195,13 @@ def test_weights_that_a_bridge_in_the_configuration_exports() -> None:
     torch.testing.assert_close(
         list(exported.values()), list(stock.params.values()), rtol=0, atol=1e-5
     )
+    begun = chunk.config.bridge.export_weights(chunk)
+    next(begun)
     ours.step(5)
     assert homes_of(ours).are_moved
+    with pytest.raises(RuntimeError, match="moved homes"):
+        next(begun)
+    copied = copy.deepcopy(chunk.config.bridge)
+    copied.load_weights()
+    assert (copied.loaded, chunk.config.bridge.loaded) == (1, 0)
+    assert not homes_of(ours).are_moved

@@ -1,0 +1,74 @@
+"""Converters of weights that read parameters of experts off their modules, as ms-swift's does.
+
+No state_dict hook sees such a read, and while experts have moved, a parameter has the name of
+another expert.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from megatron_hecate.homes.schedule import HomesSchedule
+
+METHODS = ("load_weights", "export_weights", "save_weights")
+
+
+def restore_homes_before(
+    converter: Any, schedule: HomesSchedule, undo: contextlib.ExitStack
+) -> None:
+    """Move experts back to their original homes whenever ``converter`` reads or writes weights.
+
+    All ranks must call its methods together. Does nothing for an object without such methods.
+
+    Args:
+        converter: object whose class becomes a subclass.
+        schedule: schedule of the model's homes, held weakly: a converter may outlive its model.
+        undo: stack for the restoration.
+    """
+    base = type(converter)
+    if not any(callable(getattr(base, name, None)) for name in METHODS):
+        return
+    reference = weakref.ref(schedule)
+    if hasattr(converter, "fssdp_homes"):
+        converter.fssdp_homes.append(reference)
+        undo.callback(converter.fssdp_homes.remove, reference)
+        return
+    converter.fssdp_homes = [reference]
+    converter.__class__ = _subclass(base)
+    undo.callback(delattr, converter, "fssdp_homes")
+    undo.callback(setattr, converter, "__class__", base)
+
+
+@functools.cache
+def _subclass(base: type) -> type:
+    """Make a subclass of a converter's class that restores homes first."""
+    names = [name for name in METHODS if callable(getattr(base, name, None))]
+    return type(base.__name__, (base,), {name: _restored_first(base, name) for name in names})
+
+
+def _restored_first(base: type, name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(base, name))
+    def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = [reference() for reference in self.fssdp_homes]
+        schedules = [schedule for schedule in found if schedule is not None]
+        for schedule in schedules:
+            schedule.restore()
+        # looked up now: ms-swift replaces methods of the class
+        result = getattr(base, name)(self, *args, **kwargs)
+        if isinstance(result, Iterator):
+            return _checked(result, schedules)
+        return result
+
+    return convert
+
+
+def _checked(weights: Iterator[Any], schedules: list[HomesSchedule]) -> Iterator[Any]:
+    """Yield ``weights``; raise RuntimeError if experts have moved since the iterator was made."""
+    for weight in weights:
+        for schedule in schedules:
+            schedule.refuse_if_moved()
+        yield weight
