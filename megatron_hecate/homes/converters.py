@@ -18,7 +18,6 @@ from typing import Any
 
 from torch.nn import Module
 
-from megatron_hecate import restore_homes
 from megatron_hecate.homes.schedule import HomesSchedule
 from megatron_hecate.settings.assumptions import BRIDGE_CONVERSIONS
 
@@ -49,14 +48,29 @@ def restore_homes_before_libraries() -> None:
 def _where_megatron_built_them(convert: Callable) -> Callable:
     @functools.wraps(convert)
     def conversion(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            is_chunks = isinstance(value, list) and value and isinstance(value[0], Module)
-            if isinstance(value, Module) or is_chunks:
-                restore_homes(value)
-        return convert(*args, **kwargs)
+        given = [_schedule_of(value) for value in (*args, *kwargs.values())]
+        schedules = [schedule for schedule in given if schedule is not None]
+        for schedule in schedules:
+            schedule.restore()
+        result = convert(*args, **kwargs)
+        if schedules and isinstance(result, Iterator):
+            return _checked(result, schedules)
+        return result
 
     conversion._megatron_hecate = True  # type: ignore[attr-defined]
     return conversion
+
+
+def _schedule_of(value: Any) -> HomesSchedule | None:
+    """Return the schedule of a model chunk or a list of them, ``None`` of anything else."""
+    for chunk in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(chunk, Module):
+            return None
+        for module in chunk.modules():
+            # all layers of a model share one schedule of homes
+            if hasattr(module, "fssdp"):
+                return module.prefetcher.rehoming
+    return None
 
 
 def restore_homes_before(

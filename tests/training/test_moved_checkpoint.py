@@ -229,6 +229,12 @@ def test_weights_that_an_imported_library_exports() -> None:
     exported = [p.detach().clone() for _, p in Bridge().export_weights(models=ours.chunks)]
     assert not homes_of(ours).are_moved
     torch.testing.assert_close(exported, list(stock.params.values()), rtol=0, atol=1e-5)
+    begun = Bridge().export_weights(ours.chunks)
+    next(begun)
+    ours.step(5)
+    assert homes_of(ours).are_moved
+    with pytest.raises(RuntimeError, match="moved homes"):
+        next(begun)
 
 
 @ranks(2)
