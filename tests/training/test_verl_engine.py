@@ -5,6 +5,7 @@ loss, log-probabilities, offloading and export are verl's, with mbridge (its che
 Megatron-Bridge; layers are TransformerEngine's, over `te_on_cpu`. Ray and the rollout do not run. Packages::
 
     pip install ray tensordict==0.10.0 transformers==5.10.1 hydra-core codetiming dill datasets accelerate peft
+    pip install uvicorn fastapi
     pip install --no-deps megatron-bridge==0.6.2
 """
 
