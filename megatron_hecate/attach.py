@@ -13,7 +13,10 @@ from megatron.core.parallel_state import get_expert_data_parallel_rank
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 
-from megatron_hecate.homes.converters import restore_homes_before
+from megatron_hecate.homes.converters import (
+    restore_homes_before,
+    restore_homes_before_libraries,
+)
 from megatron_hecate.homes.mover import Homes
 from megatron_hecate.homes.schedule import HomesSchedule
 from megatron_hecate.layer import FSSDPLayer, GraphedBlock
@@ -103,6 +106,7 @@ def attach(
                 converters[id(converter)] = converter
             for converter in converters.values():
                 restore_homes_before(converter, prefetcher.rehoming, undo)
+            restore_homes_before_libraries()
         for index, chunk in enumerate(model.chunks):
             _refuse_owners_at_first_forward(chunk, undo)
             begin = functools.partial(prefetcher.begin_chunk, index)

@@ -21,14 +21,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge
 from megatron.bridge.models.model_provider import ModelProviderMixin
 from megatron.bridge.training import callbacks, pretrain
 from megatron.training.models.base import ModelConfig
 from torch.nn import Module
 
-from megatron_hecate import HecateConfig, entry, fssdp, restore_homes
+from megatron_hecate import HecateConfig, entry, fssdp
 from megatron_hecate import enable as launcher
+from megatron_hecate.homes.converters import restore_homes_before_libraries
 from megatron_hecate.job.agreement import SwitchOnError, refuse
 from megatron_hecate.record.loggers import log_scalars
 from megatron_hecate.record.metrics import summarize
@@ -216,17 +216,6 @@ def _with_fssdp(runtime_config_update: Callable) -> Callable:
     return update
 
 
-def _where_megatron_built_them(convert: Callable) -> Callable:
-    def conversion(*args: Any, **kwargs: Any) -> Any:
-        for value in (*args, *kwargs.values()):
-            is_chunks = isinstance(value, list) and value and isinstance(value[0], Module)
-            if isinstance(value, Module) or is_chunks:
-                restore_homes(value)
-        return convert(*args, **kwargs)
-
-    return conversion
-
-
 def _find_lost_overrides(model: Any) -> None:
     """Raise an error for an override of ours that did not reach the model.
 
@@ -251,5 +240,4 @@ for _name, _value in {**NAMES, "moe_fssdp": False}.items():
     for _class in (ModelProviderMixin, ModelConfig):
         setattr(_class, _name, _value)
 launcher.wrap(pretrain, "runtime_config_update", _with_fssdp)
-for _name in assumptions.BRIDGE_CONVERSIONS:
-    launcher.wrap(MegatronModelBridge, _name, _where_megatron_built_them)
+restore_homes_before_libraries()

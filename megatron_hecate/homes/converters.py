@@ -1,4 +1,7 @@
-"""Converters of weights that read parameters of experts off their modules, as ms-swift's does.
+"""Converters of weights that read parameters of experts off their modules.
+
+ms-swift's is an object that the model's configuration holds. Megatron-Bridge and mbridge pass the
+model to methods of theirs.
 
 No state_dict hook sees such a read, and while experts have moved, a parameter has the name of
 another expert.
@@ -8,13 +11,66 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torch.nn import Module
+
 from megatron_hecate.homes.schedule import HomesSchedule
+from megatron_hecate.settings.assumptions import BRIDGE_CONVERSIONS
 
 METHODS = ("load_weights", "export_weights", "save_weights")
+# classes of libraries, by their module, and methods that get a model or a list of its chunks
+LIBRARIES = {
+    "megatron.bridge.models.conversion.model_bridge": ("MegatronModelBridge", BRIDGE_CONVERSIONS),
+    "mbridge.core.bridge": ("Bridge", (*METHODS, "export_weights_without_gather")),
+}
+
+
+def restore_homes_before_libraries() -> None:
+    """Have Megatron-Bridge and mbridge, where imported, restore homes of models they are given.
+
+    A framework may use them and switch FSSDP on by its hook alone, as verl does. All ranks must
+    call their methods together, which they need to themselves. Methods are wrapped once, for good:
+    nothing changes for models without moved experts.
+    """
+    for module, (name, methods) in LIBRARIES.items():
+        if (base := getattr(sys.modules.get(module), name, None)) is None:
+            continue
+        for method in methods:
+            convert = getattr(base, method, None)
+            if callable(convert) and not hasattr(convert, "_megatron_hecate"):
+                setattr(base, method, _where_megatron_built_them(convert))
+
+
+def _where_megatron_built_them(convert: Callable) -> Callable:
+    @functools.wraps(convert)
+    def conversion(*args: Any, **kwargs: Any) -> Any:
+        given = [_schedule_of(value) for value in (*args, *kwargs.values())]
+        schedules = [schedule for schedule in given if schedule is not None]
+        for schedule in schedules:
+            schedule.restore()
+        result = convert(*args, **kwargs)
+        if schedules and isinstance(result, Iterator):
+            return _checked(result, schedules)
+        return result
+
+    conversion._megatron_hecate = True  # type: ignore[attr-defined]
+    return conversion
+
+
+def _schedule_of(value: Any) -> HomesSchedule | None:
+    """Return the schedule of a model chunk or a list of them, ``None`` of anything else."""
+    for chunk in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(chunk, Module):
+            return None
+        for module in chunk.modules():
+            # all layers of a model share one schedule of homes
+            if hasattr(module, "fssdp"):
+                return module.prefetcher.rehoming
+    return None
 
 
 def restore_homes_before(

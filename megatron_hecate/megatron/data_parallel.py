@@ -95,6 +95,10 @@ class _NoSync:
     ``None`` in its place: it belongs to another model, or to none.
     """
 
+    # Megatron-Bridge's exports copy whatever a configuration holds, and set the attributes of the
+    # copies, which ``None`` has not: slots are no such attributes.
+    __slots__ = ("_ddps",)
+
     def __init__(self, ddps: Sequence[DistributedDataParallel]) -> None:
         # weak, as a configuration may outlive its model
         self._ddps = [weakref.ref(ddp) for ddp in ddps]

@@ -7,6 +7,8 @@ layers say they have; what stock Megatron, or FSSDP, then loads must be these, b
 from __future__ import annotations
 
 import copy
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -205,3 +207,44 @@ def test_weights_that_a_bridge_in_the_configuration_exports() -> None:
     copied.load_weights()
     assert (copied.loaded, chunk.config.bridge.loaded) == (1, 0)
     assert not homes_of(ours).are_moved
+
+
+@ranks(2)
+def test_weights_that_an_imported_library_exports() -> None:
+    """As mbridge in verl, which no configuration holds. Oracle: stock's parameters."""
+    import tiny_gpt
+    import torch
+
+    class Bridge:
+        def export_weights(self, models: list) -> Iterator[tuple[str, torch.Tensor]]:
+            for chunk in models:
+                yield from chunk.module.named_parameters()
+
+    sys.modules["mbridge.core.bridge"] = types.SimpleNamespace(Bridge=Bridge)  # type: ignore[assignment]
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=5)
+    ours = tiny_gpt.train(case, steps=5, hook=rehoming_hook())
+    assert homes_of(ours).are_moved
+    exported = [p.detach().clone() for _, p in Bridge().export_weights(models=ours.chunks)]
+    assert not homes_of(ours).are_moved
+    torch.testing.assert_close(exported, list(stock.params.values()), rtol=0, atol=1e-5)
+    begun = Bridge().export_weights(ours.chunks)
+    next(begun)
+    ours.step(5)
+    assert homes_of(ours).are_moved
+    with pytest.raises(RuntimeError, match="moved homes"):
+        next(begun)
+
+
+@ranks(2)
+def test_a_configuration_that_is_copied_part_by_part() -> None:
+    """Megatron-Bridge copies each object that a configuration holds, and sets the attributes of the copy."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    config = tiny_gpt.train(case, steps=1, hook=tiny_gpt.fssdp_hook()).chunks[0].module.config
+    assert config.no_sync_func is not None
+    for name, value in vars(config).items():
+        assert not hasattr(value, "__dict__") or hasattr(copy.copy(value), "__dict__"), name

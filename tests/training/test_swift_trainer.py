@@ -10,7 +10,6 @@ versions that ran (ms-swift names upper bounds)::
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -99,18 +98,8 @@ def write_texts(path: Path) -> None:
 def install() -> None:
     """Put ms-swift on the path, and the CPU where it expects a GPU."""
     import te_layers_on_cpu
-    from cpu_spec import ContextParallelAttention
+    from cpu_spec import PackedAttention
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-    class PackedAttention(ContextParallelAttention):
-        """Causal attention in each sequence of a batch without padding, [tokens, heads, width]."""
-
-        def forward(self, *qkv: Any, packed_seq_params: Any = None, **settings: Any) -> Any:
-            if packed_seq_params is None:
-                return super().forward(*qkv, **settings)
-            one = super().forward
-            bounds = itertools.pairwise(packed_seq_params.cu_seqlens_q.tolist())
-            return torch.cat([one(*(x[start:end, None] for x in qkv[:3])) for start, end in bounds])
 
     te_layers_on_cpu.install()
     TESpecProvider.core_attention = lambda self: PackedAttention
