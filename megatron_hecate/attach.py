@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,10 @@ from megatron_hecate.settings.cuda_graphs import captured_parts
 
 Chunks = list[Module]
 CONVERSIONS = ("load_weights", "export_weights", "save_weights")
+# Module of slime and its two functions through which slime reads and writes all weights: for a
+# rollout, for its copies of policy and reference, and for Hugging Face.
+SLIME_WEIGHTS = "slime.backends.megatron_utils.update_weight.common"
+SLIME_READERS = ("_named_params_and_buffers_global", "_named_params_and_buffers_vanilla")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,10 +178,11 @@ def _attach_block(undo: contextlib.ExitStack, block: Module, layer: FSSDPLayer) 
 def _restore_homes_before_conversions(
     undo: contextlib.ExitStack, chunks: Chunks, restore: Callable[[], None]
 ) -> None:
-    """Call ``restore`` before ``config.bridge`` of a chunk reads or writes weights.
+    """Call ``restore`` before ``config.bridge`` of a chunk, or slime, reads or writes weights.
 
-    ms-swift keeps its converter of weights there, whose methods all ranks call. It reads the
-    parameters of experts off their modules, where no state_dict hook sees it.
+    ms-swift keeps its converter of weights in the configuration. All ranks call its methods, and
+    slime's functions. They read the parameters of experts off their modules, where no state_dict
+    hook sees it.
     """
 
     def restored_first(convert: Callable) -> Callable:
@@ -192,6 +198,15 @@ def _restore_homes_before_conversions(
         for name in CONVERSIONS:
             if hasattr(bridge, name):
                 _assign(undo, bridge, **{name: restored_first(getattr(bridge, name))})
+    if SLIME_WEIGHTS in sys.modules:
+        readers = sys.modules[SLIME_WEIGHTS]
+        for name in SLIME_READERS:
+            if not hasattr(readers, name):
+                raise ValueError(
+                    f"FSSDP cannot move homes (rehome): slime has no {name} in {SLIME_WEIGHTS}, "
+                    "where FSSDP moves them back before weights are read"
+                )
+            _assign(undo, readers, **{name: restored_first(getattr(readers, name))})
 
 
 def _refuse_owners_at_first_forward(chunk: Module, undo: contextlib.ExitStack) -> None:

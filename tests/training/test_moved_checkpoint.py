@@ -6,8 +6,11 @@ layers say they have; what stock Megatron, or FSSDP, then loads must be these, b
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from checkpoints import METADATA, load, save, shared_folder, state_of
@@ -191,3 +194,37 @@ def test_weights_that_a_bridge_in_the_configuration_exports() -> None:
     )
     ours.step(5)
     assert homes_of(ours).are_moved
+
+
+@ranks(2)
+def test_weights_that_slime_reads_and_swaps() -> None:
+    """Off the modules, by names of experts, through one module. Oracle: stock's parameters."""
+    import tiny_gpt
+    import torch
+
+    from megatron_hecate import attach
+
+    def reader(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for chunk in args[-1]:
+            yield from chunk.named_parameters()
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=5)
+    weights = types.ModuleType(attach.SLIME_WEIGHTS)
+    with mock.patch.dict(sys.modules, {attach.SLIME_WEIGHTS: weights}):
+        with pytest.raises(ValueError, match="slime has no _named_params_and_buffers_global"):
+            tiny_gpt.train(case, steps=5, hook=rehoming_hook())
+        vars(weights).update(dict.fromkeys(attach.SLIME_READERS, reader))
+        ours = tiny_gpt.train(case, steps=5, hook=rehoming_hook())
+    args_of = dict(zip(attach.SLIME_READERS, [("args", ours.chunks), (ours.chunks,)], strict=True))
+    for read, args in args_of.items():
+        assert homes_of(ours).are_moved
+        named = getattr(weights, read)(*args)
+        assert not homes_of(ours).are_moved
+        torch.testing.assert_close(
+            [p.detach() for _, p in named], list(stock.params.values()), rtol=0, atol=1e-5
+        )
+        for run in (stock, ours):
+            run.step(5)
+            run.read_params()

@@ -10,7 +10,6 @@ versions that ran (ms-swift names upper bounds)::
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import sys
@@ -56,36 +55,6 @@ PIPELINE = """
 """
 
 
-def write_model(folder: Path) -> None:
-    """Write Qwen3-MoE with random weights, made small, and a tokenizer of bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = dict(eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, additional_special_tokens=["<|im_start|>"], **special
-    ).save_pretrained(folder)
-    torch.manual_seed(1)
-    config = Qwen3MoeConfig(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        moe_intermediate_size=48,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-
-
 def write_texts(path: Path) -> None:
     """Write dialogues of unequal length, with an answer that DPO rejects."""
     lines = []
@@ -99,18 +68,8 @@ def write_texts(path: Path) -> None:
 def install() -> None:
     """Put ms-swift on the path, and the CPU where it expects a GPU."""
     import te_layers_on_cpu
-    from cpu_spec import ContextParallelAttention
+    from cpu_spec import PackedAttention
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
-
-    class PackedAttention(ContextParallelAttention):
-        """Causal attention in each sequence of a batch without padding, [tokens, heads, width]."""
-
-        def forward(self, *qkv: Any, packed_seq_params: Any = None, **settings: Any) -> Any:
-            if packed_seq_params is None:
-                return super().forward(*qkv, **settings)
-            one = super().forward
-            bounds = itertools.pairwise(packed_seq_params.cu_seqlens_q.tolist())
-            return torch.cat([one(*(x[start:end, None] for x in qkv[:3])) for start, end in bounds])
 
     te_layers_on_cpu.install()
     TESpecProvider.core_attention = lambda self: PackedAttention
@@ -129,6 +88,7 @@ class Runs:
     """
 
     def __init__(self, flags: str, between: Callable[[Any], None] | None = None) -> None:
+        import tiny_qwen3_moe
         import torch.distributed as dist
         from megatron.core.transformer.module import Float16Module, MegatronModule
 
@@ -149,7 +109,7 @@ class Runs:
         self.between = between or (lambda trainer: None)
         self.folder = Path(os.environ["TEST_FOLDER"])
         if dist.get_rank() == 0:
-            write_model(self.folder / "model")
+            tiny_qwen3_moe.write(self.folder / "model")
             write_texts(self.folder / "texts.jsonl")
         dist.barrier()
         self.computed = torch.zeros(1)  # tokens, by replicas

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -95,6 +96,17 @@ class ContextParallelAttention(MegatronModule):
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict:
         return {}
+
+
+class PackedAttention(ContextParallelAttention):
+    """Causal attention in each sequence of a batch without padding, [tokens, heads, width]."""
+
+    def forward(self, *qkv: Any, packed_seq_params: Any = None, **settings: Any) -> Any:
+        if packed_seq_params is None:
+            return super().forward(*qkv, **settings)
+        one = super().forward
+        bounds = itertools.pairwise(packed_seq_params.cu_seqlens_q.tolist())
+        return torch.cat([one(*(x[start:end, None] for x in qkv[:3])) for start, end in bounds])
 
 
 def for_cpu(spec: Any) -> Any:
