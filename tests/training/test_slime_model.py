@@ -239,8 +239,8 @@ def compare(folder: Path, flags: str = "", *, bf16: bool = False, **settings: An
     """
     import tiny_qwen3_moe
 
-    # rounding may change routes
-    figures, weights = (1e-2, 1e-2) if bf16 else (1e-6, 1e-6)
+    # rounding changes routes, and shares of clipped tokens
+    figures, zero, weights = (1e-2, 1e-2, 1e-2) if bf16 else (1e-6, 1e-7, 1e-6)
     tiny_qwen3_moe.write(folder / "model", skew=0.5)
     stock = train(folder / "stock", flags=flags, bf16=bf16)
     moves = "rehome" in settings
@@ -250,7 +250,7 @@ def compare(folder: Path, flags: str = "", *, bf16: bool = False, **settings: An
     assert len(stock.logs) == 4 * ROLLOUTS
     assert len({log["train/grad_norm"] for log in stock.logs if "train/grad_norm" in log}) > 2
     for log, with_fssdp in zip(stock.logs, ours.logs, strict=True):
-        assert with_fssdp == pytest.approx(log, rel=figures, abs=figures / 10)
+        assert with_fssdp == pytest.approx(log, rel=figures, abs=zero)
     if not moves:
         torch.testing.assert_close(ours.params, stock.params, rtol=0, atol=weights)
     assert len(stock.weights) == ROLLOUTS and len(stock.weights[0]) > 100
