@@ -22,25 +22,41 @@ from megatron_hecate.homes.schedule import HomesSchedule
 from megatron_hecate.settings.assumptions import BRIDGE_CONVERSIONS
 
 METHODS = ("load_weights", "export_weights", "save_weights")
-# classes of libraries, by their module, and methods that get a model or a list of its chunks
+# slime's functions read and write all weights: for a rollout, for its copies of policy and
+# reference, and for Hugging Face
+SLIME = "slime.backends.megatron_utils.update_weight.common"
+# classes of libraries, by their module, and methods that get a model or a list of its chunks;
+# functions of the module itself where the class has no name
 LIBRARIES = {
+    SLIME: ("", ("_named_params_and_buffers_global", "_named_params_and_buffers_vanilla")),
     "megatron.bridge.models.conversion.model_bridge": ("MegatronModelBridge", BRIDGE_CONVERSIONS),
     "mbridge.core.bridge": ("Bridge", (*METHODS, "export_weights_without_gather")),
 }
 
 
 def restore_homes_before_libraries() -> None:
-    """Have Megatron-Bridge and mbridge, where imported, restore homes of models they are given.
+    """Have Megatron-Bridge, mbridge and slime, where imported, restore homes of their models.
 
     A framework may use them and switch FSSDP on by its hook alone, as verl does. All ranks must
     call their methods together, which they need to themselves. Methods are wrapped once, for good:
     nothing changes for models without moved experts.
+
+    Raises:
+        ValueError: if slime lacks one of the functions.
     """
     for module, (name, methods) in LIBRARIES.items():
-        if (base := getattr(sys.modules.get(module), name, None)) is None:
+        base = sys.modules.get(module)
+        if name:
+            base = getattr(base, name, None)
+        if base is None:
             continue
         for method in methods:
             convert = getattr(base, method, None)
+            if convert is None and not name:
+                raise ValueError(
+                    f"FSSDP cannot move homes (rehome): slime has no {method} in {module}, where "
+                    "FSSDP moves them back before weights are read; leave rehome off"
+                )
             if callable(convert) and not hasattr(convert, "_megatron_hecate"):
                 setattr(base, method, _where_megatron_built_them(convert))
 

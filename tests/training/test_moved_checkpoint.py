@@ -11,6 +11,7 @@ import sys
 import types
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 from checkpoints import METADATA, load, save, shared_folder, state_of
@@ -248,3 +249,39 @@ def test_a_configuration_that_is_copied_part_by_part() -> None:
     assert config.no_sync_func is not None
     for name, value in vars(config).items():
         assert not hasattr(value, "__dict__") or hasattr(copy.copy(value), "__dict__"), name
+
+
+@ranks(2)
+def test_weights_that_slime_reads_and_swaps() -> None:
+    """Off the modules, by names of experts, through one module. Oracle: stock's parameters."""
+    import tiny_gpt
+    import torch
+
+    from megatron_hecate.homes.converters import LIBRARIES, SLIME
+
+    names = LIBRARIES[SLIME][1]
+
+    def reader(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for chunk in args[-1]:
+            yield from chunk.named_parameters()
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=5)
+    weights = types.ModuleType(SLIME)
+    with mock.patch.dict(sys.modules, {SLIME: weights}):
+        with pytest.raises(ValueError, match="slime has no _named_params_and_buffers_global"):
+            tiny_gpt.train(case, steps=5, hook=rehoming_hook())
+        vars(weights).update(dict.fromkeys(names, reader))
+        ours = tiny_gpt.train(case, steps=5, hook=rehoming_hook())
+    args_of = dict(zip(names, [("args", ours.chunks), (ours.chunks,)], strict=True))
+    for read, args in args_of.items():
+        assert homes_of(ours).are_moved
+        named = getattr(weights, read)(*args)
+        assert not homes_of(ours).are_moved
+        torch.testing.assert_close(
+            [p.detach() for _, p in named], list(stock.params.values()), rtol=0, atol=1e-5
+        )
+        for run in (stock, ours):
+            run.step(5)
+            run.read_params()

@@ -55,36 +55,6 @@ PIPELINE = """
 """
 
 
-def write_model(folder: Path) -> None:
-    """Write Qwen3-MoE with random weights, made small, and a tokenizer of bytes."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    special = dict(eos_token="<|im_end|>", pad_token="<|endoftext|>")
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, additional_special_tokens=["<|im_start|>"], **special
-    ).save_pretrained(folder)
-    torch.manual_seed(1)
-    config = Qwen3MoeConfig(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        moe_intermediate_size=48,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    )
-    Qwen3MoeForCausalLM(config).save_pretrained(folder)
-
-
 def write_texts(path: Path) -> None:
     """Write dialogues of unequal length, with an answer that DPO rejects."""
     lines = []
@@ -118,6 +88,7 @@ class Runs:
     """
 
     def __init__(self, flags: str, between: Callable[[Any], None] | None = None) -> None:
+        import tiny_qwen3_moe
         import torch.distributed as dist
         from megatron.core.transformer.module import Float16Module, MegatronModule
 
@@ -138,7 +109,7 @@ class Runs:
         self.between = between or (lambda trainer: None)
         self.folder = Path(os.environ["TEST_FOLDER"])
         if dist.get_rank() == 0:
-            write_model(self.folder / "model")
+            tiny_qwen3_moe.write(self.folder / "model")
             write_texts(self.folder / "texts.jsonl")
         dist.barrier()
         self.computed = torch.zeros(1)  # tokens, by replicas
