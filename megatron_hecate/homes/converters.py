@@ -13,7 +13,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch.nn import Module
@@ -64,14 +64,8 @@ def restore_homes_before_libraries() -> None:
 def _where_megatron_built_them(convert: Callable) -> Callable:
     @functools.wraps(convert)
     def conversion(*args: Any, **kwargs: Any) -> Any:
-        given = [_schedule_of(value) for value in (*args, *kwargs.values())]
-        schedules = [schedule for schedule in given if schedule is not None]
-        for schedule in schedules:
-            schedule.restore()
-        result = convert(*args, **kwargs)
-        if schedules and isinstance(result, Iterator):
-            return _checked(result, schedules)
-        return result
+        given = map(_schedule_of, (*args, *kwargs.values()))
+        return _at_home(given, functools.partial(convert, *args, **kwargs))
 
     conversion._megatron_hecate = True  # type: ignore[attr-defined]
     return conversion
@@ -125,17 +119,23 @@ def _subclass(base: type) -> type:
 def _restored_first(base: type, name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(base, name))
     def convert(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = [reference() for reference in self.fssdp_homes]
-        schedules = [schedule for schedule in found if schedule is not None]
-        for schedule in schedules:
-            schedule.restore()
+        alive = (reference() for reference in self.fssdp_homes)
         # looked up now: ms-swift replaces methods of the class
-        result = getattr(base, name)(self, *args, **kwargs)
-        if isinstance(result, Iterator):
-            return _checked(result, schedules)
-        return result
+        method = getattr(base, name)
+        return _at_home(alive, functools.partial(method, self, *args, **kwargs))
 
     return convert
+
+
+def _at_home(found: Iterable[HomesSchedule | None], convert: Callable[[], Any]) -> Any:
+    """Restore the homes of all schedules ``found``, then call ``convert``; check its iterator."""
+    schedules = [schedule for schedule in found if schedule is not None]
+    for schedule in schedules:
+        schedule.restore()
+    result = convert()
+    if schedules and isinstance(result, Iterator):
+        return _checked(result, schedules)
+    return result
 
 
 def _checked(weights: Iterator[Any], schedules: list[HomesSchedule]) -> Iterator[Any]:

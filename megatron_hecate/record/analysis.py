@@ -123,8 +123,7 @@ class Figures:
     @cached_property
     def waits(self) -> np.ndarray:
         """Load of the fullest rank over the mean as routed, [T, L]; 1 without tokens."""
-        mean = self.before.mean(axis=2)
-        return np.divide(self.fullest, mean, out=np.ones_like(mean), where=mean > 0)
+        return _over_mean(self.fullest, self.before)
 
     @property
     def after(self) -> np.ndarray:
@@ -145,8 +144,7 @@ class Figures:
     @cached_property
     def waits_computed(self) -> np.ndarray:
         """Load of the fullest rank over the mean as computed, [T, L]; 1 without tokens."""
-        mean = self.after.mean(axis=2)
-        return np.divide(self.fullest_computed, mean, out=np.ones_like(mean), where=mean > 0)
+        return _over_mean(self.fullest_computed, self.after)
 
     @cached_property
     def rank_speeds(self) -> dict[int, list[RankSpeed]]:
@@ -353,3 +351,9 @@ class Figures:
             parts = sum(held[name] for name in names)
             found.append(parts + fullest * held["token"] * max(held["kept"], 1))
         return np.max(found, axis=0)
+
+
+def _over_mean(fullest: np.ndarray, load: np.ndarray) -> np.ndarray:
+    """Divide ``fullest`` [T, L] by the mean rank load of ``load`` [T, L, N]; 1 without tokens."""
+    mean = load.mean(axis=2)
+    return np.divide(fullest, mean, out=np.ones_like(mean), where=mean > 0)

@@ -16,9 +16,9 @@ import types
 from pathlib import Path
 
 import pytest
-import torch
 from pretraining import ROOT
 from ranks import ranks
+from replica_tokens import ReplicaTokens
 
 PRIMUS = Path(os.environ.get("HECATE_PRIMUS", "no checkout")).resolve()
 MEGATRON = Path(os.environ.get("BACKEND_PATH", PRIMUS / "third_party" / "Megatron-LM")).resolve()
@@ -97,22 +97,6 @@ def _install_on_cpu() -> None:
     PrimusRuntime._run_trainer_lifecycle = train_on_cpu
 
 
-class _Tokens:
-    """Numbers of tokens that experts of this rank compute in training."""
-
-    def __init__(self) -> None:
-        self.all = self.of_replicas = 0
-        torch.nn.modules.module.register_module_forward_pre_hook(self._count)
-
-    def _count(self, module: torch.nn.Module, arguments: tuple) -> None:
-        from megatron.core.transformer.moe.experts import TEGroupedMLP
-
-        if isinstance(module, TEGroupedMLP) and module.training:
-            counts = torch.as_tensor(arguments[1]).reshape(-1)
-            self.all += int(counts.sum())
-            self.of_replicas += int(counts[module.num_local_experts :].sum())
-
-
 @ranks(2, timeout=600, preload=None)
 def _train(experiment: str, way: str, folder: Path) -> None:
     """Run Primus' command line in this rank; its logs and the numbers of tokens are in ``folder``."""
@@ -131,7 +115,7 @@ def _train(experiment: str, way: str, folder: Path) -> None:
     command = f"{PRIMUS}/primus/cli/main.py train pretrain --config {config}".split()
     overrides = [*SMALL, *ON_CPU, *EXPERIMENTS[experiment].split()]
     sys.argv = ["torchrun", *launcher, *command, *overrides]
-    tokens = _Tokens()
+    tokens = ReplicaTokens()
     try:
         run_script()
     except SystemExit as ended:  # our launcher's

@@ -21,6 +21,7 @@ import pytest
 import torch
 from pretraining import ROOT
 from ranks import ranks
+from replica_tokens import ReplicaTokens
 
 pytestmark = [
     pytest.mark.newest,
@@ -95,22 +96,6 @@ def _rollout(actor: Any, index: int) -> list:
     ]
 
 
-class _Tokens:
-    """Numbers of tokens that experts of this rank compute in training."""
-
-    def __init__(self) -> None:
-        self.all = self.of_replicas = 0
-        torch.nn.modules.module.register_module_forward_pre_hook(self._count)
-
-    def _count(self, module: torch.nn.Module, arguments: tuple) -> None:
-        from megatron.core.transformer.moe.experts import TEGroupedMLP
-
-        if isinstance(module, TEGroupedMLP) and module.training:
-            counts = torch.as_tensor(arguments[1]).reshape(-1)
-            self.all += int(counts.sum())
-            self.of_replicas += int(counts[module.num_local_experts :].sum())
-
-
 def _moved_at_copies(actor: Any) -> list[bool]:
     """Note whether experts are elsewhere, before each copy that slime makes of the policy."""
     import tiny_gpt
@@ -162,7 +147,7 @@ def _train(folder: Path, flags: str, moves: bool = False) -> None:
     _log_to(logs)
     actor = MegatronTrainRayActor(2, rank, "unused", 0)
     actor.init(parse_args(), "actor", with_ref=True)
-    tokens = _Tokens()
+    tokens = ReplicaTokens()
     moved = _moved_at_copies(actor) if moves else [True]
     for index in range(ROLLOUTS):
         actor.train(index, _rollout(actor, index))
