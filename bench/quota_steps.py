@@ -182,8 +182,8 @@ def main() -> int:
     )
     args = parser.parse_args()
     for name in ("every", "per_node"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+        if (value := getattr(args, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')}={value} must be 1 or more")
     world = World(tuple(rank // args.per_node for rank in range(RANKS)))
     names = sorted(path.stem for path in DATA.glob("*.npz"))
     cases = {f"{name}, 64": recorded(name, together=False) for name in names}

@@ -58,23 +58,11 @@ def install(library: str) -> None:
 
 def write_model(folder: Path) -> None:
     """Write Qwen3-MoE with random weights, made small."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    import tiny_qwen3_moe
+    from transformers import Qwen3MoeForCausalLM
 
     torch.manual_seed(1)
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        moe_intermediate_size=48,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    )
+    config = tiny_qwen3_moe.config_of(vocab=VOCAB, layers=2)
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 

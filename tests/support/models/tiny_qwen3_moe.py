@@ -3,8 +3,29 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
+
+
+def config_of(*, vocab: int, layers: int) -> Any:
+    """Make the model's configuration."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=vocab,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        moe_intermediate_size=48,
+        num_experts=8,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+    )
 
 
 def write(folder: Path, *, skew: float = 0.0) -> None:
@@ -15,7 +36,7 @@ def write(folder: Path, *, skew: float = 0.0) -> None:
         skew: weight of the experts that most tokens choose, other ones in every layer; 0 for none.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -25,20 +46,7 @@ def write(folder: Path, *, skew: float = 0.0) -> None:
         tokenizer_object=tokenizer, additional_special_tokens=["<|im_start|>"], **special
     ).save_pretrained(folder)
     torch.manual_seed(1)
-    config = Qwen3MoeConfig(
-        vocab_size=260,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        moe_intermediate_size=48,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=False,
-    )
+    config = config_of(vocab=260, layers=4)
     model = Qwen3MoeForCausalLM(config)
     if skew:
         # the first feature is large in all tokens, and hot experts look at it; weights are large
