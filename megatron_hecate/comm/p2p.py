@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -49,6 +50,8 @@ class P2P:
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float, can_time: bool = True) -> None:
         self.group = group
+        # for errors
+        self.ranks = f"rank {group.rank()} of {group.size()}"
         self.timeout = timeout
         self._can_time = can_time
         self._staging = torch.empty(0, dtype=torch.uint8)
@@ -127,7 +130,7 @@ class P2P:
                 watch.mark("begin")
             for index, rank in plan.sends:
                 for tensor in homes[index]:
-                    messages.send(tensor.detach().contiguous().view(-1), rank)
+                    messages.send(tensor.detach().contiguous(), rank)
             sizes = [tensor.numel() for tensor in homes[0]]
             for slot, rank in plan.receives:
                 for part in slots[slot].split_with_sizes(sizes):
@@ -235,68 +238,72 @@ class P2P:
 
 
 class _Messages:
-    """Batch of sends and receives, with their peers, so that an error can name the failed one."""
+    """Batch of sends and receives, with their peers, so that an error can name the failed one.
+
+    Messages are posted by the group's own methods: ``dist.batch_isend_irecv`` calls the same ones,
+    after some thirty Python calls per message that convert ranks and check arguments.
+    """
 
     def __init__(self, transport: P2P, tag: int, name: str) -> None:
         self._group = transport.group
+        self._ranks = transport.ranks
         self._timeout = transport.timeout
         self._tag = tag
         self._name = name
-        self._ops: list[dist.P2POp] = []
-        # ("send to" or "receive from", rank in the group, bytes)
-        self._peers: list[tuple[str, int, int]] = []
+        # (tensor, rank in the group, True to send it)
+        self._messages: list[tuple[Tensor, int, bool]] = []
         self._works: list[dist.Work] = []
+        self._is_cuda = False
         self._started = 0.0
 
     def send(self, tensor: Tensor, rank: int) -> None:
-        self._add(dist.isend, "send to", tensor, rank)
+        self._messages.append((tensor, rank, True))
 
     def receive(self, tensor: Tensor, rank: int) -> None:
-        self._add(dist.irecv, "receive from", tensor, rank)
-
-    def _add(
-        self, op: Callable[..., dist.Work | None], what: str, tensor: Tensor, rank: int
-    ) -> None:
-        self._ops.append(dist.P2POp(op, tensor, group=self._group, tag=self._tag, group_peer=rank))
-        self._peers.append((what, rank, tensor.nbytes))
+        self._messages.append((tensor, rank, False))
 
     def start(self) -> None:
         """Post all messages."""
         self._started = time.monotonic()
-        if self._ops:
-            try:
-                self._works = dist.batch_isend_irecv(self._ops)
-            except RuntimeError as error:
-                raise self._failure(0, error) from error
-            if self._ops[0].tensor.is_cuda:
-                under_way.note(self._works, self._describe())
+        if not self._messages:
+            return
+        device = self._messages[0][0].device
+        self._is_cuda = device.type == "cuda"
+        try:
+            if _coalesces(self._group, device):
+                # NCCL runs the messages of one group of calls concurrently.
+                with dist._coalescing_manager(self._group, device, async_ops=True) as coalesced:
+                    self._post()
+                self._works = coalesced.works
+            else:
+                self._works = self._post()
+        except RuntimeError as error:
+            raise self._failure(0, error) from error
+        if self._is_cuda:
+            sizes = [(rank, sends, tensor.nbytes) for tensor, rank, sends in self._messages]
+            under_way.note(self._works, partial(_describe, self._name, self._ranks, sizes))
+
+    def _post(self) -> list[dist.Work]:
+        """Post each message and return its handle, which is void while the group coalesces."""
+        group = self._group
+        tag = self._tag
+        return [
+            group.send([tensor], rank, tag) if sends else group.recv([tensor], rank, tag)
+            for tensor, rank, sends in self._messages
+        ]
 
     def finish(self) -> None:
         """Wait for all messages: on a GPU the current stream waits, else the host."""
         done = 0
         try:
             for work in self._works:
-                if self._ops[0].tensor.is_cuda:
+                if self._is_cuda:
                     work.wait()
                 else:
                     work.wait(timeout=timedelta(seconds=self._timeout))
                 done += 1
         except RuntimeError as error:
             raise self._failure(done, error) from error
-
-    def _describe(self) -> str:
-        """Describe the batch: layer, transfer, this rank, and the messages expected by peer."""
-        bytes_by_peer: Counter[tuple[str, int]] = Counter()
-        for what, rank, size in self._peers:
-            bytes_by_peer[what, rank] += size
-        parts = [
-            f"{what} rank {rank} ({size} bytes)" for (what, rank), size in bytes_by_peer.items()
-        ]
-        more = ""
-        if len(parts) > NAMED:
-            more = f", and {len(parts) - NAMED} more"
-        ranks = f"rank {self._group.rank()} of {self._group.size()}"
-        return f"{self._name}, {ranks} expected to {', '.join(parts[:NAMED])}{more}"
 
     def _failure(self, done: int, error: RuntimeError) -> TransferError:
         """Return an error that names the peer of the failed message.
@@ -305,14 +312,48 @@ class _Messages:
             done: number of messages that were complete before.
             error: error of torch.
         """
-        what, peer, size = self._peers[min(done, len(self._peers) - 1)]
+        tensor, peer, sends = self._messages[min(done, len(self._messages) - 1)]
         seconds = time.monotonic() - self._started
         return TransferError(
-            f"{self._name} failed on rank {self._group.rank()} of {self._group.size()} after "
-            f"{seconds:.1f} s (timeout {self._timeout:g} s), waiting to {what} rank {peer} "
-            f"({size} bytes): expected {len(self._peers)} messages, {done} were seen. "
-            f"Rank {peer} died, hangs, or did not take part. Cause: {error}"
+            f"{self._name} failed on {self._ranks} after {seconds:.1f} s (timeout "
+            f"{self._timeout:g} s), waiting to {_action(sends)} rank {peer} ({tensor.nbytes} "
+            f"bytes): expected {len(self._messages)} messages, {done} were seen. Rank {peer} died, "
+            f"hangs, or did not take part. Cause: {error}"
         )
+
+
+def _coalesces(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Return whether calls of ``group`` can be posted together."""
+    try:
+        return group._get_backend(device).supports_coalescing
+    except RuntimeError:
+        # Groups that are implemented in Python may have no backend.
+        return False
+
+
+def _describe(name: str, ranks: str, sizes: list[tuple[int, bool, int]]) -> str:
+    """Describe a batch: layer, transfer, this rank, and the expected messages by peer.
+
+    Args:
+        name: layer and transfer.
+        ranks: this rank and the size of the group.
+        sizes: rank, True to send, and bytes of each message.
+    """
+    bytes_by_peer: Counter[tuple[int, bool]] = Counter()
+    for rank, sends, size in sizes:
+        bytes_by_peer[rank, sends] += size
+    parts = [
+        f"{_action(sends)} rank {rank} ({size} bytes)"
+        for (rank, sends), size in bytes_by_peer.items()
+    ]
+    more = ""
+    if len(parts) > NAMED:
+        more = f", and {len(parts) - NAMED} more"
+    return f"{name}, {ranks} expected to {', '.join(parts[:NAMED])}{more}"
+
+
+def _action(sends: bool) -> str:
+    return "send to" if sends else "receive from"
 
 
 def _arriving(elements: int, dtype: torch.dtype) -> int:

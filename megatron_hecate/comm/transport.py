@@ -145,7 +145,7 @@ class LayerBuffer:
     homes: int
     stored_bytes: int = 0
 
-    @property
+    @cached_property
     def weights(self) -> tuple[int, torch.dtype]:
         """Elements and data type of one chunk's weights as they are sent."""
         if self.stored_bytes:
@@ -158,7 +158,7 @@ class LayerBuffer:
         elements, dtype = self.weights
         return elements * dtype.itemsize
 
-    @property
+    @cached_property
     def grad_dtype(self) -> torch.dtype:
         """Data type in which gradients are sent and summed: fp32 for bf16 weights."""
         return torch.promote_types(self.dtype, torch.float32)

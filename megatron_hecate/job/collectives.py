@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+import weakref
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -79,7 +81,7 @@ def wait_collective(
     start = time.monotonic()
     try:
         if tensor.is_cuda:
-            under_way.note([work], _describe(group, what=what, label=label))
+            under_way.note([work], partial(_describe, _ranks_of(group), what=what, label=label))
             work.wait()
         else:
             work.wait(timeout=timedelta(seconds=timeout))
@@ -110,7 +112,7 @@ def gather_objects(value: T, group: dist.ProcessGroup, *, what: str, label: str)
     values: list[Any] = [None] * group.size()
     start = time.monotonic()
     try:
-        with under_way.blocking(_describe(group, what=what, label=label)):
+        with under_way.blocking(partial(_describe, _ranks_of(group), what=what, label=label)):
             dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
         after = f"{time.monotonic() - start:.1f} s"
@@ -118,9 +120,20 @@ def gather_objects(value: T, group: dist.ProcessGroup, *, what: str, label: str)
     return values
 
 
-def _describe(group: dist.ProcessGroup, *, what: str, label: str) -> str:
+def _describe(ranks: str, *, what: str, label: str) -> str:
     """Describe a collective in flight, for the straggler watchdog."""
-    return f"{label}: {what} on rank {group.rank()} of {group.size()}, {_expected_ranks(group)}"
+    return f"{label}: {what} on {ranks}"
+
+
+# Results of `_ranks_of`: formatting the ranks of a large group takes long.
+_known: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
+
+
+def _ranks_of(group: dist.ProcessGroup) -> str:
+    """Describe this rank and all ranks of ``group``."""
+    if group not in _known:
+        _known[group] = f"rank {group.rank()} of {group.size()}, {_expected_ranks(group)}"
+    return _known[group]
 
 
 def _failure(

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 # Upper bound on the registered works of a rank, which has several per layer in flight.
@@ -42,12 +42,12 @@ class _UnderWay:
 
     Args:
         works: handles from torch.
-        text: layer, kind of transfer, ranks, and the expected messages.
+        describe: returns layer, kind of transfer, ranks, and the expected messages.
         started: start time, seconds of `time.monotonic`.
     """
 
     works: Sequence[_Work]
-    text: str
+    describe: Callable[[], str]
     started: float
 
     @property
@@ -61,21 +61,23 @@ class _UnderWay:
 _begun: deque[_UnderWay] = deque(maxlen=KEPT)
 
 
-def note(works: Sequence[_Work], text: str) -> None:
+def note(works: Sequence[_Work], describe: Callable[[], str]) -> None:
     """Register ``works`` that start now.
 
     Args:
         works: handles from torch.
-        text: layer, kind of transfer, ranks, and the expected messages, for `describe`.
+        describe: function that returns layer, kind of transfer, ranks, and the expected messages.
+            Called only if the works do not complete, so that no time is spent on text in each
+            forward. It must not keep tensors, whose memory the registry would keep.
     """
-    _begun.append(_UnderWay(tuple(works), text, time.monotonic()))
+    _begun.append(_UnderWay(tuple(works), describe, time.monotonic()))
 
 
 @contextlib.contextmanager
-def blocking(text: str) -> Iterator[None]:
-    """Register the block, which waits for other ranks on the host; ``text`` as in `note`."""
+def blocking(describe: Callable[[], str]) -> Iterator[None]:
+    """Register the block, which waits for other ranks on the host; ``describe`` as in `note`."""
     call = _Call()
-    note([call], text)
+    note([call], describe)
     try:
         yield
     finally:
@@ -96,7 +98,7 @@ def describe() -> str:
     if not waiting:
         return ""
     now = time.monotonic()
-    named = [f"{entry.text} (for {now - entry.started:.0f} s)" for entry in waiting[:NAMED]]
+    named = [f"{entry.describe()} (for {now - entry.started:.0f} s)" for entry in waiting[:NAMED]]
     text = f"Under way on this rank: {'; '.join(named)}"
     if len(waiting) > NAMED:
         text += f", and {len(waiting) - NAMED} more"

@@ -21,7 +21,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from megatron_hecate.comm import connect
 from megatron_hecate.comm.nvlink import selftest
-from megatron_hecate.comm.p2p import P2P
+from megatron_hecate.comm.p2p import P2P, _Messages
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.job import device as job_device
 from megatron_hecate.job import nccl, under_way, watchdog
@@ -152,7 +152,7 @@ def test_a_line_says_what_was_expected_before_the_watchdog_kills() -> None:
 
     sys.stdout = os.fdopen(1, "w", buffering=1)
     threading.Thread(target=kill, daemon=True).start()
-    dist.batch_isend_irecv = lambda ops: [_NeverEnds()]
+    _Messages._post = lambda self: [_NeverEnds()]  # type: ignore[method-assign]
     watchdog.here.reach("layer 1")
     layer.fetch(TransferPlan(0, copies("one to all")), Reference(0, torch.bfloat16)).wait()
     assert time.monotonic() - start < patience / 2, "nothing is raised, and the host does not wait"
@@ -162,7 +162,7 @@ def test_a_line_says_what_was_expected_before_the_watchdog_kills() -> None:
 @ranks(1)
 def test_works_of_an_abandoned_attempt_are_not_told() -> None:
     """They never end. Oracle: what is under way in the attempt after it."""
-    under_way.note([_NeverEnds()], "layer 1: spAG")
+    under_way.note([_NeverEnds()], lambda: "layer 1: spAG")
     watchdog.watch([[0]], timeout=600.0)
-    under_way.note([_NeverEnds()], "layer 2: spRS")
+    under_way.note([_NeverEnds()], lambda: "layer 2: spRS")
     assert under_way.describe() == "Under way on this rank: layer 2: spRS (for 0 s)"

@@ -146,15 +146,25 @@ def test_rounds_of_messages_are_posted_in_the_same_order(
     would take its messages."""
     gpu = _Gpu(monkeypatch, connections)
 
-    def post(ops: list) -> list:
-        gpu.do("posts")
-        return [SimpleNamespace(wait=lambda: gpu.do("waits for messages"))]
-
-    monkeypatch.setattr(dist, "batch_isend_irecv", post)
-    monkeypatch.setattr(dist, "P2POp", lambda op, tensor, **_: SimpleNamespace(tensor=tensor))
-
     class _Group:  # can be a key of weak dictionaries, as process groups can
         rank, size, group_name = staticmethod(lambda: 0), staticmethod(lambda: 7), "seven"
+        posted = 0
+
+        def _get_backend(self, device: torch.device) -> Any:
+            assert device.type == "cuda"
+            return SimpleNamespace(supports_coalescing=True)
+
+        def _start_coalescing(self, device: torch.device) -> None:
+            self.posted = 0
+
+        def recv(self, tensors: list, rank: int, tag: int) -> None:
+            self.posted += 1
+
+        def _end_coalescing(self, device: torch.device) -> Any:
+            """One call of NCCL for all messages of a round, and one handle."""
+            assert self.posted in (4, 2), "six gradients, of which four arrive at once"
+            gpu.do("posts")
+            return SimpleNamespace(wait=lambda: gpu.do("waits for messages"))
 
     group = _Group()
     p2p = P2P(group, timeout=30)  # type: ignore[arg-type]
