@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import Parameter
 
 from megatron_hecate import trace
@@ -127,22 +126,27 @@ class PendingGradients:
         hooks = (p._backward_hooks or p._post_accumulate_grad_hooks for p in self.homes[index])
         return not self.layout.fuses_any and any(hooks)
 
-    def check_destination(self, label: str) -> None:
+    def check_destination(self, node: Any, label: str) -> None:
         """Raise a RuntimeError in the backward of ``torch.autograd.grad`` of the homes.
 
         The sums of replicas would be added to ``main_grad``, which ``torch.autograd.grad`` does not
         write, and would be missing from its result.
+
+        Args:
+            node: the `_Homes` node of the running backward.
+            label: name of the layer.
         """
         # Autograd carries placeholders for fused weights, in stock Megatron as well.
         if self.layout.fuses_any:
             return
-        home = [p for p in self.homes[0] if p.requires_grad and hasattr(p, "main_grad")]
-        if not home or self._is_hooked(0):
-            return
         try:
-            for p in home:
-                torch._C._will_engine_execute_node(get_gradient_edge(p).node)
+            for _, (accumulate, _) in zip(self.homes[0], node.next_functions, strict=False):
+                if accumulate is not None:
+                    torch._C._will_engine_execute_node(accumulate)
         except RuntimeError as error:
+            trained = (p for p in self.homes[0] if p.requires_grad)
+            if not any(hasattr(p, "main_grad") for p in trained) or self._is_hooked(0):
+                return
             raise RuntimeError(
                 f"{label}: torch.autograd.grad of experts' weights leaves out what their replicas "
                 "add; call backward() of the loss instead and read main_grad after "
@@ -246,8 +250,7 @@ class BoundWeights:
         self.plan = plan
         own = list(chain.from_iterable(homes))
         self.trained = own[0].requires_grad
-        # A slot without a replica computes on zero tokens, so that all ranks run one graph: the
-        # slot may hold any values.
+        # An empty slot may hold any values: it has no tokens.
         of_slots = [part.detach() for part in chain.from_iterable(replicas)]
         self.weights = [p.detach() for p in own] + of_slots
         parts = len(layout.shapes)
@@ -282,21 +285,21 @@ class BoundWeights:
                 weight.main_grad = main_grad
 
     def join(
-        self, hidden: Tensor, token: Tensor, take: Callable[[list[Tensor | None]], None]
+        self, hidden: Tensor, token: Tensor, take: Callable[[Any, list[Tensor | None]], None]
     ) -> tuple[Tensor, list[Tensor]]:
         """Make the `_Experts` node of a forward that a backward follows.
 
         Args:
             hidden: input of the experts, any shape.
             token: empty tensor from `PendingGradients.join_homes`.
-            take: callback of the backward. Its argument is the list of complete gradients of all
-                weights, with placeholders for weights of fused GEMMs.
+            take: callback of the backward. Its arguments are the `_Homes` node, and the list of
+                complete gradients of all weights, with placeholders for weights of fused GEMMs.
 
         Returns:
             The experts' input and their weights, a flat list.
         """
         carried = [self.weights[at] for at in self._passed]
-        hidden, *passed = _join_experts(partial(self._take, take), carried, token, hidden)
+        hidden, *passed = _join_experts(partial(self._take, take), token, hidden, *carried)
         if not passed:
             return hidden, self.weights
         weights = list(self.weights)
@@ -305,7 +308,10 @@ class BoundWeights:
         return hidden, weights
 
     def _take(
-        self, take: Callable[[list[Tensor | None]], None], passed: Sequence[Tensor | None]
+        self,
+        take: Callable[[Any, list[Tensor | None]], None],
+        node: Any,
+        passed: Sequence[Tensor | None],
     ) -> None:
         grads: list[Tensor | None] = [None] * self._num_weights
         for at, grad in zip(self._passed, passed, strict=True):
@@ -316,7 +322,7 @@ class BoundWeights:
             # One view per home: autograd steals a gradient to which it has the only reference,
             # and copies any other.
             grads[of_homes] = placeholder.expand(self._num_homes, *home.shape).unbind()
-        take(grads)
+        take(node, grads)
 
 
 class _Homes(torch.autograd.Function):
@@ -346,13 +352,14 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, take: Callable, weights: Sequence[Tensor], token: Tensor, hidden: Tensor
+        ctx: Any, take: Callable, token: Tensor, hidden: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.take = take
         ctx.device = token.device
         # A weight without a gradient then gives None instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
-        return (hidden.view_as(hidden), *[weight.view_as(weight) for weight in weights])
+        # Autograd returns inputs as views, which takes less time than to make views here.
+        return (hidden, *weights)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -363,10 +370,12 @@ class _Experts(torch.autograd.Function):
         (homes, _), *_ = ctx.next_functions
         # False if `torch.autograd.grad` of other tensors runs.
         if torch._C._will_engine_execute_node(homes):
-            take(grads)
+            take(homes, grads)
         # The gradient of the token must be defined: autograd runs nodes with undefined gradients in
         # the thread that called it, and at once.
-        return None, None, torch.empty(0, device=ctx.device), grad
+        token = torch.empty(0, device=ctx.device)
+        # The weights are detached, and have no gradients here.
+        return (None, token, grad, *[None] * len(grads))
 
 
 _join_experts = direct_apply(_Experts)

@@ -71,10 +71,13 @@ class Replicas:
         self.unreturned = 0
         self.backwards = 0
         self.computed = False
+        # Result of `_carried_sums`.
+        self._sums: list[tuple[int, Tensor]] | None = None
 
     def drop_unreturned(self) -> None:
         """Forget waiting gradients of an abandoned iteration."""
         self.unreturned = self.backwards = 0
+        self._sums = None
 
     def return_waiting(self) -> PendingGradients:
         """Begin to return waiting gradients, outside of any backward.
@@ -238,10 +241,12 @@ class Replicas:
         elif not self.unreturned:
             self._grad_buffer.begin_sums(from_zero=self.slots.experts.layout.fuses_any)
 
-    def _take_gradients(self, pending: PendingGradients, grads: list[Tensor | None]) -> None:
+    def _take_gradients(
+        self, pending: PendingGradients, node: Any, grads: list[Tensor | None]
+    ) -> None:
         """Take one microbatch's gradients of all weights, or queue delayed gradients."""
         trace.add("experts backward", self.label, self._backward_began)
-        pending.check_destination(self.label)
+        pending.check_destination(node, self.label)
         if self.slots.experts.delayed is None:
             pending.take(self._add_gradients(pending, grads))
         else:
@@ -264,17 +269,9 @@ class Replicas:
         """
         layout = self.slots.experts.layout
         first = not self.unreturned
-        parts = len(layout.shapes)
-        num_homes = len(pending.homes) * parts
-        if not layout.fuses_all:
-            chunks = self._grads()
-            for slot in self.plan.slots:
-                of_slot = grads[num_homes + slot * parts :]
-                for total, grad, fused in zip(
-                    layout.views(chunks[slot]), of_slot, layout.fused, strict=False
-                ):
-                    if not fused:
-                        _add(total, grad, first=first)
+        num_homes = len(pending.homes) * len(layout.shapes)
+        for at, total in self._carried_sums():
+            _add(total, grads[num_homes + at], first=first)
         if layout.fuses_any:
             for expert in pending.homes:
                 for p, fused in zip(expert, layout.fused, strict=True):
@@ -288,8 +285,29 @@ class Replicas:
             self._finish()
         return grads[:num_homes]
 
+    def _carried_sums(self) -> list[tuple[int, Tensor]]:
+        """Return the accumulators of gradients that autograd carries, made once per return.
+
+        Returns:
+            For each parameter of each replica whose GEMM is not fused, its index among the
+            parameters of all slots, and its accumulator.
+        """
+        if self._sums is None:
+            layout = self.slots.experts.layout
+            parts = len(layout.shapes)
+            chunks = () if layout.fuses_all else self._grads()
+            self._sums = [
+                (slot * parts + part, total)
+                for slot in (self.plan.slots if chunks else ())
+                for part, total in enumerate(layout.views(chunks[slot]))
+                if not layout.fused[part]
+            ]
+        return self._sums
+
     def _return_gradients(self, pending: PendingGradients, summed: list[Tensor]) -> None:
         self.unreturned = 0
+        # Views would keep the memory of released buffers.
+        self._sums = None
         buffer = self._grad_buffer
         sizes = self.slots.sizes
         chunks = buffer.chunks(sizes, sizes.grad_dtype)
@@ -325,7 +343,8 @@ class _ExpertsOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, before_backward: Callable[[], None], output: Tensor) -> Tensor:
         ctx.before_backward = before_backward
-        return output.view_as(output)
+        # returned as a view by autograd
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 from itertools import chain
 from typing import Protocol
 
@@ -65,7 +66,7 @@ class ReplicaSlots:
     pool: BufferPool
     label: str
 
-    @property
+    @cached_property
     def sizes(self) -> LayerBuffer:
         return self.pool.layers[self.index]
 
