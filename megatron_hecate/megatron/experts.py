@@ -8,6 +8,7 @@ attributes. Forwards without replicas do not use the twin.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,6 +68,9 @@ class PhysicalExperts:
         )
         # the plan whose weights the twin's quantized copies were made from
         self.computes_with: TransferPlan | None = None
+        # physical experts that the twin computes, the first ones
+        self.num_computed = num_physical
+        self._skips_empty = not self._needs_all(experts)
         self._owners = self._home_owners(experts)
         self._places = self._twin_places(num_physical)
         # class of the parameters when `quantized` was found last
@@ -90,6 +94,16 @@ class PhysicalExperts:
             fused=tuple(fused),
             uniform=self._has_operators,
         )
+
+    def _needs_all(self, experts: Module) -> bool:
+        """Return whether the twin must compute all slots, empty ones included.
+
+        TransformerEngine keeps scales for each GEMM and reduces their maxima over ranks, which hold
+        different replicas.
+        """
+        config = experts.config
+        quantizes = any(getattr(config, name, None) for name in ("fp8", "fp4", "quant_recipe"))
+        return quantizes or (self.grouped is not None and self.grouped.has_operators)
 
     def _home_owners(self, experts: Module) -> list[list[tuple[Module, str]]]:
         """Find the submodule and the attribute of each home's parameters, expert by expert.
@@ -201,6 +215,17 @@ class PhysicalExperts:
         """
         self.computes_with = plan
         self.drop_quantized(0)
+        if plan is None or not self._skips_empty:
+            return
+        # an empty slot costs the host as much as an expert with tokens
+        count = self.num_homes + max(plan.slots, default=-1) + 1
+        if count == self.num_computed:
+            return
+        self.num_computed = count
+        if self.grouped is None:
+            self.twin.local_experts = self.twin.every_expert[:count]
+        else:
+            self.grouped.compute_first(count)
 
     def drop_quantized(self, first: int) -> None:
         """Drop the quantized weights that TransformerEngine keeps over microbatches.
@@ -286,7 +311,9 @@ class FSSDPExperts:
             for weight in weights:
                 weight._do_not_offload = True
                 weight.offloading_activation = False
-        inputs = (hidden_states, tokens_per_expert, probs, *rest)
+        if sys.flags.dev_mode:
+            assert not tokens_per_expert[physical.num_computed :].any(), "tokens in empty slots"
+        inputs = (hidden_states, tokens_per_expert[: physical.num_computed], probs, *rest)
         output, *others = physical.compute(weights, *inputs, **kwargs)
         if physical.grouped is not None:
             physical.grouped.pass_over()
@@ -353,6 +380,8 @@ def _sequential_twin(experts: SequentialMLP, num_physical: int) -> SequentialMLP
     ]
     twin.num_local_experts = num_physical
     twin.local_experts = ModuleList([*of_homes, *of_replicas])
+    # all experts also where `local_experts` leaves out empty slots
+    twin.every_expert = twin.local_experts
     return twin
 
 

@@ -83,6 +83,15 @@ class GroupedExperts:
         """Whether TE computes weight gradients in ``backward_dw`` instead of the backward."""
         return self._homes[0].wgrad_store.delay_wgrad_compute()
 
+    def compute_first(self, count: int) -> None:
+        """Compute only the first ``count`` physical experts from here on.
+
+        Not with quantized GEMMs, whose state has the size of all of them.
+        """
+        for name in _LINEARS:
+            # ``Module.__setattr__`` takes long
+            getattr(self.twin, name).__dict__["num_gemms"] = count
+
     def pass_over(self) -> None:
         """Note that the twin computed a microbatch of this iteration instead of the homes' module.
 

@@ -1,0 +1,113 @@
+"""Slots without a replica, at the end of a rank's slots and between others. Oracle: the same model without FSSDP.
+
+Empty slots at the end cost nothing: the experts' module computes no GEMM for them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from quantized import case_of, packages
+from ranks import ranks
+
+# For each iteration in turn, the slots of rank 0 and of rank 1 that hold a replica.
+FILLED = (((1,), ()), ((0, 1, 2), (0,)), ((), (2,)), ((0, 2), (0, 1)), ((), ()), ((2,), (1, 2)))
+SLOTS = 3
+
+
+@pytest.mark.parametrize("lifetime", ["iteration", "microbatch"])
+@ranks(2)
+def test_of_sequential_experts(lifetime: str) -> None:
+    import tiny_gpt
+
+    case = tiny_gpt.Case(accumulate=2)
+    tiny_gpt.initialize(case)
+    _train_alike(case, lifetime=lifetime)
+
+
+@pytest.mark.parametrize(
+    ("gradients", "lifetime"),
+    [
+        ("fused", "iteration"),
+        ("delayed", "iteration"),
+        ("biases", "microbatch"),
+        pytest.param("unfused", "iteration", marks=pytest.mark.slow),
+        pytest.param("delayed", "layer", marks=pytest.mark.slow),
+    ],
+)
+@ranks(2, preload="te")
+def test_of_grouped_experts(gradients: str, lifetime: str) -> None:
+    import te_on_cpu
+
+    te_on_cpu.install()
+    import tiny_gpt
+
+    tiny_gpt.install_fused_wgrad()
+    settings = dict(
+        gradient_accumulation_fusion=gradients in ("fused", "delayed"),
+        delay_wgrad_compute=gradients == "delayed",
+        overlap_moe_expert_parallel_comm=gradients == "delayed",
+        add_bias_linear=gradients == "biases",
+    )
+    case = tiny_gpt.Case(accumulate=2, grouped=True, settings=tuple(settings.items()))
+    tiny_gpt.initialize(case)
+    _train_alike(case, lifetime=lifetime)
+
+
+@ranks(2, preload=packages("mxfp8"))
+def test_of_quantized_experts() -> None:
+    """TransformerEngine keeps state for each GEMM, so all slots are computed."""
+    _train_alike(case_of((2, "mxfp8", {}, {}, {})), lifetime="iteration", computes_all=True)
+
+
+def _train_alike(case: Any, *, lifetime: str, computes_all: bool = False) -> None:
+    """Compare FSSDP with stock, and the number of experts that a forward computes with the filled slots."""
+    import planners
+    import tiny_gpt
+    import torch.distributed as dist
+
+    steps = len(FILLED) + 1
+    stock = tiny_gpt.train(case, steps=steps)
+    turns = itertools.count()
+    planners.replace_planner(lambda _, homes, *args, **kwargs: _plan(next(turns), homes, case))
+    computed: list[tuple[int, int]] = []
+    hook = tiny_gpt.fssdp_hook(slots=SLOTS, lifetime=lifetime)
+    ours = tiny_gpt.train(case, steps=steps, hook=lambda chunks: _watch(hook(chunks), computed))
+    tiny_gpt.assert_trained_alike(stock, ours)
+    last = [max(slots[dist.get_rank()], default=-1) for slots in FILLED]
+    homes = case.experts // dist.get_world_size()
+    wanted = {homes + (SLOTS if computes_all else slot + 1) for slot in last}
+    # with the plan of an iteration without any replica, Megatron's module computes
+    assert {count for count, _ in computed} == wanted, (computed, wanted)
+    assert any(tokens > 0 for _, tokens in computed), "no tokens were routed to this rank"
+
+
+def _plan(turn: int, homes: Any, case: Any) -> Any:
+    """Fill the slots of `FILLED` with the other rank's experts."""
+    from megatron_hecate.plan import Placement
+
+    table = homes.table.copy()
+    first = case.experts // 2
+    for rank, slots in enumerate(FILLED[turn // case.layers % len(FILLED)]):
+        for slot in slots:
+            table[rank, first + slot] = first * (1 - rank) + slot
+    return Placement(homes.home, table)
+
+
+def _watch(chunks: list, computed: list[tuple[int, int]]) -> list:
+    """Have the number of physical experts, and of their tokens, appended to ``computed`` in each forward of a twin."""
+    import tiny_gpt
+
+    for layer in tiny_gpt.moe_layers(chunks):
+        twin = layer.experts.physical.twin
+
+        def forward(
+            hidden: Any, counts: Any, probs: Any, forward: Any = twin.forward
+        ) -> tuple[Any, Any]:
+            computed.append((len(counts), int(sum(counts))))
+            return forward(hidden, counts, probs)
+
+        twin.forward = forward
+    return chunks
