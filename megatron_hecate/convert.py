@@ -268,7 +268,7 @@ def _estimate_memory(
         nccl_bytes=connection.nccl_bytes,
     )
     # frozen experts have neither gradients nor optimizer state
-    if not parts[0].experts.homes()[0][0].requires_grad:
+    if not parts[0].experts.home(0)[0].requires_grad:
         experts = dataclasses.replace(experts, grad_bytes=0, optimizer_bytes=0)
     on_gpu = device_of_rank().type == "cuda"
     free = RankMemory.free_memory(gpu=on_gpu)

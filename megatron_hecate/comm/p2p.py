@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -50,14 +50,17 @@ class P2P:
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float, can_time: bool = True) -> None:
         self.group = group
-        # for errors
-        self.ranks = f"rank {group.rank()} of {group.size()}"
         self.timeout = timeout
         self._can_time = can_time
         self._staging = torch.empty(0, dtype=torch.uint8)
         # Chunks of the staging buffer by number, elements and data type.
         self._staged: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         self._returning: Transfer | None = None
+
+    @cached_property
+    def ranks(self) -> str:
+        """This rank and the size of the group, for errors."""
+        return f"rank {self.group.rank()} of {self.group.size()}"
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
         """Return the bytes of the staging buffer: gradients that arrive at once, and their sum."""
@@ -245,8 +248,8 @@ class _Messages:
     """
 
     def __init__(self, transport: P2P, tag: int, name: str) -> None:
+        self._transport = transport
         self._group = transport.group
-        self._ranks = transport.ranks
         self._timeout = transport.timeout
         self._tag = tag
         self._name = name
@@ -281,7 +284,9 @@ class _Messages:
             raise self._failure(0, error) from error
         if self._is_cuda:
             sizes = [(rank, sends, tensor.nbytes) for tensor, rank, sends in self._messages]
-            under_way.note(self._works, partial(_describe, self._name, self._ranks, sizes))
+            under_way.note(
+                self._works, partial(_describe, self._name, self._transport.ranks, sizes)
+            )
 
     def _post(self) -> list[dist.Work]:
         """Post each message and return its handle, which is void while the group coalesces."""
@@ -315,7 +320,7 @@ class _Messages:
         tensor, peer, sends = self._messages[min(done, len(self._messages) - 1)]
         seconds = time.monotonic() - self._started
         return TransferError(
-            f"{self._name} failed on {self._ranks} after {seconds:.1f} s (timeout "
+            f"{self._name} failed on {self._transport.ranks} after {seconds:.1f} s (timeout "
             f"{self._timeout:g} s), waiting to {_action(sends)} rank {peer} ({tensor.nbytes} "
             f"bytes): expected {len(self._messages)} messages, {done} were seen. Rank {peer} died, "
             f"hangs, or did not take part. Cause: {error}"

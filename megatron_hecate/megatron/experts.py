@@ -90,7 +90,7 @@ class PhysicalExperts:
             for name, linear in zip(self._names, linears, strict=True)
         ]
         self.layout = ChunkLayout(
-            shapes=tuple(p.shape for p in self.homes()[0]),
+            shapes=tuple(p.shape for p in self.home(0)),
             fused=tuple(fused),
             uniform=self._has_operators,
         )
@@ -139,6 +139,10 @@ class PhysicalExperts:
         """
         return [[owner._parameters[leaf] for owner, leaf in expert] for expert in self._owners]
 
+    def home(self, index: int) -> list[Parameter]:
+        """Look up the parameters of one of this rank's own experts."""
+        return [owner._parameters[leaf] for owner, leaf in self._owners[index]]
+
     def wait_for_values(self) -> None:
         """Wait until the homes hold this iteration's values."""
         wait_for_params(self._module)
@@ -150,13 +154,13 @@ class PhysicalExperts:
         kind = owner._parameters[leaf].__class__
         if kind is not self._kind:
             self._kind = kind
-            self._quantized = StoredWeights(self.homes()[0]).quantized
+            self._quantized = StoredWeights(self.home(0)).quantized
         return self._quantized
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one replica's weights."""
-        return StoredWeights(self.homes()[0]).nbytes
+        return StoredWeights(self.home(0)).nbytes
 
     def stored(self) -> list[list[Tensor]]:
         """List the tensors to transfer of each of this rank's own experts."""
@@ -167,7 +171,7 @@ class PhysicalExperts:
     def weights_in(self, chunk: Tensor) -> list[Tensor]:
         """View the received ``chunk`` of one replica as the expert's parameters."""
         if self.quantized:
-            return StoredWeights(self.homes()[0]).weights_in(chunk)
+            return StoredWeights(self.home(0)).weights_in(chunk)
         return self.layout.views(chunk)
 
     def shape(self, token_bytes: int, *, microbatches: int) -> LayerShape:
@@ -175,7 +179,7 @@ class PhysicalExperts:
 
         Gradients are transferred in fp32; a matrix costs 2 FLOPs per element and token.
         """
-        expert = self.homes()[0]
+        expert = self.home(0)
         return LayerShape(
             expert_bytes=self.chunk_bytes,
             grad_bytes=sum(p.numel() * max(4, p.element_size()) for p in expert),

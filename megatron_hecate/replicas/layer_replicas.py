@@ -156,7 +156,7 @@ class Replicas:
         slots = self.slots
         if slots.experts.layout.fuses_any:
             # A fused grouped GEMM needs one dtype for all gradients: the homes' dtype.
-            home = slots.experts.homes()[0][0]
+            home = slots.experts.home(0)[0]
             dtype = getattr(home, "main_grad", home).dtype
         else:
             dtype = slots.sizes.grad_dtype

@@ -37,6 +37,9 @@ class ExpertWeights(Protocol):
     def homes(self) -> list[list[Parameter]]:
         """Look up the parameters of this rank's own experts, expert by expert."""
 
+    def home(self, index: int) -> list[Parameter]:
+        """Look up the parameters of one of this rank's own experts."""
+
     def wait_for_values(self) -> None:
         """Wait until the homes hold this iteration's values."""
 
@@ -73,7 +76,7 @@ class ReplicaSlots:
     @property
     def trained(self) -> bool:
         """True if the experts are trained, not frozen."""
-        return self.experts.homes()[0][0].requires_grad
+        return self.experts.home(0)[0].requires_grad
 
     def check(self) -> None:
         """Check that all parameters have one dtype, and that all or none are frozen.

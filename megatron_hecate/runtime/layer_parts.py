@@ -72,7 +72,7 @@ class LayerParts:
         return LayerBuffer(
             slots,
             self.experts.layout.elements,
-            dtype or self.experts.homes()[0][0].dtype,
+            dtype or self.experts.home(0)[0].dtype,
             self.experts.num_homes,
             stored_bytes,
         )
@@ -94,7 +94,7 @@ class LayerParts:
         model = self.layer.config
         # Width of a token as dispatched.
         token_width = getattr(model, "moe_latent_size", None) or model.hidden_size
-        token_bytes = token_width * self.experts.homes()[0][0].element_size()
+        token_bytes = token_width * self.experts.home(0)[0].element_size()
         return dataclasses.replace(
             self.experts.shape(token_bytes, microbatches=microbatches * self.passes),
             fetches=max(1, fetches * microbatches),

@@ -286,7 +286,7 @@ class LayerState:
         """Route the running forward to homes and ``replicas``."""
         placement = self.homes if replicas is None else replicas.placement
         if self.rerouter.placed is not placement:
-            self.rerouter.place(placement, self.parts.experts.homes()[0][0].device)
+            self.rerouter.place(placement, self.parts.experts.home(0)[0].device)
 
     def join_homes_early(self, purpose: Forward) -> None:
         """Join homes before the attention, whose backward then hides the return of gradients."""

@@ -132,7 +132,7 @@ class Prefetcher:
             if self.gradients is None and index == self.chunk_of.index(self.chunk_of[index]):
                 self._enter_chunk(self.chunk_of[index])
             if self.tracker.enter(index):
-                self.meter.attention(index, state.parts.experts.homes()[0][0].device)
+                self.meter.attention(index, state.parts.experts.home(0)[0].device)
             self._prepare_from(index)
             if state.current.replicas is None:
                 state.joined_homes = None

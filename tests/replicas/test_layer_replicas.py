@@ -38,6 +38,9 @@ class _Experts:
 
     stored = homes
 
+    def home(self, index: int) -> list[Parameter]:
+        return [self._parameters[index]]
+
     def wait_for_values(self) -> None: ...
 
     def drop_delayed(self) -> None: ...
