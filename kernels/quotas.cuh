@@ -7,9 +7,11 @@
 //    The level is the upper bound on rank loads and starts at the mean rank load. A breadth-first
 //    search computes distances to the ranks below the level; then all ranks push concurrently
 //    along shortest paths, from far to near (Dinic's blocking flow, in the waves of Tarjan, "A
-//    simple version of Karzanov's blocking flow algorithm", 1984). In the first LOCAL_ROUNDS
-//    rounds only tokens that are away from their own node may change nodes, if there are more
-//    replicas than ranks. With fewer, these rounds keep no more tokens on their nodes.
+//    simple version of Karzanov's blocking flow algorithm", 1984). Several ranks may fill the same
+//    room: nothing returns, but the receiver, above the level then, pushes in the next round. In
+//    the first LOCAL_ROUNDS rounds only tokens that are away from their own node may change nodes,
+//    if there are more replicas than ranks. With fewer, these rounds keep no more tokens on their
+//    nodes. They push from near ranks only, because far ones get nearer in later rounds.
 // 3. Cut: if a rank above the level reaches no rank below it, the ranks that reach none cannot pass
 //    on their tokens. At best their loads are equal: their mean load, a lower bound for every
 //    split, is the new level. Dinkelbach's method finds the tightest cut in few rounds.
@@ -36,12 +38,14 @@
 
 namespace fssdp {
 
+// LOCAL_DEPTH: distance beyond which local rounds do not search for a further rank above the level.
 // MAX_DEPTH: limit on the search's distances, summed over all rounds.
-enum { LOCAL_ROUNDS = 3, MAX_ROUNDS = 256, MAX_DEPTH = 4096 };
+enum { LOCAL_ROUNDS = 3, LOCAL_DEPTH = 3, MAX_ROUNDS = 256, MAX_DEPTH = 4096 };
 // The level may exceed the smallest possible one by 1 / SLACK, which saves rounds.
 enum { SLACK = 4096 };
 // Passes that an execution policy may count (`begins`): passes over the ranks, each of which ends
-// with a barrier, and the distances of a search. REACH is the second pass of a local round.
+// with a barrier, and the distances of a search. ACCEPT is the part of a new round's pass in which
+// tokens arrive, REACH the second pass of a local round.
 enum Pass { ROUND, LEVEL, RAISE, PUSH, ACCEPT, REACH, PASSES };
 enum { NO_WAY = 0, IN_NODE = 1, ANYWHERE = 2 };
 
@@ -54,16 +58,14 @@ struct Work {
   Int* by_node;  // [K, E] tokens that start on a node
   // By the entries of shared holders (gate.cuh), [R * P]:
   Int* served;   // tokens that the holder serves
-  Int* taken;    // tokens that left in the last push of its rank; before any push, the even start
+  Int* taken;    // before any push: the even start; in a push: tokens that may leave
   Int* surplus;  // in local rounds: tokens of the holder's stretch that start on other nodes
   // By place, [R]:
   Int* base;     // tokens of experts with one holder
-  Int* load;     // tokens of all experts
+  Int* load;     // [2, R] tokens of all experts, for two rounds in turn
   // [3, E + R * P] for three pushes in turn (read, written, zeroed): tokens that left an expert's
   // holders for any node, by expert, then for the same node, by the first holder of the stretch.
   Int* moved;
-  // [2, E] for two rounds in turn: tokens that left for ranks below the level, less the accepted.
-  Int* rest;
   // By holder, [R * P], at the end:
   Int* serves;   // `served`
   Int* kept;     // tokens among `serves` that start on the holder's rank
@@ -83,8 +85,7 @@ FSSDP_FN Work<Int> work_at(i64* at, const Group& g, u32 threads) {
   w.surplus = w.taken + most;
   w.base = w.surplus + most;
   w.load = w.base + g.ranks;
-  w.moved = w.load + g.ranks;
-  w.rest = w.moved + 3 * (g.experts + most);
+  w.moved = w.load + 2 * g.ranks;
   // `serves` and `kept` reuse the memory of `moved`: they are written after the last push.
   w.serves = w.moved;
   w.kept = w.serves + most;
@@ -115,8 +116,8 @@ struct Quotas {
   Int level;
   // In local rounds a token leaves a node only if it does not start there.
   bool local;
-  // The last round took tokens that were not all accepted.
-  bool returning;
+  // The last push of the last round took tokens, for the ranks below the level.
+  bool arriving;
   i32 round;
   // Number of passes that took tokens from ranks, over all rounds.
   i32 pushed;
@@ -148,7 +149,9 @@ struct Quotas {
 
   FSSDP_FN i32 moved_size() const { return g.experts + g.ranks * g.per_rank; }
   FSSDP_FN Int* moved_by(i32 push) const { return w.moved + push % 3 * moved_size(); }
-  FSSDP_FN Int* rest_of(i32 which) const { return w.rest + which % 2 * g.experts; }
+  // By place: load of the rank in the current round, or in another one.
+  FSSDP_FN Int* loads_of(i32 which) const { return w.load + which % 2 * g.ranks; }
+  FSSDP_FN Int load(i32 place) const { return loads_of(round)[place]; }
 
   // The largest sum is the room of all ranks below the level.
   FSSDP_FN bool fits() const { return sizeof(Int) > sizeof(i32) || (i64)level * g.ranks < (1ll << 31); }
@@ -175,7 +178,8 @@ struct Quotas {
     i64 all = 0;
     FSSDP_UNROLL_4
     for (i32 i = 0; i < th.warps(); ++i) all += w.partial[i];
-    if (sizeof(Int) == sizeof(i32) && all >= (1ll << 31)) return false;
+    // No level exceeds that of one rank with all tokens.
+    if (sizeof(Int) == sizeof(i32) && all + all / SLACK + g.ranks >= (1ll << 31)) return false;
     level = level_of((Int)all, g.ranks);
     return fits();
   }
@@ -219,47 +223,31 @@ struct Quotas {
       th.walks(end - begin);
       FSSDP_UNROLL_4
       for (i32 d = begin; d < end; ++d) {
-        const Int below = positive(level - w.load[h.place[d]]);
+        const Int below = positive(level - load(h.place[d]));
         here += w.taken[h.entry[d]];
         room += below;
         if (d < c) before += below;
       }
       const Int foreign = total(expert) - here;
       const Deal<Int, Thread> deal(th, room ? room : end - begin);
-      const Int own = room ? positive(level - w.load[h.place[c]]) : 1;
+      const Int own = room ? positive(level - load(h.place[c])) : 1;
       w.served[h.entry[c]] = w.taken[h.entry[c]] + deal.part(foreign, room ? before : c - begin, own);
     }
     th.all(true);
   }
 
-  // Tokens that left a holder in the last push and were not accepted; they return to the holder.
-  // `at`: entry of the holder; `place`: place of its rank.
-  FSSDP_FN Int given_back(i32 expert, i32 at, i32 place) const {
-    const Int rest = rest_of(round - 1)[expert];
-    const u64* pushing = w.levels + words();
-    if (!rest || !(pushing[place / 64] >> place % 64 & 1)) return 0;
-    Int all = 0, before = 0;
-    th.walks(h.begin[expert + 1] - h.begin[expert]);
-    FSSDP_UNROLL_4
-    for (i32 d = h.begin[expert]; d < h.begin[expert + 1]; ++d) {
-      const i32 other = h.place[d];
-      const Int taken = pushing[other / 64] >> other % 64 & 1 ? w.taken[h.entry[d]] : 0;
-      all += taken;
-      if (other < place) before += taken;
-    }
-    return Deal<Int, Thread>(th, all).part(rest, before, w.taken[at]);
-  }
-
-  // Begin a round: update loads, and the sets of ranks that tokens can move to. Return false if no
-  // rank is above the level.
+  // Begin a round: ranks below the level receive the tokens of the last push. Update loads, and the
+  // sets of ranks that tokens can move to. Return false if no rank is above the level.
   FSSDP_FN bool begin_round() {
     th.begins(ROUND);
-    if (++round > LOCAL_ROUNDS) local = false;
-    FSSDP_ROLLED
-    for (i32 e = th.id(); e < g.experts; e += th.count()) rest_of(round)[e] = 0;
+    if (arriving) th.begins(ACCEPT);
+    const Int* came = moved_by(pushed);
+    const Int* before = loads_of(round++);
+    if (round > LOCAL_ROUNDS) local = false;
     bool balanced = true;
     FSSDP_ROLLED
     for (i32 p = th.team(); p < places_end(); p += th.teams()) {
+      const bool receives = arriving && p < g.ranks && has(here, p);
       Int load = 0;
       FSSDP_ROLLED
       for (i32 v = 0; v < words(); ++v) {
@@ -269,11 +257,8 @@ struct Quotas {
           const i32 at = p * g.per_rank + n, expert = expert_of(p, n);
           if (expert < 0) break;
           Int served = w.served[at];
-          if (v == 0 && returning) served += given_back(expert, at, p);
-          if (v == 0) {
-            w.served[at] = served;
-            load += served;
-          }
+          if (v == 0 && receives) w.served[at] = served += coming<true>(expert, at, p, came, before);
+          if (v == 0) load += served;
           if (served > 0 && !local) bits |= h.holding(expert, v);
         }
         if (!local) reaches(p, v, bits);
@@ -281,10 +266,10 @@ struct Quotas {
       load = th.sum(load);
       if (p >= g.ranks) continue;
       load += w.base[p];
-      if (th.lane() == 0) w.load[p] = load;
+      if (th.lane() == 0) loads_of(round)[p] = load;
       balanced = balanced && load <= level;
     }
-    returning = false;
+    arriving = false;
     return !th.all(balanced);
   }
 
@@ -324,18 +309,19 @@ struct Quotas {
     return sum;
   }
 
-  // Find the ranks at each distance. Return true once every rank above the level has a distance,
-  // false if some rank above the level has none and no further rank is found. `deepest`: the last
-  // distance; `depths`: incremented per distance.
-  FSSDP_FN bool search(i32& deepest, i32& depths) {
+  // Find the ranks at each distance. `enough`: a distance from which on one rank above the level is
+  // enough; below it, the search goes on until every such rank has a distance. Return false if it
+  // ends before, because no further rank is found. `deepest`: the last distance, 0 if no rank is
+  // above the level; `depths`: incremented per distance.
+  FSSDP_FN bool search(i32& deepest, i32& depths, i32 enough) {
     deepest = 0;
     if constexpr (Words == 1) {
-      const u64 above = th.bits([&](i32 p) { return p < g.ranks && w.load[p] > level; });
-      here.bits = th.bits([&](i32 p) { return p < g.ranks && w.load[p] < level; });
+      const u64 above = th.bits([&](i32 p) { return p < g.ranks && load(p) > level; });
+      here.bits = th.bits([&](i32 p) { return p < g.ranks && load(p) < level; });
       known = here;
       if (th.id() == 0) w.levels[0] = here.bits;
       FSSDP_ROLLED
-      while (above & ~known.bits) {
+      while (above & ~known.bits && !(deepest >= enough && above & known.bits)) {
         th.begins(LEVEL);
         ++depths;
         const u64 open = ~known.bits, last = here.bits;
@@ -351,30 +337,34 @@ struct Quotas {
     } else {
       FSSDP_ROLLED
       for (i32 v = th.warp(); v < words(); v += th.warps()) {
-        const u64 below = th.bits([&](i32 i) { return 64 * v + i < g.ranks && w.load[64 * v + i] < level; });
+        const u64 below = th.bits([&](i32 i) { return 64 * v + i < g.ranks && load(64 * v + i) < level; });
         if (th.in_warp() == 0) w.levels[v] = w.known[v] = below;
       }
       th.all(true);
       known.at = w.known;
-      bool all = false, none = false;
+      bool none = true;
       FSSDP_ROLLED
-      while (!all && !none) {
-        all = find_level(deepest + 1, none);
+      for (i32 p = th.in_warp(); p < g.ranks; p += th.warp_size()) none = none && load(p) <= level;
+      bool done = !th.warp_any(!none);
+      none = done;
+      FSSDP_ROLLED
+      while (!done && !none) {
+        done = find_level(deepest + 1, enough, none);
         if (!none) ++deepest;
         ++depths;
       }
       here.at = w.levels + (i64)deepest * words();
       next.at = here.at - words();
-      return all;
+      return done;
     }
   }
 
   // Find the ranks at distance `pushes`, for sets of several words. `none`: no rank was found.
-  // Return true if every rank above the level has a distance.
-  FSSDP_FN bool find_level(i32 pushes, bool& none) const {
+  // Return true if this ends the `search`.
+  FSSDP_FN bool find_level(i32 pushes, i32 enough, bool& none) const {
     th.begins(LEVEL);
     const u64* last = w.levels + (i64)(pushes - 1) * words();
-    bool all = true;
+    bool all = true, any = false;
     none = true;
     FSSDP_ROLLED
     for (i32 v = th.warp(); v < words(); v += th.warps()) {
@@ -387,16 +377,18 @@ struct Quotas {
         for (i32 u = 0; u < words(); ++u) meet |= w.reach[(i64)p * words() + u] & last[u];
         return meet != 0;
       });
-      const u64 above = th.bits([&](i32 i) { return 64 * v + i < g.ranks && w.load[64 * v + i] > level; });
+      const u64 above = th.bits([&](i32 i) { return 64 * v + i < g.ranks && load(64 * v + i) > level; });
       if (th.in_warp() == 0) {
         w.levels[(i64)pushes * words() + v] = found;
         w.known[v] = known | found;
       }
       all = all && !(above & ~known & ~found);
+      any = any || above & (known | found);
       none = none && !found;
     }
     none = th.all(none);
-    return th.all(all);
+    any = pushes >= enough && !th.all(!any);
+    return th.all(all) || any;
   }
 
   // Raise the level to the cut's mean load, because a rank above the level reaches none below it.
@@ -406,7 +398,7 @@ struct Quotas {
     FSSDP_ROLLED
     for (i32 p = th.in_warp(); p < g.ranks; p += th.warp_size())
       if (!has(known, p)) {
-        tokens += w.load[p];
+        tokens += load(p);
         ++ranks;
       }
     tokens = th.warp_sum(tokens);
@@ -430,54 +422,85 @@ struct Quotas {
     return all && (!local || w.surplus[at] > 0) ? ANYWHERE : NO_WAY;
   }
 
-  // Sum of weights over an expert's holders with places in [first, last) at distance `pushes`. The
-  // weight is the room below the level at distance 0, and 1 at other distances.
-  FSSDP_FN Int weight(i32 expert, i32 first, i32 last, i32 pushes) const {
+  // Room of an expert's holders among the next receivers, ranks below the level, in [first, last).
+  FSSDP_FN Int room(i32 expert, i32 first, i32 last) const {
     Int sum = 0;
     FSSDP_ROLLED
     for (i32 v = Words ? 0 : first / 64; v < words() && 64 * v < last; ++v) {
-      u64 bits = h.holding(expert, v) & here.word(v) & bits_between(v, first, last);
-      if (pushes) {
-        sum += th.count_bits(bits);
-        continue;
-      }
+      u64 bits = h.holding(expert, v) & next.word(v) & bits_between(v, first, last);
       th.walks(th.count_bits(bits));
       FSSDP_ROLLED
-      for (; bits; bits &= bits - 1) sum += level - w.load[64 * v + th.lowest_bit(bits)];
+      for (; bits; bits &= bits - 1) sum += level - load(64 * v + th.lowest_bit(bits));
     }
     return sum;
   }
 
-  // Tokens that arrive at a holder of a rank at distance `pushes`: its part of the tokens that the
-  // previous push (`moved`) took from the expert's holders at the next larger distance, on the same
-  // node or on all nodes.
-  FSSDP_FN Int coming(i32 expert, i32 at, i32 place, i32 pushes, const Int* moved) const {
+  // Weights of an expert's holders in `here`: of all of them, and of those on the node of a place;
+  // and of those before this place, among all, and on the node.
+  struct Weights {
+    Int all, inside, before, before_inside;
+  };
+  // Every holder weighs 1.
+  FSSDP_FN Weights equal_weights(i32 expert, i32 place) const {
+    Weights sum = {0, 0, 0, 0};
+    FSSDP_ROLLED
+    for (i32 v = 0; v < words(); ++v) {
+      const u64 bits = h.holding(expert, v) & here.word(v), earlier = bits & bits_below(place - 64 * v);
+      const u64 node = bits_between(v, g.node_begin[place], g.node_end[place]);
+      sum.all += th.count_bits(bits);
+      sum.inside += th.count_bits(bits & node);
+      sum.before += th.count_bits(earlier);
+      sum.before_inside += th.count_bits(earlier & node);
+    }
+    return sum;
+  }
+  // A holder weighs its room below the level, by `loads`.
+  FSSDP_FN Weights rooms(i32 expert, i32 place, const Int* loads) const {
+    Weights sum = {0, 0, 0, 0};
+    FSSDP_ROLLED
+    for (i32 v = 0; v < words(); ++v) {
+      u64 bits = h.holding(expert, v) & here.word(v);
+      th.walks(th.count_bits(bits));
+      FSSDP_ROLLED
+      for (; bits; bits &= bits - 1) {
+        const i32 other = 64 * v + th.lowest_bit(bits);
+        const Int room = level - loads[other];
+        const Int inside = g.node_begin[place] <= other && other < g.node_end[place] ? room : 0;
+        sum.all += room;
+        sum.inside += inside;
+        sum.before += other < place ? room : 0;
+        sum.before_inside += other < place ? inside : 0;
+      }
+    }
+    return sum;
+  }
+
+  // Tokens that arrive at a holder: its part of the tokens that the previous push (`moved`) took
+  // from the expert's holders at the next larger distance, on the same node or on all nodes. At
+  // distance 0, parts are proportional to the room below the level, by `loads`; else equal.
+  template <bool Rooms>
+  FSSDP_FN Int coming(i32 expert, i32 at, i32 place, const Int* moved, const Int* loads) const {
     const Int anywhere = moved[expert], inside = moved[g.experts + h.entry_stretch[at]];
     if (!(anywhere | inside)) return 0;
-    const i32 first = g.node_begin[place], last = g.node_end[place];
-    const Int ahead = weight(expert, 0, first, pushes), before_in = weight(expert, first, place, pushes);
-    const Int own = pushes ? 1 : level - w.load[place];
-    const Int whole = before_in + weight(expert, place, last, pushes);
-    Int sum = 0;
-    if (anywhere) {
-      const Int all = ahead + whole + weight(expert, last, g.ranks, pushes);
-      sum += Deal<Int, Thread>(th, all).part(anywhere, ahead + before_in, own);
-    }
-    if (inside) sum += Deal<Int, Thread>(th, whole).part(inside, before_in, own);
-    return sum;
+    const Weights sum = Rooms ? rooms(expert, place, loads) : equal_weights(expert, place);
+    const Int own = Rooms ? level - loads[place] : 1;
+    Int got = 0;
+    if (anywhere) got += Deal<Int, Thread>(th, sum.all).part(anywhere, sum.before, own);
+    if (inside) got += Deal<Int, Thread>(th, sum.inside).part(inside, sum.before_inside, own);
+    return got;
   }
 
-  // Ranks at distance `pushes` receive their part of the tokens that the previous push took. They
-  // release the excess over the level, first tokens that stay on the node. Ranks below the level
-  // (distance 0) accept at most their room. `before`: the previous push took tokens. Return false
-  // if no rank had tokens above the level.
+  // Ranks at distance `pushes`, 1 or more, receive their part of the tokens that the previous push
+  // took. They release the excess over the level, first tokens that stay on the node; at distance 1
+  // at most the receivers' room, expert by expert. Several ranks may fill the same room: a receiver
+  // that is above the level then releases tokens in the next round. `before`: the previous push
+  // took tokens. Return false if no rank had tokens above the level.
   FSSDP_FN bool push(i32 pushes, bool before) {
-    th.begins(pushes ? PUSH : ACCEPT);
-    const Int* came = moved_by(pushed);
-    if (pushes) ++pushed;
+    th.begins(PUSH);
+    const Int* came = moved_by(pushed++);
     Int* leaving = moved_by(pushed);
     FSSDP_ROLLED
-    for (i32 i = th.id(); pushes && i < moved_size(); i += th.count()) moved_by(pushed + 1)[i] = 0;
+    for (i32 i = th.id(); i < moved_size(); i += th.count()) moved_by(pushed + 1)[i] = 0;
     bool none = true;
     FSSDP_ROLLED
     for (i32 p = th.team(); p < places_end(); p += th.teams()) {
@@ -488,24 +511,23 @@ struct Quotas {
       for (i32 n = th.lane(); mine && n < h.most_shared; n += th.lanes()) {
         const i32 at = p * g.per_rank + n, expert = expert_of(p, n);
         if (expert < 0) break;
-        const Int got = (before ? coming(expert, at, p, pushes, came) : 0) + (pushes ? w.served[at] : 0);
+        const Int got = (before ? coming<false>(expert, at, p, came, nullptr) : 0) + w.served[at];
+        w.served[at] = got;
         load += got;
-        // Until the second loop `taken` holds the tokens that may leave. A negative value, -1 - n,
-        // marks n tokens that stay on the node.
-        Int leaves = got;
-        if (pushes) {
-          w.served[at] = got;
-          const i32 way = way_of(expert, at, p);
-          if (way == IN_NODE) inside += got;
-          if (way == IN_NODE) leaves = -1 - got;
-          if (way == NO_WAY) leaves = 0;
-          if (way == ANYWHERE && local) leaves = least(got, w.surplus[at]);
+        const i32 way = way_of(expert, at, p);
+        Int most = way == NO_WAY ? 0 : got;
+        if (way == ANYWHERE && local) most = least(got, w.surplus[at]);
+        if (pushes == 1 && most) {
+          const i32 first = way == IN_NODE ? g.node_begin[p] : 0, last = way == IN_NODE ? g.node_end[p] : g.ranks;
+          most = least(most, room(expert, first, last));
         }
-        w.taken[at] = leaves;
+        if (way == IN_NODE) inside += most;
+        // A negative value, -1 - n, marks n tokens that stay on the node.
+        w.taken[at] = way == IN_NODE ? -1 - most : most;
       }
       load = th.sum(load);
       inside = th.sum(inside);
-      const Int above = mine ? positive((pushes ? w.base : w.load)[p] + load - level) : 0;
+      const Int above = mine ? positive(w.base[p] + load - level) : 0;
       none = none && !above;
       Running<Int> near = {0}, far = {0};
       FSSDP_ROLLED
@@ -515,22 +537,11 @@ struct Quotas {
         const bool inner = leaves < 0;
         const Int most = inner ? -1 - leaves : leaves;
         const Int upto_near = near.upto(th, inner ? most : 0), upto_far = far.upto(th, inner ? 0 : most);
-        if (expert < 0) continue;
-        if (pushes) {
-          const Int ahead = inner ? upto_near - most : inside + upto_far - most;
-          const Int taken = least(most, positive(above - ahead));
-          w.taken[at] = taken;
-          if (!taken) continue;
-          w.served[at] -= taken;
-          th.add(leaving + (inner ? g.experts + h.entry_stretch[at] : expert), taken);
-          if (pushes == 1) th.add(rest_of(round) + expert, taken);
-        } else {
-          const Int fits = Deal<Int, Thread>(th, load).part(load - above, upto_far - most, most);
-          const Int accepted = above ? least(most, fits) : most;
-          if (!accepted) continue;
-          w.served[at] += accepted;
-          th.add(rest_of(round) + expert, -accepted);
-        }
+        const Int ahead = inner ? upto_near - most : inside + upto_far - most;
+        const Int taken = least(most, positive(above - ahead));
+        if (!taken) continue;
+        w.served[at] -= taken;
+        th.add(leaving + (inner ? g.experts + h.entry_stretch[at] : expert), taken);
       }
     }
     here = next;
@@ -547,24 +558,26 @@ struct Quotas {
   // Run rounds until no rank is above the level or a limit is reached. Return false if Int is too
   // narrow.
   FSSDP_FN bool balance() {
-    i32 depths = 0;
+    i32 depths = 0, deepest;
+    bool raised = false;
     local = g.nodes > 1 && h.begin[g.experts] - g.experts > g.ranks;
-    // The last call of `begin_round` starts no round: it returns tokens that were not accepted.
+    // The last call of `begin_round` starts no round: ranks receive the tokens of the last push.
     FSSDP_ROLLED
-    while (begin_round() && round <= MAX_ROUNDS && depths < MAX_DEPTH) {
+    while (raised || (begin_round() && round <= MAX_ROUNDS && depths < MAX_DEPTH)) {
       if (local) reach_in_nodes();
-      i32 deepest;
-      if (!search(deepest, depths) && !local) {
+      const i32 enough = !local ? g.ranks : round == 1 ? 1 : LOCAL_DEPTH;
+      // A new level needs a new search, but no new round.
+      raised = !search(deepest, depths, enough) && !local;
+      if (raised) {
         raise();
         if (!fits()) return false;
         continue;
       }
-      bool moved = false, took = false;
+      bool moved = false;
       FSSDP_ROLLED
-      for (i32 pushes = deepest; pushes > 0 || (pushes == 0 && took); --pushes) {
-        took = push(pushes, took);
-        moved = moved || took;
-        returning = took && pushes == 0;
+      for (i32 pushes = deepest; pushes > 0; --pushes) {
+        arriving = push(pushes, arriving);
+        moved = moved || arriving;
       }
       if (!moved) {
         local = false;

@@ -110,10 +110,10 @@ class GroupShape:
         """Number of token counts in the working arrays."""
         counted = (
             3 * self.num_physical
-            + 2 * self.world.num_ranks
+            + 3 * self.world.num_ranks
             + 3 * (self.num_experts + self.num_physical)
         )
-        return (self.world.num_nodes + 2) * self.num_experts + counted
+        return self.world.num_nodes * self.num_experts + counted
 
     @property
     def words(self) -> int:
