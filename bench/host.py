@@ -7,10 +7,11 @@
 Training of many small experts is host-bound: the GPU waits for kernel launches. Four models
 alternate in the same processes: stock Megatron, FSSDP whose plans have no replicas, FSSDP with
 replicas in two slots per rank, and stock Megatron with two more experts per rank, which cost the
-host what two filled slots cost at least. Tensors are tiny, so that nearly all time is Python and dispatch.
-Time is CPU time of the main thread, so that other programs on the machine disturb it little. Ratios
-compare the same step; the table shows their medians and quartiles. Calls of Python and C functions
-are counted in five additional steps per model; the medians hardly differ between runs.
+host what two filled slots cost at least. Tensors are tiny, so that nearly all time is Python and
+dispatch. Time is CPU time of the main thread, so that other programs on the machine disturb it
+little. Ratios compare the same step; the table shows their medians and quartiles. Calls of Python
+and C functions are counted in five additional steps per model; the medians hardly differ between
+runs.
 
 Grouped experts run TransformerEngine's Python over torch (``tests/support/cpu/te_on_cpu.py``), with
 fused weight gradients. On a GPU all layers are TransformerEngine's own, backwards run in the main
