@@ -11,7 +11,7 @@ host what two filled slots cost at least. Tensors are tiny, so that nearly all t
 dispatch. Time is CPU time of the main thread, so that other programs on the machine disturb it
 little. Ratios compare the same step; the table shows their medians and quartiles. Calls of Python
 and C functions are counted in five additional steps per model; the medians hardly differ between
-runs.
+runs. The table shows the rank with the most calls: a rank computes only the slots that it fills.
 
 Grouped experts run TransformerEngine's Python over torch (``tests/support/cpu/te_on_cpu.py``), with
 fused weight gradients. On a GPU all layers are TransformerEngine's own, backwards run in the main
@@ -32,9 +32,11 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, TypeVar
 
 from launch import again_on_ranks
+
+T = TypeVar("T")
 
 EXPERTS = ("TEGroupedMLP", "SequentialMLP")
 # hidden and ffn size
@@ -91,8 +93,20 @@ def _start_on_gpu() -> None:
     run_on_shared_gpu.start_process_group()
 
 
+def of_busiest(calls: float, result: T) -> T:
+    """Return the result of the rank with the most calls, on all ranks.
+
+    Ranks hold different numbers of replicas, and all wait for the slowest one.
+    """
+    import torch.distributed as dist
+
+    found: list[tuple[float, T]] = [(calls, result)] * dist.get_world_size()
+    dist.all_gather_object(found, (calls, result))
+    return max(found, key=lambda pair: pair[0])[1]
+
+
 def measure(arguments: argparse.Namespace) -> None:
-    """Measure on every rank; print the tables on rank 0."""
+    """Measure on every rank; print the tables of the busiest rank on rank 0."""
     import torch
 
     torch.set_num_threads(1)
@@ -113,13 +127,13 @@ def measure(arguments: argparse.Namespace) -> None:
         for homes in arguments.homes:
             models = Models(experts, homes, arguments, phases)
             for microbatches in arguments.microbatches:
-                rows = models.compare(microbatches)
+                rows = of_busiest(*models.compare(microbatches))
                 if prints:
                     for row in rows:
                         print(f"| {experts} | {homes} | {microbatches} | {row}", flush=True)
             if arguments.files:
                 microbatches = arguments.microbatches[0]
-                tables = models.added_calls(microbatches)
+                tables = of_busiest(*models.added_calls(microbatches))
                 if prints:
                     print(f"\n{tables}\n", flush=True)
     if prints:
@@ -216,8 +230,12 @@ class Models:
         seconds["rest"] = between - begin - self.phases.seconds.total()
         return seconds
 
-    def compare(self, microbatches: int) -> list[str]:
-        """Measure all models in turn; return their table rows without the first three columns."""
+    def compare(self, microbatches: int) -> tuple[float, list[str]]:
+        """Measure all models in turn.
+
+        Returns:
+            Calls with replicas, and the table rows without the first three columns.
+        """
         times = self._time(microbatches)
         # Medians: in some steps a copy is timed.
         calls = {
@@ -241,7 +259,7 @@ class Models:
                 f"{calls[name] / calls['stock']:.3f}",
             ]
             rows.append(" | ".join(columns) + " |")
-        return rows
+        return calls["replicas"], rows
 
     def _time(self, microbatches: int) -> dict[str, list[Counter[str]]]:
         """Time the steps of every model; the models alternate step by step."""
@@ -265,11 +283,14 @@ class Models:
         self.phases.counts = False
         return Counter(self.phases.calls)
 
-    def added_calls(self, microbatches: int) -> str:
+    def added_calls(self, microbatches: int) -> tuple[float, str]:
         """List the calls that FSSDP adds to stock, with and without replicas.
 
         The first table has FSSDP's files and other packages; the second one the functions with the
         most calls, in which C counts for the caller.
+
+        Returns:
+            Calls with replicas, and the tables.
         """
         from host_calls import contributor
 
@@ -278,10 +299,11 @@ class Models:
             ("file", lambda file, function: contributor(file), None),
             ("function", lambda file, function: f"{contributor(file)} {function}", FUNCTIONS),
         ]
-        return "\n\n".join(
+        text = "\n\n".join(
             self._table(counts, name, label=label, most=most, per=microbatches)
             for name, label, most in tables
         )
+        return counts["replicas"].total(), text
 
     def _table(
         self,
