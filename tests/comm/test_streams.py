@@ -145,6 +145,8 @@ def test_rounds_of_messages_are_posted_in_the_same_order(
     """Two rounds of gradients. NCCL has no tags: were the second posted at the wait, a fetch that began in between
     would take its messages."""
     gpu = _Gpu(monkeypatch, connections)
+    # slime's function waits for the GPU and empties its caches where less than 3 GB are free
+    monkeypatch.setattr(dist, "_coalescing_manager", lambda *_, **__: pytest.fail("slime's"))
 
     class _Group:  # can be a key of weak dictionaries, as process groups can
         rank, size, group_name = staticmethod(lambda: 0), staticmethod(lambda: 7), "seven"
