@@ -134,7 +134,7 @@ class P2P:
                 watch.mark("begin")
             for index, rank in plan.sends:
                 for tensor in homes[index]:
-                    messages.send(tensor.detach().contiguous(), rank)
+                    messages.send(tensor.detach().contiguous().view(-1), rank)
             sizes = [tensor.numel() for tensor in homes[0]]
             for slot, rank in plan.receives:
                 for part in slots[slot].split_with_sizes(sizes):

@@ -185,6 +185,32 @@ def test_rounds_of_messages_are_posted_in_the_same_order(
     assert gpu.calls == [*at_once, *rest, "compute waits for event of transfers"]
 
 
+def test_both_ends_of_a_message_have_one_shape() -> None:
+    """torch's ``torchfrtrace`` calls any other message of NCCL a mismatch."""
+    ends: dict[str, list[torch.Size]] = {"send": [], "recv": []}
+
+    class _Group:
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
+
+        def _get_backend(self, device: torch.device) -> Any:
+            return SimpleNamespace(supports_coalescing=False)
+
+        def send(self, tensors: list, rank: int, tag: int) -> Any:
+            ends["send"].append(tensors[0].shape)
+            return SimpleNamespace(wait=lambda timeout: None)
+
+        def recv(self, tensors: list, rank: int, tag: int) -> Any:
+            ends["recv"].append(tensors[0].shape)
+            return SimpleNamespace(wait=lambda timeout: None)
+
+    p2p = P2P(_Group(), timeout=30)  # type: ignore[arg-type]
+    home = [torch.zeros(4, 6), torch.zeros(3)]
+    for rank in range(2):
+        plan = TransferPlan(rank, (Copy(0, 0, 1, 0),))
+        p2p.fetch(plan, [home], [torch.zeros(27)], label="layer 1").wait()
+    assert ends["send"] == ends["recv"] and len(ends["send"]) == 2
+
+
 class _OnGpu(torch.Tensor):
     """Says that it is."""
 
