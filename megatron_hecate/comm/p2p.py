@@ -13,6 +13,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferPlan, chunks_in
@@ -133,7 +134,7 @@ class P2P:
                 watch.mark("begin")
             for index, rank in plan.sends:
                 for tensor in homes[index]:
-                    messages.send(tensor.detach().contiguous(), rank)
+                    messages.send(tensor.detach().contiguous().view(-1), rank)
             sizes = [tensor.numel() for tensor in homes[0]]
             for slot, rank in plan.receives:
                 for part in slots[slot].split_with_sizes(sizes):
@@ -274,10 +275,7 @@ class _Messages:
         self._is_cuda = device.type == "cuda"
         try:
             if _coalesces(self._group, device):
-                # NCCL runs the messages of one group of calls concurrently.
-                with dist._coalescing_manager(self._group, device, async_ops=True) as coalesced:
-                    self._post()
-                self._works = coalesced.works
+                self._works = self._post_together(device)
             else:
                 self._works = self._post()
         except RuntimeError as error:
@@ -287,6 +285,18 @@ class _Messages:
             under_way.note(
                 self._works, partial(_describe, self._name, self._transport.ranks, sizes)
             )
+
+    def _post_together(self, device: torch.device) -> list[dist.Work]:
+        """Post all messages as one group of calls, which NCCL runs concurrently.
+
+        slime replaces ``torch.distributed._coalescing_manager`` by a function that asks for free
+        memory, and waits for the GPU and empties its caches if there is little. Therefore this
+        calls torch's own.
+        """
+        manager = distributed_c10d._coalescing_manager
+        with manager(self._group, device, async_ops=True) as coalesced:
+            self._post()
+        return coalesced.works
 
     def _post(self) -> list[dist.Work]:
         """Post each message and return its handle, which is void while the group coalesces."""

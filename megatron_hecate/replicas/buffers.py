@@ -24,6 +24,7 @@ from megatron_hecate.comm.transfer import Transfer, has_one_queue, transfer_stre
 from megatron_hecate.comm.transport import LayerBuffer, Transport, chunks_in
 from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.job.attempt import Attempt
+from megatron_hecate.replicas.chunk_layout import ChunkLayout
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,8 @@ class Buffer:
         self._memory = memory
         # Results of `chunks` and `weights` by slots, elements and data type.
         self._chunks: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+        # Results of `parts` by number, elements and data type of the slots, and by layout.
+        self._parts: dict[tuple[int, int, torch.dtype, ChunkLayout], list[list[Tensor]]] = {}
         # Owner of the content (a transfer plan), compared by identity.
         self.holds: Any = None
         # The transfer in flight that fills or empties the buffer.
@@ -119,6 +122,16 @@ class Buffer:
     def chunks(self, layer: LayerBuffer, dtype: torch.dtype) -> list[Tensor]:
         """Return tensors over the buffer's memory, [elements] for each slot of ``layer``."""
         return self._made_once(layer.slots, layer.elements, dtype)
+
+    def parts(
+        self, layer: LayerBuffer, dtype: torch.dtype, layout: ChunkLayout
+    ) -> list[list[Tensor]]:
+        """Return `chunks` as the parameters of an expert, for each slot."""
+        key = (layer.slots, layer.elements, dtype, layout)
+        if key not in self._parts:
+            with lasting_tensors():
+                self._parts[key] = [layout.views(chunk) for chunk in self.chunks(layer, dtype)]
+        return self._parts[key]
 
     def weights(self, layer: LayerBuffer) -> list[Tensor]:
         """Return tensors over the buffer's memory for each slot's weights, to transfer them."""
@@ -154,6 +167,7 @@ class Buffer:
         """Drop references to the memory; a transfer in flight keeps it until the transfer ends."""
         self.bound.clear()
         self._chunks.clear()
+        self._parts.clear()
         self._memory = self._memory.new_empty(0)
         self._to_zero = ()
         self.holds = self.transfer = self.abandon = None

@@ -8,7 +8,7 @@ only.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -71,13 +71,10 @@ class Replicas:
         self.unreturned = 0
         self.backwards = 0
         self.computed = False
-        # Result of `_carried_sums`.
-        self._sums: list[tuple[int, Tensor]] | None = None
 
     def drop_unreturned(self) -> None:
         """Forget waiting gradients of an abandoned iteration."""
         self.unreturned = self.backwards = 0
-        self._sums = None
 
     def return_waiting(self) -> PendingGradients:
         """Begin to return waiting gradients, outside of any backward.
@@ -151,16 +148,19 @@ class Replicas:
             )
         self.buffer.wait()
 
-    def _grads(self) -> list[Tensor]:
-        """Return the gradient accumulators, [elements] per slot."""
+    @property
+    def _sum_dtype(self) -> torch.dtype:
+        """Data type of the gradient accumulators."""
         slots = self.slots
         if slots.experts.layout.fuses_any:
             # A fused grouped GEMM needs one dtype for all gradients: the homes' dtype.
             home = slots.experts.home(0)[0]
-            dtype = getattr(home, "main_grad", home).dtype
-        else:
-            dtype = slots.sizes.grad_dtype
-        return self._grad_buffer.chunks(slots.sizes, dtype)
+            return getattr(home, "main_grad", home).dtype
+        return slots.sizes.grad_dtype
+
+    def _grads(self) -> list[Tensor]:
+        """Return the gradient accumulators, [elements] per slot."""
+        return self._grad_buffer.chunks(self.slots.sizes, self._sum_dtype)
 
     def join(
         self, hidden: Tensor, joined_homes: tuple[PendingGradients, Tensor] | None = None
@@ -285,29 +285,26 @@ class Replicas:
             self._finish()
         return grads[:num_homes]
 
-    def _carried_sums(self) -> list[tuple[int, Tensor]]:
-        """Return the accumulators of gradients that autograd carries, made once per return.
+    def _carried_sums(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the accumulators of gradients that autograd carries.
 
-        Returns:
+        Yields:
             For each parameter of each replica whose GEMM is not fused, its index among the
             parameters of all slots, and its accumulator.
         """
-        if self._sums is None:
-            layout = self.slots.experts.layout
-            parts = len(layout.shapes)
-            chunks = () if layout.fuses_all else self._grads()
-            self._sums = [
-                (slot * parts + part, total)
-                for slot in (self.plan.slots if chunks else ())
-                for part, total in enumerate(layout.views(chunks[slot]))
-                if not layout.fused[part]
-            ]
-        return self._sums
+        layout = self.slots.experts.layout
+        if layout.fuses_all:
+            return
+        # The buffer keeps these views: here they would keep the memory of a released buffer.
+        sums = self._grad_buffer.parts(self.slots.sizes, self._sum_dtype, layout)
+        for slot in self.plan.slots:
+            first = slot * len(layout.shapes)
+            for at, (total, fused) in enumerate(zip(sums[slot], layout.fused, strict=True), first):
+                if not fused:
+                    yield at, total
 
     def _return_gradients(self, pending: PendingGradients, summed: list[Tensor]) -> None:
         self.unreturned = 0
-        # Views would keep the memory of released buffers.
-        self._sums = None
         buffer = self._grad_buffer
         sizes = self.slots.sizes
         chunks = buffer.chunks(sizes, sizes.grad_dtype)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,6 +89,31 @@ def test_parameters_that_cannot_be_one_chunk() -> None:
     types = r"layer 1: expert parameters have dtypes \['torch.bfloat16', 'torch.float32'\].* keeps to torch.float32"
     with pytest.raises(ValueError, match=types):
         start(trained, half)
+
+
+@ranks(2)
+def test_memory_of_an_aborted_iteration_is_freed() -> None:
+    """Gradients of its first microbatch wait in the buffers when the job's attempt ends. Oracle: the life of the memory."""
+    homes = [Parameter(torch.ones(4, 4))]
+    (slots,) = _slots([homes], "iteration")
+    memory = np.zeros(
+        sum(len(b._memory) for b in (*slots.pool._weights, *slots.pool._grads)), np.uint8
+    )
+    freed = weakref.ref(memory)
+    for buffer in (*slots.pool._weights, *slots.pool._grads):
+        part, memory_left = memory[: len(buffer._memory)], memory[len(buffer._memory) :]
+        buffer._memory = torch.from_numpy(part)
+        memory = memory_left
+    del part, memory_left, memory, buffer
+    placement = Placement.initial(2, 2, num_slots=1).with_replicas([(0, 1), (1, 0)])
+    plan = TransferPlan.from_placement(placement, dist.get_rank())
+    replicas = Replicas(slots, placement, plan, is_last=lambda _: False)
+    x, (home, replica) = replicas.join(torch.ones(3, 4))
+    replicas.computed_by(x @ home @ replica).sum().backward()
+    assert replicas.unreturned == 1
+    del x, home, replica
+    slots.pool.release()
+    assert freed() is None
 
 
 @pytest.mark.parametrize("lifetime", LIFETIMES)
