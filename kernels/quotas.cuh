@@ -342,11 +342,10 @@ struct Quotas {
       }
       th.all(true);
       known.at = w.known;
-      bool none = true;
+      bool above = false, none = false;
       FSSDP_ROLLED
-      for (i32 p = th.in_warp(); p < g.ranks; p += th.warp_size()) none = none && load(p) <= level;
-      bool done = !th.warp_any(!none);
-      none = done;
+      for (i32 p = th.in_warp(); p < g.ranks; p += th.warp_size()) above = above || load(p) > level;
+      bool done = !th.warp_any(above);
       FSSDP_ROLLED
       while (!done && !none) {
         done = find_level(deepest + 1, enough, none);
@@ -387,8 +386,8 @@ struct Quotas {
       none = none && !found;
     }
     none = th.all(none);
-    any = pushes >= enough && !th.all(!any);
-    return th.all(all) || any;
+    const bool is_enough = pushes >= enough && !th.all(!any);
+    return th.all(all) || is_enough;
   }
 
   // Raise the level to the cut's mean load, because a rank above the level reaches none below it.
