@@ -68,6 +68,7 @@ class PhysicalExperts:
         )
         # the plan whose weights the twin's quantized copies were made from
         self.computes_with: TransferPlan | None = None
+        self._has_operators = self.grouped is not None and self.grouped.has_operators
         # physical experts that the twin computes, the first ones
         self.num_computed = num_physical
         self._skips_empty = not self._needs_all(experts)
@@ -83,7 +84,6 @@ class PhysicalExperts:
             self.delayed = deque()
         # gradients of the last `backward_dw` that are not complete
         self.unsettled: PendingGradients | None = None
-        self._has_operators = self.grouped is not None and self.grouped.has_operators
         # a fused GEMM writes weights' gradients only; biases go through autograd
         fused = [
             "weight" in name and _fuses_wgrad(linear)
@@ -103,7 +103,7 @@ class PhysicalExperts:
         """
         config = experts.config
         quantizes = any(getattr(config, name, None) for name in ("fp8", "fp4", "quant_recipe"))
-        return quantizes or (self.grouped is not None and self.grouped.has_operators)
+        return quantizes or self._has_operators
 
     def _home_owners(self, experts: Module) -> list[list[tuple[Module, str]]]:
         """Find the submodule and the attribute of each home's parameters, expert by expert.
