@@ -157,10 +157,10 @@ extern "C" __global__ void __launch_bounds__(96) fssdp_synchronize(const fssdp::
 // Launched after the gate, with one block.
 extern "C" __global__ void __launch_bounds__(256, 1)
     fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, unsigned shared_bytes, int own,
-                 int rank, int* parts) {
+                 int rank, int* parts, long long* exchanged) {
   extern __shared__ long long shared[];
   fssdp::Device th;
-  fssdp::quotas(th, group, holders, loads, work, shared, shared_bytes, own, rank, parts);
+  fssdp::quotas(th, group, holders, loads, work, shared, shared_bytes, own, rank, parts, exchanged);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4)

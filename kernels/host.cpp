@@ -233,10 +233,10 @@ unsigned fssdp_size_of_transfer() { return sizeof(fssdp::Transfer); }
 
 // Kernels after the gate, each in one thread.
 void fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, unsigned shared_bytes, int own,
-                  int rank, int* parts) {
+                  int rank, int* parts, long long* exchanged) {
   std::vector<long long> shared((shared_bytes + 7) / 8);
   const auto kernel = [&](fssdp::Host& th) {
-    fssdp::quotas(th, group, holders, loads, work, shared.data(), shared_bytes, own, rank, parts);
+    fssdp::quotas(th, group, holders, loads, work, shared.data(), shared_bytes, own, rank, parts, exchanged);
   };
   fssdp::launch(kernel, 1, 1);
 }
@@ -252,7 +252,7 @@ void fssdp_quotas_passes(const int* group, const int* holders, const int* loads,
                          long long* passes) {
   const auto kernel = [&](fssdp::Host& host) {
     fssdp::Counter th(host, passes);
-    fssdp::quotas(th, group, holders, loads, work, nullptr, 0, 0, 0, parts);
+    fssdp::quotas(th, group, holders, loads, work, nullptr, 0, 0, 0, parts, nullptr);
   };
   fssdp::launch(kernel, 1, 1);
 }

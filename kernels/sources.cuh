@@ -66,10 +66,11 @@ struct Sources {
     return n;
   }
 
-  // Write `last` for each holder of a shared `expert`: the source's tokens, in order, from the
-  // previous holder's `last` to its own are routed to the holder. `own`: index of the source in
-  // g.order; `rank`: rank of the source.
-  FSSDP_FN void deal(i32 expert, i32 own, i32 rank, i32* last) const {
+  // Return the tokens of a source that holder `asked` of a shared `expert` gets. Unless it is null,
+  // write `last` for each holder of the expert: the source's tokens, in order, from the previous
+  // holder's `last` to its own are routed to the holder. `own`: index of the source in g.order;
+  // `rank`: rank of the source.
+  FSSDP_FN i32 deal(i32 expert, i32 own, i32 rank, i32 asked, i32* last) const {
     const i32 source = g.order[own], begin = h.begin[expert], end = h.begin[expert + 1];
     const i32 node = g.node[rank], first = sources_begin(g, rank);
     const Int mine = loads[(i64)source * g.experts + expert], earlier = between(first, own, expert);
@@ -104,7 +105,7 @@ struct Sources {
 
     // Room left on the nodes before, after their own tokens.
     Int rooms = 0;
-    i32 given = 0;
+    i32 given = 0, answer = 0;
     FSSDP_ROLLED
     for (i32 c = begin; c < end;) {
       const Node n = node_from(c);
@@ -118,12 +119,58 @@ struct Sources {
         if (h.rank[c] == rank) tokens += mine - (leaves_rank.end - leaves_rank.begin);
         before += room;
         given += (i32)tokens;
-        last[c] = given;
+        if (c == asked) answer = (i32)tokens;
+        if (last) last[c] = given;
       }
       rooms += n.room - n.met;
     }
+    return answer;
   }
 };
+
+// Token counts of the all-to-all from sources to ranks, as one rank needs them. All are sums of
+// tokens, initially zero.
+struct Exchange {
+  i64* received;   // [N, P] by source and by slot of this rank: tokens for its physical expert
+  i64* of_slot;    // [P] of all sources
+  i64* of_source;  // [N] for all physical experts of this rank
+  i64* sent;       // [R] tokens of this rank's source for each rank
+};
+FSSDP_FN Exchange exchange_at(i64* at, const Group& g) {
+  Exchange x = {at, 0, 0, 0};
+  x.of_slot = x.received + (i64)g.sources * g.per_rank;
+  x.of_source = x.of_slot + g.per_rank;
+  x.sent = x.of_source + g.sources;
+  return x;
+}
+FSSDP_FN i32 exchange_size(const Group& g) { return g.sources * g.per_rank + g.per_rank + g.sources + g.ranks; }
+
+// Write the `Exchange` of source `own` in g.order, of rank `rank`, with the whole block. `parts`: of
+// the same source, complete.
+template <class Int, class Thread>
+FSSDP_FN void exchange(Thread& th, const Sources<Int>& sources, i32 own, i32 rank, const i32* parts, i64* at) {
+  const Group& g = sources.g;
+  const Holders& h = sources.h;
+  const Exchange x = exchange_at(at, g);
+  FSSDP_ROLLED
+  for (i32 c = (i32)th.id(); c < h.begin[g.experts]; c += (i32)th.count())
+    th.add(x.sent + h.rank[c], (i64)(parts[c] - (c > h.begin[h.expert[c]] ? parts[c - 1] : 0)));
+  FSSDP_ROLLED
+  for (i32 i = (i32)th.id(); i < g.ranks * g.per_rank; i += (i32)th.count()) {
+    const i32 from = i / g.per_rank, slot = i % g.per_rank, c = h.held[rank * g.per_rank + slot];
+    if (c < 0) continue;
+    const i32 expert = h.expert[c];
+    const bool shared = h.begin[expert + 1] - h.begin[expert] > 1;
+    FSSDP_ROLLED
+    for (i32 s = sources_begin(g, from); s < sources_end(g, from); ++s) {
+      const i32 source = g.order[s];
+      const i64 tokens = shared ? sources.deal(expert, s, from, c, nullptr) : sources.loads[(i64)source * g.experts + expert];
+      x.received[(i64)source * g.per_rank + slot] = tokens;
+      th.add(x.of_slot + slot, tokens);
+      th.add(x.of_source + source, tokens);
+    }
+  }
+}
 
 // Write the `Parts` of one source, with the whole block.
 template <class Int, class Thread>
@@ -138,7 +185,7 @@ FSSDP_FN void deal_source(Thread& th, const Sources<Int>& sources, i32 own, i32 
   FSSDP_ROLLED
   for (i32 expert = (i32)th.id(); expert < g.experts; expert += (i32)th.count()) {
     if (h.begin[expert + 1] - h.begin[expert] > 1)
-      sources.deal(expert, own, rank, last);
+      sources.deal(expert, own, rank, -1, last);
     else
       last[h.begin[expert]] = sources.loads[(i64)g.order[own] * g.experts + expert];
   }
@@ -162,14 +209,29 @@ FSSDP_FN void copy_table(Thread& th, i32* to, const i32* from, i32 size) {
   for (i32 i = (i32)th.id(); i < size; i += (i32)th.count()) to[i] = from[i];
 }
 
-// Compute the quotas of all holders and the `Parts` of one source. `shared`: shared memory for all
-// tables and working arrays, aligned to 8 bytes; `shared_bytes`: its size, 0 if there is too
-// little. `work`: global memory for the working arrays with 64-bit counts.
+// Write the `Parts` of one source, and its `Exchange` unless `exchanged` is null.
+template <class Int, class Thread>
+FSSDP_FN void write_source(Thread& th, const Sources<Int>& sources, i32 own, i32 rank, i32* parts, i64* exchanged) {
+  deal_source(th, sources, own, rank, parts);
+  if (!exchanged) return;
+  th.all(true);
+  exchange(th, sources, own, rank, parts, exchanged);
+}
+
+// Compute the quotas of all holders, the `Parts` of one source, and its `Exchange` unless
+// `exchanged` is null. `shared`: shared memory for all tables and working arrays, aligned to 8
+// bytes; `shared_bytes`: its size, 0 if there is too little. `work`: global memory for the working
+// arrays with 64-bit counts.
 template <class Thread>
 FSSDP_FN void quotas(Thread& th, const i32* group, const i32* holders, const i32* loads, i64* work, i64* shared,
-                     u32 shared_bytes, i32 own, i32 rank, i32* parts) {
+                     u32 shared_bytes, i32 own, i32 rank, i32* parts, i64* exchanged) {
+  const Group far = group_at(group);
+  // The barriers of `solve` separate these writes from the sums.
+  if (exchanged) {
+    FSSDP_ROLLED
+    for (i32 i = (i32)th.id(); i < exchange_size(far); i += (i32)th.count()) exchanged[i] = 0;
+  }
   if (shared_bytes) {
-    const Group far = group_at(group);
     i32* at = (i32*)shared;
     copy_table(th, at, group, group_size(far));
     const i32 group_words = (group_size(far) + 1) / 2;  // of 8 bytes
@@ -179,15 +241,14 @@ FSSDP_FN void quotas(Thread& th, const i32* group, const i32* holders, const i32
     const Holders h = holders_at(at + 2 * group_words, g);
     const Work<i32> w = work_at<i32>(shared + group_words + holders_size(far) / 2, g, th.count());
     if (solve<i32>(th, g, h, w, loads)) {
-      deal_source(th, Sources<i32>{g, h, w, loads}, own, rank, parts);
+      write_source(th, Sources<i32>{g, h, w, loads}, own, rank, parts, exchanged);
       return;
     }
   }
-  const Group g = group_at(group);
-  const Holders h = holders_at(holders, g);
-  const Work<i64> w = work_at<i64>(work, g, th.count());
-  solve<i64>(th, g, h, w, loads);
-  deal_source(th, Sources<i64>{g, h, w, loads}, own, rank, parts);
+  const Holders h = holders_at(holders, far);
+  const Work<i64> w = work_at<i64>(work, far, th.count());
+  solve<i64>(th, far, h, w, loads);
+  write_source(th, Sources<i64>{far, h, w, loads}, own, rank, parts, exchanged);
 }
 
 }  // namespace fssdp

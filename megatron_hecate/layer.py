@@ -146,7 +146,11 @@ class FSSDPLayer:
         if self.token_dispatcher is not dispatcher:
             self.token_dispatcher = dispatcher
         if by_quotas:
-            routing_map, probs = self._as_span("quotas", rerouter.reroute, probs, counted, loads)
+            routing_map, probs, exchange = self._as_span(
+                "quotas", rerouter.reroute, probs, counted, loads
+            )
+            if exchange is not None:
+                dispatcher.expect(routing_map, exchange)
         elif physical:
             routing_map, probs = rerouter.to_homes(probs, counted)
         dispatcher.expert_loads = counted.loads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import (
@@ -11,14 +12,81 @@ from megatron.core.transformer.moe.token_dispatcher import (
     MoEFlexTokenDispatcher,
     MoETokenDispatcher,
 )
+from torch import Tensor
+
+from megatron_hecate.routing.quotas import Exchange
 
 _KNOWN = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher)
+
+
+class CountedAlltoAll:
+    """Mixin in front of ``MoEAlltoAllTokenDispatcher`` for token counts that are known.
+
+    Megatron's method sums the routing map and gathers the sums of all ranks. The quotas have both,
+    so that the gather of loads replaces this gather, and a layer with replicas has as many
+    collectives as one without.
+    """
+
+    # routing map and counts of the next dispatch
+    _known: tuple[Tensor, Exchange] | None = None
+
+    def expect(self, routing_map: Tensor, exchange: Exchange) -> None:
+        """Set the counts of the dispatch of ``routing_map``, [T, R * P] bool."""
+        self._known = (routing_map, exchange)
+
+    def preprocess(self: Any, routing_map: Tensor) -> Tensor:
+        """Set what Megatron's method sets, from the known counts, without communication.
+
+        Args:
+            routing_map: [T, R * P] bool. Another map than the expected one, for example one that
+                Megatron has padded for quantization, is counted by Megatron's method.
+
+        Returns:
+            [P] int64 tokens for each physical expert of this rank.
+        """
+        known = self._known
+        self._known = None
+        if known is None or known[0] is not routing_map:
+            return super().preprocess(routing_map)
+        exchange = known[1]
+        if self.config.moe_expert_capacity_factor is None:
+            self.num_out_tokens = routing_map.shape[0] * self.config.moe_router_topk
+        else:
+            # tokens may have been dropped
+            self.num_out_tokens = exchange.sent.sum()
+            self._maybe_update_cuda_sync_point("before_permutation_1")
+        self.input_splits = exchange.sent
+        received = exchange.received
+        if self.tp_size == 1:
+            self.output_splits = exchange.of_source
+            self.output_splits_tp = None
+        else:
+            # sources are numbered by rank first, Megatron's rows by tensor-parallel rank first
+            of_source = exchange.of_source.view(self.ep_size, self.tp_size)
+            self.output_splits = of_source[:, self.tp_rank].contiguous()
+            self.output_splits_tp = of_source.sum(dim=0)
+            received = received.view(self.ep_size, self.tp_size, -1).transpose(0, 1)
+        self._maybe_update_cuda_sync_point("before_ep_alltoall")
+        if self.num_local_experts > 1:
+            self.num_global_tokens_per_local_expert = received.reshape(-1, self.num_local_experts)
+            if not self.config.moe_permute_fusion:
+                self._maybe_update_cuda_sync_point("before_permutation_2")
+        return exchange.of_slot
+
+
+def _kind_of(stock: MoETokenDispatcher) -> type[MoETokenDispatcher]:
+    """Return the class of the dispatcher over physical experts."""
+    kind = type(stock)
+    # a subclass may count in its own way
+    if getattr(kind, "preprocess", None) is not MoEAlltoAllTokenDispatcher.preprocess:
+        return kind
+    return type(f"Counted{kind.__name__}", (CountedAlltoAll, kind), {})
 
 
 def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoETokenDispatcher:
     """Build a dispatcher like ``stock`` over ``num_physical`` experts per rank.
 
-    It has the class and the groups of ``stock``, and gets the shared experts that overlap with
+    It has the groups of ``stock`` and its class, or a subclass. It gets the shared experts that overlap with
     communication.
 
     Raises:
@@ -38,7 +106,7 @@ def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoEToke
     groups = ProcessGroupCollection(
         ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group
     )
-    dispatcher = type(stock)(
+    dispatcher = _kind_of(stock)(
         num_physical, list(range(first, first + num_physical)), config=config, pg_collection=groups
     )
     if stock.shared_experts is not None:

@@ -7,6 +7,7 @@ rank computes equal quotas from equal loads.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 
 import numpy as np
 import torch
@@ -19,6 +20,25 @@ from megatron_hecate.routing.tables import GroupShape, HolderOrder
 
 # threads of the kernel's single thread block
 THREADS: int = 256
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exchange:
+    """Token counts of the all-to-all from sources to ranks, as one rank needs them.
+
+    Every rank knows all loads and computes equal quotas, so these counts need no communication.
+
+    Args:
+        received: [N, P] int64, tokens of each source for each slot of this rank.
+        of_slot: [P] int64, tokens of all sources.
+        of_source: [N] int64, tokens for all slots of this rank.
+        sent: [R] int64, tokens of this rank's source for each rank.
+    """
+
+    received: Tensor
+    of_slot: Tensor
+    of_source: Tensor
+    sent: Tensor
 
 
 class QuotaTables:
@@ -43,7 +63,11 @@ class QuotaTables:
         needed = shape.shared_bytes(THREADS)
         self._shared_bytes = needed if needed <= kernels.most_shared_bytes else 0
         self.placed: Placement | None = None
-        self._loads_shape = (len(shape.source_rank), shape.num_experts)
+        sources = len(shape.source_rank)
+        self._loads_shape = (sources, shape.num_experts)
+        # sizes of an `Exchange`, in order
+        per_rank = shape.slots_per_rank
+        self._exchange_sizes = (sources * per_rank, per_rank, sources, shape.world.num_ranks)
         # index of each source in the group's order
         self._places = np.argsort(shape.order).tolist()
         # the last placement without replicas, and its `parts`
@@ -86,6 +110,17 @@ class QuotaTables:
             range within the tokens for its expert, each holder's physical expert, and the index of
             each expert's first holder.
         """
+        return self._split(loads, source, None)
+
+    def parts_and_exchange(self, loads: Tensor, source: int) -> tuple[Tensor, Exchange]:
+        """Split one source's tokens as `parts` does, and count the exchange, in the same launch."""
+        sizes = self._exchange_sizes
+        counts = torch.empty(sum(sizes), dtype=torch.int64, device=self.device)
+        parts = self._split(loads, source, counts)
+        received, *sums = counts.split(sizes)
+        return parts, Exchange(received.view(-1, self.shape.slots_per_rank), *sums)
+
+    def _split(self, loads: Tensor, source: int, counts: Tensor | None) -> Tensor:
         assert loads.shape == self._loads_shape and loads.dtype == torch.int32, loads.shape
         shared = self._shared_bytes
         # working arrays in global memory, for tables that do not fit into shared memory and for
@@ -101,6 +136,7 @@ class QuotaTables:
             ctypes.c_int(self._places[source]),
             ctypes.c_int(self.shape.source_rank[source]),
             ctypes.c_void_p(parts.data_ptr()),
+            ctypes.c_void_p(None if counts is None else counts.data_ptr()),
             blocks=1,
             threads=THREADS,
             shared_bytes=shared,

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.job.collectives import gather_rows
 from megatron_hecate.plan import Placement, World
-from megatron_hecate.routing.quotas import QuotaTables
+from megatron_hecate.routing.quotas import Exchange, QuotaTables
 from megatron_hecate.routing.reroute import CountedTokens, reroute
 from megatron_hecate.routing.tables import GroupShape
 
@@ -29,9 +29,19 @@ class Rerouter:
         world: nodes of the FSSDP group.
         label: name of the layer in errors.
         timeout: limit in seconds for the all-gather of loads.
+        exchanges: whether to count the all-to-all of `reroute`, for a dispatcher over physical
+            experts that takes these counts.
     """
 
-    def __init__(self, dispatcher: Any, world: World, *, label: str, timeout: float) -> None:
+    def __init__(
+        self,
+        dispatcher: Any,
+        world: World,
+        *,
+        label: str,
+        timeout: float,
+        exchanges: bool = False,
+    ) -> None:
         # all ranks whose tokens reach these experts; with expert tensor parallelism, several per
         # rank of the FSSDP group
         self.sources: dist.ProcessGroup = dispatcher.tp_ep_group
@@ -49,6 +59,7 @@ class Rerouter:
         # both backends choose a token's experts by its largest probabilities
         self._by_probability = backend in ("deepep", "ncclep")
         self._padded = config.moe_pad_expert_input_to_capacity
+        self._exchanges = exchanges
         # kernels and tables are made for the device of the first placement
         self._kernels: Kernels | None = None
         self._tables: QuotaTables | None = None
@@ -102,7 +113,7 @@ class Rerouter:
 
     def reroute(
         self, probs: Tensor, counted: CountedTokens, loads: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Exchange | None]:
         """Reroute from experts to the current placement's physical experts.
 
         Every rank computes equal quotas.
@@ -113,13 +124,18 @@ class Rerouter:
             loads: [N, E] result of `gather_loads` for these counts.
 
         Returns:
-            The results of `routing.reroute`.
+            The results of `routing.reroute`, and the counts of the all-to-all if ``exchanges``.
         """
         assert self._tables is not None, "place was not called"
-        parts = self._tables.parts(loads, self._source)
+        exchange = None
+        if self._exchanges:
+            parts, exchange = self._tables.parts_and_exchange(loads, self._source)
+        else:
+            parts = self._tables.parts(loads, self._source)
         # A backend that chooses by probability would replace a chosen expert of probability zero by
         # any physical expert, even an empty slot.
-        return reroute(counted, probs, self._tables, parts, never_zero=self._by_probability)
+        rerouted = reroute(counted, probs, self._tables, parts, never_zero=self._by_probability)
+        return *rerouted, exchange
 
     def to_homes(self, probs: Tensor, counted: CountedTokens) -> tuple[Tensor, Tensor]:
         """Reroute to homes, if the current placement has no replicas, without communication."""

@@ -18,6 +18,7 @@ from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.job.agreement import assert_same
+from megatron_hecate.megatron.dispatcher import CountedAlltoAll
 from megatron_hecate.megatron.forward_pass import NO_ITERATION, ForwardPass, LayerIteration
 from megatron_hecate.megatron.training_state import Forward, name_of_layer
 from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
@@ -64,7 +65,11 @@ class LayerState:
         self.stock_dispatcher = layer.token_dispatcher
         self.physical_dispatcher = parts.physical_dispatcher
         self.rerouter = Rerouter(
-            layer.token_dispatcher, world, label=self.name, timeout=config.timeout
+            layer.token_dispatcher,
+            world,
+            label=self.name,
+            timeout=config.timeout,
+            exchanges=isinstance(self.physical_dispatcher, CountedAlltoAll),
         )
         captured = holds_preprocess(SettingSources(layer.config))
         self.always_physical = config.slots + config.rehome > 0 and (

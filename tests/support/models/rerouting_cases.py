@@ -66,7 +66,7 @@ def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = 
         probs.requires_grad_()
         rerouter.place(placement, probs.device)
         counted = rerouter.count(routing_map)
-        physical_map, physical_probs = rerouter.reroute(probs, counted, loads)
+        physical_map, physical_probs, _ = rerouter.reroute(probs, counted, loads)
 
         holders = zip(
             order.expert.tolist(), order.rank.tolist(), quotas[source].tolist(), strict=True
