@@ -9,9 +9,11 @@ alternate in the same processes: stock Megatron, FSSDP whose plans have no repli
 replicas in two slots per rank, and stock Megatron with two more experts per rank, which cost the
 host what two filled slots cost at least. Tensors are tiny, so that nearly all time is Python and
 dispatch. Time is CPU time of the main thread, so that other programs on the machine disturb it
-little. Ratios compare the same step; the table shows their medians and quartiles. Calls of Python
-and C functions are counted in five additional steps per model; the medians hardly differ between
-runs. The table shows the rank with the most calls: a rank computes only the slots that it fills.
+little. All ranks wait for the slowest one, so each model's time of a step is that of its slowest
+rank, with and without FSSDP. Ratios compare the same step; the table shows their medians and
+quartiles. Calls of Python and C functions are counted in five additional steps per model; the
+medians hardly differ between runs. They are those of the rank with the most calls of all models: a
+rank computes only the slots that it fills.
 
 Grouped experts run TransformerEngine's Python over torch (``tests/support/cpu/te_on_cpu.py``), with
 fused weight gradients. On a GPU all layers are TransformerEngine's own, backwards run in the main
@@ -58,10 +60,10 @@ HEAD = (
     "calls | ratio |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 LEGEND = """\
-Microseconds per layer and microbatch, CPU time of the main thread: medians of {steps} steps of
-{layers} layers. Rest: outside of forwards and backwards, once per iteration. Step: the optimizer's.
-All: forward, backward and rest. Ratios to stock: medians and quartiles of paired steps. Calls: of
-Python and C functions in forward and backward."""
+Microseconds per layer and microbatch, CPU time of the slowest rank's main thread: medians of
+{steps} steps of {layers} layers. Rest: outside of forwards and backwards, once per iteration. Step:
+the optimizer's. All: forward, backward and rest. Ratios to stock: medians and quartiles of paired
+steps. Calls: of Python and C functions in forward and backward."""
 
 
 def _start_on_cpu() -> None:
@@ -93,20 +95,25 @@ def _start_on_gpu() -> None:
     run_on_shared_gpu.start_process_group()
 
 
+def gather(result: T) -> list[T]:
+    """Return the results of all ranks, on all ranks."""
+    import torch.distributed as dist
+
+    found: list[T] = [result] * dist.get_world_size()
+    dist.all_gather_object(found, result)
+    return found
+
+
 def of_busiest(calls: float, result: T) -> T:
     """Return the result of the rank with the most calls, on all ranks.
 
-    Ranks hold different numbers of replicas, and all wait for the slowest one.
+    Ranks hold different numbers of replicas.
     """
-    import torch.distributed as dist
-
-    found: list[tuple[float, T]] = [(calls, result)] * dist.get_world_size()
-    dist.all_gather_object(found, (calls, result))
-    return max(found, key=lambda pair: pair[0])[1]
+    return max(gather((calls, result)), key=lambda pair: pair[0])[1]
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Measure on every rank; print the tables of the busiest rank on rank 0."""
+    """Measure on every rank; print the tables on rank 0."""
     import torch
 
     torch.set_num_threads(1)
@@ -127,7 +134,7 @@ def measure(arguments: argparse.Namespace) -> None:
         for homes in arguments.homes:
             models = Models(experts, homes, arguments, phases)
             for microbatches in arguments.microbatches:
-                rows = of_busiest(*models.compare(microbatches))
+                rows = models.compare(microbatches)
                 if prints:
                     for row in rows:
                         print(f"| {experts} | {homes} | {microbatches} | {row}", flush=True)
@@ -230,11 +237,11 @@ class Models:
         seconds["rest"] = between - begin - self.phases.seconds.total()
         return seconds
 
-    def compare(self, microbatches: int) -> tuple[float, list[str]]:
+    def compare(self, microbatches: int) -> list[str]:
         """Measure all models in turn.
 
         Returns:
-            Calls with replicas, and the table rows without the first three columns.
+            The table rows without the first three columns.
         """
         times = self._time(microbatches)
         # Medians: in some steps a copy is timed.
@@ -242,6 +249,7 @@ class Models:
             name: median(self.count(name, microbatches).total() for _ in range(COUNTED))
             for name in self.models
         }
+        calls = of_busiest(calls["replicas"], calls)
         per_layer = microbatches * self.arguments.layers
         stock_times = [_total(step) for step in times["stock"]]
         rows = []
@@ -259,10 +267,10 @@ class Models:
                 f"{calls[name] / calls['stock']:.3f}",
             ]
             rows.append(" | ".join(columns) + " |")
-        return calls["replicas"], rows
+        return rows
 
     def _time(self, microbatches: int) -> dict[str, list[Counter[str]]]:
-        """Time the steps of every model; the models alternate step by step."""
+        """Time the steps of every model, on the slowest rank; the models alternate step by step."""
         times: dict[str, list[Counter[str]]] = {name: [] for name in self.models}
         # A garbage collection inside one model's step would distort its ratio.
         gc.collect()
@@ -274,7 +282,12 @@ class Models:
                 if index >= WARMUP:
                     times[name].append(seconds)
         gc.enable()
-        return times
+        slowest = {}
+        for name, *of_ranks in zip(
+            self.models, *(of.values() for of in gather(times)), strict=True
+        ):
+            slowest[name] = [max(steps, key=_total) for steps in zip(*of_ranks, strict=True)]
+        return slowest
 
     def count(self, name: str, microbatches: int) -> Counter[tuple[str, str, str]]:
         """Count the calls in forward and backward of one step, by file, function and kind."""

@@ -125,11 +125,13 @@ int main(int argc, char** argv) {
   const Array<u32> probs;
   const Array<u8> out_map_wanted;
   const Array<u32> out_wanted, out_grad, grad_wanted;
+  const Array<i64> exchange_wanted;
   const i32* n = head.at;
   const Tokens tokens = {(u32)n[TOKENS], (u32)n[TILE]};
 
   Array<i64> work((u64)n[WORK]), shared((u64)n[SHARED] / 8);
   Array<i32> parts(parts_wanted.bytes / 4), before(before_wanted.bytes / 4), own_loads(loads_wanted.bytes / 4);
+  Array<i64> exchanged(exchange_wanted.bytes / 8);
   // The kernel does not write the entries past the last holder.
   std::memcpy(parts.at, parts_wanted.at, parts.bytes);
   for (i32 c = 0; c < holders.at[1 + n[EXPERTS]]; ++c) parts.at[c] = -1;
@@ -138,11 +140,13 @@ int main(int argc, char** argv) {
   for (i32 i = 0; i < n[THREADS] / in_warp; ++i) warps.push_back(new Warp((u32)in_warp));
   const auto solve = [&](Host& host) {
     Lanes th(host, n[LANES], warps);
-    quotas(th, group.at, holders.at, loads.at, work.at, shared.at, (u32)n[SHARED], n[OWN], n[RANK], parts.at);
+    quotas(th, group.at, holders.at, loads.at, work.at, shared.at, (u32)n[SHARED], n[OWN], n[RANK], parts.at,
+           exchanged.at);
   };
   launch(solve, 1, (u32)n[THREADS]);
   for (Warp* warp : warps) delete warp;
   compare("parts", parts, parts_wanted);
+  compare("exchange", exchanged, exchange_wanted);
 
   u32 arrived = 0;
   // A sum that begins above 32 bits.

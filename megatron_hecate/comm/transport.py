@@ -274,16 +274,13 @@ class Transport(Protocol):
 def chunks_in(memory: Tensor, count: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
     """Return ``count`` chunks, [elements] each, as tensors over ``memory``, uint8.
 
-    The tensors have version counters of their own: a replica's weights are written while autograd
+    The tensors have a version counter of their own: a replica's weights are written while autograd
     keeps them for the backward (lifetime ``layer`` fetches the same weights to the same place
     again), and its version check must not see that.
     """
     stride = LayerBuffer.aligned(elements, dtype) // dtype.itemsize
-    storage = memory.untyped_storage()
     begin = memory.storage_offset() // dtype.itemsize
-    return [
-        torch.empty(0, dtype=dtype, device=memory.device).set_(
-            storage, begin + i * stride, (elements,), (1,)
-        )
-        for i in range(count)
-    ]
+    chunks = torch.empty(0, dtype=dtype, device=memory.device).set_(
+        memory.untyped_storage(), begin, (count, elements), (stride, 1)
+    )
+    return [chunks[i] for i in range(count)]

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
@@ -39,14 +40,15 @@ class CountedAlltoAll:
 
         Args:
             routing_map: [T, R * P] bool. Another map than the expected one, for example one that
-                Megatron has padded for quantization, is counted by Megatron's method.
+                Megatron has padded for quantization, is counted by Megatron's method. So are all
+                maps if a framework has replaced this method.
 
         Returns:
             [P] int64 tokens for each physical expert of this rank.
         """
         known = self._known
         self._known = None
-        if known is None or known[0] is not routing_map:
+        if known is None or known[0] is not routing_map or not _is_megatrons():
             return super().preprocess(routing_map)
         exchange = known[1]
         if self.config.moe_expert_capacity_factor is None:
@@ -74,20 +76,20 @@ class CountedAlltoAll:
         return exchange.of_slot
 
 
-def _kind_of(stock: MoETokenDispatcher) -> type[MoETokenDispatcher]:
-    """Return the class of the dispatcher over physical experts."""
-    kind = type(stock)
-    # a subclass may count in its own way
-    if getattr(kind, "preprocess", None) is not MoEAlltoAllTokenDispatcher.preprocess:
-        return kind
-    return type(f"Counted{kind.__name__}", (CountedAlltoAll, kind), {})
+def _is_megatrons() -> bool:
+    """Return whether the all-to-all dispatcher's ``preprocess`` is Megatron's own.
+
+    verl, for one, replaces it at run time, to count what its replayed routes contain.
+    """
+    code = getattr(MoEAlltoAllTokenDispatcher.preprocess, "__code__", None)
+    return code is not None and code.co_filename == token_dispatcher.__file__
 
 
 def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoETokenDispatcher:
     """Build a dispatcher like ``stock`` over ``num_physical`` experts per rank.
 
-    It has the groups of ``stock`` and its class, or a subclass. It gets the shared experts that overlap with
-    communication.
+    It has the groups of ``stock``, and its class or a subclass. It gets the shared experts that
+    overlap with communication.
 
     Raises:
         TypeError: for a dispatcher of a class that was not tested with replicas.
@@ -106,7 +108,10 @@ def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoEToke
     groups = ProcessGroupCollection(
         ep=stock.ep_group, expt_tp=stock.tp_group, tp_ep=stock.tp_ep_group
     )
-    dispatcher = _kind_of(stock)(
+    kind = type(stock)
+    if isinstance(stock, MoEAlltoAllTokenDispatcher):
+        kind = type(f"Counted{kind.__name__}", (CountedAlltoAll, kind), {})
+    dispatcher = kind(
         num_physical, list(range(first, first + num_physical)), config=config, pg_collection=groups
     )
     if stock.shared_experts is not None:

@@ -21,6 +21,7 @@ from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.megatron.gradient_buckets import ReductionPoint
 from megatron_hecate.megatron.grouped_linear import GroupedExperts, copy_module
+from megatron_hecate.megatron.home_parameters import HomeParameters
 from megatron_hecate.megatron.parameter_gathers import wait_for_params
 from megatron_hecate.megatron.stored_weights import StoredWeights
 from megatron_hecate.plan import LayerShape
@@ -72,7 +73,7 @@ class PhysicalExperts:
         # physical experts that the twin computes, the first ones
         self.num_computed = num_physical
         self._skips_empty = not self._needs_all(experts)
-        self._owners = self._home_owners(experts)
+        self._homes = HomeParameters(experts, self._names, self.num_homes)
         self._places = self._twin_places(num_physical)
         # class of the parameters when `quantized` was found last
         self._kind: type | None = None
@@ -105,18 +106,6 @@ class PhysicalExperts:
         quantizes = any(getattr(config, name, None) for name in ("fp8", "fp4", "quant_recipe"))
         return quantizes or self._has_operators
 
-    def _home_owners(self, experts: Module) -> list[list[tuple[Module, str]]]:
-        """Find the submodule and the attribute of each home's parameters, expert by expert.
-
-        Submodules are kept because looking up dotted names of many experts takes long in each
-        forward.
-        """
-        owners: list[list[tuple[Module, str]]] = []
-        for expert in range(self.num_homes):
-            paths = [name.format(expert).rpartition(".") for name in self._names]
-            owners.append([(experts.get_submodule(path), leaf) for path, _, leaf in paths])
-        return owners
-
     def _twin_places(self, num_physical: int) -> list[tuple[dict[str, Any], str]]:
         """Find the dictionary and the key of each weight of the twin, expert by expert.
 
@@ -133,15 +122,12 @@ class PhysicalExperts:
         return places
 
     def homes(self) -> list[list[Parameter]]:
-        """Look up the parameters of this rank's own experts, expert by expert.
-
-        Not cached, because loading or moving a model replaces its parameters.
-        """
-        return [[owner._parameters[leaf] for owner, leaf in expert] for expert in self._owners]
+        """Look up the parameters of this rank's own experts, expert by expert."""
+        return self._homes.all()
 
     def home(self, index: int) -> list[Parameter]:
         """Look up the parameters of one of this rank's own experts."""
-        return [owner._parameters[leaf] for owner, leaf in self._owners[index]]
+        return self._homes.one(index)
 
     def wait_for_values(self) -> None:
         """Wait until the homes hold this iteration's values."""
@@ -150,8 +136,7 @@ class PhysicalExperts:
     @property
     def quantized(self) -> bool:
         """True if parameters are quantized. One module holds them all, so all are or none is."""
-        owner, leaf = self._owners[0][0]
-        kind = owner._parameters[leaf].__class__
+        kind = self.home(0)[0].__class__
         if kind is not self._kind:
             self._kind = kind
             self._quantized = StoredWeights(self.home(0)).quantized

@@ -272,11 +272,10 @@ class Replicas:
         num_homes = len(pending.homes) * len(layout.shapes)
         for at, total in self._carried_sums():
             _add(total, grads[num_homes + at], first=first)
-        if layout.fuses_any:
-            for expert in pending.homes:
-                for p, fused in zip(expert, layout.fused, strict=True):
-                    if fused:
-                        p.grad_added_to_main_grad = True
+        for part, is_fused in enumerate(layout.fused):
+            if is_fused:
+                for expert in pending.homes:
+                    expert[part].grad_added_to_main_grad = True
         self.unreturned += 1
         self.backwards += 1
         microbatches, within = divmod(self.backwards, self.passes)

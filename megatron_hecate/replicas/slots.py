@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import cached_property
 from itertools import chain
+from operator import attrgetter
 from typing import Protocol
 
 from torch import Tensor
@@ -85,12 +86,12 @@ class ReplicaSlots:
             ValueError: if some parameters are frozen and some are trained, or their dtypes differ.
         """
         parameters = list(chain.from_iterable(self.experts.homes()))
-        if len({p.requires_grad for p in parameters}) > 1:
+        if len(set(map(attrgetter("requires_grad"), parameters))) > 1:
             raise ValueError(
                 f"{self.label}: some expert parameters are frozen and others are not; freeze all "
                 "or none"
             )
-        dtypes = {p.dtype for p in parameters}
+        dtypes = set(map(attrgetter("dtype"), parameters))
         if dtypes != {self.sizes.dtype}:
             raise ValueError(
                 f"{self.label}: expert parameters have dtypes {sorted(map(str, dtypes))}; FSSDP "

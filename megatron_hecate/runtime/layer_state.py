@@ -254,7 +254,8 @@ class LayerState:
         return True
 
     def _versions(self) -> list[int]:
-        return [p._version for p in chain.from_iterable(self.parts.experts.homes())]
+        homes = chain.from_iterable(self.parts.experts.homes())
+        return list(map(operator.attrgetter("_version"), homes))
 
     def renew_plan(self) -> None:
         """Replace the transfer plan by an equal one, so that replicas are fetched again.

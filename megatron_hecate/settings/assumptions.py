@@ -90,6 +90,17 @@ ASSUMPTIONS = (
         "built over physical experts",
     ),
     _Assumption(
+        "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess",
+        ("routing_map",),
+        "overridden: sets num_out_tokens, splits and num_global_tokens_per_local_expert",
+    ),
+    _Assumption(
+        "core.transformer.moe.token_dispatcher"
+        ":MoEAlltoAllTokenDispatcher._maybe_update_cuda_sync_point",
+        ("point",),
+        "called where preprocess calls it",
+    ),
+    _Assumption(
         "core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher",
         _DISPATCHER,
         "built over physical experts",

@@ -123,9 +123,19 @@ def quotas(device: torch.device, *, seeds: int = 8) -> None:
         expected, order = quotas_of_all(loads, placement, shape)
         tables = QuotaTables(shape, device, Kernels(device))
         tables.place(placement)
+        physical = np.zeros((placement.num_ranks, shape.num_physical), np.int64)
+        physical[:, order.physical] = expected
+        slots = shape.slots_per_rank
         for source in range(placement.num_ranks):
-            parts = tables.parts(torch.from_numpy(loads).to(device), source).cpu().numpy()
-            ends = parts[: len(order.expert)]
+            on_device = torch.from_numpy(loads).to(device)
+            parts, exchange = tables.parts_and_exchange(on_device, source)
+            received = physical[:, source * slots : (source + 1) * slots]
+            assert np.array_equal(exchange.received.cpu().numpy(), received), (seed, source)
+            for found, axis in ((exchange.of_slot, 0), (exchange.of_source, 1)):
+                assert np.array_equal(found.cpu().numpy(), received.sum(axis=axis)), (seed, source)
+            sent = physical[source].reshape(-1, slots).sum(axis=1)
+            assert np.array_equal(exchange.sent.cpu().numpy(), sent), (seed, source)
+            ends = parts.cpu().numpy()[: len(order.expert)]
             begin = np.where(np.diff(order.expert, prepend=-1) > 0, 0, np.roll(ends, 1))
             assert np.array_equal(ends - begin, expected[source]), (seed, source)
 

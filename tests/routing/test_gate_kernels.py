@@ -109,11 +109,21 @@ class Block:
             HolderOrder.of(self.placement, shape).table(shape),
         ]
         arrays += [loads, parts, chosen, before, loads[rank], probs, out_map, out, out_grad.T, grad]
+        tokens_of = np.zeros((len(loads), most), np.int64)
+        tokens_of[:, order.physical] = quotas
+        arrays.append(exchange(tokens_of, rank, shape.slots_per_rank))
         path.write_bytes(
             b"".join(
                 np.uint64(a.nbytes).tobytes() + np.ascontiguousarray(a).tobytes() for a in arrays
             )
         )
+
+
+def exchange(tokens: np.ndarray, rank: int, slots: int) -> np.ndarray:
+    """One rank's counts from all tokens [N, R * P], laid out as `exchange_at`; source n is rank n."""
+    received = tokens[:, rank * slots : (rank + 1) * slots]
+    sent = tokens[rank].reshape(-1, slots).sum(axis=1)
+    return np.concatenate([received.ravel(), received.sum(axis=0), received.sum(axis=1), sent])
 
 
 def some_block(seed: int, *, threads: int, lanes: int) -> tuple[Block, np.random.Generator]:

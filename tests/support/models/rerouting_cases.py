@@ -57,16 +57,19 @@ def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = 
         moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False
     )
     quotas, order = quotas_of_all(loads.numpy(), placement, shape)
+    routed, exchanges = [], []
     for source in range(sources):
         group = SimpleNamespace(size=lambda: sources, rank=lambda source=source: source)
         dispatcher = SimpleNamespace(tp_ep_group=group, tp_size=tp_size, config=config)
-        rerouter = Rerouter(dispatcher, world, label="layer 1", timeout=30)
+        rerouter = Rerouter(dispatcher, world, label="layer 1", timeout=30, exchanges=True)
         routing_map = torch.from_numpy(maps[source])
         probs = torch.rand(routing_map.shape, dtype=torch.float64) * routing_map
         probs.requires_grad_()
         rerouter.place(placement, probs.device)
         counted = rerouter.count(routing_map)
-        physical_map, physical_probs, _ = rerouter.reroute(probs, counted, loads)
+        physical_map, physical_probs, exchange = rerouter.reroute(probs, counted, loads)
+        routed.append(physical_map.cpu().sum(dim=0))
+        exchanges.append(exchange)
 
         holders = zip(
             order.expert.tolist(), order.rank.tolist(), quotas[source].tolist(), strict=True
@@ -90,3 +93,11 @@ def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = 
         (physical_probs * weights).sum().backward()
         for (token, expert), physical in physical_of.items():
             assert probs.grad[token, expert] == weights[token, physical]
+    # as Megatron counts: each source sums its routing map, and the sums are gathered
+    slots = placement.slots_per_rank
+    for source, exchange in enumerate(exchanges):
+        received = torch.stack(routed)[:, source // tp_size * slots :][:, :slots]
+        assert torch.equal(exchange.received.cpu(), received)
+        assert torch.equal(exchange.of_slot.cpu(), received.sum(dim=0))
+        assert torch.equal(exchange.of_source.cpu(), received.sum(dim=1))
+        assert torch.equal(exchange.sent.cpu(), routed[source].view(RANKS, slots).sum(dim=1))
