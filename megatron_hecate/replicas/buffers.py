@@ -112,7 +112,7 @@ class Buffer:
         self.transfer: Transfer | None = None
         # Called if the transfer's result was never consumed.
         self.abandon: Callable[[], None] | None = None
-        # `autograd.BoundWeights` over this memory, by index of the layer.
+        # `bound_weights.BoundWeights` over this memory, by index of the layer.
         self.bound: dict[int, Any] = {}
         # True if the memory is zero once `_to_zero` is zeroed and `_zeroed` has occurred.
         self._is_zero = False

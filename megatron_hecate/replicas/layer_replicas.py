@@ -20,7 +20,8 @@ from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.device.direct_apply import direct_apply
 from megatron_hecate.plan import Placement
-from megatron_hecate.replicas.autograd import BoundWeights, PendingGradients
+from megatron_hecate.replicas.autograd import PendingGradients
+from megatron_hecate.replicas.bound_weights import BoundWeights
 from megatron_hecate.replicas.slots import ReplicaSlots
 
 

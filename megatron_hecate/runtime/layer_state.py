@@ -64,13 +64,7 @@ class LayerState:
         self.group = layer.ep_group
         self.stock_dispatcher = layer.token_dispatcher
         self.physical_dispatcher = parts.physical_dispatcher
-        self.rerouter = Rerouter(
-            layer.token_dispatcher,
-            world,
-            label=self.name,
-            timeout=config.timeout,
-            exchanges=isinstance(self.physical_dispatcher, CountedAlltoAll),
-        )
+        self.rerouter = self._rerouter()
         captured = holds_preprocess(SettingSources(layer.config))
         self.always_physical = config.slots + config.rehome > 0 and (
             self.rerouter.always_physical or captured
@@ -106,6 +100,15 @@ class LayerState:
         # Replicas of the microbatches whose backward has not run, one entry per pass, oldest first:
         # Megatron's schedules preserve the order.
         self._in_flight: deque[Replicas | None] = deque()
+
+    def _rerouter(self) -> Rerouter:
+        return Rerouter(
+            self.stock_dispatcher,
+            self.world,
+            label=self.name,
+            timeout=self.config.timeout,
+            exchanges=isinstance(self.physical_dispatcher, CountedAlltoAll),
+        )
 
     def break_off(self) -> None:
         """Forget a begun forward, which was aborted."""

@@ -1,0 +1,183 @@
+"""Weights of all physical experts, and how they take part in autograd (overview in `autograd`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, compress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from megatron_hecate.comm.transport import TransferPlan
+from megatron_hecate.device.direct_apply import direct_apply
+from megatron_hecate.replicas.chunk_layout import ChunkLayout
+
+
+class BoundWeights:
+    """Weights of all physical experts for one plan: homes, then replicas in one buffer.
+
+    Weights are a flat list, parameter by parameter. Autograd adds nothing to the gradients of
+    homes, which get the sums of their replicas first.
+
+    Args:
+        plan: content of the buffer.
+        homes: parameters of this rank's own experts, expert by expert.
+        replicas: parameters of each slot.
+        layout: layout of an expert's parameters in a chunk.
+        grads: gradient accumulators of fused GEMMs, [elements] per slot; ``None`` where no GEMM is
+            fused.
+    """
+
+    def __init__(
+        self,
+        plan: TransferPlan,
+        homes: list[list[Parameter]],
+        replicas: list[list[Tensor]],
+        *,
+        layout: ChunkLayout,
+        grads: Sequence[Tensor] | None,
+    ) -> None:
+        self.plan = plan
+        own = list(chain.from_iterable(homes))
+        self.trained = own[0].requires_grad
+        # An empty slot may hold any values: it has no tokens. Detached tensors are no views, whose
+        # nodes autograd would replace after writes.
+        of_slots = [part.detach() for part in chain.from_iterable(replicas)]
+        self.weights = [p.detach() for p in own] + of_slots
+        parts = len(layout.shapes)
+        self._num_homes = len(homes)
+        self._num_weights = len(self.weights)
+        # Homes' weights in `weights` by parameter, for parameters of fused GEMMs, each with the
+        # first home's.
+        self._fused = [
+            (slice(part, len(own), parts), own[part])
+            for part, is_fused in enumerate(layout.fused)
+            if is_fused
+        ]
+        fused = layout.fused * (len(homes) + len(replicas))
+        # Indices of the weights whose gradients pass through autograd.
+        self._passed: list[int] = []
+        if not self.trained:
+            return
+        if not layout.fuses_any and not layout.uniform:
+            used = [*range(len(homes)), *(len(homes) + slot for slot in plan.slots)]
+            for expert in used:
+                self._passed += range(expert * parts, (expert + 1) * parts)
+            return
+        self._passed = [at for at, is_fused in enumerate(fused) if not is_fused]
+        _require_grads(list(compress(self.weights, fused)))
+        # A fused grouped GEMM needs a gradient for every weight.
+        main_grads = [getattr(p, "main_grad", None) for p in own]
+        main_grads += chain.from_iterable(map(layout.views, grads or ()))
+        for weight, main_grad, is_fused in zip(
+            self.weights, main_grads, fused, strict=grads is not None
+        ):
+            if is_fused:
+                weight.main_grad = main_grad
+
+    def join(
+        self, hidden: Tensor, token: Tensor, take: Callable[[Any, list[Tensor | None]], None]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Make the `_Experts` node of a forward that a backward follows.
+
+        Args:
+            hidden: input of the experts, any shape.
+            token: empty tensor from `PendingGradients.join_homes`.
+            take: callback of the backward. Its arguments are the `_Homes` node, and the list of
+                complete gradients of all weights, with placeholders for weights of fused GEMMs.
+
+        Returns:
+            The experts' input and their weights, a flat list.
+        """
+        carried = [self.weights[at] for at in self._passed]
+        hidden, *passed = _join_experts(partial(self._take, take), token, hidden, *carried)
+        if not passed:
+            return hidden, self.weights
+        weights = list(self.weights)
+        for at, weight in zip(self._passed, passed, strict=True):
+            weights[at] = weight
+        return hidden, weights
+
+    def _take(
+        self,
+        take: Callable[[Any, list[Tensor | None]], None],
+        node: Any,
+        passed: Sequence[Tensor | None],
+    ) -> None:
+        grads: list[Tensor | None] = [None] * self._num_weights
+        for at, grad in zip(self._passed, passed, strict=True):
+            grads[at] = grad
+        for of_homes, home in self._fused:
+            # A home may be quantized; its gradient is not.
+            placeholder = torch.empty(home.shape, dtype=home.dtype, device=home.device)
+            # One view per home: autograd steals a gradient to which it has the only reference,
+            # and copies any other.
+            grads[of_homes] = placeholder.expand(self._num_homes, *home.shape).unbind()
+        take(node, grads)
+
+
+class _FusedWeights(torch.autograd.Function):
+    """Common node of weights whose gradients fused GEMMs add to ``main_grad``.
+
+    GEMMs compute no gradients for tensors that need none. Leaves of autograd need some, but each
+    has a node of its own, which takes 2 us in a backward although it gets no gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, weights: list[Tensor]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        # In a list, they are no inputs for autograd, which then attaches the node to them.
+        return tuple(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, None]:
+        return None, None
+
+
+_attach_to_fused = direct_apply(_FusedWeights)
+
+
+def _require_grads(weights: list[Tensor]) -> None:
+    """Make detached ``weights`` of fused GEMMs require gradients."""
+    with torch.enable_grad():
+        _attach_to_fused(torch.empty(0, requires_grad=True), weights)
+
+
+class _Experts(torch.autograd.Function):
+    """Node of the experts' input and of the weights whose gradients autograd carries.
+
+    Its backward passes the gradients of the weights to ``take``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, take: Callable, token: Tensor, hidden: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.take = take
+        ctx.device = token.device
+        # A weight without a gradient then gives None instead of a tensor of zeros.
+        ctx.set_materialize_grads(False)
+        # Autograd returns inputs as views, which takes less time than to make views here.
+        return (hidden, *weights)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Dispatchers keep tensors of the last forward, and with a tensor this node, which must not
+        # keep the replicas.
+        take = ctx.take
+        ctx.take = None
+        (homes, _), *_ = ctx.next_functions
+        # False if `torch.autograd.grad` of other tensors runs.
+        if torch._C._will_engine_execute_node(homes):
+            take(homes, grads)
+        # The gradient of the token must be defined: autograd runs nodes with undefined gradients in
+        # the thread that called it, and at once.
+        token = torch.empty(0, device=ctx.device)
+        # The weights are detached, and have no gradients here.
+        return (None, token, grad, *[None] * len(grads))
+
+
+_join_experts = direct_apply(_Experts)
