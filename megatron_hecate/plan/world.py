@@ -114,7 +114,8 @@ H100 = Speeds(
     flops=0.45 * 989e12,
     # Measured on an H200 (docs/gpu-results.md), in us: 14 to count, 20 (8 ranks) to 78 (64 ranks)
     # for quotas, 13 to reroute and 18 in its backward. Estimated: 30 for the all-gather of loads,
-    # 40 for more physical experts in the grouped GEMMs.
+    # which Megatron's all-to-all dispatcher saves again, and 40 for more physical experts in the
+    # grouped GEMMs.
     routing=0.15e-3,
     # GEMMs on an H200 took 1.4 % longer during a fetch of 16 thread blocks, and 10 % longer during
     # a return of 32. NCCL is not measured.

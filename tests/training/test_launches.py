@@ -1,12 +1,13 @@
-"""What FSSDP adds between the gate and the dispatch, and in their backward: launches, and waits of the host.
+"""What FSSDP adds between the gate and the dispatch, and in their backward: launches, collectives, and waits of the host.
 
 Oracle: the operations that torch's dispatcher sees, and launches of our own, while our code runs and Megatron's, inside
-it, does not.
+it, does not; or all of them, with replicas and in stock Megatron.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,9 +49,31 @@ class Counted:
 
         self.patch.setattr(owner, name, staticmethod(wrapped) if static else wrapped)
 
+    def wrap_inherited(self, owner: Any, name: str, *, ours: bool) -> None:
+        """Wrap a method that ``owner`` may inherit."""
+        self.patch.setattr(owner, name, getattr(owner, name))
+        self._wrap(owner, name, ours)
+
     def add(self, name: str) -> None:
         if self.ours:
             self.counts[name] += 1
+
+
+def watching(add: Callable[[str], None]) -> Any:
+    """Return a context that calls ``add`` with the name of every operation that computes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        ) -> Any:
+            name, returns = func.__name__.split(".")[0], func._schema.returns
+            is_view = any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+            if not is_view and name not in ALLOCATES:
+                add(name)
+            return func(*args, **(kwargs or {}))
+
+    return Mode()
 
 
 @ranks(2)
@@ -59,7 +82,6 @@ def test_at_most_five_launches_and_no_wait() -> None:
     the loads) does not count, nor does fetching."""
     import tiny_gpt
     from megatron.core.transformer.moe.moe_layer import MoELayer
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     from megatron_hecate.device.launch import Kernels
     from megatron_hecate.layer import FSSDPLayer
@@ -89,19 +111,7 @@ def test_at_most_five_launches_and_no_wait() -> None:
 
         patch.setattr(Kernels, "launch", launch_counted)
 
-        class Mode(TorchDispatchMode):
-            def __torch_dispatch__(
-                self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-            ) -> Any:
-                name, returns = func.__name__.split(".")[0], func._schema.returns
-                is_view = any(
-                    r.alias_info is not None and not r.alias_info.is_write for r in returns
-                )
-                if not is_view and name not in ALLOCATES:
-                    counted.add(name)
-                return func(*args, **(kwargs or {}))
-
-        with Mode():
+        with watching(counted.add):
             trained.step(3)
 
     forwards = MICROBATCHES * LAYERS
@@ -114,3 +124,40 @@ def test_at_most_five_launches_and_no_wait() -> None:
     assert 4 + sum(per_forward.values()) <= MOST, per_forward
     assert sum(others.values()) <= 3, f"once per iteration: {others}"
     assert not set(WAITS) & set(counted.counts), counted.counts
+
+
+@ranks(2)
+def test_fewer_launches_than_stock_and_as_many_collectives() -> None:
+    """Between the gate and the dispatch of the tokens. Megatron sums the routing map and gathers the sums; with
+    replicas, the quotas have them."""
+    import tiny_gpt
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megatron_hecate.device.launch import Kernels
+
+    case = tiny_gpt.Case(accumulate=MICROBATCHES)
+    tiny_gpt.initialize(case)
+    found = {}
+    for name, hook in (("stock", None), ("replicas", tiny_gpt.fssdp_hook())):
+        trained = tiny_gpt.train(case, hook=hook)
+        assert (trained.replicas > 0) == (name == "replicas")
+        with pytest.MonkeyPatch.context() as patch:
+            counted = Counted(patch)
+            for layer in {type(layer) for layer in tiny_gpt.moe_layers(trained.chunks)}:
+                counted.wrap_inherited(layer, "preprocess", ours=True)
+            launch = Kernels.launch
+
+            def launch_counted(self: Any, kernel: str, *args: Any, **kwargs: Any) -> None:
+                counted.add(kernel)  # noqa: B023
+                launch(self, kernel, *args, **kwargs)  # noqa: B023
+
+            patch.setattr(Kernels, "launch", launch_counted)
+            with watching(counted.add):
+                trained.step(3)
+        forwards = MICROBATCHES * LAYERS
+        found[name] = Counter({op: n // forwards for op, n in counted.counts.items()})
+    stock, ours = found["stock"], found["replicas"]
+    assert issubclass(layer, MoELayer) and ours["fssdp_quotas"] == 1
+    gathers = [sum(n for op, n in of.items() if "gather_base" in op) for of in (stock, ours)]
+    assert gathers == [1, 1], found
+    assert ours.total() < stock.total(), found
