@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -85,6 +86,12 @@ def _is_megatrons() -> bool:
     return code is not None and code.co_filename == token_dispatcher.__file__
 
 
+@functools.cache
+def _counted(kind: type[MoETokenDispatcher]) -> type[MoETokenDispatcher]:
+    """Return the class of all-to-all dispatchers of ``kind`` that take known counts."""
+    return type(f"Counted{kind.__name__}", (CountedAlltoAll, kind), {})
+
+
 def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoETokenDispatcher:
     """Build a dispatcher like ``stock`` over ``num_physical`` experts per rank.
 
@@ -110,7 +117,7 @@ def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoEToke
     )
     kind = type(stock)
     if isinstance(stock, MoEAlltoAllTokenDispatcher):
-        kind = type(f"Counted{kind.__name__}", (CountedAlltoAll, kind), {})
+        kind = _counted(kind)
     dispatcher = kind(
         num_physical, list(range(first, first + num_physical)), config=config, pg_collection=groups
     )
