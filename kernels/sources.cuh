@@ -135,15 +135,17 @@ struct Exchange {
   i64* of_slot;    // [P] of all sources
   i64* of_source;  // [N] for all physical experts of this rank
   i64* sent;       // [R] tokens of this rank's source for each rank
+  i64* total;      // [1] of all sources, for all physical experts of this rank
 };
 FSSDP_FN Exchange exchange_at(i64* at, const Group& g) {
-  Exchange x = {at, 0, 0, 0};
+  Exchange x = {at, 0, 0, 0, 0};
   x.of_slot = x.received + (i64)g.sources * g.per_rank;
   x.of_source = x.of_slot + g.per_rank;
   x.sent = x.of_source + g.sources;
+  x.total = x.sent + g.ranks;
   return x;
 }
-FSSDP_FN i32 exchange_size(const Group& g) { return g.sources * g.per_rank + g.per_rank + g.sources + g.ranks; }
+FSSDP_FN i32 exchange_size(const Group& g) { return g.sources * g.per_rank + g.per_rank + g.sources + g.ranks + 1; }
 
 // Write the `Exchange` of source `own` in g.order, of rank `rank`, with the whole block. `parts`: of
 // the same source, complete.
@@ -168,6 +170,7 @@ FSSDP_FN void exchange(Thread& th, const Sources<Int>& sources, i32 own, i32 ran
       x.received[(i64)source * g.per_rank + slot] = tokens;
       th.add(x.of_slot + slot, tokens);
       th.add(x.of_source + source, tokens);
+      th.add(x.total, tokens);
     }
   }
 }

@@ -62,7 +62,7 @@ class CountedAlltoAll:
         received = exchange.received
         if self.tp_size == 1:
             self.output_splits = exchange.of_source
-            self.output_splits_tp = None
+            self.output_splits_tp = exchange.total
         else:
             # sources are numbered by rank first, Megatron's rows by tensor-parallel rank first
             of_source = exchange.of_source.view(self.ep_size, self.tp_size)

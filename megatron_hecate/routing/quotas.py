@@ -33,12 +33,14 @@ class Exchange:
         of_slot: [P] int64, tokens of all sources.
         of_source: [N] int64, tokens for all slots of this rank.
         sent: [R] int64, tokens of this rank's source for each rank.
+        total: [1] int64, tokens of all sources for all slots of this rank.
     """
 
     received: Tensor
     of_slot: Tensor
     of_source: Tensor
     sent: Tensor
+    total: Tensor
 
 
 class QuotaTables:
@@ -67,7 +69,7 @@ class QuotaTables:
         self._loads_shape = (sources, shape.num_experts)
         # sizes of an `Exchange`, in order
         per_rank = shape.slots_per_rank
-        self._exchange_sizes = (sources * per_rank, per_rank, sources, shape.world.num_ranks)
+        self._exchange_sizes = (sources * per_rank, per_rank, sources, shape.world.num_ranks, 1)
         # index of each source in the group's order
         self._places = np.argsort(shape.order).tolist()
         # the last placement without replicas, and its `parts`

@@ -91,7 +91,7 @@ ASSUMPTIONS = (
     ),
     _Assumption(
         "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess",
-        ("routing_map",),
+        (),
         "overridden: sets num_out_tokens, splits and num_global_tokens_per_local_expert",
     ),
     _Assumption(

@@ -135,6 +135,7 @@ def quotas(device: torch.device, *, seeds: int = 8) -> None:
                 assert np.array_equal(found.cpu().numpy(), received.sum(axis=axis)), (seed, source)
             sent = physical[source].reshape(-1, slots).sum(axis=1)
             assert np.array_equal(exchange.sent.cpu().numpy(), sent), (seed, source)
+            assert exchange.total.tolist() == [received.sum()], (seed, source)
             ends = parts.cpu().numpy()[: len(order.expert)]
             begin = np.where(np.diff(order.expert, prepend=-1) > 0, 0, np.roll(ends, 1))
             assert np.array_equal(ends - begin, expected[source]), (seed, source)

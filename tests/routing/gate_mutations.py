@@ -47,7 +47,7 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a source starts where the rank does": ("sources.cuh", "earlier = between(first, own, expert);", "earlier = between(first, own + 1, expert);", "address"),
     "what met on a node before is met again": ("sources.cuh", "if (k < node) away -= n.kept + n.met;", "if (k < node) away -= n.kept;", "address"),
     "room of other nodes begins at zero": ("sources.cuh", "      rooms += n.room - n.met;\n", "", "address"),
-    "counts begin as they were": ("sources.cuh", "i < exchange_size(far); i +=", "i < exchange_size(far) - far.ranks; i +=", "address"),
+    "counts begin as they were": ("sources.cuh", "i < exchange_size(far); i +=", "i < exchange_size(far) - 1; i +=", "address"),
     "tokens are received for the slot before": ("sources.cuh", "sources.deal(expert, s, from, c, nullptr)", "sources.deal(expert, s, from, c - 1, nullptr)", "address"),
     "counts are exchanged before the parts are complete": ("sources.cuh", "  th.all(true);\n  exchange(th,", "  exchange(th,", "thread"),
     "empty slots receive tokens": ("sources.cuh", "    if (c < 0) continue;\n    const i32 expert", "    const i32 expert", "address"),

@@ -123,7 +123,10 @@ def exchange(tokens: np.ndarray, rank: int, slots: int) -> np.ndarray:
     """One rank's counts from all tokens [N, R * P], laid out as `exchange_at`; source n is rank n."""
     received = tokens[:, rank * slots : (rank + 1) * slots]
     sent = tokens[rank].reshape(-1, slots).sum(axis=1)
-    return np.concatenate([received.ravel(), received.sum(axis=0), received.sum(axis=1), sent])
+    total = [received.sum()]
+    return np.concatenate(
+        [received.ravel(), received.sum(axis=0), received.sum(axis=1), sent, total]
+    )
 
 
 def some_block(seed: int, *, threads: int, lanes: int) -> tuple[Block, np.random.Generator]:

@@ -101,3 +101,4 @@ def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = 
         assert torch.equal(exchange.of_slot.cpu(), received.sum(dim=0))
         assert torch.equal(exchange.of_source.cpu(), received.sum(dim=1))
         assert torch.equal(exchange.sent.cpu(), routed[source].view(RANKS, slots).sum(dim=1))
+        assert exchange.total.tolist() == [int(received.sum())]
