@@ -305,6 +305,6 @@ def _routing(world: World, device: torch.device) -> float:
         loads = gather_rows(
             own, dist.group.WORLD, what="gathering loads", label="measure", timeout=TIMEOUT
         )
-        tables.parts(loads, rank)
+        tables.parts_and_exchange(loads, rank)
 
     return _time(route, device)
