@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, ModuleList, Parameter
@@ -129,6 +130,11 @@ class PhysicalExperts:
         """Look up the parameters of one of this rank's own experts."""
         return self._homes.one(index)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the parameters."""
+        return self._homes.first.dtype
+
     def wait_for_values(self) -> None:
         """Wait until the homes hold this iteration's values."""
         wait_for_params(self._module)
@@ -136,7 +142,7 @@ class PhysicalExperts:
     @property
     def quantized(self) -> bool:
         """True if parameters are quantized. One module holds them all, so all are or none is."""
-        kind = self.home(0)[0].__class__
+        kind = self._homes.first.__class__
         if kind is not self._kind:
             self._kind = kind
             self._quantized = StoredWeights(self.home(0)).quantized

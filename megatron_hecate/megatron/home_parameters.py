@@ -46,3 +46,9 @@ class HomeParameters:
     def one(self, index: int) -> list[Parameter]:
         """Look up the parameters of the expert at ``index``."""
         return [owner._parameters[leaf] for owner, leaf in self._owners[index]]
+
+    @property
+    def first(self) -> Parameter:
+        """The first parameter of the first expert."""
+        owner, leaf = self._owners[0][0]
+        return owner._parameters[leaf]
