@@ -72,11 +72,7 @@ def _is_tensor(routes: Any) -> bool:
 
 def _replay(layer: Module, name: str) -> Any:
     """Return the object that replays routes, or ``None``."""
-    router = layer.router
-    # ``getattr`` of a missing attribute takes long on a module, and all layers are asked in turn
-    if name not in vars(router) and name not in router._modules and not hasattr(type(router), name):
-        return None
-    replay = getattr(router, name)
+    replay = getattr(layer.router, name, None)
     if replay is None:
         return None
     is_known = all(hasattr(replay, attribute) for attribute in REPLAY_ASSUMPTIONS[name])

@@ -355,9 +355,14 @@ class Prefetcher:
         if self._pool_is_checked and self.pool is not None:
             return self.pool
         self._pool_is_checked = True
-        if self.pool is None or not all(
-            state.parts.fits(layer)
-            for state, layer in zip(self.states, self.pool.layers, strict=True)
+        # a released pool has no layers
+        if (
+            self.pool is None
+            or not self.pool.layers
+            or not all(
+                state.parts.fits(layer)
+                for state, layer in zip(self.states, self.pool.layers, strict=True)
+            )
         ):
             layers = [state.parts.buffer(state.config.slots) for state in self.states]
             first = self.states[0]
