@@ -355,14 +355,10 @@ class Prefetcher:
         if self._pool_is_checked and self.pool is not None:
             return self.pool
         self._pool_is_checked = True
+        known = () if self.pool is None else self.pool.layers
         # a released pool has no layers
-        if (
-            self.pool is None
-            or not self.pool.layers
-            or not all(
-                state.parts.fits(layer)
-                for state, layer in zip(self.states, self.pool.layers, strict=True)
-            )
+        if len(known) < len(self.states) or not all(
+            state.parts.fits(layer) for state, layer in zip(self.states, known, strict=True)
         ):
             layers = [state.parts.buffer(state.config.slots) for state in self.states]
             first = self.states[0]
