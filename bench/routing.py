@@ -5,9 +5,9 @@
 The benchmark routes one source's tokens and draws the loads of all other sources, with expert
 popularities 1, 1/2, 1/3 ... For times, slots are filled greedily; to compare values, replicas are
 drawn as well. All results of the GPU must be bitwise equal to the host build of the same kernels.
-*In a row* is one of many launches in a CUDA graph, and *all* one graph of all four kernels.
-*Quotas* include the token counts of the all-to-all dispatcher; *no counts* leaves them out. A
-replay of this graph on new tokens and a new placement must equal an eager run.
+*Quotas* include the token counts of the all-to-all dispatcher; *no counts* leaves them out. *In a
+row* is one of many launches in a CUDA graph, and *all* one graph of all four kernels. A replay of
+this graph on new tokens and a new placement must equal an eager run.
 
 UltraEP takes 0.07 ms for quotas and 0.04 ms for rerouting, on 64 ranks. ``--device cpu`` runs the
 host build, and ``--tiny`` few tokens, to try the script; the numbers are then meaningless.

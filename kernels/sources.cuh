@@ -162,7 +162,7 @@ FSSDP_FN void exchange(Thread& th, const Sources<Int>& sources, i32 own, i32 ran
     const i32 from = i / g.per_rank, slot = i % g.per_rank, c = h.held[rank * g.per_rank + slot];
     if (c < 0) continue;
     const i32 expert = h.expert[c];
-    const bool shared = h.begin[expert + 1] - h.begin[expert] > 1;
+    const bool shared = h.entry[c] >= 0;
     FSSDP_ROLLED
     for (i32 s = sources_begin(g, from); s < sources_end(g, from); ++s) {
       const i32 source = g.order[s];

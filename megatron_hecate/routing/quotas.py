@@ -65,11 +65,8 @@ class QuotaTables:
         needed = shape.shared_bytes(THREADS)
         self._shared_bytes = needed if needed <= kernels.most_shared_bytes else 0
         self.placed: Placement | None = None
-        sources = len(shape.source_rank)
-        self._loads_shape = (sources, shape.num_experts)
-        # sizes of an `Exchange`, in order
-        per_rank = shape.slots_per_rank
-        self._exchange_sizes = (sources * per_rank, per_rank, sources, shape.world.num_ranks, 1)
+        self._loads_shape = (len(shape.source_rank), shape.num_experts)
+        self._exchange_sizes = shape.exchange_sizes
         # index of each source in the group's order
         self._places = np.argsort(shape.order).tolist()
         # the last placement without replicas, and its `parts`

@@ -140,6 +140,16 @@ class GroupShape:
         """Size of one source's `Parts`, in int32 numbers."""
         return 2 * self.num_physical + self.num_experts + 1
 
+    @property
+    def exchange_sizes(self) -> tuple[int, ...]:
+        """Sizes of the arrays of an `Exchange`, in order, in int64 numbers.
+
+        They must match `exchange_at` in ``kernels/sources.cuh``.
+        """
+        sources = len(self.source_rank)
+        slots = self.slots_per_rank
+        return sources * slots, slots, sources, self.world.num_ranks, 1
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HolderOrder:

@@ -357,7 +357,7 @@ class Prefetcher:
         self._pool_is_checked = True
         known = () if self.pool is None else self.pool.layers
         # a released pool has no layers
-        if len(known) < len(self.states) or not all(
+        if not known or not all(
             state.parts.fits(layer) for state, layer in zip(self.states, known, strict=True)
         ):
             layers = [state.parts.buffer(state.config.slots) for state in self.states]

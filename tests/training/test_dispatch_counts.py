@@ -21,7 +21,7 @@ KNOWN = (
 
 
 def compare_counts(case: Any, *, expected: int) -> None:
-    """Train two steps; every forward with replicas must set the values that Megatron's method sets."""
+    """Train three steps; every forward with replicas must set the values that Megatron's method sets."""
     import tiny_gpt
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 

@@ -54,6 +54,18 @@ class Counted:
         self.patch.setattr(owner, name, getattr(owner, name))
         self._wrap(owner, name, ours)
 
+    def watch_kernels(self) -> None:
+        """Count the launches of our kernels."""
+        from megatron_hecate.device.launch import Kernels
+
+        launch = Kernels.launch
+
+        def launch_counted(kernels: Any, name: str, *args: Any, **kwargs: Any) -> None:
+            self.add(name)
+            launch(kernels, name, *args, **kwargs)
+
+        self.patch.setattr(Kernels, "launch", launch_counted)
+
     def add(self, name: str) -> None:
         if self.ours:
             self.counts[name] += 1
@@ -83,7 +95,6 @@ def test_at_most_five_launches_and_no_wait() -> None:
     import tiny_gpt
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_hecate.device.launch import Kernels
     from megatron_hecate.layer import FSSDPLayer
     from megatron_hecate.routing.reroute import _Reroute
     from megatron_hecate.routing.rerouter import Rerouter
@@ -103,13 +114,7 @@ def test_at_most_five_launches_and_no_wait() -> None:
         counted.wrap(Prefetcher, "materialize", ours=False)
         counted.wrap(Rerouter, "place", ours=False)
         counted.wrap(LoadMonitor, "start_reduce", ours=False)
-        launch = Kernels.launch
-
-        def launch_counted(self: Any, name: str, *args: Any, **kwargs: Any) -> None:
-            counted.add(name)
-            launch(self, name, *args, **kwargs)
-
-        patch.setattr(Kernels, "launch", launch_counted)
+        counted.watch_kernels()
 
         with watching(counted.add):
             trained.step(3)
@@ -133,8 +138,6 @@ def test_fewer_launches_than_stock_and_as_many_collectives() -> None:
     import tiny_gpt
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_hecate.device.launch import Kernels
-
     case = tiny_gpt.Case(accumulate=MICROBATCHES)
     tiny_gpt.initialize(case)
     found = {}
@@ -145,13 +148,7 @@ def test_fewer_launches_than_stock_and_as_many_collectives() -> None:
             counted = Counted(patch)
             for layer in {type(layer) for layer in tiny_gpt.moe_layers(trained.chunks)}:
                 counted.wrap_inherited(layer, "preprocess", ours=True)
-            launch = Kernels.launch
-
-            def launch_counted(self: Any, kernel: str, *args: Any, **kwargs: Any) -> None:
-                counted.add(kernel)  # noqa: B023
-                launch(self, kernel, *args, **kwargs)  # noqa: B023
-
-            patch.setattr(Kernels, "launch", launch_counted)
+            counted.watch_kernels()
             with watching(counted.add):
                 trained.step(3)
         forwards = MICROBATCHES * LAYERS
