@@ -122,13 +122,14 @@ def _rehoming(
     states: list[LayerState], group: dist.ProcessGroup, prefetcher: Prefetcher
 ) -> HomesSchedule:
     tracker = prefetcher.tracker
+    monitor = prefetcher.monitor
     replica = get_expert_data_parallel_rank()
     homes = Homes(states, group, replica=replica, optimizers=tracker.optimizers)
     return HomesSchedule(
         homes,
         states,
         group,
-        history=prefetcher.monitor.history,
+        last_loads=lambda: monitor.history.last,
         weights_changed=tracker.weights_changed,
     )
 

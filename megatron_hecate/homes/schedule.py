@@ -23,7 +23,6 @@ from megatron_hecate.job.collectives import gather_objects, wait_collective
 from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.plan import HomeSearch
 from megatron_hecate.plan.homes import Choice, HomeAssignment
-from megatron_hecate.runtime.forecast import LoadHistory
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.layer_state import LayerState
 
@@ -40,7 +39,8 @@ class HomesSchedule:
         homes: homes of the model's layers.
         states: the same layers.
         group: process group as in `Homes`.
-        history: past loads of this rank's expert-parallel group.
+        last_loads: function that returns the tokens of the last iteration in this rank's
+            expert-parallel group, [L, E]; ``None`` before the first iteration.
         weights_changed: notifies the model's `IterationTracker` that replicas are out of date.
     """
 
@@ -50,13 +50,13 @@ class HomesSchedule:
         states: Sequence[LayerState],
         group: dist.ProcessGroup,
         *,
-        history: LoadHistory,
+        last_loads: Callable[[], np.ndarray | None],
         weights_changed: Callable[[], None],
     ) -> None:
         self.homes = homes
         self._states = states
         self._group = group
-        self._history = history
+        self._last_loads = last_loads
         self._weights_changed = weights_changed
         # loads [L, E] of each iteration since the last search
         self._window: list[np.ndarray] = []
@@ -84,9 +84,10 @@ class HomesSchedule:
         """
         try:
             self._check()
-            if self._history.last is not None and self._history.last is not self._last:
-                self._last = self._history.last
-                self._window.append(self._last)
+            last = self._last_loads()
+            if last is not None and last is not self._last:
+                self._last = last
+                self._window.append(last)
             if self._is_due(tracker):
                 better = self._look(iteration, tracker.microbatches or 1, meter)
                 self._wanted = better or self._wanted

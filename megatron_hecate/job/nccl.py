@@ -76,6 +76,8 @@ def follow_job_timeout() -> None:
 
     torch's watchdog must not end our transfers before the job's own collectives.
     """
+    if not _timeouts:
+        return
     job = job_timeout()
     for group, (least, current) in list(_timeouts.items()):
         wanted = least

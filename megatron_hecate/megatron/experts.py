@@ -135,6 +135,12 @@ class PhysicalExperts:
         """Data type of the parameters."""
         return self._homes.first.dtype
 
+    @property
+    def kind(self) -> tuple[type, torch.dtype]:
+        """Class and data type of the parameters."""
+        first = self._homes.first
+        return first.__class__, first.dtype
+
     def wait_for_values(self) -> None:
         """Wait until the homes hold this iteration's values."""
         wait_for_params(self._module)

@@ -10,6 +10,7 @@ layer keeps its forecast.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from itertools import takewhile
 from typing import Any
 
@@ -33,6 +34,12 @@ def replays(layer: Module) -> bool:
     replay = _replay(layer, "router_replay")
     action = getattr(replay, "router_replay_action", None)
     return getattr(action, "value", None) == "replay_forward"
+
+
+def may_replay(routers: Iterable[Module]) -> bool:
+    """Return whether some router may replay routes next; takes little time where none does."""
+    has_replay = any(getattr(router, "router_replay", None) is not None for router in routers)
+    return has_replay or _slime_replays()
 
 
 def next_routes(layer: Module, most: int) -> list[tuple[Tensor, Tensor | None]]:

@@ -18,7 +18,7 @@ import numpy as np
 
 from megatron_hecate.offline.layer_work import Work
 from megatron_hecate.plan.cost import BACKWARD
-from megatron_hecate.replicas.buffers import LIFETIMES
+from megatron_hecate.replicas.buffers import FETCHED_TOGETHER, LIFETIMES
 
 # fit of the time outside experts: most iterations, and relative tolerance
 CHORDS: int = 20
@@ -318,8 +318,7 @@ class _Stage:
     def _post(self, clock: _Clock, fetches: np.ndarray, turn: int) -> list[np.ndarray]:
         """Post the fetches that begin before a layer.
 
-        The first layer begins its own fetch and the prefetch of the next layers; every other
-        layer begins one more.
+        The first layer begins its own fetch, and each layer the prefetch of further ones.
 
         Args:
             clock: clock of the microbatch.
@@ -329,11 +328,15 @@ class _Stage:
         Returns:
             Times of arrival.
         """
-        last = turn + self.lifetime.ahead
-        first = 0
-        if turn:
-            first = last
-        return [clock.post("out", seconds, clock.free) for seconds in fetches[first : last + 1]]
+        first = self._posted(turn - 1)
+        last = self._posted(turn)
+        return [clock.post("out", seconds, clock.free) for seconds in fetches[first:last]]
+
+    def _posted(self, turn: int) -> int:
+        """Return the number of fetches that have begun before the layer at ``turn`` runs."""
+        if turn < 0:
+            return 0
+        return 1 + min(FETCHED_TOGETHER * (turn + 1), turn + self.lifetime.ahead)
 
     def _layer(self, clock: _Clock, layer: int, fetched: list[np.ndarray], *, late: bool) -> None:
         """Run a layer's forward.

@@ -5,7 +5,8 @@ Values of single ranks are summed together with the loads: no message is added.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,11 +20,10 @@ from megatron_hecate.megatron.router_replay import has_replay
 from megatron_hecate.megatron.training_state import forwards_in_flight, num_microbatches
 from megatron_hecate.plan import Placement
 from megatron_hecate.plan.maxflow import balance
-from megatron_hecate.record.analysis import Figures
 from megatron_hecate.record.expert_timer import ExpertTimer
-from megatron_hecate.record.metrics import LayerMetrics, step_metrics
 from megatron_hecate.record.recorder import StageRecorder, describe_run
-from megatron_hecate.record.run_folder import RunInfo, RunRecord
+from megatron_hecate.record.run_folder import RunInfo
+from megatron_hecate.record.stage_metrics import StageMetrics
 from megatron_hecate.replicas.memory_estimate import RankExperts
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.token_counts import TokenCounts
@@ -51,7 +51,6 @@ class LayerRecorder:
     ) -> None:
         self._states = states
         self._meter = meter
-        self._microbatches = microbatches
         first = states[0]
         config = first.config
         world = first.world
@@ -85,14 +84,15 @@ class LayerRecorder:
         self._forwards = [0] * len(states)
         # Tokens sent to other nodes, [L].
         self._crossing = np.zeros(len(states), dtype=np.int64)
-        # Placements of the microbatch with most replicas: in the running iteration, and in the
-        # iteration whose loads are being summed.
+        # Placements of the running iteration's microbatch with most replicas.
         self._most = [state.parts.homes_only for state in states]
-        self._most_then = list(self._most)
+        # Placements without and with late replicas of the iteration whose loads are being summed.
+        self._placed: list[tuple[Placement, Placement]] = []
         info = _describe_stage(states, chunk_of)
         self.stage = StageRecorder(
             info, config.record, group=first.rerouter.sources, collect=collect
         )
+        self._metrics = StageMetrics(states, info, microbatches)
         self._iteration = 0
 
     def begin(self) -> int:
@@ -140,6 +140,10 @@ class LayerRecorder:
             except for this rank, and for each layer the tokens sent to other nodes. Then
             `ExpertTimer.take`, where experts are timed. int64; empty without measurements.
         """
+        self._placed = [
+            self._placements(state, most)
+            for state, most in zip(self._states, self._most, strict=True)
+        ]
         if not self.measures:
             return np.zeros(0, dtype=np.int64)
         computed = np.zeros((len(self._elsewhere), *self._computed.shape), dtype=np.int64)
@@ -151,7 +155,6 @@ class LayerRecorder:
         self._computed[:] = 0
         self._crossing[:] = 0
         self._forwards = [0] * len(self._forwards)
-        self._most_then = self._most
         self._most = [state.parts.homes_only for state in self._states]
         return measured
 
@@ -164,10 +167,41 @@ class LayerRecorder:
                 where they are counted ([N * M * L] in the order of `TokenCounts`); summed over the
                 group.
         """
-        placed = [
-            self._placements(state, most)
-            for state, most in zip(self._states, self._most_then, strict=True)
-        ]
+        placed = self._placed
+        build = functools.partial(
+            self._arrays, load, measured, placed, self._meter.window, self._meter.copy
+        )
+        if self.counts is None:
+            # The arrays are built in another thread, and only if the iteration is logged.
+            self.stage.log(
+                self._iteration, lambda: self._metrics.of_iteration(load, placed, build())
+            )
+            return
+        arrays = build()
+        self.stage.take(
+            self._iteration,
+            arrays,
+            lambda: self._metrics.of_iteration(load, placed, arrays),
+            loads=arrays["rank_load"],
+        )
+
+    def _arrays(
+        self,
+        load: np.ndarray,
+        measured: np.ndarray,
+        placed: Sequence[tuple[Placement, Placement]],
+        window: float | None,
+        copy: float | None,
+    ) -> dict[str, np.ndarray]:
+        """Compute the arrays of `RunRecord` for one iteration.
+
+        Args:
+            load: see `take`.
+            measured: see `take`.
+            placed: placements of each layer without and with late replicas.
+            window: seconds that hide copies, see `OverlapMeter`; ``None`` if not measured.
+            copy: seconds of a copy; ``None`` if not measured.
+        """
         config = self._states[0].config
         # The slots are the last columns. Layers may differ in the number of homes before.
         replica = [
@@ -176,22 +210,18 @@ class LayerRecorder:
         arrays: dict[str, Any] = {
             "load": load,
             "replica": np.stack(replica),
-            "window": self._per_layer(self._meter.window),
-            "copy": self._per_layer(self._meter.copy),
+            "window": self._per_layer(window),
+            "copy": self._per_layer(copy),
         }
         if config.rehome:
             arrays["home"] = np.stack([placement.home for _, placement in placed])
         if self.measures:
             arrays |= self._measured_arrays(load, measured[: self._num_counts], placed)
-        computed = None
         if self.counts is not None and self.timer is not None:
             timed, of_ranks = np.split(measured[self._num_counts :], [self.timer.length])
             arrays |= self.timer.split(timed)
             arrays["peak"] = self.counts.fullest(of_ranks)
-            computed = arrays["rank_load"]
-        self.stage.take(
-            self._iteration, arrays, lambda: self._values(load, placed, arrays), loads=computed
-        )
+        return arrays
 
     @staticmethod
     def _placements(state: LayerState, most: Placement) -> tuple[Placement, Placement]:
@@ -243,96 +273,6 @@ class LayerRecorder:
         late = [(placement.holders & ~planned.holders).sum() for planned, placement in placed]
         arrays["late"] = np.array(late)
         return arrays
-
-    def _values(
-        self,
-        load: np.ndarray,
-        placed: Sequence[tuple[Placement, Placement]],
-        arrays: Mapping[str, Any],
-    ) -> dict[str, np.ndarray]:
-        """Compute the metrics of an iteration for the loggers, [L] each by name.
-
-        Args:
-            load: tokens per layer and expert, [L, E].
-            placed: placements of each layer without and with late replicas.
-            arrays: recorded arrays.
-        """
-        layers = [
-            LayerMetrics.from_load(
-                state.name,
-                layer_load[: placement.num_experts],
-                planned=planned,
-                placement=placement,
-            )
-            for state, layer_load, (planned, placement) in zip(
-                self._states, load, placed, strict=True
-            )
-        ]
-        own_loads, routed = self._loads_at_home(load)
-        if "rank_load" in arrays:
-            computed = arrays["rank_load"]
-        else:
-            computed = np.array([[layer.computed_tokens] for layer in layers])
-        figures = self._figures(arrays)
-        shapes = [state.shape(self._microbatches()) for state in self._states]
-        values = step_metrics(
-            own_loads,
-            routed,
-            computed,
-            token_ms=1e3 * shapes[0].token_seconds(self._states[0].world),
-            price_ms=figures.price_ms[0],
-        )
-        replicas = np.array([layer.replicas for layer in layers])
-        bytes_per_replica = [
-            shape.fetches * shape.expert_bytes + shape.returns * shape.grad_bytes
-            for shape in shapes
-        ]
-        values["replicas"] = replicas
-        values["late_replicas"] = np.array([layer.late for layer in layers])
-        values["bypassed_layers"] = np.array([layer.bypassed for layer in layers])
-        values["copied_mib"] = replicas * bytes_per_replica / 2**20
-        if "crossing" in arrays:
-            values["crossing_tokens"] = arrays["crossing"]
-        copying = figures.copying_ms[0]
-        # Modelled copies are left out: the share is logged as measured.
-        known = ~np.isnan(arrays["copy"]) & (copying > 0)
-        no_share = np.full(len(known), np.nan)
-        values["hidden_share"] = np.divide(figures.hidden_ms[0], copying, out=no_share, where=known)
-        return values
-
-    def _loads_at_home(self, load: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-        """Sum the loads by home rank.
-
-        Args:
-            load: tokens per layer and expert, [L, E].
-
-        Returns:
-            Tokens per expert of each layer, L arrays [E of the layer]; and tokens per rank without
-            replicas, [L, N].
-        """
-        own_loads: list[np.ndarray] = []
-        routed: list[np.ndarray] = []
-        for state, layer_load in zip(self._states, load, strict=True):
-            homes = state.parts.homes_only.home
-            # Rows of layers with fewer experts are padded.
-            own = layer_load[: len(homes)]
-            own_loads.append(own)
-            routed.append(np.bincount(homes, own, len(self._elsewhere)))
-        return own_loads, np.stack(routed)
-
-    def _figures(self, arrays: Mapping[str, Any]) -> Figures:
-        """Return the metrics of a record with one iteration.
-
-        Args:
-            arrays: recorded arrays of the iteration.
-        """
-        names = ["load", "replica", "window", "copy"]
-        if "home" in arrays:
-            names.append("home")
-        of_one = {name: arrays[name][None] for name in names}
-        return Figures(
-            RunRecord(info=self.stage.info, iteration=np.zeros(1), time=np.zeros(1), **of_one)
-        )
 
 
 def _token_counts(states: Sequence[LayerState]) -> TokenCounts:

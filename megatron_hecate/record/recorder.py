@@ -321,6 +321,10 @@ class StageRecorder:
         if loads is not None:
             self._speeds.add(iteration, arrays["timed_ns"], arrays["timed_tokens"], loads)
             values = functools.partial(self._with_speed, values)
+        self.log(iteration, values)
+
+    def log(self, iteration: int, values: Callable[[], Values]) -> None:
+        """Log the metrics of a complete iteration, arguments as for `take`."""
         self._metrics.put(iteration, values)
 
     def _with_speed(self, values: Callable[[], Values]) -> Values:

@@ -34,14 +34,18 @@ class _Lifetime:
     Args:
         fetches: fetches per microbatch; 0: one per iteration.
         returns: returns of gradients per microbatch; 0: one per iteration.
-        ahead: layers prefetched together with this one. Replicas that are dropped share two
-            buffers, so that only the next layer's is free.
+        ahead: prefetch distance in layers. Replicas that are dropped share two buffers, so that
+            only the next layer's is free.
     """
 
     fetches: int
     returns: int
     ahead: int
 
+
+# Upper bound of the further layers whose fetches begin before one layer: until the first attention
+# is launched, a GPU waits for the host. The prefetch distance grows over the first layers.
+FETCHED_TOGETHER: int = 2
 
 LIFETIMES: dict[str, _Lifetime] = {
     "iteration": _Lifetime(fetches=0, returns=0, ahead=4),

@@ -108,15 +108,14 @@ class EarlyPlans:
         self.stop()
         # A new object, because a stopped thread may still use the old one.
         self._plans = {}
-        # The main thread appends to the originals.
-        history = monitor.history.copy()
+        history = monitor.history
+        # The main thread changes the original.
         meter = copy.copy(meter)
         placed = [(state, state.homes, state.planned) for state in states]
 
         def inputs(load: np.ndarray, measured: list[int]) -> Iterator[tuple[int, PlanInputs]]:
-            history.append(load)
             meter.agree(measured)
-            forecast = history.forecast()
+            forecast = monitor.extend_early(history, load).forecast()
             assert forecast is not None
             for state, homes, previous in placed:
                 of_layer = forecast[state.index, : state.parts.homes_only.num_experts]

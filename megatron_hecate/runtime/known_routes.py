@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from megatron_hecate.job.collectives import wait_collective
 from megatron_hecate.megatron.forward_pass import NO_ITERATION
-from megatron_hecate.megatron.router_replay import next_routes, replays
+from megatron_hecate.megatron.router_replay import may_replay, next_routes, replays
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.route_counts import Routes, check_routes, count_tokens, parts_of
 
@@ -51,6 +51,8 @@ class KnownRoutes:
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self.states = states
         self._chunk_of = chunk_of
+        # Stored, because lookups of submodules are slow.
+        self._routers: list[Module] = [state.parts.layer.router for state in states]
         # Tokens of this rank in the next iteration by announced routes, [L, E], if any, and for
         # each layer, True if its routes have been announced.
         self._announced: np.ndarray | None = None
@@ -181,7 +183,7 @@ class KnownRoutes:
         Returns:
             For each layer, loads summed over the group; ``None`` without replayed routes.
         """
-        if not any(replays(state.parts.layer) for state in states):
+        if not may_replay(self._routers) or not any(replays(s.parts.layer) for s in states):
             return [None] * len(states)
         experts = _most_experts(states)
         counts = []

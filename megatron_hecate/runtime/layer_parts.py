@@ -77,13 +77,6 @@ class LayerParts:
             stored_bytes,
         )
 
-    def fits(self, buffer: LayerBuffer) -> bool:
-        """Return whether ``buffer``, an earlier result of `buffer`, still has the right sizes."""
-        if self.experts.quantized or buffer.stored_bytes:
-            return buffer == self.buffer(buffer.slots)
-        # nothing else of a layer can change
-        return buffer.dtype is self.experts.dtype
-
     def shape(self, lifetime: str, *, microbatches: int, in_schedule: bool) -> LayerShape:
         """Return the layer's sizes for the cost model.
 

@@ -52,19 +52,21 @@ class LayerPlanner:
         # Index of each chunk's first layer.
         self._first_layers = {chunk_of.index(chunk) for chunk in chunk_of}
 
-    def plan_from(self, index: int, forecast: np.ndarray | None) -> None:
+    def plan_from(self, index: int, forecast: np.ndarray | None, *, is_alone: bool = False) -> None:
         """Plan layer ``index`` and the next layers of its chunk, unless the layer is planned.
 
         Args:
             index: index of the layer.
             forecast: expected tokens of the iteration per layer and expert, [L, E].
+            is_alone: whether to plan this layer only.
         """
         iteration = self._tracker.iteration
         if index in self._first_layers and not self._tracker.is_within_microbatch(index):
             self._routes.begin_microbatch(index, iteration, self._tracker.microbatches)
         if self._states[index].current.number == iteration:
             return
-        for state in self._states[index : index + PLANNED_TOGETHER]:
+        together = 1 if is_alone else PLANNED_TOGETHER
+        for state in self._states[index : index + together]:
             if (
                 self._chunk_of[state.index] == self._chunk_of[index]
                 and state.current.number != iteration

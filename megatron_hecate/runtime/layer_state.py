@@ -94,9 +94,9 @@ class LayerState:
         # True if a schedule of Megatron ran the last forward. Stored, because a backward may run in
         # a thread without the schedule's stack.
         self.in_schedule = True
-        # Plans of the running iteration, in order, and plans of the last one still to be repeated.
+        # Plans of the running iteration and of the last one, in order.
         self.plans: list[Placement] = []
-        self._kept: deque[Placement] = deque()
+        self._last_plans: list[Placement] = []
         # Replicas of the microbatches whose backward has not run, one entry per pass, oldest first:
         # Megatron's schedules preserve the order.
         self._in_flight: deque[Replicas | None] = deque()
@@ -277,7 +277,9 @@ class LayerState:
         """
         self.homes = homes
         self.always_physical = True
-        self._kept.clear()
+        # Plans with the old homes cannot be repeated.
+        self._last_plans = []
+        self.plans = []
         self.set_plan(homes, NO_ITERATION)
 
     def replicas_of(self, purpose: Forward) -> Replicas | None:
@@ -322,7 +324,8 @@ class LayerState:
 
     def next_kept_plan(self) -> Placement | None:
         """Return the plan of the last iteration at this point, if there was one."""
-        return self._kept.popleft() if self._kept else None
+        at = len(self.plans)
+        return self._last_plans[at] if at < len(self._last_plans) else None
 
     def skip_stock_backward(self) -> bool:
         """Return whether the oldest microbatch ran stock code, and forget it then.
@@ -350,10 +353,14 @@ class LayerState:
     def abandon(self) -> None:
         """Forget microbatches of an ended iteration whose backward has not run."""
         self._in_flight.clear()
-        self._kept = deque(self.plans)
+        self._last_plans = self.plans
         self.plans = []
-        self.parts.experts.drop_delayed()
-        self.parts.experts.unsettled = None
-        self.current = LayerIteration(self.current.placement, self.current.planned)
+        experts = self.parts.experts
+        if experts.delayed is not None:
+            experts.drop_delayed()
+        experts.unsettled = None
+        last = self.current
+        self.current = LayerIteration(last.placement, last.planned)
         self.joined_homes = None
-        self.break_off()
+        if self.is_begun:
+            self.break_off()

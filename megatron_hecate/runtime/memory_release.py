@@ -21,7 +21,7 @@ def release_memory(prefetcher: Prefetcher) -> int:
             f"({', '.join(waiting)}); call it after the optimizer's step, or after "
             "finish_grad_sync() or zero_grad_buffer() of every model chunk"
         )
-    pool = prefetcher.pool
+    pool = prefetcher.buffers.allocated
     if pool is None or not pool.nbytes:
         return 0
     prefetcher.tracker.weights_changed("memory was released")

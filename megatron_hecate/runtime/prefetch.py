@@ -4,8 +4,8 @@ Hooks of Megatron call the prefetcher, and it calls the layers' states.
 
 | hook | action |
 |---|---|
-| `begin_chunk` | fetches a model chunk's first layers: embedding and dense layers run first |
-| `before_attention` | fetches the next layers, while this layer's attention runs |
+| `begin_chunk` | fetches a model chunk's first layer: embedding and dense layers run first |
+| `before_attention` | fetches further layers, while this layer's attention runs |
 | `materialize` | returns the replicas of the forward |
 | `add_late_replicas` | fetches more replicas after the gate, where configured |
 | `dispatched` | counts the tokens of a microbatch |
@@ -28,7 +28,7 @@ from megatron_hecate.megatron import training_state
 from megatron_hecate.megatron.parameter_gathers import finish_gathers, gathers_params, start_gathers
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.megatron.training_state import Forward
-from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
+from megatron_hecate.replicas.buffers import FETCHED_TOGETHER, LIFETIMES
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.runtime.gradient_returns import GradientReturns
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
@@ -36,6 +36,7 @@ from megatron_hecate.runtime.known_routes import KnownRoutes
 from megatron_hecate.runtime.layer_planner import LayerPlanner
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.load_monitor import LoadMonitor
+from megatron_hecate.runtime.model_buffers import ModelBuffers
 
 
 class Prefetcher:
@@ -56,6 +57,16 @@ class Prefetcher:
         for index in range(1, len(states)):
             if chunk_of[index - 1] == chunk_of[index]:
                 self._following[index - 1] = self._experts[index]
+        # States of each chunk's layers, and for each layer the states of the next layers in the
+        # chunk that are prefetched with it.
+        self._states_of: list[list[LayerState]] = [[] for _ in range(max(chunk_of) + 1)]
+        for state, chunk in zip(states, chunk_of, strict=True):
+            self._states_of[chunk].append(state)
+        self._ahead: list[Sequence[LayerState]] = []
+        for of_chunk in self._states_of:
+            for place, state in enumerate(of_chunk, 1):
+                last = place + LIFETIMES[state.config.lifetime].ahead
+                self._ahead.append(of_chunk[place:last])
         # Expected tokens of the running iteration, [L, E].
         self.forecast: np.ndarray | None = None
         self.routes = KnownRoutes(states, chunk_of)
@@ -77,9 +88,7 @@ class Prefetcher:
         self.rehoming: Any = None
         # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.
         self.gradients: bool | None = None
-        self.pool: BufferPool | None = None
-        # True if the pool's sizes have been compared with the parameters in this iteration.
-        self._pool_is_checked = False
+        self.buffers = ModelBuffers(states, chunk_of)
         # For each chunk, the schedule's call that ran the chunk's last forward.
         self._calls: list[int | None] = [None] * (max(chunk_of) + 1)
         # For each chunk, a version number that grows when weights may have changed between
@@ -91,7 +100,7 @@ class Prefetcher:
         self._has_fetched = False
 
     def begin_chunk(self, chunk_index: int, chunk: Module, *_: Any) -> None:
-        """Fetch the first replicas of a model chunk: from here on its weights do not change."""
+        """Fetch the replicas of a chunk's first layer: from here on its weights do not change."""
         self.gradients = torch.is_grad_enabled()
         # A recomputed forward, or a schedule's call of one layer, ends without `end_chunk`.
         self._break_off()
@@ -99,13 +108,13 @@ class Prefetcher:
         if not training or chunk_index not in self.chunk_of:
             return
         if self.states[0].config.slots:
-            self._buffer_pool()
+            self.buffers.pool()
         first = self.chunk_of.index(chunk_index)
         self._enter_chunk(chunk_index)
         experts = self._experts[first]
         if not gathers_params(experts):
             self.tracker.comes_to(first)
-            self._prepare_from(first)
+            self._prepare(self.states[first], is_alone=True)
         elif self.states[first].config.slots:
             start_gathers(experts)
 
@@ -217,8 +226,7 @@ class Prefetcher:
                 self.states, self.monitor, self.meter, self.tracker.counted_microbatches or 1
             )
         self.tracker.weights_changed("DDP reduced gradients")
-        if self.pool is not None:
-            self.pool.unbind()
+        self.buffers.unbind()
 
     def gradients_dropped(self) -> None:
         """End the iteration when DDP zeroes gradients; drop waiting gradients of replicas."""
@@ -238,11 +246,10 @@ class Prefetcher:
         if call is None or call != self._calls[chunk]:
             self._weights_of[chunk] += 1
         self._calls[chunk] = call
-        for state, its_chunk in zip(self.states, self.chunk_of, strict=True):
-            if its_chunk == chunk:
-                state.in_schedule = call is not None
-                if state.current.is_prepared:
-                    state.drop_prepared()
+        for state in self._states_of[chunk]:
+            state.in_schedule = call is not None
+            if state.current.is_prepared:
+                state.drop_prepared()
         has_ddp = data_parallel is not None and data_parallel.wants_gradients(chunk) is not None
         if has_ddp or self.tracker.has_seen_optimizer or chunk != self.chunk_of[0]:
             return
@@ -257,32 +264,45 @@ class Prefetcher:
     def _prepare_from(self, index: int) -> None:
         """Begin to fetch missing replicas of layer ``index`` and of the next layers."""
         state = self.states[index]
-        if not self._prepare(state) and state.keeps_replicas:
-            return
+        self._prepare(state)
         if gathers_params(self._experts[index]):
             # Waiting for the next layers' homes, still being gathered, would stall this layer.
             return
-        last = index + LIFETIMES[state.config.lifetime].ahead
-        for following in self.states[index + 1 : last + 1]:
-            if self.chunk_of[following.index] == self.chunk_of[index]:
-                self._prepare(following)
+        ahead = self._ahead[index]
+        # Layers are prefetched in their order.
+        if not ahead or self._is_prefetched(ahead[-1]):
+            return
+        missing = [following for following in ahead if not self._is_prefetched(following)]
+        for following in missing[:FETCHED_TOGETHER]:
+            self._prepare(following)
 
-    def _prepare(self, state: LayerState) -> bool:
+    def _is_prefetched(self, state: LayerState) -> bool:
+        """Return whether the layer needs no prefetch: replicas are in flight or were fetched."""
+        current = state.current
+        if current.is_prepared or not state.keeps_replicas:
+            return current.is_prepared
+        is_planned = current.number == self.tracker.iteration
+        return (
+            is_planned and current.fetched_weights == self._weights_of[self.chunk_of[state.index]]
+        )
+
+    def _prepare(self, state: LayerState, *, is_alone: bool = False) -> None:
         """Begin to fetch the replicas of the layer's next microbatch.
 
-        Returns:
-            False if they have been fetched before.
+        Args:
+            state: state of the layer.
+            is_alone: whether to plan this layer only, instead of the next ones with it.
         """
         if state.current.is_prepared:
-            return False
+            return
         if state.config.slots:
             # Collective: at the same point on all ranks, with or without replicas.
             finish_gathers(self._experts[state.index], self._following[state.index])
-        self._planner.plan_from(state.index, self.forecast)
+        self._planner.plan_from(state.index, self.forecast, is_alone=is_alone)
         current = state.current
         current.is_prepared = True
         if not self._needs_fetch(state):
-            return False
+            return
         is_first = current.fetched_weights is None
         if is_first or self._weights_may_differ(state):
             current.fetched_weights = self._weights_of[self.chunk_of[state.index]]
@@ -290,12 +310,11 @@ class Prefetcher:
         if state.keeps_replicas and not is_first:
             if current.replicas is not None and current.plan is not None:
                 current.replicas.refresh(current.plan)
-            return True
+            return
         current.expects_late = (
             state.config.late_replicas > 0 and not self.routes.are_known[state.index]
         )
         current.replicas = None if current.plan is None else self._fetch(state)
-        return True
 
     def _needs_fetch(self, state: LayerState) -> bool:
         """Return whether the layer's next forward needs weights that have not been fetched yet."""
@@ -319,7 +338,7 @@ class Prefetcher:
         self._has_fetched = True
         try:
             replicas = Replicas(
-                state.slots_in(self._buffer_pool()),
+                state.slots_in(self.buffers.pool()),
                 state.placement,
                 state.plan,
                 passes=state.parts.passes,
@@ -346,32 +365,6 @@ class Prefetcher:
         if before >= 0 and self.chunk_of[before] == self.chunk_of[before + 1]:
             self.states[before].fetch_again()
 
-    def _buffer_pool(self) -> BufferPool:
-        """Return the buffers, which are allocated at their first use.
-
-        Parameters have their final type by then. With or without planned replicas the allocation
-        precedes the activations, which would use up free memory.
-        """
-        if self._pool_is_checked and self.pool is not None:
-            return self.pool
-        self._pool_is_checked = True
-        known = () if self.pool is None else self.pool.layers
-        # a released pool has no layers
-        if not known or not all(
-            state.parts.fits(layer) for state, layer in zip(self.states, known, strict=True)
-        ):
-            layers = [state.parts.buffer(state.config.slots) for state in self.states]
-            first = self.states[0]
-            layer = first.parts.layer
-            self.pool = BufferPool(
-                first.transport,
-                layers,
-                first.config.lifetime,
-                in_flight=training_state.forwards_in_flight(layer.config, self.chunk_of),
-                device=next(layer.experts.parameters()).device,
-            )
-        return self.pool
-
     def _begin_iteration(self) -> None:
         # If weights were loaded in the middle of an iteration, gradients may still wait.
         self.returns.complete()
@@ -382,9 +375,7 @@ class Prefetcher:
         if not self._planner.keeps_plans:
             self.returns.begin_iteration(self.tracker.microbatches)
         here.iteration = running_iteration() or here.iteration + 1
-        self._pool_is_checked = False
-        if self.pool is not None:
-            self.pool.reset(self.tracker.ended_because)
+        self.buffers.begin_iteration(self.tracker.ended_because)
         if self._has_fetched:
             self.meter.fetched()
         for state in self.states:
@@ -394,4 +385,4 @@ class Prefetcher:
         if self.rehoming is not None:
             self.rehoming.begin_iteration(here.iteration, self.tracker, self.meter)
         if self.states[0].config.slots:
-            self._buffer_pool()
+            self.buffers.pool()

@@ -48,7 +48,8 @@ def test_a_plan_knows_the_one_before_it() -> None:
 @pytest.mark.parametrize("lifetime", ["iteration", "layer"])
 @ranks(2)
 def test_layers_are_planned_four_at_a_time(lifetime: str) -> None:
-    """One right after another, each once in an iteration and before it is fetched, in whatever microbatch."""
+    """The first layer alone, so that its fetch and the embedding begin early; further ones one right after another,
+    each once in an iteration and before it is fetched, in whatever microbatch."""
     import tiny_gpt
 
     case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 11),))
@@ -65,10 +66,70 @@ def test_layers_are_planned_four_at_a_time(lifetime: str) -> None:
     groups = [
         len(list(its)) for what, its in itertools.groupby(done, lambda d: d[0]) if what == "plan"
     ]
-    assert groups == [4, 4, 3]
+    assert groups == [1, 4, 4, 2]
     fetched = {label for what, label in done if what == "fetch"}
     assert len(fetched) > 4
     assert all(done.index(("plan", label)) < done.index(("fetch", label)) for label in fetched)
+
+
+# Fetches by layer, from 1 on, before the embedding and before the attention of each layer.
+FIRST_FORWARD = [[1], [2, 3], [4, 5], [6, 7], [8], [], [], [], []]
+EVERY_FORWARD = [[1], [2], [3], [4], [5], [6], [7], [8], []]
+ORDERS = {
+    # Replicas of the iteration serve all microbatches of a schedule.
+    ("iteration", True): [FIRST_FORWARD, [[]] * 9],
+    # Outside of a schedule weights may change between microbatches, so every forward fetches.
+    ("iteration", False): [FIRST_FORWARD, FIRST_FORWARD],
+    ("microbatch", True): [EVERY_FORWARD, EVERY_FORWARD],
+}
+
+
+@pytest.mark.parametrize(("lifetime", "has_schedule"), ORDERS)
+@ranks(2)
+def test_layers_are_fetched_at_a_distance(lifetime: str, has_schedule: bool) -> None:
+    """Each layer's fetch begins up to four attentions before its own (one with lifetime ``microbatch``), whichever
+    layer it is. Oracle: the order that docs/memory.md describes, by hand."""
+    import loops
+    import tiny_gpt
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.utils import get_attr_wrapped_model
+
+    case = tiny_gpt.Case(accumulate=2, skew=4, settings=(("num_layers", 8),))
+    tiny_gpt.initialize(case)
+    hook = tiny_gpt.fssdp_hook(slots=1, lifetime=lifetime, speeds=tiny_gpt.FREE)
+    loop = loops.Loop(case, hook)
+    forwards: list[list[list[int]]] = []
+
+    def fetched(what: str, _plan: Any, _slots: Any, label: str) -> None:
+        if what == "fetch":
+            forwards[-1][-1].append(int(label.removeprefix("layer ")))
+
+    tiny_gpt.before_transfers(loop.chunks, fetched)
+    model = get_attr_wrapped_model(loop.chunks[0], "decoder", return_model_obj=True)
+    # Called before FSSDP's own hooks.
+    model.register_forward_pre_hook(lambda *_: forwards.append([[]]), prepend=True)
+    for layer in model.decoder.layers:
+        layer.self_attention.register_forward_pre_hook(
+            lambda *_: forwards[-1].append([]), prepend=True
+        )
+    for step in range(3):
+        forwards.clear()
+        loop.zero()
+        if has_schedule:
+            loop.call(step, 2)
+        else:
+            for microbatch in range(2):
+                loop.forward(step, microbatch).backward()
+            finalize_model_grads(loop.chunks, None)
+        loop.update()
+    layers = tiny_gpt.moe_layers(loop.chunks)
+    replicated = {layer.layer_number for layer in layers if layer.fssdp.placement.num_replicas}
+    assert {1, 2, 3, 5, 6, 7} <= replicated
+    wanted = [
+        [[layer for layer in at_once if layer in replicated] for at_once in forward]
+        for forward in ORDERS[lifetime, has_schedule]
+    ]
+    assert forwards == wanted
 
 
 @pytest.mark.newest

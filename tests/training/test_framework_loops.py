@@ -110,7 +110,7 @@ def _pause_without_copy(loop: Any, step: int) -> None:
 
     for layer in tiny_gpt.moe_layers(loop.chunks):
         if hasattr(layer, "fssdp"):
-            pool = layer.prefetcher.pool
+            pool = layer.prefetcher.buffers.allocated
             for buffer in (*pool._weights, *pool._grads):
                 buffer._memory.fill_(0xFF)
             pool.transport._staging.fill_(0xFF)

@@ -188,9 +188,9 @@ def test_metrics_of_a_plan_for_each_microbatch() -> None:
     run = train_steps(case, 2, before=note, lifetime="microbatch", slots=1)
     dist.all_reduce(computed)
     recorder = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor.recorder.stage
-    with mock.patch.object(recorder, "take") as take:
+    with mock.patch.object(recorder, "log") as log:
         recorder.close()
-    iteration, _, values = take.call_args.args
+    iteration, values = log.call_args.args
     assert iteration == 2 and computed.sum(dim=1).tolist() == [2 * 2 * 4 * TOKENS] * 2
     fullest = computed.double().amax(dim=1) / computed.double().mean(dim=1)
     assert values()["overload_factor"].tolist() == pytest.approx(fullest.tolist())
