@@ -75,6 +75,7 @@ test-bridge: .venv
 bench: .venv
 	$(BIN)/python bench/step_time.py
 	$(BIN)/python bench/host.py
+	$(BIN)/python bench/begin.py
 
 balance: .venv
 	$(BIN)/python bench/balance.py

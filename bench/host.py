@@ -66,7 +66,7 @@ the optimizer's. All: forward, backward and rest. Ratios to stock: medians and q
 steps. Calls: of Python and C functions in forward and backward."""
 
 
-def _start_on_cpu() -> None:
+def start_on_cpu() -> None:
     """Start the process group, with TransformerEngine's Python and Megatron over torch."""
     import te_on_cpu
 
@@ -120,7 +120,7 @@ def measure(arguments: argparse.Namespace) -> None:
     if arguments.gpu:
         _start_on_gpu()
     else:
-        _start_on_cpu()
+        start_on_cpu()
     import tiny_gpt
     import torch.distributed as dist
     from host_calls import Phases

@@ -136,10 +136,9 @@ class PhysicalExperts:
         return self._homes.first.dtype
 
     @property
-    def kind(self) -> tuple[type, torch.dtype]:
-        """Class and data type of the parameters."""
-        first = self._homes.first
-        return first.__class__, first.dtype
+    def first_owner(self) -> tuple[Module, str]:
+        """Submodule and attribute of the first parameter."""
+        return self._homes.first_owner
 
     def wait_for_values(self) -> None:
         """Wait until the homes hold this iteration's values."""

@@ -26,7 +26,8 @@ class HomeParameters:
         for expert in range(num_homes):
             paths = [name.format(expert).rpartition(".") for name in names]
             self._owners.append([(experts.get_submodule(path), leaf) for path, _, leaf in paths])
-        self._first = self._owners[0][0]
+        # Submodule and attribute of the first parameter of the first expert.
+        self.first_owner = self._owners[0][0]
         self._columns = [self._column(part) for part in range(len(names))]
 
     def _column(self, part: int) -> Callable[[], Sequence[Parameter]]:
@@ -51,5 +52,5 @@ class HomeParameters:
     @property
     def first(self) -> Parameter:
         """The first parameter of the first expert."""
-        owner, leaf = self._first
+        owner, leaf = self.first_owner
         return owner._parameters[leaf]

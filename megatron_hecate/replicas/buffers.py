@@ -176,12 +176,18 @@ class Buffer:
         self._to_zero = ()
         self.holds = self.transfer = self.abandon = None
 
-    def forget_zeros(self) -> None:
-        """Zero the whole memory in the next `begin_sums`, whatever has been zeroed before."""
-        # the memory may be freed next
+    def reset(self) -> None:
+        """Wait for the transfer, and forget the content, zeros included."""
+        # Called for all buffers at the beginning of an iteration: most need no further call.
+        if self.transfer is not None or self.abandon is not None:
+            self.clear()
+        self.holds = None
+        if self.bound:
+            self.bound.clear()
         if self._zeroed is not None:
+            # The memory may be freed next.
             torch.cuda.current_stream().wait_event(self._zeroed)
-        self._zeroed = None
+            self._zeroed = None
         self._is_zero = False
         self._to_zero = ()
 
@@ -327,12 +333,8 @@ class BufferPool:
             cause: end of a sentence, for errors of later uses of dropped replicas.
         """
         self.reset_because = cause
-        self.unbind()
-        for buffer in (*self._weights, *self._grads):
-            buffer.clear()
-            buffer.holds = None
         # Memory savers may have dropped the content between two iterations (`torch_memory_saver`
         # without a copy in host memory).
-        for buffer in self._grads:
-            buffer.forget_zeros()
+        for buffer in (*self._weights, *self._grads):
+            buffer.reset()
         self._free = list(self._weights)

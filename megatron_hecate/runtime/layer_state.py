@@ -60,6 +60,7 @@ class LayerState:
         self.transport = transport
         # True if replicas live for a whole iteration.
         self.keeps_replicas = config.lifetime == "iteration"
+        self._delays_wgrad = parts.experts.delayed is not None
         self.name = name_of_layer(layer)
         self.group = layer.ep_group
         self.stock_dispatcher = layer.token_dispatcher
@@ -355,10 +356,9 @@ class LayerState:
         self._in_flight.clear()
         self._last_plans = self.plans
         self.plans = []
-        experts = self.parts.experts
-        if experts.delayed is not None:
-            experts.drop_delayed()
-        experts.unsettled = None
+        if self._delays_wgrad:
+            self.parts.experts.drop_delayed()
+            self.parts.experts.unsettled = None
         last = self.current
         self.current = LayerIteration(last.placement, last.planned)
         self.joined_homes = None

@@ -21,7 +21,9 @@ class ModelBuffers:
 
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self._states = states
-        self._experts = [state.parts.experts for state in states]
+        # For each layer, submodule and attribute of a parameter: stored, because the check before
+        # the first kernel of an iteration looks up the parameters of all layers.
+        self._owners = [state.parts.experts.first_owner for state in states]
         self._chunk_of = chunk_of
         # ``None`` before the first use.
         self.allocated: BufferPool | None = None
@@ -55,7 +57,8 @@ class ModelBuffers:
         )
 
     def _kinds_now(self) -> list[tuple[type, torch.dtype]]:
-        return [experts.kind for experts in self._experts]
+        parameters = [module._parameters[name] for module, name in self._owners]
+        return [(parameter.__class__, parameter.dtype) for parameter in parameters]
 
     def _allocate(self) -> BufferPool:
         self._kinds = self._kinds_now()
