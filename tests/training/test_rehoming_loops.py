@@ -103,6 +103,38 @@ def test_evaluation_between_steps() -> None:
 
 
 @ranks(2)
+def test_no_plan_of_moved_homes_is_repeated_after_they_are_restored() -> None:
+    """An iteration without an optimizer step is repeated with its plans, unless the homes are restored in between (a
+    checkpoint before the step). Oracle: stock's losses and gradients."""
+    import rehoming_hooks
+    import tiny_gpt
+    import torch
+    import training_with_moves
+
+    case = tiny_gpt.Case(accumulate=2, skew=4, optimizer=(("clip_grad", 0.0),))
+    tiny_gpt.initialize(case)
+
+    def repeated(trained: Any) -> tuple[list[float], list[torch.Tensor]]:
+        losses = [trained.step(step) for step in range(6)]
+        is_converted = hasattr(tiny_gpt.moe_layers(trained.chunks)[0], "fssdp")
+        for turn in range(2):
+            for chunk in trained.chunks:
+                chunk.zero_grad_buffer()
+            losses.append(tiny_gpt.run(case, trained.chunks, 6, num_microbatches=2))
+            if is_converted and not turn:
+                assert rehoming_hooks.homes_of(trained).are_moved
+                training_with_moves.restore(trained)
+        return losses, [p.main_grad.clone() for p in trained.chunks[0].parameters()]
+
+    stock, grads = repeated(tiny_gpt.train(case, steps=0))
+    hook = rehoming_hooks.rehoming_hook(speeds=tiny_gpt.FREE)
+    ours, our_grads = repeated(tiny_gpt.train(case, steps=0, hook=hook))
+    assert ours == pytest.approx(stock, rel=1e-5)
+    for grad, own in zip(grads, our_grads, strict=True):
+        assert torch.allclose(grad, own, rtol=1e-4, atol=1e-6)
+
+
+@ranks(2)
 def test_looks_wait_for_the_first_step_in_fp16() -> None:
     """The loss's scale is too large for the first steps, so that there is no state yet when it is time to look."""
     import rehoming_hooks
