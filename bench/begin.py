@@ -20,7 +20,7 @@ import time
 from statistics import quantiles
 from typing import Any
 
-from host import SIZE, SLOTS, WARMUP, gather, start_on_cpu
+from host import SLOTS, WARMUP, gather, start_on_cpu, tiny_case
 from launch import again_on_ranks
 
 # Layers before whose attention the time is measured.
@@ -102,20 +102,7 @@ def compare(homes: int, arguments: argparse.Namespace) -> list[str]:
 
     from megatron_hecate import HecateConfig, fssdp
 
-    settings = dict(
-        num_layers=arguments.layers,
-        hidden_size=SIZE,
-        ffn_hidden_size=SIZE,
-        moe_ffn_hidden_size=SIZE,
-        gradient_accumulation_fusion=True,
-    )
-    case = tiny_gpt.Case(
-        experts=2 * homes,
-        micro_batch=1,
-        skew=2.0,
-        settings=tuple(settings.items()),
-        grouped=True,
-    )
+    case = tiny_case(homes, arguments.layers)
     tiny_gpt.set_num_microbatches(case, 1)
     # With free copies the planner always uses replicas.
     hook = fssdp(HecateConfig(slots=SLOTS, speeds=tiny_gpt.FREE))

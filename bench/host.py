@@ -95,6 +95,36 @@ def _start_on_gpu() -> None:
     run_on_shared_gpu.start_process_group()
 
 
+def tiny_case(
+    homes: int, layers: int, *, size: int = SIZE, grouped: bool = True, fuses: bool = True
+) -> Any:
+    """Describe a model whose steps are nearly all Python and dispatch, on 2 ranks.
+
+    Args:
+        homes: home experts per rank.
+        layers: MoE layers.
+        size: hidden and ffn size.
+        grouped: whether experts are a TEGroupedMLP, not a SequentialMLP.
+        fuses: whether weight gradients are fused.
+    """
+    import tiny_gpt
+
+    settings = dict(
+        num_layers=layers,
+        hidden_size=size,
+        ffn_hidden_size=size,
+        moe_ffn_hidden_size=size,
+        gradient_accumulation_fusion=fuses,
+    )
+    return tiny_gpt.Case(
+        experts=2 * homes,
+        micro_batch=1,
+        skew=2.0,
+        settings=tuple(settings.items()),
+        grouped=grouped,
+    )
+
+
 def gather(result: T) -> list[T]:
     """Return the results of all ranks, on all ranks."""
     import torch.distributed as dist
@@ -168,22 +198,14 @@ class Models:
         from megatron_hecate import HecateConfig, fssdp
 
         grouped = experts == "TEGroupedMLP"
-        size = SIZE_ON_GPU if arguments.gpu else SIZE
-        settings = dict(
-            num_layers=arguments.layers,
-            hidden_size=size,
-            ffn_hidden_size=size,
-            moe_ffn_hidden_size=size,
-        )
-        settings |= dict(gradient_accumulation_fusion=grouped and not arguments.unfused)
         self.arguments = arguments
         self.phases = phases
-        self.case = tiny_gpt.Case(
-            experts=2 * homes,
-            micro_batch=1,
-            skew=2.0,
-            settings=tuple(settings.items()),
+        self.case = tiny_case(
+            homes,
+            arguments.layers,
+            size=SIZE_ON_GPU if arguments.gpu else SIZE,
             grouped=grouped,
+            fuses=grouped and not arguments.unfused,
         )
         hooks = {
             "stock": None,

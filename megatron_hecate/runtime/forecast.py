@@ -42,11 +42,12 @@ class LoadHistory:
         self._found: np.ndarray | float = 0.0
         self._changed: np.ndarray | float = 0.0
 
-    def copy(self) -> LoadHistory:
-        """Return an independent copy."""
+    def extended(self, load: np.ndarray) -> LoadHistory:
+        """Return an independent copy with one more iteration, see `append`."""
         other = copy.copy(self)
         # Arrays can be shared: none is written to.
         other._roots = self._roots.copy()
+        other.append(load)
         return other
 
     def append(self, load: np.ndarray) -> None:

@@ -239,28 +239,25 @@ class LoadMonitor:
                 self.recorder.take(load, sums[self._size + MEASURED :])
 
     def extend_early(self, history: LoadHistory, load: np.ndarray) -> LoadHistory:
-        """Return a copy of ``history`` with ``load`` appended and its forecast, in any thread.
+        """Return ``history`` extended by ``load``, with its forecast, in any thread.
 
         If it was made from the current history and ``load`` is the sum in flight, the copy becomes
         the history: `collect` then takes less time.
         """
-        extended = history.copy()
-        extended.append(load)
+        extended = history.extended(load)
         extended.forecast()
         self._extended = (history, extended)
         return extended
 
     def _extend(self, load: np.ndarray) -> LoadHistory:
-        """Return the history with ``load`` appended."""
+        """Return the history extended by ``load``."""
         early = self._extended
         self._extended = None
         if early is not None:
             base, extended = early
             if base is self.history and np.array_equal(extended.last, load):
                 return extended
-        extended = self.history.copy()
-        extended.append(load)
-        return extended
+        return self.history.extended(load)
 
     def collect_ready(self) -> bool:
         """Collect a sum that has arrived, without waiting; return whether none is in flight."""

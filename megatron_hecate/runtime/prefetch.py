@@ -50,13 +50,8 @@ class Prefetcher:
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self.states = states
         self.chunk_of = chunk_of
-        # For each layer, its experts, and the experts of the next layer in the same chunk. Stored,
-        # because lookups of submodules are slow.
+        # Stored, because lookups of submodules are slow.
         self._experts: list[Module] = [state.parts.layer.experts for state in states]
-        self._following: list[Module | None] = [None] * len(states)
-        for index in range(1, len(states)):
-            if chunk_of[index - 1] == chunk_of[index]:
-                self._following[index - 1] = self._experts[index]
         # States of each chunk's layers, and for each layer the states of the next layers in the
         # chunk that are prefetched with it.
         self._states_of: list[list[LayerState]] = [[] for _ in range(max(chunk_of) + 1)]
@@ -281,10 +276,7 @@ class Prefetcher:
         current = state.current
         if current.is_prepared or not state.keeps_replicas:
             return current.is_prepared
-        is_planned = current.number == self.tracker.iteration
-        return (
-            is_planned and current.fetched_weights == self._weights_of[self.chunk_of[state.index]]
-        )
+        return current.number == self.tracker.iteration and self._has_fetched_weights(state)
 
     def _prepare(self, state: LayerState, *, is_alone: bool = False) -> None:
         """Begin to fetch the replicas of the layer's next microbatch.
@@ -297,7 +289,9 @@ class Prefetcher:
             return
         if state.config.slots:
             # Collective: at the same point on all ranks, with or without replicas.
-            finish_gathers(self._experts[state.index], self._following[state.index])
+            ahead = self._ahead[state.index]
+            following = self._experts[ahead[0].index] if ahead else None
+            finish_gathers(self._experts[state.index], following)
         self._planner.plan_from(state.index, self.forecast, is_alone=is_alone)
         current = state.current
         current.is_prepared = True
@@ -324,14 +318,16 @@ class Prefetcher:
         if state.parts.passes > 1 and self.tracker.is_within_microbatch(state.index):
             # If weights have changed, a forward was aborted between two passes, and this one is the
             # next.
-            return current.fetched_weights != self._weights_of[self.chunk_of[state.index]]
+            return not self._has_fetched_weights(state)
         return not state.keeps_replicas or self._weights_may_differ(state)
+
+    def _has_fetched_weights(self, state: LayerState) -> bool:
+        """Return whether the last fetch had the number of the chunk's present weights."""
+        return state.current.fetched_weights == self._weights_of[self.chunk_of[state.index]]
 
     def _weights_may_differ(self, state: LayerState) -> bool:
         """Return whether weights of the layer's homes may have changed since its last fetch."""
-        if state.current.fetched_weights != self._weights_of[self.chunk_of[state.index]]:
-            return True
-        return state.weights_were_written()
+        return not self._has_fetched_weights(state) or state.weights_were_written()
 
     def _fetch(self, state: LayerState) -> Replicas:
         """Begin to fetch the planned replicas, for one microbatch or for the whole iteration."""
